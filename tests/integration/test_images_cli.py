@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoProcessor, PreTrainedTokenizerFast
 
 from attnmux.core import InvalidInput
-from attnmux.core.cli import main
+from attnmux.core.cli.verbs import verbs
 from attnmux.transformers import open_checkpoint
 from attnmux.transformers.images import files
 
@@ -109,13 +110,15 @@ def expected_text(model, folder, text, paths, num, **kwargs):
 
 
 def generate(*arguments):
-    common = ["--platform", "cpu", "--device", "cpu", "--backend", "torch_native"]
-    return CliRunner().invoke(main, ["generate", *map(str, arguments), *common, "--context", "128"])
+    common = ["--device", "cpu", "--backend", "torch_native"]
+    return CliRunner().invoke(
+        verbs, ["generate", *map(str, arguments), *common, "--context", "128"]
+    )
 
 
 def texts(result):
     assert result.exit_code == 0, result.output
-    return [one["text"] for one in json.loads(result.stdout)["results"]]
+    return [one["text"].strip() for one in json.loads(result.stdout)["results"]]
 
 
 def test_texts_are_those_of_transformers(checkpoint, pictures, tmp_path):
@@ -164,7 +167,7 @@ def test_mistakes_are_told(tiny, pictures, tmp_path):
     text.write_text("no image")
     assert "format Pillow does not know" in said(generate("<image>", "--image", text, *options))
     broken = tmp_path / "broken.png"
-    broken.write_bytes(open(pictures[0], "rb").read()[:200])
+    broken.write_bytes(Path(pictures[0]).read_bytes()[:200])
     assert "broken.png" in said(generate("<image>", "--image", broken, *options))
     assert "drafts" in said(generate("w1 <image> w2", *picture, *options, "--draft", "ngram"))
 
