@@ -8,7 +8,13 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
-from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
 
 from attnmux.core import Offer, load_plugins
 from attnmux.core.choosing.machine.cpu import probe_cpu
@@ -52,6 +58,18 @@ TINY_VISION = {
     "num_attention_heads": 2,
     "image_size": 16,
     "patch_size": 8,
+}
+IMAGE_TOKENS = {"image_token_id": 90}
+MROPE = {"rope_type": "default", "rope_theta": 10_000.0, "mrope_section": [2, 1, 1]}
+QWEN_VISION = {
+    "depth": 3,
+    "hidden_size": 32,
+    "intermediate_size": 32,
+    "num_heads": 2,
+    "patch_size": 4,
+    "window_size": 16,
+    "out_hidden_size": 32,
+    "fullatt_block_indexes": [1],
 }
 
 
@@ -131,6 +149,26 @@ def config(name: str) -> PreTrainedConfig:
         "gemma3-nested": lambda: transformers.Gemma3Config(
             text_config=GEMMA3, vision_config=TINY_VISION, mm_tokens_per_image=4
         ),
+        "gemma3-images": lambda: transformers.Gemma3Config(
+            text_config={**GEMMA3, "sliding_window": 6, "vocab_size": 97},
+            vision_config={**TINY_VISION, "patch_size": 4},
+            mm_tokens_per_image=4,
+            tie_word_embeddings=False,
+            **IMAGE_TOKENS,
+        ),
+        "qwen2.5-vl": lambda: transformers.Qwen2_5_VLConfig(
+            text_config={**BASE, "rope_parameters": MROPE},
+            vision_config=QWEN_VISION,
+            **IMAGE_TOKENS,
+            vision_start_token_id=92,
+            vision_end_token_id=93,
+        ),
+        "llava": lambda: transformers.LlavaConfig(
+            text_config=transformers.LlamaConfig(**BASE),
+            vision_config=transformers.CLIPVisionConfig(**TINY_VISION),
+            vision_feature_layer=-1,
+            **IMAGE_TOKENS,
+        ),
         "gpt-oss": lambda: transformers.GptOssConfig(
             **BASE,
             head_dim=16,
@@ -184,9 +222,11 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[PreT
         if name not in made:
             torch.manual_seed(0)
             with quiet_transformers(progress=False):
-                model = randomise(
-                    AutoModelForCausalLM.from_config(config(name), attn_implementation="eager")
-                )
+                wanted = config(name)
+                auto = AutoModelForImageTextToText
+                if type(wanted) in MODEL_FOR_CAUSAL_LM_MAPPING:
+                    auto = AutoModelForCausalLM
+                model = randomise(auto.from_config(wanted, attn_implementation="eager"))
                 folder = tmp_path_factory.mktemp(name)
                 model.save_pretrained(folder)
             made[name] = model, folder

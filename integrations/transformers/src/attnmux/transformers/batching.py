@@ -17,6 +17,7 @@ from attnmux.core import (
 )
 from attnmux.core.kv import WindowPrefixTree
 from attnmux.transformers.decode_batch import DecodeBatch
+from attnmux.transformers.images.step import images_of, mask_of, positions_of
 from attnmux.transformers.sequence import (
     RequestMemory,
     SequenceState,
@@ -145,12 +146,16 @@ class StepBuilder(RequestMemory):
             extend_num_tokens=sum(counts),
             encoder_lens=encoder_lens.to(torch.int32) if self.max_encoder_len else None,
             encoder_out_cache_loc=encoder_slots,
+            spec_info=mask_of(states, prefixes, ends, self.device),
         )
+        position_ids = positions_of(states, prefixes, ends)
         return Step(
             batch=batch,
             input_ids=input_ids,
             last_indices=extend_lens.cumsum(0) - 1,
             encoder_states=encoder_states,
+            images=images_of(states, prefixes, ends),
+            position_ids=None if position_ids is None else position_ids.to(self.device),
         )
 
     def decode(self, states: Sequence[SequenceState]) -> Step:

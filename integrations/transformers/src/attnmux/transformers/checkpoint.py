@@ -17,10 +17,12 @@ import torch
 from huggingface_hub.utils import logging as hub_logging
 from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
     MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING,
     MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING,
     AutoConfig,
     AutoModelForCausalLM,
+    AutoModelForImageTextToText,
     AutoModelForSeq2SeqLM,
     AutoModelForSpeechSeq2Seq,
     AutoTokenizer,
@@ -83,6 +85,11 @@ class Checkpoint:
             if limit is not None:
                 return int(limit)
         return None
+
+    @property
+    def reads_images(self) -> bool:
+        """Whether the model has a vision tower."""
+        return getattr(self.config, "vision_config", None) is not None
 
     @property
     def vocabulary_size(self) -> int:
@@ -246,7 +253,9 @@ def load_model(
 def _classes(config: PreTrainedConfig) -> tuple[Any, Any]:
     """The auto class that loads the config's kind of model, and its classes by config class."""
     if not config.is_encoder_decoder:
-        return AutoModelForCausalLM, MODEL_FOR_CAUSAL_LM_MAPPING
+        if type(config) in MODEL_FOR_CAUSAL_LM_MAPPING:
+            return AutoModelForCausalLM, MODEL_FOR_CAUSAL_LM_MAPPING
+        return AutoModelForImageTextToText, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
     if type(config) in MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING:
         return AutoModelForSpeechSeq2Seq, MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING
     return AutoModelForSeq2SeqLM, MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING

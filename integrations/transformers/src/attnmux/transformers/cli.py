@@ -24,7 +24,16 @@ AT_LEAST_1 = click.IntRange(min=1)
     "file",
     metavar="FILE",
     help="Read more prompts from a file, one per line. A line may be a JSON object with the keys "
-    "prompt, max_new_tokens, temperature, top_p and seed. - reads stdin.",
+    "prompt, images, max_new_tokens, temperature, top_p and seed. - reads stdin.",
+)
+@click.option(
+    "--image",
+    "images",
+    metavar="FILE",
+    multiple=True,
+    help="An image that each PROMPT is about; may be given several times. With --chat images come "
+    "before the text; else the text has a placeholder for each. Needs "
+    "attnmux-transformers[images].",
 )
 @click.option("--model", help="A folder or a Hugging Face hub id. Default: the shipped model.")
 @click.option("--revision", help="A branch, tag or commit of the model on the hub.")
@@ -47,6 +56,7 @@ AT_LEAST_1 = click.IntRange(min=1)
 @click.option("--backend", help="The backend for prefill and decode.")
 @click.option("--prefill-backend", help="The backend for prefill.")
 @click.option("--decode-backend", help="The backend for decode.")
+@click.option("--mm-backend", help="The backend for the encoder of images.")
 @click.option("--linear-backend", help="The backend for layers without softmax attention.")
 @click.option(
     "--page-size", type=AT_LEAST_1, help="Tokens per KV page. Default: chosen with the backend."
@@ -175,6 +185,7 @@ def generate(
     /,
     prompts: tuple[str, ...],
     file: str | None,
+    images: tuple[str, ...],
     model: str | None,
     temperature: float,
     top_p: float,
@@ -188,7 +199,7 @@ def generate(
     """
     sampling = SamplingParams(temperature=temperature, top_p=top_p, seed=seed)
     settings = run.settings()
-    asked = read_prompts(prompts, file, model=model, seed=seed)
+    asked = read_prompts(prompts, file, model=model, seed=seed, images=images)
     # By name: the import takes seconds, and a user's mistake should not wait for it.
     run_command = pkgutil.resolve_name("attnmux.transformers.cli_run:run_command")
     run_command(run, settings, asked, sampling, model=model, **options)

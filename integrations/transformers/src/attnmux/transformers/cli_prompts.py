@@ -25,6 +25,7 @@ SAMPLE_BYTES = 240
 KEYS: Mapping[str, tuple[type, ...]] = MappingProxyType(
     {
         "prompt": (str, list),
+        "images": (list,),
         "max_new_tokens": (int,),
         "temperature": (int, float),
         "top_p": (int, float),
@@ -43,21 +44,34 @@ class UserPrompt:
 
     prompt: str | Sequence[int]
     """Text, or token ids."""
+    images: Sequence[str] = ()
+    """Files; the prompt is text where there are some."""
     overrides: Mapping[str, Any] = field(default_factory=dict)
-    """Some of `KEYS` but for the prompt."""
+    """Some of `KEYS` but for the prompt and its images."""
 
 
 def read_prompts(
-    prompts: Sequence[str], file: str | None, *, model: str | None, seed: int
+    prompts: Sequence[str],
+    file: str | None,
+    *,
+    model: str | None,
+    seed: int,
+    images: Sequence[str] = (),
 ) -> list[UserPrompt]:
     """The prompts of the command line, then those of the file; "-" is stdin in both.
+
+    images: files that each prompt of the command line is about.
 
     For the shipped model one is made up where there is none. Raises UsageError for no prompts and
     for a stdin that is wanted twice or closed, InvalidInput for a file that cannot be used.
     """
     if [*prompts, file].count("-") > 1:
         raise click.UsageError("- reads stdin, which can be read only once.")
-    asked = [UserPrompt(prompt=_stdin("stdin") if one == "-" else one) for one in prompts]
+    if images and not prompts:
+        raise click.UsageError("--image needs a PROMPT that is about it.")
+    asked = [
+        UserPrompt(prompt=_stdin("stdin") if one == "-" else one, images=images) for one in prompts
+    ]
     if file is not None:
         asked += _from_file(file)
     if asked:
@@ -132,11 +146,15 @@ def _from_json(name: str, line: str, value: dict[str, Any] | None) -> UserPrompt
         if not isinstance(given, KEYS[key]) or isinstance(given, bool):
             words = " or ".join(kind.__name__ for kind in KEYS[key])
             raise InvalidInput(f"{name}, {key}", got=f"{given!r}", expected=words)
-    prompt = value.pop("prompt")
+    prompt, images = value.pop("prompt"), value.pop("images", [])
+    if not all(isinstance(one, str) for one in images):
+        raise InvalidInput(f"{name}, images", got="other values", expected="names of files")
+    if images and not isinstance(prompt, str):
+        raise InvalidInput(f"{name}, prompt", got="token ids, with images", expected="text")
     if isinstance(prompt, list) and not all(type(one) is int for one in prompt):
         raise InvalidInput(f"{name}, prompt", got="a list", expected="text or token ids")
     _check_ranges(name, value)
-    return UserPrompt(prompt=prompt, overrides=value)
+    return UserPrompt(prompt=prompt, overrides=value, images=images)
 
 
 def _check_ranges(name: str, overrides: Mapping[str, Any]) -> None:

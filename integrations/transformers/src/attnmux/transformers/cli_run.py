@@ -6,7 +6,7 @@ import pkgutil
 import sys
 import time
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
@@ -40,6 +40,7 @@ from attnmux.transformers.cli_ranks import Parallel, only_first
 from attnmux.transformers.decision import RunnerOptions
 from attnmux.transformers.engine import Engine
 from attnmux.transformers.generate import Generation, Prompt, run_prompts
+from attnmux.transformers.images.files import ImageProcessor
 from attnmux.transformers.load import load_runner
 from attnmux.transformers.pools import MemoryBudget
 from attnmux.transformers.runner import ModelRunner
@@ -126,7 +127,8 @@ def run_command(
         checkpoint = open_checkpoint(source, revision=revision, progress=sys.stderr.isatty())
         _refuse_encoders(checkpoint)
         context = context_of(checkpoint, context)
-        wanted = _encode(checkpoint, asked, max_new_tokens, sampling, context, chat)
+        pictured = _read_images(checkpoint, asked, chat)
+        wanted = _encode(checkpoint, asked, pictured, max_new_tokens, sampling, context, chat)
         plugins = run.plugins(settings)
         platform = platform_for(run.detect(plugins), settings, device)
         ranks = parallel.ranks(platform.device_type, checkpoint.config)
@@ -139,6 +141,7 @@ def run_command(
             max_context_len=context,
             max_total_tokens=most if budget is None else None,
             memory=budget,
+            images=bool(pictured),
             draft_tokens=drafting.draft_token_num,
             draft_topk=topk,
             graph=graph,
@@ -166,6 +169,10 @@ def run_command(
         load = partial(_load, run, platform, plugins)
         runner = load(checkpoint, options)
         drafts = drafting.proposer(checkpoint, options, load, max_total_tokens=most, warn=run.warn)
+        wanted = [
+            replace(one, images=runner.read_images(pictured[index])) if index in pictured else one
+            for index, one in enumerate(wanted)
+        ]
         load_seconds = time.perf_counter() - began
         click.echo(ranks.summary(runner.decision), err=True)
         engine = Engine(
@@ -232,18 +239,49 @@ def _wrapper(
     return wrap
 
 
+Inputs = dict[str, torch.Tensor]
+"""What a processor returns for a prompt with images."""
+
+
+def _read_images(
+    checkpoint: Checkpoint, asked: Sequence[UserPrompt], chat: bool
+) -> dict[int, Inputs]:
+    """The prompts with images, by their index."""
+    if not any(one.images for one in asked):
+        return {}
+    processor = ImageProcessor(checkpoint)
+    return {
+        index: processor.read(f"prompt {index + 1}", str(one.prompt), one.images, chat=chat)
+        for index, one in enumerate(asked)
+        if one.images
+    }
+
+
 def _encode(
     checkpoint: Checkpoint,
     asked: Sequence[UserPrompt],
+    pictured: Mapping[int, Inputs],
     max_new_tokens: int,
     sampling: SamplingParams,
     context: int,
     chat: bool,
 ) -> list[Prompt]:
     texts = [one.prompt for one in asked]
+    for index, inputs in pictured.items():
+        texts[index] = inputs["input_ids"][0].tolist()
     encoded = encode_prompts(checkpoint, texts, max_context_len=context, chat=chat)
+    _refuse_placeholders(checkpoint, [ids for at, ids in enumerate(encoded) if at not in pictured])
     each = sampling.for_each(len(asked))
     return [_prompt(*one, max_new_tokens) for one in zip(asked, encoded, each, strict=True)]
+
+
+def _refuse_placeholders(checkpoint: Checkpoint, encoded: Sequence[Sequence[int]]) -> None:
+    """Refuse prompts without images that have placeholders of some."""
+    token = getattr(checkpoint.config, "image_token_id", None)
+    if any(token in ids for ids in encoded):
+        raise InvalidInput(
+            "prompts", got="a placeholder of an image", expected="an image for each, by --image"
+        )
 
 
 def _prompt(

@@ -57,6 +57,9 @@ class RunnerOptions:
     """Layers with windows or chunks get a KV pool of their own where that saves memory, with room
     for a prompt's step of at least so many tokens. None for callers that do not use the engine,
     which frees the tokens that fell out of the windows."""
+    images: bool = False
+    """Whether prompts may hold images. The vision tower then runs on the backend of the phase
+    "encoder"; without them a model that reads images runs text alone, and needs none."""
     draft_tokens: int | None = None
     """Nodes of a request's draft tree, the root included; None without speculative decoding."""
     draft_topk: int = 1
@@ -252,8 +255,9 @@ def decide(
     for name, value in asked.items():
         if value is not None:
             request = request.replace(origin="user", **{name: value})
-    # Text alone runs here, whatever else the model can read.
-    request = request.replace(origin="model", multimodal=False, phases=("extend", "decode"))
+    # Text alone runs here, whatever else the model can read, unless images are asked for.
+    phases = ("extend", "decode", *(("encoder",) if options.images else ()))
+    request = request.replace(origin="model", multimodal=options.images, phases=phases)
     if request.kind == "mla":
         request = request.replace(origin="model", chunked_prefix=True)
     if options.draft_tokens is not None:

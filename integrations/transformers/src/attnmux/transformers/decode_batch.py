@@ -42,10 +42,12 @@ class DecodeBatch:
                 [state.encoder_len for state in states],
                 columns,
                 order,
+                [state.position_delta for state in states],
             ]
         )
         device_rows = host.to(allocator.device).unbind()
-        self._rows, positions, self._first_ids, encoder, starts, self._order = device_rows
+        self._rows, positions, self._first_ids, encoder, starts, self._order, deltas = device_rows
+        self._deltas = deltas if any(state.position_delta for state in states) else None
         self._lens = positions.to(torch.int32)
         self._lens_cpu = host[1].to(torch.int32)
         self._lens_sum = sum(state.num_cached for state in states)
@@ -98,7 +100,12 @@ class DecodeBatch:
             state.num_cached += 1
         self._memory.intact = True
         input_ids = self._first_ids if token_ids is None else token_ids
-        return Step(batch=batch, input_ids=input_ids, last_indices=self._each)
+        return Step(
+            batch=batch,
+            input_ids=input_ids,
+            last_indices=self._each,
+            position_ids=None if self._deltas is None else positions + self._deltas,
+        )
 
 
 def _bounds(in_page: Sequence[int], page_size: int) -> list[tuple[int, int]]:

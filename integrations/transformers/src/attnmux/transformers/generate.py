@@ -9,6 +9,7 @@ from functools import partial
 
 from attnmux.core import AttnmuxError, InvalidInput
 from attnmux.transformers.engine import Engine, EngineStats, GenerationResult
+from attnmux.transformers.images.prompt import PromptImages
 from attnmux.transformers.sampling_params import SamplingParams
 
 OnText = Callable[[int, str, bool], None]
@@ -26,6 +27,8 @@ class Prompt:
     token_ids: Sequence[int]
     max_new_tokens: int
     sampling: SamplingParams = GREEDY
+    images: PromptImages | None = None
+    """Of the prompt, from `ModelRunner.read_images`; `token_ids` are then its."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -96,7 +99,12 @@ def run_prompts(
     if engine.has_work:
         raise InvalidInput("engine", got="one with requests", expected="one without")
     for index, prompt in enumerate(prompts):
-        engine.check(prompt.token_ids, prompt.max_new_tokens, name=f"prompt {index + 1}")
+        engine.check(
+            prompt.token_ids,
+            prompt.max_new_tokens,
+            images=prompt.images,
+            name=f"prompt {index + 1}",
+        )
     ranks = engine.runner.ranks
     ranks.check_prompts(lambda: [prompt.token_ids for prompt in prompts])
     own = ranks.deal(range(len(prompts)))[ranks.part]
@@ -126,6 +134,7 @@ def _run(
             prompt.token_ids,
             max_new_tokens=prompt.max_new_tokens,
             sampling=prompt.sampling,
+            images=prompt.images,
             on_text=None if on_text is None else partial(on_text, index),
         ): index
         for index, prompt in prompts.items()

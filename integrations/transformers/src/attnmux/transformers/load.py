@@ -38,6 +38,7 @@ from attnmux.transformers.decision import (
     without,
 )
 from attnmux.transformers.encoder_decoder import PackedDecoder, record_decoder
+from attnmux.transformers.images.capture import ImageReader
 from attnmux.transformers.indexers import Indexers, bound_indexers
 from attnmux.transformers.layers import record_layers
 from attnmux.transformers.mixers import Mixer, mixers_of, serve
@@ -66,6 +67,7 @@ def load_runner(
     if graphs are required but unavailable.
     """
     check_rotary(checkpoint.config, options.max_context_len)
+    _check_images(checkpoint, options)
     load = _load_encoder_decoder if checkpoint.config.is_encoder_decoder else _load_decoder
     _check_ranks(checkpoint, offers, options)
     options = replace(options, launches=options.ranks.launches(options.launches))
@@ -76,6 +78,21 @@ def load_runner(
         if options.graph is not False:
             _capture_graphs(runner, options, warn)
     return runner
+
+
+def _check_images(checkpoint: Checkpoint, options: RunnerOptions) -> None:
+    """Refuse images with what runs text alone."""
+    if not options.images:
+        return
+    hindrances = {
+        f"{checkpoint.source}, which reads text alone": not checkpoint.reads_images,
+        f"{options.ranks.size} ranks": options.ranks.size > 1,
+        "drafts": options.draft_tokens is not None,
+    }
+    found = [name for name, hinders in hindrances.items() if hinders]
+    if found:
+        expected = "a model with a vision tower, on one rank, without drafts"
+        raise InvalidInput("images", got=found[0], expected=expected)
 
 
 def _check_ranks(checkpoint: Checkpoint, offers: Sequence[Offer], options: RunnerOptions) -> None:
@@ -114,7 +131,8 @@ def _load_decoder(
     indexers = bound_indexers(model)
     layers = record_layers(model, max_context_len=options.max_context_len, mixers=mixers)
     linear = serve(mixers)
-    request = request_of(layers, dtype, linear)
+    images = ImageReader(model, layers) if options.images else None
+    request = _with_images(request_of(layers, dtype, linear), images)
     if stated is not None:
         check_against_config(request, stated, max_context_len=options.max_context_len)
     latent = _latent_layers(model, layers, mixers, options)
@@ -125,10 +143,18 @@ def _load_decoder(
     def make(decision: Decision) -> ModelRunner:
         if latent is None or not decision.request.latent:
             model.set_attn_implementation(SERVED)
-            return _make(model, layers, decision, options, linear=linear)
+            return _make(model, layers, decision, options, linear=linear, images=images)
         absorb(model, layers)
         try:
-            return _make(model, latent, decision, options, linear=linear, indexers=indexers)
+            return _make(
+                model,
+                latent,
+                decision,
+                options,
+                linear=linear,
+                indexers=indexers,
+                images=images,
+            )
         except BaseException:
             expand(model, layers)
             raise
@@ -170,6 +196,10 @@ def _ways(
         expected = "1: an indexer's keys lie on one rank"
         raise InvalidInput("ranks", got=options.ranks.size, expected=expected)
     return [latent_request(request, latent, index_topk=indexers.topk)]
+
+
+def _with_images(request: Request, images: ImageReader | None) -> Request:
+    return request if images is None else images.ask(request)
 
 
 def _latent_layers(
@@ -256,7 +286,12 @@ def _make(
     max_encoder_len: int = 0,
     linear: Sequence[LinearLayerSpec] = (),
     indexers: Indexers | None = None,
+    images: ImageReader | None = None,
 ) -> ModelRunner:
+    window_step_tokens = options.window_step_tokens
+    if images is not None and images.has_spans:
+        # A window pool might have too little room for tokens that run in one step
+        window_step_tokens = None
     if options.check is not None:
         options.check(decision)
     return ModelRunner(
@@ -270,12 +305,13 @@ def _make(
         spare_pages=options.spare_pages,
         memory=options.memory,
         max_encoder_len=max_encoder_len,
-        window_step_tokens=options.window_step_tokens,
+        window_step_tokens=window_step_tokens,
         launches=options.launches,
         debug=options.debug,
         wrap=options.wrap,
         ranks=options.ranks,
         indexers=indexers,
+        images=images,
     )
 
 

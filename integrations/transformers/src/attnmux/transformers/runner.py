@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
-from typing import cast
+from typing import Any, cast
 
 import torch
 from transformers import PreTrainedModel
@@ -39,6 +39,8 @@ from attnmux.core import (
 from attnmux.transformers.batching import StepBuilder
 from attnmux.transformers.encoder_decoder import PackedDecoder
 from attnmux.transformers.engine.stats import Laps
+from attnmux.transformers.images.capture import ImageReader
+from attnmux.transformers.images.prompt import PromptImages
 from attnmux.transformers.indexers import Indexers
 from attnmux.transformers.pools import (
     MemoryBudget,
@@ -83,6 +85,7 @@ class ModelRunner:
         wrap: Callable[[AttentionBackend, Decision], AttentionBackend] | None = None,
         ranks: Ranks = ONE_RANK,
         indexers: Indexers | None = None,
+        images: ImageReader | None = None,
     ) -> None:
         """Allocate the pools and build the backend.
 
@@ -98,6 +101,7 @@ class ModelRunner:
         `slide` requests before each step, as the engine does.
         launches: as `BackendContext.launches`. wrap, ranks: as in `RunnerOptions`. indexers: those
         of the model, bound, where the decision is of kind "nsa".
+        images: reads the images of prompts, on a backend of its own; None for text alone.
         Raises InvalidInput without either, PoolExhausted when the memory does not suffice.
         """
         self.model = model
@@ -169,6 +173,9 @@ class ModelRunner:
         """Of the steps in which a draft model reads what was accepted."""
         self.is_compiled = False
         """Whether the model's layers run as compiled code."""
+        self.images = images
+        if images is not None:
+            images.tower.build(decision, device)
         self._keeps_logits = "logits_to_keep" in inspect.signature(model.forward).parameters
 
     def build(self, context: BackendContext) -> AttentionBackend:
@@ -296,6 +303,8 @@ class ModelRunner:
 
     def _captured(self, config: GraphConfig, devices: DeviceGraphs) -> GraphRunner:
         inputs = {"input_ids": ModelInput(dtype=torch.int64)}
+        if self.images is not None:
+            inputs["position_ids"] = ModelInput(dtype=torch.int64)
 
         def make(ranks: CapturingRanks) -> GraphRunner:
             return GraphRunner(
@@ -320,6 +329,17 @@ class ModelRunner:
         states = self.model.encode(inputs)
         check_encoder_len(states.shape[0], self.steps.max_encoder_len)
         return states
+
+    def read_images(self, inputs: Mapping[str, Any]) -> PromptImages:
+        """The images of one prompt, for `Engine.add`: see `ImageReader.read`.
+
+        inputs: what the model's processor returns for a text and its images, in torch tensors.
+        Raises InvalidInput for a runner that was not made for images, and as `ImageReader.read`.
+        """
+        if self.images is None:
+            expected = "none: the runner was made without images=True"
+            raise InvalidInput("images", got="some", expected=expected)
+        return self.images.read(inputs)
 
     def extend(
         self, states: Sequence[SequenceState], num_new: Sequence[int] | None = None
@@ -367,6 +387,8 @@ class ModelRunner:
         batch, inputs = step.batch, {"input_ids": step.input_ids}
         if step.encoder_states is not None:
             inputs["encoder_states"] = step.encoder_states
+        if self.images is not None:
+            inputs.update(self._image_inputs(step))
         mode = batch.forward_mode
         graphs = self.verify_graphs if mode.is_target_verify() else self.graphs
         graphs = self.catch_up_graphs if mode.is_draft_extend() else graphs
@@ -377,6 +399,18 @@ class ModelRunner:
         laps.lap("launch")
         every = not mode.is_draft_extend() and indices is step.last_indices
         return logits if every else logits[indices]
+
+    def _image_inputs(self, step: Step) -> dict[str, torch.Tensor]:
+        """What the model takes besides or instead of the tokens' ids and places."""
+        positions = step.batch.positions if step.position_ids is None else step.position_ids
+        inputs = {"position_ids": positions}
+        if step.images is not None:
+            # Some models have no embedding of a placeholder
+            ids = step.input_ids.index_fill(0, step.images.indices, 0)
+            embeds: torch.Tensor = self.model.get_input_embeddings()(ids)
+            rows = step.images.embeds.to(embeds.dtype)
+            inputs["inputs_embeds"] = embeds.index_copy(0, step.images.indices, rows)
+        return inputs
 
     @torch.inference_mode(False)
     @torch.no_grad()
@@ -418,14 +452,19 @@ class ModelRunner:
         keep: [n] int64, the tokens whose logits [n, vocabulary] are returned; None for all T.
         """
         keeps = {"logits_to_keep": keep} if keep is not None and self._keeps_logits else {}
-        extra = {name: inputs[name] for name in inputs if name != "input_ids"}
+        given = dict(inputs)
+        positions = given.pop("position_ids", batch.positions)
         # A compiler makes other code for tensors that begin elsewhere in their memory.
-        positions = batch.positions.clone() if self.is_compiled else batch.positions
+        positions = positions.clone() if self.is_compiled else positions
+        tokens = "input_ids"
+        if "inputs_embeds" in given:
+            tokens = "inputs_embeds"
+            del given["input_ids"]
+        given[tokens] = given[tokens].unsqueeze(0)
         logits = self.model(
-            input_ids=inputs["input_ids"].unsqueeze(0),
-            position_ids=positions.unsqueeze(0),
+            position_ids=positions.unsqueeze(-2),
             use_cache=False,
-            **extra,
+            **given,
             **keeps,
         ).logits[0]
         if keep is not None and not keeps:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from attnmux.core import ForwardBatch, ForwardMode, InvalidInput, PagedAllocator, ReqToTokenPool
+from attnmux.transformers.images.prompt import PromptImages
 
 
 @dataclass(kw_only=True, slots=True, eq=False, weakref_slot=True)
@@ -29,6 +30,20 @@ class SequenceState:
     """[E, width] in an encoder-decoder model: the input of cross-attention."""
     encoder_cached: bool = False
     """Whether the row begins with the encoder's slots."""
+    images: PromptImages | None = None
+    """What takes the place of the prompt's placeholders."""
+
+    @property
+    def keys(self) -> list[int]:
+        """The tokens for a prefix tree, in which placeholders of other images differ."""
+        if self.images is None:
+            return self.token_ids
+        return [*self.images.keys, *self.token_ids[len(self.images.keys) :]]
+
+    @property
+    def position_delta(self) -> int:
+        """What a generated token adds to its place to get its position."""
+        return 0 if self.images is None else self.images.delta
 
     @property
     def encoder_len(self) -> int:
@@ -57,6 +72,16 @@ class SequenceState:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class StepImages:
+    """The placeholders of images among a step's T tokens."""
+
+    indices: torch.Tensor
+    """[n] int64, among the T."""
+    embeds: torch.Tensor
+    """[n, width]: their input embeddings."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Step:
     """One pass of the model over B requests with T new tokens, packed into one row."""
 
@@ -67,6 +92,11 @@ class Step:
     """[B] int64: each request's last new token among the T."""
     encoder_states: torch.Tensor | None = None
     """[E, width]: those of the requests whose encoder is new in this step, one after another."""
+    images: StepImages | None = None
+    """The placeholders among the T tokens; None without any."""
+    position_ids: torch.Tensor | None = None
+    """The positions that the model takes, [3, T] or [T] int64; None where they are the batch's
+    `positions`, which are places."""
 
     @classmethod
     def padding(cls, seq_len: int, device: torch.device) -> Step:

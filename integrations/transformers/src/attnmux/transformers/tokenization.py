@@ -90,7 +90,7 @@ TEMPLATE_SECONDS = 10.0
 """A template takes milliseconds. One that takes longer than this is taken to loop."""
 
 
-def _within(seconds: float, render: Callable[[], T]) -> T:
+def within(seconds: float, render: Callable[[], T]) -> T:
     """The result of `render`. Raises its error, and InvalidInput after that many seconds.
 
     Python cannot stop a thread, so a template that loops keeps running until the process ends.
@@ -123,7 +123,7 @@ def _encode(tokenizer: PreTrainedTokenizerBase, text: str, chat: bool) -> list[i
             "chat", got="a tokenizer without a chat template", expected="raw prompts"
         )
     message = [{"role": "user", "content": text}]
-    shown = _within(
+    shown = within(
         TEMPLATE_SECONDS,
         partial(tokenizer.apply_chat_template, message, tokenize=False, add_generation_prompt=True),
     )

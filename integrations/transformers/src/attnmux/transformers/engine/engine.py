@@ -23,6 +23,7 @@ from attnmux.transformers.engine.request import (
 from attnmux.transformers.engine.scheduler import Plan, Scheduler
 from attnmux.transformers.engine.speculation import Proposer, Speculation
 from attnmux.transformers.engine.stats import EngineStats, Laps
+from attnmux.transformers.images.prompt import PromptImages
 from attnmux.transformers.sampling import NOT_A_NUMBER, Sampler
 from attnmux.transformers.sampling_params import SamplingParams
 from attnmux.transformers.sequence import SequenceState
@@ -149,6 +150,7 @@ class Engine:
         max_new_tokens: int,
         *,
         encoder_len: int = 0,
+        images: PromptImages | None = None,
         name: str = "token_ids",
     ) -> None:
         """Refuse a request that can never run.
@@ -163,7 +165,11 @@ class Engine:
             encoder_len=encoder_len,
             vocabulary_size=self.runner.vocabulary_size,
             steps=self.runner.steps,
+            images=images,
+            prefill_tokens=self._scheduler.prefill_tokens,
         )
+        if images is not None and self._speculation is not None:
+            raise InvalidInput("images", got="some, with drafts", expected="an engine without")
 
     def add(
         self,
@@ -174,6 +180,7 @@ class Engine:
         stop_ids: Collection[int] | None = None,
         on_text: OnText | None = None,
         encoder_states: torch.Tensor | None = None,
+        images: PromptImages | None = None,
     ) -> int:
         """Queue a prompt of token ids. Returns the request's id.
 
@@ -181,11 +188,12 @@ class Engine:
         on_text: called from `step` with each new piece of text. It may add and abort requests. Its
         exceptions come out of `step` and leave the engine consistent.
         encoder_states: [E, width], for an encoder-decoder model.
+        images: of the prompt, from `ModelRunner.read_images`; `token_ids` are then its.
         Raises as `check` does, and InvalidInput for on_text without a tokenizer.
         """
         token_ids = read_ids("token_ids", token_ids)
-        state = SequenceState(token_ids=token_ids[:], encoder_states=encoder_states)
-        self.check(token_ids, max_new_tokens, encoder_len=state.encoder_len)
+        state = SequenceState(token_ids=token_ids[:], encoder_states=encoder_states, images=images)
+        self.check(token_ids, max_new_tokens, encoder_len=state.encoder_len, images=images)
         if on_text is not None and self.tokenizer is None:
             raise InvalidInput("on_text", got="no tokenizer", expected="an engine with one")
         context = self.runner.steps.max_context_len

@@ -48,7 +48,7 @@ class PrefixCache:
 
     def match(self, request: LiveRequest) -> PrefixMatch:
         """The longest cached prefix that leaves at least one token to run."""
-        return self._tree.match(request.state.token_ids[:-1] if self.shares(request) else [])
+        return self._tree.match(request.state.keys[:-1] if self.shares(request) else [])
 
     def lock(self, match: PrefixMatch) -> None:
         self._tree.lock(match.node)
@@ -94,7 +94,7 @@ class PrefixCache:
         whole = known_len // self.page_size * self.page_size
         if not self.shares(request) or before is None or whole <= state.num_shared:
             return
-        ids = state.token_ids[:whole]
+        ids = state.keys[:whole]
         slots = self.steps.slots(state, 0, whole)
         if self._window_tree is None:
             known = self._tree.insert(ids, slots)

@@ -8,6 +8,7 @@ from typing import Literal, NamedTuple
 
 from attnmux.core import PoolExhausted, PrefixNode, check_positive
 from attnmux.transformers.batching import StepBuilder
+from attnmux.transformers.images.prompt import PromptImages, check_prompt_images
 from attnmux.transformers.sampling import NOT_A_NUMBER, Sampler
 from attnmux.transformers.sequence import SequenceState, check_encoder_len
 from attnmux.transformers.tokenization import TextStream, check_prompt
@@ -116,11 +117,17 @@ def check_request(
     encoder_len: int,
     vocabulary_size: int,
     steps: StepBuilder,
+    images: PromptImages | None = None,
+    prefill_tokens: int,
 ) -> None:
     """Raise InvalidInput for a prompt that the model cannot read, and PoolExhausted for a request
     that does not fit into an empty pool."""
     check_positive("max_new_tokens", max_new_tokens)
-    check_prompt(name, token_ids, vocabulary_size, steps.max_context_len)
+    if images is None:
+        check_prompt(name, token_ids, vocabulary_size, steps.max_context_len)
+    else:
+        check_prompt_images(token_ids, images, prefill_tokens)
+        check_prompt(name, images.text_ids, vocabulary_size, steps.max_context_len)
     check_encoder_len(encoder_len, steps.max_encoder_len)
     # The last token never runs, so it needs no slot.
     longest = encoder_len + min(len(token_ids) + max_new_tokens - 1, steps.max_context_len)

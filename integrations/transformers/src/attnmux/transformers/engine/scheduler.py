@@ -87,7 +87,7 @@ class Scheduler:
         self._cache = cache
         self._page_size = cache.page_size
         self._max_running = min(limit for limit in limits if limit is not None)
-        self._prefill_tokens = prefill_tokens
+        self.prefill_tokens = prefill_tokens
         self._max_step_tokens = steps.max_step_tokens
         self._closed = False
         """Whether memory ran out: no request is admitted until one has ended."""
@@ -169,15 +169,20 @@ class Scheduler:
         return self._cache.window_obtainable // self._page_size - used
 
     def _next_tokens(self, request: LiveRequest, room: int, pages: int) -> int:
-        """Its pending tokens up to `room` that open at most so many pages."""
+        """Its pending tokens up to `room` that open at most so many pages. 0 where the next of them
+        see each other, and are more."""
         state = request.state
         in_page = -state.num_columns % self._page_size
-        return min(state.num_pending, room, in_page + pages * self._page_size)
+        count = min(state.num_pending, room, in_page + pages * self._page_size)
+        if state.images is None:
+            return count
+        start = state.num_cached
+        return state.images.chunk_end(start, start + count) - start
 
     def _room(self) -> int:
         if self._max_step_tokens is None:
-            return self._prefill_tokens
-        return min(self._prefill_tokens, self._max_step_tokens - len(self.decoding))
+            return self.prefill_tokens
+        return min(self.prefill_tokens, self._max_step_tokens - len(self.decoding))
 
     def _make_room(self, chunks: list[tuple[LiveRequest, int]]) -> bool:
         """Evict as much as the step needs. Returns whether that was enough."""
@@ -234,7 +239,8 @@ class Scheduler:
                 break
             self._let_in(request, match)
             count = self._next_tokens(request, room, pages)
-            chunks.append((request, count))
+            if count:
+                chunks.append((request, count))
             room, rows = room - count, rows - 1
         # It fits: each request was admitted only if the needs of all others left room for it.
         self._make_room(chunks)
@@ -245,9 +251,9 @@ class Scheduler:
             return False
         pages = -(-WORTH_WAITING // self._page_size)
         end = num_cached + pages * self._page_size
-        ids = request.state.token_ids
+        ids = request.state.keys
         return len(ids) > end and any(
-            other.state.token_ids[:end] == ids[:end] and self._cache.shares(other)
+            other.state.keys[:end] == ids[:end] and self._cache.shares(other)
             for other in self.prefilling
         )
 

@@ -1,0 +1,136 @@
+"""From a text and files of images to the inputs of a model, by the checkpoint's processor."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from importlib.util import find_spec
+from pkgutil import resolve_name
+from typing import Any
+
+import torch
+from transformers import AutoProcessor
+
+from attnmux.core import InvalidInput, in_brief
+from attnmux.transformers.checkpoint import ALWAYS, Checkpoint, quiet_transformers
+from attnmux.transformers.tokenization import TEMPLATE_SECONDS, within
+
+INSTALL = "pip install 'attnmux-transformers[images]'"
+
+
+class ImageProcessor:
+    """A checkpoint's processor of texts with images."""
+
+    def __init__(self, checkpoint: Checkpoint) -> None:
+        """Raises InvalidInput for a checkpoint of text alone or without files of a processor, and
+        where a package that reads images is missing."""
+        if not checkpoint.reads_images:
+            raise InvalidInput(
+                "image", got=f"some, for {checkpoint.source}", expected="none: it reads text alone"
+            )
+        _require("PIL")
+        checkpoint.require_tokenizer()
+        self._source = checkpoint.source
+        self._token_id = getattr(checkpoint.config, "image_token_id", None)
+        try:
+            with quiet_transformers(progress=False):
+                self._processor: Any = AutoProcessor.from_pretrained(
+                    checkpoint.source, revision=checkpoint.revision, **ALWAYS
+                )
+        except Exception as error:  # each library has errors of its own
+            if "torchvision" in str(error) or "VIDEO_PROCESSOR" in str(error):
+                _require("torchvision")
+            raise InvalidInput(
+                "image",
+                got=f"{checkpoint.source}, without a processor ({in_brief(error)})",
+                expected="a checkpoint with preprocessor_config.json or processor_config.json",
+            ) from error
+        if getattr(self._processor, "image_processor", None) is None:
+            raise InvalidInput(
+                "image",
+                got=f"{checkpoint.source}, whose processor takes text alone",
+                expected="a checkpoint with preprocessor_config.json or processor_config.json",
+            )
+
+    def read(
+        self, name: str, text: str, files: Sequence[str], *, chat: bool = False
+    ) -> dict[str, torch.Tensor]:
+        """The inputs of one prompt, for `ModelRunner.read_images`.
+
+        chat: put the images, then the text, into the processor's chat template. Without it the text
+        has a placeholder for each image. name: of the prompt, for errors.
+        Raises InvalidInput for files that are no images, for a number of placeholders that is not
+        that of the images, and without a chat template.
+        """
+        pictures = [read_image(file) for file in files]
+        shown = self._in_template(text, len(pictures)) if chat else text
+        token = self._placeholder()
+        found = shown.count(token)
+        if found != len(pictures):
+            raise InvalidInput(
+                name,
+                got=f"{found} placeholders {token} for {len(pictures)} images",
+                expected="one for each image, or --chat, which puts them before the text",
+            )
+        try:
+            inputs = self._processor(
+                text=[shown],
+                images=[pictures],
+                return_tensors="pt",
+                # The template writes the special tokens itself
+                add_special_tokens=not chat,
+            )
+        except Exception as error:  # each processor has errors of its own
+            expected = f"a text and images that the processor of {self._source} takes"
+            raise InvalidInput(name, got=in_brief(error), expected=expected) from error
+        return {key: each for key, each in inputs.items() if isinstance(each, torch.Tensor)}
+
+    def _placeholder(self) -> str:
+        """What stands for an image in a text. Gemma 3's processor writes the tokens around it."""
+        token = getattr(self._processor, "image_token", None)
+        if hasattr(self._processor, "full_image_sequence"):
+            token = getattr(self._processor, "boi_token", token)
+        if not isinstance(token, str):
+            raise InvalidInput(
+                "image",
+                got=f"a processor of {self._source} that names no image_token",
+                expected="one that does",
+            )
+        return token
+
+    def _in_template(self, text: str, num_images: int) -> str:
+        if not getattr(self._processor, "chat_template", None):
+            raise InvalidInput(
+                "chat", got="a processor without a chat template", expected="raw prompts"
+            )
+        content = [{"type": "image"}] * num_images + [{"type": "text", "text": text}]
+        message = [{"role": "user", "content": content}]
+        render = partial(
+            self._processor.apply_chat_template, message, tokenize=False, add_generation_prompt=True
+        )
+        return str(within(TEMPLATE_SECONDS, render))
+
+
+def read_image(file: str) -> Any:  # noqa: ANN401  # Pillow may be missing
+    """The image in a file, in RGB, turned as its metadata says.
+
+    Raises InvalidInput for a file that cannot be read, or that is no image.
+    """
+    _require("PIL")
+    pillow, ops = resolve_name("PIL.Image"), resolve_name("PIL.ImageOps")
+    expected = "a file with an image"
+    try:
+        with pillow.open(file) as image:
+            return ops.exif_transpose(image).convert("RGB")
+    except pillow.UnidentifiedImageError as error:
+        got = f"{file}, whose format Pillow does not know"
+        raise InvalidInput("image", got=got, expected=expected) from error
+    except (OSError, ValueError, SyntaxError, pillow.DecompressionBombError) as error:
+        reason = getattr(error, "strerror", None) or in_brief(error)
+        raise InvalidInput("image", got=f"{file} ({reason})", expected=expected) from error
+
+
+def _require(module: str) -> None:
+    if find_spec(module) is None:
+        package = {"PIL": "Pillow"}.get(module, module)
+        raise InvalidInput("image", got=f"no {package}", expected=INSTALL)

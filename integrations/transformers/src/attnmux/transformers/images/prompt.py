@@ -1,0 +1,120 @@
+"""The images of one prompt, as its decoder takes them."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from attnmux.core import InvalidInput
+
+KEY_BYTES = 8
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class PromptImages:
+    """What the decoder takes from a prompt's images, instead of the placeholders' embeddings."""
+
+    token_ids: tuple[int, ...]
+    """The prompt, placeholders included: P tokens."""
+    places: torch.Tensor
+    """[N] int64 on the host, ascending: the placeholders among the prompt's tokens."""
+    embeds: torch.Tensor
+    """[N, width], on the model's device: the input embeddings of the placeholders."""
+    keys: tuple[int, ...]
+    """The prompt for a prefix tree: each placeholder is a negative number that depends on its
+    image, so that no other image matches it."""
+    positions: torch.Tensor | None = None
+    """[3, P] int64 on the host: multimodal rotary positions; None where they are the places."""
+    delta: int = 0
+    """What a token after the prompt adds to its place to get its position."""
+    spans: tuple[tuple[int, int], ...] = ()
+    """Begin and end of the parts whose tokens see each other, whatever their order; in order."""
+
+    def chunk_end(self, start: int, end: int) -> int:
+        """The last place up to `end` where a step of tokens from `start` may end: never inside a
+        span. It is `start` where the span that begins there, or goes on there, is longer."""
+        for begin, stop in self.spans:
+            if begin < end < stop:
+                return max(begin, start)
+        return end
+
+    @property
+    def text_ids(self) -> list[int]:
+        """The prompt with 0 in the places of the placeholders, which no table needs to hold."""
+        ids = list(self.token_ids)
+        for place in self.places.tolist():
+            ids[place] = 0
+        return ids
+
+    @property
+    def longest_span(self) -> int:
+        return max((stop - begin for begin, stop in self.spans), default=0)
+
+
+def runs_of(places: Sequence[int]) -> list[tuple[int, int]]:
+    """Begin and end of each run of consecutive places. places: ascending."""
+    runs: list[tuple[int, int]] = []
+    for place in places:
+        if runs and runs[-1][1] == place:
+            runs[-1] = runs[-1][0], place + 1
+        else:
+            runs.append((place, place + 1))
+    return runs
+
+
+def keys_of(
+    token_ids: Sequence[int], places: Sequence[int], inputs: Mapping[str, torch.Tensor]
+) -> tuple[int, ...]:
+    """`PromptImages.keys`. inputs: everything that the vision tower reads.
+
+    Each run of placeholders depends on its own image, where the inputs show which that is; else on
+    all images of the prompt.
+    """
+    runs, keys = runs_of(places), list(token_ids)
+    parts = _by_image(inputs, len(runs))
+    for (begin, end), part in zip(runs, parts, strict=True):
+        keys[begin:end] = [_digest(part)] * (end - begin)
+    return tuple(keys)
+
+
+def _by_image(inputs: Mapping[str, torch.Tensor], num_runs: int) -> list[list[torch.Tensor]]:
+    """The inputs of each run's image."""
+    whole = [inputs[name] for name in sorted(inputs)]
+    grid, pixels = inputs.get("image_grid_thw"), inputs.get("pixel_values")
+    if set(inputs) == {"pixel_values", "image_grid_thw"} and grid is not None:
+        sizes = grid.prod(-1).tolist()
+        if pixels is not None and len(sizes) == num_runs and sum(sizes) == pixels.shape[0]:
+            return [list(pair) for pair in zip(pixels.split(sizes), grid, strict=True)]
+    elif all(each.shape[:1] == (num_runs,) for each in whole):
+        return [[each[image] for each in whole] for image in range(num_runs)]
+    return [whole] * num_runs
+
+
+def _digest(tensors: Iterable[torch.Tensor]) -> int:
+    """A negative number that differs for tensors of other shapes or values."""
+    digest = hashlib.blake2b(digest_size=KEY_BYTES)
+    for tensor in tensors:
+        digest.update(f"{tensor.dtype} {tuple(tensor.shape)};".encode())
+        digest.update(tensor.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes())
+    return -1 - int.from_bytes(digest.digest(), "big")
+
+
+def check_prompt_images(
+    token_ids: Sequence[int], images: PromptImages, prefill_tokens: int
+) -> None:
+    """Raise InvalidInput for images of another prompt, and for one of which a step cannot run all
+    tokens that see each other. prefill_tokens: prompt tokens of a step."""
+    if tuple(token_ids) != images.token_ids:
+        raise InvalidInput(
+            "images", got="those of another prompt", expected="token_ids as in images.token_ids"
+        )
+    if images.longest_span > prefill_tokens:
+        raise InvalidInput(
+            "prefill_tokens",
+            got=prefill_tokens,
+            expected=f"at least {images.longest_span}: tokens of an image that see each other run "
+            "in one step",
+        )
