@@ -403,3 +403,11 @@ def test_the_backends_of_a_cpu(monkeypatch, file) -> None:
     timed = {row["backend"] for row in rows if row["status"] == "measured"}
     assert "cpu/torch_native" in timed
     assert all(row["status"] == "measured" for row in rows), rows
+
+
+def test_layers_of_several_shapes_are_refused(tmp_path) -> None:
+    content = {"num_query_heads": [4, 8], "num_kv_heads": [2, 2], "head_dim": 64}
+    (tmp_path / "config.json").write_text(json.dumps(content))
+    result = call("bench", "--model", str(tmp_path))
+    assert result.exit_code == 2
+    assert "--model: expected layers of one shape" in result.stderr

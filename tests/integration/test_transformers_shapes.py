@@ -33,6 +33,7 @@ from attnmux.transformers import (
     run_prompts,
 )
 from attnmux.transformers.checkpoint import quiet_transformers
+from attnmux.transformers.cli_output import as_dict, closing_line
 
 BASE = {
     "vocab_size": 97,
@@ -222,6 +223,21 @@ def test_one_graph_holds_all_groups(model, name):
     runner.graphs.replay = counted
     assert_logits(runner, one)
     assert replays == [3] * NUM_DECODED
+
+
+def test_generate_tells_each_group_and_the_bytes_of_all_pools(model):
+    _, folder = model("gemma4")
+    runner = run(folder, page_size=4, window_step_tokens=None)
+    asked = [Prompt(token_ids=[5, 9, 3], max_new_tokens=4)]
+    generation = run_prompts(Engine(runner), asked)
+    line = closing_line(generation, runner)
+    nbytes = sum(pool.nbytes for pool in runner.context.token_to_kv_pool.pools)
+    assert f"KV memory for 272 tokens, {nbytes:,} bytes in pools of 2 shapes" in line
+    assert line.count("of 3 layers with 4/1 heads of 32 torch_native (cpu)") == 2
+    told = as_dict(generation, [[5, 9, 3]], runner, 0.0)["decision"]
+    (other,) = told["others"]
+    assert (other["layers"], other["head_dim"]) == (3, 32)
+    assert other["phases"]["decode"] == {"backend": "torch_native", "plugin": "cpu"}
 
 
 def limited(name, **limits):

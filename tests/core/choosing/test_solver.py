@@ -692,6 +692,11 @@ def test_a_decision_of_groups_survives_json_and_is_checked(offer, cpu) -> None:
     assert replace(decision, others=(other,)).hash != decision.hash
 
 
+def test_latent_layers_do_not_differ() -> None:
+    with pytest.raises(InvalidInput, match="other_layers: expected none"):
+        grouped(kind="mla")
+
+
 @pytest.mark.parametrize("given", ["2 layers", [{"layers": 0}], [{"dims": 3}], [3]])
 def test_groups_that_are_none_are_refused(given) -> None:
     with pytest.raises(InvalidInput, match="other_layers"):

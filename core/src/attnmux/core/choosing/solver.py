@@ -13,11 +13,10 @@ from attnmux.core.choosing.ask.request import Request
 from attnmux.core.choosing.ask.values import LINEAR_KINDS, PHASES, OptionValue
 from attnmux.core.choosing.common.facts import replace
 from attnmux.core.choosing.common.frozen import Deferred, FrozenMapping
-from attnmux.core.choosing.common.verdict import Coercion, Reason
+from attnmux.core.choosing.common.verdict import Reason
 from attnmux.core.choosing.judge.accuracy import Accuracy, by_card
 from attnmux.core.choosing.judge.axes import Question
 from attnmux.core.choosing.judge.checking import Ranking, prior_rank, standing
-from attnmux.core.choosing.judge.shortcomings import shortcomings
 from attnmux.core.choosing.machine.platform import Platform
 from attnmux.core.choosing.offer.card import Offer
 from attnmux.core.choosing.offer.libraries import Libraries, assumed, installed_version
@@ -29,6 +28,7 @@ from attnmux.core.choosing.search.assignments import (
 )
 from attnmux.core.choosing.search.problem import Problem, Variant, groups_of, opposed
 from attnmux.core.choosing.tell.choice import choice_of
+from attnmux.core.choosing.tell.coercions import coercions
 from attnmux.core.choosing.tell.decision import Decision
 from attnmux.core.choosing.tell.verdicts import refusal, verdicts
 from attnmux.core.errors import InvalidInput, NoBackend
@@ -291,35 +291,6 @@ def _decision(
         page_size=request.page_size,
         kv_dtype=request.kv_dtype,
         phases=FrozenMapping({phase: chosen[phase] for phase in PHASES if phase in chosen}),
-        coercions=_coercions(problem, best),
+        coercions=coercions(problem, best),
         candidates=Deferred(partial(verdicts, problem, variants, best)),
     )
-
-
-def _coercions(problem: Problem, best: Assignment) -> tuple[Coercion, ...]:
-    made = [
-        replace(group.coercion, new=offer.card.name)
-        for group, offer in zip(problem.groups, best.winners, strict=True)
-        if group.coercion is not None
-    ]
-    for field in best.variant.dropped:
-        made.append(
-            Coercion(
-                field=field,
-                old=str(getattr(problem.request, field)),
-                new=str(getattr(best.variant.request, field)),
-                because=_because(problem, best, field),
-                origin=problem.request.origins[field],
-            )
-        )
-    return tuple(made)
-
-
-def _because(problem: Problem, best: Assignment, field: str) -> str:
-    asked = problem.variant(problem.request).questions
-    for group, offer in zip(problem.groups, best.winners, strict=True):
-        for phase in group.phases:
-            for reason in shortcomings(offer.card, asked[phase]):
-                if reason.axis == field:
-                    return f"{offer.card.name} for {phase} offers {field} {reason.offered}"
-    return "the backends of the phases share no other value"

@@ -111,6 +111,9 @@ class Request:
         if q_heads and kv_heads and q_heads % kv_heads:
             got, expected = f"{q_heads} over {kv_heads} KV heads", "a multiple of num_kv_heads"
             raise InvalidInput("num_q_heads", got=got, expected=expected)
+        if self.other_layers and self.kind != "mha":
+            got = f"{len(self.other_layers)} groups with kind {self.kind}"
+            raise InvalidInput("other_layers", got=got, expected="none: only layers of mha differ")
         if not self.phases or origins["phases"] == "default":
             object.__setattr__(self, "phases", self._derived_phases())
             origins["phases"] = "default"

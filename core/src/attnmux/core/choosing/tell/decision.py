@@ -260,7 +260,8 @@ class Decision:
             said += [f"for {group}: {'; '.join(other._said())}"]
         where = self.platform.name or str(self.platform)
         stored = f"page size {self.page_size}, KV in {self.kv_dtype}"
-        noted = "".join(f"; note: {note}" for note in self.notes)
+        notes = [*self.notes, *(note for other in self.others for note in other.notes)]
+        noted = "".join(f"; note: {note}" for note in notes)
         return f"{'; '.join(said)}; on {where}, {stored}{noted}"
 
     def _said(self) -> list[str]:
