@@ -99,10 +99,17 @@ def counting(graphs):
     return sizes
 
 
-@pytest.mark.parametrize("topk", [1, 4])
-@pytest.mark.parametrize("page_size", [1, 16])
 @pytest.mark.parametrize(
-    ("target", "draft"), [("llama", "qwen3"), ("llama", "mistral"), ("deepseek-v3", "llama")]
+    ("target", "draft", "page_size", "topk"),
+    [
+        ("llama", "qwen3", 1, 1),
+        ("llama", "qwen3", 16, 1),
+        ("llama", "qwen3", 1, 4),
+        ("llama", "qwen3", 16, 4),
+        ("llama", "mistral", 4, 4),
+        ("deepseek-v3", "llama", 1, 4),
+        ("deepseek-v3", "llama", 16, 4),
+    ],
 )
 def test_greedy_text_is_that_of_each_prompt_alone(
     tiny, run_on, target, draft, page_size, topk, monkeypatch
