@@ -296,7 +296,7 @@ def test_a_draft_pool_that_is_too_small_leaves_plain_steps(tiny, run_on):
 
 def test_spare_pages_have_room_for_all_branches(tiny, run_on):
     """On every page size, for as many requests of as many tokens as the pool is made for."""
-    for page_size in (1, 2, 4, 16):
+    for page_size in (1, 4, 16):
         for steps in (2, 3, 5):
             spare = 4 * 3 * (steps - 1)
             given = {"max_batch_size": 4, "max_total_tokens": 40, "spare_pages": spare}
@@ -323,7 +323,7 @@ def test_contexts_and_texts_too_short_for_graphs(tiny, lens):
     for graphs in (False, True):
         drafts = a_proposer(drafter, 4)
         if graphs:
-            drafts.capture_graphs(devices=RecordingGraphs())
+            drafts.capture_graphs(batch_sizes=[2], devices=RecordingGraphs())
         states = [SequenceState(token_ids=list(range(1, length + 1))) for length in lens]
         trees.append(drafts.propose(states, 8))
         drafts.keep_only([])
