@@ -52,9 +52,10 @@ class Drafting:
 
     @property
     def _steps(self) -> int:
-        """Tokens of a draft model's longest guess."""
+        """Tokens of a draft model's longest guess. No tree has room for longer ones."""
         num = self.draft_tokens or DRAFT_TOKENS
-        return self.steps or (num - 1 if self.topk == 1 else max(num // 2, 1))
+        usual = num - 1 if self.topk == 1 else num // 2
+        return min(self.steps or usual, num - 1)
 
     def proposer(
         self,

@@ -83,7 +83,7 @@ class ModelProposer:
         _check_model(runner, vocabulary_size)
         self.draft_token_num = num
         self.topk = topk
-        self.steps = steps
+        self.steps = steps = min(steps, num - 1)  # no tree has room for longer paths
         self._runner = runner
         self._loop = None if steps == 1 else DraftLoop(runner, topk=topk, num_steps=steps - 1)
         self._read: dict[SequenceState, SequenceState] = {}
@@ -116,6 +116,9 @@ class ModelProposer:
         longest = max(len(state.token_ids) for state in states)
         room = self._runner.steps.max_context_len - longest
         if room < 0:
+            return None
+        most = self._runner.steps.max_step_tokens
+        if most is not None and len(states) * self.topk > most:
             return None
         num_steps = min(self.steps, room + 1, num_tokens - 1)
         try:
@@ -179,7 +182,7 @@ class ModelProposer:
         self, states: Sequence[SequenceState], counts: Sequence[int] | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
         steps, graphs = self._runner.steps, self._runner.catch_up_graphs
-        if graphs is not None and counts is None and can_reread(states, self.steps + 1):
+        if graphs is not None and counts is None and can_reread(states, steps, self.steps + 1):
             step = reread(states, steps, self.steps + 1)
         else:
             step = steps.extend(states, counts)
