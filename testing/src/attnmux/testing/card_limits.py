@@ -37,6 +37,7 @@ CHOICES: Mapping[str, Sequence[Value]] = {
     "cross_attention": (True,),
     "sinks": (True,),
     "alibi": (True,),
+    "tree_windows": (True,),
     "custom_mask": (True,),
     "multi_item": (True,),
     "deterministic": (True,),
@@ -175,6 +176,9 @@ def _asked(
         elsewhere = replace(platform, **{axis.name: value})
         yield value, request, elsewhere
         return
+    phases = [clause.phase for clause in candidate.card.clauses]
+    if axis.name == "tree_windows" and not any(each.admits("verify") for each in phases):
+        return
     values: set[Value] = set(CHOICES.get(axis.name, ()))
     if axis.name in NUMBERS:
         for clause in candidate.card.clauses:
@@ -187,6 +191,9 @@ def _asked(
 
 def _changes(axis: Axis, value: Value, request: Request) -> dict[str, Any]:
     """What to set in the request so that the axis asks for `value`."""
+    if axis.name == "tree_windows":
+        trees = {"spec_topk": 4, "sliding_window": 8, "custom_mask": False}
+        return {**trees, "phases": ("verify",)}
     if axis.name == "phase":
         return {"phases": (value,)}
     if axis.name == "group_size" and isinstance(value, int):
