@@ -67,7 +67,11 @@ CASES = {
         **LATENT,
     ),
     "decode, picked latent": Case(
-        name="picked", steps=(decode(45, 3),), lse=True, index_topk=1024, **{**LATENT, "kind": "nsa"}
+        name="picked",
+        steps=(decode(45, 3),),
+        lse=True,
+        index_topk=1024,
+        **{**LATENT, "kind": "nsa"},
     ),
 }
 
@@ -90,7 +94,14 @@ WIDE = {
     "extend, 256": replace(CASES["extend"], head_dim=256, v_head_dim=256),
     "decode, 256": CASES["decode, 256"],
 }
-FEW = ("decode, 8-bit", "verify", "extend", "decode, latent", "extend, latent", "decode, picked latent")
+FEW = (
+    "decode, 8-bit",
+    "verify",
+    "extend",
+    "decode, latent",
+    "extend, latent",
+    "decode, picked latent",
+)
 """A kernel of each launch configuration, for GPUs that share the others' code."""
 
 
@@ -228,11 +239,7 @@ def test_every_kernel_compiles_and_fits(arch, script):
     assert {line["kernel"] for line in lines} == expected
     assert [line for line in lines if line["shared"] > TARGETS[arch]] == []
     if arch in SCRATCH:
-        spilling = [
-            line
-            for line in lines
-            if line["scratch"] > most_scratch(line["case"])[arch]
-        ]
+        spilling = [line for line in lines if line["scratch"] > most_scratch(line["case"])[arch]]
         assert spilling == []
 
 
