@@ -31,6 +31,9 @@ LATENT_SCRATCH = {**SCRATCH, "gfx1201": 640}
 """The same over latents: there a row of Q has 576 columns, and 16 rows take 144 of the 256
 registers of each thread of a warp of 32."""
 
+PICKED_SCRATCH = {"gfx942": 64, "gfx950": 64, "gfx1201": 2304}
+"""The same where each token gathers rows of its own: a tile of keys is held beside that of Q."""
+
 TREE: dict[str, Any] = {"spec_topk": 4}
 LATENT: dict[str, Any] = {
     "kind": "mla",
@@ -63,6 +66,13 @@ CASES = {
         steps=(extend((16, 41)),),
         **LATENT,
     ),
+    "decode, picked latent": Case(
+        name="picked",
+        steps=(decode(45, 3),),
+        lse=True,
+        index_topk=1024,
+        **{**LATENT, "kind": "nsa"},
+    ),
 }
 
 NARROW = {
@@ -84,7 +94,14 @@ WIDE = {
     "extend, 256": replace(CASES["extend"], head_dim=256, v_head_dim=256),
     "decode, 256": CASES["decode, 256"],
 }
-FEW = ("decode, 8-bit", "verify", "extend", "decode, latent", "extend, latent")
+FEW = (
+    "decode, 8-bit",
+    "verify",
+    "extend",
+    "decode, latent",
+    "extend, latent",
+    "decode, picked latent",
+)
 """A kernel of each launch configuration, for GPUs that share the others' code."""
 
 
@@ -98,11 +115,13 @@ def cases_of(arch: str) -> dict[str, Case]:
 def rehearsed(arch: str) -> Iterator[tuple[str, Any]]:
     """The launches of every case, with its name."""
     from attnmux.triton.backend import TritonBackend  # noqa: PLC0415  # not the interpreter's
+    from attnmux.triton.picked import PickedBackend  # noqa: PLC0415
 
     vendor = "amd" if arch.startswith("gfx") else "nvidia"
     for name, case in cases_of(arch).items():
         setup = make_setup(case, Platform.parse(f"{vendor}:{arch}"), "cpu")
-        backend = TritonBackend(setup.context, {}, compute_units=108)
+        make = PickedBackend if case.kind == "nsa" else TritonBackend
+        backend = make(setup.context, {}, compute_units=108)
         made = prepare_step(setup, case.steps[0])
 
         def step(backend: Any = backend, made: Any = made, has_lse: bool = case.lse) -> None:
@@ -178,6 +197,12 @@ def scratch_bytes(assembly: str) -> int:
     return int(found)
 
 
+def most_scratch(case: str) -> dict[str, int]:
+    if "picked" in case:
+        return PICKED_SCRATCH
+    return LATENT_SCRATCH if "latent" in case else SCRATCH
+
+
 def word(value: Any) -> str:
     if value is None:
         return "constexpr"
@@ -192,6 +217,7 @@ PORTABLE = {
     "shares.plan_shares",
     "tiles.plan_tiles",
     "indices.sum_lens",
+    "picked.attend_picks",
     "write.write_kv",
 }
 HOPPER = {
@@ -213,11 +239,7 @@ def test_every_kernel_compiles_and_fits(arch, script):
     assert {line["kernel"] for line in lines} == expected
     assert [line for line in lines if line["shared"] > TARGETS[arch]] == []
     if arch in SCRATCH:
-        spilling = [
-            line
-            for line in lines
-            if line["scratch"] > (LATENT_SCRATCH if "latent" in line["case"] else SCRATCH)[arch]
-        ]
+        spilling = [line for line in lines if line["scratch"] > most_scratch(line["case"])[arch]]
         assert spilling == []
 
 

@@ -186,7 +186,8 @@ class ModelRunner:
     def _index_dtype(self) -> torch.dtype:
         """Of an indexer's keys: as coarse as the KV cache, where that is e4m3."""
         kv_dtype = torch_dtype(self.decision.kv_dtype)
-        return kv_dtype if kv_dtype == torch.float8_e4m3fn else self.model.dtype
+        own = torch_dtype(self.decision.request.dtype or self.decision.kv_dtype)
+        return kv_dtype if kv_dtype == torch.float8_e4m3fn else own
 
     def _kv_bytes(self, memory: MemoryBudget | None, layers: Sequence[LayerSpec]) -> int | None:
         """What the budget leaves to the KV pool. A share is one of the memory after the states."""

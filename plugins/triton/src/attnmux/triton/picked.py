@@ -53,7 +53,9 @@ class PickedStep:
     """A prepared step."""
 
     rows: torch.Tensor
-    """[T] int64: each token's row of the request table."""
+    """[T // queries] int64: rows of the request table."""
+    queries: int = 1
+    """Tokens that share each of them: in verification those of a request."""
 
 
 class PickedBackend(AttentionBackend):
@@ -91,9 +93,9 @@ class PickedBackend(AttentionBackend):
             return
         rows, new = batch.req_pool_indices, batch.extend_seq_lens
         if batch.spec_info is not None and batch.forward_mode.is_target_verify():
-            drafts = batch.spec_info.draft_token_num
-            rows = rows.unsqueeze(1).expand(-1, drafts).flatten()
-        elif batch.forward_mode.is_extend() and new is not None:
+            self._step = PickedStep(rows=rows, queries=batch.spec_info.draft_token_num)
+            return
+        if batch.forward_mode.is_extend() and new is not None:
             rows = token_rows(rows, new, batch.num_tokens)
         self._step = PickedStep(rows=rows)
 
@@ -117,9 +119,9 @@ class PickedBackend(AttentionBackend):
         if not call.q.shape[0]:
             return results.out
         table = self.context.req_to_token_pool.req_to_token if over_pool else None
-        rows = step.rows if over_pool else _starts(batch)
+        step = step if over_pool else PickedStep(rows=_starts(batch))
         part_keys = self._part_keys(call, picks.shape[1])
-        layer(call, rows, table, picks, results, part_keys)
+        layer(call, step, table, picks, results, part_keys)
         if call.lse is not None and results.lse is not None and results.lse is not call.lse:
             call.lse.copy_(results.lse)
         return results.out
@@ -129,7 +131,7 @@ class PickedBackend(AttentionBackend):
         if self.context.request.deterministic:
             return ALIKE_KEYS
         programs = call.q.shape[0] * -(-call.layer.tp_q_head_num // BLOCK_H)
-        parts = min(self._units // programs, topk // LEAST_KEYS, MOST_SPLITS.value)
+        parts = min(self._units // programs, topk // LEAST_KEYS, int(MOST_SPLITS.value))
         if parts < 2:
             return max(topk, 1)
         return -(-topk // (parts * BLOCK_N)) * BLOCK_N
@@ -147,13 +149,13 @@ class PickedLayer:
     def __call__(
         self,
         call: AttentionCall,
-        rows: torch.Tensor,
+        step: PickedStep,
         table: torch.Tensor | None,
         picks: torch.Tensor,
         results: Results,
         part_keys: int,
     ) -> None:
-        """table: None where rows count the call's own keys."""
+        """table: None where the step's rows count the call's own keys."""
         if call.q_rope is None:
             raise InvalidInput("q_rope", got=None, expected="the rotary part of Q")
         spec, topk, num_tokens = self._layer.spec, picks.shape[1], call.q.shape[0]
@@ -165,7 +167,7 @@ class PickedLayer:
         out, lse = into
         self._kernel(over_pool=table is not None, has_lse=lse is not None)(
             (num_tokens, -(-spec.tp_q_head_num // BLOCK_H), parts),
-            (call.q, call.q_rope, k, k_rope, table, rows, picks, out, lse),
+            (call.q, call.q_rope, k, k_rope, table, step.rows, picks, out, lse),
             (
                 *call.q.stride()[:2],
                 *call.q_rope.stride()[:2],
@@ -175,7 +177,7 @@ class PickedLayer:
                 out.stride(0),
                 0 if lse is None else lse.stride(0),
             ),
-            (topk, part_keys, num_tokens),
+            (topk, part_keys, num_tokens, step.queries),
             (call.q.dtype, k.dtype, out.dtype),
         )
         if merges:
@@ -218,7 +220,7 @@ class PickedLayer:
             },
             tensors=("q", "q_rope", "k", "k_rope", "table", "rows", "picks", "out", "lse"),
             numbers=STRIDES,
-            counts=("topk", "part_keys", "num_tokens"),
+            counts=("topk", "part_keys", "num_tokens", "queries"),
             options={"num_warps": 4, "num_stages": 2},
         )
 

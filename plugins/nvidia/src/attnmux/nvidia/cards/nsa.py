@@ -51,5 +51,5 @@ NSA = BackendCard(
         )
         for version in (">=9.0,<10", ">=10.0,<11")
     ),
-    priors=(Prior(rank=10, source="the only backend for this kind of attention"),),
+    priors=(Prior(rank=10, source="a kernel of the hardware's own; triton's is portable"),),
 )

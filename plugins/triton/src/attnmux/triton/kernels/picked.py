@@ -6,11 +6,11 @@ import triton
 import triton.language as tl
 
 
-@triton.jit(do_not_specialize=["topk", "part_keys", "num_tokens"])
+@triton.jit(do_not_specialize=["topk", "part_keys", "num_tokens", "queries"])
 def attend_picks(
     q, q_stride, q_head_stride, q_rope, q_rope_stride, q_rope_head_stride,
     k, k_stride, k_rope, k_rope_stride, table, table_stride, slot_map, rows, picks, picks_stride,
-    out, out_stride, lse, lse_stride, topk, part_keys, num_tokens, scale, v_scale,
+    out, out_stride, lse, lse_stride, topk, part_keys, num_tokens, queries, scale, v_scale,
     HEADS: tl.constexpr, RANK: tl.constexpr, ROPE: tl.constexpr, BLOCK_RANK: tl.constexpr,
     BLOCK_ROPE: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_N: tl.constexpr,
     HAS_LSE: tl.constexpr,
@@ -18,8 +18,9 @@ def attend_picks(
     """q [T, HEADS, RANK] and q_rope [T, HEADS, ROPE]; k [n, RANK] and k_rope [n, ROPE], the latter
     of any dtype; picks [T, topk]: places in the token's request, -1 for none. V is k.
 
-    table [R, W] int32: row rows[t] has the row of k of each place of token t's request; without
-    one, rows[t] + place is it. slot_map: from such a row to k's own; None where they are equal.
+    table [R, W] int32: row rows[t // queries] has the row of k of each place of token t's request;
+    without one, that number + place is it. slot_map: from such a row to k's own; None where they
+    are equal.
     scale: of logits, for powers of 2.
 
     out and lse have a result for each part of a token's picks, one after another: [parts, T, HEADS,
@@ -44,7 +45,7 @@ def attend_picks(
         mask=is_head[:, None] & is_turned,
         other=0.0,
     )
-    row = tl.load(rows + token)
+    row = tl.load(rows + token // queries)
     empty = -float("inf")
     top = tl.full([BLOCK_H], empty, tl.float32)
     mass = tl.zeros([BLOCK_H], tl.float32)
