@@ -408,7 +408,8 @@ class ModelRunner:
         if step.images is not None:
             # Some models have no embedding of a placeholder
             ids = step.input_ids.index_fill(0, step.images.indices, 0)
-            embeds: torch.Tensor = self.model.get_input_embeddings()(ids)
+            model: Any = self.model
+            embeds: torch.Tensor = model.get_input_embeddings()(ids)
             rows = step.images.embeds.to(embeds.dtype)
             inputs["inputs_embeds"] = embeds.index_copy(0, step.images.indices, rows)
         return inputs

@@ -190,7 +190,7 @@ class ImageReader:
 
     def _embeds(self, handed: _Handed, ids: Sequence[int], places: Sequence[int]) -> torch.Tensor:
         """[N, width] of the placeholders. Refuses a model that changes other embeddings."""
-        embeds = handed.inputs["inputs_embeds"][0]
+        embeds: torch.Tensor = handed.inputs["inputs_embeds"][0]
         is_text = torch.ones(len(ids), dtype=torch.bool)
         is_text[places] = False
         text = torch.tensor(ids)[is_text].to(embeds.device)
@@ -208,7 +208,7 @@ class ImageReader:
         given = handed.inputs.get("position_ids")
         if given is None:
             return None
-        rows = given.reshape(-1, length).cpu()
+        rows: torch.Tensor = given.reshape(-1, length).cpu()
         if torch.equal(rows, torch.arange(length).expand_as(rows)):
             return None
         if rows.shape[0] == 3 and bool((rows[:, -1] == rows.max()).all()):

@@ -50,7 +50,7 @@ class VisionTower:
         """Raises InvalidInput for a model without a vision tower, and for one whose layers differ
         or compute attention by themselves."""
         name = type(model).__name__
-        tower: Any = model.get_encoder(modality="image")  # type: ignore[no-untyped-call]  # transformers' own
+        tower: Any = model.get_encoder(modality="image")
         decoder: Any = model.get_decoder()  # type: ignore[no-untyped-call]  # transformers' own
         if tower is model or tower is decoder or tower in set(decoder.modules()):
             raise InvalidInput("images", got=f"{name}, which reads text alone", expected="none")
@@ -88,8 +88,9 @@ class VisionTower:
         for layer in self._layers:
             setattr(layer, TOWER, self)
         for module in self._tower.modules():
-            if isinstance(getattr(module, "config", None), type(self._layers[0].config)):
-                module.config._attn_implementation = VISION
+            config: Any = getattr(module, "config", None)
+            if isinstance(config, type(self._layers[0].config)):
+                config._attn_implementation = VISION
 
     def _make_room(self, room: Room) -> None:
         self._backend = None
@@ -198,9 +199,9 @@ def vision_forward(
     lens = (length,) * batch_size
     if cu_seq_lens_q is not None:
         lens = tuple(cu_seq_lens_q.diff().tolist())
-    rows = [each.transpose(1, 2).flatten(0, 1).contiguous() for each in (query, key, value)]
+    q, k, v = (each.transpose(1, 2).flatten(0, 1).contiguous() for each in (query, key, value))
     kept = {name: given for name, given in kwargs.items() if name not in PACKING}
-    out = tower.attend(*rows, Lens(lens, lens), **kept)  # type: ignore[arg-type]  # checked there
+    out = tower.attend(q, k, v, Lens(lens, lens), **kept)
     return out.view(batch_size, length, num_heads, dim), None
 
 

@@ -31,10 +31,10 @@ class ImageProcessor:
         _require("PIL")
         checkpoint.require_tokenizer()
         self._source = checkpoint.source
-        self._token_id = getattr(checkpoint.config, "image_token_id", None)
         try:
             with quiet_transformers(progress=False):
-                self._processor: Any = AutoProcessor.from_pretrained(
+                auto: Any = AutoProcessor
+                self._processor: Any = auto.from_pretrained(
                     checkpoint.source, revision=checkpoint.revision, **ALWAYS
                 )
         except Exception as error:  # each library has errors of its own

@@ -87,7 +87,7 @@ def _by_image(inputs: Mapping[str, torch.Tensor], num_runs: int) -> list[list[to
     if set(inputs) == {"pixel_values", "image_grid_thw"} and grid is not None:
         sizes = grid.prod(-1).tolist()
         if pixels is not None and len(sizes) == num_runs and sum(sizes) == pixels.shape[0]:
-            return [list(pair) for pair in zip(pixels.split(sizes), grid, strict=True)]
+            return [list(pair) for pair in zip(torch.split(pixels, sizes), grid, strict=True)]
     elif all(each.shape[:1] == (num_runs,) for each in whole):
         return [[each[image] for each in whole] for image in range(num_runs)]
     return [whole] * num_runs

@@ -33,7 +33,10 @@ def _spans_of(mask: MaskFunction, length: int, device: torch.device) -> list[tup
     """By the last key that each token sees, from the first token of each part on."""
     keys = torch.arange(length, device=device)
     last = torch.cat(
-        [length - 1 - _rows(mask, part, keys).flip(1).int().argmax(1) for part in keys.split(ROWS)]
+        [
+            length - 1 - _rows(mask, part, keys).flip(1).int().argmax(1)
+            for part in torch.split(keys, ROWS)
+        ]
     ).tolist()
     spans: list[tuple[int, int]] = []
     for token, reach in enumerate(last):
@@ -53,7 +56,7 @@ def _is_mask(
     last = keys.clone()
     for begin, end in spans:
         last[begin:end] = end - 1
-    for queries in keys.split(ROWS):
+    for queries in torch.split(keys, ROWS):
         token = queries.unsqueeze(1)
         expected = keys <= last[queries].unsqueeze(1)
         if reach.sliding_window_size >= 0:
