@@ -31,6 +31,7 @@ from attnmux.core.graph.outputs import FixedOutputs
 from attnmux.core.graph.together import ALONE, CapturingRanks
 from attnmux.core.op import forward_context
 from attnmux.core.spec import SpecInput
+from attnmux.core.tree_masks import masks_drafts
 
 CaptureContext: TypeAlias = Callable[[], AbstractContextManager[object]]
 """A context that a communication group needs around captures, on the capture's stream."""
@@ -255,6 +256,7 @@ class GraphRunner:
             ("encoder_lens", batch.encoder_lens is not None, config.encoder),
             ("encoder_out_cache_loc", bool(encoder is not None and encoder.numel()), False),
             ("spec_info.custom_mask", has_mask, config.custom_mask),
+            ("spec_info.visible", masks_drafts(spec), None if config.visible else False),
             ("multi_item", batch.multi_item is not None, False),
             ("topk_indices", batch.topk_indices is not None, None if config.index_topk else False),
         ):
