@@ -204,12 +204,17 @@ def test_a_line_that_cannot_run_is_refused_with_its_reason(
         launch(offers, platform, request_, **flags)
 
 
-@pytest.mark.parametrize("platform", [HOPPER, BLACKWELL, MI300, "intel:xe2"])
-def test_llama_4_never_runs_on_flashinfer(offers, platform) -> None:
+@pytest.mark.parametrize(
+    ("platform", "verdict"),
+    [(HOPPER, "fits"), (BLACKWELL, "fits"), (MI300, "rejected"), ("intel:xe2", "rejected")],
+)
+def test_llama_4_is_not_given_to_flashinfer(offers, platform, verdict) -> None:
+    """SGLang rules it out by the model's name. Here flashinfer serves chunks by virtual requests,
+    and others are better."""
     llama4 = Request.from_model(MODELS / "llama-4-scout", tp=8)
     decision = launch(offers, platform, llama4)
     # The encoder of its images has no chunks: there it may.
     said = [v for v in decision.candidates if v.backend == "flashinfer" and v.phase != "encoder"]
     assert {v.phase for v in said} == {"extend", "decode"}
-    assert {v.verdict for v in said} == {"rejected"}
+    assert {v.verdict for v in said} == {verdict}
     assert "flashinfer" not in {decision.phases[phase].backend for phase in ("extend", "decode")}

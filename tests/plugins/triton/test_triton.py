@@ -30,7 +30,14 @@ from attnmux.triton.layer import TritonLayer
 from attnmux.triton.share_plans import SplitOptions
 
 CANDIDATE = Candidate(
-    card=replace(TRITON, requires=(), status="available", factory="attnmux.triton.factory:triton"),
+    card=replace(
+        TRITON,
+        requires=(),
+        status="available",
+        factory="attnmux.triton.factory:triton",
+        # Another backend serves picked keys
+        clauses=tuple(each for each in TRITON.clauses if not each.kind.admits("nsa")),
+    ),
     platform=Platform.parse("nvidia:sm90,cuda=13.0"),
     device="cpu",
     # So few programs that requests are split and programs take several.

@@ -249,7 +249,7 @@ def can_be_split(case: Case, size: int) -> bool:
     modes = {step.mode for step in case.steps}
     return (
         modes.issubset(MODES)
-        and not case.custom_mask
+        and not case.has_trees
         and case.kind in ("mha", "mla")
         and not any(case.windows)
         and not case.attention_chunk
