@@ -25,9 +25,8 @@ class ImageProcessor:
         """Raises InvalidInput for a checkpoint of text alone or without files of a processor, and
         where a package that reads images is missing."""
         if not checkpoint.reads_images:
-            raise InvalidInput(
-                "image", got=f"some, for {checkpoint.source}", expected="none: it reads text alone"
-            )
+            got = f"{checkpoint.source}, which reads text alone"
+            raise InvalidInput("image", got=got, expected="a model that reads images")
         _require("PIL")
         checkpoint.require_tokenizer()
         self._source = checkpoint.source
