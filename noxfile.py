@@ -70,7 +70,8 @@ def tests(session: nox.Session) -> None:
     """Run every test; arguments go to pytest."""
     # hatchling builds the example of a plugin as its page says, with no index to ask.
     # transformers' continuous batching asks psutil for the memory of a CPU.
-    tools = ["pytest", "pytest-xdist", "hypothesis", "hatchling", "psutil"]
+    # Pillow reads the images of prompts.
+    tools = ["pytest", "pytest-xdist", "hypothesis", "hatchling", "psutil", "pillow"]
     extras = ["./bench[html]", "./plugins/triton[triton]"]
     session.install(*CONSTRAINTS, *MEMBERS, *TEST_SUPPORT, *extras, *tools)
     # Its Triton kernels are tested; what else it requires serves AMD's devices.
