@@ -240,7 +240,7 @@ def wrongs(engine: Engine) -> list[str]:
     held = [one for one in engine._live.values() if one.state.row is not None]
     for request in held:
         state = request.state
-        own = table.req_to_token[state.row, state.num_shared : state.num_columns : page_size]
+        own = table.req_to_token[state.row, state.num_shared : state.num_held : page_size]
         owners.update((own // page_size).tolist())
     found = []
     leaked = set(range(1, free_list.count + 1)) - set(owners)
@@ -270,7 +270,7 @@ def window_wrongs(
         state = request.state
         if state.row is not None:
             first = max(state.num_behind, state.num_shared)
-            own.append(engine.runner.steps.slots(state, first, state.num_columns))
+            own.append(engine.runner.steps.slots(state, first, state.num_held))
     for slots in own:
         owners.update(allocator.pool.swa_pages(slots[::page_size] // page_size).tolist())
     found = []

@@ -219,10 +219,10 @@ def check_accounts(engine):
         state = request.state
         if state.row is not None:
             assert state.num_cached < len(state.token_ids)
-            own = table[state.row, state.num_shared : state.num_columns] // page_size
+            own = table[state.row, state.num_shared : state.num_held] // page_size
             held.append(set(own.tolist()))
         if state.row is not None and engine.window_memory is not None:
-            own = steps.slots(state, max(state.num_behind, state.num_shared), state.num_columns)
+            own = steps.slots(state, max(state.num_behind, state.num_shared), state.num_held)
             assert bool((steps.allocator.pool.translate(own, 3) > 0).all())
             windowed.append(len(set((own // page_size).tolist())))
     if engine.window_memory is not None:

@@ -102,6 +102,7 @@ class StepBuilder(RequestMemory):
         """
         counts = [state.num_pending for state in states] if num_new is None else list(num_new)
         self._check_new(states, counts)
+        self.give_back(states)
         ends = [state.num_cached + count for state, count in zip(states, counts, strict=True)]
         with self.taking():
             rows = self._rows_of(states)
@@ -179,6 +180,7 @@ class StepBuilder(RequestMemory):
                     expected="requests that were extended, each with one pending token",
                 )
         self._check_new(states, [1] * len(states))
+        self.give_back(states)
         return DecodeBatch(states, self)
 
     def adopt(self, state: SequenceState, slots: torch.Tensor) -> None:
@@ -240,7 +242,7 @@ class StepBuilder(RequestMemory):
         self.intact = False
         table, page_size = self.req_to_token_pool.req_to_token, self.allocator.page_size
         # A request's own slots begin with a page, so that every page_size-th column begins another.
-        firsts = [table[row, one.num_shared : one.num_columns : page_size] for one, row in held]
+        firsts = [table[row, one.num_shared : one.num_held : page_size] for one, row in held]
         pages = torch.cat(firsts).long() // page_size
         if zero and self.token_to_kv_pool is not None:
             offsets = torch.arange(page_size, device=pages.device)
@@ -250,6 +252,24 @@ class StepBuilder(RequestMemory):
         for state, _ in held:
             state.forget()
         self.intact = True
+
+    def give_back(self, states: Sequence[SequenceState]) -> bool:
+        """Free the slots that requests hold for the drafts of later steps. False if there are
+        none."""
+        holders = [state for state in states if state.num_spare]
+        if not holders:
+            return False
+        self.intact = False
+        table, page_size = self.req_to_token_pool.req_to_token, self.allocator.page_size
+        firsts = [
+            table[one.row, -(-one.num_columns // page_size) * page_size : one.num_held : page_size]
+            for one in holders
+        ]
+        self.allocator.free_pages(torch.cat(firsts).long() // page_size)
+        for state in holders:
+            state.num_spare = 0
+        self.intact = True
+        return True
 
     def extend_rows(
         self, rows: torch.Tensor, columns: Sequence[torch.Tensor], columns_cpu: torch.Tensor

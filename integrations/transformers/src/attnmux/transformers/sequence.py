@@ -26,6 +26,8 @@ class SequenceState:
     The request reads them and never frees them."""
     num_behind: int = 0
     """Leading tokens, in whole pages, whose window pages the request has freed, or does not own."""
+    num_spare: int = 0
+    """Columns after the last token's that hold slots too, for the drafts of later steps."""
     encoder_states: torch.Tensor | None = None
     """[E, width] in an encoder-decoder model: the input of cross-attention."""
     encoder_cached: bool = False
@@ -52,8 +54,13 @@ class SequenceState:
 
     @property
     def num_columns(self) -> int:
-        """Leading columns of the row that hold slots: the encoder's and the cached tokens'."""
+        """Leading columns of the row: the encoder's and the cached tokens'."""
         return self.num_cached + (self.encoder_len if self.encoder_cached else 0)
+
+    @property
+    def num_held(self) -> int:
+        """Leading columns of the row that hold slots."""
+        return self.num_columns + self.num_spare
 
     def columns_for(self, num_new: int) -> int:
         """New columns when `num_new` pending tokens run."""
@@ -62,7 +69,7 @@ class SequenceState:
     def forget(self) -> None:
         """Start over: none of its tokens has K and V in the cache."""
         self.row = None
-        self.num_cached = self.num_shared = self.num_behind = 0
+        self.num_cached = self.num_shared = self.num_behind = self.num_spare = 0
         self.encoder_cached = False
 
     @property

@@ -21,11 +21,15 @@ from attnmux.transformers.batching import StepBuilder
 from attnmux.transformers.sequence import SequenceState, Step
 
 
+LOOKAHEAD = 32
+"""Tokens for which a request gets slots beyond those of its drafts, so that most steps take none."""
+
+
 class VerifyStep:
     """One TARGET_VERIFY step of B requests with n draft tokens each, until its `commit`.
 
-    Node i of a request's tree gets the i-th column after its cached tokens. Until the commit, the
-    requests count all of these columns as cached, so that releasing a request frees them.
+    Node i of a request's tree gets the i-th column after its cached tokens. The requests keep the
+    slots of these columns, whatever is accepted: those of rejected nodes serve the next step.
     """
 
     def __init__(
@@ -48,71 +52,81 @@ class VerifyStep:
         self._check()
         self.prefixes = [state.num_cached for state in states]
         """Cached tokens before the step."""
-        self._starts = [state.num_columns for state in states]
-        places = np.array([[state.row for state in states], self.prefixes, self._starts])
+        if any(state.num_spare < num_drafts for state in states):
+            self._reserve()
+        starts = [state.num_columns for state in states]
+        places = np.array([[state.row for state in states], self.prefixes, starts])
         width = self._width(tree, graphs)
         self.tree = tree = tree.padded(width)
         """The trees with d nodes each."""
         num, lens_sum = len(states), sum(self.prefixes)
         lens_cpu = torch.from_numpy(places[1].astype(np.int32))
         counts_cpu = torch.full_like(lens_cpu, width)
-        with steps.taking():
-            fixed, slots = place(places, tree, num_drafts, steps)
-            rows, both, input_ids, positions, order = fixed
-            self._slots = slots
-            if width > num_drafts:
-                slots = pad(slots.view(num, num_drafts), (0, width - num_drafts)).view(-1)
-            lens, counts = _halves(both.to(torch.int32))
-            batch = ForwardBatch(
-                forward_mode=ForwardMode.TARGET_VERIFY,
-                batch_size=num,
-                req_pool_indices=rows,
-                seq_lens=lens,
-                out_cache_loc=slots,
-                positions=positions,
-                seq_lens_cpu=lens_cpu,
-                seq_lens_sum=lens_sum,
-                extend_seq_lens=counts,
-                extend_seq_lens_cpu=counts_cpu,
-                extend_prefix_lens=lens,
-                extend_prefix_lens_cpu=lens_cpu,
-                extend_num_tokens=slots.shape[0],
-                spec_info=tree.spec_input(steps.device),
-            )
-        for state in states:
-            state.num_cached += num_drafts
-        steps.intact = True
+        fixed, slots = place(places, tree, num_drafts, steps)
+        rows, both, input_ids, positions, order = fixed
+        self._slots = slots
+        if width > num_drafts:
+            slots = pad(slots.view(num, num_drafts), (0, width - num_drafts)).view(-1)
+        lens, counts = _halves(both.to(torch.int32))
+        batch = ForwardBatch(
+            forward_mode=ForwardMode.TARGET_VERIFY,
+            batch_size=num,
+            req_pool_indices=rows,
+            seq_lens=lens,
+            out_cache_loc=slots,
+            positions=positions,
+            seq_lens_cpu=lens_cpu,
+            seq_lens_sum=lens_sum,
+            extend_seq_lens=counts,
+            extend_seq_lens_cpu=counts_cpu,
+            extend_prefix_lens=lens,
+            extend_prefix_lens_cpu=lens_cpu,
+            extend_num_tokens=slots.shape[0],
+            spec_info=tree.spec_input(steps.device),
+        )
         self.step = Step(batch=batch, input_ids=input_ids, last_indices=order)
 
     def commit(self, paths: Sequence[Sequence[int]], zero: Sequence[bool] = ()) -> None:
-        """Keep a path of each request's tree as its next cached tokens, and free the other slots.
+        """Keep a path of each request's tree as its next cached tokens.
 
         paths: nodes from the root on; empty for a request that keeps none. K and V of nodes that
         are not where the row expects them are copied, all of them at once. zero: whether to
         overwrite the K and V of a request's rejected nodes, which may be no numbers. Call it
         before any of the requests is released.
         """
-        steps, pool = self._steps, self._steps.token_to_kv_pool
-        page_size = steps.allocator.page_size
-        num = self._num_drafts
-        zeroed: list[int] = []
-        freed: list[int] = []
+        steps, pool, num = self._steps, self._steps.token_to_kv_pool, self._num_drafts
         steps.intact = False
         if pool is not None and self.tree.visible is not None:
             self._move(pool, paths)
-        for place, (start, path) in enumerate(zip(self._starts, paths, strict=True)):
-            first, kept = place * num, len(path)
-            if zero and zero[place]:
-                zeroed += range(first + kept, first + num)
-            opened = kept + -(start + kept) % page_size
-            freed += range(first + opened, first + num, page_size)
-            self.states[place].num_cached = self.prefixes[place] + kept
-        if pool is not None and zeroed:
+        for state, path in zip(self.states, paths, strict=True):
+            state.num_cached += len(path)
+            state.num_spare -= len(path)
+        if pool is not None and any(zero):
+            zeroed: list[int] = []
+            for place, path in enumerate(paths):
+                if zero[place]:
+                    zeroed += range(place * num + len(path), (place + 1) * num)
             # Padding of the same request may have left such values in slot 0
             pool.zero(pad(self._slots_of(zeroed), (0, 1)))
-        if freed:
-            pages = self._slots_of(freed)
-            steps.allocator.free_pages(pages if page_size == 1 else pages // page_size)
+        steps.intact = True
+
+    def _reserve(self) -> None:
+        """Take slots for the drafts, and for those of the next steps too while many are free."""
+        steps, states = self._steps, self.states
+        most, room = self._num_drafts, steps.allocator.available_size()
+        if room > 4 * len(states) * (most + LOOKAHEAD + steps.allocator.page_size):
+            most += LOOKAHEAD
+        starts = [state.num_held for state in states]
+        stops = [
+            max(start, min(state.num_columns + most, steps.max_context_len))
+            for start, state in zip(starts, states, strict=True)
+        ]
+        host = torch.tensor([[state.row for state in states], starts, stops])
+        rows, *columns = host.to(steps.device).unbind()
+        with steps.taking():
+            steps.extend_rows(rows, columns, host[1:])
+        for state, stop in zip(states, stops, strict=True):
+            state.num_spare = stop - state.num_columns
         steps.intact = True
 
     def _move(self, pool: KVPool, paths: Sequence[Sequence[int]]) -> None:
@@ -179,54 +193,27 @@ def _layout(num: int, width: int, num_new: int) -> tuple[np.ndarray, np.ndarray,
     return sources, offsets, [num, 2 * num, *[num * width] * 3, num * num_new]
 
 
-@lru_cache(maxsize=64)
-def _pages(page_size: int, num_new: int) -> tuple[np.ndarray, np.ndarray]:
-    """[page_size, n] int64 each, by the place in its page of the first new token: the page of each
-    new token, 0 for the one with the last cached token, and its place there."""
-    places = np.arange(page_size)[:, None] + np.arange(num_new)
-    return places // page_size + (np.arange(page_size) == 0)[:, None], places % page_size
-
-
 def place(
     places: np.ndarray, tree: DraftTree, num_new: int, steps: StepBuilder
 ) -> tuple[Sequence[torch.Tensor], torch.Tensor]:
-    """Take slots for n new tokens of each request, and write them to the request table.
+    """The values of a step on the device, and the slots [B * n] of its n columns of each request.
 
-    places: [3, B] int64: rows, cached tokens, and columns in use. tree: padded to d nodes. Returns
-    int64 tensors on the device (rows [B], cached tokens and d of each request [2 B], the tree's
-    tokens, positions and places [B * d] each), and the slots [B * n]. One copy takes all values to
-    the device. Call it while `taking`.
+    places: [3, B] int64: rows, cached tokens, and columns before the new ones. tree: padded to d
+    nodes. The values are int64: rows [B], cached tokens and d of each request [2 B], the tree's
+    tokens, positions and places [B * d] each. One copy takes all of them to the device.
     """
-    num, width, page_size = places.shape[1], tree.draft_token_num, steps.allocator.page_size
+    num, width = places.shape[1], tree.draft_token_num
     table = steps.req_to_token_pool.req_to_token
     sources, offsets, sizes = _layout(num, width, num_new)
-    starts = places[2]
-    values = [places[:2].ravel(), places[0] * table.shape[1] + starts, (width, 0)]
+    values = [places[:2].ravel(), places[0] * table.shape[1] + places[2], (width, 0)]
     host = np.concatenate([*values, tree.draft_tokens.numpy().ravel()])[sources] + offsets
     if tree.visible is not None:
         depths = tree.depths.numpy() + places[1][:, None]
         first = sum(sizes[:3])
         host[first : first + sizes[3]] = depths.ravel()
-    num_pages = num * num_new
-    if page_size > 1:
-        relative, in_page = (known[starts % page_size] for known in _pages(page_size, num_new))
-        opened = relative[:, -1]
-        ends = opened.cumsum()
-        num_pages = int(ends[-1])
-        before = (ends - opened + num - 1)[:, None]
-        of_page = np.where(relative > 0, before + relative, np.arange(num)[:, None])
-        final = values[1] - 1
-        host = np.concatenate([host, of_page.ravel(), in_page.ravel(), final])
-        sizes = [*sizes, of_page.size, of_page.size, num]
     moved = torch.from_numpy(host).to(steps.device, non_blocking=True)
-    *fixed, cells = (parts := torch.split_with_sizes(moved, sizes))[:6]
-    slots, flat = steps.allocator.alloc_pages(num_pages), table.view(-1)
-    if page_size > 1:
-        page_index, offset, last = parts[6:]
-        pages = torch.cat([flat.index_select(0, last) // page_size, slots])
-        slots = (pages.index_select(0, page_index) * page_size).add_(offset)
-    flat.index_copy_(0, cells, slots.to(table.dtype))
-    return fixed, slots
+    *fixed, cells = torch.split_with_sizes(moved, sizes)
+    return fixed, table.view(-1).index_select(0, cells).long()
 
 
 def _halves(both: torch.Tensor) -> Sequence[torch.Tensor]:

@@ -127,6 +127,10 @@ class PrefixCache:
         self._tree.unlock(request.node)
         request.node = None
 
+    def give_back(self, requests: Sequence[LiveRequest]) -> bool:
+        """See `StepBuilder.give_back`."""
+        return self.steps.give_back([request.state for request in requests])
+
     @property
     def obtainable(self) -> int:
         """Tokens that are free, or that eviction would free, in all pools."""

@@ -190,6 +190,7 @@ class Scheduler:
         need = sum(self._new_pages(one, count) for one, count in chunks) * page_size
         if need + len(self.decoding) * page_size <= free():
             return True
+        self._cache.give_back(self.decoding)
         need += page_size * sum(one.state.num_columns % page_size == 0 for one in self.decoding)
         self.stats.evicted_tokens += self._cache.make_room(need)
         return need <= free()
@@ -233,6 +234,8 @@ class Scheduler:
             self._cache.lock(match)
             pages = self._window_pages(chunks)
             fits = self._fits(request, match)
+            if not fits and self._cache.give_back(self.decoding):
+                fits = self._fits(request, match)
             if not fits or pages < 1:
                 self._cache.unlock(match)
                 self._closed = not fits

@@ -206,9 +206,11 @@ class Speculation:
 
     def _new_tokens(self, requests: Sequence[LiveRequest], num_new: int) -> int:
         """Tokens of the pages that the requests open."""
-        size = self._cache.page_size
-        columns = [request.state.num_columns for request in requests]
-        pages = sum(-(-(each + num_new) // size) - -(-each // size) for each in columns)
+        size, pages = self._cache.page_size, 0
+        for request in requests:
+            held = request.state.num_held
+            end = max(request.state.num_columns + num_new, held)
+            pages += -(-end // size) - -(-held // size)
         return pages * size
 
 
