@@ -20,9 +20,8 @@ from attnmux.core import (
 from attnmux.transformers.batching import StepBuilder
 from attnmux.transformers.sequence import SequenceState, Step
 
-
 LOOKAHEAD = 32
-"""Tokens for which a request gets slots beyond those of its drafts, so that most steps take none."""
+"""Tokens for which a request gets slots besides those of its drafts: most steps then take none."""
 
 
 class VerifyStep:
@@ -114,7 +113,7 @@ class VerifyStep:
         """Take slots for the drafts, and for those of the next steps too while many are free."""
         steps, states = self._steps, self.states
         most, room = self._num_drafts, steps.allocator.available_size()
-        if room > 4 * len(states) * (most + LOOKAHEAD + steps.allocator.page_size):
+        if room >= len(states) * (most + LOOKAHEAD + steps.allocator.page_size):
             most += LOOKAHEAD
         starts = [state.num_held for state in states]
         stops = [
