@@ -9,8 +9,7 @@ from concurrent.futures import ThreadPoolExecutor, as_completed
 from multiprocessing.connection import Connection
 from typing import Any
 
-from attnmux.core import Offer, Platform, load_plugins
-from attnmux.core.choosing.machine.cpu import probe_cpu
+from attnmux.core import Offer, Platform, detect, load_plugins, pick_platform
 from tools.models.outcome import Outcome
 
 SERVER = "forkserver"
@@ -43,10 +42,12 @@ def run_all(
     seed: int,
     jobs: int,
     timeout: float,
+    device: str,
     backend: str | None,
 ) -> Iterator[Outcome]:
     """The outcomes of architectures, as they end. timeout: seconds for each of them."""
-    platform, offers = probe_cpu(), tuple(load_plugins().offers())
+    plugins = load_plugins()
+    platform, offers = pick_platform(detect(plugins), device), tuple(plugins.offers())
     if backend is not None:
         offers = tuple(offer for offer in offers if offer.card.name == backend)
 

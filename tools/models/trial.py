@@ -119,7 +119,7 @@ def compare_logits(runner: ModelRunner, wanted: Sequence[Wanted]) -> float:
         else:
             logits = runner.extend(states)
         for step in range(NEW_TOKENS):
-            for each, ours in zip(both, logits, strict=True):
+            for each, ours in zip(both, logits.cpu(), strict=True):
                 worst = max(worst, _difference(each, step, ours))
             if step + 1 < NEW_TOKENS:
                 for each, state in zip(both, states, strict=True):
