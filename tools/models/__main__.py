@@ -1,6 +1,6 @@
 """Run every decoder of the installed transformers on attnmux, as a small random model.
 
-    python -m tools.models [--jobs 2] [--seed 0] [--device cpu] [--json FILE] [CONFIG…]
+    python -m tools.models [--jobs 2] [--seed 0] [--platform cpu] [--json FILE] [CONFIG…]
 
 Each architecture of `AutoModelForCausalLM` gets random heads, groups, dims and windows, and random
 float32 weights. attnmux's engine must give the logits and the text of eager attention.
@@ -31,7 +31,7 @@ STYLES = {"served": "green", "refused": "yellow", "wrong": "red", "failed": "red
 @click.option("--jobs", default=2, show_default=True, help="Architectures at a time.")
 @click.option("--seed", default=0, show_default=True, help="Of dims, weights and prompts.")
 @click.option("--timeout", default=120.0, show_default=True, help="Seconds for an architecture.")
-@click.option("--device", default="cpu", show_default=True, help="Runs attnmux; eager runs on CPU.")
+@click.option("--platform", "device", default="cpu", show_default=True, help="Of attnmux.")
 @click.option("--backend", help="Only this backend; as a rule the solver chooses.")
 @click.option("--shard", default="1/1", show_default=True, help="Which part of all to run.")
 @click.option("--json", "path", type=click.Path(path_type=Path), help="Write the outcomes here.")

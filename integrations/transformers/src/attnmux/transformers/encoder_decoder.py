@@ -218,15 +218,9 @@ def record_decoder(decoder: PackedDecoder, *, max_context_len: int) -> tuple[Lay
         call=decoder,
         embeddings=model.get_decoder().get_input_embeddings(),  # type: ignore[no-untyped-call]  # transformers' own
         recorder=DecoderRecorder,
+        inputs="decoder_input_ids and encoder_outputs alone",
     )
-    try:
-        logits, recorder = probe.run([0], [0])
-    except (AttributeError, TypeError, RuntimeError) as error:
-        raise InvalidInput(
-            probe.name,
-            got=f"{type(error).__name__}: {error}",
-            expected="a model that runs on decoder_input_ids and encoder_outputs",
-        ) from error
+    logits, recorder = probe.run([0], [0])
     assert isinstance(recorder, DecoderRecorder)
     num_cross = sum(map(is_cross, recorder.calls))
     if not num_cross or not len(recorder.modules) == len(recorder.calls) == 2 * num_cross:

@@ -90,7 +90,10 @@ class Indexer:
         turns = angles.cos(), angles.sin()
         every = torch.ones(1, count, count, dtype=torch.bool, device=weight.device)
         places = torch.arange(count, device=weight.device).unsqueeze(0)
-        ranked = type(module).forward(module, hidden, q_resid, turns, every, places)[0].long()
+        try:
+            ranked = type(module).forward(module, hidden, q_resid, turns, every, places)[0].long()
+        except Exception:  # its forward takes something else: another version of the model
+            return False
         scores = index_scores(*self.project(hidden, q_resid, turns)).gather(1, ranked)
         return bool((scores.diff(dim=1) <= TOLERANCE * scores.abs().max()).all())
 

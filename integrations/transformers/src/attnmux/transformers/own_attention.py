@@ -60,8 +60,7 @@ def attend(
 
 
 def _bloom(module: Any, config: PreTrainedConfig) -> None:  # noqa: ANN401
-    slopes = _beside(module, "_get_alibi_slopes")(module.num_heads, torch.device("cpu"))
-    given = {"scaling": module.inv_norm_factor, "alibi_slopes": slopes}
+    given = {"scaling": module.inv_norm_factor, "alibi_slopes": _slopes(module)}
 
     def forward(
         hidden_states: torch.Tensor,
@@ -84,8 +83,7 @@ def _falcon(module: Any, config: PreTrainedConfig) -> None:  # noqa: ANN401
     given: dict[str, Any] = {"scaling": module.inv_norm_factor}
     if config.alibi:
         # transformers rounds slopes to bfloat16, and adds the biases before it scales
-        bias = _beside(module, "build_alibi_tensor")(torch.ones((1, 2)), heads, torch.float32)
-        given["alibi_slopes"] = bias[:, 0, 1] * module.inv_norm_factor
+        given["alibi_slopes"] = _slopes(module) * module.inv_norm_factor
 
     def forward(
         hidden_states: torch.Tensor,
@@ -153,6 +151,13 @@ def _between(module: Any, config: PreTrainedConfig) -> None:  # noqa: ANN401
         return attend(module, config, query, key, value, mask, **given).transpose(1, 2), None
 
     module._attn = attention
+
+
+def _slopes(module: Any) -> torch.Tensor:  # noqa: ANN401
+    """[heads] float32: the bias of the second of two keys, as the module's own file has it."""
+    build = _beside(module, "build_alibi_tensor")
+    bias: torch.Tensor = build(torch.ones((1, 2)), module.num_heads, torch.float32)
+    return bias[:, 0, 1]
 
 
 def _beside(module: object, name: str) -> Callable[..., Any]:

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
-from attnmux.core import InvalidInput
+from attnmux.core import AttnmuxError, InvalidInput
 from attnmux.transformers.attention import ModelCall, no_mask, read_call
 from attnmux.transformers.mixers import Mixer, MixerRecorder
 from attnmux.transformers.mixers import recording as recording_mixers
@@ -176,6 +176,8 @@ class Probe:
     """The input embedding."""
     recorder: Callable[[], Recorder] = Recorder
     mixers: Sequence[Mixer] = ()
+    inputs: str = "input_ids and position_ids alone"
+    """What the model must run on."""
 
     @classmethod
     def of(cls, model: PreTrainedModel, mixers: Sequence[Mixer] = ()) -> Probe:
@@ -192,16 +194,27 @@ class Probe:
     ) -> tuple[torch.Tensor, Recorder]:
         """The logits [T, vocabulary] and the recorder. position_ids: None takes the model's own.
 
-        The logits only show whether they are numbers: see `Recorder`.
+        The logits only show whether they are numbers: see `Recorder`. Raises InvalidInput for a
+        model whose own code fails.
         """
         device, recorder = self.model.device, self.recorder()
         positions = None if position_ids is None else torch.tensor([position_ids], device=device)
         with recording(self.model, recorder), recording_mixers(self.mixers) as recorder.mixers:
-            logits = self.call(
-                input_ids=torch.tensor([token_ids], device=device),
-                position_ids=positions,
-                use_cache=False,
-            ).logits
+            try:
+                logits = self.call(
+                    input_ids=torch.tensor([token_ids], device=device),
+                    position_ids=positions,
+                    use_cache=False,
+                ).logits
+            except (AttnmuxError, torch.OutOfMemoryError):
+                raise
+            except Exception as error:  # the model's code may raise anything
+                raise InvalidInput(
+                    self.name,
+                    got=f"{type(error).__name__}: {error}",
+                    expected=f"a model that runs on {self.inputs}, and passes masks to attention "
+                    "as transformers made them",
+                ) from error
         return logits[0], recorder
 
 
