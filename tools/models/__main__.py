@@ -47,7 +47,7 @@ def main(
     path: Path | None,
     markdown: Path | None,
 ) -> None:
-    context = context_of_children()
+    context = context_of_children(device)
     part, parts = map(int, shard.split("/"))
     names = list(configs or all_names(context))[part - 1 :: parts]
     console, outcomes, start = Console(), [], time.monotonic()

@@ -16,7 +16,10 @@ SERVER = "forkserver"
 """It runs one architecture, and children begin as forks of it with all that this imported."""
 
 
-def context_of_children() -> Any:  # noqa: ANN401  # a context of multiprocessing
+def context_of_children(device: str) -> Any:  # noqa: ANN401  # a context of multiprocessing
+    if device != "cpu":
+        # A GPU that the server has touched cannot be used after a fork
+        return multiprocessing.get_context("spawn")
     context = multiprocessing.get_context(SERVER)
     context.set_forkserver_preload(["tools.models.warm"])
     return context

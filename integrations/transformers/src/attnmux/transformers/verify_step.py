@@ -20,9 +20,6 @@ from attnmux.core import (
 from attnmux.transformers.batching import StepBuilder
 from attnmux.transformers.sequence import SequenceState, Step
 
-LOOKAHEAD = 32
-"""Tokens for which a request gets slots besides those of its drafts: most steps then take none."""
-
 
 class VerifyStep:
     """One TARGET_VERIFY step of B requests with n draft tokens each, until its `commit`.
@@ -37,11 +34,14 @@ class VerifyStep:
         tree: DraftTree,
         steps: StepBuilder,
         graphs: GraphRunner | None = None,
+        *,
+        ahead: int = 0,
     ) -> None:
         """states: each has a row, one pending token, which is the root of its tree, and room for n
         tokens in its context. tree: on the host. graphs: where they can run the step, it has as
         many nodes d for each request as they have. Those after the n are padding, whose K and V go
-        to slot 0; every context has room for them too.
+        to slot 0; every context has room for them too. ahead: tokens for which requests get slots
+        besides, where they get any and as far as free ones go: later steps then take none.
         Raises PoolExhausted, changing nothing, without enough slots, and InvalidInput for other
         requests.
         """
@@ -52,7 +52,7 @@ class VerifyStep:
         self.prefixes = [state.num_cached for state in states]
         """Cached tokens before the step."""
         if any(state.num_spare < num_drafts for state in states):
-            self._reserve()
+            self._reserve(ahead)
         starts = [state.num_columns for state in states]
         places = np.array([[state.row for state in states], self.prefixes, starts])
         width = self._width(tree, graphs)
@@ -109,12 +109,11 @@ class VerifyStep:
             pool.zero(pad(self._slots_of(zeroed), (0, 1)))
         steps.intact = True
 
-    def _reserve(self) -> None:
-        """Take slots for the drafts, and for those of the next steps too while many are free."""
-        steps, states = self._steps, self.states
-        most, room = self._num_drafts, steps.allocator.available_size()
-        if room >= len(states) * (most + LOOKAHEAD + steps.allocator.page_size):
-            most += LOOKAHEAD
+    def _reserve(self, ahead: int) -> None:
+        """Take slots for the drafts, and for more tokens if there are enough."""
+        steps, states, most = self._steps, self.states, self._num_drafts
+        each = steps.allocator.available_size() // len(states) - steps.allocator.page_size
+        most += max(0, min(ahead, each - most))
         starts = [state.num_held for state in states]
         stops = [
             max(start, min(state.num_columns + most, steps.max_context_len))

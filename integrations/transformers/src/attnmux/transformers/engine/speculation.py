@@ -23,6 +23,12 @@ from attnmux.transformers.sampling import NOT_A_NUMBER, Draws, Upcoming, sample
 from attnmux.transformers.sequence import SequenceState
 from attnmux.transformers.verify_step import VerifyStep
 
+LOOKAHEAD = 32
+"""Tokens for which requests get slots besides those of their drafts: most steps then take none."""
+
+PLENTY = 4
+"""Prefixes are evicted for slots taken ahead where those are at most this part of what is left."""
+
 
 class Proposer(Protocol):
     """Guesses the next tokens of decoding requests. The target model decides which are right."""
@@ -133,11 +139,18 @@ class Speculation:
         return self._proposer.propose(states, most)
 
     def make_room(self, requests: Sequence[LiveRequest], tree: DraftTree) -> None:
-        """Evict as much as the step needs."""
-        if self._has_room(requests, tree.draft_token_num):
+        """Evict as much as the step needs, and what it takes ahead if there is plenty."""
+        num = tree.draft_token_num
+        if self._has_room(requests, num) or not (need := self._new_tokens(requests, num)):
             return
-        need = self._new_tokens(requests, tree.draft_token_num)
+        more = self._new_tokens(requests, num + self._ahead(requests))
+        if PLENTY * more <= self._cache.obtainable:
+            need = more
         self._stats.evicted_tokens += self._cache.make_room(need)
+
+    def _ahead(self, requests: Sequence[LiveRequest]) -> int:
+        """Tokens for which a step that takes slots takes them ahead."""
+        return min(LOOKAHEAD, max(request.num_remaining for request in requests))
 
     @torch.inference_mode(False)
     @torch.no_grad()
@@ -150,7 +163,8 @@ class Speculation:
         """
         states = [one.state for one in requests]
         num_drafts = tree.draft_token_num - 1
-        verify = VerifyStep(states, tree, self._cache.steps, runner.verify_graphs)
+        steps, ahead = self._cache.steps, self._ahead(requests)
+        verify = VerifyStep(states, tree, steps, runner.verify_graphs, ahead=ahead)
         self._step, tree = verify, verify.tree
         laps.lap("allocate")
         logits = runner.forward(verify.step, verify.step.last_indices, laps)
