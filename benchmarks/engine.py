@@ -40,11 +40,13 @@ from attnmux.core import (
     load_plugins,
 )
 from attnmux.transformers import (
+    Capacity,
     Checkpoint,
     Engine,
     ModelRunner,
     RunnerOptions,
     SequenceState,
+    ServedModel,
     load_runner,
     open_checkpoint,
     recall,
@@ -241,14 +243,12 @@ def make_random(shape: str, options: RunnerOptions) -> ModelRunner:
         ).eval()
     layers = record_layers(model, max_context_len=options.max_context_len)
     decision = decide(request_of(layers, torch.bfloat16), platform, plugins.offers(), options)
-    return ModelRunner(
-        model,
-        layers,
-        decision,
+    capacity = Capacity(
         max_batch_size=options.max_batch_size,
         max_context_len=options.max_context_len,
         max_total_tokens=options.max_total_tokens,
     )
+    return ModelRunner(ServedModel(module=model, layers=layers), decision, capacity)
 
 
 def make_prompts(runner: ModelRunner, num_prompts: int, length: int) -> list[list[int]]:

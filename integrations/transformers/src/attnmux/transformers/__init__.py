@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from attnmux.transformers.batching import StepBuilder as StepBuilder
+    from attnmux.transformers.capacity import Capacity as Capacity
     from attnmux.transformers.checkpoint import Checkpoint as Checkpoint
     from attnmux.transformers.checkpoint import load_model as load_model
     from attnmux.transformers.checkpoint import open_checkpoint as open_checkpoint
@@ -36,11 +37,13 @@ if TYPE_CHECKING:
     from attnmux.transformers.sampling_params import SamplingParams as SamplingParams
     from attnmux.transformers.sequence import SequenceState as SequenceState
     from attnmux.transformers.sequence import Step as Step
+    from attnmux.transformers.served_model import ServedModel as ServedModel
     from attnmux.transformers.tokenization import encode_prompts as encode_prompts
 
 _NAMES_BY_MODULE = {
     "implementation": ("IMPLEMENTATION", "allow_generate_batch"),
     "batching": ("StepBuilder",),
+    "capacity": ("Capacity",),
     "checkpoint": ("Checkpoint", "load_model", "open_checkpoint"),
     "decision": ("RunnerOptions", "request_of"),
     "engine": (
@@ -57,6 +60,7 @@ _NAMES_BY_MODULE = {
     "pools": ("MemoryBudget",),
     "runner": ("ModelRunner",),
     "sampling": ("Sampler",),
+    "served_model": ("ServedModel",),
     "sequence": ("SequenceState", "Step"),
     "tokenization": ("encode_prompts",),
     "sampling_params": ("SamplingParams",),

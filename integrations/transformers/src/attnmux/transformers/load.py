@@ -25,6 +25,7 @@ from attnmux.core import (
 )
 from attnmux.transformers.absorbed import absorb, absorbed_layers, expand
 from attnmux.transformers.attention import SERVED
+from attnmux.transformers.capacity import Capacity
 from attnmux.transformers.checkpoint import LOADING, Checkpoint, load_model, warn_in_python
 from attnmux.transformers.decision import (
     RunnerOptions,
@@ -45,6 +46,7 @@ from attnmux.transformers.mixers import Mixer, mixers_of, serve
 from attnmux.transformers.pools import bytes_per_token
 from attnmux.transformers.rotary import check_rotary
 from attnmux.transformers.runner import ModelRunner
+from attnmux.transformers.served_model import ServedModel
 
 
 def load_runner(
@@ -294,11 +296,10 @@ def _make(
         window_step_tokens = None
     if options.check is not None:
         options.check(decision)
-    return ModelRunner(
-        model,
-        layers,
-        decision,
-        linear=linear,
+    served = ServedModel(
+        module=model, layers=layers, linear=linear, indexers=indexers, images=images
+    )
+    capacity = Capacity(
         max_batch_size=options.max_batch_size,
         max_context_len=options.max_context_len,
         max_total_tokens=options.max_total_tokens,
@@ -306,12 +307,15 @@ def _make(
         memory=options.memory,
         max_encoder_len=max_encoder_len,
         window_step_tokens=window_step_tokens,
+    )
+    return ModelRunner(
+        served,
+        decision,
+        capacity,
         launches=options.launches,
         debug=options.debug,
         wrap=options.wrap,
         ranks=options.ranks,
-        indexers=indexers,
-        images=images,
     )
 
 

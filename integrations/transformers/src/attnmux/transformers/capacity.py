@@ -1,0 +1,153 @@
+"""How much a runner has room for, and the memory that this takes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from attnmux.core import (
+    Decision,
+    InvalidInput,
+    KeyPicker,
+    KVPool,
+    LayerSpec,
+    LinearStatePool,
+    PagedAllocator,
+    ReqToTokenPool,
+    torch_dtype,
+)
+from attnmux.core.kv import WindowPrefixTree
+from attnmux.transformers.pools import (
+    MemoryBudget,
+    PoolSizes,
+    bytes_per_token,
+    make_pools,
+    make_states,
+    pool_sizes,
+)
+from attnmux.transformers.ranks import Ranks
+from attnmux.transformers.served_model import ServedModel
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Capacity:
+    """The most that requests take. Raises InvalidInput without max_total_tokens and memory."""
+
+    max_batch_size: int
+    max_context_len: int
+    max_total_tokens: int | None = None
+    """Tokens of all requests together; they fit even if each one's last page is partly filled."""
+    memory: MemoryBudget | None = None
+    """Of the KV pool and the linear states. If both are given, the smaller one counts."""
+    spare_pages: int = 0
+    """As in `RunnerOptions`."""
+    max_encoder_len: int = 0
+    """Encoder tokens of a request, in addition to its `max_context_len`; 0 for a decoder-only
+    model."""
+    window_step_tokens: int | None = None
+    """The prompt tokens of a step, at least, for which a window pool has room (see `pool_sizes`);
+    None puts all layers into one pool. Callers then `slide` requests before each step, as the
+    engine does."""
+
+    def __post_init__(self) -> None:
+        if self.max_total_tokens is None and self.memory is None:
+            raise InvalidInput("memory", got=None, expected="max_total_tokens, memory or both")
+
+    @property
+    def columns(self) -> int:
+        """Of the request table."""
+        return self.max_encoder_len + self.max_context_len
+
+    def pool_tokens(self, page_size: int, ranks: Ranks) -> int | None:
+        """Tokens of a rank's pool, in whole pages; None where memory alone limits them."""
+        if self.max_total_tokens is None:
+            return None
+        # With tokens interleaved over ranks, each page of these may be filled in part
+        part_filled = self.max_batch_size if page_size > 1 or ranks.tokens_each(2) < 2 else 0
+        tokens = ranks.tokens_each(self.max_total_tokens)
+        return (tokens // page_size + part_filled + self.spare_pages) * page_size
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class RunnerMemory:
+    """The pools of a model, and the tables of their slots."""
+
+    sizes: PoolSizes
+    kv_tokens: int
+    """Tokens that the KV memory of all ranks holds."""
+    table: ReqToTokenPool
+    pool: KVPool
+    allocator: PagedAllocator
+    window_tree: WindowPrefixTree | None
+    linear_states: LinearStatePool | None
+    picker: KeyPicker | None
+    """Of the model's indexers, with their keys."""
+
+
+def allocate(
+    model: ServedModel, decision: Decision, capacity: Capacity, ranks: Ranks
+) -> RunnerMemory:
+    """The memory of a model for so much. Raises PoolExhausted where it does not suffice."""
+    device, stored = model.module.device, ranks.stored(model.layers)
+    states = make_states(model.linear, decision, capacity.max_batch_size, device)
+    sizes = pool_sizes(
+        stored,
+        decision,
+        max_tokens=capacity.pool_tokens(decision.page_size, ranks),
+        nbytes=_kv_bytes(model, decision, capacity.memory, stored, states, ranks),
+        max_batch_size=capacity.max_batch_size,
+        window_step_tokens=None if capacity.max_encoder_len else capacity.window_step_tokens,
+    )
+    own, allocator, window_tree = make_pools(stored, decision, sizes, device=device)
+    pool, allocator = ranks.shared_pool(own, allocator)
+    table = ReqToTokenPool(capacity.max_batch_size, capacity.columns, device)
+    return RunnerMemory(
+        sizes=sizes,
+        kv_tokens=allocator.size * ranks.num_parts,
+        table=table,
+        pool=pool,
+        allocator=allocator,
+        window_tree=window_tree,
+        linear_states=states,
+        picker=_picker(model, decision, pool, table),
+    )
+
+
+def _picker(
+    model: ServedModel, decision: Decision, pool: KVPool, table: ReqToTokenPool
+) -> KeyPicker | None:
+    indexers = model.indexers
+    if indexers is None:
+        return None
+    dtype, device = _index_dtype(decision), model.module.device
+    keys = indexers.pool(num_slots=pool.num_slots, dtype=dtype, device=device)
+    return KeyPicker(pool=keys, req_to_token=table.req_to_token, topk=indexers.topk)
+
+
+def _index_dtype(decision: Decision) -> torch.dtype:
+    """Of an indexer's keys: as coarse as the KV cache, where that is e4m3."""
+    kv_dtype = torch_dtype(decision.kv_dtype)
+    own = torch_dtype(decision.request.dtype or decision.kv_dtype)
+    return kv_dtype if kv_dtype == torch.float8_e4m3fn else own
+
+
+def _kv_bytes(
+    model: ServedModel,
+    decision: Decision,
+    memory: MemoryBudget | None,
+    stored: Sequence[LayerSpec],
+    states: LinearStatePool | None,
+    ranks: Ranks,
+) -> int | None:
+    """What the budget leaves to the KV pool. A share is one of the memory after the states."""
+    if memory is None:
+        return None
+    taken = 0 if states is None or memory.nbytes is None else states.nbytes
+    left = max(memory.resolve(model.module.device) - taken, 0)
+    if model.indexers is not None:
+        ours = bytes_per_token(stored, decision)
+        theirs = model.indexers.bytes_per_token(_index_dtype(decision))
+        left = left * ours // (ours + theirs)
+    return ranks.smallest(left)

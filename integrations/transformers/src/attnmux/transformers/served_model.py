@@ -1,0 +1,29 @@
+"""What a runner runs: a model, and what was found in it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from transformers import PreTrainedModel
+
+from attnmux.core import LayerSpec, LinearLayerSpec
+from attnmux.transformers.encoder_decoder import PackedDecoder
+from attnmux.transformers.images.capture import ImageReader
+from attnmux.transformers.indexers import Indexers
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class ServedModel:
+    """A model that calls attnmux for attention, on the device that it runs on."""
+
+    module: PreTrainedModel | PackedDecoder
+    """Loaded with attn_implementation="attnmux"; an encoder-decoder model as a `PackedDecoder`."""
+    layers: Sequence[LayerSpec]
+    """From `record_layers` or `record_decoder`."""
+    linear: Sequence[LinearLayerSpec] = ()
+    """The layers of the model's mixers."""
+    indexers: Indexers | None = None
+    """Those of the model, bound, where the decision is of kind "nsa"."""
+    images: ImageReader | None = None
+    """Reads the images of prompts, on a backend of its own; None for text alone."""
