@@ -17,6 +17,7 @@ from attnmux.core import (
 )
 from attnmux.core.kv import WindowPrefixTree
 from attnmux.transformers.decode_batch import DecodeBatch
+from attnmux.transformers.hidden_states import HiddenStates
 from attnmux.transformers.images.step import images_of, mask_of, positions_of
 from attnmux.transformers.sequence import (
     RequestMemory,
@@ -44,6 +45,7 @@ class StepBuilder(RequestMemory):
         max_step_tokens: int | None = None,
         max_encoder_len: int = 0,
         has_linear_states: bool = False,
+        hidden: HiddenStates | None = None,
     ) -> None:
         """token_to_kv_pool: holds the slots' K and V; None without any to zero.
 
@@ -53,6 +55,7 @@ class StepBuilder(RequestMemory):
         max_encoder_len: the most encoder tokens of a request. Every row of the table has columns
         for them before its tokens. 0 for a decoder-only model.
         has_linear_states: the model's linear layers have states in the rows of the table.
+        hidden: the hidden states of the slots' tokens; None for a model that keeps none.
 
         `prefix_tree` starts empty and is for the caller. It owns slots of the allocator and lives
         as long as that.
@@ -65,6 +68,7 @@ class StepBuilder(RequestMemory):
         self.max_step_tokens = max_step_tokens
         self.max_encoder_len = max_encoder_len
         self.has_linear_states = has_linear_states
+        self.hidden = hidden
 
     def reset(self) -> None:
         """Free all rows and pages, empty the prefix tree and zero the KV pool. Requests that held
@@ -252,6 +256,13 @@ class StepBuilder(RequestMemory):
         for state, _ in held:
             state.forget()
         self.intact = True
+
+    def move(self, sources: torch.Tensor, targets: torch.Tensor) -> None:
+        """Copy what is cached in slots [n] int64 to others, all of them at once."""
+        if self.token_to_kv_pool is not None:
+            self.token_to_kv_pool.move(sources, targets)
+        if self.hidden is not None:
+            self.hidden.move(sources, targets)
 
     def give_back(self, states: Sequence[SequenceState]) -> bool:
         """Free the slots that requests hold for the drafts of later steps. False if there are

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+from transformers import PreTrainedModel
 
 from attnmux.core import (
     Decision,
@@ -19,6 +20,9 @@ from attnmux.core import (
     torch_dtype,
 )
 from attnmux.core.kv import WindowPrefixTree
+from attnmux.transformers import hidden_states
+from attnmux.transformers.encoder_decoder import PackedDecoder
+from attnmux.transformers.hidden_states import HiddenStates
 from attnmux.transformers.pools import (
     MemoryBudget,
     PoolSizes,
@@ -84,6 +88,8 @@ class RunnerMemory:
     linear_states: LinearStatePool | None
     picker: KeyPicker | None
     """Of the model's indexers, with their keys."""
+    hidden: HiddenStates | None
+    """Of cached tokens, where the model keeps them."""
 
 
 def allocate(
@@ -112,7 +118,22 @@ def allocate(
         window_tree=window_tree,
         linear_states=states,
         picker=_picker(model, decision, pool, table),
+        hidden=_hidden(model, pool),
     )
+
+
+def _hidden(model: ServedModel, pool: KVPool) -> HiddenStates | None:
+    if not model.keeps_hidden:
+        return None
+    return HiddenStates(_decoder(model), num_slots=pool.num_slots)
+
+
+def _decoder(model: ServedModel) -> PreTrainedModel:
+    """The model, where it may keep hidden states. Raises InvalidInput for another."""
+    if isinstance(model.module, PackedDecoder):
+        got = "an encoder-decoder model"
+        raise InvalidInput("hidden_states", got=got, expected="a decoder-only model")
+    return model.module
 
 
 def _picker(
@@ -146,8 +167,10 @@ def _kv_bytes(
         return None
     taken = 0 if states is None or memory.nbytes is None else states.nbytes
     left = max(memory.resolve(model.module.device) - taken, 0)
+    ours, theirs = bytes_per_token(stored, decision), 0
     if model.indexers is not None:
-        ours = bytes_per_token(stored, decision)
-        theirs = model.indexers.bytes_per_token(_index_dtype(decision))
-        left = left * ours // (ours + theirs)
+        theirs += model.indexers.bytes_per_token(_index_dtype(decision))
+    if model.keeps_hidden:
+        theirs += hidden_states.bytes_per_token(_decoder(model))
+    left = left * ours // (ours + theirs)
     return ranks.smallest(left)

@@ -4,16 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 from attnmux.core import GraphUnsupported, InvalidInput, Policy
+from attnmux.transformers import recall
 from attnmux.transformers.checkpoint import Checkpoint, open_checkpoint
 from attnmux.transformers.decision import RunnerOptions
+from attnmux.transformers.eagle_head import EagleHead, is_head, load_head
 from attnmux.transformers.engine import ModelProposer, NgramProposer, Proposer
 from attnmux.transformers.engine.draft_model import most_nodes
 from attnmux.transformers.ranks import ONE_RANK
 from attnmux.transformers.runner import ModelRunner
 
 NGRAM = "ngram"
+EAGLE = "eagle"
+"""The head that ships with the recall checkpoint."""
 
 DRAFT_TOKENS = 8
 
@@ -26,7 +31,8 @@ class Drafting:
     """
 
     draft: str | None
-    """ngram, or a model's folder or hub id; None without drafts."""
+    """ngram, eagle, or the folder of a model or of an EAGLE head, or a model's hub id; None without
+    drafts."""
     draft_tokens: int | None
     """Tokens that a step verifies; None: the usual number, or fewer where there are fewer."""
     topk: int
@@ -51,6 +57,15 @@ class Drafting:
         return min(DRAFT_TOKENS, most_nodes(self._steps, self.topk))
 
     @property
+    def head(self) -> Path | None:
+        """The folder of an EAGLE head; None for other drafts."""
+        if self.draft == EAGLE:
+            return recall.EAGLE_PATH
+        if self.draft in (None, NGRAM) or not is_head(self.draft):
+            return None
+        return Path(self.draft).expanduser()
+
+    @property
     def _steps(self) -> int:
         """Tokens of a draft model's longest guess. No tree has room for longer ones."""
         num = self.draft_tokens or DRAFT_TOKENS
@@ -60,15 +75,17 @@ class Drafting:
     def proposer(
         self,
         target: Checkpoint,
+        runner: ModelRunner,
         options: RunnerOptions,
-        load: Callable[[Checkpoint, RunnerOptions], ModelRunner],
+        load: Callable[[Checkpoint | EagleHead, RunnerOptions], ModelRunner],
         *,
         max_total_tokens: int,
         warn: Callable[[str], None],
     ) -> Proposer | None:
         """Loads the draft model, on a backend that is chosen for it, with a KV pool of its own.
 
-        warn: called with a sentence about a draft model that runs without graphs.
+        target, runner: the target's checkpoint, and its runner. load: makes the runner of a model
+        or of a head. warn: called with a sentence about a draft model that runs without graphs.
         Raises InvalidInput unless its tokenizer has the target's vocabulary, and GraphUnsupported
         if graphs are required but unavailable.
         """
@@ -77,28 +94,38 @@ class Drafting:
             return None
         if self.draft == NGRAM:
             return NgramProposer(draft_token_num=num, topk=self.topk, steps=self.steps)
-        checkpoint = open_checkpoint(self.draft)
-        ours = target.require_tokenizer().get_vocab()
-        if checkpoint.require_tokenizer().get_vocab() != ours:
-            expected = f"a model with the vocabulary of {target.source}"
-            raise InvalidInput("--draft", got=self.draft, expected=expected)
-        runner = load(checkpoint, self._options(options, checkpoint, max_total_tokens))
+        if self.head is not None:
+            drafter: Checkpoint | EagleHead = load_head(self.head, runner.model)
+        else:
+            drafter = self._model(target)
         proposer = ModelProposer(
-            runner,
+            load(drafter, self._options(options, drafter, max_total_tokens)),
             vocabulary_size=target.vocabulary_size,
             steps=self._steps,
             topk=self.topk,
             draft_token_num=num,
+            target=None if self.head is None else runner.steps,
         )
         if options.graph is not False:
             _capture(proposer, options, warn)
         return proposer
 
+    def _model(self, target: Checkpoint) -> Checkpoint:
+        assert self.draft is not None
+        checkpoint = open_checkpoint(self.draft)
+        ours = target.require_tokenizer().get_vocab()
+        if checkpoint.require_tokenizer().get_vocab() != ours:
+            expected = f"a model with the vocabulary of {target.source}"
+            raise InvalidInput("--draft", got=self.draft, expected=expected)
+        return checkpoint
+
     def _options(
-        self, options: RunnerOptions, checkpoint: Checkpoint, max_total_tokens: int
+        self, options: RunnerOptions, drafter: Checkpoint | EagleHead, max_total_tokens: int
     ) -> RunnerOptions:
         """Those of the draft model's runner. Its graphs are the proposer's."""
-        limit = checkpoint.max_context_len or options.max_context_len
+        # A head's rotary embeddings have no table, so that its config limits nothing
+        limit = drafter.max_context_len if isinstance(drafter, Checkpoint) else None
+        limit = limit or options.max_context_len
         return replace(
             options,
             max_context_len=min(options.max_context_len, limit),
@@ -108,6 +135,7 @@ class Drafting:
             window_step_tokens=None,
             draft_tokens=self._steps + 1,
             draft_topk=1,
+            hidden_states=isinstance(drafter, EagleHead),
             graph=False,
             mla=None,
             page_size=None,

@@ -38,10 +38,11 @@ from attnmux.transformers.cli_output import Printer, as_dict, closing_line
 from attnmux.transformers.cli_prompts import UserPrompt
 from attnmux.transformers.cli_ranks import Parallel, only_first
 from attnmux.transformers.decision import RunnerOptions
+from attnmux.transformers.eagle_head import EagleHead
 from attnmux.transformers.engine import Engine
 from attnmux.transformers.generate import Generation, Prompt, run_prompts
 from attnmux.transformers.images.files import ImageProcessor
-from attnmux.transformers.load import load_runner
+from attnmux.transformers.load import load_head_runner, load_runner
 from attnmux.transformers.pools import MemoryBudget
 from attnmux.transformers.runner import ModelRunner
 from attnmux.transformers.sampling_params import SamplingParams
@@ -144,6 +145,7 @@ def run_command(
             images=bool(pictured),
             draft_tokens=drafting.draft_token_num,
             draft_topk=topk,
+            hidden_states=drafting.head is not None,
             graph=graph,
             compile=compile,
             dtype=dtype,
@@ -168,7 +170,9 @@ def run_command(
         )
         load = partial(_load, run, platform, plugins)
         runner = load(checkpoint, options)
-        drafts = drafting.proposer(checkpoint, options, load, max_total_tokens=most, warn=run.warn)
+        drafts = drafting.proposer(
+            checkpoint, runner, options, load, max_total_tokens=most, warn=run.warn
+        )
         wanted = [
             replace(one, images=runner.read_images(pictured[index])) if index in pictured else one
             for index, one in enumerate(wanted)
@@ -324,12 +328,18 @@ def context_of(checkpoint: Checkpoint, wanted: int | None) -> int:
 
 
 def _load(
-    run: Run, platform: Platform, plugins: Plugins, checkpoint: Checkpoint, options: RunnerOptions
+    run: Run,
+    platform: Platform,
+    plugins: Plugins,
+    model: Checkpoint | EagleHead,
+    options: RunnerOptions,
 ) -> ModelRunner:
     offers = plugins.offers()
     progress = sys.stderr.isatty()
     try:
-        return load_runner(checkpoint, platform, offers, options, progress=progress, warn=run.warn)
+        if isinstance(model, EagleHead):
+            return load_head_runner(model, platform, offers, options, warn=run.warn)
+        return load_runner(model, platform, offers, options, progress=progress, warn=run.warn)
     except PoolExhausted as error:
         if options.memory is not None:
             raise

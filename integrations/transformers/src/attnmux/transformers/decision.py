@@ -64,6 +64,8 @@ class RunnerOptions:
     """Nodes of a request's draft tree, the root included; None without speculative decoding."""
     draft_topk: int = 1
     """Branches of a draft tree; 1 for chains."""
+    hidden_states: bool = False
+    """Whether to keep the last hidden state of every cached token, which an EAGLE head reads."""
     graph: bool | None = None
     """Whether decode steps are replayed from device graphs; None: where device, backend and model
     can."""

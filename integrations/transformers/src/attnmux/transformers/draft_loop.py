@@ -25,8 +25,12 @@ from attnmux.transformers.batching import StepBuilder
 from attnmux.transformers.branch_rows import BranchRows
 from attnmux.transformers.sequence import SequenceState
 
-INPUTS = {"tokens": ModelInput(dtype=torch.int64), "scores": ModelInput(dtype=torch.float32)}
-"""Of the paths' first tokens, repeated for each step."""
+INPUTS = {
+    "tokens": ModelInput(dtype=torch.int64),
+    "scores": ModelInput(dtype=torch.float32),
+    "before": ModelInput(dtype=torch.int64),
+}
+"""Of the paths' first tokens, repeated for each step; the last is the slot of the token before."""
 
 
 class DraftModel(Protocol):
@@ -40,6 +44,9 @@ class DraftModel(Protocol):
 
     def build(self, context: BackendContext) -> AttentionBackend:
         """The model's backend once more, over another request table."""
+
+    def features_after(self, slots: torch.Tensor) -> dict[str, torch.Tensor]:
+        """The model's inputs besides tokens, for tokens that follow those in slots [n]."""
 
     def logits(self, batch: ForwardBatch, inputs: Mapping[str, torch.Tensor]) -> torch.Tensor:
         """The logits [T, vocabulary] of a step that is prepared, inside its forward context."""
@@ -100,6 +107,7 @@ class DraftLoop:
             inputs = {
                 "tokens": tokens.flatten().repeat_interleave(num_steps),
                 "scores": scores.flatten().repeat_interleave(num_steps),
+                "before": self._last_slots(states).repeat_interleave(self._topk * num_steps),
             }
             grown = self._run(batch, inputs)
         finally:
@@ -109,6 +117,13 @@ class DraftLoop:
         both = zip((scores, tokens, parents), by_step, strict=True)
         scores, tokens, parents = (torch.cat(each, dim=1) for each in both)
         return DraftCandidates(scores=scores, tokens=tokens, parents=parents)
+
+    def _last_slots(self, states: Sequence[SequenceState]) -> torch.Tensor:
+        """[B] int64: of each request's last cached token."""
+        table = self._model.steps.req_to_token_pool.req_to_token
+        cells = torch.tensor([[each.row, each.num_cached - 1] for each in states])
+        rows, columns = cells.to(table.device, non_blocking=True).unbind(1)
+        return table[rows, columns].long()
 
     def forget(self) -> None:
         """The memory of all branches was freed with the rest of the pool."""
@@ -130,7 +145,7 @@ class DraftLoop:
         those after a branch in a step."""
         topk, steps = self._topk, self.backends.steps
         shape = (-1, topk, len(steps))
-        slots = batch.out_cache_loc.view(shape)
+        slots, before = batch.out_cache_loc.view(shape), inputs["before"].view(shape)[..., 0]
         paths = DraftPaths.start(
             *(inputs[name].view(shape)[..., 0] for name in ("scores", "tokens"))
         )
@@ -138,8 +153,10 @@ class DraftLoop:
         for number, step in enumerate(steps):
             if number and topk > 1:
                 self._follow(paths.before, slots[..., :number])
+            given = self._model.features_after(before.flatten())
             with forward_context(self.backends, step):
-                logits = self._model.logits(step, {"input_ids": paths.tokens.flatten()})
+                logits = self._model.logits(step, {"input_ids": paths.tokens.flatten(), **given})
+            before = slots[..., number]
             paths, candidates = paths.grow(logits, topk + number * topk * topk)
             found.append(candidates)
         columns = [(each.scores, each.tokens, each.parents) for each in found]
@@ -150,6 +167,5 @@ class DraftLoop:
 
         before: [B, K], the branch that each branch continues. slots: [B, K, earlier drafts].
         """
-        pool = self._model.context.token_to_kv_pool
         sources = slots.gather(1, before.unsqueeze(2).expand_as(slots))
-        pool.move(sources.flatten(), slots.flatten())
+        self._model.steps.move(sources.flatten(), slots.flatten())

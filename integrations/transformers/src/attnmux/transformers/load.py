@@ -38,6 +38,7 @@ from attnmux.transformers.decision import (
     stated_ways,
     without,
 )
+from attnmux.transformers.eagle_head import EagleHead
 from attnmux.transformers.encoder_decoder import PackedDecoder, record_decoder
 from attnmux.transformers.images.capture import ImageReader
 from attnmux.transformers.indexers import Indexers, bound_indexers
@@ -82,6 +83,25 @@ def load_runner(
     return runner
 
 
+def load_head_runner(
+    head: EagleHead,
+    platform: Platform,
+    offers: Sequence[Offer],
+    options: RunnerOptions,
+    *,
+    warn: Callable[[str], None] = warn_in_python,
+) -> ModelRunner:
+    """The runner of an EAGLE head, on the backend that fits. Raises as `load_runner` does."""
+    with LOADING:
+        layers = record_layers(head, max_context_len=options.max_context_len)
+        request = request_of(layers, head.dtype)
+        return make_first(
+            lambda failed: decide(request, platform, offers, without(failed, options)),
+            lambda decision: _make(head, layers, decision, options, reads_features=True),
+            lambda failure, decision: warn(f"{failure}; instead {decision.summary()}"),
+        )
+
+
 def _check_images(checkpoint: Checkpoint, options: RunnerOptions) -> None:
     """Refuse images with what runs text alone."""
     if not options.images:
@@ -102,6 +122,9 @@ def _check_ranks(checkpoint: Checkpoint, offers: Sequence[Offer], options: Runne
     if options.ranks.size == 1:
         return
     options.ranks.check_libraries(offers)
+    if options.hidden_states:
+        got = f"{options.ranks.size}, with hidden states"
+        raise InvalidInput("ranks", got=got, expected="1 rank: an EAGLE head runs on one alone")
     got = "compile" if options.compile else "an encoder-decoder model"
     if options.compile or checkpoint.config.is_encoder_decoder:
         expected = "1 rank: layers that are compiled, and encoders, run on one alone"
@@ -289,6 +312,7 @@ def _make(
     linear: Sequence[LinearLayerSpec] = (),
     indexers: Indexers | None = None,
     images: ImageReader | None = None,
+    reads_features: bool = False,
 ) -> ModelRunner:
     window_step_tokens = options.window_step_tokens
     if images is not None and images.has_spans:
@@ -297,7 +321,13 @@ def _make(
     if options.check is not None:
         options.check(decision)
     served = ServedModel(
-        module=model, layers=layers, linear=linear, indexers=indexers, images=images
+        module=model,
+        layers=layers,
+        linear=linear,
+        indexers=indexers,
+        keeps_hidden=options.hidden_states,
+        reads_features=reads_features,
+        images=images,
     )
     capacity = Capacity(
         max_batch_size=options.max_batch_size,

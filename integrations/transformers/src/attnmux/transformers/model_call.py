@@ -28,6 +28,8 @@ class ModelCall:
         inputs = {"input_ids": step.input_ids}
         if step.encoder_states is not None:
             inputs["encoder_states"] = step.encoder_states
+        if step.features is not None:
+            inputs["features"] = step.features
         if self._reads_images:
             inputs.update(self._image_inputs(step))
         return inputs

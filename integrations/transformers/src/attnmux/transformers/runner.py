@@ -19,6 +19,7 @@ from attnmux.core import (
 )
 from attnmux.transformers import graph_configs
 from attnmux.transformers.encoder_decoder import PackedDecoder
+from attnmux.transformers.hidden_states import width_of
 from attnmux.transformers.images.prompt import PromptImages
 from attnmux.transformers.sequence import check_encoder_len
 from attnmux.transformers.step_runner import StepRunner
@@ -97,6 +98,9 @@ class ModelRunner(StepRunner):
 
     def _captured(self, config: GraphConfig, devices: DeviceGraphs) -> GraphRunner:
         inputs = {"input_ids": ModelInput(dtype=torch.int64)}
+        if self._served.reads_features:
+            width = width_of(self._served.module)
+            inputs["features"] = ModelInput(dtype=self.model.dtype, trailing=(width,))
         if self.images is not None:
             inputs["position_ids"] = ModelInput(dtype=torch.int64)
 

@@ -99,6 +99,8 @@ class Step:
     """[B] int64: each request's last new token among the T."""
     encoder_states: torch.Tensor | None = None
     """[E, width]: those of the requests whose encoder is new in this step, one after another."""
+    features: torch.Tensor | None = None
+    """[T, width] for an EAGLE head: the target's hidden states that the tokens join."""
     images: StepImages | None = None
     """The placeholders among the T tokens; None without any."""
     position_ids: torch.Tensor | None = None

@@ -25,5 +25,9 @@ class ServedModel:
     """The layers of the model's mixers."""
     indexers: Indexers | None = None
     """Those of the model, bound, where the decision is of kind "nsa"."""
+    keeps_hidden: bool = False
+    """Whether the hidden states of cached tokens are kept: see `HiddenStates`."""
+    reads_features: bool = False
+    """Whether the model is an EAGLE head, whose tokens join hidden states."""
     images: ImageReader | None = None
     """Reads the images of prompts, on a backend of its own; None for text alone."""

@@ -103,6 +103,7 @@ class StepRunner:
             max_step_tokens=fixed_row_len(self.model.config),
             max_encoder_len=capacity.max_encoder_len,
             has_linear_states=memory.linear_states is not None,
+            hidden=memory.hidden,
         )
 
     def build(self, context: BackendContext) -> AttentionBackend:
@@ -153,6 +154,12 @@ class StepRunner:
     def reset(self) -> None:
         """Free all rows and pages, as `StepBuilder.reset` does."""
         self.steps.reset()
+
+    def features_after(self, slots: torch.Tensor) -> dict[str, torch.Tensor]:
+        """What the model reads besides tokens that follow those in slots [n]: for an EAGLE head,
+        its own states of these."""
+        hidden = self.steps.hidden
+        return {"features": hidden.at(slots)} if hidden and self._served.reads_features else {}
 
     @property
     def vocabulary_size(self) -> int:

@@ -15,7 +15,6 @@ from attnmux.core import (
     ForwardMode,
     GraphRunner,
     InvalidInput,
-    KVPool,
 )
 from attnmux.transformers.batching import StepBuilder
 from attnmux.transformers.sequence import SequenceState, Step
@@ -96,7 +95,7 @@ class VerifyStep:
         steps, pool, num = self._steps, self._steps.token_to_kv_pool, self._num_drafts
         steps.intact = False
         if pool is not None and self.tree.visible is not None:
-            self._move(pool, paths)
+            self._move(paths)
         for state, path in zip(self.states, paths, strict=True):
             state.num_cached += len(path)
             state.num_spare -= len(path)
@@ -127,7 +126,7 @@ class VerifyStep:
             state.num_spare = stop - state.num_columns
         steps.intact = True
 
-    def _move(self, pool: KVPool, paths: Sequence[Sequence[int]]) -> None:
+    def _move(self, paths: Sequence[Sequence[int]]) -> None:
         """Copy the K and V of paths that are not the first nodes of their trees."""
         sources: list[int] = []
         targets: list[int] = []
@@ -137,7 +136,7 @@ class VerifyStep:
                 sources += [first + node for node in path]
                 targets += range(first, first + length)
         if sources:
-            pool.move(self._slots_of(sources), self._slots_of(targets))
+            self._steps.move(self._slots_of(sources), self._slots_of(targets))
 
     def _slots_of(self, nodes: list[int]) -> torch.Tensor:
         """[m] int64: the slots of nodes, by their places among the B * n."""

@@ -1,10 +1,12 @@
-"""Drafts by a second, smaller model of the same vocabulary."""
+"""Drafts by a second, smaller model of the same vocabulary, or by an EAGLE head."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
+from dataclasses import replace
 from typing import Protocol
 
+import numpy as np
 import torch
 
 from attnmux.core import (
@@ -20,6 +22,7 @@ from attnmux.core import (
     likeliest,
     organize_draft_results,
 )
+from attnmux.transformers.batching import StepBuilder
 from attnmux.transformers.catch_up import can_reread, reread
 from attnmux.transformers.draft_loop import DraftLoop, DraftModel
 from attnmux.transformers.engine.execution import StepRunner
@@ -60,10 +63,13 @@ class ModelProposer:
         steps: int = 3,
         topk: int = 1,
         draft_token_num: int | None = None,
+        target: StepBuilder | None = None,
     ) -> None:
         """runner: of the draft model; it belongs to the proposer alone. vocabulary_size: of the
         target model. steps: drafts of a path. topk: paths of a request; 1 makes chains.
         draft_token_num: nodes of a request's tree, its root included; None: steps + 1.
+        target: for an EAGLE head, the target's, with the hidden states of its cached tokens. The
+        head reads each token but the first, together with the state of the token before it.
 
         Raises InvalidInput for numbers below 1, for fewer than 2 nodes or more than there are
         candidates, for a draft model of another vocabulary or with fewer tokens than topk, for one
@@ -88,6 +94,9 @@ class ModelProposer:
         self._loop = None if steps == 1 else DraftLoop(runner, topk=topk, num_steps=steps - 1)
         self._read: dict[SequenceState, SequenceState] = {}
         """What the draft model has read of each request."""
+        self._target = target
+        self._rows: dict[SequenceState, int | None] = {}
+        """The target's row of each request that reads, in this round."""
 
     @property
     def device(self) -> torch.device:
@@ -150,8 +159,10 @@ class ModelProposer:
         """The candidates [B, n], on the host."""
         self.keep_only(states)
         read = [self._read.setdefault(state, SequenceState(token_ids=[])) for state in states]
+        skipped = 0 if self._target is None else 1
         for each, state in zip(read, states, strict=True):
-            each.token_ids = state.token_ids
+            each.token_ids += state.token_ids[skipped + len(each.token_ids) :]
+        self._rows = {each: state.row for each, state in zip(read, states, strict=True)}
         first = zip(*self._catch_up(read), strict=True)
         scores, tokens = (torch.cat(each) for each in first)
         if self._loop is None:
@@ -184,9 +195,26 @@ class ModelProposer:
         steps, graphs = self._runner.steps, self._runner.catch_up_graphs
         if graphs is not None and counts is None and can_reread(states, steps, self.steps + 1):
             step = reread(states, steps, self.steps + 1)
+            counts = [self.steps + 1] * len(states)
         else:
+            counts = counts or [state.num_pending for state in states]
             step = steps.extend(states, counts)
+        if self._target is not None:
+            step = replace(step, features=self._features(states, counts))
         return likeliest(self._runner.forward(step, step.last_indices), self.topk)
+
+    def _features(self, states: Sequence[SequenceState], counts: Sequence[int]) -> torch.Tensor:
+        """[T, width]: the target's states that the last tokens of each request join."""
+        assert self._target is not None
+        assert self._target.hidden is not None
+        table, nums = self._target.req_to_token_pool.req_to_token, np.array(counts)
+        rows = np.array([self._rows[state] for state in states]).repeat(nums)
+        firsts = np.array([state.num_cached for state in states]) - nums
+        ends = nums.cumsum()
+        columns = np.arange(int(ends[-1])) + (firsts - (ends - nums)).repeat(nums)
+        cells = torch.from_numpy(rows * table.shape[1] + columns)
+        slots = table.view(-1).index_select(0, cells.to(table.device, non_blocking=True))
+        return self._target.hidden.at(slots.long())
 
     def _forget(self) -> None:
         """Free all of the draft model's memory."""

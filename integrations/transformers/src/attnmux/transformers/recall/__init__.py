@@ -21,6 +21,9 @@ from typing import Final
 PATH: Final = Path(__file__).parent
 """Folder of the checkpoint, in the layout that ``from_pretrained`` reads."""
 
+EAGLE_PATH: Final = PATH / "eagle"
+"""Folder of an EAGLE head for the checkpoint."""
+
 KEYS: Final = string.ascii_letters
 SEPARATORS: Final = " ,.;"
 FILLER: Final = 6 * string.ascii_lowercase + string.ascii_uppercase + 36 * " " + ",."

@@ -1,0 +1,119 @@
+"""EAGLE heads: one decoder layer that drafts from a target model's hidden states.
+
+A head (EAGLE, arXiv:2401.15077) joins the embedding of each token with the target's last hidden
+state of the token before it. Its own output takes that state's place in later drafts.
+Embeddings and output embeddings are the target's. Files are those of EAGLE 1 and 2: `fc.weight`
+[width, 2 * width], perhaps `fc.bias`, and `layers.N.*` as in a Llama without norms at its ends.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+from torch import nn
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
+from transformers.modeling_outputs import CausalLMOutputWithPast
+
+from attnmux.core import InvalidInput
+from attnmux.transformers.attention import SERVED
+from attnmux.transformers.checkpoint import quiet_transformers
+
+WEIGHTS = "model.safetensors"
+PICKLED = "pytorch_model.bin"
+FILES = f"the files of an EAGLE 1 or 2 head: config.json, and {WEIGHTS} or {PICKLED}"
+SHARED = ("embed_tokens.weight", "lm_head.weight")
+EAGLE3 = ("midlayer.", "d2t", "t2d")
+
+
+class EagleHead(LlamaForCausalLM):
+    """A head as a model of the engine. `features`: [T, width], the states that its tokens join."""
+
+    def __init__(self, config: LlamaConfig, *, bias: bool) -> None:
+        super().__init__(config)
+        self.fc = nn.Linear(2 * config.hidden_size, config.hidden_size, bias=bias)
+        # The target's states are normed already, and so are those that the head imitates
+        self.model.layers[0].input_layernorm = nn.Identity()
+        self.model.norm = nn.Identity()
+
+    def forward(
+        self,
+        input_ids: torch.Tensor,
+        position_ids: torch.Tensor | None = None,
+        features: torch.Tensor | None = None,
+        logits_to_keep: int | torch.Tensor = 0,
+        **given: Any,  # noqa: ANN401  # as transformers calls its models
+    ) -> CausalLMOutputWithPast:
+        """Without features, zeros take their place: how the layers of the head are recorded."""
+        embeds = self.model.embed_tokens(input_ids)
+        before = torch.zeros_like(embeds) if features is None else features.unsqueeze(0)
+        joined = self.fc(torch.cat([embeds, before.to(embeds.dtype)], dim=-1))
+        output: CausalLMOutputWithPast = super().forward(
+            inputs_embeds=joined,
+            position_ids=position_ids,
+            logits_to_keep=logits_to_keep,
+            **given,
+        )
+        return output
+
+
+def is_head(folder: str | Path) -> bool:
+    """Whether a folder holds an EAGLE head rather than a model."""
+    path = Path(folder).expanduser()
+    if not any((path / name).is_file() for name in (WEIGHTS, PICKLED)):
+        return False
+    return any(name.startswith(("fc.", *EAGLE3)) for name in _tensors(path))
+
+
+def load_head(folder: str | Path, target: PreTrainedModel) -> EagleHead:
+    """A head in the target's dtype, on its device.
+
+    Raises InvalidInput for files of something else, for EAGLE 3, and for a head of another width
+    or vocabulary than the target's.
+    """
+    path, config = Path(folder).expanduser(), target.config.get_text_config(decoder=True)
+    tensors = _tensors(path)
+    if any(name.startswith(EAGLE3) for name in tensors):
+        got = f"{path}, of EAGLE 3, which reads several layers of the target"
+        raise InvalidInput("draft", got=got, expected="an EAGLE 1 or 2 head")
+    with quiet_transformers(progress=False):
+        own = LlamaConfig.from_pretrained(path)
+    for name in ("hidden_size", "vocab_size"):
+        if getattr(own, name) != getattr(config, name):
+            got = f"a head of {name} {getattr(own, name)}"
+            expected = f"{getattr(config, name)}, as the target has"
+            raise InvalidInput("draft", got=got, expected=expected)
+    own._attn_implementation = SERVED
+    head = EagleHead(own, bias="fc.bias" in tensors)
+    kept = {name: tensor for name, tensor in tensors.items() if name not in SHARED}
+    named = {name if name.startswith("fc.") else f"model.{name}": kept[name] for name in kept}
+    wanted = {
+        name
+        for name in head.state_dict()
+        if not name.removeprefix("model.").startswith(("embed_tokens.", "lm_head."))
+    }
+    wrong = wanted ^ named.keys()
+    shapes = head.state_dict()
+    wrong |= {name for name in wanted & named.keys() if named[name].shape != shapes[name].shape}
+    if wrong:
+        got = f"{path}, where {', '.join(sorted(wrong)[:3])} is missing, unknown or of other shape"
+        raise InvalidInput("draft", got=got, expected=FILES)
+    head.load_state_dict(named, strict=False)
+    head.to(device=target.device, dtype=target.dtype).eval()
+    head.model.embed_tokens = target.get_input_embeddings()
+    head.lm_head = target.get_output_embeddings()
+    return head
+
+
+def _tensors(path: Path) -> dict[str, torch.Tensor]:
+    """The tensors of a folder, by names without the prefix "model."."""
+    try:
+        if (path / WEIGHTS).is_file():
+            found = load_file(path / WEIGHTS)
+        else:
+            found = torch.load(path / PICKLED, map_location="cpu", weights_only=True)
+    except (OSError, ValueError, RuntimeError) as error:
+        raise InvalidInput("draft", got=f"{path}: {error}", expected=FILES) from error
+    return {name.removeprefix("model."): tensor for name, tensor in found.items()}
