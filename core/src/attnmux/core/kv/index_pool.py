@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 
@@ -15,6 +16,16 @@ from attnmux.core.kv.quantise import ACTIVATION_DTYPES
 BLOCK = 128
 """Values of a key that share a scale, as in DeepSeek-V3.2's indexer."""
 FP8 = torch.float8_e4m3fn
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class IndexRows:
+    """A layer's keys as a pool stores them."""
+
+    keys: torch.Tensor
+    """[slots, index_head_dim]."""
+    scales: torch.Tensor | None
+    """[slots, blocks of 128 values] float32; None where keys are stored unchanged."""
 
 
 class IndexKPool:
@@ -103,6 +114,11 @@ class IndexKPool:
         rows = buffer.view(torch.uint8)[slots].view(FP8).float()
         scales = self._scales[layer_id][slots].repeat_interleave(BLOCK, dim=-1)
         return rows * scales[..., : self.head_dim]
+
+    def rows(self, layer_id: int) -> IndexRows:
+        """The memory of a layer's keys. Raises InvalidInput for a layer without an indexer."""
+        keys = self._keys[self._checked(layer_id)]
+        return IndexRows(keys=keys, scales=self._scales.get(layer_id))
 
     def _checked(self, layer_id: int) -> int:
         if layer_id not in self._keys:

@@ -21,6 +21,7 @@ from attnmux.core import (
     TunedLaunch,
     Workspace,
     forward_context,
+    shared_kernel,
 )
 from attnmux.transformers.batching import StepBuilder
 from attnmux.transformers.capacity import Capacity, RunnerMemory, allocate
@@ -66,8 +67,6 @@ class StepRunner:
         self.sizes = memory.sizes
         self.kv_tokens = memory.kv_tokens
         """Tokens that the KV memory of all ranks holds."""
-        if self.indexers is not None:
-            self.indexers.picker = memory.picker
         self.context = BackendContext(
             request=decision.request,
             platform=decision.platform,
@@ -82,6 +81,9 @@ class StepRunner:
             launches=launches,
             debug=debug,
         )
+        if self.indexers is not None and memory.picker is not None:
+            kernel = shared_kernel("index_picks", self.context)
+            self.indexers.picker = replace(memory.picker, kernel=kernel)
         backend = self.build(self.context)
         self.backend = backend if wrap is None else wrap(backend, decision)
         self.steps = self._step_builder(memory, capacity)
