@@ -34,8 +34,8 @@ class IndexPicks:
             select_highest,
             {"BLOCK": BLOCK_SCORES},
             tensors=("scores", "positions", "picks"),
-            numbers=("scores_stride", "picks_stride"),
-            counts=("topk",),
+            numbers=("picks_stride",),
+            counts=("scores_stride", "topk"),
             options={"num_warps": 16},
         )
 
@@ -94,9 +94,8 @@ class IndexPicks:
                 req_to_token.stride(0),
                 keys.stride(0),
                 0 if scales is None else scales.stride(0),
-                scores.stride(0),
             ),
-            (num_tokens // len(rows),),
+            (scores.stride(0), num_tokens // len(rows)),
             (index_q.dtype, keys.dtype, scales is None),
         )
 
@@ -105,8 +104,8 @@ class IndexPicks:
         self._select(
             (len(picks), 1, 1),
             (scores, positions.contiguous(), picks),
-            (scores.stride(0), picks.stride(0)),
-            (picks.shape[1],),
+            (picks.stride(0),),
+            (scores.stride(0), picks.shape[1]),
         )
 
     def _scoring(self, heads: int, dim: int, dtype: torch.dtype) -> BoundKernel:
@@ -133,9 +132,8 @@ class IndexPicks:
                     "table_stride",
                     "keys_stride",
                     "scales_stride",
-                    "scores_stride",
                 ),
-                counts=("queries",),
+                counts=("scores_stride", "queries"),
                 options={"num_warps": 4},
             )  # fmt: skip
         return bound

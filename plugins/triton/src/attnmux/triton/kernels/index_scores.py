@@ -18,7 +18,7 @@ def e4m3(byte):
     return tl.where(bits & 128 != 0, -value, value)
 
 
-@triton.jit(do_not_specialize=["queries"])
+@triton.jit(do_not_specialize=["scores_stride", "queries"])
 def score_keys(
     q, q_stride, q_head_stride, weights, weights_stride, rows, positions, table, table_stride,
     keys, keys_stride, scales, scales_stride, scores, scores_stride, queries,
@@ -79,7 +79,28 @@ def ordered(score):
     return bits.to(tl.int64) + 2147483648
 
 
-@triton.jit(do_not_specialize=["topk"])
+@triton.jit
+def narrow(
+    scores, count, border, missing,
+    BLOCK: tl.constexpr, SHIFT: tl.constexpr, WIDTH: tl.constexpr,
+):  # fmt: skip
+    """(border, missing) with the digit of WIDTH bits above SHIFT appended to border, the digits of
+    the lowest picked score before it; missing picks begin with these digits."""
+    histogram = tl.zeros([2048], tl.int32)
+    for first in range(0, count, BLOCK):
+        at = first + tl.arange(0, BLOCK)
+        value = ordered(tl.load(scores + at, mask=at < count, other=0.0))
+        is_open = (at < count) & ((value >> (SHIFT + WIDTH)) == border)
+        digit = ((value >> SHIFT) & ((1 << WIDTH) - 1)).to(tl.int32)
+        histogram += tl.histogram(digit, 2048, mask=is_open)
+    # Scores of a digit or a higher one: they fall from digit to digit
+    reached = tl.cumsum(histogram, 0, reverse=True)
+    chosen = tl.sum((reached >= missing).to(tl.int32), 0) - 1
+    above = tl.sum(tl.where(tl.arange(0, 2048) > chosen, histogram, 0), 0)
+    return (border << WIDTH) + chosen, missing - above
+
+
+@triton.jit(do_not_specialize=["scores_stride", "topk"])
 def select_highest(
     scores, scores_stride, positions, picks, picks_stride, topk,
     BLOCK: tl.constexpr,
@@ -100,24 +121,10 @@ def select_highest(
             at = first + lane
             tl.store(picks + at, tl.where(at < count, at, -1), mask=at < topk)
     else:
-        bins = tl.arange(0, 2048)
         border = tl.zeros([], tl.int64)
-        missing = topk
-        for digit in tl.static_range(3):
-            width: tl.constexpr = 10 if digit == 2 else 11
-            shift: tl.constexpr = 21 - 11 * digit if digit < 2 else 0
-            histogram = tl.zeros([2048], tl.int32)
-            for first in range(0, count, BLOCK):
-                is_score = first + lane < count
-                value = ordered(tl.load(scores + first + lane, mask=is_score, other=0.0))
-                is_open = is_score & ((value >> (shift + width)) == border)
-                bin = ((value >> shift) & ((1 << width) - 1)).to(tl.int32)
-                histogram += tl.histogram(bin, 2048, mask=is_open)
-            # Scores in a bin or a higher one: they fall from bin to bin
-            reached = tl.cumsum(histogram, 0, reverse=True)
-            chosen = tl.sum((reached >= missing).to(tl.int32), 0) - 1
-            missing -= tl.sum(tl.where(bins > chosen, histogram, 0), 0)
-            border = (border << width) + chosen
+        border, missing = narrow(scores, count, border, topk, BLOCK, 21, 11)
+        border, missing = narrow(scores, count, border, missing, BLOCK, 10, 11)
+        border, missing = narrow(scores, count, border, missing, BLOCK, 0, 10)
         written = tl.zeros([], tl.int32)
         for first in range(0, count, BLOCK):
             is_score = first + lane < count
