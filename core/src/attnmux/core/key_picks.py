@@ -83,6 +83,7 @@ class KeyPicker:
         if picks is None or picks.shape[1] != self.topk:
             got = None if picks is None else f"{picks.shape[1]} places a token"
             raise InvalidInput("topk_indices", got=got, expected=f"room for {self.topk}")
+        index_q, index_k = self.pool.rotated(index_q), self.pool.rotated(index_k)
         self.pool.set_keys(layer_id, batch.out_cache_loc, index_k)
         if self.kernel is not None:
             self._pick_by_kernel(self.kernel, layer_id, index_q, weights, batch, picks, captured)

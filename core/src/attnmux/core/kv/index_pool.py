@@ -12,6 +12,7 @@ from attnmux.core.errors import InvalidInput
 from attnmux.core.kv.memory import allocate_zeroed
 from attnmux.core.kv.pool import check_loc, check_rows, word_dtype, write_rows
 from attnmux.core.kv.quantise import ACTIVATION_DTYPES
+from attnmux.core.kv.rotation import hadamard
 
 BLOCK = 128
 """Values of a key that share a scale, as in DeepSeek-V3.2's indexer."""
@@ -36,7 +37,11 @@ class IndexKPool:
     no token scores keys after its own, so that pages need not be zeroed before they are freed.
 
     In e4m3 a key is stored divided by a float32 scale for each block of 128 values, which is the
-    block's largest value over 448.
+    block's largest value over 448. A value's error is at most 1/16 of it, or half of e4m3's
+    smallest step times the scale. `KeyPicker` writes keys, and scores queries, `rotated` as in
+    DeepSeek-V3.2's inference code. A score's error is then at most (1/16 + sqrt(index_head_dim) *
+    2**-10 / 448) times the sum over heads of |weight| * ||query|| * ||key||, besides the rounding
+    of rotated queries to their dtype.
     """
 
     def __init__(
@@ -67,10 +72,13 @@ class IndexKPool:
         self._keys = self._allocate((num_slots, head_dim), dtype, what, hint)
         word = word_dtype(head_dim * dtype.itemsize)
         self._words = {layer_id: rows.view(word) for layer_id, rows in self._keys.items()}
+        self._rotation: torch.Tensor | None = None
         self._scales: dict[int, torch.Tensor] = {}
         if dtype == FP8:
             shape = (num_slots, -(-head_dim // BLOCK))
             self._scales = self._allocate(shape, torch.float32, what, hint)
+            if head_dim & (head_dim - 1) == 0:
+                self._rotation = hadamard(head_dim, device=self.device)
 
     def _allocate(
         self, shape: tuple[int, ...], dtype: torch.dtype, what: str, hint: str
@@ -88,6 +96,14 @@ class IndexKPool:
     @property
     def nbytes(self) -> int:
         return sum(each.nbytes for each in (*self._keys.values(), *self._scales.values()))
+
+    def rotated(self, rows: torch.Tensor) -> torch.Tensor:
+        """Rows [..., index_head_dim] of queries or keys as they are multiplied: in an e4m3 pool
+        turned by `hadamard`, where index_head_dim is a power of 2, which changes no product of a
+        query and a key but by rounding; else as they are."""
+        if self._rotation is None:
+            return rows
+        return (rows.float() @ self._rotation).to(rows.dtype)
 
     def set_keys(self, layer_id: int, loc: torch.Tensor, keys: torch.Tensor) -> None:
         """Write keys [T, index_head_dim] to slots loc [T] int64. Does not synchronise.
