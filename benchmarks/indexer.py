@@ -4,10 +4,11 @@
     TRITON_INTERPRET=1 python -m benchmarks.indexer --device cpu     in small: figures mean nothing
 
 A figure is device time in microseconds of one layer's `KeyPicker.pick` at DeepSeek-V3.2's shapes:
-64 heads of 128 dims pick 2048 keys; `ratio` is kernels over torch. `select` ranks random scores by `select_highest`, `topk` by a mask and `torch.topk`; `of topk` is the ratio of the two. It is
-empty where a step's scores are more than are held at a time. `disorder` is by how much a key that
-was left out has a higher score than a picked one, by torch, as a share of the highest score: 0
-but for rounding. Rows above 0.001 are marked WRONG.
+64 heads of 128 dims pick 2048 keys; `ratio` is kernels over torch. `select` ranks random scores by
+the kernel, `topk` by a mask and `torch.topk`; `of topk` is the ratio of the two. They are left out
+where a step has more scores than are held at a time. `disorder` is by how much a key that was left
+out has a higher score than a picked one, by torch, as a share of the highest score: 0 but for
+rounding. Rows above 0.001 are marked WRONG.
 """
 
 from __future__ import annotations

@@ -18,4 +18,4 @@ def hadamard(size: int, *, device: torch.device | str) -> torch.Tensor:
     matrix = torch.ones(1, 1)
     while len(matrix) < size:
         matrix = torch.cat([torch.cat([matrix, matrix], 1), torch.cat([matrix, -matrix], 1)])
-    return (matrix * size**-0.5).to(device)
+    return matrix.mul(float(size) ** -0.5).to(device)
