@@ -15,6 +15,7 @@ from attnmux.testing import RecordingGraphs, fake_platform, graph_card
 from attnmux.transformers import (
     Engine,
     MemoryBudget,
+    ModelProposer,
     NgramProposer,
     Prompt,
     RunnerOptions,
@@ -176,6 +177,23 @@ def test_chains_of_drafts_leave_the_text_as_it_is(sparse, run_on):
     engine = Engine(runner, drafts=drafts)
     assert texts(engine) == [alone(model, ids) for ids in prompts()]
     assert engine.stats.drafts.requests > 0
+
+
+def test_a_draft_model_proposes_chains(sparse, run_on):
+    """The draft model picks every key of its context, and runs as plain MLA."""
+    model, folder = sparse("deepseek")
+    options = {"max_context_len": 80, "max_total_tokens": 512, "draft_tokens": 4}
+    drafter = run_on(sparse("deepseek", index_topk=80)[1], **options)
+    drafts = ModelProposer(drafter, vocabulary_size=97, steps=3)
+    engine = Engine(run_on(folder, **options), drafts=drafts)
+    assert texts(engine) == [alone(model, ids) for ids in prompts()]
+    assert engine.stats.drafts.accepted_tokens > 0
+
+
+def test_a_draft_model_with_indexers_is_refused(sparse, run_on):
+    drafter = run_on(sparse("deepseek")[1], max_context_len=80, max_total_tokens=512)
+    with pytest.raises(InvalidInput, match="draft: expected a max_context_len of no more tokens"):
+        ModelProposer(drafter, vocabulary_size=97)
 
 
 def test_a_context_of_no_more_keys_has_plain_latent_attention(sparse, run_on):

@@ -34,7 +34,7 @@ from attnmux.transformers.sequence import SequenceState, Step
 from attnmux.transformers.served_model import ServedModel
 
 
-class StepRunner:
+class ModelOnBackend:
     """Runs steps of a model on the decided backend.
 
     It keeps no requests: a caller extends, decodes and releases its `SequenceState`s. One step is
