@@ -21,6 +21,7 @@ from attnmux.transformers import (
     RunnerOptions,
     SequenceState,
     load_runner,
+    model_on_backend,
     open_checkpoint,
     run_prompts,
 )
@@ -168,6 +169,40 @@ def test_decode_steps_replayed_from_graphs_say_the_same(sparse, name):
     whole = [alone(model, ids) for ids in prompts()[:4]]
     assert found == [text[: NEW - place % 4] for place, text in enumerate(whole)]
     assert {1, 3} <= set(ran)
+
+
+@pytest.fixture
+def kernels(monkeypatch):
+    """The kernels that a GPU's runner gets, interpreted; the names of those that were asked for."""
+    pytest.importorskip("triton")
+    from attnmux.emulators import triton_interpreter  # noqa: PLC0415  # where there is a Triton
+    from attnmux.triton.index_picks import IndexPicks  # noqa: PLC0415  # as above
+
+    asked = []
+
+    def offered(name, context):
+        asked.append(name)
+        return IndexPicks()
+
+    monkeypatch.setattr(model_on_backend, "shared_kernel", offered)
+    with triton_interpreter.interpreted():
+        yield asked
+
+
+def test_kernels_say_the_same(sparse, run_on, kernels):
+    model, folder = sparse("deepseek")
+    runner = run_on(folder, max_context_len=80, max_total_tokens=512, draft_tokens=3)
+    asked = [Prompt(token_ids=ids, max_new_tokens=NEW) for ids in prompts()[1:4]]
+    for drafts in (None, NgramProposer(draft_token_num=3)):
+        engine = Engine(runner, drafts=drafts)
+        found = [result.token_ids for result in run_prompts(engine, asked).results]
+        assert found == [alone(model, ids) for ids in prompts()[1:4]]
+    assert kernels == ["index_picks"]
+
+
+def test_kernels_replayed_from_graphs_say_the_same(sparse, kernels):
+    test_decode_steps_replayed_from_graphs_say_the_same(sparse, "deepseek")
+    assert kernels == ["index_picks"]
 
 
 def test_chains_of_drafts_leave_the_text_as_it_is(sparse, run_on):
