@@ -18,6 +18,7 @@ from attnmux.core import (
     ForwardBatch,
     ForwardMode,
     GraphRunner,
+    KeyPicker,
     TunedLaunch,
     Workspace,
     forward_context,
@@ -54,8 +55,8 @@ class ModelOnBackend:
     ) -> None:
         """Allocate the pools and build the backend.
 
-        launches: as `BackendContext.launches`. wrap, ranks: as in `RunnerOptions`.
-        Raises PoolExhausted when the memory does not suffice.
+        launches: as `BackendContext.launches`. wrap, ranks: as in `RunnerOptions`. Raises PoolExhausted when
+        memory does not suffice.
         """
         self._served = model
         self._call = ModelCall(model)
@@ -81,9 +82,7 @@ class ModelOnBackend:
             launches=launches,
             debug=debug,
         )
-        if self.indexers is not None and memory.picker is not None:
-            kernel = shared_kernel("index_picks", self.context)
-            self.indexers.picker = replace(memory.picker, kernel=kernel)
+        self._give_picker(memory.picker)
         backend = self.build(self.context)
         self.backend = backend if wrap is None else wrap(backend, decision)
         self.steps = self._step_builder(memory, capacity)
@@ -95,6 +94,12 @@ class ModelOnBackend:
         """Of the steps in which a draft model reads what was accepted."""
         if self.images is not None:
             self.images.tower.build(decision, self.model.device)
+
+    def _give_picker(self, picker: KeyPicker | None) -> None:
+        """Let the indexers pick, by the kernels that are offered for the device."""
+        if self.indexers is not None and picker is not None:
+            kernel = shared_kernel("index_picks", self.context)
+            self.indexers.picker = replace(picker, kernel=kernel)
 
     def _step_builder(self, memory: RunnerMemory, capacity: Capacity) -> StepBuilder:
         return StepBuilder(
