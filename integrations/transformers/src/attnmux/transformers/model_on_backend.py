@@ -55,8 +55,8 @@ class ModelOnBackend:
     ) -> None:
         """Allocate the pools and build the backend.
 
-        launches: as `BackendContext.launches`. wrap, ranks: as in `RunnerOptions`. Raises PoolExhausted when
-        memory does not suffice.
+        launches: as `BackendContext.launches`. wrap, ranks: as in `RunnerOptions`. Raises
+        PoolExhausted when memory does not suffice.
         """
         self._served = model
         self._call = ModelCall(model)
