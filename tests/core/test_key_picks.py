@@ -8,6 +8,8 @@ import pytest
 import torch
 
 from attnmux.core import ForwardBatch, ForwardMode, IndexKPool, InvalidInput, KeyPicker, key_picks
+from attnmux.core.indices import index_scores
+from attnmux.core.kv.rotation import hadamard
 
 HEADS, DIM, TOPK, WIDTH = 20, 16, 6, 48  # of few heads, many keys have the same score, 0
 
@@ -125,6 +127,37 @@ def test_eight_bit_keys_are_within_a_rounding(dim: int) -> None:
     # Half of e4m3's last of 3 bits, and of its smallest step where values are small
     assert bool(((read - keys).abs() <= keys.abs() / 16 + largest / 448 * 2**-10).all())
     assert bool((read[5] == 0).all())
+
+
+@pytest.mark.parametrize("dim", [16, 128, 200])
+@pytest.mark.parametrize("outlier", [1.0, 300.0])
+def test_scores_of_eight_bit_keys_are_within_the_bound(dim: int, outlier: float) -> None:
+    sequences = Sequences([WIDTH], torch.float8_e4m3fn, dim)
+    sequences.k[0][:, 3] *= outlier
+    sequences.step([(0, WIDTH)], ForwardMode.EXTEND)
+    pool = sequences.pool
+    stored = pool.keys(3, sequences.table[1].long())
+    q, k, weights = (each[0].double() for each in (sequences.q, sequences.k, sequences.weights))
+    found = index_scores(pool.rotated(sequences.q[0]), stored, weights.float())
+    exact = torch.einsum("ths,th->ts", torch.relu(q @ k.T), weights)
+    norms = (weights.abs() * q.norm(dim=-1)).sum(1, keepdim=True) * k.norm(dim=-1)
+    assert bool(((found - exact).abs() <= norms * (1 / 16 + dim**0.5 / 448 / 1024)).all())
+    # The bound is for the worst signs; of random ones, errors are a share of the scores
+    assert (found - exact).norm() <= exact.norm() / 16
+
+
+@pytest.mark.parametrize("size", [1, 2, 64, 128])
+def test_the_rotation_keeps_products(size: int) -> None:
+    turn = hadamard(size, device="cpu")
+    torch.testing.assert_close(turn @ turn.T, torch.eye(size))
+    assert torch.equal(turn, turn.T)
+    torch.testing.assert_close(turn.abs(), torch.full((size, size), size**-0.5))
+
+
+@pytest.mark.parametrize("size", [0, -2, 96])
+def test_a_rotation_of_another_size_is_refused(size: int) -> None:
+    with pytest.raises(InvalidInput, match="size: expected a power of 2"):
+        hadamard(size, device="cpu")
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float8_e4m3fn])

@@ -15,11 +15,13 @@ from attnmux.testing import RecordingGraphs, fake_platform, graph_card
 from attnmux.transformers import (
     Engine,
     MemoryBudget,
+    ModelProposer,
     NgramProposer,
     Prompt,
     RunnerOptions,
     SequenceState,
     load_runner,
+    model_on_backend,
     open_checkpoint,
     run_prompts,
 )
@@ -169,6 +171,40 @@ def test_decode_steps_replayed_from_graphs_say_the_same(sparse, name):
     assert {1, 3} <= set(ran)
 
 
+@pytest.fixture
+def kernels(monkeypatch):
+    """The kernels that a GPU's runner gets, interpreted; the names of those that were asked for."""
+    pytest.importorskip("triton")
+    from attnmux.emulators import triton_interpreter  # noqa: PLC0415  # where there is a Triton
+    from attnmux.triton.index_picks import IndexPicks  # noqa: PLC0415  # as above
+
+    asked = []
+
+    def offered(name, context):
+        asked.append(name)
+        return IndexPicks()
+
+    monkeypatch.setattr(model_on_backend, "shared_kernel", offered)
+    with triton_interpreter.interpreted():
+        yield asked
+
+
+def test_kernels_say_the_same(sparse, run_on, kernels):
+    model, folder = sparse("deepseek")
+    runner = run_on(folder, max_context_len=80, max_total_tokens=512, draft_tokens=3)
+    asked = [Prompt(token_ids=ids, max_new_tokens=NEW) for ids in prompts()[1:4]]
+    for drafts in (None, NgramProposer(draft_token_num=3)):
+        engine = Engine(runner, drafts=drafts)
+        found = [result.token_ids for result in run_prompts(engine, asked).results]
+        assert found == [alone(model, ids) for ids in prompts()[1:4]]
+    assert kernels == ["index_picks"]
+
+
+def test_kernels_replayed_from_graphs_say_the_same(sparse, kernels):
+    test_decode_steps_replayed_from_graphs_say_the_same(sparse, "deepseek")
+    assert kernels == ["index_picks"]
+
+
 def test_chains_of_drafts_leave_the_text_as_it_is(sparse, run_on):
     model, folder = sparse("deepseek")
     runner = run_on(folder, max_context_len=80, max_total_tokens=512, draft_tokens=4)
@@ -176,6 +212,23 @@ def test_chains_of_drafts_leave_the_text_as_it_is(sparse, run_on):
     engine = Engine(runner, drafts=drafts)
     assert texts(engine) == [alone(model, ids) for ids in prompts()]
     assert engine.stats.drafts.requests > 0
+
+
+def test_a_draft_model_proposes_chains(sparse, run_on):
+    """The draft model picks every key of its context, and runs as plain MLA."""
+    model, folder = sparse("deepseek")
+    options = {"max_context_len": 80, "max_total_tokens": 512, "draft_tokens": 4}
+    drafter = run_on(sparse("deepseek", index_topk=80)[1], **options)
+    drafts = ModelProposer(drafter, vocabulary_size=97, steps=3)
+    engine = Engine(run_on(folder, **options), drafts=drafts)
+    assert texts(engine) == [alone(model, ids) for ids in prompts()]
+    assert engine.stats.drafts.accepted_tokens > 0
+
+
+def test_a_draft_model_with_indexers_is_refused(sparse, run_on):
+    drafter = run_on(sparse("deepseek")[1], max_context_len=80, max_total_tokens=512)
+    with pytest.raises(InvalidInput, match="draft: expected a max_context_len of no more tokens"):
+        ModelProposer(drafter, vocabulary_size=97)
 
 
 def test_a_context_of_no_more_keys_has_plain_latent_attention(sparse, run_on):

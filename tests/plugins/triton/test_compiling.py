@@ -177,6 +177,29 @@ def main(arch: str) -> None:
     for kernel, words, values in merges():
         compiled = compile_kernel(kernel, words, values, target=target, options={"num_warps": 4})
         tell("merge", kernel, compiled)
+    for kernel, words, values, num_warps in index_kernels():
+        compiled = compile_kernel(
+            kernel,
+            words,
+            values,
+            target=target,
+            options={"num_warps": num_warps},
+            odd_strides=frozenset({"scores_stride", "scales_stride"}),
+        )
+        tell("indexer", kernel, compiled)
+
+
+def index_kernels() -> Iterator[tuple[Any, dict[str, str], dict[str, Any], int]]:
+    """(kernel, Triton's types, constants, warps) of DeepSeek-V3.2's indexer."""
+    from attnmux.triton.kernels import index_scores  # noqa: PLC0415  # not the interpreter's
+
+    places = {"rows": "*i64", "positions": "*i64", "table": "*i32", "picks": "*i32"}
+    words = {**places, "weights": "*fp32", "scores": "*fp32"}
+    yield index_scores.select_highest, words, {"BLOCK": 4096}, 16
+    sizes = {"HEADS": 64, "DIM": 128, "BLOCK_H": 64, "BLOCK_D": 128, "BLOCK_N": 64}
+    for keys, scales in (("*bf16", "constexpr"), ("*u8", "*fp32")):
+        types = {**words, "q": "*bf16", "keys": keys, "scales": scales}
+        yield index_scores.score_keys, types, {**sizes, "PRECISION": "ieee"}, 4
 
 
 def merges() -> Iterator[tuple[Any, dict[str, str], dict[str, int | bool]]]:
@@ -229,13 +252,14 @@ HOPPER = {
 
 
 MERGES = {"merge.merge_rows", "merge.merge_splits"}
+INDEXER = {"index_scores.score_keys", "index_scores.select_highest"}
 
 
 @pytest.mark.parametrize("arch", TARGETS)
 def test_every_kernel_compiles_and_fits(arch, script):
     lines = script(arch)
-    assert {line["case"] for line in lines} == {*cases_of(arch), "merge"}
-    expected = PORTABLE | MERGES | (HOPPER if arch == "sm90" else set())
+    assert {line["case"] for line in lines} == {*cases_of(arch), "merge", "indexer"}
+    expected = PORTABLE | MERGES | INDEXER | (HOPPER if arch == "sm90" else set())
     assert {line["kernel"] for line in lines} == expected
     assert [line for line in lines if line["shared"] > TARGETS[arch]] == []
     if arch in SCRATCH:

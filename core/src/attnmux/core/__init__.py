@@ -139,12 +139,14 @@ if TYPE_CHECKING:
     from attnmux.core.indices.topk import topk_slots as topk_slots
     from attnmux.core.installed import load_plugins as load_plugins
     from attnmux.core.key_picks import KeyPicker as KeyPicker
+    from attnmux.core.key_picks import PicksKeys as PicksKeys
     from attnmux.core.kv.allocator import PagedAllocator as PagedAllocator
     from attnmux.core.kv.allocator import TokenAllocator as TokenAllocator
     from attnmux.core.kv.foreign import ForeignKVPool as ForeignKVPool
     from attnmux.core.kv.foreign import ForeignMLAPool as ForeignMLAPool
     from attnmux.core.kv.foreign import ForeignRequestTable as ForeignRequestTable
     from attnmux.core.kv.index_pool import IndexKPool as IndexKPool
+    from attnmux.core.kv.index_pool import IndexRows as IndexRows
     from attnmux.core.kv.joined import JoinedKVPool as JoinedKVPool
     from attnmux.core.kv.linear_states import LinearStatePool as LinearStatePool
     from attnmux.core.kv.memory import free_host_memory as free_host_memory
@@ -425,7 +427,7 @@ _NAMES_BY_MODULE = {
         "topk_slots",
     ),
     "installed": ("load_plugins",),
-    "key_picks": ("KeyPicker",),
+    "key_picks": ("KeyPicker", "PicksKeys"),
     "kv.allocator": (
         "PagedAllocator",
         "TokenAllocator",
@@ -459,7 +461,7 @@ _NAMES_BY_MODULE = {
         "ReqToTokenPool",
         "RequestTable",
     ),
-    "kv.index_pool": ("IndexKPool",),
+    "kv.index_pool": ("IndexKPool", "IndexRows"),
     "kv.joined": ("JoinedKVPool",),
     "kv.linear_states": ("LinearStatePool",),
     "kv.rows": (

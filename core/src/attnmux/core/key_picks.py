@@ -3,27 +3,53 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 
 from attnmux.core.arguments import check_positive
 from attnmux.core.batch import ForwardBatch
 from attnmux.core.errors import InvalidInput
-from attnmux.core.indices.topk import best_keys, index_scores
-from attnmux.core.kv.index_pool import IndexKPool
+from attnmux.core.indices.topk import best_keys, index_scores, token_rows
+from attnmux.core.kv.index_pool import IndexKPool, IndexRows
 
 SCORES_AT_ONCE = 2**26
 """Scores of heads that are held at a time, 4 bytes each."""
 
 
+class PicksKeys(Protocol):
+    """A device's own way to score and rank keys."""
+
+    def __call__(
+        self,
+        index_q: torch.Tensor,
+        weights: torch.Tensor,
+        stored: IndexRows,
+        req_to_token: torch.Tensor,
+        rows: torch.Tensor,
+        positions: torch.Tensor,
+        width: int,
+        picks: torch.Tensor,
+    ) -> None:
+        """Write picks [T, topk] int32: the places of the highest scores up to each token's place,
+        in any order, followed by -1 where there are fewer.
+
+        index_q: [T, Hi, Di]. weights: [T, Hi]. rows: [R] int64, of the request table req_to_token;
+        each is that of T / R tokens, one after another. positions: [T] int64, below `width`.
+        Does not synchronise; shapes are static. It may hold T * width scores.
+        """
+
+
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class KeyPicker:
-    """Picks the keys that layers of kind "nsa" see, in plain torch on any device."""
+    """Picks the keys that layers of kind "nsa" see, in plain torch on any device, or by a kernel
+    where a plugin offers one for it (`shared_kernel("index_picks", context)`)."""
 
     pool: IndexKPool
     req_to_token: torch.Tensor
     """[rows, max_context] int32, the request table of the KV pool."""
     topk: int
+    kernel: PicksKeys | None = None
 
     def __post_init__(self) -> None:
         check_positive("topk", self.topk)
@@ -57,8 +83,11 @@ class KeyPicker:
         if picks is None or picks.shape[1] != self.topk:
             got = None if picks is None else f"{picks.shape[1]} places a token"
             raise InvalidInput("topk_indices", got=got, expected=f"room for {self.topk}")
+        index_q, index_k = self.pool.rotated(index_q), self.pool.rotated(index_k)
         self.pool.set_keys(layer_id, batch.out_cache_loc, index_k)
-        if captured:
+        if self.kernel is not None:
+            self._pick_by_kernel(self.kernel, layer_id, index_q, weights, batch, picks, captured)
+        elif captured:
             self._pick_alike(layer_id, index_q, weights, batch, self.req_to_token.shape[1])
         elif batch.forward_mode.is_decode_or_idle():
             lens = batch.seq_lens if batch.seq_lens_cpu is None else batch.seq_lens_cpu
@@ -66,6 +95,40 @@ class KeyPicker:
             self._pick_alike(layer_id, index_q, weights, batch, width)
         else:
             self._pick_by_request(layer_id, index_q, weights, batch, picks)
+
+    def _pick_by_kernel(
+        self,
+        kernel: PicksKeys,
+        layer_id: int,
+        index_q: torch.Tensor,
+        weights: torch.Tensor,
+        batch: ForwardBatch,
+        picks: torch.Tensor,
+        captured: bool,
+    ) -> None:
+        num_tokens, width = len(index_q), self.req_to_token.shape[1]
+        rows, lens = batch.req_pool_indices, batch.seq_lens_cpu
+        if not captured and lens is not None and lens.numel():
+            drafts = num_tokens // batch.batch_size if batch.forward_mode.is_target_verify() else 0
+            width = min(width, int(lens.max()) + drafts)
+        at_once = max(1, SCORES_AT_ONCE // max(1, width))
+        if batch.extend_seq_lens is not None and not captured:
+            rows = token_rows(rows, batch.extend_seq_lens, num_tokens)
+        elif num_tokens > at_once:
+            rows = rows.repeat_interleave(num_tokens // batch.batch_size)
+        stored = self.pool.rows(layer_id)
+        for start in range(0, num_tokens, at_once):
+            some = slice(start, start + at_once)
+            kernel(
+                index_q[some],
+                weights[some],
+                stored,
+                self.req_to_token,
+                rows if num_tokens <= at_once else rows[some],
+                batch.positions[some],
+                width,
+                picks[some],
+            )
 
     def _pick_by_request(
         self,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 
@@ -11,10 +12,21 @@ from attnmux.core.errors import InvalidInput
 from attnmux.core.kv.memory import allocate_zeroed
 from attnmux.core.kv.pool import check_loc, check_rows, word_dtype, write_rows
 from attnmux.core.kv.quantise import ACTIVATION_DTYPES
+from attnmux.core.kv.rotation import hadamard
 
 BLOCK = 128
 """Values of a key that share a scale, as in DeepSeek-V3.2's indexer."""
 FP8 = torch.float8_e4m3fn
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class IndexRows:
+    """A layer's keys as a pool stores them."""
+
+    keys: torch.Tensor
+    """[slots, index_head_dim]."""
+    scales: torch.Tensor | None
+    """[slots, blocks of 128 values] float32; None where keys are stored unchanged."""
 
 
 class IndexKPool:
@@ -25,7 +37,11 @@ class IndexKPool:
     no token scores keys after its own, so that pages need not be zeroed before they are freed.
 
     In e4m3 a key is stored divided by a float32 scale for each block of 128 values, which is the
-    block's largest value over 448.
+    block's largest value over 448. A value's error is at most 1/16 of it, or half of e4m3's
+    smallest step times the scale. `KeyPicker` writes keys, and scores queries, `rotated` as in
+    DeepSeek-V3.2's inference code. A score's error is then at most (1/16 + sqrt(index_head_dim) *
+    2**-10 / 448) times the sum over heads of |weight| * ||query|| * ||key||, besides the rounding
+    of rotated queries to their dtype.
     """
 
     def __init__(
@@ -56,10 +72,13 @@ class IndexKPool:
         self._keys = self._allocate((num_slots, head_dim), dtype, what, hint)
         word = word_dtype(head_dim * dtype.itemsize)
         self._words = {layer_id: rows.view(word) for layer_id, rows in self._keys.items()}
+        self._rotation: torch.Tensor | None = None
         self._scales: dict[int, torch.Tensor] = {}
         if dtype == FP8:
             shape = (num_slots, -(-head_dim // BLOCK))
             self._scales = self._allocate(shape, torch.float32, what, hint)
+            if head_dim & (head_dim - 1) == 0:
+                self._rotation = hadamard(head_dim, device=self.device)
 
     def _allocate(
         self, shape: tuple[int, ...], dtype: torch.dtype, what: str, hint: str
@@ -77,6 +96,14 @@ class IndexKPool:
     @property
     def nbytes(self) -> int:
         return sum(each.nbytes for each in (*self._keys.values(), *self._scales.values()))
+
+    def rotated(self, rows: torch.Tensor) -> torch.Tensor:
+        """Rows [..., index_head_dim] of queries or keys as they are multiplied: in an e4m3 pool
+        turned by `hadamard`, where index_head_dim is a power of 2, which changes no product of a
+        query and a key but by rounding; else as they are."""
+        if self._rotation is None:
+            return rows
+        return (rows.float() @ self._rotation).to(rows.dtype)
 
     def set_keys(self, layer_id: int, loc: torch.Tensor, keys: torch.Tensor) -> None:
         """Write keys [T, index_head_dim] to slots loc [T] int64. Does not synchronise.
@@ -103,6 +130,11 @@ class IndexKPool:
         rows = buffer.view(torch.uint8)[slots].view(FP8).float()
         scales = self._scales[layer_id][slots].repeat_interleave(BLOCK, dim=-1)
         return rows * scales[..., : self.head_dim]
+
+    def rows(self, layer_id: int) -> IndexRows:
+        """The memory of a layer's keys. Raises InvalidInput for a layer without an indexer."""
+        keys = self._keys[self._checked(layer_id)]
+        return IndexRows(keys=keys, scales=self._scales.get(layer_id))
 
     def _checked(self, layer_id: int) -> int:
         if layer_id not in self._keys:

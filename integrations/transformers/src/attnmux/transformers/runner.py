@@ -21,13 +21,13 @@ from attnmux.transformers import graph_configs
 from attnmux.transformers.encoder_decoder import PackedDecoder
 from attnmux.transformers.hidden_states import width_of
 from attnmux.transformers.images.prompt import PromptImages
+from attnmux.transformers.model_on_backend import ModelOnBackend
 from attnmux.transformers.sequence import check_encoder_len
-from attnmux.transformers.step_runner import StepRunner
 from attnmux.transformers.tokenization import check_prompt
 from attnmux.transformers.trial_steps import check_compiles, no_layers, try_steps
 
 
-class ModelRunner(StepRunner):
+class ModelRunner(ModelOnBackend):
     """Runs steps of a model, in compiled code and graphs where these are made, and reads what
     requests bring besides tokens."""
 

@@ -73,8 +73,8 @@ class ModelProposer:
 
         Raises InvalidInput for numbers below 1, for fewer than 2 nodes or more than there are
         candidates, for a draft model of another vocabulary or with fewer tokens than topk, for one
-        with linear layers, whose states no branch has, and for one with a window pool, which
-        branches cannot share.
+        with linear layers or indexers, whose states and keys no branch has, and for one with a
+        window pool, which branches cannot share.
         """
         check_positive("steps", steps)
         check_positive("topk", topk)
@@ -239,6 +239,9 @@ def _check_model(runner: DraftRunner, vocabulary_size: int) -> None:
         got, expected = "a draft model with a window pool", "window_step_tokens=None for it"
     elif runner.steps.has_linear_states:
         got, expected = "a draft model with linear layers", "attention in every layer"
+    elif runner.context.request.kind == "nsa":
+        got = "a draft model with indexers, whose keys no branch has"
+        expected = "a max_context_len of no more tokens than they pick, or another model"
     if got:
         raise InvalidInput("draft", got=got, expected=expected)
 

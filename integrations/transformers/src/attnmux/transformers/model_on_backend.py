@@ -18,9 +18,11 @@ from attnmux.core import (
     ForwardBatch,
     ForwardMode,
     GraphRunner,
+    KeyPicker,
     TunedLaunch,
     Workspace,
     forward_context,
+    shared_kernel,
 )
 from attnmux.transformers.batching import StepBuilder
 from attnmux.transformers.capacity import Capacity, RunnerMemory, allocate
@@ -33,7 +35,7 @@ from attnmux.transformers.sequence import SequenceState, Step
 from attnmux.transformers.served_model import ServedModel
 
 
-class StepRunner:
+class ModelOnBackend:
     """Runs steps of a model on the decided backend.
 
     It keeps no requests: a caller extends, decodes and releases its `SequenceState`s. One step is
@@ -53,8 +55,8 @@ class StepRunner:
     ) -> None:
         """Allocate the pools and build the backend.
 
-        launches: as `BackendContext.launches`. wrap, ranks: as in `RunnerOptions`.
-        Raises PoolExhausted when the memory does not suffice.
+        launches: as `BackendContext.launches`. wrap, ranks: as in `RunnerOptions`. Raises
+        PoolExhausted when memory does not suffice.
         """
         self._served = model
         self._call = ModelCall(model)
@@ -66,8 +68,6 @@ class StepRunner:
         self.sizes = memory.sizes
         self.kv_tokens = memory.kv_tokens
         """Tokens that the KV memory of all ranks holds."""
-        if self.indexers is not None:
-            self.indexers.picker = memory.picker
         self.context = BackendContext(
             request=decision.request,
             platform=decision.platform,
@@ -82,6 +82,7 @@ class StepRunner:
             launches=launches,
             debug=debug,
         )
+        self._give_picker(memory.picker)
         backend = self.build(self.context)
         self.backend = backend if wrap is None else wrap(backend, decision)
         self.steps = self._step_builder(memory, capacity)
@@ -93,6 +94,12 @@ class StepRunner:
         """Of the steps in which a draft model reads what was accepted."""
         if self.images is not None:
             self.images.tower.build(decision, self.model.device)
+
+    def _give_picker(self, picker: KeyPicker | None) -> None:
+        """Let the indexers pick, by the kernels that are offered for the device."""
+        if self.indexers is not None and picker is not None:
+            kernel = shared_kernel("index_picks", self.context)
+            self.indexers.picker = replace(picker, kernel=kernel)
 
     def _step_builder(self, memory: RunnerMemory, capacity: Capacity) -> StepBuilder:
         return StepBuilder(
