@@ -142,6 +142,8 @@ READERS: Mapping[str, Reader] = {
     "spec_topk": _positive,
     "spec_draft_tokens": _positive,
     "speculative_attention_mode": partial(_word, ("prefill", "decode")),
+    "sparse": lambda name, value: None if _is_unset(value) else _word(("quest",), name, value),
+    "sparse_budget": _positive,
     "sliding_window": _window,
     "attention_chunk": _positive,
     "cross_attention": _flag,
