@@ -34,6 +34,10 @@ from attnmux.transformers.ranks import ONE_RANK, Ranks
 from attnmux.transformers.shapes import SHAPE, STORED, by_shape
 
 
+SPARSE_PAGE_SIZE = 16
+"""Tokens that share their bounds: those of Quest's paper."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunnerOptions:
     """How to run a checkpoint. What is None is left to the checkpoint or to the solver."""
@@ -64,6 +68,11 @@ class RunnerOptions:
     """Nodes of a request's draft tree, the root included; None without speculative decoding."""
     draft_topk: int = 1
     """Branches of a draft tree; 1 for chains."""
+    sparse: str | None = None
+    """"quest": decode steps read the pages of each request whose keys may score highest; see
+    `Request.sparse`. Pages have `SPARSE_PAGE_SIZE` tokens where `page_size` says nothing else."""
+    sparse_budget: int | None = None
+    """Tokens of each request that such a step reads, in whole pages."""
     graph: bool | None = None
     """Whether decode steps are replayed from device graphs; None: where device, backend and model
     can."""
@@ -255,6 +264,11 @@ def decide(
     for name, value in asked.items():
         if value is not None:
             request = request.replace(origin="user", **{name: value})
+    if options.sparse is not None or options.sparse_budget is not None:
+        if request.page_size is None:
+            request = request.replace(origin="default", page_size=SPARSE_PAGE_SIZE)
+        chosen = {"sparse": options.sparse, "sparse_budget": options.sparse_budget}
+        request = request.replace(origin="user", **chosen)
     # Text alone runs here, whatever else the model can read, unless images are asked for.
     phases = ("extend", "decode", *(("encoder",) if options.images else ()))
     request = request.replace(origin="model", multimodal=options.images, phases=phases)

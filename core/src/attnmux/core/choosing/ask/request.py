@@ -151,13 +151,6 @@ class Request:
         if self.sparse is None or self.sparse_budget is None:
             name = "sparse" if self.sparse is None else "sparse_budget"
             raise InvalidInput(name, got=None, expected="sparse and sparse_budget together")
-        page_size = self.page_size or 0
-        if page_size < 2:
-            expected = "a number of 2 or more, as chosen pages have it"
-            raise InvalidInput("page_size", got=self.page_size, expected=expected)
-        if self.sparse_budget % page_size or self.sparse_budget < 4 * page_size:
-            expected = f"a multiple of {page_size}, the page size, from {4 * page_size}"
-            raise InvalidInput("sparse_budget", got=self.sparse_budget, expected=expected)
         excluded = (
             *("spec_topk", "sliding_window", "attention_chunk", "cross_attention", "alibi"),
             *("custom_mask", "multi_item", "two_batches", "strided_kv"),
@@ -170,6 +163,21 @@ class Request:
             raise InvalidInput(
                 "sparse", got=f"{self.sparse} with {', '.join(found)}", expected=expected
             )
+
+    def check_chosen_pages(self) -> None:
+        """Raise InvalidInput where pages are chosen and the page size does not fit the budget.
+
+        The solver checks the asker's request: a search tries other page sizes.
+        """
+        if self.sparse_budget is None:
+            return
+        page_size = self.page_size or 0
+        if page_size < 2:
+            expected = "a number of 2 or more, as chosen pages have it"
+            raise InvalidInput("page_size", got=self.page_size, expected=expected)
+        if self.sparse_budget % page_size or self.sparse_budget < 4 * page_size:
+            expected = f"a multiple of {page_size}, the page size, from {4 * page_size}"
+            raise InvalidInput("sparse_budget", got=self.sparse_budget, expected=expected)
 
     def _derived_phases(self) -> tuple[str, ...]:
         asked = {
