@@ -28,10 +28,10 @@ from attnmux.core import (
     SparseAttnBackend,
     detect,
     load_plugins,
+    make_backend,
     solve,
     sparse_context,
 )
-from attnmux.core.factories import make_backend
 from attnmux.transformers import (
     ModelRunner,
     RunnerOptions,
