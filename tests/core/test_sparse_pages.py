@@ -11,7 +11,10 @@ import torch
 from attnmux.core import (
     ForwardBatch,
     ForwardMode,
+    GraphConfig,
+    GraphRunner,
     InvalidInput,
+    ModelInput,
     Request,
     SparseAttnBackend,
     imported,
@@ -24,6 +27,7 @@ from attnmux.testing import (
     Candidate,
     Case,
     GraphFakeBackend,
+    RecordingGraphs,
     decode,
     fake_card,
     fake_platform,
@@ -249,6 +253,35 @@ def test_attention_is_that_over_the_chosen_pages(seed, make) -> None:
             wanted = stated(pool, q[index], row, 16)
             close = 2e-2 if dtype == "bfloat16" else 1e-4
             torch.testing.assert_close(out[index].double(), wanted, atol=close, rtol=close)
+
+
+def test_a_replayed_graph_chooses_anew(seed) -> None:
+    pool = Pool(seed, make=GraphFakeBackend)
+    pool.step({1: 47, 2: 9, 3: 30}, ForwardMode.EXTEND)
+    backend, layer, graphs = pool.backend, pool.layer, RecordingGraphs()
+    runner = GraphRunner(
+        backend,
+        lambda batch, given: backend.forward(
+            *(each.reshape(len(each), -1, 16) for each in given["qkv"].split((4, 2, 2), 1)),
+            layer,
+            batch,
+        ),
+        GraphConfig(batch_sizes=(2, 4), host_lens=True),
+        devices=graphs,
+        inputs={"qkv": ModelInput(dtype=torch.float32, trailing=(8, 16))},
+    )
+    runner.capture()
+    for rows in ({1: 1, 3: 1}, {2: 1, 1: 1, 3: 1}, {3: 1, 2: 1}):
+        q, eager, batch = pool.step(rows)
+        k, v = (
+            buffer[batch.out_cache_loc]
+            for buffer in pool.context.token_to_kv_pool.get_kv_buffer(layer.layer_id)
+        )
+        replayed = runner.replay(batch, {"qkv": torch.cat([q, k, v], 1)})
+        torch.testing.assert_close(replayed, eager, atol=1e-5, rtol=1e-5)
+        for index, row in enumerate(rows):
+            wanted = stated(pool, q[index], row, 16)
+            torch.testing.assert_close(replayed[index].double(), wanted, atol=1e-4, rtol=1e-4)
 
 
 def test_the_choice_matters(seed) -> None:

@@ -122,17 +122,6 @@ def test_an_extra_brings_what_the_card_requires(address) -> None:
         assert set(alternatives) & set(extra)
 
 
-@pytest.mark.parametrize("address", [a for a, o in CARDS.items() if o.card.status == "planned"])
-def test_a_planned_card_is_refused_except_in_hypothetical_choices(address) -> None:
-    card = CARDS[address].card
-    platform = Platform.parse("nvidia:sm90,cuda=13.0")
-    for phase in ("extend", "decode"):
-        here = check(card, phase, Request(), platform, libraries=lambda _: "99")
-        assert "PLANNED" in {reason.code for reason in here.reasons}
-        there = check(card, phase, Request(), platform, policy=Policy(hypothetical=True))
-        assert "PLANNED" not in {reason.code for reason in there.reasons}
-
-
 @pytest.mark.parametrize("address", CARDS)
 def test_companions_are_backends_that_serve_the_phases_left_out(address) -> None:
     card = CARDS[address].card
