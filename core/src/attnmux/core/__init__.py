@@ -77,6 +77,7 @@ if TYPE_CHECKING:
     from attnmux.core.choosing.solver import solve as solve
     from attnmux.core.choosing.tell.choice import Choice as Choice
     from attnmux.core.choosing.tell.decision import Decision as Decision
+    from attnmux.core.chosen_pages import sparse_context as sparse_context
     from attnmux.core.chunk_pieces import Pieces as Pieces
     from attnmux.core.chunk_pieces import most_pieces as most_pieces
     from attnmux.core.chunked_prefix import ChunkedPrefixBackend as ChunkedPrefixBackend
@@ -229,7 +230,6 @@ if TYPE_CHECKING:
     from attnmux.core.shared_kernels import shared_kernel as shared_kernel
     from attnmux.core.shared_kernels import with_shared_kernels as with_shared_kernels
     from attnmux.core.sparse_pages import SparseAttnBackend as SparseAttnBackend
-    from attnmux.core.sparse_pages import sparse_context as sparse_context
     from attnmux.core.spec import SpecInput as SpecInput
     from attnmux.core.speculation import AcceptedDrafts as AcceptedDrafts
     from attnmux.core.speculation import DraftTree as DraftTree
@@ -567,10 +567,8 @@ _NAMES_BY_MODULE = {
     ),
     "settings": ("Settings",),
     "page_bounds": ("PageBounds",),
-    "sparse_pages": (
-        "SparseAttnBackend",
-        "sparse_context",
-    ),
+    "chosen_pages": ("sparse_context",),
+    "sparse_pages": ("SparseAttnBackend",),
     "spec": ("SpecInput",),
     "shared_kernels": (
         "shared_kernel",

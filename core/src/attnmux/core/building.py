@@ -11,6 +11,7 @@ from attnmux.core.choosing.common.frozen import FrozenMapping
 from attnmux.core.choosing.find.devices import detect, pick_platform
 from attnmux.core.choosing.measured.measurement import read_measurements
 from attnmux.core.choosing.measured.ranking import accuracy_by
+from attnmux.core.chosen_pages import sparse_context
 from attnmux.core.chunked_prefix import (
     ChunkedPrefixBackend,
     expanded_context,
@@ -27,7 +28,7 @@ from attnmux.core.linear_building import with_linear_layers
 from attnmux.core.part_attention import MOST_LANES
 from attnmux.core.settings import Settings
 from attnmux.core.shared_kernels import with_shared_kernels
-from attnmux.core.sparse_pages import SparseAttnBackend, sparse_context
+from attnmux.core.sparse_pages import SparseAttnBackend
 from attnmux.core.two_batches import TboAttnBackend
 
 if TYPE_CHECKING:

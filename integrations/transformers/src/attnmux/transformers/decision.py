@@ -33,7 +33,6 @@ from attnmux.transformers.pools import WINDOW_STEP_TOKENS, MemoryBudget
 from attnmux.transformers.ranks import ONE_RANK, Ranks
 from attnmux.transformers.shapes import SHAPE, STORED, by_shape
 
-
 SPARSE_PAGE_SIZE = 16
 """Tokens that share their bounds: those of Quest's paper."""
 

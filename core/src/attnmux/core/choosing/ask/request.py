@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from attnmux.core.choosing.ask.layer_group import LayerGroup
-from attnmux.core.choosing.ask.values import PHASES, READERS
+from attnmux.core.choosing.ask.values import FEWEST_CHOSEN_PAGES, PHASES, READERS
 from attnmux.core.choosing.common.checks import nearest
 from attnmux.core.choosing.common.facts import dataclass, defaults, field
 from attnmux.core.choosing.common.facts import replace as replace_fields
@@ -175,8 +175,9 @@ class Request:
         if page_size < 2:
             expected = "a number of 2 or more, as chosen pages have it"
             raise InvalidInput("page_size", got=self.page_size, expected=expected)
-        if self.sparse_budget % page_size or self.sparse_budget < 4 * page_size:
-            expected = f"a multiple of {page_size}, the page size, from {4 * page_size}"
+        least = FEWEST_CHOSEN_PAGES * page_size
+        if self.sparse_budget % page_size or self.sparse_budget < least:
+            expected = f"a multiple of {page_size}, the page size, from {least}"
             raise InvalidInput("sparse_budget", got=self.sparse_budget, expected=expected)
 
     def _derived_phases(self) -> tuple[str, ...]:
