@@ -18,7 +18,6 @@ from attnmux.core import (
     Policy,
     Request,
     load_plugins,
-    solve,
     torch_dtype,
 )
 from attnmux.core.choosing.ask.request import parse_fields
@@ -51,7 +50,6 @@ FIELD = {
     "dual_chunk_flash_attn",
     "flex_attention",
     "triton",
-    "double_sparsity",
     "aiter",
     "wave",
     "intel_amx",
@@ -124,17 +122,6 @@ def test_an_extra_brings_what_the_card_requires(address) -> None:
         assert set(alternatives) & set(extra)
 
 
-@pytest.mark.parametrize("address", [a for a, o in CARDS.items() if o.card.status == "planned"])
-def test_a_planned_card_is_refused_except_in_hypothetical_choices(address) -> None:
-    card = CARDS[address].card
-    platform = Platform.parse("nvidia:sm90,cuda=13.0")
-    for phase in ("extend", "decode"):
-        here = check(card, phase, Request(), platform, libraries=lambda _: "99")
-        assert "PLANNED" in {reason.code for reason in here.reasons}
-        there = check(card, phase, Request(), platform, policy=Policy(hypothetical=True))
-        assert "PLANNED" not in {reason.code for reason in there.reasons}
-
-
 @pytest.mark.parametrize("address", CARDS)
 def test_companions_are_backends_that_serve_the_phases_left_out(address) -> None:
     card = CARDS[address].card
@@ -147,21 +134,6 @@ def test_companions_are_backends_that_serve_the_phases_left_out(address) -> None
         for phase in {"extend", "decode"} - served:
             assert any(clause.phase.admits(phase) for clause in by_name[name].clauses)
     assert card.companions
-
-
-def test_an_approximation_is_chosen_by_name_alone() -> None:
-    platform, asked = Platform.parse("nvidia:sm90"), Request.parse("dtype=bf16,head_dim=128")
-    approximate = CARDS["triton/double_sparsity"].card
-    exact = CARDS["triton/triton"].card
-    for field in ("head_dim", "page_size", "vendor", "kv_dtype"):
-        for clause in approximate.clauses:
-            for value in getattr(clause, field).examples():
-                assert any(getattr(wider, field).admits(value) for wider in exact.clauses)
-    policy = Policy(hypothetical=True, backend="double_sparsity")
-    decision = solve(asked, platform, OFFERS, policy)
-    assert decision.phases["decode"].backend == "double_sparsity"
-    assert decision.phases["extend"].backend == "triton"
-    assert [change.field for change in decision.coercions] == ["backend for extend"]
 
 
 LATENT = "dtype=bf16,num_q_heads=16,kv_lora_rank=512,qk_rope_head_dim=64"
@@ -257,9 +229,6 @@ triton/triton nvidia:sm80 decode gqa head_dim=576 HEAD_DIM
 triton/triton nvidia:sm80 decode mla kv_dtype=fp8_e4m3 KV_DTYPE
 triton/triton ascend:910b decode gqa head_dim=128 VENDOR
 triton/triton nvidia:sm80 extend gqa attention_chunk=8192 served
-triton/double_sparsity nvidia:sm80 decode gqa head_dim=64 served
-triton/double_sparsity nvidia:sm80 decode gqa head_dim=96 HEAD_DIM
-triton/double_sparsity nvidia:sm80 decode gqa head_dim=256 HEAD_DIM
 nvidia/fa3 nvidia:sm90 decode gqa head_dim=64|96|128|192|256 served
 nvidia/fa3 nvidia:sm90 extend gqa dtype=fp16,lse=1,graph=1 served
 nvidia/fa3_mla nvidia:sm90 decode mla dtype=fp16,lse=1,graph=1 served
@@ -316,8 +285,6 @@ triton/triton nvidia:sm80 extend gqa dtype=fp16,lse=1,logit_cap=30,custom_mask=1
 triton/triton nvidia:sm80 decode gqa head_dim=192,v_head_dim=576 V_HEAD_DIM
 triton/triton nvidia:sm80 decode mla dtype=fp16,lse=1,graph=1 served
 triton/triton nvidia:sm80 decode mla qk_rope_head_dim=128 QK_ROPE_HEAD_DIM
-triton/double_sparsity nvidia:sm80 decode gqa head_dim=16|32|64|128 served
-triton/double_sparsity nvidia:sm80 decode gqa dtype=fp16 served
 cpu/torch_native cpu:aarch64 extend gqa dtype=fp16|bf16|fp32 served
 cpu/torch_native cpu:aarch64 extend gqa kv_dtype=fp8_e4m3|fp8_e5m2,v_head_dim=80,lse=1 served
 cpu/torch_native cpu:aarch64 verify mla spec_topk=4,page_size=16 served
@@ -463,11 +430,10 @@ def test_a_card_serves_what_its_kernels_do(row) -> None:
 
 
 @pytest.mark.parametrize("brought", ["triton", "triton-rocm", "triton-xpu"])
-@pytest.mark.parametrize("name", ["triton", "double_sparsity"])
-def test_triton_is_found_under_the_name_that_torch_brings_it_by(name, brought) -> None:
+def test_triton_is_found_under_the_name_that_torch_brings_it_by(brought) -> None:
     installed = {"torch": "2.11.0", brought: "3.7.0"}
     verdict = check(
-        CARDS[f"triton/{name}"].card,
+        CARDS["triton/triton"].card,
         "decode",
         Request.parse("dtype=bf16,head_dim=128"),
         Platform.parse("intel:xe2"),
@@ -475,7 +441,7 @@ def test_triton_is_found_under_the_name_that_torch_brings_it_by(name, brought) -
     )
     assert "LIBRARY" not in {reason.code for reason in verdict.reasons}
     without = check(
-        CARDS[f"triton/{name}"].card,
+        CARDS["triton/triton"].card,
         "decode",
         Request.parse("dtype=bf16,head_dim=128"),
         Platform.parse("intel:xe2"),

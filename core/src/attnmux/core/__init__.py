@@ -77,6 +77,7 @@ if TYPE_CHECKING:
     from attnmux.core.choosing.solver import solve as solve
     from attnmux.core.choosing.tell.choice import Choice as Choice
     from attnmux.core.choosing.tell.decision import Decision as Decision
+    from attnmux.core.chosen_pages import sparse_context as sparse_context
     from attnmux.core.chunk_pieces import Pieces as Pieces
     from attnmux.core.chunk_pieces import most_pieces as most_pieces
     from attnmux.core.chunked_prefix import ChunkedPrefixBackend as ChunkedPrefixBackend
@@ -200,6 +201,7 @@ if TYPE_CHECKING:
     from attnmux.core.op import current_forward_context as current_forward_context
     from attnmux.core.op import forward_context as forward_context
     from attnmux.core.op import has_forward_context as has_forward_context
+    from attnmux.core.page_bounds import PageBounds as PageBounds
     from attnmux.core.page_tables import KeyGroup as KeyGroup
     from attnmux.core.page_tables import Keys as Keys
     from attnmux.core.page_tables import PageTables as PageTables
@@ -229,6 +231,7 @@ if TYPE_CHECKING:
     from attnmux.core.settings import Settings as Settings
     from attnmux.core.shared_kernels import shared_kernel as shared_kernel
     from attnmux.core.shared_kernels import with_shared_kernels as with_shared_kernels
+    from attnmux.core.sparse_pages import SparseAttnBackend as SparseAttnBackend
     from attnmux.core.spec import SpecInput as SpecInput
     from attnmux.core.speculation import AcceptedDrafts as AcceptedDrafts
     from attnmux.core.speculation import DraftTree as DraftTree
@@ -565,6 +568,9 @@ _NAMES_BY_MODULE = {
         "smallest_batches",
     ),
     "settings": ("Settings",),
+    "page_bounds": ("PageBounds",),
+    "chosen_pages": ("sparse_context",),
+    "sparse_pages": ("SparseAttnBackend",),
     "spec": ("SpecInput",),
     "shared_kernels": (
         "shared_kernel",

@@ -11,6 +11,7 @@ from attnmux.core.choosing.common.frozen import FrozenMapping
 from attnmux.core.choosing.find.devices import detect, pick_platform
 from attnmux.core.choosing.measured.measurement import read_measurements
 from attnmux.core.choosing.measured.ranking import accuracy_by
+from attnmux.core.chosen_pages import sparse_context
 from attnmux.core.chunked_prefix import (
     ChunkedPrefixBackend,
     expanded_context,
@@ -27,6 +28,7 @@ from attnmux.core.linear_building import with_linear_layers
 from attnmux.core.part_attention import MOST_LANES
 from attnmux.core.settings import Settings
 from attnmux.core.shared_kernels import with_shared_kernels
+from attnmux.core.sparse_pages import SparseAttnBackend
 from attnmux.core.two_batches import TboAttnBackend
 
 if TYPE_CHECKING:
@@ -47,6 +49,7 @@ def build(decision: Decision, context: BackendContext) -> AttentionBackend:
     `ChunkedPrefixBackend` is around it where the decision has a backend for expanded prompts, and a
     `TboAttnBackend` over three of all these where the request asks for two batches. A
     `TreeAttnBackend` is around each where no backend takes the masks of the request's draft trees.
+    A `SparseAttnBackend` is around each where the request asks for chosen pages.
     A context with an encoder's layers gets the backend of the phase "encoder".
     A context without a `kv_writer` gets the one that an installed plugin offers for its device.
     A `LayerGroupsBackend` has one of these for each group of layers whose heads or dims differ.
@@ -87,6 +90,8 @@ def _of_group(
 ) -> AttentionBackend:
     """The backend of layers that are alike. phases: those of the context's layers."""
     serving = {phase: decision.phases[phase] for phase in phases if phase in decision.phases}
+    if decision.request.sparse_budget is not None and "decode" in serving:
+        return _over_chosen_pages(decision, context, serving, decision.request.sparse_budget)
     if decision.trees is None or "decode" not in serving:
         return _assemble(decision, context, serving)
     plain = replace(context, request=context.request.without_drafts())
@@ -94,6 +99,18 @@ def _of_group(
         context,
         child=_assemble(decision, plain, serving),
         prefixes=make_backend(decision.trees, prefix_context(context)),
+    )
+
+
+def _over_chosen_pages(
+    decision: Decision, context: BackendContext, serving: Mapping[str, Choice], budget: int
+) -> AttentionBackend:
+    prompts = {phase: choice for phase, choice in serving.items() if phase != "decode"}
+    chosen = sparse_context(context, budget)
+    return SparseAttnBackend(
+        context,
+        whole=_assemble(decision, context, prompts or serving),
+        chosen=_assemble(decision, chosen, {"decode": serving["decode"]}),
     )
 
 

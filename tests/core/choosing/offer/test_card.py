@@ -28,7 +28,12 @@ def test_every_field_of_the_request_is_asked_by_an_axis() -> None:
     # asked of other backends, by `of_groups` and `of_linear`
     asked |= {"other_layers", "linear_layers", "linear_head_dim", "linear_v_head_dim"}
     asked |= {"index_topk"}  # which says when kind "nsa" is not needed
-    asked |= {"chunked_prefix", "two_batches"}  # what `build` makes of the decision
+    asked |= {
+        "chunked_prefix",
+        "two_batches",
+        "sparse",
+        "sparse_budget",
+    }  # what `build` makes of the decision
     # multimodal asks for the phase "encoder", where head_dim asks for the encoder's; the mode says
     # who serves verify and draft
     assert {item.name for item in fields(Request)} - asked == {"speculative_attention_mode"}

@@ -50,10 +50,11 @@ def solve(
     order; then the fewest backends; then the page size that decode's backend prefers.
 
     Raises NoBackend, with every verdict, where nothing serves the request; UnknownBackend or
-    InvalidInput for a name or an option in `policy` that cannot be used; InvalidInput for items
-    that are not offers, and for two offers with the same address.
+    InvalidInput for a name or an option in `policy` that cannot be used, for items that are not
+    offers, for two offers with the same address, and as `Request.check_chosen_pages`.
     """
     policy, offers = policy or Policy(), _in_order(offers)
+    request.check_chosen_pages()
     if request.other_layers:
         return _solve_groups(request, platform, offers, policy, libraries, ranking, accuracy)
     again = partial(solve, offers=offers, libraries=libraries, ranking=ranking, accuracy=accuracy)

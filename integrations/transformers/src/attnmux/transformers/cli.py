@@ -119,6 +119,18 @@ AT_LEAST_1 = click.IntRange(min=1)
     "them with --topk above 1.",
 )
 @click.option(
+    "--sparse",
+    type=click.Choice(["quest"]),
+    help="Read only a part of each prompt's keys to decode: the pages whose keys may score highest "
+    "(Quest). An approximation: texts may change. Needs --sparse-budget.",
+)
+@click.option(
+    "--sparse-budget",
+    type=AT_LEAST_1,
+    metavar="TOKENS",
+    help="Tokens of each prompt that a step with --sparse reads: whole pages, 4 or more.",
+)
+@click.option(
     "--graph/--no-graph",
     default=None,
     help="Replay decode steps from device graphs. Default: if device and backend support them.",

@@ -96,6 +96,8 @@ def run_command(
     draft_tokens: int | None,
     topk: int,
     steps: int | None,
+    sparse: str | None,
+    sparse_budget: int | None,
     graph: bool | None,
     compile: bool,
     tp: int | None,
@@ -117,6 +119,8 @@ def run_command(
         tp=tp, dcp=dcp, pcp=pcp, pcp_min_tokens=pcp_min_tokens, dp_attention=dp_attention
     )
     parallel.check(drafting, watched=canary > 0 or keep_failures is not None)
+    if sparse is not None:
+        _check_sparse(parallel, canary)
     parallel.start(run)
     with ExitStack() as stack:
         stack.enter_context(_quiet(run.debug))
@@ -146,6 +150,8 @@ def run_command(
             draft_tokens=drafting.draft_token_num,
             draft_topk=topk,
             hidden_states=drafting.head is not None,
+            sparse=sparse,
+            sparse_budget=sparse_budget,
             graph=graph,
             compile=compile,
             dtype=dtype,
@@ -192,6 +198,19 @@ def run_command(
             answer = as_dict(generation, texts, runner, load_seconds)
             echo_json({"model": checkpoint.source, **answer, "warnings": run.warnings})
         click.echo(closing_line(generation, runner), err=True)
+
+
+def _check_sparse(parallel: Parallel, canary: float) -> None:
+    """Raise InvalidInput for options that decoding over chosen pages excludes."""
+    found = {
+        "--dcp": parallel.dcp,
+        "--pcp": parallel.pcp is not None,
+        "--canary": canary > 0,
+    }
+    got = " and ".join(option for option, is_set in found.items() if is_set)
+    if got:
+        expected = "none of these: one device has all keys of a head, and answers are approximate"
+        raise InvalidInput("--sparse", got=f"{got} too", expected=expected)
 
 
 def _first_use(

@@ -33,6 +33,9 @@ from attnmux.transformers.pools import WINDOW_STEP_TOKENS, MemoryBudget
 from attnmux.transformers.ranks import ONE_RANK, Ranks
 from attnmux.transformers.shapes import SHAPE, STORED, by_shape
 
+SPARSE_PAGE_SIZE = 16
+"""Tokens that share their bounds: those of Quest's paper."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunnerOptions:
@@ -66,6 +69,11 @@ class RunnerOptions:
     """Branches of a draft tree; 1 for chains."""
     hidden_states: bool = False
     """Whether to keep the last hidden state of every cached token, which an EAGLE head reads."""
+    sparse: str | None = None
+    """"quest": decode steps read the pages of each request whose keys may score highest; see
+    `Request.sparse`. Pages have `SPARSE_PAGE_SIZE` tokens where `page_size` says nothing else."""
+    sparse_budget: int | None = None
+    """Tokens of each request that such a step reads, in whole pages."""
     graph: bool | None = None
     """Whether decode steps are replayed from device graphs; None: where device, backend and model
     can."""
@@ -257,6 +265,11 @@ def decide(
     for name, value in asked.items():
         if value is not None:
             request = request.replace(origin="user", **{name: value})
+    if options.sparse is not None or options.sparse_budget is not None:
+        if request.page_size is None:
+            request = request.replace(origin="default", page_size=SPARSE_PAGE_SIZE)
+        chosen = {"sparse": options.sparse, "sparse_budget": options.sparse_budget}
+        request = request.replace(origin="user", **chosen)
     # Text alone runs here, whatever else the model can read, unless images are asked for.
     phases = ("extend", "decode", *(("encoder",) if options.images else ()))
     request = request.replace(origin="model", multimodal=options.images, phases=phases)

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from attnmux.core.choosing.ask.layer_group import LayerGroup
-from attnmux.core.choosing.ask.values import PHASES, READERS
+from attnmux.core.choosing.ask.values import FEWEST_CHOSEN_PAGES, PHASES, READERS
 from attnmux.core.choosing.common.checks import nearest
 from attnmux.core.choosing.common.facts import dataclass, defaults, field
 from attnmux.core.choosing.common.facts import replace as replace_fields
@@ -60,6 +60,11 @@ class Request:
     """Tokens of a request that one verify step checks."""
     speculative_attention_mode: str = "prefill"
     """Which of the two backends serves verify and draft: "prefill" or "decode"."""
+    sparse: str | None = None
+    """"quest": decode steps read the pages of each request whose keys may score highest, an
+    approximation of attention over all. It demands nothing of backends; see `SparseAttnBackend`."""
+    sparse_budget: int | None = None
+    """Keys of a request that each head then reads: a multiple of the page size, from 4 pages."""
     sliding_window: int | None = None
     """The contract's w: a query sees itself and w keys before it (transformers' n is w + 1)."""
     attention_chunk: int | None = None
@@ -114,6 +119,7 @@ class Request:
         if self.other_layers and self.kind != "mha":
             got = f"{len(self.other_layers)} groups with kind {self.kind}"
             raise InvalidInput("other_layers", got=got, expected="none: only layers of mha differ")
+        self._check_sparse()
         if not self.phases or origins["phases"] == "default":
             object.__setattr__(self, "phases", self._derived_phases())
             origins["phases"] = "default"
@@ -137,6 +143,42 @@ class Request:
                 origins.setdefault(name, "default")
             elif name in origins:
                 del origins[name]
+
+    def _check_sparse(self) -> None:
+        """Refuse what decoding over chosen pages excludes."""
+        if self.sparse is None and self.sparse_budget is None:
+            return
+        if self.sparse is None or self.sparse_budget is None:
+            name = "sparse" if self.sparse is None else "sparse_budget"
+            raise InvalidInput(name, got=None, expected="sparse and sparse_budget together")
+        excluded = (
+            *("spec_topk", "sliding_window", "attention_chunk", "cross_attention", "alibi"),
+            *("custom_mask", "multi_item", "two_batches", "strided_kv"),
+        )
+        found = [name for name in excluded if getattr(self, name)]
+        found += [f"kind={self.kind}"] * (self.kind != "mha")
+        found += [f"kv_dtype={self.kv_dtype}"] * (self.kv_dtype not in (None, self.dtype))
+        if found:
+            expected = "none of these: pages are chosen in plain causal layers without drafts"
+            raise InvalidInput(
+                "sparse", got=f"{self.sparse} with {', '.join(found)}", expected=expected
+            )
+
+    def check_chosen_pages(self) -> None:
+        """Raise InvalidInput where pages are chosen and the page size does not fit the budget.
+
+        The solver checks the asker's request: a search tries other page sizes.
+        """
+        if self.sparse_budget is None:
+            return
+        page_size = self.page_size or 0
+        if page_size < 2:
+            expected = "a number of 2 or more, as chosen pages have it"
+            raise InvalidInput("page_size", got=self.page_size, expected=expected)
+        least = FEWEST_CHOSEN_PAGES * page_size
+        if self.sparse_budget % page_size or self.sparse_budget < least:
+            expected = f"a multiple of {page_size}, the page size, from {least}"
+            raise InvalidInput("sparse_budget", got=self.sparse_budget, expected=expected)
 
     def _derived_phases(self) -> tuple[str, ...]:
         asked = {
@@ -190,6 +232,8 @@ class Request:
             strided_kv=False,
             two_batches=False,
             linear_layers=(),
+            sparse=None,
+            sparse_budget=None,
             **dict.fromkeys(limits),
             **dict.fromkeys(flags, False),
         )

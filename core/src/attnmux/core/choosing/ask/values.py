@@ -30,6 +30,9 @@ ALIASES = {
 }
 """Of dtypes."""
 
+FEWEST_CHOSEN_PAGES = 4
+"""Pages of a `sparse_budget`, at least: the first, the last two, and one that is chosen."""
+
 OptionValue = bool | int | float | str
 """A value of a backend's option."""
 
@@ -142,6 +145,8 @@ READERS: Mapping[str, Reader] = {
     "spec_topk": _positive,
     "spec_draft_tokens": _positive,
     "speculative_attention_mode": partial(_word, ("prefill", "decode")),
+    "sparse": lambda name, value: None if _is_unset(value) else _word(("quest",), name, value),
+    "sparse_budget": _positive,
     "sliding_window": _window,
     "attention_chunk": _positive,
     "cross_attention": _flag,

@@ -286,6 +286,12 @@ class Decision:
                 f"{self.expanded.backend} ({self.expanded.plugin}) serves prompts with expanded "
                 "heads, where that takes fewer operations"
             )
+        if self.request.sparse is not None:
+            said.append(
+                f"an approximation: decode reads {self.request.sparse_budget} tokens of a request, "
+                f"in the pages that {self.request.sparse} chooses for each KV head; prompts "
+                "are read whole"
+            )
         if self.trees is not None:
             said.append(
                 f"draft trees are verified in two parts, merged by LSE: {self.trees.backend} "

@@ -1,0 +1,94 @@
+"""The small pool that chosen pages are copied to, and the context of the backend over it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import torch
+
+from attnmux.core.choosing.ask.values import FEWEST_CHOSEN_PAGES
+from attnmux.core.errors import InvalidInput
+from attnmux.core.kv.request_table import ReqToTokenPool
+from attnmux.core.kv.token_pools import MHATokenToKVPool
+
+if TYPE_CHECKING:
+    from attnmux.core.context import BackendContext
+    from attnmux.core.layer import LayerSpec
+
+
+class ChosenPagesPool(MHATokenToKVPool):
+    """K and V of chosen pages. All layers share one buffer, since each fills it anew."""
+
+    def __init__(self, context: BackendContext, *, pages: int) -> None:
+        """pages: of each request. Raises PoolExhausted when memory does not suffice."""
+        pool, layer = context.token_to_kv_pool, context.layers[0]
+        ids = [each.layer_id for each in context.layers]
+        super().__init__(
+            size=context.max_batch_size * pages * pool.page_size,
+            page_size=pool.page_size,
+            dtype=pool.dtype,
+            layer_ids=ids[:1],
+            num_kv_heads=layer.tp_k_head_num,
+            head_dim=layer.qk_head_dim,
+            v_head_dim=layer.v_head_dim,
+            device=context.device,
+        )
+        self.layer_ids = tuple(ids)
+        self._index_by_layer = dict.fromkeys(ids, 0)
+
+
+def sparse_context(context: BackendContext, budget: int) -> BackendContext:
+    """The context of the backend that attends over chosen pages: `budget` tokens of each request.
+
+    Raises InvalidInput for pages of one token, a budget that is not whole pages or too few, layers
+    that are not plain and causal, and a pool with gaps or of another dtype than the model's.
+    """
+    pool = context.token_to_kv_pool
+    page_size = pool.page_size
+    if page_size < 2:
+        expected = "pages of 2 tokens or more, which share their bounds"
+        raise InvalidInput("page_size", got=page_size, expected=expected)
+    if budget % page_size or budget < FEWEST_CHOSEN_PAGES * page_size:
+        expected = (
+            f"a multiple of {page_size}, the page size, from {FEWEST_CHOSEN_PAGES * page_size}"
+        )
+        raise InvalidInput("sparse_budget", got=budget, expected=expected)
+    for layer in context.layers:
+        _check_layer(layer)
+    if pool.is_strided or not pool.dtype.is_floating_point or pool.dtype.itemsize == 1:
+        got = f"{pool.dtype}{', with gaps' if pool.is_strided else ''}"
+        expected = "16 or 32 bits a value and no gaps between slots"
+        raise InvalidInput("token_to_kv_pool", got=got, expected=expected)
+    pages = min(budget // page_size, -(-context.max_context_len // page_size))
+    size, width = context.max_batch_size, pages * page_size
+    table = ReqToTokenPool(size, width, context.device)
+    slots = torch.arange(size * width, dtype=torch.int32, device=context.device) + page_size
+    table.req_to_token[1:] = slots.view(size, width)
+    return replace(
+        context,
+        request=context.request.replace(
+            origin="model", sparse=None, sparse_budget=None, phases=("decode",)
+        ),
+        req_to_token_pool=table,
+        token_to_kv_pool=ChosenPagesPool(context, pages=pages),
+        kv_writer=None,
+        max_context_len=width,
+        # The new tokens' slots are the engine's, and the step was checked whole
+        debug=False,
+    )
+
+
+def _check_layer(layer: LayerSpec) -> None:
+    found = {
+        f"kind {layer.kind}": layer.kind != "mha",
+        "a sliding window": layer.sliding_window_size >= 0,
+        "attention chunks": layer.attention_chunk_size > 0,
+        "cross attention": layer.is_cross_attention,
+        "no causality": not layer.is_causal,
+        "ALiBi": layer.alibi_slopes is not None,
+    }
+    got = " and ".join(name for name, is_set in found.items() if is_set)
+    if got:
+        expected = "plain causal layers of kind mha, where pages are chosen"
+        raise InvalidInput(f"layer {layer.layer_id}", got=got, expected=expected)

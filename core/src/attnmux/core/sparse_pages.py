@@ -1,0 +1,226 @@
+"""Decoding over a few pages of each request (Quest, arXiv:2406.10774), on any backend.
+
+A query decides which pages its layer reads, and a backend prepares its metadata once a step, before
+there are queries. So the chosen pages are copied to a small pool with a fixed place for each
+request. The wrapped backend attends over that pool: its table and lengths hold for the whole step,
+whatever is chosen. Copying also lets each KV head have pages of its own.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import torch
+from msgspec import structs
+
+from attnmux.core.arguments import check_fields
+from attnmux.core.backend import AttentionBackend
+from attnmux.core.batch import ForwardBatch, ForwardMode
+from attnmux.core.call import AttentionCall
+from attnmux.core.debug import check_batch
+from attnmux.core.errors import GraphUnsupported, InvalidInput
+from attnmux.core.page_bounds import PageBounds
+
+if TYPE_CHECKING:
+    from attnmux.core.context import BackendContext
+    from attnmux.core.layer import LayerSpec
+
+FIRST_PAGES = 1
+"""Pages at the start of a sequence that are always read: they hold attention sinks."""
+LAST_PAGES = 2
+"""Pages at the end that are always read. The last one may have a single token."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class _Buffers:
+    """What graphs of decode steps read, [max_bs]."""
+
+    rows: torch.Tensor
+    lens: torch.Tensor
+    positions: torch.Tensor
+
+    @classmethod
+    def of(cls, size: int, device: torch.device) -> _Buffers:
+        return cls(
+            rows=torch.arange(1, size + 1, device=device),
+            lens=torch.ones(size, dtype=torch.int32, device=device),
+            positions=torch.zeros(size, dtype=torch.int64, device=device),
+        )
+
+
+class SparseAttnBackend(AttentionBackend):
+    """Decodes over the pages of a request with the largest bounds, a fixed number of them.
+
+    Each KV head of each layer chooses its own. The first page and the last two are always among
+    them, and a request of no more pages than the budget is read whole: its answers are those of
+    dense attention. Other steps go to `whole`; those of drafts are refused. The engine writes K by
+    this backend, which keeps the pages' bounds.
+    """
+
+    def __init__(
+        self, context: BackendContext, *, whole: AttentionBackend, chosen: AttentionBackend
+    ) -> None:
+        """whole: serves the prompts of this context. chosen: decodes, of a `sparse_context`.
+
+        Raises PoolExhausted when the memory for the bounds does not suffice.
+        """
+        super().__init__(context)
+        self.whole = whole
+        self.chosen = chosen
+        self.bounds = PageBounds(
+            context.token_to_kv_pool, [each.layer_id for each in context.layers]
+        )
+        self._page_size = context.token_to_kv_pool.page_size
+        self._pages = chosen.context.max_context_len // self._page_size
+        self._most = -(-context.max_context_len // self._page_size)
+        self._width = self._most
+        self._step: ForwardBatch | None = None
+        self._buffers: list[_Buffers] = []
+
+    def get_cuda_graph_seq_len_fill_value(self) -> int:
+        return self.chosen.get_cuda_graph_seq_len_fill_value()
+
+    def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
+        if max_num_tokens > max_bs:
+            raise GraphUnsupported("drafts over chosen pages are not captured")
+        self.chosen.init_cuda_graph_state(max_bs, max_num_tokens)
+        self._buffers.append(_Buffers.of(max_bs, self.context.device))
+
+    def init_forward_metadata(self, batch: ForwardBatch) -> None:
+        check_fields(batch)
+        if self.context.debug and batch.forward_mode is not ForwardMode.IDLE:
+            check_batch(self.context, batch)
+        if not self._decodes(batch):
+            self.whole.init_forward_metadata(batch)
+            return
+        self._step, self._width = self._virtual(batch), self._most
+        if batch.seq_lens_cpu is not None and batch.batch_size:
+            longest = -(-int(batch.seq_lens_cpu.max()) // self._page_size)
+            self._width = min(max(longest, self._pages), self._most)
+        self.chosen.init_forward_metadata(self._step)
+
+    def init_forward_metadata_out_graph(
+        self, batch: ForwardBatch, in_capture: bool = False
+    ) -> None:
+        if not self._decodes(batch):
+            self.whole.init_forward_metadata_out_graph(batch, in_capture)
+            return
+        self._step, self._width = self._in_buffers(self._virtual(batch)), self._most
+        self.chosen.init_forward_metadata_out_graph(self._step, in_capture)
+
+    def init_forward_metadata_in_graph(self, batch: ForwardBatch) -> None:
+        if self._decodes(batch):
+            self.chosen.init_forward_metadata_in_graph(self._prepared())
+        else:
+            self.whole.init_forward_metadata_in_graph(batch)
+
+    def save_kv(
+        self,
+        k: torch.Tensor,
+        v: torch.Tensor | None,
+        layer: LayerSpec,
+        batch: ForwardBatch,
+        *,
+        k_rope: torch.Tensor | None = None,
+    ) -> None:
+        super().save_kv(k, v, layer, batch, k_rope=k_rope)
+        self.bounds.update(layer.layer_id, batch.out_cache_loc)
+
+    def forward_extend(self, call: AttentionCall, batch: ForwardBatch) -> torch.Tensor:
+        return self.whole.forward_extend(call, batch)
+
+    def forward_decode(self, call: AttentionCall, batch: ForwardBatch) -> torch.Tensor:
+        if call.has_own_kv:
+            expected = "True: decoding chooses among the pages of the pool"
+            raise InvalidInput("save_kv_cache", got=False, expected=expected)
+        layer_id = call.layer.layer_id
+        self._copy(layer_id, self.choose(layer_id, call.q, batch), batch)
+        return self.chosen.forward_decode(structs.replace(call, k=None, v=None), self._prepared())
+
+    def choose(self, layer_id: int, q: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
+        """The pages that each KV head reads: their places in the sequence, [B, Hkv, n] int64.
+
+        q: [B, Hq, D]. Ascending, so that a page that is partly filled comes last. Where a request
+        has fewer than n pages, places beyond its last page follow. Of static shape in a graph.
+        """
+        pages = self._table(batch, self._width)
+        scores = self.bounds.scores(layer_id, q, pages)
+        order = torch.arange(self._width, device=q.device)
+        count = self._count(batch.seq_lens).view(-1, 1)
+        always = (order < FIRST_PAGES) | (order >= count - LAST_PAGES)
+        scores.masked_fill_(always.unsqueeze(1), torch.inf)
+        scores.masked_fill_((order >= count).unsqueeze(1), -torch.inf)
+        return scores.topk(self._pages, dim=-1).indices.sort(-1).values
+
+    def _table(self, batch: ForwardBatch, width: int) -> torch.Tensor:
+        """[B, width] int64: the pages of each request."""
+        table = self.context.req_to_token_pool.req_to_token[:, :: self._page_size]
+        return table[batch.req_pool_indices, :width].long() // self._page_size
+
+    def _count(self, lens: torch.Tensor) -> torch.Tensor:
+        return (lens + (self._page_size - 1)) // self._page_size
+
+    def _copy(self, layer_id: int, places: torch.Tensor, batch: ForwardBatch) -> None:
+        """Copy K and V of pages [B, Hkv, n] to the places of the step's requests."""
+        heads = places.shape[1]
+        table = self._table(batch, self._width).unsqueeze(1).expand(-1, heads, -1)
+        # Beyond a request's last page: page 0, since old rows of the table name others' pages
+        beyond = places >= self._count(batch.seq_lens).view(-1, 1, 1)
+        found = table.gather(2, places).masked_fill(beyond, 0).transpose(1, 2).unsqueeze(2)
+        within = torch.arange(self._page_size, device=places.device).view(1, 1, -1, 1)
+        # Rows of one head: [B, n, page_size, Hkv]
+        rows = (found * self._page_size + within) * heads
+        rows = (rows + torch.arange(heads, device=places.device)).flatten()
+        first = self._page_size * heads
+        own, copies = self.context.token_to_kv_pool, self.chosen.context.token_to_kv_pool
+        pairs = zip(own.get_kv_buffer(layer_id), copies.get_kv_buffer(layer_id), strict=True)
+        for buffer, copy in pairs:
+            target = copy.view(-1, copy.shape[-1])[first : first + len(rows)]
+            torch.index_select(buffer.view(-1, buffer.shape[-1]), 0, rows, out=target)
+
+    def _decodes(self, batch: ForwardBatch) -> bool:
+        """Raises InvalidInput for steps of drafts."""
+        mode = batch.forward_mode
+        if mode.is_target_verify() or mode.is_draft_extend():
+            expected = "no drafts, where decoding chooses pages"
+            raise InvalidInput("forward_mode", got=mode.name, expected=expected)
+        return mode.is_decode()
+
+    def _prepared(self) -> ForwardBatch:
+        if self._step is None:
+            expected = "init_forward_metadata before the first decode step"
+            raise InvalidInput("batch", got="a step without metadata", expected=expected)
+        return self._step
+
+    def _virtual(self, batch: ForwardBatch) -> ForwardBatch:
+        """The decode step over the chosen pages, whose rows of the table never change."""
+        lens, on_host = self._kept(batch.seq_lens), batch.seq_lens_cpu
+        on_host = None if on_host is None else self._kept(on_host)
+        size = batch.batch_size
+        return replace(
+            batch,
+            req_pool_indices=torch.arange(1, size + 1, device=lens.device),
+            seq_lens=lens,
+            positions=lens.long() - 1,
+            seq_lens_cpu=on_host,
+            seq_lens_sum=None if on_host is None else int(on_host.sum()),
+        )
+
+    def _kept(self, lens: torch.Tensor) -> torch.Tensor:
+        """Tokens of the chosen pages: all are full but the last one, as it is in the sequence."""
+        missing = self._count(lens) * self._page_size - lens
+        return torch.minimum(lens, self._pages * self._page_size - missing)
+
+    def _in_buffers(self, step: ForwardBatch) -> ForwardBatch:
+        """A step in the first buffers with room: at capture and at every replay."""
+        size = step.batch_size
+        buffers = next((each for each in self._buffers if size <= len(each.rows)), None)
+        if buffers is None:
+            return step
+        return replace(
+            step,
+            req_pool_indices=buffers.rows[:size],
+            seq_lens=buffers.lens[:size].copy_(step.seq_lens),
+            positions=buffers.positions[:size].copy_(step.positions),
+        )
