@@ -127,8 +127,16 @@ def test_text_is_that_of_transformers(tiny, run_on, name, page_size, monkeypatch
     assert tokens(Engine(tight, prefill_tokens=11), inputs * 2, 9) == expected * 2
 
 
-@pytest.mark.parametrize("backend", ["flex_attention", "native"])
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(
+    ("name", "backend"),
+    [
+        *((name, "native") for name in MODELS),
+        # Its kernels take long to compile.
+        ("gemma3-images", "flex_attention"),
+        pytest.param("qwen2.5-vl", "flex_attention", marks=pytest.mark.full),
+        pytest.param("llava", "flex_attention", marks=pytest.mark.full),
+    ],
+)
 def test_text_on_other_backends(tiny, run_on, name, backend):
     model, folder = tiny(name)
     inputs = Pictures(name, seed=5).several()

@@ -1,0 +1,56 @@
+"""Which cases the tests run at which page sizes: see `tests/conftest.py`."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+from attnmux.testing import find_candidate
+
+SIZES = (1, 16, 64)
+
+
+class Item(SimpleNamespace):
+    __hash__ = object.__hash__
+
+
+def test_every_name_is_a_case(every_page_size):
+    cases = find_candidate("torch_native", device="cpu").cases((16,))
+    assert {case.name.removesuffix("-page16") for case in cases} >= every_page_size
+
+
+def chosen(pytestconfig, names, full=False):
+    """The items that stay of those with the names at each page size, in graphs and without."""
+    plugins = pytestconfig.pluginmanager.get_plugins()
+    conftest = next(plugin for plugin in plugins if hasattr(plugin, "one_page_size"))
+    items = [
+        Item(
+            nodeid=f"test_it.py::TestIt::test_agrees_with_reference[b-{name}-page{size}{end}]",
+            get_closest_marker=lambda _: None,
+        )
+        for size in SIZES
+        for name in names
+        for end in ("", "-graph")
+    ]
+    hook = SimpleNamespace(pytest_deselected=lambda items: None)
+    config = SimpleNamespace(getoption=lambda _: full, hook=hook)
+    conftest.pytest_collection_modifyitems(config, items)
+    return [item.nodeid.partition("[b-")[2][:-1] for item in items]
+
+
+def test_most_cases_run_once_and_all_page_sizes_are_used(pytestconfig):
+    names = [f"extend-feature-{number}" for number in range(30)]
+    left = chosen(pytestconfig, names)
+    assert len(left) == 2 * len(names)
+    for size in SIZES:
+        assert 10 <= sum(f"-page{size}-" in f"{name}-" for name in left) <= 30
+    for end in ("", "-graph"):
+        kept = {name.partition("-page")[0] for name in left if name.endswith("-graph") == bool(end)}
+        assert kept == set(names)
+
+
+def test_cases_of_pages_run_at_all(pytestconfig, every_page_size):
+    assert len(chosen(pytestconfig, every_page_size)) == 2 * len(SIZES) * len(every_page_size)
+
+
+def test_full_leaves_nothing_out(pytestconfig):
+    assert len(chosen(pytestconfig, ["extend-feature"], full=True)) == 2 * len(SIZES)
