@@ -50,11 +50,15 @@ EVERY_PAGE_SIZE = frozenset(
     }
 )
 """Cases of a suite that run at each of its page sizes. Of every other case one is enough."""
+NUMBERS = re.compile(r"-heads|-dims?-|-float(16|32)|-fp8_e5m2|-scale$|-saturated")
+"""Cases that differ from others by a number or a dtype. Graphs change neither."""
 PAGED = re.compile(r"(.*::test_agrees_with_reference\[[^-]*-(.*))-page(\d+)(.*)")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--full", action="store_true", help="run every case at every page size")
+    parser.addoption(
+        "--full", action="store_true", help="run every case at every page size, and in graphs"
+    )
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -62,18 +66,21 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Without `--full`, run each case of a suite at one page size, which its name decides."""
+    """Without `--full`, run each case of a suite at one page size, which its name decides, and
+    cases that differ by a number without graphs alone."""
     if config.getoption("full"):
         return
     sizes: defaultdict[str, set[int]] = defaultdict(set)
     others: list[tuple[pytest.Item, str, int]] = []
+    left_out = {item for item in items if item.get_closest_marker("full")}
     for item in items:
         found = PAGED.fullmatch(item.nodeid)
-        if found and found[2] not in EVERY_PAGE_SIZE:
+        if found and found[4] == "-graph]" and NUMBERS.search(found[2]):
+            left_out.add(item)
+        elif found and found[2] not in EVERY_PAGE_SIZE:
             sizes[found[1] + found[4]].add(int(found[3]))
             others.append((item, found[1] + found[4], int(found[3])))
-    left_out = {item for item, name, size in others if size != one_page_size(name, sizes[name])}
-    left_out |= {item for item in items if item.get_closest_marker("full")}
+    left_out |= {item for item, name, size in others if size != one_page_size(name, sizes[name])}
     config.hook.pytest_deselected(items=[item for item in items if item in left_out])
     items[:] = [item for item in items if item not in left_out]
 

@@ -52,5 +52,13 @@ def test_cases_of_pages_run_at_all(pytestconfig, every_page_size):
     assert len(chosen(pytestconfig, every_page_size)) == 2 * len(SIZES) * len(every_page_size)
 
 
+def test_numbers_run_without_graphs(pytestconfig):
+    names = ["decode-16x2-heads", "extend-dim-64", "decode-float16", "extend-scale"]
+    left = chosen(pytestconfig, names)
+    assert len(left) == len(names)
+    assert not any(name.endswith("-graph") for name in left)
+
+
 def test_full_leaves_nothing_out(pytestconfig):
-    assert len(chosen(pytestconfig, ["extend-feature"], full=True)) == 2 * len(SIZES)
+    names = ["extend-feature", "decode-float16"]
+    assert len(chosen(pytestconfig, names, full=True)) == 2 * len(SIZES) * len(names)

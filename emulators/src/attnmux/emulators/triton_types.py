@@ -18,9 +18,11 @@ from unittest.mock import patch
 import numpy as np
 from triton._utils import validate_block_shape
 from triton.language import core
+from triton.language.semantic import TritonSemantic
 from triton.runtime import interpreter
 
 unwrap, find = core._unwrap_if_constexpr, core.tuple.__getattr__
+broadcast = TritonSemantic.broadcast_impl_value
 scalar_np_dtype = cache(interpreter._get_np_dtype)
 ADDRESS = np.dtype(np.uint64)
 PLAIN = frozenset(
@@ -75,6 +77,14 @@ def _find(self: Any, name: str) -> Any:  # noqa: ANN401  # as above
     return self.type
 
 
+def _broadcast(self: Any, lhs: Any, rhs: Any) -> tuple[Any, Any]:  # noqa: ANN401  # as above
+    one, other = lhs.type, rhs.type
+    if one.is_block() and other.is_block() and one.shape is other.shape:
+        return lhs, rhs
+    lhs, rhs = broadcast(self, lhs, rhs)
+    return lhs, rhs
+
+
 def _np_dtype(tt_dtype: Any) -> np.dtype[Any]:  # noqa: ANN401  # as above
     scalar = tt_dtype.scalar
     return ADDRESS if scalar.is_ptr() else scalar_np_dtype(scalar)
@@ -90,6 +100,7 @@ def made_once() -> Iterator[None]:
             (core.tensor, "__init__", _make_tensor),
             (core.tuple, "__init__", _make_tuple),
             (core.tuple, "__getattr__", _find),
+            (TritonSemantic, "broadcast_impl_value", _broadcast),
             (interpreter, "_get_np_dtype", _np_dtype),
         ):
             stack.enter_context(patch.object(owner, name, replacement))
