@@ -9,14 +9,6 @@ compared with.
 from __future__ import annotations
 
 import torch
-from torch.library import Library
-from torch.utils._python_dispatch import _disable_current_modes
-
-library = Library("attnmux_emulated", "DEF")  # type: ignore[no-untyped-call]  # torch's
-library.define(  # type: ignore[no-untyped-call]  # as above
-    "attend(Tensor q, Tensor k, Tensor v, Tensor keep, Tensor? scales, float scale, float softcap, "
-    "Tensor? sinks, ScalarType? rounded, float largest) -> (Tensor, Tensor)"
-)
 
 
 def attend(
@@ -41,67 +33,29 @@ def attend(
     Returns out [B, Tq, Hq, Dv] and lse [B, Tq, Hq], natural logarithm, float32; a row without keys
     has out 0 and lse -inf, with sinks the sink.
     """
-    scales, number = (scale, 1.0) if isinstance(scale, torch.Tensor) else (None, scale)
-    dtype, largest = rounded_weights or (None, 1.0)
-    out, lse = torch.ops.attnmux_emulated.attend(
-        q, k, v, keep, scales, number, softcap, sinks, dtype, largest
-    )
-    return out, lse
-
-
-def _attend(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    keep: torch.Tensor,
-    scales: torch.Tensor | None,
-    scale: float,
-    softcap: float,
-    sinks: torch.Tensor | None,
-    rounded: torch.dtype | None,
-    largest: float,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """One operation of a recorded step, so that it may leave out the keys after the longest
-    request's, of which static shapes have many."""
     batch_size, num_queries, num_heads, _ = q.shape
     kv_heads = k.shape[2]
-    v = v.double()
-    with _disable_current_modes():
-        last = _last_key(keep, v)
-    k, v, keep = k[:, :last], v[:, :last], keep[..., :last]
     queries = q.double().reshape(batch_size, num_queries, kv_heads, num_heads // kv_heads, -1)
     logits = torch.einsum("bqhgd,bshd->bhgqs", queries, k.double()) * scale
-    if scales is not None:
-        logits = logits * (scales[..., :last] if scales.dim() else scales)
     if softcap > 0:
         logits = softcap * torch.tanh(logits / softcap)
     logits = logits.masked_fill(~keep[:, None, None], -torch.inf)
     top = logits.amax(-1, keepdim=True)
     # exp(-inf - -inf) is NaN; a row without keys has weights 0.
-    shift = top.masked_fill(top.isneginf(), 0)
-    weights = torch.exp(logits - shift)
+    weights = torch.exp(logits - top.masked_fill(top.isneginf(), 0))
     total = weights.sum(-1, keepdim=True)
     if sinks is not None:
         sink = sinks.double().view(1, kv_heads, -1, 1, 1)
-        total = total + torch.exp(sink - shift)
-    lse = total.log() + shift
-    if rounded is not None:
-        weights = (weights * largest).to(rounded).double() / largest
-    out = torch.einsum("bhgqs,bshd->bqhgd", weights, v)
+        total = total + torch.exp(sink - top.masked_fill(top.isneginf(), 0))
+    lse = total.log() + top.masked_fill(top.isneginf(), 0)
+    if rounded_weights is not None:
+        dtype, largest = rounded_weights
+        weights = (weights * largest).to(dtype).double() / largest
+    out = torch.einsum("bhgqs,bshd->bqhgd", weights, v.double())
     out = out / total.clamp(min=torch.finfo(total.dtype).tiny).permute(0, 3, 1, 2, 4)
     return out.flatten(2, 3).float(), lse.float().squeeze(-1).permute(0, 3, 1, 2).reshape(
         batch_size, num_queries, num_heads
     )
-
-
-def _last_key(keep: torch.Tensor, v: torch.Tensor) -> int:
-    """How many keys take part: those that a query sees, and any that a weight of 0 lets through
-    since it is not finite. At least one, if there is one."""
-    takes_part = keep.flatten(0, 1).any(0) | ~v.sum((0, 2, 3)).isfinite()
-    return int(takes_part.nonzero().max()) + 1 if takes_part.any() else 1
-
-
-library.impl("attend", _attend, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]  # as above
 
 
 def finite_values(v: torch.Tensor, loads: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
