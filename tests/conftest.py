@@ -52,6 +52,12 @@ EVERY_PAGE_SIZE = frozenset(
 """Cases of a suite that run at each of its page sizes. Of every other case one is enough."""
 NUMBERS = re.compile(r"-heads|-dims?-|-float(16|32)|-fp8_e5m2|-scale$|-saturated")
 """Cases that differ from others by a number or a dtype. Graphs change neither."""
+JOINED = re.compile(
+    r"fp8_e5m2-(?!scales$)|(verify|mla-\w+)-fp8_e5m2|empty-prefix-.+-host-lens|"
+    r"alibi-(decode|extend)-(\d|dim|float|scale|fp8|deterministic|sinks|chunk)"
+)
+"""Cases that join features, each of which has a case of its own. Of 8-bit floats, e4m3 has these
+cases too."""
 PAGED = re.compile(r"(.*::test_agrees_with_reference\[[^-]*-(.*))-page(\d+)(.*)")
 
 
@@ -66,8 +72,8 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Without `--full`, run each case of a suite at one page size, which its name decides, and
-    cases that differ by a number without graphs alone."""
+    """Without `--full`, run each case of a suite at one page size, which its name decides, cases
+    that differ by a number without graphs alone, and no joined ones."""
     if config.getoption("full"):
         return
     sizes: defaultdict[str, set[int]] = defaultdict(set)
@@ -75,7 +81,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     left_out = {item for item in items if item.get_closest_marker("full")}
     for item in items:
         found = PAGED.fullmatch(item.nodeid)
-        if found and found[4] == "-graph]" and NUMBERS.search(found[2]):
+        in_graph = found and found[4] == "-graph]"
+        if found and (JOINED.search(found[2]) or (in_graph and NUMBERS.search(found[2]))):
             left_out.add(item)
         elif found and found[2] not in EVERY_PAGE_SIZE:
             sizes[found[1] + found[4]].add(int(found[3]))

@@ -59,6 +59,15 @@ def test_numbers_run_without_graphs(pytestconfig):
     assert not any(name.endswith("-graph") for name in left)
 
 
+def test_features_that_are_left_out_with_others_run_alone(pytestconfig):
+    features = ["decode-fp8_e5m2", "extend-fp8_e5m2-scales", "alibi-decode", "alibi-extend-window"]
+    features += ["mla-decode-fp8_e4m3", "extend-empty-prefix-host-lens", "alibi-verify-chain"]
+    assert len(chosen(pytestconfig, features)) == 2 * len(features) - 2
+    joined = ["decode-fp8_e5m2-window", "alibi-decode-dim-64", "mla-decode-fp8_e5m2"]
+    joined += ["extend-empty-prefix-windows-host-lens", "alibi-extend-fp8_e4m3"]
+    assert chosen(pytestconfig, joined) == []
+
+
 def test_full_leaves_nothing_out(pytestconfig):
-    names = ["extend-feature", "decode-float16"]
+    names = ["extend-feature", "decode-float16", "decode-fp8_e5m2-window"]
     assert len(chosen(pytestconfig, names, full=True)) == 2 * len(SIZES) * len(names)
