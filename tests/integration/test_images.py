@@ -131,10 +131,8 @@ def test_text_is_that_of_transformers(tiny, run_on, name, page_size, monkeypatch
     ("name", "backend"),
     [
         *((name, "native") for name in MODELS),
-        # Its kernels take long to compile.
-        ("gemma3-images", "flex_attention"),
-        pytest.param("qwen2.5-vl", "flex_attention", marks=pytest.mark.full),
-        pytest.param("llava", "flex_attention", marks=pytest.mark.full),
+        # Its kernels take long to compile; `test_images_masks` has it attend to images.
+        *(pytest.param(name, "flex_attention", marks=pytest.mark.full) for name in MODELS),
     ],
 )
 def test_text_on_other_backends(tiny, run_on, name, backend):
