@@ -67,7 +67,7 @@ def typecheck(session: nox.Session) -> None:
 
 @nox.session
 def tests(session: nox.Session) -> None:
-    """Run every test; arguments go to pytest."""
+    """Run the tests; arguments go to pytest. With `-- --full` every case runs in every setting."""
     # hatchling builds the example of a plugin as its page says, with no index to ask.
     # transformers' continuous batching asks psutil for the memory of a CPU.
     # Pillow reads the images of prompts.

@@ -1,15 +1,111 @@
-"""Tests ignore the configuration, variables and measurements of this machine's user."""
+"""Tests ignore the configuration, variables and measurements of this machine's user.
+
+With `--full` they also run what differs from a case that always runs by a number or a page size.
+"""
 
 from __future__ import annotations
 
 import gc
 import os
-from collections.abc import Iterator
+import re
+from collections import defaultdict
+from collections.abc import Collection, Iterator
+from zlib import crc32
 
 import pytest
 
 # Triton reads it when it is imported, which torch's compiler does too
 os.environ.setdefault("TRITON_INTERPRET", "1")
+
+
+EVERY_PAGE_SIZE = frozenset(
+    {
+        "decode-changing-batch-size",
+        "decode-max-length",
+        "decode-nan",
+        "decode-page-boundaries",
+        "decode-uneven",
+        "decode-window",
+        "decode-window-of-a-page",
+        "decode-window-pool",
+        "extend-cross",
+        "extend-full-prefix-hit",
+        "extend-max-length",
+        "extend-nan",
+        "extend-page-boundaries",
+        "extend-partly-filled-page",
+        "extend-prefix",
+        "extend-shared-prefix",
+        "extend-window",
+        "extend-window-of-a-page",
+        "extend-window-pool",
+        "mixed",
+        "mla-decode",
+        "mla-extend",
+        "nsa-decode-page-boundaries",
+        "nsa-extend",
+        "strided-decode",
+        "verify-chain",
+        "verify-tree",
+    }
+)
+"""Cases of a suite that run at each of its page sizes. Of every other case one is enough."""
+NUMBERS = re.compile(r"-heads|-dims?-|-float(16|32)|-fp8_e5m2|-scale$|-saturated")
+"""Cases that differ from others by a number or a dtype. Graphs change neither."""
+JOINED = re.compile(
+    r"fp8_e5m2-(?!scales$)|(verify|mla-\w+)-fp8_e5m2|empty-prefix-.+-host-lens|"
+    r"alibi-(decode|extend)-(\d|dim|float|scale|fp8|deterministic|sinks|chunk)"
+)
+"""Cases that join features, each of which has a case of its own. Of 8-bit floats, e4m3 has these
+cases too."""
+PAGED = re.compile(r"(.*::test_agrees_with_reference\[[^-]*-(.*))-page(\d+)(.*)")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--full", action="store_true", help="run every case at every page size, and in graphs"
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "full: near to a case that always runs; needs --full")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Without `--full`, run each case of a suite at one page size, which its name decides, cases
+    that differ by a number without graphs alone, and no joined ones."""
+    if config.getoption("full"):
+        return
+    sizes: defaultdict[str, set[int]] = defaultdict(set)
+    others: list[tuple[pytest.Item, str, int]] = []
+    left_out = {item for item in items if item.get_closest_marker("full")}
+    for item in items:
+        found = PAGED.fullmatch(item.nodeid)
+        in_graph = found and found[4] == "-graph]"
+        if found and (JOINED.search(found[2]) or (in_graph and NUMBERS.search(found[2]))):
+            left_out.add(item)
+        elif found and found[2] not in EVERY_PAGE_SIZE:
+            sizes[found[1] + found[4]].add(int(found[3]))
+            others.append((item, found[1] + found[4], int(found[3])))
+    left_out |= {item for item, name, size in others if size != one_page_size(name, sizes[name])}
+    config.hook.pytest_deselected(items=[item for item in items if item in left_out])
+    items[:] = [item for item in items if item not in left_out]
+
+
+def one_page_size(name: str, sizes: Collection[int]) -> int:
+    """The same one in every process, and all of them over many names."""
+    return sorted(sizes)[crc32(name.encode()) % len(sizes)]
+
+
+@pytest.fixture(scope="session")
+def full(pytestconfig: pytest.Config) -> bool:
+    """Whether random runs take their whole length."""
+    return bool(pytestconfig.getoption("full"))
+
+
+@pytest.fixture(scope="session")
+def every_page_size() -> Collection[str]:
+    return EVERY_PAGE_SIZE
 
 
 def pytest_sessionstart() -> None:

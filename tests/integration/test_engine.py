@@ -1032,8 +1032,9 @@ def test_drawn_tokens_do_not_depend_on_what_shares_a_step():
 @pytest.mark.usefixtures("_bold")
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize(("span", "num"), [(None, 10_000), (SPANS[1], 3000), (SPANS[3], 3000)])
-def test_soak(span, num, overlap):
+def test_soak(span, num, overlap, full):
     """Thousands of arrivals, aborts and evictions at random, from outside and from within steps."""
+    num = num if full else num * 2 // 5
     rng = random.Random(11)
     runner = HashingRunner(rows=5, context=48, size=72, page_size=4, span=span, window_size=48)
     engine = Engine(runner, prefill_tokens=13, overlap=overlap)
@@ -1076,5 +1077,5 @@ def test_soak(span, num, overlap):
     check_all_free(engine)
     stats = engine.stats
     least = min(results, stats.retractions, stats.aborted, stats.evicted_tokens)
-    assert least > (200 if span is None else 30)
-    assert stats.reused_tokens > 1000
+    assert least > num // (50 if span is None else 100)
+    assert stats.reused_tokens > min(1000, num // 3)

@@ -75,8 +75,17 @@ def test_tokens_are_those_of_each_prompt_alone(tiny, run_on, architecture, monke
     assert engine.stats.evicted_tokens > 0
 
 
-@pytest.mark.parametrize("page_size", [1, 16])
-@pytest.mark.parametrize("architecture", ["gpt-oss", "gemma2", "gemma3", "mistral", "llama4"])
+@pytest.mark.parametrize(
+    ("architecture", "page_size"),
+    [
+        *[("gpt-oss", 1), ("gemma2", 1), ("llama4", 1), ("gemma3", 16), ("mistral", 16)],
+        *(
+            pytest.param(*each, marks=pytest.mark.full)
+            for each in [("gpt-oss", 16), ("gemma2", 16), ("llama4", 16)]
+        ),
+        *(pytest.param(each, 1, marks=pytest.mark.full) for each in ("gemma3", "mistral")),
+    ],
+)
 def test_tokens_are_the_same_with_a_window_pool(tiny, run_on, architecture, page_size, monkeypatch):
     monkeypatch.setattr(scheduler, "GROWTH", 1)
     model, folder = tiny(architecture)

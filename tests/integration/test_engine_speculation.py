@@ -456,7 +456,7 @@ def test_a_failure_loses_no_page(when):
 @pytest.mark.parametrize("graphs", [False, True])
 @pytest.mark.parametrize("window", [None, 6])
 @pytest.mark.parametrize("page_size", [1, 4])
-def test_nothing_leaks_in_random_steps(page_size, window, graphs):
+def test_nothing_leaks_in_random_steps(page_size, window, graphs, full):
     """Arrivals, aborts, evictions and trees of random shapes, from outside and within steps. A
     window takes chains alone."""
     rng = random.Random(11)
@@ -474,7 +474,8 @@ def test_nothing_leaks_in_random_steps(page_size, window, graphs):
 
     runner.during = during
     results = steps = 0
-    while steps < 2_500:
+    num_steps = 2_500 if full else 1_000
+    while steps < num_steps:
         if rng.random() < 0.3 and len(alive) < 12:
             ids, num = rng.choice(prompts), rng.randrange(1, 20)
             alive.add(request := engine.add(ids, max_new_tokens=num))
@@ -492,9 +493,10 @@ def test_nothing_leaks_in_random_steps(page_size, window, graphs):
     finish(engine)
     check_all_free(engine)
     stats = engine.stats
-    assert min(results, stats.retractions, stats.aborted, stats.evicted_tokens) > 30
-    assert stats.drafts.accepted_tokens > 1000
-    assert (runner.padded_steps > 500) == graphs
+    least = min(results, stats.retractions, stats.aborted, stats.evicted_tokens)
+    assert least > num_steps * 30 // 2_500
+    assert stats.drafts.accepted_tokens > num_steps * 2 // 5
+    assert (runner.padded_steps > num_steps // 5) == graphs
 
 
 MUTANTS = {

@@ -264,7 +264,10 @@ def test_the_shipped_model_answers_alike(shipped, topk):
 
 @pytest.mark.parametrize(
     ("backend", "topk", "page_size"),
-    [("flex_attention", 4, 16), ("flex_attention", 1, 1)],
+    [
+        ("flex_attention", 4, 16),
+        pytest.param("flex_attention", 1, 1, marks=pytest.mark.full),
+    ],
 )
 def test_other_backends(tiny, run_on, backend, topk, page_size):
     model, folder = tiny("llama")

@@ -127,8 +127,14 @@ def test_text_is_that_of_transformers(tiny, run_on, name, page_size, monkeypatch
     assert tokens(Engine(tight, prefill_tokens=11), inputs * 2, 9) == expected * 2
 
 
-@pytest.mark.parametrize("backend", ["flex_attention", "native"])
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(
+    ("name", "backend"),
+    [
+        *((name, "native") for name in MODELS),
+        # Its kernels take long to compile; `test_images_masks` has it attend to images.
+        *(pytest.param(name, "flex_attention", marks=pytest.mark.full) for name in MODELS),
+    ],
+)
 def test_text_on_other_backends(tiny, run_on, name, backend):
     model, folder = tiny(name)
     inputs = Pictures(name, seed=5).several()

@@ -93,7 +93,12 @@ def generated(runner, new=12):
 
 @pytest.mark.parametrize(
     ("architecture", "page_size"),
-    [("llama", 1), ("gemma2", 16), ("gpt-oss", 16), ("deepseek-v2", 1)],
+    [
+        ("llama", 1),
+        pytest.param("gemma2", 16, marks=pytest.mark.full),
+        ("gpt-oss", 16),
+        ("deepseek-v2", 1),
+    ],
 )
 def test_compiled_layers_generate_the_same_text(tiny, run_on, architecture, page_size):
     folder = tiny(architecture)[1]

@@ -61,6 +61,13 @@ RARE = (
     *("float16", "unsaved-long", "mla-extend-empty", "strided-decode-long", "strided-mla-extend"),
 )
 """Cases that differ from others by a number or a dtype alone, or join two that run."""
+IN_FULL = (
+    *("extend-cap", "extend-window-cap", "prefix-cap", "extend-float32", "prefix-float32"),
+    *("extend-dims", "prefix-dims", "extend-long-chunk", "mixed-long-chunk", "mla-unsaved"),
+    *("alibi-decode-strided", "alibi-extend-strided", "strided-extend", "strided-verify"),
+    "strided-mla-decode",
+)
+"""Cases whose kernels join features of kernels that other cases compile."""
 
 
 def emulating(context: BackendContext, options: Mapping[str, Any]) -> AttentionBackend:
@@ -97,7 +104,20 @@ class TestFlexAttention(AttentionBackendTests):
         """The cases that there is time for."""
         if case.name in OF_OTHER_PAGES:
             return True
-        return case.name.endswith("-page16") and not any(rare in case.name for rare in RARE)
+        return case.name.endswith("-page16") and not any(
+            rare in case.name for rare in (*RARE, *IN_FULL)
+        )
+
+
+@pytest.mark.full
+class TestJoinedFeatures(AttentionBackendTests):
+    backend = WHOLE
+    page_sizes = (16,)
+
+    def wants(self, case: Case) -> bool:
+        return any(name in case.name for name in IN_FULL) and not any(
+            rare in case.name for rare in RARE
+        )
 
 
 pytestmark = pytest.mark.skipif(not RUNS_HERE, reason="needs a C++ compiler and AVX2")

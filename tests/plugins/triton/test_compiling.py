@@ -105,20 +105,21 @@ FEW = (
 """A kernel of each launch configuration, for GPUs that share the others' code."""
 
 
-def cases_of(arch: str) -> dict[str, Case]:
-    """Narrow heads where they have launches of their own; for AMD's GPUs but one, a few cases."""
-    if arch in ("gfx950", "gfx1201"):
+def cases_of(arch: str, *, full: bool) -> dict[str, Case]:
+    """Narrow heads where they have launches of their own; a few cases for other GPUs than sm90,
+    with `--full` for AMD's but one."""
+    if arch in ("gfx950", "gfx1201") or (arch != "sm90" and not full):
         return {**{name: CASES[name] for name in FEW}, **WIDE}
     return {**CASES, **(NARROW if arch == "sm90" else {})}
 
 
-def rehearsed(arch: str) -> Iterator[tuple[str, Any]]:
+def rehearsed(arch: str, *, full: bool) -> Iterator[tuple[str, Any]]:
     """The launches of every case, with its name."""
     from attnmux.triton.backend import TritonBackend  # noqa: PLC0415  # not the interpreter's
     from attnmux.triton.picked import PickedBackend  # noqa: PLC0415
 
     vendor = "amd" if arch.startswith("gfx") else "nvidia"
-    for name, case in cases_of(arch).items():
+    for name, case in cases_of(arch, full=full).items():
         setup = make_setup(case, Platform.parse(f"{vendor}:{arch}"), "cpu")
         make = PickedBackend if case.kind == "nsa" else TritonBackend
         backend = make(setup.context, {}, compute_units=108)
@@ -141,7 +142,7 @@ def rehearsed(arch: str) -> Iterator[tuple[str, Any]]:
         yield from ((name, launch) for launch in backend.launcher.rehearse(step))
 
 
-def main(arch: str) -> None:
+def main(arch: str, *, full: bool) -> None:
     from compile_kernel import GPUTarget, compile_kernel  # noqa: PLC0415  # not the interpreter's
 
     target = (
@@ -160,7 +161,7 @@ def main(arch: str) -> None:
             facts["scratch"] = scratch_bytes(compiled.asm["amdgcn"])
         print(json.dumps(facts))
 
-    for name, launch in rehearsed(arch):
+    for name, launch in rehearsed(arch, full=full):
         kernel = launch.bound.kernel
         values = dict(zip(kernel.arg_names, launch.values, strict=True))
         compiled = compile_kernel(
@@ -256,9 +257,9 @@ INDEXER = {"index_scores.score_keys", "index_scores.select_highest"}
 
 
 @pytest.mark.parametrize("arch", TARGETS)
-def test_every_kernel_compiles_and_fits(arch, script):
-    lines = script(arch)
-    assert {line["case"] for line in lines} == {*cases_of(arch), "merge", "indexer"}
+def test_every_kernel_compiles_and_fits(arch, script, full):
+    lines = script(arch, *(["full"] if full else []))
+    assert {line["case"] for line in lines} == {*cases_of(arch, full=full), "merge", "indexer"}
     expected = PORTABLE | MERGES | INDEXER | (HOPPER if arch == "sm90" else set())
     assert {line["kernel"] for line in lines} == expected
     assert [line for line in lines if line["shared"] > TARGETS[arch]] == []
@@ -268,4 +269,4 @@ def test_every_kernel_compiles_and_fits(arch, script):
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main(sys.argv[1], full="full" in sys.argv)

@@ -16,6 +16,8 @@ from torch.library import Library
 from torch.utils._python_dispatch import _disable_current_modes
 from triton.runtime import interpreter
 
+from attnmux.emulators import triton_types
+
 FLOATS = {
     tl.float32: torch.float32,
     tl.float16: torch.float16,
@@ -93,6 +95,7 @@ def interpreted() -> Iterator[None]:
     # Half of all additions are of indices, and each would be checked in 64 bits.
     unchecked = replace(builder.options, sanitize_overflow=False)
     with (
+        triton_types.made_once(),
         patch.object(interpreter.GridExecutor, "__call__", launched),
         patch.object(interpreter, "_convert_float", converted),
         patch.object(interpreter.InterpreterBuilder, "create_dot", multiplied),

@@ -154,4 +154,6 @@ def identity(tensor: torch.Tensor) -> int:
 
 def tensors(values: object) -> Sequence[torch.Tensor]:
     """The tensors among arguments or results, in order."""
+    if isinstance(values, torch.Tensor):
+        return [values]
     return [leaf for leaf in pytree.tree_leaves(values) if isinstance(leaf, torch.Tensor)]
