@@ -73,6 +73,9 @@ class HashingDraft:
         assert indices is step.last_indices
         return logits
 
+    def features_after(self, slots):
+        return {}
+
     def logits(self, batch, inputs):
         context = current_forward_context().backend.context
         return self._run(context.req_to_token_pool, batch, inputs["input_ids"])

@@ -1,0 +1,266 @@
+"""EAGLE heads: they draft from the target's hidden states, and the text is the target's alone."""
+
+from __future__ import annotations
+
+import json
+import random
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import LlamaConfig
+
+from attnmux.core import InvalidInput, Offer
+from attnmux.testing import RecordingGraphs, fake_card, fake_platform, graph_card
+from attnmux.transformers import (
+    Engine,
+    ModelProposer,
+    Prompt,
+    RunnerOptions,
+    recall,
+    run_prompts,
+)
+from attnmux.transformers.eagle_head import EagleHead, is_head, load_head
+from attnmux.transformers.engine import scheduler
+from attnmux.transformers.load import load_head_runner
+
+VOCABULARY, NUM = 97, 11
+SHARED = ("model.embed_tokens.weight", "lm_head.weight")
+
+
+def some_prompts(num=6):
+    rng = random.Random(5)
+    prompts = [[rng.randrange(VOCABULARY) for _ in range(rng.randrange(1, 20))] for _ in range(num)]
+    return [*prompts, *([*ids[:9], 4] for ids in prompts[:2])]
+
+
+def alone(model, prompts, num=NUM):
+    return [
+        model.generate(torch.tensor([ids]), max_new_tokens=num, do_sample=False)[0].tolist()
+        for ids in prompts
+    ]
+
+
+def texts_of(engine, prompts, num=NUM):
+    asked = [Prompt(token_ids=ids, max_new_tokens=num) for ids in prompts]
+    return [list(one.prompt_ids + one.token_ids) for one in run_prompts(engine, asked).results]
+
+
+@pytest.fixture(scope="module")
+def head_of(tiny, tmp_path_factory):
+    """The folder of a random head for a tiny target."""
+
+    def make(name):
+        model, _ = tiny(name)
+        torch.manual_seed(7)
+        width = model.config.hidden_size
+        config = LlamaConfig(
+            vocab_size=model.config.vocab_size, hidden_size=width, intermediate_size=48,
+            num_hidden_layers=1, num_attention_heads=4, num_key_value_heads=2, head_dim=8,
+        )  # fmt: skip
+        head = EagleHead(config, bias=True)
+        folder = tmp_path_factory.mktemp(f"head-{name}")
+        tensors = {
+            key.removeprefix("model."): torch.randn_like(value) * 0.2
+            for key, value in head.state_dict().items()
+            if key not in SHARED
+        }
+        save_file(tensors, folder / "model.safetensors")
+        config.save_pretrained(folder)
+        return folder
+
+    return make
+
+
+def a_head(runner, folder, **changes):
+    """A runner of the head, on a backend that graphs can record."""
+    card = changes.pop("card", None) or fake_card()
+    offer = Offer(card=card, plugin="fake", distribution="attnmux-fake", version="1.0")
+    given = {"max_batch_size": 6, "max_context_len": 64, "max_total_tokens": 1024, **changes}
+    options = RunnerOptions(hidden_states=True, draft_tokens=4, graph=False, **given)
+    head = load_head(folder, runner.model)
+    return load_head_runner(head, fake_platform(), [offer], options)
+
+
+def a_proposer(drafter, runner, topk):
+    num = 8 if topk > 1 else 4
+    return ModelProposer(
+        drafter, vocabulary_size=VOCABULARY, steps=3, topk=topk, draft_token_num=num,
+        target=runner.steps,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("target", "page_size", "topk"),
+    [("llama", 1, 4), ("llama", 16, 1), ("deepseek-v3", 16, 4), ("gemma3", 1, 1)],
+)
+def test_greedy_text_is_that_of_each_prompt_alone(
+    tiny, run_on, head_of, target, page_size, topk, monkeypatch
+):
+    """Prompts in chunks, shared prefixes, and pools in which requests wait and are retracted."""
+    monkeypatch.setattr(scheduler, "GROWTH", 1)
+    model, folder = tiny(target)
+    prompts = some_prompts()
+    expected = alone(model, prompts)
+    runner = run_on(
+        folder, page_size=page_size, draft_tokens=8, draft_topk=topk, max_total_tokens=128,
+        hidden_states=True, window_step_tokens=None,
+    )  # fmt: skip
+    drafter = a_head(runner, head_of(target), page_size=page_size)
+    drafts = a_proposer(drafter, runner, topk)
+    for options in ({}, {"prefill_tokens": 5, "prefix_cache": False}):
+        engine = Engine(runner, drafts=drafts, **options)
+        assert texts_of(engine, prompts) == expected
+        assert engine.stats.drafts.requests > 10
+        assert drafter.steps.allocator.available_size() == drafter.steps.allocator.size
+
+
+class Counted:
+    def __init__(self, function):
+        self.function, self.count = function, 0
+
+    def __call__(self, *args, **given):
+        self.count += 1
+        return self.function(*args, **given)
+
+
+class Statement:
+    """What a head says after a path, by its own modules over whole sequences."""
+
+    def __init__(self, model, head):
+        self.model, self.head = model, head
+
+    @torch.no_grad()
+    def scores(self, ids, path):
+        """Log-probabilities [vocabulary] after the tokens and a path of drafts."""
+        states = self.model.model(torch.tensor([ids[:-1]])).last_hidden_state[0]
+        tokens = ids[1:]
+        for token in [*path, None]:
+            joined = torch.cat([self.head.model.embed_tokens(torch.tensor(tokens)), states], dim=-1)
+            out = self.head.model(inputs_embeds=self.head.fc(joined)[None]).last_hidden_state[0]
+            if token is not None:
+                tokens, states = [*tokens, token], torch.cat([states, out[-1:]])
+        return self.head.lm_head(out[-1]).log_softmax(-1)
+
+
+def path_of(parents, tokens, number):
+    path = []
+    while number >= 0:
+        path.insert(0, int(tokens[number]))
+        number = int(parents[number])
+    return path
+
+
+@pytest.mark.parametrize("graphs", [False, True], ids=["eager", "graphs"])
+@pytest.mark.parametrize(("page_size", "topk"), [(1, 1), (16, 4), (1, 4)])
+def test_scores_are_those_of_the_head_alone(tiny, run_on, head_of, page_size, topk, graphs):
+    """After prompts, accepted drafts, reused prefixes, and branches that continue others."""
+    model, folder = tiny("llama")
+    runner = run_on(
+        folder, page_size=page_size, draft_tokens=8, draft_topk=topk, max_total_tokens=512,
+        max_batch_size=6, hidden_states=True,
+    )  # fmt: skip
+    drafter = a_head(runner, head_of("llama"), page_size=page_size, card=graph_card())
+    drafts = a_proposer(drafter, runner, topk)
+    if graphs:
+        drafts.capture_graphs(batch_sizes=[1, 6], devices=RecordingGraphs())
+        both = drafts._loop.graphs, drafter.catch_up_graphs
+        for each in both:
+            each.replay = Counted(each.replay)
+    head = load_head(head_of("llama"), model)
+    head.set_attn_implementation("eager")
+    statement, checked = Statement(model, head), []
+    draft = drafts._draft
+
+    def compared(states, num_steps):
+        found = draft(states, num_steps)
+        for state, scores, tokens, parents in zip(
+            states, found.scores, found.tokens, found.parents, strict=True
+        ):
+            for number in random.Random(len(checked)).choices(range(len(tokens)), k=2):
+                path = path_of(parents, tokens, number)
+                total = 0.0
+                for place, token in enumerate(path):
+                    total += float(statement.scores(state.token_ids, path[:place])[token])
+                assert float(scores[number]) == pytest.approx(total, rel=1e-3, abs=1e-3)
+                checked.append(len(path))
+        return found
+
+    drafts._draft = compared
+    engine = Engine(runner, drafts=drafts)
+    prompts = some_prompts(3)
+    expected = alone(model, prompts, 7)
+    for _ in range(2):  # the second time, prefixes are reused
+        for ids in prompts:
+            engine.add(ids, max_new_tokens=7)
+        while engine.has_work:
+            engine.step()
+    assert len(checked) > 20
+    assert max(checked) == 3
+    assert texts_of(engine, prompts, 7) == expected
+    assert not graphs or min(each.replay.count for each in both) > 3
+
+
+def test_the_shipped_head_guesses_the_answers(run_on):
+    rng = random.Random(3)
+    cases = [recall.make_prompt(rng, rng.randrange(30, 200)) for _ in range(8)]
+    runner = run_on(
+        recall.PATH, max_context_len=256, max_total_tokens=2048, draft_tokens=4, dtype="float32",
+        hidden_states=True,
+    )  # fmt: skip
+    drafter = a_head(runner, recall.EAGLE_PATH, max_context_len=256, max_total_tokens=4096)
+    drafts = ModelProposer(drafter, vocabulary_size=258, steps=3, target=runner.steps)
+    engine = Engine(runner, drafts=drafts)
+    engine.stop_ids = frozenset({256})
+    ids = {engine.add(list(p.encode()), max_new_tokens=6): answer for p, answer in cases}
+    said = {}
+    while engine.has_work:
+        for output in engine.step():
+            said.setdefault(output.request_id, []).append(output.token_id)
+    for number, answer in ids.items():
+        assert bytes(token for token in said[number] if token < 256).decode() == answer
+    assert engine.stats.drafts.accepted_per_step > 1.5
+
+
+def wrong_width(folder):
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "hidden_size": 64}))
+
+
+def wrong_vocabulary(folder):
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "vocab_size": 98}))
+
+
+def without(name):
+    def change(folder):
+        tensors = load_file(folder / "model.safetensors")
+        del tensors[name]
+        save_file(tensors, folder / "model.safetensors")
+
+    return change
+
+
+def of_eagle_3(folder):
+    tensors = load_file(folder / "model.safetensors")
+    save_file({**tensors, "d2t": torch.zeros(3)}, folder / "model.safetensors")
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (wrong_width, "hidden_size 64"),
+        (wrong_vocabulary, "vocab_size 98"),
+        (without("layers.0.self_attn.q_proj.weight"), "q_proj.weight is missing"),
+        (of_eagle_3, "EAGLE 3"),
+    ],
+    ids=["width", "vocabulary", "tensor", "eagle-3"],
+)
+def test_files_of_something_else(tiny, head_of, change, said):
+    model, target_folder = tiny("llama")
+    folder = head_of("llama")
+    assert is_head(folder)
+    assert not is_head(target_folder)
+    change(folder)
+    with pytest.raises(InvalidInput, match=said):
+        load_head(folder, model)
