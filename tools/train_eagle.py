@@ -1,6 +1,6 @@
 """Train the EAGLE head of the recall checkpoint, and write it in the layout of EAGLE 1 and 2.
 
-    python tools/train_eagle.py --out DIR [--steps N] [--learning-rate X] [--seed N] [--tokens N]
+    python -m tools.train_eagle --out DIR [--steps N] [--learning-rate X] [--seed N] [--tokens N]
 
 Rows are those of `train_recall.py`. The loss is taken on the target's own choice of the answers'
 tokens, and on its hidden states there. A second pass reads the head's own output in place of
@@ -22,11 +22,11 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 from torch.nn.functional import cross_entropy, smooth_l1_loss
-from train_recall import Sampler
 from transformers import LlamaForCausalLM
 
 from attnmux.transformers.eagle_head import SHARED, WEIGHTS, EagleHead
 from attnmux.transformers.recall import PATH
+from tools.train_recall import Sampler
 
 LEVELS = (64, 128, 256, 512, 1024)
 OWN_SHARE = 0.3
@@ -81,9 +81,11 @@ def losses(
 
 def train(steps: int, learning_rate: float, seed: int, device: str, num_tokens: int) -> EagleHead:
     torch.manual_seed(seed)
-    target = LlamaForCausalLM.from_pretrained(PATH, dtype=torch.float32).to(device).eval()
+    target: Any = LlamaForCausalLM.from_pretrained(PATH, dtype=torch.float32)
+    target.to(device).eval()
     target.requires_grad_(False)
-    head = make_head(target).to(device)
+    head = make_head(target)
+    torch.nn.Module.to(head, device)
     weights = [each for each in head.parameters() if each.requires_grad]
     optimizer = torch.optim.AdamW(weights, lr=learning_rate, betas=(0.9, 0.95))
     schedule = torch.optim.lr_scheduler.LambdaLR(

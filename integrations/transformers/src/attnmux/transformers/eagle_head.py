@@ -6,6 +6,9 @@ Embeddings and output embeddings are the target's. Files are those of EAGLE 1 an
 [width, 2 * width], perhaps `fc.bias`, and `layers.N.*` as in a Llama without norms at its ends.
 """
 
+# mypy: allow-untyped-calls
+# transformers is annotated in part only.
+
 from __future__ import annotations
 
 from pathlib import Path
@@ -20,6 +23,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 from attnmux.core import InvalidInput
 from attnmux.transformers.attention import SERVED
 from attnmux.transformers.checkpoint import quiet_transformers
+from attnmux.transformers.encoder_decoder import PackedDecoder
 
 WEIGHTS = "model.safetensors"
 PICKLED = "pytorch_model.bin"
@@ -67,12 +71,15 @@ def is_head(folder: str | Path) -> bool:
     return any(name.startswith(("fc.", *EAGLE3)) for name in _tensors(path))
 
 
-def load_head(folder: str | Path, target: PreTrainedModel) -> EagleHead:
+def load_head(folder: str | Path, target: PreTrainedModel | PackedDecoder) -> EagleHead:
     """A head in the target's dtype, on its device.
 
-    Raises InvalidInput for files of something else, for EAGLE 3, and for a head of another width
-    or vocabulary than the target's.
+    Raises InvalidInput for files of something else, for EAGLE 3, for a target with an encoder, and
+    for a head of another width or vocabulary than the target's.
     """
+    if isinstance(target, PackedDecoder):
+        got = "a head for an encoder-decoder model"
+        raise InvalidInput("draft", got=got, expected="a decoder-only model")
     path, config = Path(folder).expanduser(), target.config.get_text_config(decoder=True)
     tensors = _tensors(path)
     if any(name.startswith(EAGLE3) for name in tensors):
@@ -101,7 +108,7 @@ def load_head(folder: str | Path, target: PreTrainedModel) -> EagleHead:
         got = f"{path}, where {', '.join(sorted(wrong)[:3])} is missing, unknown or of other shape"
         raise InvalidInput("draft", got=got, expected=FILES)
     head.load_state_dict(named, strict=False)
-    head.to(device=target.device, dtype=target.dtype).eval()
+    nn.Module.to(head, device=target.device, dtype=target.dtype).eval()
     head.model.embed_tokens = target.get_input_embeddings()
     head.lm_head = target.get_output_embeddings()
     return head

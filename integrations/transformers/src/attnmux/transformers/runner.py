@@ -19,7 +19,6 @@ from attnmux.core import (
 )
 from attnmux.transformers import graph_configs
 from attnmux.transformers.encoder_decoder import PackedDecoder
-from attnmux.transformers.hidden_states import width_of
 from attnmux.transformers.images.prompt import PromptImages
 from attnmux.transformers.model_on_backend import ModelOnBackend
 from attnmux.transformers.sequence import check_encoder_len
@@ -98,9 +97,9 @@ class ModelRunner(ModelOnBackend):
 
     def _captured(self, config: GraphConfig, devices: DeviceGraphs) -> GraphRunner:
         inputs = {"input_ids": ModelInput(dtype=torch.int64)}
-        if self._served.reads_features:
-            width = width_of(self._served.module)
-            inputs["features"] = ModelInput(dtype=self.model.dtype, trailing=(width,))
+        if self._served.reads_features and self.steps.hidden is not None:
+            states = self.steps.hidden.states
+            inputs["features"] = ModelInput(dtype=states.dtype, trailing=states.shape[1:])
         if self.images is not None:
             inputs["position_ids"] = ModelInput(dtype=torch.int64)
 
