@@ -4,9 +4,8 @@
     TRITON_INTERPRET=1 python -m benchmarks.indexer --device cpu     in small: figures mean nothing
 
 A figure is device time in microseconds of one layer's `KeyPicker.pick` at DeepSeek-V3.2's shapes:
-64 heads of 128 dims pick 2048 keys; `ratio` is kernels over torch. `select` ranks random scores by
-the kernel, `topk` by a mask and `torch.topk`; `of topk` is the ratio of the two. They are left out
-where a step has more scores than are held at a time. `disorder` is by how much a key that was left
+64 heads of 128 dims pick 2048 keys; `ratio` is kernels over torch. Both
+rank scores by `torch.topk`. `disorder` is by how much a key that was left
 out has a higher score than a picked one, by torch, as a share of the highest score: 0 but for
 rounding. Rows above 0.001 are marked WRONG.
 """
@@ -24,9 +23,8 @@ from benchmarks.cases import json_option, only_option, rounds_option
 from attnmux.bench import Report, device_meter, facts, interleave
 from attnmux.bench.timing import Run
 from attnmux.core import ForwardBatch, ForwardMode, IndexKPool, KeyPicker, torch_dtype
-from attnmux.core.indices import best_keys, index_scores
-from attnmux.core.key_picks import SCORES_AT_ONCE
-from attnmux.triton.index_picks import IndexPicks
+from attnmux.core.indices import index_scores
+from attnmux.triton.index_scores import IndexScores
 
 LAYER = 0
 PAGE_SIZE = 64
@@ -34,7 +32,7 @@ WRONG = 1e-3
 COLUMNS = {
     **{"step": "", "context": ",.0f", "keys": ""},
     **{"kernels": ",.1f", "torch": ",.1f", "ratio": ".3f"},
-    **{"select": ",.1f", "topk": ",.1f", "of topk": ".3f", "disorder": ".1e", "": ""},
+    **{"disorder": ".1e", "": ""},
 }
 
 
@@ -150,40 +148,21 @@ def make_step(
 
 def measured(step: PickStep, rounds: int) -> list[float | str | None]:
     """The figures of a row, after the check."""
-    kernels = IndexPicks()
-    ours = step.run(replace(step.torch_picker, kernel=kernels))
+    ours = step.run(replace(step.torch_picker, kernel=IndexScores()))
     ours()
     found = disorder(step)
     device = step.index_q.device
-    runs = {"kernels": ours, "torch": step.run(step.torch_picker), **rankings(step, kernels)}
+    runs = {"kernels": ours, "torch": step.run(step.torch_picker)}
     repeats = 1 if device.type == "cpu" or len(step.index_q) > FULL.decodes[-1] else 10
     meters = {side: device_meter(run, device, repeats) for side, run in runs.items()}
     times = interleave(meters, rounds, warm_up=1)
-    ranked = "select" in runs
     return [
         times.median("kernels"),
         times.median("torch"),
         times.ratio("kernels", "torch"),
-        times.median("select") if ranked else None,
-        times.median("topk") if ranked else None,
-        times.ratio("select", "topk") if ranked else None,
         found,
         "" if found <= WRONG else "WRONG",
     ]
-
-
-def rankings(step: PickStep, kernels: IndexPicks) -> dict[str, Run]:
-    """The two ways to rank the scores of a whole step."""
-    positions, picks = step.batch.positions, step.batch.topk_indices
-    shape = len(positions), step.torch_picker.req_to_token.shape[1]
-    if picks is None or shape[0] * shape[1] > SCORES_AT_ONCE:
-        return {}
-    scores = torch.randn(shape, device=positions.device)
-    places = positions.unsqueeze(1)
-    return {
-        "select": lambda: kernels.select(scores, positions, picks),
-        "topk": lambda: best_keys(scores.unsqueeze(1), places, picks.shape[1]),
-    }
 
 
 def disorder(step: PickStep) -> float:

@@ -176,13 +176,13 @@ def kernels(monkeypatch):
     """The kernels that a GPU's runner gets, interpreted; the names of those that were asked for."""
     pytest.importorskip("triton")
     from attnmux.emulators import triton_interpreter  # noqa: PLC0415  # where there is a Triton
-    from attnmux.triton.index_picks import IndexPicks  # noqa: PLC0415  # as above
+    from attnmux.triton.index_scores import IndexScores  # noqa: PLC0415  # as above
 
     asked = []
 
     def offered(name, context):
         asked.append(name)
-        return IndexPicks()
+        return IndexScores()
 
     monkeypatch.setattr(model_on_backend, "shared_kernel", offered)
     with triton_interpreter.interpreted():
@@ -197,12 +197,12 @@ def test_kernels_say_the_same(sparse, run_on, kernels):
         engine = Engine(runner, drafts=drafts)
         found = [result.token_ids for result in run_prompts(engine, asked).results]
         assert found == [alone(model, ids) for ids in prompts()[1:4]]
-    assert kernels == ["index_picks"]
+    assert kernels == ["index_scores"]
 
 
 def test_kernels_replayed_from_graphs_say_the_same(sparse, kernels):
     test_decode_steps_replayed_from_graphs_say_the_same(sparse, "deepseek")
-    assert kernels == ["index_picks"]
+    assert kernels == ["index_scores"]
 
 
 def test_chains_of_drafts_leave_the_text_as_it_is(sparse, run_on):

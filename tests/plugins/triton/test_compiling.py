@@ -196,7 +196,6 @@ def index_kernels() -> Iterator[tuple[Any, dict[str, str], dict[str, Any], int]]
 
     places = {"rows": "*i64", "positions": "*i64", "table": "*i32", "picks": "*i32"}
     words = {**places, "weights": "*fp32", "scores": "*fp32"}
-    yield index_scores.select_highest, words, {"BLOCK": 4096}, 16
     sizes = {"HEADS": 64, "DIM": 128, "BLOCK_H": 64, "BLOCK_D": 128, "BLOCK_N": 64}
     for keys, scales in (("*bf16", "constexpr"), ("*u8", "*fp32")):
         types = {**words, "q": "*bf16", "keys": keys, "scales": scales}
@@ -253,7 +252,7 @@ HOPPER = {
 
 
 MERGES = {"merge.merge_rows", "merge.merge_splits"}
-INDEXER = {"index_scores.score_keys", "index_scores.select_highest"}
+INDEXER = {"index_scores.score_keys"}
 
 
 @pytest.mark.parametrize("arch", TARGETS)

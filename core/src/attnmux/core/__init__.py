@@ -140,7 +140,7 @@ if TYPE_CHECKING:
     from attnmux.core.indices.topk import topk_slots as topk_slots
     from attnmux.core.installed import load_plugins as load_plugins
     from attnmux.core.key_picks import KeyPicker as KeyPicker
-    from attnmux.core.key_picks import PicksKeys as PicksKeys
+    from attnmux.core.key_picks import ScoresKeys as ScoresKeys
     from attnmux.core.kv.allocator import PagedAllocator as PagedAllocator
     from attnmux.core.kv.allocator import TokenAllocator as TokenAllocator
     from attnmux.core.kv.foreign import ForeignKVPool as ForeignKVPool
@@ -430,7 +430,7 @@ _NAMES_BY_MODULE = {
         "topk_slots",
     ),
     "installed": ("load_plugins",),
-    "key_picks": ("KeyPicker", "PicksKeys"),
+    "key_picks": ("KeyPicker", "ScoresKeys"),
     "kv.allocator": (
         "PagedAllocator",
         "TokenAllocator",

@@ -17,8 +17,8 @@ SCORES_AT_ONCE = 2**26
 """Scores of heads that are held at a time, 4 bytes each."""
 
 
-class PicksKeys(Protocol):
-    """A device's own way to score and rank keys."""
+class ScoresKeys(Protocol):
+    """A device's own way to score keys."""
 
     def __call__(
         self,
@@ -28,28 +28,26 @@ class PicksKeys(Protocol):
         req_to_token: torch.Tensor,
         rows: torch.Tensor,
         positions: torch.Tensor,
-        width: int,
-        picks: torch.Tensor,
+        scores: torch.Tensor,
     ) -> None:
-        """Write picks [T, topk] int32: the places of the highest scores up to each token's place,
-        in any order, followed by -1 where there are fewer.
+        """Write scores [T, S] float32 of the keys up to each token's place, as `index_scores`.
 
         index_q: [T, Hi, Di]. weights: [T, Hi]. rows: [R] int64, of the request table req_to_token;
-        each is that of T / R tokens, one after another. positions: [T] int64, below `width`.
-        Does not synchronise; shapes are static. It may hold T * width scores.
+        each is that of T / R tokens, one after another. positions: [T] int64, below S.
+        Does not synchronise; shapes are static.
         """
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class KeyPicker:
-    """Picks the keys that layers of kind "nsa" see, in plain torch on any device, or by a kernel
-    where a plugin offers one for it (`shared_kernel("index_picks", context)`)."""
+    """Picks the keys that layers of kind "nsa" see, by scores in plain torch on any device, or by a
+    kernel's where a plugin offers one for it (`shared_kernel("index_scores", context)`)."""
 
     pool: IndexKPool
     req_to_token: torch.Tensor
     """[rows, max_context] int32, the request table of the KV pool."""
     topk: int
-    kernel: PicksKeys | None = None
+    kernel: ScoresKeys | None = None
 
     def __post_init__(self) -> None:
         check_positive("topk", self.topk)
@@ -98,7 +96,7 @@ class KeyPicker:
 
     def _pick_by_kernel(
         self,
-        kernel: PicksKeys,
+        kernel: ScoresKeys,
         layer_id: int,
         index_q: torch.Tensor,
         weights: torch.Tensor,
@@ -119,16 +117,13 @@ class KeyPicker:
         stored = self.pool.rows(layer_id)
         for start in range(0, num_tokens, at_once):
             some = slice(start, start + at_once)
-            kernel(
-                index_q[some],
-                weights[some],
-                stored,
-                self.req_to_token,
-                rows if num_tokens <= at_once else rows[some],
-                batch.positions[some],
-                width,
-                picks[some],
+            places = batch.positions[some]
+            scores = torch.empty(
+                (len(places), max(width, 1)), dtype=torch.float32, device=picks.device
             )
+            of_rows = rows if num_tokens <= at_once else rows[some]
+            kernel(index_q[some], weights[some], stored, self.req_to_token, of_rows, places, scores)
+            picks[some] = best_keys(scores, places, self.topk)
 
     def _pick_by_request(
         self,

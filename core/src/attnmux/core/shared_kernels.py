@@ -11,7 +11,7 @@ changes nothing. Plain torch operations serve where no kernel is offered.
 
 | kernel | the function returns |
 |---|---|
-| `index_picks` | a `PicksKeys`, as `KeyPicker` calls it |
+| `index_scores` | a `ScoresKeys`, as `KeyPicker` calls it |
 | `kv_writer` | a `KVWriter` of the context's pool |
 | `rank_merger` | a `RankMerger` of attnmux-distributed |
 | `topk_slots` | a function with the arguments and results of `topk_slots` |

@@ -98,7 +98,7 @@ class ModelOnBackend:
     def _give_picker(self, picker: KeyPicker | None) -> None:
         """Let the indexers pick, by the kernels that are offered for the device."""
         if self.indexers is not None and picker is not None:
-            kernel = shared_kernel("index_picks", self.context)
+            kernel = shared_kernel("index_scores", self.context)
             self.indexers.picker = replace(picker, kernel=kernel)
 
     def _step_builder(self, memory: RunnerMemory, capacity: Capacity) -> StepBuilder:

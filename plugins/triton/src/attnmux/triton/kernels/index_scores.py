@@ -1,4 +1,4 @@
-"""An indexer's scores of the keys that each token sees, and the places of the highest ones."""
+"""An indexer's scores of the keys that each token sees."""
 
 from __future__ import annotations
 
@@ -69,72 +69,3 @@ def score_keys(
         seen = tl.where(products < 0.0, 0.0, products)
         score = tl.sum(seen * weight[None, :], 1)
         tl.store(scores + token * scores_stride + place, score, mask=is_key)
-
-
-@triton.jit
-def ordered(score):
-    """int64 from 0 to 2**32 - 1 that compare as floats do."""
-    bits = score.to(tl.int32, bitcast=True)
-    bits = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
-    return bits.to(tl.int64) + 2147483648
-
-
-@triton.jit
-def narrow(
-    scores, count, border, missing,
-    BLOCK: tl.constexpr, SHIFT: tl.constexpr, WIDTH: tl.constexpr,
-):  # fmt: skip
-    """(border, missing) with the digit of WIDTH bits above SHIFT appended to border, the digits of
-    the lowest picked score before it; missing picks begin with these digits."""
-    histogram = tl.zeros([2048], tl.int32)
-    for first in range(0, count, BLOCK):
-        at = first + tl.arange(0, BLOCK)
-        value = ordered(tl.load(scores + at, mask=at < count, other=0.0))
-        is_open = (at < count) & ((value >> (SHIFT + WIDTH)) == border)
-        digit = ((value >> SHIFT) & ((1 << WIDTH) - 1)).to(tl.int32)
-        histogram += tl.histogram(digit, 2048, mask=is_open)
-    # Scores of a digit or a higher one: they fall from digit to digit
-    reached = tl.cumsum(histogram, 0, reverse=True)
-    chosen = tl.sum((reached >= missing).to(tl.int32), 0) - 1
-    above = tl.sum(tl.where(tl.arange(0, 2048) > chosen, histogram, 0), 0)
-    return (border << WIDTH) + chosen, missing - above
-
-
-@triton.jit(do_not_specialize=["scores_stride", "topk"])
-def select_highest(
-    scores, scores_stride, positions, picks, picks_stride, topk,
-    BLOCK: tl.constexpr,
-):  # fmt: skip
-    """picks [T, topk] int32: the places of the highest scores [T, S] float32 up to each token's
-    place, ascending; then -1. Among equal scores at the border, the first ones are picked.
-
-    A radix select: the lowest picked score is found digit by digit, by histograms of 11, 11 and 10
-    bits. Grid: tokens.
-    """
-    token = tl.program_id(0).to(tl.int64)
-    count = tl.load(positions + token).to(tl.int32) + 1
-    scores += token * scores_stride
-    picks += token * picks_stride
-    lane = tl.arange(0, BLOCK)
-    if count <= topk:
-        for first in range(0, topk, BLOCK):
-            at = first + lane
-            tl.store(picks + at, tl.where(at < count, at, -1), mask=at < topk)
-    else:
-        border = tl.zeros([], tl.int64)
-        border, missing = narrow(scores, count, border, topk, BLOCK, 21, 11)
-        border, missing = narrow(scores, count, border, missing, BLOCK, 10, 11)
-        border, missing = narrow(scores, count, border, missing, BLOCK, 0, 10)
-        written = tl.zeros([], tl.int32)
-        for first in range(0, count, BLOCK):
-            is_score = first + lane < count
-            value = ordered(tl.load(scores + first + lane, mask=is_score, other=0.0))
-            at_border = (is_score & (value == border)).to(tl.int32)
-            is_picked = (is_score & (value > border)) | (
-                (at_border == 1) & (tl.cumsum(at_border, 0) <= missing)
-            )
-            missing -= tl.minimum(tl.sum(at_border, 0), missing)
-            one = is_picked.to(tl.int32)
-            at = written + tl.cumsum(one, 0) - 1
-            tl.store(picks + at, first + lane, mask=is_picked)
-            written += tl.sum(one, 0)

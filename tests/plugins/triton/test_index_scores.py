@@ -12,7 +12,7 @@ from attnmux.core.indices import index_scores
 
 pytest.importorskip("triton")
 
-from attnmux.triton.index_picks import IndexPicks  # where there is a Triton
+from attnmux.triton.index_scores import IndexScores  # where there is a Triton
 
 WIDTH = 150
 
@@ -43,38 +43,13 @@ def test_scores(dtype, q_dtype, heads, dim, queries):
     q = torch.randn(count, heads, dim).to(q_dtype)
     weights, positions = torch.randn(count, heads), torch.randint(WIDTH, (count,))
     scores = torch.full((count, WIDTH), -7.0)
-    IndexPicks().score(q, weights, pool.rows(0), table, rows, positions, scores)
+    IndexScores()(q, weights, pool.rows(0), table, rows, positions, scores)
     for token in range(count):
         stop = int(positions[token]) + 1
         keys = pool.keys(0, table[rows[token // queries], :stop].long())
         expected = index_scores(q[token : token + 1], keys, weights[token : token + 1])[0]
         torch.testing.assert_close(scores[token, :stop], expected, atol=2e-3, rtol=1e-4)
         assert bool((scores[token, stop:] == -7).all())
-
-
-@pytest.mark.parametrize("values", ["random", "few", "equal", "small"])
-@pytest.mark.parametrize("topk", [1, 33, 2048])
-def test_selection(values, topk):
-    """Ties, subnormals and both signs; rows of fewer scores than picks."""
-    count, width = 4, 9001
-    scores = {
-        "random": lambda: torch.randn(count, width),
-        "few": lambda: torch.randint(-2, 2, (count, width)).float(),
-        "equal": lambda: torch.zeros(count, width),
-        "small": lambda: torch.randn(count, width) * 1e-40,
-    }[values]()
-    positions = torch.tensor([0, 2047, 5000, width - 1])
-    picks = torch.full((count, topk), -5, dtype=torch.int32)
-    IndexPicks().select(scores, positions, picks)
-    for token, place in enumerate(positions.tolist()):
-        some = min(topk, place + 1)
-        found, rest = picks[token, :some].long(), picks[token, some:]
-        assert len(set(found.tolist())) == some
-        assert int(found.min()) >= 0
-        assert int(found.max()) <= place
-        assert bool((rest == -1).all())
-        expected = scores[token, : place + 1].topk(some).values.sort().values
-        assert torch.equal(scores[token, found].sort().values, expected)
 
 
 def test_every_byte():
@@ -90,7 +65,7 @@ def test_every_byte():
     q[:, 0, 0], q[:, 1, 0] = 1, -1
     weights, scores = torch.tensor([[1.0, -1.0]]).repeat(4, 1), torch.empty(4, WIDTH)
     positions = torch.tensor([WIDTH - 1] * 4)
-    IndexPicks().score(q, weights, stored, table, rows, positions, scores)
+    IndexScores()(q, weights, stored, table, rows, positions, scores)
     found = torch.cat([scores[0], scores[2]])[:256]
     expected = values.view(torch.float8_e4m3fn).float()
     torch.testing.assert_close(found, expected, atol=0, rtol=0, equal_nan=True)
@@ -138,7 +113,7 @@ def test_picks_in_steps(monkeypatch, dtype, captured, at_once, mode, spans):
     count, heads, topk = len(batch.positions), 24, 30
     given = (torch.randn(count, heads, 128), torch.randn(count, 128), torch.randn(count, heads))
     results = []
-    for kernel in (None, IndexPicks()):
+    for kernel in (None, IndexScores()):
         picker = KeyPicker(pool=pool, req_to_token=table, topk=topk, kernel=kernel)
         step = replace(batch, topk_indices=picker.room(batch))
         picker.pick(0, *given, step, captured=captured)

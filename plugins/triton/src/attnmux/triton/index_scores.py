@@ -1,4 +1,4 @@
-"""An indexer's picks on a device: scores in one launch, the highest ones in another."""
+"""An indexer's scores of the keys in a request table, in one launch."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from attnmux.triton.bound_kernel import BoundKernel, Launcher
-from attnmux.triton.kernels.index_scores import score_keys, select_highest
+from attnmux.triton.kernels.index_scores import score_keys
 from attnmux.triton.shapes import next_power_of_2
 
 if TYPE_CHECKING:
@@ -15,29 +15,18 @@ if TYPE_CHECKING:
 
 BLOCK_N = 64
 """Keys that a program scores."""
-BLOCK_SCORES = 4096
-"""Scores that a program ranks at a time."""
 BLOCK_D = 128
 """Columns of a product: those that share a scale of e4m3."""
 LEAST = 16
 """Rows and columns of a product, at least."""
 
 
-class IndexPicks:
-    """A `PicksKeys`. Keeps the compiled kernels."""
+class IndexScores:
+    """A `ScoresKeys`. Keeps the compiled kernel of each shape."""
 
     def __init__(self) -> None:
         self._launcher = Launcher()
         self._score: dict[tuple[int, int, torch.dtype], BoundKernel] = {}
-        self._select = BoundKernel(
-            self._launcher,
-            select_highest,
-            {"BLOCK": BLOCK_SCORES},
-            tensors=("scores", "positions", "picks"),
-            numbers=("picks_stride",),
-            counts=("scores_stride", "topk"),
-            options={"num_warps": 16},
-        )
 
     def __call__(
         self,
@@ -47,27 +36,9 @@ class IndexPicks:
         req_to_token: torch.Tensor,
         rows: torch.Tensor,
         positions: torch.Tensor,
-        width: int,
-        picks: torch.Tensor,
-    ) -> None:
-        """As `PicksKeys`. Raises BackendFailed where the kernels do not compile."""
-        num_tokens = index_q.shape[0]
-        shape = num_tokens, max(width, 1)
-        scores = torch.empty(shape, dtype=torch.float32, device=index_q.device)
-        self.score(index_q, weights, stored, req_to_token, rows, positions, scores)
-        self.select(scores, positions, picks)
-
-    def score(
-        self,
-        index_q: torch.Tensor,
-        weights: torch.Tensor,
-        stored: IndexRows,
-        req_to_token: torch.Tensor,
-        rows: torch.Tensor,
-        positions: torch.Tensor,
         scores: torch.Tensor,
     ) -> None:
-        """Write scores [T, S] float32 up to each token's place, which is below S."""
+        """As `ScoresKeys`. Raises BackendFailed where the kernel does not compile."""
         num_tokens, heads, dim = index_q.shape
         keys, scales = stored.keys, stored.scales
         if scales is None and keys.dtype == torch.float32:
@@ -97,15 +68,6 @@ class IndexPicks:
             ),
             (scores.stride(0), num_tokens // len(rows)),
             (index_q.dtype, keys.dtype, scales is None),
-        )
-
-    def select(self, scores: torch.Tensor, positions: torch.Tensor, picks: torch.Tensor) -> None:
-        """Write picks [T, topk] int32, whose columns are contiguous, of scores [T, S]."""
-        self._select(
-            (len(picks), 1, 1),
-            (scores, positions.contiguous(), picks),
-            (picks.stride(0),),
-            (scores.stride(0), picks.shape[1]),
         )
 
     def _scoring(self, heads: int, dim: int, dtype: torch.dtype) -> BoundKernel:
@@ -139,11 +101,7 @@ class IndexPicks:
         return bound
 
 
-def make_picks(context: BackendContext) -> IndexPicks:
-    """The kernels for the context's device. The selection compiles here; the scores' kernel, whose
-    shapes are the model's, at its first launch."""
-    picks = IndexPicks()
-    nothing = torch.zeros((1, 1), dtype=torch.float32, device=context.device)
-    place = torch.zeros(1, dtype=torch.int64, device=context.device)
-    picks.select(nothing, place, torch.full((1, 1), -1, dtype=torch.int32, device=context.device))
-    return picks
+def make_scores(context: BackendContext) -> IndexScores:
+    """The kernel for the context's device. Its shapes are the model's: it compiles at its first
+    launch."""
+    return IndexScores()
