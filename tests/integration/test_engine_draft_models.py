@@ -10,6 +10,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from attnmux.core import (
+    AcceptThresholds,
     GraphUnsupported,
     InvalidInput,
     Offer,
@@ -331,3 +332,29 @@ def test_contexts_and_texts_too_short_for_graphs(tiny, lens):
     assert torch.equal(trees[0].parents, trees[1].parents)
     depth = min(3, 48 - max(lens) + 1)
     assert int(trees[0].depths.max()) <= depth
+
+
+@pytest.mark.parametrize("topk", [1, 4])
+def test_thresholds_accept_more_of_sampled_requests_alone(tiny, run_on, topk):
+    """Greedy requests of the same steps keep their texts; a text is the same each time."""
+    model, folder = tiny("llama")
+    prompts = some_prompts(4)
+    greedy = range(0, len(prompts), 2)
+    ways = [
+        SamplingParams() if place in greedy else SamplingParams(temperature=1.0, seed=place)
+        for place in range(len(prompts))
+    ]
+    runner = run_on(folder, page_size=4, draft_tokens=8, draft_topk=topk, max_total_tokens=256)
+    drafter = run_on(folder, page_size=4, max_total_tokens=1024)
+    found = {}
+    for single in (1.0, 0.01, 0.01):
+        accept = AcceptThresholds(single=single)
+        engine = Engine(runner, drafts=a_proposer(drafter, topk), accept=accept)
+        texts = texts_of(engine, prompts, ways=ways)
+        wanted = alone(model, prompts)
+        assert [texts[place] for place in greedy] == [wanted[place] for place in greedy]
+        if single in found:
+            assert texts == found[single][0]
+        found[single] = texts, engine.stats.drafts.accepted_per_step
+    assert found[0.01][1] > found[1.0][1] + 0.25
+    assert found[0.01][0] != found[1.0][0]

@@ -246,6 +246,8 @@ if TYPE_CHECKING:
     from attnmux.core.tree_masks import tree_mask_of as tree_mask_of
     from attnmux.core.tree_masks import unpack_visible as unpack_visible
     from attnmux.core.tree_masks import visible_drafts as visible_drafts
+    from attnmux.core.tree_sampling import AcceptThresholds as AcceptThresholds
+    from attnmux.core.tree_sampling import sample_tree_target_only as sample_tree_target_only
     from attnmux.core.tree_steps import among_drafts as among_drafts
     from attnmux.core.tree_steps import as_heads as as_heads
     from attnmux.core.tree_steps import as_tokens as as_tokens
@@ -593,6 +595,7 @@ _NAMES_BY_MODULE = {
         "unpack_visible",
         "visible_drafts",
     ),
+    "tree_sampling": ("AcceptThresholds", "sample_tree_target_only"),
     "tree_steps": (
         "among_drafts",
         "as_heads",

@@ -120,6 +120,20 @@ AT_LEAST_1 = click.IntRange(min=1)
     "them with --topk above 1.",
 )
 @click.option(
+    "--accept-threshold-single",
+    type=click.FloatRange(0, 1, min_open=True),
+    default=1.0,
+    help="With --draft and --temperature, accept a guess of at least that probability. Below 1 the "
+    "text changes.",
+)
+@click.option(
+    "--accept-threshold-acc",
+    type=click.FloatRange(0, 1, min_open=True),
+    default=1.0,
+    help="With --draft and --temperature, divide by it the probability with which a guess is "
+    "accepted. Below 1 the text changes.",
+)
+@click.option(
     "--sparse",
     type=click.Choice(["quest"]),
     help="Read only a part of each prompt's keys to decode: the pages whose keys may score highest "

@@ -17,6 +17,7 @@ import click
 import torch
 
 from attnmux.core import (
+    AcceptThresholds,
     AttentionBackend,
     Decision,
     Detection,
@@ -96,6 +97,8 @@ def run_command(
     draft_tokens: int | None,
     topk: int,
     steps: int | None,
+    accept_threshold_single: float,
+    accept_threshold_acc: float,
     sparse: str | None,
     sparse_budget: int | None,
     graph: bool | None,
@@ -114,6 +117,9 @@ def run_command(
 ) -> None:
     """Generate for the prompts. The other arguments are the options of `cli.generate`."""
     budget = None if memory is None else MemoryBudget.parse(memory)
+    accept = AcceptThresholds(single=accept_threshold_single, acc=accept_threshold_acc)
+    if not accept.exact and draft is None:
+        raise InvalidInput("--accept-threshold-*", got="one below 1", expected="--draft with it")
     drafting = Drafting(draft=draft, draft_tokens=draft_tokens, topk=topk, steps=steps)
     parallel = Parallel(
         tp=tp, dcp=dcp, pcp=pcp, pcp_min_tokens=pcp_min_tokens, dp_attention=dp_attention
@@ -191,6 +197,7 @@ def run_command(
             stop_ids=checkpoint.stop_ids(runner.model),
             prefill_tokens=prefill_tokens,
             drafts=drafts,
+            accept=accept,
         )
         generation = _generate(engine, wanted, silent=as_json, stream=not no_stream)
         if as_json and ranks.rank == 0:

@@ -111,6 +111,25 @@ def sample(logits: torch.Tensor, samplers: Sequence[Draws]) -> torch.Tensor:
     return torch.where(top.abs() < math.inf, tokens, NOT_A_NUMBER)
 
 
+def distributions(logits: torch.Tensor, samplers: Sequence[Draws]) -> torch.Tensor:
+    """[B, vocabulary] float32: what each row is drawn from. All weight is on the most likely token
+    of a row that is not drawn; rows whose largest logit is NaN or infinite are NaN.
+
+    As `sample`, which draws from the same.
+    """
+    top, tokens = logits.max(dim=-1)
+    found = torch.zeros_like(logits, dtype=torch.float32).scatter_(1, tokens.unsqueeze(1), 1)
+    groups: dict[tuple[float, float], list[int]] = {}
+    for row, sampler in enumerate(samplers):
+        if sampler.draws_by is not None:
+            groups.setdefault(sampler.draws_by, []).append(row)
+    for rows in groups.values():
+        places = torch.tensor(rows).to(logits.device, non_blocking=True)
+        some = logits[places].float() - top[places].float().unsqueeze(-1)
+        found.index_copy_(0, places, samplers[rows[0]].scores(some).softmax(dim=-1))
+    return found.masked_fill_(~(top.abs() < math.inf).unsqueeze(1), math.nan)
+
+
 def _draw(logits: torch.Tensor, top: torch.Tensor, samplers: Sequence[Draws]) -> torch.Tensor:
     """Tokens [n] of requests whose parameters, seeds apart, are the same."""
     # Below 0 no division by a small temperature overflows.

@@ -8,7 +8,7 @@ from collections.abc import Collection, Sequence
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from attnmux.core import DraftTree, InvalidInput, PoolExhausted
+from attnmux.core import AcceptThresholds, DraftTree, InvalidInput, PoolExhausted
 from attnmux.transformers.engine.execution import Execution, Launched, StepRunner
 from attnmux.transformers.engine.prefix import MemoryUse, PrefixCache
 from attnmux.transformers.engine.request import (
@@ -85,6 +85,7 @@ class Engine:
         prefill_tokens: int = PREFILL_TOKENS,
         prefix_cache: bool = True,
         drafts: Proposer | None = None,
+        accept: AcceptThresholds | None = None,
         overlap: bool | None = None,
     ) -> None:
         """tokenizer: turns tokens into text. stop_ids: end every request that has none of its own.
@@ -94,6 +95,7 @@ class Engine:
         prefix_cache: keep K and V for later prompts that begin with the same tokens. A model with
         linear layers has no cached prefixes, since its states are those of the last token.
         drafts: guesses tokens that decode steps then verify. Steps with prompts run without.
+        accept: which drafts of sampled requests are accepted; None keeps their texts.
         overlap: launch steps ahead; None does so on every device but the CPU. Steps with drafts
         are never launched ahead.
         Raises InvalidInput for drafts where the model has an encoder, or where ranks have requests
@@ -113,7 +115,7 @@ class Engine:
             expected = "none where ranks have requests of their own"
             raise InvalidInput("drafts", got=type(drafts).__name__, expected=expected)
         if drafts is not None:
-            self._speculation = Speculation(drafts, self._cache, self.stats)
+            self._speculation = Speculation(drafts, self._cache, self.stats, accept)
         self._live: dict[int, LiveRequest] = {}
         """In order of arrival. Those that have ended stay until their memory is free."""
         self._next_id = 0

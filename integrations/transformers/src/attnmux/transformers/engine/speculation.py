@@ -10,11 +10,13 @@ import numpy as np
 import torch
 
 from attnmux.core import (
+    AcceptThresholds,
     DraftTree,
     InvalidInput,
     NgramIndex,
     check_positive,
 )
+from attnmux.transformers.engine.acceptance import sampled_paths
 from attnmux.transformers.engine.execution import StepRunner
 from attnmux.transformers.engine.prefix import PrefixCache
 from attnmux.transformers.engine.request import LiveRequest
@@ -114,17 +116,26 @@ class Speculation:
     """Runs steps of decoding requests with drafts.
 
     Each draft token is sampled with the random number that the request draws at its place, so that
-    a request's text is the same with and without drafts, up to rounding in the model.
+    a request's text is the same with and without drafts, up to rounding in the model. Thresholds
+    below 1 accept more drafts of sampled requests instead, whose text is then another.
     """
 
-    def __init__(self, proposer: Proposer, cache: PrefixCache, stats: EngineStats) -> None:
-        """Raises InvalidInput for a model with an encoder."""
+    def __init__(
+        self,
+        proposer: Proposer,
+        cache: PrefixCache,
+        stats: EngineStats,
+        accept: AcceptThresholds | None = None,
+    ) -> None:
+        """accept: of sampled requests; None keeps their texts. Raises InvalidInput for a model with
+        an encoder."""
         if cache.steps.max_encoder_len:
             got = "drafts for an encoder-decoder model"
             raise InvalidInput("drafts", got=got, expected="a decoder-only model")
         self._proposer = proposer
         self._cache = cache
         self._stats = stats
+        self._accept = accept or AcceptThresholds()
         self._step: VerifyStep | None = None
         self._paths: list[list[int]] = []
         self._unsound: list[bool] = []
@@ -168,12 +179,18 @@ class Speculation:
         self._step, tree = verify, verify.tree
         laps.lap("allocate")
         logits = runner.forward(verify.step, verify.step.last_indices, laps)
-        sampled = sample(logits, _draws(requests, tree))
-        laps.lap("sample")
-        predict: list[list[int]] = sampled.cpu().view(tree.draft_tokens.shape).tolist()
-        laps.lap("wait")
-        self._unsound = [NOT_A_NUMBER in row for row in predict]
-        self._paths, answer = accepted(tree, predict)
+        draws = _draws(requests, tree)
+        if draws and not self._accept.exact:
+            self._paths, answer = sampled_paths(tree, logits, draws, self._accept)
+            laps.lap("sample")
+            self._unsound = [NOT_A_NUMBER in row for row in answer]
+        else:
+            sampled = sample(logits, draws)
+            laps.lap("sample")
+            predict: list[list[int]] = sampled.cpu().view(tree.draft_tokens.shape).tolist()
+            laps.lap("wait")
+            self._unsound = [NOT_A_NUMBER in row for row in predict]
+            self._paths, answer = accepted(tree, predict)
         num_accepted = sum(map(len, answer)) - len(answer)
         self._stats.drafts.count(len(answer), num_drafts, num_accepted)
         return answer
