@@ -5,6 +5,7 @@ Every call is collective: each rank of the group makes the same calls in the sam
 
 from __future__ import annotations
 
+import atexit
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -27,6 +28,12 @@ T = TypeVar("T")
 
 # Renamed in torch 2.13, which warns of the old name
 gather_tensors: Callable[..., Any] = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+
+
+def _leave() -> None:
+    """End gloo's threads: one that outlives the interpreter may abort the process."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -88,6 +95,8 @@ class RankGroup:
                 seconds,
                 lambda: dist.init_process_group(timeout=timedelta(seconds=seconds), **options),
             )
+            if device_type == "cpu":
+                atexit.register(_leave)
         device = torch.device(device_type)
         if device_type != "cpu":
             device = torch.device(device_type, torch.accelerator.current_device_index())
