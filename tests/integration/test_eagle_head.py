@@ -264,3 +264,22 @@ def test_files_of_something_else(tiny, head_of, change, said):
     change(folder)
     with pytest.raises(InvalidInput, match=said):
         load_head(folder, model)
+
+
+def test_weights_that_torch_saved(tiny, head_of):
+    model, _ = tiny("llama")
+    folder = head_of("llama")
+    tensors = load_file(folder / "model.safetensors")
+    wanted = load_head(folder, model).state_dict()
+    (folder / "model.safetensors").unlink()
+    torch.save(tensors, folder / "pytorch_model.bin")
+    assert is_head(folder)
+    found = load_head(folder, model).state_dict()
+    assert all(torch.equal(found[name], wanted[name]) for name in wanted)
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "pytorch_model.bin"])
+def test_files_that_cannot_be_read(tiny, tmp_path, name):
+    (tmp_path / name).write_bytes(b"\x08 nothing")
+    with pytest.raises(InvalidInput, match="draft: expected the files of an EAGLE 1 or 2 head"):
+        is_head(tmp_path)

@@ -11,10 +11,14 @@ Embeddings and output embeddings are the target's. Files are those of EAGLE 1 an
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any
 
 import torch
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
@@ -66,9 +70,14 @@ class EagleHead(LlamaForCausalLM):
 def is_head(folder: str | Path) -> bool:
     """Whether a folder holds an EAGLE head rather than a model."""
     path = Path(folder).expanduser()
-    if not any((path / name).is_file() for name in (WEIGHTS, PICKLED)):
+    if (path / WEIGHTS).is_file():
+        with _explained(path), safe_open(path / WEIGHTS, framework="pt") as file:
+            names = list(file.keys())
+    elif (path / PICKLED).is_file():
+        names = list(_tensors(path))
+    else:
         return False
-    return any(name.startswith(("fc.", *EAGLE3)) for name in _tensors(path))
+    return any(name.removeprefix("model.").startswith(("fc.", *EAGLE3)) for name in names)
 
 
 def load_head(folder: str | Path, target: PreTrainedModel | PackedDecoder) -> EagleHead:
@@ -116,11 +125,18 @@ def load_head(folder: str | Path, target: PreTrainedModel | PackedDecoder) -> Ea
 
 def _tensors(path: Path) -> dict[str, torch.Tensor]:
     """The tensors of a folder, by names without the prefix "model."."""
-    try:
+    with _explained(path):
         if (path / WEIGHTS).is_file():
             found = load_file(path / WEIGHTS)
         else:
-            found = torch.load(path / PICKLED, map_location="cpu", weights_only=True)
-    except (OSError, ValueError, RuntimeError) as error:
-        raise InvalidInput("draft", got=f"{path}: {error}", expected=FILES) from error
+            found = torch.load(path / PICKLED, map_location="cpu", weights_only=True, mmap=True)
     return {name.removeprefix("model."): tensor for name, tensor in found.items()}
+
+
+@contextmanager
+def _explained(path: Path) -> Iterator[None]:
+    """Raise InvalidInput for files that cannot be read."""
+    try:
+        yield
+    except (OSError, ValueError, RuntimeError, SafetensorError, UnpicklingError) as error:
+        raise InvalidInput("draft", got=f"{path}: {error}", expected=FILES) from error
