@@ -124,10 +124,10 @@ def export(head: EagleHead, folder: Path) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--out", type=Path, required=True, help="folder to write")
-    parser.add_argument("--steps", type=int, default=1_500)
-    parser.add_argument("--learning-rate", type=float, default=2e-3)
+    parser.add_argument("--steps", type=int, default=1_200)
+    parser.add_argument("--learning-rate", type=float, default=3e-3)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--tokens", type=int, default=32_768, help="of a step")
+    parser.add_argument("--tokens", type=int, default=65_536, help="of a step")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     args = parser.parse_args()
     head = train(args.steps, args.learning_rate, args.seed, args.device, args.tokens)

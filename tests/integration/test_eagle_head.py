@@ -7,16 +7,19 @@ import random
 
 import pytest
 import torch
+from click.testing import CliRunner
 from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig
 
 from attnmux.core import InvalidInput, Offer
+from attnmux.core.cli.verbs import verbs
 from attnmux.testing import RecordingGraphs, fake_card, fake_platform, graph_card
 from attnmux.transformers import (
     Engine,
     ModelProposer,
     Prompt,
     RunnerOptions,
+    SamplingParams,
     recall,
     run_prompts,
 )
@@ -283,3 +286,44 @@ def test_files_that_cannot_be_read(tiny, tmp_path, name):
     (tmp_path / name).write_bytes(b"\x08 nothing")
     with pytest.raises(InvalidInput, match="draft: expected the files of an EAGLE 1 or 2 head"):
         is_head(tmp_path)
+
+
+def test_sampled_text_is_the_same(tiny, run_on, head_of):
+    folder = tiny("llama")[1]
+    runner = run_on(folder, draft_tokens=8, draft_topk=4, max_total_tokens=256, hidden_states=True)
+    drafts = a_proposer(a_head(runner, head_of("llama")), runner, 4)
+
+    def texts(**given):
+        asked = [
+            Prompt(token_ids=ids, max_new_tokens=NUM, sampling=SamplingParams(seed=place))
+            for place, ids in enumerate(some_prompts(4))
+        ]
+        return [one.token_ids for one in run_prompts(Engine(runner, **given), asked).results]
+
+    assert texts(drafts=drafts) == texts()
+
+
+def test_biases_of_queries_keys_and_values_alone(tiny, head_of):
+    """As the heads of Qwen2 have them."""
+    model, _ = tiny("llama")
+    folder = head_of("llama")
+    tensors = load_file(folder / "model.safetensors")
+    for part, rows in (("q", 32), ("k", 16), ("v", 16)):
+        tensors[f"layers.0.self_attn.{part}_proj.bias"] = torch.randn(rows)
+    save_file(tensors, folder / "model.safetensors")
+    attention = load_head(folder, model).model.layers[0].self_attn
+    assert torch.equal(
+        attention.q_proj.bias, tensors["layers.0.self_attn.q_proj.bias"].to(model.dtype)
+    )
+    assert not attention.o_proj.bias.any()
+
+
+def test_the_command_drafts_by_the_shipped_head():
+    """On one of its prompts, all of the answer is guessed."""
+    text, answer = recall.make_prompt(random.Random(4), 80)
+    given = ["generate", "--json", "--draft", "eagle", "--steps", "3", "--device", "cpu", text]
+    ended = CliRunner().invoke(verbs, given)
+    assert not ended.exit_code, ended.output
+    said = json.loads(ended.stdout)
+    assert [each["text"] for each in said["results"]] == [answer]
+    assert said["drafts"]["accepted_tokens"] >= len(answer) - 1

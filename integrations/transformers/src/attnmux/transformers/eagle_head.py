@@ -16,6 +16,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any
+from zipfile import is_zipfile
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -102,6 +103,11 @@ def load_head(folder: str | Path, target: PreTrainedModel | PackedDecoder) -> Ea
             expected = f"{getattr(config, name)}, as the target has"
             raise InvalidInput("draft", got=got, expected=expected)
     own._attn_implementation = SERVED
+    own.attention_bias = any(name.endswith("q_proj.bias") for name in tensors)
+    if own.attention_bias:  # Qwen2's heads have none here, and Llama's module always has it
+        for name in [name for name in tensors if name.endswith("o_proj.weight")]:
+            rows = tensors[name].new_zeros(len(tensors[name]))
+            tensors.setdefault(name.replace("weight", "bias"), rows)
     head = EagleHead(own, bias="fc.bias" in tensors)
     kept = {name: tensor for name, tensor in tensors.items() if name not in SHARED}
     named = {name if name.startswith("fc.") else f"model.{name}": kept[name] for name in kept}
@@ -129,7 +135,9 @@ def _tensors(path: Path) -> dict[str, torch.Tensor]:
         if (path / WEIGHTS).is_file():
             found = load_file(path / WEIGHTS)
         else:
-            found = torch.load(path / PICKLED, map_location="cpu", weights_only=True, mmap=True)
+            # Files of old versions of torch cannot be mapped
+            mmap, given = is_zipfile(path / PICKLED), {"map_location": "cpu", "weights_only": True}
+            found = torch.load(path / PICKLED, mmap=mmap, **given)
     return {name.removeprefix("model."): tensor for name, tensor in found.items()}
 
 
