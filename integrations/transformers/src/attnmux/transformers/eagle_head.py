@@ -136,8 +136,8 @@ def _tensors(path: Path) -> dict[str, torch.Tensor]:
             found = load_file(path / WEIGHTS)
         else:
             # Files of old versions of torch cannot be mapped
-            mmap, given = is_zipfile(path / PICKLED), {"map_location": "cpu", "weights_only": True}
-            found = torch.load(path / PICKLED, mmap=mmap, **given)
+            file, mmap = path / PICKLED, is_zipfile(path / PICKLED)
+            found = torch.load(file, map_location="cpu", weights_only=True, mmap=mmap)
     return {name.removeprefix("model."): tensor for name, tensor in found.items()}
 
 
