@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import random
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Protocol
 
 import torch
@@ -96,11 +96,7 @@ def sample(logits: torch.Tensor, samplers: Sequence[Draws]) -> torch.Tensor:
     """
     # The largest value is NaN where any is.
     top, tokens = logits.max(dim=-1)
-    groups: dict[tuple[float, float], list[int]] = {}
-    for row, sampler in enumerate(samplers):
-        if sampler.draws_by is not None:
-            groups.setdefault(sampler.draws_by, []).append(row)
-    for rows in groups.values():
+    for rows in _alike(samplers):
         if len(rows) == len(samplers):
             tokens = _draw(logits, top, samplers)
             break
@@ -119,22 +115,30 @@ def distributions(logits: torch.Tensor, samplers: Sequence[Draws]) -> torch.Tens
     """
     top, tokens = logits.max(dim=-1)
     found = torch.zeros_like(logits, dtype=torch.float32).scatter_(1, tokens.unsqueeze(1), 1)
+    for rows in _alike(samplers):
+        places = torch.tensor(rows).to(logits.device, non_blocking=True)
+        found.index_copy_(0, places, _chances(logits[places], top[places], samplers[rows[0]]))
+    return found.masked_fill_(~(top.abs() < math.inf).unsqueeze(1), math.nan)
+
+
+def _alike(samplers: Sequence[Draws]) -> Iterable[list[int]]:
+    """The rows that are drawn, those with the same parameters together."""
     groups: dict[tuple[float, float], list[int]] = {}
     for row, sampler in enumerate(samplers):
         if sampler.draws_by is not None:
             groups.setdefault(sampler.draws_by, []).append(row)
-    for rows in groups.values():
-        places = torch.tensor(rows).to(logits.device, non_blocking=True)
-        some = logits[places].float() - top[places].float().unsqueeze(-1)
-        found.index_copy_(0, places, samplers[rows[0]].scores(some).softmax(dim=-1))
-    return found.masked_fill_(~(top.abs() < math.inf).unsqueeze(1), math.nan)
+    return groups.values()
+
+
+def _chances(logits: torch.Tensor, top: torch.Tensor, sampler: Draws) -> torch.Tensor:
+    """[n, vocabulary] float32: the probabilities of rows with a sampler's parameters."""
+    # Below 0 no division by a small temperature overflows.
+    return sampler.scores(logits.float() - top.float().unsqueeze(-1)).softmax(dim=-1)
 
 
 def _draw(logits: torch.Tensor, top: torch.Tensor, samplers: Sequence[Draws]) -> torch.Tensor:
     """Tokens [n] of requests whose parameters, seeds apart, are the same."""
-    # Below 0 no division by a small temperature overflows.
-    scores = samplers[0].scores(logits.float() - top.float().unsqueeze(-1))
-    cumulative = scores.softmax(dim=-1).cumsum(dim=-1, dtype=torch.float64)
+    cumulative = _chances(logits, top, samplers[0]).cumsum(dim=-1, dtype=torch.float64)
     draws = torch.tensor([sampler.draw() for sampler in samplers], dtype=torch.float64)
     # Numbers of 53 bits below 1 times the total stay below the total: a token is always found.
     draw = draws.to(cumulative.device, non_blocking=True).unsqueeze(-1)
