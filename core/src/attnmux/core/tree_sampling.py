@@ -75,10 +75,9 @@ def sample_tree_target_only(
     tokens, parents = tree.draft_tokens, tree.parents
     batch_size, num = tokens.shape
     device = tokens.device
-    order, rows = torch.arange(num, device=device), torch.arange(batch_size, device=device)
+    rows = torch.arange(batch_size, device=device)
     probs = probs.view(batch_size, num, -1)
-    alike = (parents.unsqueeze(2) == parents.unsqueeze(1)) & (order < order.unsqueeze(1))
-    repeats = (alike & (tokens.unsqueeze(2) == tokens.unsqueeze(1))).any(-1)
+    repeats = (tree._siblings() & (tokens.unsqueeze(2) == tokens.unsqueeze(1))).any(-1)
     within = tokens.clamp(0, probs.shape[2] - 1)
     counts = (within == tokens) & ~repeats
     at = torch.zeros_like(rows)
