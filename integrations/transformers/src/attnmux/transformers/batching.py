@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 
@@ -244,10 +244,9 @@ class StepBuilder(RequestMemory):
         if not held:
             return
         self.intact = False
-        table, page_size = self.req_to_token_pool.req_to_token, self.allocator.page_size
-        # A request's own slots begin with a page, so that every page_size-th column begins another.
-        firsts = [table[row, one.num_shared : one.num_held : page_size] for one, row in held]
-        pages = torch.cat(firsts).long() // page_size
+        page_size = self.allocator.page_size
+        # A request's own slots begin with a page
+        pages = self._pages_from((state, state.num_shared) for state, _ in held)
         if zero and self.token_to_kv_pool is not None:
             offsets = torch.arange(page_size, device=pages.device)
             self.token_to_kv_pool.zero((pages.unsqueeze(1) * page_size + offsets).flatten())
@@ -271,16 +270,20 @@ class StepBuilder(RequestMemory):
         if not holders:
             return False
         self.intact = False
-        table, page_size = self.req_to_token_pool.req_to_token, self.allocator.page_size
-        firsts = [
-            table[one.row, -(-one.num_columns // page_size) * page_size : one.num_held : page_size]
-            for one in holders
-        ]
-        self.allocator.free_pages(torch.cat(firsts).long() // page_size)
+        size = self.allocator.page_size
+        starts = ((state, -(-state.num_columns // size) * size) for state in holders)
+        self.allocator.free_pages(self._pages_from(starts))
         for state in holders:
             state.num_spare = 0
         self.intact = True
         return True
+
+    def _pages_from(self, starts: Iterable[tuple[SequenceState, int]]) -> torch.Tensor:
+        """[n] int64: the pages of requests' columns from the first one of a page to the last that
+        holds a slot. Every page_size-th column begins another."""
+        table, page_size = self.req_to_token_pool.req_to_token, self.allocator.page_size
+        firsts = [table[one.row, start : one.num_held : page_size] for one, start in starts]
+        return torch.cat(firsts).long() // page_size
 
     def extend_rows(
         self, rows: torch.Tensor, columns: Sequence[torch.Tensor], columns_cpu: torch.Tensor
@@ -294,7 +297,7 @@ class StepBuilder(RequestMemory):
         slots = self.allocator.alloc_extend(
             starts,
             stops,
-            self._last_loc(rows, starts),
+            self.last_loc(rows, starts),
             int((columns_cpu[1] - columns_cpu[0]).sum()),
             prefix_lens_cpu=columns_cpu[0],
             seq_lens_cpu=columns_cpu[1],
@@ -342,6 +345,6 @@ class StepBuilder(RequestMemory):
         fresh = iter(self.req_to_token_pool.alloc(sum(state.row is None for state in states)))
         return [next(fresh) if state.row is None else state.row for state in states]
 
-    def _last_loc(self, rows: torch.Tensor, lens: torch.Tensor) -> torch.Tensor:
+    def last_loc(self, rows: torch.Tensor, lens: torch.Tensor) -> torch.Tensor:
         """The slot of each request's last cached token; meaningless if nothing is cached."""
         return self.req_to_token_pool.req_to_token[rows, (lens - 1).clamp(min=0)]

@@ -120,10 +120,9 @@ class DraftLoop:
 
     def _last_slots(self, states: Sequence[SequenceState]) -> torch.Tensor:
         """[B] int64: of each request's last cached token."""
-        table = self._model.steps.req_to_token_pool.req_to_token
-        cells = torch.tensor([[each.row, each.num_cached - 1] for each in states])
-        rows, columns = cells.to(table.device, non_blocking=True).unbind(1)
-        return table[rows, columns].long()
+        steps = self._model.steps
+        both = torch.tensor([[each.row, each.num_cached] for each in states])
+        return steps.last_loc(*both.to(steps.device, non_blocking=True).unbind(1)).long()
 
     def forget(self) -> None:
         """The memory of all branches was freed with the rest of the pool."""
