@@ -63,10 +63,7 @@ def losses(
     features, total, share = states[:, :-1], torch.zeros(()), torch.zeros(())
     for number in range(2):
         out = head.model(
-            inputs_embeds=head.fc(
-                torch.cat([head.model.embed_tokens(batch.tokens[:, 1:]), features], dim=-1)
-            ),
-            use_cache=False,
+            inputs_embeds=head.join(batch.tokens[:, 1:], features), use_cache=False
         ).last_hidden_state
         logits = head.lm_head(out[wanted])
         total = total + cross_entropy(logits, said[wanted])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from attnmux.core import GraphUnsupported, InvalidInput, Policy
@@ -37,8 +37,11 @@ class Drafting:
     """Tokens that a step verifies; None: the usual number, or fewer where there are fewer."""
     topk: int
     steps: int | None
+    head: Path | None = field(init=False)
+    """The folder of an EAGLE head; None for other drafts."""
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "head", self._find_head())
         if self.draft in (None, NGRAM) or self.draft_tokens is None:
             return
         most = most_nodes(self._steps, self.topk)
@@ -56,9 +59,7 @@ class Drafting:
             return self.draft_tokens or DRAFT_TOKENS
         return min(DRAFT_TOKENS, most_nodes(self._steps, self.topk))
 
-    @property
-    def head(self) -> Path | None:
-        """The folder of an EAGLE head; None for other drafts."""
+    def _find_head(self) -> Path | None:
         if self.draft == EAGLE:
             return recall.EAGLE_PATH
         if self.draft in (None, NGRAM) or not is_head(self.draft):

@@ -56,16 +56,20 @@ class EagleHead(LlamaForCausalLM):
         **given: Any,  # noqa: ANN401  # as transformers calls its models
     ) -> CausalLMOutputWithPast:
         """Without features, zeros take their place: how the layers of the head are recorded."""
-        embeds = self.model.embed_tokens(input_ids)
-        before = torch.zeros_like(embeds) if features is None else features.unsqueeze(0)
-        joined = self.fc(torch.cat([embeds, before.to(embeds.dtype)], dim=-1))
         output: CausalLMOutputWithPast = super().forward(
-            inputs_embeds=joined,
+            inputs_embeds=self.join(input_ids, None if features is None else features.unsqueeze(0)),
             position_ids=position_ids,
             logits_to_keep=logits_to_keep,
             **given,
         )
         return output
+
+    def join(self, input_ids: torch.Tensor, features: torch.Tensor | None) -> torch.Tensor:
+        """[B, T, width]: what the layer reads of tokens [B, T] and the states before them."""
+        embeds = self.model.embed_tokens(input_ids)
+        before = torch.zeros_like(embeds) if features is None else features.to(embeds.dtype)
+        joined: torch.Tensor = self.fc(torch.cat([embeds, before], dim=-1))
+        return joined
 
 
 def is_head(folder: str | Path) -> bool:
