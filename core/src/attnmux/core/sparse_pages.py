@@ -135,7 +135,8 @@ class SparseAttnBackend(AttentionBackend):
             expected = "True: decoding chooses among the pages of the pool"
             raise InvalidInput("save_kv_cache", got=False, expected=expected)
         layer_id = call.layer.layer_id
-        self._copy(layer_id, self.choose(layer_id, call.q, batch), batch)
+        pages = self._table(batch, self._width)
+        self._copy(layer_id, pages, self._ranked(layer_id, call.q, pages, batch), batch)
         return self.chosen.forward_decode(structs.replace(call, k=None, v=None), self._prepared())
 
     def choose(self, layer_id: int, q: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
@@ -144,7 +145,12 @@ class SparseAttnBackend(AttentionBackend):
         q: [B, Hq, D]. Ascending, so that a page that is partly filled comes last. Where a request
         has fewer than n pages, places beyond its last page follow. Of static shape in a graph.
         """
-        pages = self._table(batch, self._width)
+        return self._ranked(layer_id, q, self._table(batch, self._width), batch)
+
+    def _ranked(
+        self, layer_id: int, q: torch.Tensor, pages: torch.Tensor, batch: ForwardBatch
+    ) -> torch.Tensor:
+        """As `choose`. pages: [B, width], those of the requests."""
         scores = self.bounds.scores(layer_id, q, pages)
         order = torch.arange(self._width, device=q.device)
         count = self._count(batch.seq_lens).view(-1, 1)
@@ -161,10 +167,12 @@ class SparseAttnBackend(AttentionBackend):
     def _count(self, lens: torch.Tensor) -> torch.Tensor:
         return (lens + (self._page_size - 1)) // self._page_size
 
-    def _copy(self, layer_id: int, places: torch.Tensor, batch: ForwardBatch) -> None:
-        """Copy K and V of pages [B, Hkv, n] to the places of the step's requests."""
+    def _copy(
+        self, layer_id: int, pages: torch.Tensor, places: torch.Tensor, batch: ForwardBatch
+    ) -> None:
+        """Copy K and V of pages, by places [B, Hkv, n] among those of the requests [B, width]."""
         heads = places.shape[1]
-        table = self._table(batch, self._width).unsqueeze(1).expand(-1, heads, -1)
+        table = pages.unsqueeze(1).expand(-1, heads, -1)
         # Beyond a request's last page: page 0, since old rows of the table name others' pages
         beyond = places >= self._count(batch.seq_lens).view(-1, 1, 1)
         found = table.gather(2, places).masked_fill(beyond, 0).transpose(1, 2).unsqueeze(2)
