@@ -8,7 +8,7 @@ Portable, in Triton:
     write.py    writes K and V of new tokens to their slots
     indices.py  builds from lengths and the request table what other kernels read
     picked.py   attention of each token over rows that an indexer picked
-    index_scores.py    an indexer's scores, and the highest of them
+    index_scores.py    an indexer's scores of the keys that each token sees
     linear.py   recurrent layers token by token, and short convolutions
     linear_chunks.py   recurrent layers in chunks
 
