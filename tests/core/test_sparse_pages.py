@@ -17,6 +17,7 @@ from attnmux.core import (
     ModelInput,
     Request,
     SparseAttnBackend,
+    bound_products,
     imported,
     sparse_context,
 )
@@ -205,7 +206,8 @@ def test_scores_are_upper_bounds(seed) -> None:
         pool.step({row: 20}, ForwardMode.EXTEND)
     q = pool.draw(1, 4, 16)
     pages = torch.tensor([pool.pages[row]])
-    scores = pool.backend.bounds.scores(pool.layer.layer_id, q, pages)[0].double()
+    lower, upper = pool.backend.bounds.of(pool.layer.layer_id)
+    scores = bound_products(q, lower[pages], upper[pages])[0].double()
     products = torch.einsum("hgc,nhc->hgn", q.double().view(2, 2, 16), pool.keys(row)[0]).amax(1)
     for place in range(pages.shape[1]):
         most = products[:, place * PAGE : (place + 1) * PAGE].amax(-1)

@@ -202,6 +202,13 @@ if TYPE_CHECKING:
     from attnmux.core.op import forward_context as forward_context
     from attnmux.core.op import has_forward_context as has_forward_context
     from attnmux.core.page_bounds import PageBounds as PageBounds
+    from attnmux.core.page_choice import FIRST_PAGES as FIRST_PAGES
+    from attnmux.core.page_choice import LAST_PAGES as LAST_PAGES
+    from attnmux.core.page_choice import KVBuffers as KVBuffers
+    from attnmux.core.page_choice import PageKernels as PageKernels
+    from attnmux.core.page_choice import PlainPages as PlainPages
+    from attnmux.core.page_choice import RequestPages as RequestPages
+    from attnmux.core.page_choice import bound_products as bound_products
     from attnmux.core.page_tables import KeyGroup as KeyGroup
     from attnmux.core.page_tables import Keys as Keys
     from attnmux.core.page_tables import PageTables as PageTables
@@ -571,6 +578,15 @@ _NAMES_BY_MODULE = {
     ),
     "settings": ("Settings",),
     "page_bounds": ("PageBounds",),
+    "page_choice": (
+        "FIRST_PAGES",
+        "KVBuffers",
+        "LAST_PAGES",
+        "PageKernels",
+        "PlainPages",
+        "RequestPages",
+        "bound_products",
+    ),
     "chosen_pages": ("sparse_context",),
     "sparse_pages": ("SparseAttnBackend",),
     "spec": ("SpecInput",),

@@ -27,7 +27,7 @@ from attnmux.core.layer_groups import LayerGroupsBackend, group_contexts
 from attnmux.core.linear_building import with_linear_layers
 from attnmux.core.part_attention import MOST_LANES
 from attnmux.core.settings import Settings
-from attnmux.core.shared_kernels import with_shared_kernels
+from attnmux.core.shared_kernels import shared_kernel, with_shared_kernels
 from attnmux.core.sparse_pages import SparseAttnBackend
 from attnmux.core.two_batches import TboAttnBackend
 
@@ -111,6 +111,7 @@ def _over_chosen_pages(
         context,
         whole=_assemble(decision, context, prompts or serving),
         chosen=_assemble(decision, chosen, {"decode": serving["decode"]}),
+        kernels=shared_kernel("chosen_pages", context),
     )
 
 

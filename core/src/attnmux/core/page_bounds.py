@@ -8,9 +8,11 @@ from typing import TYPE_CHECKING
 import torch
 
 from attnmux.core.kv.memory import allocate_zeroed
+from attnmux.core.page_choice import PlainPages
 
 if TYPE_CHECKING:
     from attnmux.core.kv import KVPool
+    from attnmux.core.page_choice import PageKernels
 
 
 class PageBounds:
@@ -21,9 +23,15 @@ class PageBounds:
     partly filled is bounded as far as it is filled. They hold K as the pool stores it.
     """
 
-    def __init__(self, pool: KVPool, layer_ids: Sequence[int]) -> None:
-        """Raises PoolExhausted when memory does not suffice."""
+    def __init__(
+        self, pool: KVPool, layer_ids: Sequence[int], kernels: PageKernels | None = None
+    ) -> None:
+        """kernels: update the bounds; plain torch operations do where there are none.
+
+        Raises PoolExhausted when memory does not suffice.
+        """
         self._pool = pool
+        self._kernels = PlainPages() if kernels is None else kernels
         pages = pool.num_slots // pool.page_size
         shapes = [(pages, *pool.get_key_buffer(each).shape[1:]) for each in layer_ids]
         what = f"bounds of {pages} pages in {len(shapes)} layers"
@@ -50,24 +58,4 @@ class PageBounds:
 
         By operations of static shape. The bounds of page 0, padding's, are not defined.
         """
-        keys = self._pool.get_key_buffer(layer_id).index_select(0, loc)
-        pages = loc // self._pool.page_size
-        opened = pages.masked_fill(loc % self._pool.page_size != 0, 0)
-        index = pages.view(-1, 1, 1).expand_as(keys)
-        for bounds, reduce in ((self._lower, "amin"), (self._upper, "amax")):
-            bounds[layer_id].index_copy_(0, opened, keys)
-            bounds[layer_id].scatter_reduce_(0, index, keys, reduce)
-
-    def scores(self, layer_id: int, q: torch.Tensor, pages: torch.Tensor) -> torch.Tensor:
-        """For each KV head an upper bound of q.k over its query heads and a page's keys.
-
-        q: [B, Hq, D]. pages: [B, n] int64. Returns [B, Hkv, n] float32: the sum over channels of
-        max(q * lower, q * upper), at most, of the query heads that share the KV head.
-        """
-        lower, upper = (each[pages].float() for each in self.of(layer_id))
-        heads = lower.shape[2]
-        q = q.float().view(q.shape[0], heads, -1, q.shape[-1])
-        # max(q * lower, q * upper) is q * upper where q > 0, else q * lower: two products
-        found = torch.einsum("bhgc,bnhc->bhgn", q.clamp(min=0), upper)
-        found += torch.einsum("bhgc,bnhc->bhgn", q.clamp(max=0), lower)
-        return found.amax(2)
+        self._kernels.widen(self._pool.get_key_buffer(layer_id), *self.of(layer_id), loc)

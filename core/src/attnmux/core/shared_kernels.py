@@ -11,6 +11,7 @@ changes nothing. Plain torch operations serve where no kernel is offered.
 
 | kernel | the function returns |
 |---|---|
+| `chosen_pages` | `PageKernels`, as `SparseAttnBackend` calls them |
 | `index_scores` | a `ScoresKeys`, as `KeyPicker` calls it |
 | `kv_writer` | a `KVWriter` of the context's pool |
 | `rank_merger` | a `RankMerger` of attnmux-distributed |

@@ -21,15 +21,12 @@ from attnmux.core.call import AttentionCall
 from attnmux.core.debug import check_batch
 from attnmux.core.errors import GraphUnsupported, InvalidInput
 from attnmux.core.page_bounds import PageBounds
+from attnmux.core.page_choice import PlainPages, RequestPages
 
 if TYPE_CHECKING:
     from attnmux.core.context import BackendContext
     from attnmux.core.layer import LayerSpec
-
-FIRST_PAGES = 1
-"""Pages at the start of a sequence that are always read: they hold attention sinks."""
-LAST_PAGES = 2
-"""Pages at the end that are always read. The last one may have a single token."""
+    from attnmux.core.page_choice import PageKernels
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -59,17 +56,24 @@ class SparseAttnBackend(AttentionBackend):
     """
 
     def __init__(
-        self, context: BackendContext, *, whole: AttentionBackend, chosen: AttentionBackend
+        self,
+        context: BackendContext,
+        *,
+        whole: AttentionBackend,
+        chosen: AttentionBackend,
+        kernels: PageKernels | None = None,
     ) -> None:
         """whole: serves the prompts of this context. chosen: decodes, of a `sparse_context`.
+        kernels: choose and copy; plain torch operations do where there are none.
 
         Raises PoolExhausted when the memory for the bounds does not suffice.
         """
         super().__init__(context)
         self.whole = whole
         self.chosen = chosen
+        self._kernels = PlainPages() if kernels is None else kernels
         self.bounds = PageBounds(
-            context.token_to_kv_pool, [each.layer_id for each in context.layers]
+            context.token_to_kv_pool, [each.layer_id for each in context.layers], kernels
         )
         self._page_size = context.token_to_kv_pool.page_size
         self._pages = chosen.context.max_context_len // self._page_size
@@ -135,8 +139,13 @@ class SparseAttnBackend(AttentionBackend):
             expected = "True: decoding chooses among the pages of the pool"
             raise InvalidInput("save_kv_cache", got=False, expected=expected)
         layer_id = call.layer.layer_id
-        pages = self._table(batch, self._width)
-        self._copy(layer_id, pages, self._ranked(layer_id, call.q, pages, batch), batch)
+        requests, own = self._requests(batch), self.context.token_to_kv_pool
+        self._kernels.copy(
+            own.get_kv_buffer(layer_id),
+            self.chosen.context.token_to_kv_pool.get_kv_buffer(layer_id),
+            self._chosen(layer_id, call.q, requests),
+            requests,
+        )
         return self.chosen.forward_decode(structs.replace(call, k=None, v=None), self._prepared())
 
     def choose(self, layer_id: int, q: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
@@ -145,47 +154,20 @@ class SparseAttnBackend(AttentionBackend):
         q: [B, Hq, D]. Ascending, so that a page that is partly filled comes last. Where a request
         has fewer than n pages, places beyond its last page follow. Of static shape in a graph.
         """
-        return self._ranked(layer_id, q, self._table(batch, self._width), batch)
+        return self._chosen(layer_id, q, self._requests(batch))
 
-    def _ranked(
-        self, layer_id: int, q: torch.Tensor, pages: torch.Tensor, batch: ForwardBatch
-    ) -> torch.Tensor:
-        """As `choose`. pages: [B, width], those of the requests."""
-        scores = self.bounds.scores(layer_id, q, pages)
-        order = torch.arange(self._width, device=q.device)
-        count = self._count(batch.seq_lens).view(-1, 1)
-        always = (order < FIRST_PAGES) | (order >= count - LAST_PAGES)
-        scores.masked_fill_(always.unsqueeze(1), torch.inf)
-        scores.masked_fill_((order >= count).unsqueeze(1), -torch.inf)
-        return scores.topk(self._pages, dim=-1).indices.sort(-1).values
+    def _chosen(self, layer_id: int, q: torch.Tensor, requests: RequestPages) -> torch.Tensor:
+        scores = self._kernels.score(q, *self.bounds.of(layer_id), requests)
+        return self._kernels.choose(scores, requests, self._pages)
 
-    def _table(self, batch: ForwardBatch, width: int) -> torch.Tensor:
-        """[B, width] int64: the pages of each request."""
-        table = self.context.req_to_token_pool.req_to_token[:, :: self._page_size]
-        return table[batch.req_pool_indices, :width].long() // self._page_size
-
-    def _count(self, lens: torch.Tensor) -> torch.Tensor:
-        return (lens + (self._page_size - 1)) // self._page_size
-
-    def _copy(
-        self, layer_id: int, pages: torch.Tensor, places: torch.Tensor, batch: ForwardBatch
-    ) -> None:
-        """Copy K and V of pages, by places [B, Hkv, n] among those of the requests [B, width]."""
-        heads = places.shape[1]
-        table = pages.unsqueeze(1).expand(-1, heads, -1)
-        # Beyond a request's last page: page 0, since old rows of the table name others' pages
-        beyond = places >= self._count(batch.seq_lens).view(-1, 1, 1)
-        found = table.gather(2, places).masked_fill(beyond, 0).transpose(1, 2).unsqueeze(2)
-        within = torch.arange(self._page_size, device=places.device).view(1, 1, -1, 1)
-        # Rows of one head: [B, n, page_size, Hkv]
-        rows = (found * self._page_size + within) * heads
-        rows = (rows + torch.arange(heads, device=places.device)).flatten()
-        first = self._page_size * heads
-        own, copies = self.context.token_to_kv_pool, self.chosen.context.token_to_kv_pool
-        pairs = zip(own.get_kv_buffer(layer_id), copies.get_kv_buffer(layer_id), strict=True)
-        for buffer, copy in pairs:
-            target = copy.view(-1, copy.shape[-1])[first : first + len(rows)]
-            torch.index_select(buffer.view(-1, buffer.shape[-1]), 0, rows, out=target)
+    def _requests(self, batch: ForwardBatch) -> RequestPages:
+        return RequestPages(
+            table=self.context.req_to_token_pool.req_to_token,
+            rows=batch.req_pool_indices,
+            lens=batch.seq_lens,
+            page_size=self._page_size,
+            width=self._width,
+        )
 
     def _decodes(self, batch: ForwardBatch) -> bool:
         """Raises InvalidInput for steps of drafts."""
@@ -217,7 +199,7 @@ class SparseAttnBackend(AttentionBackend):
 
     def _kept(self, lens: torch.Tensor) -> torch.Tensor:
         """Tokens of the chosen pages: all are full but the last one, as it is in the sequence."""
-        missing = self._count(lens) * self._page_size - lens
+        missing = -lens % self._page_size
         return torch.minimum(lens, self._pages * self._page_size - missing)
 
     def _in_buffers(self, step: ForwardBatch) -> ForwardBatch:
