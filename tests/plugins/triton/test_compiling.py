@@ -10,6 +10,7 @@ import re
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import chain
 from typing import Any
 
 import pytest
@@ -142,6 +143,30 @@ def rehearsed(arch: str, *, full: bool) -> Iterator[tuple[str, Any]]:
         yield from ((name, launch) for launch in backend.launcher.rehearse(step))
 
 
+def chosen_pages() -> list[Any]:
+    """The launches of a decode step over pages that are chosen from 65,536 keys."""
+    from attnmux.core import RequestPages  # noqa: PLC0415  # not the interpreter's
+    from attnmux.triton.chosen_pages import ChosenPages  # noqa: PLC0415
+
+    kernels = ChosenPages(num_kv_heads=8, head_dim=128, v_head_dim=128, page_size=16)
+    keys = torch.zeros(64, 8, 128, dtype=torch.bfloat16)
+    lower, q = keys[:4].clone(), keys.view(-1, 32, 128)[:1]
+    requests = RequestPages(
+        table=torch.zeros(2, 65_536, dtype=torch.int32),
+        rows=torch.ones(1, dtype=torch.int64),
+        lens=torch.ones(1, dtype=torch.int32),
+        page_size=16,
+        width=4096,
+    )
+
+    def step() -> None:
+        kernels.widen(keys, lower, lower, requests.rows)
+        places = kernels.choose(kernels.score(q, lower, lower, requests), requests, 64)
+        kernels.copy((keys, keys), (keys, keys), places, requests)
+
+    return kernels.launcher.rehearse(step)
+
+
 def main(arch: str, *, full: bool) -> None:
     from compile_kernel import GPUTarget, compile_kernel  # noqa: PLC0415  # not the interpreter's
 
@@ -161,7 +186,8 @@ def main(arch: str, *, full: bool) -> None:
             facts["scratch"] = scratch_bytes(compiled.asm["amdgcn"])
         print(json.dumps(facts))
 
-    for name, launch in rehearsed(arch, full=full):
+    of_pages = (("chosen pages", launch) for launch in chosen_pages())
+    for name, launch in chain(rehearsed(arch, full=full), of_pages):
         kernel = launch.bound.kernel
         values = dict(zip(kernel.arg_names, launch.values, strict=True))
         compiled = compile_kernel(
@@ -253,13 +279,20 @@ HOPPER = {
 
 MERGES = {"merge.merge_rows", "merge.merge_splits"}
 INDEXER = {"index_scores.score_keys"}
+PAGES = {
+    f"chosen_pages.{name}"
+    for name in ("choose_places", "copy_pages", "score_pages", "widen_bounds")
+}
 
 
 @pytest.mark.parametrize("arch", TARGETS)
 def test_every_kernel_compiles_and_fits(arch, script, full):
     lines = script(arch, *(["full"] if full else []))
-    assert {line["case"] for line in lines} == {*cases_of(arch, full=full), "merge", "indexer"}
-    expected = PORTABLE | MERGES | INDEXER | (HOPPER if arch == "sm90" else set())
+    assert {line["case"] for line in lines} == {
+        *cases_of(arch, full=full),
+        *("merge", "indexer", "chosen pages"),
+    }
+    expected = PORTABLE | MERGES | INDEXER | PAGES | (HOPPER if arch == "sm90" else set())
     assert {line["kernel"] for line in lines} == expected
     assert [line for line in lines if line["shared"] > TARGETS[arch]] == []
     if arch in SCRATCH:

@@ -39,7 +39,7 @@ class ChosenPages:
     ) -> None:
         self._heads, self._page_size = num_kv_heads, page_size
         self._dims = head_dim, v_head_dim
-        self._launcher = Launcher()
+        self.launcher = Launcher()
         self._widen, self._tokens = self._widening()
         self._score: dict[int, BoundKernel] = {}
         self._choose: dict[int, BoundKernel] = {}
@@ -119,7 +119,7 @@ class ChosenPages:
             "BLOCK_W": block_w,
         }
         bound = BoundKernel(
-            self._launcher,
+            self.launcher,
             widen_bounds,
             fixed,
             tensors=("keys", "lower", "upper", "loc"),
@@ -145,7 +145,7 @@ class ChosenPages:
                 "PRECISION": "ieee",
             }
             bound = self._score[group] = BoundKernel(
-                self._launcher,
+                self.launcher,
                 score_pages,
                 fixed,
                 tensors=("q", "lower", "upper", "table", "rows", "lens", "scores"),
@@ -159,7 +159,7 @@ class ChosenPages:
         bound = self._choose.get(block)
         if bound is None:
             bound = self._choose[block] = BoundKernel(
-                self._launcher,
+                self.launcher,
                 choose_places,
                 {"HEADS": self._heads, "PAGE": self._page_size, "BLOCK_N": block},
                 tensors=("scores", "lens", "places"),
@@ -183,7 +183,7 @@ class ChosenPages:
             "BLOCK_T": block_t,
         }
         bound = BoundKernel(
-            self._launcher,
+            self.launcher,
             copy_pages,
             fixed,
             tensors=("k", "v", "k_copies", "v_copies", "table", "rows", "lens", "places"),
