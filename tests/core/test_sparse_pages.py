@@ -22,6 +22,7 @@ from attnmux.core import (
     sparse_context,
 )
 from attnmux.cpu.torch_native import TorchNativeBackend
+from attnmux.emulators import triton_interpreter
 from attnmux.nvidia.fa3 import FA3Backend
 from attnmux.nvidia.fa3_layers import FA3Kernels
 from attnmux.testing import (
@@ -37,6 +38,7 @@ from attnmux.testing import (
     run_case,
 )
 from attnmux.testing.standard import in_graphs, standard_cases
+from attnmux.triton.chosen_pages import make_kernels
 from attnmux.triton.factory import triton as make_triton
 
 FA3 = imported(FA3Kernels, "attnmux.emulators.nvidia.sgl_flash_attn")
@@ -51,9 +53,22 @@ CASES = [
 ]
 
 
-def sparse(make, context, budget):
+def no_kernels(context):
+    """Plain torch."""
+
+
+@pytest.fixture(params=[no_kernels, make_kernels], ids=["plain", "kernels"])
+def kernels(request):
+    with triton_interpreter.interpreted():
+        yield request.param
+
+
+def sparse(make, context, budget, kernels=no_kernels):
     return SparseAttnBackend(
-        context, whole=make(context), chosen=make(sparse_context(context, budget))
+        context,
+        whole=make(context),
+        chosen=make(sparse_context(context, budget)),
+        kernels=kernels(context),
     )
 
 
@@ -76,13 +91,15 @@ def seed(record_property) -> int:
 class Pool:
     """An engine's pages: a schedule of steps of random K and V through a backend."""
 
-    def __init__(self, seed, budget=16, make=TorchNativeBackend, heads=(4, 2), dtype="float32"):
+    def __init__(
+        self, seed, budget=16, make=TorchNativeBackend, dtype="float32", kernels=no_kernels
+    ):
         case = Case(
             name="sparse",
             steps=(decode(60, 60, 60),),
             page_size=PAGE,
-            num_q_heads=heads[0],
-            num_kv_heads=heads[1],
+            num_q_heads=4,
+            num_kv_heads=2,
             head_dim=16,
             v_head_dim=16,
             dtype=dtype,
@@ -90,7 +107,7 @@ class Pool:
         setup = make_setup(case, fake_platform(), "cpu", seed=seed)
         self.context = setup.context
         self.random = torch.Generator().manual_seed(seed)
-        self.backend = sparse(make, self.context, budget)
+        self.backend = sparse(make, self.context, budget, kernels)
         self.layer = self.context.layers[0]
         self.table = self.context.req_to_token_pool.req_to_token
         pages = self.context.token_to_kv_pool.num_slots // PAGE
@@ -175,8 +192,8 @@ def scheduled(seed, steps=40, **settings) -> Pool:
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_bounds_are_those_of_the_pool_after_any_schedule(seed, dtype) -> None:
-    pool = scheduled(seed, dtype=dtype)
+def test_bounds_are_those_of_the_pool_after_any_schedule(seed, dtype, kernels) -> None:
+    pool = scheduled(seed, dtype=dtype, kernels=kernels)
     pool.step({1: 9} if pool.lens.get(1, 0) < 40 else {1: 1}, ForwardMode.EXTEND)
     lower, upper = pool.backend.bounds.of(pool.layer.layer_id)
     for row, pages in pool.pages.items():
@@ -186,8 +203,8 @@ def test_bounds_are_those_of_the_pool_after_any_schedule(seed, dtype) -> None:
             assert torch.equal(upper[page].double(), keys.amax(0))
 
 
-def test_a_shared_prefix_keeps_its_bounds(seed) -> None:
-    pool = Pool(seed)
+def test_a_shared_prefix_keeps_its_bounds(seed, kernels) -> None:
+    pool = Pool(seed, kernels=kernels)
     pool.step({1: 22}, ForwardMode.EXTEND)
     pool.pages[2] = pool.pages[1][:3]
     pool.lens[2] = 3 * PAGE
@@ -244,10 +261,10 @@ def stated(pool, q, row, budget):
 
 @pytest.mark.filterwarnings("ignore:Conversion of an array:DeprecationWarning")
 @pytest.mark.parametrize("make", [TorchNativeBackend, fa3, triton])
-def test_attention_is_that_over_the_chosen_pages(seed, make) -> None:
+def test_attention_is_that_over_the_chosen_pages(seed, make, kernels) -> None:
     name = getattr(make, "__name__", "")
     dtype = "bfloat16" if name == "fa3" else "float32"
-    pool = Pool(seed, make=make, dtype=dtype)
+    pool = Pool(seed, make=make, dtype=dtype, kernels=kernels)
     pool.step({1: 47, 2: 9, 3: 30}, ForwardMode.EXTEND)
     for _ in range(3):
         q, out, batch = pool.step({3: 1, 1: 1, 2: 1})
@@ -257,8 +274,8 @@ def test_attention_is_that_over_the_chosen_pages(seed, make) -> None:
             torch.testing.assert_close(out[index].double(), wanted, atol=close, rtol=close)
 
 
-def test_a_replayed_graph_chooses_anew(seed) -> None:
-    pool = Pool(seed, make=GraphFakeBackend)
+def test_a_replayed_graph_chooses_anew(seed, kernels) -> None:
+    pool = Pool(seed, make=GraphFakeBackend, kernels=kernels)
     pool.step({1: 47, 2: 9, 3: 30}, ForwardMode.EXTEND)
     backend, layer, graphs = pool.backend, pool.layer, RecordingGraphs()
     runner = GraphRunner(
@@ -295,11 +312,11 @@ def test_the_choice_matters(seed) -> None:
 
 
 @pytest.mark.parametrize("base", [TorchNativeBackend, GraphFakeBackend])
-def test_a_budget_of_all_pages_has_the_answers_of_dense_attention(base) -> None:
+def test_a_budget_of_all_pages_has_the_answers_of_dense_attention(base, kernels) -> None:
     def make(context, options=None):
         page_size = context.token_to_kv_pool.page_size
         pages = max(4, -(-context.max_context_len // page_size))
-        return sparse(base, context, pages * page_size)
+        return sparse(base, context, pages * page_size, kernels)
 
     card = graph_card() if base is GraphFakeBackend else fake_card()
     candidate = Candidate(card=card, platform=fake_platform(), factory=make)
