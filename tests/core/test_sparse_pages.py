@@ -312,7 +312,9 @@ def test_the_choice_matters(seed) -> None:
 
 
 @pytest.mark.parametrize("base", [TorchNativeBackend, GraphFakeBackend])
-def test_a_budget_of_all_pages_has_the_answers_of_dense_attention(base, kernels) -> None:
+def test_a_budget_of_all_pages_has_the_answers_of_dense_attention(
+    base, kernels, seed, full
+) -> None:
     def make(context, options=None):
         page_size = context.token_to_kv_pool.page_size
         pages = max(4, -(-context.max_context_len // page_size))
@@ -322,6 +324,8 @@ def test_a_budget_of_all_pages_has_the_answers_of_dense_attention(base, kernels)
     candidate = Candidate(card=card, platform=fake_platform(), factory=make)
     cases = [case for case in CASES if served(case)]
     assert len(cases) > 5
+    if kernels is make_kernels and not full:  # the interpreter is slow
+        cases = random.Random(seed).sample(cases, 5)
     if base is GraphFakeBackend:
         cases = in_graphs(tuple(cases))
     for case in cases:

@@ -13,6 +13,7 @@ from attnmux.core import (
     Policy,
     Request,
     SparseAttnBackend,
+    building,
     detect,
     load_plugins,
     solve,
@@ -50,6 +51,27 @@ def runner_of(budget, **options):
     return checkpoint, load_runner(checkpoint, platform, OFFERS, asked)
 
 
+@pytest.fixture(params=["plain", "kernels"])
+def kernels(request, monkeypatch):
+    """None, or those that a GPU's runner gets, interpreted; the names that were asked for."""
+    if request.param == "plain":
+        yield None
+        return
+    pytest.importorskip("triton")
+    from attnmux.emulators import triton_interpreter  # noqa: PLC0415  # where there is a Triton
+    from attnmux.triton.chosen_pages import make_kernels  # noqa: PLC0415  # as above
+
+    names = []
+
+    def offered(name, context):
+        names.append(name)
+        return make_kernels(context)
+
+    monkeypatch.setattr(building, "shared_kernel", offered)
+    with triton_interpreter.interpreted():
+        yield names
+
+
 @pytest.fixture(scope="module")
 def asked():
     rng = random.Random()
@@ -71,14 +93,15 @@ def run(budget, asked):
     return runner, [one.token_ids for one in done.results]
 
 
-def test_a_budget_of_all_keys_has_the_texts_of_dense_attention(asked) -> None:
+def test_a_budget_of_all_keys_has_the_texts_of_dense_attention(asked, kernels) -> None:
     _, dense = run(None, asked)
     runner, sparse = run(512, asked)
+    assert kernels in (None, ["chosen_pages"])
     assert isinstance(runner.backend, SparseAttnBackend)
     assert sparse == dense
 
 
-def test_the_bounds_of_every_decode_step_are_those_of_the_pool(monkeypatch, asked) -> None:
+def test_the_bounds_of_every_decode_step_are_those_of_the_pool(monkeypatch, asked, kernels) -> None:
     plain, seen = SparseAttnBackend.forward_decode, []
 
     def checked(self, call, batch):
