@@ -18,43 +18,39 @@ def widen_bounds(
     [T] int64: the slots of new tokens, in any order. A page whose first slot is among them is
     bounded anew. NaN counts for nothing.
 
-    Grid: tokens, blocks of BLOCK_W columns. The program of a page's first token in loc has the
-    page, and takes in all of its tokens: no two programs write the same bounds.
+    Grid: tokens, blocks of BLOCK_W columns. A program takes in all tokens of its page. Programs of
+    the same page write the same bounds, whichever of them read their old values.
     """
     token = tl.program_id(0)
     page = tl.load(loc + token) // PAGE
     before = tl.load(loc + token - 1, mask=token > 0, other=0) // PAGE
-    # Page 0 is padding's. In a prompt most tokens follow one of their own page
+    # Page 0 is padding's. A token that follows one of its own page leaves the page to that one
     if (page > 0) & (page < num_pages) & (page != before):
         within = tl.arange(0, BLOCK_P)
         is_new = tl.zeros([BLOCK_P], tl.int32)
-        earlier = 0
         for first in range(0, num_tokens, BLOCK_T):
             other = first + tl.arange(0, BLOCK_T)
             slot = tl.load(loc + other, mask=other < num_tokens, other=0)
-            is_earlier = (slot // PAGE == page) & (other < token)
-            earlier += tl.sum(is_earlier.to(tl.int32), 0)
             found = (slot - page * PAGE)[:, None] == within[None, :]
             is_new = tl.maximum(is_new, tl.max(found.to(tl.int32), 0))
-        if earlier == 0:
-            column = tl.program_id(1) * BLOCK_W + tl.arange(0, BLOCK_W)
-            is_column = column < WIDTH
-            is_there = ((is_new > 0) & (within < PAGE))[:, None] & is_column[None, :]
-            key = tl.load(
-                keys + (page * PAGE + within)[:, None] * WIDTH + column[None, :],
-                mask=is_there,
-                other=0.0,
-            ).to(tl.float32)
-            low = tl.min(tl.where(is_there, key, float("inf")), 0)
-            high = tl.max(tl.where(is_there, key, -float("inf")), 0)
-            opens = tl.sum(tl.where(within == 0, is_new, 0), 0)
-            is_old = is_column & (opens == 0)
-            place = page * WIDTH + column
-            old_low = tl.load(lower + place, mask=is_old, other=float("inf")).to(tl.float32)
-            old_high = tl.load(upper + place, mask=is_old, other=-float("inf")).to(tl.float32)
-            low, high = tl.minimum(low, old_low), tl.maximum(high, old_high)
-            tl.store(lower + place, low.to(lower.dtype.element_ty), mask=is_column)
-            tl.store(upper + place, high.to(upper.dtype.element_ty), mask=is_column)
+        column = tl.program_id(1) * BLOCK_W + tl.arange(0, BLOCK_W)
+        is_column = column < WIDTH
+        is_there = ((is_new > 0) & (within < PAGE))[:, None] & is_column[None, :]
+        key = tl.load(
+            keys + (page * PAGE + within)[:, None] * WIDTH + column[None, :],
+            mask=is_there,
+            other=0.0,
+        ).to(tl.float32)
+        low = tl.min(tl.where(is_there, key, float("inf")), 0)
+        high = tl.max(tl.where(is_there, key, -float("inf")), 0)
+        opens = tl.sum(tl.where(within == 0, is_new, 0), 0)
+        is_old = is_column & (opens == 0)
+        place = page * WIDTH + column
+        old_low = tl.load(lower + place, mask=is_old, other=float("inf")).to(tl.float32)
+        old_high = tl.load(upper + place, mask=is_old, other=-float("inf")).to(tl.float32)
+        low, high = tl.minimum(low, old_low), tl.maximum(high, old_high)
+        tl.store(lower + place, low.to(lower.dtype.element_ty), mask=is_column)
+        tl.store(upper + place, high.to(upper.dtype.element_ty), mask=is_column)
 
 
 @triton.jit(do_not_specialize=["width"])
