@@ -21,6 +21,7 @@ from attnmux.core import (
 from attnmux.core.cli.verbs import verbs
 from attnmux.transformers import (
     Engine,
+    MemoryBudget,
     Prompt,
     RunnerOptions,
     load_runner,
@@ -36,18 +37,18 @@ PAGE = 16
 def runner_of(budget, **options):
     checkpoint = open_checkpoint(recall.PATH)
     platform = next(one for one in detect(load_plugins()).platforms if one.device_type == "cpu")
-    asked = RunnerOptions(
-        max_batch_size=3,
-        max_context_len=512,
-        max_total_tokens=1024,
-        page_size=PAGE,
-        sparse=budget and "quest",
-        sparse_budget=budget,
-        dtype="float32",
-        device="cpu",
-        policy=Policy(backend="torch_native"),
-        **options,
-    )
+    given = {
+        "max_batch_size": 3,
+        "max_context_len": 512,
+        "max_total_tokens": 1024,
+        "page_size": PAGE,
+        "sparse": budget and "quest",
+        "sparse_budget": budget,
+        "dtype": "float32",
+        "device": "cpu",
+        "policy": Policy(backend="torch_native"),
+    }
+    asked = RunnerOptions(**{**given, **options})
     return checkpoint, load_runner(checkpoint, platform, OFFERS, asked)
 
 
@@ -78,6 +79,19 @@ def asked():
     pairs = [recall.make_prompt(rng, 300) for _ in range(4)]
     # Another question about the first text, whose pages are reused, and a text asked twice
     return [*pairs, (pairs[0][0][:-1] + "a", None), pairs[1]]
+
+
+@pytest.mark.parametrize("budget", [64, 512])
+def test_a_memory_budget_holds_bounds_and_copies_too(budget) -> None:
+    nbytes = 2 * 10**6
+    given = {"max_total_tokens": None, "memory": MemoryBudget(nbytes=nbytes)}
+    _, dense = runner_of(None, **given)
+    _, runner = runner_of(budget, **given)
+    backend, pool = runner.backend, runner.context.token_to_kv_pool
+    copies = backend.chosen.context.token_to_kv_pool
+    page = (pool.nbytes + backend.bounds.nbytes) // (pool.num_slots // PAGE)
+    assert nbytes - page < pool.nbytes + backend.bounds.nbytes + copies.nbytes <= nbytes
+    assert pool.size < dense.context.token_to_kv_pool.size
 
 
 def run(budget, asked):

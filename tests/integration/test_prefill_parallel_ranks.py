@@ -137,6 +137,9 @@ def check_construction(group: RankGroup) -> None:
     ):
         with pytest.raises(InvalidInput, match=f"pcp: expected attention in every layer.*{match}"):
             ranks.solve(Request(**changes), probe_cpu(), (), Policy(), ())
+    chosen = Request(sparse="quest", sparse_budget=64, page_size=16)
+    with pytest.raises(InvalidInput, match="sparse: expected None with pcp"):
+        ranks.solve(chosen, probe_cpu(), (), Policy(), ())
 
 
 def check_command(group: RankGroup) -> None:

@@ -9,14 +9,17 @@ import time
 from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from attnmux.core import (
+    InvalidInput,
     RankFailed,
     RankGroup,
     RanksDiffer,
+    Request,
     TunedLaunch,
     load_plugins,
     ranks_measuring,
@@ -33,6 +36,7 @@ from attnmux.transformers import (
     open_checkpoint,
     run_prompts,
 )
+from attnmux.transformers.decision import decide
 from attnmux.transformers.parallel.ranks import InterleavedRanks, TensorParallelRanks
 
 OPTIONS = {"max_batch_size": 4, "max_context_len": 64, "max_total_tokens": 192, "dtype": "float32"}
@@ -123,6 +127,16 @@ def test_the_text_is_that_of_one_rank(
     expected = alone(model, prompts)
     assert [tokens for tokens, _ in found] == [expected] * size
     assert len({decision for _, decision in found}) == 1
+
+
+def test_interleaved_ranks_refuse_chosen_pages(tiny) -> None:
+    checkpoint, group = open_checkpoint(tiny("llama")[1]), SimpleNamespace(rank=0, size=2)
+    given = {"sparse": "quest", "sparse_budget": 64, "page_size": 16}
+    options = RunnerOptions(
+        **{**OPTIONS, **given}, ranks=InterleavedRanks(group, checkpoint.config)
+    )
+    with pytest.raises(InvalidInput, match="sparse: expected None with dcp"):
+        decide(Request(dtype="fp32", head_dim=16), probe_cpu(), load_plugins().offers(), options)
 
 
 def other_library(group: RankGroup, folder: Path) -> str:

@@ -63,7 +63,9 @@ def setting(request) -> Setting:
     table = torch.zeros(len(LENS) + 2, most * page - 1, dtype=torch.int32)
     slots = (torch.randperm(pages) + 1).view(-1, 1) * page + torch.arange(page)
     table[1:-1] = slots.view(len(LENS), -1)[:, : table.shape[1]]
-    k = torch.randn((pages + 1) * page, heads, dim).to(dtype)
+    # Keys that differ less than they are large, so that scores have either sign
+    k = torch.randn((pages + 1) * page, heads, dim) / 4 + torch.randn(heads, dim)
+    k = k.to(dtype)
     bounds = k.view(pages + 1, page, heads, dim)
     return Setting(
         q=torch.randn(len(LENS), q_heads, dim).to(dtype),

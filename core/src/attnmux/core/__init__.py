@@ -77,6 +77,7 @@ if TYPE_CHECKING:
     from attnmux.core.choosing.solver import solve as solve
     from attnmux.core.choosing.tell.choice import Choice as Choice
     from attnmux.core.choosing.tell.decision import Decision as Decision
+    from attnmux.core.chosen_pages import pages_of_budget as pages_of_budget
     from attnmux.core.chosen_pages import sparse_context as sparse_context
     from attnmux.core.chunk_pieces import Pieces as Pieces
     from attnmux.core.chunk_pieces import most_pieces as most_pieces
@@ -587,7 +588,7 @@ _NAMES_BY_MODULE = {
         "RequestPages",
         "bound_products",
     ),
-    "chosen_pages": ("sparse_context",),
+    "chosen_pages": ("pages_of_budget", "sparse_context"),
     "sparse_pages": ("SparseAttnBackend",),
     "spec": ("SpecInput",),
     "shared_kernels": (

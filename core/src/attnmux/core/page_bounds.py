@@ -45,6 +45,13 @@ class PageBounds:
         self._lower = dict(zip(layer_ids, buffers[: len(shapes)], strict=True))
         self._upper = dict(zip(layer_ids, buffers[len(shapes) :], strict=True))
 
+    @staticmethod
+    def bytes_per_page(
+        *, dtype: torch.dtype, num_layers: int, num_kv_heads: int, head_dim: int
+    ) -> int:
+        """Bytes of one page's bounds in all layers."""
+        return 2 * num_layers * num_kv_heads * head_dim * dtype.itemsize
+
     @property
     def nbytes(self) -> int:
         return sum(each.nbytes for each in (*self._lower.values(), *self._upper.values()))

@@ -15,8 +15,10 @@ from attnmux.core import (
     KVPool,
     LayerSpec,
     LinearStatePool,
+    PageBounds,
     PagedAllocator,
     ReqToTokenPool,
+    pages_of_budget,
     torch_dtype,
 )
 from attnmux.core.kv import WindowPrefixTree
@@ -33,6 +35,7 @@ from attnmux.transformers.pools import (
 )
 from attnmux.transformers.ranks import Ranks
 from attnmux.transformers.served_model import ServedModel
+from attnmux.transformers.shapes import SHAPE, STORED, by_shape
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -44,7 +47,8 @@ class Capacity:
     max_total_tokens: int | None = None
     """Tokens of all requests together; they fit even if each one's last page is partly filled."""
     memory: MemoryBudget | None = None
-    """Of the KV pool and the linear states. If both are given, the smaller one counts."""
+    """Of the KV pool, the linear states, and the bounds and copies of chosen pages. If both are
+    given, the smaller one counts."""
     spare_pages: int = 0
     """As in `RunnerOptions`."""
     max_encoder_len: int = 0
@@ -102,7 +106,7 @@ def allocate(
         stored,
         decision,
         max_tokens=capacity.pool_tokens(decision.page_size, ranks),
-        nbytes=_kv_bytes(model, decision, capacity.memory, stored, states, ranks),
+        nbytes=_kv_bytes(model, decision, capacity, stored, states, ranks),
         max_batch_size=capacity.max_batch_size,
         window_step_tokens=None if capacity.max_encoder_len else capacity.window_step_tokens,
     )
@@ -157,20 +161,49 @@ def _index_dtype(decision: Decision) -> torch.dtype:
 def _kv_bytes(
     model: ServedModel,
     decision: Decision,
-    memory: MemoryBudget | None,
+    capacity: Capacity,
     stored: Sequence[LayerSpec],
     states: LinearStatePool | None,
     ranks: Ranks,
 ) -> int | None:
     """What the budget leaves to the KV pool. A share is one of the memory after the states."""
+    memory, page_size = capacity.memory, decision.page_size
     if memory is None:
         return None
     taken = 0 if states is None or memory.nbytes is None else states.nbytes
+    taken += _copies_bytes(decision, capacity, stored)
     left = max(memory.resolve(model.module.device) - taken, 0)
-    ours, theirs = bytes_per_token(stored, decision), 0
+    ours, theirs = bytes_per_token(stored, decision) * page_size, _bounds_bytes(decision, stored)
     if model.indexers is not None:
-        theirs += model.indexers.bytes_per_token(_index_dtype(decision))
+        theirs += model.indexers.bytes_per_token(_index_dtype(decision)) * page_size
     if model.keeps_hidden:
-        theirs += hidden_states.bytes_per_token(_decoder(model))
+        theirs += hidden_states.bytes_per_token(_decoder(model)) * page_size
     left = left * ours // (ours + theirs)
     return ranks.smallest(left)
+
+
+def _bounds_bytes(decision: Decision, stored: Sequence[LayerSpec]) -> int:
+    """Of a page, where decode steps choose pages by their bounds."""
+    if decision.request.sparse_budget is None:
+        return 0
+    dtype = torch_dtype(decision.kv_dtype)
+    return sum(
+        PageBounds.bytes_per_page(
+            dtype=dtype,
+            num_layers=len(alike),
+            num_kv_heads=alike[0].tp_k_head_num,
+            head_dim=alike[0].qk_head_dim,
+        )
+        for alike in by_shape(stored, *STORED)
+    )
+
+
+def _copies_bytes(decision: Decision, capacity: Capacity, stored: Sequence[LayerSpec]) -> int:
+    """Of the pools that chosen pages are copied to: a layer's for each shape of layers."""
+    budget, page_size = decision.request.sparse_budget, decision.page_size
+    if budget is None:
+        return 0
+    pages = pages_of_budget(budget, page_size=page_size, max_context_len=capacity.columns)
+    tokens = (capacity.max_batch_size * pages + 1) * page_size
+    first = [alike[0] for alike in by_shape(stored, *SHAPE)]
+    return tokens * sum(bytes_per_token([layer], decision) for layer in first)

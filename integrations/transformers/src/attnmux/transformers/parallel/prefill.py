@@ -32,7 +32,7 @@ from attnmux.distributed import (
     zigzag_step,
 )
 from attnmux.transformers.parallel.agreement import Companions
-from attnmux.transformers.parallel.ranks import GroupRanks
+from attnmux.transformers.parallel.ranks import GroupRanks, check_whole_keys
 from attnmux.transformers.sequence import Step
 
 TOKENS_EACH = 256
@@ -81,6 +81,7 @@ class PrefillParallelRanks(GroupRanks):
                 "attention in every layer, of one shape, and sums that may depend on a step's size"
             )
             raise InvalidInput("pcp", got=got, expected=f"{expected}: prompts are split over ranks")
+        check_whole_keys(request, "pcp")
         whole = solve_measured(request, platform, offers, policy, measurements=measurements)
         of_parts = request.of_parts().replace(origin="default", page_size=whole.page_size)
         parts = solve_measured(of_parts, platform, offers, policy, measurements=measurements)

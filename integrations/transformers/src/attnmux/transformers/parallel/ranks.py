@@ -128,6 +128,7 @@ class InterleavedRanks(TensorParallelRanks):
         policy: Policy,
         measurements: Sequence[Measurement],
     ) -> Decision:
+        check_whole_keys(request, "dcp")
         both = decide_interleaved(
             request,
             platform,
@@ -180,6 +181,13 @@ class InterleavedRanks(TensorParallelRanks):
         """All ranks hold the same latent; K and V of heads are split, expanded ones too."""
         copies = self.size if latent else self._kv_copies
         return HeadSplit(group=self.group, kv_copies=copies)
+
+
+def check_whole_keys(request: Request, ranks: str) -> None:
+    """Raise InvalidInput for decoding over chosen pages. ranks: what they are called."""
+    if request.sparse is not None or request.sparse_budget is not None:
+        expected = f"None with {ranks}: pages are chosen on one device, of all keys of a head"
+        raise InvalidInput("sparse", got=request.sparse, expected=expected)
 
 
 def _kv_copies(config: PreTrainedConfig, size: int) -> int:
