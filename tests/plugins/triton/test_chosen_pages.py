@@ -17,7 +17,7 @@ from attnmux.triton import chosen_pages  # where there is a Triton
 from attnmux.triton.chosen_pages import ChosenPages, make_kernels
 
 PLAIN = PlainPages()
-LENS = (700, 1, 33, 0, 64, 517)
+LENS = (33, 700, 1, 0, 64, 517)
 NUMBER = 4
 SHAPES = [
     # (query heads, KV heads, D, Dv, page size, dtype)
@@ -123,9 +123,11 @@ def test_slots_that_the_pool_lacks_are_skipped(setting):
     assert all(map(torch.equal, old, setting.bounds))
 
 
-@pytest.mark.parametrize("is_apart", [False, True])
-def test_scores(setting, is_apart):
-    q = setting.q.repeat_interleave(2, 1)[:, ::2] if is_apart else setting.q
+@pytest.mark.parametrize("apart", [None, 1, 2])
+def test_scores(setting, apart):
+    """Also of heads, and of columns, that do not lie side by side."""
+    gaps = {None: setting.q, 1: setting.q.repeat_interleave(2, 1)[:, ::2]}
+    q = gaps.get(apart, setting.q.repeat_interleave(2, 2)[..., ::2])
     found = setting.kernels.score(q, *setting.bounds, setting.requests)
     expected = PLAIN.score(q, *setting.bounds, setting.requests)
     torch.testing.assert_close(found, expected, atol=1e-3, rtol=1e-4)
