@@ -43,7 +43,7 @@ from attnmux.core import (
 
 FACTORS = (2, 4, 8)
 REPEATS = 3
-COLUMNS = {"what": "", "fewer keys": "", "pages by": "", "us": ".1f", "over dense": ""}
+COLUMNS = {"what": "", "fewer keys, by": "", "us": ".1f", "over dense": ""}
 
 
 def make_step(
@@ -100,9 +100,9 @@ def replayed(step: Step, backend: AttentionBackend) -> Run:
 
 
 def time_steps(
-    step: Step, sides: Mapping[tuple[str, str], AttentionBackend], rounds: int, report: Report
+    step: Step, sides: Mapping[str, AttentionBackend], rounds: int, report: Report
 ) -> None:
-    """sides: backends by (fewer keys, pages by), the dense one first."""
+    """sides: the dense backend first."""
     device = step.batch.seq_lens.device
     ways = {"eager": eager}
     if graphs_of(device) is not None:
@@ -114,7 +114,7 @@ def time_steps(
         times = interleave(meters, rounds, warm_up=1)
         for side in sides:
             ratio = f"{times.ratio(side, dense):.2f}"
-            report.add(f"{len(step.layers)} layers, {way}", *side, times.median(side), ratio)
+            report.add(f"{len(step.layers)} layers, {way}", side, times.median(side), ratio)
 
 
 def parts_of(step: Step, sparse: SparseAttnBackend, kernels: PageKernels) -> dict[str, Run]:
@@ -144,20 +144,20 @@ def parts_of(step: Step, sparse: SparseAttnBackend, kernels: PageKernels) -> dic
 
 def time_parts(
     step: Step,
-    sides: Mapping[tuple[str, str], tuple[SparseAttnBackend, PageKernels]],
+    sides: Mapping[str, tuple[SparseAttnBackend, PageKernels]],
     rounds: int,
     report: Report,
 ) -> None:
     device = step.batch.seq_lens.device
     graphs = graphs_of(device)
     meters = {
-        (part, *side): device_meter(in_graph(run, graphs), device, REPEATS)
+        f"{part}: {side}": device_meter(in_graph(run, graphs), device, REPEATS)
         for side, (sparse, kernels) in sides.items()
         for part, run in parts_of(step, sparse, kernels).items()
     }
     times = interleave(meters, rounds, warm_up=1)
-    for part in sorted(meters, key=lambda each: each[0]):
-        report.add(*part, times.median(part), None)
+    for part in sorted(meters):
+        report.add(*part.split(": "), times.median(part), None)
 
 
 @click.command()
@@ -177,13 +177,13 @@ def main(name: str, keys: int, layers: int, page_size: int, rounds: int, path: P
         ways["kernels"] = fast
     dense = make_backend(choice, context)
     sides = {
-        (f"{factor}x", way): (over_pages(context, choice, dense, keys // factor, kernels), kernels)
+        f"{factor}x, {way}": (over_pages(context, choice, dense, keys // factor, kernels), kernels)
         for way, kernels in ways.items()
         for factor in FACTORS
     }
     title = f"{choice.backend}, {keys} keys, pages of {page_size}, medians of {rounds} rounds"
     with Report(COLUMNS, facts(device, "attnmux-core"), path, title=title) as report:
-        backends = {("1x", "-"): dense, **{side: one for side, (one, _) in sides.items()}}
+        backends = {"1x, dense": dense, **{side: one for side, (one, _) in sides.items()}}
         time_steps(step, backends, rounds, report)
         time_parts(step, sides, rounds, report)
 
