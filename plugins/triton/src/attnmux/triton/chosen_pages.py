@@ -27,6 +27,8 @@ TILE = 4096
 """Values of a tile."""
 COPIED = 8192
 """Values of a tile that is only moved."""
+LEAST_CHOSEN_FROM = 1024
+"""Scores that a program has room for, so that steps of few kinds are compiled."""
 MOST_CHOSEN_FROM = 16384
 """Scores that a program holds in registers. Of more, torch's topk chooses."""
 
@@ -87,7 +89,7 @@ class ChosenPages:
         places = torch.empty((size, heads, number), dtype=torch.int64, device=scores.device)
         if size:
             lens = requests.lens.contiguous()
-            self._choosing(next_power_of_2(width))(
+            self._choosing(next_power_of_2(max(width, LEAST_CHOSEN_FROM)))(
                 (size * heads, 1, 1), (scores, lens, places), (), (width, number), lens.dtype
             )
         return places
@@ -164,7 +166,7 @@ class ChosenPages:
                 {"HEADS": self._heads, "PAGE": self._page_size, "BLOCK_N": block},
                 tensors=("scores", "lens", "places"),
                 counts=("width", "number"),
-                options={"num_warps": min(16, max(4, block // 512))},
+                options={"num_warps": min(16, block // 256)},
             )
         return bound
 
