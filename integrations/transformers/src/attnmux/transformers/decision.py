@@ -54,8 +54,8 @@ class RunnerOptions:
     """Pages of the KV pool beside those of `max_total_tokens`. The branches of a draft model take
     topk * (steps - 1) for each request, see `ModelProposer`."""
     memory: MemoryBudget | None = None
-    """What the KV pool may take. Of this and `max_total_tokens` one is needed; of both the smaller
-    counts."""
+    """What the KV pool may take, with the bounds and copies of chosen pages. Of this and
+    `max_total_tokens` one is needed; of both the smaller counts."""
     window_step_tokens: int | None = WINDOW_STEP_TOKENS
     """Layers with windows or chunks get a KV pool of their own where that saves memory, with room
     for a prompt's step of at least so many tokens. None for callers that do not use the engine,
