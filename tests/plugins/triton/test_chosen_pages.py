@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import random
 from dataclasses import dataclass, replace
+from functools import partial
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from attnmux.core import PlainPages, Platform, RequestPages
 from attnmux.testing import Case, decode, make_setup
@@ -207,6 +209,34 @@ def test_copies(setting):
         assert torch.equal(found[is_copied], expected[is_copied])
         assert bool((found[~is_copied] == junk).all())
         assert bool((expected[is_copied] != junk).all())
+
+
+class Operations(TorchDispatchMode):
+    """Notes the names of the operations that run, allocations left out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if "empty" not in func.name():
+            self.names.append(func.name())
+        return func(*args, **(kwargs or {}))
+
+
+def test_each_is_one_launch(setting):
+    requests, kv, loc = setting.requests, (setting.k, setting.v), torch.arange(40)
+    scores = setting.kernels.score(setting.q, *setting.bounds, requests)
+    places = setting.kernels.choose(scores, requests, NUMBER)
+    for run in (
+        partial(setting.kernels.widen, setting.k, *setting.bounds, loc),
+        partial(setting.kernels.score, setting.q, *setting.bounds, requests),
+        partial(setting.kernels.choose, scores, requests, NUMBER),
+        partial(setting.kernels.copy, kv, kv, places, requests),
+    ):
+        with Operations() as ran:
+            run()
+        assert ran.names == ["attnmux_interpreted::launch"]
 
 
 def test_steps_without_requests(setting):
