@@ -314,7 +314,7 @@ FLEX_ATTENTION = BackendCard(
     clauses=tuple(
         _flex(dtype, **{**where, **more})
         for where in (_ON_CPU, _ON_GPU, _IN_GRAPHS)
-        for more in ({}, {**_ALIBI, "kind": one_of("mha")})
+        for more in ({}, {**_ALIBI, "kind": one_of("mha")}, {**_RELATIVE, "kind": one_of("mha")})
         for dtype in _UNSCALED
     ),
     priors=(
