@@ -201,7 +201,7 @@ def _relative_bias(module: Any) -> torch.Tensor | None:  # noqa: ANN401
     # Fewer places than buckets would leave some that are not for one distance
     reach = max(module.relative_attention_max_distance, module.relative_attention_num_buckets)
     bias: torch.Tensor = module.compute_bias(1, reach + 1, past_seen_tokens=reach)
-    return bias[0, :, 0]
+    return bias[0, :, 0].contiguous()
 
 
 def _between(module: Any, config: PreTrainedConfig) -> None:  # noqa: ANN401
