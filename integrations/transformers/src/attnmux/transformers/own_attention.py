@@ -185,7 +185,7 @@ def _t5_attention(
     heads = (1, -1, module.n_heads, module.key_value_proj_dim)
     projected = module.q(hidden_states), module.k(source), module.v(source)
     q, k, v = (each.view(heads).transpose(1, 2) for each in projected)
-    given = {"scaling": module.scaling, "relative_bias": table}
+    given = {"scaling": 1.0, "relative_bias": table}
     context: torch.Tensor = module.o(attend(module, config, q, k, v, mask, **given).flatten(2))
     return context
 
@@ -200,8 +200,8 @@ def _relative_bias(module: Any) -> torch.Tensor | None:  # noqa: ANN401
         return None
     # Fewer places than buckets would leave some that are not for one distance
     reach = max(module.relative_attention_max_distance, module.relative_attention_num_buckets)
-    bias: torch.Tensor = module.compute_bias(1, reach + 1, past_seen_tokens=reach)
-    return bias[0, :, 0].contiguous()
+    of_last: torch.Tensor = module.compute_bias(reach + 1, reach + 1)[0, :, -1]
+    return of_last.contiguous()
 
 
 def _between(module: Any, config: PreTrainedConfig) -> None:  # noqa: ANN401
