@@ -54,7 +54,9 @@ NUMBERS = re.compile(r"-heads|-dims?-|-float(16|32)|-fp8_e5m2|-scale$|-saturated
 """Cases that differ from others by a number or a dtype. Graphs change neither."""
 JOINED = re.compile(
     r"fp8_e5m2-(?!scales$)|(verify|mla-\w+)-fp8_e5m2|empty-prefix-.+-host-lens|"
-    r"alibi-(decode|extend)-(\d|dim|float|scale|fp8|deterministic|sinks|chunk)"
+    r"alibi-(decode|extend)-(\d|dim|float|scale|fp8|deterministic|sinks|chunk)|"
+    r"relative-(decode|extend)-(\d|float|fp8|deterministic|sinks|chunk|strided|reach-128)|"
+    r"relative-encoder-(float|reach-128)"
 )
 """Cases that join features, each of which has a case of its own. Of 8-bit floats, e4m3 has these
 cases too."""

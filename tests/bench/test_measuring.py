@@ -58,6 +58,7 @@ REQUESTS = {
     "cap": PLAIN.replace(logit_cap=3.0),
     "sinks": PLAIN.replace(sinks=True),
     "alibi": PLAIN.replace(alibi=True),
+    "relative": PLAIN.replace(relative_bias=True),
     "lse": PLAIN.replace(lse=True),
     "fp8": PLAIN.replace(kv_dtype="fp8_e4m3"),
     "page": PLAIN.replace(page_size=16),

@@ -211,6 +211,7 @@ def test_layers_that_the_decision_was_not_made_for(
         ("attention_chunk", {"attention_chunk": 16}),
         ("sinks", {"sinks": True}),
         ("alibi", {"alibi": True}),
+        ("relative_bias", {"relative_reach": 8}),
         ("logit_cap", {"logit_cap": 30.0}),
     ],
 )

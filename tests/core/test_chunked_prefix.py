@@ -313,7 +313,7 @@ def test_merging_adds_keys_by_their_weight() -> None:
 def test_layers_whose_parts_cannot_be_merged_are_refused() -> None:
     for changes in ({"windows": (None, 8)}, {"attention_chunk": 8}):
         context = make_setup(case_of(extend((0, 4)), **changes), fake_platform(), "cpu").context
-        with pytest.raises(InvalidInput, match="without windows, chunks and ALiBi"):
+        with pytest.raises(InvalidInput, match="without windows, chunks and biases"):
             expanded_context(context)
 
 

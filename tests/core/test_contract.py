@@ -314,6 +314,12 @@ def test_context_knows_its_layers_by_id() -> None:
         {"sinks": torch.zeros(8, dtype=torch.bfloat16)},
         {"alibi_slopes": torch.zeros(2)},
         {"alibi_slopes": torch.zeros(8, dtype=torch.float64)},
+        {"relative_bias": torch.zeros(8)},
+        {"relative_bias": torch.zeros(2, 9)},
+        {"relative_bias": torch.zeros(8, 0)},
+        {"relative_bias": torch.zeros(8, 9, dtype=torch.bfloat16)},
+        {"relative_bias": torch.zeros(8, 4), "is_causal": False},
+        {"relative_bias": torch.zeros(8, 9), "alibi_slopes": torch.zeros(8)},
         {"kind": "mla", "v_head_dim": 64},
         {"kind": "mla", "tp_k_head_num": 1, "tp_v_head_num": 1, "v_head_dim": 128},
     ],
@@ -340,6 +346,17 @@ def test_slopes_that_no_layer_can_have(changes: dict[str, object], named: str) -
     assert biased.alibi_slopes is not None
     with pytest.raises(InvalidInput, match=f"alibi_slopes: .*{named}"):
         replace(biased, **changes)
+    if "is_causal" not in changes:
+        with pytest.raises(InvalidInput, match=f"relative_bias: .*{named}"):
+            replace(layer, relative_bias=torch.ones(8, 9), **changes)
+
+
+@pytest.mark.parametrize(("is_causal", "columns"), [(True, 13), (False, 25), (True, 1), (False, 1)])
+def test_the_reach_of_a_table_of_biases(is_causal: bool, columns: int) -> None:
+    layer: LayerSpec = setup_of(decode(3)).context.layers[0]
+    assert layer.relative_reach == 0
+    biased = replace(layer, is_causal=is_causal, relative_bias=torch.ones(8, columns))
+    assert biased.relative_reach == (0 if columns == 1 else 12)
 
 
 @pytest.mark.parametrize(

@@ -197,7 +197,8 @@ def test_a_backend_of_another_context_is_refused() -> None:
     [
         ({"windows": (8, None)}, "windows"),
         ({"attention_chunk": 16}, "chunks"),
-        ({"alibi": True}, "ALiBi"),
+        ({"alibi": True}, "biases"),
+        ({"relative_reach": 4}, "biases"),
     ],
 )
 def test_layers_that_count_places_are_refused(changes, message) -> None:

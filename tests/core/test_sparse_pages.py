@@ -335,7 +335,8 @@ def test_a_budget_of_all_pages_has_the_answers_of_dense_attention(
 
 def served(case) -> bool:
     request = case.request
-    excluded = ("attention_chunk", "cross_attention", "alibi", "custom_mask", "multi_item")
+    excluded = ("attention_chunk", "cross_attention", "alibi", "relative_bias", "custom_mask")
+    excluded += ("multi_item",)
     plain = not any(getattr(request, name) for name in excluded)
     own = request.kv_dtype in (None, request.dtype) and request.sliding_window is None
     return plain and own and not request.strided_kv and "encoder" not in request.phases

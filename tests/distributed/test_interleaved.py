@@ -129,6 +129,7 @@ def test_impossible_layouts_are_refused(changes: dict[str, int], said: str) -> N
     [
         ({"sliding_window": 8}, "sliding_window: expected nothing"),
         ({"alibi": True}, "alibi: expected nothing"),
+        ({"relative_bias": True}, "relative_bias: expected nothing"),
         ({"attention_chunk": 8}, "attention_chunk: expected nothing"),
         ({"spec_topk": 2}, "spec_topk: expected 1, chains"),
         ({"spec_topk": 1}, "spec_draft_tokens: expected a number, with spec_topk"),

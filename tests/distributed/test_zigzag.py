@@ -172,7 +172,8 @@ def test_contexts_of_parts() -> None:
     assert made.request.sliding_window is None
     for changes, match in (
         ({"windows": (4,)}, "a layer without a window"),
-        ({"alibi": True}, "attention chunks and ALiBi"),
+        ({"alibi": True}, "attention chunks and biases"),
+        ({"relative_reach": 4}, "attention chunks and biases"),
         ({"is_encoder": True, "save_kv_cache": False}, "causal self attention"),
     ):
         with pytest.raises(InvalidInput, match=match):

@@ -42,6 +42,26 @@ CONFIGS = {
     "pegasus": lambda: transformers.PegasusConfig(**TEXT, forced_eos_token_id=None),
     "marian": lambda: transformers.MarianConfig(**TEXT, forced_eos_token_id=None),
 }
+T5 = {
+    "vocab_size": 97,
+    "d_model": 32,
+    "d_kv": 12,
+    "d_ff": 48,
+    "num_layers": 2,
+    "num_decoder_layers": 3,
+    "num_heads": 4,
+    "relative_attention_num_buckets": 8,
+    "relative_attention_max_distance": 11,
+    "decoder_start_token_id": 2,
+    "pad_token_id": 1,
+    "eos_token_id": 2,
+}
+CONFIGS |= {
+    "t5": lambda: transformers.T5Config(**T5),
+    "mt5": lambda: transformers.MT5Config(**T5, feed_forward_proj="gated-gelu"),
+    "umt5": lambda: transformers.UMT5Config(**T5),
+}
+"""Requests are longer than the distance from which on biases are the same."""
 DECODED = 5
 
 
@@ -59,7 +79,8 @@ def made(tmp_path_factory):
                 with torch.no_grad():
                     for parameter in model.parameters():
                         if parameter.dim() > 1:
-                            parameter.normal_(0, 0.3)
+                            # T5 does not scale its logits
+                            parameter.normal_(0, 0.2 if "t5" in name else 0.3)
                 folder = tmp_path_factory.mktemp(name)
                 model.save_pretrained(folder)
                 # Some checkpoints leave out the table of positions, which is computed.
@@ -108,7 +129,8 @@ def states_of(runner, inputs, ids, lens):
 
 @pytest.mark.parametrize("page_size", [1, 16])
 @pytest.mark.parametrize(
-    ("name", "backend"), [*((name, "torch_native") for name in CONFIGS), ("whisper", "fake")]
+    ("name", "backend"),
+    [*((name, "torch_native") for name in CONFIGS), ("whisper", "fake"), ("t5", "fake")],
 )
 def test_chunks_and_decode_give_the_models_own_logits(made, run_on, name, page_size, backend):
     """In the second extend one request goes on, one comes with its encoder, one is through."""
@@ -160,7 +182,7 @@ def test_8_bit_floats_round_the_encoders_k_and_v_too(made, run_on, kv_dtype, mon
     torch.testing.assert_close(*logits, atol=1e-4, rtol=1e-3)
 
 
-@pytest.mark.parametrize("name", ["whisper", "bart"])
+@pytest.mark.parametrize("name", ["whisper", "bart", "t5", "mt5", "umt5"])
 def test_greedy_tokens_are_those_of_transformers_generate(made, run_on, name):
     model, folder = made(name)
     runner = run(run_on, folder, page_size=16)
@@ -173,7 +195,12 @@ def test_greedy_tokens_are_those_of_transformers_generate(made, run_on, name):
         logits = runner.decode(states)
     for state, given in zip(states, inputs, strict=True):
         theirs = transformers.GenerationMixin.generate(
-            model, **given, max_new_tokens=12, do_sample=False, num_beams=1
+            model,
+            **given,
+            max_new_tokens=12,
+            do_sample=False,
+            num_beams=1,
+            use_cache="t5" not in name,  # it would have as many layers as the encoder
         )[0].tolist()
         # transformers stops after the first end of text, id 2
         assert state.token_ids[: len(theirs)] == theirs
@@ -193,7 +220,7 @@ def generated(engine, requests):
 
 
 @pytest.mark.parametrize("page_size", [1, 16])
-@pytest.mark.parametrize("name", ["whisper", "bart"])
+@pytest.mark.parametrize("name", ["whisper", "bart", "t5", "umt5"])
 def test_the_engine_gives_each_request_what_it_gets_alone(
     made, run_on, monkeypatch, name, page_size
 ):
@@ -246,6 +273,29 @@ def test_two_layers_of_the_pool_for_each_of_the_decoders(made, run_on):
     assert runner.steps.max_encoder_len == 21
     assert runner.steps.max_context_len == 64
     assert runner.context.max_context_len == 85
+
+
+@pytest.mark.parametrize("name", ["t5", "mt5", "umt5"])
+def test_self_attention_alone_has_relative_biases(made, run_on, name):
+    """In T5 the first layer's table is that of all layers; in UMT5 each has its own."""
+    model, folder = made(name)
+    runner = run(run_on, folder)
+    layers = runner.context.layers
+    assert runner.decision.request.relative_bias
+    assert [layer.is_cross_attention for layer in layers] == [False, True] * 3
+    assert all((layer.relative_bias is None) == layer.is_cross_attention for layer in layers)
+    assert {layer.scaling for layer in layers} == {1.0}
+    first, second = layers[0].relative_bias, layers[2].relative_bias
+    assert torch.equal(first, second) == (name != "umt5")
+    block = model.get_decoder().block[0].layer[0].SelfAttention
+    far = block.compute_bias(1, 60, past_seen_tokens=59)[0, :, 0].detach()
+    reach = layers[0].relative_reach
+    assert reach == 11
+    torch.testing.assert_close(first, far[:, -reach - 1 :], atol=0, rtol=0)
+    expected = first[:, :1].expand(-1, 60 - reach)
+    torch.testing.assert_close(far[:, : 60 - reach], expected, atol=0, rtol=0)
+    # The encoder may have as many tokens as the decoder, as no table of positions ends
+    assert runner.steps.max_encoder_len == 64
 
 
 def test_the_encoder_runs_once_and_its_keys_are_written_once(made, run_on):
@@ -327,8 +377,8 @@ def test_encoder_inputs_and_states_that_cannot_be_are_refused(made, tiny, run_on
 
 
 REFUSED = {
-    "t5": (
-        lambda: transformers.T5Config(
+    "switch_transformers": (
+        lambda: transformers.SwitchTransformersConfig(
             vocab_size=97, d_model=32, d_kv=8, d_ff=48, num_layers=2, num_heads=4
         ),
         # by version: attention with a bias for each pair of positions, or attention of its own

@@ -99,6 +99,9 @@ def test_every_adapter_s_class_exists():
             transformers.GPTNeoForCausalLM,
             transformers.GPTNeoXJapaneseForCausalLM,
             transformers.MptForCausalLM,
+            transformers.MT5ForConditionalGeneration,
+            transformers.T5ForConditionalGeneration,
+            transformers.UMT5ForConditionalGeneration,
         )
     }
     assert all(map(has_adapter, known))

@@ -325,6 +325,12 @@ class PlacesOneLate(Faulty):
         return super().biased(q, k, layer, positions + 1)
 
 
+class TableMirrored(Faulty):
+    def relative(self, q, k, layer, positions):
+        table = layer.relative_bias.flip(1)
+        return super().relative(q, k, replace(layer, relative_bias=table), positions)
+
+
 class CapIgnored(Faulty):
     def attend(self, q, k, v, keep, layer):
         return super().attend(q, k, v, keep, replace(layer, logit_cap=0.0))
@@ -431,6 +437,7 @@ FAULTS: tuple[tuple[type[Faulty], dict[str, object]], ...] = (
     (SinksIgnored, {"sinks": True}),
     (SlopesNegated, {"alibi": True}),
     (PlacesOneLate, {"alibi": True, "lse": True}),
+    (TableMirrored, {"relative_reach": 6}),
     (CapIgnored, {"logit_cap": 1.0}),
     (WrongScaling, {}),
     (WrongKVHead, {}),
@@ -483,6 +490,7 @@ CLEAN = {
     "e5m2-page16": {"dtype": "float16", "kv_dtype": "fp8_e5m2", "page_size": 16},
     "sinks-cap": {"dtype": "bfloat16", "sinks": True, "logit_cap": 2.0},
     "alibi": {"dtype": "bfloat16", "alibi": True, "lse": True},
+    "relative": {"dtype": "bfloat16", "relative_reach": 6, "lse": True},
     "mla": {
         "dtype": "bfloat16",
         "kind": "mla",

@@ -191,7 +191,15 @@ def test_every_mode_feature_and_successor_is_covered() -> None:
     assert {step.mode for case in cases for step in case.steps} == set(ForwardMode)
     asked = {name for case in cases for name in case.request.origins}
     features = {"sliding_window", "attention_chunk", "cross_attention", "sinks", "alibi"}
-    features |= {"logit_cap", "custom_mask", "multi_item", "lse", "spec_topk", "kv_lora_rank"}
+    features |= {
+        "relative_bias",
+        "logit_cap",
+        "custom_mask",
+        "multi_item",
+        "lse",
+        "spec_topk",
+        "kv_lora_rank",
+    }
     assert features <= asked
     for case in cases:
         assert case.steps[0] != case.steps[1], case.name

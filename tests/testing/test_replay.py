@@ -58,6 +58,7 @@ CASES = {
     "decode": {"steps": (decode(5, 17, 9),), "page_size": 4},
     "extend": {"steps": (extend((6, 3), (0, 5)),), "page_size": 1, "sinks": True},
     "alibi": {"steps": (extend((6, 3), (0, 5)),), "page_size": 1, "alibi": True},
+    "relative": {"steps": (extend((6, 3), (0, 5)),), "page_size": 1, "relative_reach": 4},
     "verify": {"steps": (verify(3, 8, 5),), "spec_topk": 2},
     "e4m3": {"steps": (decode(5, 17),), "kv_dtype": "fp8_e4m3", "kv_scales": (0.5, 2.0)},
     "window pool": {"steps": (decode(5, 40),), "windows": (None, 6), "window_pool": True},

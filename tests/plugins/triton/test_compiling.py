@@ -52,6 +52,8 @@ CASES = {
     ),
     "decode, ALiBi": Case(name="alibi", steps=(decode(45, 3),), alibi=True),
     "extend, ALiBi": Case(name="alibi", steps=(extend((16, 41)),), alibi=True),
+    "decode, relative": Case(name="relative", steps=(decode(45, 3),), relative_reach=128),
+    "extend, relative": Case(name="relative", steps=(extend((16, 41)),), relative_reach=128),
     "decode, 256": Case(name="256", steps=(decode(45),), head_dim=256, v_head_dim=256),
     "verify": Case(name="verify", steps=(verify(5, 40, 4),), **TREE),
     "extend": Case(name="extend", steps=(extend((16, 41), (0, 7)),), lse=True),

@@ -114,8 +114,11 @@ def test_other_architectures(arch):
         assert kernels(traits(layer), arch) == ("portable", "portable")
 
 
-def test_layers_with_alibi_have_the_portable_kernels():
-    found = Dispatch(traits=traits(gqa(alibi_slopes=torch.ones(32))), arch="sm90", page_size=1)
+@pytest.mark.parametrize(
+    "bias", [{"alibi_slopes": torch.ones(32)}, {"relative_bias": torch.ones(32, 9)}]
+)
+def test_layers_with_biases_have_the_portable_kernels(bias):
+    found = Dispatch(traits=traits(gqa(**bias)), arch="sm90", page_size=1)
     assert found.shares(1, hides=False).kernel == "portable"
     assert found.tiles(hides=False).kernel == "portable"
 

@@ -67,9 +67,16 @@ def errors_of(step: Step, out: torch.Tensor | None = None, *, layer: int = -1) -
     heads = _sampled_heads(spec.tp_q_head_num, spec.tp_k_head_num, device)
     sinks = None if spec.sinks is None else spec.sinks[heads]
     slopes = None if spec.alibi_slopes is None else spec.alibi_slopes[heads]
+    table = None if spec.relative_bias is None else spec.relative_bias[heads]
     expected, _ = reference.attention(
         step.q[rows][:, heads],
-        replace(spec, tp_q_head_num=len(heads), sinks=sinks, alibi_slopes=slopes),
+        replace(
+            spec,
+            tp_q_head_num=len(heads),
+            sinks=sinks,
+            alibi_slopes=slopes,
+            relative_bias=table,
+        ),
         sampled,
         step.table.req_to_token,
         step.pool,

@@ -35,6 +35,9 @@ that no layer finds its K and V there."""
 COLD_BYTES_CPU, MAX_LAYERS_CPU = 64e6, 6
 """The same for a CPU, whose steps take longer."""
 
+RELATIVE_REACH = 128
+"""Of the layers' `relative_bias`: T5's max_distance."""
+
 DRAWN_ROWS = 1 << 16
 """Slots that are filled at once, so that the random numbers need little memory."""
 
@@ -228,6 +231,9 @@ def _layers(
     if request.alibi:
         # The slopes of a model with a power of two heads (arXiv:2108.12409)
         given["alibi_slopes"] = torch.exp2(-8 * torch.arange(1, heads + 1, device=device) / heads)
+    if request.relative_bias:
+        shape = (heads, RELATIVE_REACH + 1)
+        given["relative_bias"] = torch.randn(shape, device=device, generator=generator)
     return tuple(LayerSpec(layer_id=number, **given) for number in range(count))
 
 

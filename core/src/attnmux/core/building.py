@@ -256,6 +256,7 @@ def _features(layer: LayerSpec, request: Request) -> tuple[tuple[str, bool, bool
         ("cross_attention", layer.is_cross_attention, request.cross_attention),
         ("sinks", layer.sinks is not None, request.sinks),
         ("alibi", layer.alibi_slopes is not None, request.alibi),
+        ("relative_bias", layer.relative_bias is not None, request.relative_bias),
         ("logit_cap", layer.logit_cap > 0, bool(request.logit_cap)),
     )
 

@@ -92,6 +92,7 @@ def _check_layer(layer: LayerSpec) -> None:
         "cross attention": layer.is_cross_attention,
         "no causality": not layer.is_causal,
         "ALiBi": layer.alibi_slopes is not None,
+        "relative position biases": layer.relative_bias is not None,
     }
     got = " and ".join(name for name, is_set in found.items() if is_set)
     if got:

@@ -235,7 +235,7 @@ def prefix_context(context: BackendContext) -> BackendContext:
     layers = []
     for layer in context.layers:
         if not is_mergeable(layer) or layer.is_cross_attention:
-            expected = "self attention of kind mha or mla, without windows, chunks and ALiBi"
+            expected = "self attention of kind mha or mla, without windows, chunks and biases"
             raise InvalidInput("layers", got=f"layer {layer.layer_id}", expected=expected)
         sinks = layer.sinks
         if sinks is not None:

@@ -48,6 +48,12 @@ class LayerSpec:
     """[Hq] fp32: attention with linear biases (ALiBi, arXiv:2108.12409). The scaled logit of token
     i and key j grows by slope * (j - i); i and j are places in the sequence. Only causal self
     attention of kind "mha" without a cap has it."""
+    relative_bias: torch.Tensor | None = None
+    """[Hq, R + 1] fp32, or [Hq, 2 * R + 1] where `is_causal` is False: relative position biases by
+    head and distance (T5, arXiv:1910.10683). The scaled logit of token i and key j grows by the
+    value for j - i clipped to [-R, R]; the first column is that of -R, and the last that of R, or
+    of 0 in a causal layer. i and j are places in the sequence. Only self attention of kind "mha"
+    without a cap has it."""
     k_scale: float | None = None
     v_scale: float | None = None
     """Factors for quantised K and V when they are read: see `KVPool.read_scales`. K and V that a
@@ -63,8 +69,8 @@ class LayerSpec:
             raise InvalidInput("tp_v_head_num", got=self.tp_v_head_num, expected=expected)
         for name, of_heads in (("sinks", self.sinks), ("alibi_slopes", self.alibi_slopes)):
             _check_per_head(name, of_heads, q_heads)
-        if self.alibi_slopes is not None:
-            self._check_alibi()
+        self._check_relative_bias()
+        self._check_biases()
         if not self.is_causal and self.sliding_window_size >= 0:
             raise InvalidInput(
                 "sliding_window_size",
@@ -83,18 +89,43 @@ class LayerSpec:
             expected = "at least 1" if chunked else "0, since only dual chunk layers have chunks"
             raise InvalidInput("dual_chunk_len", got=got, expected=expected)
 
-    def _check_alibi(self) -> None:
+    def _check_relative_bias(self) -> None:
+        """Raises InvalidInput for a table that is not float32 with a row for each query head."""
+        table, heads = self.relative_bias, self.tp_q_head_num
+        if table is None:
+            return
+        has_rows = table.dim() == 2 and table.shape[0] == heads and table.shape[1] > 0
+        has_middle = has_rows and (self.is_causal or table.shape[1] % 2 == 1)
+        if not has_middle or table.dtype != torch.float32:
+            got = f"{table.dtype} of shape {tuple(table.shape)}"
+            columns = "R + 1" if self.is_causal else "2 * R + 1"
+            expected = f"float32 of shape ({heads}, {columns})"
+            raise InvalidInput("relative_bias", got=got, expected=expected)
+
+    def _check_biases(self) -> None:
+        """Raises InvalidInput for biases by distance in a layer that cannot have them."""
+        slopes, table = self.alibi_slopes is not None, self.relative_bias is not None
         hindrances = {
             f"kind {self.kind!r}": self.kind != "mha",
             "is_cross_attention": self.is_cross_attention,
-            "is_causal False": not self.is_causal,
+            "is_causal False": slopes and not self.is_causal,
             f"logit_cap {self.logit_cap}": self.logit_cap > 0,
+            "relative_bias": slopes and table,
         }
         found = [name for name, is_set in hindrances.items() if is_set]
-        if found:
-            got = f"slopes in a layer with {' and '.join(found)}"
-            expected = "None, or causal self attention of kind 'mha' without a cap"
-            raise InvalidInput("alibi_slopes", got=got, expected=expected)
+        if found and (slopes or table):
+            got = f"a bias in a layer with {' and '.join(found)}"
+            causal = "causal " if slopes else ""
+            expected = f"None, or {causal}self attention of kind 'mha' without a cap"
+            name = "alibi_slopes" if slopes else "relative_bias"
+            raise InvalidInput(name, got=got, expected=expected)
+
+    @property
+    def relative_reach(self) -> int:
+        """R of `relative_bias`: the distance from which on its value is the same; 0 without it."""
+        if self.relative_bias is None:
+            return 0
+        return (self.relative_bias.shape[1] - 1) // (1 if self.is_causal else 2)
 
     @property
     def qk_rope_head_dim(self) -> int:

@@ -112,9 +112,9 @@ class PartAttention(Generic[K]):
 def is_mergeable(layer: LayerSpec) -> bool:
     """Whether a new token sees all of some earlier keys, so that parts of them can be merged by
     LSE. Windows and attention chunks end within a part, and a part does not say how far its keys
-    are from the tokens, which ALiBi asks."""
+    are from the tokens, which biases by distance ask."""
     limited = layer.sliding_window_size >= 0 or layer.attention_chunk_size > 0
-    limited = limited or layer.alibi_slopes is not None
+    limited = limited or layer.alibi_slopes is not None or layer.relative_bias is not None
     return layer.kind in ("mha", "mla") and not limited
 
 
@@ -131,7 +131,9 @@ def part_context(context: BackendContext, request: Request) -> BackendContext:
     """
     for layer in context.layers:
         if not is_mergeable(layer) or not layer.is_causal or layer.is_cross_attention:
-            expected = "causal self attention of kind mha or mla, without windows, chunks and ALiBi"
+            expected = (
+                "causal self attention of kind mha or mla, without windows, chunks and biases"
+            )
             raise InvalidInput("layers", got=f"layer {layer.layer_id}", expected=expected)
     number = max(context.token_to_kv_pool.layer_ids) + 1
     layers: list[LayerSpec] = []

@@ -120,6 +120,7 @@ def _distinct_layers(context: BackendContext) -> list[LayerSpec]:
             layer.logit_cap,
             layer.sinks is None,
             layer.alibi_slopes is None,
+            None if layer.relative_bias is None else layer.relative_reach,
             layer.is_cross_attention,
             _brings_keys(layer, context),
         )

@@ -180,7 +180,8 @@ def _interleaved(context: BackendContext) -> InterleavedKVPool:
 
 
 def _check_request(request: Request) -> None:
-    for name in ("sliding_window", "attention_chunk", "alibi", "custom_mask", "multi_item"):
+    limits = ("sliding_window", "attention_chunk", "alibi", "relative_bias")
+    for name in (*limits, "custom_mask", "multi_item"):
         value = getattr(request, name)
         if value:
             expected = "nothing: KV is interleaved over ranks"

@@ -15,7 +15,7 @@ def split_context(context: BackendContext) -> BackendContext:
     """
     mergeable = tuple(layer for layer in context.layers if is_mergeable(layer))
     if not mergeable:
-        expected = "a layer without a window, attention chunks and ALiBi"
+        expected = "a layer without a window, attention chunks and biases"
         raise InvalidInput("layers", got="none that can be merged", expected=expected)
     # A chunk of a step has two pieces of each request
     most = 2 * context.max_batch_size

@@ -43,7 +43,7 @@ def _attend(
     logits = q.float() @ k.nan_to_num().float().transpose(2, 3) * numbers[0]
     if spec.capped:
         logits = torch.tanh(logits / numbers[1]) * numbers[1]
-    if spec.biased:
+    if spec.num_biases:
         logits = logits + _bias(numbers[2:], given, keys, spec)
     lse = torch.where(seen, logits, -torch.inf).logsumexp(-1)
     weights = torch.where(seen, logits - lse.unsqueeze(-1), -torch.inf).exp()
@@ -66,13 +66,19 @@ def _listed(count: torch.Tensor, blocks: torch.Tensor, spec: KernelSpec) -> torc
 
 
 def _bias(
-    slopes: torch.Tensor, given: KernelInput, keys: torch.Tensor, spec: KernelSpec
+    biases: torch.Tensor, given: KernelInput, keys: torch.Tensor, spec: KernelSpec
 ) -> torch.Tensor:
-    """[N, Hkv, rows, S]: ALiBi's, for slopes [Hq]; a query's own column is its last."""
+    """[N, Hkv, rows, S]: ALiBi's, for slopes [Hq], or those of a table, [Hq * columns]."""
     column = given.columns[keys // spec.block] + keys % spec.block
-    distance = column - (given.end.unsqueeze(-1) - 1)
-    of_rows = slopes.view(spec.num_kv_heads, -1).repeat_interleave(spec.tile_size, dim=1)
-    return of_rows.unsqueeze(-1) * distance.repeat(1, spec.group, 1).unsqueeze(1)
+    # A query's own column is its last, unless it is given
+    own = given.end - 1 if given.place is None else given.place
+    distance = column - own.unsqueeze(-1)
+    if spec.biased:
+        of_rows = biases.view(spec.num_kv_heads, -1).repeat_interleave(spec.tile_size, dim=1)
+        return of_rows.unsqueeze(-1) * distance.repeat(1, spec.group, 1).unsqueeze(1)
+    table = biases.view(spec.num_kv_heads, spec.group, spec.relative)
+    columns = distance.clamp(-spec.reach, spec.relative - 1 - spec.reach) + spec.reach
+    return table[:, :, columns].permute(2, 0, 1, 3, 4).flatten(2, 3)
 
 
 def _sees(given: KernelInput, keys: torch.Tensor, spec: KernelSpec) -> torch.Tensor:

@@ -37,6 +37,7 @@ CHOICES: Mapping[str, Sequence[Value]] = {
     "cross_attention": (True,),
     "sinks": (True,),
     "alibi": (True,),
+    "relative_bias": (True,),
     "tree_windows": (True,),
     "custom_mask": (True,),
     "multi_item": (True,),

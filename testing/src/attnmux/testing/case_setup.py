@@ -110,6 +110,9 @@ def make_layers(
             alibi_slopes=_slopes(case, generator).to(device)
             if case.alibi and not (case.cross_attention and index == last)
             else None,
+            relative_bias=_table(case, generator).to(device)
+            if case.relative_reach is not None and not (case.cross_attention and index == last)
+            else None,
         )
         for index, window in enumerate(case.windows)
     )
@@ -118,6 +121,13 @@ def make_layers(
 def _slopes(case: Case, generator: torch.Generator) -> torch.Tensor:
     """[Hq] float32 between 2 ** -8 and 1, as the geometric ones of models are."""
     return torch.exp2(-8 * torch.rand(case.num_q_heads, generator=generator))
+
+
+def _table(case: Case, generator: torch.Generator) -> torch.Tensor:
+    """Random values of relative position biases, as `LayerSpec.relative_bias`."""
+    reach = case.relative_reach or 0
+    columns = 2 * reach + 1 if case.is_encoder else reach + 1
+    return torch.randn((case.num_q_heads, columns), generator=generator)
 
 
 def pages_of(length: int, page_size: int) -> int:

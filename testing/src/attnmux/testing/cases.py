@@ -154,6 +154,8 @@ class Case:
     sinks: bool = False
     alibi: bool = False
     """Self attention has slopes of ALiBi."""
+    relative_reach: int | None = None
+    """R of the table of relative position biases that self attention has; None without one."""
     spec_topk: int | None = None
     """Above 1 the drafts are random trees with a mask."""
     tree_mask: TreeMask = "full"
@@ -236,6 +238,7 @@ class Case:
             cross_attention=self.cross_attention,
             sinks=self.sinks,
             alibi=self.alibi,
+            relative_bias=self.relative_reach is not None,
             logit_cap=self.logit_cap,
             custom_mask=self.custom_mask,
             multi_item=self.multi_item,

@@ -30,7 +30,7 @@ from attnmux.testing.wrapping import WrappingBackend
 FORMAT = 1
 FACTS, TENSORS = "failure.json", "tensors.pt"
 PREFIX = "failure-"
-PER_HEAD = ("sinks", "alibi_slopes")
+PER_HEAD = ("sinks", "alibi_slopes", "relative_bias")
 """A layer's tensors."""
 INPUTS = ("q", "k", "v", "q_rope", "k_rope")
 

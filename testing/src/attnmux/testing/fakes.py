@@ -189,10 +189,8 @@ class FakeBackend(AttentionBackend):
             if layer.kind == "dual_chunk":
                 meets = self.meets(layer, torch.arange(first, first + new), len(keys))
                 keys, values, keep = expand_dual_chunk(keys, values, keep, meets.to(keep.device))
-            queries = q[rows]
-            if layer.alibi_slopes is not None:
-                places = torch.arange(first, first + new, device=q.device)
-                queries, keys = self.biased(queries, keys, layer, places)
+            places = torch.arange(first, first + new, device=q.device)
+            queries, keys = self.with_bias(q[rows], keys, layer, places)
             result, result_lse = self.attend(queries, keys, values, keep, layer)
             out[rows] = result.to(out.dtype)
             if call.lse is not None:
@@ -263,6 +261,16 @@ class FakeBackend(AttentionBackend):
         """[T, S]: the query with which each token meets each key, in a "dual_chunk" layer."""
         return chunks_before(positions, num_keys, layer.dual_chunk_len)
 
+    def with_bias(
+        self, q: torch.Tensor, k: torch.Tensor, layer: LayerSpec, positions: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Q and K of a request whose product has the layer's bias by distance."""
+        if layer.alibi_slopes is not None:
+            return self.biased(q, k, layer, positions)
+        if layer.relative_bias is not None:
+            return self.relative(q, k, layer, positions)
+        return q, k
+
     def biased(
         self, q: torch.Tensor, k: torch.Tensor, layer: LayerSpec, positions: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -275,6 +283,22 @@ class FakeBackend(AttentionBackend):
         of_queries = torch.stack([slopes, -slopes * positions.unsqueeze(1)], dim=-1)
         places = torch.arange(len(k), device=k.device).double()
         of_keys = torch.stack([places, torch.ones_like(places)], dim=-1)
+        of_keys = of_keys.unsqueeze(1).expand(-1, k.shape[1], -1)
+        return torch.cat([q.double(), of_queries], dim=-1), torch.cat([k.double(), of_keys], dim=-1)
+
+    def relative(
+        self, q: torch.Tensor, k: torch.Tensor, layer: LayerSpec, positions: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Q and K with as many dims more as there are keys, whose product is the relative bias.
+
+        Q has the bias of each key there, before scaling, and K a one at its own place.
+        """
+        assert layer.relative_bias is not None
+        reach = layer.relative_reach
+        distances = torch.arange(len(k), device=k.device) - positions.unsqueeze(1)
+        columns = distances.clamp(-reach, 0 if layer.is_causal else reach) + reach
+        of_queries = layer.relative_bias.double()[:, columns].transpose(0, 1) / layer.scaling
+        of_keys = torch.eye(len(k), dtype=torch.float64, device=k.device)
         of_keys = of_keys.unsqueeze(1).expand(-1, k.shape[1], -1)
         return torch.cat([q.double(), of_queries], dim=-1), torch.cat([k.double(), of_keys], dim=-1)
 

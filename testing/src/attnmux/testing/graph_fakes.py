@@ -135,10 +135,8 @@ class GraphFakeBackend(FakeBackend):
                 positions = state.cached[request] + torch.arange(new, device=keep.device)
                 meets = self.meets(layer, positions, keep.shape[1])
                 keys, values, keep = expand_dual_chunk(keys, values, keep, meets)
-            queries = q[rows]
-            if layer.alibi_slopes is not None:
-                positions = state.cached[request] + torch.arange(new, device=keep.device)
-                queries, keys = self.biased(queries, keys, layer, positions)
+            positions = state.cached[request] + torch.arange(new, device=keep.device)
+            queries, keys = self.with_bias(q[rows], keys, layer, positions)
             result, result_lse = self.attend(queries, keys, values, keep, layer)
             out[rows] = result.to(out.dtype)
             if lse is not None:

@@ -151,6 +151,27 @@ def alibi_bias(slopes: torch.Tensor, positions: torch.Tensor, num_keys: int) -> 
     return slopes.double().view(1, -1, 1) * distance.unsqueeze(1)
 
 
+def relative_bias(
+    table: torch.Tensor, positions: torch.Tensor, num_keys: int, *, causal: bool
+) -> torch.Tensor:
+    """What relative position biases add to the logits of each token and key: [T, Hq, num_keys]
+    float64 (T5, arXiv:1910.10683).
+
+    table: as `LayerSpec.relative_bias`. positions: [T], places of the tokens in the sequence.
+    causal: the table ends with the value of distance 0, and later keys, which no token sees, get
+    that.
+    """
+    most = 0 if causal else table.shape[1] // 2
+    first = most + 1 - table.shape[1]
+    rows = []
+    for position in positions.tolist():
+        distances = [min(max(key - position, first), most) for key in range(num_keys)]
+        rows.append(table[:, [distance - first for distance in distances]])
+    if not rows:
+        return table.new_zeros((0, len(table), num_keys), dtype=torch.float64)
+    return torch.stack(rows).double()
+
+
 def topk_mask(topk_indices: torch.Tensor, num_keys: int) -> torch.Tensor:
     """The keys of one sequence that an indexer picked for each token: [T, num_keys] bool.
 
@@ -226,9 +247,12 @@ def dense_attention(
 
 
 def _bias(layer: LayerSpec, positions: torch.Tensor, num_keys: int) -> torch.Tensor | None:
-    """As `alibi_bias`; None for a layer without slopes."""
-    slopes = layer.alibi_slopes
-    return None if slopes is None else alibi_bias(slopes, positions, num_keys)
+    """As `alibi_bias` or `relative_bias`; None for a layer without either."""
+    if layer.alibi_slopes is not None:
+        return alibi_bias(layer.alibi_slopes, positions, num_keys)
+    if layer.relative_bias is not None:
+        return relative_bias(layer.relative_bias, positions, num_keys, causal=layer.is_causal)
+    return None
 
 
 def _lengths(batch: ForwardBatch, request: int) -> tuple[int, int]:

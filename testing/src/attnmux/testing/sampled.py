@@ -18,6 +18,7 @@ from attnmux.testing.reference import (
     dense_attention,
     drafts_seen,
     expand_dual_chunk,
+    relative_bias,
     topk_mask,
     visibility,
 )
@@ -116,6 +117,9 @@ def expected_at(
     bias = None
     if layer.alibi_slopes is not None:
         bias = alibi_bias(layer.alibi_slopes[head : head + 1], place, num_keys)[..., seen]
+    if layer.relative_bias is not None:
+        table = layer.relative_bias[head : head + 1]
+        bias = relative_bias(table, place, num_keys, causal=layer.is_causal)[..., seen]
     if layer.kind == "dual_chunk":
         meets = chunks_before(place, num_keys, layer.dual_chunk_len)[:, seen]
         keys, values, keep = expand_dual_chunk(keys, values, keep, meets)

@@ -59,7 +59,8 @@ OWN: Mapping[str, tuple[Value | Range | None, ...]] = {
 `scale` is in units of the usual one."""
 
 FLAGS = (
-    *("sinks", "alibi", "lse", "deterministic", "cross_attention", "multi_item", "strided_kv"),
+    *("sinks", "alibi", "relative_bias", "lse", "deterministic", "cross_attention"),
+    *("multi_item", "strided_kv"),
 )
 MODES = {
     "extend": ("extend", "mixed"),
@@ -329,7 +330,9 @@ RULES: tuple[tuple[Callable[[Point], object], Point], ...] = (
      _clear("sliding_window", "attention_chunk", "shared", "deterministic", "graph", "padding",
             "store")),
     (lambda p: p.get("alibi"), _clear("logit_cap", "cross_attention", "multi_item")),
-    (lambda p: p.get("alibi") and (p["spec_topk"] or 1) > 1, _clear("alibi")),
+    (lambda p: p.get("alibi") or (p["spec_topk"] or 1) > 1, _clear("relative_bias")),
+    (lambda p: p.get("relative_bias"), _clear("logit_cap", "multi_item")),
+    (lambda p: (p["spec_topk"] or 1) > 1, _clear("alibi")),
     (lambda p: p["rows"] > MOST_ALONE, _clear("deterministic")),
     (lambda p: p["deterministic"], {**_clear("graph", "padding"), "store": "pool"}),
     (lambda p: p.get("sliding_window"), _clear("attention_chunk")),
@@ -447,6 +450,7 @@ def _case_of(point: Point, rng: Random, number: int) -> Case:
         kv_scales=(point["kv_scales"], 3.0) if point["kv_scales"] else None,
         sinks=point.get("sinks", False),
         alibi=point.get("alibi", False),
+        relative_reach=rng.choice((0, 5, 128)) if point.get("relative_bias") else None,
         spec_topk=point["spec_topk"],
         lse=point["lse"],
         strided_kv=point.get("strided_kv", False),

@@ -23,6 +23,7 @@ FEATURES = (
     "cross_attention",
     "sinks",
     "alibi",
+    "relative_bias",
     "logit_cap",
     "custom_mask",
     "multi_item",

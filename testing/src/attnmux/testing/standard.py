@@ -9,6 +9,7 @@ from typing import Any
 from attnmux.core import ForwardMode
 from attnmux.testing.alibi_cases import alibi_cases
 from attnmux.testing.cases import Case, Step, case_of, decode, extend, longest, verify
+from attnmux.testing.relative_cases import relative_cases, relative_encoders
 from attnmux.testing.variant_cases import (
     LATENT,
     dual_chunk_cases,
@@ -39,6 +40,7 @@ def standard_cases(page_sizes: Sequence[int] = PAGE_SIZES) -> tuple[Case, ...]:
         cases += fp8_cases(page)
         cases += window_pool_cases(page)
         cases += alibi_cases(page)
+        cases += relative_cases(page)
         cases += _nan(page)
         cases += _strided(page)
         cases += _host_lens(page)
@@ -54,6 +56,7 @@ def standard_cases(page_sizes: Sequence[int] = PAGE_SIZES) -> tuple[Case, ...]:
     cases.append(
         case_of("encoder-dim-64", 1, extend((0, 70)), head_dim=64, v_head_dim=64, **encoder)
     )
+    cases += relative_encoders(encoder)
     return tuple(cases)
 
 

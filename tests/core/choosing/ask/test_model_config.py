@@ -380,14 +380,39 @@ def test_models_with_a_bias_by_distance(tmp_path, content, heads, has_alibi) -> 
         assert (request.num_q_heads, request.num_kv_heads, request.head_dim) == heads
 
 
+T5_SMALL = {"model_type": "t5", "num_heads": 8, "d_model": 512, "d_kv": 64}
+MPNET = {"model_type": "mpnet", "num_attention_heads": 12, "hidden_size": 768}
+
+
+@pytest.mark.parametrize(
+    ("content", "heads", "cross_attention"),
+    [
+        ({**T5_SMALL, "is_encoder_decoder": True}, (8, 8, 64), True),
+        ({**T5_SMALL, "num_heads": 128, "d_kv": 128}, (128, 128, 128), True),
+        ({"model_type": "t5"}, (8, 8, 64), True),
+        ({"model_type": "mt5", "num_heads": 12}, (12, 12, 64), True),
+        ({"model_type": "umt5", "d_model": 512}, (6, 6, 64), True),
+        ({"model_type": "switch_transformers"}, (12, 12, 64), True),
+        (MPNET, (12, 12, 64), False),
+    ],
+)
+def test_models_with_relative_position_biases(tmp_path, content, heads, cross_attention) -> None:
+    request = from_config(tmp_path, content)
+    assert request.relative_bias
+    assert request.origins["relative_bias"] == "model"
+    assert request.cross_attention is cross_attention
+    assert (request.num_q_heads, request.num_kv_heads, request.head_dim) == heads
+    assert request.phases == (("extend", "decode") if cross_attention else ("encoder",))
+
+
 @pytest.mark.parametrize(
     ("content", "said"),
     [
         ("{", "which is not JSON"),
         ("[]", "which holds no object"),
         ({"model_type": "mystery"}, "mystery without num_attention_heads"),
-        ({"model_type": "t5", "num_heads": 8}, "t5, whose attention has a relative position bias"),
-        ({"model_type": "deberta-v2", **SMALL}, "deberta-v2, whose attention has a relative"),
+        ({"model_type": "longt5", "num_heads": 8}, "longt5, whose attention has relative"),
+        ({"model_type": "deberta-v2", **SMALL}, "deberta-v2, whose attention has relative"),
         ({"model_type": "bloom", "n_head": 8}, "bloom without hidden_size"),
         ({"model_type": "mpt", "n_heads": 8}, "mpt without hidden_size"),
         (

@@ -51,6 +51,7 @@ COLUMNS: tuple[Column, ...] = (
     Column(title="chunk", axis="attention_chunk", values=(1, 128, 8192, 1 << 20)),
     Column(title="sinks", axis="sinks", values=(True,)),
     Column(title="ALiBi", axis="alibi", values=(True,)),
+    Column(title="relative bias", axis="relative_bias", values=(True,)),
     Column(title="logit cap", axis="logit_cap", values=(0.5, 30.0, 50.0)),
     Column(title="cross", axis="cross_attention", values=(True,)),
     Column(

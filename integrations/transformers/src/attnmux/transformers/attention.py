@@ -63,6 +63,7 @@ class ModelCall:
     logit_cap: float
     sinks: torch.Tensor | None
     alibi_slopes: torch.Tensor | None = None
+    relative_bias: torch.Tensor | None = None
 
 
 def read_call(
@@ -131,6 +132,7 @@ def read_rows(
     softcap: float | None = None,
     s_aux: torch.Tensor | None = None,
     alibi_slopes: torch.Tensor | None = None,
+    relative_bias: torch.Tensor | None = None,
     **kwargs: object,
 ) -> ModelCall:
     """The same for q [T, Hq, D], k [S, Hkv, D] and v [S, Hkv, Dv]."""
@@ -154,6 +156,7 @@ def read_rows(
         logit_cap=softcap or 0.0,
         sinks=s_aux,
         alibi_slopes=alibi_slopes,
+        relative_bias=relative_bias,
     )
 
 
@@ -260,7 +263,11 @@ def check_recorded(call: ModelCall, layer: LayerSpec) -> None:
 
 def _has(one: ModelCall | LayerSpec) -> tuple[str, ...]:
     """The values that each of its heads has."""
-    each = {"sink": one.sinks, "ALiBi slope": one.alibi_slopes}
+    each = {
+        "sink": one.sinks,
+        "ALiBi slope": one.alibi_slopes,
+        "relative position bias": one.relative_bias,
+    }
     return tuple(name for name, value in each.items() if value is not None)
 
 

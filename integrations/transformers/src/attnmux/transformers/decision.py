@@ -47,7 +47,7 @@ class RunnerOptions:
     """Tokens of one request, prompt and answer."""
     max_encoder_len: int | None = None
     """Encoder tokens of one request in an encoder-decoder model, beside its `max_context_len`; None
-    takes the model's limit."""
+    takes the model's limit, or `max_context_len` where it has none."""
     max_total_tokens: int | None = None
     """Tokens of all requests together, their encoders' included, for which the KV pool has room."""
     spare_pages: int = 0
@@ -122,6 +122,7 @@ def request_of(
         "dtype": dtype_name(dtype),
         "cross_attention": any(layer.is_cross_attention for layer in layers),
         "alibi": any(layer.alibi_slopes is not None for layer in layers),
+        "relative_bias": any(layer.relative_bias is not None for layer in layers),
         **_linear_needs(linear),
     }
     return Request().replace(origin="model", **given)

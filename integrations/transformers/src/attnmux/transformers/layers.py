@@ -222,6 +222,7 @@ def layer_of(call: ModelCall, reach: Reach) -> LayerSpec:
         attention_chunk_size=reach.attention_chunk_size,
         sinks=_of_heads(call.sinks, call.q.device),
         alibi_slopes=_of_heads(call.alibi_slopes, call.q.device),
+        relative_bias=_of_heads(call.relative_bias, call.q.device),
     )
 
 

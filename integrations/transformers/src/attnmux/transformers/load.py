@@ -261,9 +261,9 @@ def _load_encoder_decoder(
     decoder = PackedDecoder(model)
     layers = record_decoder(decoder, max_context_len=options.max_context_len)
     request = request_of(layers, dtype)
-    max_encoder_len = options.max_encoder_len or checkpoint.max_encoder_len
-    if max_encoder_len is None:
-        raise InvalidInput("max_encoder_len", got=None, expected="a number: the model states none")
+    max_encoder_len = (
+        options.max_encoder_len or checkpoint.max_encoder_len or options.max_context_len
+    )
     return make_first(
         lambda failed: decide(request, platform, offers, without(failed, options)),
         lambda decision: _make(decoder, layers, decision, options, max_encoder_len),

@@ -134,6 +134,76 @@ def _mpt_model(module: Any, config: PreTrainedConfig) -> None:  # noqa: ANN401
     module.register_forward_pre_hook(with_mask, with_kwargs=True)
 
 
+def _t5(module: Any, config: PreTrainedConfig) -> None:  # noqa: ANN401
+    """A decoder's module. The first hands its table on, in place of the biases of all positions."""
+    if not module.is_decoder:  # an encoder's own code runs one request at a time
+        return
+    own = _relative_bias(module)
+
+    def forward(
+        hidden_states: torch.Tensor,
+        mask: torch.Tensor | None = None,
+        key_value_states: torch.Tensor | None = None,
+        position_bias: torch.Tensor | None = None,
+        **_: object,
+    ) -> tuple[torch.Tensor, torch.Tensor | None, None]:
+        table = own if position_bias is None else position_bias
+        source = hidden_states if key_value_states is None else key_value_states
+        return _t5_attention(module, config, hidden_states, source, mask, table), table, None
+
+    module.forward = forward
+
+
+def _umt5(module: Any, config: PreTrainedConfig) -> None:  # noqa: ANN401
+    """A decoder's module. Each self-attention has a table of its own."""
+    if not module.is_decoder:
+        return
+    table = _relative_bias(module)
+
+    def forward(
+        hidden_states: torch.Tensor,
+        encoder_hidden_states: torch.Tensor | None = None,
+        past_key_values: object = None,
+        attention_mask: torch.Tensor | None = None,
+        **_: object,
+    ) -> tuple[torch.Tensor, None]:
+        source = hidden_states if encoder_hidden_states is None else encoder_hidden_states
+        return _t5_attention(module, config, hidden_states, source, attention_mask, table), None
+
+    module.forward = forward
+
+
+def _t5_attention(
+    module: Any,  # noqa: ANN401
+    config: PreTrainedConfig,
+    hidden_states: torch.Tensor,
+    source: torch.Tensor,
+    mask: torch.Tensor | None,
+    table: torch.Tensor | None,
+) -> torch.Tensor:
+    """The module's output [1, T, d_model]. source: the states of the keys."""
+    heads = (1, -1, module.n_heads, module.key_value_proj_dim)
+    projected = module.q(hidden_states), module.k(source), module.v(source)
+    q, k, v = (each.view(heads).transpose(1, 2) for each in projected)
+    given = {"scaling": 1.0, "relative_bias": table}
+    context: torch.Tensor = module.o(attend(module, config, q, k, v, mask, **given).flatten(2))
+    return context
+
+
+@torch.no_grad()
+def _relative_bias(module: Any) -> torch.Tensor | None:  # noqa: ANN401
+    """The table of a causal layer, as `LayerSpec.relative_bias`; None where the module has none.
+
+    From `relative_attention_max_distance` on, all distances are in the last bucket.
+    """
+    if not module.has_relative_attention_bias:
+        return None
+    # Fewer places than buckets would leave some that are not for one distance
+    reach = max(module.relative_attention_max_distance, module.relative_attention_num_buckets)
+    of_last: torch.Tensor = module.compute_bias(reach + 1, reach + 1)[0, :, -1]
+    return of_last.contiguous()
+
+
 def _between(module: Any, config: PreTrainedConfig) -> None:  # noqa: ANN401
     """A module with a function of its own between the rotated queries and keys and the context."""
     given: dict[str, Any] = {}
@@ -174,8 +244,11 @@ ADAPTERS: Mapping[str, Callable[[Any, PreTrainedConfig], None]] = MappingProxyTy
         "GPTJAttention": _between,
         "GPTNeoSelfAttention": _between,
         "GPTNeoXJapaneseAttention": _between,
+        "MT5Attention": _t5,
         "MptAttention": _mpt,
         "MptModel": _mpt_model,
+        "T5Attention": _t5,
+        "UMT5Attention": _umt5,
     }
 )
 """By the class of a module."""

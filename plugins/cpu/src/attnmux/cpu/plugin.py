@@ -68,6 +68,14 @@ _ALIBI: dict[str, Condition] = {
 """ALiBi counts places in the sequence, where the nodes of a draft tree and the tokens of several
 items lie one after another. What else is left out, no layer has."""
 
+_RELATIVE: dict[str, Condition] = {
+    **{name: each for name, each in _ALIBI.items() if name not in ("phase", "alibi")},
+    "cross_attention": ANY,
+    "relative_bias": ANY,
+}
+"""Relative position biases count places as ALiBi does. Encoders and models with cross-attention
+have them too."""
+
 
 def _on_h200(date: str, cases: int) -> Verified:
     """date, cases: as in benchmarks/results/conformance.md."""
@@ -126,6 +134,7 @@ TORCH_NATIVE = BackendCard(
     clauses=(
         _plain("mha"),
         _plain("mha", **_ALIBI),
+        _plain("mha", **_RELATIVE),
         _plain("mla", **_LATENT, vendor=one_of("cpu")),
         _plain("mla", **_LATENT, spec_topk=one_of(1), tree_windows=NONE),
         _plain("mla", **_LATENT, page_size=one_of(1)),
@@ -305,7 +314,7 @@ FLEX_ATTENTION = BackendCard(
     clauses=tuple(
         _flex(dtype, **{**where, **more})
         for where in (_ON_CPU, _ON_GPU, _IN_GRAPHS)
-        for more in ({}, {**_ALIBI, "kind": one_of("mha")})
+        for more in ({}, {**_ALIBI, "kind": one_of("mha")}, {**_RELATIVE, "kind": one_of("mha")})
         for dtype in _UNSCALED
     ),
     priors=(

@@ -42,6 +42,8 @@ class Visibility:
     """[T'] int64: the first key in range."""
     end: torch.Tensor
     """[T'] int64: one past the last key. Neither it nor `first` falls within a request."""
+    place: torch.Tensor
+    """[T'] int64: the query's own place among its request's keys."""
     item: tuple[torch.Tensor, torch.Tensor] | None
     """Keys from the first to the second [T'] int64 are hidden: the end of the shared prefix, the
     start of the query's own item."""
@@ -53,6 +55,7 @@ class Visibility:
         return Visibility(
             first=self.first.to(device),
             end=self.end.to(device),
+            place=self.place.to(device),
             item=None if item is None else (item[0].to(device), item[1].to(device)),
             mask=None if mask is None else mask.to(device),
         )
@@ -63,12 +66,11 @@ class Visibility:
         return self.item is None and self.mask is None
 
     def distances(self, tokens: slice | torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
-        """Places from each query to each key, [R, Tq, S] float32: at most 0 for keys that it sees.
+        """Places from each query to each key, [R, Tq, S] int64, below 0 for keys before it.
 
-        For layers with causality, whose queries see themselves last. tokens, keys: as in `hidden`.
+        tokens, keys: as in `hidden`.
         """
-        position = self.end[tokens].view(keys.shape[0], -1, 1) - 1
-        return (keys.unsqueeze(1) - position).float()
+        return keys.unsqueeze(1) - self.place[tokens].view(keys.shape[0], -1, 1)
 
     def hidden(self, tokens: slice | torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
         """Which keys the queries do not see, [R, Tq, S] bool.
@@ -109,11 +111,11 @@ def visibility(rule: KeyRule, batch: ForwardBatch, lens: StepLens) -> Visibility
     position, widths = extend_positions(cached, new, total=num_tokens), of_requests(num_keys)
     drafts = draft_keys(rule, batch)
     if drafts is not None:
-        return _of_trees(drafts, of_requests(cached))
+        return _of_trees(drafts, of_requests(cached), position)
     keep = None if batch.spec_info is None else batch.spec_info.custom_mask
     first, end = rule.bounds(position, widths, masked=keep is not None)
     if rule.is_cross:
-        return Visibility(first=first, end=end, item=None, mask=None)
+        return Visibility(first=first, end=end, place=position, item=None, mask=None)
     item = mask = None
     if batch.multi_item is not None:
         in_item = batch.multi_item.token_pos_in_items.cpu()[:num_tokens]
@@ -122,16 +124,17 @@ def visibility(rule: KeyRule, batch: ForwardBatch, lens: StepLens) -> Visibility
         row = of_requests(mask_starts(keep, new, num_keys))
         row += (position - of_requests(cached)) * widths
         mask = RowMask(keep=keep, row=row, start=torch.zeros_like(row))
-    return Visibility(first=first, end=end, item=item, mask=mask)
+    return Visibility(first=first, end=end, place=position, item=item, mask=mask)
 
 
-def _of_trees(drafts: DraftKeys, cached: torch.Tensor) -> Visibility:
-    """cached: [T'] int64 on the host, the length of each draft's prefix."""
+def _of_trees(drafts: DraftKeys, cached: torch.Tensor, place: torch.Tensor) -> Visibility:
+    """cached: [T'] int64 on the host, the length of each draft's prefix. place: of the result."""
     width = drafts.visible.shape[1]
     row = torch.arange(len(cached)) * width - cached
     return Visibility(
         first=drafts.first.flatten().cpu(),
         end=cached + width,
+        place=place,
         item=None,
         mask=RowMask(keep=drafts.visible.flatten(), row=row, start=cached),
     )

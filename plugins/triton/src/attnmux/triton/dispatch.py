@@ -87,7 +87,7 @@ def _serves_rows(traits: LayerTraits) -> bool:
     shape, keys = traits.shape, traits.keys
     return (
         traits.dtype in SIXTEEN_BITS
-        and traits.layer.alibi_slopes is None
+        and (traits.layer.alibi_slopes is None and traits.layer.relative_bias is None)
         and (shape.real_d in DIMS and shape.real_d == shape.real_dv)
         and not (shape.is_latent or shape.real_tail)
         and (keys is None or (has_whole_rows(keys.k) and has_whole_rows(keys.v)))

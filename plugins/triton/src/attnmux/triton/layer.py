@@ -118,6 +118,9 @@ class TritonLayer:
         return {
             "sinks": spec.sinks,
             "alibi_slopes": spec.alibi_slopes,
+            "relative_bias": None
+            if spec.relative_bias is None
+            else spec.relative_bias.contiguous(),
             "scale": scale if cap else scale * LOG2_E,
             "cap": cap,
             "v_scale": v_scale,
@@ -130,6 +133,7 @@ class TritonLayer:
             "HAS_MASK": has_mask,
             "HAS_SINKS": spec.sinks is not None,
             "HAS_ALIBI": spec.alibi_slopes is not None,
+            "REACH": -1 if spec.relative_bias is None else spec.relative_reach,
             "HAS_LSE": has_lse,
         }
 

@@ -90,12 +90,20 @@ def _clauses(dtype: str) -> Iterator[Clause]:
         qk_rope_head_dim=multiple_of(1, most=64),
         custom_mask=NONE,
     )
-    # ALiBi counts places in the sequence, which the nodes of a draft tree do not have.
+    # Biases by distance count places in the sequence, which the nodes of a draft tree do not have.
     yield _clause(
         dtype,
         phase=one_of("extend", "decode", "verify", "draft"),
         custom_mask=NONE,
         alibi=ANY,
+        **of_heads,
+    )
+    yield _clause(
+        dtype,
+        phase=one_of("extend", "decode", "verify", "draft", "encoder"),
+        custom_mask=NONE,
+        cross_attention=ANY,
+        relative_bias=ANY,
         **of_heads,
     )
 

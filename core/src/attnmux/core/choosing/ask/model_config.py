@@ -25,6 +25,7 @@ from attnmux.core.choosing.ask.model_types import (
     DEFAULTS,
     ENCODERS,
     NAMES,
+    RELATIVE,
     SINKS,
     UNSAYABLE,
     WINDOW_KV_HEADS,
@@ -78,6 +79,7 @@ def read_model(path: Path, tp: int) -> dict[str, Any]:
         **(_latent_layers if latent else _attention)(values, source, tp),
         "dtype": _dtype(text) or _dtype(config),
         "alibi": _has_alibi(values),
+        "relative_bias": model_type in RELATIVE,
         "logit_cap": values.get("attn_logit_softcapping"),
         "multimodal": isinstance(config.get("vision_config"), dict),
         "encoder_head_dim": _encoder_head_dim(config.get("vision_config"), source),
@@ -164,7 +166,10 @@ def _unsayable(values: Mapping[str, Any], latent: bool) -> Iterator[tuple[str, s
         yield f"{said or 'only moe and mlp'} layers and no attention", "softmax attention"
     bias = UNSAYABLE.get(values["model_type"], "")
     if bias:
-        yield f"{values['model_type']}, whose attention has {bias},", "attention without a bias"
+        yield (
+            f"{values['model_type']}, whose attention has {bias},",
+            "what a Request has fields for",
+        )
     if not types <= known:
         unknown = ", ".join(sorted(types - known))
         yield f"layer_types {unknown}", f"types of {', '.join(sorted(known))}"
@@ -311,6 +316,7 @@ def _encoder(
         "phases": ("encoder",),
         **{name: heads[name] for name in ("num_q_heads", "num_kv_heads", "head_dim")},
         "encoder_head_dim": heads["head_dim"],
+        "relative_bias": values["model_type"] in RELATIVE,
         "dtype": _dtype(values) or _dtype(config),
     }
 
@@ -339,4 +345,5 @@ def _encoder_head_dim(vision: object, source: str) -> int | None:
 
 def _has_cross_attention(config: Mapping[str, Any], values: Mapping[str, Any]) -> bool:
     names = ("cross_attention_layers", "cross_layer_interval", "add_cross_attention")
-    return bool(config.get("is_encoder_decoder")) or any(values.get(name) for name in names)
+    named = any(values.get(name) for name in ("is_encoder_decoder", *names))
+    return named or bool(config.get("is_encoder_decoder"))

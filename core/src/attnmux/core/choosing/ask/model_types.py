@@ -12,6 +12,7 @@ GEMMA = {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256}
 QWEN = {"num_attention_heads": 32, "num_key_value_heads": 32, "use_sliding_window": False}
 DEEPSEEK = {"kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128}
 BASE = {"num_attention_heads": 12, "hidden_size": 768}
+T5 = {"num_heads": 6, "d_kv": 64, "is_encoder_decoder": True}
 
 DEFAULTS: Mapping[str, Mapping[str, Any]] = {
     "llama": {"num_attention_heads": 32, "hidden_size": 4096},
@@ -46,6 +47,10 @@ DEFAULTS: Mapping[str, Mapping[str, Any]] = {
     "siglip_vision_model": BASE,
     "siglip_text_model": BASE,
     "clip_text_model": {"num_attention_heads": 8, "hidden_size": 512},
+    "t5": {**T5, "num_heads": 8},
+    "mt5": T5,
+    "umt5": T5,
+    "switch_transformers": {**T5, "num_heads": 12},
     "falcon": {"multi_query": True},
     "gpt_bigcode": {"multi_query": True},
     "idefics": {"cross_layer_interval": 1},
@@ -61,6 +66,7 @@ defaults, as Gemma 3's does."""
 
 GPT2 = {"num_attention_heads": "n_head", "hidden_size": "n_embd"}
 BART = {"num_attention_heads": "decoder_attention_heads", "hidden_size": "d_model"}
+T5_NAMES = {"num_attention_heads": "num_heads", "hidden_size": "d_model", "head_dim": "d_kv"}
 ZAMBA = {"head_dim": "attention_head_dim"}
 
 NAMES: Mapping[str, Mapping[str, str]] = {
@@ -68,6 +74,7 @@ NAMES: Mapping[str, Mapping[str, str]] = {
     **dict.fromkeys(
         ("bart", "blenderbot", "m2m_100", "marian", "mbart", "pegasus", "whisper"), BART
     ),
+    **dict.fromkeys(("t5", "mt5", "umt5", "switch_transformers"), T5_NAMES),
     **dict.fromkeys(("zamba", "zamba2"), ZAMBA),
     "distilbert": {"num_attention_heads": "n_heads", "hidden_size": "dim"},
     "bloom": {"num_attention_heads": "n_head", "hidden_size": "n_embed"},
@@ -80,9 +87,9 @@ NAMES: Mapping[str, Mapping[str, str]] = {
 
 UNSAYABLE: Mapping[str, str] = {
     **dict.fromkeys(
-        ("t5", "mt5", "umt5", "longt5", "switch_transformers", "mpnet", "deberta", "deberta-v2"),
-        "a relative position bias",
+        ("deberta", "deberta-v2"), "relative position biases that depend on queries and keys"
     ),
+    "longt5": "relative position biases and windows in both directions",
     "modernbert": "windows in both directions",
 }
 """Model types with attention that a request cannot express, and what it cannot."""
@@ -100,6 +107,9 @@ ENCODERS = frozenset(
 ALIBI = frozenset({"bloom", "mpt"})
 """Model types whose logits have a bias by distance, unless their `attn_config` says that they do
 not. Others have it where config.json sets `alibi`."""
+
+RELATIVE = frozenset({"mpnet", "mt5", "switch_transformers", "t5", "umt5"})
+"""Model types whose logits have relative position biases. These are weights."""
 
 SINKS = frozenset({"flint", "gpt_oss", "granite_swa", "granitemoe_swa", "hy_v4", "mimo_v2_flash"})
 """Model types whose attention has sinks. These are weights: a config.json does not list them."""

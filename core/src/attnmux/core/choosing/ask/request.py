@@ -72,6 +72,9 @@ class Request:
     sinks: bool = False
     alibi: bool = False
     """A bias of the logits by distance, one slope a head: `LayerSpec.alibi_slopes`."""
+    relative_bias: bool = False
+    """A bias of the logits by distance, from a table of each head: `LayerSpec.relative_bias`. An
+    encoder's self attention has it too."""
     logit_cap: float | None = None
     custom_mask: bool = False
     multi_item: bool = False
@@ -153,7 +156,7 @@ class Request:
             raise InvalidInput(name, got=None, expected="sparse and sparse_budget together")
         excluded = (
             *("spec_topk", "sliding_window", "attention_chunk", "cross_attention", "alibi"),
-            *("custom_mask", "multi_item", "two_batches", "strided_kv"),
+            *("relative_bias", "custom_mask", "multi_item", "two_batches", "strided_kv"),
         )
         found = [name for name in excluded if getattr(self, name)]
         found += [f"kind={self.kind}"] * (self.kind != "mha")
@@ -218,10 +221,10 @@ class Request:
 
         Over a chunk of a cached prefix it is not causal and returns LSE, as cross attention does.
         MLA runs with expanded heads. Sinks are added when parts are merged; layers with windows,
-        attention chunks and ALiBi have no parts.
+        attention chunks and biases by distance have no parts.
         """
         limits = ("sliding_window", "attention_chunk", "spec_topk", "spec_draft_tokens")
-        flags = ("sinks", "alibi", "custom_mask", "multi_item", "multimodal")
+        flags = ("sinks", "alibi", "relative_bias", "custom_mask", "multi_item", "multimodal")
         return (self.expanded() if self.latent else self).replace(
             origin="model",
             kv_dtype=self.dtype,
@@ -247,13 +250,14 @@ class Request:
     def has_separable_trees(self) -> bool:
         """Whether attention to the prefix and among the drafts can be merged by LSE.
 
-        Windows, chunks and ALiBi count places in the row, where the nodes of a tree lie one after
-        another; a mask of the user may hide the prefix; products among drafts depend on the step's
-        size, so that no request is deterministic.
+        Windows, chunks and biases by distance count places in the row, where the nodes of a tree
+        lie one after another; a mask of the user may hide the prefix; products among drafts depend
+        on the step's size, so that no request is deterministic.
         """
         hindered = (
             *(self.sliding_window, self.attention_chunk, self.custom_mask),
-            *(self.cross_attention, self.multi_item, self.deterministic, self.alibi),
+            *(self.cross_attention, self.multi_item, self.deterministic),
+            *(self.alibi, self.relative_bias),
         )
         known = self.spec_draft_tokens is not None and self.num_q_heads is not None
         return self.has_trees and known and self.kind in ("mha", "mla") and not any(hindered)

@@ -152,6 +152,7 @@ READERS: Mapping[str, Reader] = {
     "cross_attention": _flag,
     "sinks": _flag,
     "alibi": _flag,
+    "relative_bias": _flag,
     "logit_cap": partial(_number, float, "a positive number, or none"),
     "custom_mask": _flag,
     "multi_item": _flag,

@@ -179,7 +179,10 @@ AXES: tuple[Axis, ...] = (
     Axis(name="head_dim", wanted=_head_dim, weight=SHAPE),
     Axis(name="v_head_dim", wanted=_v_head_dim, weight=SHAPE),
     *_shapes("kv_lora_rank", "qk_rope_head_dim", "sliding_window", "attention_chunk"),
-    *_shapes("cross_attention", "sinks", "alibi", "logit_cap"),
+    *_shapes("cross_attention", "sinks", "alibi"),
+    # An encoder's self attention has it as well
+    Axis(name="relative_bias", wanted=lambda q: q.request.relative_bias, weight=SHAPE),
+    *_shapes("logit_cap"),
     Axis(name="dtype", wanted=lambda q: q.request.dtype, settable=True),
     Axis(
         name="kv_dtype",

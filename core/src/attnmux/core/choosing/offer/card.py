@@ -157,6 +157,7 @@ class Clause:
     cross_attention: Condition = NONE
     sinks: Condition = NONE
     alibi: Condition = NONE
+    relative_bias: Condition = NONE
     logit_cap: Condition = NONE
     custom_mask: Condition = NONE
     multi_item: Condition = NONE

@@ -55,6 +55,8 @@ AXIS_MEANINGS: Mapping[str, str] = {
     "sinks": "It does not serve attention sinks.",
     "alibi": "It does not add a bias by distance to the logits (ALiBi), or not together with the "
     "request's other features.",
+    "relative_bias": "It does not add relative position biases to the logits (T5), or not together "
+    "with the request's other features.",
     "logit_cap": "It does not serve a soft cap of the logits.",
     "dtype": "Its kernels do not compute in that dtype.",
     "kv_dtype": "Its kernels do not read K and V stored in that dtype.",

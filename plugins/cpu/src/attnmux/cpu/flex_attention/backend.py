@@ -162,6 +162,8 @@ class FlexAttentionBackend(AttentionBackend):
         numbers = torch.tensor([layer.scaling * k_scale, layer.logit_cap])
         if layer.alibi_slopes is not None:
             numbers = torch.cat([numbers, layer.alibi_slopes.cpu()])
+        if layer.relative_bias is not None:
+            numbers = torch.cat([numbers, layer.relative_bias.cpu().flatten()])
         return numbers.to(self.context.device)
 
     def _blocks(

@@ -243,6 +243,8 @@ class Ranges:
     """[N, size] int32: the first column in range."""
     end: torch.Tensor
     """[N, size] int32: one past the last column; 0 for a query without keys."""
+    place: torch.Tensor | None
+    """[N, size] int32: the query's own column; None under causality, where it is the last."""
     hidden: tuple[torch.Tensor, torch.Tensor] | None
     """Columns between the two [N, size] int32 are hidden: the end of the shared prefix, and
     the start of the query's own item."""
@@ -305,6 +307,7 @@ def ranges(rule: KeyRule, batch: ForwardBatch, lens: StepLens, tiles: Tiles, key
     return Ranges(
         first=torch.where(sees, first + base, 0).int(),
         end=torch.where(sees, end + base, 0).int(),
+        place=None if rule.is_causal or rule.is_cross else (position + base).int(),
         hidden=hidden,
         mask=mask,
     )

@@ -48,7 +48,21 @@ class KernelSpec:
     capped: bool
     biased: bool
     """Whether the layer has slopes of ALiBi."""
+    relative: int
+    """Columns of the layer's table of relative position biases; 0 without one."""
+    has_place: bool
+    """Whether `KernelInput.place` is given."""
     lse: bool
+
+    @property
+    def reach(self) -> int:
+        """As `LayerSpec.relative_reach`."""
+        return self.relative // 2 if self.has_place else max(self.relative - 1, 0)
+
+    @property
+    def num_biases(self) -> int:
+        """How many of the layer's numbers are slopes or values of the table."""
+        return self.num_kv_heads * self.group * (self.relative or int(self.biased))
 
     @property
     def rows(self) -> int:
@@ -82,6 +96,8 @@ class KernelInput:
     first: torch.Tensor
     end: torch.Tensor
     """[N, tile_size] int32, both: the range of columns that each query sees, `end` excluded."""
+    place: torch.Tensor | None
+    """As on `Ranges`."""
     num_partial: torch.Tensor
     """[N, 1, 1] int32: the used length of each list of partial blocks."""
     partial: torch.Tensor
@@ -126,7 +142,8 @@ Result = tuple[torch.Tensor, torch.Tensor | None]
 Kernel = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, KernelInput], Result]
 """(q [N, Hkv, rows, D], k [1, Hkv, S, D], v [1, Hkv, S, Dv], the layer's numbers, the plan's).
 
-The numbers are float32: scale, cap and, if `KernelSpec.biased`, the slope of each query head."""
+The numbers are float32: scale, cap and, if `KernelSpec.biased`, the slope of each query head, or
+the rows of a table of `KernelSpec.relative` columns."""
 
 
 @contextmanager
@@ -159,6 +176,7 @@ def kernel(spec: KernelSpec) -> Kernel:
             given.columns,
             given.first,
             given.end,
+            given.place,
             given.num_partial,
             given.partial,
             given.num_whole,
@@ -193,6 +211,7 @@ def _function(spec: KernelSpec) -> Callable[..., Result]:
         columns: torch.Tensor,
         first: torch.Tensor,
         end: torch.Tensor,
+        place: torch.Tensor | None,
         num_partial: torch.Tensor,
         partial: torch.Tensor,
         num_whole: torch.Tensor | None,
@@ -210,8 +229,8 @@ def _function(spec: KernelSpec) -> Callable[..., Result]:
                 after_prefix = column >= hidden[0][tile, query]
                 seen = seen & ~(after_prefix & (column < hidden[1][tile, query]))
             if mask is not None:
-                place = (mask[1][tile, query] + column).clamp(0, room - 1)
-                seen = seen & (mask[0][place] | (column < mask[2][tile, query]))
+                bit = (mask[1][tile, query] + column).clamp(0, room - 1)
+                seen = seen & (mask[0][bit] | (column < mask[2][tile, query]))
             return seen
 
         def logit(
@@ -224,12 +243,16 @@ def _function(spec: KernelSpec) -> Callable[..., Result]:
             scaled = score * numbers[0]
             if spec.capped:
                 return torch.tanh(scaled / numbers[1]) * numbers[1]
+            if not spec.num_biases:
+                return scaled
+            query, of_head = row % tile_size, head * spec.group + row // tile_size
+            # Without a mask a query sees itself last.
+            own = end[tile, query] - 1 if place is None else place[tile, query]
+            distance = columns[key // block] + key % block - own
             if spec.biased:
-                # Without a mask a query sees itself last.
-                distance = columns[key // block] + key % block - (end[tile, row % tile_size] - 1)
-                slope = numbers[2 + head * spec.group + row // tile_size]
-                return scaled + slope * distance
-            return scaled
+                return scaled + numbers[2 + of_head] * distance
+            column = distance.clamp(-spec.reach, spec.relative - 1 - spec.reach) + spec.reach
+            return scaled + numbers[2 + of_head * spec.relative + column]
 
         block_mask = BlockMask.from_kv_blocks(
             num_partial,
@@ -285,6 +308,7 @@ def _tiny(
         columns=made(spec.capacity, dtype=torch.int32),
         first=of_queries(dtype=torch.int32),
         end=of_queries(dtype=torch.int32),
+        place=of_queries(dtype=torch.int32) if spec.has_place else None,
         num_partial=counts,
         partial=lists(),
         num_whole=counts.clone() if spec.split else None,
@@ -300,5 +324,4 @@ def _tiny(
         if spec.mask_room
         else None,
     )
-    num_slopes = spec.num_kv_heads * spec.group if spec.biased else 0
-    return q, k, v, made(2 + num_slopes) + 1, given
+    return q, k, v, made(2 + spec.num_biases) + 1, given

@@ -124,8 +124,15 @@ def spec_of(plan: Plan, layer: LayerSpec, dtype: torch.dtype, *, lse: bool) -> K
         split=given.whole is not None,
         capped=layer.logit_cap > 0,
         biased=layer.alibi_slopes is not None,
+        relative=relative_columns(layer),
+        has_place=given.place is not None,
         lse=lse,
     )
+
+
+def relative_columns(layer: LayerSpec) -> int:
+    """As `KernelSpec.relative`."""
+    return 0 if layer.relative_bias is None else layer.relative_bias.shape[1]
 
 
 def first_specs(context: BackendContext) -> Iterator[KernelSpec]:
@@ -155,6 +162,8 @@ def first_specs(context: BackendContext) -> Iterator[KernelSpec]:
             split=splits(device),
             capped=layer.logit_cap > 0,
             biased=layer.alibi_slopes is not None,
+            relative=relative_columns(layer),
+            has_place=not layer.is_causal and not layer.is_cross_attention,
             lse=request.lse or layer.sinks is not None,
         )
         if "decode" in phases:
@@ -196,6 +205,7 @@ def _given(keys: Keys, seen: Ranges, lists: BlockLists) -> KernelInput:
         columns=keys.columns,
         first=seen.first,
         end=seen.end,
+        place=seen.place,
         num_partial=counted(lists.num_partial),
         partial=listed(lists.partial),
         num_whole=None if lists.num_whole is None else counted(lists.num_whole),
@@ -254,6 +264,7 @@ class FixedPlan:
                 columns=self._columns.copy_(given.columns),
                 first=self._first[:count].copy_(given.first),
                 end=self._end[:count].copy_(given.end),
+                place=None,
                 num_partial=self._counts[0, :count].copy_(given.num_partial),
                 partial=self._list(0, given.partial),
                 num_whole=num_whole,

@@ -79,8 +79,7 @@ def attend(
         rows = _rows(operands, slots)
         keys = _gather(operands, operands.keys, rows)
         logits = _logits(operands, queries, keys)
-        if operands.layer.alibi_slopes is not None:
-            _bias(logits, operands.layer.alibi_slopes, tile, visibility, start)
+        _add_bias(logits, operands.layer, tile, visibility, start)
         _hide(logits, tile, visibility, start)
         weights = softmax.weigh(logits)
         if operands.values is None:
@@ -152,15 +151,23 @@ def _logits(operands: Operands, queries: torch.Tensor, keys: torch.Tensor) -> to
     return logits.mul_(scaling)
 
 
-def _bias(
-    logits: torch.Tensor, slopes: torch.Tensor, tile: Tile, visibility: Visibility, start: int
+def _add_bias(
+    logits: torch.Tensor, layer: LayerSpec, tile: Tile, visibility: Visibility, start: int
 ) -> None:
-    """Add ALiBi's bias to the logits of the block that begins at key `start`."""
+    """Add the layer's bias by distance, if any, in the block that begins at key `start`."""
+    slopes, table = layer.alibi_slopes, layer.relative_bias
+    if slopes is None and table is None:
+        return
     num_keys = logits.shape[-1]
     keys = tile.first_key + torch.arange(start, start + num_keys, device=logits.device)
-    distances = visibility.distances(tile.tokens, keys).unsqueeze(1)
-    by_head = logits.view(tile.num_requests, slopes.shape[0], -1, num_keys)
-    by_head.addcmul_(slopes.view(1, -1, 1, 1), distances)
+    distances = visibility.distances(tile.tokens, keys)
+    by_head = logits.view(tile.num_requests, layer.tp_q_head_num, -1, num_keys)
+    if slopes is not None:
+        by_head.addcmul_(slopes.view(1, -1, 1, 1), distances.unsqueeze(1).float())
+    if table is not None:
+        reach = layer.relative_reach
+        columns = distances.clamp_(-reach, table.shape[1] - 1 - reach).add_(reach)
+        by_head.add_(table[:, columns].transpose(0, 1))
 
 
 def _hide(logits: torch.Tensor, tile: Tile, visibility: Visibility, start: int) -> None:

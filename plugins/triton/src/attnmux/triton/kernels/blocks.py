@@ -57,6 +57,9 @@ class Sight(NamedTuple):
     slope: tl.tensor
     """What a key adds to the logit for each place that it is after `position`, times log2(e); read
     where HAS_ALIBI."""
+    biases: tl.tensor
+    """The address of what a key at `position` adds to the logit. What keys before and after it add
+    lies on both sides; read where REACH is not below 0."""
 
 
 class Widths(NamedTuple):
@@ -192,6 +195,17 @@ def slopes_of(alibi_slopes, head, HAS_ALIBI: tl.constexpr):
 
 
 @triton.jit
+def biases_of(relative_bias, head, position, REACH: tl.constexpr, AHEAD: tl.constexpr):
+    """`Sight.biases` of rows of head [M], in a table [Hq, REACH + 1 + AHEAD]; position, which is
+    not read, without one."""
+    if REACH >= 0:
+        biases = relative_bias + head * (REACH + 1 + AHEAD) + REACH
+    else:
+        biases = position
+    return biases
+
+
+@triton.jit
 def part_of_range(low, high, part, num_parts, LEAST: tl.constexpr):
     """The part-th of num_parts parts of low <= i < high: its first, and one past its last.
 
@@ -207,14 +221,16 @@ def attend_blocks(
     acc, top, mass, q, q_tail, all_keys, start, stop, num_keys, sight, scale, cap, widths,
     BLOCK_N: tl.constexpr, PAGE: tl.constexpr, IS_LATENT: tl.constexpr, IN_CALL: tl.constexpr,
     HAS_CAP: tl.constexpr, HAS_MASK: tl.constexpr, HAS_ITEMS: tl.constexpr, HIDES: tl.constexpr,
-    HAS_ALIBI: tl.constexpr, STAGES: tl.constexpr,
+    HAS_ALIBI: tl.constexpr, REACH: tl.constexpr, AHEAD: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Add the keys start <= j < stop to the running softmax; `start` is a multiple of BLOCK_N.
 
     acc [M, DV] float32, top and mass [M] float32: the sum of weighted values, the largest logit and
     the sum of weights. q [M, D] and q_tail [M, TAIL], of Q's dtype. all_keys: `Keys`. sight:
     `Sight`. scale: a number or [M, 1], times log2(e), unless HAS_CAP. HAS_ALIBI: without a
-    cap. HIDES: whether any row may not see some of the keys; without it nothing is compared.
+    cap. REACH, AHEAD: how far before and after a row's position keys have biases of their own;
+    REACH below 0 without any. HIDES: whether any row may not see some of the keys; without it
+    nothing is compared.
     """
     for block in tl.range(start, stop, BLOCK_N, num_stages=STAGES):
         keys = block + tl.arange(0, BLOCK_N)
@@ -250,6 +266,10 @@ def attend_blocks(
         if HAS_ALIBI:
             distance = (keys[None, :] - sight.position[:, None]).to(tl.float32)
             logits += sight.slope[:, None] * distance
+        if REACH >= 0:
+            place = keys[None, :] - sight.position[:, None]
+            place = tl.minimum(tl.maximum(place, -REACH), AHEAD)
+            logits += tl.load(sight.biases[:, None] + place) * LOG2_E
         if HIDES:
             sees = (keys[None, :] >= sight.first[:, None]) & (keys[None, :] < sight.end[:, None])
             if HAS_MASK:

@@ -19,6 +19,7 @@ from attnmux.triton.kernels.blocks import (
     Widths,
     as_halves,
     attend_blocks,
+    biases_of,
     nothing_seen,
     slopes_of,
     store_rows,
@@ -156,8 +157,8 @@ def merge_parts(
 def attend_shares(
     q, q_stride, q_head_stride, q_tail, q_tail_stride, q_tail_head_stride,
     k, k_stride, k_head_stride, k_tail, k_tail_stride, k_tail_head_stride,
-    v, v_stride, v_head_stride, out, out_stride, lse, lse_stride, sinks, alibi_slopes, slots,
-    slots_stride,
+    v, v_stride, v_head_stride, out, out_stride, lse, lse_stride, sinks, alibi_slopes,
+    relative_bias, slots, slots_stride,
     rows, lens, encoder_lens, mask, mask_indptr, first_keys, stops, unit_blocks, starts, share,
     partial, partial_lse, arrivals, scale, cap, v_scale,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, QUERIES: tl.constexpr, LENS_SHIFT: tl.constexpr,
@@ -168,13 +169,14 @@ def attend_shares(
     IS_TREE: tl.constexpr, HAS_SINKS: tl.constexpr, HAS_LSE: tl.constexpr,
     IS_FIXED: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr, PART_ROWS: tl.constexpr, PARTS: tl.constexpr, STAGES: tl.constexpr,
-    HAS_ALIBI: tl.constexpr,
+    HAS_ALIBI: tl.constexpr, REACH: tl.constexpr,
 ):  # fmt: skip
     """Attend from QUERIES new tokens a request to the pool's keys. T = B * QUERIES.
 
-    q, q_tail, k, k_tail, v, out, lse, sinks, alibi_slopes, slots, rows, mask, mask_indptr and the
-    numbers: as in `attend_tiles`. IS_TREE, next to HAS_MASK: mask [B, QUERIES, QUERIES] has the
-    drafts that each draft sees, and first_keys [T] int32 the first key of the prefix that it sees.
+    q, q_tail, k, k_tail, v, out, lse, sinks, alibi_slopes, relative_bias, slots, rows, mask,
+    mask_indptr and the numbers: as in `attend_tiles`. IS_TREE, next to HAS_MASK: mask
+    [B, QUERIES, QUERIES] has the drafts that each draft sees, and first_keys [T] int32 the first
+    key of the prefix that it sees.
     lens [B] int32: lens + LENS_SHIFT tokens precede the new ones. encoder_lens [B] int32.
     stops, unit_blocks, starts, share: as `plan_shares` writes them.
     partial [places, PART_ROWS, DV] float32 or Q's dtype, partial_lse [places, PART_ROWS] float32 in
@@ -235,6 +237,8 @@ def attend_shares(
             mask_rows = mask + tl.load(mask_indptr + request) + order.to(tl.int64) * num_keys
 
         slope = slopes_of(alibi_slopes, head, HAS_ALIBI)
+        AHEAD: tl.constexpr = 0 if IS_CAUSAL else REACH
+        biases = biases_of(relative_bias, head, position, REACH, AHEAD)
         # All tiles of a request begin where the first token's keys do.
         low, _ = visible_range(cached, num_keys, IS_CAUSAL, WINDOW, CHUNK)
         low = tl.maximum(low, 0) // BLOCK_N * BLOCK_N
@@ -251,10 +255,12 @@ def attend_shares(
                 v + kv_head.to(tl.int64) * v_head_stride, v_stride, keys_base,
             ),
             start, stop, num_keys,
-            Sight(first, end, mask_rows, mask_start, position, position, position, slope), q_scale,
-            cap,
+            Sight(
+                first, end, mask_rows, mask_start, position, position, position, slope, biases
+            ),
+            q_scale, cap,
             Widths(D, REAL_D, TAIL, REAL_TAIL, DV, REAL_DV), BLOCK_N, PAGE, IS_LATENT, False,
-            HAS_CAP, HAS_MASK, False, True, HAS_ALIBI, STAGES,
+            HAS_CAP, HAS_MASK, False, True, HAS_ALIBI, REACH, AHEAD, STAGES,
         )  # fmt: skip
         if count == units:
             store_rows(

@@ -12,6 +12,7 @@ from attnmux.triton.kernels.blocks import (
     Widths,
     as_halves,
     attend_blocks,
+    biases_of,
     nothing_seen,
     part_of_range,
     slopes_of,
@@ -66,8 +67,8 @@ def plan_tiles(
 def attend_tiles(
     q, q_stride, q_head_stride, q_tail, q_tail_stride, q_tail_head_stride,
     k, k_stride, k_head_stride, k_tail, k_tail_stride, k_tail_head_stride,
-    v, v_stride, v_head_stride, out, out_stride, lse, lse_stride, sinks, alibi_slopes, slots,
-    slots_stride,
+    v, v_stride, v_head_stride, out, out_stride, lse, lse_stride, sinks, alibi_slopes,
+    relative_bias, slots, slots_stride,
     rows, cached_lens, encoder_lens, encoder_indptr, q_indptr, tile_request, tile_row, mask,
     mask_indptr, shared_lens, token_pos_in_items, batch_size, num_tokens, num_tiles, num_splits,
     scale, cap, v_scale,
@@ -77,7 +78,7 @@ def attend_tiles(
     HAS_ENCODER: tl.constexpr, WINDOW: tl.constexpr, CHUNK: tl.constexpr, HAS_CAP: tl.constexpr,
     HAS_MASK: tl.constexpr, HAS_ITEMS: tl.constexpr, HAS_SINKS: tl.constexpr, HAS_LSE: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
-    SPLIT_BLOCKS: tl.constexpr, HAS_ALIBI: tl.constexpr,
+    SPLIT_BLOCKS: tl.constexpr, HAS_ALIBI: tl.constexpr, REACH: tl.constexpr,
 ):  # fmt: skip
     """Attend from tiles of queries to the pool's keys or, IN_CALL, to those of the call.
 
@@ -88,7 +89,8 @@ def attend_tiles(
     of 8-bit floats; IN_CALL their rows are the call's tokens. IS_LATENT: v is not read, K's first
     part is V.
     out [T, Hq, REAL_DV] of Q's dtype, lse [T, Hq] float32: a token's heads side by side.
-    sinks, alibi_slopes [Hq] float32.
+    sinks, alibi_slopes [Hq] float32. relative_bias [Hq, REACH + 1] or, unless IS_CAUSAL,
+    [Hq, 2 * REACH + 1] float32, contiguous; REACH is -1 without it.
     slots [R, W] int32: slots or, with PAGE above 1, pages of each row. rows [B] int64: each
     request's row; None where request i has row i.
     cached_lens [B] int32: tokens before the new ones; None IN_CALL.
@@ -157,6 +159,8 @@ def attend_tiles(
         item_start = position - tl.load(token_pos_in_items + token)
 
     slope = slopes_of(alibi_slopes, head, HAS_ALIBI)
+    AHEAD: tl.constexpr = 0 if IS_CAUSAL else REACH
+    biases = biases_of(relative_bias, head, position, REACH, AHEAD)
     k += kv_head.to(tl.int64) * k_head_stride
     if TAIL > 0:
         k_tail += kv_head.to(tl.int64) * k_tail_head_stride
@@ -193,9 +197,10 @@ def attend_tiles(
             acc, top, mass, q_tile, tail_tile,
             Keys(k, k_stride, k_tail, k_tail_stride, v, v_stride, keys_base),
             start, stop, num_keys,
-            Sight(first, end, mask_rows, 0, shared_end, item_start, position, slope), q_scale, cap,
+            Sight(first, end, mask_rows, 0, shared_end, item_start, position, slope, biases),
+            q_scale, cap,
             Widths(D, REAL_D, TAIL, REAL_TAIL, DV, REAL_DV), BLOCK_N, PAGE, IS_LATENT, IN_CALL,
-            HAS_CAP, HAS_MASK, HAS_ITEMS, part != 1, HAS_ALIBI, STAGES,
+            HAS_CAP, HAS_MASK, HAS_ITEMS, part != 1, HAS_ALIBI, REACH, AHEAD, STAGES,
         )  # fmt: skip
     store_rows(
         out, out_stride, lse, lse_stride, sinks, acc, top, mass, token, head, is_real, v_scale,
