@@ -8,8 +8,8 @@ The checkpoint that ships has heads of 64 dims and is written to `DIR` with 128 
 known. `--latent` asks a small DeepSeek model of random weights instead, with the dims that MLA's
 kernels are built for; what `torch_native` says without graphs is held to be right there. Random
 weights leave near ties, which may fall otherwise in another order of sums: tokens are counted until
-the first that differs. Where nothing serves a combination it is no row. With `--draft`, rows say
-how many drafts a step accepted.
+the first that differs; `--dtype float32` leaves hardly any. Where nothing serves a combination it
+is no row. With `--draft`, rows say how many drafts a step accepted.
 """
 
 # mypy: allow-untyped-calls
@@ -153,6 +153,7 @@ def main() -> None:
     parser.add_argument("--page-size", dest="page_sizes", type=int, action="append")
     parser.add_argument("--prompts", type=int, default=40)
     parser.add_argument("--latent", action="store_true", help="a DeepSeek model instead")
+    parser.add_argument("--dtype", help="of the models; default: the checkpoint's")
     parser.add_argument("--at-once", type=int, default=8, help="processes")
     parser.add_argument("--head-dim", dest="head_dims", type=int, action="append")
     parser.add_argument("--draft", dest="drafts", action="append", help="ngram, or a model")
@@ -162,9 +163,9 @@ def main() -> None:
     args.folder.mkdir(parents=True, exist_ok=True)
     prompts = args.folder / "prompts.jsonl"
     wanted: list[Any] = write_prompts(prompts, args.prompts, not args.latent)
-    more: list[str] = []
+    more = [] if args.dtype is None else ["--dtype", args.dtype]
     if args.latent:
-        models, more = [args.folder / "latent"], ["--mla", "absorbed"]
+        models, more = [args.folder / "latent"], [*more, "--mla", "absorbed"]
         write_latent(models[0])
         first = Asked(model=models[0], backend="torch_native", page_size=1, graph="--no-graph")
         said = first.run(prompts, args.device, more)
