@@ -221,11 +221,12 @@ def follow_trees(
 def left_over(line, column, rejected, token, vocabulary, BLOCK: tl.constexpr):
     """[BLOCK] float32: the probabilities at columns, 0 for tokens of rejected nodes [BLOCK_D]."""
     weight = tl.load(line + column, mask=column < vocabulary, other=0.0)
-    first = tl.min(column, 0)
-    inside = rejected & (token >= first) & (token < first + BLOCK)
-    if tl.sum(inside.to(tl.int32), 0) > 0:
-        hides = inside[:, None] & (token[:, None] == column[None, :])
-        weight = tl.where(tl.sum(hides.to(tl.int32), 0) > 0, 0.0, weight)
+    end = tl.max(column, 0) + 1
+    hidden = tl.min(tl.where(rejected & (token >= end - BLOCK), token, end), 0)
+    # One after another: a tile of nodes and columns would not fit
+    while hidden < end:
+        weight = tl.where(column == hidden, 0.0, weight)
+        hidden = tl.min(tl.where(rejected & (token > hidden), token, end), 0)
     return weight
 
 
