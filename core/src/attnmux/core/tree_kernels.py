@@ -94,7 +94,9 @@ def build_trees(
     are True. Raises InvalidInput for too many nodes, and for a whole mask without `total`.
     """
     check_build(scores, draft_token_num, form, total)
-    tree = organize_draft_results(roots, scores, tokens, parents, draft_token_num, topk=max(topk, 2))
+    tree = organize_draft_results(
+        roots, scores, tokens, parents, draft_token_num, topk=max(topk, 2)
+    )
     assert tree.visible is not None
     masks: dict[str, torch.Tensor]
     if form == "qlen_only":
