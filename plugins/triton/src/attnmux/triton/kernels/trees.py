@@ -134,7 +134,8 @@ def build_trees(
         tl.store(links + 5 * stride + line, sibling.to(tl.int64), mask=is_node)
     if FORM == 2:
         write_whole_row(
-            mask, mask_indptr, seq_lens, request, row, seen, batch_size, total, NODES, BLOCK_D, BLOCK
+            mask, mask_indptr, seq_lens, request, row, seen, batch_size, total,
+            NODES, BLOCK_D, BLOCK,
         )  # fmt: skip
     elif FORM == 1:
         BYTES: tl.constexpr = (NODES + 7) // 8
