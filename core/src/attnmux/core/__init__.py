@@ -238,6 +238,10 @@ if TYPE_CHECKING:
     from attnmux.core.speculation import organize_draft_results as organize_draft_results
     from attnmux.core.speculation import verify_tree_greedy as verify_tree_greedy
     from attnmux.core.steps import NO_OPTIONS as NO_OPTIONS
+    from attnmux.core.tree_kernels import BuiltTrees as BuiltTrees
+    from attnmux.core.tree_kernels import TreeKernels as TreeKernels
+    from attnmux.core.tree_kernels import build_trees as build_trees
+    from attnmux.core.tree_kernels import check_build as check_build
     from attnmux.core.tree_masks import check_trees as check_trees
     from attnmux.core.tree_masks import draft_depths as draft_depths
     from attnmux.core.tree_masks import limited_drafts as limited_drafts
@@ -247,6 +251,7 @@ if TYPE_CHECKING:
     from attnmux.core.tree_masks import unpack_visible as unpack_visible
     from attnmux.core.tree_masks import visible_drafts as visible_drafts
     from attnmux.core.tree_sampling import AcceptThresholds as AcceptThresholds
+    from attnmux.core.tree_sampling import check_sampling as check_sampling
     from attnmux.core.tree_sampling import sample_tree_target_only as sample_tree_target_only
     from attnmux.core.tree_steps import among_drafts as among_drafts
     from attnmux.core.tree_steps import as_heads as as_heads
@@ -585,6 +590,12 @@ _NAMES_BY_MODULE = {
         "verify_tree_greedy",
     ),
     "steps": ("NO_OPTIONS",),
+    "tree_kernels": (
+        "BuiltTrees",
+        "TreeKernels",
+        "build_trees",
+        "check_build",
+    ),
     "tree_masks": (
         "check_trees",
         "draft_depths",
@@ -595,7 +606,11 @@ _NAMES_BY_MODULE = {
         "unpack_visible",
         "visible_drafts",
     ),
-    "tree_sampling": ("AcceptThresholds", "sample_tree_target_only"),
+    "tree_sampling": (
+        "AcceptThresholds",
+        "check_sampling",
+        "sample_tree_target_only",
+    ),
     "tree_steps": (
         "among_drafts",
         "as_heads",
