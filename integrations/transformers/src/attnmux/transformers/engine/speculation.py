@@ -16,13 +16,14 @@ from attnmux.core import (
     NgramIndex,
     check_positive,
 )
-from attnmux.transformers.engine.acceptance import sampled_paths
+from attnmux.transformers.engine.acceptance import HostTrees, sampled_paths
 from attnmux.transformers.engine.execution import StepRunner
 from attnmux.transformers.engine.prefix import PrefixCache
 from attnmux.transformers.engine.request import LiveRequest
 from attnmux.transformers.engine.stats import EngineStats, Laps
 from attnmux.transformers.sampling import NOT_A_NUMBER, Draws, Upcoming, sample
 from attnmux.transformers.sequence import SequenceState
+from attnmux.transformers.verify_rows import VerifyRows
 from attnmux.transformers.verify_step import VerifyStep
 
 LOOKAHEAD = 32
@@ -137,7 +138,9 @@ class Speculation:
         self._stats = stats
         self._accept = accept or AcceptThresholds()
         self._step: VerifyStep | None = None
-        self._paths: list[list[int]] = []
+        self._rows: VerifyRows | None = None
+        """Of the last step."""
+        self._paths: Sequence[Sequence[int]] = []
         self._unsound: list[bool] = []
 
     def drafts(self, requests: Sequence[LiveRequest]) -> DraftTree | None:
@@ -175,8 +178,8 @@ class Speculation:
         states = [one.state for one in requests]
         num_drafts = tree.draft_token_num - 1
         steps, ahead = self._cache.steps, self._ahead(requests)
-        verify = VerifyStep(states, tree, steps, runner.verify_graphs, ahead=ahead)
-        self._step, tree = verify, verify.tree
+        verify = VerifyStep(states, tree, steps, runner.verify_graphs, ahead=ahead, rows=self._rows)
+        self._step, self._rows, tree = verify, verify.rows, verify.tree
         laps.lap("allocate")
         logits = runner.forward(verify.step, verify.step.last_indices, laps)
         draws = _draws(requests, tree)
@@ -186,11 +189,12 @@ class Speculation:
             self._unsound = [NOT_A_NUMBER in row for row in answer]
         else:
             sampled = sample(logits, draws)
+            trees = HostTrees.of(tree)
             laps.lap("sample")
             predict: list[list[int]] = sampled.cpu().view(tree.draft_tokens.shape).tolist()
             laps.lap("wait")
             self._unsound = [NOT_A_NUMBER in row for row in predict]
-            self._paths, answer = accepted(tree, predict)
+            self._paths, answer = trees.accepted(predict)
         num_accepted = sum(map(len, answer)) - len(answer)
         self._stats.drafts.count(len(answer), num_drafts, num_accepted)
         return answer
@@ -208,10 +212,11 @@ class Speculation:
 
     def forget(self) -> None:
         """Drop a step that failed."""
-        self._step = None
+        self._step = self._rows = None
 
     def keep_only(self, requests: Iterable[LiveRequest]) -> None:
         """Free what drafting holds for requests that have ended."""
+        self._rows = None
         self._proposer.keep_only([request.state for request in requests])
 
     def _most(self, requests: Sequence[LiveRequest]) -> int:
@@ -243,22 +248,6 @@ class Speculation:
             end = max(request.state.num_columns + num_new, held)
             pages += -(-end // size) - -(-held // size)
         return pages * size
-
-
-def accepted(tree: DraftTree, predict: list[list[int]]) -> tuple[list[list[int]], list[list[int]]]:
-    """What `verify_tree_greedy` accepts, in a fraction of its time on the host: the nodes of each
-    request's path, and the target's token after each of them."""
-    paths, answer = [], []
-    of_tree = zip(tree.draft_tokens.tolist(), tree.parents.tolist(), predict, strict=True)
-    for tokens, parents, after in of_tree:
-        path = [0]
-        # A parent precedes its children, so that one pass finds the whole path
-        for node in range(1, len(tokens)):
-            if parents[node] == path[-1] and tokens[node] == after[path[-1]]:
-                path.append(node)
-        paths.append(path)
-        answer.append([after[node] for node in path])
-    return paths, answer
 
 
 def _draws(requests: Sequence[LiveRequest], tree: DraftTree) -> list[Draws]:
