@@ -1,4 +1,4 @@
-"""What steps that verify drafts of the same requests share: rows, places, and cells of the table."""
+"""What steps that verify drafts of the same requests share: rows, places, cells of the table."""
 
 from __future__ import annotations
 
