@@ -41,7 +41,7 @@ class VerifyStep:
         many nodes d for each request as they have. Those after the n are padding, whose K and V go
         to slot 0; every context has room for them too. ahead: tokens for which requests get slots
         besides, where they get any and as far as free ones go: later steps then take none. rows:
-        of an earlier step, which serve this one if it has the same requests.
+        of the last step, which serve this one if it has the same requests. That step is over.
         Raises PoolExhausted, changing nothing, without enough slots, and InvalidInput for other
         requests.
         """
@@ -59,27 +59,25 @@ class VerifyStep:
         if rows is None or not rows.serve(states, width):
             rows = VerifyRows(states, width, steps)
         self.rows = rows
-        """For the next step."""
-        lens_cpu = torch.tensor(self.prefixes, dtype=torch.int32)
-        input_ids, positions, slots, lens = rows.place(self.prefixes, tree, num_drafts)
-        self._slots = slots
+        """For the next step, which then overwrites the tensors of this one."""
+        self._slots = slots = rows.place(self.prefixes, tree, num_drafts)
         batch = ForwardBatch(
             forward_mode=ForwardMode.TARGET_VERIFY,
             batch_size=len(self.prefixes),
             req_pool_indices=rows.indices,
-            seq_lens=lens,
+            seq_lens=rows.lens,
             out_cache_loc=slots,
-            positions=positions,
-            seq_lens_cpu=lens_cpu,
+            positions=rows.positions,
+            seq_lens_cpu=rows.lens_cpu,
             seq_lens_sum=sum(self.prefixes),
             extend_seq_lens=rows.counts,
             extend_seq_lens_cpu=rows.counts_cpu,
-            extend_prefix_lens=lens,
-            extend_prefix_lens_cpu=lens_cpu,
+            extend_prefix_lens=rows.lens,
+            extend_prefix_lens_cpu=rows.lens_cpu,
             extend_num_tokens=slots.shape[0],
             spec_info=tree.spec_input(steps.device),
         )
-        self.step = Step(batch=batch, input_ids=input_ids, last_indices=rows.order)
+        self.step = Step(batch=batch, input_ids=rows.input_ids, last_indices=rows.order)
 
     def commit(self, paths: Sequence[Sequence[int]], zero: Sequence[bool] = ()) -> None:
         """Keep a path of each request's tree as its next cached tokens.
