@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Collection, Iterable, Sequence
 from typing import Protocol
 from weakref import WeakKeyDictionary
@@ -204,10 +205,9 @@ class Speculation:
         step, self._step = self._step, None
         if step is None:
             return
-        paths = []
-        for request, cached, path in zip(requests, step.prefixes, self._paths, strict=True):
-            taken = len(request.state.token_ids) - 1 - cached
-            paths.append(path[:taken])
+        lens = [len(request.state.token_ids) for request in requests]
+        taken = map(operator.sub, lens, step.prefixes)  # and the pending one
+        paths = [path[: num - 1] for path, num in zip(self._paths, taken, strict=True)]
         step.commit(paths, self._unsound)
 
     def forget(self) -> None:
