@@ -1,4 +1,4 @@
-"""Draft trees in one launch each: built, followed and sampled as core's plain operations do."""
+"""Draft trees in one launch each: built and sampled as core's plain operations do."""
 
 from __future__ import annotations
 
@@ -6,9 +6,7 @@ import importlib.util
 import inspect
 import sys
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -16,13 +14,10 @@ import torch
 from attnmux.core import (
     AcceptedDrafts,
     AcceptThresholds,
-    BuiltTrees,
     DraftTree,
     InvalidInput,
-    build_trees,
     organize_draft_results,
     sample_tree_target_only,
-    verify_tree_greedy,
 )
 from attnmux.core.graph.devices import GraphStep
 from attnmux.testing import RecordingGraphs
@@ -32,10 +27,6 @@ pytest.importorskip("triton")
 from attnmux.triton import trees  # where there is a Triton
 from attnmux.triton.trees import MOST_NODES, TritonTrees
 
-FORMS = ("qlen_only", "qlen_only_bitpacking", "full")
-LINKS = ("draft_tokens", "parents", "positions", "retrieve_index")
-LINKS += ("retrieve_next_token", "retrieve_next_sibling")
-MASKS = ("visible", "visible_bits", "custom_mask", "mask_indptr")
 WHOLE = 2**12
 """Probabilities are multiples of its inverse, whose sums float32 and float64 hold alike."""
 
@@ -55,12 +46,11 @@ def candidates(size: int, num: int) -> tuple[torch.Tensor, torch.Tensor, torch.T
     return scores, torch.randint(0, 4, (size, num)), parents
 
 
-def a_tree(size: int, num: int, *, links: bool = True) -> DraftTree:
+def a_tree(size: int, num: int) -> DraftTree:
     """Trees of any shape with few different tokens, so that siblings are often alike."""
     scores, tokens, parents = candidates(size, 2 * num)
     roots = torch.randint(0, 4, (size,))
-    tree = organize_draft_results(roots, scores, tokens, parents, num, topk=3)
-    return tree if links else replace(tree, links=None)
+    return organize_draft_results(roots, scores, tokens, parents, num, topk=3)
 
 
 def distributions(rows: int, vocabulary: int) -> torch.Tensor:
@@ -74,20 +64,11 @@ def distributions(rows: int, vocabulary: int) -> torch.Tensor:
     return probs
 
 
-def check_built(found: BuiltTrees, expected: BuiltTrees) -> None:
-    for name in LINKS:
-        assert torch.equal(getattr(found, name), getattr(expected, name)), name
-    for name in MASKS:
-        ours, theirs = getattr(found.spec, name), getattr(expected.spec, name)
-        if theirs is None:
-            assert ours is None
-            continue
+def check_built(found: DraftTree, expected: DraftTree) -> None:
+    for name in ("draft_tokens", "links", "visible", "depths", "topk", "num_nodes"):
+        ours, theirs = (torch.as_tensor(getattr(tree, name)) for tree in (found, expected))
         assert ours.dtype == theirs.dtype
         assert torch.equal(ours, theirs), name
-    assert (found.spec.draft_token_num, found.spec.topk) == (
-        expected.spec.draft_token_num,
-        expected.spec.topk,
-    )
 
 
 def check_accepted(found: AcceptedDrafts, expected: AcceptedDrafts) -> None:
@@ -95,22 +76,13 @@ def check_accepted(found: AcceptedDrafts, expected: AcceptedDrafts) -> None:
         assert torch.equal(getattr(found, name), getattr(expected, name)), name
 
 
-def check_building(kernels: TritonTrees, size: int, num: int, nodes: int, form: str) -> None:
-    scores, tokens, parents = candidates(size, num)
-    seq_lens = torch.randint(0, 1500, (size,), dtype=torch.int32)
-    given = (torch.randint(0, 9, (size,)), scores, tokens, parents, nodes, seq_lens)
-    total = nodes * int((seq_lens + nodes).sum()) + 3
-    options: dict[str, Any] = {"topk": 3, "form": form, "total": total}
-    check_built(kernels.build(*given, **options), build_trees(*given, **options))
-
-
-def check_following(kernels: TritonTrees, size: int, nodes: int) -> None:
-    tree, predict = a_tree(size, nodes, links=False), torch.randint(-1, 3, (size, nodes))
-    check_accepted(kernels.verify(tree, predict), verify_tree_greedy(tree, predict))
+def check_building(kernels: TritonTrees, size: int, num: int, nodes: int) -> None:
+    given = (torch.randint(0, 9, (size,)), *candidates(size, num), nodes)
+    check_built(kernels.build(*given, topk=3), organize_draft_results(*given, topk=3))
 
 
 def check_sampling(kernels: TritonTrees, size: int, nodes: int, vocabulary: int) -> None:
-    tree = a_tree(size, nodes, links=False)
+    tree = a_tree(size, nodes)
     probs = distributions(size * nodes, vocabulary)
     coins = torch.rand(size, nodes, dtype=torch.float64)
     for limits in (None, AcceptThresholds(single=0.25), AcceptThresholds(acc=0.5)):
@@ -118,17 +90,11 @@ def check_sampling(kernels: TritonTrees, size: int, nodes: int, vocabulary: int)
         check_accepted(kernels.sample(*given), sample_tree_target_only(*given))
 
 
-@pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize(
     ("size", "num", "nodes"), [(1, 1, 1), (2, 5, 6), (3, 80, 20), (2, 150, 65)]
 )
-def test_trees_of_any_shape_are_built(size: int, num: int, nodes: int, form: str) -> None:
-    check_building(TritonTrees(), size, num, nodes, form)
-
-
-@pytest.mark.parametrize(("size", "nodes"), [(1, 1), (3, 2), (40, 9), (5, 70)])
-def test_paths(size: int, nodes: int) -> None:
-    check_following(TritonTrees(), size, nodes)
+def test_trees_of_any_shape_are_built(size: int, num: int, nodes: int) -> None:
+    check_building(TritonTrees(), size, num, nodes)
 
 
 @pytest.mark.parametrize(
@@ -143,9 +109,8 @@ def test_chains_and_padding(padding: int) -> None:
     kernels = TritonTrees()
     for tree in (DraftTree.chains(torch.randint(0, 2, (20, 4))), a_tree(20, 4)):
         padded = tree.padded(4 + padding)
-        predict = torch.randint(0, 2, padded.draft_tokens.shape)
-        check_accepted(kernels.verify(padded, predict), verify_tree_greedy(padded, predict))
-        given = (padded, distributions(predict.numel(), 4), torch.rand(predict.shape).double())
+        shape = padded.draft_tokens.shape
+        given = (padded, distributions(shape.numel(), 4), torch.rand(shape).double())
         check_accepted(kernels.sample(*given), sample_tree_target_only(*given))
 
 
@@ -157,61 +122,40 @@ def test_tokens_outside_of_the_vocabulary_are_never_accepted() -> None:
     check_accepted(found, sample_tree_target_only(*given))
 
 
-def test_a_graph_holds_all_three() -> None:
+def test_a_graph_holds_both() -> None:
     """One launch each, which repeats with other values in the same memory."""
     kernels, size, nodes = TritonTrees(), 3, 6
-    scores, tokens, parents = candidates(size, 20)
-    roots, seq_lens = torch.randint(0, 4, (size,)), torch.full((size,), 7, dtype=torch.int32)
-    predict = torch.randint(0, 4, (size, nodes))
+    drafted, roots = candidates(size, 20), torch.randint(0, 4, (size,))
     probs = distributions(size * nodes, 4)
     coins = torch.rand(size, nodes, dtype=torch.float64)
 
     def run() -> list[torch.Tensor]:
-        built = kernels.build(roots, scores, tokens, parents, nodes, seq_lens, topk=3)
-        tree = tree_of(built)
-        both = kernels.verify(tree, predict), kernels.sample(tree, probs, coins)
-        return [built.parents, *(each.accept_index for each in both)]
+        tree = kernels.build(roots, *drafted, nodes, topk=3)
+        return [tree.parents, kernels.sample(tree, probs, coins).accept_index]
 
     step = GraphStep(prepare=lambda: None, forward=run, host_tensors=())
     graph = RecordingGraphs().capture(step)
-    for old, new in zip((scores, tokens, parents), candidates(size, 20), strict=True):
+    for old, new in zip(drafted, candidates(size, 20), strict=True):
         old.copy_(new)
-    predict.copy_(torch.randint(0, 4, (size, nodes)))
     coins.uniform_()
     graph.replay()
-    built = build_trees(roots, scores, tokens, parents, nodes, seq_lens, topk=3)
-    tree = tree_of(built)
-    both = verify_tree_greedy(tree, predict), sample_tree_target_only(tree, probs, coins)
-    expected = [built.parents, *(each.accept_index for each in both)]
+    tree = organize_draft_results(roots, *drafted, nodes, topk=3)
+    expected = [tree.parents, sample_tree_target_only(tree, probs, coins).accept_index]
     assert all(map(torch.equal, graph.outputs, expected))
-
-
-def tree_of(built: BuiltTrees) -> DraftTree:
-    return DraftTree(
-        draft_tokens=built.draft_tokens,
-        links=None,
-        visible=built.spec.visible,
-        topk=3,
-        num_nodes=built.draft_tokens.shape[1],
-    )
 
 
 @pytest.mark.parametrize("size", [0, 2])
 def test_plain_operations_take_the_rest(size: int) -> None:
     """Batches without requests, and trees that are larger than a program."""
     nodes = MOST_NODES + 1 if size else 3
-    check_building(TritonTrees(), size, nodes, nodes, "full")
-    check_following(TritonTrees(), size, nodes)
+    check_building(TritonTrees(), size, nodes, nodes)
     check_sampling(TritonTrees(), size, nodes, 4)
 
 
 def test_refusals_are_those_of_core() -> None:
     kernels, ids = TritonTrees(), torch.zeros(1, 2, dtype=torch.int64)
-    lens = torch.ones(1, dtype=torch.int32)
     with pytest.raises(InvalidInput, match="draft_token_num"):
-        kernels.build(ids[:, 0], ids.float(), ids, ids - 1, 4, lens, topk=2)
-    with pytest.raises(InvalidInput, match="total"):
-        kernels.build(ids[:, 0], ids.float(), ids, ids - 1, 3, lens, topk=2, form="full")
+        kernels.build(ids[:, 0], ids.float(), ids, ids - 1, 4, topk=2)
     tree = DraftTree.chains(ids)
     with pytest.raises(InvalidInput, match="coins"):
         kernels.sample(tree, torch.ones(2, 3), torch.zeros(1, 2))
@@ -220,18 +164,13 @@ def test_refusals_are_those_of_core() -> None:
 
 
 def test_signatures() -> None:
-    pairs = {"build": build_trees, "verify": verify_tree_greedy, "sample": sample_tree_target_only}
+    pairs = {"build": organize_draft_results, "sample": sample_tree_target_only}
     for name, plain in pairs.items():
         assert inspect.signature(getattr(TritonTrees(), name)) == inspect.signature(plain)
 
 
 def building(kernels: TritonTrees) -> None:
-    for form in FORMS:
-        check_building(kernels, 4, 20, 9, form)
-
-
-def following(kernels: TritonTrees) -> None:
-    check_following(kernels, 60, 9)
+    check_building(kernels, 4, 20, 9)
 
 
 def sampling(kernels: TritonTrees) -> None:
@@ -239,14 +178,10 @@ def sampling(kernels: TritonTrees) -> None:
 
 
 MUTANTS: dict[str, tuple[Callable[[TritonTrees], None], str, str]] = {
-    "sibling": (building, "(node[None, :] > node[:, None])", "(node[None, :] != node[:, None])"),
-    "child": (building, "tl.min(tl.where(follows, node[None, :], BLOCK_D), 1)", "node + 1"),
     "unmasked branch": (building, "seen = seen | is_at", "seen = node[:, None] >= node[None, :]"),
     "ties": (building, "(other[None, :] < one[:, None])", "(other[None, :] > one[:, None])"),
     "depth": (building, "depth += (at >= 0)", "depth += (at > 0)"),
-    "row of a whole mask": (building, "row * (prefix + NODES)", "row * prefix"),
-    "any token": (following, "& (token == wanted)", ""),
-    "grandparent": (following, "return tl.max(tl.where(sees", "return tl.min(tl.where(sees"),
+    "grandparent": (sampling, "return tl.max(tl.where(sees", "return tl.min(tl.where(sees"),
     "twins": (sampling, "(tl.sum(twins.to(tl.int32), 1) == 0)", "True"),
     "no acc": (sampling, "tl.cumsum(chance, 0) / acc", "tl.cumsum(chance, 0)"),
     "no single": (sampling, "| (chance >= single)", ""),

@@ -235,13 +235,11 @@ if TYPE_CHECKING:
     from attnmux.core.spec import SpecInput as SpecInput
     from attnmux.core.speculation import AcceptedDrafts as AcceptedDrafts
     from attnmux.core.speculation import DraftTree as DraftTree
+    from attnmux.core.speculation import check_num_nodes as check_num_nodes
     from attnmux.core.speculation import organize_draft_results as organize_draft_results
     from attnmux.core.speculation import verify_tree_greedy as verify_tree_greedy
     from attnmux.core.steps import NO_OPTIONS as NO_OPTIONS
-    from attnmux.core.tree_kernels import BuiltTrees as BuiltTrees
     from attnmux.core.tree_kernels import TreeKernels as TreeKernels
-    from attnmux.core.tree_kernels import build_trees as build_trees
-    from attnmux.core.tree_kernels import check_build as check_build
     from attnmux.core.tree_masks import check_trees as check_trees
     from attnmux.core.tree_masks import draft_depths as draft_depths
     from attnmux.core.tree_masks import limited_drafts as limited_drafts
@@ -586,16 +584,12 @@ _NAMES_BY_MODULE = {
     "speculation": (
         "AcceptedDrafts",
         "DraftTree",
+        "check_num_nodes",
         "organize_draft_results",
         "verify_tree_greedy",
     ),
     "steps": ("NO_OPTIONS",),
-    "tree_kernels": (
-        "BuiltTrees",
-        "TreeKernels",
-        "build_trees",
-        "check_build",
-    ),
+    "tree_kernels": ("TreeKernels",),
     "tree_masks": (
         "check_trees",
         "draft_depths",

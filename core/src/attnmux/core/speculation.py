@@ -26,8 +26,7 @@ class DraftTree:
     draft_tokens: torch.Tensor
     """[B, d] int64"""
     links: torch.Tensor | None
-    """[B, d] int64: the parent of each node; -1 for the root and for padding. None for chains, and
-    where `visible` alone says it."""
+    """[B, d] int64: the parent of each node; -1 for the root and for padding. None for chains."""
     visible: torch.Tensor | None
     """[B, d, d] bool: the nodes that each node sees. Padding sees itself alone. None for chains,
     which are causal and need no mask."""
@@ -48,10 +47,6 @@ class DraftTree:
         """[B, d] int64: the parent of each node; -1 for the root and for padding."""
         if self.links is not None:
             return self.links
-        if self.visible is not None:
-            # An ancestor precedes its descendants, so that the last one is the parent
-            order = torch.arange(self.draft_token_num, device=self.draft_tokens.device)
-            return torch.where(self.visible.tril(-1), order, -1).amax(-1)
         parents = torch.arange(-1, self.draft_token_num - 1, device=self.draft_tokens.device)
         parents[self.num_nodes :] = -1
         return parents.expand_as(self.draft_tokens)

@@ -1,4 +1,4 @@
-"""Builds draft trees, follows them greedily, and samples them.
+"""Builds draft trees and samples them.
 
 A program holds all nodes of a tree, BLOCK_D of which NODES are some. Links between them are
 compared in tiles of BLOCK_D x BLOCK_D. Ids and indices are int64 in memory, int32 in registers.
@@ -42,61 +42,20 @@ def best_candidates(
     return found
 
 
-@triton.jit
-def mask_start(seq_lens, request, NODES: tl.constexpr, BLOCK_B: tl.constexpr):
-    """int64: where a request's part of a whole mask starts."""
-    before = request.to(tl.int64) * NODES
-    for first in range(0, request, BLOCK_B):
-        earlier = first + tl.arange(0, BLOCK_B)
-        lens = tl.load(seq_lens + earlier, mask=earlier < request, other=0)
-        before += tl.sum(lens.to(tl.int64), 0)
-    return before * NODES
-
-
-@triton.jit
-def write_whole_row(
-    mask, mask_indptr, seq_lens, request, row, seen, batch_size, total,
-    NODES: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """Node `row`'s part of the flat mask [total] uint8: 1 for the prefix, then the nodes that it
-    sees; after the last tree 1. seen [BLOCK_D, BLOCK_D] int1. mask_indptr [B + 1] int32."""
-    node = tl.arange(0, BLOCK_D)
-    start = mask_start(seq_lens, request, NODES, BLOCK)
-    prefix = tl.load(seq_lens + request).to(tl.int64)
-    line = start + row * (prefix + NODES)
-    for first in range(0, prefix, BLOCK):
-        column = first + tl.arange(0, BLOCK)
-        tl.store(mask + line + column, tl.full((BLOCK,), 1, tl.uint8), mask=column < prefix)
-    keeps = tl.sum(tl.where(node[:, None] == row, seen.to(tl.int32), 0), 0)
-    tl.store(mask + line + prefix + node, keeps.to(tl.uint8), mask=node < NODES)
-    end = start + NODES * (prefix + NODES)
-    if row == 0:
-        tl.store(mask_indptr + request, start.to(tl.int32))
-        if request == batch_size - 1:
-            tl.store(mask_indptr + batch_size, end.to(tl.int32))
-            for first in range(end, total, BLOCK):
-                column = first + tl.arange(0, BLOCK)
-                tl.store(mask + column, tl.full((BLOCK,), 1, tl.uint8), mask=column < total)
-
-
 @triton.jit(
-    do_not_specialize=["batch_size", "num_candidates", "total"],
-    do_not_specialize_on_alignment=["roots", "scores", "tokens", "parents", "seq_lens"],
+    do_not_specialize=["batch_size", "num_candidates"],
+    do_not_specialize_on_alignment=["roots", "scores", "tokens", "parents"],
 )
 def build_trees(
-    roots, scores, tokens, parents, seq_lens, links, mask, mask_indptr,
-    batch_size, num_candidates, total,
-    NODES: tl.constexpr, FORM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK: tl.constexpr,
+    roots, scores, tokens, parents, links, visible, batch_size, num_candidates,
+    NODES: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """roots [B]; scores [B, n] float32; tokens, parents [B, n]; seq_lens [B] int32; links
-    [6, B, NODES]: tokens, parents, positions, indices, first children and next siblings.
+    """roots [B]; scores [B, n] float32; tokens, parents [B, n]; links [3, B, NODES]: tokens,
+    parents and depths; visible [B, NODES, NODES] uint8.
 
-    FORM: 0 for mask [B, NODES, NODES] uint8, 1 for bits [B, NODES, ceil(NODES / 8)] uint8, 2 for
-    the flat mask of `write_whole_row`.
-    Grid: B requests; for FORM 2 NODES rows of each, all of which build the tree.
+    Grid: B requests.
     """
-    request, row = tl.program_id(0), tl.program_id(1)
+    request = tl.program_id(0)
     node = tl.arange(0, BLOCK_D)
     is_draft = (node > 0) & (node < NODES)
     first = request.to(tl.int64) * num_candidates
@@ -112,43 +71,16 @@ def build_trees(
         seen = seen | is_at
         depth += (at >= 0).to(tl.int32)
         at = tl.sum(tl.where(is_at, parent[None, :] + 1, 0), 1) - 1
-    if row == 0:
-        follows = (parent[None, :] == node[:, None]) & is_draft[None, :]
-        child = tl.min(tl.where(follows, node[None, :], BLOCK_D), 1)
-        alike = (parent[None, :] == parent[:, None]) & (node[None, :] > node[:, None])
-        alike = alike & is_draft[None, :] & is_draft[:, None]
-        sibling = tl.min(tl.where(alike, node[None, :], BLOCK_D), 1)
-        token = tl.load(tokens + first + chosen, mask=is_draft, other=0)
-        token = tl.where(node == 0, tl.load(roots + request), token)
-        line = request.to(tl.int64) * NODES + node
-        stride = batch_size.to(tl.int64) * NODES
-        is_node = node < NODES
-        tl.store(links + line, token, mask=is_node)
-        tl.store(links + stride + line, parent.to(tl.int64), mask=is_node)
-        position = depth + tl.load(seq_lens + request)
-        tl.store(links + 2 * stride + line, position.to(tl.int64), mask=is_node)
-        tl.store(links + 3 * stride + line, line, mask=is_node)
-        child = tl.where(child < BLOCK_D, child, -1)
-        tl.store(links + 4 * stride + line, child.to(tl.int64), mask=is_node)
-        sibling = tl.where(sibling < BLOCK_D, sibling, -1)
-        tl.store(links + 5 * stride + line, sibling.to(tl.int64), mask=is_node)
-    if FORM == 2:
-        write_whole_row(
-            mask, mask_indptr, seq_lens, request, row, seen, batch_size, total,
-            NODES, BLOCK_D, BLOCK,
-        )  # fmt: skip
-    elif FORM == 1:
-        BYTES: tl.constexpr = (NODES + 7) // 8
-        shifted = seen.to(tl.int32) << (node % 8)[None, :]
-        packed = tl.sum(tl.reshape(shifted, (BLOCK_D, BLOCK_D // 8, 8)), 2)
-        byte = tl.arange(0, BLOCK_D // 8)
-        place = (request.to(tl.int64) * NODES + node[:, None]) * BYTES + byte[None, :]
-        is_byte = (node[:, None] < NODES) & (byte[None, :] < BYTES)
-        tl.store(mask + place, packed.to(tl.uint8), mask=is_byte)
-    else:
-        place = (request.to(tl.int64) * NODES + node[:, None]) * NODES + node[None, :]
-        is_pair = (node[:, None] < NODES) & (node[None, :] < NODES)
-        tl.store(mask + place, seen.to(tl.uint8), mask=is_pair)
+    token = tl.load(tokens + first + chosen, mask=is_draft, other=0)
+    token = tl.where(node == 0, tl.load(roots + request), token)
+    line = request.to(tl.int64) * NODES + node
+    stride = batch_size.to(tl.int64) * NODES
+    is_node = node < NODES
+    tl.store(links + line, token, mask=is_node)
+    tl.store(links + stride + line, parent.to(tl.int64), mask=is_node)
+    tl.store(links + 2 * stride + line, depth.to(tl.int64), mask=is_node)
+    place = line[:, None] * NODES + node[None, :]
+    tl.store(visible + place, seen.to(tl.uint8), mask=is_node[:, None] & is_node[None, :])
 
 
 @triton.jit
@@ -179,43 +111,6 @@ def write_path(
     tl.store(line + node, path.to(tl.int64), mask=node < NODES)
     tl.store(line + NODES + node, predict, mask=node < NODES)
     tl.store(line + 2 * NODES, count.to(tl.int64))
-
-
-@triton.jit(
-    do_not_specialize=["num_nodes"],
-    do_not_specialize_on_alignment=["tokens", "visible", "target_predict"],
-)
-def follow_trees(
-    tokens, visible, target_predict, accepted, num_nodes,
-    NODES: tl.constexpr, IS_CHAIN: tl.constexpr, BLOCK_D: tl.constexpr,
-):  # fmt: skip
-    """tokens, target_predict [B, NODES]; visible as in `parents_of`; accepted as in `write_path`.
-
-    Grid: B requests.
-    """
-    request = tl.program_id(0)
-    node = tl.arange(0, BLOCK_D)
-    is_node = node < NODES
-    parent = parents_of(visible, request, num_nodes, IS_CHAIN, NODES, BLOCK_D)
-    line = request.to(tl.int64) * NODES + node
-    token = tl.load(tokens + line, mask=is_node, other=-1)
-    after = tl.load(target_predict + line, mask=is_node, other=-1)
-    path = tl.where(node == 0, 0, -1)
-    wanted = tl.sum(tl.where(node == 0, after, 0), 0)
-    predict = tl.where(node == 0, wanted, -1)
-    at = tl.full((), 0, tl.int32)
-    count = tl.full((), 0, tl.int32)
-    child = tl.full((), 0, tl.int32)
-    while child < BLOCK_D:
-        follows = is_node & (parent == at) & (token == wanted)
-        child = tl.min(tl.where(follows, node, BLOCK_D), 0)
-        if child < BLOCK_D:
-            at = child
-            count += 1
-            wanted = tl.sum(tl.where(node == child, after, 0), 0)
-            path = tl.where(node == count, child, path)
-            predict = tl.where(node == count, wanted, predict)
-    write_path(path, predict, count, accepted, request, NODES, BLOCK_D)
 
 
 @triton.jit
@@ -269,8 +164,8 @@ def sample_trees(
     tokens, visible, probs, coins, accepted, single, acc, num_nodes, vocabulary,
     NODES: tl.constexpr, IS_CHAIN: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """tokens [B, NODES]; probs [B, NODES, vocabulary] float32; coins [B, NODES] float64; visible,
-    accepted as in `follow_trees`; single, acc: the thresholds.
+    """tokens [B, NODES]; probs [B, NODES, vocabulary] float32; coins [B, NODES] float64; visible
+    as in `parents_of`; accepted as in `write_path`; single, acc: the thresholds.
 
     Grid: B requests.
     """
