@@ -105,6 +105,7 @@ class HashingRunner:
         """Whether the logits after these tokens are no numbers."""
         self.ranks = ONE_RANK
         self.verify_graphs = graphs and SimpleNamespace(config=graphs)
+        self.tree_kernels = None
         self.steps_with_drafts = self.padded_steps = 0
 
     def idle(self):

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
 
-from attnmux.core import AcceptThresholds, DraftTree, sample_tree_target_only
+from attnmux.core import AcceptedDrafts, AcceptThresholds, DraftTree
 from attnmux.transformers.sampling import Draws, distributions
+
+Choose = Callable[[DraftTree, torch.Tensor, torch.Tensor, AcceptThresholds], AcceptedDrafts]
+"""`sample_tree_target_only`, or a kernel that does the same."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -61,25 +64,32 @@ def _path(tokens: list[int], parents: list[int], after: list[int]) -> list[int]:
 
 
 def sampled_paths(
-    tree: DraftTree, logits: torch.Tensor, draws: Sequence[Draws], thresholds: AcceptThresholds
+    tree: DraftTree,
+    logits: torch.Tensor,
+    draws: Sequence[Draws],
+    thresholds: AcceptThresholds,
+    choose: Choose,
 ) -> tuple[list[list[int]], list[list[int]]]:
     """The nodes of each request's path from the root on, and the tokens that it says: those of the
     path's other nodes, and the one drawn after them.
 
-    tree: on the host. logits: [B * d, vocabulary], after each node. draws: of each node; a node's
-    number decides about its children, and draws the token after it where none is accepted.
-    Waits for the device.
+    tree: as proposers return it. logits: [B * d, vocabulary], after each node. draws: of each node;
+    a node's number decides about its children, and draws the token after it where none is accepted.
+    choose: `sample_tree_target_only`, or a kernel. Waits for the device.
     """
-    device, links = logits.device, tree.links
+    def moved(values: torch.Tensor | None) -> torch.Tensor | None:
+        return None if values is None else values.to(logits.device, non_blocking=True)
+
     coins = torch.tensor([each.draw() for each in draws], dtype=torch.float64)
-    found = sample_tree_target_only(
+    found = choose(
         replace(
             tree,
-            draft_tokens=tree.draft_tokens.to(device),
-            links=None if links is None else links.to(device),
+            draft_tokens=tree.draft_tokens.to(logits.device, non_blocking=True),
+            links=moved(tree.links),
+            visible=moved(tree.visible),
         ),
         distributions(logits, draws),
-        coins.view_as(tree.draft_tokens).to(device),
+        coins.view_as(tree.draft_tokens).to(logits.device, non_blocking=True),
         thresholds,
     )
     nodes, tokens = torch.stack([found.accept_index, found.predict]).cpu().tolist()

@@ -92,6 +92,7 @@ class ModelProposer:
         self.steps = steps = min(steps, num - 1)  # no tree has room for longer paths
         self._runner = runner
         self._loop = None if steps == 1 else DraftLoop(runner, topk=topk, num_steps=steps - 1)
+        self._kernels = runner.tree_kernels if topk > 1 else None
         self._read: dict[SequenceState, SequenceState] = {}
         """What the draft model has read of each request."""
         self._target = target
@@ -131,20 +132,12 @@ class ModelProposer:
             return None
         num_steps = min(self.steps, room + 1, num_tokens - 1)
         try:
-            found = self._draft(states, num_steps)
+            return self._draft(states, num_steps, num_tokens)
         except PoolExhausted:
             return None
         except BaseException:
             self._forget()
             raise
-        return organize_draft_results(
-            torch.tensor([state.token_ids[-1] for state in states]),
-            found.scores,
-            found.tokens,
-            found.parents,
-            min(num_tokens, self.draft_token_num, found.tokens.shape[1] + 1),
-            topk=self.topk,
-        )
 
     def keep_only(self, states: Collection[SequenceState]) -> None:
         """Free what the draft model holds for all other requests."""
@@ -155,8 +148,9 @@ class ModelProposer:
 
     @torch.inference_mode(False)
     @torch.no_grad()
-    def _draft(self, states: Sequence[SequenceState], num_steps: int) -> DraftCandidates:
-        """The candidates [B, n], on the host."""
+    def _draft(
+        self, states: Sequence[SequenceState], num_steps: int, num_tokens: int
+    ) -> DraftTree:
         self.keep_only(states)
         read = [self._read.setdefault(state, SequenceState(token_ids=[])) for state in states]
         skipped = 0 if self._target is None else 1
@@ -171,7 +165,27 @@ class ModelProposer:
             )
         else:
             found = self._loop.run(read, scores, tokens, num_steps - 1)
-        return _on_host(found)
+        num = min(num_tokens, self.draft_token_num, found.tokens.shape[1] + 1)
+        roots = torch.tensor([state.token_ids[-1] for state in states])
+        if self.topk == 1:
+            # A draft is at most as likely as the one before it
+            drafts = found.tokens[:, : num - 1].cpu()
+            return DraftTree.chains(torch.cat([roots.unsqueeze(1), drafts], dim=1))
+        return self._tree(roots, found, num)
+
+    def _tree(self, roots: torch.Tensor, found: DraftCandidates, num: int) -> DraftTree:
+        """roots: on the host, as all of the tree but a kernel's `visible`."""
+        if self._kernels is None:
+            scores, tokens, parents = _on_host(found.scores, found.tokens, found.parents)
+            return organize_draft_results(
+                roots, scores.float(), tokens.long(), parents.long(), num, topk=self.topk
+            )
+        roots = roots.to(self.device, non_blocking=True)
+        tree = self._kernels.build(
+            roots, found.scores, found.tokens, found.parents, num, topk=self.topk
+        )
+        tokens, links, levels = torch.stack([tree.draft_tokens, tree.parents, tree.depths]).cpu()
+        return replace(tree, draft_tokens=tokens, links=links, levels=levels)
 
     def _catch_up(
         self, read: Sequence[SequenceState]
@@ -246,8 +260,6 @@ def _check_model(runner: DraftRunner, vocabulary_size: int) -> None:
         raise InvalidInput("draft", got=got, expected=expected)
 
 
-def _on_host(found: DraftCandidates) -> DraftCandidates:
+def _on_host(*columns: torch.Tensor) -> torch.Tensor:
     """In one copy. A float64 holds every float32, and every id."""
-    columns = (found.scores, found.tokens, found.parents)
-    scores, tokens, parents = torch.stack([each.double() for each in columns]).cpu()
-    return DraftCandidates(scores=scores, tokens=tokens.long(), parents=parents.long())
+    return torch.stack([each.double() for each in columns]).cpu()

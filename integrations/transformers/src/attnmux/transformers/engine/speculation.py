@@ -16,6 +16,7 @@ from attnmux.core import (
     InvalidInput,
     NgramIndex,
     check_positive,
+    sample_tree_target_only,
 )
 from attnmux.transformers.engine.acceptance import HostTrees, sampled_paths
 from attnmux.transformers.engine.execution import StepRunner
@@ -44,7 +45,8 @@ class Proposer(Protocol):
     def propose(self, states: Sequence[SequenceState], num_tokens: int) -> DraftTree | None:
         """Trees of one size, of at most `num_tokens` nodes; None without a guess for any request.
 
-        The root of each tree is the request's one pending token. The trees are on the host.
+        The root of each tree is the request's one pending token. The trees are on the host, but
+        for `visible`, which may be on the target's device.
         """
 
     def keep_only(self, states: Collection[SequenceState]) -> None:
@@ -127,17 +129,21 @@ class Speculation:
         proposer: Proposer,
         cache: PrefixCache,
         stats: EngineStats,
-        accept: AcceptThresholds | None = None,
+        accept: AcceptThresholds,
+        runner: StepRunner,
     ) -> None:
-        """accept: of sampled requests; None keeps their texts. Raises InvalidInput for a model with
-        an encoder."""
+        """accept: of sampled requests. Raises InvalidInput for a model with an encoder."""
         if cache.steps.max_encoder_len:
             got = "drafts for an encoder-decoder model"
             raise InvalidInput("drafts", got=got, expected="a decoder-only model")
         self._proposer = proposer
         self._cache = cache
         self._stats = stats
-        self._accept = accept or AcceptThresholds()
+        self._accept = accept
+        self._runner = runner
+        self._sample = sample_tree_target_only
+        if not accept.exact and runner.tree_kernels is not None:
+            self._sample = runner.tree_kernels.sample
         self._step: VerifyStep | None = None
         self._rows: VerifyRows | None = None
         """Of the last step."""
@@ -170,7 +176,7 @@ class Speculation:
     @torch.inference_mode(False)
     @torch.no_grad()
     def run(
-        self, requests: Sequence[LiveRequest], tree: DraftTree, runner: StepRunner, laps: Laps
+        self, requests: Sequence[LiveRequest], tree: DraftTree, laps: Laps
     ) -> list[list[int]]:
         """The new tokens of each request: its accepted drafts and one more. Waits for the device.
 
@@ -178,14 +184,16 @@ class Speculation:
         """
         states = [one.state for one in requests]
         num_drafts = tree.draft_token_num - 1
-        steps, ahead = self._cache.steps, self._ahead(requests)
+        steps, ahead, runner = self._cache.steps, self._ahead(requests), self._runner
         verify = VerifyStep(states, tree, steps, runner.verify_graphs, ahead=ahead, rows=self._rows)
         self._step, self._rows, tree = verify, verify.rows, verify.tree
         laps.lap("allocate")
         logits = runner.forward(verify.step, verify.step.last_indices, laps)
         draws = _draws(requests, tree)
         if draws and not self._accept.exact:
-            self._paths, answer = sampled_paths(tree, logits, draws, self._accept)
+            self._paths, answer = sampled_paths(
+                tree, logits, draws, self._accept, self._sample
+            )
             laps.lap("sample")
             self._unsound = [NOT_A_NUMBER in row for row in answer]
         else:
