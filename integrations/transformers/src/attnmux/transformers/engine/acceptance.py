@@ -77,6 +77,7 @@ def sampled_paths(
     a node's number decides about its children, and draws the token after it where none is accepted.
     choose: `sample_tree_target_only`, or a kernel. Waits for the device.
     """
+
     def moved(values: torch.Tensor | None) -> torch.Tensor | None:
         return None if values is None else values.to(logits.device, non_blocking=True)
 

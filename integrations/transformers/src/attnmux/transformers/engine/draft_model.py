@@ -20,11 +20,11 @@ from attnmux.core import (
     device_graphs,
     graph_batch_sizes,
     likeliest,
-    organize_draft_results,
 )
 from attnmux.transformers.batching import StepBuilder
 from attnmux.transformers.catch_up import can_reread, reread
 from attnmux.transformers.draft_loop import DraftLoop, DraftModel
+from attnmux.transformers.drafted_trees import drafted_tree
 from attnmux.transformers.engine.execution import StepRunner
 from attnmux.transformers.sequence import SequenceState
 
@@ -148,9 +148,7 @@ class ModelProposer:
 
     @torch.inference_mode(False)
     @torch.no_grad()
-    def _draft(
-        self, states: Sequence[SequenceState], num_steps: int, num_tokens: int
-    ) -> DraftTree:
+    def _draft(self, states: Sequence[SequenceState], num_steps: int, num_tokens: int) -> DraftTree:
         self.keep_only(states)
         read = [self._read.setdefault(state, SequenceState(token_ids=[])) for state in states]
         skipped = 0 if self._target is None else 1
@@ -167,25 +165,7 @@ class ModelProposer:
             found = self._loop.run(read, scores, tokens, num_steps - 1)
         num = min(num_tokens, self.draft_token_num, found.tokens.shape[1] + 1)
         roots = torch.tensor([state.token_ids[-1] for state in states])
-        if self.topk == 1:
-            # A draft is at most as likely as the one before it
-            drafts = found.tokens[:, : num - 1].cpu()
-            return DraftTree.chains(torch.cat([roots.unsqueeze(1), drafts], dim=1))
-        return self._tree(roots, found, num)
-
-    def _tree(self, roots: torch.Tensor, found: DraftCandidates, num: int) -> DraftTree:
-        """roots: on the host, as all of the tree but a kernel's `visible`."""
-        if self._kernels is None:
-            scores, tokens, parents = _on_host(found.scores, found.tokens, found.parents)
-            return organize_draft_results(
-                roots, scores.float(), tokens.long(), parents.long(), num, topk=self.topk
-            )
-        roots = roots.to(self.device, non_blocking=True)
-        tree = self._kernels.build(
-            roots, found.scores, found.tokens, found.parents, num, topk=self.topk
-        )
-        tokens, links, levels = torch.stack([tree.draft_tokens, tree.parents, tree.depths]).cpu()
-        return replace(tree, draft_tokens=tokens, links=links, levels=levels)
+        return drafted_tree(roots, found, num, topk=self.topk, kernels=self._kernels)
 
     def _catch_up(
         self, read: Sequence[SequenceState]
@@ -258,8 +238,3 @@ def _check_model(runner: DraftRunner, vocabulary_size: int) -> None:
         expected = "a max_context_len of no more tokens than they pick, or another model"
     if got:
         raise InvalidInput("draft", got=got, expected=expected)
-
-
-def _on_host(*columns: torch.Tensor) -> torch.Tensor:
-    """In one copy. A float64 holds every float32, and every id."""
-    return torch.stack([each.double() for each in columns]).cpu()

@@ -175,9 +175,7 @@ class Speculation:
 
     @torch.inference_mode(False)
     @torch.no_grad()
-    def run(
-        self, requests: Sequence[LiveRequest], tree: DraftTree, laps: Laps
-    ) -> list[list[int]]:
+    def run(self, requests: Sequence[LiveRequest], tree: DraftTree, laps: Laps) -> list[list[int]]:
         """The new tokens of each request: its accepted drafts and one more. Waits for the device.
 
         Call `commit` once the requests have taken them.
@@ -191,9 +189,7 @@ class Speculation:
         logits = runner.forward(verify.step, verify.step.last_indices, laps)
         draws = _draws(requests, tree)
         if draws and not self._accept.exact:
-            self._paths, answer = sampled_paths(
-                tree, logits, draws, self._accept, self._sample
-            )
+            self._paths, answer = sampled_paths(tree, logits, draws, self._accept, self._sample)
             laps.lap("sample")
             self._unsound = [NOT_A_NUMBER in row for row in answer]
         else:
