@@ -52,7 +52,7 @@ class VerifyStep:
         """Cached tokens before the step."""
         self._check()
         if min(state.num_spare for state in states) < num_drafts:
-            self._reserve(ahead)
+            self._reserve(num_drafts, ahead)
         self._width = width = self._nodes_of(tree, graphs)
         self.tree = tree = tree.padded(width)
         """The trees with d nodes each."""
@@ -104,16 +104,33 @@ class VerifyStep:
             pool.zero(pad(self._slots_of(zeroed), (0, 1)))
         steps.intact = True
 
-    def _reserve(self, ahead: int) -> None:
-        """Take slots for the drafts, and for more tokens if there are enough."""
-        steps, states, most = self._steps, self.states, self._num_drafts
-        each = steps.allocator.available_size() // len(states) - steps.allocator.page_size
-        most += max(0, min(ahead, each - most))
+    def take_ahead(self, ahead: int) -> None:
+        """Take slots for the next step, if a request may lack some and enough are free.
+
+        Call it while the device runs this step: the next one then has nothing to wait for. ahead:
+        as above, and the most tokens that a request still wants.
+        """
+        num = self._num_drafts
+        wanted = max(num, min(2 * num, ahead))
+        if min(state.num_spare for state in self.states) < wanted <= self._free_each():
+            self._reserve(wanted, ahead)
+
+    def _free_each(self) -> int:
+        """Tokens for which each request finds slots, whatever its last page holds."""
+        allocator = self._steps.allocator
+        return allocator.available_size() // len(self.states) - allocator.page_size
+
+    def _reserve(self, most: int, ahead: int) -> None:
+        """Take slots for `most` tokens of each request, and for more if there are enough."""
+        steps, states = self._steps, self.states
+        most += max(0, min(ahead, self._free_each() - most))
         starts = [state.num_held for state in states]
         stops = [
             max(start, min(state.num_columns + most, steps.max_context_len))
             for start, state in zip(starts, states, strict=True)
         ]
+        if starts == stops:
+            return
         host = torch.tensor([[state.row for state in states], starts, stops])
         rows, *columns = host.to(steps.device).unbind()
         with steps.taking():

@@ -195,6 +195,7 @@ class Speculation:
         else:
             sampled = sample(logits, draws)
             trees = HostTrees.of(tree)
+            verify.take_ahead(ahead)
             laps.lap("sample")
             predict: list[list[int]] = sampled.cpu().view(tree.draft_tokens.shape).tolist()
             laps.lap("wait")
