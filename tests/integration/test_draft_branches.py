@@ -46,7 +46,7 @@ class HashingDraft:
 
     vocabulary_size = VOCABULARY
     ranks = ONE_RANK
-    catch_up_graphs = verify_graphs = None
+    catch_up_graphs = verify_graphs = tree_kernels = None
 
     def __init__(self, page_size, size, **changes):
         kind = {"num_kv_heads": 1, "head_dim": 1, "v_head_dim": 1, "dtype": torch.float32}
@@ -131,10 +131,11 @@ def check_accounts(runner, proposer):
     assert rows.available_size() == rows.size - held
 
 
-def rounds(page_size, topk, steps, size, num_rounds, seed):
+def rounds(page_size, topk, steps, size, num_rounds, seed, kernels=None):
     """Random rounds of requests that come, go, wait and are aborted. How many drafted."""
     rng, drafted = random.Random(seed), 0
     runner = HashingDraft(page_size, size)
+    runner.tree_kernels = kernels
     num = min(8, 1 + topk + (steps - 1) * topk * topk)
     proposer = ModelProposer(
         runner, vocabulary_size=VOCABULARY, steps=steps, topk=topk, draft_token_num=num
@@ -164,6 +165,8 @@ def rounds(page_size, topk, steps, size, num_rounds, seed):
             wanted = expected_tree(states, topk, depth, nodes)
             assert torch.equal(tree.draft_tokens, wanted.draft_tokens)
             assert torch.equal(tree.parents, wanted.parents)
+            assert torch.equal(tree.depths, wanted.depths)
+            assert topk == 1 or torch.equal(tree.visible, wanted.visible)
         for each in states:  # a few of the drafts, or others
             for _ in range(rng.randint(1, steps + 1)):
                 each.token_ids.append(rng.randrange(VOCABULARY))
@@ -183,6 +186,30 @@ def test_nothing_leaks_in_random_rounds(page_size, topk, record_property) -> Non
     drafted = rounds(page_size, topk, steps, 160, 500, seed)
     assert drafted > 20
     assert rounds(page_size, topk, 3, 960, 120, seed) > 60
+
+
+@pytest.mark.filterwarnings("ignore:Conversion of an array:DeprecationWarning")
+@pytest.mark.parametrize("topk", [2, 4])
+def test_kernels_build_the_same_trees(topk) -> None:
+    triton_trees = pytest.importorskip("attnmux.triton.trees", exc_type=ImportError)
+    assert rounds(4, topk, 3, 960, 25, topk, triton_trees.TritonTrees()) > 10
+
+
+@pytest.mark.filterwarnings("ignore:Conversion of an array:DeprecationWarning")
+@pytest.mark.parametrize("offered", [False, True])
+@pytest.mark.parametrize("topk", [1, 4])
+def test_a_round_waits_once(topk, offered, monkeypatch) -> None:
+    """One copy to the host, with kernels and without."""
+    triton_trees = pytest.importorskip("attnmux.triton.trees", exc_type=ImportError)
+    runner = HashingDraft(4, 960)
+    runner.tree_kernels = triton_trees.TritonTrees() if offered else None
+    proposer = ModelProposer(runner, vocabulary_size=VOCABULARY, steps=3, topk=topk)
+    copies = []
+    copy = torch.Tensor.cpu
+    monkeypatch.setattr(torch.Tensor, "cpu", lambda self: copies.append(self) or copy(self))
+    states = [SequenceState(token_ids=[1, 2, 3]), SequenceState(token_ids=[4, 5])]
+    assert proposer.propose(states, 4) is not None
+    assert len(copies) == 1
 
 
 def test_a_failing_model_leaves_all_memory_free() -> None:

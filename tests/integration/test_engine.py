@@ -100,7 +100,7 @@ class HashingRunner:
         )
         self.vocabulary_size = VOCABULARY
         self.ranks = ONE_RANK
-        self.verify_graphs = None
+        self.verify_graphs = self.tree_kernels = None
         self.cache = torch.full((size + page_size,), -1)
         self.ran = []
         """(mode, new tokens, requests) of each step."""

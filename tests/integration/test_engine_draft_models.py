@@ -358,3 +358,28 @@ def test_thresholds_accept_more_of_sampled_requests_alone(tiny, run_on, topk):
         found[single] = texts, engine.stats.drafts.accepted_per_step
     assert found[0.01][1] > found[1.0][1] + 0.25
     assert found[0.01][0] != found[1.0][0]
+
+
+@pytest.mark.filterwarnings("ignore:Conversion of an array:DeprecationWarning")
+def test_kernels_for_trees_change_no_text(tiny, run_on, monkeypatch):
+    """Those that build them, and those that sample them."""
+    triton_trees = pytest.importorskip("attnmux.triton.trees", exc_type=ImportError)
+    _, folder = tiny("llama")
+    prompts = some_prompts(3)
+    ways = [SamplingParams(temperature=place % 2, seed=place) for place in range(len(prompts))]
+    runner = run_on(folder, page_size=4, draft_tokens=8, draft_topk=4, max_total_tokens=256)
+    drafter = run_on(folder, page_size=4, max_total_tokens=1024)
+    texts, calls = [], []
+    for kernels in (None, triton_trees.TritonTrees()):
+        for each in (runner, drafter):
+            each.tree_kernels = kernels
+        for name in ("build", "sample") if kernels else ():
+            call = getattr(kernels, name)
+            monkeypatch.setattr(
+                kernels, name, lambda *a, call=call, **k: calls.append(call) or call(*a, **k)
+            )
+        accept = AcceptThresholds(single=0.3)
+        engine = Engine(runner, drafts=a_proposer(drafter, 4), accept=accept)
+        texts.append(texts_of(engine, prompts, ways=ways))
+    assert texts[0] == texts[1]
+    assert len(set(calls)) == 2

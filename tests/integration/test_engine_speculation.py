@@ -27,8 +27,7 @@ from attnmux.core.spec import tree_visibility
 from attnmux.transformers import Engine, NgramProposer, SamplingParams, StepBuilder
 from attnmux.transformers import verify_step as verify_step_module
 from attnmux.transformers.engine import scheduler
-from attnmux.transformers.engine import speculation as speculation_module
-from attnmux.transformers.engine.speculation import accepted
+from attnmux.transformers.engine.acceptance import HostTrees
 from attnmux.transformers.ranks import ONE_RANK
 from attnmux.transformers.sampling import Sampler, Upcoming, sample
 
@@ -106,6 +105,7 @@ class HashingRunner:
         """Whether the logits after these tokens are no numbers."""
         self.ranks = ONE_RANK
         self.verify_graphs = graphs and SimpleNamespace(config=graphs)
+        self.tree_kernels = None
         self.steps_with_drafts = self.padded_steps = 0
 
     def idle(self):
@@ -546,13 +546,9 @@ MUTANTS = {
         ),
     ),
     "a node hangs on another branch": (
-        speculation_module,
-        "accepted",
-        lambda verify: (
-            lambda tree, predict: verify(
-                replace(tree, links=tree.links - (tree.links > 0).long()), predict
-            )
-        ),
+        HostTrees,
+        "of",
+        lambda read: lambda tree: read(replace(tree, links=tree.links - (tree.links > 0).long())),
     ),
 }
 
@@ -627,7 +623,7 @@ def test_random_trees_are_accepted_as_in_core() -> None:
         tree = tree.padded(width + rng.randrange(3))
         target_predict = torch.randint(-1, 3, tree.draft_tokens.shape)
         expected = verify_tree_greedy(tree, target_predict)
-        paths, answers = accepted(tree, target_predict.tolist())
+        paths, answers = HostTrees.of(tree).accepted(target_predict.tolist())
         for place, length in enumerate((expected.accept_token_num + 1).tolist()):
-            assert paths[place] == expected.accept_index[place, :length].tolist()
+            assert list(paths[place]) == expected.accept_index[place, :length].tolist()
             assert answers[place] == expected.predict[place, :length].tolist()

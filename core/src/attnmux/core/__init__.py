@@ -243,9 +243,11 @@ if TYPE_CHECKING:
     from attnmux.core.spec import SpecInput as SpecInput
     from attnmux.core.speculation import AcceptedDrafts as AcceptedDrafts
     from attnmux.core.speculation import DraftTree as DraftTree
+    from attnmux.core.speculation import check_num_nodes as check_num_nodes
     from attnmux.core.speculation import organize_draft_results as organize_draft_results
     from attnmux.core.speculation import verify_tree_greedy as verify_tree_greedy
     from attnmux.core.steps import NO_OPTIONS as NO_OPTIONS
+    from attnmux.core.tree_kernels import TreeKernels as TreeKernels
     from attnmux.core.tree_masks import check_trees as check_trees
     from attnmux.core.tree_masks import draft_depths as draft_depths
     from attnmux.core.tree_masks import limited_drafts as limited_drafts
@@ -255,6 +257,7 @@ if TYPE_CHECKING:
     from attnmux.core.tree_masks import unpack_visible as unpack_visible
     from attnmux.core.tree_masks import visible_drafts as visible_drafts
     from attnmux.core.tree_sampling import AcceptThresholds as AcceptThresholds
+    from attnmux.core.tree_sampling import check_sampling as check_sampling
     from attnmux.core.tree_sampling import sample_tree_target_only as sample_tree_target_only
     from attnmux.core.tree_steps import among_drafts as among_drafts
     from attnmux.core.tree_steps import as_heads as as_heads
@@ -598,10 +601,12 @@ _NAMES_BY_MODULE = {
     "speculation": (
         "AcceptedDrafts",
         "DraftTree",
+        "check_num_nodes",
         "organize_draft_results",
         "verify_tree_greedy",
     ),
     "steps": ("NO_OPTIONS",),
+    "tree_kernels": ("TreeKernels",),
     "tree_masks": (
         "check_trees",
         "draft_depths",
@@ -612,7 +617,11 @@ _NAMES_BY_MODULE = {
         "unpack_visible",
         "visible_drafts",
     ),
-    "tree_sampling": ("AcceptThresholds", "sample_tree_target_only"),
+    "tree_sampling": (
+        "AcceptThresholds",
+        "check_sampling",
+        "sample_tree_target_only",
+    ),
     "tree_steps": (
         "among_drafts",
         "as_heads",

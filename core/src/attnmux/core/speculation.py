@@ -34,6 +34,8 @@ class DraftTree:
     """1 if every tree is a chain. Otherwise above 1."""
     num_nodes: int
     """Nodes of each tree without padding."""
+    levels: torch.Tensor | None = None
+    """[B, d] int64: `depths`, where whoever made the tree has counted them."""
 
     @property
     def draft_token_num(self) -> int:
@@ -80,13 +82,16 @@ class DraftTree:
         more = draft_token_num - self.draft_token_num
         if not more:
             return self
-        links, visible = self.links, self.visible
-        if links is not None and visible is not None:
-            links = pad(links, (0, more), value=-1)
+        links, visible, levels = self.links, self.visible, self.levels
+        if visible is not None:
             visible = pad(visible, (0, more, 0, more))
             visible.diagonal(dim1=1, dim2=2).fill_(True)
+        if links is not None:
+            links = pad(links, (0, more), value=-1)
+        if levels is not None:
+            levels = pad(levels, (0, more))
         tokens = pad(self.draft_tokens, (0, more))
-        return replace(self, draft_tokens=tokens, links=links, visible=visible)
+        return replace(self, draft_tokens=tokens, links=links, visible=visible, levels=levels)
 
     @property
     def retrieve_index(self) -> torch.Tensor:
@@ -115,6 +120,8 @@ class DraftTree:
     @property
     def depths(self) -> torch.Tensor:
         """[B, d] int64: edges from the root to each node; 0 for padding of trees with branches."""
+        if self.levels is not None:
+            return self.levels
         if self.visible is None:
             order = torch.arange(self.draft_token_num, device=self.draft_tokens.device)
             return order.expand_as(self.draft_tokens)
@@ -155,10 +162,8 @@ def organize_draft_results(
     root included, at most n + 1. topk: above 1 unless the candidates are chains.
     Raises InvalidInput for too many nodes.
     """
-    num_drafts, num_candidates = draft_token_num - 1, scores.shape[1]
-    if not 0 <= num_drafts <= num_candidates:
-        expected = f"1 to {num_candidates + 1}, for {num_candidates} candidates and the root"
-        raise InvalidInput("draft_token_num", got=draft_token_num, expected=expected)
+    check_num_nodes(draft_token_num, scores.shape[1])
+    num_drafts = draft_token_num - 1
     # A stable sort prefers a parent to a child of the same score
     best = scores.argsort(dim=1, descending=True, stable=True)[:, :num_drafts]
     best = best.sort(dim=1).values
@@ -170,6 +175,13 @@ def organize_draft_results(
         torch.cat([torch.full_like(roots, -1), torch.where(above < 0, 0, places)], dim=1),
         topk=topk,
     )
+
+
+def check_num_nodes(draft_token_num: int, num_candidates: int) -> None:
+    """Raises InvalidInput for trees of more nodes than the root and the candidates."""
+    if not 1 <= draft_token_num <= num_candidates + 1:
+        expected = f"1 to {num_candidates + 1}, for {num_candidates} candidates and the root"
+        raise InvalidInput("draft_token_num", got=draft_token_num, expected=expected)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)

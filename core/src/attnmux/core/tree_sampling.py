@@ -76,7 +76,7 @@ def sample_tree_target_only(
     batch_size, num = tokens.shape
     device = tokens.device
     rows = torch.arange(batch_size, device=device)
-    probs = probs.view(batch_size, num, -1)
+    probs = probs.view(batch_size, num, probs.shape[1])
     repeats = (tree._siblings() & (tokens.unsqueeze(2) == tokens.unsqueeze(1))).any(-1)
     within = tokens.clamp(0, probs.shape[2] - 1)
     counts = (within == tokens) & ~repeats

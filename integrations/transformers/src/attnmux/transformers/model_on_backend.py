@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from functools import partial
+from functools import cached_property, partial
 from typing import cast
 
 import torch
@@ -19,6 +19,7 @@ from attnmux.core import (
     ForwardMode,
     GraphRunner,
     KeyPicker,
+    TreeKernels,
     TunedLaunch,
     Workspace,
     forward_context,
@@ -116,6 +117,12 @@ class ModelOnBackend:
     def build(self, context: BackendContext) -> AttentionBackend:
         """The decided backend once more, over another request table of the same pools."""
         return self.ranks.build(self.decision, context)
+
+    @cached_property
+    def tree_kernels(self) -> TreeKernels | None:
+        """Those that a plugin offers for the device. The first call compiles them."""
+        kernels: TreeKernels | None = shared_kernel("draft_trees", self.context)
+        return kernels
 
     @property
     def model(self) -> PreTrainedModel | PackedDecoder:

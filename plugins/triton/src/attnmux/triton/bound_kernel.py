@@ -113,7 +113,7 @@ class BoundKernel:
         self,
         grid: Grid,
         tensors: Tensors,
-        numbers: tuple[int, ...] = (),
+        numbers: tuple[float, ...] = (),
         counts: tuple[int, ...] = (),
         dtypes: Hashable = None,
     ) -> None:
@@ -195,7 +195,7 @@ class BoundKernel:
         self,
         grid: Grid,
         tensors: Tensors,
-        numbers: tuple[int, ...],
+        numbers: tuple[float, ...],
         counts: tuple[int, ...],
         dtypes: Hashable,
     ) -> None:

@@ -20,11 +20,11 @@ from attnmux.core import (
     device_graphs,
     graph_batch_sizes,
     likeliest,
-    organize_draft_results,
 )
 from attnmux.transformers.batching import StepBuilder
 from attnmux.transformers.catch_up import can_reread, reread
 from attnmux.transformers.draft_loop import DraftLoop, DraftModel
+from attnmux.transformers.drafted_trees import drafted_tree
 from attnmux.transformers.engine.execution import StepRunner
 from attnmux.transformers.sequence import SequenceState
 
@@ -92,6 +92,7 @@ class ModelProposer:
         self.steps = steps = min(steps, num - 1)  # no tree has room for longer paths
         self._runner = runner
         self._loop = None if steps == 1 else DraftLoop(runner, topk=topk, num_steps=steps - 1)
+        self._kernels = runner.tree_kernels if topk > 1 else None
         self._read: dict[SequenceState, SequenceState] = {}
         """What the draft model has read of each request."""
         self._target = target
@@ -131,20 +132,12 @@ class ModelProposer:
             return None
         num_steps = min(self.steps, room + 1, num_tokens - 1)
         try:
-            found = self._draft(states, num_steps)
+            return self._draft(states, num_steps, num_tokens)
         except PoolExhausted:
             return None
         except BaseException:
             self._forget()
             raise
-        return organize_draft_results(
-            torch.tensor([state.token_ids[-1] for state in states]),
-            found.scores,
-            found.tokens,
-            found.parents,
-            min(num_tokens, self.draft_token_num, found.tokens.shape[1] + 1),
-            topk=self.topk,
-        )
 
     def keep_only(self, states: Collection[SequenceState]) -> None:
         """Free what the draft model holds for all other requests."""
@@ -155,8 +148,7 @@ class ModelProposer:
 
     @torch.inference_mode(False)
     @torch.no_grad()
-    def _draft(self, states: Sequence[SequenceState], num_steps: int) -> DraftCandidates:
-        """The candidates [B, n], on the host."""
+    def _draft(self, states: Sequence[SequenceState], num_steps: int, num_tokens: int) -> DraftTree:
         self.keep_only(states)
         read = [self._read.setdefault(state, SequenceState(token_ids=[])) for state in states]
         skipped = 0 if self._target is None else 1
@@ -171,7 +163,9 @@ class ModelProposer:
             )
         else:
             found = self._loop.run(read, scores, tokens, num_steps - 1)
-        return _on_host(found)
+        num = min(num_tokens, self.draft_token_num, found.tokens.shape[1] + 1)
+        roots = torch.tensor([state.token_ids[-1] for state in states])
+        return drafted_tree(roots, found, num, topk=self.topk, kernels=self._kernels)
 
     def _catch_up(
         self, read: Sequence[SequenceState]
@@ -244,10 +238,3 @@ def _check_model(runner: DraftRunner, vocabulary_size: int) -> None:
         expected = "a max_context_len of no more tokens than they pick, or another model"
     if got:
         raise InvalidInput("draft", got=got, expected=expected)
-
-
-def _on_host(found: DraftCandidates) -> DraftCandidates:
-    """In one copy. A float64 holds every float32, and every id."""
-    columns = (found.scores, found.tokens, found.parents)
-    scores, tokens, parents = torch.stack([each.double() for each in columns]).cpu()
-    return DraftCandidates(scores=scores, tokens=tokens.long(), parents=parents.long())

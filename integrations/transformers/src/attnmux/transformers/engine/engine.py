@@ -115,7 +115,9 @@ class Engine:
             expected = "none where ranks have requests of their own"
             raise InvalidInput("drafts", got=type(drafts).__name__, expected=expected)
         if drafts is not None:
-            self._speculation = Speculation(drafts, self._cache, self.stats, accept)
+            self._speculation = Speculation(
+                drafts, self._cache, self.stats, accept or AcceptThresholds(), runner
+            )
         self._live: dict[int, LiveRequest] = {}
         """In order of arrival. Those that have ended stay until their memory is free."""
         self._next_id = 0
@@ -329,7 +331,7 @@ class Engine:
                 tokens = self._tokens(plan, laps)
             else:
                 self._execution.forget()
-                tokens = self._speculation.run(plan.decoding, drafts, self.runner, laps)
+                tokens = self._speculation.run(plan.decoding, drafts, laps)
             committing = True
             num_new = self._commit(plan, tokens)
             self._intact = True

@@ -6,7 +6,7 @@ from typing import Protocol
 
 import torch
 
-from attnmux.core import ForwardMode, GraphRunner
+from attnmux.core import ForwardMode, GraphRunner, TreeKernels
 from attnmux.transformers.batching import StepBuilder
 from attnmux.transformers.decode_batch import DecodeBatch
 from attnmux.transformers.engine.scheduler import Plan
@@ -37,6 +37,10 @@ class StepRunner(Protocol):
     def verify_graphs(self) -> GraphRunner | None:
         """The graphs of steps that verify drafts; None if these run eagerly. Trees are padded to
         their number of tokens."""
+
+    @property
+    def tree_kernels(self) -> TreeKernels | None:
+        """What the device offers for draft trees; None leaves them to plain operations."""
 
     def forward(self, step: Step, indices: torch.Tensor, laps: Laps | None = None) -> torch.Tensor:
         """The logits [n, vocabulary] after the step's tokens at `indices` [n] int64.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Collection, Iterable, Sequence
 from typing import Protocol
 from weakref import WeakKeyDictionary
@@ -15,14 +16,16 @@ from attnmux.core import (
     InvalidInput,
     NgramIndex,
     check_positive,
+    sample_tree_target_only,
 )
-from attnmux.transformers.engine.acceptance import sampled_paths
+from attnmux.transformers.engine.acceptance import HostTrees, sampled_paths
 from attnmux.transformers.engine.execution import StepRunner
 from attnmux.transformers.engine.prefix import PrefixCache
 from attnmux.transformers.engine.request import LiveRequest
 from attnmux.transformers.engine.stats import EngineStats, Laps
 from attnmux.transformers.sampling import NOT_A_NUMBER, Draws, Upcoming, sample
 from attnmux.transformers.sequence import SequenceState
+from attnmux.transformers.verify_rows import VerifyRows
 from attnmux.transformers.verify_step import VerifyStep
 
 LOOKAHEAD = 32
@@ -42,7 +45,8 @@ class Proposer(Protocol):
     def propose(self, states: Sequence[SequenceState], num_tokens: int) -> DraftTree | None:
         """Trees of one size, of at most `num_tokens` nodes; None without a guess for any request.
 
-        The root of each tree is the request's one pending token. The trees are on the host.
+        The root of each tree is the request's one pending token. The trees are on the host, but
+        for `visible`, which may be on the target's device.
         """
 
     def keep_only(self, states: Collection[SequenceState]) -> None:
@@ -125,19 +129,25 @@ class Speculation:
         proposer: Proposer,
         cache: PrefixCache,
         stats: EngineStats,
-        accept: AcceptThresholds | None = None,
+        accept: AcceptThresholds,
+        runner: StepRunner,
     ) -> None:
-        """accept: of sampled requests; None keeps their texts. Raises InvalidInput for a model with
-        an encoder."""
+        """accept: of sampled requests. Raises InvalidInput for a model with an encoder."""
         if cache.steps.max_encoder_len:
             got = "drafts for an encoder-decoder model"
             raise InvalidInput("drafts", got=got, expected="a decoder-only model")
         self._proposer = proposer
         self._cache = cache
         self._stats = stats
-        self._accept = accept or AcceptThresholds()
+        self._accept = accept
+        self._runner = runner
+        self._sample = sample_tree_target_only
+        if not accept.exact and runner.tree_kernels is not None:
+            self._sample = runner.tree_kernels.sample
         self._step: VerifyStep | None = None
-        self._paths: list[list[int]] = []
+        self._rows: VerifyRows | None = None
+        """Of the last step."""
+        self._paths: Sequence[Sequence[int]] = []
         self._unsound: list[bool] = []
 
     def drafts(self, requests: Sequence[LiveRequest]) -> DraftTree | None:
@@ -165,32 +175,32 @@ class Speculation:
 
     @torch.inference_mode(False)
     @torch.no_grad()
-    def run(
-        self, requests: Sequence[LiveRequest], tree: DraftTree, runner: StepRunner, laps: Laps
-    ) -> list[list[int]]:
+    def run(self, requests: Sequence[LiveRequest], tree: DraftTree, laps: Laps) -> list[list[int]]:
         """The new tokens of each request: its accepted drafts and one more. Waits for the device.
 
         Call `commit` once the requests have taken them.
         """
         states = [one.state for one in requests]
         num_drafts = tree.draft_token_num - 1
-        steps, ahead = self._cache.steps, self._ahead(requests)
-        verify = VerifyStep(states, tree, steps, runner.verify_graphs, ahead=ahead)
-        self._step, tree = verify, verify.tree
+        steps, ahead, runner = self._cache.steps, self._ahead(requests), self._runner
+        verify = VerifyStep(states, tree, steps, runner.verify_graphs, ahead=ahead, rows=self._rows)
+        self._step, self._rows, tree = verify, verify.rows, verify.tree
         laps.lap("allocate")
         logits = runner.forward(verify.step, verify.step.last_indices, laps)
         draws = _draws(requests, tree)
         if draws and not self._accept.exact:
-            self._paths, answer = sampled_paths(tree, logits, draws, self._accept)
+            self._paths, answer = sampled_paths(tree, logits, draws, self._accept, self._sample)
             laps.lap("sample")
             self._unsound = [NOT_A_NUMBER in row for row in answer]
         else:
             sampled = sample(logits, draws)
+            trees = HostTrees.of(tree)
+            verify.take_ahead(ahead)
             laps.lap("sample")
             predict: list[list[int]] = sampled.cpu().view(tree.draft_tokens.shape).tolist()
             laps.lap("wait")
             self._unsound = [NOT_A_NUMBER in row for row in predict]
-            self._paths, answer = accepted(tree, predict)
+            self._paths, answer = trees.accepted(predict)
         num_accepted = sum(map(len, answer)) - len(answer)
         self._stats.drafts.count(len(answer), num_drafts, num_accepted)
         return answer
@@ -200,18 +210,18 @@ class Speculation:
         step, self._step = self._step, None
         if step is None:
             return
-        paths = []
-        for request, cached, path in zip(requests, step.prefixes, self._paths, strict=True):
-            taken = len(request.state.token_ids) - 1 - cached
-            paths.append(path[:taken])
+        lens = [len(request.state.token_ids) for request in requests]
+        taken = map(operator.sub, lens, step.prefixes)  # and the pending one
+        paths = [path[: num - 1] for path, num in zip(self._paths, taken, strict=True)]
         step.commit(paths, self._unsound)
 
     def forget(self) -> None:
         """Drop a step that failed."""
-        self._step = None
+        self._step = self._rows = None
 
     def keep_only(self, requests: Iterable[LiveRequest]) -> None:
         """Free what drafting holds for requests that have ended."""
+        self._rows = None
         self._proposer.keep_only([request.state for request in requests])
 
     def _most(self, requests: Sequence[LiveRequest]) -> int:
@@ -243,22 +253,6 @@ class Speculation:
             end = max(request.state.num_columns + num_new, held)
             pages += -(-end // size) - -(-held // size)
         return pages * size
-
-
-def accepted(tree: DraftTree, predict: list[list[int]]) -> tuple[list[list[int]], list[list[int]]]:
-    """What `verify_tree_greedy` accepts, in a fraction of its time on the host: the nodes of each
-    request's path, and the target's token after each of them."""
-    paths, answer = [], []
-    of_tree = zip(tree.draft_tokens.tolist(), tree.parents.tolist(), predict, strict=True)
-    for tokens, parents, after in of_tree:
-        path = [0]
-        # A parent precedes its children, so that one pass finds the whole path
-        for node in range(1, len(tokens)):
-            if parents[node] == path[-1] and tokens[node] == after[path[-1]]:
-                path.append(node)
-        paths.append(path)
-        answer.append([after[node] for node in path])
-    return paths, answer
 
 
 def _draws(requests: Sequence[LiveRequest], tree: DraftTree) -> list[Draws]:

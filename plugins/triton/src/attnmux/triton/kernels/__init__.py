@@ -6,6 +6,7 @@ Portable, in Triton:
     shares.py   attention of few new tokens a request, over equal shares of all keys
     merge.py    merges two partial results
     write.py    writes K and V of new tokens to their slots
+    trees.py    builds draft trees, follows them greedily, and samples them
     indices.py  builds from lengths and the request table what other kernels read
     picked.py   attention of each token over rows that an indexer picked
     chosen_pages.py    bounds, scores, choice and copies of the pages that a decode step reads
