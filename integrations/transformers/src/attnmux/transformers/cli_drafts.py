@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Literal
 
 from attnmux.core import GraphUnsupported, InvalidInput, Policy
 from attnmux.transformers import recall
@@ -21,13 +22,15 @@ EAGLE = "eagle"
 """The head that ships with the recall checkpoint."""
 
 DRAFT_TOKENS = 8
+NAMES = ("prefill_backend", "decode_backend", "mm_backend", "linear_backend")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Drafting:
     """The options of the command.
 
-    Raises InvalidInput for more tokens to verify than a draft model proposes.
+    Raises InvalidInput for more tokens to verify than a draft model proposes, and for backends of
+    drafts where nothing drafts on one.
     """
 
     draft: str | None
@@ -37,11 +40,16 @@ class Drafting:
     """Tokens that a step verifies; None: the usual number, or fewer where there are fewer."""
     topk: int
     steps: int | None
+    attention_mode: Literal["prefill", "decode"] | None = None
+    """Which of the two backends verifies, and reads for a draft model; None: prefill's."""
+    backend: str | None = None
+    """Of the draft model or the head; None: chosen for it."""
     head: Path | None = field(init=False)
     """The folder of an EAGLE head; None for other drafts."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "head", self._find_head())
+        self._check_backends()
         if self.draft in (None, NGRAM) or self.draft_tokens is None:
             return
         most = most_nodes(self._steps, self.topk)
@@ -49,6 +57,14 @@ class Drafting:
             tokens = f"--steps {self._steps} with --topk {self.topk}"
             expected = f"at most {most}: the prompt's last token and the guesses of {tokens}"
             raise InvalidInput("--draft-tokens", got=self.draft_tokens, expected=expected)
+
+    def _check_backends(self) -> None:
+        if self.attention_mode is not None and self.draft is None:
+            got, expected = self.attention_mode, "--draft with it: there is nothing to verify"
+            raise InvalidInput("--speculative-attention-mode", got=got, expected=expected)
+        if self.backend is not None and self.draft in (None, NGRAM):
+            expected = "--draft with a model or a head, which has a backend"
+            raise InvalidInput("--draft-backend", got=self.backend, expected=expected)
 
     @property
     def draft_token_num(self) -> int | None:
@@ -73,7 +89,7 @@ class Drafting:
         usual = num - 1 if self.topk == 1 else num // 2
         return min(self.steps or usual, num - 1)
 
-    def proposer(
+    def drafter(
         self,
         target: Checkpoint,
         runner: ModelRunner,
@@ -81,26 +97,43 @@ class Drafting:
         load: Callable[[Checkpoint | EagleHead, RunnerOptions], ModelRunner],
         *,
         max_total_tokens: int,
-        warn: Callable[[str], None],
-    ) -> Proposer | None:
-        """Loads the draft model, on a backend that is chosen for it, with a KV pool of its own.
+    ) -> ModelRunner | None:
+        """Loads the draft model, on a backend of its own, with a KV pool of its own; None where no
+        model drafts.
 
         target, runner: the target's checkpoint, and its runner. load: makes the runner of a model
-        or of a head. warn: called with a sentence about a draft model that runs without graphs.
-        Raises InvalidInput unless its tokenizer has the target's vocabulary, and GraphUnsupported
-        if graphs are required but unavailable.
+        or of a head. Raises InvalidInput unless its tokenizer has the target's vocabulary, and what
+        `load` raises.
         """
-        num = self.draft_token_num
-        if self.draft is None or num is None:
+        if self.draft in (None, NGRAM):
             return None
-        if self.draft == NGRAM:
-            return NgramProposer(draft_token_num=num, topk=self.topk, steps=self.steps)
         if self.head is not None:
             drafter: Checkpoint | EagleHead = load_head(self.head, runner.model)
         else:
             drafter = self._model(target)
+        return load(drafter, self._options(options, drafter, max_total_tokens))
+
+    def proposer(
+        self,
+        target: Checkpoint,
+        runner: ModelRunner,
+        drafter: ModelRunner | None,
+        options: RunnerOptions,
+        *,
+        warn: Callable[[str], None],
+    ) -> Proposer | None:
+        """What drafts; None without drafts.
+
+        drafter: from `drafter`. warn: called with a sentence about a draft model that runs without
+        graphs. Raises GraphUnsupported if graphs are required but unavailable.
+        """
+        num = self.draft_token_num
+        if num is None:
+            return None
+        if drafter is None:
+            return NgramProposer(draft_token_num=num, topk=self.topk, steps=self.steps)
         proposer = ModelProposer(
-            load(drafter, self._options(options, drafter, max_total_tokens)),
+            drafter,
             vocabulary_size=target.vocabulary_size,
             steps=self._steps,
             topk=self.topk,
@@ -141,10 +174,14 @@ class Drafting:
             mla=None,
             page_size=None,
             kv_dtype=None,
-            policy=Policy(),
+            policy=self._policy(options.policy),
             wrap=None,
             ranks=ONE_RANK,
         )
+
+    def _policy(self, policy: Policy) -> Policy:
+        """Names of backends are the target's; what may be chosen at all holds for both."""
+        return replace(policy, **dict.fromkeys(NAMES), backend=self.backend, origins={})
 
 
 def _capture(proposer: ModelProposer, options: RunnerOptions, warn: Callable[[str], None]) -> None:
