@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from attnmux.core import GraphUnsupported, InvalidInput, Policy
 from attnmux.transformers import recall
 from attnmux.transformers.checkpoint import Checkpoint, open_checkpoint
 from attnmux.transformers.decision import RunnerOptions
-from attnmux.transformers.eagle_head import EagleHead, is_head, load_head
+from attnmux.transformers.eagle_files import hidden_layers, is_head, load_head
+from attnmux.transformers.eagle_head import EagleHead
 from attnmux.transformers.engine import ModelProposer, NgramProposer, Proposer
 from attnmux.transformers.engine.draft_model import most_nodes
 from attnmux.transformers.ranks import ONE_RANK
@@ -88,6 +89,10 @@ class Drafting:
         num = self.draft_tokens or DRAFT_TOKENS
         usual = num - 1 if self.topk == 1 else num // 2
         return min(self.steps or usual, num - 1)
+
+    def hidden_layers(self, target: Checkpoint) -> tuple[int, ...]:
+        """`RunnerOptions.hidden_layers` of the target."""
+        return () if self.head is None else hidden_layers(self.head, target.config)
 
     def drafter(
         self,
@@ -170,6 +175,7 @@ class Drafting:
             draft_tokens=self._steps + 1,
             draft_topk=1,
             hidden_states=isinstance(drafter, EagleHead),
+            hidden_layers=(),
             graph=False,
             mla=None,
             page_size=None,
@@ -181,7 +187,8 @@ class Drafting:
 
     def _policy(self, policy: Policy) -> Policy:
         """Names of backends are the target's; what may be chosen at all holds for both."""
-        return replace(policy, **dict.fromkeys(NAMES), backend=self.backend, origins={})
+        unnamed: dict[str, Any] = dict.fromkeys(NAMES)
+        return replace(policy, **unnamed, backend=self.backend, origins={})
 
 
 def _capture(proposer: ModelProposer, options: RunnerOptions, warn: Callable[[str], None]) -> None:

@@ -166,6 +166,7 @@ def run_command(
             draft_topk=topk,
             speculative_attention_mode=speculative_attention_mode,
             hidden_states=drafting.head is not None,
+            hidden_layers=drafting.hidden_layers(checkpoint),
             sparse=sparse,
             sparse_budget=sparse_budget,
             graph=graph,

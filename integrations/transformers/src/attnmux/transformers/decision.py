@@ -72,6 +72,9 @@ class RunnerOptions:
     reads what was accepted; None: that for prefill. Needs `draft_tokens`."""
     hidden_states: bool = False
     """Whether to keep the last hidden state of every cached token, which an EAGLE head reads."""
+    hidden_layers: tuple[int, ...] = ()
+    """Numbers of the layers whose outputs `hidden_states` keeps instead, one after another: those
+    that `hidden_layers` finds for an EAGLE 3 head."""
     sparse: str | None = None
     """"quest": decode steps read the pages of each request whose keys may score highest; see
     `Request.sparse`. Pages have `SPARSE_PAGE_SIZE` tokens where `page_size` says nothing else."""
