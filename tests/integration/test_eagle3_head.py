@@ -17,17 +17,21 @@ from attnmux.core.cli.verbs import verbs
 from attnmux.testing import RecordingGraphs, fake_card, fake_platform, graph_card
 from attnmux.transformers import (
     Engine,
+    MemoryBudget,
     ModelProposer,
     Prompt,
     RunnerOptions,
     SamplingParams,
+    hidden_layers,
+    load_head,
+    load_head_runner,
+    load_runner,
     open_checkpoint,
     recall,
     run_prompts,
 )
-from attnmux.transformers.eagle_files import hidden_layers, is_head, load_head
+from attnmux.transformers.eagle_files import is_head
 from attnmux.transformers.engine import scheduler
-from attnmux.transformers.load import load_head_runner
 
 VOCABULARY, OWN_VOCABULARY, NUM = 97, 40, 11
 HEADS, KV_HEADS, HEAD_DIM, MLP = 4, 2, 8, 48
@@ -113,6 +117,20 @@ def a_target(run_on, folder, head, **changes):
     layers = hidden_layers(head, open_checkpoint(folder).config)
     given = {"max_total_tokens": 512, "max_batch_size": 6, **changes}
     return run_on(folder, draft_tokens=8, hidden_states=True, hidden_layers=layers, **given)
+
+
+def in_graphs(folder, head, *, page_size, topk):
+    """The target with its decode and verify steps in graphs."""
+    checkpoint = open_checkpoint(folder)
+    offer = Offer(card=graph_card(), plugin="fake", distribution="attnmux-fake", version="1.0")
+    options = RunnerOptions(
+        max_batch_size=6, max_context_len=64, max_total_tokens=512, page_size=page_size,
+        draft_tokens=8, draft_topk=topk, hidden_states=True, graph=False,
+        hidden_layers=hidden_layers(head, checkpoint.config),
+    )  # fmt: skip
+    runner = load_runner(checkpoint, fake_platform(), [offer], options)
+    runner.capture_graphs(draft_tokens=8, draft_topk=topk, devices=RecordingGraphs())
+    return runner
 
 
 def a_head(runner, folder, **changes):
@@ -233,6 +251,14 @@ class Counted:
         return self.function(*args, **given)
 
 
+def counted_graphs(runner, drafter, drafts):
+    drafts.capture_graphs(batch_sizes=[1, 6], devices=RecordingGraphs())
+    every = drafts._loop.graphs, drafter.catch_up_graphs, runner.verify_graphs
+    for each in every:
+        each.replay = Counted(each.replay)
+    return every
+
+
 @pytest.mark.parametrize("graphs", [False, True], ids=["eager", "graphs"])
 @pytest.mark.parametrize(
     ("page_size", "topk", "layers", "width"),
@@ -244,14 +270,13 @@ def test_scores_are_those_of_the_statement(
     """After prompts, accepted drafts, reused prefixes, and branches that continue others."""
     model, folder = tiny("llama")
     head = head_of("llama", layers=layers, width=width)
-    runner = a_target(run_on, folder, head, page_size=page_size, draft_topk=topk)
+    if graphs:
+        runner = in_graphs(folder, head, page_size=page_size, topk=topk)
+    else:
+        runner = a_target(run_on, folder, head, page_size=page_size, draft_topk=topk)
     drafter = a_head(runner, head, page_size=page_size, card=graph_card())
     drafts = a_proposer(drafter, runner, topk)
-    if graphs:
-        drafts.capture_graphs(batch_sizes=[1, 6], devices=RecordingGraphs())
-        both = drafts._loop.graphs, drafter.catch_up_graphs
-        for each in both:
-            each.replay = Counted(each.replay)
+    every = counted_graphs(runner, drafter, drafts) if graphs else ()
     statement, checked = Statement(model, head, layers), []
     draft = drafts._draft
 
@@ -281,7 +306,7 @@ def test_scores_are_those_of_the_statement(
     assert len(checked) > 20
     assert max(checked) == 3
     assert texts_of(engine, prompts, 7) == expected
-    assert not graphs or min(each.replay.count for each in both) > 3
+    assert min((each.replay.count for each in every), default=4) > 3
 
 
 @pytest.mark.parametrize(
@@ -410,6 +435,21 @@ def test_a_target_without_what_the_head_reads_is_refused(tiny, run_on, head_of):
     runner = a_target(run_on, folder, head)
     with pytest.raises(InvalidInput, match="at most the vocabulary of 40"):
         ModelProposer(drafter, vocabulary_size=VOCABULARY, steps=3, topk=41, target=runner.steps)
+
+
+def test_states_of_layers_count_as_memory(tiny, run_on):
+    """A budget holds as many tokens less as their states take bytes."""
+    folder, budget = tiny("llama")[1], MemoryBudget.parse("100kB")
+
+    def tokens(**given):
+        return run_on(folder, max_total_tokens=None, memory=budget, **given).kv_tokens
+
+    model, plain = tiny("llama")[0], tokens()
+    width = model.config.hidden_size * model.dtype.itemsize
+    each = 100_000 / (plain + 1)
+    for layers, states in (((), 1), ((0, 2), 2)):
+        held = tokens(hidden_states=True, hidden_layers=layers)
+        assert held == pytest.approx(100_000 / (each + states * width), abs=2)
 
 
 def test_the_command_drafts_by_a_head(tmp_path):

@@ -30,7 +30,11 @@ class _Layer(LlamaDecoderLayer):
             rows, bias = getattr(self.self_attn, name).out_features, config.attention_bias
             setattr(self.self_attn, name, nn.Linear(2 * config.hidden_size, rows, bias=bias))
 
-    def forward(self, hidden_states: torch.Tensor, **given: Any) -> torch.Tensor:  # noqa: ANN401  # as transformers calls its layers
+    def forward(  # type: ignore[override]  # all else is attention's
+        self,
+        hidden_states: torch.Tensor,
+        **given: Any,  # noqa: ANN401  # as transformers calls its layers
+    ) -> torch.Tensor:
         embeds, features = hidden_states.chunk(2, dim=-1)
         beside = torch.cat([self.input_layernorm(embeds), self.hidden_norm(features)], dim=-1)
         attended, _ = self.self_attn(hidden_states=beside, **given)
