@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import shutil
 
 import pytest
 import torch
@@ -30,7 +31,7 @@ from attnmux.transformers import (
     recall,
     run_prompts,
 )
-from attnmux.transformers.eagle_files import is_head
+from attnmux.transformers.eagle_files import head_folder, is_head
 from attnmux.transformers.engine import scheduler
 
 VOCABULARY, OWN_VOCABULARY, NUM = 97, 40, 11
@@ -465,3 +466,45 @@ def test_the_command_drafts_by_a_head(tmp_path):
         said = json.loads(ended.stdout)
         assert [each["text"] for each in said["results"]] == [answer]
         assert said["drafts"]["draft_tokens"] > 0
+
+
+@pytest.fixture
+def hub(tmp_path, monkeypatch):
+    """A cache of the hub without a network: makes the folder of an id's files."""
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+
+    def make(name):
+        root, commit = tmp_path / f"models--{name.replace('/', '--')}", "0" * 40
+        folder = root / "snapshots" / commit
+        folder.mkdir(parents=True)
+        (root / "refs").mkdir()
+        (root / "refs" / "main").write_text(commit)
+        return folder
+
+    return make
+
+
+@pytest.mark.parametrize("pickled", [False, True], ids=["safetensors", "torch"])
+def test_a_head_of_the_hub(hub, pickled):
+    tensors, config = random_head(128, layers=(0, 1, 2))
+    folder = write(hub("some/head"), tensors, config)
+    if pickled:
+        (folder / "model.safetensors").unlink()
+        torch.save(tensors, folder / "pytorch_model.bin")
+    assert head_folder("some/head").samefile(folder)
+
+
+def test_a_model_of_the_hub_is_no_head(hub, tiny):
+    """Its weights are not asked for."""
+    shutil.copy(tiny("llama")[1] / "config.json", hub("some/model"))
+    assert head_folder("some/model") is None
+    assert head_folder("some/other") is None
+
+
+def test_drafts_that_the_hub_cannot_give(hub):
+    ended = CliRunner().invoke(verbs, ["generate", "x", "--draft", "nobody/nothing"])
+    assert ended.exit_code == 2, ended.output
+    assert "--draft: expected a folder" in ended.stderr
+    assert "nobody/nothing" in ended.stderr
+    assert "Traceback" not in ended.stderr

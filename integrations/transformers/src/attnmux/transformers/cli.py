@@ -107,7 +107,7 @@ AT_LEAST_1 = click.IntRange(min=1)
     metavar="ngram|eagle|MODEL",
     help="Guess tokens and verify many in one step. ngram guesses what followed the last tokens "
     "where they occurred before. MODEL, a folder or a hub id, is a smaller model of the same "
-    "vocabulary that guesses, or the folder of an EAGLE head. eagle is the shipped model's head. "
+    "vocabulary that guesses, or an EAGLE head. eagle is the shipped model's head. "
     "The text stays the same.",
 )
 @click.option(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -11,7 +12,7 @@ from attnmux.core import GraphUnsupported, InvalidInput, Policy
 from attnmux.transformers import recall
 from attnmux.transformers.checkpoint import Checkpoint, open_checkpoint
 from attnmux.transformers.decision import RunnerOptions
-from attnmux.transformers.eagle_files import hidden_layers, is_head, load_head
+from attnmux.transformers.eagle_files import head_folder, hidden_layers, load_head
 from attnmux.transformers.eagle_head import EagleHead
 from attnmux.transformers.engine import ModelProposer, NgramProposer, Proposer
 from attnmux.transformers.engine.draft_model import most_nodes
@@ -35,7 +36,7 @@ class Drafting:
     """
 
     draft: str | None
-    """ngram, eagle, or the folder of a model or of an EAGLE head, or a model's hub id; None without
+    """ngram, eagle, or the folder or the hub id of a model or of an EAGLE head; None without
     drafts."""
     draft_tokens: int | None
     """Tokens that a step verifies; None: the usual number, or fewer where there are fewer."""
@@ -79,9 +80,9 @@ class Drafting:
     def _find_head(self) -> Path | None:
         if self.draft == EAGLE:
             return recall.EAGLE_PATH
-        if self.draft in (None, NGRAM) or not is_head(self.draft):
+        if self.draft is None or self.draft == NGRAM:
             return None
-        return Path(self.draft).expanduser()
+        return head_folder(self.draft, progress=sys.stderr.isatty())
 
     @property
     def _steps(self) -> int:
@@ -151,7 +152,12 @@ class Drafting:
 
     def _model(self, target: Checkpoint) -> Checkpoint:
         assert self.draft is not None
-        checkpoint = open_checkpoint(self.draft)
+        try:
+            checkpoint = open_checkpoint(self.draft)
+        except InvalidInput as error:
+            if error.argument != "model":
+                raise
+            raise InvalidInput("--draft", got=error.got, expected=error.expected) from error
         ours = target.require_tokenizer().get_vocab()
         if checkpoint.require_tokenizer().get_vocab() != ours:
             expected = f"a model with the vocabulary of {target.source}"

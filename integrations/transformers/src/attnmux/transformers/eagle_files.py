@@ -12,13 +12,16 @@ the target's.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from pickle import UnpicklingError
 from zipfile import is_zipfile
 
 import torch
+from huggingface_hub import hf_hub_download
+from huggingface_hub.errors import EntryNotFoundError
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
 from torch import nn
@@ -45,6 +48,30 @@ FEWEST_LAYERS = 7
 def is_head(folder: str | Path) -> bool:
     """Whether a folder holds an EAGLE head rather than a model."""
     return any(name.startswith(("fc.", *EAGLE3)) for name in _names(Path(folder).expanduser()))
+
+
+def head_folder(source: str, *, progress: bool = False) -> Path | None:
+    """The folder of an EAGLE head; None for a model, and for what is neither.
+
+    source: a folder, or an id on the hub, from where the files of a head are downloaded. progress:
+    whether to show that. Raises InvalidInput for files that cannot be read.
+    """
+    path = Path(source).expanduser()
+    if path.exists() or path.is_absolute() or source.startswith((".", "~")):
+        return path if is_head(path) else None
+    with quiet_transformers(progress=progress):
+        try:
+            config = json.loads(Path(hf_hub_download(source, "config.json")).read_text())
+        except (OSError, ValueError):  # `open_checkpoint` tells what is wrong with it
+            return None
+        # A head has one layer; the weights of other models can wait
+        if config.get("num_hidden_layers") != 1:
+            return None
+        for name in (WEIGHTS, PICKLED):
+            with suppress(EntryNotFoundError):
+                path = Path(hf_hub_download(source, name)).parent
+                return path if is_head(path) else None
+    return None
 
 
 def hidden_layers(folder: str | Path, target: PreTrainedConfig) -> tuple[int, ...]:
