@@ -24,7 +24,8 @@ from safetensors.torch import save_file
 from torch.nn.functional import cross_entropy, smooth_l1_loss
 from transformers import LlamaForCausalLM
 
-from attnmux.transformers.eagle_head import SHARED, WEIGHTS, EagleHead
+from attnmux.transformers.eagle_files import SHARED, WEIGHTS
+from attnmux.transformers.eagle_head import EagleHead
 from attnmux.transformers.recall import PATH
 from tools.train_recall import Sampler
 

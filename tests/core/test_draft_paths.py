@@ -129,3 +129,20 @@ def test_a_score_is_at_most_its_parents(record_property) -> None:
     scores, _, parents = drafted([a_model(rng) for _ in range(5)], 4, 4)
     above = scores.gather(1, parents.clamp(min=0)).where(parents >= 0, torch.zeros(()))
     assert bool((scores <= above).all())
+
+
+def test_tokens_have_the_ids_that_are_given(record_property) -> None:
+    rng = seeded(record_property)
+    generator = torch.Generator().manual_seed(rng.randrange(2**31))
+    first, then = (torch.randn(n, 9, generator=generator) for n in (2, 6))
+    ids = torch.randperm(50, generator=generator)[:9]
+    plain, named = (likeliest(first, 3, token_ids=given) for given in (None, ids))
+    assert torch.equal(named[0], plain[0])
+    assert torch.equal(named[1], ids[plain[1]])
+    grown, renamed = (
+        DraftPaths.start(*found).grow(then, 3, token_ids=given)
+        for found, given in ((plain, None), (named, ids))
+    )
+    for ours, theirs in zip(renamed, grown, strict=True):
+        assert torch.equal(ours.scores, theirs.scores)
+        assert torch.equal(ours.tokens, ids[theirs.tokens])

@@ -46,7 +46,7 @@ class HashingDraft:
 
     vocabulary_size = VOCABULARY
     ranks = ONE_RANK
-    catch_up_graphs = verify_graphs = tree_kernels = None
+    catch_up_graphs = verify_graphs = tree_kernels = token_ids = None
 
     def __init__(self, page_size, size, **changes):
         kind = {"num_kv_heads": 1, "head_dim": 1, "v_head_dim": 1, "dtype": torch.float32}

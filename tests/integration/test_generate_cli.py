@@ -458,3 +458,53 @@ def test_drafts_of_another_vocabulary_or_shape_are_refused(copy):
     result = attnmux(*ASK, "--draft", copy)
     assert "the vocabulary of" in result.stderr
     assert result.exit_code == 2
+
+
+SPLIT = ["--prefill-backend", "torch_native", "--decode-backend", USUAL]
+
+
+@pytest.mark.parametrize(("mode", "verifies"), [("prefill", "torch_native"), ("decode", USUAL)])
+@pytest.mark.parametrize(
+    "draft",
+    [["ngram"], ["eagle", "--steps", 3], [recall.PATH, *TREES, "--draft-backend", "torch_native"]],
+    ids=["ngram", "head", "model"],
+)
+def test_the_backend_of_either_phase_verifies(draft, mode, verifies):
+    ask = ["--prompts", "-", "--max-new-tokens", 12, "--dtype", "float32", "--json"]
+    lines = "k417, x90 k417, x90 ?k\nx90 x90 x9 ?x\n"
+    plain = json.loads(attnmux(*ask, stdin=lines).stdout)
+    given = ["--draft", *draft, *SPLIT, "--speculative-attention-mode", mode]
+    result = attnmux(*ask, *given, stdin=lines)
+    said = json.loads(result.stdout)
+    assert [one["text"] for one in said["results"]] == [one["text"] for one in plain["results"]]
+    assert said["drafts"]["accepted_tokens"] > 0
+    phases = said["decision"]["phases"]
+    served = {phase: phases[phase]["backend"] for phase in phases}
+    assert served == {"extend": "torch_native", "decode": USUAL, "verify": verifies}
+    assert f"verified by {verifies} (cpu)" in result.stderr
+    if draft[0] == "ngram":
+        assert said["drafts"]["decision"] is None
+        return
+    drafted = "torch_native" if "--draft-backend" in draft else USUAL
+    by_phase = said["drafts"]["decision"]["phases"].values()
+    assert {each["backend"] for each in by_phase} == {drafted}
+    assert f"drafted by {drafted} (cpu)" in result.stderr
+    assert "\ndrafts: " in result.stderr
+
+
+def test_backends_of_drafts_that_nothing_uses_are_refused():
+    mode = ["--speculative-attention-mode", "decode"]
+    assert refused(attnmux(*ASK, *mode), "--speculative-attention-mode", "--draft", "got decode")
+    assert refused(attnmux(*ASK, *mode[:1], "both"), "--speculative-attention-mode", "both")
+    named = ["--draft-backend", "native"]
+    assert refused(attnmux(*ASK, *named), "--draft-backend", "got native")
+    assert refused(attnmux(*ASK, "--draft", "ngram", *named), "--draft-backend", "got native")
+    unknown = ["--draft", "eagle", "--draft-backend", "nativ"]
+    assert refused(attnmux(*ASK, *unknown), "unknown attention backend 'nativ'")
+
+
+def test_a_denied_backend_does_not_draft(monkeypatch):
+    monkeypatch.setenv("ATTNMUX_DENY_BACKENDS", USUAL)
+    said = json.loads(attnmux(*ASK, "--draft", "eagle", "--json").stdout)
+    phases = said["drafts"]["decision"]["phases"].values()
+    assert USUAL not in {each["backend"] for each in phases}

@@ -113,6 +113,31 @@ def test_compiled_layers_generate_the_same_text(tiny, run_on, architecture, page
     assert runner.steps.allocator.available_size() == runner.context.token_to_kv_pool.size
 
 
+def kept_states(runner):
+    """The hidden states of prompts and of a token after each."""
+    states = [SequenceState(token_ids=ids) for ids in prompts()]
+    for state, token in zip(states, runner.extend(states).argmax(-1).tolist(), strict=True):
+        state.token_ids.append(token)
+    runner.decode(states)
+    table = runner.steps.req_to_token_pool.req_to_token
+    found = [runner.steps.hidden.at(table[each.row, : each.num_cached].long()) for each in states]
+    runner.release(states)
+    return torch.cat(found)
+
+
+def test_compiled_layers_keep_the_same_states(tiny, run_on):
+    folder = tiny("llama")[1]
+    given = {"hidden_states": True, "hidden_layers": (0, 2), **ENGINE_STEPS}
+    plain = kept_states(run_on(folder, **given))
+    runner = run_on(folder, **given)
+    runner.compile(backend="aot_eager")
+    made = counters["stats"]["unique_graphs"]
+    for _ in range(2):
+        torch.testing.assert_close(kept_states(runner), plain, atol=1e-4, rtol=1e-4)
+        runner.steps.hidden.states.zero_()
+    assert counters["stats"]["unique_graphs"] == made
+
+
 def test_one_layer_s_code_serves_all_that_are_alike(tiny, run_on):
     runner = run_on(tiny("llama")[1], page_size=16, **ENGINE_STEPS)
     counters.clear()

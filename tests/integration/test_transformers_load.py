@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import threading
+from dataclasses import replace
 from datetime import datetime, timezone
 
 import pytest
@@ -15,6 +16,7 @@ from attnmux.core import (
     ANY,
     BackendCard,
     Clause,
+    ForwardMode,
     InvalidInput,
     NoBackend,
     Offer,
@@ -40,12 +42,12 @@ CLAUSE = Clause(
 )
 
 
-def offer(name, factory, rank):
+def offer(name, factory, rank, clause=CLAUSE):
     card = BackendCard(
         name=name,
         summary="for a test",
         factory=factory,
-        clauses=(CLAUSE,),
+        clauses=(clause,),
         priors=(Prior(rank=rank, source="made up"),),
     )
     return Offer(card=card, plugin="some", distribution="attnmux-some", version="1.0")
@@ -96,6 +98,26 @@ def test_the_backend_is_built_with_the_tuned_launches(tiny):
     )
     runner, _ = load(tiny("llama")[1], GOOD, launches=(tuned,))
     assert runner.backend.context.launches == (tuned,)
+
+
+def test_the_backend_that_verifies_is_either_phase_s(tiny):
+    folder = tiny("llama")[1]
+    phases = one_of("extend", "decode", "verify")
+    clause = replace(CLAUSE, phase=phases, spec_topk=ANY, spec_draft_tokens=ANY)
+    offers = [offer(name, GOOD.card.factory, 80, clause) for name in ("good", "other")]
+    policy = Policy(prefill_backend="good", decode_backend="other")
+    for mode, serves in ((None, "good"), ("prefill", "good"), ("decode", "other")):
+        given = {"draft_tokens": 4, "policy": policy, "speculative_attention_mode": mode}
+        runner, _ = load(folder, *offers, **given)
+        assert runner.decision.phases["verify"].backend == serves
+        hybrid = runner.backend
+        expected = hybrid.decode if mode == "decode" else hybrid.prefill
+        assert hybrid.select(ForwardMode.TARGET_VERIFY) is expected
+        assert hybrid.select(ForwardMode.DRAFT_EXTEND) is expected
+    with pytest.raises(InvalidInput, match=r"speculative_attention_mode.*one of prefill, decode"):
+        load(folder, *offers, draft_tokens=4, speculative_attention_mode="both")
+    with pytest.raises(InvalidInput, match=r"draft_tokens with it"):
+        load(folder, *offers, speculative_attention_mode="decode")
 
 
 def test_scales_of_a_checkpoint_that_are_not_used_are_named(tiny, tmp_path):

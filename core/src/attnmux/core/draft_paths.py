@@ -48,13 +48,17 @@ class DraftPaths:
         numbers = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
         return cls(scores=scores, tokens=tokens, before=numbers, numbers=numbers)
 
-    def grow(self, logits: torch.Tensor, num_candidates: int) -> tuple[DraftPaths, DraftCandidates]:
+    def grow(
+        self, logits: torch.Tensor, num_candidates: int, *, token_ids: torch.Tensor | None = None
+    ) -> tuple[DraftPaths, DraftCandidates]:
         """The paths with a token more, and the candidates [B, K, K] after each path.
 
         logits: [B * K, vocabulary] after each path. num_candidates: those of all steps before.
+        token_ids: as in `likeliest`.
         """
         batch_size, topk = self.tokens.shape
-        scores, tokens = (each.view(batch_size, topk, topk) for each in likeliest(logits, topk))
+        found = likeliest(logits, topk, token_ids=token_ids)
+        scores, tokens = (each.view(batch_size, topk, topk) for each in found)
         scores = scores + self.scores.unsqueeze(2)
         parents = self.numbers.unsqueeze(2).expand_as(tokens)
         best, places = scores.flatten(1).topk(topk, dim=1)
@@ -67,14 +71,17 @@ class DraftPaths:
         return paths, DraftCandidates(scores=scores, tokens=tokens, parents=parents)
 
 
-def likeliest(logits: torch.Tensor, topk: int) -> tuple[torch.Tensor, torch.Tensor]:
+def likeliest(
+    logits: torch.Tensor, topk: int, *, token_ids: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
     """The likeliest tokens after each row, the likeliest first: their log-probabilities [n, K]
     float32, at most 0, and their ids [n, K] int64.
 
     logits: [n, vocabulary]. Those that are no numbers have no chance. topk: K, at most the
-    vocabulary.
+    vocabulary. token_ids: [vocabulary] int64, the ids of tokens that a draft model counts in its
+    own way; None: their places.
     """
     scores = torch.log_softmax(logits.float(), dim=-1)
     scores = scores.nan_to_num(nan=-torch.inf, neginf=-torch.inf).clamp(max=0)
     best, tokens = scores.topk(topk, dim=-1)
-    return best, tokens
+    return best, tokens if token_ids is None else token_ids[tokens]

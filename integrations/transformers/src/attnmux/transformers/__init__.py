@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from attnmux.transformers.checkpoint import open_checkpoint as open_checkpoint
     from attnmux.transformers.decision import RunnerOptions as RunnerOptions
     from attnmux.transformers.decision import request_of as request_of
+    from attnmux.transformers.eagle_files import hidden_layers as hidden_layers
+    from attnmux.transformers.eagle_files import load_head as load_head
     from attnmux.transformers.engine import Engine as Engine
     from attnmux.transformers.engine import EngineStats as EngineStats
     from attnmux.transformers.engine import GenerationResult as GenerationResult
@@ -30,6 +32,7 @@ if TYPE_CHECKING:
     from attnmux.transformers.implementation import IMPLEMENTATION as IMPLEMENTATION
     from attnmux.transformers.implementation import allow_generate_batch as allow_generate_batch
     from attnmux.transformers.layers import record_layers as record_layers
+    from attnmux.transformers.load import load_head_runner as load_head_runner
     from attnmux.transformers.load import load_runner as load_runner
     from attnmux.transformers.pools import MemoryBudget as MemoryBudget
     from attnmux.transformers.runner import ModelRunner as ModelRunner
@@ -46,6 +49,7 @@ _NAMES_BY_MODULE = {
     "capacity": ("Capacity",),
     "checkpoint": ("Checkpoint", "load_model", "open_checkpoint"),
     "decision": ("RunnerOptions", "request_of"),
+    "eagle_files": ("hidden_layers", "load_head"),
     "engine": (
         "Engine",
         "EngineStats",
@@ -56,7 +60,7 @@ _NAMES_BY_MODULE = {
     ),
     "generate": ("Generation", "Prompt", "Timings", "run_prompts"),
     "layers": ("record_layers",),
-    "load": ("load_runner",),
+    "load": ("load_head_runner", "load_runner"),
     "pools": ("MemoryBudget",),
     "runner": ("ModelRunner",),
     "sampling": ("Sampler",),

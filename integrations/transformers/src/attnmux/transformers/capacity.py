@@ -129,7 +129,7 @@ def allocate(
 def _hidden(model: ServedModel, pool: KVPool) -> HiddenStates | None:
     if not model.keeps_hidden:
         return None
-    return HiddenStates(_decoder(model), num_slots=pool.num_slots)
+    return HiddenStates(_decoder(model), num_slots=pool.num_slots, layers=model.hidden_layers)
 
 
 def _decoder(model: ServedModel) -> PreTrainedModel:
@@ -177,7 +177,8 @@ def _kv_bytes(
     if model.indexers is not None:
         theirs += model.indexers.bytes_per_token(_index_dtype(decision)) * page_size
     if model.keeps_hidden:
-        theirs += hidden_states.bytes_per_token(_decoder(model)) * page_size
+        hidden = hidden_states.bytes_per_token(_decoder(model), model.hidden_layers)
+        theirs += hidden * page_size
     left = left * ours // (ours + theirs)
     return ranks.smallest(left)
 

@@ -56,6 +56,17 @@ AT_LEAST_1 = click.IntRange(min=1)
 @click.option("--backend", help="The backend for prefill and decode.")
 @click.option("--prefill-backend", help="The backend for prefill.")
 @click.option("--decode-backend", help="The backend for decode.")
+@click.option(
+    "--speculative-attention-mode",
+    type=click.Choice(["prefill", "decode"]),
+    help="Which of the two backends verifies drafts, with --draft. The two of a draft model follow "
+    "it too. Default: prefill.",
+)
+@click.option(
+    "--draft-backend",
+    metavar="NAME",
+    help="The backend of a draft model or an EAGLE head, with --draft. Default: the best for it.",
+)
 @click.option("--mm-backend", help="The backend for the encoder of images.")
 @click.option("--linear-backend", help="The backend for layers without softmax attention.")
 @click.option(
@@ -96,7 +107,7 @@ AT_LEAST_1 = click.IntRange(min=1)
     metavar="ngram|eagle|MODEL",
     help="Guess tokens and verify many in one step. ngram guesses what followed the last tokens "
     "where they occurred before. MODEL, a folder or a hub id, is a smaller model of the same "
-    "vocabulary that guesses, or the folder of an EAGLE head. eagle is the shipped model's head. "
+    "vocabulary that guesses, or an EAGLE head. eagle is the shipped model's head. "
     "The text stays the same.",
 )
 @click.option(

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any, Literal
 
 from attnmux.core import GraphUnsupported, InvalidInput, Policy
 from attnmux.transformers import recall
 from attnmux.transformers.checkpoint import Checkpoint, open_checkpoint
 from attnmux.transformers.decision import RunnerOptions
-from attnmux.transformers.eagle_head import EagleHead, is_head, load_head
+from attnmux.transformers.eagle_files import head_folder, hidden_layers, load_head
+from attnmux.transformers.eagle_head import EagleHead
 from attnmux.transformers.engine import ModelProposer, NgramProposer, Proposer
 from attnmux.transformers.engine.draft_model import most_nodes
 from attnmux.transformers.ranks import ONE_RANK
@@ -21,27 +24,34 @@ EAGLE = "eagle"
 """The head that ships with the recall checkpoint."""
 
 DRAFT_TOKENS = 8
+NAMES = ("prefill_backend", "decode_backend", "mm_backend", "linear_backend")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Drafting:
     """The options of the command.
 
-    Raises InvalidInput for more tokens to verify than a draft model proposes.
+    Raises InvalidInput for more tokens to verify than a draft model proposes, and for backends of
+    drafts where nothing drafts on one.
     """
 
     draft: str | None
-    """ngram, eagle, or the folder of a model or of an EAGLE head, or a model's hub id; None without
+    """ngram, eagle, or the folder or the hub id of a model or of an EAGLE head; None without
     drafts."""
     draft_tokens: int | None
     """Tokens that a step verifies; None: the usual number, or fewer where there are fewer."""
     topk: int
     steps: int | None
+    attention_mode: Literal["prefill", "decode"] | None = None
+    """Which of the two backends verifies, and reads for a draft model; None: prefill's."""
+    backend: str | None = None
+    """Of the draft model or the head; None: chosen for it."""
     head: Path | None = field(init=False)
     """The folder of an EAGLE head; None for other drafts."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "head", self._find_head())
+        self._check_backends()
         if self.draft in (None, NGRAM) or self.draft_tokens is None:
             return
         most = most_nodes(self._steps, self.topk)
@@ -49,6 +59,14 @@ class Drafting:
             tokens = f"--steps {self._steps} with --topk {self.topk}"
             expected = f"at most {most}: the prompt's last token and the guesses of {tokens}"
             raise InvalidInput("--draft-tokens", got=self.draft_tokens, expected=expected)
+
+    def _check_backends(self) -> None:
+        if self.attention_mode is not None and self.draft is None:
+            got, expected = self.attention_mode, "--draft with it: there is nothing to verify"
+            raise InvalidInput("--speculative-attention-mode", got=got, expected=expected)
+        if self.backend is not None and self.draft in (None, NGRAM):
+            expected = "--draft with a model or a head, which has a backend"
+            raise InvalidInput("--draft-backend", got=self.backend, expected=expected)
 
     @property
     def draft_token_num(self) -> int | None:
@@ -62,9 +80,9 @@ class Drafting:
     def _find_head(self) -> Path | None:
         if self.draft == EAGLE:
             return recall.EAGLE_PATH
-        if self.draft in (None, NGRAM) or not is_head(self.draft):
+        if self.draft is None or self.draft == NGRAM:
             return None
-        return Path(self.draft).expanduser()
+        return head_folder(self.draft, progress=sys.stderr.isatty())
 
     @property
     def _steps(self) -> int:
@@ -73,7 +91,11 @@ class Drafting:
         usual = num - 1 if self.topk == 1 else num // 2
         return min(self.steps or usual, num - 1)
 
-    def proposer(
+    def hidden_layers(self, target: Checkpoint) -> tuple[int, ...]:
+        """`RunnerOptions.hidden_layers` of the target."""
+        return () if self.head is None else hidden_layers(self.head, target.config)
+
+    def drafter(
         self,
         target: Checkpoint,
         runner: ModelRunner,
@@ -81,26 +103,43 @@ class Drafting:
         load: Callable[[Checkpoint | EagleHead, RunnerOptions], ModelRunner],
         *,
         max_total_tokens: int,
-        warn: Callable[[str], None],
-    ) -> Proposer | None:
-        """Loads the draft model, on a backend that is chosen for it, with a KV pool of its own.
+    ) -> ModelRunner | None:
+        """Loads the draft model, on a backend of its own, with a KV pool of its own; None where no
+        model drafts.
 
         target, runner: the target's checkpoint, and its runner. load: makes the runner of a model
-        or of a head. warn: called with a sentence about a draft model that runs without graphs.
-        Raises InvalidInput unless its tokenizer has the target's vocabulary, and GraphUnsupported
-        if graphs are required but unavailable.
+        or of a head. Raises InvalidInput unless its tokenizer has the target's vocabulary, and what
+        `load` raises.
         """
-        num = self.draft_token_num
-        if self.draft is None or num is None:
+        if self.draft in (None, NGRAM):
             return None
-        if self.draft == NGRAM:
-            return NgramProposer(draft_token_num=num, topk=self.topk, steps=self.steps)
         if self.head is not None:
             drafter: Checkpoint | EagleHead = load_head(self.head, runner.model)
         else:
             drafter = self._model(target)
+        return load(drafter, self._options(options, drafter, max_total_tokens))
+
+    def proposer(
+        self,
+        target: Checkpoint,
+        runner: ModelRunner,
+        drafter: ModelRunner | None,
+        options: RunnerOptions,
+        *,
+        warn: Callable[[str], None],
+    ) -> Proposer | None:
+        """What drafts; None without drafts.
+
+        drafter: from `drafter`. warn: called with a sentence about a draft model that runs without
+        graphs. Raises GraphUnsupported if graphs are required but unavailable.
+        """
+        num = self.draft_token_num
+        if num is None:
+            return None
+        if drafter is None:
+            return NgramProposer(draft_token_num=num, topk=self.topk, steps=self.steps)
         proposer = ModelProposer(
-            load(drafter, self._options(options, drafter, max_total_tokens)),
+            drafter,
             vocabulary_size=target.vocabulary_size,
             steps=self._steps,
             topk=self.topk,
@@ -113,7 +152,12 @@ class Drafting:
 
     def _model(self, target: Checkpoint) -> Checkpoint:
         assert self.draft is not None
-        checkpoint = open_checkpoint(self.draft)
+        try:
+            checkpoint = open_checkpoint(self.draft)
+        except InvalidInput as error:
+            if error.argument != "model":
+                raise
+            raise InvalidInput("--draft", got=error.got, expected=error.expected) from error
         ours = target.require_tokenizer().get_vocab()
         if checkpoint.require_tokenizer().get_vocab() != ours:
             expected = f"a model with the vocabulary of {target.source}"
@@ -137,14 +181,20 @@ class Drafting:
             draft_tokens=self._steps + 1,
             draft_topk=1,
             hidden_states=isinstance(drafter, EagleHead),
+            hidden_layers=(),
             graph=False,
             mla=None,
             page_size=None,
             kv_dtype=None,
-            policy=Policy(),
+            policy=self._policy(options.policy),
             wrap=None,
             ranks=ONE_RANK,
         )
+
+    def _policy(self, policy: Policy) -> Policy:
+        """Names of backends are the target's; what may be chosen at all holds for both."""
+        unnamed: dict[str, Any] = dict.fromkeys(NAMES)
+        return replace(policy, **unnamed, backend=self.backend, origins={})
 
 
 def _capture(proposer: ModelProposer, options: RunnerOptions, warn: Callable[[str], None]) -> None:

@@ -65,9 +65,14 @@ class Printer:
 
 
 def as_dict(
-    generation: Generation, prompts: Sequence[TextOrIds], runner: ModelRunner, load_seconds: float
+    generation: Generation,
+    prompts: Sequence[TextOrIds],
+    runner: ModelRunner,
+    load_seconds: float,
+    *,
+    drafter: ModelRunner | None = None,
 ) -> dict[str, Any]:
-    """Results, timings, what was reused, and what served."""
+    """Results, timings, what was reused, and what served. drafter: the runner of a draft model."""
     timings, stats = generation.timings, generation.stats
     return {
         "results": [
@@ -91,7 +96,11 @@ def as_dict(
             "reused_tokens": stats.reused_tokens,
             "evicted_tokens": stats.evicted_tokens,
         },
-        "drafts": {**asdict(stats.drafts), "accepted_per_step": stats.drafts.accepted_per_step},
+        "drafts": {
+            **asdict(stats.drafts),
+            "accepted_per_step": stats.drafts.accepted_per_step,
+            "decision": None if drafter is None else _decided(drafter),
+        },
         "retractions": stats.retractions,
         "ranks": runner.ranks.size,
         "kv_pool_tokens": runner.kv_tokens,
@@ -135,14 +144,27 @@ def _decided(runner: ModelRunner) -> dict[str, Any]:
     }
 
 
-def closing_line(generation: Generation, runner: ModelRunner) -> str:
-    """Speed of both phases and by what, prompt tokens that were reused, drafts that were accepted,
-    requests that had to wait for memory."""
-    timings, stats = generation.timings, generation.stats
-    served = {
+def _served(runner: ModelRunner) -> dict[str, str]:
+    """The backends by phase."""
+    return {
         phase: f"{choice.backend} ({choice.plugin})"
         for phase, choice in runner.ranks.served(runner.decision).items()
     }
+
+
+def _drafted(drafter: ModelRunner) -> str:
+    """The backends that a draft model's steps run on: those that decode, and those that read."""
+    served = _served(drafter)
+    return " and ".join(dict.fromkeys([served["decode"], served["verify"]]))
+
+
+def closing_line(
+    generation: Generation, runner: ModelRunner, *, drafter: ModelRunner | None = None
+) -> str:
+    """Speed of both phases and by what, prompt tokens that were reused, drafts that were accepted
+    and by what, requests that had to wait for memory. drafter: as in `as_dict`."""
+    timings, stats = generation.timings, generation.stats
+    served = _served(runner)
     for each in runner.decision.decode_sizes:
         served["decode"] += f", of {each} requests {each.choice.backend} ({each.choice.plugin})"
     for group, other in zip(
@@ -179,7 +201,8 @@ def closing_line(generation: Generation, runner: ModelRunner) -> str:
     if stats.drafts.requests:
         parts.append(
             f"drafts: {stats.drafts.accepted_tokens} of {stats.drafts.draft_tokens} accepted, "
-            f"{stats.drafts.accepted_per_step:.2f} a step of a prompt"
+            f"{stats.drafts.accepted_per_step:.2f} a step of a prompt, verified by "
+            f"{served['verify']}" + ("" if drafter is None else f", drafted by {_drafted(drafter)}")
         )
     if stats.retractions:
         times = "once" if stats.retractions == 1 else f"{stats.retractions} times"

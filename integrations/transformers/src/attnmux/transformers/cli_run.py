@@ -97,6 +97,8 @@ def run_command(
     draft_tokens: int | None,
     topk: int,
     steps: int | None,
+    speculative_attention_mode: Literal["prefill", "decode"] | None,
+    draft_backend: str | None,
     accept_threshold_single: float,
     accept_threshold_acc: float,
     sparse: str | None,
@@ -120,7 +122,14 @@ def run_command(
     accept = AcceptThresholds(single=accept_threshold_single, acc=accept_threshold_acc)
     if not accept.exact and draft is None:
         raise InvalidInput("--accept-threshold-*", got="one below 1", expected="--draft with it")
-    drafting = Drafting(draft=draft, draft_tokens=draft_tokens, topk=topk, steps=steps)
+    drafting = Drafting(
+        draft=draft,
+        draft_tokens=draft_tokens,
+        topk=topk,
+        steps=steps,
+        attention_mode=speculative_attention_mode,
+        backend=draft_backend,
+    )
     parallel = Parallel(
         tp=tp, dcp=dcp, pcp=pcp, pcp_min_tokens=pcp_min_tokens, dp_attention=dp_attention
     )
@@ -155,7 +164,9 @@ def run_command(
             images=bool(pictured),
             draft_tokens=drafting.draft_token_num,
             draft_topk=topk,
+            speculative_attention_mode=speculative_attention_mode,
             hidden_states=drafting.head is not None,
+            hidden_layers=drafting.hidden_layers(checkpoint),
             sparse=sparse,
             sparse_budget=sparse_budget,
             graph=graph,
@@ -182,15 +193,16 @@ def run_command(
         )
         load = partial(_load, run, platform, plugins)
         runner = load(checkpoint, options)
-        drafts = drafting.proposer(
-            checkpoint, runner, options, load, max_total_tokens=most, warn=run.warn
-        )
+        drafter = drafting.drafter(checkpoint, runner, options, load, max_total_tokens=most)
+        drafts = drafting.proposer(checkpoint, runner, drafter, options, warn=run.warn)
         wanted = [
             replace(one, images=runner.read_images(pictured[index])) if index in pictured else one
             for index, one in enumerate(wanted)
         ]
         load_seconds = time.perf_counter() - began
         click.echo(ranks.summary(runner.decision), err=True)
+        if drafter is not None:
+            click.echo(f"drafts: {drafter.decision.summary()}", err=True)
         engine = Engine(
             runner,
             tokenizer=checkpoint.require_tokenizer(),
@@ -202,9 +214,9 @@ def run_command(
         generation = _generate(engine, wanted, silent=as_json, stream=not no_stream)
         if as_json and ranks.rank == 0:
             texts = [one.prompt for one in asked]
-            answer = as_dict(generation, texts, runner, load_seconds)
+            answer = as_dict(generation, texts, runner, load_seconds, drafter=drafter)
             echo_json({"model": checkpoint.source, **answer, "warnings": run.warnings})
-        click.echo(closing_line(generation, runner), err=True)
+        click.echo(closing_line(generation, runner, drafter=drafter), err=True)
 
 
 def _check_sparse(parallel: Parallel, canary: float) -> None:

@@ -6,11 +6,10 @@ graphs. Embeddings, the last norm and the output head run as they are.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import torch
 
 from attnmux.transformers.attention import mark_layer
+from attnmux.transformers.decoder_layers import decoder_layers
 from attnmux.transformers.merged import ShareProducts, merge, split
 
 
@@ -34,21 +33,3 @@ def undo(model: torch.nn.Module) -> None:
     for layer, _, _ in decoder_layers(model):
         layer._compiled_call_impl = None
         split(layer)
-
-
-def decoder_layers(
-    model: torch.nn.Module,
-) -> Iterator[tuple[torch.nn.Module, torch.nn.Module, int]]:
-    """Each layer of the model's lists of layers, with its attention module and number."""
-    for modules in model.modules():
-        if not isinstance(modules, torch.nn.ModuleList):
-            continue
-        for layer in modules:
-            numbered = {
-                number: each
-                for each in layer.modules()
-                if isinstance(number := getattr(each, "layer_idx", None), int)
-            }
-            if len(numbered) == 1:
-                ((number, attention),) = numbered.items()
-                yield layer, attention, number

@@ -67,8 +67,14 @@ class RunnerOptions:
     """Nodes of a request's draft tree, the root included; None without speculative decoding."""
     draft_topk: int = 1
     """Branches of a draft tree; 1 for chains."""
+    speculative_attention_mode: Literal["prefill", "decode"] | None = None
+    """Whether the backend for prefill or that for decode verifies drafts and, in a draft model,
+    reads what was accepted; None: that for prefill. Needs `draft_tokens`."""
     hidden_states: bool = False
     """Whether to keep the last hidden state of every cached token, which an EAGLE head reads."""
+    hidden_layers: tuple[int, ...] = ()
+    """Numbers of the layers whose outputs `hidden_states` keeps instead, one after another: those
+    that `hidden_layers` finds for an EAGLE 3 head."""
     sparse: str | None = None
     """"quest": decode steps read the pages of each request whose keys may score highest; see
     `Request.sparse`. Pages have `SPARSE_PAGE_SIZE` tokens where `page_size` says nothing else."""
@@ -283,6 +289,12 @@ def decide(
             spec_topk=options.draft_topk,
             spec_draft_tokens=options.draft_tokens,
         )
+    if options.speculative_attention_mode is not None:
+        mode = options.speculative_attention_mode
+        if options.draft_tokens is None:
+            expected = "draft_tokens with it: there is nothing to verify"
+            raise InvalidInput("speculative_attention_mode", got=mode, expected=expected)
+        request = request.replace(origin="user", speculative_attention_mode=mode)
     decision = options.ranks.solve(request, platform, offers, options.policy, options.measurements)
     if decision.unserved_layers:
         kinds = ", ".join(f"{count} {kind}" for kind, count in decision.unserved_layers)

@@ -48,6 +48,10 @@ class DraftModel(Protocol):
     def features_after(self, slots: torch.Tensor) -> dict[str, torch.Tensor]:
         """The model's inputs besides tokens, for tokens that follow those in slots [n]."""
 
+    @property
+    def token_ids(self) -> torch.Tensor | None:
+        """[n] int64: the ids of the tokens that logits count; None for the whole vocabulary."""
+
     def logits(self, batch: ForwardBatch, inputs: Mapping[str, torch.Tensor]) -> torch.Tensor:
         """The logits [T, vocabulary] of a step that is prepared, inside its forward context."""
 
@@ -156,7 +160,9 @@ class DraftLoop:
             with forward_context(self.backends, step):
                 logits = self._model.logits(step, {"input_ids": paths.tokens.flatten(), **given})
             before = slots[..., number]
-            paths, candidates = paths.grow(logits, topk + number * topk * topk)
+            paths, candidates = paths.grow(
+                logits, topk + number * topk * topk, token_ids=self._model.token_ids
+            )
             found.append(candidates)
         columns = [(each.scores, each.tokens, each.parents) for each in found]
         return [torch.stack(each, dim=2).flatten(0, 2) for each in zip(*columns, strict=True)]

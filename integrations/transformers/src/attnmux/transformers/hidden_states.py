@@ -2,39 +2,69 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from transformers import PreTrainedModel
 
 from attnmux.core import InvalidInput, current_forward_context
+from attnmux.transformers.decoder_layers import decoder_layers
 
 
 class HiddenStates:
-    """What a model's decoder returns for each cached token, in the token's slot.
+    """What a model's decoder, or some of its layers, return for each cached token, in the token's
+    slot.
 
     A state lies beside the K and V of its token: who shares, moves or frees the slot has it, and
     graphs write it as they write these.
     """
 
-    def __init__(self, model: PreTrainedModel, *, num_slots: int) -> None:
-        """model: one that runs on attnmux; a hook of its decoder writes the states.
+    def __init__(
+        self, model: PreTrainedModel, *, num_slots: int, layers: Sequence[int] = ()
+    ) -> None:
+        """model: one that runs on attnmux; hooks of its modules write the states. layers: numbers
+        of the layers whose outputs lie one after another in a state; none: what the decoder
+        returns.
 
-        Raises InvalidInput for a model without a decoder of its own below the output embeddings.
+        Raises InvalidInput for a model without a decoder of its own below the output embeddings,
+        and for layers that it lacks.
         """
         decoder: Any = model.get_decoder()  # type: ignore[no-untyped-call]  # transformers' own
         if decoder is None or decoder is model:
             got = f"{type(model).__name__}, which has no decoder below its logits"
             raise InvalidInput("hidden_states", got=got, expected="a model with one")
+        self._width = width_of(model)
         self.states = torch.zeros(
-            num_slots, width_of(model), dtype=model.dtype, device=model.device
+            num_slots, width_of(model, layers), dtype=model.dtype, device=model.device
         )
         """[slots, width]"""
-        decoder.register_forward_hook(self._write)
+        if not layers:
+            decoder.register_forward_hook(self._hook(0, lambda output: output.last_hidden_state))
+        found = {number: layer for layer, _, number in decoder_layers(decoder)}
+        lacking = set(layers) - found.keys()
+        if lacking:
+            expected = f"layers of {type(model).__name__}: 0 to {len(found) - 1}"
+            raise InvalidInput("hidden_layers", got=sorted(lacking), expected=expected)
+        for place, number in enumerate(layers):
+            found[number].register_forward_hook(self._hook(place, _first))
 
-    def _write(self, module: object, args: object, output: Any) -> None:  # noqa: ANN401  # transformers'
+    def _hook(self, place: int, read: Callable[[Any], torch.Tensor]) -> Callable[..., None]:
+        """Writes what `read` finds in a module's output to the states' place."""
+        return partial(self._write, place, read)
+
+    def _write(
+        self,
+        place: int,
+        read: Callable[[Any], torch.Tensor],
+        module: object,
+        args: object,
+        output: Any,  # noqa: ANN401  # transformers'
+    ) -> None:
         slots = current_forward_context().batch.out_cache_loc
-        self.states.index_copy_(0, slots, output.last_hidden_state[0].to(self.states.dtype))
+        columns = self.states.narrow(1, place * self._width, self._width)
+        columns.index_copy_(0, slots, read(output)[0].to(columns.dtype))
 
     def at(self, slots: torch.Tensor) -> torch.Tensor:
         """[n, width]: those of the tokens in slots [n]."""
@@ -45,11 +75,18 @@ class HiddenStates:
         self.states.index_copy_(0, targets, self.at(sources))
 
 
-def width_of(model: PreTrainedModel) -> int:
-    """Values of a hidden state."""
-    return int(model.config.get_text_config(decoder=True).hidden_size)
+def _first(output: Any) -> torch.Tensor:  # noqa: ANN401  # transformers'
+    """The hidden states of a layer, which may return more."""
+    states: torch.Tensor = output[0] if isinstance(output, tuple) else output
+    return states
 
 
-def bytes_per_token(model: PreTrainedModel) -> int:
+def width_of(model: PreTrainedModel, layers: Sequence[int] = ()) -> int:
+    """Values of a hidden state; layers: as in `HiddenStates`."""
+    width = int(model.config.get_text_config(decoder=True).hidden_size)
+    return width * (len(layers) or 1)
+
+
+def bytes_per_token(model: PreTrainedModel, layers: Sequence[int] = ()) -> int:
     """Of a token's hidden state."""
-    return width_of(model) * model.dtype.itemsize
+    return width_of(model, layers) * model.dtype.itemsize

@@ -97,7 +97,7 @@ def load_head_runner(
         request = request_of(layers, head.dtype)
         return make_first(
             lambda failed: decide(request, platform, offers, without(failed, options)),
-            lambda decision: _make(head, layers, decision, options, reads_features=True),
+            lambda decision: _make(head, layers, decision, options, head=head),
             lambda failure, decision: warn(f"{failure}; instead {decision.summary()}"),
         )
 
@@ -312,7 +312,7 @@ def _make(
     linear: Sequence[LinearLayerSpec] = (),
     indexers: Indexers | None = None,
     images: ImageReader | None = None,
-    reads_features: bool = False,
+    head: EagleHead | None = None,
 ) -> ModelRunner:
     window_step_tokens = options.window_step_tokens
     if images is not None and images.has_spans:
@@ -326,7 +326,8 @@ def _make(
         linear=linear,
         indexers=indexers,
         keeps_hidden=options.hidden_states,
-        reads_features=reads_features,
+        hidden_layers=options.hidden_layers,
+        head=head,
         images=images,
     )
     capacity = Capacity(

@@ -18,6 +18,7 @@ from attnmux.core import (
     ForwardBatch,
     ForwardMode,
     GraphRunner,
+    InvalidInput,
     KeyPicker,
     TreeKernels,
     TunedLaunch,
@@ -173,7 +174,21 @@ class ModelOnBackend:
         """What the model reads besides tokens that follow those in slots [n]: for an EAGLE head,
         its own states of these."""
         hidden = self.steps.hidden
-        return {"features": hidden.at(slots)} if hidden and self._served.reads_features else {}
+        return {"features": hidden.at(slots)} if hidden and self._served.head else {}
+
+    def features_of(self, states: torch.Tensor) -> torch.Tensor:
+        """What an EAGLE head joins to tokens [n], of the target's hidden states before them.
+
+        Raises InvalidInput for states of another width than it reads, and for another model.
+        """
+        if self._served.head is None:
+            raise InvalidInput("target", got="states for a model", expected="an EAGLE head")
+        return self._served.head.from_target(states)
+
+    @property
+    def token_ids(self) -> torch.Tensor | None:
+        """[n] int64: the ids of the tokens that logits count; None for the whole vocabulary."""
+        return None if self._served.head is None else self._served.head.token_ids
 
     @property
     def vocabulary_size(self) -> int:

@@ -97,7 +97,7 @@ class ModelRunner(ModelOnBackend):
 
     def _captured(self, config: GraphConfig, devices: DeviceGraphs) -> GraphRunner:
         inputs = {"input_ids": ModelInput(dtype=torch.int64)}
-        if self._served.reads_features and self.steps.hidden is not None:
+        if self._served.head is not None and self.steps.hidden is not None:
             states = self.steps.hidden.states
             inputs["features"] = ModelInput(dtype=states.dtype, trailing=states.shape[1:])
         if self.images is not None:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from transformers import PreTrainedModel
 
 from attnmux.core import LayerSpec, LinearLayerSpec
+from attnmux.transformers.eagle_head import EagleHead
 from attnmux.transformers.encoder_decoder import PackedDecoder
 from attnmux.transformers.images.capture import ImageReader
 from attnmux.transformers.indexers import Indexers
@@ -27,7 +28,9 @@ class ServedModel:
     """Those of the model, bound, where the decision is of kind "nsa"."""
     keeps_hidden: bool = False
     """Whether the hidden states of cached tokens are kept: see `HiddenStates`."""
-    reads_features: bool = False
-    """Whether the model is an EAGLE head, whose tokens join hidden states."""
+    hidden_layers: Sequence[int] = ()
+    """The layers whose outputs these are; none: the last hidden states."""
+    head: EagleHead | None = None
+    """The model, where it is an EAGLE head, whose tokens join hidden states."""
     images: ImageReader | None = None
     """Reads the images of prompts, on a backend of its own; None for text alone."""

@@ -39,6 +39,9 @@ class DraftRunner(StepRunner, DraftModel, Protocol):
     def catch_up_graphs(self) -> GraphRunner | None:
         """The graphs of DRAFT_EXTEND steps; None if these run eagerly, as EXTEND."""
 
+    def features_of(self, states: torch.Tensor) -> torch.Tensor:
+        """What an EAGLE head joins to tokens, of the target's hidden states [n, width]."""
+
     def capture_catch_up(
         self, num_tokens: int, *, batch_sizes: Sequence[int], devices: DeviceGraphs
     ) -> None:
@@ -74,7 +77,8 @@ class ModelProposer:
         Raises InvalidInput for numbers below 1, for fewer than 2 nodes or more than there are
         candidates, for a draft model of another vocabulary or with fewer tokens than topk, for one
         with linear layers or indexers, whose states and keys no branch has, and for one with a
-        window pool, which branches cannot share.
+        window pool, which branches cannot share. Also for a target without the hidden states that
+        the head reads.
         """
         check_positive("steps", steps)
         check_positive("topk", topk)
@@ -83,10 +87,13 @@ class ModelProposer:
         if not 2 <= num <= most:
             expected = f"2 to {most}: the root and the candidates of {steps} steps with topk {topk}"
             raise InvalidInput("draft_token_num", got=num, expected=expected)
-        if topk > vocabulary_size:
-            expected = f"at most the vocabulary of {vocabulary_size}"
+        tokens = vocabulary_size if runner.token_ids is None else len(runner.token_ids)
+        if topk > tokens:
+            expected = f"at most the vocabulary of {tokens}"
             raise InvalidInput("topk", got=topk, expected=expected)
         _check_model(runner, vocabulary_size)
+        if target is not None:
+            _check_states(runner, target)
         self.draft_token_num = num
         self.topk = topk
         self.steps = steps = min(steps, num - 1)  # no tree has room for longer paths
@@ -195,10 +202,11 @@ class ModelProposer:
             step = steps.extend(states, counts)
         if self._target is not None:
             step = replace(step, features=self._features(states, counts))
-        return likeliest(self._runner.forward(step, step.last_indices), self.topk)
+        logits = self._runner.forward(step, step.last_indices)
+        return likeliest(logits, self.topk, token_ids=self._runner.token_ids)
 
     def _features(self, states: Sequence[SequenceState], counts: Sequence[int]) -> torch.Tensor:
-        """[T, width]: the target's states that the last tokens of each request join."""
+        """[T, width]: what the last tokens of each request join, of the target's states."""
         assert self._target is not None
         assert self._target.hidden is not None
         table, nums = self._target.req_to_token_pool.req_to_token, np.array(counts)
@@ -208,7 +216,7 @@ class ModelProposer:
         columns = np.arange(int(ends[-1])) + (firsts - (ends - nums)).repeat(nums)
         cells = torch.from_numpy(rows * table.shape[1] + columns)
         slots = table.view(-1).index_select(0, cells.to(table.device, non_blocking=True))
-        return self._target.hidden.at(slots.long())
+        return self._runner.features_of(self._target.hidden.at(slots.long()))
 
     def _forget(self) -> None:
         """Free all of the draft model's memory."""
@@ -238,3 +246,11 @@ def _check_model(runner: DraftRunner, vocabulary_size: int) -> None:
         expected = "a max_context_len of no more tokens than they pick, or another model"
     if got:
         raise InvalidInput("draft", got=got, expected=expected)
+
+
+def _check_states(runner: DraftRunner, target: StepBuilder) -> None:
+    """Refuse a target without the states that a head reads. Raises InvalidInput."""
+    if target.hidden is None:
+        expected = "the steps of a runner with RunnerOptions.hidden_states"
+        raise InvalidInput("target", got="a target without hidden states", expected=expected)
+    runner.features_of(target.hidden.states[:0])
