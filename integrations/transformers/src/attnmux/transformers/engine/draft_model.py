@@ -139,7 +139,14 @@ class ModelProposer:
             return None
         num_steps = min(self.steps, room + 1, num_tokens - 1)
         try:
-            return self._draft(states, num_steps, num_tokens)
+            found = self._draft(states, num_steps)
+            return drafted_tree(
+                torch.tensor([state.token_ids[-1] for state in states]),
+                found,
+                min(num_tokens, self.draft_token_num, found.tokens.shape[1] + 1),
+                topk=self.topk,
+                kernels=self._kernels,
+            )
         except PoolExhausted:
             return None
         except BaseException:
@@ -155,7 +162,8 @@ class ModelProposer:
 
     @torch.inference_mode(False)
     @torch.no_grad()
-    def _draft(self, states: Sequence[SequenceState], num_steps: int, num_tokens: int) -> DraftTree:
+    def _draft(self, states: Sequence[SequenceState], num_steps: int) -> DraftCandidates:
+        """The candidates [B, n], on the device."""
         self.keep_only(states)
         read = [self._read.setdefault(state, SequenceState(token_ids=[])) for state in states]
         skipped = 0 if self._target is None else 1
@@ -164,15 +172,9 @@ class ModelProposer:
         self._rows = {each: state.row for each, state in zip(read, states, strict=True)}
         first = zip(*self._catch_up(read), strict=True)
         scores, tokens = (torch.cat(each) for each in first)
-        if self._loop is None:
-            found = DraftCandidates(
-                scores=scores, tokens=tokens, parents=torch.full_like(tokens, -1)
-            )
-        else:
-            found = self._loop.run(read, scores, tokens, num_steps - 1)
-        num = min(num_tokens, self.draft_token_num, found.tokens.shape[1] + 1)
-        roots = torch.tensor([state.token_ids[-1] for state in states])
-        return drafted_tree(roots, found, num, topk=self.topk, kernels=self._kernels)
+        if self._loop is not None:
+            return self._loop.run(read, scores, tokens, num_steps - 1)
+        return DraftCandidates(scores=scores, tokens=tokens, parents=torch.full_like(tokens, -1))
 
     def _catch_up(
         self, read: Sequence[SequenceState]
