@@ -254,7 +254,7 @@ def can_be_split(case: Case, size: int) -> bool:
         and not any(case.windows)
         and not case.attention_chunk
         and not case.alibi
-        and not case.relative_bias
+        and case.relative_reach is None
         and not case.cross_attention
         and not case.multi_item
         and not case.is_encoder
