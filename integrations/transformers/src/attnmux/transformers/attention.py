@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
-from transformers import AttentionInterface
+from transformers import AttentionInterface, PreTrainedModel
 
 from attnmux.core import InvalidInput, attention_with_output, current_forward_context
 from attnmux.transformers.repeated import CALLS, NumberedCalls
@@ -43,6 +43,18 @@ NOT_ATTENTION = frozenset(
     }
 )
 """Keyword arguments that models hand down to every layer and that no attention depends on."""
+
+
+def set_attention(model: PreTrainedModel, name: str) -> None:
+    """Give a model and all its parts an attention implementation.
+
+    `set_attn_implementation` of transformers before 5.23 leaves out parts whose config is a copy of
+    the model's, as the decoders of T5.
+    """
+    model.set_attn_implementation(name)
+    for part in model.modules():
+        if isinstance(part, PreTrainedModel) and type(part.config) is type(model.config):
+            part.config._attn_implementation = name
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)

@@ -33,7 +33,7 @@ from transformers import (
 from transformers.utils import logging
 
 from attnmux.core import AttnmuxError, InvalidInput, dtype_name, torch_dtype
-from attnmux.transformers.attention import SERVED
+from attnmux.transformers.attention import SERVED, set_attention
 from attnmux.transformers.encoder_decoder import PackedDecoder
 from attnmux.transformers.layers import check_servable
 from attnmux.transformers.own_attention import adapt, has_adapter
@@ -215,7 +215,7 @@ def load_model(
     model: torch.nn.Module = loaded[0]
     if is_own:
         adapt(loaded[0])
-        loaded[0].set_attn_implementation(SERVED)
+        set_attention(loaded[0], SERVED)
     info: dict[str, Any] = loaded[1]
     missing = sorted(info["missing_keys"])
     mismatched = sorted(str(key[0]) for key in info["mismatched_keys"])

@@ -25,6 +25,7 @@ from attnmux.transformers.attention import (
     check_recorded,
     read_arguments,
     refuse_mask,
+    set_attention,
 )
 from attnmux.transformers.layers import check_independence, layer_of
 from attnmux.transformers.positions import PositionTable
@@ -234,7 +235,7 @@ def record_decoder(decoder: PackedDecoder, *, max_context_len: int) -> tuple[Lay
     check_independence(probe, logits, recorder.calls)
     layers = tuple(_layer(call, recorder, max_context_len) for call in recorder.calls)
     number_layers(recorder.modules)
-    model.set_attn_implementation(ENCODER_DECODER)
+    set_attention(model, ENCODER_DECODER)
     return layers
 
 

@@ -24,7 +24,7 @@ from attnmux.core import (
     make_first,
 )
 from attnmux.transformers.absorbed import absorb, absorbed_layers, expand
-from attnmux.transformers.attention import SERVED
+from attnmux.transformers.attention import SERVED, set_attention
 from attnmux.transformers.capacity import Capacity
 from attnmux.transformers.checkpoint import LOADING, Checkpoint, load_model, warn_in_python
 from attnmux.transformers.decision import (
@@ -167,7 +167,7 @@ def _load_decoder(
 
     def make(decision: Decision) -> ModelRunner:
         if latent is None or not decision.request.latent:
-            model.set_attn_implementation(SERVED)
+            set_attention(model, SERVED)
             return _make(model, layers, decision, options, linear=linear, images=images)
         absorb(model, layers)
         try:

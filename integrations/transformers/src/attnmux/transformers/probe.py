@@ -11,7 +11,7 @@ import torch
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
 from attnmux.core import AttnmuxError, InvalidInput
-from attnmux.transformers.attention import ModelCall, no_mask, read_call
+from attnmux.transformers.attention import ModelCall, no_mask, read_call, set_attention
 from attnmux.transformers.mixers import Mixer, MixerRecorder
 from attnmux.transformers.mixers import recording as recording_mixers
 
@@ -226,9 +226,9 @@ def recording(model: PreTrainedModel, recorder: Recorder) -> Iterator[None]:
     AttentionInterface.register(name, recorder.attention)
     AttentionMaskInterface.register(name, recorder.mask)
     try:
-        model.set_attn_implementation(name)
+        set_attention(model, name)
         yield
     finally:
-        model.set_attn_implementation(before)
+        set_attention(model, before)
         AttentionInterface._global_mapping.pop(name)  # there is no public way to unregister
         AttentionMaskInterface._global_mapping.pop(name)
