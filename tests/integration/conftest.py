@@ -249,3 +249,17 @@ def run_on() -> Callable[..., ModelRunner]:
         return load_runner(open_checkpoint(folder), probe_cpu(), offers, options)
 
     return make
+
+
+@pytest.fixture(scope="session")
+def run_hybrid():
+    """(a checkpoint's folder) to a runner on the plain backends of the CPU."""
+    names = ("torch_native", "torch_linear")
+    offers = [offer for offer in load_plugins().offers() if offer.card.name in names]
+
+    def make(folder, **changes):
+        given = {"max_batch_size": 4, "max_context_len": 64, "max_total_tokens": 192, **changes}
+        options = RunnerOptions(**{"debug": True, **given})
+        return load_runner(open_checkpoint(folder), probe_cpu(), offers, options)
+
+    return make

@@ -40,20 +40,6 @@ PROMPT_LENS = (13, 1, 33)
 NUM_DECODED = 5
 
 
-@pytest.fixture(scope="session")
-def run_hybrid():
-    """(a checkpoint's folder) to a runner on the plain backends of the CPU."""
-    names = ("torch_native", "torch_linear")
-    offers = [offer for offer in load_plugins().offers() if offer.card.name in names]
-
-    def make(folder, **changes):
-        given = {"max_batch_size": 4, "max_context_len": 64, "max_total_tokens": 192, **changes}
-        options = RunnerOptions(**{"debug": True, **given})
-        return load_runner(open_checkpoint(folder), probe_cpu(), offers, options)
-
-    return make
-
-
 @pytest.fixture
 def sequences():
     generator = torch.Generator().manual_seed(1)
@@ -172,15 +158,6 @@ def test_text_of_steps_replayed_from_graphs(tiny, architecture) -> None:
     theirs = alone(model, prompts, 3 + len(prompts))
     assert ours == [one[: len(other)] for one, other in zip(theirs, ours, strict=True)]
     assert [len(one) for one in ours] == [3 + n for n in range(len(prompts))]
-
-
-def test_no_prefix_is_shared(tiny, run_hybrid) -> None:
-    """Its K and V could be found again, and its states could not."""
-    _, folder = tiny("lfm2")
-    engine = Engine(run_hybrid(folder))
-    tokens(engine, [[1, 2, 3, 4, 5, 6]] * 2, 2)
-    assert engine.stats.reused_tokens == 0
-    assert engine.memory.cached == 0
 
 
 def test_states_are_counted_into_the_memory(tiny, run_hybrid) -> None:

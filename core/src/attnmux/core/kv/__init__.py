@@ -9,6 +9,7 @@ from attnmux.core.kv.memory import SWASizes, swa_tokens_in_budget, tokens_in_bud
 from attnmux.core.kv.pool import KVPool
 from attnmux.core.kv.prefix_tree import PrefixMatch, PrefixTree
 from attnmux.core.kv.request_table import BlockTable, ReqToTokenPool, RequestTable
+from attnmux.core.kv.state_tree import StatePrefixTree
 from attnmux.core.kv.swa import SWAAllocator, SWAKVPool, tokens_behind_window
 from attnmux.core.kv.token_pools import MHATokenToKVPool, MLATokenToKVPool
 from attnmux.core.kv.window_tree import WindowPrefixTree, WindowSpan
@@ -30,6 +31,7 @@ __all__ = [
     "SWAAllocator",
     "SWAKVPool",
     "SWASizes",
+    "StatePrefixTree",
     "TokenAllocator",
     "WindowPrefixTree",
     "WindowSpan",

@@ -15,7 +15,8 @@ from attnmux.core.linear_layer import LinearLayerSpec
 class LinearStatePool:
     """Recurrent and convolution states of all linear layers, by row of the request table.
 
-    Row 0 belongs to padding. A request without cached tokens starts from zeros, whatever its row
+    Row 0 belongs to padding, and the rows after those of requests to states that are kept for later
+    ones. A request without cached tokens starts from zeros, whatever its row
     holds, so that nobody has to clear a row. A backend reads the state before the step's tokens and
     leaves the state after them.
     """
@@ -28,25 +29,29 @@ class LinearStatePool:
         conv_dtype: torch.dtype,
         device: torch.device | str,
         state_dtype: torch.dtype = torch.float32,
+        kept_size: int = 0,
     ) -> None:
-        """Rows for `size` requests.
+        """Rows for `size` requests, and for `kept_size` states that a `StatePrefixTree` keeps.
 
-        Raises InvalidInput for a size below 1 and for two layers with one id, and PoolExhausted
-        when memory does not suffice.
+        Raises InvalidInput for a size below 1, fewer kept states than 0 and two layers with one id,
+        and PoolExhausted when memory does not suffice.
         """
         check_positive("size", size)
+        if kept_size < 0:
+            raise InvalidInput("kept_size", got=kept_size, expected="at least 0")
         ids = [layer.layer_id for layer in layers]
         if len(set(ids)) != len(ids):
             raise InvalidInput("layers", got=f"ids {ids}", expected="a different id for each")
         self.size: int = size
-        """Rows for requests, without padding's."""
+        """Rows for requests, without padding's and those of kept states."""
+        self.kept_size: int = kept_size
         self.layers = tuple(layers)
         self.device = torch.device(device)
         self.conv_dtype = conv_dtype
         self.state_dtype = state_dtype
         self._states: dict[int, torch.Tensor] = {}
         self._convs: dict[tuple[int, int], torch.Tensor] = {}
-        rows = size + 1
+        rows = 1 + size + kept_size
         for layer in self.layers:
             if layer.has_state:
                 state = rows, layer.num_v_heads, layer.head_k_dim, layer.head_v_dim
@@ -60,8 +65,8 @@ class LinearStatePool:
             [shape],
             dtype=dtype,
             device=self.device,
-            what=f"linear states of {self.size} requests",
-            hint="lower the number of requests",
+            what=f"linear states of {self.size} requests, and {self.kept_size} kept ones",
+            hint="lower the number of requests, or of kept states",
         )
         return buffer
 
@@ -79,8 +84,13 @@ class LinearStatePool:
 
     @property
     def nbytes(self) -> int:
-        """Bytes held, padding's row included."""
+        """Bytes held, all rows included."""
         return sum(buffer.nbytes for buffer in self.buffers)
+
+    @property
+    def kept_rows(self) -> range:
+        """The rows of kept states."""
+        return range(self.size + 1, 1 + self.size + self.kept_size)
 
     @property
     def buffers(self) -> tuple[torch.Tensor, ...]:
@@ -88,11 +98,14 @@ class LinearStatePool:
         return (*self._states.values(), *self._convs.values())
 
     def state(self, layer_id: int) -> torch.Tensor:
-        """[size + 1, Hv, K, V] of a layer. Raises InvalidInput for a layer without one."""
+        """[1 + size + kept_size, Hv, K, V] of a layer.
+
+        Raises InvalidInput for a layer without one.
+        """
         return self._found(self._states, layer_id, "a layer with a recurrent state")
 
     def conv(self, layer_id: int, index: int = 0) -> torch.Tensor:
-        """[size + 1, W - 1, C] of a layer's convolution: its last inputs, oldest first.
+        """[1 + size + kept_size, W - 1, C] of a layer's convolution: its last inputs, oldest first.
 
         Raises InvalidInput for a convolution that the layer does not have.
         """
@@ -101,11 +114,12 @@ class LinearStatePool:
     def copy(self, source: int, target: int) -> None:
         """Give row `target` the states of row `source`, as for a fork of a request.
 
-        Raises InvalidInput for rows that are not requests'.
+        Raises InvalidInput for padding's row and for others than there are.
         """
+        last = self.size + self.kept_size
         for name, row in (("source", source), ("target", target)):
-            if not 1 <= row <= self.size:
-                raise InvalidInput(name, got=row, expected=f"a row from 1 to {self.size}")
+            if not 1 <= row <= last:
+                raise InvalidInput(name, got=row, expected=f"a row from 1 to {last}")
         for buffer in self.buffers:
             buffer[target].copy_(buffer[source])
 

@@ -22,6 +22,9 @@ class PrefixMatch:
     """[n] int64 on the allocator's device, n whole pages."""
     node: PrefixNode = field(repr=False)
     """Lock it while the slots are read."""
+    known: int
+    """Tokens whose K and V are cached, whole pages: more than n where the model's windows or states
+    at their end are not."""
 
 
 class PrefixTree:
@@ -71,16 +74,23 @@ class PrefixTree:
         return self._protected
 
     def match(self, token_ids: Sequence[int], namespace: Hashable = None) -> PrefixMatch:
-        """The longest cached prefix of whole pages, which becomes the most recently used one.
+        """The longest cached prefix of whole pages that a request can continue.
 
         All of token_ids may match; pass one token less to have one left to run.
         Raises InvalidInput for a tensor of token ids, as `insert` does.
         """
-        return self._match(self._walk(whole_pages(token_ids, self.page_size), namespace))
+        return self.find(token_ids, namespace)
 
-    def _match(self, node: PrefixNode) -> PrefixMatch:
+    def find(self, token_ids: Sequence[int], namespace: Hashable = None) -> PrefixMatch:
+        """The longest cached prefix of whole pages, which becomes the most recently used one,
+        whether or not a request can continue it. Raises InvalidInput as `match` does."""
+        node = self._walk(whole_pages(token_ids, self.page_size), namespace)
+        return self._match(node, node.end)
+
+    def _match(self, node: PrefixNode, known: int) -> PrefixMatch:
         parts = [step.slots for step in node.path()]
-        return PrefixMatch(slots=torch.cat(parts[::-1]) if parts else self._no_slots, node=node)
+        slots = torch.cat(parts[::-1]) if parts else self._no_slots
+        return PrefixMatch(slots=slots, node=node, known=known)
 
     def insert(
         self, token_ids: Sequence[int], slots: torch.Tensor, namespace: Hashable = None

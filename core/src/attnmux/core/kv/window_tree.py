@@ -77,14 +77,11 @@ class WindowPrefixTree(PrefixTree):
     def match(self, token_ids: Sequence[int], namespace: Hashable = None) -> PrefixMatch:
         """The longest cached prefix of whole pages that a request can continue."""
         node = self._walk(whole_pages(token_ids, self.page_size), namespace)
+        known = node.end
         while not node.is_root and self._run_start(node) > self._first_needed(node):
             assert node.parent is not None
             node = node.parent
-        return self._match(node)
-
-    def find(self, token_ids: Sequence[int], namespace: Hashable = None) -> PrefixMatch:
-        """The longest cached prefix of whole pages, whether or not its windows are there."""
-        return super().match(token_ids, namespace)
+        return self._match(node, known)
 
     def insert(
         self,

@@ -15,7 +15,7 @@ from attnmux.core import (
     PrefixTree,
     ReqToTokenPool,
 )
-from attnmux.core.kv import WindowPrefixTree
+from attnmux.core.kv import StatePrefixTree, WindowPrefixTree
 from attnmux.transformers.decode_batch import DecodeBatch
 from attnmux.transformers.hidden_states import HiddenStates
 from attnmux.transformers.images.step import images_of, mask_of, positions_of
@@ -42,6 +42,7 @@ class StepBuilder(RequestMemory):
         *,
         token_to_kv_pool: KVPool | None = None,
         window_tree: WindowPrefixTree | None = None,
+        state_tree: StatePrefixTree | None = None,
         max_step_tokens: int | None = None,
         max_encoder_len: int = 0,
         has_linear_states: bool = False,
@@ -51,6 +52,7 @@ class StepBuilder(RequestMemory):
 
         window_tree: an empty tree on `allocator`, for a model with a window pool. Callers then
         `slide` requests before they build steps.
+        state_tree: an empty tree on `allocator`, for a model whose linear layers' states are kept.
         max_step_tokens: T of the largest step that the model can run; None for any.
         max_encoder_len: the most encoder tokens of a request. Every row of the table has columns
         for them before its tokens. 0 for a decoder-only model.
@@ -62,9 +64,12 @@ class StepBuilder(RequestMemory):
         """
         super().__init__(req_to_token_pool, allocator)
         self.token_to_kv_pool = token_to_kv_pool
-        self.prefix_tree = window_tree or PrefixTree(allocator, allocator.page_size)
+        own_tree = window_tree or state_tree
+        self.prefix_tree = own_tree or PrefixTree(allocator, allocator.page_size)
         self.window_tree = window_tree
         """The prefix tree, if the model has a window pool."""
+        self.state_tree = state_tree
+        """The prefix tree, if the states of linear layers are kept."""
         self.max_step_tokens = max_step_tokens
         self.max_encoder_len = max_encoder_len
         self.has_linear_states = has_linear_states

@@ -21,7 +21,7 @@ from attnmux.core import (
     pages_of_budget,
     torch_dtype,
 )
-from attnmux.core.kv import WindowPrefixTree
+from attnmux.core.kv import StatePrefixTree, WindowPrefixTree
 from attnmux.transformers import hidden_states
 from attnmux.transformers.encoder_decoder import PackedDecoder
 from attnmux.transformers.hidden_states import HiddenStates
@@ -32,6 +32,7 @@ from attnmux.transformers.pools import (
     make_pools,
     make_states,
     pool_sizes,
+    span_of,
 )
 from attnmux.transformers.ranks import Ranks
 from attnmux.transformers.served_model import ServedModel
@@ -54,6 +55,8 @@ class Capacity:
     max_encoder_len: int = 0
     """Encoder tokens of a request, in addition to its `max_context_len`; 0 for a decoder-only
     model."""
+    kept_states: int = 0
+    """Prefixes whose linear layers' states are kept; none in a model with window pools."""
     window_step_tokens: int | None = None
     """The prompt tokens of a step, at least, for which a window pool has room (see `pool_sizes`);
     None puts all layers into one pool. Callers then `slide` requests before each step, as the
@@ -89,6 +92,7 @@ class RunnerMemory:
     pool: KVPool
     allocator: PagedAllocator
     window_tree: WindowPrefixTree | None
+    state_tree: StatePrefixTree | None
     linear_states: LinearStatePool | None
     picker: KeyPicker | None
     """Of the model's indexers, with their keys."""
@@ -101,7 +105,10 @@ def allocate(
 ) -> RunnerMemory:
     """The memory of a model for so much. Raises PoolExhausted where it does not suffice."""
     device, stored = model.module.device, ranks.stored(model.layers)
-    states = make_states(model.linear, decision, capacity.max_batch_size, device)
+    batch_size = capacity.max_batch_size
+    has_windows = capacity.window_step_tokens is not None and span_of(stored) is not None
+    kept_states = 0 if has_windows else capacity.kept_states
+    states = make_states(model.linear, decision, batch_size, kept_states, device)
     sizes = pool_sizes(
         stored,
         decision,
@@ -112,7 +119,7 @@ def allocate(
     )
     own, allocator, window_tree = make_pools(stored, decision, sizes, device=device)
     pool, allocator = ranks.shared_pool(own, allocator)
-    table = ReqToTokenPool(capacity.max_batch_size, capacity.columns, device)
+    table = ReqToTokenPool(batch_size, capacity.columns, device)
     return RunnerMemory(
         sizes=sizes,
         kv_tokens=allocator.size * ranks.num_parts,
@@ -120,10 +127,19 @@ def allocate(
         pool=pool,
         allocator=allocator,
         window_tree=window_tree,
+        state_tree=_state_tree(states, allocator),
         linear_states=states,
         picker=_picker(model, decision, pool, table),
         hidden=_hidden(model, pool),
     )
+
+
+def _state_tree(
+    states: LinearStatePool | None, allocator: PagedAllocator
+) -> StatePrefixTree | None:
+    if states is None or not states.kept_size:
+        return None
+    return StatePrefixTree(allocator, allocator.page_size, states)
 
 
 def _hidden(model: ServedModel, pool: KVPool) -> HiddenStates | None:

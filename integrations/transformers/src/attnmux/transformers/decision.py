@@ -53,6 +53,9 @@ class RunnerOptions:
     spare_pages: int = 0
     """Pages of the KV pool beside those of `max_total_tokens`. The branches of a draft model take
     topk * (steps - 1) for each request, see `ModelProposer`."""
+    kept_states: int | None = None
+    """Prefixes whose linear layers' states are kept, so that later prompts can begin with them;
+    None: as many as `max_batch_size`. Each takes the memory of a request's states."""
     memory: MemoryBudget | None = None
     """What the KV pool may take, with the bounds and copies of chosen pages. Of this and
     `max_total_tokens` one is needed; of both the smaller counts."""

@@ -337,6 +337,7 @@ def _make(
         spare_pages=options.spare_pages,
         memory=options.memory,
         max_encoder_len=max_encoder_len,
+        kept_states=options.max_batch_size if options.kept_states is None else options.kept_states,
         window_step_tokens=window_step_tokens,
     )
     return ModelRunner(

@@ -179,16 +179,24 @@ def make_states(
     linear: Sequence[LinearLayerSpec],
     decision: Decision,
     max_batch_size: int,
+    kept_states: int,
     device: torch.device,
 ) -> LinearStatePool | None:
-    """The states of a model's linear layers, for so many requests; None without such layers.
+    """The states of a model's linear layers, for so many requests, and those that are kept; None
+    without such layers.
 
     Raises PoolExhausted when memory does not suffice.
     """
     if not linear:
         return None
     dtype = torch_dtype(decision.request.dtype or decision.kv_dtype)
-    return LinearStatePool(size=max_batch_size, layers=linear, conv_dtype=dtype, device=device)
+    return LinearStatePool(
+        size=max_batch_size,
+        layers=linear,
+        conv_dtype=dtype,
+        device=device,
+        kept_size=kept_states,
+    )
 
 
 def make_pools(

@@ -92,8 +92,9 @@ class Engine:
 
         max_running: the most requests in memory; None means one for each row of the runner.
         prefill_tokens: the most prompt tokens of a step. Each decoding request adds one token.
-        prefix_cache: keep K and V for later prompts that begin with the same tokens. A model with
-        linear layers has no cached prefixes, since its states are those of the last token.
+        prefix_cache: keep K and V for later prompts that begin with the same tokens. A prefix of a
+        model with linear layers counts as cached where its states were kept, see
+        `RunnerOptions.kept_states`.
         drafts: guesses tokens that decode steps then verify. Steps with prompts run without.
         accept: which drafts of sampled requests are accepted; None keeps their texts.
         overlap: launch steps ahead; None does so on every device but the CPU. Steps with drafts

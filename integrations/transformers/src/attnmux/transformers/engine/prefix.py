@@ -34,8 +34,9 @@ class PrefixCache:
     """
 
     def __init__(self, steps: StepBuilder, *, enabled: bool) -> None:
-        # States are those of the last token: a prefix could not be run on from
-        self.enabled = enabled and not steps.has_linear_states
+        self._states = steps.state_tree
+        # Without kept states, those of the last token are all: no prefix could be run on from
+        self.enabled = enabled and (not steps.has_linear_states or self._states is not None)
         self.steps = steps
         self.allocator = steps.allocator
         self.page_size = steps.allocator.page_size
@@ -61,9 +62,15 @@ class PrefixCache:
         self._tree.unlock(match.node)
 
     def admit(self, request: LiveRequest, match: PrefixMatch) -> None:
-        """Give the request a row and the matched slots. It takes over the lock of `match`."""
-        self.steps.adopt(request.state, match.slots)
+        """Give the request a row, the matched slots and the states after them. It takes over the
+        lock of `match`."""
+        state = request.state
+        self.steps.adopt(state, match.slots)
         request.node = match.node
+        if self._states is not None:
+            assert state.row is not None
+            self._states.restore(match.node, state.row)
+            request.stop = match.known
         request.reads_shared_window = True
 
     def slide(self, requests: Sequence[LiveRequest]) -> None:
@@ -84,7 +91,8 @@ class PrefixCache:
             request.reads_shared_window = False
 
     def store(self, request: LiveRequest) -> None:
-        """Give the request's whole pages to the tree, where others find them.
+        """Give the request's whole pages to the tree, where others find them, with the states
+        after them if they are its last.
 
         If the tree has the same tokens already, the request continues with the tree's slots.
         """
@@ -98,11 +106,10 @@ class PrefixCache:
         slots = self.steps.slots(state, 0, whole)
         if self._window_tree is None:
             known = self._tree.insert(ids, slots)
-            match = self._tree.match(ids)
         else:
             windows_from = max(state.num_behind, state.num_shared)
             known = self._window_tree.insert(ids, slots, windows_from=windows_from)
-            match = self._window_tree.find(ids)
+        match = self._tree.find(ids)
         self.lock(match)
         self._unlock_windows(request)
         self._tree.unlock(before)
@@ -112,6 +119,9 @@ class PrefixCache:
             self.allocator.free_pages(twice // self.page_size)
             self.steps.rewrite(state, state.num_shared, match.slots[state.num_shared :])
         state.num_shared = whole
+        if self._states is not None and whole == state.num_cached:
+            assert state.row is not None
+            self._states.keep(match.node, state.row)
 
     def release(self, request: LiveRequest) -> None:
         """Free the request's row and slots, and keep its whole pages for others if it `is_sound`.

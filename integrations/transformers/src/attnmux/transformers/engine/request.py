@@ -60,6 +60,9 @@ class LiveRequest:
     on_text: OnText | None
     node: PrefixNode | None = None
     """Its node of the prefix tree, locked from admission to release."""
+    stop: int = 0
+    """Tokens, whole pages, after which a step of its prompt ends: others share them, and linear
+    layers have no states there yet. They are kept then."""
     reads_shared_window: bool = False
     """Whether its windows reach into the node's prefix, so that the windows there are locked."""
     reused_tokens: int | None = None

@@ -27,8 +27,7 @@ class Plan:
 
     decoding: list[LiveRequest]
     chunks: list[tuple[LiveRequest, int]]
-    """Requests with the number of pending tokens to run: all of them, except for the last request
-    if the step has no room for the rest."""
+    """Requests with the number of pending tokens to run. Those that run all of them come first."""
     sampled: list[LiveRequest]
     """The requests that get a next token. They come first in the step."""
 
@@ -129,6 +128,7 @@ class Scheduler:
         if not chunks and not self.decoding:
             return None
         decoding = list(self.decoding)
+        chunks.sort(key=lambda chunk: chunk[1] < chunk[0].state.num_pending)
         through = [one for one, count in chunks if count == one.state.num_pending]
         return Plan(decoding=decoding, chunks=chunks, sampled=decoding + through)
 
@@ -174,6 +174,8 @@ class Scheduler:
         state = request.state
         in_page = -state.num_columns % self._page_size
         count = min(state.num_pending, room, in_page + pages * self._page_size)
+        if request.stop > state.num_cached:
+            count = min(count, request.stop - state.num_cached)
         if state.images is None:
             return count
         start = state.num_cached
@@ -229,7 +231,7 @@ class Scheduler:
             if not room or not rows:
                 break
             match = self._cache.match(request)
-            if self._worth_waiting(request, match.slots.shape[0]):
+            if self._worth_waiting(request, match):
                 continue
             self._cache.lock(match)
             pages = self._window_pages(chunks)
@@ -248,17 +250,21 @@ class Scheduler:
         # It fits: each request was admitted only if the needs of all others left room for it.
         self._make_room(chunks)
 
-    def _worth_waiting(self, request: LiveRequest, num_cached: int) -> bool:
-        """Whether a prompt that is running shares more of this prompt than the cache holds."""
+    def _worth_waiting(self, request: LiveRequest, match: PrefixMatch) -> bool:
+        """Whether a prompt that is running shares more of this prompt than the cache holds, or is
+        about to leave states in it where this one could begin."""
         if not self._cache.shares(request):
             return False
-        pages = -(-WORTH_WAITING // self._page_size)
-        end = num_cached + pages * self._page_size
+        worth = -(-WORTH_WAITING // self._page_size) * self._page_size
         ids = request.state.keys
-        return len(ids) > end and any(
-            other.state.keys[:end] == ids[:end] and self._cache.shares(other)
-            for other in self.prefilling
-        )
+
+        def helps(other: LiveRequest) -> bool:
+            end = match.known + worth
+            if other.state.num_cached < other.stop >= match.slots.shape[0] + worth:
+                end = other.stop
+            return len(ids) > end and other.state.keys[:end] == ids[:end]
+
+        return any(helps(other) and self._cache.shares(other) for other in self.prefilling)
 
     def _fits(self, request: LiveRequest, match: PrefixMatch) -> bool:
         """Whether memory suffices for its whole prompt and the needs of the running requests."""

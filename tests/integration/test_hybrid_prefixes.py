@@ -1,0 +1,153 @@
+"""Shared prefixes of models with linear layers: begun only where their states were kept."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+
+from attnmux.core import InvalidInput
+from attnmux.transformers import Engine, MemoryBudget, Prompt, run_prompts
+from attnmux.transformers.checkpoint import quiet_transformers
+from attnmux.transformers.engine import scheduler
+
+NUM = 6
+
+
+def alone(model, prompts, num=NUM):
+    with quiet_transformers(progress=False):
+        whole = [
+            model.generate(torch.tensor([ids]), max_new_tokens=num, do_sample=False)[0].tolist()
+            for ids in prompts
+        ]
+    return [ids[len(prompt) :] for ids, prompt in zip(whole, prompts, strict=True)]
+
+
+def said(engine, prompts, num=NUM):
+    asked = [Prompt(token_ids=ids, max_new_tokens=num) for ids in prompts]
+    return run_prompts(engine, asked).results
+
+
+def tokens(engine, prompts, num=NUM):
+    return [list(result.token_ids) for result in said(engine, prompts, num)]
+
+
+def drawn(rng, num):
+    return [rng.randrange(97) for _ in range(num)]
+
+
+@pytest.mark.parametrize(
+    "architecture", ["qwen3-next", "kimi-linear", "falcon-h1", "jamba", "lfm2"]
+)
+@pytest.mark.parametrize("page_size", [1, 4])
+def test_the_third_prompt_begins_where_the_second_parted(
+    tiny, run_hybrid, architecture, page_size
+) -> None:
+    """The first prompt leaves no states amid itself, the second ends a step there."""
+    model, folder = tiny(architecture)
+    engine = Engine(run_hybrid(folder, page_size=page_size))
+    rng = random.Random(3)
+    shared = drawn(rng, 20)
+    prompts = [shared + drawn(rng, num) for num in (5, 3, 7, 1)]
+    reused = []
+    for ids, expected in zip(prompts, alone(model, prompts), strict=True):
+        (result,) = said(engine, [ids])
+        assert list(result.token_ids) == expected
+        reused.append(result.reused_tokens)
+    assert reused == [0, 0, 20, 20]
+
+
+def test_a_conversation_goes_on_from_its_last_token(tiny, run_hybrid) -> None:
+    model, folder = tiny("qwen3-next")
+    engine = Engine(run_hybrid(folder, page_size=1))
+    rng = random.Random(4)
+    ids, turns = [], []
+    for _ in range(4):
+        ids = ids + drawn(rng, 4)
+        (result,) = said(engine, [ids])
+        assert [list(result.token_ids)] == alone(model, [ids])
+        turns.append((len(ids), result.reused_tokens))
+        ids = ids + list(result.token_ids)
+    # All but the last generated token and the user's new ones
+    assert [reused for _, reused in turns] == [0, *(length - 5 for length, _ in turns[1:])]
+
+
+@pytest.mark.parametrize(
+    ("page_size", "given"),
+    [(1, {}), (4, {}), (4, {"prefill_tokens": 7}), (1, {"overlap": True}), (4, {"overlap": True})],
+)
+@pytest.mark.parametrize("kept_states", [1, 3, None])
+def test_random_families_of_prompts(
+    tiny, run_hybrid, monkeypatch, page_size, given, kept_states
+) -> None:
+    """Few states are kept, pages are evicted, and requests are retracted and begin again."""
+    monkeypatch.setattr(scheduler, "GROWTH", 1)
+    monkeypatch.setattr(scheduler, "WORTH_WAITING", 4)
+    model, folder = tiny("falcon-h1")
+    sizes = {"page_size": page_size, "max_total_tokens": 104, "kept_states": kept_states}
+    engine = Engine(run_hybrid(folder, **sizes), **given)
+    rng = random.Random(page_size)
+    stems = [drawn(rng, num) for num in (9, 17, 26)]
+    stems.append(stems[1] + drawn(rng, 8))
+    prompts = [rng.choice(stems) + drawn(rng, rng.randrange(1, 6)) for _ in range(14)]
+    prompts += prompts[3:6]
+    expected = alone(model, prompts)
+    for _ in range(2):
+        assert tokens(engine, prompts) == expected
+    stats = engine.stats
+    assert stats.reused_tokens > 0
+    assert stats.evicted_tokens > 0
+    memory = engine.memory
+    assert memory.held == 0
+    assert memory.free + memory.cached == engine.runner.steps.allocator.size
+    assert engine.runner.steps.state_tree.num_kept <= (kept_states or 4)
+
+
+def test_prompts_that_come_together_wait_for_the_states(tiny, run_hybrid, monkeypatch) -> None:
+    """The second ends a step where the first had the same tokens; the others begin there."""
+    monkeypatch.setattr(scheduler, "WORTH_WAITING", 8)
+    model, folder = tiny("qwen3-next")
+    engine = Engine(run_hybrid(folder, page_size=1))
+    rng = random.Random(6)
+    shared = drawn(rng, 30)
+    prompts = [shared + drawn(rng, 3) for _ in range(4)]
+    results = said(engine, prompts)
+    assert [list(one.token_ids) for one in results] == alone(model, prompts)
+    assert [one.reused_tokens for one in results] == [0, 0, 30, 30]
+
+
+def test_without_kept_states_no_prefix_is_shared(tiny, run_hybrid) -> None:
+    _, folder = tiny("lfm2")
+    for given, options in (({"kept_states": 0}, {}), ({}, {"prefix_cache": False})):
+        engine = Engine(run_hybrid(folder, **given), **options)
+        for _ in range(3):
+            tokens(engine, [[1, 2, 3, 4, 5, 6]] * 2, 2)
+        assert engine.stats.reused_tokens == 0
+        assert engine.memory.cached == 0
+    with pytest.raises(InvalidInput, match="kept_size: expected at least 0, got -1"):
+        run_hybrid(folder, kept_states=-1)
+
+
+def test_kept_states_are_counted_into_the_memory(tiny, run_hybrid) -> None:
+    _, folder = tiny("qwen3-next")
+    given = {"max_total_tokens": None, "memory": MemoryBudget(nbytes=400_000)}
+    few, many = (run_hybrid(folder, kept_states=num, **given).context for num in (0, 4))
+    row = many.linear_states.nbytes - few.linear_states.nbytes
+    assert row == 4 * few.linear_states.nbytes // 5
+    assert many.token_to_kv_pool.nbytes + many.linear_states.nbytes <= 400_000
+    assert many.token_to_kv_pool.nbytes < few.token_to_kv_pool.nbytes
+
+
+def test_a_cleared_cache_forgets_states(tiny, run_hybrid) -> None:
+    model, folder = tiny("lfm2")
+    engine = Engine(run_hybrid(folder, page_size=1))
+    ids = drawn(random.Random(8), 12)
+    for _ in range(3):
+        tokens(engine, [ids])
+    assert engine.runner.steps.state_tree.num_kept > 0
+    engine.clear_cache()
+    assert engine.runner.steps.state_tree.num_kept == 0
+    (result,) = said(engine, [ids])
+    assert result.reused_tokens == 0
+    assert [list(result.token_ids)] == alone(model, [ids])
