@@ -89,6 +89,12 @@ AT_LEAST_1 = click.IntRange(min=1)
     "prompts that run at a time.",
 )
 @click.option(
+    "--kept-states",
+    type=click.IntRange(min=0),
+    help="Prefixes after which the states of linear layers are kept, so that later prompts begin "
+    "there. Default: as many as prompts that run at a time.",
+)
+@click.option(
     "--max-running",
     type=AT_LEAST_1,
     default=64,
