@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -19,7 +21,18 @@ from transformers import (
 from attnmux.core import Offer, load_plugins
 from attnmux.core.choosing.machine.cpu import probe_cpu
 from attnmux.testing import fake_card, fake_platform
-from attnmux.transformers import ModelRunner, RunnerOptions, load_runner, open_checkpoint
+from attnmux.transformers import (
+    Engine,
+    ModelProposer,
+    ModelRunner,
+    Prompt,
+    RunnerOptions,
+    load_head,
+    load_head_runner,
+    load_runner,
+    open_checkpoint,
+    run_prompts,
+)
 from attnmux.transformers.checkpoint import quiet_transformers
 
 BASE = {
@@ -263,3 +276,98 @@ def run_hybrid():
         return load_runner(open_checkpoint(folder), probe_cpu(), offers, options)
 
     return make
+
+
+def some_prompts(num=6):
+    rng = random.Random(5)
+    prompts = [
+        [rng.randrange(BASE["vocab_size"]) for _ in range(rng.randrange(1, 20))] for _ in range(num)
+    ]
+    return [*prompts, *([*ids[:9], 4] for ids in prompts[:2])]
+
+
+def alone(model, prompts, num=11):
+    return [
+        model.generate(torch.tensor([ids]), max_new_tokens=num, do_sample=False)[0].tolist()
+        for ids in prompts
+    ]
+
+
+def texts_of(engine, prompts, num=11):
+    asked = [Prompt(token_ids=ids, max_new_tokens=num) for ids in prompts]
+    return [list(one.prompt_ids + one.token_ids) for one in run_prompts(engine, asked).results]
+
+
+def a_head(runner, folder, **changes):
+    """A runner of the head, on a backend that graphs can record."""
+    card = changes.pop("card", None) or fake_card()
+    offer = Offer(card=card, plugin="fake", distribution="attnmux-fake", version="1.0")
+    given = {"max_batch_size": 6, "max_context_len": 64, "max_total_tokens": 1024, **changes}
+    options = RunnerOptions(hidden_states=True, draft_tokens=4, graph=False, **given)
+    head = load_head(folder, runner.model)
+    return load_head_runner(head, fake_platform(), [offer], options)
+
+
+def a_proposer(drafter, runner, topk):
+    num = 8 if topk > 1 else 4
+    return ModelProposer(
+        drafter, vocabulary_size=BASE["vocab_size"], steps=3, topk=topk, draft_token_num=num,
+        target=runner.steps,
+    )  # fmt: skip
+
+
+def path_of(parents, tokens, number):
+    path = []
+    while number >= 0:
+        path.insert(0, int(tokens[number]))
+        number = int(parents[number])
+    return path
+
+
+class Counted:
+    def __init__(self, function):
+        self.function, self.count = function, 0
+
+    def __call__(self, *args, **given):
+        self.count += 1
+        return self.function(*args, **given)
+
+
+def check_scores(drafts, statement, runner, model):
+    """Run prompts twice, the second time with reused prefixes, and compare the scores of drafts
+    with a statement's, and the text with the model's own."""
+    checked, draft = [], drafts._draft
+
+    def compared(states, num_steps):
+        found = draft(states, num_steps)
+        for state, scores, tokens, parents in zip(
+            states, found.scores, found.tokens, found.parents, strict=True
+        ):
+            for number in random.Random(len(checked)).choices(range(len(tokens)), k=2):
+                path = path_of(parents, tokens, number)
+                total = 0.0
+                for place, token in enumerate(path):
+                    total += float(statement.scores(state.token_ids, path[:place])[token])
+                assert float(scores[number]) == pytest.approx(total, rel=1e-3, abs=1e-3)
+                checked.append(len(path))
+        return found
+
+    drafts._draft = compared
+    engine = Engine(runner, drafts=drafts)
+    prompts = some_prompts(3)
+    expected = alone(model, prompts, 7)
+    for _ in range(2):  # the second time, prefixes are reused
+        for ids in prompts:
+            engine.add(ids, max_new_tokens=7)
+        while engine.has_work:
+            engine.step()
+    assert len(checked) > 20
+    assert max(checked) == 3
+    assert texts_of(engine, prompts, 7) == expected
+
+
+@pytest.fixture(scope="session")
+def eagle():
+    """What tests of EAGLE heads share."""
+    shared = (some_prompts, alone, texts_of, a_head, a_proposer, check_scores, Counted)
+    return SimpleNamespace(**{each.__name__: each for each in shared})

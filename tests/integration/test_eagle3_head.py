@@ -15,7 +15,7 @@ from transformers import LlamaConfig
 
 from attnmux.core import InvalidInput, Offer
 from attnmux.core.cli.verbs import verbs
-from attnmux.testing import RecordingGraphs, fake_card, fake_platform, graph_card
+from attnmux.testing import RecordingGraphs, fake_platform, graph_card
 from attnmux.transformers import (
     Engine,
     MemoryBudget,
@@ -25,7 +25,6 @@ from attnmux.transformers import (
     SamplingParams,
     hidden_layers,
     load_head,
-    load_head_runner,
     load_runner,
     open_checkpoint,
     recall,
@@ -37,24 +36,6 @@ from attnmux.transformers.engine import scheduler
 VOCABULARY, OWN_VOCABULARY, NUM = 97, 40, 11
 HEADS, KV_HEADS, HEAD_DIM, MLP = 4, 2, 8, 48
 LAYERS = "eagle_aux_hidden_state_layer_ids"
-
-
-def some_prompts(num=6):
-    rng = random.Random(5)
-    prompts = [[rng.randrange(VOCABULARY) for _ in range(rng.randrange(1, 20))] for _ in range(num)]
-    return [*prompts, *([*ids[:9], 4] for ids in prompts[:2])]
-
-
-def alone(model, prompts, num=NUM):
-    return [
-        model.generate(torch.tensor([ids]), max_new_tokens=num, do_sample=False)[0].tolist()
-        for ids in prompts
-    ]
-
-
-def texts_of(engine, prompts, num=NUM):
-    asked = [Prompt(token_ids=ids, max_new_tokens=num) for ids in prompts]
-    return [list(one.prompt_ids + one.token_ids) for one in run_prompts(engine, asked).results]
 
 
 def random_head(width, *, layers, target_width=None):
@@ -132,24 +113,6 @@ def in_graphs(folder, head, *, page_size, topk):
     runner = load_runner(checkpoint, fake_platform(), [offer], options)
     runner.capture_graphs(draft_tokens=8, draft_topk=topk, devices=RecordingGraphs())
     return runner
-
-
-def a_head(runner, folder, **changes):
-    """A runner of the head, on a backend that graphs can record."""
-    card = changes.pop("card", None) or fake_card()
-    offer = Offer(card=card, plugin="fake", distribution="attnmux-fake", version="1.0")
-    given = {"max_batch_size": 6, "max_context_len": 64, "max_total_tokens": 1024, **changes}
-    options = RunnerOptions(hidden_states=True, draft_tokens=4, graph=False, **given)
-    head = load_head(folder, runner.model)
-    return load_head_runner(head, fake_platform(), [offer], options)
-
-
-def a_proposer(drafter, runner, topk):
-    num = 8 if topk > 1 else 4
-    return ModelProposer(
-        drafter, vocabulary_size=VOCABULARY, steps=3, topk=topk, draft_token_num=num,
-        target=runner.steps,
-    )  # fmt: skip
 
 
 def normed(x, weight):
@@ -235,28 +198,11 @@ class Statement:
         return whole
 
 
-def path_of(parents, tokens, number):
-    path = []
-    while number >= 0:
-        path.insert(0, int(tokens[number]))
-        number = int(parents[number])
-    return path
-
-
-class Counted:
-    def __init__(self, function):
-        self.function, self.count = function, 0
-
-    def __call__(self, *args, **given):
-        self.count += 1
-        return self.function(*args, **given)
-
-
-def counted_graphs(runner, drafter, drafts):
+def counted_graphs(runner, drafter, drafts, eagle):
     drafts.capture_graphs(batch_sizes=[1, 6], devices=RecordingGraphs())
     every = drafts._loop.graphs, drafter.catch_up_graphs, runner.verify_graphs
     for each in every:
-        each.replay = Counted(each.replay)
+        each.replay = eagle.Counted(each.replay)
     return every
 
 
@@ -266,7 +212,7 @@ def counted_graphs(runner, drafter, drafts):
     [(1, 1, (0, 1, 2), None), (16, 4, (0, 1), None), (1, 4, (0, 2), 24)],
 )
 def test_scores_are_those_of_the_statement(
-    tiny, run_on, head_of, page_size, topk, layers, width, graphs
+    tiny, run_on, head_of, page_size, topk, layers, width, graphs, eagle
 ):
     """After prompts, accepted drafts, reused prefixes, and branches that continue others."""
     model, folder = tiny("llama")
@@ -275,38 +221,11 @@ def test_scores_are_those_of_the_statement(
         runner = in_graphs(folder, head, page_size=page_size, topk=topk)
     else:
         runner = a_target(run_on, folder, head, page_size=page_size, draft_topk=topk)
-    drafter = a_head(runner, head, page_size=page_size, card=graph_card())
-    drafts = a_proposer(drafter, runner, topk)
-    every = counted_graphs(runner, drafter, drafts) if graphs else ()
-    statement, checked = Statement(model, head, layers), []
-    draft = drafts._draft
-
-    def compared(states, num_steps):
-        found = draft(states, num_steps)
-        for state, scores, tokens, parents in zip(
-            states, found.scores, found.tokens, found.parents, strict=True
-        ):
-            for number in random.Random(len(checked)).choices(range(len(tokens)), k=2):
-                path = path_of(parents, tokens, number)
-                total = 0.0
-                for place, token in enumerate(path):
-                    total += float(statement.scores(state.token_ids, path[:place])[token])
-                assert float(scores[number]) == pytest.approx(total, rel=1e-3, abs=1e-3)
-                checked.append(len(path))
-        return found
-
-    drafts._draft = compared
-    engine = Engine(runner, drafts=drafts)
-    prompts = some_prompts(3)
-    expected = alone(model, prompts, 7)
-    for _ in range(2):  # the second time, prefixes are reused
-        for ids in prompts:
-            engine.add(ids, max_new_tokens=7)
-        while engine.has_work:
-            engine.step()
-    assert len(checked) > 20
-    assert max(checked) == 3
-    assert texts_of(engine, prompts, 7) == expected
+    drafter = eagle.a_head(runner, head, page_size=page_size, card=graph_card())
+    drafts = eagle.a_proposer(drafter, runner, topk)
+    every = counted_graphs(runner, drafter, drafts, eagle) if graphs else ()
+    statement = Statement(model, head, layers)
+    eagle.check_scores(drafts, statement, runner, model)
     assert min((each.replay.count for each in every), default=4) > 3
 
 
@@ -315,35 +234,35 @@ def test_scores_are_those_of_the_statement(
     [("llama", 1, 4), ("llama", 16, 1), ("deepseek-v3", 16, 4), ("gemma3", 1, 1)],
 )
 def test_greedy_text_is_that_of_each_prompt_alone(
-    tiny, run_on, head_of, target, page_size, topk, monkeypatch
+    tiny, run_on, head_of, target, page_size, topk, monkeypatch, eagle
 ):
     """Prompts in chunks, shared prefixes, and pools in which requests wait and are retracted."""
     monkeypatch.setattr(scheduler, "GROWTH", 1)
     model, folder = tiny(target)
-    prompts, head = some_prompts(), head_of(target)
-    expected = alone(model, prompts)
+    prompts, head = eagle.some_prompts(), head_of(target)
+    expected = eagle.alone(model, prompts)
     runner = a_target(
         run_on, folder, head, page_size=page_size, draft_topk=topk, max_total_tokens=128,
         window_step_tokens=None,
     )  # fmt: skip
-    drafter = a_head(runner, head, page_size=page_size)
-    drafts = a_proposer(drafter, runner, topk)
+    drafter = eagle.a_head(runner, head, page_size=page_size)
+    drafts = eagle.a_proposer(drafter, runner, topk)
     for options in ({}, {"prefill_tokens": 5, "prefix_cache": False}):
         engine = Engine(runner, drafts=drafts, **options)
-        assert texts_of(engine, prompts) == expected
+        assert eagle.texts_of(engine, prompts) == expected
         assert engine.stats.drafts.requests > 10
         assert drafter.steps.allocator.available_size() == drafter.steps.allocator.size
 
 
-def test_sampled_text_is_the_same(tiny, run_on, head_of):
+def test_sampled_text_is_the_same(tiny, run_on, head_of, eagle):
     folder, head = tiny("llama")[1], head_of("llama")
     runner = a_target(run_on, folder, head, draft_topk=4)
-    drafts = a_proposer(a_head(runner, head), runner, 4)
+    drafts = eagle.a_proposer(eagle.a_head(runner, head), runner, 4)
 
     def texts(**given):
         asked = [
             Prompt(token_ids=ids, max_new_tokens=NUM, sampling=SamplingParams(seed=place))
-            for place, ids in enumerate(some_prompts(4))
+            for place, ids in enumerate(eagle.some_prompts(4))
         ]
         return [one.token_ids for one in run_prompts(Engine(runner, **given), asked).results]
 
@@ -425,12 +344,12 @@ def test_a_head_of_the_target_s_whole_vocabulary(tiny, tmp_path):
     assert head.model.embed_tokens is model.get_input_embeddings()
 
 
-def test_a_target_without_what_the_head_reads_is_refused(tiny, run_on, head_of):
+def test_a_target_without_what_the_head_reads_is_refused(tiny, run_on, head_of, eagle):
     folder, head = tiny("llama")[1], head_of("llama")
-    drafter = a_head(a_target(run_on, folder, head), head)
+    drafter = eagle.a_head(a_target(run_on, folder, head), head)
     for given, said in (({}, "without hidden states"), ({"hidden_states": True}, "width")):
         with pytest.raises(InvalidInput, match=said):
-            a_proposer(drafter, run_on(folder, draft_tokens=8, **given), 1)
+            eagle.a_proposer(drafter, run_on(folder, draft_tokens=8, **given), 1)
     with pytest.raises(InvalidInput, match="hidden_layers"):
         run_on(folder, hidden_states=True, hidden_layers=(0, 3))
     runner = a_target(run_on, folder, head)

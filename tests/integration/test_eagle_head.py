@@ -11,14 +11,13 @@ from click.testing import CliRunner
 from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig
 
-from attnmux.core import InvalidInput, Offer
+from attnmux.core import InvalidInput
 from attnmux.core.cli.verbs import verbs
-from attnmux.testing import RecordingGraphs, fake_card, fake_platform, graph_card
+from attnmux.testing import RecordingGraphs, graph_card
 from attnmux.transformers import (
     Engine,
     ModelProposer,
     Prompt,
-    RunnerOptions,
     SamplingParams,
     recall,
     run_prompts,
@@ -26,28 +25,9 @@ from attnmux.transformers import (
 from attnmux.transformers.eagle_files import is_head, load_head
 from attnmux.transformers.eagle_head import EagleHead
 from attnmux.transformers.engine import scheduler
-from attnmux.transformers.load import load_head_runner
 
 VOCABULARY, NUM = 97, 11
 SHARED = ("model.embed_tokens.weight", "lm_head.weight")
-
-
-def some_prompts(num=6):
-    rng = random.Random(5)
-    prompts = [[rng.randrange(VOCABULARY) for _ in range(rng.randrange(1, 20))] for _ in range(num)]
-    return [*prompts, *([*ids[:9], 4] for ids in prompts[:2])]
-
-
-def alone(model, prompts, num=NUM):
-    return [
-        model.generate(torch.tensor([ids]), max_new_tokens=num, do_sample=False)[0].tolist()
-        for ids in prompts
-    ]
-
-
-def texts_of(engine, prompts, num=NUM):
-    asked = [Prompt(token_ids=ids, max_new_tokens=num) for ids in prompts]
-    return [list(one.prompt_ids + one.token_ids) for one in run_prompts(engine, asked).results]
 
 
 @pytest.fixture(scope="module")
@@ -76,56 +56,29 @@ def head_of(tiny, tmp_path_factory):
     return make
 
 
-def a_head(runner, folder, **changes):
-    """A runner of the head, on a backend that graphs can record."""
-    card = changes.pop("card", None) or fake_card()
-    offer = Offer(card=card, plugin="fake", distribution="attnmux-fake", version="1.0")
-    given = {"max_batch_size": 6, "max_context_len": 64, "max_total_tokens": 1024, **changes}
-    options = RunnerOptions(hidden_states=True, draft_tokens=4, graph=False, **given)
-    head = load_head(folder, runner.model)
-    return load_head_runner(head, fake_platform(), [offer], options)
-
-
-def a_proposer(drafter, runner, topk):
-    num = 8 if topk > 1 else 4
-    return ModelProposer(
-        drafter, vocabulary_size=VOCABULARY, steps=3, topk=topk, draft_token_num=num,
-        target=runner.steps,
-    )  # fmt: skip
-
-
 @pytest.mark.parametrize(
     ("target", "page_size", "topk"),
     [("llama", 1, 4), ("llama", 16, 1), ("deepseek-v3", 16, 4), ("gemma3", 1, 1)],
 )
 def test_greedy_text_is_that_of_each_prompt_alone(
-    tiny, run_on, head_of, target, page_size, topk, monkeypatch
+    tiny, run_on, head_of, target, page_size, topk, monkeypatch, eagle
 ):
     """Prompts in chunks, shared prefixes, and pools in which requests wait and are retracted."""
     monkeypatch.setattr(scheduler, "GROWTH", 1)
     model, folder = tiny(target)
-    prompts = some_prompts()
-    expected = alone(model, prompts)
+    prompts = eagle.some_prompts()
+    expected = eagle.alone(model, prompts)
     runner = run_on(
         folder, page_size=page_size, draft_tokens=8, draft_topk=topk, max_total_tokens=128,
         hidden_states=True, window_step_tokens=None,
     )  # fmt: skip
-    drafter = a_head(runner, head_of(target), page_size=page_size)
-    drafts = a_proposer(drafter, runner, topk)
+    drafter = eagle.a_head(runner, head_of(target), page_size=page_size)
+    drafts = eagle.a_proposer(drafter, runner, topk)
     for options in ({}, {"prefill_tokens": 5, "prefix_cache": False}):
         engine = Engine(runner, drafts=drafts, **options)
-        assert texts_of(engine, prompts) == expected
+        assert eagle.texts_of(engine, prompts) == expected
         assert engine.stats.drafts.requests > 10
         assert drafter.steps.allocator.available_size() == drafter.steps.allocator.size
-
-
-class Counted:
-    def __init__(self, function):
-        self.function, self.count = function, 0
-
-    def __call__(self, *args, **given):
-        self.count += 1
-        return self.function(*args, **given)
 
 
 class Statement:
@@ -147,72 +100,37 @@ class Statement:
         return self.head.lm_head(out[-1]).log_softmax(-1)
 
 
-def path_of(parents, tokens, number):
-    path = []
-    while number >= 0:
-        path.insert(0, int(tokens[number]))
-        number = int(parents[number])
-    return path
-
-
 @pytest.mark.parametrize("graphs", [False, True], ids=["eager", "graphs"])
 @pytest.mark.parametrize(("page_size", "topk"), [(1, 1), (16, 4), (1, 4)])
-def test_scores_are_those_of_the_head_alone(tiny, run_on, head_of, page_size, topk, graphs):
+def test_scores_are_those_of_the_head_alone(tiny, run_on, head_of, page_size, topk, graphs, eagle):
     """After prompts, accepted drafts, reused prefixes, and branches that continue others."""
     model, folder = tiny("llama")
     runner = run_on(
         folder, page_size=page_size, draft_tokens=8, draft_topk=topk, max_total_tokens=512,
         max_batch_size=6, hidden_states=True,
     )  # fmt: skip
-    drafter = a_head(runner, head_of("llama"), page_size=page_size, card=graph_card())
-    drafts = a_proposer(drafter, runner, topk)
+    drafter = eagle.a_head(runner, head_of("llama"), page_size=page_size, card=graph_card())
+    drafts = eagle.a_proposer(drafter, runner, topk)
     if graphs:
         drafts.capture_graphs(batch_sizes=[1, 6], devices=RecordingGraphs())
         both = drafts._loop.graphs, drafter.catch_up_graphs
         for each in both:
-            each.replay = Counted(each.replay)
+            each.replay = eagle.Counted(each.replay)
     head = load_head(head_of("llama"), model)
     head.set_attn_implementation("eager")
-    statement, checked = Statement(model, head), []
-    draft = drafts._draft
-
-    def compared(states, num_steps):
-        found = draft(states, num_steps)
-        for state, scores, tokens, parents in zip(
-            states, found.scores, found.tokens, found.parents, strict=True
-        ):
-            for number in random.Random(len(checked)).choices(range(len(tokens)), k=2):
-                path = path_of(parents, tokens, number)
-                total = 0.0
-                for place, token in enumerate(path):
-                    total += float(statement.scores(state.token_ids, path[:place])[token])
-                assert float(scores[number]) == pytest.approx(total, rel=1e-3, abs=1e-3)
-                checked.append(len(path))
-        return found
-
-    drafts._draft = compared
-    engine = Engine(runner, drafts=drafts)
-    prompts = some_prompts(3)
-    expected = alone(model, prompts, 7)
-    for _ in range(2):  # the second time, prefixes are reused
-        for ids in prompts:
-            engine.add(ids, max_new_tokens=7)
-        while engine.has_work:
-            engine.step()
-    assert len(checked) > 20
-    assert max(checked) == 3
-    assert texts_of(engine, prompts, 7) == expected
+    statement = Statement(model, head)
+    eagle.check_scores(drafts, statement, runner, model)
     assert not graphs or min(each.replay.count for each in both) > 3
 
 
-def test_the_shipped_head_guesses_the_answers(run_on):
+def test_the_shipped_head_guesses_the_answers(run_on, eagle):
     rng = random.Random(3)
     cases = [recall.make_prompt(rng, rng.randrange(30, 200)) for _ in range(8)]
     runner = run_on(
         recall.PATH, max_context_len=256, max_total_tokens=2048, draft_tokens=4, dtype="float32",
         hidden_states=True,
     )  # fmt: skip
-    drafter = a_head(runner, recall.EAGLE_PATH, max_context_len=256, max_total_tokens=4096)
+    drafter = eagle.a_head(runner, recall.EAGLE_PATH, max_context_len=256, max_total_tokens=4096)
     drafts = ModelProposer(drafter, vocabulary_size=258, steps=3, target=runner.steps)
     engine = Engine(runner, drafts=drafts)
     engine.stop_ids = frozenset({256})
@@ -283,15 +201,15 @@ def test_files_that_cannot_be_read(tiny, tmp_path, name):
         is_head(tmp_path)
 
 
-def test_sampled_text_is_the_same(tiny, run_on, head_of):
+def test_sampled_text_is_the_same(tiny, run_on, head_of, eagle):
     folder = tiny("llama")[1]
     runner = run_on(folder, draft_tokens=8, draft_topk=4, max_total_tokens=256, hidden_states=True)
-    drafts = a_proposer(a_head(runner, head_of("llama")), runner, 4)
+    drafts = eagle.a_proposer(eagle.a_head(runner, head_of("llama")), runner, 4)
 
     def texts(**given):
         asked = [
             Prompt(token_ids=ids, max_new_tokens=NUM, sampling=SamplingParams(seed=place))
-            for place, ids in enumerate(some_prompts(4))
+            for place, ids in enumerate(eagle.some_prompts(4))
         ]
         return [one.token_ids for one in run_prompts(Engine(runner, **given), asked).results]
 
