@@ -1,15 +1,16 @@
 """Ask backends for text through `attnmux generate`, with and without graphs, at several page sizes.
 
     python tools/prove_text.py DIR fa3 flashinfer [--device cuda] [--page-size 1] [--at-once 8]
-    python tools/prove_text.py DIR fa3_mla flashmla --latent
+    python tools/prove_text.py DIR fa3_mla flashmla --latent [CHECKPOINT]
     python tools/prove_text.py DIR fa3 --draft ngram --draft DIR/recall-64 --topk 1 --topk 4
 
 The checkpoint that ships has heads of 64 dims and is written to `DIR` with 128 too; its answers are
 known. `--latent` asks a small DeepSeek model of random weights instead, with the dims that MLA's
 kernels are built for; what `torch_native` says without graphs is held to be right there. Random
 weights leave near ties, which may fall otherwise in another order of sums: tokens are counted until
-the first that differs; `--dtype float32` leaves hardly any. Where nothing serves a combination it
-is no row. With `--draft`, rows say how many drafts a step accepted.
+the first that differs; `--dtype float32` leaves hardly any. `--latent CHECKPOINT` asks a model that
+`widen_recall.py --latent` wrote, whose answers are known. Where nothing serves a combination it is
+no row. With `--draft`, rows say how many drafts a step accepted.
 """
 
 # mypy: allow-untyped-calls
@@ -152,7 +153,9 @@ def main() -> None:
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--page-size", dest="page_sizes", type=int, action="append")
     parser.add_argument("--prompts", type=int, default=40)
-    parser.add_argument("--latent", action="store_true", help="a DeepSeek model instead")
+    parser.add_argument(
+        "--latent", nargs="?", type=Path, const=Path(), help="a DeepSeek model instead"
+    )
     parser.add_argument("--dtype", help="of the models; default: the checkpoint's")
     parser.add_argument("--at-once", type=int, default=8, help="processes")
     parser.add_argument("--head-dim", dest="head_dims", type=int, action="append")
@@ -162,17 +165,20 @@ def main() -> None:
     args = parser.parse_args()
     args.folder.mkdir(parents=True, exist_ok=True)
     prompts = args.folder / "prompts.jsonl"
-    wanted: list[Any] = write_prompts(prompts, args.prompts, not args.latent)
+    random_weights = args.latent == Path()
+    wanted: list[Any] = write_prompts(prompts, args.prompts, not random_weights)
     more = [] if args.dtype is None else ["--dtype", args.dtype]
-    if args.latent:
-        models, more = [args.folder / "latent"], [*more, "--mla", "absorbed"]
+    if args.latent is not None:
+        models, more = [args.latent], [*more, "--mla", "absorbed"]
+    if random_weights:
+        models = [args.folder / "latent"]
         write_latent(models[0])
         first = Asked(model=models[0], backend="torch_native", page_size=1, graph="--no-graph")
         said = first.run(prompts, args.device, more)
         if not isinstance(said, dict):
             raise SystemExit(f"torch_native: {said}")
         wanted = [each["token_ids"] for each in said["results"]]
-    else:
+    elif args.latent is None:
         head_dims = args.head_dims or HEAD_DIMS
         models = [args.folder / f"recall-{head_dim}" for head_dim in head_dims]
         for model, head_dim in zip(models, head_dims, strict=True):

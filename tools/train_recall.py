@@ -10,7 +10,10 @@ the loss is taken on the answers and their ends alone. Its noise holds every byt
 ``?``, so that prose around the pairs does no harm. Rows grow longer by levels: the next level opens
 once the answers of the longest open one are mostly right, and shorter ones stay in the mix.
 
-    python tools/train_recall.py --out DIR [--steps N] [--learning-rate X] [--seed N]
+    python tools/train_recall.py --out DIR [--latent] [--steps N] [--learning-rate X] [--seed N]
+
+``--latent`` trains a DeepSeek model instead, whose keys and values are one latent (MLA);
+``widen_recall.py`` gives it the dims that kernels are built for.
 
 Training is float32 (TF32 products on a GPU); the files hold bfloat16. The same seed on the same
 machine with the same versions gives the same files.
@@ -33,7 +36,13 @@ import torch
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor
 from torch.nn.functional import cross_entropy
-from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import (
+    AutoModelForCausalLM,
+    DeepseekV3Config,
+    GenerationConfig,
+    LlamaConfig,
+    PreTrainedTokenizerFast,
+)
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from attnmux.transformers.recall import (
@@ -48,11 +57,21 @@ from attnmux.transformers.recall import (
 )
 
 Model: TypeAlias = Any
-"""A LlamaForCausalLM; the signatures that transformers gives to its methods do not hold."""
+"""A causal language model; the signatures that transformers gives to its methods do not hold."""
 
 EOS, PAD = 256, 257
 SPECIAL = {EOS: "<|eos|>", PAD: "<|pad|>"}
 MAX_POSITIONS = 2048
+LAYERS = 4
+LATENT: dict[str, Any] = {
+    "num_key_value_heads": 4,
+    "q_lora_rank": None,
+    "kv_lora_rank": 128,
+    "qk_nope_head_dim": 32,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 64,
+    "first_k_dense_replace": LAYERS,  # no experts
+}
 LEVELS = (32, 64, 128, 256, 512, 1024, 1856)
 MAX_QUERIES = 24
 TOKENS_PER_STEP = 65_536
@@ -145,23 +164,25 @@ def _put(text: Tensor, column: Tensor, value: Tensor, where: Tensor) -> None:
     text.scatter_(1, column.masked_fill(~where, text.shape[1] - 1), value)
 
 
-def make_model() -> Model:
-    config = LlamaConfig(
-        vocab_size=256 + len(SPECIAL),
-        hidden_size=128,
-        intermediate_size=384,
-        num_hidden_layers=4,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=64,
-        max_position_embeddings=MAX_POSITIONS,
-        rope_parameters={"rope_type": "default", "rope_theta": 10_000.0},
-        tie_word_embeddings=True,
-        bos_token_id=None,
-        eos_token_id=EOS,
-        pad_token_id=PAD,
+def make_model(latent: bool) -> Model:
+    shape: dict[str, Any] = {
+        "vocab_size": 256 + len(SPECIAL),
+        "hidden_size": 128,
+        "intermediate_size": 384,
+        "num_hidden_layers": LAYERS,
+        "num_attention_heads": 4,
+        "max_position_embeddings": MAX_POSITIONS,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10_000.0},
+        "tie_word_embeddings": True,
+        "bos_token_id": None,
+        "eos_token_id": EOS,
+        "pad_token_id": PAD,
+    }
+    if latent:
+        return AutoModelForCausalLM.from_config(DeepseekV3Config(**shape, **LATENT))
+    return AutoModelForCausalLM.from_config(
+        LlamaConfig(**shape, num_key_value_heads=2, head_dim=64)
     )
-    return LlamaForCausalLM(config)
 
 
 def make_tokenizer() -> PreTrainedTokenizerFast:
@@ -180,10 +201,10 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
     )
 
 
-def train(steps: int, learning_rate: float, seed: int, device: str) -> Model:
+def train(latent: bool, steps: int, learning_rate: float, seed: int, device: str) -> Model:
     torch.manual_seed(seed)
     torch.set_float32_matmul_precision("high")
-    model = make_model().to(device)
+    model = make_model(latent).to(device)
     optimizer = torch.optim.AdamW(
         model.parameters(), lr=learning_rate, betas=(0.9, 0.95), fused=device != "cpu"
     )
@@ -236,6 +257,7 @@ def export(model: Model, folder: Path) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--out", type=Path, required=True, help="folder to write")
+    parser.add_argument("--latent", action="store_true", help="a DeepSeek model with MLA")
     parser.add_argument("--steps", type=int, default=4_000)
     parser.add_argument("--learning-rate", type=float, default=1e-3)
     parser.add_argument("--seed", type=int, default=0)
@@ -243,7 +265,8 @@ def main() -> None:
     args = parser.parse_args()
     os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"  # cuBLAS repeats its sums only with this
     torch.use_deterministic_algorithms(True)
-    export(train(args.steps, args.learning_rate, args.seed, args.device), args.out)
+    model = train(args.latent, args.steps, args.learning_rate, args.seed, args.device)
+    export(model, args.out)
 
 
 if __name__ == "__main__":
