@@ -115,6 +115,10 @@ def test_importing_core_imports_no_torch() -> None:
 
 def test_every_public_name_resolves() -> None:
     core = importlib.import_module("attnmux.core")
+    stub = ast.parse((ROOT / "core/src/attnmux/core/__init__.pyi").read_text())
+    imports = [node for node in ast.walk(stub) if isinstance(node, ast.ImportFrom)]
+    assert core.__all__ == sorted(alias.asname for node in imports for alias in node.names)
     for name in core.__all__:
         assert getattr(core, name) is not None
-    assert core.__all__ == sorted(core.__all__)
+    with pytest.raises(AttributeError, match="no attribute 'Backends'"):
+        _ = core.Backends

@@ -18,7 +18,6 @@ from attnmux.core.indices import (
     out_cache_loc,
     page_table,
     verify_kv_lens,
-    verify_qo_indptr,
     window_view,
 )
 
@@ -52,7 +51,6 @@ LENS = torch.tensor([3, 5], dtype=torch.int32)
         ("tile_size", lambda: num_kv_splits(LENS, tile_size=0)),
         ("max_splits", lambda: num_kv_splits(LENS, tile_size=1, max_splits=0)),
         ("draft_token_num", lambda: verify_kv_lens(LENS, 0)),
-        ("draft_token_num", lambda: verify_qo_indptr(2, 0, device="cpu")),
     ],
 )
 def test_refused(argument, call):

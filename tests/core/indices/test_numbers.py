@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from attnmux.core.indices import (
-    block_count_multiple,
     cu_seqlens,
     extend_positions,
     kv_indices,
@@ -18,8 +17,6 @@ from attnmux.core.indices import (
     page_table,
     uniform_indptr,
     verify_kv_lens,
-    verify_qo_indptr,
-    whole_page_lens,
     window_view,
 )
 
@@ -79,7 +76,6 @@ def test_page_table_is_padded_with_the_reserved_page():
 def test_verify():
     kv_lens = verify_kv_lens(lens(3, 5), 6)
     assert kv_lens.tolist() == [9, 11]
-    assert verify_qo_indptr(2, 6, device="cpu").tolist() == [0, 6, 12]
     assert mask_indptr(6, kv_lens).tolist() == [0, 54, 120]
     assert mask_indptr(lens(6, 6), kv_lens).tolist() == [0, 54, 120]
 
@@ -93,28 +89,15 @@ def test_splits_that_depend_on_nothing_but_the_length():
     assert num_kv_splits(lens(256, 257, 8192), tile_size=256).tolist() == [1, 2, 32]
 
 
-def test_a_prefix_cache_shares_whole_pages():
-    assert whole_page_lens(lens(32, 65), 64).tolist() == [0, 64]
-    assert whole_page_lens(lens(32, 65), 1).tolist() == [32, 65]
-
-
-@pytest.mark.parametrize(
-    ("page_size", "pages_per_block", "multiple"),
-    [(32, 1, 4), (64, 1, 2), (128, 1, 1), (256, 1, 1), (32, 16, 16), (64, 3, 6)],
-)
-def test_block_count_multiple(page_size, pages_per_block, multiple):
-    assert block_count_multiple(page_size, pages_per_block=pages_per_block) == multiple
-
-
 def test_block_table_width_is_a_multiple():
     table = torch.zeros((2, 4096), dtype=torch.int32)
-    for page_size, width in ((32, 36), (64, 18)):
+    for page_size, multiple, width in ((32, 4, 36), (64, 2, 18)):
         blocks = page_table(
             table,
             torch.tensor([1]),
             lens(33 * 32),
             page_size=page_size,
-            width_multiple=block_count_multiple(page_size),
+            width_multiple=multiple,
         )
         assert blocks.shape == (1, width)
 

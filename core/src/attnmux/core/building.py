@@ -120,13 +120,17 @@ def _joined(
 ) -> AttentionBackend:
     """Raises BackendFailed for groups that cannot be combined, so that an automatic choice goes on
     without the second one's backend."""
-    first = made[0].get_cuda_graph_seq_len_fill_value()
     for other, backend in zip(decision.others, made[1:], strict=True):
-        own = backend.get_cuda_graph_seq_len_fill_value()
-        if own != first:
-            reason = f"it has padding rows of {own} tokens, and that of other layers of {first}"
-            raise BackendFailed(other.phases["decode"].address, reason)
+        _check_padding(made[0], backend, other.phases["decode"])
     return LayerGroupsBackend(context, made)
+
+
+def _check_padding(first: AttentionBackend, other: AttentionBackend, choice: Choice) -> None:
+    """Raise BackendFailed where one graph runner cannot pad for both. choice: of the other one."""
+    known, own = (each.get_cuda_graph_seq_len_fill_value() for each in (first, other))
+    if own != known:
+        reason = f"it has padding rows of {own} tokens, and the other backend of {known}"
+        raise BackendFailed(choice.address, reason)
 
 
 def _assemble(
@@ -174,12 +178,8 @@ def _by_batch_size(
 ) -> AttentionBackend:
     """Raises BackendFailed for a backend that cannot be combined with `usual`, so that an automatic
     choice goes on without it."""
-    fill = usual.get_cuda_graph_seq_len_fill_value()
     for each, backend in sizes:
-        own = backend.get_cuda_graph_seq_len_fill_value()
-        if own != fill:
-            reason = f"it has padding rows of {own} tokens, and the other backend of {fill}"
-            raise BackendFailed(each.choice.address, reason)
+        _check_padding(usual, backend, each.choice)
     return BatchSizeAttnBackend(
         usual=usual,
         sizes=[Sizes(least=each.least, most=each.most, backend=leaf) for each, leaf in sizes],

@@ -28,6 +28,10 @@ class DispatchingBackend(AttentionBackend):
     def serving(self, batch: ForwardBatch) -> AttentionBackend:
         """The backend of a step."""
 
+    def as_served(self, batch: ForwardBatch) -> ForwardBatch:
+        """A prepared step as that backend gets it."""
+        return batch
+
     def init_forward_metadata(self, batch: ForwardBatch) -> None:
         self.serving(batch).init_forward_metadata(batch)
 
@@ -37,7 +41,7 @@ class DispatchingBackend(AttentionBackend):
         self.serving(batch).init_forward_metadata_out_graph(batch, in_capture)
 
     def init_forward_metadata_in_graph(self, batch: ForwardBatch) -> None:
-        self.serving(batch).init_forward_metadata_in_graph(batch)
+        self.serving(batch).init_forward_metadata_in_graph(self.as_served(batch))
 
     def save_kv(
         self,
@@ -51,10 +55,10 @@ class DispatchingBackend(AttentionBackend):
         self.serving(batch).save_kv(k, v, layer, batch, k_rope=k_rope)
 
     def forward_decode(self, call: AttentionCall, batch: ForwardBatch) -> torch.Tensor:
-        return self.serving(batch).forward_decode(call, batch)
+        return self.serving(batch).forward_decode(call, self.as_served(batch))
 
     def forward_extend(self, call: AttentionCall, batch: ForwardBatch) -> torch.Tensor:
-        return self.serving(batch).forward_extend(call, batch)
+        return self.serving(batch).forward_extend(call, self.as_served(batch))
 
     def forward_latent(
         self,
@@ -65,8 +69,8 @@ class DispatchingBackend(AttentionBackend):
         batch: ForwardBatch,
         projection: UpProjection,
     ) -> torch.Tensor:
-        serving = self.serving(batch)
-        return serving.forward_latent(q, latent, k_rope, layer, batch, projection)
+        serving, served = self.serving(batch), self.as_served(batch)
+        return serving.forward_latent(q, latent, k_rope, layer, served, projection)
 
 
 class HybridAttnBackend(DispatchingBackend):

@@ -96,12 +96,12 @@ class TreeAttnBackend(DispatchingBackend):
         if batch.forward_mode.is_target_verify():
             AttentionBackend.init_forward_metadata(self, batch)
         else:
-            super().init_forward_metadata(self._as_served(batch))
+            super().init_forward_metadata(self._of_one(batch))
 
     def init_forward_metadata_out_graph(
         self, batch: ForwardBatch, in_capture: bool = False
     ) -> None:
-        served = self._as_served(batch)
+        served = self._of_one(batch)
         backend = self.prefixes if batch.forward_mode.is_target_verify() else self.child
         backend.init_forward_metadata_out_graph(served, in_capture)
 
@@ -109,11 +109,11 @@ class TreeAttnBackend(DispatchingBackend):
         if batch.forward_mode.is_target_verify():
             self.prefixes.init_forward_metadata_in_graph(self._prepared().prefixes)
         else:
-            self.child.init_forward_metadata_in_graph(self._catching_up or batch)
+            super().init_forward_metadata_in_graph(batch)
 
     def forward_extend(self, call: AttentionCall, batch: ForwardBatch) -> torch.Tensor:
         if not batch.forward_mode.is_target_verify():
-            return self.child.forward_extend(call, self._catching_up or batch)
+            return super().forward_extend(call, batch)
         step = self._prepared()
         seen, seen_lse = self._of_prefixes(call, step)
         merged, lse = self._among_drafts(call, step)
@@ -135,10 +135,12 @@ class TreeAttnBackend(DispatchingBackend):
             return AttentionBackend.forward_latent(
                 self, q, latent, k_rope, layer, batch, projection
             )
-        served = self._catching_up or batch
-        return super().forward_latent(q, latent, k_rope, layer, served, projection)
+        return super().forward_latent(q, latent, k_rope, layer, batch, projection)
 
-    def _as_served(self, batch: ForwardBatch) -> ForwardBatch:
+    def as_served(self, batch: ForwardBatch) -> ForwardBatch:
+        return self._catching_up or batch
+
+    def _of_one(self, batch: ForwardBatch) -> ForwardBatch:
         """The step that one of the backends prepares. None was chosen for drafts, so that those of
         a draft model's own steps come as plain prompts."""
         self._verification = self._catching_up = None

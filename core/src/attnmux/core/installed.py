@@ -60,7 +60,7 @@ def _read_locked(settings: Settings, allow: Iterable[str] | None, deny: tuple[st
     """Without the plugins, and the cards whose libraries, differ from the lock; each is a failure.
     A plugin that differs is not imported. Raises SettingsError for a lock that cannot be read, and
     for another core."""
-    from attnmux.core.lock import Lock, libraries  # noqa: PLC0415  # few lock anything
+    from attnmux.core.lock import Lock  # noqa: PLC0415  # few lock anything
 
     path = settings.locked_file()
     lock = Lock.read(path)
@@ -74,7 +74,7 @@ def _read_locked(settings: Settings, allow: Iterable[str] | None, deny: tuple[st
     plugins = _read(settings, allow, (*deny, *(entry.distribution for entry, _ in refused)))
     kept = []
     for plugin in plugins.loaded:
-        by_card = [(card, lock.difference(libraries(card))) for card in plugin.cards]
+        by_card = [(card, lock.difference(card.libraries())) for card in plugin.cards]
         kept.append(replace(plugin, cards=tuple(card for card, said in by_card if not said)))
         refused += [(plugin.entry, said) for said in dict.fromkeys(s for _, s in by_card) if said]
     failures = (

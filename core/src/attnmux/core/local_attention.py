@@ -8,7 +8,7 @@ requests, over a table with the slots of their chunks.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -22,7 +22,7 @@ from attnmux.core.debug import check_batch
 from attnmux.core.errors import GraphUnsupported, InvalidInput
 from attnmux.core.kv.request_table import ReqToTokenPool
 from attnmux.core.tree_masks import tree_mask_of
-from attnmux.core.virtual_requests import virtual_step
+from attnmux.core.virtual_requests import StepBuffers, in_buffers, virtual_step
 
 if TYPE_CHECKING:
     from attnmux.core.context import BackendContext
@@ -77,15 +77,6 @@ def local_context(context: BackendContext, chunk: int) -> BackendContext:
     )
 
 
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class _Buffers:
-    """What graphs of decode steps read, [max_bs]."""
-
-    rows: torch.Tensor
-    lens: torch.Tensor
-    positions: torch.Tensor
-
-
 class LocalAttnBackend(AttentionBackend):
     """Serves layers with attention chunks by backends without them, in virtual requests.
 
@@ -117,7 +108,7 @@ class LocalAttnBackend(AttentionBackend):
             if layer.attention_chunk_size > 0
         }
         self._steps: dict[int, ForwardBatch] = {}
-        self._buffers: list[dict[int, _Buffers]] = []
+        self._buffers: list[dict[int, StepBuffers]] = []
 
     def get_cuda_graph_seq_len_fill_value(self) -> int:
         return self._fill
@@ -128,16 +119,7 @@ class LocalAttnBackend(AttentionBackend):
         for each in self._all:
             each.init_cuda_graph_state(max_bs, max_num_tokens)
         device = self.context.device
-        self._buffers.append(
-            {
-                chunk: _Buffers(
-                    rows=torch.arange(1, max_bs + 1, device=device),
-                    lens=torch.ones(max_bs, dtype=torch.int32, device=device),
-                    positions=torch.zeros(max_bs, dtype=torch.int64, device=device),
-                )
-                for chunk in self.local
-            }
-        )
+        self._buffers.append({chunk: StepBuffers.of(max_bs, device) for chunk in self.local})
 
     def init_forward_metadata(self, batch: ForwardBatch) -> None:
         check_fields(batch)
@@ -156,7 +138,7 @@ class LocalAttnBackend(AttentionBackend):
         for chunk in self.local:
             step = self._virtual(batch, chunk)
             if batch.forward_mode.is_decode():
-                step = self._in_buffers(step, chunk)
+                step = in_buffers(step, (each[chunk] for each in self._buffers))
             self._steps[chunk] = step
         if self.whole is not None:
             self.whole.init_forward_metadata_out_graph(batch, in_capture)
@@ -208,20 +190,6 @@ class LocalAttnBackend(AttentionBackend):
         table = self.local[chunk].context.req_to_token_pool.req_to_token
         engines = self.context.req_to_token_pool.req_to_token
         return virtual_step(batch, chunk, table=table, engines=engines)
-
-    def _in_buffers(self, step: ForwardBatch, chunk: int) -> ForwardBatch:
-        """A decode step in the first buffers with room: at capture and at every replay."""
-        size = step.batch_size
-        rooms = (each[chunk] for each in self._buffers)
-        buffers = next((each for each in rooms if size <= len(each.rows)), None)
-        if buffers is None:
-            return step
-        return replace(
-            step,
-            req_pool_indices=buffers.rows[:size],
-            seq_lens=buffers.lens[:size].copy_(step.seq_lens),
-            positions=buffers.positions[:size].copy_(step.positions),
-        )
 
 
 def _has_no_prefix(batch: ForwardBatch) -> bool:

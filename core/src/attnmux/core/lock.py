@@ -11,12 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from attnmux.core.choosing.common.files import read_file, replacing
-from attnmux.core.choosing.offer.card import BackendCard, Offer
-from attnmux.core.choosing.offer.libraries import (
-    canonical,
-    distributions,
-    parsed_requirement,
-)
+from attnmux.core.choosing.offer.card import Offer
+from attnmux.core.choosing.offer.libraries import canonical, distributions
 from attnmux.core.errors import InvalidInput, SettingsError, in_brief
 
 FORMAT = 1
@@ -40,7 +36,7 @@ class Lock:
         """Core, the plugins of the offers, and the installed libraries that their cards require."""
         names = {"attnmux-core"}
         for offer in offers:
-            names |= {offer.distribution, *libraries(offer.card)}
+            names |= {offer.distribution, *offer.card.libraries()}
         return cls(distributions=installed(names), model=model or {})
 
     @classmethod
@@ -139,15 +135,6 @@ def _files(folder: Path) -> Iterator[Path]:
                 yield from _files(Path(entry.path))
             elif entry.is_file():  # a pipe would hold up the reader
                 yield Path(entry.path)
-
-
-def libraries(card: BackendCard) -> set[str]:
-    """The distributions that a card requires, all alternatives."""
-    return {
-        parsed_requirement(text).name
-        for alternatives in card.requirements()
-        for text in alternatives
-    }
 
 
 def installed(names: Iterable[str]) -> dict[str, tuple[str, str]]:

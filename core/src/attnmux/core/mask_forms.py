@@ -15,9 +15,6 @@ from attnmux.core.tree_masks import FORMS, check_trees, tree_mask_of, with_form,
 if TYPE_CHECKING:
     from attnmux.core.backend import AttentionBackend
     from attnmux.core.batch import ForwardBatch
-    from attnmux.core.call import AttentionCall
-    from attnmux.core.latent import UpProjection
-    from attnmux.core.layer import LayerSpec
 
 
 def with_mask_forms(backend: AttentionBackend, forms: tuple[TreeMask, ...]) -> AttentionBackend:
@@ -91,7 +88,7 @@ class MaskFormsBackend(DispatchingBackend):
                 exact = replace(batch, seq_lens_sum=int(batch.seq_lens.sum()))
             longest = self.context.max_context_len
             self._converted = with_form(exact, self.forms[0], max_context_len=longest)
-        self.child.init_forward_metadata(self._as_read(batch))
+        self.child.init_forward_metadata(self.as_served(batch))
 
     def init_forward_metadata_out_graph(
         self, batch: ForwardBatch, in_capture: bool = False
@@ -101,34 +98,13 @@ class MaskFormsBackend(DispatchingBackend):
             longest = self.context.max_context_len
             made = with_form(batch, self.forms[0], max_context_len=longest)
             self._converted = self._in_buffers(made)
-        self.child.init_forward_metadata_out_graph(self._as_read(batch), in_capture)
-
-    def init_forward_metadata_in_graph(self, batch: ForwardBatch) -> None:
-        self.child.init_forward_metadata_in_graph(self._as_read(batch))
-
-    def forward_decode(self, call: AttentionCall, batch: ForwardBatch) -> torch.Tensor:
-        return self.child.forward_decode(call, self._as_read(batch))
-
-    def forward_extend(self, call: AttentionCall, batch: ForwardBatch) -> torch.Tensor:
-        return self.child.forward_extend(call, self._as_read(batch))
-
-    def forward_latent(
-        self,
-        q: torch.Tensor,
-        latent: torch.Tensor,
-        k_rope: torch.Tensor,
-        layer: LayerSpec,
-        batch: ForwardBatch,
-        projection: UpProjection,
-    ) -> torch.Tensor:
-        read = self._as_read(batch)
-        return self.child.forward_latent(q, latent, k_rope, layer, read, projection)
+        self.child.init_forward_metadata_out_graph(self.as_served(batch), in_capture)
 
     def _is_foreign(self, batch: ForwardBatch) -> bool:
         form = tree_mask_of(batch.spec_info)
         return form is not None and form not in self.forms and batch.forward_mode.is_target_verify()
 
-    def _as_read(self, batch: ForwardBatch) -> ForwardBatch:
+    def as_served(self, batch: ForwardBatch) -> ForwardBatch:
         converted = self._converted
         return batch if converted is None or not self._is_foreign(batch) else converted
 

@@ -8,7 +8,7 @@ whatever is chosen. Copying also lets each KV head have pages of its own.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -22,28 +22,12 @@ from attnmux.core.debug import check_batch
 from attnmux.core.errors import GraphUnsupported, InvalidInput
 from attnmux.core.page_bounds import PageBounds
 from attnmux.core.page_choice import PlainPages, RequestPages
+from attnmux.core.virtual_requests import StepBuffers, in_buffers
 
 if TYPE_CHECKING:
     from attnmux.core.context import BackendContext
     from attnmux.core.layer import LayerSpec
     from attnmux.core.page_choice import PageKernels
-
-
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class _Buffers:
-    """What graphs of decode steps read, [max_bs]."""
-
-    rows: torch.Tensor
-    lens: torch.Tensor
-    positions: torch.Tensor
-
-    @classmethod
-    def of(cls, size: int, device: torch.device) -> _Buffers:
-        return cls(
-            rows=torch.arange(1, size + 1, device=device),
-            lens=torch.ones(size, dtype=torch.int32, device=device),
-            positions=torch.zeros(size, dtype=torch.int64, device=device),
-        )
 
 
 class SparseAttnBackend(AttentionBackend):
@@ -80,7 +64,7 @@ class SparseAttnBackend(AttentionBackend):
         self._most = -(-context.max_context_len // self._page_size)
         self._width = self._most
         self._step: ForwardBatch | None = None
-        self._buffers: list[_Buffers] = []
+        self._buffers: list[StepBuffers] = []
 
     def get_cuda_graph_seq_len_fill_value(self) -> int:
         return self.chosen.get_cuda_graph_seq_len_fill_value()
@@ -89,7 +73,7 @@ class SparseAttnBackend(AttentionBackend):
         if max_num_tokens > max_bs:
             raise GraphUnsupported("drafts over chosen pages are not captured")
         self.chosen.init_cuda_graph_state(max_bs, max_num_tokens)
-        self._buffers.append(_Buffers.of(max_bs, self.context.device))
+        self._buffers.append(StepBuffers.of(max_bs, self.context.device))
 
     def init_forward_metadata(self, batch: ForwardBatch) -> None:
         check_fields(batch)
@@ -110,7 +94,7 @@ class SparseAttnBackend(AttentionBackend):
         if not self._decodes(batch):
             self.whole.init_forward_metadata_out_graph(batch, in_capture)
             return
-        self._step, self._width = self._in_buffers(self._virtual(batch)), self._most
+        self._step, self._width = in_buffers(self._virtual(batch), self._buffers), self._most
         self.chosen.init_forward_metadata_out_graph(self._step, in_capture)
 
     def init_forward_metadata_in_graph(self, batch: ForwardBatch) -> None:
@@ -201,16 +185,3 @@ class SparseAttnBackend(AttentionBackend):
         """Tokens of the chosen pages: all are full but the last one, as it is in the sequence."""
         missing = -lens % self._page_size
         return torch.minimum(lens, self._pages * self._page_size - missing)
-
-    def _in_buffers(self, step: ForwardBatch) -> ForwardBatch:
-        """A step in the first buffers with room: at capture and at every replay."""
-        size = step.batch_size
-        buffers = next((each for each in self._buffers if size <= len(each.rows)), None)
-        if buffers is None:
-            return step
-        return replace(
-            step,
-            req_pool_indices=buffers.rows[:size],
-            seq_lens=buffers.lens[:size].copy_(step.seq_lens),
-            positions=buffers.positions[:size].copy_(step.positions),
-        )

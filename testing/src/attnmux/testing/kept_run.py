@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from attnmux.core import InvalidInput
 from attnmux.core.choosing.common.files import read_file
-from attnmux.core.lock import installed, libraries
+from attnmux.core.lock import installed
 from attnmux.testing.candidate import Outcome, StepFigures
 
 if TYPE_CHECKING:
@@ -91,7 +91,7 @@ def digest(card: BackendCard, distribution: str, *facts: object) -> str:
 
     distribution: the plugin's; empty for a backend that no plugin offers.
     """
-    names = {distribution, *libraries(card), *OTHERS} - {""}
+    names = {distribution, *card.libraries(), *OTHERS} - {""}
     parts = [*facts, installed(names)]
     return hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()
 

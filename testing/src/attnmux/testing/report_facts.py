@@ -22,7 +22,6 @@ from attnmux.core.choosing.measured.records import Device
 from attnmux.core.choosing.offer.libraries import distributions
 from attnmux.core.choosing.offer.proof import proven_on
 from attnmux.core.errors import in_brief
-from attnmux.core.lock import libraries
 from attnmux.testing.anonymous import anonymous
 from attnmux.testing.candidate import Candidate
 from attnmux.testing.summary import Summary, verified_by
@@ -101,7 +100,7 @@ def _packages(plugins: Plugins) -> dict[str, str]:
 
 def _libraries(plugins: Plugins) -> dict[str, str]:
     """The installed libraries that a card requires."""
-    needed = {name for offer in plugins.offers() for name in libraries(offer.card)}
+    needed = {name for offer in plugins.offers() for name in offer.card.libraries()}
     return _installed(needed | {"torch", "triton"})
 
 

@@ -14,7 +14,6 @@ from attnmux.core import Settings, SettingsError, Verified
 from attnmux.core.choosing.common.files import read_file, replacing
 from attnmux.core.choosing.measured.records import Device
 from attnmux.core.cli.run import writing
-from attnmux.core.lock import libraries
 from attnmux.testing.anonymous import anonymous
 from attnmux.testing.candidate import Candidate
 from attnmux.testing.verify_run import Verification
@@ -135,7 +134,7 @@ def verified_by(summary: Summary, candidate: Candidate) -> Verified | None:
     if not summary.complete or summary.failures or not summary.cases:
         return None
     platform = candidate.platform
-    named = {"torch", *libraries(candidate.card)}
+    named = {"torch", *candidate.card.libraries()}
     return Verified(
         on=platform.name or f"{platform.vendor} {platform.arch}",
         platform=f"{platform.vendor}:{platform.arch}",

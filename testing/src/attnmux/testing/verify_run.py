@@ -9,7 +9,6 @@ from random import SystemRandom
 from typing import Any
 
 from attnmux.core import FrozenMapping, installed_version
-from attnmux.core.lock import libraries
 from attnmux.testing.candidate import Candidate, Outcome
 from attnmux.testing.card_limits import outside_points, try_point
 from attnmux.testing.children import Trial, run_in_children
@@ -109,7 +108,7 @@ class Verification:
     @property
     def versions(self) -> Mapping[str, str]:
         """Of the plugin and of everything that it ran on."""
-        names = {self.distribution, *libraries(self.candidate.card), *OTHERS} - {""}
+        names = {self.distribution, *self.candidate.card.libraries(), *OTHERS} - {""}
         found = {name: installed_version(name) for name in sorted(names)}
         return FrozenMapping({name: each for name, each in found.items() if each is not None})
 

@@ -4,13 +4,15 @@ import pickle
 
 import pytest
 
-from attnmux.core.choosing.ask.request import DEFAULTS, Request
-from attnmux.core.choosing.ask.values import ALIASES, DTYPES, READERS, canonical_dtype
+from attnmux.core.choosing.ask.request import READERS, Request
+from attnmux.core.choosing.ask.values import ALIASES, BY_NAME, BY_TYPE, DTYPES, canonical_dtype
 from attnmux.core.errors import InvalidInput
 
 
 def test_each_field_has_its_reader() -> None:
-    assert [name for name, _ in DEFAULTS] == list(READERS)
+    assert [*READERS, "origins"] == list(Request.__slots__)
+    assert BY_NAME.keys() <= READERS.keys()
+    assert {*READERS.values()} == {*BY_NAME.values(), *BY_TYPE.values()}
 
 
 def test_nothing_asked() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache, partial
-from typing import Any, NoReturn
+from typing import Any
 
 from attnmux.core.choosing.ask.layer_group import shape_said
 from attnmux.core.choosing.ask.policy import NAMING, Policy
@@ -55,23 +55,24 @@ def solve(
     """
     policy, offers = policy or Policy(), _in_order(offers)
     request.check_chosen_pages()
-    if request.other_layers:
-        return _solve_groups(request, platform, offers, policy, libraries, ranking, accuracy)
     again = partial(solve, offers=offers, libraries=libraries, ranking=ranking, accuracy=accuracy)
+    problems = [
+        _problem(each, platform, offers, policy, libraries, ranking, accuracy)
+        for each in request.of_groups()
+    ]
     try:
-        decision = _solve(request, platform, offers, policy, libraries, ranking, accuracy)
+        decision = _decided(request, problems, libraries)
     except NoBackend as refused:
-        if not request.has_separable_trees:
+        if request.other_layers or not request.has_separable_trees:
             raise
         try:
             decision = _with_trees(request, platform, policy, again)
         except NoBackend:
             raise refused from None
-        # Who serves these layers without drafts may not serve them with drafts
-        return _with_linear(decision, policy, again) if request.linear_layers else decision
     if request.linear_layers:
+        # Also of trees: who serves these layers without drafts may not serve them with drafts
         decision = _with_linear(decision, policy, again)
-    if not request.chunked_prefix or "extend" not in decision.phases:
+    if not request.chunked_prefix or decision.trees or "extend" not in decision.phases:
         return decision
     by_address = {offer.address: offer for offer in offers}
 
@@ -87,67 +88,38 @@ def solve(
     return _with_expanded(decision, partial(again, policy=_unnamed(policy)), rank)
 
 
-def _solve(
-    request: Request,
-    platform: Platform,
-    offers: tuple[Offer, ...],
-    policy: Policy,
-    libraries: Libraries,
-    ranking: Ranking,
-    accuracy: Accuracy,
-) -> Decision:
-    """A decision of `phases` alone: each has a backend whose card admits all of it."""
-    problem = _problem(request, platform, offers, policy, libraries, ranking, accuracy)
-    variants = problem.variants()
-    best = best_assignment(problem, variants)
-    if best is None:
-        raise refusal(platform, problem.groups, verdicts(problem, variants, None))
-    return _decision(problem, variants, best, read_options(policy.options, offers, libraries))
-
-
-def _solve_groups(
-    request: Request,
-    platform: Platform,
-    offers: tuple[Offer, ...],
-    policy: Policy,
-    libraries: Libraries,
-    ranking: Ranking,
-    accuracy: Accuracy,
-) -> Decision:
-    """A decision for each group of layers, all with one page size and one KV dtype.
+def _decided(request: Request, problems: Sequence[Problem], libraries: Libraries) -> Decision:
+    """A decision for each group of layers that are alike, all with one page size and one KV dtype:
+    each phase has a backend whose card admits all of it.
 
     Raises NoBackend for the first group that nothing serves, and where no page size and KV dtype
     serves all groups.
     """
-    how = (policy, libraries, ranking, accuracy)
-    problems = [_problem(each, platform, offers, *how) for each in request.of_groups()]
     variants = [problem.variants() for problem in problems]
-    given = read_options(policy.options, offers, libraries)
     best = best_together(problems, variants)
     if best is None:
-        _refuse_groups(request, problems, variants)
+        raise _refused(request, problems, variants)
+    given = read_options(problems[0].policy.options, problems[0].offers, libraries)
     found = [
         _decision(problem, alike, one, given)
         for problem, alike, one in zip(problems, variants, best, strict=True)
     ]
-    decision = Decision.of_groups(found, request.other_layers)
-    if not request.linear_layers:
-        return decision
-    again = partial(solve, offers=offers, libraries=libraries, ranking=ranking, accuracy=accuracy)
-    return _with_linear(decision, policy, again)
+    return Decision.of_groups(found, request.other_layers)
 
 
-def _refuse_groups(
+def _refused(
     request: Request, problems: Sequence[Problem], variants: Sequence[Sequence[Variant]]
-) -> NoReturn:
+) -> NoBackend:
+    if len(problems) == 1:
+        return refusal(problems[0], verdicts(problems[0], variants[0], None))
     names = [f"layers with {shape_said(request)}", *map(str, request.other_layers)]
     for name, problem, alike in zip(names, problems, variants, strict=True):
         if best_assignment(problem, alike) is None:
-            refused = refusal(problem.platform, problem.groups, verdicts(problem, alike, None))
-            raise NoBackend(f"{name}: {refused}", refused.candidates)
+            refused = refusal(problem, verdicts(problem, alike, None))
+            return NoBackend(f"{name}: {refused}", refused.candidates)
     where = problems[0].platform.name or str(problems[0].platform)
     said = f"no page size and KV dtype serves {' and '.join(names)} on {where}"
-    raise NoBackend(f"{said}, though backends serve each alone")
+    return NoBackend(f"{said}, though backends serve each alone")
 
 
 def _problem(

@@ -17,6 +17,12 @@ from attnmux.core.choosing.offer.proof import proven
 from attnmux.core.cli.run import Run, common_options, echo_json, pass_run
 from attnmux.core.errors import AmbiguousPlatform, InvalidInput
 
+PLAIN = (
+    *("name", "status", "summary", "factory", "tuner", "contract", "extra"),
+    *("needs_cpu_seq_lens", "virtual_requests", "fp8_products"),
+)
+LISTED = ("aliases", "companions", "excludes", "tree_masks")
+
 
 @click.command()
 @common_options
@@ -45,18 +51,12 @@ def _described(offer: Offer, reasons: list[Reason]) -> dict[str, Any]:
     """A card as JSON. A clause lists only the axes that it limits or opens."""
     card = offer.card
     return {
-        "name": card.name,
-        "aliases": list(card.aliases),
+        **{name: getattr(card, name) for name in PLAIN},
+        **{name: list(getattr(card, name)) for name in LISTED},
         "plugin": offer.plugin,
         "distribution": offer.distribution,
         "version": offer.version,
-        "status": card.status,
-        "summary": card.summary,
-        "factory": card.factory,
-        "tuner": card.tuner,
-        "contract": card.contract,
         "requires": [list(alternatives) for alternatives in card.requirements()],
-        "extra": card.extra,
         "options": [_option(option) for option in card.options],
         "clauses": [_conditions(clause) for clause in card.clauses],
         "sources": dict(card.sources),
@@ -64,12 +64,6 @@ def _described(offer: Offer, reasons: list[Reason]) -> dict[str, Any]:
             {"rank": prior.rank, "when": _conditions(prior.when), "source": prior.source}
             for prior in card.priors
         ],
-        "companions": list(card.companions),
-        "excludes": list(card.excludes),
-        "needs_cpu_seq_lens": card.needs_cpu_seq_lens,
-        "tree_masks": list(card.tree_masks),
-        "virtual_requests": card.virtual_requests,
-        "fp8_products": card.fp8_products,
         "error_bounds": [bound.to_dict() for bound in card.error_bounds],
         "proof": proven(card.verified_on, card.clauses).word,
         "verified_on": [run.to_dict() for run in card.verified_on],

@@ -18,22 +18,11 @@ F = TypeVar("F", bound=Callable[..., Any])
 pass_run = click.make_pass_decorator(Run)
 
 
-def _set_debug(ctx: click.Context, _: click.Parameter, value: bool) -> None:
+def _set(ctx: click.Context, option: click.Parameter, value: bool | str | None) -> None:
+    """Note the option in the field of the run that has its name."""
     run = ctx.find_object(Run)
-    if run is not None:
-        run.debug = run.debug or value
-
-
-def _set_no_plugins(ctx: click.Context, _: click.Parameter, value: bool) -> None:
-    run = ctx.find_object(Run)
-    if run is not None:
-        run.no_plugins = value
-
-
-def _set_locked(ctx: click.Context, _: click.Parameter, value: str | None) -> None:
-    run = ctx.find_object(Run)
-    if run is not None:
-        run.locked = value
+    if run is not None and value:
+        setattr(run, str(option.name), value)
 
 
 def _set_answer(ctx: click.Context, _: click.Parameter, value: bool) -> bool:
@@ -51,21 +40,21 @@ def common_options(command: F) -> F:
         is_flag=True,
         expose_value=False,
         is_eager=True,
-        callback=_set_debug,
+        callback=_set,
         help="Show the traceback of an error.",
     )(command)
     command = click.option(
         "--no-plugins",
         is_flag=True,
         expose_value=False,
-        callback=_set_no_plugins,
+        callback=_set,
         help="Load no plugin.",
     )(command)
     command = click.option(
         "--locked",
         metavar="FILE",
         expose_value=False,
-        callback=_set_locked,
+        callback=_set,
         help="Refuse what differs from this file of `attnmux lock`.",
     )(command)
     return click.option(

@@ -12,11 +12,7 @@ from attnmux.core.choosing.find.plugins import Plugins
 from attnmux.core.choosing.machine.platform import Platform
 from attnmux.core.choosing.machine.vendors import VENDORS
 from attnmux.core.choosing.offer.card import Offer
-from attnmux.core.choosing.offer.libraries import (
-    canonical,
-    installed_version,
-    parsed_requirement,
-)
+from attnmux.core.choosing.offer.libraries import canonical, installed_version
 from attnmux.core.choosing.offer.proof import proven_on
 from attnmux.core.choosing.solver import solve
 from attnmux.core.choosing.tell.decision import Decision
@@ -287,12 +283,8 @@ def _warn_of_absent_plugin(run: Run, plugins: Plugins, vendor: str) -> None:
 
 def _warn_of_unused_without(run: Run, plugins: Plugins, without: Iterable[str]) -> None:
     """A library that no backend requires changes no answer; its name may be misspelt."""
-    required = {
-        canonical(parsed_requirement(text).name)
-        for offer in (plugins.offers() if without else ())
-        for alternatives in offer.card.requirements()
-        for text in alternatives
-    }
+    offers = plugins.offers() if without else ()
+    required = {canonical(name) for offer in offers for name in offer.card.libraries()}
     for name in without:
         if canonical(name) not in required:
             run.warn(f"--without {name}: no backend requires it (deny_plugins leaves a plugin out)")

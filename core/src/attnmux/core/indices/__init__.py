@@ -18,50 +18,22 @@ Arguments of a wrong shape or dtype raise InvalidInput. Values are not checked.
 
 from __future__ import annotations
 
-from attnmux.core.indices._segments import segment_of_place
-from attnmux.core.indices.keys import block_count_multiple, kv_indices, out_cache_loc, page_table
-from attnmux.core.indices.local import KVView, window_view
-from attnmux.core.indices.ragged import (
-    cu_seqlens,
-    extend_positions,
-    kv_indptr,
-    kv_last_page_len,
-    mask_indptr,
-    num_kv_splits,
-    uniform_indptr,
-    verify_kv_lens,
-    verify_qo_indptr,
-    whole_page_lens,
-)
-from attnmux.core.indices.topk import (
-    best_keys,
-    index_scores,
-    select_topk,
-    token_rows,
-    topk_slots,
-)
-
-__all__ = [
-    "KVView",
-    "best_keys",
-    "block_count_multiple",
-    "cu_seqlens",
-    "extend_positions",
-    "index_scores",
-    "kv_indices",
-    "kv_indptr",
-    "kv_last_page_len",
-    "mask_indptr",
-    "num_kv_splits",
-    "out_cache_loc",
-    "page_table",
-    "segment_of_place",
-    "select_topk",
-    "token_rows",
-    "topk_slots",
-    "uniform_indptr",
-    "verify_kv_lens",
-    "verify_qo_indptr",
-    "whole_page_lens",
-    "window_view",
-]
+from attnmux.core.indices._segments import segment_of_place as segment_of_place
+from attnmux.core.indices.keys import kv_indices as kv_indices
+from attnmux.core.indices.keys import out_cache_loc as out_cache_loc
+from attnmux.core.indices.keys import page_table as page_table
+from attnmux.core.indices.local import KVView as KVView
+from attnmux.core.indices.local import window_view as window_view
+from attnmux.core.indices.ragged import cu_seqlens as cu_seqlens
+from attnmux.core.indices.ragged import extend_positions as extend_positions
+from attnmux.core.indices.ragged import kv_indptr as kv_indptr
+from attnmux.core.indices.ragged import kv_last_page_len as kv_last_page_len
+from attnmux.core.indices.ragged import mask_indptr as mask_indptr
+from attnmux.core.indices.ragged import num_kv_splits as num_kv_splits
+from attnmux.core.indices.ragged import uniform_indptr as uniform_indptr
+from attnmux.core.indices.ragged import verify_kv_lens as verify_kv_lens
+from attnmux.core.indices.topk import best_keys as best_keys
+from attnmux.core.indices.topk import index_scores as index_scores
+from attnmux.core.indices.topk import select_topk as select_topk
+from attnmux.core.indices.topk import token_rows as token_rows
+from attnmux.core.indices.topk import topk_slots as topk_slots

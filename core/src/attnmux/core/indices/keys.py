@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Protocol
 
 import torch
@@ -132,7 +131,7 @@ def page_table(
     req_to_token: the request table, or its tensor of slots.
     kv_lens: [B] int32, keys a request. kv_start: [B] int32, the column where they begin.
     max_len: the longest of kv_lens, or more. width is ceil(max_len / page_size), rounded up
-    to a multiple of `width_multiple` (see `block_count_multiple`).
+    to a multiple of `width_multiple`.
     out: int32 [at least B, W], contiguous rows or not; without max_len the width is W.
     """
     source, step, first = _columns(req_to_token, page_size, kv_start)
@@ -155,24 +154,6 @@ def page_table(
     result[:, table.shape[1] :].zero_()
     result[:, : table.shape[1]].copy_(table)
     return result
-
-
-def block_count_multiple(
-    page_size: int, *, tile_tokens: int = 128, pages_per_block: int = 1
-) -> int:
-    """The `width_multiple` of a kernel's block table.
-
-    A kernel that reads `tile_tokens` keys at a time needs whole tiles of pages, and one that copies
-    `pages_per_block` entries of the table at a time needs whole blocks. TRT-LLM's MLA decode has
-    tiles of 128: 4 pages of 32, 2 pages of 64.
-    """
-    for argument, value in (
-        ("page_size", page_size),
-        ("tile_tokens", tile_tokens),
-        ("pages_per_block", pages_per_block),
-    ):
-        check_positive(argument, value)
-    return math.lcm(tile_tokens // math.gcd(tile_tokens, page_size), pages_per_block)
 
 
 def table_width(

@@ -70,25 +70,6 @@ def kv_last_page_len(
     return store((kv_lens - 1) % page_size + 1, out, torch.int32)
 
 
-def whole_page_lens(lens: torch.Tensor, page_size: int) -> torch.Tensor:
-    """[B]: tokens of lens that fill whole pages, which a prefix cache may share."""
-    check_lens("lens", lens)
-    check_positive("page_size", page_size)
-    return lens - lens % page_size
-
-
-def verify_qo_indptr(
-    batch_size: int,
-    draft_token_num: int,
-    *,
-    device: torch.device | str,
-    out: torch.Tensor | None = None,
-) -> torch.Tensor:
-    """[B + 1]: where each request's draft tokens begin, in steps of d."""
-    check_positive("draft_token_num", draft_token_num)
-    return uniform_indptr(batch_size, draft_token_num, device=device, out=out)
-
-
 def verify_kv_lens(
     seq_lens: torch.Tensor, draft_token_num: int, *, out: torch.Tensor | None = None
 ) -> torch.Tensor:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from attnmux.core.choosing.ask.layer_group import LayerGroup
-from attnmux.core.choosing.ask.values import FEWEST_CHOSEN_PAGES, PHASES, READERS
+from attnmux.core.choosing.ask.values import BY_NAME, BY_TYPE, FEWEST_CHOSEN_PAGES, PHASES, Reader
 from attnmux.core.choosing.common.checks import nearest
 from attnmux.core.choosing.common.facts import dataclass, defaults, field
 from attnmux.core.choosing.common.facts import replace as replace_fields
@@ -371,6 +371,10 @@ class Request:
 
 
 DEFAULTS = tuple(defaults(Request).items())
+READERS: Mapping[str, Reader] = {
+    name: BY_NAME.get(name) or BY_TYPE[Request.__annotations__[name]] for name, _ in DEFAULTS
+}
+"""By field."""
 
 
 def parse_fields(text: str) -> dict[str, str]:

@@ -128,46 +128,23 @@ def _layers(name: str, value: Any) -> tuple[tuple[str, int], ...]:  # noqa: ANN4
         raise InvalidInput(name, got=repr(value), expected="KIND:COUNT+KIND:COUNT") from None
 
 
-READERS: Mapping[str, Reader] = {
+BY_TYPE: Mapping[str, Reader] = {
+    "int | None": _positive,
+    "float | None": partial(_number, float, "a positive number, or none"),
+    "bool": _flag,
+    "tuple[LayerGroup, ...]": read_groups,
+    "tuple[tuple[str, int], ...]": _layers,
+}
+"""By the annotation of a request's field."""
+
+BY_NAME: Mapping[str, Reader] = {
     "kind": partial(_word, KINDS),
-    "num_q_heads": _positive,
-    "num_kv_heads": _positive,
-    "head_dim": _positive,
-    "v_head_dim": _positive,
-    "kv_lora_rank": _positive,
-    "qk_rope_head_dim": _positive,
-    "index_topk": _positive,
-    "encoder_head_dim": _positive,
     "dtype": _dtype,
     "kv_dtype": _dtype,
-    "page_size": _positive,
     "phases": _phases,
-    "spec_topk": _positive,
-    "spec_draft_tokens": _positive,
     "speculative_attention_mode": partial(_word, ("prefill", "decode")),
     "sparse": lambda name, value: None if _is_unset(value) else _word(("quest",), name, value),
-    "sparse_budget": _positive,
     "sliding_window": _window,
-    "attention_chunk": _positive,
-    "cross_attention": _flag,
-    "sinks": _flag,
-    "alibi": _flag,
-    "relative_bias": _flag,
-    "logit_cap": partial(_number, float, "a positive number, or none"),
-    "custom_mask": _flag,
-    "multi_item": _flag,
-    "multimodal": _flag,
-    "chunked_prefix": _flag,
-    "two_batches": _flag,
-    "deterministic": _flag,
-    "graph": _flag,
-    "lse": _flag,
-    "strided_kv": _flag,
-    "other_layers": read_groups,
-    "linear_layers": _layers,
-    "linear_head_dim": _positive,
-    "linear_v_head_dim": _positive,
-    "max_error": partial(_number, float, "a positive number, or none"),
     "accuracy": lambda name, value: None if _is_unset(value) else _word(("high",), name, value),
 }
-"""By field of the request."""
+"""By field, where the annotation does not say enough."""

@@ -1,7 +1,7 @@
 """The axes of choosing: how each value of a request or a platform meets a field of a clause.
 
-A new axis is a field of `Clause`, a field of `Request` with its reader in `ask/values.py` (or a
-field of `Platform`), and a row of `AXES`.
+A new axis is a field of `Clause`, a field of `Request` (or of `Platform`), and a row of `AXES`.
+`ask/values.py` reads a field by its type, or by its name where the type does not say enough.
 """
 
 from __future__ import annotations

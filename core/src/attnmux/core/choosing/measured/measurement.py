@@ -11,7 +11,7 @@ from attnmux.core.choosing.common.frozen import FrozenMapping
 from attnmux.core.choosing.judge.axes import Demand, Question
 from attnmux.core.choosing.measured.records import Record, RecordFile, Records, is_figure
 from attnmux.core.choosing.offer.card import Offer
-from attnmux.core.choosing.offer.libraries import Libraries, installed_version, parsed_requirement
+from attnmux.core.choosing.offer.libraries import Libraries, installed_version
 
 STATED_APART = frozenset({"vendor", "arch", "version", "features", "runtime", "phase"})
 """Axes that a measurement states by its device and its phase."""
@@ -89,10 +89,6 @@ def insisted(question: Question) -> list[Demand]:
 
 def versions_of(offer: Offer, libraries: Libraries = installed_version) -> Mapping[str, str]:
     """The versions of the plugin and of the card's libraries that are installed."""
-    named = {
-        parsed_requirement(text).name
-        for alternatives in offer.card.requirements()
-        for text in alternatives
-    }
-    found = {name: version for name in sorted(named) if (version := libraries(name)) is not None}
+    named = sorted(offer.card.libraries())
+    found = {name: version for name in named if (version := libraries(name)) is not None}
     return FrozenMapping({**found, offer.distribution or offer.plugin: offer.version})

@@ -349,6 +349,11 @@ class BackendCard:
         """`requires`, each as a tuple of alternatives."""
         return tuple((item,) if isinstance(item, str) else item for item in self.requires)
 
+    def libraries(self) -> frozenset[str]:
+        """The distributions of `requires`, all alternatives."""
+        texts = (text for alternatives in self.requirements() for text in alternatives)
+        return frozenset(parsed_requirement(text).name for text in texts)
+
 
 def _check_requirement(argument: str, alternatives: tuple[str, ...]) -> None:
     if not alternatives:

@@ -68,6 +68,9 @@ def best_together(
 
     variants: of each problem.
     """
+    if len(problems) == 1:
+        alone = best_assignment(problems[0], variants[0])
+        return None if alone is None else (alone,)
     found = [
         [(variant, candidates_of(problem, variant)) for variant in alike]
         for problem, alike in zip(problems, variants, strict=True)

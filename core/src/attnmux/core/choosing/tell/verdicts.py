@@ -15,7 +15,6 @@ from attnmux.core.choosing.common.verdict import Reason, Verdict
 from attnmux.core.choosing.judge.axes import demands_of
 from attnmux.core.choosing.judge.checking import verdict
 from attnmux.core.choosing.judge.shortcomings import shortcomings_by_phase
-from attnmux.core.choosing.machine.platform import Platform
 from attnmux.core.choosing.machine.vendors import VENDORS
 from attnmux.core.choosing.offer.card import Offer
 from attnmux.core.choosing.search.assignments import Assignment
@@ -167,10 +166,9 @@ class _Verdicts:
         )
 
 
-def refusal(
-    platform: Platform, groups: Sequence[Group], candidates: Sequence[Verdict]
-) -> NoBackend:
+def refusal(problem: Problem, candidates: Sequence[Verdict]) -> NoBackend:
     """The error: the phases that nothing serves, and each candidate's reasons there."""
+    platform, groups = problem.platform, problem.groups
     where = platform.name or str(platform)
     if not candidates:
         line = f"pip install {VENDORS.get(platform.vendor, VENDORS['cpu']).distribution}"
