@@ -16,6 +16,7 @@ import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from attnmux.core import InvalidInput, RankGroup
+from attnmux.transformers.images.encoder import tower_of
 
 WHOLE = frozenset(
     {
@@ -71,8 +72,9 @@ def split_model(model: PreTrainedModel, joints: Joints) -> None:
     """Keep this rank's part of the weights, and have the ranks meet at the joints.
 
     Heads are split in order. Where there are fewer KV heads than ranks, ranks in succession hold
-    the same one; each layer counts its own. Raises InvalidInput for a model without a plan, a style that is not known, and
-    heads or dims that the ranks do not divide. Then the model is of no use.
+    the same one; each layer counts its own. Each rank keeps a vision tower whole. Raises
+    InvalidInput for a model without a plan, a style that is not known, and heads or dims that the
+    ranks do not divide. Then the model is of no use.
     """
     for name, style in joints.chosen(model, _matches(model, plan_of(model))):
         parent, _, last = name.rpartition(".")
@@ -110,11 +112,17 @@ def plan_of(model: PreTrainedModel) -> Mapping[str, str]:
 
 
 def _matches(model: PreTrainedModel, plan: Mapping[str, str]) -> list[tuple[str, str]]:
-    """(name, style) of every module and parameter of the plan."""
+    """(name, style) of every module and parameter of the plan. A vision tower stays whole."""
     patterns = [(re.compile(_pattern(key)), style) for key, style in plan.items()]
+    tower = tower_of(model)
+    whole = set() if tower is None else {*tower.modules(), *tower.parameters()}
     names = [
-        *(name for name, _ in model.named_modules()),
-        *(name for name, _ in model.named_parameters(remove_duplicate=False)),
+        *(name for name, module in model.named_modules() if module not in whole),
+        *(
+            name
+            for name, parameter in model.named_parameters(remove_duplicate=False)
+            if parameter not in whole
+        ),
     ]
     return [(name, style) for name in names for each, style in patterns if each.fullmatch(name)]
 
