@@ -7,12 +7,14 @@ A figure is device time of one layer's recurrence in microseconds, replayed from
 names the sides that cannot be captured: their figures contain the host's work. `triton` is
 `triton_linear`, which reads and writes the states in the rows of a pool. `fla` is
 flash-linear-attention's function for the same, on states that lie in order: what an engine does to
-bring them there is not counted. `torch` is `torch_linear`. `ratio` is triton over fla. An error is
-the largest difference from torch_linear in float32, over its largest value.
+bring them there is not counted. `one by one` is `triton_linear` token by token, in prompts. `torch`
+is `torch_linear`. `ratio` is triton over fla, or over one by one where that is not installed. An
+error is the largest difference from torch_linear in float32, over its largest value.
 """
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import import_module
@@ -46,16 +48,18 @@ from attnmux.testing.linear_setup import (
 STEPS: dict[str, Step] = {
     **{f"decode {size}": decode(*[4096] * size) for size in (1, 16, 64, 256)},
     "prefill 1 x 4096": extend((0, 4096)),
+    "prefill 1 x 8192": extend((0, 8192)),
     "prefill 1 x 32768": extend((0, 32768)),
     "prefill 8 x 1024": extend(*[(0, 1024)] * 8),
     "prefill 64 x 128 after 4096": extend(*[(4096, 128)] * 64),
 }
 TINY = {"decode 2": decode(9, 4), "prefill 1 x 70": extend((0, 70))}
+ONE_BY_ONE = "one by one"
 MOST_BY_TORCH = 8192
 """Tokens that torch_linear is timed with: more take seconds."""
 COLUMNS = {
     **{"kind": "", "heads": "", "step": ""},
-    **{"triton": ",.1f", "fla": ",.1f", "torch": ",.1f", "ratio": ".2f"},
+    **{"triton": ",.1f", "fla": ",.1f", "one by one": ",.1f", "torch": ",.1f", "ratio": ".2f"},
     **{"error": ".4f", "error of fla": ".4f", "eager": ""},
 }
 
@@ -110,8 +114,9 @@ def measure(
         side: float((answer.float() - exact).abs().max() / exact.abs().max())
         for side, answer in sides.answers.items()
     }
-    ratio = times.ratio("triton", "fla") if {"triton", "fla"} <= us.keys() else None
-    by_way = (us.get("triton"), us.get("fla"), us.get("torch"))
+    other = next((side for side in ("fla", ONE_BY_ONE) if side in us), None)
+    ratio = None if other is None else times.ratio("triton", other)
+    by_way = (us.get("triton"), us.get("fla"), us.get(ONE_BY_ONE), us.get("torch"))
     errors = error.get("triton"), error.get("fla")
     report.add(kind, shape, name, *by_way, ratio, *errors, eager)
 
@@ -147,8 +152,12 @@ def sides_of(case: LinearCase, device: torch.device) -> Sides:
     if step.num_real_tokens > MOST_BY_TORCH:
         runs.pop("torch")
     if device.type != "cpu":
-        triton = import_module("attnmux.triton.linear").TritonLinearBackend(setup.context)
-        add("triton", on_backend(triton, step, given))
+        kernels = import_module("attnmux.triton.linear").TritonLinearBackend
+        add("triton", on_backend(kernels(setup.context), step, given))
+        if not step.batch.forward_mode.is_decode():
+            recurrent = kernels(setup.context)
+            recurrent.few_tokens = sys.maxsize
+            add(ONE_BY_ONE, on_backend(recurrent, step, given))
         by_fla = flash_linear_attention(setup, step, given, start)
         if by_fla is not None:
             add("fla", by_fla)

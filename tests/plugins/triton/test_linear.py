@@ -15,7 +15,8 @@ from attnmux.triton.plugin import TRITON_LINEAR
 
 pytest.importorskip("triton")
 
-from attnmux.triton.linear import CHUNK, LinearStep, TritonLinearBackend
+from attnmux.triton.linear import TritonLinearBackend
+from attnmux.triton.linear_chunks import CHUNK, LinearStep
 
 CANDIDATE = Candidate(
     card=replace(TRITON_LINEAR, requires=()),
@@ -24,7 +25,7 @@ CANDIDATE = Candidate(
 )
 FEW = ("decode-padding", "decode-first-token", "extend-prefix", "mixed", "extend-float32")
 ENOUGH = {
-    "kda": FEW,
+    "kda": (*FEW, "extend-chunk-edges", "extend-8-heads-over-2", "extend-strong-decay"),
     "mamba2": (*FEW, "extend-chunk-edges", "extend-8-heads-over-2", "extend-strong-decay"),
     "lightning": (*FEW, "extend-chunk-edges"),
 }

@@ -108,12 +108,12 @@ def _check_images(checkpoint: Checkpoint, options: RunnerOptions) -> None:
         return
     hindrances = {
         f"{checkpoint.source}, which reads text alone": not checkpoint.reads_images,
-        f"{options.ranks.size} ranks": options.ranks.size > 1,
+        "ranks that split more than weights": not options.ranks.run_images,
         "drafts": options.draft_tokens is not None,
     }
     found = [name for name, hinders in hindrances.items() if hinders]
     if found:
-        expected = "a model with a vision tower, on one rank, without drafts"
+        expected = "a model with a vision tower, without drafts, on one rank or with --tp alone"
         raise InvalidInput("images", got=found[0], expected=expected)
 
 
@@ -217,8 +217,8 @@ def _ways(
     if options.draft_topk > 1:
         expected = "1, chains of drafts: an indexer counts places"
         raise InvalidInput("draft_topk", got=options.draft_topk, expected=expected)
-    if options.ranks.size > 1:
-        expected = "1: an indexer's keys lie on one rank"
+    if not options.ranks.run_indexers:
+        expected = "1, or --tp alone: an indexer reads all keys of a request"
         raise InvalidInput("ranks", got=options.ranks.size, expected=expected)
     return [latent_request(request, latent, index_topk=indexers.topk)]
 

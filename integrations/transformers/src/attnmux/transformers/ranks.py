@@ -29,6 +29,7 @@ from attnmux.core import (
     solve_measured,
 )
 from attnmux.core.graph.together import ALONE
+from attnmux.transformers.images.prompt import PromptImages
 from attnmux.transformers.sequence import Step
 
 T = TypeVar("T")
@@ -43,6 +44,11 @@ class Ranks:
     """Parts of the requests. Every rank runs all of them, or has one part of its own."""
     part: int = 0
     """This rank's."""
+    run_images: bool = True
+    """Whether prompts may hold images."""
+    run_indexers: bool = True
+    """Whether indexers may pick keys: each rank keeps those of all tokens of its requests, and
+    picks from the same states."""
 
     def deal(self, items: Sequence[T]) -> list[Sequence[T]]:
         """Deal out the requests, one to each part in turn, so that the first is the largest."""
@@ -146,6 +152,10 @@ class Ranks:
         """Take part in a step of ranks that have requests, without any. Returns False if no rank
         has any. run_padding: runs one token of padding eagerly."""
         return False
+
+    def read_images(self, read: Callable[[], PromptImages]) -> PromptImages:
+        """The images that `read` returns, which every rank reads from the same inputs."""
+        return read()
 
     def check_step(self, kind: str, requests: Callable[[], Sequence[Sequence[int]]]) -> None:
         """Raise RanksDiffer unless every rank runs the same step of the same requests."""

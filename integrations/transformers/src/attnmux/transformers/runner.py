@@ -131,9 +131,11 @@ class ModelRunner(ModelOnBackend):
         """The images of one prompt, for `Engine.add`: see `ImageReader.read`.
 
         inputs: what the model's processor returns for a text and its images, in torch tensors.
-        Raises InvalidInput for a runner that was not made for images, and as `ImageReader.read`.
+        Every rank calls it, with the same inputs. Raises InvalidInput for a runner that was not
+        made for images, and as `ImageReader.read`; RanksDiffer for other images on one rank.
         """
-        if self.images is None:
+        images = self.images
+        if images is None:
             expected = "none: the runner was made without images=True"
             raise InvalidInput("images", got="some", expected=expected)
-        return self.images.read(inputs)
+        return self.ranks.read_images(lambda: images.read(inputs))

@@ -43,19 +43,26 @@ START = Room(8, 1024)
 """Images or windows of a call for which there is room from the start. More double it."""
 
 
+def tower_of(model: PreTrainedModel) -> torch.nn.Module | None:
+    """The vision tower of a model; None where it reads text alone."""
+    tower: Any = model.get_encoder(modality="image")
+    decoder: Any = model.get_decoder()  # type: ignore[no-untyped-call]  # transformers' own
+    if tower is model or tower is decoder or tower in set(decoder.modules()):
+        return None
+    return tower  # type: ignore[no-any-return]  # a module
+
+
 class VisionTower:
     """A model's vision tower. `build` makes the backend, which then serves all its layers."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         """Raises InvalidInput for a model without a vision tower, and for one whose layers differ
         or compute attention by themselves."""
-        name = type(model).__name__
-        tower: Any = model.get_encoder(modality="image")
-        decoder: Any = model.get_decoder()  # type: ignore[no-untyped-call]  # transformers' own
-        if tower is model or tower is decoder or tower in set(decoder.modules()):
+        name, tower = type(model).__name__, tower_of(model)
+        if tower is None:
             raise InvalidInput("images", got=f"{name}, which reads text alone", expected="none")
-        self._tower: torch.nn.Module = tower
-        self._layers = [each for each in tower.modules() if _is_attention(each)]
+        self._tower = tower
+        self._layers: list[Any] = [each for each in tower.modules() if _is_attention(each)]
         specs = {_shape_of(each) for each in self._layers}
         if len(specs) != 1:
             raise InvalidInput(

@@ -25,6 +25,8 @@ class DataParallelRanks(TensorParallelRanks):
     A rank without requests runs one token of padding, or a graph's padding, while another has some.
     """
 
+    run_images = False
+
     def __init__(self, group: RankGroup, config: PreTrainedConfig) -> None:
         """Raises InvalidInput for a single rank."""
         super().__init__(group, config)

@@ -49,6 +49,9 @@ class PrefillParallelRanks(GroupRanks):
     run whole on each rank. All continue with the logits of rank 0.
     """
 
+    run_images = False
+    run_indexers = False
+
     def __init__(self, group: RankGroup, *, least_tokens: int | None = None) -> None:
         """least_tokens: new tokens of a prompt from which its steps are split; None: `TOKENS_EACH`
         for each rank. Raises InvalidInput for fewer than each rank has two chunks for."""

@@ -38,6 +38,7 @@ from attnmux.distributed import (
     capture_on_all_ranks,
     decide_interleaved,
 )
+from attnmux.transformers.images.prompt import PromptImages
 from attnmux.transformers.parallel.agreement import (
     Companions,
     check_step,
@@ -84,6 +85,14 @@ class GroupRanks(Ranks):
     def check_step(self, kind: str, requests: Callable[[], Sequence[Sequence[int]]]) -> None:
         check_step(self.group, kind, requests())
 
+    def read_images(self, read: Callable[[], PromptImages]) -> PromptImages:
+        """Raises RanksDiffer for other images on one rank."""
+        images = self.together(read)
+        check_step(self.group, "images", [images.keys])
+        # Towers may round otherwise, and ranks would go on with other states
+        self.group.broadcast(images.embeds.view(torch.uint8))
+        return images
+
     def wait(self, event: torch.Event) -> None:
         self.group.wait_for(event)
 
@@ -105,6 +114,9 @@ class TensorParallelRanks(GroupRanks):
 
 class InterleavedRanks(TensorParallelRanks):
     """Each rank also keeps a part of every request's tokens, and all KV heads of these."""
+
+    run_images = False
+    run_indexers = False
 
     def __init__(self, group: RankGroup, config: PreTrainedConfig, *, interleave: int = 1) -> None:
         """interleave: successive tokens on one rank.

@@ -16,12 +16,14 @@ import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from attnmux.core import InvalidInput, RankGroup
+from attnmux.transformers.images.encoder import tower_of
 
 WHOLE = frozenset(
     {
         "embedding_colwise",
         "embedding_rowwise",
         "keep_full_weight",
+        "local_params",
         "mla_kv_a_proj",
         "moe_identity_expert",
         "replicate",
@@ -38,7 +40,8 @@ LATENT = {
 }
 """For latent attention that a plan leaves out, as that of DeepSeek-V3 does."""
 
-KV = ("k_proj", "v_proj")
+KV = {"k_proj": ("head_dim",), "v_proj": ("v_head_dim", "head_dim")}
+"""Projections of K and V, and the attributes of their owner that may state the dims of a head."""
 
 EXPERTS = "moe_tp_experts"
 """The style of a module with the weights of all experts."""
@@ -69,8 +72,9 @@ def split_model(model: PreTrainedModel, joints: Joints) -> None:
     """Keep this rank's part of the weights, and have the ranks meet at the joints.
 
     Heads are split in order. Where there are fewer KV heads than ranks, ranks in succession hold
-    the same one. Raises InvalidInput for a model without a plan, a style that is not known, and
-    heads or dims that the ranks do not divide. Then the model is of no use.
+    the same one; each layer counts its own. Each rank keeps a vision tower whole. Raises
+    InvalidInput for a model without a plan, a style that is not known, and heads or dims that the
+    ranks do not divide. Then the model is of no use.
     """
     for name, style in joints.chosen(model, _matches(model, plan_of(model))):
         parent, _, last = name.rpartition(".")
@@ -79,7 +83,7 @@ def split_model(model: PreTrainedModel, joints: Joints) -> None:
         if isinstance(target, torch.nn.Parameter):
             setattr(owner, last, _part(target, style, joints.group, name))
         else:
-            _split_module(target, style, joints, name, head_dim=getattr(owner, "head_dim", None))
+            _split_module(target, style, joints, name, head_dim=_head_dim(owner, last))
 
 
 def heads_are_split(config: PreTrainedConfig) -> bool:
@@ -108,17 +112,29 @@ def plan_of(model: PreTrainedModel) -> Mapping[str, str]:
 
 
 def _matches(model: PreTrainedModel, plan: Mapping[str, str]) -> list[tuple[str, str]]:
-    """(name, style) of every module and parameter of the plan."""
+    """(name, style) of every module and parameter of the plan. A vision tower stays whole."""
     patterns = [(re.compile(_pattern(key)), style) for key, style in plan.items()]
+    tower = tower_of(model)
+    whole = set() if tower is None else {*tower.modules(), *tower.parameters()}
     names = [
-        *(name for name, _ in model.named_modules()),
-        *(name for name, _ in model.named_parameters(remove_duplicate=False)),
+        *(name for name, module in model.named_modules() if module not in whole),
+        *(
+            name
+            for name, parameter in model.named_parameters(remove_duplicate=False)
+            if parameter not in whole
+        ),
     ]
     return [(name, style) for name in names for each, style in patterns if each.fullmatch(name)]
 
 
 def _pattern(key: str) -> str:
     return re.escape(key).replace(r"\*", r"\d+")
+
+
+def _head_dim(owner: torch.nn.Module, projection: str) -> int | None:
+    """Dims of a KV head; None where the owner does not state them, and in other projections."""
+    stated = (getattr(owner, name, None) for name in KV.get(projection, ()))
+    return next((dim for dim in stated if isinstance(dim, int)), None)
 
 
 def _split_module(
@@ -138,7 +154,7 @@ def _split_module(
         joints.before(module)
     if style == "colwise_gather_output" and weight.shape[0] % group.size:
         return  # whole on each rank, with the same result
-    if name.endswith(KV) and head_dim is not None and weight.shape[0] < group.size * head_dim:
+    if head_dim is not None and weight.shape[0] % (group.size * head_dim):
         _keep_head(module, weight.shape[0] // head_dim, head_dim, group, name)
         return
     _keep_part(module, style, group, name)

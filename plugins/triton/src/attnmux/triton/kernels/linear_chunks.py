@@ -49,6 +49,25 @@ def load_rows(x, stride, token, is_token, head, column, D: tl.constexpr):
 
 
 @triton.jit
+def inverted(met, place, PRECISION: tl.constexpr):
+    """The inverse of I + met, for met [64, 64] below the diagonal. place: 0 to 63.
+
+    It grows from blocks of 1 to blocks of 64: with M the inverse of the diagonal blocks of s rows
+    and A the part that joins them in pairs, that of blocks of 2 s is M - M A M.
+    """
+    row, column = place[:, None], place[None, :]
+    joined = (row // 2 == column // 2) & (row != column)
+    inverse = tl.where(row == column, 1.0, 0.0) - tl.where(joined, met, 0.0)
+    for level in tl.static_range(5):
+        joined = (row >> (level + 2)) == (column >> (level + 2))
+        joined &= (row >> (level + 1)) != (column >> (level + 1))
+        part = tl.where(joined, met, 0.0)
+        part = tl.dot(inverse, part, input_precision=PRECISION)
+        inverse -= tl.dot(part, inverse, input_precision=PRECISION)
+    return inverse
+
+
+@triton.jit
 def solve_chunks(
     k, k_stride, v, v_stride, g, beta, w, u, left, last, chunk_first, chunk_count,
     HV: tl.constexpr, GROUP: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
@@ -57,10 +76,6 @@ def solve_chunks(
 ):  # fmt: skip
     """W [T, Hv, K] and U [T, Hv, V] of a chunk and head. Grid (N, Hv). Also what `pass_states` can
     read sooner than make: `left` [T, Hv, K], exp(G_last - G) K, and `last` [N, Hv] float32, G_last.
-
-    The inverse of a unit lower triangle grows from blocks of 1 to blocks of T: with M the inverse
-    of its diagonal blocks of s rows and A the part that joins them in pairs, that of blocks of 2 s
-    is M - M A M.
     """
     chunk, head = tl.program_id(0), tl.program_id(1)
     place = tl.arange(0, BLOCK_T)
@@ -75,16 +90,7 @@ def solve_chunks(
     rate = tl.load(beta + token * HV + head, mask=is_token, other=0.0).to(tl.float32)
     met = tl.dot(keys, tl.trans(keys), input_precision=PRECISION)
     met *= between(decay, place[:, None] > place[None, :]) * rate[:, None]
-    row, column = place[:, None], place[None, :]
-    joined = (row // 2 == column // 2) & (row != column)
-    inverse = tl.where(row == column, 1.0, 0.0) - tl.where(joined, met, 0.0)
-    for level in tl.static_range(5):
-        joined = (row >> (level + 2)) == (column >> (level + 2))
-        joined &= (row >> (level + 1)) != (column >> (level + 1))
-        part = tl.where(joined, met, 0.0)
-        part = tl.dot(inverse, part, input_precision=PRECISION)
-        inverse -= tl.dot(part, inverse, input_precision=PRECISION)
-    inverse = inverse.to(kind)
+    inverse = inverted(met, place, PRECISION).to(kind)
     grown = (keys.to(tl.float32) * (rate * tl.exp(decay))[:, None]).to(kind)
     place_w = w + (token * HV + head)[:, None] * K + channel[None, :]
     is_there = is_token[:, None] & (channel < K)[None, :]
@@ -112,12 +118,13 @@ def pass_states(
     chunk_indptr, chunk_first, chunk_count,
     HV: tl.constexpr, GROUP: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
     BLOCK_T: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
-    HAS_DELTA_RULE: tl.constexpr, HAS_BETA: tl.constexpr, NORMED: tl.constexpr,
-    PRECISION: tl.constexpr,
+    HAS_DELTA_RULE: tl.constexpr, BY_CHANNEL: tl.constexpr, HAS_BETA: tl.constexpr,
+    NORMED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """S before each chunk, `kept` [N, Hv, K, V], and its N, `new` [T, Hv, V], which holds U first
     where there is a delta rule. Writes the states. chunk_indptr [B + 1] int32: each request's
-    first chunk. Grid (blocks of V, Hv, B).
+    first chunk. `last` [N, Hv], or [N, Hv, K] with a decay for each channel. Grid (blocks of V, Hv,
+    B).
     """
     column = tl.program_id(0) * BLOCK_V + tl.arange(0, BLOCK_V)
     head = tl.program_id(1)
@@ -145,7 +152,11 @@ def pass_states(
             known_keys = load_rows(w, HV * K, token, is_token, head, channel, K)
             added -= tl.dot(known_keys, before, input_precision=PRECISION)
             keys = load_rows(left, HV * K, token, is_token, head, channel, K)
-            end = tl.load(last + chunk * HV + head)
+            if BY_CHANNEL:
+                of_last = (chunk * HV + head) * K + channel
+                end = tl.load(last + of_last, mask=channel < K, other=0.0)[:, None]
+            else:
+                end = tl.load(last + chunk * HV + head)
         else:
             decay = running_decay(g, token, is_token, head, HV)
             end = tl.min(decay, axis=0)
