@@ -1,4 +1,4 @@
-"""Compiles `attend.cpp` and its headers for this CPU, keeps the result in the cache folder, and loads it."""
+"""Compiles `attend.cpp` and its headers for this CPU, keeps the result, and loads it."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ SOURCE = Path(__file__).with_name("attend.cpp")
 COMPILERS = ("c++", "g++", "clang++")
 FLAGS = ("-std=c++17", "-O3", "-ffp-contract=fast", "-fno-math-errno", "-fPIC", "-shared")
 SECONDS = 300.0
-"""For the compiler, which takes a few."""
+"""For the compiler, which takes about 15."""
 ADDRESS = "cpu/native"
 HINT = "install g++ 12 or later, or clang++, or take torch_native"
 
@@ -103,7 +103,7 @@ def _compiled(platform: Platform, scratch: Path) -> Path:
     if path is not None and path.is_file() and is_own(path):
         return path
     kept = "once" if path is not None else "at each start, as no folder is there to keep them"
-    LOG.warning("compiling the kernels of native for this CPU, %s: a few seconds", kept)
+    LOG.warning("compiling the kernels of native for this CPU, %s: about 15 seconds", kept)
     made = scratch / "native.so"
     _run([*command, "-o", str(made)])
     if path is None:

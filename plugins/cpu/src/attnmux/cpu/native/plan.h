@@ -49,9 +49,8 @@ static inline void cut(Step& step) {
     const std::vector<Block> blocks = blocks_of(step);
     int64_t work = 0;
     for (const Block& block : blocks) work += rows_by_keys(step, block);
-    // An even share each, or several where they are long: then the last one to end is no long wait.
-    const int64_t share = work / c.num_threads + 1;
-    const int64_t num_shares = blocks.size() == 1 ? 1 : 4;
+    // Several shares for each thread, where they are long: then the last one to end is no long wait.
+    const int64_t share = work / (4 * int64_t(c.num_threads)) + 1;
     int64_t rows = 0;
     for (const Block& block : blocks) {
         const int height = (block.end - block.begin) * step.group;
@@ -59,9 +58,8 @@ static inline void cut(Step& step) {
         int heads = block.kernel == Kernel::STREAM ? c.num_kv_heads : 1;
         int64_t split = c.split;
         if (!split) {
-            split = share / num_shares / (int64_t(height) * heads) + 1;
-            split = std::max<int64_t>((split + CUT - 1) / CUT * CUT, CUT);
-            if (block.kernel != Kernel::STREAM) split = std::max<int64_t>(split, 2 * CUT);
+            split = share / (int64_t(height) * heads) + 1;
+            split = std::max<int64_t>((split + CUT - 1) / CUT * CUT, 2 * CUT);
         }
         const int64_t from = block.low / split, to = std::max(from + 1, (block.high + split - 1) / split);
         const int parts = int(to - from);
