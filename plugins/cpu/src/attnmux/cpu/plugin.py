@@ -182,7 +182,7 @@ NATIVE = BackendCard(
     ),
     sources={
         "features": "the kernels are compiled when the backend is first made, and kept",
-        "dtype": "values are widened to float32",
+        "dtype": "values are widened to float32, where the CPU has no products of bfloat16",
         "kv_dtype": "as dtype",
     },
     clauses=(_plain("mha", **_COMPILED), _plain("mla", **_LATENT, **_COMPILED)),

@@ -34,7 +34,7 @@ TYPES = {
     torch.float8_e4m3fn: 3,
     torch.float8_e5m2: 4,
 }
-"""As `Type` in attend.cpp."""
+"""As `Type` in values.h."""
 FIXED_SPLIT = 1024
 """Keys of a part where `deterministic` is asked: the cuts must not follow the batch."""
 

@@ -1,4 +1,4 @@
-"""Compiles `attend.cpp` for this CPU, keeps the result in the cache folder, and loads it."""
+"""Compiles `attend.cpp` and its headers for this CPU, keeps the result, and loads it."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ SOURCE = Path(__file__).with_name("attend.cpp")
 COMPILERS = ("c++", "g++", "clang++")
 FLAGS = ("-std=c++17", "-O3", "-ffp-contract=fast", "-fno-math-errno", "-fPIC", "-shared")
 SECONDS = 300.0
-"""For the compiler, which takes a few."""
+"""For the compiler, which takes about 15."""
 ADDRESS = "cpu/native"
 HINT = "install g++ 12 or later, or clang++, or take torch_native"
 
 
 class Call(ctypes.Structure):
-    """The struct `Call` of attend.cpp."""
+    """The struct `Call` of step.h."""
 
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("q", "q_rope", "k", "v", "out", "lse", "sinks")),
@@ -95,14 +95,15 @@ def _compiled(platform: Platform, scratch: Path) -> Path:
         raise BackendFailed(ADDRESS, f"none of {', '.join(COMPILERS)} is on PATH", hint=HINT)
     target = "-mcpu=native" if platform.arch == "aarch64" else "-march=native"
     command = [compiler, *FLAGS, target, str(SOURCE)]
-    parts = [SOURCE.read_text(), command, platform.to_dict()]
+    sources = [file.read_text() for file in (SOURCE, *sorted(SOURCE.parent.glob("*.h")))]
+    parts = [*sources, command, platform.to_dict()]
     name = hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()
     folder = Settings.load().cache_folder()
     path = None if folder is None else folder / f"native-{name[:16]}.so"
     if path is not None and path.is_file() and is_own(path):
         return path
     kept = "once" if path is not None else "at each start, as no folder is there to keep them"
-    LOG.warning("compiling the kernels of native for this CPU, %s: a few seconds", kept)
+    LOG.warning("compiling the kernels of native for this CPU, %s: about 15 seconds", kept)
     made = scratch / "native.so"
     _run([*command, "-o", str(made)])
     if path is None:

@@ -1,0 +1,74 @@
+// Logits of many queries, one query a lane: scores[key][row]. Maxima and sums need no shuffles.
+#pragma once
+
+#include "step.h"
+
+// What the rows of a KV head see, by position; rows that only fill up the last vector are the last's.
+struct Seen {
+    const Step& step;
+    const Item& item;
+    Scratch& s;
+    int from = 0, to = std::numeric_limits<int>::max();  // all rows see the keys in between
+    bool is_range;
+
+    Seen(const Step& st, const Item& it, Scratch& scratch, int padded) : step(st), item(it), s(scratch) {
+        const Call& c = step.call;
+        const int first = step.first_token(item), height = step.height(item);
+        is_range = !c.hidden_from && !c.mask;
+        s.first.resize(padded), s.end.resize(padded);
+        if (c.hidden_from) s.hidden_from.resize(padded), s.hidden_to.resize(padded);
+        for (int r = 0; r < padded; ++r) {
+            const int token = first + std::min(r, height - 1) / step.group;
+            s.first[r] = int32_t(c.first[token]), s.end[r] = int32_t(c.end[token]);
+            from = std::max(from, s.first[r]), to = std::min(to, s.end[r]);
+            if (c.hidden_from) s.hidden_from[r] = int32_t(c.hidden_from[token]), s.hidden_to[r] = int32_t(c.hidden_to[token]);
+        }
+    }
+    // Removes what rows do not see of a block of keys. scores: [num][padded].
+    void hide(float* scores, int padded, int key, int num) const {
+        if (is_range && key >= from && key + num <= to) return;
+        const Call& c = step.call;
+        for (int j = 0; j < num; ++j)
+            for (int r = 0; r < padded; r += W) {
+                const int place = key + j;
+                ivec keep = (load_ints(&s.first[r]) <= place) & (load_ints(&s.end[r]) > place);
+                if (c.hidden_from) keep &= (load_ints(&s.hidden_from[r]) > place) | (load_ints(&s.hidden_to[r]) <= place);
+                float* at = scores + int64_t(j) * padded + r;
+                store(at, keep ? load(at) : all(NONE));
+            }
+        if (!c.mask) return;
+        for (int r = 0; r < step.height(item); ++r) {
+            const int token = step.first_token(item) + r / step.group;
+            const uint8_t* keep = c.mask + c.mask_row[token];
+            const int64_t start = std::max<int64_t>({c.mask_start[token], s.first[r], key}), end = std::min(s.end[r], key + num);
+            for (int64_t k = start; k < end; ++k)
+                if (!keep[k]) scores[(k - key) * padded + r] = NONE;
+        }
+    }
+};
+
+// What W rows carry from block to block.
+struct Carried {
+    vec safe, sum;  // the largest logit, 0 where there is none, and the sum of weights
+
+    // Takes the logits of a block in, and gives what the rows' earlier results are to be scaled by.
+    Carried(const float* scores, int stride, int num, float* top, const float* sums, float* decay) {
+        const vec old = load(top);
+        vec most = old;
+        for (int j = 0; j < num; ++j) most = higher(load(scores + int64_t(j) * stride), most);
+        safe = most == NONE ? all(0.0f) : most;
+        const vec factor = exponential(old - safe);
+        sum = load(sums) * factor;
+        store(top, most);
+        store(decay, factor);
+    }
+};
+
+// out[r] *= decay[r], where that changes anything.
+static inline void scale_rows(float* out, int out_width, const float* decay, int num_rows) {
+    for (int r = 0; r < num_rows; ++r) {
+        if (decay[r] == 1.0f) continue;
+        float* row = out + int64_t(r) * out_width;
+        for (int d = 0; d < out_width; d += W) store(row + d, load(row + d) * decay[r]);
+    }
+}

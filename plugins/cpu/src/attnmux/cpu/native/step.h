@@ -1,0 +1,171 @@
+// One call: what it is given, and how its work is cut into items.
+#pragma once
+
+#include <algorithm>
+#include <atomic>
+#include <cstdint>
+#include <limits>
+#include <memory>
+#include <vector>
+
+#include "values.h"
+
+extern "C" {
+
+// Strides are in elements. T' is qo_indptr[B]; rows of q after it belong to no request.
+struct Call {
+    const void *q, *q_rope, *k, *v;  // v null: the front of k
+    void* out;
+    float* lse;           // null: not wanted
+    const float* sinks;   // null: none
+    const int32_t *qo_indptr, *span_indptr, *span_start;  // spans: keys that a request's queries see
+    const int32_t* slots;                                 // of all spans, one request after another
+    const int64_t *first, *end;                           // [T'] each query's range of keys
+    const int64_t *hidden_from, *hidden_to;               // [T'] null: none; keys hidden in it
+    const uint8_t* mask;                                  // null: none
+    const int64_t *mask_row, *mask_start;                 // [T'] place of key 0 in it, first key of it
+    int64_t q_token, q_head, rope_token, rope_head, k_slot, k_head, v_slot, v_head, out_token, out_head, lse_token, lse_head;
+    int32_t num_requests, num_tokens, num_heads, num_kv_heads, D, rope, Dv;
+    int32_t q_type, kv_type;
+    float scaling, cap, v_scale;
+    int32_t split;        // keys of an item; 0: decided by the threads
+    int32_t num_threads;
+};
+
+typedef void (*Body)(int64_t, int64_t, void*);
+typedef int32_t (*ParallelFor)(int64_t, int64_t, int64_t, Body, void*);
+}
+
+// STREAM: few queries; rows of K and V are widened in registers and meet all their queries there.
+// PANELS: many queries; rows are widened into a buffer and multiplied as matrices, in float32.
+// TILES: as PANELS, in bfloat16 on the CPU's matrix unit.
+enum class Kernel { STREAM, PANELS, TILES };
+
+constexpr int FEW = 16;           // rows of a KV head from which on they are a matrix
+constexpr int PANEL_ROWS = 96;    // of an item, unless one query has more heads
+constexpr int TILE_ROWS = 256;
+constexpr int CUT = 64;           // ranges of keys are cut at multiples of it
+
+// A block of queries of one request with a range of KV heads and a range of keys. The rows of a KV
+// head are the queries of all query heads that share it, and lie head after head.
+struct Item {
+    Kernel kernel;
+    int32_t request, begin, end;  // tokens, counted from the request's first new one
+    int32_t head, head_end;       // KV heads
+    int32_t key, key_end;
+    int64_t partial;              // place of its rows among the partial results; -1: the only item of its rows
+};
+
+// Rows of one KV head whose keys several items share.
+struct Split {
+    int32_t request, begin, end, head;
+    int64_t partial, stride;      // its first row, and how far on the next item's is
+    int32_t parts;
+};
+
+struct Step {
+    const Call& call;
+    std::vector<Item> items;
+    std::vector<Split> splits;
+    std::unique_ptr<float[]> partials;  // [rows][Dv + 2]: sums, then the largest logit and the sum of weights
+    std::atomic<int64_t> next{0};
+    Type q_type, kv_type;
+    int group, D, Dv, width, out_width;
+    bool has_tiles;
+
+    Step(const Call& c, bool tiles) : call(c), q_type(Type(c.q_type)), kv_type(Type(c.kv_type)) {
+        group = c.num_heads / c.num_kv_heads;
+        D = c.D + c.rope;
+        Dv = c.Dv;
+        width = round_up(D, BLOCK);
+        out_width = round_up(Dv, BLOCK);
+        has_tiles = tiles && q_type == BF16 && kv_type != F32 && kv_type != F16;
+    }
+    const char* key_row(int64_t slot, int head) const {
+        return static_cast<const char*>(call.k) + (slot * call.k_slot + head * call.k_head) * size_of(kv_type);
+    }
+    const char* value_row(int64_t slot, int head) const {
+        if (!call.v) return key_row(slot, head);
+        return static_cast<const char*>(call.v) + (slot * call.v_slot + head * call.v_head) * size_of(kv_type);
+    }
+    // By the position of a key in its request.
+    const int32_t* slots(const Item& item) const {
+        return call.slots + call.span_indptr[item.request] - call.span_start[item.request];
+    }
+    int first_token(const Item& item) const { return call.qo_indptr[item.request] + item.begin; }
+    int height(const Item& item) const { return (item.end - item.begin) * group; }
+    // A row of an item with one KV head's rows: its query, unscaled, in `width` values.
+    void query(const Item& item, int head, int r, float* out) const {
+        const int64_t token = first_token(item) + r / group, q_head = head * group + r % group;
+        const int size = size_of(q_type);
+        const char* row = static_cast<const char*>(call.q) + (token * call.q_token + q_head * call.q_head) * size;
+        widen_query(row, q_type, call.D, out);
+        if (call.rope) {
+            row = static_cast<const char*>(call.q_rope) + (token * call.rope_token + q_head * call.rope_head) * size;
+            widen_query(row, q_type, call.rope, out + call.D);
+        }
+        std::fill(out + D, out + width, 0.0f);
+    }
+};
+
+struct Scratch {
+    std::vector<float> q, k, v, out, scores, top, sum, row, decay;
+    std::vector<char> narrow_q, narrow_k, narrow_v, weights;
+    std::vector<int32_t> first, end, hidden_from, hidden_to;
+};
+
+// The result of a query and head. top, sum: of its logits; NONE and 0 where it sees no key.
+static inline void write(const Step& step, int token, int head, const float* out, float top, float sum) {
+    const Call& c = step.call;
+    float kept = 1.0f;
+    if (c.sinks) {
+        const float sink = c.sinks[head], most = std::max(top, sink);
+        kept = top == NONE ? 0.0f : std::exp(top - most);
+        sum = sum * kept + std::exp(sink - most);
+        top = most;
+    }
+    const float factor = sum == 0 ? 0.0f : kept / sum * c.v_scale;
+    float row[step.Dv];
+    for (int d = 0; d < step.Dv; ++d) row[d] = out[d] * factor;
+    char* to = static_cast<char*>(c.out) + (token * c.out_token + head * c.out_head) * size_of(step.q_type);
+    narrow(row, to, step.q_type, step.Dv);
+    if (c.lse) c.lse[token * c.lse_token + head * c.lse_head] = sum == 0 ? NONE : top + std::log(sum);
+}
+
+// Row r of the head-th KV head of an item. out: in the order of the values.
+static inline void finish(Step& step, const Item& item, int head, int r, const float* out, float top, float sum) {
+    if (item.partial < 0) {
+        write(step, step.first_token(item) + r / step.group, head * step.group + r % step.group, out, top, sum);
+        return;
+    }
+    const int64_t place = item.partial + int64_t(head - item.head) * step.height(item) + r;
+    float* row = step.partials.get() + place * (step.Dv + 2);
+    std::memcpy(row, out, size_t(step.Dv) * 4);
+    row[step.Dv] = top;
+    row[step.Dv + 1] = sum;
+}
+
+// Adds the items that share the work of one split up.
+static inline void merge(const Step& step, const Split& split) {
+    const int height = (split.end - split.begin) * step.group;
+    const int64_t width = step.Dv + 2;
+    float out[step.Dv];
+    for (int r = 0; r < height; ++r) {
+        const float* rows = step.partials.get() + (split.partial + r) * width;
+        float top = NONE, sum = 0;
+        for (int part = 0; part < split.parts; ++part) {
+            const float one = rows[part * split.stride * width + step.Dv];
+            top = one > top || one != one ? one : top;
+        }
+        std::fill(out, out + step.Dv, 0.0f);
+        for (int part = 0; part < split.parts; ++part) {
+            const float* row = rows + part * split.stride * width;
+            if (row[step.Dv] == NONE) continue;
+            const float factor = std::exp(row[step.Dv] - top);
+            sum += row[step.Dv + 1] * factor;
+            for (int d = 0; d < step.Dv; ++d) out[d] += row[d] * factor;
+        }
+        const int token = step.call.qo_indptr[split.request] + split.begin + r / step.group;
+        write(step, token, split.head * step.group + r % step.group, out, top, sum);
+    }
+}

@@ -1,0 +1,280 @@
+// Many queries, in bfloat16 on Intel's matrix unit (AMX). Products are in float32.
+//
+// scores[key][row] = K . Q', so rows of K are read as they lie and Q is packed once; the weights are
+// rounded to bfloat16 and turned round, 16 rows by 16 pairs of keys at a time, and V is packed in
+// pairs of keys, once for all rows of the item.
+#pragma once
+
+#include "columns.h"
+
+#if defined(__AMX_BF16__) && LANES == 16
+#if defined(__linux__)
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
+
+constexpr bool HAS_TILES = true;
+constexpr int TILE = 16;        // rows of a tile, and words of 32 bits in one
+constexpr int TILE_KEYS = 64;   // of a block
+constexpr int PAIRED = 2 * TILE;
+
+// Linux grants the unit's state to a process that asks for it.
+static inline bool ask_for_tiles() {
+#if defined(__linux__) && defined(SYS_arch_prctl)
+    constexpr int ASK = 0x1023, TILE_DATA = 18;
+    return syscall(SYS_arch_prctl, ASK, TILE_DATA) == 0;
+#else
+    return false;
+#endif
+}
+
+struct alignas(64) TileShapes {
+    uint8_t palette = 1, start_row = 0, reserved[14] = {};
+    uint16_t row_bytes[16] = {64, 64, 64, 64, 64, 64, 64, 64};
+    uint8_t rows[16] = {16, 16, 16, 16, 16, 16, 16, 16};
+};
+
+// The compiler does not know that tiles read memory.
+static inline void settle() { asm volatile("" ::: "memory"); }
+
+// scores[32][16 N] = 32 keys . 16 N queries
+template <int N> static inline void tile_scores(const char* k, const char* q, int width, float* scores, int stride) {
+    const int64_t row = int64_t(width) * 2, panel = row * TILE, out = int64_t(stride) * 4;
+    _tile_zero(0);
+    _tile_zero(2);
+    if (N > 1) {
+        _tile_zero(1);
+        _tile_zero(3);
+    }
+    for (int d = 0; d < width; d += PAIRED) {
+        _tile_loadd(4, k + 2 * d, row);
+        _tile_loadd(5, k + TILE * row + 2 * d, row);
+        _tile_loadd(6, q + d * PAIRED, 64);
+        _tile_dpbf16ps(0, 4, 6);
+        _tile_dpbf16ps(2, 5, 6);
+        if (N > 1) {
+            _tile_loadd(7, q + panel + d * PAIRED, 64);
+            _tile_dpbf16ps(1, 4, 7);
+            _tile_dpbf16ps(3, 5, 7);
+        }
+    }
+    _tile_stored(0, scores, out);
+    _tile_stored(2, scores + TILE * int64_t(stride), out);
+    if (N > 1) {
+        _tile_stored(1, scores + TILE, out);
+        _tile_stored(3, scores + TILE * int64_t(stride) + TILE, out);
+    }
+}
+
+// out[16 N][32] += weights[16 N][keys] . v[keys][32]
+template <int N> static inline void tile_mix(const char* weights, const char* v, int v_width, int num_halves, float* out, int out_width) {
+    constexpr int64_t tile = 1024, panel = TILE_KEYS / PAIRED * tile;
+    const int64_t out_row = int64_t(out_width) * 4, v_row = int64_t(v_width) * 4;
+    float* below = out + TILE * int64_t(out_width);
+    _tile_loadd(0, out, out_row);
+    _tile_loadd(1, out + TILE, out_row);
+    if (N > 1) {
+        _tile_loadd(2, below, out_row);
+        _tile_loadd(3, below + TILE, out_row);
+    }
+    for (int half = 0; half < num_halves; ++half) {
+        _tile_loadd(4, weights + half * tile, 64);
+        _tile_loadd(6, v + half * TILE * v_row, v_row);
+        _tile_loadd(7, v + half * TILE * v_row + 64, v_row);
+        _tile_dpbf16ps(0, 4, 6);
+        _tile_dpbf16ps(1, 4, 7);
+        if (N > 1) {
+            _tile_loadd(5, weights + panel + half * tile, 64);
+            _tile_dpbf16ps(2, 5, 6);
+            _tile_dpbf16ps(3, 5, 7);
+        }
+    }
+    _tile_stored(0, out, out_row);
+    _tile_stored(1, out + TILE, out_row);
+    if (N > 1) {
+        _tile_stored(2, below, out_row);
+        _tile_stored(3, below + TILE, out_row);
+    }
+}
+
+// The words of 16 vectors turned round.
+static inline void turn(ivec (&x)[16]) {
+    for (int i = 0; i < 16; i += 2) {
+        const ivec a = x[i], b = x[i + 1];
+        x[i] = __builtin_shufflevector(a, b, 0, 16, 2, 18, 4, 20, 6, 22, 8, 24, 10, 26, 12, 28, 14, 30);
+        x[i + 1] = __builtin_shufflevector(a, b, 1, 17, 3, 19, 5, 21, 7, 23, 9, 25, 11, 27, 13, 29, 15, 31);
+    }
+    for (int at = 0; at < 16; ++at) {
+        const int i = at, j = at + 2;
+        if (at & 2) continue;
+        const ivec a = x[i], b = x[j];
+        x[i] = __builtin_shufflevector(a, b, 0, 1, 16, 17, 4, 5, 20, 21, 8, 9, 24, 25, 12, 13, 28, 29);
+        x[j] = __builtin_shufflevector(a, b, 2, 3, 18, 19, 6, 7, 22, 23, 10, 11, 26, 27, 14, 15, 30, 31);
+    }
+    for (int at = 0; at < 16; ++at) {
+        const int i = at, j = at + 4;
+        if (at & 4) continue;
+        const ivec a = x[i], b = x[j];
+        x[i] = __builtin_shufflevector(a, b, 0, 1, 2, 3, 16, 17, 18, 19, 8, 9, 10, 11, 24, 25, 26, 27);
+        x[j] = __builtin_shufflevector(a, b, 4, 5, 6, 7, 20, 21, 22, 23, 12, 13, 14, 15, 28, 29, 30, 31);
+    }
+    for (int i = 0; i < 8; ++i) {
+        const ivec a = x[i], b = x[i + 8];
+        x[i] = __builtin_shufflevector(a, b, 0, 1, 2, 3, 4, 5, 6, 7, 16, 17, 18, 19, 20, 21, 22, 23);
+        x[i + 8] = __builtin_shufflevector(a, b, 8, 9, 10, 11, 12, 13, 14, 15, 24, 25, 26, 27, 28, 29, 30, 31);
+    }
+}
+
+// A row in bfloat16; the widening of an 8-bit float is exact.
+template <Type T> static inline void copy_row(const char* from, int n, int width, char* to) {
+    if constexpr (T == BF16) {
+        std::memcpy(to, from, size_t(n) * 2);
+    } else {
+        int d = 0;
+        for (; d + W <= n; d += W)
+            *reinterpret_cast<loose_halves*>(to + 2 * d) = __builtin_convertvector((ivec)widen_bytes<T>(from + d) >> 16, halves);
+        char rest[W] = {};
+        if (d < n) {
+            std::memcpy(rest, from + d, size_t(n - d));
+            const halves last = __builtin_convertvector((ivec)widen_bytes<T>(rest) >> 16, halves);
+            std::memcpy(to + 2 * d, &last, size_t(n - d) * 2);
+        }
+    }
+    std::memset(to + 2 * n, 0, size_t(width - n) * 2);
+}
+
+template <Type T> struct Tiles {
+    Step& step;
+    const Item& item;
+    Scratch& s;
+    const Call& c = step.call;
+    const int height = step.height(item), padded = round_up(height, TILE);
+    const int width = round_up(step.D, PAIRED), out_width = round_up(step.Dv, PAIRED);
+    const int64_t k_row = int64_t(width) * 2, v_row = int64_t(out_width) * 2;
+
+    void prepare() {
+        s.narrow_q.assign(size_t(padded) * k_row, 0);
+        s.narrow_k.assign(size_t(TILE_KEYS) * k_row, 0);
+        s.narrow_v.assign(size_t(TILE_KEYS + 2) * v_row, 0);
+        s.weights.resize(size_t(padded) * TILE_KEYS * 2);
+        s.scores.resize(size_t(padded) * TILE_KEYS);
+        s.out.assign(size_t(padded) * out_width, 0.0f);
+        s.top.assign(padded, NONE), s.sum.assign(padded, 0.0f), s.decay.resize(padded);
+        s.row.resize(std::max(width, step.width) + BLOCK);
+        for (int r = 0; r < height; ++r) {
+            step.query(item, item.head, r, s.row.data());
+            // Pairs of values of 16 rows beside each other
+            uint16_t* panel = reinterpret_cast<uint16_t*>(s.narrow_q.data() + int64_t(r / TILE) * TILE * k_row) + r % TILE * 2;
+            for (int d = 0; d < step.D; ++d) panel[d / 2 * PAIRED + d % 2] = to_bfloat(s.row[d]);
+        }
+    }
+    void fill(const int32_t* slots, int num) {
+        char *keys = s.narrow_k.data(), *packed = s.narrow_v.data(), *pair = packed + TILE_KEYS * v_row;
+        for (int j = 0; j < num; ++j) copy_row<T>(step.key_row(slots[j], item.head), step.D, width, keys + j * k_row);
+        const int full = round_up(num, PAIRED);
+        std::memset(keys + num * k_row, 0, size_t(full - num) * k_row);
+        for (int j = 0; j < full; j += 2) {
+            const char *one = keys + j * k_row, *other = one + k_row;
+            if (c.v) {
+                for (int i = 0; i < 2; ++i) {
+                    if (j + i < num) copy_row<T>(step.value_row(slots[j + i], item.head), step.Dv, out_width, pair + i * v_row);
+                    else std::memset(pair + i * v_row, 0, size_t(v_row));
+                }
+                one = pair, other = pair + v_row;
+            }
+            for (int d = 0; d < out_width; d += W) {
+                const ivec low = __builtin_convertvector(*reinterpret_cast<const loose_halves*>(one + 2 * d), ivec);
+                const ivec high = __builtin_convertvector(*reinterpret_cast<const loose_halves*>(other + 2 * d), ivec);
+                *reinterpret_cast<loose_ints*>(packed + j * v_row + 4 * d) = low | high << 16;
+            }
+        }
+    }
+    void fetch(const int32_t* slots, int from, int to) const {
+        for (int j = from; j < to; ++j) {
+            const char *key = step.key_row(slots[j], item.head), *value = step.value_row(slots[j], item.head);
+            for (int at = 0; at < step.D * size_of(T); at += 64) __builtin_prefetch(key + at);
+            if (c.v) for (int at = 0; at < step.Dv * size_of(T); at += 64) __builtin_prefetch(value + at);
+        }
+    }
+    void multiply(int num) {
+        settle();
+        for (int r = 0; r < padded; r += PAIRED)
+            for (int j = 0; j < num; j += PAIRED) {
+                const char *keys = s.narrow_k.data() + j * k_row, *queries = s.narrow_q.data() + r * k_row;
+                float* scores = s.scores.data() + int64_t(j) * padded + r;
+                if (r + TILE < padded) tile_scores<2>(keys, queries, width, scores, padded);
+                else tile_scores<1>(keys, queries, width, scores, padded);
+            }
+        settle();
+    }
+    void weigh(const Seen& seen, int key, int num, const int32_t* next, int num_next) {
+        float* scores = s.scores.data();
+        for (int at = 0; at < num * padded; at += W) {
+            vec x = load(scores + at) * c.scaling;
+            if (c.cap > 0) x = capped(x, c.cap);
+            store(scores + at, x);
+        }
+        seen.hide(scores, padded, key, num);
+        for (int r = 0; r < padded; r += TILE) {
+            fetch(next, num_next * r / padded, num_next * (r + TILE) / padded);
+            Carried rows(scores + r, padded, num, &s.top[r], &s.sum[r], &s.decay[r]);
+            for (int half = 0; half < num; half += PAIRED) {
+                ivec pairs[TILE];
+                for (int i = 0; i < TILE; ++i) {
+                    const int j = half + 2 * i;
+                    const vec one = j < num ? exponential(load(scores + int64_t(j) * padded + r) - rows.safe) : vec{};
+                    const vec other = j + 1 < num ? exponential(load(scores + int64_t(j + 1) * padded + r) - rows.safe) : vec{};
+                    rows.sum += one + other;
+                    const ivec low = ((ivec)one + 0x8000) >> 16, high = ((ivec)other + 0x8000) & int32_t(0xffff0000);
+                    pairs[i] = (low & 0xffff) | high;
+                }
+                turn(pairs);
+                char* tile = s.weights.data() + int64_t(r) * TILE_KEYS * 2 + half / PAIRED * 1024;
+                for (int i = 0; i < TILE; ++i) *reinterpret_cast<loose_ints*>(tile + 64 * i) = pairs[i];
+            }
+            store(&s.sum[r], rows.sum);
+        }
+        scale_rows(s.out.data(), out_width, s.decay.data(), height);
+    }
+    void gather(int num) {
+        settle();
+        const int num_halves = (num + PAIRED - 1) / PAIRED;
+        for (int d = 0; d < out_width; d += PAIRED)
+            for (int r = 0; r < padded; r += PAIRED) {
+                const char *weights = s.weights.data() + int64_t(r) * TILE_KEYS * 2, *values = s.narrow_v.data() + 4 * d;
+                float* out = s.out.data() + int64_t(r) * out_width + d;
+                if (r + TILE < padded) tile_mix<2>(weights, values, out_width, num_halves, out, out_width);
+                else tile_mix<1>(weights, values, out_width, num_halves, out, out_width);
+            }
+        settle();
+    }
+    void run() {
+        const TileShapes shapes;
+        _tile_loadconfig(&shapes);
+        prepare();
+        const Seen seen(step, item, s, padded);
+        const int32_t* slots = step.slots(item);
+        for (int key = item.key; key < item.key_end; key += TILE_KEYS) {
+            const int num = std::min(TILE_KEYS, item.key_end - key), left = item.key_end - key - num;
+            fill(slots + key, num);
+            multiply(num);
+            weigh(seen, key, num, slots + key + num, std::min(TILE_KEYS, left));
+            gather(num);
+        }
+        _tile_release();
+        for (int r = 0; r < height; ++r) finish(step, item, item.head, r, s.out.data() + int64_t(r) * out_width, s.top[r], s.sum[r]);
+    }
+};
+
+static inline void tiles(Step& step, const Item& item, Scratch& s) {
+    switch (step.kv_type) {
+    case E4M3: return Tiles<E4M3>{step, item, s}.run();
+    case E5M2: return Tiles<E5M2>{step, item, s}.run();
+    default: return Tiles<BF16>{step, item, s}.run();
+    }
+}
+#else
+constexpr bool HAS_TILES = false;
+static inline bool ask_for_tiles() { return false; }
+static inline void tiles(Step&, const Item&, Scratch&) {}
+#endif

@@ -1,0 +1,113 @@
+// Vectors of floats in GCC's vector extension, as wide as the target has them, and functions of them.
+#pragma once
+
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <limits>
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
+
+// Lanes can be given to the compiler, so that kernels for wide vectors can be tried on any CPU.
+#if !defined(LANES)
+#if defined(__AVX512F__)
+#define LANES 16
+#elif defined(__AVX2__)
+#define LANES 8
+#else
+#define LANES 4
+#endif
+#endif
+
+constexpr int W = LANES;
+constexpr float NONE = -std::numeric_limits<float>::infinity();
+
+typedef float vec __attribute__((vector_size(4 * W)));
+typedef float loose __attribute__((vector_size(4 * W), aligned(4), may_alias));
+typedef int32_t ivec __attribute__((vector_size(4 * W)));
+typedef int32_t loose_ints __attribute__((vector_size(4 * W), aligned(1), may_alias));
+typedef uint16_t halves __attribute__((vector_size(2 * W)));
+typedef uint16_t loose_halves __attribute__((vector_size(2 * W), aligned(1), may_alias));
+typedef uint8_t loose_bytes __attribute__((vector_size(W), aligned(1), may_alias));
+typedef float vec4 __attribute__((vector_size(16)));
+typedef float vec8 __attribute__((vector_size(32)));
+typedef float loose4 __attribute__((vector_size(16), aligned(4), may_alias));
+
+static inline vec load(const float* p) { return *reinterpret_cast<const loose*>(p); }
+static inline void store(float* p, vec v) { *reinterpret_cast<loose*>(p) = v; }
+static inline vec all(float x) { return vec{} + x; }
+static inline ivec load_ints(const void* p) { return *reinterpret_cast<const loose_ints*>(p); }
+static inline int round_up(int n, int unit) { return (n + unit - 1) / unit * unit; }
+static inline vec higher(vec one, vec other) { return one > other || one != one ? one : other; }
+
+static inline bool any(ivec truths) {
+    int32_t found = 0;
+    for (int i = 0; i < W; ++i) found |= truths[i];
+    return found != 0;
+}
+
+// e^x within 2 units in the last place for x <= 0, and 0 below -87.3. Cephes' polynomial.
+static inline vec exponential(vec x) {
+    const vec low = all(-87.3f);
+    const ivec dead = x < low;
+    x = dead ? low : x;
+    const vec shifted = x * 1.44269504f + 12582912.0f;  // rounds to an integer in the low bits
+    const vec whole = shifted - 12582912.0f;
+    x = x - whole * 0.693359375f + whole * 2.12194440e-4f;
+    vec y = all(1.9875691500e-4f);
+    y = y * x + 1.3981999507e-3f;
+    y = y * x + 8.3334519073e-3f;
+    y = y * x + 4.1665795894e-2f;
+    y = y * x + 1.6666665459e-1f;
+    y = y * x + 5.0000001201e-1f;
+    y = y * x * x + x + 1.0f;
+    const ivec power = ((ivec)shifted + 127) << 23;
+    y = y * (vec)power;
+    return dead ? all(0.0f) : y;
+}
+
+// cap * tanh(x / cap), within a few roundings of `cap`.
+static inline vec capped(vec x, float cap) {
+    const vec size = x < 0.0f ? -x : x;
+    const vec e = exponential(size * (-2.0f / cap));
+    const vec bent = (1.0f - e) / (1.0f + e) * cap;
+    return x < 0.0f ? -bent : bent;
+}
+
+static inline float total(vec v) {
+    float sum = 0;
+    for (int i = 0; i < W; ++i) sum += v[i];
+    return sum;
+}
+
+// The totals of four vectors, in order.
+static inline vec4 totals(vec4 a, vec4 b, vec4 c, vec4 d) {
+    const vec4 ab = __builtin_shufflevector(a, b, 0, 4, 2, 6) + __builtin_shufflevector(a, b, 1, 5, 3, 7);
+    const vec4 cd = __builtin_shufflevector(c, d, 0, 4, 2, 6) + __builtin_shufflevector(c, d, 1, 5, 3, 7);
+    return __builtin_shufflevector(ab, cd, 0, 1, 4, 5) + __builtin_shufflevector(ab, cd, 2, 3, 6, 7);
+}
+
+#if LANES >= 8
+static inline vec4 totals(vec8 a, vec8 b, vec8 c, vec8 d) {
+    const vec8 ab = __builtin_shufflevector(a, b, 0, 8, 2, 10, 4, 12, 6, 14) + __builtin_shufflevector(a, b, 1, 9, 3, 11, 5, 13, 7, 15);
+    const vec8 cd = __builtin_shufflevector(c, d, 0, 8, 2, 10, 4, 12, 6, 14) + __builtin_shufflevector(c, d, 1, 9, 3, 11, 5, 13, 7, 15);
+    const vec8 sums = __builtin_shufflevector(ab, cd, 0, 1, 8, 9, 4, 5, 12, 13) + __builtin_shufflevector(ab, cd, 2, 3, 10, 11, 6, 7, 14, 15);
+    return __builtin_shufflevector(sums, sums, 0, 1, 2, 3) + __builtin_shufflevector(sums, sums, 4, 5, 6, 7);
+}
+#endif
+#if LANES == 16
+static inline vec8 halved(vec v) {
+    return __builtin_shufflevector(v, v, 0, 1, 2, 3, 4, 5, 6, 7) + __builtin_shufflevector(v, v, 8, 9, 10, 11, 12, 13, 14, 15);
+}
+static inline vec4 totals(vec a, vec b, vec c, vec d) { return totals(halved(a), halved(b), halved(c), halved(d)); }
+#endif
+
+// A fused product of bfloat16 pairs, added to float32.
+#if defined(__AVX512BF16__) && LANES == 16
+constexpr bool HAS_PAIRS = true;
+static inline vec add_pairs(vec sum, ivec a, ivec b) { return (vec)_mm512_dpbf16_ps((__m512)sum, (__m512bh)a, (__m512bh)b); }
+#else
+constexpr bool HAS_PAIRS = false;
+static inline vec add_pairs(vec sum, ivec, ivec) { return sum; }
+#endif
