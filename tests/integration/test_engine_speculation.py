@@ -512,7 +512,7 @@ MUTANTS = {
         "commit",
         lambda commit: (
             lambda self, paths, zero=(): commit(
-                self, [[*path, *range(len(path), self._num_drafts)] for path in paths], zero
+                self, [[*path, *range(len(path), self.num_drafts)] for path in paths], zero
             )
         ),
     ),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch.nn.functional import pad
@@ -33,7 +33,7 @@ class VerifyStep:
         steps: StepBuilder,
         graphs: GraphRunner | None = None,
         *,
-        ahead: int = 0,
+        ahead: Callable[[], int] = lambda: 0,
         rows: VerifyRows | None = None,
     ) -> None:
         """states: each has a row, one pending token, which is the root of its tree, and room for n
@@ -47,12 +47,14 @@ class VerifyStep:
         """
         self.states = tuple(states)
         self._steps = steps
-        self._num_drafts = num_drafts = tree.draft_token_num
+        self._ahead = ahead
+        self.num_drafts = num_drafts = tree.draft_token_num
+        """n"""
         self.prefixes = [state.num_cached for state in states]
         """Cached tokens before the step."""
         self._check()
-        if min(state.num_spare for state in states) < num_drafts:
-            self._reserve(num_drafts, ahead)
+        if self._least_spare() < num_drafts:
+            self._reserve(num_drafts, ahead())
         self._width = width = self._nodes_of(tree, graphs)
         self.tree = tree = tree.padded(width)
         """The trees with d nodes each."""
@@ -91,29 +93,31 @@ class VerifyStep:
         steps.intact = False
         if pool is not None and self.tree.visible is not None:
             self._move(paths)
-        for state, path in zip(self.states, paths, strict=True):
-            state.num_cached += len(path)
-            state.num_spare -= len(path)
+        for state, num in zip(self.states, map(len, paths), strict=True):
+            state.num_cached += num
+            state.num_spare -= num
         if pool is not None and any(zero):
             zeroed: list[int] = []
             for place, path in enumerate(paths):
                 if zero[place]:
                     first = place * self._width
-                    zeroed += range(first + len(path), first + self._num_drafts)
+                    zeroed += range(first + len(path), first + self.num_drafts)
             # Padding of the same request may have left such values in slot 0
             pool.zero(pad(self._slots_of(zeroed), (0, 1)))
         steps.intact = True
 
-    def take_ahead(self, ahead: int) -> None:
+    def take_ahead(self) -> None:
         """Take slots for the next step, if a request may lack some and enough are free.
 
-        Call it while the device runs this step: the next one then has nothing to wait for. ahead:
-        as above, and the most tokens that a request still wants.
+        Call it while the device runs this step: the next one then has nothing to wait for.
         """
-        num = self._num_drafts
+        num, ahead = self.num_drafts, self._ahead()
         wanted = max(num, min(2 * num, ahead))
-        if min(state.num_spare for state in self.states) < wanted <= self._free_each():
+        if self._least_spare() < wanted <= self._free_each():
             self._reserve(wanted, ahead)
+
+    def _least_spare(self) -> int:
+        return min([state.num_spare for state in self.states])
 
     def _free_each(self) -> int:
         """Tokens for which each request finds slots, whatever its last page holds."""
@@ -158,22 +162,22 @@ class VerifyStep:
     def _nodes_of(self, tree: DraftTree, graphs: GraphRunner | None) -> int:
         """d: that of the graphs if they serve the step."""
         if graphs is None:
-            return self._num_drafts
+            return self.num_drafts
         config, room = graphs.config, self._steps.max_context_len - max(self.prefixes)
         serves = (
             len(self.states) <= config.max_batch_size
             and config.visible == (tree.visible is not None)
-            and self._num_drafts <= config.tokens_per_request <= room
+            and self.num_drafts <= config.tokens_per_request <= room
         )
-        return config.tokens_per_request if serves else self._num_drafts
+        return config.tokens_per_request if serves else self.num_drafts
 
     def _check(self) -> None:
-        most = self._steps.max_context_len - self._num_drafts
-        for state, cached in zip(self.states, self.prefixes, strict=True):
-            if state.row is None or len(state.token_ids) != cached + 1:
-                got = f"a request with {state.num_pending} pending tokens"
-                raise InvalidInput("states", got=got, expected="requests that decode")
-            if cached > most:
-                got = f"{self._num_drafts} draft tokens after {cached}"
-                expected = f"a context of at most {self._steps.max_context_len}"
-                raise InvalidInput("tree", got=got, expected=expected)
+        # A row is missing only where nothing is cached
+        pending = [len(state.token_ids) - state.num_cached for state in self.states]
+        if pending.count(1) < len(pending) or 0 in self.prefixes:
+            got = f"requests with {pending} pending tokens after {self.prefixes}"
+            raise InvalidInput("states", got=got, expected="requests that decode")
+        longest, most = max(self.prefixes), self._steps.max_context_len
+        if longest + self.num_drafts > most:
+            got = f"{self.num_drafts} draft tokens after {longest}"
+            raise InvalidInput("tree", got=got, expected=f"a context of at most {most}")
