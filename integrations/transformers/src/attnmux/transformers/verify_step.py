@@ -53,22 +53,23 @@ class VerifyStep:
         self.prefixes = [state.num_cached for state in states]
         """Cached tokens before the step."""
         self._check()
-        if self._least_spare() < num_drafts:
-            self._reserve(num_drafts, ahead())
+        has_more = self._least_spare() < num_drafts and self._reserve(num_drafts, ahead())
         self._width = width = self._nodes_of(tree, graphs)
         self.tree = tree = tree.padded(width)
         """The trees with d nodes each."""
         if rows is None or not rows.serve(states, width):
             rows = VerifyRows(states, width, steps)
+        elif has_more:
+            rows.read_slots(wait=True)
         self.rows = rows
         """For the next step, which then overwrites the tensors of this one."""
-        self._slots = slots = rows.place(self.prefixes, tree, num_drafts)
+        rows.place(self.prefixes, tree, num_drafts)
         batch = ForwardBatch(
             forward_mode=ForwardMode.TARGET_VERIFY,
             batch_size=len(self.prefixes),
             req_pool_indices=rows.indices,
             seq_lens=rows.lens,
-            out_cache_loc=slots,
+            out_cache_loc=rows.slots,
             positions=rows.positions,
             seq_lens_cpu=rows.lens_cpu,
             seq_lens_sum=sum(self.prefixes),
@@ -76,8 +77,8 @@ class VerifyStep:
             extend_seq_lens_cpu=rows.counts_cpu,
             extend_prefix_lens=rows.lens,
             extend_prefix_lens_cpu=rows.lens_cpu,
-            extend_num_tokens=slots.shape[0],
-            spec_info=tree.spec_input(steps.device),
+            extend_num_tokens=len(self.prefixes) * width,
+            spec_info=rows.chains if tree.visible is None else tree.spec_input(steps.device),
         )
         self.step = Step(batch=batch, input_ids=rows.input_ids, last_indices=rows.order)
 
@@ -113,8 +114,9 @@ class VerifyStep:
         """
         num, ahead = self.num_drafts, self._ahead()
         wanted = max(num, min(2 * num, ahead))
-        if self._least_spare() < wanted <= self._free_each():
-            self._reserve(wanted, ahead)
+        lacks = self._least_spare() < wanted <= self._free_each()
+        if lacks and self._reserve(wanted, ahead):
+            self.rows.read_slots(wait=False)
 
     def _least_spare(self) -> int:
         return min([state.num_spare for state in self.states])
@@ -124,8 +126,9 @@ class VerifyStep:
         allocator = self._steps.allocator
         return allocator.available_size() // len(self.states) - allocator.page_size
 
-    def _reserve(self, most: int, ahead: int) -> None:
-        """Take slots for `most` tokens of each request, and for more if there are enough."""
+    def _reserve(self, most: int, ahead: int) -> bool:
+        """Take slots for `most` tokens of each request, and for more if there are enough. False if
+        no context has room for another."""
         steps, states = self._steps, self.states
         most += max(0, min(ahead, self._free_each() - most))
         starts = [state.num_held for state in states]
@@ -134,7 +137,7 @@ class VerifyStep:
             for start, state in zip(starts, states, strict=True)
         ]
         if starts == stops:
-            return
+            return False
         host = torch.tensor([[state.row for state in states], starts, stops])
         rows, *columns = host.to(steps.device).unbind()
         with steps.taking():
@@ -142,6 +145,7 @@ class VerifyStep:
         for state, stop in zip(states, stops, strict=True):
             state.num_spare = stop - state.num_columns
         steps.intact = True
+        return True
 
     def _move(self, paths: Sequence[Sequence[int]]) -> None:
         """Copy the K and V of paths that are not the first nodes of their trees."""
@@ -157,7 +161,8 @@ class VerifyStep:
 
     def _slots_of(self, nodes: list[int]) -> torch.Tensor:
         """[m] int64: the slots of nodes, by their places among the B * d."""
-        return self._slots.index_select(0, torch.tensor(nodes).to(self._slots.device))
+        slots = self.rows.slots
+        return slots.index_select(0, torch.tensor(nodes).to(slots.device))
 
     def _nodes_of(self, tree: DraftTree, graphs: GraphRunner | None) -> int:
         """d: that of the graphs if they serve the step."""

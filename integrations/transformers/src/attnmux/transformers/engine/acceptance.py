@@ -58,17 +58,16 @@ class HostTrees:
 
         predict: the target's token after each of the d nodes.
         """
-        paths: list[Sequence[int]] = []
-        answers: list[list[int]] = []
         if self.parents is None:
+            counts = []
             for drafts, after in zip(self.tokens, predict, strict=True):
                 count = 0
                 while drafts[count] == after[count]:
                     count += 1
-                paths.append(range(count + 1))
-                answers.append(after[: count + 1])
-            return paths, answers
-        paths += map(_path, self.tokens, self.parents, predict)
+                counts.append(count + 1)
+            paths: list[Sequence[int]] = [range(count) for count in counts]
+            return paths, [after[:count] for after, count in zip(predict, counts, strict=True)]
+        paths = list(map(_path, self.tokens, self.parents, predict))
         both = zip(paths, predict, strict=True)
         return paths, [[after[node] for node in path] for path, after in both]
 
@@ -88,11 +87,12 @@ def followed_paths(trees: HostTrees, sampled: torch.Tensor, laps: Laps) -> Answe
 
     sampled: [B * d] int64.
     """
-    flat = sampled.cpu()
-    predicted: list[list[int]] = flat.view(len(trees.tokens), -1).tolist()
+    said: list[int] = sampled.tolist()
+    num = len(said) // len(trees.tokens)
+    predicted = [said[place : place + num] for place in range(0, len(said), num)]
     laps.lap("wait")
     paths, tokens = trees.accepted(predicted)
-    unsound = NOT_A_NUMBER in flat.numpy()
+    unsound = NOT_A_NUMBER in said
     return Answer(paths=paths, tokens=tokens, predicted=predicted, has_unsound=unsound)
 
 

@@ -21,11 +21,12 @@ class Delivery:
 
     def __init__(self, plan: Plan, outputs: OutputQueue, stats: EngineStats) -> None:
         self._plan, self._outputs, self._stats = plan, outputs, stats
-        self._least_left = min([one.num_remaining for one in plan.sampled], default=0)
-        self._stop_ids = frozenset[int]().union(*{one.stop_ids for one in plan.sampled})
-        self._listens = any([one.on_text is not None for one in plan.sampled])
-        samplers = [one.sampler for one in plan.sampled]
-        self._draws = any([sampler.draws_by is not None for sampler in samplers])
+        requests = plan.sampled
+        self._takers = [(one, one.state.token_ids) for one in requests]
+        self._least_left = min([one.num_remaining for one in requests], default=0)
+        self._stop_ids = frozenset[int]().union(*{one.stop_ids for one in requests})
+        self._listens = any([one.on_text is not None for one in requests])
+        self._draws = any([one.sampler.draws_by is not None for one in requests])
         self.is_whole = False
         """Whether every request took all of its tokens."""
         self.has_ended = False
@@ -37,7 +38,7 @@ class Delivery:
         tokens: of each of `plan.requests`; those after a request's last one are dropped. any_ended:
         whether some of the requests may have ended before.
         """
-        said, requests = list(chain.from_iterable(tokens)), self._plan.sampled
+        said, takers = list(chain.from_iterable(tokens)), self._takers
         self.is_whole = (
             not any_ended
             and max(map(len, tokens)) < self._least_left
@@ -46,12 +47,12 @@ class Delivery:
         )
         if not self.is_whole:
             return self._give_each(tokens)
-        self._outputs.add_all(requests, tokens, listens=self._listens)
+        self._outputs.add_all(takers, tokens, listens=self._listens)
         if self._draws:
-            for request, new in zip(requests, tokens, strict=False):
+            for (request, _), new in zip(takers, tokens, strict=False):
                 for _ in new:
                     _draw(request)
-        return len(said) - (len(tokens) - len(requests))
+        return len(said) - (len(tokens) - len(takers))
 
     def _give_each(self, tokens: Sequence[list[int]]) -> int:
         num_sampled, num_new = len(self._plan.sampled), 0

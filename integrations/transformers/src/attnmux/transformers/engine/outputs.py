@@ -48,20 +48,25 @@ class OutputQueue:
         request.finish_reason = self._waiting.append(entry) or ids.extend(new) or reason  # type: ignore[func-returns-value,redundant-expr]
 
     def add_all(
-        self, requests: Sequence[LiveRequest], tokens: Iterable[list[int]], *, listens: bool
+        self,
+        takers: Sequence[tuple[LiveRequest, list[int]]],
+        tokens: Iterable[list[int]],
+        *,
+        listens: bool,
     ) -> None:
         """Give requests their new tokens, with which none of them ends.
 
-        listens: whether any of them has a listener. An interrupt may leave tokens with some of the
-        requests alone.
+        takers: each request with its tokens so far. tokens: of each taker; more are not read.
+        listens: whether any has a listener. An interrupt may leave tokens with a request alone.
         """
-        pairs = list(zip(requests, tokens, strict=False))
-        for request, new in pairs:
-            request.state.token_ids += new
+        pairs = list(zip(takers, tokens, strict=False))
+        for (_, ids), new in pairs:
+            ids += new
         if listens or self._waiting:
-            self._waiting += [_Entry(one, token, False) for one, new in pairs for token in new]
+            self._waiting += [_Entry(one, token, False) for (one, _), new in pairs for token in new]
         else:
-            self._told += [TokenOutput(one.id, token, None) for one, new in pairs for token in new]
+            told = [TokenOutput(one.id, token, None) for (one, _), new in pairs for token in new]
+            self._told += told
 
     def ends(self, request: LiveRequest) -> bool:
         """Whether the request's last token is here."""

@@ -82,9 +82,7 @@ class Speculation:
         return min(LOOKAHEAD, max([request.num_remaining for request in requests]))
 
     @torch.inference_mode(False)
-    def launch(
-        self, requests: Sequence[LiveRequest], tree: DraftTree, laps: Laps
-    ) -> Verification:
+    def launch(self, requests: Sequence[LiveRequest], tree: DraftTree, laps: Laps) -> Verification:
         """Launch a step. Call `commit` once the requests have taken its tokens."""
         runner = self._runner
         step = VerifyStep(
