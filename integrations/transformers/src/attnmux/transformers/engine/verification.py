@@ -23,7 +23,7 @@ class Verification:
         self._unsound: list[bool] = []
 
     def wait(self, laps: Laps) -> list[list[int]]:
-        """The new tokens of each request: its accepted drafts and one more. Waits for the device."""
+        """The new tokens of each request: accepted drafts and one more. Waits for the device."""
         answer = self._answer(laps)
         tokens, self._paths = answer.tokens, answer.paths
         if answer.has_unsound:
