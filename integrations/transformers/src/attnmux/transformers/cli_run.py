@@ -41,11 +41,11 @@ from attnmux.transformers.cli_output import Printer, as_dict, closing_line
 from attnmux.transformers.cli_prompts import UserPrompt
 from attnmux.transformers.cli_ranks import Parallel, only_first
 from attnmux.transformers.cli_watching import first_use, wrapper
-from attnmux.transformers.decision import RunnerOptions
 from attnmux.transformers.eagle_head import EagleHead
 from attnmux.transformers.engine import Engine
 from attnmux.transformers.generate import Generation, Prompt, run_prompts
 from attnmux.transformers.load import load_head_runner, load_runner
+from attnmux.transformers.options import RunnerOptions
 from attnmux.transformers.pools import MemoryBudget
 from attnmux.transformers.runner import ModelRunner
 from attnmux.transformers.sampling_params import SamplingParams
