@@ -13,6 +13,7 @@ from attnmux.transformers.engine.delivery import Delivery
 from attnmux.transformers.engine.execution import Execution, Launched, StepRunner
 from attnmux.transformers.engine.outputs import OutputQueue
 from attnmux.transformers.engine.prefix import MemoryUse, PrefixCache
+from attnmux.transformers.engine.proposers import Proposer
 from attnmux.transformers.engine.request import (
     GenerationResult,
     LiveRequest,
@@ -21,8 +22,9 @@ from attnmux.transformers.engine.request import (
     check_request,
 )
 from attnmux.transformers.engine.scheduler import Plan, Scheduler
-from attnmux.transformers.engine.speculation import Proposer, Speculation, Verification
+from attnmux.transformers.engine.speculation import Speculation
 from attnmux.transformers.engine.stats import EngineStats, Laps
+from attnmux.transformers.engine.verification import Verification
 from attnmux.transformers.images.prompt import PromptImages
 from attnmux.transformers.sampling import Sampler
 from attnmux.transformers.sampling_params import SamplingParams

@@ -96,7 +96,7 @@ class OutputQueue:
             finally:
                 output = TokenOutput(request.id, token, request.result() if is_last else None)
                 # One line, as above
-                self._told.append(self._waiting.popleft() and output)
+                self._told.append(self._waiting.popleft() and output)  # type: ignore[redundant-expr]
             if request.on_text is not None and speaks and (piece or is_last):
                 request.on_text(piece, is_last)
 
