@@ -54,9 +54,10 @@ from attnmux.transformers import (
 from attnmux.transformers.attention import SERVED
 from attnmux.transformers.cli_run import platform_for
 from attnmux.transformers.compiled import compile_layers, undo
-from attnmux.transformers.decision import decide, request_of
+from attnmux.transformers.decision import decide
 from attnmux.transformers.engine import PARTS
 from attnmux.transformers.layers import record_layers
+from attnmux.transformers.requests import request_of
 
 BETWEEN = ("commit", "stream", "schedule", "allocate", "metadata")
 """From the tokens of one step to the launch of the next one."""

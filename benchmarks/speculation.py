@@ -41,7 +41,7 @@ from attnmux.transformers import (
     recall,
 )
 from attnmux.transformers.engine import PARTS
-from attnmux.transformers.engine.speculation import Proposer
+from attnmux.transformers.engine.proposers import Proposer
 from attnmux.transformers.sequence import Step
 from attnmux.transformers.verify_step import VerifyStep
 

@@ -335,9 +335,9 @@ class Workload:
             self.late += 1  # a second fault interrupted the repair: the next call does it
             self.engine.clear_cache()
         self.found.update(wrongs(self.engine))
-        known = [*self.engine._live.values()]
-        known += [one.request for one in self.engine._outputs.entries]
-        alive = {one.id for one in known if one.finish_reason != "abort"}
+        live = self.engine._live.values()
+        alive = {one.id for one in live if one.finish_reason != "abort"}
+        alive |= self.engine._outputs.request_ids
         for number in set(self.asked) - alive:
             del self.asked[number]
 

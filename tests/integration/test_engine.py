@@ -874,12 +874,12 @@ def steps_until_done(engine, error):
 
 @pytest.mark.parametrize("listening", [True, False])
 def test_a_tokenizer_that_fails_loses_no_output_and_no_memory(listening):
-    answers = [continued([start, 5], 9) for start in range(4)]
+    answers = [continued([start, 5], 9 + 3 * start) for start in range(4)]
     letter = answers[1][-1]  # in the last text of one, and wherever others have it
     engine = Engine(HashingRunner(rows=4), tokenizer=Spelling({letter}))
     for start in range(4):
         on_text = (lambda piece, last: None) if listening else None
-        engine.add([start, 5], max_new_tokens=9, on_text=on_text)
+        engine.add([start, 5], max_new_tokens=9 + 3 * start, on_text=on_text)
     outputs, failures = steps_until_done(engine, ValueError)
     assert failures > 0
     for index, answer in enumerate(answers):

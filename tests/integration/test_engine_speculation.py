@@ -333,6 +333,16 @@ def test_text_is_the_same_with_drafts(proposer, page_size):
     assert retractions or page_size == 1
 
 
+@pytest.mark.parametrize("page_size", [1, 4])
+def test_long_texts_use_the_slots_that_were_taken_ahead(page_size):
+    """Each request takes slots several times, at different steps."""
+    prompts = [[1] * length for length in (2, 7, 9)]
+    runner = HashingRunner(page_size=page_size, size=512, context=128)
+    found, engine = generated(prompts, NgramProposer(), runner=runner, num=110)
+    assert found == [continued(ids, 110) for ids in prompts]
+    assert engine.stats.drafts.accepted_tokens > 0
+
+
 def test_a_step_yields_many_tokens_when_drafts_are_right():
     drafts = RandomProposer(right=1.0, chains=True, draft_token_num=6)
     drafts.rng.randint = lambda low, high: high
@@ -512,7 +522,7 @@ MUTANTS = {
         "commit",
         lambda commit: (
             lambda self, paths, zero=(): commit(
-                self, [[*path, *range(len(path), self._num_drafts)] for path in paths], zero
+                self, [[*path, *range(len(path), self.num_drafts)] for path in paths], zero
             )
         ),
     ),

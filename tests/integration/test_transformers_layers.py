@@ -18,8 +18,8 @@ from transformers.masking_utils import (
 from attnmux.core import InvalidInput, LayerSpec, Request
 from attnmux.transformers import IMPLEMENTATION, layers, record_layers, request_of
 from attnmux.transformers.checkpoint import quiet_transformers
-from attnmux.transformers.decision import check_against_config
 from attnmux.transformers.probe import Probe, Reach, read_reach
+from attnmux.transformers.requests import check_against_config
 
 SMALL = {"vocab_size": 97, "hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4}
 LLAMA_LIKE = {**SMALL, "intermediate_size": 48, "num_key_value_heads": 2}

@@ -15,8 +15,6 @@ if TYPE_CHECKING:
     from attnmux.transformers.checkpoint import Checkpoint as Checkpoint
     from attnmux.transformers.checkpoint import load_model as load_model
     from attnmux.transformers.checkpoint import open_checkpoint as open_checkpoint
-    from attnmux.transformers.decision import RunnerOptions as RunnerOptions
-    from attnmux.transformers.decision import request_of as request_of
     from attnmux.transformers.eagle_files import hidden_layers as hidden_layers
     from attnmux.transformers.eagle_files import load_head as load_head
     from attnmux.transformers.engine import Engine as Engine
@@ -34,7 +32,9 @@ if TYPE_CHECKING:
     from attnmux.transformers.layers import record_layers as record_layers
     from attnmux.transformers.load import load_head_runner as load_head_runner
     from attnmux.transformers.load import load_runner as load_runner
+    from attnmux.transformers.options import RunnerOptions as RunnerOptions
     from attnmux.transformers.pools import MemoryBudget as MemoryBudget
+    from attnmux.transformers.requests import request_of as request_of
     from attnmux.transformers.runner import ModelRunner as ModelRunner
     from attnmux.transformers.sampling import Sampler as Sampler
     from attnmux.transformers.sampling_params import SamplingParams as SamplingParams
@@ -48,7 +48,8 @@ _NAMES_BY_MODULE = {
     "batching": ("StepBuilder",),
     "capacity": ("Capacity",),
     "checkpoint": ("Checkpoint", "load_model", "open_checkpoint"),
-    "decision": ("RunnerOptions", "request_of"),
+    "options": ("RunnerOptions",),
+    "requests": ("request_of",),
     "eagle_files": ("hidden_layers", "load_head"),
     "engine": (
         "Engine",

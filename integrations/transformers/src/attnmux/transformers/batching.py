@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
+import numpy as np
 import torch
 
 from attnmux.core import (
@@ -287,8 +288,13 @@ class StepBuilder(RequestMemory):
         """[n] int64: the pages of requests' columns from the first one of a page to the last that
         holds a slot. Every page_size-th column begins another."""
         table, page_size = self.req_to_token_pool.req_to_token, self.allocator.page_size
-        firsts = [table[one.row, start : one.num_held : page_size] for one, start in starts]
-        return torch.cat(firsts).long() // page_size
+        firsts = []
+        for state, start in starts:
+            assert state.row is not None
+            row = state.row * table.shape[1]
+            firsts.append(np.arange(row + start, row + state.num_held, page_size))
+        cells = torch.from_numpy(np.concatenate(firsts)).to(table.device)
+        return table.view(-1).index_select(0, cells).long() // page_size
 
     def extend_rows(
         self, rows: torch.Tensor, columns: Sequence[torch.Tensor], columns_cpu: torch.Tensor

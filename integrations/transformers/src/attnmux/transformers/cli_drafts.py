@@ -11,11 +11,11 @@ from typing import Any, Literal
 from attnmux.core import GraphUnsupported, InvalidInput, Policy
 from attnmux.transformers import recall
 from attnmux.transformers.checkpoint import Checkpoint, open_checkpoint
-from attnmux.transformers.decision import RunnerOptions
 from attnmux.transformers.eagle_files import head_folder, hidden_layers, load_head
 from attnmux.transformers.eagle_head import EagleHead
 from attnmux.transformers.engine import ModelProposer, NgramProposer, Proposer
 from attnmux.transformers.engine.draft_model import most_nodes
+from attnmux.transformers.options import RunnerOptions
 from attnmux.transformers.ranks import ONE_RANK
 from attnmux.transformers.runner import ModelRunner
 

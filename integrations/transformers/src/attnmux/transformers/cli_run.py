@@ -2,28 +2,23 @@
 
 from __future__ import annotations
 
-import pkgutil
 import sys
 import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import click
 import torch
 
 from attnmux.core import (
     AcceptThresholds,
-    AttentionBackend,
-    Decision,
     Detection,
     InvalidInput,
-    Measurement,
-    Offer,
     Platform,
     Plugins,
     PoolExhausted,
@@ -35,19 +30,25 @@ from attnmux.core.lock import Lock
 from attnmux.transformers import recall
 from attnmux.transformers.checkpoint import Checkpoint, open_checkpoint, quiet_transformers
 from attnmux.transformers.cli_drafts import Drafting
+from attnmux.transformers.cli_encoding import (
+    context_of,
+    encode,
+    most_tokens,
+    read_images,
+    refuse_encoders,
+)
 from attnmux.transformers.cli_output import Printer, as_dict, closing_line
 from attnmux.transformers.cli_prompts import UserPrompt
 from attnmux.transformers.cli_ranks import Parallel, only_first
-from attnmux.transformers.decision import RunnerOptions
+from attnmux.transformers.cli_watching import first_use, wrapper
 from attnmux.transformers.eagle_head import EagleHead
 from attnmux.transformers.engine import Engine
 from attnmux.transformers.generate import Generation, Prompt, run_prompts
-from attnmux.transformers.images.files import ImageProcessor
 from attnmux.transformers.load import load_head_runner, load_runner
+from attnmux.transformers.options import RunnerOptions
 from attnmux.transformers.pools import MemoryBudget
 from attnmux.transformers.runner import ModelRunner
 from attnmux.transformers.sampling_params import SamplingParams
-from attnmux.transformers.tokenization import encode_prompts
 
 
 def platform_for(detection: Detection, settings: Settings, device: str | None) -> Platform:
@@ -146,17 +147,17 @@ def run_command(
             lock = Lock.read(settings.locked_file())
             revision = lock.model_revision(str(source), revision)
         checkpoint = open_checkpoint(source, revision=revision, progress=sys.stderr.isatty())
-        _refuse_encoders(checkpoint)
+        refuse_encoders(checkpoint)
         context = context_of(checkpoint, context)
-        pictured = _read_images(checkpoint, asked, chat)
-        wanted = _encode(checkpoint, asked, pictured, max_new_tokens, sampling, context, chat)
+        pictured = read_images(checkpoint, asked, chat)
+        wanted = encode(checkpoint, asked, pictured, max_new_tokens, sampling, context, chat)
         plugins = run.plugins(settings)
         platform = platform_for(run.detect(plugins), settings, device)
         ranks = parallel.ranks(platform.device_type, checkpoint.config)
         stack.enter_context(only_first(ranks))
         measurements, launches = run.measurements(settings), run.launches(settings)
         parts = ranks.deal(wanted)
-        most = max(_most_tokens(part, context, max_running) for part in parts)
+        most = max(most_tokens(part, context, max_running) for part in parts)
         options = RunnerOptions(
             max_batch_size=min(len(parts[0]), max_running),
             max_context_len=context,
@@ -183,7 +184,7 @@ def run_command(
             measurements=measurements,
             launches=launches,
             debug=run.debug,
-            check=_first_use(
+            check=first_use(
                 run,
                 plugins.offers(),
                 measurements,
@@ -191,7 +192,7 @@ def run_command(
                 cache=settings.cache_folder(),
                 launches=launches,
             ),
-            wrap=_wrapper(run, canary, keep_failures, keep_values),
+            wrap=wrapper(run, canary, keep_failures, keep_values),
         )
         load = partial(_load, run, platform, plugins)
         runner = load(checkpoint, options)
@@ -232,139 +233,6 @@ def _check_sparse(parallel: Parallel, canary: float) -> None:
     if got:
         expected = "none of these: one device has all keys of a head, and answers are approximate"
         raise InvalidInput("--sparse", got=f"{got} too", expected=expected)
-
-
-def _first_use(
-    run: Run, offers: Sequence[Offer], measurements: Sequence[Measurement], **place: object
-) -> Callable[[Decision], None]:
-    """Runs cases on a backend that never passed; only warns where attnmux-testing is missing."""
-    make = _from_testing("FirstUse")
-    if make is None:
-
-        def warn(decision: Decision) -> None:
-            run.warn_of_unverified(decision, offers, measurements)
-
-        return warn
-    check: Callable[[Decision], None] = make(offers, measurements, say=run.warn, **place)
-    return check
-
-
-def _from_testing(name: str) -> Callable[..., Any] | None:
-    """A public name of attnmux-testing, which only some need; None without that package."""
-    try:
-        found: Callable[..., Any] = pkgutil.resolve_name(f"attnmux.testing:{name}")
-    except ModuleNotFoundError as error:
-        if not (error.name or "").startswith("attnmux.testing"):
-            raise
-        return None
-    return found
-
-
-def _wrapper(
-    run: Run, canary: float, folder: Path | None, keep_values: bool
-) -> Callable[[AttentionBackend, Decision], AttentionBackend] | None:
-    if not canary and folder is None:
-        return None
-    make_canary, make_keeper = _from_testing("CanaryBackend"), _from_testing("FailureKeeper")
-    if make_canary is None or make_keeper is None:
-        got = "no attnmux-testing"
-        expected = "pip install attnmux-testing"
-        raise InvalidInput("--canary, --keep-failures", got=got, expected=expected)
-
-    def wrap(backend: AttentionBackend, decision: Decision) -> AttentionBackend:
-        if canary:
-            backend = make_canary(backend, share=canary)
-        if folder is not None:
-            backend = make_keeper(
-                backend, folder, decision=decision, tensors=keep_values, on_kept=run.warn
-            )
-        return backend
-
-    return wrap
-
-
-Inputs = dict[str, torch.Tensor]
-"""What a processor returns for a prompt with images."""
-
-
-def _read_images(
-    checkpoint: Checkpoint, asked: Sequence[UserPrompt], chat: bool
-) -> dict[int, Inputs]:
-    """The prompts with images, by their index."""
-    if not any(one.images for one in asked):
-        return {}
-    processor = ImageProcessor(checkpoint)
-    return {
-        index: processor.read(f"prompt {index + 1}", str(one.prompt), one.images, chat=chat)
-        for index, one in enumerate(asked)
-        if one.images
-    }
-
-
-def _encode(
-    checkpoint: Checkpoint,
-    asked: Sequence[UserPrompt],
-    pictured: Mapping[int, Inputs],
-    max_new_tokens: int,
-    sampling: SamplingParams,
-    context: int,
-    chat: bool,
-) -> list[Prompt]:
-    texts = [one.prompt for one in asked]
-    for index, inputs in pictured.items():
-        texts[index] = inputs["input_ids"][0].tolist()
-    encoded = encode_prompts(checkpoint, texts, max_context_len=context, chat=chat)
-    _refuse_placeholders(checkpoint, [ids for at, ids in enumerate(encoded) if at not in pictured])
-    each = sampling.for_each(len(asked))
-    return [_prompt(*one, max_new_tokens) for one in zip(asked, encoded, each, strict=True)]
-
-
-def _refuse_placeholders(checkpoint: Checkpoint, encoded: Sequence[Sequence[int]]) -> None:
-    """Refuse prompts without images that have placeholders of some."""
-    token = getattr(checkpoint.config, "image_token_id", None)
-    if any(token in ids for ids in encoded):
-        raise InvalidInput(
-            "prompts", got="a placeholder of an image", expected="an image for each, by --image"
-        )
-
-
-def _prompt(
-    asked: UserPrompt, ids: Sequence[int], sampling: SamplingParams, max_new_tokens: int
-) -> Prompt:
-    """The prompt in token ids. What it overrides takes the place of the command's options."""
-    own = dict(asked.overrides)
-    most = own.pop("max_new_tokens", max_new_tokens)
-    return Prompt(token_ids=ids, max_new_tokens=most, sampling=replace(sampling, **own))
-
-
-def _most_tokens(wanted: Sequence[Prompt], context: int, max_running: int) -> int:
-    """Tokens of the longest prompts that may run at a time, with their answers."""
-    lens = sorted(min(len(one.token_ids) + one.max_new_tokens, context) for one in wanted)
-    return sum(lens[-max_running:])
-
-
-def _refuse_encoders(checkpoint: Checkpoint) -> None:
-    if checkpoint.config.is_encoder_decoder:
-        raise InvalidInput(
-            "model",
-            got=f"{checkpoint.source}, an encoder-decoder model",
-            expected="a decoder-only model; an encoder-decoder model runs from Python, with "
-            "Engine.add(encoder_states=…)",
-        )
-
-
-def context_of(checkpoint: Checkpoint, wanted: int | None) -> int:
-    """Tokens of the longest request. Raises InvalidInput for more than the model's positions."""
-    limit = checkpoint.max_context_len
-    if wanted is None and limit is None:
-        raise InvalidInput(
-            "--context", got="nothing", expected="a number, since the model states no limit"
-        )
-    if wanted is None or limit is None:
-        return wanted or limit or 0
-    if wanted > limit:
-        raise InvalidInput("--context", got=wanted, expected=f"at most the model's limit, {limit}")
-    return wanted
 
 
 def _load(

@@ -27,24 +27,21 @@ from attnmux.transformers.absorbed import absorb, absorbed_layers, expand
 from attnmux.transformers.attention import SERVED, set_attention
 from attnmux.transformers.capacity import Capacity
 from attnmux.transformers.checkpoint import LOADING, Checkpoint, load_model, warn_in_python
-from attnmux.transformers.decision import (
-    RunnerOptions,
-    check_against_config,
-    decide,
-    decide_first,
-    latent_request,
-    request_of,
-    stated_request,
-    stated_ways,
-    without,
-)
+from attnmux.transformers.decision import decide, decide_first, stated_ways, without
 from attnmux.transformers.eagle_head import EagleHead
 from attnmux.transformers.encoder_decoder import PackedDecoder, record_decoder
 from attnmux.transformers.images.capture import ImageReader
 from attnmux.transformers.indexers import Indexers, bound_indexers
 from attnmux.transformers.layers import record_layers
 from attnmux.transformers.mixers import Mixer, mixers_of, serve
+from attnmux.transformers.options import RunnerOptions
 from attnmux.transformers.pools import bytes_per_token
+from attnmux.transformers.requests import (
+    check_against_config,
+    latent_request,
+    request_of,
+    stated_request,
+)
 from attnmux.transformers.rotary import check_rotary
 from attnmux.transformers.runner import ModelRunner
 from attnmux.transformers.served_model import ServedModel

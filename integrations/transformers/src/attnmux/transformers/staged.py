@@ -30,10 +30,10 @@ from attnmux.core import (
     make_first,
 )
 from attnmux.transformers.attention import ModelCall
-from attnmux.transformers.decision import request_of
 from attnmux.transformers.layers import layer_of
 from attnmux.transformers.pools import make_pool
 from attnmux.transformers.probe import Reach
+from attnmux.transformers.requests import request_of
 from attnmux.transformers.visible import Lens
 
 LOG = logging.getLogger(__name__)

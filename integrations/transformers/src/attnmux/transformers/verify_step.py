@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch.nn.functional import pad
@@ -33,7 +33,7 @@ class VerifyStep:
         steps: StepBuilder,
         graphs: GraphRunner | None = None,
         *,
-        ahead: int = 0,
+        ahead: Callable[[], int] = lambda: 0,
         rows: VerifyRows | None = None,
     ) -> None:
         """states: each has a row, one pending token, which is the root of its tree, and room for n
@@ -47,26 +47,29 @@ class VerifyStep:
         """
         self.states = tuple(states)
         self._steps = steps
-        self._num_drafts = num_drafts = tree.draft_token_num
+        self._ahead = ahead
+        self.num_drafts = num_drafts = tree.draft_token_num
+        """n"""
         self.prefixes = [state.num_cached for state in states]
         """Cached tokens before the step."""
         self._check()
-        if min(state.num_spare for state in states) < num_drafts:
-            self._reserve(num_drafts, ahead)
+        has_more = self._least_spare() < num_drafts and self._reserve(num_drafts, ahead())
         self._width = width = self._nodes_of(tree, graphs)
         self.tree = tree = tree.padded(width)
         """The trees with d nodes each."""
         if rows is None or not rows.serve(states, width):
             rows = VerifyRows(states, width, steps)
+        elif has_more:
+            rows.read_slots(wait=True)
         self.rows = rows
         """For the next step, which then overwrites the tensors of this one."""
-        self._slots = slots = rows.place(self.prefixes, tree, num_drafts)
+        rows.place(self.prefixes, tree, num_drafts)
         batch = ForwardBatch(
             forward_mode=ForwardMode.TARGET_VERIFY,
             batch_size=len(self.prefixes),
             req_pool_indices=rows.indices,
             seq_lens=rows.lens,
-            out_cache_loc=slots,
+            out_cache_loc=rows.slots,
             positions=rows.positions,
             seq_lens_cpu=rows.lens_cpu,
             seq_lens_sum=sum(self.prefixes),
@@ -74,8 +77,8 @@ class VerifyStep:
             extend_seq_lens_cpu=rows.counts_cpu,
             extend_prefix_lens=rows.lens,
             extend_prefix_lens_cpu=rows.lens_cpu,
-            extend_num_tokens=slots.shape[0],
-            spec_info=tree.spec_input(steps.device),
+            extend_num_tokens=len(self.prefixes) * width,
+            spec_info=rows.chains if tree.visible is None else tree.spec_input(steps.device),
         )
         self.step = Step(batch=batch, input_ids=rows.input_ids, last_indices=rows.order)
 
@@ -91,37 +94,41 @@ class VerifyStep:
         steps.intact = False
         if pool is not None and self.tree.visible is not None:
             self._move(paths)
-        for state, path in zip(self.states, paths, strict=True):
-            state.num_cached += len(path)
-            state.num_spare -= len(path)
+        for state, num in zip(self.states, map(len, paths), strict=True):
+            state.num_cached += num
+            state.num_spare -= num
         if pool is not None and any(zero):
             zeroed: list[int] = []
             for place, path in enumerate(paths):
                 if zero[place]:
                     first = place * self._width
-                    zeroed += range(first + len(path), first + self._num_drafts)
+                    zeroed += range(first + len(path), first + self.num_drafts)
             # Padding of the same request may have left such values in slot 0
             pool.zero(pad(self._slots_of(zeroed), (0, 1)))
         steps.intact = True
 
-    def take_ahead(self, ahead: int) -> None:
+    def take_ahead(self) -> None:
         """Take slots for the next step, if a request may lack some and enough are free.
 
-        Call it while the device runs this step: the next one then has nothing to wait for. ahead:
-        as above, and the most tokens that a request still wants.
+        Call it while the device runs this step: the next one then has nothing to wait for.
         """
-        num = self._num_drafts
+        num, ahead = self.num_drafts, self._ahead()
         wanted = max(num, min(2 * num, ahead))
-        if min(state.num_spare for state in self.states) < wanted <= self._free_each():
-            self._reserve(wanted, ahead)
+        lacks = self._least_spare() < wanted <= self._free_each()
+        if lacks and self._reserve(wanted, ahead):
+            self.rows.read_slots(wait=False)
+
+    def _least_spare(self) -> int:
+        return min([state.num_spare for state in self.states])
 
     def _free_each(self) -> int:
         """Tokens for which each request finds slots, whatever its last page holds."""
         allocator = self._steps.allocator
         return allocator.available_size() // len(self.states) - allocator.page_size
 
-    def _reserve(self, most: int, ahead: int) -> None:
-        """Take slots for `most` tokens of each request, and for more if there are enough."""
+    def _reserve(self, most: int, ahead: int) -> bool:
+        """Take slots for `most` tokens of each request, and for more if there are enough. False if
+        no context has room for another."""
         steps, states = self._steps, self.states
         most += max(0, min(ahead, self._free_each() - most))
         starts = [state.num_held for state in states]
@@ -130,7 +137,7 @@ class VerifyStep:
             for start, state in zip(starts, states, strict=True)
         ]
         if starts == stops:
-            return
+            return False
         host = torch.tensor([[state.row for state in states], starts, stops])
         rows, *columns = host.to(steps.device).unbind()
         with steps.taking():
@@ -138,6 +145,7 @@ class VerifyStep:
         for state, stop in zip(states, stops, strict=True):
             state.num_spare = stop - state.num_columns
         steps.intact = True
+        return True
 
     def _move(self, paths: Sequence[Sequence[int]]) -> None:
         """Copy the K and V of paths that are not the first nodes of their trees."""
@@ -153,27 +161,28 @@ class VerifyStep:
 
     def _slots_of(self, nodes: list[int]) -> torch.Tensor:
         """[m] int64: the slots of nodes, by their places among the B * d."""
-        return self._slots.index_select(0, torch.tensor(nodes).to(self._slots.device))
+        slots = self.rows.slots
+        return slots.index_select(0, torch.tensor(nodes).to(slots.device))
 
     def _nodes_of(self, tree: DraftTree, graphs: GraphRunner | None) -> int:
         """d: that of the graphs if they serve the step."""
         if graphs is None:
-            return self._num_drafts
+            return self.num_drafts
         config, room = graphs.config, self._steps.max_context_len - max(self.prefixes)
         serves = (
             len(self.states) <= config.max_batch_size
             and config.visible == (tree.visible is not None)
-            and self._num_drafts <= config.tokens_per_request <= room
+            and self.num_drafts <= config.tokens_per_request <= room
         )
-        return config.tokens_per_request if serves else self._num_drafts
+        return config.tokens_per_request if serves else self.num_drafts
 
     def _check(self) -> None:
-        most = self._steps.max_context_len - self._num_drafts
-        for state, cached in zip(self.states, self.prefixes, strict=True):
-            if state.row is None or len(state.token_ids) != cached + 1:
-                got = f"a request with {state.num_pending} pending tokens"
-                raise InvalidInput("states", got=got, expected="requests that decode")
-            if cached > most:
-                got = f"{self._num_drafts} draft tokens after {cached}"
-                expected = f"a context of at most {self._steps.max_context_len}"
-                raise InvalidInput("tree", got=got, expected=expected)
+        # A row is missing only where nothing is cached
+        pending = [len(state.token_ids) - state.num_cached for state in self.states]
+        if pending.count(1) < len(pending) or 0 in self.prefixes:
+            got = f"requests with {pending} pending tokens after {self.prefixes}"
+            raise InvalidInput("states", got=got, expected="requests that decode")
+        longest, most = max(self.prefixes), self._steps.max_context_len
+        if longest + self.num_drafts > most:
+            got = f"{self.num_drafts} draft tokens after {longest}"
+            raise InvalidInput("tree", got=got, expected=f"a context of at most {most}")

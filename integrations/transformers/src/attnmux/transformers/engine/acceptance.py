@@ -8,10 +8,29 @@ from dataclasses import dataclass, replace
 import torch
 
 from attnmux.core import AcceptedDrafts, AcceptThresholds, DraftTree
-from attnmux.transformers.sampling import Draws, distributions
+from attnmux.transformers.engine.stats import Laps
+from attnmux.transformers.sampling import NOT_A_NUMBER, Draws, distributions
 
 Choose = Callable[[DraftTree, torch.Tensor, torch.Tensor, AcceptThresholds], AcceptedDrafts]
 """`sample_tree_target_only`, or a kernel that does the same."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Answer:
+    """What the target model says about the drafts of B requests."""
+
+    paths: Sequence[Sequence[int]]
+    """The accepted nodes of each request, from the root on."""
+    tokens: list[list[int]]
+    """The target's token after each of them."""
+    predicted: Sequence[list[int]]
+    """All that was looked at: its tokens after each node, or those above."""
+    has_unsound: bool
+    """Whether one of them is `NOT_A_NUMBER`."""
+
+
+END = -2
+"""After the drafts of a chain: no token of a target, not even `NOT_A_NUMBER`."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -20,15 +39,18 @@ class HostTrees:
     compare tokens."""
 
     tokens: list[list[int]]
-    """Without padding."""
+    """Without padding. A chain's drafts without the root, and `END` after them."""
     parents: list[list[int]] | None
     """None for chains."""
 
     @classmethod
     def of(cls, tree: DraftTree) -> HostTrees:
         """tree: its tokens and links on the host."""
-        tokens = tree.draft_tokens[:, : tree.num_nodes].tolist()
-        return cls(tokens=tokens, parents=None if tree.visible is None else tree.parents.tolist())
+        if tree.visible is not None:
+            tokens = tree.draft_tokens[:, : tree.num_nodes].tolist()
+            return cls(tokens=tokens, parents=tree.parents.tolist())
+        drafts: list[list[int]] = tree.draft_tokens[:, 1 : tree.num_nodes].tolist()
+        return cls(tokens=[[*each, END] for each in drafts], parents=None)
 
     def accepted(self, predict: Sequence[list[int]]) -> tuple[list[Sequence[int]], list[list[int]]]:
         """What `verify_tree_greedy` accepts, in a fraction of its time: the nodes of each request's
@@ -37,20 +59,17 @@ class HostTrees:
         predict: the target's token after each of the d nodes.
         """
         if self.parents is None:
-            counts = list(map(_count, self.tokens, predict))
+            counts = []
+            for drafts, after in zip(self.tokens, predict, strict=True):
+                count = 0
+                while drafts[count] == after[count]:
+                    count += 1
+                counts.append(count + 1)
             paths: list[Sequence[int]] = [range(count) for count in counts]
             return paths, [after[:count] for after, count in zip(predict, counts, strict=True)]
         paths = list(map(_path, self.tokens, self.parents, predict))
         both = zip(paths, predict, strict=True)
         return paths, [[after[node] for node in path] for path, after in both]
-
-
-def _count(tokens: list[int], after: list[int]) -> int:
-    """Nodes of a chain that are accepted, the root included."""
-    count = 1
-    while count < len(tokens) and tokens[count] == after[count - 1]:
-        count += 1
-    return count
 
 
 def _path(tokens: list[int], parents: list[int], after: list[int]) -> list[int]:
@@ -63,19 +82,33 @@ def _path(tokens: list[int], parents: list[int], after: list[int]) -> list[int]:
     return path
 
 
+def followed_paths(trees: HostTrees, sampled: torch.Tensor, laps: Laps) -> Answer:
+    """Follow the tokens that were sampled after each of the d nodes. Waits for the device.
+
+    sampled: [B * d] int64.
+    """
+    said: list[int] = sampled.tolist()
+    num = len(said) // len(trees.tokens)
+    predicted = [said[place : place + num] for place in range(0, len(said), num)]
+    laps.lap("wait")
+    paths, tokens = trees.accepted(predicted)
+    unsound = NOT_A_NUMBER in said
+    return Answer(paths=paths, tokens=tokens, predicted=predicted, has_unsound=unsound)
+
+
 def sampled_paths(
     tree: DraftTree,
     logits: torch.Tensor,
     draws: Sequence[Draws],
     thresholds: AcceptThresholds,
     choose: Choose,
-) -> tuple[list[list[int]], list[list[int]]]:
-    """The nodes of each request's path from the root on, and the tokens that it says: those of the
-    path's other nodes, and the one drawn after them.
+    laps: Laps,
+) -> Answer:
+    """Draw the nodes of each request's path, and the token after them. Waits for the device.
 
     tree: as proposers return it. logits: [B * d, vocabulary], after each node. draws: of each node;
     a node's number decides about its children, and draws the token after it where none is accepted.
-    choose: `sample_tree_target_only`, or a kernel. Waits for the device.
+    choose: `sample_tree_target_only`, or a kernel.
     """
 
     def moved(values: torch.Tensor | None) -> torch.Tensor | None:
@@ -94,6 +127,9 @@ def sampled_paths(
         thresholds,
     )
     nodes, tokens = torch.stack([found.accept_index, found.predict]).cpu().tolist()
+    laps.lap("wait")
     counts = [sum(node >= 0 for node in path) for path in nodes]
     paths = [path[:count] for path, count in zip(nodes, counts, strict=True)]
-    return paths, [said[:count] for said, count in zip(tokens, counts, strict=True)]
+    answers = [said[:count] for said, count in zip(tokens, counts, strict=True)]
+    unsound = any(NOT_A_NUMBER in said for said in answers)
+    return Answer(paths=paths, tokens=answers, predicted=answers, has_unsound=unsound)

@@ -9,22 +9,24 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from attnmux.core import AcceptThresholds, DraftTree, InvalidInput, PoolExhausted
+from attnmux.transformers.engine.delivery import Delivery
 from attnmux.transformers.engine.execution import Execution, Launched, StepRunner
+from attnmux.transformers.engine.outputs import OutputQueue
 from attnmux.transformers.engine.prefix import MemoryUse, PrefixCache
+from attnmux.transformers.engine.proposers import Proposer
 from attnmux.transformers.engine.request import (
-    FinishReason,
     GenerationResult,
     LiveRequest,
     OnText,
-    OutputQueue,
     TokenOutput,
     check_request,
 )
 from attnmux.transformers.engine.scheduler import Plan, Scheduler
-from attnmux.transformers.engine.speculation import Proposer, Speculation
+from attnmux.transformers.engine.speculation import Speculation
 from attnmux.transformers.engine.stats import EngineStats, Laps
+from attnmux.transformers.engine.verification import Verification
 from attnmux.transformers.images.prompt import PromptImages
-from attnmux.transformers.sampling import NOT_A_NUMBER, Sampler
+from attnmux.transformers.sampling import Sampler
 from attnmux.transformers.sampling_params import SamplingParams
 from attnmux.transformers.sequence import SequenceState
 from attnmux.transformers.tokenization import TextStream, read_ids
@@ -137,7 +139,7 @@ class Engine:
     @property
     def has_work(self) -> bool:
         """Whether there are requests to run or outputs to return."""
-        return bool(self._live or self._outputs.entries)
+        return bool(self._live or self._outputs)
 
     @property
     def memory(self) -> MemoryUse:
@@ -328,13 +330,11 @@ class Engine:
         try:
             self._running, self._intact = plan, False
             self.runner.ranks.check_step(plan.kind, plan.told)
-            if self._speculation is None or drafts is None:
-                tokens = self._tokens(plan, laps)
-            else:
-                self._execution.forget()
-                tokens = self._speculation.run(plan.decoding, drafts, laps)
+            step = self._launch(plan, drafts, laps)
+            delivery = Delivery(plan, self._outputs, self.stats)
+            tokens = step.wait(laps)
             committing = True
-            num_new = self._commit(plan, tokens)
+            num_new = self._commit(plan, tokens, delivery)
             self._intact = True
             return num_new
         except BaseException:
@@ -346,15 +346,16 @@ class Engine:
             self._settle()
             laps.lap("commit")
 
-    def _tokens(self, plan: Plan, laps: Laps) -> list[list[int]]:
-        """The tokens of a step. If the next step is known, it is launched before the wait."""
+    def _launch(self, plan: Plan, drafts: DraftTree | None, laps: Laps) -> Launched | Verification:
+        """Launch a step, unless the device has it already. If the next one is known, it follows."""
+        if self._speculation is not None and drafts is not None:
+            self._execution.forget()
+            return self._speculation.launch(plan.decoding, drafts, laps)
         step, self._ahead = self._ahead or self._execution.launch(plan, laps), None
         if self._overlap and self._speculation is None and self._scheduler.repeats(plan):
             laps.lap("schedule")
             self._ahead = self._execution.launch(plan, laps, ahead=True)
-        tokens = step.wait()
-        laps.lap("wait")
-        return tokens
+        return step
 
     def _tell(self, plan: Plan | None, num_new: int, laps: Laps) -> None:
         try:
@@ -364,42 +365,17 @@ class Engine:
             if plan is not None:
                 self.stats.count(plan.kind, plan.num_prompt_tokens, num_new, laps)
 
-    def _commit(self, plan: Plan, tokens: Sequence[Sequence[int]]) -> int:
-        """Append the tokens to their requests, and end the requests that are complete.
-
-        Returns the number of tokens. Those after a request's last one are dropped.
-        """
-        num_sampled, num_new = len(plan.sampled), 0
-        for place, (request, new) in enumerate(zip(plan.requests, tokens, strict=True)):
-            for token in new:
-                if request.ended:
-                    request.is_sound &= token != NOT_A_NUMBER
-                    break
-                if place < num_sampled or token == NOT_A_NUMBER:
-                    self._take(request, token)
-                    num_new += 1
+    def _commit(self, plan: Plan, tokens: Sequence[list[int]], delivery: Delivery) -> int:
+        """Give the tokens to their requests. Returns the number of tokens."""
+        num_new = delivery.give(tokens, any_ended=self._has_ended)
+        self._has_ended |= delivery.has_ended
         if self._speculation is not None:
-            self._speculation.commit(plan.decoding)
+            self._speculation.commit(plan.decoding, is_whole=delivery.is_whole)
         for request, _ in plan.chunks:
             if not request.ended:
                 self._cache.store(request)
         self._scheduler.started(plan.sampled[len(plan.decoding) :])
         return num_new
-
-    def _take(self, request: LiveRequest, token: int) -> None:
-        reason: FinishReason | None = None
-        if token == NOT_A_NUMBER:
-            request.is_sound = False
-            reason = "error"
-        elif token in request.stop_ids:
-            reason = "stop"
-        elif request.num_remaining <= 1:
-            reason = "length"
-        self._has_ended |= reason is not None
-        self._outputs.add(request, token, reason)
-        if token != NOT_A_NUMBER and request.sampler.draws_by is not None:
-            request.sampler.draw()
-        self.stats.finished += reason is not None
 
     def _abort(self, request: LiveRequest) -> None:
         """End a request without a result; `_settle` frees its memory."""
@@ -430,9 +406,7 @@ class Engine:
             self._restart()
         elif self._has_ended and self._ahead is None:
             self._intact = False
-            for request in self._live.values():
-                if request.ended:
-                    self._cache.release(request)
+            self._cache.release([one for one in self._live.values() if one.ended])
             scheduler.drop_ended()
             self._forget_ended()
             self._intact = True

@@ -68,7 +68,7 @@ class Launched:
             self._copied = torch.Event(tokens.device)
             self._copied.record()
 
-    def wait(self) -> list[list[int]]:
+    def wait(self, laps: Laps) -> list[list[int]]:
         """The next token of each of `plan.requests`, as a list of one. Waits for the device.
 
         For a request whose prompt continues in the next step, the value only says whether its
@@ -76,7 +76,9 @@ class Launched:
         """
         if self._copied is not None:
             self._ranks.wait(self._copied)
-        return [[token] for token in self._host.tolist()]
+        tokens = [[token] for token in self._host.tolist()]
+        laps.lap("wait")
+        return tokens
 
 
 class Execution:

@@ -123,19 +123,21 @@ class PrefixCache:
             assert state.row is not None
             self._states.keep(match.node, state.row)
 
-    def release(self, request: LiveRequest) -> None:
-        """Free the request's row and slots, and keep its whole pages for others if it `is_sound`.
-
-        Does nothing for a request that holds nothing.
-        """
-        if request.node is None:
-            return
-        if request.is_sound:
-            self.store(request)
-        self.steps.release([request.state], zero=not request.is_sound)
-        self._unlock_windows(request)
-        self._tree.unlock(request.node)
-        request.node = None
+    def release(self, requests: Sequence[LiveRequest]) -> None:
+        """Free the rows and slots of requests, and keep for others the whole pages of those that
+        are sound. Requests that hold nothing are skipped."""
+        held = [one for one in requests if one.node is not None]
+        for request in held:
+            if request.is_sound:
+                self.store(request)
+        for is_sound in (True, False):
+            states = [one.state for one in held if one.is_sound == is_sound]
+            self.steps.release(states, zero=not is_sound)
+        for request in held:
+            assert request.node is not None
+            self._unlock_windows(request)
+            self._tree.unlock(request.node)
+            request.node = None
 
     def give_back(self, requests: Sequence[LiveRequest]) -> bool:
         """See `StepBuilder.give_back`."""

@@ -1,4 +1,4 @@
-"""Requests in the engine: checks, state and output."""
+"""Requests in the engine: checks and state."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Literal, NamedTuple
 from attnmux.core import PoolExhausted, PrefixNode, check_positive
 from attnmux.transformers.batching import StepBuilder
 from attnmux.transformers.images.prompt import PromptImages, check_prompt_images
-from attnmux.transformers.sampling import NOT_A_NUMBER, Sampler
+from attnmux.transformers.sampling import Sampler
 from attnmux.transformers.sequence import SequenceState, check_encoder_len
 from attnmux.transformers.tokenization import TextStream, check_prompt
 
@@ -143,65 +143,3 @@ def check_request(
             available=size,
             hint="ask for fewer new tokens, shorten the prompt, or make the KV pool larger",
         )
-
-
-@dataclass(kw_only=True, slots=True, eq=False)
-class _Entry:
-    request: LiveRequest
-    token: int
-    is_last: bool
-    output: TokenOutput | None = None
-    """Set once the request's listener may have heard of it."""
-
-
-class OutputQueue:
-    """New tokens that the engine's caller has not received, in order.
-
-    If a tokenizer or a listener raises, the token that it was given counts as reported. The next
-    call reports all others, including outputs that the caller has not received.
-    """
-
-    def __init__(self) -> None:
-        self.entries: list[_Entry] = []
-
-    def add(self, request: LiveRequest, token: int, reason: FinishReason | None) -> None:
-        """Give a request its new token, and note it; NOT_A_NUMBER is only noted.
-
-        reason: why the request ends with it, or None.
-        """
-        entry = _Entry(request=request, token=token, is_last=reason is not None)
-        ids, new = request.state.token_ids, [] if token == NOT_A_NUMBER else [token]
-        # One line, so that an interrupt leaves the token with the request and here, or nowhere
-        request.finish_reason = self.entries.append(entry) or ids.extend(new) or reason  # type: ignore[func-returns-value,redundant-expr]
-
-    def ends(self, request: LiveRequest) -> bool:
-        """Whether the request's last token waits here."""
-        return any(one.is_last and one.request is request for one in self.entries)
-
-    def forget(self, request: LiveRequest) -> None:
-        """Report nothing more about a request."""
-        self.entries = [one for one in self.entries if one.request is not request]
-
-    def tell(self) -> None:
-        """Call the listeners."""
-        for entry in list(self.entries):
-            request = entry.request
-            if entry.output is not None or request.finish_reason == "abort":
-                continue
-            # The text of a request that has ended is reported once, with its last token.
-            speaks = entry.is_last or not (request.on_text is None or request.ended)
-            piece = ""
-            try:
-                if speaks:
-                    piece = request.new_text()
-            finally:
-                result = request.result() if entry.is_last else None
-                entry.output = TokenOutput(request.id, entry.token, result)
-            if request.on_text is not None and speaks and (piece or entry.is_last):
-                request.on_text(piece, entry.is_last)
-
-    def hand_over(self) -> list[TokenOutput]:
-        """The outputs, which leave the queue."""
-        outputs = [one.output for one in self.entries if one.output is not None]
-        # One line, so that an interrupt loses none of them
-        return self.entries.clear() or outputs  # type: ignore[func-returns-value,redundant-expr]

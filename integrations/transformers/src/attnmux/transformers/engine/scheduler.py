@@ -210,7 +210,7 @@ class Scheduler:
         """Free the memory of the request that arrived last. It runs again later."""
         request = max(self.prefilling + self.decoding, key=lambda one: one.id)
         (self.prefilling if request in self.prefilling else self.decoding).remove(request)
-        self._cache.release(request)
+        self._cache.release([request])
         insort(self.waiting, request, key=lambda one: one.id)
         self._closed = True
         self.stats.retractions += 1

@@ -1,0 +1,44 @@
+"""A step of drafts that the device verifies, from its launch to its commit."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Sequence
+
+from attnmux.transformers.engine.acceptance import Answer
+from attnmux.transformers.engine.stats import DraftStats, Laps
+from attnmux.transformers.sampling import NOT_A_NUMBER
+from attnmux.transformers.verify_step import VerifyStep
+
+
+class Verification:
+    """Drafts of B requests that the device verifies."""
+
+    def __init__(
+        self, step: VerifyStep, answer: Callable[[Laps], Answer], stats: DraftStats
+    ) -> None:
+        """answer: waits for the device, and says what it accepts."""
+        self._step, self._answer, self._stats = step, answer, stats
+        self._paths: Sequence[Sequence[int]] = []
+        self._unsound: list[bool] = []
+
+    def wait(self, laps: Laps) -> list[list[int]]:
+        """The new tokens of each request: accepted drafts and one more. Waits for the device."""
+        answer = self._answer(laps)
+        tokens, self._paths = answer.tokens, answer.paths
+        if answer.has_unsound:
+            self._unsound = [NOT_A_NUMBER in row for row in answer.predicted]
+        size = len(tokens)
+        self._stats.count(size, self._step.num_drafts - 1, sum(map(len, tokens)) - size)
+        return tokens
+
+    def commit(self, lens: Sequence[int] | None) -> None:
+        """Keep the K and V of the tokens that the requests took, and free all other slots.
+
+        lens: tokens of each request now; None if they took all.
+        """
+        paths = self._paths
+        if lens is not None:
+            taken = map(operator.sub, lens, self._step.prefixes)  # and the pending one
+            paths = [path[: num - 1] for path, num in zip(paths, taken, strict=True)]
+        self._step.commit(paths, self._unsound)
