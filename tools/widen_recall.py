@@ -113,7 +113,7 @@ def of_heads(rows: torch.Tensor, heads: int, dims: Sequence[tuple[int, int]]) ->
 
 def parts(rows: torch.Tensor, dims: Sequence[tuple[int, int]]) -> torch.Tensor:
     """Rows [sum of old dims, …] with zeros after each part; dims: (old, new) of each."""
-    split = rows.split([old for old, _ in dims])
+    split = torch.split(rows, [old for old, _ in dims])
     return torch.cat(
         [pad(part, (0, 0, 0, new - old)) for part, (old, new) in zip(split, dims, strict=True)]
     )
