@@ -168,10 +168,11 @@ NATIVE = BackendCard(
     extra="torch",
     verified_on=(
         Verified(
-            on="Intel Xeon with AVX-512",
+            on="Intel Xeon with AVX-512-BF16 and AMX",
             platform="cpu:x86_64",
             libraries=("torch 2.11.0+cu130",),
-            date="2026-11-24",
+            date="2026-11-26",
+            cases=1098,
         ),
         Verified(
             on="AMD EPYC with AVX2",
@@ -189,7 +190,7 @@ NATIVE = BackendCard(
     priors=(
         Prior(
             rank=45,
-            source="benchmarks/results/native-cpu.md: decode at 2.3 to 17.6 times the speed of "
+            source="benchmarks/results/native-cpu.md: decode at 2.8 to 12 times the speed of "
             "torch_native",
         ),
     ),
