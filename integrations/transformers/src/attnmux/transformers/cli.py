@@ -246,4 +246,4 @@ def generate(
     asked = read_prompts(prompts, file, model=model, seed=seed, images=images)
     # By name: the import takes seconds, and a user's mistake should not wait for it.
     run_command = pkgutil.resolve_name("attnmux.transformers.cli_run:run_command")
-    run_command(run, settings, asked, sampling, model=model, **options)
+    run_command(run, settings, asked, sampling, {"model": model, **options})

@@ -5,18 +5,16 @@ from __future__ import annotations
 import sys
 import time
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
-from typing import Literal
+from typing import Any
 
 import click
 import torch
 
 from attnmux.core import (
-    AcceptThresholds,
     Detection,
     InvalidInput,
     Platform,
@@ -29,7 +27,6 @@ from attnmux.core.cli.run import Run, echo_json
 from attnmux.core.lock import Lock
 from attnmux.transformers import recall
 from attnmux.transformers.checkpoint import Checkpoint, open_checkpoint, quiet_transformers
-from attnmux.transformers.cli_drafts import Drafting
 from attnmux.transformers.cli_encoding import (
     context_of,
     encode,
@@ -37,16 +34,16 @@ from attnmux.transformers.cli_encoding import (
     read_images,
     refuse_encoders,
 )
+from attnmux.transformers.cli_options import Answering, Options
 from attnmux.transformers.cli_output import Printer, as_dict, closing_line
 from attnmux.transformers.cli_prompts import UserPrompt
-from attnmux.transformers.cli_ranks import Parallel, only_first
+from attnmux.transformers.cli_ranks import only_first
 from attnmux.transformers.cli_watching import first_use, wrapper
 from attnmux.transformers.eagle_head import EagleHead
 from attnmux.transformers.engine import Engine
 from attnmux.transformers.generate import Generation, Prompt, run_prompts
 from attnmux.transformers.load import load_head_runner, load_runner
 from attnmux.transformers.options import RunnerOptions
-from attnmux.transformers.pools import MemoryBudget
 from attnmux.transformers.runner import ModelRunner
 from attnmux.transformers.sampling_params import SamplingParams
 
@@ -80,124 +77,47 @@ def run_command(
     settings: Settings,
     asked: Sequence[UserPrompt],
     sampling: SamplingParams,
-    *,
-    model: str | None,
-    as_json: bool,
-    revision: str | None,
-    max_new_tokens: int,
-    chat: bool,
-    page_size: int | None,
-    kv_dtype: str | None,
-    dtype: str | None,
-    mla: Literal["absorbed", "expanded"] | None,
-    context: int | None,
-    memory: str | None,
-    kept_states: int | None,
-    max_running: int,
-    prefill_tokens: int,
-    draft: str | None,
-    draft_tokens: int | None,
-    topk: int,
-    steps: int | None,
-    speculative_attention_mode: Literal["prefill", "decode"] | None,
-    draft_backend: str | None,
-    accept_threshold_single: float,
-    accept_threshold_acc: float,
-    sparse: str | None,
-    sparse_budget: int | None,
-    graph: bool | None,
-    compile: bool,
-    tp: int | None,
-    dcp: bool,
-    pcp: int | None,
-    pcp_min_tokens: int | None,
-    dp_attention: bool,
-    device: str | None,
-    canary: float,
-    keep_failures: Path | None,
-    keep_values: bool,
-    no_stream: bool,
-    **backends: str | None,
+    given: Mapping[str, Any],
 ) -> None:
-    """Generate for the prompts. The other arguments are the options of `cli.generate`."""
-    budget = None if memory is None else MemoryBudget.parse(memory)
-    accept = AcceptThresholds(single=accept_threshold_single, acc=accept_threshold_acc)
-    if not accept.exact and draft is None:
-        raise InvalidInput("--accept-threshold-*", got="one below 1", expected="--draft with it")
-    drafting = Drafting(
-        draft=draft,
-        draft_tokens=draft_tokens,
-        topk=topk,
-        steps=steps,
-        attention_mode=speculative_attention_mode,
-        backend=draft_backend,
-    )
-    parallel = Parallel(
-        tp=tp, dcp=dcp, pcp=pcp, pcp_min_tokens=pcp_min_tokens, dp_attention=dp_attention
-    )
-    parallel.check(drafting, watched=canary > 0 or keep_failures is not None)
-    if sparse is not None:
-        _check_sparse(parallel, canary)
-    parallel.start(run)
+    """Generate for the prompts. given: the other arguments of `cli.generate`, by name."""
+    options = Options.of(given)
+    answering, drafting = options.answering, options.drafting
+    options.parallel.start(run)
     with ExitStack() as stack:
         stack.enter_context(_quiet(run.debug))
         began = time.perf_counter()
-        source = recall.PATH if model is None else model
-        if settings.locked is not None:
-            lock = Lock.read(settings.locked_file())
-            revision = lock.model_revision(str(source), revision)
-        checkpoint = open_checkpoint(source, revision=revision, progress=sys.stderr.isatty())
-        refuse_encoders(checkpoint)
-        context = context_of(checkpoint, context)
-        pictured = read_images(checkpoint, asked, chat)
-        wanted = encode(checkpoint, asked, pictured, max_new_tokens, sampling, context, chat)
+        checkpoint = _open(answering, settings)
+        context = context_of(checkpoint, answering.context)
+        pictured = read_images(checkpoint, asked, answering.chat)
+        wanted = encode(
+            checkpoint,
+            asked,
+            pictured,
+            answering.max_new_tokens,
+            sampling,
+            context,
+            answering.chat,
+        )
         plugins = run.plugins(settings)
-        platform = platform_for(run.detect(plugins), settings, device)
-        ranks = parallel.ranks(platform.device_type, checkpoint.config)
+        platform = platform_for(run.detect(plugins), settings, options.running["device"])
+        ranks = options.parallel.ranks(platform.device_type, checkpoint.config)
         stack.enter_context(only_first(ranks))
-        measurements, launches = run.measurements(settings), run.launches(settings)
         parts = ranks.deal(wanted)
-        most = max(most_tokens(part, context, max_running) for part in parts)
-        options = RunnerOptions(
-            max_batch_size=min(len(parts[0]), max_running),
+        most = max(most_tokens(part, context, answering.max_running) for part in parts)
+        running = RunnerOptions(
+            max_batch_size=min(len(parts[0]), answering.max_running),
             max_context_len=context,
-            max_total_tokens=most if budget is None else None,
-            memory=budget,
-            kept_states=kept_states,
+            max_total_tokens=most if options.memory is None else None,
             images=bool(pictured),
-            draft_tokens=drafting.draft_token_num,
-            draft_topk=topk,
-            speculative_attention_mode=speculative_attention_mode,
-            hidden_states=drafting.head is not None,
-            hidden_layers=drafting.hidden_layers(checkpoint),
-            sparse=sparse,
-            sparse_budget=sparse_budget,
-            graph=graph,
-            compile=compile,
-            dtype=dtype,
-            kv_dtype=kv_dtype,
-            mla=mla,
-            page_size=page_size,
-            device=device,
             ranks=ranks,
-            policy=settings.policy(**backends),
-            measurements=measurements,
-            launches=launches,
-            debug=run.debug,
-            check=first_use(
-                run,
-                plugins.offers(),
-                measurements,
-                device=device or platform.device_type,
-                cache=settings.cache_folder(),
-                launches=launches,
-            ),
-            wrap=wrapper(run, canary, keep_failures, keep_values),
+            **_of_drafts(options, checkpoint),
+            **_of_machine(run, settings, options, plugins, platform),
+            **options.running,
         )
         load = partial(_load, run, platform, plugins)
-        runner = load(checkpoint, options)
-        drafter = drafting.drafter(checkpoint, runner, options, load, max_total_tokens=most)
-        drafts = drafting.proposer(checkpoint, runner, drafter, options, warn=run.warn)
+        runner = load(checkpoint, running)
+        drafter = drafting.drafter(checkpoint, runner, running, load, max_total_tokens=most)
+        drafts = drafting.proposer(checkpoint, runner, drafter, running, warn=run.warn)
         wanted = [
             replace(one, images=runner.read_images(pictured[index])) if index in pictured else one
             for index, one in enumerate(wanted)
@@ -210,11 +130,12 @@ def run_command(
             runner,
             tokenizer=checkpoint.require_tokenizer(),
             stop_ids=checkpoint.stop_ids(runner.model),
-            prefill_tokens=prefill_tokens,
+            prefill_tokens=answering.prefill_tokens,
             drafts=drafts,
-            accept=accept,
+            accept=options.accept,
         )
-        generation = _generate(engine, wanted, silent=as_json, stream=not no_stream)
+        as_json = answering.as_json
+        generation = _generate(engine, wanted, silent=as_json, stream=not answering.no_stream)
         if as_json and ranks.rank == 0:
             texts = [one.prompt for one in asked]
             answer = as_dict(generation, texts, runner, load_seconds, drafter=drafter)
@@ -222,17 +143,49 @@ def run_command(
         click.echo(closing_line(generation, runner, drafter=drafter), err=True)
 
 
-def _check_sparse(parallel: Parallel, canary: float) -> None:
-    """Raise InvalidInput for options that decoding over chosen pages excludes."""
-    found = {
-        "--dcp": parallel.dcp,
-        "--pcp": parallel.pcp is not None,
-        "--canary": canary > 0,
+def _open(answering: Answering, settings: Settings) -> Checkpoint:
+    """The decoder-only model that is asked. Raises InvalidInput for another."""
+    source = recall.PATH if answering.model is None else answering.model
+    revision = answering.revision
+    if settings.locked is not None:
+        revision = Lock.read(settings.locked_file()).model_revision(str(source), revision)
+    checkpoint = open_checkpoint(source, revision=revision, progress=sys.stderr.isatty())
+    refuse_encoders(checkpoint)
+    return checkpoint
+
+
+def _of_drafts(options: Options, checkpoint: Checkpoint) -> dict[str, Any]:
+    """Fields of `RunnerOptions` that drafts ask for."""
+    drafting = options.drafting
+    return {
+        "draft_tokens": drafting.draft_token_num,
+        "draft_topk": drafting.topk,
+        "hidden_states": drafting.head is not None,
+        "hidden_layers": drafting.hidden_layers(checkpoint),
     }
-    got = " and ".join(option for option, is_set in found.items() if is_set)
-    if got:
-        expected = "none of these: one device has all keys of a head, and answers are approximate"
-        raise InvalidInput("--sparse", got=f"{got} too", expected=expected)
+
+
+def _of_machine(
+    run: Run, settings: Settings, options: Options, plugins: Plugins, platform: Platform
+) -> dict[str, Any]:
+    """Fields of `RunnerOptions` that come from the machine, its settings and measurements."""
+    measurements, launches = run.measurements(settings), run.launches(settings)
+    return {
+        "memory": options.memory,
+        "policy": settings.policy(**options.backends),
+        "measurements": measurements,
+        "launches": launches,
+        "debug": run.debug,
+        "check": first_use(
+            run,
+            plugins.offers(),
+            measurements,
+            device=options.running["device"] or platform.device_type,
+            cache=settings.cache_folder(),
+            launches=launches,
+        ),
+        "wrap": wrapper(run, options.watching),
+    }
 
 
 def _load(

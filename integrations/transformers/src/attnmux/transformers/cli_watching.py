@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pkgutil
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 from attnmux.core import AttentionBackend, Decision, InvalidInput, Measurement, Offer
 from attnmux.core.cli.run import Run
+from attnmux.transformers.cli_options import Watching
 
 
 def first_use(
@@ -38,10 +38,10 @@ def _from_testing(name: str) -> Callable[..., Any] | None:
 
 
 def wrapper(
-    run: Run, canary: float, folder: Path | None, keep_values: bool
+    run: Run, watching: Watching
 ) -> Callable[[AttentionBackend, Decision], AttentionBackend] | None:
     """What watches a share of the steps, and keeps those that fail; None without either."""
-    if not canary and folder is None:
+    if not watching.is_set:
         return None
     make_canary, make_keeper = _from_testing("CanaryBackend"), _from_testing("FailureKeeper")
     if make_canary is None or make_keeper is None:
@@ -50,11 +50,15 @@ def wrapper(
         raise InvalidInput("--canary, --keep-failures", got=got, expected=expected)
 
     def wrap(backend: AttentionBackend, decision: Decision) -> AttentionBackend:
-        if canary:
-            backend = make_canary(backend, share=canary)
-        if folder is not None:
+        if watching.canary:
+            backend = make_canary(backend, share=watching.canary)
+        if watching.keep_failures is not None:
             backend = make_keeper(
-                backend, folder, decision=decision, tensors=keep_values, on_kept=run.warn
+                backend,
+                watching.keep_failures,
+                decision=decision,
+                tensors=watching.keep_values,
+                on_kept=run.warn,
             )
         return backend
 

@@ -1,0 +1,118 @@
+"""The options of `attnmux generate`, in groups by who reads them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any, TypeVar
+
+from attnmux.core import AcceptThresholds, InvalidInput
+from attnmux.transformers.cli_drafts import Drafting
+from attnmux.transformers.cli_ranks import Parallel
+from attnmux.transformers.pools import MemoryBudget
+
+Group = TypeVar("Group")
+BACKENDS = ("backend", "prefill_backend", "decode_backend", "mm_backend", "linear_backend")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Answering:
+    """What is asked, and how answers are printed."""
+
+    model: str | None
+    """None: the one that ships."""
+    revision: str | None
+    chat: bool
+    max_new_tokens: int
+    context: int | None
+    """Tokens of the longest request; None: the model's limit."""
+    max_running: int
+    prefill_tokens: int
+    as_json: bool
+    no_stream: bool
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Watching:
+    """What attnmux-testing does beside the steps."""
+
+    canary: float
+    """Share of the steps that the reference repeats."""
+    keep_failures: Path | None
+    """Folder for steps that fail."""
+    keep_values: bool
+
+    @property
+    def is_set(self) -> bool:
+        return self.canary > 0 or self.keep_failures is not None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Options:
+    """All options of the command."""
+
+    answering: Answering
+    watching: Watching
+    drafting: Drafting
+    parallel: Parallel
+    accept: AcceptThresholds
+    memory: MemoryBudget | None
+    backends: Mapping[str, str | None]
+    """Arguments of `Settings.policy`."""
+    running: Mapping[str, Any]
+    """Fields of `RunnerOptions`."""
+
+    @classmethod
+    def of(cls, given: Mapping[str, Any]) -> Options:
+        """given: arguments of `cli.generate`, by name.
+
+        Raises InvalidInput for options that exclude each other, or that want another.
+        """
+        left = dict(given)
+        memory = left.pop("memory")
+        accept = AcceptThresholds(
+            single=left.pop("accept_threshold_single"), acc=left.pop("accept_threshold_acc")
+        )
+        drafting = Drafting(
+            attention_mode=left["speculative_attention_mode"],
+            backend=left.pop("draft_backend"),
+            **{name: left.pop(name) for name in ("draft", "draft_tokens", "topk", "steps")},
+        )
+        options = cls(
+            answering=_taken(Answering, left),
+            watching=_taken(Watching, left),
+            drafting=drafting,
+            parallel=_taken(Parallel, left),
+            accept=accept,
+            memory=None if memory is None else MemoryBudget.parse(memory),
+            backends={name: left.pop(name) for name in BACKENDS},
+            running=left,
+        )
+        options._check()
+        return options
+
+    def _check(self) -> None:
+        if not self.accept.exact and self.drafting.draft is None:
+            expected = "--draft with it"
+            raise InvalidInput("--accept-threshold-*", got="one below 1", expected=expected)
+        self.parallel.check(self.drafting, watched=self.watching.is_set)
+        if self.running["sparse"] is not None:
+            self._check_sparse()
+
+    def _check_sparse(self) -> None:
+        """Refuse what decoding over chosen pages excludes."""
+        found = {
+            "--dcp": self.parallel.dcp,
+            "--pcp": self.parallel.pcp is not None,
+            "--canary": self.watching.canary > 0,
+        }
+        got = " and ".join(option for option, is_set in found.items() if is_set)
+        if got:
+            expected = "none of these: one device has all keys, and answers are approximate"
+            raise InvalidInput("--sparse", got=f"{got} too", expected=expected)
+
+
+def _taken(kind: type[Group], left: dict[str, Any]) -> Group:
+    """The group whose fields are options by their names, which `left` then lacks."""
+    return kind(**{one.name: left.pop(one.name) for one in fields(kind)})  # type: ignore[arg-type]  # a dataclass
