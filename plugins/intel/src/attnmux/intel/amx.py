@@ -3,19 +3,20 @@
 `decode_attention_cpu` and `extend_attention_cpu` take a table of slots, Q, K and V in bfloat16, and
 latents as K and V in one memory. They return no LSE. Causality counts from the end of a
 request's keys. In `extend`, the cap is taken and not applied, and a row whose keys of a tile a
-window hides keeps the weights of an earlier row: neither is offered.
+window hides keeps the weights of an earlier row: neither is offered. In `decode`, a request's last
+tile of latents goes on with what lay in the thread's memory before, with weight 0: NaN of another
+request, or of unset memory, makes its result NaN.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from attnmux.core import (
-    ROPE_DIM,
     GraphUnsupported,
     InvalidInput,
     KernelLibrary,
@@ -27,27 +28,21 @@ from attnmux.core import (
     not_in_pool,
     rehearse,
 )
+from attnmux.intel.amx_layers import AMXLayer, check_layer
 from attnmux.intel.amx_library import AMXKernels, load_kernels
 
 if TYPE_CHECKING:
     from attnmux.core import AttentionCall, BackendContext, ForwardBatch, LayerSpec
 
-DIM_STEP = 32
-"""`extend_attention_cpu` transposes 512 bits at a time."""
 KEYS_PER_SPLIT = 512
 """Keys of a request that one thread reads at least in decode."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class AMXLayer:
-    """What no step changes."""
-
-    sinks: torch.Tensor | None
-    """[Hq] bfloat16: the kernels read no other dtype than that of Q."""
-    group: KeyGroup | None = None
-    """None for a layer that the pool does not store."""
-    kv: tuple[torch.Tensor, torch.Tensor] | None = None
-    """[slots, Hkv, D], the pool's memory."""
+NOT_USED: dict[str, Any] = {
+    "logit_cap": 0.0,
+    "is_cross_attn": False,
+    "sliding_window_size": 0,
+    "encoder_lens": None,
+}
+"""Arguments without a default."""
 
 
 @dataclass(kw_only=True, slots=True, eq=False)
@@ -77,7 +72,7 @@ class AMXBackend(LibraryBackend[AMXKernels, AMXLayer, AMXStep, None]):
         self._groups = tuple(dict.fromkeys(groups))
 
     def prepare_layer(self, layer: LayerSpec) -> AMXLayer:
-        _check_layer(layer)
+        check_layer(layer)
         pool = self.context.token_to_kv_pool
         sinks = None if layer.sinks is None else layer.sinks.to(torch.bfloat16)
         if layer.layer_id not in pool.layer_ids:
@@ -131,6 +126,8 @@ class AMXBackend(LibraryBackend[AMXKernels, AMXLayer, AMXStep, None]):
             out = q.new_empty((q.shape[0], spec.tp_q_head_num, spec.v_head_dim))
         if step.new_lens is None:
             self._decode(call, q, out, layer, step)
+            if spec.kind == "mla":
+                self._decode_again(call, q, out, layer, step)
         else:
             self._extend(call, q, out, layer, step, batch)
         out.masked_fill_(filled(step.hidden), 0)
@@ -163,12 +160,46 @@ class AMXBackend(LibraryBackend[AMXKernels, AMXLayer, AMXStep, None]):
             req_pool_indices=step.rows,
             seq_lens=step.seq_lens,
             sm_scale=call.layer.scaling,
-            logit_cap=0.0,
-            is_cross_attn=False,
-            sliding_window_size=0,
-            encoder_lens=None,
             sinks=layer.sinks,
+            **NOT_USED,
         )
+
+    def _decode_again(
+        self,
+        call: AttentionCall,
+        q: torch.Tensor,
+        out: torch.Tensor,
+        layer: AMXLayer,
+        step: AMXStep,
+    ) -> None:
+        """Compute requests whose result is NaN by `extend`, which reads no tile's rest."""
+        if layer.group is None or layer.kv is None or not out.isnan().any():
+            return
+        lens = filled(step.seq_lens)
+        places = (out.isnan().flatten(1).any(1) & (lens > 0)).nonzero().flatten()
+        slots, lens = step.tables.keys[layer.group].page_table[places], lens[places]
+        # The newest key of each is its new token's, which the pool holds by now.
+        own = layer.kv[0][slots.gather(1, lens[:, None] - 1).flatten()]
+        again = out[places]
+        starts = torch.arange(len(places), dtype=slots.dtype, device=slots.device)
+        self.kernels.extend_attention_cpu(
+            q_extend=q[places],
+            k_extend=own,
+            v_extend=own[..., : out.shape[2]],
+            o_extend=again,
+            k_buffer=layer.kv[0],
+            v_buffer=layer.kv[1],
+            req_to_token=slots,
+            req_pool_indices=starts.long(),
+            seq_lens=lens,
+            extend_seq_lens=torch.ones_like(starts),
+            extend_start_loc=starts,
+            max_len_extend=1,
+            sm_scale=call.layer.scaling,
+            sinks=layer.sinks,
+            **NOT_USED,
+        )
+        out[places] = again
 
     def _extend(
         self,
@@ -205,11 +236,8 @@ class AMXBackend(LibraryBackend[AMXKernels, AMXLayer, AMXStep, None]):
             extend_start_loc=bounds[:-1],
             max_len_extend=step.tables.max_seqlen_q,
             sm_scale=call.layer.scaling,
-            logit_cap=0.0,
-            is_cross_attn=False,
-            sliding_window_size=0,
-            encoder_lens=None,
             sinks=layer.sinks,
+            **NOT_USED,
         )
 
     def _own_rows(
@@ -234,28 +262,6 @@ class AMXBackend(LibraryBackend[AMXKernels, AMXLayer, AMXStep, None]):
             if not is_latent:
                 return own, layer.kv[1][places]
         return own, own[..., :rank]
-
-
-def _check_layer(layer: LayerSpec) -> None:
-    dims = layer.qk_head_dim, layer.v_head_dim
-    unserved = {
-        f"kind {layer.kind}": layer.kind not in ("mha", "mla"),
-        f"dims {dims[0]} and {dims[1]}": any(dim % DIM_STEP for dim in dims),
-        "is_causal=False": not layer.is_causal,
-        "is_cross_attention": layer.is_cross_attention,
-        "sliding_window_size": layer.sliding_window_size >= 0,
-        "attention_chunk_size": layer.attention_chunk_size > 0,
-        "logit_cap": layer.logit_cap > 0,
-        f"a rotary part of {layer.qk_rope_head_dim}": layer.kind == "mla"
-        and layer.qk_rope_head_dim != ROPE_DIM,
-    }
-    got = [name for name, is_set in unserved.items() if is_set]
-    if got:
-        raise InvalidInput(
-            f"layer {layer.layer_id}",
-            got=" and ".join(got),
-            expected=f"causal attention to all keys, dims that are multiples of {DIM_STEP}",
-        )
 
 
 def _splits(longest: int) -> int:
