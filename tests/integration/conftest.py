@@ -87,6 +87,10 @@ QWEN_VISION = {
 
 
 MIXED = {**BASE, "num_hidden_layers": 4}
+STATES = {
+    **{name: BASE[name] for name in ("vocab_size", "hidden_size", "num_hidden_layers")},
+    **dict.fromkeys(["bos_token_id", "eos_token_id", "pad_token_id"]),
+}
 MAMBA2 = {"mamba_n_heads": 8, "mamba_d_head": 8, "mamba_n_groups": 2, "mamba_d_state": 16}
 GDN = {
     "linear_num_key_heads": 2,
@@ -142,6 +146,23 @@ HYBRIDS: dict[str, Callable[[], PreTrainedConfig]] = {
     "lfm2": lambda: transformers.Lfm2Config(
         **MIXED, layer_types=["conv", "conv", "full_attention", "conv"]
     ),
+    "minimax": lambda: transformers.MiniMaxConfig(
+        **MIXED,
+        layer_types=["linear_attention", "full_attention", *["linear_attention"] * 2],
+        head_dim=16,
+        num_local_experts=2,
+        block_size=8,
+    ),
+    "mamba2": lambda: transformers.Mamba2Config(
+        **STATES,
+        num_heads=8,
+        head_dim=8,
+        expand=2,
+        n_groups=2,
+        state_size=16,
+        chunk_size=16,
+    ),
+    "falcon-mamba": lambda: transformers.FalconMambaConfig(**STATES, state_size=16),
 }
 """Models with layers that have no softmax attention."""
 

@@ -38,7 +38,8 @@ def drawn(rng, num):
 
 
 @pytest.mark.parametrize(
-    "architecture", ["qwen3-next", "kimi-linear", "falcon-h1", "jamba", "lfm2"]
+    "architecture",
+    ["qwen3-next", "kimi-linear", "falcon-h1", "jamba", "lfm2", "minimax", "mamba2"],
 )
 @pytest.mark.parametrize("page_size", [1, 4])
 def test_the_third_prompt_begins_where_the_second_parted(

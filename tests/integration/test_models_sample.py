@@ -21,14 +21,17 @@ SAMPLE = (
     "DiffLlamaConfig",
     "Exaone4Config",
     "FalconConfig",
+    "FalconMambaConfig",
     "Gemma4TextConfig",
     "GlmConfig",
     "GlmMoeDsaConfig",
     "GraniteConfig",
     "JetMoeConfig",
+    "Mamba2Config",
     "MarianConfig",
     "MiMoV2FlashConfig",
     "MiniCPM3Config",
+    "MiniMaxConfig",
     "ModernBertDecoderConfig",
     "NanoChatConfig",
     "OPTConfig",
@@ -53,7 +56,8 @@ def trial():
 
 @pytest.fixture(scope="module")
 def offers():
-    return [offer for offer in load_plugins().offers() if offer.card.name == "torch_native"]
+    names = ("torch_native", "torch_linear")
+    return [offer for offer in load_plugins().offers() if offer.card.name in names]
 
 
 @pytest.mark.parametrize("index", range(len(SAMPLE)), ids=lambda index: SAMPLE[index])

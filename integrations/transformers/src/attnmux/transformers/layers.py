@@ -25,6 +25,18 @@ POSITION_TOLERANCE = 0.02
 """As a share of the largest value: far above rounding in any dtype, and far below the rotation of
 one position."""
 
+TOKEN_COUNTER = LayerSpec(
+    layer_id=0,
+    tp_q_head_num=1,
+    tp_k_head_num=1,
+    tp_v_head_num=1,
+    qk_head_dim=64,
+    v_head_dim=64,
+    scaling=1.0,
+)
+"""The layer of a model without attention. No module calls it: its KV pool counts the tokens of
+requests, and its prefixes find the states that were kept. Every backend serves its dims."""
+
 
 @torch.inference_mode()
 def record_layers(
@@ -32,8 +44,9 @@ def record_layers(
 ) -> tuple[LayerSpec, ...]:
     """The attention layers of a decoder model, recorded while it runs.
 
-    Windows and chunks are valid for sequences of up to `max_context_len` tokens. mixers: those of
-    the model, bound; their layers are recorded too.
+    It is `TOKEN_COUNTER` alone for a model of mixers without attention. Windows and chunks are
+    valid for sequences of up to `max_context_len` tokens. mixers: those of the model, bound; their
+    layers are recorded too.
     Raises InvalidInput, with the reason, for a model whose layers the contract cannot serve.
     """
     check_servable(type(model), model.config)
@@ -42,9 +55,7 @@ def record_layers(
     probe = Probe.of(model, mixers)
     logits, recorder = probe.run([0], [0])
     counts: Counter[object] = Counter(module.layer_idx for module in recorder.callers)
-    if mixers:
-        _check_hybrid(probe, counts)
-    else:
+    if not mixers:  # whatever else mixes tokens shows when requests share a row
         _check_every_layer(probe, counts)
     if counts.total() > len(counts) and not has_numbered_calls(model):
         number_calls(model, recorder.callers)
@@ -55,14 +66,9 @@ def record_layers(
     for mixer in mixers:
         mixer.spec = recorder.mixers.spec_of(mixer, model.dtype)
     calls = sorted(recorder.calls, key=lambda call: call.layer_id)
+    if not calls:
+        return (TOKEN_COUNTER,)
     return tuple(layer_of(call, recorder.reach_of(call, max_context_len)) for call in calls)
-
-
-def _check_hybrid(probe: Probe, counts: Counter[object]) -> None:
-    """Whatever else mixes tokens shows when requests share a row."""
-    if not counts:
-        expected = "attention in at least one layer: a KV cache counts a request's tokens"
-        raise InvalidInput(probe.name, got="no attention in any layer", expected=expected)
 
 
 def _check_every_layer(probe: Probe, counts: Counter[object]) -> None:
@@ -89,13 +95,12 @@ def check_servable(model_class: type[PreTrainedModel], config: PreTrainedConfig)
     name = model_class.__name__
     if config.is_encoder_decoder:
         raise InvalidInput(name, got="an encoder-decoder model", expected="a decoder-only model")
-    mixes = has_mixers(model_class)
-    if mixes and has_attention(model_class):
+    if has_mixers(model_class):
         return
-    if mixes or model_class._is_stateful:
+    if model_class._is_stateful:
         raise InvalidInput(
             name,
-            got="a model with recurrent state" + " and no attention" * mixes,
+            got="a model with recurrent state",
             expected="one whose memory of earlier tokens is attention's K and V, or these and the "
             "states of layers that `mixer_calls.py` knows",
         )
@@ -195,9 +200,13 @@ def _check_table(model: PreTrainedModel, start: int, max_context_len: int) -> No
 
 
 def _attended(probe: Probe, positions: list[int] | None) -> list[torch.Tensor]:
-    """[3, heads, dim] each: Q and K of one token, run three times, in all layers."""
-    _, recorder = probe.run([0, 0, 0], positions)
-    return [part.float() for call in recorder.calls for part in recorder.of_tokens(call)]
+    """[3, heads, dim] each: Q and K of one token, run three times, in all layers.
+
+    Without attention, the logits [3, vocabulary].
+    """
+    logits, recorder = probe.run([0, 0, 0], positions)
+    parts = [part for call in recorder.calls for part in recorder.of_tokens(call)]
+    return [part.float() for part in parts or [logits]]
 
 
 def _poison_first(
