@@ -22,6 +22,7 @@ from attnmux.transformers import (
 )
 from attnmux.transformers.checkpoint import quiet_transformers
 from attnmux.transformers.engine import scheduler
+from attnmux.transformers.layers import TOKEN_COUNTER, record_layers
 from attnmux.transformers.mixers import has_mixers, mixers_of
 
 KINDS = {
@@ -205,6 +206,22 @@ def test_a_mixer_runs_in_a_step_alone(tiny, run_hybrid) -> None:
     runner = run_hybrid(folder)
     with pytest.raises(Exception, match="outside a step"):
         runner.model(input_ids=torch.tensor([[1, 2]]), use_cache=False)
+
+
+def test_positions_are_checked_without_attention_too(tiny) -> None:
+    model, _ = tiny("mamba2")
+    model = copy.deepcopy(model)
+    mixers = mixers_of(model)
+    for mixer in mixers:
+        mixer.bind()
+    assert record_layers(model, max_context_len=64, mixers=mixers) == (TOKEN_COUNTER,)
+
+    def add_places(module, args, out):
+        return out + torch.arange(out.shape[1])[:, None]
+
+    model.get_input_embeddings().register_forward_hook(add_places)
+    with pytest.raises(InvalidInput, match="places in the row"):
+        record_layers(model, max_context_len=64, mixers=mixers)
 
 
 def test_a_recurrence_among_padding_is_refused(tiny) -> None:
