@@ -14,6 +14,7 @@ from attnmux.core.choosing.machine.cpu import probe_cpu
 ROOT = Path(__file__).resolve().parents[2]
 SAMPLE = (
     "BartConfig",
+    "BlenderbotForConditionalGeneration",
     "BioGptConfig",
     "BloomConfig",
     "Cohere2Config",
@@ -39,6 +40,8 @@ SAMPLE = (
     "PersimmonConfig",
     "Phi3Config",
     "RobertaConfig",
+    "PLBartForConditionalGeneration",
+    "Pop2PianoForConditionalGeneration",
     "SeedOssConfig",
     "SmolLM3Config",
     "StableLmConfig",

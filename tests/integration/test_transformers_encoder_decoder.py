@@ -60,6 +60,9 @@ CONFIGS |= {
     "t5": lambda: transformers.T5Config(**T5),
     "mt5": lambda: transformers.MT5Config(**T5, feed_forward_proj="gated-gelu"),
     "umt5": lambda: transformers.UMT5Config(**T5),
+    "long_t5": lambda: transformers.LongT5Config(
+        **T5, local_radius=4, encoder_attention_type="local"
+    ),
 }
 """Requests are longer than the distance from which on biases are the same."""
 DECODED = 5
@@ -381,8 +384,19 @@ REFUSED = {
         lambda: transformers.SwitchTransformersConfig(
             vocab_size=97, d_model=32, d_kv=8, d_ff=48, num_layers=2, num_heads=4
         ),
-        # by version: attention with a bias for each pair of positions, or attention of its own
-        "position_bias|AttentionInterface",
+        "drops tokens beyond the capacity of an expert",
+    ),
+    "fsmt": (
+        lambda: transformers.FSMTConfig(
+            **{
+                name: value
+                for name, value in TEXT.items()
+                if name not in ("vocab_size", "pad_token_id")
+            },
+            src_vocab_size=97,
+            tgt_vocab_size=97,
+        ),
+        "a decoder of class FSMTDecoder",
     ),
     "m2m_100": (lambda: transformers.M2M100Config(**TEXT), "position"),
 }

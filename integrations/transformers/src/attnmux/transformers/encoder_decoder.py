@@ -27,7 +27,7 @@ from attnmux.transformers.attention import (
     refuse_mask,
     set_attention,
 )
-from attnmux.transformers.layers import check_independence, layer_of
+from attnmux.transformers.layers import check_capacities, check_independence, layer_of
 from attnmux.transformers.positions import PositionTable
 from attnmux.transformers.probe import Probe, Reach, Recorder
 
@@ -214,10 +214,11 @@ def record_decoder(decoder: PackedDecoder, *, max_context_len: int) -> tuple[Lay
     Raises InvalidInput, with the reason, for a model whose attention the contract cannot serve.
     """
     model = decoder.model
+    check_capacities(model)
     probe = Probe(
         model=model,
         call=decoder,
-        embeddings=model.get_decoder().get_input_embeddings(),  # type: ignore[no-untyped-call]  # transformers' own
+        embeddings=_embeddings(model),
         recorder=DecoderRecorder,
         inputs="decoder_input_ids and encoder_outputs alone",
     )
@@ -237,6 +238,17 @@ def record_decoder(decoder: PackedDecoder, *, max_context_len: int) -> tuple[Lay
     number_layers(recorder.modules)
     set_attention(model, ENCODER_DECODER)
     return layers
+
+
+def _embeddings(model: PreTrainedModel) -> torch.nn.Module:
+    """The input embedding of the decoder."""
+    decoder: Any = model.get_decoder()  # type: ignore[no-untyped-call]  # transformers' own
+    if not isinstance(decoder, PreTrainedModel):
+        got = f"a decoder of class {type(decoder).__name__}"
+        expected = "one that is a model of transformers itself, and calls its AttentionInterface"
+        raise InvalidInput(type(model).__name__, got=got, expected=expected)
+    embeddings: torch.nn.Module = decoder.get_input_embeddings()
+    return embeddings
 
 
 def _layer(call: ModelCall, recorder: DecoderRecorder, max_context_len: int) -> LayerSpec:

@@ -50,6 +50,7 @@ def record_layers(
     Raises InvalidInput, with the reason, for a model whose layers the contract cannot serve.
     """
     check_servable(type(model), model.config)
+    check_capacities(model)
     adapt(model)
     take_positions(model)
     probe = Probe.of(model, mixers)
@@ -111,6 +112,18 @@ def check_servable(model_class: type[PreTrainedModel], config: PreTrainedConfig)
             name,
             got="a model that computes attention by itself",
             expected="one that calls transformers' AttentionInterface",
+        )
+
+
+def check_capacities(model: torch.nn.Module) -> None:
+    """Refuse experts that drop the tokens of a row beyond so many (Switch Transformers): in a row
+    of many requests, one request's tokens would drop another's. Raises InvalidInput."""
+    limited = [name for name, each in model.named_modules() if "expert_capacity" in vars(each)]
+    if limited:
+        raise InvalidInput(
+            type(model).__name__,
+            got=f"{limited[0]}, which drops tokens beyond the capacity of an expert",
+            expected="experts that take every token that is routed to them",
         )
 
 

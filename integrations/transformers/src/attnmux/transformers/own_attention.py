@@ -244,9 +244,11 @@ ADAPTERS: Mapping[str, Callable[[Any, PreTrainedConfig], None]] = MappingProxyTy
         "GPTJAttention": _between,
         "GPTNeoSelfAttention": _between,
         "GPTNeoXJapaneseAttention": _between,
+        "LongT5Attention": _t5,
         "MT5Attention": _t5,
         "MptAttention": _mpt,
         "MptModel": _mpt_model,
+        "Pop2PianoAttention": _t5,
         "T5Attention": _t5,
         "UMT5Attention": _umt5,
     }
