@@ -34,6 +34,7 @@ SAMPLE = (
     "MiniCPM3Config",
     "MiniMaxConfig",
     "ModernBertDecoderConfig",
+    "MoonshineForConditionalGeneration",
     "NanoChatConfig",
     "OPTConfig",
     "Olmo2Config",
@@ -44,6 +45,7 @@ SAMPLE = (
     "Pop2PianoForConditionalGeneration",
     "SeedOssConfig",
     "SmolLM3Config",
+    "Speech2TextForConditionalGeneration",
     "StableLmConfig",
 )
 

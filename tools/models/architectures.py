@@ -57,5 +57,6 @@ def _all() -> Iterator[Architecture]:
         for config in mapping:
             if config not in found and default_config(config).is_encoder_decoder:
                 found.add(config)
-                name = mapping[config].__name__
+                model: Any = mapping[config]
+                name = model.__name__
                 yield Architecture(name=name, config_class=config, auto=auto, has_encoder=True)

@@ -28,7 +28,7 @@ def encoder_inputs(model: Any, seed: int, vocabulary: int) -> list[Inputs]:  # n
         return [{name: torch.tensor([each])} for each in ids]
     errors = []
     for shape in _shapes(model.config, name):
-        sounds = [{name: torch.randn(shape, generator=generator)} for _ in LENGTHS]
+        sounds: list[Inputs] = [{name: torch.randn(shape, generator=generator)} for _ in LENGTHS]
         try:
             model.get_encoder()(**sounds[0])
         except Exception as error:  # encoders raise anything

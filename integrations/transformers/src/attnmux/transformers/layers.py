@@ -54,13 +54,13 @@ def record_layers(
     adapt(model)
     take_positions(model)
     probe = Probe.of(model, mixers)
-    logits, recorder = probe.run([0], [0])
+    logits, recorder = probe.run([probe.token], [0])
     counts: Counter[object] = Counter(module.layer_idx for module in recorder.callers)
     if not mixers:  # whatever else mixes tokens shows when requests share a row
         _check_every_layer(probe, counts)
     if counts.total() > len(counts) and not has_numbered_calls(model):
         number_calls(model, recorder.callers)
-        logits, recorder = probe.run([0], [0])
+        logits, recorder = probe.run([probe.token], [0])
     start = count_from_own_start(model, partial(_counts_from, probe))
     _check_table(model, start, max_context_len)
     check_independence(probe, logits, recorder.calls)
@@ -155,7 +155,7 @@ def check_packable(probe: Probe) -> None:
     """
     poison = probe.embeddings.register_forward_hook(_poison_first)
     try:
-        logits, _ = probe.run([0, 0], [0, 0])
+        logits, _ = probe.run([probe.token] * 2, [0, 0])
     finally:
         poison.remove()
     if not bool(torch.isfinite(logits[1]).all()):
@@ -217,7 +217,7 @@ def _attended(probe: Probe, positions: list[int] | None) -> list[torch.Tensor]:
 
     Without attention, the logits [3, vocabulary].
     """
-    logits, recorder = probe.run([0, 0, 0], positions)
+    logits, recorder = probe.run([probe.token] * 3, positions)
     parts = [part for call in recorder.calls for part in recorder.of_tokens(call)]
     return [part.float() for part in parts or [logits]]
 
