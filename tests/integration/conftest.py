@@ -100,6 +100,13 @@ GDN = {
 }
 LATENT = {"kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 16, "v_head_dim": 16}
 EXPERTS = {"num_experts": 4, **MOE}
+MINIMAX = {
+    **MIXED,
+    "layer_types": ["linear_attention", "full_attention", *["linear_attention"] * 2],
+    "head_dim": 16,
+    "num_local_experts": 2,
+    "block_size": 8,
+}
 HYBRIDS: dict[str, Callable[[], PreTrainedConfig]] = {
     "qwen3-next": lambda: transformers.Qwen3NextConfig(
         **MIXED, **EXPERTS, **GDN, head_dim=16, shared_expert_intermediate_size=16
@@ -146,13 +153,8 @@ HYBRIDS: dict[str, Callable[[], PreTrainedConfig]] = {
     "lfm2": lambda: transformers.Lfm2Config(
         **MIXED, layer_types=["conv", "conv", "full_attention", "conv"]
     ),
-    "minimax": lambda: transformers.MiniMaxConfig(
-        **MIXED,
-        layer_types=["linear_attention", "full_attention", *["linear_attention"] * 2],
-        head_dim=16,
-        num_local_experts=2,
-        block_size=8,
-    ),
+    "minimax": lambda: transformers.MiniMaxConfig(**MINIMAX),
+    "minimax-windows": lambda: transformers.MiniMaxConfig(**MINIMAX, sliding_window=5),
     "mamba2": lambda: transformers.Mamba2Config(
         **STATES,
         num_heads=8,

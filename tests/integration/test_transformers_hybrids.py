@@ -37,6 +37,7 @@ KINDS = {
     "jamba": {"mamba1": 2},
     "lfm2": {"conv": 3},
     "minimax": {"lightning": 3},
+    "minimax-windows": {"lightning": 3},
     "mamba2": {"mamba2": 3},
     "falcon-mamba": {"mamba1": 3},
 }
