@@ -155,6 +155,13 @@ HYBRIDS: dict[str, Callable[[], PreTrainedConfig]] = {
     ),
     "minimax": lambda: transformers.MiniMaxConfig(**MINIMAX),
     "minimax-windows": lambda: transformers.MiniMaxConfig(**MINIMAX, sliding_window=5),
+    "zamba": lambda: transformers.ZambaConfig(
+        **{**MIXED, "num_key_value_heads": 4, "num_hidden_layers": 5},
+        layers_block_type=[*["linear_attention", "hybrid"] * 2, "linear_attention"],
+        n_mamba_heads=2,
+        mamba_d_state=8,
+        mamba_dt_rank=4,
+    ),
     "mamba2": lambda: transformers.Mamba2Config(
         **STATES,
         num_heads=8,

@@ -47,6 +47,7 @@ SAMPLE = (
     "SmolLM3Config",
     "Speech2TextForConditionalGeneration",
     "StableLmConfig",
+    "ZambaConfig",
 )
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # transformers' models warn of themselves

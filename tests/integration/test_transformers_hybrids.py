@@ -38,6 +38,7 @@ KINDS = {
     "lfm2": {"conv": 3},
     "minimax": {"lightning": 3},
     "minimax-windows": {"lightning": 3},
+    "zamba": {"mamba1": 5},
     "mamba2": {"mamba2": 3},
     "falcon-mamba": {"mamba1": 3},
 }

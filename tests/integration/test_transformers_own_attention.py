@@ -104,6 +104,7 @@ def test_every_adapter_s_class_exists():
             transformers.Pop2PianoForConditionalGeneration,
             transformers.T5ForConditionalGeneration,
             transformers.UMT5ForConditionalGeneration,
+            transformers.ZambaForCausalLM,
         )
     }
     assert all(map(has_adapter, known))

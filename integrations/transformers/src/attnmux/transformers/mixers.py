@@ -13,6 +13,7 @@ import sys
 from collections.abc import Callable, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from types import FunctionType
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -54,9 +55,16 @@ class Mixer:
     def bind(self) -> None:
         """Give the module a forward that calls ours."""
         adapter = ADAPTERS.get(type(self.module).__name__)
-        if adapter is not None:
-            self.module.forward = adapter(self)
-            return
+        forward = self._rebound() if adapter is None else adapter(self)
+
+        def call(*args: object, **kwargs: object) -> object:
+            self.num_convs = 0
+            return forward(*args, **kwargs)
+
+        self.module.forward = call  # an instance's own, which goes before its class's
+
+    def _rebound(self) -> Callable[..., Any]:
+        """The module's own code, in which the functions' names are ours."""
         own = inspect.unwrap(type(self.module).forward)
         ours = {name: _bound(self, run) for name, run in FUNCTIONS.items() if _calls(own, name)}
         forward = FunctionType(
@@ -67,12 +75,7 @@ class Mixer:
             own.__closure__,
         )
         forward.__kwdefaults__ = own.__kwdefaults__
-
-        def call(*args: object, **kwargs: object) -> object:
-            self.num_convs = 0
-            return forward(self.module, *args, **kwargs)
-
-        self.module.forward = call  # an instance's own, which goes before its class's
+        return partial(forward, self.module)
 
     def recur(self, asked: Recurrence) -> torch.Tensor:
         return self._running().recur(self, asked)
