@@ -63,9 +63,11 @@ class PositionTable:
                 expected="an embedding that takes position_ids",
             )
         if self._rows is None:
-            row = tuple(self._stretched(each, self.length) for each in args)
-            rows = self._embedded(*row, **kwargs)
-            self._rows = rows.reshape(-1, rows.shape[-1])
+            # Kept for later steps, whose graphs cannot hold tensors of inference mode
+            with torch.inference_mode(False), torch.no_grad():
+                row = tuple(self._stretched(each, self.length) for each in args)
+                rows = self._embedded(*row, **kwargs)
+                self._rows = rows.reshape(-1, rows.shape[-1])
         return self._rows[self._given]
 
     def _embedded(self, *args: Any, **kwargs: Any) -> torch.Tensor:  # noqa: ANN401  # the table's
