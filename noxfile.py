@@ -117,7 +117,7 @@ def demo(session: nox.Session) -> None:
 
 @nox.session
 def models(session: nox.Session) -> None:
-    """Run every decoder of transformers as a small random model; arguments go to tools.models."""
+    """Run every model of transformers as a small random one; arguments go to tools.models."""
     session.install(*CONSTRAINTS, *DEMO)
     session.run("python", "-m", "tools.models", *session.posargs, env={"OMP_NUM_THREADS": "1"})
 

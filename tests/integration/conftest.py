@@ -87,6 +87,10 @@ QWEN_VISION = {
 
 
 MIXED = {**BASE, "num_hidden_layers": 4}
+STATES = {
+    **{name: BASE[name] for name in ("vocab_size", "hidden_size", "num_hidden_layers")},
+    **dict.fromkeys(["bos_token_id", "eos_token_id", "pad_token_id"]),
+}
 MAMBA2 = {"mamba_n_heads": 8, "mamba_d_head": 8, "mamba_n_groups": 2, "mamba_d_state": 16}
 GDN = {
     "linear_num_key_heads": 2,
@@ -96,6 +100,13 @@ GDN = {
 }
 LATENT = {"kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 16, "v_head_dim": 16}
 EXPERTS = {"num_experts": 4, **MOE}
+MINIMAX = {
+    **MIXED,
+    "layer_types": ["linear_attention", "full_attention", *["linear_attention"] * 2],
+    "head_dim": 16,
+    "num_local_experts": 2,
+    "block_size": 8,
+}
 HYBRIDS: dict[str, Callable[[], PreTrainedConfig]] = {
     "qwen3-next": lambda: transformers.Qwen3NextConfig(
         **MIXED, **EXPERTS, **GDN, head_dim=16, shared_expert_intermediate_size=16
@@ -142,6 +153,25 @@ HYBRIDS: dict[str, Callable[[], PreTrainedConfig]] = {
     "lfm2": lambda: transformers.Lfm2Config(
         **MIXED, layer_types=["conv", "conv", "full_attention", "conv"]
     ),
+    "minimax": lambda: transformers.MiniMaxConfig(**MINIMAX),
+    "minimax-windows": lambda: transformers.MiniMaxConfig(**MINIMAX, sliding_window=5),
+    "zamba": lambda: transformers.ZambaConfig(
+        **{**MIXED, "num_key_value_heads": 4, "num_hidden_layers": 5},
+        layers_block_type=[*["linear_attention", "hybrid"] * 2, "linear_attention"],
+        n_mamba_heads=2,
+        mamba_d_state=8,
+        mamba_dt_rank=4,
+    ),
+    "mamba2": lambda: transformers.Mamba2Config(
+        **STATES,
+        num_heads=8,
+        head_dim=8,
+        expand=2,
+        n_groups=2,
+        state_size=16,
+        chunk_size=16,
+    ),
+    "falcon-mamba": lambda: transformers.FalconMambaConfig(**STATES, state_size=16),
 }
 """Models with layers that have no softmax attention."""
 

@@ -16,11 +16,10 @@ NUM = 6
 
 
 def alone(model, prompts, num=NUM):
+    """Without transformers' caches: with its own, MiniMax with windows says something else."""
+    given = {"max_new_tokens": num, "do_sample": False, "use_cache": False}
     with quiet_transformers(progress=False):
-        whole = [
-            model.generate(torch.tensor([ids]), max_new_tokens=num, do_sample=False)[0].tolist()
-            for ids in prompts
-        ]
+        whole = [model.generate(torch.tensor([ids]), **given)[0].tolist() for ids in prompts]
     return [ids[len(prompt) :] for ids, prompt in zip(whole, prompts, strict=True)]
 
 
@@ -38,7 +37,8 @@ def drawn(rng, num):
 
 
 @pytest.mark.parametrize(
-    "architecture", ["qwen3-next", "kimi-linear", "falcon-h1", "jamba", "lfm2"]
+    "architecture",
+    ["qwen3-next", "kimi-linear", "falcon-h1", "jamba", "lfm2", "minimax", "mamba2"],
 )
 @pytest.mark.parametrize("page_size", [1, 4])
 def test_the_third_prompt_begins_where_the_second_parted(
@@ -106,6 +106,54 @@ def test_random_families_of_prompts(
     assert memory.held == 0
     assert memory.free + memory.cached == engine.runner.steps.allocator.size
     assert engine.runner.steps.state_tree.num_kept <= (kept_states or 4)
+
+
+@pytest.mark.parametrize("page_size", [1, 4])
+def test_windows_and_states_are_shared_together(tiny, run_hybrid, page_size) -> None:
+    """Without the windows at its end, a prefix with states is not shared."""
+    model, folder = tiny("minimax-windows")
+    runner = run_hybrid(folder, page_size=page_size, window_step_tokens=16)
+    tree = runner.steps.state_tree
+    assert tree is runner.steps.window_tree is not None
+    engine = Engine(runner)
+    rng = random.Random(3)
+    shared = drawn(rng, 20)
+    prompts = [shared + drawn(rng, num) for num in (5, 3, 7, 1, 2, 4)]
+    reused = []
+    for ids, expected in zip(prompts, alone(model, prompts), strict=True):
+        if len(reused) == 4:
+            tree.evict_windows(tree.evictable_window_tokens)
+        (result,) = said(engine, [ids])
+        assert list(result.token_ids) == expected
+        reused.append(result.reused_tokens)
+    # The fifth runs up to where it parts, and gives that place its windows again
+    assert reused == [0, 0, 20, 20, 0, 20]
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_random_families_with_windows(tiny, run_hybrid, monkeypatch, seed) -> None:
+    """States, windows and pages make room each for themselves."""
+    monkeypatch.setattr(scheduler, "GROWTH", 1)
+    monkeypatch.setattr(scheduler, "WORTH_WAITING", 4)
+    model, folder = tiny("minimax-windows")
+    rng = random.Random(seed)
+    sizes = {"page_size": rng.choice([1, 4]), "kept_states": rng.choice([2, 6])}
+    sizes |= {"max_batch_size": 3, "window_step_tokens": rng.choice([4, 8])}
+    runner = run_hybrid(folder, max_total_tokens=104, **sizes)
+    engine = Engine(runner, prefill_tokens=rng.choice([7, 64]), overlap=rng.random() < 0.5)
+    stems = [drawn(rng, num) for num in (9, 17, 26)]
+    stems.append(stems[1] + drawn(rng, 8))
+    prompts = [rng.choice(stems) + drawn(rng, rng.randrange(1, 6)) for _ in range(10)]
+    prompts += prompts[3:6]
+    expected = alone(model, prompts)
+    for _ in range(2):
+        assert tokens(engine, prompts) == expected
+    assert engine.stats.evicted_tokens > 0
+    assert engine.stats.reused_tokens > 0 or sizes["kept_states"] == 2
+    memory, windows = engine.memory, engine._cache.window_memory
+    assert memory.held == windows.held == 0
+    assert memory.free + memory.cached == runner.steps.allocator.size
+    assert windows.free + windows.cached == runner.sizes.swa
 
 
 def test_prompts_that_come_together_wait_for_the_states(tiny, run_hybrid, monkeypatch) -> None:

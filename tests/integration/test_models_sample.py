@@ -14,6 +14,7 @@ from attnmux.core.choosing.machine.cpu import probe_cpu
 ROOT = Path(__file__).resolve().parents[2]
 SAMPLE = (
     "BartConfig",
+    "BlenderbotForConditionalGeneration",
     "BioGptConfig",
     "BloomConfig",
     "Cohere2Config",
@@ -21,24 +22,32 @@ SAMPLE = (
     "DiffLlamaConfig",
     "Exaone4Config",
     "FalconConfig",
+    "FalconMambaConfig",
     "Gemma4TextConfig",
     "GlmConfig",
     "GlmMoeDsaConfig",
     "GraniteConfig",
     "JetMoeConfig",
+    "Mamba2Config",
     "MarianConfig",
     "MiMoV2FlashConfig",
     "MiniCPM3Config",
+    "MiniMaxConfig",
     "ModernBertDecoderConfig",
+    "MoonshineForConditionalGeneration",
     "NanoChatConfig",
     "OPTConfig",
     "Olmo2Config",
     "PersimmonConfig",
     "Phi3Config",
     "RobertaConfig",
+    "PLBartForConditionalGeneration",
+    "Pop2PianoForConditionalGeneration",
     "SeedOssConfig",
     "SmolLM3Config",
+    "Speech2TextForConditionalGeneration",
     "StableLmConfig",
+    "ZambaConfig",
 )
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # transformers' models warn of themselves
@@ -53,7 +62,8 @@ def trial():
 
 @pytest.fixture(scope="module")
 def offers():
-    return [offer for offer in load_plugins().offers() if offer.card.name == "torch_native"]
+    names = ("torch_native", "torch_linear")
+    return [offer for offer in load_plugins().offers() if offer.card.name in names]
 
 
 @pytest.mark.parametrize("index", range(len(SAMPLE)), ids=lambda index: SAMPLE[index])

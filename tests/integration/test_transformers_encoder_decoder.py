@@ -56,10 +56,34 @@ T5 = {
     "pad_token_id": 1,
     "eos_token_id": 2,
 }
+GEMMA = {
+    "vocab_size": 97,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "sliding_window": 5,
+    "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+    "attn_logit_softcapping": 2.0,
+}
 CONFIGS |= {
+    "m2m_100": lambda: transformers.M2M100Config(**TEXT, encoder_layerdrop=0.0),
+    "t5gemma": lambda: transformers.T5GemmaConfig(
+        encoder=GEMMA,
+        decoder=GEMMA,
+        vocab_size=97,
+        pad_token_id=1,
+        eos_token_id=2,
+        bos_token_id=0,
+    ),
     "t5": lambda: transformers.T5Config(**T5),
     "mt5": lambda: transformers.MT5Config(**T5, feed_forward_proj="gated-gelu"),
     "umt5": lambda: transformers.UMT5Config(**T5),
+    "long_t5": lambda: transformers.LongT5Config(
+        **T5, local_radius=4, encoder_attention_type="local"
+    ),
 }
 """Requests are longer than the distance from which on biases are the same."""
 DECODED = 5
@@ -381,10 +405,20 @@ REFUSED = {
         lambda: transformers.SwitchTransformersConfig(
             vocab_size=97, d_model=32, d_kv=8, d_ff=48, num_layers=2, num_heads=4
         ),
-        # by version: attention with a bias for each pair of positions, or attention of its own
-        "position_bias|AttentionInterface",
+        "drops tokens beyond the capacity of an expert",
     ),
-    "m2m_100": (lambda: transformers.M2M100Config(**TEXT), "position"),
+    "fsmt": (
+        lambda: transformers.FSMTConfig(
+            **{
+                name: value
+                for name, value in TEXT.items()
+                if name not in ("vocab_size", "pad_token_id")
+            },
+            src_vocab_size=97,
+            tgt_vocab_size=97,
+        ),
+        "a decoder of class FSMTDecoder",
+    ),
 }
 
 
@@ -399,7 +433,6 @@ def test_models_that_cannot_be_served_are_refused(tmp_path, run_on, name):
 
 def test_positions_that_are_not_looked_at_are_found(made):
     model = made("bart")[0]
-    decoder = PackedDecoder(model)
     embed = model.get_decoder().embed_positions
     whole = embed.forward
     embed.forward = lambda *args, position_ids: whole(
@@ -407,7 +440,7 @@ def test_positions_that_are_not_looked_at_are_found(made):
     )
     try:
         with pytest.raises(InvalidInput, match="position"):
-            record_decoder(decoder, max_context_len=64)
+            record_decoder(PackedDecoder(model), max_context_len=64)
     finally:
         del embed.forward
     with pytest.raises(InvalidInput, match="encoder-decoder"):

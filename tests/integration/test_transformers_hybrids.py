@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
-import transformers
-from transformers import AutoModelForCausalLM
 
 from attnmux.core import InvalidInput, NoBackend, Offer, PoolExhausted, load_plugins
 from attnmux.core.choosing.machine.cpu import probe_cpu
@@ -22,6 +22,7 @@ from attnmux.transformers import (
 )
 from attnmux.transformers.checkpoint import quiet_transformers
 from attnmux.transformers.engine import scheduler
+from attnmux.transformers.layers import TOKEN_COUNTER, record_layers
 from attnmux.transformers.mixers import has_mixers, mixers_of
 
 KINDS = {
@@ -35,6 +36,11 @@ KINDS = {
     "granite-4": {"mamba2": 3},
     "jamba": {"mamba1": 2},
     "lfm2": {"conv": 3},
+    "minimax": {"lightning": 3},
+    "minimax-windows": {"lightning": 3},
+    "zamba": {"mamba1": 5},
+    "mamba2": {"mamba2": 3},
+    "falcon-mamba": {"mamba1": 3},
 }
 PROMPT_LENS = (13, 1, 33)
 NUM_DECODED = 5
@@ -128,7 +134,9 @@ def tokens(engine, prompts, num):
     return [result.token_ids for result in run_prompts(engine, asked).results]
 
 
-@pytest.mark.parametrize("architecture", ["qwen3-next", "kimi-linear", "falcon-h1", "lfm2"])
+@pytest.mark.parametrize(
+    "architecture", ["qwen3-next", "kimi-linear", "falcon-h1", "lfm2", "minimax", "mamba2"]
+)
 def test_text_of_continuous_batches(tiny, run_hybrid, architecture, monkeypatch) -> None:
     """Requests come and go, prompts run in chunks, and memory runs out."""
     monkeypatch.setattr(scheduler, "GROWTH", 1)
@@ -144,7 +152,9 @@ def test_text_of_continuous_batches(tiny, run_hybrid, architecture, monkeypatch)
     assert engine.stats.retractions > 0
 
 
-@pytest.mark.parametrize("architecture", ["qwen3-next", "falcon-h1", "jamba", "lfm2"])
+@pytest.mark.parametrize(
+    "architecture", ["qwen3-next", "falcon-h1", "jamba", "lfm2", "minimax", "mamba2"]
+)
 def test_text_of_steps_replayed_from_graphs(tiny, architecture) -> None:
     model, folder = tiny(architecture)
     linear = [offer for offer in load_plugins().offers() if offer.card.name == "torch_linear"]
@@ -200,37 +210,28 @@ def test_a_mixer_runs_in_a_step_alone(tiny, run_hybrid) -> None:
         runner.model(input_ids=torch.tensor([[1, 2]]), use_cache=False)
 
 
-REFUSED = {
-    "attention without a layer": (
-        lambda: transformers.Mamba2Config(
-            vocab_size=97, hidden_size=32, num_hidden_layers=1, num_heads=8, head_dim=8, n_groups=2
-        ),
-        "recurrent state and no attention",
-    ),
-    "recurrences in the layer's own code": (
-        lambda: transformers.MiniMaxConfig(
-            vocab_size=97,
-            hidden_size=32,
-            intermediate_size=16,
-            num_hidden_layers=2,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            head_dim=16,
-            num_local_experts=2,
-            block_size=8,
-        ),
-        "mixes tokens in another",
-    ),
-}
+def test_positions_are_checked_without_attention_too(tiny) -> None:
+    model, _ = tiny("mamba2")
+    model = copy.deepcopy(model)
+    mixers = mixers_of(model)
+    for mixer in mixers:
+        mixer.bind()
+    assert record_layers(model, max_context_len=64, mixers=mixers) == (TOKEN_COUNTER,)
+
+    def add_places(module, args, out):
+        return out + torch.arange(out.shape[1])[:, None]
+
+    model.get_input_embeddings().register_forward_hook(add_places)
+    with pytest.raises(InvalidInput, match="places in the row"):
+        record_layers(model, max_context_len=64, mixers=mixers)
 
 
-@pytest.mark.parametrize("name", REFUSED)
-def test_other_recurrences_are_refused(tmp_path, run_hybrid, name) -> None:
-    config, reason = REFUSED[name]
-    with quiet_transformers(progress=False):
-        AutoModelForCausalLM.from_config(config()).save_pretrained(tmp_path)
-    with pytest.raises(InvalidInput, match=reason):
-        run_hybrid(tmp_path)
+def test_a_recurrence_among_padding_is_refused(tiny) -> None:
+    model, _ = tiny("minimax")
+    (mixer, *_) = mixers_of(copy.deepcopy(model))
+    mixer.bind()
+    with pytest.raises(InvalidInput, match="nothing is padded"):
+        mixer.module(torch.ones(1, 2, 32), attention_mask=torch.ones(1, 2))
 
 
 class Strange(torch.nn.Module):

@@ -92,10 +92,10 @@ def test_recording_leaves_the_model_as_it_was(tiny):
     [
         (transformers.OpenAIGPTConfig(vocab_size=97, n_embd=32, n_layer=2, n_head=4), "by itself"),
         (
-            transformers.FalconMambaConfig(
-                vocab_size=97, hidden_size=16, num_hidden_layers=1, state_size=4
+            transformers.RwkvConfig(
+                vocab_size=97, hidden_size=16, num_hidden_layers=2, attention_hidden_size=16
             ),
-            "recurrent state and no attention",
+            "recurrent state",
         ),
         (
             transformers.Lfm2Config(

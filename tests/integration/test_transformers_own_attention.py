@@ -99,9 +99,12 @@ def test_every_adapter_s_class_exists():
             transformers.GPTNeoForCausalLM,
             transformers.GPTNeoXJapaneseForCausalLM,
             transformers.MptForCausalLM,
+            transformers.LongT5ForConditionalGeneration,
             transformers.MT5ForConditionalGeneration,
+            transformers.Pop2PianoForConditionalGeneration,
             transformers.T5ForConditionalGeneration,
             transformers.UMT5ForConditionalGeneration,
+            transformers.ZambaForCausalLM,
         )
     }
     assert all(map(has_adapter, known))

@@ -1,9 +1,11 @@
-"""Run every decoder of the installed transformers on attnmux, as a small random model.
+"""Run every decoder and encoder-decoder model of the installed transformers on attnmux, each as a
+small random model.
 
-    python -m tools.models [--jobs 2] [--seed 0] [--platform cpu] [--json FILE] [CONFIG…]
+    python -m tools.models [--jobs 2] [--seed 0] [--platform cpu] [--json FILE] [NAME…]
 
-Each architecture of `AutoModelForCausalLM` gets random heads, groups, dims and windows, and random
-float32 weights. attnmux's engine must give the logits and the text of eager attention.
+A decoder has the name of its config's class, an encoder-decoder model that of its own class. Each
+gets random heads, groups, dims and windows, and random float32 weights. attnmux's engine must give
+the logits and the text of eager attention.
 Exits with 1 where one is wrong or fails with an error that is not typed.
 """
 
@@ -27,7 +29,7 @@ STYLES = {"served": "green", "refused": "yellow", "wrong": "red", "failed": "red
 
 
 @click.command(help=__doc__)
-@click.argument("configs", nargs=-1, metavar="[CONFIG]...")
+@click.argument("configs", nargs=-1, metavar="[NAME]...")
 @click.option("--jobs", default=2, show_default=True, help="Architectures at a time.")
 @click.option("--seed", default=0, show_default=True, help="Of dims, weights and prompts.")
 @click.option("--timeout", default=120.0, show_default=True, help="Seconds for an architecture.")

@@ -26,16 +26,16 @@ def context_of_children(device: str) -> Any:  # noqa: ANN401  # a context of mul
 
 
 def all_names(context: Any) -> list[str]:  # noqa: ANN401  # as above
-    """The config classes of all decoders that the installed transformers has."""
+    """The names of all architectures that the installed transformers has."""
     with context.Pool(1) as pool:
         return list(pool.apply(_names))
 
 
 def _names() -> list[str]:
     # Loaded in the server already; the parent needs neither torch nor transformers
-    from tools.models.reference import config_names  # noqa: PLC0415
+    from tools.models.architectures import architecture_names  # noqa: PLC0415
 
-    return config_names()
+    return architecture_names()
 
 
 def run_all(

@@ -45,8 +45,9 @@ def _made(config_class: type[PreTrainedConfig], given: Mapping[str, object]) -> 
 
 
 def _values(config_class: type[PreTrainedConfig], dims: Dims) -> dict[str, object]:
-    default = _default(config_class)
+    default = default_config(config_class)
     stated = {**vars(default)}
+    dims = replace(dims, has_encoder=dims.has_encoder or default.is_encoder_decoder)
     layers = _num_layers(stated, config_class.attribute_map)
     kinds = [len(set(value)) for value in stated.values() if _one_each(value, layers)]
     dims = replace(dims, layers=max([dims.layers, *kinds]))
@@ -54,6 +55,8 @@ def _values(config_class: type[PreTrainedConfig], dims: Dims) -> dict[str, objec
     for name, value in stated.items():
         if isinstance(value, PreTrainedConfig):
             given[name] = _nested(name, value, dims)
+        elif name == "is_decoder" and dims.has_encoder:
+            continue  # the config itself tells its parts
         elif name in RULES and (value is not None or name in OFTEN_NONE):
             given[name] = RULES[name](dims)
         elif name == "rope_parameters" and _lacks_theta(value):
@@ -70,7 +73,8 @@ def _lacks_theta(value: object) -> bool:
     return isinstance(value, dict) and value.get("rope_theta", 0) is None
 
 
-def _default(config_class: type[PreTrainedConfig]) -> PreTrainedConfig:
+def default_config(config_class: type[PreTrainedConfig]) -> PreTrainedConfig:
+    """The config of a class without arguments, or with the fewest that it takes."""
     try:
         return config_class()
     except Exception:  # validators raise errors of their own

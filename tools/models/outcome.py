@@ -17,7 +17,7 @@ class Outcome:
     """What became of one architecture."""
 
     config: str
-    """The name of its config class in transformers."""
+    """Its name: of `Architecture`."""
     status: Status
     """"refused" is a typed error of attnmux, "failed" any other, and "not built" one of
     transformers before attnmux ran."""

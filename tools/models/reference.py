@@ -6,19 +6,17 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import (
-    MODEL_FOR_CAUSAL_LM_MAPPING,
-    AutoModelForCausalLM,
-    GenerationConfig,
-    PreTrainedConfig,
-)
+from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
 
+from tools.models.architectures import Architecture
 from tools.models.configs import VARIANTS, random_config
+from tools.models.encoder_inputs import encoder_inputs
 
 NEW_TOKENS = 4
 TRIES = 5
@@ -33,19 +31,12 @@ class Wanted:
     tokens: list[int]
     logits: torch.Tensor
     """[NEW_TOKENS, vocabulary]: those that each token was chosen by."""
-
-
-def config_names() -> list[str]:
-    """The config classes of all decoders that transformers has, once each."""
-    return list(dict.fromkeys(one.__name__ for one in MODEL_FOR_CAUSAL_LM_MAPPING))
-
-
-def config_class_of(name: str) -> type[PreTrainedConfig]:
-    return next(one for one in MODEL_FOR_CAUSAL_LM_MAPPING if one.__name__ == name)
+    encoder: Mapping[str, torch.Tensor] | None
+    """What the encoder reads; None without one."""
 
 
 def build(
-    config_class: type[PreTrainedConfig], seed: int, folder: Path
+    architecture: Architecture, seed: int, folder: Path
 ) -> tuple[PreTrainedConfig, list[Wanted]]:
     """Write a checkpoint of random weights. Returns its config, and what it generates.
 
@@ -54,10 +45,10 @@ def build(
     errors = []
     for variant in VARIANTS:
         try:
-            config = random_config(config_class, seed, variant)
+            config = random_config(architecture.config_class, seed, variant)
             for _ in range(TRIES):
-                _write(config, folder)
-                wanted = generate(folder, seed)
+                _write(architecture, config, folder)
+                wanted = generate(architecture, folder, seed)
                 if not any(_padding(config) in each.tokens for each in wanted):
                     break
             return config, wanted
@@ -70,21 +61,21 @@ def _padding(config: PreTrainedConfig) -> object:
     return getattr(config.get_text_config(decoder=True), "pad_token_id", None)
 
 
-def _write(config: PreTrainedConfig, folder: Path) -> None:
-    model = AutoModelForCausalLM.from_config(
-        config, attn_implementation="eager", dtype=torch.float32
-    )
+def _write(architecture: Architecture, config: PreTrainedConfig, folder: Path) -> None:
+    model = architecture.auto.from_config(config, attn_implementation="eager", dtype=torch.float32)
     randomise(model)
     model.generation_config = GenerationConfig()
     model.save_pretrained(folder)
 
 
-def randomise(model: torch.nn.Module) -> None:
+def randomise(model: PreTrainedModel) -> None:
     """Weights far from zero, so that attention is far from uniform; sinks that matter."""
+    # T5's kind does not scale its scores: larger ones would magnify float32's rounding
+    scale = 0.2 if hasattr(model.config, "relative_attention_num_buckets") else 0.3
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if parameter.dim() > 1:
-                parameter.normal_(0, 0.3)
+                parameter.normal_(0, scale)
             elif "sink" in name:
                 parameter.normal_(0, 1)
 
@@ -102,23 +93,31 @@ def prompts_of(seed: int, vocabulary: int) -> list[list[int]]:
 
 
 @torch.inference_mode()
-def generate(folder: Path, seed: int) -> list[Wanted]:
+def generate(architecture: Architecture, folder: Path, seed: int) -> list[Wanted]:
     """Greedy text of the model's own forward over each whole text, without any cache."""
-    model: Any = AutoModelForCausalLM.from_pretrained(
+    model: Any = architecture.auto.from_pretrained(
         folder, attn_implementation="eager", dtype=torch.float32
     ).eval()
     vocabulary = model.config.get_text_config(decoder=True).vocab_size
+    prompts = prompts_of(seed, vocabulary)
+    inputs: list[Any] = [None] * len(prompts)
+    if architecture.has_encoder:
+        inputs = encoder_inputs(model, seed, vocabulary)
     wanted = []
-    for prompt in prompts_of(seed, vocabulary):
+    for prompt, encoder in zip(prompts, inputs, strict=True):
         ids, logits = list(prompt), []
         for _ in range(NEW_TOKENS):
-            said = model(input_ids=torch.tensor([ids]), use_cache=False).logits[0, -1]
+            own = "input_ids" if encoder is None else "decoder_input_ids"
+            given = {own: torch.tensor([ids]), **(encoder or {})}
+            said = model(**given, use_cache=False).logits[0, -1]
             logits.append(said.float())
             ids.append(int(said.argmax()))
         if not all(bool(each.isfinite().all()) for each in logits):
             raise ValueError("logits that are not numbers")
         tokens = ids[len(prompt) :]
-        wanted.append(Wanted(prompt=prompt, tokens=tokens, logits=torch.stack(logits)))
+        wanted.append(
+            Wanted(prompt=prompt, tokens=tokens, logits=torch.stack(logits), encoder=encoder)
+        )
     return wanted
 
 

@@ -24,6 +24,7 @@ class Dims:
     rank: int
     rope_dim: int
     vocab: int
+    has_encoder: bool = False
 
     @classmethod
     def drawn(cls, rng: random.Random, *, tied: bool, grouped: bool) -> Dims:
@@ -94,6 +95,7 @@ RULES: Mapping[str, Callable[[Dims], object]] = {
         [
             "head_dim",
             "d_head",
+            "d_kv",
             "dim_head",
             "kv_channels",
             "attention_head_dim",
@@ -226,6 +228,11 @@ RULES: Mapping[str, Callable[[Dims], object]] = {
         ["mamba_d_state", "state_size", "ssm_state_size", "mamba_chunk_size", "chunk_size"],
         lambda dims: 16,
     ),
+    **dict.fromkeys(
+        ["relative_attention_num_buckets"],
+        lambda dims: 8,
+    ),
+    "relative_attention_max_distance": lambda dims: 11,
     "vocab_size": lambda dims: dims.vocab,
     "decoder_vocab_size": lambda dims: dims.vocab,
     "is_decoder": lambda dims: True,

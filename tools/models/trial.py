@@ -23,20 +23,18 @@ from attnmux.core import AttnmuxError, Offer, Platform
 from attnmux.transformers import (
     Engine,
     ModelRunner,
-    Prompt,
     RunnerOptions,
     SequenceState,
     load_runner,
     open_checkpoint,
-    run_prompts,
 )
 from attnmux.transformers.checkpoint import quiet_transformers
+from tools.models.architectures import architecture_of
 from tools.models.outcome import Outcome, Status
 from tools.models.reference import (
     NEW_TOKENS,
     Wanted,
     build,
-    config_class_of,
     dims_of,
 )
 
@@ -60,11 +58,11 @@ def try_architecture(
     *,
     page_sizes: Sequence[int] = PAGE_SIZES,
 ) -> Outcome:
-    """Build, serve and compare the architecture of a config class."""
+    """Build, serve and compare an architecture."""
     torch.manual_seed(seed)
     with tempfile.TemporaryDirectory() as folder, quiet_transformers(progress=False):
         try:
-            config, wanted = build(config_class_of(name), seed, Path(folder))
+            config, wanted = build(architecture_of(name), seed, Path(folder))
         except Exception as error:  # transformers' models raise anything
             return Outcome(config=name, status="not built", reason=in_one_line(error))
         dims = dims_of(config)
@@ -93,7 +91,7 @@ def make_runner(
     options = RunnerOptions(
         max_batch_size=4,
         max_context_len=64,
-        max_total_tokens=256,
+        max_total_tokens=1024,
         window_step_tokens=16,
         page_size=page_size,
     )
@@ -111,7 +109,7 @@ def compare_logits(runner: ModelRunner, wanted: Sequence[Wanted]) -> float:
     worst = 0.0
     for one, two in zip(wanted[::2], wanted[1::2], strict=True):
         both = (one, two)
-        states = [SequenceState(token_ids=list(each.prompt)) for each in both]
+        states = [_state(runner, each) for each in both]
         first = [max(1, len(each.prompt) // 2) for each in both]
         if min(len(each.prompt) for each in both) > 1:
             runner.extend(states, first)
@@ -127,6 +125,14 @@ def compare_logits(runner: ModelRunner, wanted: Sequence[Wanted]) -> float:
                 logits = runner.decode(states)
         runner.release(states)
     return worst
+
+
+def _state(runner: ModelRunner, wanted: Wanted) -> SequenceState:
+    return SequenceState(token_ids=list(wanted.prompt), encoder_states=_encoded(runner, wanted))
+
+
+def _encoded(runner: ModelRunner, wanted: Wanted) -> torch.Tensor | None:
+    return None if wanted.encoder is None else runner.encode(wanted.encoder)
 
 
 def _difference(wanted: Wanted, step: int, ours: torch.Tensor) -> float:
@@ -145,9 +151,17 @@ def compare_text(runner: ModelRunner, wanted: Sequence[Wanted]) -> None:
     A text may leave the wanted one where two tokens are as likely as each other.
     """
     engine = Engine(runner, prefill_tokens=CHUNK)
-    asked = [Prompt(token_ids=each.prompt, max_new_tokens=NEW_TOKENS) for each in wanted]
-    for each, result in zip(wanted, run_prompts(engine, asked).results, strict=True):
-        _compare_tokens(each, result.token_ids)
+    order = [
+        engine.add(each.prompt, max_new_tokens=NEW_TOKENS, encoder_states=_encoded(runner, each))
+        for each in wanted
+    ]
+    texts = {}
+    while engine.has_work:
+        for output in engine.step():
+            if output.result is not None:
+                texts[output.request_id] = output.result.token_ids
+    for each, request_id in zip(wanted, order, strict=True):
+        _compare_tokens(each, texts[request_id])
 
 
 def _compare_tokens(wanted: Wanted, ours: Sequence[int]) -> None:

@@ -12,6 +12,7 @@ from attnmux.core.kv.request_table import BlockTable, ReqToTokenPool, RequestTab
 from attnmux.core.kv.state_tree import StatePrefixTree
 from attnmux.core.kv.swa import SWAAllocator, SWAKVPool, tokens_behind_window
 from attnmux.core.kv.token_pools import MHATokenToKVPool, MLATokenToKVPool
+from attnmux.core.kv.window_state_tree import WindowStatePrefixTree
 from attnmux.core.kv.window_tree import WindowPrefixTree, WindowSpan
 
 __all__ = [
@@ -35,6 +36,7 @@ __all__ = [
     "TokenAllocator",
     "WindowPrefixTree",
     "WindowSpan",
+    "WindowStatePrefixTree",
     "swa_tokens_in_budget",
     "tokens_behind_window",
     "tokens_in_budget",

@@ -79,7 +79,16 @@ class PrefixTree:
         All of token_ids may match; pass one token less to have one left to run.
         Raises InvalidInput for a tensor of token ids, as `insert` does.
         """
-        return self.find(token_ids, namespace)
+        node = self._walk(whole_pages(token_ids, self.page_size), namespace)
+        known = node.end
+        while not node.is_root and not self._continues(node):
+            assert node.parent is not None
+            node = node.parent
+        return self._match(node, known)
+
+    def _continues(self, node: PrefixNode) -> bool:
+        """Whether a request can continue the prefix that ends in `node`."""
+        return True
 
     def find(self, token_ids: Sequence[int], namespace: Hashable = None) -> PrefixMatch:
         """The longest cached prefix of whole pages, which becomes the most recently used one,

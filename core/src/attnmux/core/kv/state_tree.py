@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
-
 from attnmux.core.errors import InvalidInput
 from attnmux.core.kv.allocator import PagedAllocator
 from attnmux.core.kv.linear_states import LinearStatePool
-from attnmux.core.kv.prefix_node import PrefixNode, whole_pages
-from attnmux.core.kv.prefix_tree import PrefixMatch, PrefixTree
+from attnmux.core.kv.prefix_node import PrefixNode
+from attnmux.core.kv.prefix_tree import PrefixTree
 
 
 class StatePrefixTree(PrefixTree):
@@ -31,14 +29,8 @@ class StatePrefixTree(PrefixTree):
         """Prefixes whose states are kept."""
         return len(self._kept)
 
-    def match(self, token_ids: Sequence[int], namespace: Hashable = None) -> PrefixMatch:
-        """The longest cached prefix of whole pages that a request can continue."""
-        node = self._walk(whole_pages(token_ids, self.page_size), namespace)
-        known = node.end
-        while not node.is_root and node not in self._kept:
-            assert node.parent is not None
-            node = node.parent
-        return self._match(node, known)
+    def _continues(self, node: PrefixNode) -> bool:
+        return node in self._kept and super()._continues(node)
 
     def keep(self, node: PrefixNode, row: int) -> None:
         """Keep the states in a request's row, those after the prefix that ends in `node`.

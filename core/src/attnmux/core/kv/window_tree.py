@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from attnmux.core.kv.prefix_node import PrefixNode, whole_pages
-from attnmux.core.kv.prefix_tree import PrefixMatch, PrefixTree
+from attnmux.core.kv.prefix_tree import PrefixTree
 from attnmux.core.kv.swa import SWAAllocator, tokens_behind_window
 
 
@@ -74,14 +74,8 @@ class WindowPrefixTree(PrefixTree):
         """Tokens whose window pages `evict_windows` can free."""
         return self._in_window - self._locked_window
 
-    def match(self, token_ids: Sequence[int], namespace: Hashable = None) -> PrefixMatch:
-        """The longest cached prefix of whole pages that a request can continue."""
-        node = self._walk(whole_pages(token_ids, self.page_size), namespace)
-        known = node.end
-        while not node.is_root and self._run_start(node) > self._first_needed(node):
-            assert node.parent is not None
-            node = node.parent
-        return self._match(node, known)
+    def _continues(self, node: PrefixNode) -> bool:
+        return self._run_start(node) <= self._first_needed(node)
 
     def insert(
         self,
@@ -204,10 +198,14 @@ class WindowPrefixTree(PrefixTree):
         heads = [child for root in self._roots.values() for child in root.children.values()]
         while heads:
             run = [heads.pop()]
-            while len(run[-1].children) == 1:
+            while not self._may_end(run[-1]):
                 run += run[-1].children.values()
             heads += run[-1].children.values()
             first_needed = self._first_needed(run[-1])
             for node in run:
                 if node.has_window and not node.window_locks:
                     yield node, first_needed
+
+    def _may_end(self, node: PrefixNode) -> bool:
+        """Whether requests are likely to continue the prefix that ends in `node`."""
+        return len(node.children) != 1

@@ -32,7 +32,6 @@ from attnmux.transformers.pools import (
     make_pools,
     make_states,
     pool_sizes,
-    span_of,
 )
 from attnmux.transformers.ranks import Ranks
 from attnmux.transformers.served_model import ServedModel
@@ -56,7 +55,7 @@ class Capacity:
     """Encoder tokens of a request, in addition to its `max_context_len`; 0 for a decoder-only
     model."""
     kept_states: int = 0
-    """Prefixes whose linear layers' states are kept; none in a model with window pools."""
+    """Prefixes whose linear layers' states are kept."""
     window_step_tokens: int | None = None
     """The prompt tokens of a step, at least, for which a window pool has room (see `pool_sizes`);
     None puts all layers into one pool. Callers then `slide` requests before each step, as the
@@ -106,9 +105,7 @@ def allocate(
     """The memory of a model for so much. Raises PoolExhausted where it does not suffice."""
     device, stored = model.module.device, ranks.stored(model.layers)
     batch_size = capacity.max_batch_size
-    has_windows = capacity.window_step_tokens is not None and span_of(stored) is not None
-    kept_states = 0 if has_windows else capacity.kept_states
-    states = make_states(model.linear, decision, batch_size, kept_states, device)
+    states = make_states(model.linear, decision, batch_size, capacity.kept_states, device)
     sizes = pool_sizes(
         stored,
         decision,
@@ -117,7 +114,7 @@ def allocate(
         max_batch_size=capacity.max_batch_size,
         window_step_tokens=None if capacity.max_encoder_len else capacity.window_step_tokens,
     )
-    own, allocator, window_tree = make_pools(stored, decision, sizes, device=device)
+    own, allocator, window_tree = make_pools(stored, decision, sizes, device=device, states=states)
     pool, allocator = ranks.shared_pool(own, allocator)
     table = ReqToTokenPool(batch_size, capacity.columns, device)
     return RunnerMemory(
@@ -127,7 +124,7 @@ def allocate(
         pool=pool,
         allocator=allocator,
         window_tree=window_tree,
-        state_tree=_state_tree(states, allocator),
+        state_tree=_state_tree(states, allocator, window_tree),
         linear_states=states,
         picker=_picker(model, decision, pool, table),
         hidden=_hidden(model, pool),
@@ -135,10 +132,14 @@ def allocate(
 
 
 def _state_tree(
-    states: LinearStatePool | None, allocator: PagedAllocator
+    states: LinearStatePool | None,
+    allocator: PagedAllocator,
+    window_tree: WindowPrefixTree | None,
 ) -> StatePrefixTree | None:
     if states is None or not states.kept_size:
         return None
+    if isinstance(window_tree, StatePrefixTree):  # one tree keeps both
+        return window_tree
     return StatePrefixTree(allocator, allocator.page_size, states)
 
 

@@ -15,34 +15,31 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-from transformers import AttentionInterface, PreTrainedModel
-from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers import PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutput, Seq2SeqLMOutput
 
-from attnmux.core import InvalidInput, LayerSpec, current_forward_context
+from attnmux.core import InvalidInput, LayerSpec
 from attnmux.transformers.attention import (
     ModelCall,
-    check_recorded,
     read_arguments,
-    refuse_mask,
     set_attention,
 )
-from attnmux.transformers.layers import check_independence, layer_of
+from attnmux.transformers.encoder_decoder_attention import ENCODER_DECODER, number_layers
+from attnmux.transformers.layers import check_capacities, check_independence, layer_of
 from attnmux.transformers.positions import PositionTable
 from attnmux.transformers.probe import Probe, Reach, Recorder
-
-ENCODER_DECODER = "attnmux_encoder_decoder"
-"""The attention implementation of these models' layers. It has no mask function, so that
-transformers makes no masks, not even those that some decoders ask for."""
-
-LAYER_ID = "attnmux_layer_id"
-"""Attribute of a decoder's attention module. Its own `layer_idx` does not tell self- from
-cross-attention."""
 
 STAND_IN = 4
 """The number of zero encoder states in a step without a new encoder. A decoder layer without any
 would skip cross-attention. Their K and V are not used. No probe has as many tokens, so that the
 number of keys identifies cross-attention."""
+
+
+@dataclass
+class EncoderOutput(BaseModelOutput):
+    """An encoder's states, with what some decoders read besides them: nothing is padded."""
+
+    attention_mask: torch.Tensor | None = None
 
 
 class PackedDecoder(torch.nn.Module):
@@ -62,6 +59,11 @@ class PackedDecoder(torch.nn.Module):
         self._table: PositionTable | None = None
         if isinstance(embedding, torch.nn.Module):
             self._table = PositionTable(type(model).__name__, embedding)
+
+    def count_to(self, max_context_len: int) -> None:
+        """Serve so many positions of a decoder that counts its tokens by itself."""
+        if self._table is not None:
+            self._table.length = max_context_len
 
     @property
     def device(self) -> torch.device:
@@ -126,50 +128,11 @@ class PackedDecoder(torch.nn.Module):
         with nullcontext() if self._table is None else self._table.given(position_ids):
             output: Seq2SeqLMOutput = self.model(
                 decoder_input_ids=input_ids,
-                encoder_outputs=BaseModelOutput(last_hidden_state=encoder_states.unsqueeze(0)),
+                encoder_outputs=EncoderOutput(last_hidden_state=encoder_states.unsqueeze(0)),
                 use_cache=use_cache,
                 **own,
             )
             return output
-
-
-def number_layers(modules: Mapping[torch.nn.Module, int]) -> None:
-    """Number the decoder's attention modules; `decoder_forward` reads a module's layer there."""
-    for module, layer_id in modules.items():
-        setattr(module, LAYER_ID, layer_id)
-
-
-def decoder_forward(
-    module: torch.nn.Module,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attention_mask: torch.Tensor | None,
-    **kwargs: object,
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Attention of an encoder-decoder model. The decoder's runs on the backend of the running step.
-
-    Cross-attention reads K and V of the step's new encoder states and those that earlier steps
-    wrote to the pool. A module without a number belongs to the encoder.
-    """
-    layer_id = getattr(module, LAYER_ID, None)
-    if layer_id is None:
-        return sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)  # type: ignore[arg-type]  # unchanged
-    kwargs.pop("is_causal", None)
-    call = read_arguments(query, key, value, attention_mask, layer_id=layer_id, **kwargs)
-    refuse_mask(call)
-    step = current_forward_context()
-    layer = step.backend.context.layer(layer_id)
-    check_recorded(call, layer)
-    loc = step.batch.encoder_out_cache_loc
-    if layer.is_cross_attention and (loc is None or not loc.shape[0]):
-        out = step.backend.forward(call.q, None, None, layer, step.batch)
-    else:
-        out = step.backend.forward(call.q, call.k, call.v, layer, step.batch)
-    return out.unsqueeze(0), None
-
-
-AttentionInterface.register(ENCODER_DECODER, decoder_forward)
 
 
 @dataclass(kw_only=True, slots=True)
@@ -214,14 +177,16 @@ def record_decoder(decoder: PackedDecoder, *, max_context_len: int) -> tuple[Lay
     Raises InvalidInput, with the reason, for a model whose attention the contract cannot serve.
     """
     model = decoder.model
+    check_capacities(model)
+    decoder.count_to(max_context_len)
     probe = Probe(
         model=model,
         call=decoder,
-        embeddings=model.get_decoder().get_input_embeddings(),  # type: ignore[no-untyped-call]  # transformers' own
+        embeddings=_embeddings(model),
         recorder=DecoderRecorder,
         inputs="decoder_input_ids and encoder_outputs alone",
     )
-    logits, recorder = probe.run([0], [0])
+    logits, recorder = probe.run([probe.token], [0])
     assert isinstance(recorder, DecoderRecorder)
     num_cross = sum(map(is_cross, recorder.calls))
     if not num_cross or not len(recorder.modules) == len(recorder.calls) == 2 * num_cross:
@@ -237,6 +202,17 @@ def record_decoder(decoder: PackedDecoder, *, max_context_len: int) -> tuple[Lay
     number_layers(recorder.modules)
     set_attention(model, ENCODER_DECODER)
     return layers
+
+
+def _embeddings(model: PreTrainedModel) -> torch.nn.Module:
+    """The input embedding of the decoder."""
+    decoder: Any = model.get_decoder()  # type: ignore[no-untyped-call]  # transformers' own
+    if not isinstance(decoder, PreTrainedModel):
+        got = f"a decoder of class {type(decoder).__name__}"
+        expected = "one that is a model of transformers itself, and calls its AttentionInterface"
+        raise InvalidInput(type(model).__name__, got=got, expected=expected)
+    embeddings: torch.nn.Module = decoder.get_input_embeddings()
+    return embeddings
 
 
 def _layer(call: ModelCall, recorder: DecoderRecorder, max_context_len: int) -> LayerSpec:

@@ -25,6 +25,18 @@ POSITION_TOLERANCE = 0.02
 """As a share of the largest value: far above rounding in any dtype, and far below the rotation of
 one position."""
 
+TOKEN_COUNTER = LayerSpec(
+    layer_id=0,
+    tp_q_head_num=1,
+    tp_k_head_num=1,
+    tp_v_head_num=1,
+    qk_head_dim=64,
+    v_head_dim=64,
+    scaling=1.0,
+)
+"""The layer of a model without attention. No module calls it: its KV pool counts the tokens of
+requests, and its prefixes find the states that were kept. Every backend serves its dims."""
+
 
 @torch.inference_mode()
 def record_layers(
@@ -32,37 +44,32 @@ def record_layers(
 ) -> tuple[LayerSpec, ...]:
     """The attention layers of a decoder model, recorded while it runs.
 
-    Windows and chunks are valid for sequences of up to `max_context_len` tokens. mixers: those of
-    the model, bound; their layers are recorded too.
+    It is `TOKEN_COUNTER` alone for a model of mixers without attention. Windows and chunks are
+    valid for sequences of up to `max_context_len` tokens. mixers: those of the model, bound; their
+    layers are recorded too.
     Raises InvalidInput, with the reason, for a model whose layers the contract cannot serve.
     """
     check_servable(type(model), model.config)
+    check_capacities(model)
     adapt(model)
     take_positions(model)
     probe = Probe.of(model, mixers)
-    logits, recorder = probe.run([0], [0])
+    logits, recorder = probe.run([probe.token], [0])
     counts: Counter[object] = Counter(module.layer_idx for module in recorder.callers)
-    if mixers:
-        _check_hybrid(probe, counts)
-    else:
+    if not mixers:  # whatever else mixes tokens shows when requests share a row
         _check_every_layer(probe, counts)
     if counts.total() > len(counts) and not has_numbered_calls(model):
         number_calls(model, recorder.callers)
-        logits, recorder = probe.run([0], [0])
+        logits, recorder = probe.run([probe.token], [0])
     start = count_from_own_start(model, partial(_counts_from, probe))
     _check_table(model, start, max_context_len)
     check_independence(probe, logits, recorder.calls)
     for mixer in mixers:
         mixer.spec = recorder.mixers.spec_of(mixer, model.dtype)
     calls = sorted(recorder.calls, key=lambda call: call.layer_id)
+    if not calls:
+        return (TOKEN_COUNTER,)
     return tuple(layer_of(call, recorder.reach_of(call, max_context_len)) for call in calls)
-
-
-def _check_hybrid(probe: Probe, counts: Counter[object]) -> None:
-    """Whatever else mixes tokens shows when requests share a row."""
-    if not counts:
-        expected = "attention in at least one layer: a KV cache counts a request's tokens"
-        raise InvalidInput(probe.name, got="no attention in any layer", expected=expected)
 
 
 def _check_every_layer(probe: Probe, counts: Counter[object]) -> None:
@@ -89,13 +96,12 @@ def check_servable(model_class: type[PreTrainedModel], config: PreTrainedConfig)
     name = model_class.__name__
     if config.is_encoder_decoder:
         raise InvalidInput(name, got="an encoder-decoder model", expected="a decoder-only model")
-    mixes = has_mixers(model_class)
-    if mixes and has_attention(model_class):
+    if has_mixers(model_class):
         return
-    if mixes or model_class._is_stateful:
+    if model_class._is_stateful:
         raise InvalidInput(
             name,
-            got="a model with recurrent state" + " and no attention" * mixes,
+            got="a model with recurrent state",
             expected="one whose memory of earlier tokens is attention's K and V, or these and the "
             "states of layers that `mixer_calls.py` knows",
         )
@@ -106,6 +112,18 @@ def check_servable(model_class: type[PreTrainedModel], config: PreTrainedConfig)
             name,
             got="a model that computes attention by itself",
             expected="one that calls transformers' AttentionInterface",
+        )
+
+
+def check_capacities(model: torch.nn.Module) -> None:
+    """Refuse experts that drop the tokens of a row beyond so many (Switch Transformers): in a row
+    of many requests, one request's tokens would drop another's. Raises InvalidInput."""
+    limited = [name for name, each in model.named_modules() if "expert_capacity" in vars(each)]
+    if limited:
+        raise InvalidInput(
+            type(model).__name__,
+            got=f"{limited[0]}, which drops tokens beyond the capacity of an expert",
+            expected="experts that take every token that is routed to them",
         )
 
 
@@ -137,7 +155,7 @@ def check_packable(probe: Probe) -> None:
     """
     poison = probe.embeddings.register_forward_hook(_poison_first)
     try:
-        logits, _ = probe.run([0, 0], [0, 0])
+        logits, _ = probe.run([probe.token] * 2, [0, 0])
     finally:
         poison.remove()
     if not bool(torch.isfinite(logits[1]).all()):
@@ -195,9 +213,13 @@ def _check_table(model: PreTrainedModel, start: int, max_context_len: int) -> No
 
 
 def _attended(probe: Probe, positions: list[int] | None) -> list[torch.Tensor]:
-    """[3, heads, dim] each: Q and K of one token, run three times, in all layers."""
-    _, recorder = probe.run([0, 0, 0], positions)
-    return [part.float() for call in recorder.calls for part in recorder.of_tokens(call)]
+    """[3, heads, dim] each: Q and K of one token, run three times, in all layers.
+
+    Without attention, the logits [3, vocabulary].
+    """
+    logits, recorder = probe.run([probe.token] * 3, positions)
+    parts = [part for call in recorder.calls for part in recorder.of_tokens(call)]
+    return [part.float() for part in parts or [logits]]
 
 
 def _poison_first(

@@ -30,7 +30,7 @@ class Recurrence:
     k: torch.Tensor
     v: torch.Tensor
     g: torch.Tensor
-    beta: torch.Tensor
+    beta: torch.Tensor | None
     scaling: float
     qk_l2norm: bool
 
@@ -57,7 +57,7 @@ def _convolve(
     _refuse(mixer, kwargs)
     if activation not in ACTIVATIONS:
         raise InvalidInput(f"{mixer.name}, activation", got=activation, expected="silu or none")
-    rows = _row(mixer, x).t().contiguous()
+    rows = row_of(mixer, x).t().contiguous()
     asked = Convolution(x=rows, weight=weight, bias=bias, silu=activation is not None)
     return mixer.convolve(asked).t().unsqueeze(0)
 
@@ -81,11 +81,11 @@ def _delta_rule(
     _refuse(mixer, kwargs)
     asked = Recurrence(
         kind=kind,
-        q=_row(mixer, query),
-        k=_row(mixer, key),
-        v=_row(mixer, value),
-        g=_row(mixer, g).float(),
-        beta=_row(mixer, beta),
+        q=row_of(mixer, query),
+        k=row_of(mixer, key),
+        v=row_of(mixer, value),
+        g=row_of(mixer, g).float(),
+        beta=row_of(mixer, beta),
         scaling=query.shape[-1] ** -0.5,
         qk_l2norm=use_qk_l2norm_in_kernel,
     )
@@ -123,12 +123,12 @@ def _mamba2_scan(
         dt = dt + dt_bias.to(dt.dtype)
     if dt_softplus:
         dt = torch.nn.functional.softplus(dt)
-    steps = _row(mixer, dt.clamp(min=dt_limit[0], max=dt_limit[1])).float()
-    x = _row(mixer, hidden_states)
+    steps = row_of(mixer, dt.clamp(min=dt_limit[0], max=dt_limit[1])).float()
+    x = row_of(mixer, hidden_states)
     asked = Recurrence(
         kind="mamba2",
-        q=_row(mixer, C),
-        k=_row(mixer, B),
+        q=row_of(mixer, C),
+        k=row_of(mixer, B),
         v=x,
         g=A.float() * steps,
         beta=steps,
@@ -163,7 +163,7 @@ def _selective_scan(
     The last three flags choose among ways to compute the same.
     """
     _refuse(mixer, kwargs)
-    x, steps, keys, queries = (_row(mixer, each).t() for each in (hidden_states, dt, B, C))
+    x, steps, keys, queries = (row_of(mixer, each).t() for each in (hidden_states, dt, B, C))
     if delta_bias is not None:
         steps = steps + delta_bias.to(steps.dtype)
     if delta_softplus:
@@ -183,7 +183,7 @@ def _selective_scan(
     if D is not None:
         out = out + x * D
     if z is not None:
-        out = out * torch.nn.functional.silu(_row(mixer, z).t())
+        out = out * torch.nn.functional.silu(row_of(mixer, z).t())
     return out.t().unsqueeze(0)
 
 
@@ -200,7 +200,8 @@ FUNCTIONS: Mapping[str, Callable[..., Any]] = MappingProxyType(
 and never the ones for single tokens."""
 
 
-def _row(mixer: Mixer, tensor: torch.Tensor) -> torch.Tensor:
+def row_of(mixer: Mixer, tensor: torch.Tensor) -> torch.Tensor:
+    """The tokens of a tensor [1, T, …]. Raises InvalidInput for several rows."""
     if tensor.shape[0] != 1:
         got = f"{tensor.shape[0]} rows"
         raise InvalidInput(mixer.name, got=got, expected="the tokens of all requests in one row")

@@ -2,7 +2,8 @@
 
 transformers gives such a layer's kernel as a function of the model's own module, such as
 `torch_chunk_gated_delta_rule`. A module that calls one is a mixer. Its forward gets functions of
-ours in their place; the model's code runs unchanged, and no other model is touched.
+ours in their place; the model's code runs unchanged, and no other model is touched. A module that
+computes its recurrence in its own code is a mixer where `own_recurrences.py` has an adapter.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import sys
 from collections.abc import Callable, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from types import FunctionType
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -19,6 +21,7 @@ import torch
 
 from attnmux.core import L2_EPS, InvalidInput, LinearLayerSpec, current_forward_context
 from attnmux.transformers.mixer_calls import FUNCTIONS, Convolution, Recurrence
+from attnmux.transformers.own_recurrences import ADAPTERS
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -36,7 +39,7 @@ class Runs(Protocol):
 
 @dataclass(kw_only=True, slots=True, eq=False)
 class Mixer:
-    """One module that calls a function of FUNCTIONS."""
+    """One module that calls a function of FUNCTIONS, or has an adapter."""
 
     number: int
     """Its `LinearLayerSpec.layer_id`."""
@@ -51,6 +54,17 @@ class Mixer:
 
     def bind(self) -> None:
         """Give the module a forward that calls ours."""
+        adapter = ADAPTERS.get(type(self.module).__name__)
+        forward = self._rebound() if adapter is None else adapter(self)
+
+        def call(*args: object, **kwargs: object) -> object:
+            self.num_convs = 0
+            return forward(*args, **kwargs)
+
+        self.module.forward = call  # an instance's own, which goes before its class's
+
+    def _rebound(self) -> Callable[..., Any]:
+        """The module's own code, in which the functions' names are ours."""
         own = inspect.unwrap(type(self.module).forward)
         ours = {name: _bound(self, run) for name, run in FUNCTIONS.items() if _calls(own, name)}
         forward = FunctionType(
@@ -61,12 +75,7 @@ class Mixer:
             own.__closure__,
         )
         forward.__kwdefaults__ = own.__kwdefaults__
-
-        def call(*args: object, **kwargs: object) -> object:
-            self.num_convs = 0
-            return forward(self.module, *args, **kwargs)
-
-        self.module.forward = call  # an instance's own, which goes before its class's
+        return partial(forward, self.module)
 
     def recur(self, asked: Recurrence) -> torch.Tensor:
         return self._running().recur(self, asked)
@@ -107,6 +116,8 @@ def _beside(model_class: type[torch.nn.Module]) -> list[type[torch.nn.Module]]:
 
 
 def _is_mixer(layer: type[torch.nn.Module]) -> bool:
+    if layer.__name__ in ADAPTERS:
+        return True
     forward = inspect.unwrap(layer.forward)
     return any(_calls(forward, name) for name in FUNCTIONS)
 
@@ -138,7 +149,8 @@ class MixerRecorder:
         group = asked.v.shape[1] // asked.q.shape[1]
         q, k = (_normed(each.float(), asked.qk_l2norm) for each in (asked.q, asked.k))
         met = asked.scaling * (q * k).sum(-1, keepdim=True).repeat_interleave(group, dim=1)
-        return (met * asked.beta.unsqueeze(-1) * asked.v).to(asked.v.dtype)
+        v = asked.v if asked.beta is None else asked.beta.unsqueeze(-1) * asked.v
+        return (met * v).to(asked.v.dtype)
 
     def convolve(self, mixer: Mixer, asked: Convolution, index: int) -> torch.Tensor:
         self.convolutions.setdefault(mixer.number, []).append(asked)

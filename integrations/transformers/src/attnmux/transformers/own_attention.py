@@ -223,6 +223,11 @@ def _between(module: Any, config: PreTrainedConfig) -> None:  # noqa: ANN401
     module._attn = attention
 
 
+def _zamba(module: Any, config: PreTrainedConfig) -> None:  # noqa: ANN401
+    """Number a layer's attention, whose weights layers share: the model hands the number down."""
+    module.shared_transf.self_attn.layer_idx = module.mamba_decoder.layer_idx
+
+
 def _slopes(module: Any) -> torch.Tensor:  # noqa: ANN401
     """[heads] float32: the bias of the second of two keys, as the module's own file has it."""
     build = _beside(module, "build_alibi_tensor")
@@ -244,11 +249,14 @@ ADAPTERS: Mapping[str, Callable[[Any, PreTrainedConfig], None]] = MappingProxyTy
         "GPTJAttention": _between,
         "GPTNeoSelfAttention": _between,
         "GPTNeoXJapaneseAttention": _between,
+        "LongT5Attention": _t5,
         "MT5Attention": _t5,
         "MptAttention": _mpt,
         "MptModel": _mpt_model,
+        "Pop2PianoAttention": _t5,
         "T5Attention": _t5,
         "UMT5Attention": _umt5,
+        "ZambaHybridLayer": _zamba,
     }
 )
 """By the class of a module."""

@@ -25,7 +25,13 @@ from attnmux.core import (
     tokens_in_budget,
     torch_dtype,
 )
-from attnmux.core.kv import SWAAllocator, WindowPrefixTree, WindowSpan, swa_tokens_in_budget
+from attnmux.core.kv import (
+    SWAAllocator,
+    WindowPrefixTree,
+    WindowSpan,
+    WindowStatePrefixTree,
+    swa_tokens_in_budget,
+)
 from attnmux.transformers.shapes import STORED, by_shape
 
 UNITS: Mapping[str, int] = MappingProxyType(
@@ -200,11 +206,16 @@ def make_states(
 
 
 def make_pools(
-    layers: Sequence[LayerSpec], decision: Decision, sizes: PoolSizes, *, device: torch.device
+    layers: Sequence[LayerSpec],
+    decision: Decision,
+    sizes: PoolSizes,
+    *,
+    device: torch.device,
+    states: LinearStatePool | None = None,
 ) -> tuple[KVPool, PagedAllocator, WindowPrefixTree | None]:
     """The pools of these sizes, their allocator, and the prefix tree that window pools need.
 
-    Raises as `make_pool` does.
+    The tree is a `WindowStatePrefixTree` where states are kept. Raises as `make_pool` does.
     """
     span = span_of(layers)
     if sizes.swa is None or span is None:
@@ -219,7 +230,10 @@ def make_pools(
             groups.append(_pool_like(layers[0], [], decision, size=size, device=device))
     swa_pool = SWAKVPool(full=groups[0], swa=groups[1])
     allocator = SWAAllocator(swa_pool)
-    return swa_pool, allocator, WindowPrefixTree(allocator, decision.page_size, span)
+    if states is None or not states.kept_size:
+        return swa_pool, allocator, WindowPrefixTree(allocator, decision.page_size, span)
+    tree = WindowStatePrefixTree(allocator, decision.page_size, span, states)
+    return swa_pool, allocator, tree
 
 
 def make_pool(

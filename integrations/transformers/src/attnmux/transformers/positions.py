@@ -28,14 +28,19 @@ class PositionTable:
     def __init__(self, name: str, table: torch.nn.Module) -> None:
         """name: of the model, for errors."""
         self.name = name
+        self.length: int | None = None
+        """Positions that requests have, for a table that counts tokens by itself: its answer for
+        one row of so many is kept, and looked up in its place. None refuses such a table."""
+        self._table, self._own = table, table.forward
         self._given: torch.Tensor | None = None
-        table.register_forward_pre_hook(self._place, with_kwargs=True)
+        self._rows: torch.Tensor | None = None
+        table.forward = self._look_up
 
     @contextmanager
     def given(self, positions: torch.Tensor | None) -> Iterator[None]:
         """Calls in the block look up these positions [1, T]; None leaves the model's own count.
 
-        They raise InvalidInput for a table that does not take `position_ids`.
+        They raise InvalidInput for a table that counts by itself, where `length` is None.
         """
         self._given = positions
         try:
@@ -43,19 +48,41 @@ class PositionTable:
         finally:
             self._given = None
 
-    def _place(
-        self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: Kwargs
-    ) -> tuple[tuple[Any, ...], Kwargs] | None:
+    def _look_up(self, *args: Any, **kwargs: Any) -> torch.Tensor:  # noqa: ANN401  # the table's
         if self._given is None:
-            return None
-        counted = kwargs.get("position_ids")
-        if counted is None:
+            return self._embedded(*args, **kwargs)
+        bound = inspect.signature(self._own).bind(*args, **kwargs)
+        counted = bound.arguments.get("position_ids")
+        if counted is not None:
+            bound.arguments["position_ids"] = self._given.view(counted.shape)
+            return self._embedded(*bound.args, **bound.kwargs)
+        if self.length is None:
             raise InvalidInput(
                 self.name,
                 got="positions that its embedding counts by itself",
                 expected="an embedding that takes position_ids",
             )
-        return args, {**kwargs, "position_ids": self._given.view(counted.shape)}
+        if self._rows is None:
+            # Kept for later steps, whose graphs cannot hold tensors of inference mode
+            with torch.inference_mode(False), torch.no_grad():
+                row = tuple(self._stretched(each, self.length) for each in args)
+                rows = self._embedded(*row, **kwargs)
+                self._rows = rows.reshape(-1, rows.shape[-1])
+        return self._rows[self._given]
+
+    def _embedded(self, *args: Any, **kwargs: Any) -> torch.Tensor:  # noqa: ANN401  # the table's
+        rows: torch.Tensor = self._own(*args, **kwargs)
+        return rows
+
+    def _stretched(self, given: object, length: int) -> object:
+        """A row's tokens, their embeddings or its shape, for a row of another length."""
+        if isinstance(given, torch.Size):
+            return torch.Size((1, length, *given[2:]))
+        if not isinstance(given, torch.Tensor) or given.dim() < 2:
+            return given
+        # A table may place padding tokens apart
+        token = int(getattr(self._table, "padding_idx", None) == 0)
+        return given.new_full((1, length, *given.shape[2:]), token)
 
 
 def take_positions(model: PreTrainedModel) -> None:

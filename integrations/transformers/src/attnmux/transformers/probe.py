@@ -189,6 +189,12 @@ class Probe:
     def name(self) -> str:
         return type(self.model).__name__
 
+    @property
+    def token(self) -> int:
+        """A token id that is no padding, which some models do not count."""
+        text = self.model.config.get_text_config(decoder=True)
+        return int(getattr(text, "pad_token_id", None) == 0)
+
     def run(
         self, token_ids: list[int], position_ids: list[int] | None
     ) -> tuple[torch.Tensor, Recorder]:

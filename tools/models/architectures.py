@@ -1,0 +1,62 @@
+"""The architectures of the installed transformers, by name."""
+
+# mypy: allow-untyped-calls
+# transformers is annotated in part only.
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING,
+    MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING,
+    AutoModelForCausalLM,
+    AutoModelForSeq2SeqLM,
+    AutoModelForSpeechSeq2Seq,
+    PreTrainedConfig,
+)
+
+from tools.models.configs import default_config
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Architecture:
+    """A kind of model."""
+
+    name: str
+    """The config's class, or the model's where it has an encoder: one config may serve both."""
+    config_class: type[PreTrainedConfig]
+    auto: Any
+    """The auto class that loads it."""
+    has_encoder: bool
+
+
+def architecture_of(name: str) -> Architecture:
+    return next(one for one in _all() if one.name == name)
+
+
+def architecture_names() -> list[str]:
+    """All decoders and encoder-decoder models that transformers has, once each."""
+    return list(dict.fromkeys(one.name for one in _all()))
+
+
+def _all() -> Iterator[Architecture]:
+    for config in MODEL_FOR_CAUSAL_LM_MAPPING:
+        yield Architecture(
+            name=config.__name__, config_class=config, auto=AutoModelForCausalLM, has_encoder=False
+        )
+    found = set()
+    for auto, mapping in (
+        # A model of both speech and text loads as one of speech
+        (AutoModelForSpeechSeq2Seq, MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING),
+        (AutoModelForSeq2SeqLM, MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING),
+    ):
+        for config in mapping:
+            if config not in found and default_config(config).is_encoder_decoder:
+                found.add(config)
+                model: Any = mapping[config]
+                name = model.__name__
+                yield Architecture(name=name, config_class=config, auto=auto, has_encoder=True)
