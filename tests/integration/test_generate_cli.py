@@ -295,8 +295,10 @@ def test_a_broken_config(copy):
     assert refused(attnmux("x", "--model", copy), "nobody-knows")
     (copy / "config.json").write_text('{"model_type": "vit"}')
     assert refused(attnmux("x", "--model", copy), "generates text")
-    (copy / "config.json").write_text('{"model_type": "mamba"}')
+    (copy / "config.json").write_text('{"model_type": "rwkv"}')
     assert refused(attnmux("x", "--model", copy), "recurrent state")
+    (copy / "config.json").write_text('{"model_type": "mamba"}')
+    assert refused(attnmux("x", "--model", copy), "--context", "no limit")
 
 
 @pytest.mark.parametrize(
