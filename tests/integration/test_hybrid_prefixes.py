@@ -36,6 +36,14 @@ def drawn(rng, num):
     return [rng.randrange(97) for _ in range(num)]
 
 
+def of_families(rng):
+    """Prompts that share parts of each other; some come twice."""
+    stems = [drawn(rng, num) for num in (9, 17, 26)]
+    stems.append(stems[1] + drawn(rng, 8))
+    prompts = [rng.choice(stems) + drawn(rng, rng.randrange(1, 6)) for _ in range(10)]
+    return prompts + prompts[3:6]
+
+
 @pytest.mark.parametrize(
     "architecture",
     ["qwen3-next", "kimi-linear", "falcon-h1", "jamba", "lfm2", "minimax", "mamba2"],
@@ -92,10 +100,7 @@ def test_random_families_of_prompts(
     sizes = {"page_size": page_size, "max_total_tokens": 104, "kept_states": kept_states}
     engine = Engine(run_hybrid(folder, **sizes), **given)
     rng = random.Random(page_size)
-    stems = [drawn(rng, num) for num in (9, 17, 26)]
-    stems.append(stems[1] + drawn(rng, 8))
-    prompts = [rng.choice(stems) + drawn(rng, rng.randrange(1, 6)) for _ in range(10)]
-    prompts += prompts[3:6]
+    prompts = of_families(rng)
     expected = alone(model, prompts)
     for _ in range(2):
         assert tokens(engine, prompts) == expected
@@ -141,10 +146,7 @@ def test_random_families_with_windows(tiny, run_hybrid, monkeypatch, seed) -> No
     sizes |= {"max_batch_size": 3, "window_step_tokens": rng.choice([4, 8])}
     runner = run_hybrid(folder, max_total_tokens=104, **sizes)
     engine = Engine(runner, prefill_tokens=rng.choice([7, 64]), overlap=rng.random() < 0.5)
-    stems = [drawn(rng, num) for num in (9, 17, 26)]
-    stems.append(stems[1] + drawn(rng, 8))
-    prompts = [rng.choice(stems) + drawn(rng, rng.randrange(1, 6)) for _ in range(10)]
-    prompts += prompts[3:6]
+    prompts = of_families(rng)
     expected = alone(model, prompts)
     for _ in range(2):
         assert tokens(engine, prompts) == expected

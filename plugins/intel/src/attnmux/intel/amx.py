@@ -173,10 +173,12 @@ class AMXBackend(LibraryBackend[AMXKernels, AMXLayer, AMXStep, None]):
         step: AMXStep,
     ) -> None:
         """Compute requests whose result is NaN by `extend`, which meets such a rest rarely."""
-        if layer.group is None or layer.kv is None or not out.isnan().any():
+        if layer.group is None or layer.kv is None:
             return
         lens = filled(step.seq_lens)
         places = (out.isnan().flatten(1).any(1) & (lens > 0)).nonzero().flatten()
+        if not len(places):
+            return
         slots, lens = step.tables.keys[layer.group].page_table[places], lens[places]
         # The newest key of each is its new token's, which the pool holds by now.
         own = layer.kv[0][slots.gather(1, lens[:, None] - 1).flatten()]
