@@ -5,9 +5,10 @@
 
 A figure is device time of one layer in microseconds, replayed from a graph where the device has
 them. `own` takes the mask of the tree in the backend's kernel, where its card admits trees on these
-pages. `merged` is `TreeAttnBackend` with the backend for the prefixes. `decode` is a plain step of
-the same requests. `ratio` is merged over the fastest `own` of the workload, `error` the largest
-difference from the float64 reference over the largest value.
+pages. `merged` is `TreeAttnBackend` with the backend for the prefixes and the device's kernel for
+the drafts, `plain` the same with plain torch for the drafts. `decode` is a plain step of the same
+requests. `ratio` is merged over the fastest `own` of the workload, `error` the largest difference
+of merged from the float64 reference over the largest value.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ from attnmux.core import (
     Platform,
     Policy,
     Request,
+    TreeAttnBackend,
     build,
     detect,
     load_plugins,
@@ -52,7 +54,8 @@ CASES = (
 TINY = (extend(2, DRAFTS, 40, dtype="float32"),)
 COLUMNS = {
     **{"workload": "", "prefixes by": ""},
-    **{"own": ",.1f", "merged": ",.1f", "decode": ",.1f", "ratio": ".2f", "error": ".4f"},
+    **dict.fromkeys(("own", "merged", "plain", "decode"), ",.1f"),
+    **{"ratio": ".2f", "error": ".4f"},
 }
 
 
@@ -97,7 +100,7 @@ def measure(
     sides: dict[str, Run] = {}
     errors: dict[str, float] = {}
     for name in names:
-        for way in ("own", "merged", "decode"):
+        for way in ("own", "merged", "plain", "decode"):
             backend = backend_of(step, asked, platform, offers, name, way)
             if backend is None:
                 continue
@@ -111,7 +114,7 @@ def measure(
     own = min((us[name] for name in sides if name.endswith(" own")), default=None)
     for name, error in errors.items():
         merged = us[f"{name} merged"]
-        by_way = (us.get(f"{name} own"), merged, us.get(f"{name} decode"))
+        by_way = (us.get(f"{name} {way}") for way in ("own", "merged", "plain", "decode"))
         report.add(str(case), name, *by_way, merged / own if own else None, error)
 
 
@@ -171,12 +174,17 @@ def backend_of(
                 return None
         else:
             decision = solve(asked.without_drafts(), platform, offers, policy)
-        if way == "merged":
+        if way in ("merged", "plain"):
             reads = solve(asked.of_prefixes(), platform, offers, policy).phases["decode"]
             decision = replace(decision, request=asked, trees=reads)
     except NoBackend:
         return None
-    return build(decision, step.context(platform, decision.request))
+    context = step.context(platform, decision.request)
+    backend = build(decision, context)
+    if way == "plain":
+        assert isinstance(backend, TreeAttnBackend)
+        return TreeAttnBackend(context, child=backend.child, prefixes=backend.prefixes)
+    return backend
 
 
 def prepared(backend: AttentionBackend, step: Step) -> tuple[Run, torch.Tensor]:

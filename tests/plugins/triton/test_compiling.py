@@ -10,6 +10,7 @@ import re
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from itertools import chain
 from typing import Any
 
@@ -169,6 +170,19 @@ def chosen_pages() -> list[Any]:
     return kernels.launcher.rehearse(step)
 
 
+def draft_attention() -> Iterator[Any]:
+    """The launches of layers that verify 8 drafts with their prefixes' results."""
+    from attnmux.triton.draft_attention import TritonDraftAttention, try_layers  # noqa: PLC0415
+
+    wide = {"num_q_heads": 32, "num_kv_heads": 8, "head_dim": 128, "sinks": True}
+    for name, shape in (("drafts", wide), ("drafts, latent", LATENT)):
+        case = Case(name=name, steps=(verify(8, 40),), **TREE, **shape)
+        context = make_setup(case, Platform.parse("nvidia:sm90"), "cpu").context
+        made = TritonDraftAttention()
+        launches = made.launcher.rehearse(partial(try_layers, made, context))
+        yield from ((name, launch) for launch in launches)
+
+
 def main(arch: str, *, full: bool) -> None:
     from compile_kernel import GPUTarget, compile_kernel  # noqa: PLC0415  # not the interpreter's
 
@@ -189,7 +203,7 @@ def main(arch: str, *, full: bool) -> None:
         print(json.dumps(facts))
 
     of_pages = (("chosen pages", launch) for launch in chosen_pages())
-    for name, launch in chain(rehearsed(arch, full=full), of_pages):
+    for name, launch in chain(rehearsed(arch, full=full), of_pages, draft_attention()):
         kernel = launch.bound.kernel
         values = dict(zip(kernel.arg_names, launch.values, strict=True))
         compiled = compile_kernel(
@@ -232,12 +246,11 @@ def index_kernels() -> Iterator[tuple[Any, dict[str, str], dict[str, Any], int]]
 
 def merges() -> Iterator[tuple[Any, dict[str, str], dict[str, int | bool]]]:
     """(kernel, Triton's types, constants) of those that merge partial results of 128 columns."""
-    from attnmux.triton import merge, splits  # noqa: PLC0415  # not the interpreter's
+    from attnmux.triton import splits  # noqa: PLC0415  # not the interpreter's
 
     sizes = {"HEADS": 8, "DV": 128, "BLOCK_D": 128}
-    floats = {name: "*fp32" for name in ("lse", "lse_a", "lse_b", "parts", "part_lse", "sinks")}
-    words = {**floats, **dict.fromkeys(("out", "out_a", "out_b"), "*bf16")}
-    yield merge.merge_rows, words, {**sizes, "BLOCK_R": merge.TILE // 128}
+    floats = {name: "*fp32" for name in ("lse", "parts", "part_lse", "sinks")}
+    words = {**floats, "out": "*bf16"}
     flags = {"HAS_SINKS": True, "HAS_LSE": True, "BLOCK_R": splits.MERGED_ROWS}
     yield splits.merge_splits, words, {**sizes, **flags}
 
@@ -279,7 +292,8 @@ HOPPER = {
 }
 
 
-MERGES = {"merge.merge_rows", "merge.merge_splits"}
+MERGES = {"merge.merge_splits"}
+DRAFTS = {"draft_attention.attend_drafts"}
 INDEXER = {"index_scores.score_keys"}
 PAGES = {
     f"chosen_pages.{name}"
@@ -292,9 +306,9 @@ def test_every_kernel_compiles_and_fits(arch, script, full):
     lines = script(arch, *(["full"] if full else []))
     assert {line["case"] for line in lines} == {
         *cases_of(arch, full=full),
-        *("merge", "indexer", "chosen pages"),
+        *("merge", "indexer", "chosen pages", "drafts", "drafts, latent"),
     }
-    expected = PORTABLE | MERGES | INDEXER | PAGES | (HOPPER if arch == "sm90" else set())
+    expected = PORTABLE | MERGES | DRAFTS | INDEXER | PAGES | (HOPPER if arch == "sm90" else set())
     assert {line["kernel"] for line in lines} == expected
     assert [line for line in lines if line["shared"] > TARGETS[arch]] == []
     if arch in SCRATCH:

@@ -86,6 +86,11 @@ from attnmux.core.decode_steps import DecodeBuffers as DecodeBuffers
 from attnmux.core.decode_steps import DecodeStep as DecodeStep
 from attnmux.core.decode_steps import KeyLens as KeyLens
 from attnmux.core.decode_steps import with_lens as with_lens
+from attnmux.core.draft_attention import DraftAttention as DraftAttention
+from attnmux.core.draft_attention import DraftKeys as DraftKeys
+from attnmux.core.draft_attention import SeenPrefixes as SeenPrefixes
+from attnmux.core.draft_attention import among_drafts as among_drafts
+from attnmux.core.draft_attention import attend_to_drafts as attend_to_drafts
 from attnmux.core.draft_paths import DraftCandidates as DraftCandidates
 from attnmux.core.draft_paths import DraftPaths as DraftPaths
 from attnmux.core.draft_paths import likeliest as likeliest
@@ -254,7 +259,7 @@ from attnmux.core.tree_masks import visible_drafts as visible_drafts
 from attnmux.core.tree_sampling import AcceptThresholds as AcceptThresholds
 from attnmux.core.tree_sampling import check_sampling as check_sampling
 from attnmux.core.tree_sampling import sample_tree_target_only as sample_tree_target_only
-from attnmux.core.tree_steps import among_drafts as among_drafts
+from attnmux.core.tree_steps import Trees as Trees
 from attnmux.core.tree_steps import as_heads as as_heads
 from attnmux.core.tree_steps import as_tokens as as_tokens
 from attnmux.core.two_batches import TboAttnBackend as TboAttnBackend

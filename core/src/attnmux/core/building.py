@@ -18,6 +18,7 @@ from attnmux.core.chunked_prefix import (
     measured_crossing,
 )
 from attnmux.core.composites import BatchSizeAttnBackend, HybridAttnBackend, Sizes
+from attnmux.core.draft_attention import attend_to_drafts
 from attnmux.core.draft_trees import TreeAttnBackend, prefix_context
 from attnmux.core.dtypes import dtype_name
 from attnmux.core.errors import BackendFailed, InvalidInput
@@ -99,6 +100,7 @@ def _of_group(
         context,
         child=_assemble(decision, plain, serving),
         prefixes=make_backend(decision.trees, prefix_context(context)),
+        attend=shared_kernel("draft_attention", context) or attend_to_drafts,
     )
 
 

@@ -11,11 +11,16 @@ from attnmux.core.backend import AttentionBackend
 from attnmux.core.batch import ForwardBatch, ForwardMode
 from attnmux.core.call import AttentionCall
 from attnmux.core.composites import DispatchingBackend
+from attnmux.core.draft_attention import (
+    DraftAttention,
+    DraftKeys,
+    SeenPrefixes,
+    attend_to_drafts,
+)
 from attnmux.core.errors import InvalidInput
-from attnmux.core.kv.rows import gather_rows
-from attnmux.core.part_attention import is_mergeable, merge_into
+from attnmux.core.part_attention import is_mergeable
 from attnmux.core.tree_masks import check_trees
-from attnmux.core.tree_steps import Trees, among_drafts, as_heads, as_tokens, trees_of
+from attnmux.core.tree_steps import Trees, as_heads, sinks_as_heads, trees_of
 
 if TYPE_CHECKING:
     from attnmux.core.context import BackendContext
@@ -39,13 +44,18 @@ class TreeAttnBackend(DispatchingBackend):
 
     In a TARGET_VERIFY step, `prefixes` decodes one token for each request, whose query heads are
     those of all its drafts, over the prefix. Each draft attends to the drafts that its tree lets it
-    see in plain torch. Both are merged by LSE.
+    see, by a kernel where a plugin offers one for the device. Both are merged by LSE.
     """
 
     def __init__(
-        self, context: BackendContext, *, child: AttentionBackend, prefixes: AttentionBackend
+        self,
+        context: BackendContext,
+        *,
+        child: AttentionBackend,
+        prefixes: AttentionBackend,
+        attend: DraftAttention = attend_to_drafts,
     ) -> None:
-        """prefixes: a backend of `prefix_context(context)`.
+        """prefixes: a backend of `prefix_context(context)`. attend: a kernel of the device.
 
         Raises InvalidInput for backends of other pools or heads, and for padding rows of different
         lengths, since one graph runner pads for both.
@@ -68,6 +78,7 @@ class TreeAttnBackend(DispatchingBackend):
             raise InvalidInput("prefixes", got=fills[1], expected=expected)
         self.child = child
         self.prefixes = prefixes
+        self._attend = attend
         self._drafts = drafts or 1
         self._buffers: list[Trees] = []
         self._verification: _Verification | None = None
@@ -114,13 +125,17 @@ class TreeAttnBackend(DispatchingBackend):
     def forward_extend(self, call: AttentionCall, batch: ForwardBatch) -> torch.Tensor:
         if not batch.forward_mode.is_target_verify():
             return super().forward_extend(call, batch)
-        step = self._prepared()
-        seen, seen_lse = self._of_prefixes(call, step)
-        merged, lse = self._among_drafts(call, step)
-        merge_into(merged, lse, seen, seen_lse)
-        if call.lse is not None:
-            call.lse.copy_(lse)
-        return merged.to(call.q.dtype)
+        step, layer = self._prepared(), call.layer
+        keys = DraftKeys.of(self.context.token_to_kv_pool, layer, step.slots)
+        return self._attend(
+            call.q,
+            keys,
+            self._of_prefixes(call, step),
+            step.trees,
+            layer,
+            q_rope=call.q_rope,
+            lse=call.lse,
+        )
 
     def forward_latent(
         self,
@@ -181,10 +196,7 @@ class TreeAttnBackend(DispatchingBackend):
             raise InvalidInput("batch", got="a verify step", expected=expected)
         return self._verification
 
-    def _of_prefixes(
-        self, call: AttentionCall, step: _Verification
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Attention to the prefixes, [B * d, Hq, Dv] in Q's dtype and its LSE [B * d, Hq]."""
+    def _of_prefixes(self, call: AttentionCall, step: _Verification) -> SeenPrefixes:
         layer = self.prefixes.context.layer(call.layer.layer_id)
         groups, width = call.layer.tp_k_head_num, step.trees.visible.shape[1]
         q = as_heads(call.q, groups, width, self._drafts)
@@ -192,37 +204,7 @@ class TreeAttnBackend(DispatchingBackend):
         q_rope = None if q_rope is None else as_heads(q_rope, groups, width, self._drafts)
         lse = q.new_empty(q.shape[:2], dtype=torch.float32)
         prefix = AttentionCall(q, None, None, layer, save_kv_cache=False, q_rope=q_rope, lse=lse)
-        seen = self.prefixes.forward_decode(prefix, step.prefixes)
-        unseen: torch.Tensor | float = -torch.inf if layer.sinks is None else layer.sinks
-        sees = step.trees.sees_prefix.unsqueeze(1)
-        lse = torch.where(sees, lse, unseen)
-        seen = torch.where(sees.unsqueeze(2), seen, 0)
-        seen, lse = (as_tokens(each, groups, width, self._drafts) for each in (seen, lse))
-        return seen, lse
-
-    def _among_drafts(
-        self, call: AttentionCall, step: _Verification
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Attention of the drafts to each other, [B * d, Hq, Dv] and its LSE [B * d, Hq], float32.
-
-        The pool's K and V are read, because the pool may have rounded them.
-        """
-        layer = call.layer
-        q = call.q if call.q_rope is None else torch.cat((call.q, call.q_rope), -1)
-        k, v = self._kv_of_drafts(layer, step.slots, is_latent=call.q_rope is not None)
-        return among_drafts(q, k, v, layer, step.trees.visible)
-
-    def _kv_of_drafts(
-        self, layer: LayerSpec, slots: torch.Tensor, *, is_latent: bool
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """K [B * d, Hkv, D] and V [B * d, Hkv, Dv], float32 and without the pool's scales."""
-        pool = self.context.token_to_kv_pool
-        slots = pool.translate(slots, layer.layer_id)
-        k_scale, v_scale = pool.read_scales(layer.k_scale, layer.v_scale)
-        k = gather_rows(pool.get_key_buffer(layer.layer_id), slots).float() * k_scale
-        if is_latent:
-            return k, k[..., : layer.v_head_dim]
-        return k, gather_rows(pool.get_value_buffer(layer.layer_id), slots).float() * v_scale
+        return SeenPrefixes(out=self.prefixes.forward_decode(prefix, step.prefixes), lse=lse)
 
 
 def prefix_context(context: BackendContext) -> BackendContext:
@@ -241,8 +223,7 @@ def prefix_context(context: BackendContext) -> BackendContext:
             raise InvalidInput("layers", got=f"layer {layer.layer_id}", expected=expected)
         sinks = layer.sinks
         if sinks is not None:
-            by_group = sinks.view(layer.tp_k_head_num, 1, -1)
-            sinks = by_group.expand(-1, drafts, -1).reshape(-1).contiguous()
+            sinks = sinks_as_heads(sinks, layer.tp_k_head_num, drafts)
         heads = layer.tp_q_head_num * drafts
         layers.append(replace(layer, tp_q_head_num=heads, sinks=sinks))
     # A decode step over prefixes contradicts the request table, and the step was checked whole

@@ -16,6 +16,7 @@ changes nothing. Plain torch operations serve where no kernel is offered.
 | `kv_writer` | a `KVWriter` of the context's pool |
 | `rank_merger` | a `RankMerger` of attnmux-distributed |
 | `topk_slots` | a function with the arguments and results of `topk_slots` |
+| `draft_attention` | a `DraftAttention`, as `TreeAttnBackend` calls it |
 | `draft_trees` | `TreeKernels` |
 """
 

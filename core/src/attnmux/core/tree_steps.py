@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 from torch.nn.functional import pad
 
 from attnmux.core.batch import ForwardBatch
 from attnmux.core.tree_masks import visible_drafts
-
-if TYPE_CHECKING:
-    from attnmux.core.layer import LayerSpec
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -62,27 +58,10 @@ def as_tokens(values: torch.Tensor, groups: int, width: int, drafts: int) -> tor
     return by_draft.reshape(size * width, heads // drafts, *values.shape[2:])
 
 
-def among_drafts(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: LayerSpec, visible: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attention of each request's drafts to each other, without sinks: out [B * d, Hq, Dv] and its
-    LSE [B * d, Hq], float32.
-
-    q: [B * d, Hq, D]. k: [B * d, Hkv, D], v: [B * d, Hkv, Dv], float32 and without a pool's scales.
-    visible: [B, d, d] bool, the drafts that each draft sees.
-    """
-    size, width, _ = visible.shape
-    shape, heads = q.shape[:2], k.shape[1]
-    q = q.float().reshape(size, width, heads, q.shape[1] // heads, q.shape[2])
-    k, v = (each.reshape(size, width, *each.shape[1:]) for each in (k, v))
-    logits = torch.einsum("bihgc,bjhc->bhgij", q, k) * layer.scaling
-    if layer.logit_cap > 0:
-        logits = torch.tanh(logits / layer.logit_cap) * layer.logit_cap
-    logits = torch.where(visible.view(size, 1, 1, width, width), logits, -torch.inf)
-    lse = logits.logsumexp(-1, keepdim=True)
-    out = torch.einsum("bhgij,bjhc->bihgc", torch.exp(logits - lse), v)
-    lse = lse.squeeze(-1).permute(0, 3, 1, 2).reshape(shape)
-    return out.reshape(*shape, layer.v_head_dim), lse
+def sinks_as_heads(sinks: torch.Tensor, groups: int, drafts: int) -> torch.Tensor:
+    """The sinks [Hq] of each of `drafts` tokens, [drafts * Hq] in the order of `as_heads`."""
+    by_group = sinks.view(groups, 1, -1)
+    return by_group.expand(-1, drafts, -1).reshape(-1)
 
 
 def trees_of(batch: ForwardBatch) -> Trees:
