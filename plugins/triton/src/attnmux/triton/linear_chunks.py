@@ -9,11 +9,7 @@ import torch
 import triton
 
 from attnmux.core import InvalidInput, cu_seqlens
-from attnmux.triton.kernels.channel_chunks import (
-    channel_outputs,
-    row_products,
-    solve_channel_chunks,
-)
+from attnmux.triton.kernels.channel_chunks import channel_outputs, solve_channel_chunks
 from attnmux.triton.kernels.linear_chunks import chunk_outputs, pass_states, solve_chunks
 
 if TYPE_CHECKING:
@@ -26,8 +22,8 @@ wrong rows for all but the first warp on SM90."""
 STATE_BLOCK = 32
 """Columns of a state that one program passes from chunk to chunk: fewer would be more programs, and
 more would be fewer passes over W."""
-ROWS = 16
-"""Of a chunk with a decay for each channel that one program multiplies: the fewest of a product."""
+CHANNELS = 64
+"""Of a chunk with a decay for each channel that a program holds at once."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -182,36 +178,26 @@ class ChunkRun:
         assert call.beta is not None  # of the delta rule
         g, beta = call.g.contiguous(), call.beta.contiguous()
         new = torch.empty_like(call.v, memory_format=torch.contiguous_format)
-        asked, grown, left, w = self._by_key(4)
-        met = g.new_empty((call.v.shape[0], heads, CHUNK))
-        seen = call.v.new_empty(met.shape)
+        asked, left, w = self._by_key(3)
+        seen = call.v.new_empty((call.v.shape[0], heads, CHUNK))
         last = g.new_empty((num_chunks, heads, layer.head_k_dim))
-        row_products[(CHUNK // ROWS, heads, num_chunks)](
+        solve_channel_chunks[(num_chunks, heads)](
             *strided(call.q),
             *strided(call.k),
+            *strided(call.v),
             g,
             beta,
-            met,
             seen,
             asked,
-            grown,
             left,
             last,
-            *self._chunks,
-            BLOCK_R=ROWS,
-            **{name: value for name, value in self._shape.items() if name != "V"},
-            **self._heads,
-        )
-        solve_channel_chunks[(num_chunks, heads)](
-            *strided(call.v),
-            beta,
-            met,
-            grown,
             w,
             new,
             *self._chunks,
+            BLOCK_C=min(self.block_k, CHANNELS),
             BLOCK_V=LEAST_BLOCK,
             **self._shape,
+            **self._heads,
         )
         kept = self._pass_states(g, beta, w, left, last, new)
         channel_outputs[(triton.cdiv(layer.head_v_dim, LEAST_BLOCK), heads, num_chunks)](

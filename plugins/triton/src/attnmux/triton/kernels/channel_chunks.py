@@ -7,14 +7,15 @@ As in `linear_chunks`, with G [T, K] the running sum of g in a chunk:
     S' = exp(G_last) S + (exp(G_last - G) K)^T N
     O = scaling * ((exp(G) Q) S + M N)                      M_ij = q_i . exp(G_i - G_j) k_j, j <= i
 
-L and M are no products of two matrices of bounded numbers, as exp(-G) has no bound. A block of 16
-rows is multiplied with an earlier block by way of the place where it begins, P: both of G_i - G_P
-and G_P - G_j are sums of g, at most 0. Within a block, each column is made on its own. Source: Kimi
-Linear, arXiv:2510.26692, section 3; Yang et al., Gated Linear Attention, arXiv:2312.06635,
-section 4.3.
+L and M are no products of two matrices of bounded numbers, as exp(-G) has no bound. So a chunk is cut
+in halves again and again, down to NEAR rows. Rows of a second half meet those of the first by way of
+the place between the halves, P: both of G_i - G_P and G_P - G_j are sums of g, at most 0. One product
+serves all halves of a length. Rows of one NEAR meet by way of the place in their middle, where sums
+of half as many g, cut off at -20, have exponentials that float32 holds. Source: Kimi Linear,
+arXiv:2510.26692, section 3; Yang et al., Gated Linear Attention, arXiv:2312.06635, section 4.3.
 
-`row_products` makes L, M and all that depends on G alone, `solve_channel_chunks` W and U of all
-chunks, `pass_states` goes from chunk to chunk, and `channel_outputs` makes O.
+`solve_channel_chunks` makes M, W and U of all chunks and all that depends on G, `pass_states` goes
+from chunk to chunk, and `channel_outputs` makes O.
 """
 
 from __future__ import annotations
@@ -22,145 +23,122 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from attnmux.triton.kernels.linear import normed
+from attnmux.triton.kernels.linear import EPS
 from attnmux.triton.kernels.linear_chunks import LEAST, inverted, load_rows
 
+NEAR = tl.constexpr(8)
+"""Rows whose decays, apart from their middle, sum up to at most 80: exp(80) is 5e34."""
+HALVINGS = tl.constexpr(3)
+"""Of a chunk of 64 rows, down to NEAR."""
+
 
 @triton.jit
-def load_decays(g, token, is_token, head, channel, HV: tl.constexpr, K: tl.constexpr):
-    """g [rows, K] of a head's tokens, cut off as in `linear_chunks`; 0 where there is none."""
-    return tl.maximum(load_rows(g, HV * K, token, is_token, head, channel, K), LEAST)
-
-
-@triton.jit
-def load_keys(
-    k, k_stride, token, is_token, head, channel, K: tl.constexpr, NORMED: tl.constexpr
-):  # fmt: skip
-    """Rows of Q or K [rows, K] float32. head: of K."""
-    rows = load_rows(k, k_stride, token, is_token, head, channel, K).to(tl.float32)
+def over_lengths(x, stride, token, is_token, head, channel, D: tl.constexpr, NORMED: tl.constexpr):
+    """[T]: what makes unit vectors of Q or K, or 1."""
+    factor = tl.full(token.shape, 1.0, tl.float32)
     if NORMED:
-        rows = normed(rows)
-    return rows
+        rows = load_rows(x, stride, token, is_token, head, channel, D).to(tl.float32)
+        factor = tl.rsqrt(tl.sum(rows * rows, axis=1) + EPS)
+    return factor
 
 
 @triton.jit
-def row_products(
-    q, q_stride, k, k_stride, g, beta, met, seen, asked, grown, left, last,
-    chunk_first, chunk_count,
-    HV: tl.constexpr, GROUP: tl.constexpr, K: tl.constexpr,
-    BLOCK_T: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_K: tl.constexpr,
-    NORMED: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
-    """For a block of BLOCK_R rows of a chunk and head: diag(beta) L, `met`, and M, `seen`, both
-    [T, Hv, BLOCK_T], in the columns up to the block; `asked` exp(G) Q, `grown` diag(beta) exp(G) K
-    and `left` exp(G_last - G) K, all [T, Hv, K]; of the first block, G_last, `last` [N, Hv, K]
-    float32. Grid (BLOCK_T / BLOCK_R, Hv, N).
-    """
-    block = tl.program_id(0)
-    head = tl.program_id(1)
-    chunk = tl.program_id(2)
-    first = tl.load(chunk_first + chunk).to(tl.int64)
-    count = tl.load(chunk_count + chunk)
-    channel = tl.arange(0, BLOCK_K)
-    row = tl.arange(0, BLOCK_R)
-    place = block * BLOCK_R + row
-    is_token, token = place < count, first + place
-    key_head = head // GROUP
-    queries = load_keys(q, q_stride, token, is_token, key_head, channel, K, NORMED)
-    keys = load_keys(k, k_stride, token, is_token, key_head, channel, K, NORMED)
-    rate = tl.load(beta + token * HV + head, mask=is_token, other=0.0).to(tl.float32)
-    decays = load_decays(g, token, is_token, head, channel, HV, K)
-    within = tl.cumsum(decays, axis=0)
-    kind = seen.dtype.element_ty
-    of_rows = (token * HV + head)[:, None]
+def running_decays(g, token, is_token, head, channel, HV: tl.constexpr, K: tl.constexpr):
+    """G [T, channels] of a chunk. A place without a token adds nothing."""
+    decays = load_rows(g, HV * K, token, is_token, head, channel, K)
+    return tl.cumsum(tl.maximum(decays, LEAST), axis=0)
 
-    # Columns of the block itself
-    column = tl.arange(0, BLOCK_R)
-    met_here = tl.zeros((BLOCK_R, BLOCK_R), dtype=tl.float32)
-    seen_here = tl.zeros((BLOCK_R, BLOCK_R), dtype=tl.float32)
-    for one in range(BLOCK_R):
-        is_one = (row == one)[:, None]
-        sum_there = tl.sum(tl.where(is_one, within, 0.0), axis=0)
-        key = tl.sum(tl.where(is_one, keys, 0.0), axis=0)
-        reached = tl.where((row >= one)[:, None], within - sum_there[None, :], -float("inf"))
-        shared = tl.exp(reached) * key[None, :]
-        is_column = (column == one)[None, :]
-        met_here = tl.where(is_column, tl.sum(keys * shared, axis=1)[:, None], met_here)
-        seen_here = tl.where(is_column, tl.sum(queries * shared, axis=1)[:, None], seen_here)
-    places = of_rows * BLOCK_T + block * BLOCK_R + column[None, :]
-    tl.store(met + places, met_here * rate[:, None], mask=is_token[:, None])
-    tl.store(seen + places, seen_here.to(kind), mask=is_token[:, None])
 
-    # Columns of earlier blocks, the nearest first
-    decayed = tl.exp(within)
-    near_q, near_k = (queries * decayed).to(kind), (keys * decayed).to(kind)
-    before = tl.zeros((BLOCK_K,), dtype=tl.float32)
-    for back in range(block):
-        start = (block - 1 - back) * BLOCK_R
-        token_far = first + start + row
-        # All of them are tokens if the block has one
-        is_far = start + row < count
-        far_g = load_decays(g, token_far, is_far, head, channel, HV, K)
-        whole = tl.sum(far_g, axis=0)
-        far = load_keys(k, k_stride, token_far, is_far, key_head, channel, K, NORMED)
-        reached = (whole + before)[None, :] - tl.cumsum(far_g, axis=0)
-        far = tl.trans((far * tl.exp(reached)).to(kind))
-        found = tl.dot(near_k, far, input_precision=PRECISION) * rate[:, None]
-        places = of_rows * BLOCK_T + start + column[None, :]
-        tl.store(met + places, found, mask=is_token[:, None])
-        found = tl.dot(near_q, far, input_precision=PRECISION)
-        tl.store(seen + places, found.to(kind), mask=is_token[:, None])
-        before += whole
-
-    after = tl.zeros((BLOCK_K,), dtype=tl.float32)
-    for start in range((block + 1) * BLOCK_R, BLOCK_T, BLOCK_R):
-        far_g = load_decays(
-            g, first + start + row, start + row < count, head, channel, HV, K
-        )  # fmt: skip
-        after += tl.sum(far_g, axis=0)
-    here = tl.sum(decays, axis=0)
-    is_there = is_token[:, None] & (channel < K)[None, :]
-    places = of_rows * K + channel[None, :]
-    since_start = tl.exp(within + before[None, :])
-    tl.store(asked + places, (queries * since_start).to(kind), mask=is_there)
-    tl.store(grown + places, (keys * since_start * rate[:, None]).to(kind), mask=is_there)
-    until_end = tl.exp((here + after)[None, :] - within)
-    tl.store(left + places, (keys * until_end).to(kind), mask=is_there)
-    if block == 0:
-        place_last = last + (chunk.to(tl.int64) * HV + head) * K + channel
-        tl.store(place_last, here + after, mask=channel < K)
+@triton.jit
+def since(within, place, SPAN: tl.constexpr, MIDDLE: tl.constexpr):
+    """G_i - G_P [T, channels], for P the row MIDDLE of each SPAN rows."""
+    middle = place // SPAN * SPAN + MIDDLE
+    return within - tl.gather(within, tl.broadcast_to(middle[:, None], within.shape), 0)
 
 
 @triton.jit
 def solve_channel_chunks(
-    v, v_stride, beta, met, grown, w, u, chunk_first, chunk_count,
-    HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
-    BLOCK_T: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
-    PRECISION: tl.constexpr,
+    q, q_stride, k, k_stride, v, v_stride, g, beta, seen, asked, left, last, w, u,
+    chunk_first, chunk_count,
+    HV: tl.constexpr, GROUP: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
+    BLOCK_T: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_V: tl.constexpr,
+    NORMED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """W [T, Hv, K] and U [T, Hv, V] of a chunk and head. Grid (N, Hv)."""
+    """For a chunk and head, with channels in blocks of BLOCK_C: M, `seen` [T, Hv, BLOCK_T]; exp(G) Q,
+    `asked`, and exp(G_last - G) K, `left`, both [T, Hv, K]; G_last, `last` [N, Hv, K] float32; W
+    [T, Hv, K] and U [T, Hv, V]. Grid (N, Hv).
+    """
     chunk, head = tl.program_id(0), tl.program_id(1)
     place = tl.arange(0, BLOCK_T)
     is_token = place < tl.load(chunk_count + chunk)
     token = (tl.load(chunk_first + chunk) + place).to(tl.int64)
-    channel = tl.arange(0, BLOCK_K)
+    key_head = head // GROUP
     kind = w.dtype.element_ty
-    is_met = is_token[:, None] & (place[:, None] > place[None, :])
-    places = (token * HV + head)[:, None] * BLOCK_T + place[None, :]
-    inverse = inverted(tl.load(met + places, mask=is_met, other=0.0), place, PRECISION).to(kind)
-    keys = load_rows(grown, HV * K, token, is_token, head, channel, K)
-    tl.store(
-        w + (token * HV + head)[:, None] * K + channel[None, :],
-        tl.dot(inverse, keys, input_precision=PRECISION).to(kind),
-        mask=is_token[:, None] & (channel < K)[None, :],
-    )
-    rate = tl.load(beta + token * HV + head, mask=is_token, other=0.0).to(tl.float32)
+    row = token * HV + head
+    rate = tl.load(beta + row, mask=is_token, other=0.0).to(tl.float32)
+    every = tl.arange(0, BLOCK_K)
+    unit_q = over_lengths(q, q_stride, token, is_token, key_head, every, K, NORMED)
+    unit_k = over_lengths(k, k_stride, token, is_token, key_head, every, K, NORMED)
+    met = tl.zeros((BLOCK_T, BLOCK_T), tl.float32)
+    weights = tl.zeros((BLOCK_T, BLOCK_T), tl.float32)
+    for start in tl.range(0, K, BLOCK_C, num_stages=1):
+        channel = start + tl.arange(0, BLOCK_C)
+        queries = load_rows(q, q_stride, token, is_token, key_head, channel, K).to(tl.float32)
+        queries *= unit_q[:, None]
+        keys = load_rows(k, k_stride, token, is_token, key_head, channel, K).to(tl.float32)
+        keys *= unit_k[:, None]
+        within = running_decays(g, token, is_token, head, channel, HV, K)
+
+        reached = since(within, place, NEAR, NEAR // 2 - 1)
+        grown = tl.exp(reached)
+        far = tl.trans(keys * tl.exp(-reached))
+        is_near = place[:, None] // NEAR == place[None, :] // NEAR
+        found = tl.dot(keys * grown, far, input_precision=PRECISION)
+        met += tl.where(is_near, found, 0.0)
+        found = tl.dot(queries * grown, far, input_precision=PRECISION)
+        weights += tl.where(is_near, found, 0.0)
+        for halving in tl.static_range(HALVINGS):
+            half = NEAR << halving
+            reached = since(within, place, 2 * half, half - 1)
+            is_second = (place // half % 2 == 1)[:, None]
+            grown = tl.where(is_second, tl.exp(tl.minimum(reached, 0.0)), 0.0)
+            far = tl.where(is_second, 0.0, keys * tl.exp(tl.minimum(-reached, 0.0)))
+            far = tl.trans(far.to(kind))
+            is_pair = place[:, None] // (2 * half) == place[None, :] // (2 * half)
+            found = tl.dot((keys * grown).to(kind), far, input_precision=PRECISION)
+            met += tl.where(is_pair, found, 0.0)
+            found = tl.dot((queries * grown).to(kind), far, input_precision=PRECISION)
+            weights += tl.where(is_pair, found, 0.0)
+
+        end = tl.min(within, axis=0)
+        is_channel = channel < K
+        is_there = is_token[:, None] & is_channel[None, :]
+        places = row[:, None] * K + channel[None, :]
+        tl.store(asked + places, (queries * tl.exp(within)).to(kind), mask=is_there)
+        kept = (keys * tl.exp(end[None, :] - within)).to(kind)
+        tl.store(left + places, kept, mask=is_there)
+        tl.store(last + (chunk.to(tl.int64) * HV + head) * K + channel, end, mask=is_channel)
+
+    places = row[:, None] * BLOCK_T + place[None, :]
+    tl.store(seen + places, weights.to(kind), mask=is_token[:, None])
+    met = tl.where(place[:, None] > place[None, :], met * rate[:, None], 0.0)
+    inverse = inverted(met, place, PRECISION).to(kind)
+    for start in tl.range(0, K, BLOCK_C, num_stages=1):
+        channel = start + tl.arange(0, BLOCK_C)
+        keys = load_rows(k, k_stride, token, is_token, key_head, channel, K).to(tl.float32)
+        within = running_decays(g, token, is_token, head, channel, HV, K)
+        keys = (keys * tl.exp(within) * (unit_k * rate)[:, None]).to(kind)
+        tl.store(
+            w + row[:, None] * K + channel[None, :],
+            tl.dot(inverse, keys, input_precision=PRECISION).to(kind),
+            mask=is_token[:, None] & (channel < K)[None, :],
+        )
     for start in tl.static_range(0, V, BLOCK_V):
         column = start + tl.arange(0, BLOCK_V)
         values = load_rows(v, v_stride, token, is_token, head, column, V)
         values = (values.to(tl.float32) * rate[:, None]).to(kind)
         tl.store(
-            u + (token * HV + head)[:, None] * V + column[None, :],
+            u + row[:, None] * V + column[None, :],
             tl.dot(inverse, values, input_precision=PRECISION).to(kind),
             mask=is_token[:, None] & (column < V)[None, :],
         )
