@@ -9,7 +9,11 @@ import torch
 import triton
 
 from attnmux.core import InvalidInput, cu_seqlens
-from attnmux.triton.kernels.channel_chunks import channel_outputs, solve_channel_chunks
+from attnmux.triton.kernels.channel_chunks import (
+    channel_outputs,
+    solve_channel_chunks,
+    weigh_channel_chunks,
+)
 from attnmux.triton.kernels.linear_chunks import chunk_outputs, pass_states, solve_chunks
 
 if TYPE_CHECKING:
@@ -181,23 +185,29 @@ class ChunkRun:
         asked, left, w = self._by_key(3)
         seen = call.v.new_empty((call.v.shape[0], heads, CHUNK))
         last = g.new_empty((num_chunks, heads, layer.head_k_dim))
-        solve_channel_chunks[(num_chunks, heads)](
+        shape = {**self._shape, **self._heads, "BLOCK_C": min(self.block_k, CHANNELS)}
+        shape["num_warps"] = 8
+        weigh_channel_chunks[(num_chunks, heads)](
             *strided(call.q),
             *strided(call.k),
-            *strided(call.v),
             g,
-            beta,
             seen,
             asked,
             left,
             last,
+            *self._chunks,
+            **{name: value for name, value in shape.items() if name != "V"},
+        )
+        solve_channel_chunks[(num_chunks, heads)](
+            *strided(call.k),
+            *strided(call.v),
+            g,
+            beta,
             w,
             new,
             *self._chunks,
-            BLOCK_C=min(self.block_k, CHANNELS),
             BLOCK_V=LEAST_BLOCK,
-            **self._shape,
-            **self._heads,
+            **shape,
         )
         kept = self._pass_states(g, beta, w, left, last, new)
         channel_outputs[(triton.cdiv(layer.head_v_dim, LEAST_BLOCK), heads, num_chunks)](

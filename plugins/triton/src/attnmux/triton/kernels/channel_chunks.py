@@ -7,15 +7,15 @@ As in `linear_chunks`, with G [T, K] the running sum of g in a chunk:
     S' = exp(G_last) S + (exp(G_last - G) K)^T N
     O = scaling * ((exp(G) Q) S + M N)                      M_ij = q_i . exp(G_i - G_j) k_j, j <= i
 
-L and M are no products of two matrices of bounded numbers, as exp(-G) has no bound. So a chunk is cut
-in halves again and again, down to NEAR rows. Rows of a second half meet those of the first by way of
-the place between the halves, P: both of G_i - G_P and G_P - G_j are sums of g, at most 0. One product
-serves all halves of a length. Rows of one NEAR meet by way of the place in their middle, where sums
-of half as many g, cut off at -20, have exponentials that float32 holds. Source: Kimi Linear,
-arXiv:2510.26692, section 3; Yang et al., Gated Linear Attention, arXiv:2312.06635, section 4.3.
+L and M are no products of two matrices of bounded numbers, as exp(-G) has no bound. So a chunk is
+cut in halves again and again, down to NEAR rows. Rows of a second half meet those of the first by
+way of the place between the halves, P: both of G_i - G_P and G_P - G_j are sums of g, at most 0.
+One product serves all halves of a length. Rows of one NEAR meet by way of a place in their middle,
+up to which sums of g have exponentials that float32 holds. Source: Kimi Linear, arXiv:2510.26692,
+section 3; Yang et al., Gated Linear Attention, arXiv:2312.06635, section 4.3.
 
-`solve_channel_chunks` makes M, W and U of all chunks and all that depends on G, `pass_states` goes
-from chunk to chunk, and `channel_outputs` makes O.
+`weigh_channel_chunks` makes M and all that depends on G alone, `solve_channel_chunks` W and U of
+all chunks, `pass_states` goes from chunk to chunk, and `channel_outputs` makes O.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ from attnmux.triton.kernels.linear import EPS
 from attnmux.triton.kernels.linear_chunks import LEAST, inverted, load_rows
 
 NEAR = tl.constexpr(8)
-"""Rows whose decays, apart from their middle, sum up to at most 80: exp(80) is 5e34."""
+"""Up to half as many rows are away from the middle, so that sums of g, cut off at -20, are at least
+-80. exp(80) is 5e34."""
 HALVINGS = tl.constexpr(3)
 """Of a chunk of 64 rows, down to NEAR."""
 
@@ -50,24 +51,87 @@ def running_decays(g, token, is_token, head, channel, HV: tl.constexpr, K: tl.co
 
 
 @triton.jit
-def since(within, place, SPAN: tl.constexpr, MIDDLE: tl.constexpr):
-    """G_i - G_P [T, channels], for P the row MIDDLE of each SPAN rows."""
-    middle = place // SPAN * SPAN + MIDDLE
-    return within - tl.gather(within, tl.broadcast_to(middle[:, None], within.shape), 0)
+def since(within, place, span, middle):
+    """G_i - G_P [T, channels], for P the row `middle` of each `span` rows."""
+    row = tl.broadcast_to((place // span * span + middle)[:, None], within.shape)
+    return within - tl.gather(within, row, 0)
+
+
+@triton.jit
+def met_by(rows, keys, within, place, products, kind: tl.constexpr, PRECISION: tl.constexpr):
+    """products [T, T] with the sums over channels of rows_i exp(G_i - G_j) keys_j added, for j <= i.
+
+    rows, keys, within [T, channels] float32. What is above the diagonal has no meaning, and may be
+    no number.
+    """
+    reached = since(within, place, NEAR, NEAR // 2 - 1)
+    others = tl.trans(keys * tl.exp(-reached))
+    found = tl.dot(rows * tl.exp(reached), others, input_precision=PRECISION)
+    is_near = place[:, None] // NEAR == place[None, :] // NEAR
+    products += tl.where(is_near, found, 0.0)
+    for halving in tl.range(HALVINGS, num_stages=1):
+        half = NEAR << halving
+        reached = since(within, place, 2 * half, half - 1)
+        is_second = (place // half % 2 == 1)[:, None]
+        # Apart from rounding, both are at most 0 where they are used
+        earlier = tl.where(is_second, 0.0, keys * tl.exp(tl.minimum(-reached, 0.0))).to(kind)
+        later = tl.where(is_second, rows * tl.exp(tl.minimum(reached, 0.0)), 0.0).to(kind)
+        found = tl.dot(later, tl.trans(earlier), input_precision=PRECISION)
+        is_pair = place[:, None] // (2 * half) == place[None, :] // (2 * half)
+        products += tl.where(is_pair, found, 0.0)
+    return products
+
+
+@triton.jit
+def weigh_channel_chunks(
+    q, q_stride, k, k_stride, g, seen, asked, left, last, chunk_first, chunk_count,
+    HV: tl.constexpr, GROUP: tl.constexpr, K: tl.constexpr,
+    BLOCK_T: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_C: tl.constexpr,
+    NORMED: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Of a chunk and head: M, `seen` [T, Hv, BLOCK_T]; exp(G) Q, `asked`, and exp(G_last - G) K,
+    `left`, both [T, Hv, K]; and G_last, `last` [N, Hv, K] float32. Channels go by in blocks of
+    BLOCK_C. Grid (N, Hv).
+    """
+    chunk, head = tl.program_id(0), tl.program_id(1)
+    place = tl.arange(0, BLOCK_T)
+    is_token = place < tl.load(chunk_count + chunk)
+    token = (tl.load(chunk_first + chunk) + place).to(tl.int64)
+    key_head = head // GROUP
+    kind = seen.dtype.element_ty
+    row = token * HV + head
+    every = tl.arange(0, BLOCK_K)
+    unit_q = over_lengths(q, q_stride, token, is_token, key_head, every, K, NORMED)
+    unit_k = over_lengths(k, k_stride, token, is_token, key_head, every, K, NORMED)
+    weights = tl.zeros((BLOCK_T, BLOCK_T), tl.float32)
+    for start in tl.range(0, K, BLOCK_C, num_stages=1):
+        channel = start + tl.arange(0, BLOCK_C)
+        queries = load_rows(q, q_stride, token, is_token, key_head, channel, K).to(tl.float32)
+        queries *= unit_q[:, None]
+        keys = load_rows(k, k_stride, token, is_token, key_head, channel, K).to(tl.float32)
+        keys *= unit_k[:, None]
+        within = running_decays(g, token, is_token, head, channel, HV, K)
+        weights = met_by(queries, keys, within, place, weights, kind, PRECISION)
+        end = tl.min(within, axis=0)
+        is_channel = channel < K
+        is_there = is_token[:, None] & is_channel[None, :]
+        places = row[:, None] * K + channel[None, :]
+        tl.store(asked + places, (queries * tl.exp(within)).to(kind), mask=is_there)
+        kept = (keys * tl.exp(end[None, :] - within)).to(kind)
+        tl.store(left + places, kept, mask=is_there)
+        tl.store(last + (chunk.to(tl.int64) * HV + head) * K + channel, end, mask=is_channel)
+    places = row[:, None] * BLOCK_T + place[None, :]
+    tl.store(seen + places, weights.to(kind), mask=is_token[:, None])
 
 
 @triton.jit
 def solve_channel_chunks(
-    q, q_stride, k, k_stride, v, v_stride, g, beta, seen, asked, left, last, w, u,
-    chunk_first, chunk_count,
+    k, k_stride, v, v_stride, g, beta, w, u, chunk_first, chunk_count,
     HV: tl.constexpr, GROUP: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
     BLOCK_T: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_V: tl.constexpr,
     NORMED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """For a chunk and head, with channels in blocks of BLOCK_C: M, `seen` [T, Hv, BLOCK_T]; exp(G) Q,
-    `asked`, and exp(G_last - G) K, `left`, both [T, Hv, K]; G_last, `last` [N, Hv, K] float32; W
-    [T, Hv, K] and U [T, Hv, V]. Grid (N, Hv).
-    """
+    """W [T, Hv, K] and U [T, Hv, V] of a chunk and head. Grid (N, Hv)."""
     chunk, head = tl.program_id(0), tl.program_id(1)
     place = tl.arange(0, BLOCK_T)
     is_token = place < tl.load(chunk_count + chunk)
@@ -77,57 +141,21 @@ def solve_channel_chunks(
     row = token * HV + head
     rate = tl.load(beta + row, mask=is_token, other=0.0).to(tl.float32)
     every = tl.arange(0, BLOCK_K)
-    unit_q = over_lengths(q, q_stride, token, is_token, key_head, every, K, NORMED)
-    unit_k = over_lengths(k, k_stride, token, is_token, key_head, every, K, NORMED)
+    unit = over_lengths(k, k_stride, token, is_token, key_head, every, K, NORMED)
     met = tl.zeros((BLOCK_T, BLOCK_T), tl.float32)
-    weights = tl.zeros((BLOCK_T, BLOCK_T), tl.float32)
     for start in tl.range(0, K, BLOCK_C, num_stages=1):
         channel = start + tl.arange(0, BLOCK_C)
-        queries = load_rows(q, q_stride, token, is_token, key_head, channel, K).to(tl.float32)
-        queries *= unit_q[:, None]
         keys = load_rows(k, k_stride, token, is_token, key_head, channel, K).to(tl.float32)
-        keys *= unit_k[:, None]
+        keys *= unit[:, None]
         within = running_decays(g, token, is_token, head, channel, HV, K)
-
-        reached = since(within, place, NEAR, NEAR // 2 - 1)
-        grown = tl.exp(reached)
-        far = tl.trans(keys * tl.exp(-reached))
-        is_near = place[:, None] // NEAR == place[None, :] // NEAR
-        found = tl.dot(keys * grown, far, input_precision=PRECISION)
-        met += tl.where(is_near, found, 0.0)
-        found = tl.dot(queries * grown, far, input_precision=PRECISION)
-        weights += tl.where(is_near, found, 0.0)
-        for halving in tl.static_range(HALVINGS):
-            half = NEAR << halving
-            reached = since(within, place, 2 * half, half - 1)
-            is_second = (place // half % 2 == 1)[:, None]
-            grown = tl.where(is_second, tl.exp(tl.minimum(reached, 0.0)), 0.0)
-            far = tl.where(is_second, 0.0, keys * tl.exp(tl.minimum(-reached, 0.0)))
-            far = tl.trans(far.to(kind))
-            is_pair = place[:, None] // (2 * half) == place[None, :] // (2 * half)
-            found = tl.dot((keys * grown).to(kind), far, input_precision=PRECISION)
-            met += tl.where(is_pair, found, 0.0)
-            found = tl.dot((queries * grown).to(kind), far, input_precision=PRECISION)
-            weights += tl.where(is_pair, found, 0.0)
-
-        end = tl.min(within, axis=0)
-        is_channel = channel < K
-        is_there = is_token[:, None] & is_channel[None, :]
-        places = row[:, None] * K + channel[None, :]
-        tl.store(asked + places, (queries * tl.exp(within)).to(kind), mask=is_there)
-        kept = (keys * tl.exp(end[None, :] - within)).to(kind)
-        tl.store(left + places, kept, mask=is_there)
-        tl.store(last + (chunk.to(tl.int64) * HV + head) * K + channel, end, mask=is_channel)
-
-    places = row[:, None] * BLOCK_T + place[None, :]
-    tl.store(seen + places, weights.to(kind), mask=is_token[:, None])
+        met = met_by(keys, keys, within, place, met, kind, PRECISION)
     met = tl.where(place[:, None] > place[None, :], met * rate[:, None], 0.0)
     inverse = inverted(met, place, PRECISION).to(kind)
     for start in tl.range(0, K, BLOCK_C, num_stages=1):
         channel = start + tl.arange(0, BLOCK_C)
         keys = load_rows(k, k_stride, token, is_token, key_head, channel, K).to(tl.float32)
         within = running_decays(g, token, is_token, head, channel, HV, K)
-        keys = (keys * tl.exp(within) * (unit_k * rate)[:, None]).to(kind)
+        keys = (keys * tl.exp(within) * (unit * rate)[:, None]).to(kind)
         tl.store(
             w + row[:, None] * K + channel[None, :],
             tl.dot(inverse, keys, input_precision=PRECISION).to(kind),
