@@ -186,7 +186,6 @@ class ChunkRun:
         seen = call.v.new_empty((call.v.shape[0], heads, CHUNK))
         last = g.new_empty((num_chunks, heads, layer.head_k_dim))
         shape = {**self._shape, **self._heads, "BLOCK_C": min(self.block_k, CHANNELS)}
-        shape["num_warps"] = 8
         weigh_channel_chunks[(num_chunks, heads)](
             *strided(call.q),
             *strided(call.k),

@@ -59,10 +59,10 @@ def since(within, place, span, middle):
 
 @triton.jit
 def met_by(rows, keys, within, place, products, kind: tl.constexpr, PRECISION: tl.constexpr):
-    """products [T, T] with the sums over channels of rows_i exp(G_i - G_j) keys_j added, for j <= i.
+    """products [T, T] and the sums over channels of rows_i exp(G_i - G_j) keys_j, for j <= i.
 
-    rows, keys, within [T, channels] float32. What is above the diagonal has no meaning, and may be
-    no number.
+    rows, keys, within (G) [T, channels] float32. What is above the diagonal has no meaning, and may
+    be no number.
     """
     reached = since(within, place, NEAR, NEAR // 2 - 1)
     others = tl.trans(keys * tl.exp(-reached))
