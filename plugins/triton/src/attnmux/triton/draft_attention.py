@@ -52,19 +52,19 @@ class TritonDraftAttention:
         out = q.new_empty((size * width, heads, layer.v_head_dim))
         if not size:
             return out
-        q = _whole(q)
+        q, found = _whole(q), _whole(seen.out)
         rope = None if q_rope is None else _whole(q_rope)
         kept = lse if lse is None or lse.stride(1) == 1 else lse.contiguous()
         self._kernel(layer, q, keys.k, rope, kept)(
             (-(-width * heads // groups // BLOCK_M), groups, size),
             (
                 *(q, rope, keys.k, keys.v, keys.slots, _bytes(trees.visible)),
-                *(seen.out, seen.lse, _bytes(trees.sees_prefix), layer.sinks, out, kept),
+                *(found, seen.lse, _bytes(trees.sees_prefix), layer.sinks, out, kept),
             ),
             (
                 *(*q.stride()[:2], *((0, 0) if rope is None else rope.stride()[:2])),
                 *(*keys.k.stride()[:2], *keys.v.stride()[:2]),
-                *(*seen.out.stride()[:2], seen.lse.stride(0)),
+                *(*found.stride()[:2], seen.lse.stride(0)),
                 0 if kept is None else kept.stride(0),
                 *(float(layer.scaling * keys.k_scale), keys.v_scale, float(layer.logit_cap)),
                 *(width, max(LEAST_WIDTH, next_power_of_2(width))),
