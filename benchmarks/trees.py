@@ -28,10 +28,10 @@ from attnmux.bench import Report, facts, interleave
 from attnmux.core import (
     AcceptedDrafts,
     AcceptThresholds,
-    DraftCandidates,
     organize_draft_results,
     sample_tree_target_only,
 )
+from attnmux.transformers.draft_paths import DraftCandidates
 from attnmux.transformers.drafted_trees import drafted_tree
 from attnmux.triton.trees import TritonTrees
 

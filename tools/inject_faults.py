@@ -29,13 +29,13 @@ from attnmux.core import (
     ForwardBatch,
     MHATokenToKVPool,
     PagedAllocator,
-    PrefixNode,
     ReqToTokenPool,
     SWAKVPool,
 )
-from attnmux.core.kv import SWAAllocator, WindowPrefixTree, WindowSpan
+from attnmux.core.kv import SWAAllocator
 from attnmux.transformers import Engine, StepBuilder
 from attnmux.transformers.engine import scheduler
+from attnmux.transformers.prefixes import PrefixNode, WindowPrefixTree, WindowSpan
 from attnmux.transformers.ranks import ONE_RANK
 from attnmux.transformers.sequence import SequenceState, Step
 

@@ -14,11 +14,11 @@ from attnmux.core import (
     AcceptedDrafts,
     DraftTree,
     InvalidInput,
-    NgramIndex,
     organize_draft_results,
     verify_tree_greedy,
 )
 from attnmux.core.spec import tree_visibility
+from attnmux.transformers.engine.ngram import NgramIndex
 
 TREE = [-1, 0, 0, 0, 1, 1]
 """0 → {1, 2, 3}, 1 → {4, 5}."""

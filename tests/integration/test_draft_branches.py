@@ -12,20 +12,19 @@ import pytest
 import torch
 
 from attnmux.core import (
-    DraftPaths,
     InvalidInput,
     KVPool,
     MHATokenToKVPool,
     PagedAllocator,
     ReqToTokenPool,
     current_forward_context,
-    likeliest,
     organize_draft_results,
 )
 from attnmux.testing import Case, FakeBackend, decode, fake_platform, make_setup
 from attnmux.transformers import ModelProposer, StepBuilder
 from attnmux.transformers.branch_rows import BranchRows
 from attnmux.transformers.draft_loop import DraftLoop
+from attnmux.transformers.draft_paths import DraftPaths, likeliest
 from attnmux.transformers.ranks import ONE_RANK
 from attnmux.transformers.sequence import SequenceState
 

@@ -24,10 +24,11 @@ from attnmux.core import (
     ReqToTokenPool,
     SWAKVPool,
 )
-from attnmux.core.kv import SWAAllocator, WindowPrefixTree, WindowSpan
+from attnmux.core.kv import SWAAllocator
 from attnmux.transformers import Engine, Prompt, StepBuilder, run_prompts
 from attnmux.transformers.engine import scheduler
 from attnmux.transformers.engine.scheduler import WORTH_WAITING
+from attnmux.transformers.prefixes import WindowPrefixTree, WindowSpan
 from attnmux.transformers.ranks import ONE_RANK
 from attnmux.transformers.sampling_params import SamplingParams
 from attnmux.transformers.sequence import SequenceState

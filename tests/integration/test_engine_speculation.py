@@ -22,12 +22,13 @@ from attnmux.core import (
     SWAKVPool,
     verify_tree_greedy,
 )
-from attnmux.core.kv import SWAAllocator, WindowPrefixTree, WindowSpan
+from attnmux.core.kv import SWAAllocator
 from attnmux.core.spec import tree_visibility
 from attnmux.transformers import Engine, NgramProposer, SamplingParams, StepBuilder
 from attnmux.transformers import verify_step as verify_step_module
 from attnmux.transformers.engine import scheduler
 from attnmux.transformers.engine.acceptance import HostTrees
+from attnmux.transformers.prefixes import WindowPrefixTree, WindowSpan
 from attnmux.transformers.ranks import ONE_RANK
 from attnmux.transformers.sampling import Sampler, Upcoming, sample
 

@@ -14,7 +14,7 @@ from click.testing import CliRunner, Result
 
 from attnmux.core import Measurement, Verified, load_plugins
 from attnmux.core.choosing.machine.cpu import probe_cpu
-from attnmux.core.choosing.measured.measurement import add_measurements, versions_of
+from attnmux.core.choosing.measured.measurement import measurement_file, versions_of
 from attnmux.core.choosing.measured.records import Device
 from attnmux.core.cli.verbs import verbs
 from attnmux.testing import find_candidate
@@ -136,7 +136,7 @@ def test_kept_results_are_reported(home, no_run) -> None:
     }
     other = replace(made["device"], name="another")
     file = home / "cache" / "attnmux" / "measurements.json"
-    add_measurements(file, [Measurement(**made), Measurement(**{**made, "device": other})])
+    measurement_file(file).add([Measurement(**made), Measurement(**{**made, "device": other})])
     result = report("torch_native")
     assert result.exit_code == 0, result.output
     (backend,) = written()["backends"]

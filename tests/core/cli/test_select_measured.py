@@ -16,7 +16,7 @@ from attnmux.core.choosing.judge.axes import Question
 from attnmux.core.choosing.machine.platform import Platform
 from attnmux.core.choosing.measured.measurement import (
     Measurement,
-    add_measurements,
+    measurement_file,
     shape_of,
     versions_of,
 )
@@ -42,8 +42,7 @@ def file(tmp_path, monkeypatch):
 
 def measure(file, times) -> None:
     offers = {offer.address: offer for offer in load_plugins().offers()}
-    add_measurements(
-        file,
+    measurement_file(file).add(
         [
             Measurement(
                 backend=address,

@@ -15,7 +15,6 @@ from attnmux.core.indices import (
     kv_indices,
     kv_indptr,
     mask_indptr,
-    num_kv_splits,
     out_cache_loc,
     page_table,
     window_view,
@@ -201,11 +200,3 @@ def test_window_view(requests, window, page_size, encoder):
         first = seen[0] // page_size * page_size
         assert view.kv_start[i] == base[i] + first
         assert view.kv_lens[i] == length - first
-
-
-@given(st.lists(st.integers(0, 5000), max_size=6), st.integers(1, 700), st.integers(1, 20))
-def test_num_kv_splits(kv_lens, tile_size, max_splits):
-    tiles = [max(1, len(range(0, length, tile_size))) for length in kv_lens]
-    assert num_kv_splits(ints(kv_lens), tile_size=tile_size).tolist() == tiles
-    capped = num_kv_splits(ints(kv_lens), tile_size=tile_size, max_splits=max_splits)
-    assert capped.tolist() == [min(count, max_splits) for count in tiles]

@@ -14,7 +14,6 @@ from attnmux.core.indices import (
     kv_indptr,
     kv_last_page_len,
     mask_indptr,
-    num_kv_splits,
     out_cache_loc,
     page_table,
     verify_kv_lens,
@@ -48,8 +47,6 @@ LENS = torch.tensor([3, 5], dtype=torch.int32)
         ("extend_lens", lambda: out_cache_loc(TABLE, ROWS, LENS, LENS.long())),
         ("q_lens", lambda: window_view(LENS, 3, q_lens=LENS[:1])),
         ("q_lens", lambda: mask_indptr(LENS[:1], LENS)),
-        ("tile_size", lambda: num_kv_splits(LENS, tile_size=0)),
-        ("max_splits", lambda: num_kv_splits(LENS, tile_size=1, max_splits=0)),
         ("draft_token_num", lambda: verify_kv_lens(LENS, 0)),
     ],
 )
@@ -71,7 +68,6 @@ def test_no_synchronisation_once_sizes_are_known():
     assert extend_positions(lens, lens, out=long_buffer).shape == (64,)
     assert window_view(lens, 3, q_lens=lens, page_size=2).kv_lens.shape == (2,)
     assert mask_indptr(4, lens).shape == (3,)
-    assert num_kv_splits(lens, tile_size=4, max_splits=2).shape == (2,)
     with pytest.raises(RuntimeError, match="meta"):
         kv_indices(table, rows, indptr)
 

@@ -12,7 +12,6 @@ from attnmux.core.indices import (
     kv_indptr,
     kv_last_page_len,
     mask_indptr,
-    num_kv_splits,
     out_cache_loc,
     page_table,
     uniform_indptr,
@@ -80,15 +79,6 @@ def test_verify():
     assert mask_indptr(lens(6, 6), kv_lens).tolist() == [0, 54, 120]
 
 
-def test_splits_with_a_tile_and_a_cap():
-    result = num_kv_splits(lens(0, 512, 513, 4096, 8192), tile_size=512, max_splits=8)
-    assert result.tolist() == [1, 1, 2, 8, 8]
-
-
-def test_splits_that_depend_on_nothing_but_the_length():
-    assert num_kv_splits(lens(256, 257, 8192), tile_size=256).tolist() == [1, 2, 32]
-
-
 def test_block_table_width_is_a_multiple():
     table = torch.zeros((2, 4096), dtype=torch.int32)
     for page_size, multiple, width in ((32, 4, 36), (64, 2, 18)):
@@ -122,4 +112,3 @@ def test_empty_batch():
     assert page_table(table, rows, none, page_size=4).shape == (0, 0)
     assert kv_last_page_len(none, 4).shape == (0,)
     assert window_view(none, 3).kv_lens.shape == (0,)
-    assert num_kv_splits(none, tile_size=4).shape == (0,)

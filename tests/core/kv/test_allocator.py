@@ -130,63 +130,10 @@ def test_one_slot_twice_in_a_call(allocator):
     assert allocator.available_size() == 24
 
 
-def test_a_group_is_applied_as_one(pages):
-    slots = pages.alloc(16)
-    with pages.free_group():
-        pages.free(slots[:6].int())
-        pages.free(slots[6:12])
-        assert pages.available_size() == 16
-        assert pages.alloc(4).min() >= 20
-    assert pages.available_size() == 24
-    assert set(pages.alloc(24).tolist()).isdisjoint(slots[12:].tolist())
-
-
-def test_a_double_free_within_a_group(allocator):
-    slots = allocator.alloc(8)
-    allocator.free_group_begin()
-    allocator.free(slots[:4])
-    with pytest.raises(InvalidInput, match="twice"):
-        allocator.free(slots[3:5])
-    with pytest.raises(InvalidInput, match="twice"):
-        allocator.free(slots[[5, 5]])
-    allocator.free(slots[4:])
-    allocator.free_group_end()
-    assert allocator.available_size() == 32
-    allocator.alloc(32)
-    with allocator.free_group():
-        allocator.free(slots)
-    assert allocator.available_size() == 8
-
-
-def test_a_group_whose_block_fails_still_frees(allocator):
-    slots = allocator.alloc(8)
-
-    def fail() -> None:
-        with allocator.free_group():
-            allocator.free(slots)
-            raise KeyError
-
-    with pytest.raises(KeyError):
-        fail()
-    assert allocator.available_size() == 32
-
-
-def test_groups_do_not_nest(allocator):
-    with pytest.raises(InvalidInput, match="a begin first"):
-        allocator.free_group_end()
-    with allocator.free_group(), pytest.raises(InvalidInput, match="an end first"):
-        allocator.free_group_begin()
-    with allocator.free_group():
-        pass
-
-
 def test_clear(allocator):
     allocator.alloc(20)
-    allocator.free_group_begin()
     allocator.clear()
     assert len(set(allocator.alloc(32).tolist())) == 32
-    with allocator.free_group():
-        pass
 
 
 @pytest.mark.parametrize(
@@ -254,9 +201,8 @@ def test_pages_by_their_numbers(allocator):
     assert allocator.available_size() == 32 - 3 * allocator.page_size
     with pytest.raises(InvalidInput, match="twice"):
         allocator.free_pages(pages[[0, 0]])
-    with allocator.free_group():
-        allocator.free_pages(pages[:1])
-        allocator.free_pages(pages[1:2])
+    allocator.free_pages(pages[:1])
+    allocator.free_pages(pages[1:2])
     with pytest.raises(InvalidInput, match="free already"):
         allocator.free_pages(pages[:1])
     allocator.free_pages(pages[2:])

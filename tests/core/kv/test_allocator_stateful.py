@@ -1,4 +1,4 @@
-"""Whatever requests come and go, every slot is free, held by one request, or being freed."""
+"""Whatever requests come and go, every slot is free or held by one request."""
 
 from __future__ import annotations
 
@@ -35,7 +35,6 @@ class AllocatorMachine(RuleBasedStateMachine):
         self.allocator = PagedAllocator(NUM_PAGES * page_size, page_size, "cpu")
         self.requests: list[list[int]] = []
         self.freed: list[int] = []
-        self.grouped: list[int] | None = None
 
     @rule(data=st.data())
     def extend(self, data: st.DataObject) -> None:
@@ -86,30 +85,13 @@ class AllocatorMachine(RuleBasedStateMachine):
     def finish(self, data: st.DataObject) -> None:
         slots = self.requests.pop(data.draw(st.integers(0, len(self.requests) - 1)))
         self.allocator.free(torch.tensor(data.draw(st.permutations(slots))))
-        if self.grouped is None:
-            self.freed = slots
-        else:
-            self.grouped += slots
-
-    @precondition(lambda self: self.grouped is None)
-    @rule()
-    def begin_group(self) -> None:
-        self.allocator.free_group_begin()
-        self.grouped = []
-
-    @precondition(lambda self: self.grouped is not None)
-    @rule()
-    def end_group(self) -> None:
-        self.allocator.free_group_end()
-        self.freed = self.grouped or []
-        self.grouped = None
+        self.freed = slots
 
     @rule(data=st.data())
     def free_what_is_not_held(self, data: st.DataObject) -> None:
-        used = [*self.requests, self.grouped or []]
-        pages = {slot // self.page_size for slots in used for slot in slots}
+        pages = {slot // self.page_size for slots in self.requests for slot in slots}
         strays = [slot for slot in self.freed if slot // self.page_size not in pages]
-        strays += [0, -1, (NUM_PAGES + 1) * self.page_size, *(self.grouped or [])]
+        strays += [0, -1, (NUM_PAGES + 1) * self.page_size]
         stray = data.draw(st.sampled_from(strays))
         available = self.allocator.available_size()
         with pytest.raises(InvalidInput):
@@ -121,9 +103,8 @@ class AllocatorMachine(RuleBasedStateMachine):
         held = [slot for request in self.requests for slot in request]
         assert len(set(held)) == len(held)
         pages = sum(self.pages(len(request)) for request in self.requests)
-        pending = {slot // self.page_size for slot in self.grouped or []}
         free = self.allocator.available_size() // self.page_size
-        assert pages + len(pending) + free == NUM_PAGES
+        assert pages + free == NUM_PAGES
 
     @invariant()
     def contiguous_in_pages(self) -> None:
@@ -135,8 +116,6 @@ class AllocatorMachine(RuleBasedStateMachine):
                 )
 
     def teardown(self) -> None:
-        if self.grouped is not None:
-            self.allocator.free_group_end()
         for request in self.requests:
             self.allocator.free(torch.tensor(request))
         slots = self.allocator.alloc(NUM_PAGES * self.page_size).tolist()
@@ -147,7 +126,6 @@ class AllocatorMachine(RuleBasedStateMachine):
 
     def check_fresh(self, slots: list[int]) -> None:
         held = {slot for request in self.requests for slot in request}
-        held.update(self.grouped or [])
         assert held.isdisjoint(slots)
         assert all(self.page_size <= slot < (NUM_PAGES + 1) * self.page_size for slot in slots)
 

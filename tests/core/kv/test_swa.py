@@ -14,11 +14,11 @@ from attnmux.core.errors import InvalidInput, PoolExhausted
 from attnmux.core.kv import (
     MHATokenToKVPool,
     MLATokenToKVPool,
-    PrefixTree,
     SWAAllocator,
     SWAKVPool,
     tokens_behind_window,
 )
+from attnmux.transformers.prefixes import PrefixTree
 
 FULL_LAYERS, WINDOW_LAYERS = (5, 1), (0, 7)
 
@@ -281,15 +281,10 @@ class SWAMachine(RuleBasedStateMachine):
             request[1] = behind
 
     @precondition(lambda self: self.requests)
-    @rule(data=st.data(), grouped=st.booleans())
-    def end(self, data: st.DataObject, grouped: bool) -> None:
+    @rule(data=st.data())
+    def end(self, data: st.DataObject) -> None:
         slots, _ = self.requests.pop(data.draw(st.integers(0, len(self.requests) - 1)))
-        if grouped:
-            with self.allocator.free_group():
-                self.allocator.free(torch.tensor(slots[:1]))
-                self.allocator.free(torch.tensor(slots[1:], dtype=torch.int64))
-        else:
-            self.allocator.free(torch.tensor(slots))
+        self.allocator.free(torch.tensor(slots))
 
     @invariant()
     def accounted_for(self) -> None:

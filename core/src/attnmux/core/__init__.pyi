@@ -91,9 +91,6 @@ from attnmux.core.draft_attention import DraftKeys as DraftKeys
 from attnmux.core.draft_attention import SeenPrefixes as SeenPrefixes
 from attnmux.core.draft_attention import among_drafts as among_drafts
 from attnmux.core.draft_attention import attend_to_drafts as attend_to_drafts
-from attnmux.core.draft_paths import DraftCandidates as DraftCandidates
-from attnmux.core.draft_paths import DraftPaths as DraftPaths
-from attnmux.core.draft_paths import likeliest as likeliest
 from attnmux.core.draft_steps import MultiStepDraftBackend as MultiStepDraftBackend
 from attnmux.core.draft_trees import TreeAttnBackend as TreeAttnBackend
 from attnmux.core.draft_trees import prefix_context as prefix_context
@@ -157,9 +154,6 @@ from attnmux.core.kv.pool import KVPool as KVPool
 from attnmux.core.kv.pool import check_loc as check_loc
 from attnmux.core.kv.pool import check_rows as check_rows
 from attnmux.core.kv.pool import word_dtype as word_dtype
-from attnmux.core.kv.prefix_node import PrefixNode as PrefixNode
-from attnmux.core.kv.prefix_tree import PrefixMatch as PrefixMatch
-from attnmux.core.kv.prefix_tree import PrefixTree as PrefixTree
 from attnmux.core.kv.quantise import ACTIVATION_DTYPES as ACTIVATION_DTYPES
 from attnmux.core.kv.quantise import quantise as quantise
 from attnmux.core.kv.request_table import BlockTable as BlockTable
@@ -197,7 +191,6 @@ from attnmux.core.linear_layer import LinearLayerSpec as LinearLayerSpec
 from attnmux.core.local_attention import LocalAttnBackend as LocalAttnBackend
 from attnmux.core.local_attention import with_virtual_requests as with_virtual_requests
 from attnmux.core.mask_forms import with_mask_forms as with_mask_forms
-from attnmux.core.ngram import NgramIndex as NgramIndex
 from attnmux.core.op import attention_with_output as attention_with_output
 from attnmux.core.op import current_forward_context as current_forward_context
 from attnmux.core.op import forward_context as forward_context

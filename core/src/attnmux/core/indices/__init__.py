@@ -29,7 +29,6 @@ from attnmux.core.indices.ragged import extend_positions as extend_positions
 from attnmux.core.indices.ragged import kv_indptr as kv_indptr
 from attnmux.core.indices.ragged import kv_last_page_len as kv_last_page_len
 from attnmux.core.indices.ragged import mask_indptr as mask_indptr
-from attnmux.core.indices.ragged import num_kv_splits as num_kv_splits
 from attnmux.core.indices.ragged import uniform_indptr as uniform_indptr
 from attnmux.core.indices.ragged import verify_kv_lens as verify_kv_lens
 from attnmux.core.indices.topk import best_keys as best_keys

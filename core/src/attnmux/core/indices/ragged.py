@@ -91,23 +91,3 @@ def mask_indptr(
     if isinstance(q_lens, torch.Tensor):
         check_lens("q_lens", q_lens, batch_size)
     return cu_seqlens(kv_lens * q_lens, out=out)
-
-
-def num_kv_splits(
-    kv_lens: torch.Tensor,
-    *,
-    tile_size: int,
-    max_splits: int | None = None,
-    out: torch.Tensor | None = None,
-) -> torch.Tensor:
-    """[B]: ceil(kv_len / tile_size), at least 1 and at most max_splits.
-
-    Without max_splits a split is one tile, independent of the rest of the batch, as deterministic
-    results require. A request without keys has one split, which writes its empty result.
-    """
-    check_lens("kv_lens", kv_lens)
-    check_positive("tile_size", tile_size)
-    if max_splits is not None:
-        check_positive("max_splits", max_splits)
-    splits = (kv_lens + (tile_size - 1)) // tile_size
-    return store(splits.clamp_(min=1, max=max_splits), out, torch.int32)

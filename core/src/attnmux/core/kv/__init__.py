@@ -1,4 +1,4 @@
-"""KV pools, the request table, slot allocators and the prefix tree."""
+"""KV pools, the request table and slot allocators."""
 
 from __future__ import annotations
 
@@ -7,13 +7,9 @@ from attnmux.core.kv.foreign import ForeignKVPool, ForeignMLAPool, ForeignReques
 from attnmux.core.kv.joined import JoinedKVPool
 from attnmux.core.kv.memory import SWASizes, swa_tokens_in_budget, tokens_in_budget
 from attnmux.core.kv.pool import KVPool
-from attnmux.core.kv.prefix_tree import PrefixMatch, PrefixTree
 from attnmux.core.kv.request_table import BlockTable, ReqToTokenPool, RequestTable
-from attnmux.core.kv.state_tree import StatePrefixTree
 from attnmux.core.kv.swa import SWAAllocator, SWAKVPool, tokens_behind_window
 from attnmux.core.kv.token_pools import MHATokenToKVPool, MLATokenToKVPool
-from attnmux.core.kv.window_state_tree import WindowStatePrefixTree
-from attnmux.core.kv.window_tree import WindowPrefixTree, WindowSpan
 
 __all__ = [
     "BlockTable",
@@ -25,18 +21,12 @@ __all__ = [
     "MHATokenToKVPool",
     "MLATokenToKVPool",
     "PagedAllocator",
-    "PrefixMatch",
-    "PrefixTree",
     "ReqToTokenPool",
     "RequestTable",
     "SWAAllocator",
     "SWAKVPool",
     "SWASizes",
-    "StatePrefixTree",
     "TokenAllocator",
-    "WindowPrefixTree",
-    "WindowSpan",
-    "WindowStatePrefixTree",
     "swa_tokens_in_budget",
     "tokens_behind_window",
     "tokens_in_budget",

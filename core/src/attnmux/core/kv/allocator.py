@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-
 import torch
 
 from attnmux.core.arguments import check_whole_pages
@@ -56,16 +53,11 @@ class PagedAllocator:
             what="KV slots" if page_size == 1 else f"KV pages of {page_size} tokens",
             checked=self.debug,
         )
-        num_slots = size + page_size
         # By value, its index in a list that is being checked: finds duplicates without a sort
-        self._place = torch.zeros(num_slots, dtype=torch.int32, device=self.device)
-        self._group: list[torch.Tensor] | None = None
-        self._in_group = torch.zeros(
-            num_slots if self.debug else 0, dtype=torch.bool, device=self.device
-        )
+        self._place = torch.zeros(size + page_size, dtype=torch.int32, device=self.device)
 
     def available_size(self) -> int:
-        """Tokens that the free pages hold, without the frees of an open group."""
+        """Tokens that the free pages hold."""
         return self.full_available_size()
 
     def full_available_size(self) -> int:
@@ -153,51 +145,20 @@ class PagedAllocator:
     def free(self, slots: torch.Tensor) -> None:
         """Give slots [n] int back. Any slot of a page frees the whole page, once.
 
-        Free the slots of one page in one call or one group: a second call would free it twice.
+        Free the slots of one page in one call: a second call would free it twice.
         Finding the pages of the slots synchronises for page sizes above 1; `free_pages` does not.
         """
         slots = slots.to(torch.int64)
         if self.debug:
             self._check_free(slots)
-        if self._group is None:
-            self._release(slots)
-            return
-        self._group.append(slots)
-        if self.debug:
-            self._in_group[slots] = True
+        self._give(self._pages_once(slots))
 
     def free_pages(self, pages: torch.Tensor) -> None:
         """Give pages [n] int64 back, each of them once."""
-        if self.debug or self._group is not None:
+        if self.debug:
             self.free(pages * self.page_size)
-            return
-        self._give(pages)
-
-    def free_group_begin(self) -> None:
-        """Collect frees, and apply them together at `free_group_end`."""
-        if self._group is not None:
-            raise InvalidInput("free group", got="a second begin", expected="an end first")
-        self._group = []
-
-    def free_group_end(self) -> None:
-        """Apply the collected frees."""
-        if self._group is None:
-            raise InvalidInput("free group", got="an end", expected="a begin first")
-        group, self._group = self._group, None
-        if group:
-            slots = torch.cat(group)
-            if self.debug:
-                self._in_group[slots] = False
-            self._release(slots)
-
-    @contextmanager
-    def free_group(self) -> Iterator[None]:
-        """`free_group_begin` before a block and `free_group_end` after it, even if it raises."""
-        self.free_group_begin()
-        try:
-            yield
-        finally:
-            self.free_group_end()
+        else:
+            self._give(pages)
 
     def check_owned(self, slots: torch.Tensor) -> None:
         """With `debug`, raise InvalidInput unless all of the slots are in use."""
@@ -205,10 +166,8 @@ class PagedAllocator:
             self._free_list.check_in_use(slots // self.page_size)
 
     def clear(self) -> None:
-        """Free every page, even those in use, and drop an open group."""
+        """Free every page, even those in use."""
         self._free_list.clear()
-        self._group = None
-        self._in_group.zero_()
 
     def _page_count(self, lens: torch.Tensor) -> torch.Tensor:
         return (lens + (self.page_size - 1)) // self.page_size
@@ -220,9 +179,6 @@ class PagedAllocator:
     def _give(self, pages: torch.Tensor) -> None:
         """Take distinct pages [n] int64 back."""
         self._free_list.give(pages)
-
-    def _release(self, slots: torch.Tensor) -> None:
-        self._give(self._pages_once(slots))
 
     def _pages_once(self, slots: torch.Tensor) -> torch.Tensor:
         """The pages of the slots, each once."""
@@ -240,8 +196,6 @@ class PagedAllocator:
     def _check_free(self, slots: torch.Tensor) -> None:
         self._free_list.check_in_use(slots // self.page_size)
         picked = self._one_of_each(slots)
-        if self._group is not None:
-            picked &= ~self._in_group[slots]
         if not bool(picked.all()):
             raise InvalidInput(
                 "slots", got=f"{slots[~picked][:8].tolist()} twice", expected="each slot once"

@@ -31,7 +31,7 @@ class LinearStatePool:
         state_dtype: torch.dtype = torch.float32,
         kept_size: int = 0,
     ) -> None:
-        """Rows for `size` requests, and for `kept_size` states that a `StatePrefixTree` keeps.
+        """Rows for `size` requests, and for `kept_size` states that outlive their request.
 
         Raises InvalidInput for a size below 1, fewer kept states than 0 and two layers with one id,
         and PoolExhausted when memory does not suffice.
@@ -69,18 +69,6 @@ class LinearStatePool:
             hint="lower the number of requests, or of kept states",
         )
         return buffer
-
-    @staticmethod
-    def bytes_per_request(
-        layers: Sequence[LinearLayerSpec],
-        *,
-        conv_dtype: torch.dtype,
-        state_dtype: torch.dtype = torch.float32,
-    ) -> int:
-        """Bytes of one row in all layers."""
-        states = sum(each.num_v_heads * each.head_k_dim * each.head_v_dim for each in layers)
-        convs = sum(sum(each.conv_dims) * max(each.conv_size - 1, 0) for each in layers)
-        return states * state_dtype.itemsize + convs * conv_dtype.itemsize
 
     @property
     def nbytes(self) -> int:

@@ -141,7 +141,7 @@ class SWAAllocator(PagedAllocator):
         """Free the window pages of slots [n] int of the full pool.
 
         Any slot of a page frees the whole page, so pass whole pages of tokens that no later token
-        sees (`tokens_behind_window`). It takes effect at once, even in a free group.
+        sees (`tokens_behind_window`).
         With `debug`, raises InvalidInput, changing nothing, for slots that are not in use and for
         pages whose window page was freed before.
         """

@@ -13,13 +13,12 @@ from attnmux.core import (
     InvalidInput,
     KVPool,
     PagedAllocator,
-    PrefixTree,
     ReqToTokenPool,
 )
-from attnmux.core.kv import StatePrefixTree, WindowPrefixTree
 from attnmux.transformers.decode_batch import DecodeBatch
 from attnmux.transformers.hidden_states import HiddenStates
 from attnmux.transformers.images.step import images_of, mask_of, positions_of
+from attnmux.transformers.prefixes import PrefixTree, StatePrefixTree, WindowPrefixTree
 from attnmux.transformers.sequence import (
     RequestMemory,
     SequenceState,

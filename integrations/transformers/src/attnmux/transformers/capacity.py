@@ -21,7 +21,6 @@ from attnmux.core import (
     pages_of_budget,
     torch_dtype,
 )
-from attnmux.core.kv import StatePrefixTree, WindowPrefixTree
 from attnmux.transformers import hidden_states
 from attnmux.transformers.encoder_decoder import PackedDecoder
 from attnmux.transformers.hidden_states import HiddenStates
@@ -33,6 +32,7 @@ from attnmux.transformers.pools import (
     make_states,
     pool_sizes,
 )
+from attnmux.transformers.prefixes import StatePrefixTree, WindowPrefixTree
 from attnmux.transformers.ranks import Ranks
 from attnmux.transformers.served_model import ServedModel
 from attnmux.transformers.shapes import SHAPE, STORED, by_shape

@@ -12,8 +12,6 @@ from attnmux.core import (
     AttentionBackend,
     BackendContext,
     DeviceGraphs,
-    DraftCandidates,
-    DraftPaths,
     ForwardBatch,
     GraphConfig,
     GraphRunner,
@@ -23,6 +21,7 @@ from attnmux.core import (
 )
 from attnmux.transformers.batching import StepBuilder
 from attnmux.transformers.branch_rows import BranchRows
+from attnmux.transformers.draft_paths import DraftCandidates, DraftPaths
 from attnmux.transformers.sequence import SequenceState
 
 INPUTS = {

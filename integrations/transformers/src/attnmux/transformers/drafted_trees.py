@@ -6,7 +6,8 @@ from dataclasses import replace
 
 import torch
 
-from attnmux.core import DraftCandidates, DraftTree, TreeKernels, organize_draft_results
+from attnmux.core import DraftTree, TreeKernels, organize_draft_results
+from attnmux.transformers.draft_paths import DraftCandidates
 
 
 def drafted_tree(

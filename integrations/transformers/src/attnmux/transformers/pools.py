@@ -25,13 +25,8 @@ from attnmux.core import (
     tokens_in_budget,
     torch_dtype,
 )
-from attnmux.core.kv import (
-    SWAAllocator,
-    WindowPrefixTree,
-    WindowSpan,
-    WindowStatePrefixTree,
-    swa_tokens_in_budget,
-)
+from attnmux.core.kv import SWAAllocator, swa_tokens_in_budget
+from attnmux.transformers.prefixes import WindowPrefixTree, WindowSpan, WindowStatePrefixTree
 from attnmux.transformers.shapes import STORED, by_shape
 
 UNITS: Mapping[str, int] = MappingProxyType(

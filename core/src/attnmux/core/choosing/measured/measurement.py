@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -62,11 +62,6 @@ def measurement_file(path: Path) -> RecordFile[Measurement]:
 def read_measurements(path: Path) -> Records[Measurement]:
     """Everything in the file that can be read. Raises nothing."""
     return measurement_file(path).read()
-
-
-def add_measurements(path: Path, measurements: Iterable[Measurement]) -> None:
-    """Put measurements into the file, as `RecordFile.add`."""
-    measurement_file(path).add(measurements)
 
 
 def shape_of(question: Question) -> str:

@@ -11,7 +11,6 @@ import torch
 
 from attnmux.core import (
     DeviceGraphs,
-    DraftCandidates,
     DraftTree,
     GraphRunner,
     InvalidInput,
@@ -19,11 +18,11 @@ from attnmux.core import (
     check_positive,
     device_graphs,
     graph_batch_sizes,
-    likeliest,
 )
 from attnmux.transformers.batching import StepBuilder
 from attnmux.transformers.catch_up import can_reread, reread
 from attnmux.transformers.draft_loop import DraftLoop, DraftModel
+from attnmux.transformers.draft_paths import DraftCandidates, likeliest
 from attnmux.transformers.drafted_trees import drafted_tree
 from attnmux.transformers.engine.execution import StepRunner
 from attnmux.transformers.sequence import SequenceState

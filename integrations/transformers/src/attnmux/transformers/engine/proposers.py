@@ -9,7 +9,8 @@ from weakref import WeakKeyDictionary
 import numpy as np
 import torch
 
-from attnmux.core import DraftTree, InvalidInput, NgramIndex, check_positive
+from attnmux.core import DraftTree, InvalidInput, check_positive
+from attnmux.transformers.engine.ngram import NgramIndex
 from attnmux.transformers.sequence import SequenceState
 
 

@@ -6,9 +6,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
-from attnmux.core import PoolExhausted, PrefixNode, check_positive
+from attnmux.core import PoolExhausted, check_positive
 from attnmux.transformers.batching import StepBuilder
 from attnmux.transformers.images.prompt import PromptImages, check_prompt_images
+from attnmux.transformers.prefixes import PrefixNode
 from attnmux.transformers.sampling import Sampler
 from attnmux.transformers.sequence import SequenceState, check_encoder_len
 from attnmux.transformers.tokenization import TextStream, check_prompt

@@ -7,10 +7,11 @@ from bisect import insort
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from attnmux.core import PrefixMatch, check_positive
+from attnmux.core import check_positive
 from attnmux.transformers.engine.prefix import PrefixCache
 from attnmux.transformers.engine.request import LiveRequest
 from attnmux.transformers.engine.stats import EngineStats, Kind
+from attnmux.transformers.prefixes import PrefixMatch
 
 GROWTH = 64
 """Tokens that each running request may still grow by, reserved before another is admitted. Without

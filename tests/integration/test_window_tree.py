@@ -8,13 +8,8 @@ import pytest
 import torch
 
 from attnmux.core.errors import InvalidInput
-from attnmux.core.kv import (
-    MHATokenToKVPool,
-    SWAAllocator,
-    SWAKVPool,
-    WindowPrefixTree,
-    WindowSpan,
-)
+from attnmux.core.kv import MHATokenToKVPool, SWAAllocator, SWAKVPool
+from attnmux.transformers.prefixes import WindowPrefixTree, WindowSpan
 
 SPANS = (
     WindowSpan(sliding_window_size=0),

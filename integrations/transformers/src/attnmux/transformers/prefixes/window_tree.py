@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 import torch
 
-from attnmux.core.kv.prefix_node import PrefixNode, whole_pages
-from attnmux.core.kv.prefix_tree import PrefixTree
-from attnmux.core.kv.swa import SWAAllocator, tokens_behind_window
+from attnmux.core.kv import SWAAllocator, tokens_behind_window
+from attnmux.transformers.prefixes.node import PrefixNode, whole_pages
+from attnmux.transformers.prefixes.tree import PrefixTree
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

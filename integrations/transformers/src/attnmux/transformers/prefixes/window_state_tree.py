@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from attnmux.core.kv.linear_states import LinearStatePool
-from attnmux.core.kv.prefix_node import PrefixNode
-from attnmux.core.kv.state_tree import StatePrefixTree
-from attnmux.core.kv.swa import SWAAllocator
-from attnmux.core.kv.window_tree import WindowPrefixTree, WindowSpan
+from attnmux.core import LinearStatePool
+from attnmux.core.kv import SWAAllocator
+from attnmux.transformers.prefixes.node import PrefixNode
+from attnmux.transformers.prefixes.state_tree import StatePrefixTree
+from attnmux.transformers.prefixes.window_tree import WindowPrefixTree, WindowSpan
 
 
 class WindowStatePrefixTree(StatePrefixTree, WindowPrefixTree):

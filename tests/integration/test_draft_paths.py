@@ -8,7 +8,8 @@ import random
 import pytest
 import torch
 
-from attnmux.core import DraftPaths, likeliest, organize_draft_results
+from attnmux.core import organize_draft_results
+from attnmux.transformers.draft_paths import DraftPaths, likeliest
 
 VOCABULARY = 23
 

@@ -6,8 +6,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from itertools import islice
 
-from attnmux.core.arguments import check_positive
-from attnmux.core.errors import InvalidInput
+from attnmux.core import InvalidInput, check_positive
 
 OCCURRENCES = 32
 """The most occurrences of one n-gram that a lookup reads. In a text of few different tokens nearly

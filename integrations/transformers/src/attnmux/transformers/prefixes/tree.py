@@ -8,10 +8,8 @@ from dataclasses import dataclass, field
 
 import torch
 
-from attnmux.core.arguments import check_positive
-from attnmux.core.errors import InvalidInput
-from attnmux.core.kv.allocator import PagedAllocator
-from attnmux.core.kv.prefix_node import PrefixNode, whole_pages
+from attnmux.core import InvalidInput, PagedAllocator, check_positive
+from attnmux.transformers.prefixes.node import PrefixNode, whole_pages
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)

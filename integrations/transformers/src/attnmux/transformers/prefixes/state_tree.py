@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from attnmux.core.errors import InvalidInput
-from attnmux.core.kv.allocator import PagedAllocator
-from attnmux.core.kv.linear_states import LinearStatePool
-from attnmux.core.kv.prefix_node import PrefixNode
-from attnmux.core.kv.prefix_tree import PrefixTree
+from attnmux.core import InvalidInput, LinearStatePool, PagedAllocator
+from attnmux.transformers.prefixes.node import PrefixNode
+from attnmux.transformers.prefixes.tree import PrefixTree
 
 
 class StatePrefixTree(PrefixTree):

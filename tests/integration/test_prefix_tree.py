@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from attnmux.core.errors import InvalidInput
-from attnmux.core.kv import PagedAllocator, PrefixTree, TokenAllocator
+from attnmux.core.kv import PagedAllocator, TokenAllocator
+from attnmux.transformers.prefixes import PrefixTree
 
 NUM_PAGES = 24
 

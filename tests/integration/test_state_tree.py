@@ -9,7 +9,8 @@ import torch
 
 from attnmux.core import LinearLayerSpec, LinearStatePool
 from attnmux.core.errors import InvalidInput
-from attnmux.core.kv import PagedAllocator, StatePrefixTree
+from attnmux.core.kv import PagedAllocator
+from attnmux.transformers.prefixes import StatePrefixTree
 
 LAYERS = [
     LinearLayerSpec(

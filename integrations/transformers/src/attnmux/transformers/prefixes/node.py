@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from attnmux.core.errors import InvalidInput
+from attnmux.core import InvalidInput
 
 Page = tuple[int, ...]
 """The token ids of one page."""
