@@ -35,11 +35,11 @@ def replace_nan(
     # A sum is NaN where a number is, and takes no memory of the result's size.
     rows = out.flatten(1).sum(1, dtype=torch.float32).isnan().nonzero().flatten()
     owners = torch.bucketize(rows, bounds, right=True) - 1
-    for owner in owners.unique().tolist():
+    for owner in sorted(set(owners.tolist())):
         length = int(keys.lens[owner])
         own = latents[keys.page_table[owner, :length], 0].float()
         before = length - int(bounds[owner + 1])
-        for some in rows[owners == owner].split(QUERIES):
+        for some in torch.split(rows[owners == owner], QUERIES):
             out[some] = _attend(q[some].float(), own, some + before, scaling, out.shape[2])
 
 
