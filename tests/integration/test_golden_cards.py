@@ -217,6 +217,9 @@ intel/intel_xpu intel:xe2 decode gqa num_q_heads=128,num_kv_heads=4 GROUP_SIZE
 intel/intel_xpu intel:xe2 decode gqa head_dim=80 HEAD_DIM
 intel/intel_xpu intel:xe2 decode mla page_size=16 served
 intel/intel_xpu intel:xe2 decode mla page_size=8 PAGE_SIZE
+intel/vllm_xpu intel:xe2 decode gqa page_size=32 PAGE_SIZE
+intel/vllm_xpu intel:xe2 decode gqa num_q_heads=128,num_kv_heads=8,head_dim=128|64|256 served
+intel/vllm_xpu intel:xe2 decode gqa num_q_heads=128,num_kv_heads=8,head_dim=96|192|512 HEAD_DIM
 intel/intel_amx cpu:x86_64,features=amx extend gqa head_dim=80 HEAD_DIM
 intel/intel_amx cpu:x86_64,features=amx extend gqa head_dim=320 served
 intel/intel_amx cpu:x86_64,features=amx extend gqa head_dim=192,v_head_dim=128 served
@@ -275,6 +278,10 @@ intel/intel_xpu intel:xe2 decode gqa logit_cap=30 LOGIT_CAP
 intel/intel_xpu intel:xe2 decode gqa lse=1 LSE
 intel/intel_xpu intel:xe2 decode gqa graph=1 GRAPH
 intel/intel_xpu intel:xe2 decode gqa sinks=1 SINKS
+intel/vllm_xpu intel:xe2 verify gqa dtype=fp16,sliding_window=127,spec_topk=1 served
+intel/vllm_xpu intel:xe2 verify gqa spec_topk=1,deterministic=1 DETERMINISTIC
+intel/vllm_xpu intel:xe2 decode gqa sliding_window=127,head_dim=192 SLIDING_WINDOW
+intel/vllm_xpu intel:xe2 decode gqa sinks=1,deterministic=1 served
 intel/intel_xpu intel:xe2 decode mla dtype=fp16 served
 intel/intel_xpu intel:xe2 decode mla num_q_heads=144 NUM_Q_HEADS
 intel/intel_xpu intel:xe2 decode mla lse=1 LSE

@@ -12,7 +12,7 @@ from attnmux.emulators.intel.amx import KERNELS
 from attnmux.intel.amx import make
 from attnmux.intel.amx_library import load_kernels
 from attnmux.intel.cards.intel_amx import INTEL_AMX
-from attnmux.testing import AttentionBackendTests, decode, extend, verify
+from attnmux.testing import AttentionBackendTests, Step, decode, extend, verify
 from attnmux.testing.adapters import (
     LATENT,
     AdapterTests,
@@ -20,7 +20,6 @@ from attnmux.testing.adapters import (
     assert_passes,
     check_layers_outside_the_pool,
     outputs,
-    recorded,
 )
 
 WORLD = AdapterWorld(
@@ -67,17 +66,26 @@ def test_latents_are_k_and_v_in_one_memory() -> None:
     assert call.kwargs["k_buffer"].shape[2] == call.kwargs["v_buffer"].shape[2] + 64
 
 
-def test_only_requests_whose_result_is_nan_are_computed_again() -> None:
-    """Here by the NaN that the first request leaves in the rest of the second's tile."""
-    step = decode(45, 17)
-    names = [call.name for call in WORLD.calls(step, kv_in_pool=True, **LATENT)]
-    assert set(names) == {"decode_attention_cpu"}
-    kernels, calls = recorded(KERNELS)
-    backend, made = WORLD.prepared(step, kernels=kernels, kv_in_pool=False, **LATENT)
-    outputs(backend, made.with_nan(0))
-    again = [call for call in calls if call.name == "extend_attention_cpu"]
-    assert again
-    assert {tuple(call.kwargs["seq_lens"].tolist()) for call in again} == {(45, 17)}
+NEXT_TO_NAN = (decode(45, 17), extend((40, 5), (0, 17), (0, 0), trailing=2))
+
+
+@pytest.mark.parametrize("step", NEXT_TO_NAN)
+@pytest.mark.parametrize("has_own_kv", [False, True])
+def test_nan_that_another_request_leaves_in_a_tile(
+    monkeypatch: pytest.MonkeyPatch, step: Step, has_own_kv: bool
+) -> None:
+    """The second request's rows are as without it; without the repair they are NaN."""
+    if has_own_kv:
+        step = extend((0, 45), (0, 17))
+    backend, made = WORLD.prepared(step, kv_in_pool=False, save_kv_cache=not has_own_kv, **LATENT)
+    bounds = backend._step.tables.query_bounds(torch.device("cpu")).tolist()
+    second = slice(bounds[1], bounds[2])
+    expected = [out[second] for out in outputs(backend, made)]
+    for out, clean in zip(outputs(backend, made.with_nan(0)), expected, strict=True):
+        assert not out[bounds[-1] :].any()
+        torch.testing.assert_close(out[second], clean)
+    monkeypatch.setattr("attnmux.intel.amx.replace_nan", lambda *_: None)
+    assert all(out[second].isnan().all() for out in outputs(backend, made.with_nan(0)))
 
 
 def test_a_long_request_is_read_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:

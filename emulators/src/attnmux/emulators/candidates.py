@@ -31,6 +31,8 @@ from attnmux.emulators.nvidia.flash_mla import flash_mla, sgl_kernel
 from attnmux.intel.amx import make as amx
 from attnmux.intel.cards.intel_amx import INTEL_AMX
 from attnmux.intel.cards.intel_xpu import INTEL_XPU
+from attnmux.intel.cards.vllm_xpu import VLLM_XPU
+from attnmux.intel.vllm_xpu import make as vllm_xpu
 from attnmux.intel.xpu import make as xpu
 from attnmux.nvidia.cards.cutlass_mla import CUTLASS_MLA
 from attnmux.nvidia.cards.fa3 import FA3
@@ -61,6 +63,8 @@ from attnmux.nvidia.trtllm_mla import make as trtllm_mla
 from attnmux.testing import Candidate, find_candidate
 
 HOPPER, BLACKWELL = "nvidia:sm90,cuda=13.0", "nvidia:sm100,cuda=13.0"
+
+XE2 = "intel:xe2"
 
 FEW = 4
 """Programs of a kernel, which the interpreter runs one after the other."""
@@ -162,6 +166,12 @@ def _aiter() -> Candidate:
     return _adapted("amd:gfx942", AITER, make, aiter_kernels()).make()
 
 
+def _vllm_xpu() -> Candidate:
+    from attnmux.emulators.intel.vllm_xpu import vllm_xpu_kernels  # noqa: PLC0415  # where there is the package
+
+    return _adapted(XE2, VLLM_XPU, vllm_xpu, vllm_xpu_kernels()).make()
+
+
 def _cute(arch: int) -> FA4Kernels:
     return FA4Kernels(flash_attn_varlen_func=FlashAttnCute(arch=arch).flash_attn_varlen_func)
 
@@ -193,12 +203,13 @@ EMULATED: Mapping[str, Emulation] = MappingProxyType(
         "flashmla-own": _adapted(HOPPER, FLASHMLA, flashmla, FLASH_MLA, 64),
         "flex_attention": Emulation(make=_flex_attention),
         "intel_amx": _adapted("cpu:x86_64,features=amx", INTEL_AMX, amx, AMX_KERNELS, 1, 16),
-        "intel_xpu": _adapted("intel:xe2", INTEL_XPU, xpu, XPU_KERNELS, 16, 64),
+        "intel_xpu": _adapted(XE2, INTEL_XPU, xpu, XPU_KERNELS, 16, 64),
         "triton": Emulation(make=_triton, page_sizes=(16,), is_interpreted=True),
         "trtllm_mha": _adapted(
             BLACKWELL, TRTLLM_MHA, trtllm_mha, GENERATED, 16, 64, workspace_bytes=64 << 20
         ),
         "trtllm_mla": _adapted(BLACKWELL, TRTLLM_MLA, trtllm_mla, GENERATED_LATENT, 32, 64),
+        "vllm_xpu": Emulation(make=_vllm_xpu, page_sizes=(64,)),
     }
 )
 """By the name of the card. After a dash: the card with another emulator."""

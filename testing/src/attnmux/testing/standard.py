@@ -236,6 +236,7 @@ def _nan(page: int) -> Iterator[Case]:
     again = extend((0, 20), (0, 31), (0, 5))
     yield case_of("prompts-nan", page, prompts, again, host_lens=True, **between)
     yield case_of("mla-unsaved-nan", page, prompts, save_kv_cache=False, **LATENT, **between)
+    yield case_of("mla-extend-nan", page, prefixes, after, **LATENT, **between)
     yield case_of("mla-decode-nan", page, decode(45, 17, 3), after, **LATENT, **between)
 
 

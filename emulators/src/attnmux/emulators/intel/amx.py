@@ -1,11 +1,14 @@
 """vLLM's `decode_attention_cpu` and `extend_attention_cpu` in plain torch, under their own schemas.
 
 A request's keys are the slots in its row of `req_to_token`. Like the kernels, `decode` ignores no
-argument that the adapter uses; `extend` ignores the cap. Over latents `decode` multiplies the rest
-of a request's last tile, which an earlier request has written, by 0: its NaN comes through.
+argument that the adapter uses; `extend` ignores the cap. Over latents both multiply the rest of a
+request's last tile, which an earlier request has written, by 0: its NaN comes through. The real
+`extend` does so in rare steps, the emulated one in all.
 """
 
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 import torch
 from torch.library import Library
@@ -73,6 +76,21 @@ def _attend(
     return torch.einsum("hqk,khd->qhd", weights, v)
 
 
+@dataclass(kw_only=True)
+class _Rest:
+    """The memory after a tile's keys."""
+
+    is_latent: bool
+    has_nan: bool = False
+
+    def spoils(self, v: torch.Tensor) -> bool:
+        """Whether its NaN reaches the result of a request with these rows of V, which stay in it
+        for the next request."""
+        hit = self.is_latent and self.has_nan and bool(len(v) % TILE)
+        self.has_nan = self.has_nan or bool(v.isnan().any())
+        return hit
+
+
 def _decode(
     query: torch.Tensor,
     k_buffer: torch.Tensor,
@@ -101,13 +119,10 @@ def _decode(
     _check(sinks is None or sinks.dtype == query.dtype, "sinks have the dtype of query")
     _check(not (key is not None or value is not None or loc is not None), "not emulated")
     _check(not (logit_cap or is_cross_attn or sliding_window_size), "not emulated")
-    is_latent = k_buffer.data_ptr() == v_buffer.data_ptr()
-    left_nan = False
+    rest = _Rest(is_latent=k_buffer.data_ptr() == v_buffer.data_ptr())
     for place, (row, length) in enumerate(zip(req_pool_indices, seq_lens.tolist(), strict=True)):
         slots = req_to_token[row, :length].long()
-        hits_rest = is_latent and left_nan and length % TILE
-        left_nan = left_nan or bool(v_buffer[slots].isnan().any())
-        if not length or hits_rest:
+        if rest.spoils(v_buffer[slots]) or not length:
             output[place].fill_(torch.nan)
             continue
         result = _attend(
@@ -147,6 +162,7 @@ def _extend(
     _check(k_extend.shape[2] % 32 == 0 and v_extend.shape[2] % 32 == 0, "dims are multiples of 32")
     _check(sinks is None or sinks.dtype == q_extend.dtype, "sinks have the dtype of q_extend")
     _check(not (is_cross_attn or sliding_window_size or tree_mask is not None), "not emulated")
+    rest = _Rest(is_latent=k_extend.data_ptr() == v_extend.data_ptr())
     requests = zip(
         req_pool_indices,
         seq_lens.tolist(),
@@ -164,6 +180,9 @@ def _extend(
             torch.cat([cached[slots], own[rows]])
             for cached, own in ((k_buffer, k_extend), (v_buffer, v_extend))
         )
+        if rest.spoils(v):
+            o_extend[rows] = torch.nan
+            continue
         o_extend[rows].copy_(_attend(q_extend[rows], k, v, sm_scale, sinks))
 
 

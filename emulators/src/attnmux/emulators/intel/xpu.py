@@ -112,7 +112,7 @@ def _fwd(
             continue
         causal = is_causal or decodes
         right = 0 if causal else window_size_right
-        keep = _visible(len(pages) * k.shape[1], queries, length, window_size_left, right)
+        keep = visible(len(pages) * k.shape[1], queries, length, window_size_left, right)
         if not length:
             out[rows] = torch.nan
             continue
@@ -129,7 +129,7 @@ def _fwd(
     return out, lse, lse.new_zeros(0), lse.new_zeros(0)
 
 
-def _visible(loaded: int, queries: int, length: int, left: int, right: int) -> torch.Tensor:
+def visible(loaded: int, queries: int, length: int, left: int, right: int) -> torch.Tensor:
     """[queries, loaded] bool: keys of the window, from the end of the keys; -1 is no bound."""
     key = torch.arange(loaded)
     ends = torch.arange(length - queries, length).unsqueeze(1)

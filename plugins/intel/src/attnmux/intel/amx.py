@@ -3,9 +3,8 @@
 `decode_attention_cpu` and `extend_attention_cpu` take a table of slots, Q, K and V in bfloat16, and
 latents as K and V in one memory. They return no LSE. Causality counts from the end of a
 request's keys. In `extend`, the cap is taken and not applied, and a row whose keys of a tile a
-window hides keeps the weights of an earlier row: neither is offered. In `decode`, a request's last
-tile of latents goes on with what lay in the thread's memory before, with weight 0: NaN of another
-request makes its result NaN. `extend` over latents does so too in rare steps.
+window hides keeps the weights of an earlier row: neither is offered. Over latents, NaN of one
+request may reach another's result: `amx_nan.py` computes such rows again.
 """
 
 from __future__ import annotations
@@ -21,6 +20,7 @@ from attnmux.core import (
     InvalidInput,
     KernelLibrary,
     KeyGroup,
+    Keys,
     LibraryBackend,
     PageTables,
     filled,
@@ -30,6 +30,7 @@ from attnmux.core import (
 )
 from attnmux.intel.amx_layers import AMXLayer, check_layer
 from attnmux.intel.amx_library import AMXKernels, load_kernels
+from attnmux.intel.amx_nan import replace_nan
 
 if TYPE_CHECKING:
     from attnmux.core import AttentionCall, BackendContext, ForwardBatch, LayerSpec
@@ -125,12 +126,13 @@ class AMXBackend(LibraryBackend[AMXKernels, AMXLayer, AMXStep, None]):
         if out is None or not out.is_contiguous():
             out = q.new_empty((q.shape[0], spec.tp_q_head_num, spec.v_head_dim))
         if step.new_lens is None:
-            self._decode(call, q, out, layer, step)
-            if spec.kind == "mla":
-                self._decode_again(call, q, out, layer, step)
+            keys, rows = self._decode(call, q, out, layer, step)
         else:
-            self._extend(call, q, out, layer, step, batch)
+            keys, rows = self._extend(call, q, out, layer, step, batch)
         out.masked_fill_(filled(step.hidden), 0)
+        if spec.kind == "mla":
+            bounds = step.tables.query_bounds(out.device)
+            replace_nan(q, out, rows, keys, bounds, spec.scaling)
         return out if call.out is None or call.out is out else call.out.copy_(out)
 
     def _decode(
@@ -140,10 +142,11 @@ class AMXBackend(LibraryBackend[AMXKernels, AMXLayer, AMXStep, None]):
         out: torch.Tensor,
         layer: AMXLayer,
         step: AMXStep,
-    ) -> None:
+    ) -> tuple[Keys, torch.Tensor]:
+        """Returns the keys of each request, and the rows of K that they name."""
         if layer.group is None or layer.kv is None:
             raise not_in_pool(call.layer)
-        keys = step.tables.keys[layer.group]
+        table, lens = step.tables.keys[layer.group].page_table, filled(step.seq_lens)
         # A part's result, then its LSE.
         splits = _splits(step.tables.max_seqlen_k)
         parts = q.new_empty((*out.shape[:2], splits, out.shape[2] + 1), dtype=torch.float32)
@@ -156,52 +159,14 @@ class AMXBackend(LibraryBackend[AMXKernels, AMXLayer, AMXStep, None]):
             value=None,
             loc=None,
             attn_logits=parts,
-            req_to_token=keys.page_table,
+            req_to_token=table,
             req_pool_indices=step.rows,
-            seq_lens=step.seq_lens,
-            sm_scale=call.layer.scaling,
-            sinks=layer.sinks,
-            **NOT_USED,
-        )
-
-    def _decode_again(
-        self,
-        call: AttentionCall,
-        q: torch.Tensor,
-        out: torch.Tensor,
-        layer: AMXLayer,
-        step: AMXStep,
-    ) -> None:
-        """Compute requests whose result is NaN by `extend`, which meets such a rest rarely."""
-        if layer.group is None or layer.kv is None:
-            return
-        lens = filled(step.seq_lens)
-        places = (out.isnan().flatten(1).any(1) & (lens > 0)).nonzero().flatten()
-        if not len(places):
-            return
-        slots, lens = step.tables.keys[layer.group].page_table[places], lens[places]
-        # The newest key of each is its new token's, which the pool holds by now.
-        own = layer.kv[0][slots.gather(1, lens[:, None] - 1).flatten()]
-        again = out[places]
-        starts = torch.arange(len(places), dtype=slots.dtype, device=slots.device)
-        self.kernels.extend_attention_cpu(
-            q_extend=q[places],
-            k_extend=own,
-            v_extend=own[..., : out.shape[2]],
-            o_extend=again,
-            k_buffer=layer.kv[0],
-            v_buffer=layer.kv[1],
-            req_to_token=slots,
-            req_pool_indices=starts.long(),
             seq_lens=lens,
-            extend_seq_lens=torch.ones_like(starts),
-            extend_start_loc=starts,
-            max_len_extend=1,
             sm_scale=call.layer.scaling,
             sinks=layer.sinks,
             **NOT_USED,
         )
-        out[places] = again
+        return Keys(page_table=table, lens=lens), layer.kv[0]
 
     def _extend(
         self,
@@ -211,19 +176,21 @@ class AMXBackend(LibraryBackend[AMXKernels, AMXLayer, AMXStep, None]):
         layer: AMXLayer,
         step: AMXStep,
         batch: ForwardBatch,
-    ) -> None:
+    ) -> tuple[Keys, torch.Tensor]:
+        """Returns like `_decode`."""
         own = self._own_rows(call, layer, batch)
         bounds = step.tables.query_bounds(out.device)
         new_lens = filled(step.new_lens)
         if call.has_own_kv:
             # All keys are new, so that the kernel reads neither the table nor the pool.
-            kv, seq_lens = own, new_lens.long()
-            slots = bounds.new_zeros((len(new_lens), step.tables.max_seqlen_q))
+            kv, lens = own, new_lens.long()
+            each = torch.arange(step.tables.max_seqlen_q, dtype=bounds.dtype)
+            table = bounds[:-1, None] + each
         elif layer.group is None or layer.kv is None:
             raise not_in_pool(call.layer)
         else:
-            kv, seq_lens = layer.kv, filled(step.seq_lens)
-            slots = step.tables.keys[layer.group].page_table
+            kv, lens = layer.kv, filled(step.seq_lens)
+            table = step.tables.keys[layer.group].page_table
         self.kernels.extend_attention_cpu(
             q_extend=q,
             k_extend=own[0],
@@ -231,9 +198,9 @@ class AMXBackend(LibraryBackend[AMXKernels, AMXLayer, AMXStep, None]):
             o_extend=out,
             k_buffer=kv[0],
             v_buffer=kv[1],
-            req_to_token=slots,
+            req_to_token=table,
             req_pool_indices=step.rows,
-            seq_lens=seq_lens,
+            seq_lens=lens,
             extend_seq_lens=new_lens,
             extend_start_loc=bounds[:-1],
             max_len_extend=step.tables.max_seqlen_q,
@@ -241,6 +208,7 @@ class AMXBackend(LibraryBackend[AMXKernels, AMXLayer, AMXStep, None]):
             sinks=layer.sinks,
             **NOT_USED,
         )
+        return Keys(page_table=table, lens=lens), kv[0]
 
     def _own_rows(
         self, call: AttentionCall, layer: AMXLayer, batch: ForwardBatch

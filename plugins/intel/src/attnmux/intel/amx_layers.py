@@ -39,6 +39,7 @@ def check_layer(layer: LayerSpec) -> None:
         "sliding_window_size": layer.sliding_window_size >= 0,
         "attention_chunk_size": layer.attention_chunk_size > 0,
         "logit_cap": layer.logit_cap > 0,
+        "sinks over latents": layer.kind == "mla" and layer.sinks is not None,
         f"a rotary part of {layer.qk_rope_head_dim}": layer.kind == "mla"
         and layer.qk_rope_head_dim != ROPE_DIM,
     }

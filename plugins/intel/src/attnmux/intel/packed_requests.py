@@ -29,10 +29,13 @@ class PackedRequests:
     """[kept] int64: their places in the batch; None where that are all."""
 
     @classmethod
-    def of(cls, batch: ForwardBatch) -> PackedRequests:
-        """Raises InvalidInput where the batch lacks its lengths on the host."""
-        if batch.forward_mode.is_decode():
-            return cls(new=(1,) * batch.batch_size, kept=None)
+    def of(cls, batch: ForwardBatch, queries_each: int | None) -> PackedRequests:
+        """queries_each: new tokens of each request where all have as many.
+
+        Raises InvalidInput where the batch lacks its lengths on the host.
+        """
+        if queries_each is not None:
+            return cls(new=(queries_each,) * batch.batch_size, kept=None)
         lens = batch.extend_seq_lens_cpu
         if lens is None:
             expected = "the lengths on the host, as requests without new tokens are left out"

@@ -97,7 +97,7 @@ class XPULatentBackend(LibraryBackend[XPUKernels, LatentLayer, LatentStep, None]
         if batch.forward_mode.is_target_verify():
             raise InvalidInput("forward_mode", got="TARGET_VERIFY", expected="EXTEND or DECODE")
         step = LatentStep.of(batch, self.context, None, key_tile=KEY_TILE)
-        step.requests = PackedRequests.of(batch)
+        step.requests = PackedRequests.of(batch, step.tables.queries_each)
         return step
 
     def fill_step(self, step: LatentStep, batch: ForwardBatch) -> None:

@@ -6,33 +6,14 @@ offered. A window counts keys before the query, inclusive. Sinks have the dtype 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-import torch
-
-from attnmux.core import (
-    DecodeStep,
-    GraphUnsupported,
-    InvalidInput,
-    KeyGroup,
-    Keys,
-    LibraryBackend,
-    aligned,
-    check_keys_dtype,
-    check_page_size,
-    check_sixteen_bits,
-    filled,
-    is_writable,
-    kv_pages,
-    not_in_pool,
-)
-from attnmux.intel.packed_requests import PackedRequests
+from attnmux.core import InvalidInput, check_page_size, filled
+from attnmux.intel.packed_pages import Operands, PackedPagesBackend, PackedStep, PagedLayer
 from attnmux.intel.xpu_library import XPUKernels
 
 if TYPE_CHECKING:
-    from attnmux.core import AttentionCall, BackendContext, ForwardBatch, LayerSpec
+    from attnmux.core import ForwardBatch, LayerSpec
 
 PAGE_SIZES = (128, 64)
 """That the kernels for decode are built for."""
@@ -50,116 +31,44 @@ NOT_USED: dict[str, Any] = {
 """Arguments without a default."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class XPULayer:
-    """A layer's arguments that no step changes."""
-
-    arguments: dict[str, Any]
-    """Of `fwd`, by its names."""
-    group: KeyGroup | None = None
-    """None for a layer that the pool does not store."""
-    kv: tuple[torch.Tensor, torch.Tensor] | None = None
-    """[pages, page, Hkv, D], the pool's memory."""
-
-
-@dataclass(kw_only=True, slots=True, eq=False)
-class XPUStep(DecodeStep):
-    """A step of any phase."""
-
-    requests: PackedRequests | None = None
-    """Set by `plan_step`."""
-
-
-class XPUPagesBackend(LibraryBackend[XPUKernels, XPULayer, XPUStep, None]):
+class XPUPagesBackend(PackedPagesBackend[XPUKernels]):
     """MHA and GQA, prefill and decode."""
 
-    def __init__(
-        self, context: BackendContext, options: Mapping[str, object], kernels: XPUKernels
-    ) -> None:
-        """Raises InvalidInput for layers and pools that the kernels do not serve."""
-        super().__init__(context, options, kernels)
-        groups = (layer.group for layer in self._layers.values() if layer.group is not None)
-        self._groups = tuple(dict.fromkeys(groups))
-        # 0 splits keys by what else is in the batch.
-        self._splits = 1 if context.request.deterministic else 0
-
-    def prepare_layer(self, layer: LayerSpec) -> XPULayer:
+    def check(self, layer: LayerSpec) -> None:
         _check_layer(layer)
         check_page_size(self.context, *PAGE_SIZES)
-        check_sixteen_bits(self.context)
-        pool, window = self.context.token_to_kv_pool, layer.sliding_window_size
-        arguments: dict[str, Any] = {
+
+    def arguments(self, layer: LayerSpec) -> dict[str, Any]:
+        dtype, window = self.context.token_to_kv_pool.dtype, layer.sliding_window_size
+        return {
             "softmax_scale": layer.scaling,
-            "sinks": None if layer.sinks is None else layer.sinks.to(pool.dtype),
+            "sinks": None if layer.sinks is None else layer.sinks.to(dtype),
             "is_causal": True,
             "window_size_left": window,
             "window_size_right": 0 if window >= 0 else -1,
+            # 0 splits keys by what else is in the batch.
+            "num_kv_splits": 1 if self.context.request.deterministic else 0,
+            **NOT_USED,
         }
-        if layer.layer_id not in pool.layer_ids:
-            return XPULayer(arguments=arguments)
-        group = KeyGroup.of(layer, self.context)
-        kv = kv_pages(layer, self.context, group.page_size)
-        return XPULayer(arguments=arguments, group=group, kv=kv)
 
-    def plan_step(self, batch: ForwardBatch, buffers: None) -> XPUStep:
+    def plan_step(self, batch: ForwardBatch, buffers: None) -> PackedStep:
         if batch.forward_mode.is_target_verify():
             raise InvalidInput("forward_mode", got="TARGET_VERIFY", expected="EXTEND or DECODE")
-        step = XPUStep.of(batch, self.context, None)
-        step.requests = PackedRequests.of(batch)
-        return step
+        return super().plan_step(batch, buffers)
 
-    def fill_step(self, step: XPUStep, batch: ForwardBatch) -> None:
-        step.fill(batch, self._groups, self.context)
-
-    def make_buffers(self, max_bs: int, max_num_tokens: int) -> None:
-        raise GraphUnsupported("graphs of Intel's GPUs are not captured")
-
-    def attend(
-        self, call: AttentionCall, layer: XPULayer, step: XPUStep, batch: ForwardBatch
-    ) -> torch.Tensor:
-        requests, pool = filled(step.requests), self.context.token_to_kv_pool
-        if call.lse is not None:
-            raise InvalidInput("lse", got="a tensor", expected="None: the kernels write none")
-        if call.q.dtype != pool.dtype:
-            raise InvalidInput("q", got=call.q.dtype, expected=f"{pool.dtype}, as the pool is")
-        count = requests.num_queries
-        if not count:
-            return call.empty_result()
-        keys, (k, v) = self._keys(call, layer, step, requests)
-        out = call.out
-        if out is None or not is_writable(out):
-            out = torch.empty_like(call.q, memory_format=torch.contiguous_format)
+    def launch(self, operands: Operands, layer: PagedLayer, step: PackedStep) -> None:
         self.kernels.fwd(
-            q=aligned(call.q[:count].contiguous()),
-            k=k,
-            v=v,
-            page_table=keys.page_table,
-            cu_seqlens_q=requests.bounds(step.tables.query_bounds(out.device)),
-            cu_seqlens_k=keys.lens,
-            max_seqlen_q=requests.longest,
+            q=operands.q,
+            k=operands.k,
+            v=operands.v,
+            page_table=operands.keys.page_table,
+            cu_seqlens_q=operands.bounds,
+            cu_seqlens_k=operands.keys.lens,
+            max_seqlen_q=filled(step.requests).longest,
             max_seqlen_k=step.tables.max_seqlen_k,
-            num_kv_splits=self._splits,
-            out=out[:count],
+            out=operands.out,
             **layer.arguments,
-            **NOT_USED,
         )
-        if batch.forward_mode.is_decode():
-            step.replace_empty(out)
-        out[count:] = 0
-        return out
-
-    def _keys(
-        self, call: AttentionCall, layer: XPULayer, step: XPUStep, requests: PackedRequests
-    ) -> tuple[Keys, tuple[torch.Tensor, ...]]:
-        if call.has_own_kv:
-            if call.k is None or call.v is None:
-                raise not_in_pool(call.layer)
-            check_keys_dtype(call.q, call.k, call.v)
-            page_size = self.context.token_to_kv_pool.page_size
-            return requests.own_pages(page_size, page_size, call.k, call.v)
-        if layer.group is None or layer.kv is None:
-            raise not_in_pool(call.layer)
-        return requests.keys(filled(step.keys)[layer.group]), layer.kv
 
 
 def _check_layer(layer: LayerSpec) -> None:

@@ -1,0 +1,158 @@
+"""One call a layer over pages, for libraries whose kernels take packed queries of requests.
+
+A library's own part is which layers it serves (`check`), its constant arguments (`arguments`) and
+the call (`launch`). No kernel here writes an LSE or applies a cap.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch
+
+from attnmux.core import (
+    DecodeStep,
+    GraphUnsupported,
+    InvalidInput,
+    KeyGroup,
+    Keys,
+    LibraryBackend,
+    aligned,
+    check_keys_dtype,
+    check_sixteen_bits,
+    filled,
+    is_writable,
+    kv_pages,
+    not_in_pool,
+)
+from attnmux.intel.packed_requests import PackedRequests
+
+if TYPE_CHECKING:
+    from attnmux.core import AttentionCall, BackendContext, ForwardBatch, LayerSpec
+
+K = TypeVar("K")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class PagedLayer:
+    """A layer's arguments that no step changes."""
+
+    arguments: dict[str, Any]
+    """Of the kernel, by its names."""
+    group: KeyGroup | None = None
+    """None for a layer that the pool does not store."""
+    kv: tuple[torch.Tensor, torch.Tensor] | None = None
+    """[pages, page, Hkv, D], the pool's memory."""
+
+
+@dataclass(kw_only=True, slots=True, eq=False)
+class PackedStep(DecodeStep):
+    """A step of any phase."""
+
+    requests: PackedRequests | None = None
+    """Set by `plan_step`."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Operands:
+    """The tensors of one call, as both libraries take them."""
+
+    q: torch.Tensor
+    """[T, Hq, D]."""
+    out: torch.Tensor
+    """[T, Hq, D]."""
+    k: torch.Tensor
+    """[pages, page, Hkv, D], as V."""
+    v: torch.Tensor
+    keys: Keys
+    """Of the requests with new tokens."""
+    bounds: torch.Tensor
+    """[B + 1] int32: where the queries of each begin."""
+
+
+class PackedPagesBackend(LibraryBackend[K, PagedLayer, PackedStep, None]):
+    """MHA and GQA, prefill and decode."""
+
+    def __init__(self, context: BackendContext, options: Mapping[str, object], kernels: K) -> None:
+        """Raises InvalidInput for layers and pools that the kernels do not serve."""
+        super().__init__(context, options, kernels)
+        groups = (layer.group for layer in self._layers.values() if layer.group is not None)
+        self._groups = tuple(dict.fromkeys(groups))
+
+    @abstractmethod
+    def check(self, layer: LayerSpec) -> None:
+        """Raises InvalidInput for a layer or a pool that no kernel serves."""
+
+    @abstractmethod
+    def arguments(self, layer: LayerSpec) -> dict[str, Any]:
+        """Of the library's function, what no step changes."""
+
+    @abstractmethod
+    def launch(self, operands: Operands, layer: PagedLayer, step: PackedStep) -> None:
+        """Call the library, which writes to `operands.out`."""
+
+    def prepare_layer(self, layer: LayerSpec) -> PagedLayer:
+        self.check(layer)
+        check_sixteen_bits(self.context)
+        arguments = self.arguments(layer)
+        if layer.layer_id not in self.context.token_to_kv_pool.layer_ids:
+            return PagedLayer(arguments=arguments)
+        group = KeyGroup.of(layer, self.context)
+        kv = kv_pages(layer, self.context, group.page_size)
+        return PagedLayer(arguments=arguments, group=group, kv=kv)
+
+    def plan_step(self, batch: ForwardBatch, buffers: None) -> PackedStep:
+        step = PackedStep.of(batch, self.context, None)
+        step.requests = PackedRequests.of(batch, step.tables.queries_each)
+        return step
+
+    def fill_step(self, step: PackedStep, batch: ForwardBatch) -> None:
+        step.fill(batch, self._groups, self.context)
+
+    def make_buffers(self, max_bs: int, max_num_tokens: int) -> None:
+        raise GraphUnsupported("graphs of Intel's GPUs are not captured")
+
+    def attend(
+        self, call: AttentionCall, layer: PagedLayer, step: PackedStep, batch: ForwardBatch
+    ) -> torch.Tensor:
+        requests, pool = filled(step.requests), self.context.token_to_kv_pool
+        if call.lse is not None:
+            raise InvalidInput("lse", got="a tensor", expected="None: the kernels write none")
+        if call.q.dtype != pool.dtype:
+            raise InvalidInput("q", got=call.q.dtype, expected=f"{pool.dtype}, as the pool is")
+        count = requests.num_queries
+        if not count:
+            return call.empty_result()
+        keys, (k, v) = self._keys(call, layer, step, requests)
+        out = call.out
+        if out is None or not is_writable(out):
+            out = torch.empty_like(call.q, memory_format=torch.contiguous_format)
+        operands = Operands(
+            q=aligned(call.q[:count].contiguous()),
+            out=out[:count],
+            k=k,
+            v=v,
+            keys=keys,
+            bounds=requests.bounds(step.tables.query_bounds(out.device)),
+        )
+        self.launch(operands, layer, step)
+        if batch.forward_mode.is_decode():
+            step.replace_empty(out)
+        out[count:] = 0
+        return out
+
+    def _keys(
+        self, call: AttentionCall, layer: PagedLayer, step: PackedStep, requests: PackedRequests
+    ) -> tuple[Keys, tuple[torch.Tensor, ...]]:
+        if call.has_own_kv:
+            if call.k is None or call.v is None:
+                raise not_in_pool(call.layer)
+            check_keys_dtype(call.q, call.k, call.v)
+            page_size = self.context.token_to_kv_pool.page_size
+            return requests.own_pages(page_size, page_size, call.k, call.v)
+        if layer.group is None or layer.kv is None:
+            raise not_in_pool(call.layer)
+        return requests.keys(filled(step.keys)[layer.group]), layer.kv
