@@ -138,6 +138,6 @@ def build(session: nox.Session) -> None:
     shutil.rmtree(ROOT / "dist", ignore_errors=True)
     for folder, sources in (("dist", MEMBERS), ("dist/examples", EXAMPLES)):
         for source in sources:
-            session.run(
-                "python", "-m", "build", "--wheel", "--no-isolation", "--outdir", folder, source
-            )
+            build = ["python", "-m", "build", "--wheel", "--no-isolation", "--outdir", folder]
+            # attnmux-cpu compiles the kernels of `native` into its wheel.
+            session.run(*build, source, env={"HATCH_BUILD_HOOKS_ENABLE": "true"})

@@ -33,6 +33,7 @@ from attnmux.core.choosing.find.devices import pick_platform as pick_platform
 from attnmux.core.choosing.find.hooks import hookimpl as hookimpl
 from attnmux.core.choosing.find.plugins import Plugins as Plugins
 from attnmux.core.choosing.find.store import is_own as is_own
+from attnmux.core.choosing.machine.cpu import bare_cpu as bare_cpu
 from attnmux.core.choosing.machine.platform import Platform as Platform
 from attnmux.core.choosing.measured.launches import Job as Job
 from attnmux.core.choosing.measured.launches import Trial as Trial
@@ -48,6 +49,7 @@ from attnmux.core.choosing.offer.accuracy import ErrorBound as ErrorBound
 from attnmux.core.choosing.offer.card import LAST_RESORT as LAST_RESORT
 from attnmux.core.choosing.offer.card import TREE_MASKS as TREE_MASKS
 from attnmux.core.choosing.offer.card import BackendCard as BackendCard
+from attnmux.core.choosing.offer.card import Build as Build
 from attnmux.core.choosing.offer.card import Clause as Clause
 from attnmux.core.choosing.offer.card import Offer as Offer
 from attnmux.core.choosing.offer.card import Option as Option

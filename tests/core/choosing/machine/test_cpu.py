@@ -12,7 +12,7 @@ from attnmux.core.choosing.machine.cpu import probe_cpu
 SAPPHIRE_RAPIDS = """processor\t: 0
 vendor_id\t: GenuineIntel
 model name\t: Intel(R) Xeon(R) Platinum 8480C
-flags\t\t: fpu sse4_2 avx avx2 avx512f avx512dq avx512bw avx512vl avx512_bf16 avx512_vnni \
+flags\t\t: fpu sse4_2 avx f16c fma avx2 avx512f avx512dq avx512bw avx512vl avx512_bf16 avx512_vnni \
 amx_bf16 amx_tile amx_int8
 
 processor\t: 1
@@ -44,6 +44,7 @@ def probed(folder: Path, cpuinfo: str | None, limit: str | None = None):
             {"avx2", "avx512", "avx512_bf16", "avx512_vnni", "amx"},
         ),
         (SKYLAKE, "Intel(R) Xeon(R) Platinum 8480C", {"avx2", "avx512"}),
+        (SKYLAKE.replace(" fma", ""), "Intel(R) Xeon(R) Platinum 8480C", {"avx512"}),
         (GRAVITON, "", {"neon", "sve", "bf16"}),
         ("", "", set()),
     ],
@@ -80,7 +81,7 @@ def test_this_machine() -> None:
 
 def test_without_proc_another_library_is_asked(tmp_path, monkeypatch) -> None:
     library = ModuleType("cpuinfo")
-    library.get_cpu_info = lambda: {"flags": ["avx2"], "brand_raw": "A Chip"}
+    library.get_cpu_info = lambda: {"flags": ["avx2", "f16c", "fma"], "brand_raw": "A Chip"}
     monkeypatch.setitem(sys.modules, "cpuinfo", library)
     monkeypatch.setattr(module.sys, "platform", "darwin")
     found = probed(tmp_path, SAPPHIRE_RAPIDS)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from attnmux.core.choosing.find.devices import Detection, pick_platform, survey
 from attnmux.core.choosing.machine.platform import Platform
 from attnmux.core.choosing.machine.vendors import VENDORS
-from attnmux.core.choosing.offer.compiled import lacking_compiler
+from attnmux.core.choosing.offer.compiled import lacking_compiler, serving_builds
 from attnmux.core.cli.doctor_plugins import Diagnosed
 from attnmux.core.errors import AmbiguousPlatform, InvalidInput
 
@@ -49,7 +49,8 @@ def diagnose(plugins: Sequence[Diagnosed], wanted: str | None) -> Diagnosis:
         problems.append(str(error))
     else:
         problems += _without_backend(plugins, picked)
-        notes += lacking_compiler((card for plugin in plugins for card in plugin.cards), picked)
+        cards = [card for plugin in plugins for card in plugin.cards]
+        notes += [*serving_builds(cards, picked), *lacking_compiler(cards, picked)]
     return Diagnosis(
         detection=detection,
         plugins=tuple(plugins),

@@ -58,6 +58,7 @@ def _described(offer: Offer, reasons: list[Reason]) -> dict[str, Any]:
         "version": offer.version,
         "requires": [list(alternatives) for alternatives in card.requirements()],
         "options": [_option(option) for option in card.options],
+        "builds": [asdict(build) for build in card.builds],
         "clauses": [_conditions(clause) for clause in card.clauses],
         "sources": dict(card.sources),
         "priors": [

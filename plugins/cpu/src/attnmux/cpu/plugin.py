@@ -11,10 +11,12 @@ from attnmux.core import (
     NONE,
     TREE_MASKS,
     BackendCard,
+    Build,
     Clause,
     Condition,
     Prior,
     Verified,
+    bare_cpu,
     between,
     hookimpl,
     includes,
@@ -23,6 +25,7 @@ from attnmux.core import (
     versions,
     when,
 )
+from attnmux.cpu.levels import levels_of, shipped
 
 _UNSCALED = ("bfloat16", "float16", "float32")
 DTYPES = one_of(*_UNSCALED)
@@ -154,14 +157,16 @@ TORCH_NATIVE = BackendCard(
 )
 
 
-_COMPILED: dict[str, Condition] = {
-    "vendor": one_of("cpu"),
-    "features": includes("cxx_compiler"),
-}
+_ARCH = bare_cpu().arch
+_WAYS: list[dict[str, Condition]] = [
+    {"vendor": one_of("cpu"), "features": includes("cxx_compiler")},
+    *([{"vendor": one_of("cpu"), "arch": one_of(_ARCH)}] if shipped(_ARCH) else ()),
+]
+"""The kernels are compiled when the backend is first made, or came with the wheel."""
 
 NATIVE = BackendCard(
     name="native",
-    summary="C++ that is compiled for this CPU: rows are read where they lie, in any page size",
+    summary="C++ for the CPU's own level: rows are read where they lie, in any page size",
     factory="attnmux.cpu.native:NativeBackend",
     tree_masks=TREE_MASKS,
     requires=("torch>=2.11",),
@@ -182,11 +187,20 @@ NATIVE = BackendCard(
         ),
     ),
     sources={
-        "features": "the kernels are compiled when the backend is first made, and kept",
+        "features": "the kernels are compiled when the backend is first made, and kept, where they "
+        "did not come with the wheel",
         "dtype": "values are widened to float32, where the CPU has no products of bfloat16",
         "kv_dtype": "as dtype",
     },
-    clauses=(_plain("mha", **_COMPILED), _plain("mla", **_LATENT, **_COMPILED)),
+    builds=tuple(
+        Build(name=level.name, features=level.features)
+        for level in shipped(_ARCH) or levels_of(_ARCH)
+    ),
+    clauses=tuple(
+        clause
+        for way in _WAYS
+        for clause in (_plain("mha", **way), _plain("mla", **_LATENT, **way))
+    ),
     priors=(
         Prior(
             rank=45,

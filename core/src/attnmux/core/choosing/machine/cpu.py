@@ -11,7 +11,7 @@ from attnmux.core.choosing.machine.platform import Platform
 from attnmux.core.choosing.machine.vendors import VENDORS
 
 FEATURES = {
-    "avx2": ("avx2",),
+    "avx2": ("avx2", "fma", "f16c"),
     "avx512": ("avx512f", "avx512bw", "avx512vl"),
     "avx512_bf16": ("avx512_bf16",),
     "avx512_vnni": ("avx512_vnni",),

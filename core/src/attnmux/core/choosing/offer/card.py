@@ -239,6 +239,21 @@ class Option:
             raise refusal(f"option {self.name!r}, default", self.default, "one of its choices")
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Build:
+    """A backend's kernels as they were built for devices with some features.
+
+    Raises InvalidInput for fields of other types.
+    """
+
+    name: str
+    features: tuple[str, ...] = ()
+    """Of `Platform.features`, all needed."""
+
+    def __post_init__(self) -> None:
+        check_fields("build", self, {"name": TEXT, "features": tuple_of(str)})
+
+
 def _is_reference(value: object) -> bool:
     return value is None or (isinstance(value, str) and value.count(":") == 1)
 
@@ -253,6 +268,7 @@ CHECKS: Mapping[str, Check] = {
     "requires": tuple_of(str, tuple),
     "options": tuple_of(Option),
     "priors": tuple_of(Prior),
+    "builds": tuple_of(Build),
     "companions": tuple_of(str),
     "excludes": tuple_of(str),
     "error_bounds": tuple_of(ErrorBound),
@@ -299,6 +315,8 @@ class BackendCard:
     options: tuple[Option, ...] = ()
     priors: tuple[Prior, ...] = ()
     """The first whose conditions hold counts."""
+    builds: tuple[Build, ...] = ()
+    """The best first: the first whose features the device has serves. Empty: there is but one."""
     companions: tuple[str, ...] = ()
     """Backends for the phases that this one does not serve, where a user names only this one."""
     excludes: tuple[str, ...] = ()

@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 from attnmux.core.choosing.common.facts import defaults, unchecked
 from attnmux.core.choosing.common.frozen import FrozenMapping
 from attnmux.core.choosing.offer.accuracy import ErrorBound
-from attnmux.core.choosing.offer.card import ALWAYS, BackendCard, Clause, Option, Prior
+from attnmux.core.choosing.offer.card import ALWAYS, BackendCard, Build, Clause, Option, Prior
 from attnmux.core.choosing.offer.conditions import (
     ANY,
     NONE,
@@ -52,6 +52,7 @@ def to_data(cards: Sequence[BackendCard]) -> dict[str, Any]:
             "clauses": [clause(each) for each in card.clauses],
             "priors": [prior(each) for each in card.priors],
             "options": [{**_changed(o), "type": o.type.__name__} for o in card.options],
+            "builds": [_changed(each) for each in card.builds],
             "verified_on": [_changed(each) for each in card.verified_on],
             "error_bounds": [
                 {**_changed(each), "kv_dtype": number(each.kv_dtype)} for each in card.error_bounds
@@ -118,6 +119,7 @@ def from_data(data: Mapping[str, Any], *, checked: bool) -> tuple[BackendCard, .
             "clauses": tuple(map(clause, row["clauses"])),
             "priors": tuple(map(prior, row["priors"])),
             "options": tuple(made(Option, each) for each in options),
+            "builds": tuple(made(Build, _tupled(each)) for each in row["builds"]),
             "verified_on": tuple(made(Verified, _tupled(each)) for each in row["verified_on"]),
             "error_bounds": tuple(
                 made(ErrorBound, {**each, "kv_dtype": conditions[each["kv_dtype"]]})

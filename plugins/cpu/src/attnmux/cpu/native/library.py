@@ -1,4 +1,4 @@
-"""Compiles `attend.cpp` and its headers for this CPU, keeps the result, and loads it."""
+"""Loads the kernels for this CPU: those of the wheel, or `attend.cpp` compiled here and kept."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import ctypes
 import hashlib
 import json
 import logging
-import shutil
 import subprocess
 import sys
 import tempfile
@@ -18,16 +17,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from attnmux.core import BackendFailed, Settings, is_own, replacing
+from attnmux.cpu.levels import COMPILERS, FOLDER, SECONDS, SOURCE, Level, find_compiler, serving
 
 if TYPE_CHECKING:
     from attnmux.core import Platform
 
 LOG = logging.getLogger(__name__)
-SOURCE = Path(__file__).with_name("attend.cpp")
-COMPILERS = ("c++", "g++", "clang++")
-FLAGS = ("-std=c++17", "-O3", "-ffp-contract=fast", "-fno-math-errno", "-fPIC", "-shared")
-SECONDS = 300.0
-"""For the compiler, which takes about 15."""
 ADDRESS = "cpu/native"
 HINT = "install g++ 12 or later, or clang++, or take torch_native"
 
@@ -56,15 +51,22 @@ Attend = Callable[[Call], None]
 
 @lru_cache(maxsize=4)
 def load(platform: Platform) -> Attend:
-    """The compiled function, which runs on torch's threads.
+    """The kernels' function, which runs on torch's threads.
 
-    platform: the CPU that it is compiled for. Raises BackendFailed where there is no compiler, or
-    where what it made cannot be loaded.
+    platform: the CPU that they are for. Raises BackendFailed where they did not come with the wheel
+    and there is no compiler, or where what it made cannot be loaded.
     """
+    level = serving(platform.arch, platform.features)
     try:
-        # A loaded library outlives its file.
-        with tempfile.TemporaryDirectory(prefix="attnmux-", ignore_cleanup_errors=True) as scratch:
-            library = ctypes.CDLL(str(_compiled(platform, Path(scratch))))
+        library = ctypes.CDLL(str(FOLDER / level.file_name))
+    except OSError:
+        library = None
+    return bound(library or _compiled_library(level))
+
+
+def bound(library: ctypes.CDLL) -> Attend:
+    """The function of a library of any level. Raises BackendFailed where torch lacks its part."""
+    try:
         torch_library = ctypes.CDLL(str(_torch_library()))
         parallel_for = ctypes.cast(torch_library.torch_parallel_for, ctypes.c_void_p)
     except (OSError, AttributeError) as error:
@@ -85,27 +87,34 @@ def _torch_library() -> Path:
     return Path(torch.__file__).parent / "lib" / f"libtorch_cpu.{ending}"
 
 
-def _compiled(platform: Platform, scratch: Path) -> Path:
-    """The shared library for this source, compiler and CPU, compiled unless it is there.
+def _compiled_library(level: Level) -> ctypes.CDLL:
+    try:
+        # A loaded library outlives its file.
+        with tempfile.TemporaryDirectory(prefix="attnmux-", ignore_cleanup_errors=True) as scratch:
+            return ctypes.CDLL(str(_compiled(level, Path(scratch))))
+    except OSError as error:
+        raise BackendFailed(ADDRESS, str(error), hint=HINT) from error
+
+
+def _compiled(level: Level, scratch: Path) -> Path:
+    """The shared library for this source, compiler and level, compiled unless it is there.
 
     It lies in the cache folder, or in `scratch` where that cannot be written.
     """
-    compiler = next(filter(None, map(shutil.which, COMPILERS)), None)
+    compiler = find_compiler()
     if compiler is None:
         raise BackendFailed(ADDRESS, f"none of {', '.join(COMPILERS)} is on PATH", hint=HINT)
-    target = "-mcpu=native" if platform.arch == "aarch64" else "-march=native"
-    command = [compiler, *FLAGS, target, str(SOURCE)]
-    sources = [file.read_text() for file in (SOURCE, *sorted(SOURCE.parent.glob("*.h")))]
-    parts = [*sources, command, platform.to_dict()]
-    name = hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()
+    made = scratch / level.file_name
+    sources = [file.read_text() for file in (SOURCE, *sorted(FOLDER.glob("*.h")))]
+    parts = json.dumps([*sources, level.command(compiler, Path(level.file_name))])
     folder = Settings.load().cache_folder()
-    path = None if folder is None else folder / f"native-{name[:16]}.so"
+    digest = hashlib.sha256(parts.encode()).hexdigest()[:16]
+    path = None if folder is None else folder / f"native-{level.name}-{digest}.so"
     if path is not None and path.is_file() and is_own(path):
         return path
     kept = "once" if path is not None else "at each start, as no folder is there to keep them"
-    LOG.warning("compiling the kernels of native for this CPU, %s: about 15 seconds", kept)
-    made = scratch / "native.so"
-    _run([*command, "-o", str(made)])
+    LOG.warning("compiling the kernels of native for %s, %s: about 15 s", level.name, kept)
+    _run(level.command(compiler, made))
     if path is None:
         return made
     try:
