@@ -40,6 +40,7 @@ SAMPLE = (
     "Olmo2Config",
     "PersimmonConfig",
     "Phi3Config",
+    "RecurrentGemmaConfig",
     "RobertaConfig",
     "PLBartForConditionalGeneration",
     "Pop2PianoForConditionalGeneration",
@@ -48,6 +49,8 @@ SAMPLE = (
     "Speech2TextForConditionalGeneration",
     "StableLmConfig",
     "ZambaConfig",
+    "ZayaConfig",
+    "xLSTMConfig",
 )
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # transformers' models warn of themselves

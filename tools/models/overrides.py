@@ -93,5 +93,5 @@ OVERRIDES: Mapping[str, Mapping[str, object]] = {
     "XmodConfig": {"default_language": "en_XX"},
     "Zamba2Config": SHARED_ATTENTION,
     "ZambaConfig": SHARED_ATTENTION,
-    "ZayaConfig": {"num_experts_per_tok": 1},
+    "ZayaConfig": {"num_experts_per_tok": 1, "attention_bias": True, "cca_time1": 3},
 }
