@@ -172,6 +172,22 @@ HYBRIDS: dict[str, Callable[[], PreTrainedConfig]] = {
         chunk_size=16,
     ),
     "falcon-mamba": lambda: transformers.FalconMambaConfig(**STATES, state_size=16),
+    "recurrent-gemma": lambda: transformers.RecurrentGemmaConfig(
+        **MIXED, head_dim=16, attention_window_size=5, block_types=["recurrent", "attention"]
+    ),
+    "zaya": lambda: transformers.ZayaConfig(
+        **MIXED,
+        head_dim=8,
+        num_experts=4,
+        moe_intermediate_size=16,
+        router_hidden_size=16,
+        sliding_window=5,
+        layer_types=["hybrid", "hybrid_sliding"] * 2,
+        cca_time1=3,
+    ),
+    "xlstm": lambda: transformers.xLSTMConfig(
+        **STATES, num_heads=2, qk_dim_factor=0.5, chunk_size=16
+    ),
 }
 """Models with layers that have no softmax attention."""
 

@@ -36,10 +36,12 @@ SAMPLE = (
     "ModernBertDecoderConfig",
     "MoonshineForConditionalGeneration",
     "NanoChatConfig",
+    "NllbMoeForConditionalGeneration",
     "OPTConfig",
     "Olmo2Config",
     "PersimmonConfig",
     "Phi3Config",
+    "RecurrentGemmaConfig",
     "RobertaConfig",
     "PLBartForConditionalGeneration",
     "Pop2PianoForConditionalGeneration",
@@ -47,7 +49,10 @@ SAMPLE = (
     "SmolLM3Config",
     "Speech2TextForConditionalGeneration",
     "StableLmConfig",
+    "T5Gemma2ForConditionalGeneration",
     "ZambaConfig",
+    "ZayaConfig",
+    "xLSTMConfig",
 )
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # transformers' models warn of themselves

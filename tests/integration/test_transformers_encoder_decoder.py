@@ -68,6 +68,21 @@ GEMMA = {
     "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
     "attn_logit_softcapping": 2.0,
 }
+TOWER = {
+    "hidden_size": 16,
+    "intermediate_size": 16,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "patch_size": 8,
+}
+NLLB_MOE = {
+    **TEXT,
+    "num_experts": 4,
+    "encoder_sparse_step": 2,
+    "decoder_sparse_step": 2,
+    "encoder_layerdrop": 0.0,
+    "decoder_layerdrop": 0.0,
+}
 CONFIGS |= {
     "m2m_100": lambda: transformers.M2M100Config(**TEXT, encoder_layerdrop=0.0),
     "t5gemma": lambda: transformers.T5GemmaConfig(
@@ -78,6 +93,15 @@ CONFIGS |= {
         eos_token_id=2,
         bos_token_id=0,
     ),
+    "t5gemma2": lambda: transformers.T5Gemma2Config(
+        encoder={"text_config": GEMMA, "vision_config": {**TOWER, "image_size": 16}},
+        decoder=GEMMA,
+        pad_token_id=1,
+        eos_token_id=2,
+        bos_token_id=0,
+        image_token_index=90,
+    ),
+    "nllb_moe": lambda: transformers.NllbMoeConfig(**NLLB_MOE),
     "t5": lambda: transformers.T5Config(**T5),
     "mt5": lambda: transformers.MT5Config(**T5, feed_forward_proj="gated-gelu"),
     "umt5": lambda: transformers.UMT5Config(**T5),
@@ -154,7 +178,12 @@ def states_of(runner, inputs, ids, lens):
 @pytest.mark.parametrize("page_size", [1, 16])
 @pytest.mark.parametrize(
     ("name", "backend"),
-    [*((name, "torch_native") for name in CONFIGS), ("whisper", "fake"), ("t5", "fake")],
+    [
+        *((name, "torch_native") for name in CONFIGS),
+        ("whisper", "fake"),
+        ("t5", "fake"),
+        ("t5gemma2", "fake"),
+    ],
 )
 def test_chunks_and_decode_give_the_models_own_logits(made, run_on, name, page_size, backend):
     """In the second extend one request goes on, one comes with its encoder, one is through."""
@@ -244,7 +273,7 @@ def generated(engine, requests):
 
 
 @pytest.mark.parametrize("page_size", [1, 16])
-@pytest.mark.parametrize("name", ["whisper", "bart", "t5", "umt5"])
+@pytest.mark.parametrize("name", ["whisper", "bart", "t5", "umt5", "t5gemma2"])
 def test_the_engine_gives_each_request_what_it_gets_alone(
     made, run_on, monkeypatch, name, page_size
 ):
@@ -405,6 +434,10 @@ REFUSED = {
         lambda: transformers.SwitchTransformersConfig(
             vocab_size=97, d_model=32, d_kv=8, d_ff=48, num_layers=2, num_heads=4
         ),
+        "drops tokens beyond the capacity of an expert",
+    ),
+    "nllb_moe": (
+        lambda: transformers.NllbMoeConfig(**NLLB_MOE, moe_eval_capacity_token_fraction=0.5),
         "drops tokens beyond the capacity of an expert",
     ),
     "fsmt": (

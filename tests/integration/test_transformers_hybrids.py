@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import copy
+import json
+import shutil
+from pathlib import Path
 
 import pytest
 import torch
@@ -41,6 +44,9 @@ KINDS = {
     "zamba": {"mamba1": 5},
     "mamba2": {"mamba2": 3},
     "falcon-mamba": {"mamba1": 3},
+    "recurrent-gemma": {"mamba1": 2},
+    "zaya": {"conv": 4},
+    "xlstm": {"mamba2": 3},
 }
 PROMPT_LENS = (13, 1, 33)
 NUM_DECODED = 5
@@ -135,7 +141,8 @@ def tokens(engine, prompts, num):
 
 
 @pytest.mark.parametrize(
-    "architecture", ["qwen3-next", "kimi-linear", "falcon-h1", "lfm2", "minimax", "mamba2"]
+    "architecture",
+    ["qwen3-next", "kimi-linear", "falcon-h1", "lfm2", "minimax", "mamba2", "zaya"],
 )
 def test_text_of_continuous_batches(tiny, run_hybrid, architecture, monkeypatch) -> None:
     """Requests come and go, prompts run in chunks, and memory runs out."""
@@ -153,7 +160,8 @@ def test_text_of_continuous_batches(tiny, run_hybrid, architecture, monkeypatch)
 
 
 @pytest.mark.parametrize(
-    "architecture", ["qwen3-next", "falcon-h1", "jamba", "lfm2", "minimax", "mamba2"]
+    "architecture",
+    ["qwen3-next", "falcon-h1", "jamba", "lfm2", "minimax", "mamba2", "recurrent-gemma"],
 )
 def test_text_of_steps_replayed_from_graphs(tiny, architecture) -> None:
     model, folder = tiny(architecture)
@@ -168,6 +176,18 @@ def test_text_of_steps_replayed_from_graphs(tiny, architecture) -> None:
     theirs = alone(model, prompts, 3 + len(prompts))
     assert ours == [one[: len(other)] for one, other in zip(theirs, ours, strict=True)]
     assert [len(one) for one in ours] == [3 + n for n in range(len(prompts))]
+
+
+def test_a_row_that_the_model_would_cut_runs_whole(tiny, run_hybrid, sequences, tmp_path) -> None:
+    """xLSTM cuts long rows, and would call each layer once for each part of a step."""
+    model, folder = tiny("xlstm")
+    copied = Path(shutil.copytree(folder, tmp_path / "cut"))
+    values = json.loads((copied / "config.json").read_text())
+    (copied / "config.json").write_text(json.dumps({**values, "max_inference_chunksize": 4}))
+    runner = run_hybrid(copied)
+    states = [SequenceState(token_ids=ids) for ids in sequences]
+    theirs = torch.stack([logits[-1] for logits in eager_logits(model, sequences)])
+    assert_same(runner.extend(states), theirs)
 
 
 def test_states_are_counted_into_the_memory(tiny, run_hybrid) -> None:

@@ -82,6 +82,7 @@ OVERRIDES: Mapping[str, Mapping[str, object]] = {
         "index_head_dim": 16,
         "index_n_heads": 2,
     },
+    "NllbMoeConfig": {"encoder_sparse_step": 2, "decoder_sparse_step": 2},
     "Qwen4ExpTextConfig": {
         "indexer_n_heads": 2,
         "indexer_kv_heads": 1,
@@ -93,5 +94,5 @@ OVERRIDES: Mapping[str, Mapping[str, object]] = {
     "XmodConfig": {"default_language": "en_XX"},
     "Zamba2Config": SHARED_ATTENTION,
     "ZambaConfig": SHARED_ATTENTION,
-    "ZayaConfig": {"num_experts_per_tok": 1},
+    "ZayaConfig": {"num_experts_per_tok": 1, "attention_bias": True, "cca_time1": 3},
 }

@@ -69,7 +69,8 @@ def _write(architecture: Architecture, config: PreTrainedConfig, folder: Path) -
 
 
 def randomise(model: PreTrainedModel) -> None:
-    """Weights far from zero, so that attention is far from uniform; sinks that matter."""
+    """Weights far from zero, so that attention is far from uniform; sinks and biases that
+    matter."""
     # T5's kind does not scale its scores: larger ones would magnify float32's rounding
     scale = 0.2 if hasattr(model.config, "relative_attention_num_buckets") else 0.3
     with torch.no_grad():
@@ -78,6 +79,8 @@ def randomise(model: PreTrainedModel) -> None:
                 parameter.normal_(0, scale)
             elif "sink" in name:
                 parameter.normal_(0, 1)
+            else:
+                parameter.add_(torch.randn_like(parameter), alpha=0.1)
 
 
 def prompts_of(seed: int, vocabulary: int) -> list[list[int]]:

@@ -231,8 +231,9 @@ HYBRIDS = {
             "num_hidden_layers": 26,
             "attention_window_size": 2048,
         },
-        {"recurrent": 18},
+        {"mamba1": 18},
     ),
+    "zaya": ({"model_type": "zaya", "layer_types": ["hybrid", "hybrid"]}, {"conv": 2}),
     "both": ({"layer_types": ["conv", "mamba", "full_attention", "moe"]}, {"conv": 1, "mamba": 1}),
     "dense": ({"layer_types": ["full_attention", "mlp"]}, {}),
 }

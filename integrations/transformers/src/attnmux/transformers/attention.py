@@ -251,7 +251,7 @@ def attention_forward(
 
 def refuse_mask(call: ModelCall) -> None:
     """Raise InvalidInput for a call that brings a mask."""
-    if call.mask is not None and call.mask is not UNMASKED:
+    if call.mask is not None and call.mask.numel():
         raise InvalidInput(
             "attention_mask",
             got=_shown(call.mask),

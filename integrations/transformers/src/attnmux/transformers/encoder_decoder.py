@@ -40,6 +40,7 @@ class EncoderOutput(BaseModelOutput):
     """An encoder's states, with what some decoders read besides them: nothing is padded."""
 
     attention_mask: torch.Tensor | None = None
+    router_logits: None = None
 
 
 class PackedDecoder(torch.nn.Module):
@@ -137,9 +138,13 @@ class PackedDecoder(torch.nn.Module):
 
 @dataclass(kw_only=True, slots=True)
 class DecoderRecorder(Recorder):
-    """Numbers the decoder's attention modules in the order in which they run."""
+    """Numbers the decoder's attention modules in the order in which they run.
+
+    A module that attends to its own tokens and the encoder's in one call has two layers.
+    """
 
     modules: dict[torch.nn.Module, int] = field(default_factory=dict)
+    """The first layer of each module."""
 
     def attention(
         self,
@@ -151,9 +156,13 @@ class DecoderRecorder(Recorder):
         **kwargs: object,
     ) -> tuple[torch.Tensor, None]:
         kwargs.pop("is_causal", None)
-        layer_id = self.modules.setdefault(module, len(self.modules))
+        layer_id = self.modules.setdefault(module, len(self.calls))
         call = read_arguments(query, key, value, attention_mask, layer_id=layer_id, **kwargs)
-        self.calls.append(call)
+        if call.k.shape[0] == call.q.shape[0] + STAND_IN:
+            call, cross = _parted(call)
+            self.calls += [call, cross]
+        else:
+            self.calls.append(call)
         # All keys are equal: each query yields their common V. For self-attention see `Recorder`
         v = call.v[:1].expand(call.q.shape[0], -1, -1) if is_cross(call) else call.v
         group = call.q.shape[1] // v.shape[1]
@@ -161,6 +170,16 @@ class DecoderRecorder(Recorder):
 
     def of_tokens(self, call: ModelCall) -> tuple[torch.Tensor, ...]:
         return (call.q,) if is_cross(call) else (call.q, call.k)
+
+
+def _parted(call: ModelCall) -> tuple[ModelCall, ModelCall]:
+    """A call over the decoder's tokens and then the encoder's, as two. Its mask is two masks."""
+    own = slice(0, call.q.shape[0])
+    theirs = slice(own.stop, None)
+    masks = (None, None) if call.mask is None else call.mask.chunk(2, dim=-1)
+    first = replace(call, k=call.k[own], v=call.v[own], mask=masks[0])
+    k, v = call.k[theirs], call.v[theirs]
+    return first, replace(call, layer_id=call.layer_id + 1, k=k, v=v, mask=masks[-1])
 
 
 def is_cross(call: ModelCall) -> bool:
@@ -189,7 +208,8 @@ def record_decoder(decoder: PackedDecoder, *, max_context_len: int) -> tuple[Lay
     logits, recorder = probe.run([probe.token], [0])
     assert isinstance(recorder, DecoderRecorder)
     num_cross = sum(map(is_cross, recorder.calls))
-    if not num_cross or not len(recorder.modules) == len(recorder.calls) == 2 * num_cross:
+    numbers = [call.layer_id for call in recorder.calls]
+    if not num_cross or len(numbers) != 2 * num_cross or len(set(numbers)) < len(numbers):
         raise InvalidInput(
             probe.name,
             got=f"{len(recorder.calls)} attention calls of {len(recorder.modules)} modules, "

@@ -4,14 +4,24 @@ from __future__ import annotations
 
 import pkgutil
 from collections.abc import Mapping
-from typing import Any
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
 
 import torch
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-from attnmux.core import current_forward_context, has_forward_context
-from attnmux.transformers.attention import check_recorded, read_arguments, refuse_mask
+from attnmux.core import current_forward_context, has_forward_context, merge_into
+from attnmux.transformers.attention import (
+    UNMASKED,
+    ModelCall,
+    check_recorded,
+    read_arguments,
+    refuse_mask,
+)
+
+if TYPE_CHECKING:
+    from attnmux.core import LayerSpec
 
 ENCODER_DECODER = "attnmux_encoder_decoder"
 """The attention implementation of these models' layers."""
@@ -22,7 +32,10 @@ cross-attention."""
 
 
 def number_layers(modules: Mapping[torch.nn.Module, int]) -> None:
-    """Number the decoder's attention modules; `decoder_forward` reads a module's layer there."""
+    """Number the decoder's attention modules; `decoder_forward` reads a module's layer there.
+
+    A module with two layers has the number of its first, its self-attention.
+    """
     for module, layer_id in modules.items():
         setattr(module, LAYER_ID, layer_id)
 
@@ -49,12 +62,36 @@ def decoder_forward(
     step = current_forward_context()
     layer = step.backend.context.layer(layer_id)
     check_recorded(call, layer)
-    loc = step.batch.encoder_out_cache_loc
-    if layer.is_cross_attention and (loc is None or not loc.shape[0]):
-        out = step.backend.forward(call.q, None, None, layer, step.batch)
+    if layer.is_cross_attention:
+        out = _attend_to_encoder(call, layer)
+    elif call.k.shape[0] > call.q.shape[0]:
+        out = _attend_to_both(call, layer)
     else:
         out = step.backend.forward(call.q, call.k, call.v, layer, step.batch)
     return out.unsqueeze(0), None
+
+
+def _attend_to_encoder(
+    call: ModelCall, layer: LayerSpec, lse: torch.Tensor | None = None
+) -> torch.Tensor:
+    """The keys of the call are those of new encoder states, or stand in for none."""
+    step = current_forward_context()
+    loc = step.batch.encoder_out_cache_loc
+    k, v = (None, None) if loc is None or not loc.shape[0] else (call.k, call.v)
+    return step.backend.forward(call.q, k, v, layer, step.batch, lse=lse)
+
+
+def _attend_to_both(call: ModelCall, own: LayerSpec) -> torch.Tensor:
+    """The keys of the call are those of the decoder's tokens, then the encoder's."""
+    step = current_forward_context()
+    num = call.q.shape[0]
+    lse, theirs = (call.q.new_empty(call.q.shape[:2], dtype=torch.float32) for _ in range(2))
+    first = step.backend.forward(call.q, call.k[:num], call.v[:num], own, step.batch, lse=lse)
+    out = first.float()
+    cross = step.backend.context.layer(own.layer_id + 1)
+    rest = replace(call, k=call.k[num:], v=call.v[num:])
+    merge_into(out, lse, _attend_to_encoder(rest, cross, theirs), theirs)
+    return out.to(first.dtype)
 
 
 def _encoder_forward(
@@ -78,9 +115,10 @@ def _encoder_forward(
 
 def _mask(**kwargs: Any) -> torch.Tensor | None:  # noqa: ANN401  # of transformers' mask functions
     """An encoder's, with its windows. A step has none, not even those that some decoders ask
-    for."""
+    for: `UNMASKED` stands for one that a decoder joins to another."""
     if has_forward_context():
-        return None
+        may_skip = kwargs.get("allow_is_causal_skip") or kwargs.get("allow_is_bidirectional_skip")
+        return None if may_skip else UNMASKED
     masks = AttentionMaskInterface()  # type: ignore[no-untyped-call]  # transformers' own
     found: torch.Tensor | None = masks["sdpa"](**kwargs)
     return found

@@ -118,13 +118,19 @@ def check_servable(model_class: type[PreTrainedModel], config: PreTrainedConfig)
 def check_capacities(model: torch.nn.Module) -> None:
     """Refuse experts that drop the tokens of a row beyond so many (Switch Transformers): in a row
     of many requests, one request's tokens would drop another's. Raises InvalidInput."""
-    limited = [name for name, each in model.named_modules() if "expert_capacity" in vars(each)]
+    limited = [name for name, each in model.named_modules() if _drops_tokens(each)]
     if limited:
         raise InvalidInput(
             type(model).__name__,
             got=f"{limited[0]}, which drops tokens beyond the capacity of an expert",
             expected="experts that take every token that is routed to them",
         )
+
+
+def _drops_tokens(module: torch.nn.Module) -> bool:
+    """NLLB-MoE's experts take as large a share of a row's tokens as its config says."""
+    share = getattr(module, "moe_eval_capacity_token_fraction", 0.0)
+    return "expert_capacity" in vars(module) and not share >= 1
 
 
 def check_independence(probe: Probe, logits: torch.Tensor, calls: list[ModelCall]) -> None:

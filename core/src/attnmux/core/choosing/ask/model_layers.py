@@ -17,10 +17,10 @@ INDEXED = frozenset({"indexed_attention", "deepseek_sparse_attention"})
 UNRESTRICTED = frozenset({"full_attention", "attention", "hybrid"})
 ATTENTION = WINDOWED | CHUNKED | INDEXED | UNRESTRICTED
 
-UNNAMED = frozenset({"linear_attention", "mamba"})
+UNNAMED = frozenset({"linear_attention", "mamba", "recurrent"})
 """Words for recurrent layers whose kind the model type tells."""
 
-LINEAR = UNNAMED | {"recurrent", *LINEAR_KINDS}
+LINEAR = UNNAMED.union(LINEAR_KINDS)
 """Types of layers that mix tokens without softmax attention."""
 
 KIND_OF: Mapping[str, str] = {
@@ -29,11 +29,12 @@ KIND_OF: Mapping[str, str] = {
     **dict.fromkeys(("kimi_linear", "glm5_next", "glm5_next_text", "bailing_hybrid"), "kda"),
     **dict.fromkeys(("minimax", "minimax_text_01"), "lightning"),
     **dict.fromkeys(("bamba", "falcon_h1", "nemotron_h", "granitemoehybrid"), "mamba2"),
-    **dict.fromkeys(("zamba2", "mamba2"), "mamba2"),
-    **dict.fromkeys(("jamba", "zamba", "mamba", "falcon_mamba"), "mamba1"),
+    **dict.fromkeys(("zamba2", "mamba2", "xlstm"), "mamba2"),
+    **dict.fromkeys(("jamba", "zamba", "mamba", "falcon_mamba", "recurrent_gemma"), "mamba1"),
+    "zaya": "conv",
 }
-"""The kind of a model type's recurrent layers, which its config.json calls "linear_attention" or
-"mamba". Source: the functions that the models of transformers 5.23 call."""
+"""The kind of a model type's recurrent layers, which its config.json calls "linear_attention",
+"mamba" or "recurrent". Source: the functions that the models of transformers 5.23 call."""
 
 NO_MIXING = frozenset({"moe", "mlp"})
 
