@@ -218,6 +218,15 @@ TRITON_LINEAR = BackendCard(
         for dtype in ("bfloat16", "float16", "float32")
     ),
     priors=(Prior(rank=25, source="no other serves a GPU but torch_linear, a last resort"),),
+    verified_on=(
+        Verified(
+            on="NVIDIA H100 80GB HBM3",
+            platform="nvidia:sm90",
+            libraries=("torch 2.11.0", "triton 3.6.0"),
+            date="2026-11-26",
+            cases=239,
+        ),
+    ),
 )
 
 
