@@ -6,7 +6,8 @@ from attnmux.core.choosing.ask.policy import Policy
 from attnmux.core.choosing.ask.request import Request
 from attnmux.core.choosing.judge.checking import missing, standing
 from attnmux.core.choosing.machine.platform import Platform
-from attnmux.core.choosing.offer.card import BackendCard, Clause, Offer
+from attnmux.core.choosing.offer.card import BackendCard, Offer
+from attnmux.core.choosing.offer.clause import Clause
 from attnmux.core.choosing.offer.conditions import ANY
 from attnmux.core.choosing.offer.verified import Verified
 from attnmux.core.choosing.solver import solve

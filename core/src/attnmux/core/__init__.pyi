@@ -48,12 +48,12 @@ from attnmux.core.choosing.offer.accuracy import ErrorBound as ErrorBound
 from attnmux.core.choosing.offer.card import LAST_RESORT as LAST_RESORT
 from attnmux.core.choosing.offer.card import TREE_MASKS as TREE_MASKS
 from attnmux.core.choosing.offer.card import BackendCard as BackendCard
-from attnmux.core.choosing.offer.card import Clause as Clause
 from attnmux.core.choosing.offer.card import Offer as Offer
 from attnmux.core.choosing.offer.card import Option as Option
 from attnmux.core.choosing.offer.card import Prior as Prior
 from attnmux.core.choosing.offer.card import TreeMask as TreeMask
-from attnmux.core.choosing.offer.card import when as when
+from attnmux.core.choosing.offer.clause import Clause as Clause
+from attnmux.core.choosing.offer.clause import when as when
 from attnmux.core.choosing.offer.conditions import ANY as ANY
 from attnmux.core.choosing.offer.conditions import NONE as NONE
 from attnmux.core.choosing.offer.conditions import Condition as Condition

@@ -12,7 +12,7 @@ from attnmux.core.choosing.ask.request import Request
 from attnmux.core.choosing.common.facts import dataclass, field
 from attnmux.core.choosing.common.verdict import Reason
 from attnmux.core.choosing.machine.platform import Platform
-from attnmux.core.choosing.offer.card import Clause
+from attnmux.core.choosing.offer.clause import Clause
 from attnmux.core.choosing.offer.conditions import ANY, Condition, Value
 
 

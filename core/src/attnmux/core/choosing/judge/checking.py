@@ -11,14 +11,8 @@ from attnmux.core.choosing.common.verdict import Reason, Status, Verdict, withou
 from attnmux.core.choosing.judge.axes import Question, admits
 from attnmux.core.choosing.judge.shortcomings import shortcomings
 from attnmux.core.choosing.machine.platform import Platform
-from attnmux.core.choosing.offer.card import (
-    ALWAYS,
-    CONTRACTS,
-    DEFAULT_RANK,
-    BackendCard,
-    Offer,
-    Prior,
-)
+from attnmux.core.choosing.offer.card import CONTRACTS, DEFAULT_RANK, BackendCard, Offer, Prior
+from attnmux.core.choosing.offer.clause import ALWAYS
 from attnmux.core.choosing.offer.libraries import (
     Libraries,
     Requirement,
