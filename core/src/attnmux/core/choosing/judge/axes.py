@@ -255,8 +255,3 @@ def meets(clause: Clause, demands: Iterable[Demand]) -> bool:
         if condition is not ANY and not condition.admits(value):
             return False
     return True
-
-
-def admits(clause: Clause, question: Question) -> bool:
-    """Whether the clause serves the question."""
-    return meets(clause, question.demands)
