@@ -15,6 +15,7 @@ import pytest
 from attnmux.bench import Ceilings, measuring
 from attnmux.bench.cli import bench_run
 from attnmux.bench.cli.tune import try_launches
+from attnmux.bench.ranks import shared_trials, together_on
 from attnmux.bench.workload import Workload
 from attnmux.core import (
     AttnmuxError,
@@ -28,8 +29,6 @@ from attnmux.core import (
     Trial,
     TunedLaunch,
     shared_launches,
-    shared_trials,
-    together_on,
 )
 from attnmux.core.choosing.measured.measurement import read_measurements
 from attnmux.core.choosing.measured.records import Device

@@ -12,7 +12,8 @@ from attnmux.core.building import make_first
 from attnmux.core.choosing.ask.policy import Policy
 from attnmux.core.choosing.ask.request import Request
 from attnmux.core.choosing.machine.platform import Platform
-from attnmux.core.choosing.offer.card import BackendCard, Clause, Offer, Prior
+from attnmux.core.choosing.offer.card import BackendCard, Offer, Prior
+from attnmux.core.choosing.offer.clause import Clause
 from attnmux.core.choosing.offer.conditions import ANY
 from attnmux.core.choosing.solver import solve
 from attnmux.core.choosing.tell.decision import Decision

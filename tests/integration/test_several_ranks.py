@@ -22,7 +22,7 @@ from attnmux.core import (
     Request,
     TunedLaunch,
     load_plugins,
-    ranks_measuring,
+    ranks_alike,
 )
 from attnmux.core.choosing.machine.cpu import probe_cpu
 from attnmux.core.choosing.measured.records import Device
@@ -144,7 +144,7 @@ def other_library(group: RankGroup, folder: Path) -> str:
     patch = pytest.MonkeyPatch()
     if group.rank == 1:
         older = {"torch": ("2.0.0", "0123456789abcdef")}
-        patch.setattr(ranks_measuring, "installed", lambda names: older)
+        patch.setattr(ranks_alike, "installed", lambda names: older)
     with pytest.raises(RanksDiffer) as info:
         load_runner(
             checkpoint,

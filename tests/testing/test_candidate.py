@@ -19,8 +19,7 @@ from attnmux.core import (
     multiple_of,
     one_of,
 )
-from attnmux.core.choosing.find.examine import Entry
-from attnmux.core.choosing.find.plugins import Plugin
+from attnmux.core.choosing.find.examine import Entry, Plugin
 from attnmux.core.choosing.offer.libraries import Distribution, EntryPoint
 from attnmux.testing import (
     Candidate,

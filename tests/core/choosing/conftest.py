@@ -7,7 +7,8 @@ from collections.abc import Callable
 import pytest
 
 from attnmux.core.choosing.machine.platform import Platform
-from attnmux.core.choosing.offer.card import BackendCard, Clause, Offer, Prior
+from attnmux.core.choosing.offer.card import BackendCard, Offer, Prior
+from attnmux.core.choosing.offer.clause import Clause
 from attnmux.core.choosing.offer.conditions import ANY, Condition, one_of
 
 MakeClause = Callable[..., Clause]

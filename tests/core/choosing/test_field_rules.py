@@ -10,7 +10,8 @@ import pytest
 from attnmux.core.choosing.ask.policy import Policy
 from attnmux.core.choosing.ask.request import Request
 from attnmux.core.choosing.machine.platform import Platform
-from attnmux.core.choosing.offer.card import Prior, when
+from attnmux.core.choosing.offer.card import Prior
+from attnmux.core.choosing.offer.clause import when
 from attnmux.core.choosing.offer.conditions import (
     ANY,
     at_least,

@@ -10,7 +10,8 @@ from attnmux.core.choosing.ask.policy import Policy
 from attnmux.core.choosing.ask.request import Request
 from attnmux.core.choosing.judge import axes
 from attnmux.core.choosing.judge.checking import Rank
-from attnmux.core.choosing.offer.card import Option, Prior, when
+from attnmux.core.choosing.offer.card import Option, Prior
+from attnmux.core.choosing.offer.clause import when
 from attnmux.core.choosing.offer.conditions import ANY, anything_but, emulated, multiple_of, one_of
 from attnmux.core.choosing.solver import solve
 from attnmux.core.choosing.tell.decision import Decision

@@ -15,7 +15,8 @@ from attnmux.core.choosing.ask.values import DTYPES
 from attnmux.core.choosing.common.verdict import Verdict
 from attnmux.core.choosing.judge.checking import check
 from attnmux.core.choosing.machine.platform import Platform
-from attnmux.core.choosing.offer.card import ALWAYS, BackendCard, Clause, Offer, Prior, when
+from attnmux.core.choosing.offer.card import BackendCard, Offer, Prior
+from attnmux.core.choosing.offer.clause import ALWAYS, Clause, when
 from attnmux.core.choosing.offer.conditions import (
     ANY,
     NONE,

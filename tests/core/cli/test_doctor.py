@@ -20,7 +20,8 @@ from attnmux.core.choosing.find import devices as probe
 from attnmux.core.choosing.find.devices import survey
 from attnmux.core.choosing.find.examine import PluginFailure
 from attnmux.core.choosing.machine.platform import Platform
-from attnmux.core.choosing.offer.card import BackendCard, when
+from attnmux.core.choosing.offer.card import BackendCard
+from attnmux.core.choosing.offer.clause import when
 from attnmux.core.choosing.offer.conditions import includes, one_of
 from attnmux.core.cli import doctor_diagnosis, doctor_plugins
 from attnmux.core.cli.doctor_diagnosis import diagnose
@@ -256,7 +257,7 @@ def test_what_keeps_a_backend_from_running_here(ask, tmp_path, monkeypatch) -> N
         )
     ]
 """
-    head = "from attnmux.core.choosing.offer.card import when\n"
+    head = "from attnmux.core.choosing.offer.clause import when\n"
     head += "from attnmux.core.choosing.offer.conditions import ANY, one_of\n"
     head += "from attnmux.core.choosing.offer.verified import Verified\n"
     source = head + GOOD.partition("    return [BackendCard(")[0] + cards
@@ -291,7 +292,7 @@ def test_a_machine_on_which_no_backend_runs_is_a_problem(ask) -> None:
 
 
 def test_a_machine_for_which_no_plugin_brings_a_backend_is_a_problem(ask) -> None:
-    head = "from attnmux.core.choosing.offer.card import when\n"
+    head = "from attnmux.core.choosing.offer.clause import when\n"
     head += "from attnmux.core.choosing.offer.conditions import one_of\n"
     elsewhere = "clauses=(when(vendor=one_of('zeta')),)"
     result = ask(good=head + GOOD.replace("clauses=()", elsewhere).format(more=""))

@@ -14,7 +14,8 @@ from attnmux.core.choosing.find.examine import PluginFailure
 from attnmux.core.choosing.judge.axes import Question
 from attnmux.core.choosing.judge.shortcomings import is_served
 from attnmux.core.choosing.machine.platform import Platform
-from attnmux.core.choosing.offer.card import BackendCard, Clause, Offer
+from attnmux.core.choosing.offer.card import BackendCard, Offer
+from attnmux.core.choosing.offer.clause import Clause
 from attnmux.core.choosing.offer.conditions import (
     ANY,
     NONE,

@@ -11,7 +11,8 @@ from click.testing import CliRunner
 
 from attnmux.core.choosing.ask.request import Request
 from attnmux.core.choosing.machine.platform import Platform
-from attnmux.core.choosing.offer.card import BackendCard, Clause, Offer
+from attnmux.core.choosing.offer.card import BackendCard, Offer
+from attnmux.core.choosing.offer.clause import Clause
 from attnmux.core.choosing.offer.conditions import ANY, at_most, one_of
 from attnmux.core.cli.matrix import TITLES
 from attnmux.core.cli.matrix_page import page

@@ -6,12 +6,13 @@ from attnmux.core.choosing.ask.policy import Policy
 from attnmux.core.choosing.ask.request import Request
 from attnmux.core.choosing.judge.checking import missing, standing
 from attnmux.core.choosing.machine.platform import Platform
-from attnmux.core.choosing.offer.card import BackendCard, Clause, Offer
+from attnmux.core.choosing.offer.card import BackendCard, Offer
+from attnmux.core.choosing.offer.clause import Clause
 from attnmux.core.choosing.offer.conditions import ANY
 from attnmux.core.choosing.offer.verified import Verified
 from attnmux.core.choosing.solver import solve
 from attnmux.core.choosing.tell.outcomes import outcomes
-from attnmux.core.cli.render import render_backends, render_explanation
+from attnmux.core.cli.render import render_backends, render_decision
 from attnmux.core.cli.select_explained import Explanation
 
 AXES = ("vendor", "phase", "kind", "dtype", "kv_dtype", "page_size", "head_dim")
@@ -31,7 +32,7 @@ def test_brackets_are_no_markup(capsys) -> None:
     decision = solve(Request(), Platform.parse("cpu:x86_64"), cards, libraries={}.get)
     told = outcomes(decision, cards, Policy())
     explanation = Explanation(outcomes=told, values=(), doubts=())
-    render_explanation(decision, explanation, every=True)
+    render_decision(decision, explanation, explain=True, every=True)
     render_backends([(lacking, missing(lacking.card, {}.get, "attnmux-fake"))])
     said = " ".join(capsys.readouterr().out.split())
     assert said.count("'attnmux-fake[torch]'") == 2

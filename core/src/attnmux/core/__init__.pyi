@@ -50,12 +50,12 @@ from attnmux.core.choosing.offer.card import LAST_RESORT as LAST_RESORT
 from attnmux.core.choosing.offer.card import TREE_MASKS as TREE_MASKS
 from attnmux.core.choosing.offer.card import BackendCard as BackendCard
 from attnmux.core.choosing.offer.card import Build as Build
-from attnmux.core.choosing.offer.card import Clause as Clause
 from attnmux.core.choosing.offer.card import Offer as Offer
 from attnmux.core.choosing.offer.card import Option as Option
 from attnmux.core.choosing.offer.card import Prior as Prior
 from attnmux.core.choosing.offer.card import TreeMask as TreeMask
-from attnmux.core.choosing.offer.card import when as when
+from attnmux.core.choosing.offer.clause import Clause as Clause
+from attnmux.core.choosing.offer.clause import when as when
 from attnmux.core.choosing.offer.conditions import ANY as ANY
 from attnmux.core.choosing.offer.conditions import NONE as NONE
 from attnmux.core.choosing.offer.conditions import Condition as Condition
@@ -225,10 +225,8 @@ from attnmux.core.pool_views import not_in_pool as not_in_pool
 from attnmux.core.radix_attention import RadixAttention as RadixAttention
 from attnmux.core.ranks import Pending as Pending
 from attnmux.core.ranks import RankGroup as RankGroup
-from attnmux.core.ranks_measuring import check_same_libraries as check_same_libraries
-from attnmux.core.ranks_measuring import shared_launches as shared_launches
-from attnmux.core.ranks_measuring import shared_trials as shared_trials
-from attnmux.core.ranks_measuring import together_on as together_on
+from attnmux.core.ranks_alike import check_same_libraries as check_same_libraries
+from attnmux.core.ranks_alike import shared_launches as shared_launches
 from attnmux.core.rehearsal import rehearse as rehearse
 from attnmux.core.rehearsal import smallest_batches as smallest_batches
 from attnmux.core.settings import Settings as Settings

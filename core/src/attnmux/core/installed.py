@@ -75,7 +75,7 @@ def _read_locked(settings: Settings, allow: Iterable[str] | None, deny: tuple[st
     kept = []
     for plugin in plugins.loaded:
         by_card = [(card, lock.difference(card.libraries())) for card in plugin.cards]
-        kept.append(replace(plugin, cards=tuple(card for card, said in by_card if not said)))
+        kept.append(plugin._replace(cards=tuple(card for card, said in by_card if not said)))
         refused += [(plugin.entry, said) for said in dict.fromkeys(s for _, s in by_card) if said]
     failures = (
         failure_of(

@@ -1,4 +1,4 @@
-"""The only reader of the environment and of the configuration file.
+"""The only reader of the environment, and of the configuration file through `settings_file.py`.
 
 A setting comes from the variable ATTNMUX_NAME, else from `attnmux.toml` or `[tool.attnmux]` in
 `pyproject.toml`, whichever is found first from the working directory upwards, else it is unset.
@@ -9,7 +9,6 @@ it was found, since it decides which code runs; a file that is named is trusted.
 from __future__ import annotations
 
 import os
-import stat
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -20,15 +19,12 @@ from attnmux.core.choosing.ask.request import ORIGINS
 from attnmux.core.choosing.ask.values import OptionValue
 from attnmux.core.choosing.common.checks import nearest, read_flag
 from attnmux.core.choosing.common.facts import dataclass, field
-from attnmux.core.choosing.common.files import read_file
 from attnmux.core.choosing.common.frozen import FrozenMapping
 from attnmux.core.choosing.find.plugins import SECONDS
-from attnmux.core.errors import InvalidInput, SettingsError, in_brief
+from attnmux.core.errors import InvalidInput, SettingsError
+from attnmux.core.settings_file import CONFIG, find_settings
 
 PREFIX = "ATTNMUX_"
-CONFIG = "ATTNMUX_CONFIG"
-MOST_BYTES = 1_000_000
-"""Of a configuration file."""
 LONGEST = 3600
 """Seconds."""
 
@@ -84,7 +80,7 @@ class Settings:
         values: dict[str, Any] = {}
         sources: dict[str, str] = {}
         given = os.environ if environ is None else environ
-        path, table = _file(directory, given.get(CONFIG, ""))
+        path, table = find_settings(directory, given.get(CONFIG, ""))
         for name, value in table.items():
             values[name] = _read(name, value, f"{path}: {name}")
             sources[name] = str(path)
@@ -186,78 +182,6 @@ class Settings:
         return "env" if self.sources.get(name, "").startswith(PREFIX) else "config"
 
 
-def _file(directory: Path | None, named: str) -> tuple[Path, Mapping[str, Any]]:
-    """The named file, else the nearest one with our settings, and the settings; an empty table
-    without one."""
-    if named:
-        path = Path(named).absolute()
-        table = _table(path)
-        if table is None:
-            raise SettingsError(f"{CONFIG}: {path} holds no settings")
-        return path, table
-    try:
-        directory = Path.cwd() if directory is None else directory
-    except OSError as error:
-        raise SettingsError(
-            "the working directory was deleted or cannot be read: change to another"
-        ) from error
-    for folder in (directory, *directory.parents):
-        for name in ("attnmux.toml", "pyproject.toml"):
-            path = folder / name
-            table = _table(path)
-            if table is not None:
-                _check_owner(path)
-                return path, table
-    return directory, {}
-
-
-def _table(path: Path) -> Mapping[str, Any] | None:
-    """The settings in a file; None where there is no file, or one without our table."""
-    own = path.name != "pyproject.toml"
-    try:
-        text = read_file(str(path), MOST_BYTES).decode("utf-8")
-    except (FileNotFoundError, NotADirectoryError):
-        return None
-    except (OSError, UnicodeDecodeError) as error:
-        raise SettingsError(f"{path} cannot be read: {error}") from error
-    # Parsing costs milliseconds: a pyproject.toml without our table is not parsed
-    if not own and "tool.attnmux" not in text:
-        return None
-    if sys.version_info >= (3, 11):
-        import tomllib  # noqa: PLC0415  # off the path without a configuration file
-    else:
-        import tomli as tomllib  # noqa: PLC0415  # the same, older than the standard library's
-    try:
-        table = tomllib.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise SettingsError(f"{path} is not TOML: {in_brief(error)}") from error
-    for key in () if own else ("tool", "attnmux"):
-        if key not in table:
-            return None
-        table = table[key]
-        if not isinstance(table, dict):
-            raise SettingsError(f"{path}: {key} is no table")
-    return table
-
-
-def _check_owner(path: Path) -> None:
-    """Raises SettingsError for a file, or a file in a folder, that another user could write."""
-    if not hasattr(os, "geteuid"):  # access lists decide there
-        return
-    for place in (path, path.parent):
-        status = os.stat(place)
-        sticky = place != path and status.st_mode & stat.S_ISVTX
-        if status.st_uid not in (0, os.geteuid()):
-            problem = "belongs to another user"
-        elif status.st_mode & stat.S_IWOTH and not sticky:
-            problem = "can be written by every user"
-        else:
-            continue
-        raise SettingsError(
-            f"{path} is not read, as {place} {problem}; if you trust it, say {CONFIG}={path}"
-        )
-
-
 def _word(where: str, value: Any) -> str:  # noqa: ANN401  # reads any value
     if isinstance(value, str) and value.strip():
         return value.strip()
@@ -295,23 +219,23 @@ def _seconds(where: str, value: Any) -> float:  # noqa: ANN401  # reads any valu
     return seconds
 
 
-LISTS = ("allow_backends", "deny_backends", "prefer_backends", "allow_plugins", "deny_plugins")
-FLAGS = ("no_plugins", "allow_coercion", "no_measurements", "no_launches", "debug")
-
+BY_TYPE: Mapping[str, Callable[[str, Any], Any]] = {
+    "str | None": _word,
+    "tuple[str, ...]": _words,
+    "tuple[str, ...] | None": _words,
+    "bool": read_flag,
+    "float": _seconds,
+    "Mapping[str, Mapping[str, Any]]": _options,
+}
 READERS: Mapping[str, Callable[[str, Any], Any]] = {
-    **dict.fromkeys(("platform", *NAMING, "measurements", "launches", "locked"), _word),
-    **dict.fromkeys(LISTS, _words),
-    **dict.fromkeys(FLAGS, read_flag),
-    "options": _options,
-    "plugin_seconds": _seconds,
+    name: BY_TYPE[kind] for name, kind in Settings.__annotations__.items() if name != "sources"
 }
 
 
 def _read(name: str, value: Any, where: str) -> Any:  # noqa: ANN401  # a setting's own type
     if name not in READERS:
-        known = [each for each in Settings.__slots__ if each in READERS]
-        near = nearest(name, known)
-        guess = f"did you mean {near}?" if near else f"known: {', '.join(known)}"
+        near = nearest(name, READERS)
+        guess = f"did you mean {near}?" if near else f"known: {', '.join(READERS)}"
         raise SettingsError(f"{where}: no setting has this name; {guess}")
     try:
         return READERS[name](where, value)

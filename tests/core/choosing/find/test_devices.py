@@ -11,8 +11,8 @@ import pytest
 
 from attnmux.core.choosing.find import devices as module
 from attnmux.core.choosing.find.devices import detect, pick_platform
-from attnmux.core.choosing.find.examine import Entry, Examined, PluginFailure, failure_of
-from attnmux.core.choosing.find.plugins import Plugin, Plugins
+from attnmux.core.choosing.find.examine import Entry, Plugin, PluginFailure, failure_of
+from attnmux.core.choosing.find.plugins import Plugins
 from attnmux.core.choosing.machine.cpu import probe_cpu
 from attnmux.core.choosing.machine.platform import Platform
 from attnmux.core.choosing.offer.libraries import Distribution, EntryPoint
@@ -34,13 +34,13 @@ def plugin(name: str, probe: Callable[[], object] | None) -> Plugin:
     return Plugin(entry=entry, probes=probe is not None)
 
 
-def answered(entry: Entry) -> Examined:
+def answered(entry: Entry) -> Plugin:
     ASKED.append(entry.plugin)
     try:
-        return Examined(entry=entry, platforms=tuple(PROBES[entry.plugin]()))
+        return Plugin(entry=entry, platforms=tuple(PROBES[entry.plugin]()))
     except BaseException as error:
         row = failure_of(entry.plugin, entry.distribution, entry.version, "platforms", error)
-        return Examined(entry=entry, failures=(row,))
+        return Plugin(entry=entry, failures=(row,))
 
 
 @pytest.fixture(autouse=True)

@@ -11,7 +11,8 @@ from attnmux.core.choosing.judge.axes import Axis, Question
 from attnmux.core.choosing.judge.checking import check
 from attnmux.core.choosing.judge.shortcomings import is_served
 from attnmux.core.choosing.machine.platform import Platform
-from attnmux.core.choosing.offer.card import DEFAULT_RANK, Prior, when
+from attnmux.core.choosing.offer.card import DEFAULT_RANK, Prior
+from attnmux.core.choosing.offer.clause import when
 from attnmux.core.choosing.offer.conditions import (
     ANY,
     NONE,

@@ -16,7 +16,8 @@ from attnmux.core.choosing.machine.platform import Platform
 from attnmux.core.choosing.measured.measurement import Measurement, shape_of, versions_of
 from attnmux.core.choosing.measured.ranking import solve_measured
 from attnmux.core.choosing.measured.records import Device
-from attnmux.core.choosing.offer.card import BackendCard, Clause, Offer, Option
+from attnmux.core.choosing.offer.card import BackendCard, Offer, Option
+from attnmux.core.choosing.offer.clause import Clause
 from attnmux.core.choosing.offer.conditions import ANY, one_of
 from attnmux.core.choosing.solver import solve
 from attnmux.core.choosing.tell.decision import Decision

@@ -12,14 +12,13 @@ from pathlib import Path
 
 import pytest
 
+from attnmux.bench.trials import by_subject, winner
 from attnmux.core.choosing.machine.platform import Platform
 from attnmux.core.choosing.measured.launches import (
     Trial,
     TunedLaunch,
-    by_subject,
     current_launches,
     launch_file,
-    winner,
 )
 from attnmux.core.choosing.measured.records import Device, Records
 from attnmux.core.cli.run import Run

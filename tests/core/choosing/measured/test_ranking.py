@@ -25,7 +25,8 @@ from attnmux.core.choosing.measured.measurement import (
 )
 from attnmux.core.choosing.measured.ranking import current_measurements, ranking_by, ranks
 from attnmux.core.choosing.measured.records import Device
-from attnmux.core.choosing.offer.card import LAST_RESORT, Prior, when
+from attnmux.core.choosing.offer.card import LAST_RESORT, Prior
+from attnmux.core.choosing.offer.clause import when
 from attnmux.core.choosing.offer.conditions import one_of
 from attnmux.core.choosing.solver import solve
 from attnmux.core.choosing.tell.decision import Decision

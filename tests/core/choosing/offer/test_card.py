@@ -7,7 +7,8 @@ import pytest
 
 from attnmux.core.choosing.ask.request import Request
 from attnmux.core.choosing.judge.axes import AXES
-from attnmux.core.choosing.offer.card import ALWAYS, BackendCard, Clause, Option, Prior, when
+from attnmux.core.choosing.offer.card import BackendCard, Option, Prior
+from attnmux.core.choosing.offer.clause import ALWAYS, Clause, when
 from attnmux.core.choosing.offer.conditions import ANY, NONE, at_most, one_of
 from attnmux.core.errors import InvalidInput
 

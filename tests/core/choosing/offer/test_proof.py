@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from attnmux.core.choosing.machine.platform import Platform
-from attnmux.core.choosing.offer.card import Clause
+from attnmux.core.choosing.offer.clause import Clause
 from attnmux.core.choosing.offer.conditions import ANY, one_of, versions
 from attnmux.core.choosing.offer.proof import PROOFS, proven, proven_on
 from attnmux.core.choosing.offer.verified import Verified

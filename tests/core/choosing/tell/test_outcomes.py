@@ -9,7 +9,8 @@ import pytest
 from attnmux.core.choosing.ask.policy import Policy
 from attnmux.core.choosing.ask.request import Request, parse_fields
 from attnmux.core.choosing.machine.platform import Platform
-from attnmux.core.choosing.offer.card import Prior, when
+from attnmux.core.choosing.offer.card import Prior
+from attnmux.core.choosing.offer.clause import when
 from attnmux.core.choosing.offer.conditions import ANY, NONE, one_of
 from attnmux.core.choosing.solver import solve
 from attnmux.core.choosing.tell.decision import Decision

@@ -15,6 +15,7 @@ from attnmux.bench.conformance import Check, check_conformance
 from attnmux.bench.entrants import Entrant, Field, make_field
 from attnmux.bench.margins import Margin, margins
 from attnmux.bench.measuring import Bench, Row
+from attnmux.bench.ranks import together_on
 from attnmux.bench.roofline import Ceilings, ceilings
 from attnmux.bench.workload import Workload
 from attnmux.core import (
@@ -32,7 +33,6 @@ from attnmux.core import (
     TunedLaunch,
     check_same_libraries,
     shared_launches,
-    together_on,
     torch_dtype,
 )
 from attnmux.core.choosing.judge.axes import Question

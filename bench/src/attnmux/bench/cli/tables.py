@@ -9,9 +9,9 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from attnmux.bench.trials import by_subject, winner
 from attnmux.bench.workload import Workload
 from attnmux.core import Platform, Request, Trial, Value
-from attnmux.core.choosing.measured.launches import by_subject, winner
 from attnmux.core.cli.render import WIDTH, plain_table
 
 if TYPE_CHECKING:  # torch, which a table does not need

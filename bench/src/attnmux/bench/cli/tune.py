@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from attnmux.bench.ranks import shared_trials, together_on
+from attnmux.bench.trials import by_subject, winner
 from attnmux.core import (
     AttnmuxError,
     BackendFailed,
@@ -31,12 +33,10 @@ from attnmux.core import (
     in_brief,
     launch_file,
     shared_launches,
-    shared_trials,
     solve,
-    together_on,
 )
 from attnmux.core.choosing.ask.policy import NAMING
-from attnmux.core.choosing.measured.launches import Tuner, by_subject, winner
+from attnmux.core.choosing.measured.launches import Tuner
 from attnmux.core.choosing.measured.measurement import versions_of
 from attnmux.core.choosing.measured.records import Device, RecordFile
 from attnmux.core.choosing.offer.named import offers_named

@@ -8,7 +8,7 @@ from typing import Any
 
 from attnmux.core.choosing.ask.policy import Policy
 from attnmux.core.choosing.find.examine import Entry, PluginFailure, examine
-from attnmux.core.choosing.find.plugins import Plugin, Plugins
+from attnmux.core.choosing.find.plugins import Plugins
 from attnmux.core.choosing.judge.checking import install_hint, standing
 from attnmux.core.choosing.machine.platform import Platform
 from attnmux.core.choosing.offer.card import BackendCard, Offer
@@ -49,7 +49,7 @@ def diagnosed(entries: Sequence[Entry], settings: Settings, seconds: float) -> l
     """Every plugin, asked anew for cards and devices."""
     policy = Policy(allow=settings.allow_backends, deny=settings.deny_backends)
     examined = examine(entries, ("cards", "platforms"), seconds)
-    plugins = Plugins(tuple(Plugin(entry=each.entry, cards=each.cards) for each in examined))
+    plugins = Plugins(tuple(examined))
     offers = plugins.offers()
     return [
         Diagnosed(

@@ -10,7 +10,8 @@ import click
 from attnmux.core.choosing.common.verdict import Reason
 from attnmux.core.choosing.find.devices import pick_platform
 from attnmux.core.choosing.judge.checking import standing
-from attnmux.core.choosing.offer.card import Clause, Offer, Option
+from attnmux.core.choosing.offer.card import Offer, Option
+from attnmux.core.choosing.offer.clause import Clause
 from attnmux.core.choosing.offer.conditions import ANY, NONE
 from attnmux.core.choosing.offer.libraries import installed_version
 from attnmux.core.choosing.offer.proof import proven

@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterable, Sequence
 
 from attnmux.core.choosing.judge.axes import AXES, PLATFORM
-from attnmux.core.choosing.offer.card import Clause
+from attnmux.core.choosing.offer.clause import Clause
 from attnmux.core.choosing.offer.conditions import ANY, NONE, Condition, OneOf
 
 _DECIDING = (

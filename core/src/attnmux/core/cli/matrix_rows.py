@@ -14,7 +14,8 @@ from attnmux.core.choosing.ask.request import Request
 from attnmux.core.choosing.ask.values import KINDS, PHASES
 from attnmux.core.choosing.judge.axes import AXES, CACHED, PLATFORM, Axis, Question, meets
 from attnmux.core.choosing.machine.platform import Platform
-from attnmux.core.choosing.offer.card import Clause, Offer
+from attnmux.core.choosing.offer.card import Offer
+from attnmux.core.choosing.offer.clause import Clause
 from attnmux.core.choosing.offer.conditions import ANY, Condition, Value
 from attnmux.core.choosing.offer.proof import Proven, proven
 from attnmux.core.choosing.search.problem import opposed

@@ -126,71 +126,24 @@ def render_answer(
 ) -> None:
     """The answer of `attnmux select`. A refusal's message is on stderr: without `explain`, nothing
     else is printed."""
-    told, values = explanation.outcomes, explanation.values
-    if isinstance(answer, NoBackend):
-        if explain:
-            console = plain_console()
-            _print_losers(console, told, len(request.phases), every=every)
-            _print_values(console, values)
+    if not isinstance(answer, NoBackend):
+        render_decision(answer, explanation, explain=explain, every=every)
     elif explain:
-        render_explanation(answer, explanation, every=every)
-    else:
-        render_decision(answer, explanation)
+        console = plain_console()
+        _print_losers(console, explanation.outcomes, len(request.phases), every=every)
+        _print_values(console, explanation.values)
 
 
-def render_decision(decision: Decision, explanation: Explanation) -> None:
-    """The summary, the changes, the backends that fit, and the number of others: for each group of
-    layers that are alike."""
-    console = plain_console()
-    _print_head(console, decision)
-    for layers, told in (("", explanation.outcomes), *explanation.others):
-        _print_layers(console, layers)
-        fitting = [outcome for outcome in told if outcome.standing in ("chosen", "fits")]
-        rows = [
-            (*_candidate(outcome, len(decision.phases)), _standing(outcome)) for outcome in fitting
-        ]
-        strong = [outcome.standing == "chosen" for outcome in fitting]
-        _print_rows(console, ("for", "backend", "plugin", "rank", "proof", ""), rows, strong)
-        fully = {(outcome.plugin, outcome.backend) for outcome in fitting}
-        others = {(outcome.plugin, outcome.backend) for outcome in told} - fully
-        if others:
-            verb = "does" if len(others) == 1 else "do"
-            console.print()
-            console.print(Text(f"{len(others)} more {verb} not fit: --explain says why"))
-    _print_hash(console, decision)
+def render_decision(
+    decision: Decision, explanation: Explanation, *, explain: bool, every: bool
+) -> None:
+    """The summary and the changes, then the backends of each group of layers that are alike.
 
-
-def render_explanation(decision: Decision, explanation: Explanation, *, every: bool) -> None:
-    """The chosen backends, the others with their reasons, for each group of layers that are alike;
-    the changes, and who set each value.
-
-    `every` shows all reasons of a backend that was not chosen, instead of the first one.
+    These are the backends that fit and the number of others. With `explain`, they are the chosen
+    ones and the others with their reasons (with `every`, all reasons of each instead of the first),
+    and who set each value comes last.
     """
     console = plain_console()
-    _print_head(console, decision)
-    for layers, told in (("", explanation.outcomes), *explanation.others):
-        _print_layers(console, layers)
-        rows = [
-            (*_candidate(outcome, len(decision.phases)), _sourced(outcome))
-            for outcome in told
-            if outcome.standing == "chosen"
-        ]
-        _print_rows(console, ("for", "chosen", "plugin", "rank", "proof", "because"), rows)
-        for doubt in () if layers else explanation.doubts:
-            console.print(Text(doubt, style="dim"))
-        _print_losers(console, told, len(decision.phases), every=every)
-    _print_values(console, explanation.values)
-    _print_hash(console, decision)
-
-
-def _print_layers(console: Console, layers: str) -> None:
-    """The heading of a group of other layers."""
-    if layers:
-        console.print()
-        console.print(Text(f"{layers}:", style="bold"))
-
-
-def _print_head(console: Console, decision: Decision) -> None:
     console.print(Text(decision.summary()))
     for change in decision.coercions:
         line = (
@@ -198,11 +151,41 @@ def _print_head(console: Console, decision: Decision) -> None:
         )
         console.print(Text(line, style="yellow"))
     console.print()
-
-
-def _print_hash(console: Console, decision: Decision) -> None:
+    for layers, told in (("", explanation.outcomes), *explanation.others):
+        if layers:
+            console.print()
+            console.print(Text(f"{layers}:", style="bold"))
+        if explain:
+            _print_chosen(console, told, len(decision.phases))
+            for doubt in () if layers else explanation.doubts:
+                console.print(Text(doubt, style="dim"))
+            _print_losers(console, told, len(decision.phases), every=every)
+        else:
+            _print_fitting(console, told, len(decision.phases))
+    if explain:
+        _print_values(console, explanation.values)
     console.print()
     console.print(Text(f"decision {decision.hash[:16]}", style="dim"))
+
+
+def _print_fitting(console: Console, told: Sequence[Outcome], phases: int) -> None:
+    """The backends that fit, and the number of others."""
+    fitting = [outcome for outcome in told if outcome.standing in ("chosen", "fits")]
+    rows = [(*_candidate(outcome, phases), _standing(outcome)) for outcome in fitting]
+    strong = [outcome.standing == "chosen" for outcome in fitting]
+    _print_rows(console, ("for", "backend", "plugin", "rank", "proof", ""), rows, strong)
+    fully = {(outcome.plugin, outcome.backend) for outcome in fitting}
+    others = {(outcome.plugin, outcome.backend) for outcome in told} - fully
+    if others:
+        verb = "does" if len(others) == 1 else "do"
+        console.print()
+        console.print(Text(f"{len(others)} more {verb} not fit: --explain says why"))
+
+
+def _print_chosen(console: Console, told: Sequence[Outcome], phases: int) -> None:
+    chosen = [outcome for outcome in told if outcome.standing == "chosen"]
+    rows = [(*_candidate(outcome, phases), _sourced(outcome)) for outcome in chosen]
+    _print_rows(console, ("for", "chosen", "plugin", "rank", "proof", "because"), rows)
 
 
 def _print_losers(console: Console, told: Sequence[Outcome], phases: int, *, every: bool) -> None:

@@ -35,28 +35,13 @@ def _set_answer(ctx: click.Context, _: click.Parameter, value: bool) -> bool:
 
 def common_options(command: F) -> F:
     """The options of every verb: --json, --no-plugins, --locked and --debug."""
-    command = click.option(
-        "--debug",
-        is_flag=True,
-        expose_value=False,
-        is_eager=True,
-        callback=_set,
-        help="Show the traceback of an error.",
-    )(command)
-    command = click.option(
-        "--no-plugins",
-        is_flag=True,
-        expose_value=False,
-        callback=_set,
-        help="Load no plugin.",
-    )(command)
-    command = click.option(
-        "--locked",
-        metavar="FILE",
-        expose_value=False,
-        callback=_set,
-        help="Refuse what differs from this file of `attnmux lock`.",
-    )(command)
+    locked = "Refuse what differs from this file of `attnmux lock`."
+    for name, said, given in (
+        ("--debug", "Show the traceback of an error.", {"is_flag": True, "is_eager": True}),
+        ("--no-plugins", "Load no plugin.", {"is_flag": True}),
+        ("--locked", locked, {"metavar": "FILE"}),
+    ):
+        command = click.option(name, help=said, expose_value=False, callback=_set, **given)(command)
     return click.option(
         JSON, "as_json", is_flag=True, callback=_set_answer, help="Answer in JSON."
     )(command)

@@ -12,13 +12,7 @@ from typing import Any, TypeVar
 
 from attnmux.core.choosing.common.digest import sha256
 from attnmux.core.choosing.common.facts import dataclass
-from attnmux.core.choosing.find.examine import (
-    Entry,
-    Examined,
-    PluginFailure,
-    examine,
-    failure_of,
-)
+from attnmux.core.choosing.find.examine import Entry, Plugin, PluginFailure, examine, failure_of
 from attnmux.core.choosing.find.plugins import Plugins
 from attnmux.core.choosing.find.store import Store
 from attnmux.core.choosing.machine.cpu import bare_cpu, probe_cpu
@@ -110,13 +104,13 @@ def detect(plugins: Plugins, *, root: Path = Path("/")) -> Detection:
     )
 
 
-def _kept(rows: Mapping[str, Any], entry: Entry, state: str) -> Examined | None:
+def _kept(rows: Mapping[str, Any], entry: Entry, state: str) -> Plugin | None:
     """The answer that was kept, if it is about this state of the machine."""
     try:
         row = rows[entry.key]
         if row["state"] != state or not 0 <= time.time() - row["time"] < FRESH_SECONDS:
             return None
-        return Examined(
+        return Plugin(
             entry=entry,
             platforms=tuple(map(Platform.from_dict, row["platforms"])),
             failures=tuple(PluginFailure(**failure) for failure in row["failures"]),

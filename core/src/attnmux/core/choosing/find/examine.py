@@ -110,7 +110,7 @@ def _lines(text: str) -> str:
     return "\n".join(map(printable, text[-LONGEST_TRACEBACK:].splitlines()))
 
 
-class Examined(NamedTuple):
+class Plugin(NamedTuple):
     """A plugin's answers, as far as it gave them."""
 
     entry: Entry
@@ -122,8 +122,16 @@ class Examined(NamedTuple):
     """Those that were imported with the plugin."""
     failures: tuple[PluginFailure, ...] = ()
 
+    @property
+    def name(self) -> str:
+        return self.entry.plugin
 
-def examine(entries: Sequence[Entry], stages: Sequence[Stage], seconds: float) -> list[Examined]:
+    @property
+    def distribution(self) -> str:
+        return self.entry.distribution
+
+
+def examine(entries: Sequence[Entry], stages: Sequence[Stage], seconds: float) -> list[Plugin]:
     """Load each plugin in a process of its own, and ask it for cards, devices or both (`stages`).
 
     A plugin that does not answer in `seconds`, or whose process ends early, is killed with all
@@ -209,7 +217,7 @@ def _kill(pid: int) -> None:
         os.killpg(pid, signal.SIGKILL) if hasattr(os, "killpg") else os.kill(pid, signal.SIGTERM)
 
 
-def _examined(folder: Path, place: int, entry: Entry) -> Examined:
+def _examined(folder: Path, place: int, entry: Entry) -> Plugin:
     """The answers of one plugin, each checked: it could have written anything."""
     told: dict[str, Any] = {"stage": "load"}
     failures: list[PluginFailure] = []
@@ -244,7 +252,7 @@ def _examined(folder: Path, place: int, entry: Entry) -> Examined:
         platforms = tuple(map(_platform, told.get("platforms", ())[:MOST_PLATFORMS]))
     except Exception as error:
         fail(stage, f"its answer cannot be used: {in_brief(error)}")
-    return Examined(
+    return Plugin(
         entry=entry,
         cards=cards,
         platforms=platforms,

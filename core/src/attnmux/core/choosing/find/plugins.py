@@ -12,9 +12,9 @@ from attnmux.core.choosing.ask.policy import Policy
 from attnmux.core.choosing.common.checks import nearest
 from attnmux.core.choosing.common.digest import sha256
 from attnmux.core.choosing.common.facts import dataclass, field, replace
-from attnmux.core.choosing.find.examine import Entry, Examined, PluginFailure, examine, failure_of
+from attnmux.core.choosing.find.examine import Entry, Plugin, PluginFailure, examine, failure_of
 from attnmux.core.choosing.find.store import Store
-from attnmux.core.choosing.offer.card import BackendCard, Offer
+from attnmux.core.choosing.offer.card import Offer
 from attnmux.core.choosing.offer.data import from_data, to_data
 from attnmux.core.choosing.offer.libraries import canonical, distributions, entry_points
 from attnmux.core.choosing.offer.named import KNOWN_BACKENDS
@@ -26,28 +26,6 @@ OWN = "attnmux-"
 """Where `attnmux-NAME` is installed, the plugin name NAME is its own."""
 SECONDS = 10.0
 """For one plugin. A healthy one answers in milliseconds, a wedged driver never."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Plugin:
-    """A plugin that works, its distribution and its cards."""
-
-    entry: Entry
-    cards: tuple[BackendCard, ...] = ()
-    probes: bool = False
-    """Whether it looks for devices."""
-
-    @property
-    def name(self) -> str:
-        return self.entry.plugin
-
-    @property
-    def distribution(self) -> str:
-        return self.entry.distribution
-
-    @property
-    def version(self) -> str:
-        return self.entry.version
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +57,7 @@ class Plugins:
                 card=card,
                 plugin=plugin.name,
                 distribution=plugin.distribution,
-                version=plugin.version,
+                version=plugin.entry.version,
                 foreign=frozenset(foreign),
             )
             admitted = self.policy.admits(offer.names, offer.claims)
@@ -175,11 +153,7 @@ def read_plugins(
     found.update((each.entry.key, each) for each in examined)
     answers = [each for entry in entries if (each := found[entry.key]) is not None]
     return Plugins(
-        loaded=tuple(
-            Plugin(entry=each.entry, cards=each.cards, probes=each.probes)
-            for each in answers
-            if not each.failures
-        ),
+        loaded=tuple(each for each in answers if not each.failures),
         failures=(*failures, *(failure for each in answers for failure in each.failures)),
         cache=cache,
         seconds=seconds,
@@ -205,29 +179,29 @@ def _stamp(path: str) -> list[int]:
     return [status.st_mtime_ns, status.st_size]
 
 
-def _row(examined: Examined) -> dict[str, Any] | None:
+def _row(plugin: Plugin) -> dict[str, Any] | None:
     """What is kept of an answer; None where no later change of the plugin would show."""
-    record = examined.entry.point.distribution.record_hash()
-    files = {name: _stamp(name) for name in examined.files}
+    record = plugin.entry.point.distribution.record_hash()
+    files = {name: _stamp(name) for name in plugin.files}
     if not record and not files:
         return None
     return {
         "record": record,
         "files": files,
-        "cards": to_data(examined.cards),
-        "probes": examined.probes,
-        "failures": [failure.to_dict() for failure in examined.failures],
+        "cards": to_data(plugin.cards),
+        "probes": plugin.probes,
+        "failures": [failure.to_dict() for failure in plugin.failures],
     }
 
 
-def _kept(entry: Entry, row: dict[str, Any]) -> Examined | None:
+def _kept(entry: Entry, row: dict[str, Any]) -> Plugin | None:
     """The answer that was kept, or None where the plugin changed or the row cannot be read."""
     try:
         if row["record"] != entry.point.distribution.record_hash():
             return None
         if any(_stamp(name) != stamp for name, stamp in row["files"].items()):
             return None
-        return Examined(
+        return Plugin(
             entry=entry,
             cards=from_data(row["cards"], checked=True),
             probes=row["probes"],

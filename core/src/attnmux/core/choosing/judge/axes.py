@@ -12,7 +12,7 @@ from attnmux.core.choosing.ask.request import Request
 from attnmux.core.choosing.common.facts import dataclass, field
 from attnmux.core.choosing.common.verdict import Reason
 from attnmux.core.choosing.machine.platform import Platform
-from attnmux.core.choosing.offer.card import Clause
+from attnmux.core.choosing.offer.clause import Clause
 from attnmux.core.choosing.offer.conditions import ANY, Condition, Value
 
 
@@ -255,8 +255,3 @@ def meets(clause: Clause, demands: Iterable[Demand]) -> bool:
         if condition is not ANY and not condition.admits(value):
             return False
     return True
-
-
-def admits(clause: Clause, question: Question) -> bool:
-    """Whether the clause serves the question."""
-    return meets(clause, question.demands)

@@ -8,17 +8,11 @@ from typing import NamedTuple
 from attnmux.core.choosing.ask.policy import Policy
 from attnmux.core.choosing.ask.request import Request
 from attnmux.core.choosing.common.verdict import Reason, Status, Verdict, without_hints
-from attnmux.core.choosing.judge.axes import Question, admits
+from attnmux.core.choosing.judge.axes import Question, meets
 from attnmux.core.choosing.judge.shortcomings import shortcomings
 from attnmux.core.choosing.machine.platform import Platform
-from attnmux.core.choosing.offer.card import (
-    ALWAYS,
-    CONTRACTS,
-    DEFAULT_RANK,
-    BackendCard,
-    Offer,
-    Prior,
-)
+from attnmux.core.choosing.offer.card import CONTRACTS, DEFAULT_RANK, BackendCard, Offer, Prior
+from attnmux.core.choosing.offer.clause import ALWAYS
 from attnmux.core.choosing.offer.libraries import (
     Libraries,
     Requirement,
@@ -45,7 +39,7 @@ Ranking = Callable[[Offer, Question], Rank]
 def prior_for(card: BackendCard, question: Question) -> Prior | None:
     """The card's first prior that holds."""
     for prior in card.priors:
-        if prior.when is ALWAYS or admits(prior.when, question):
+        if prior.when is ALWAYS or meets(prior.when, question.demands):
             return prior
     return None
 

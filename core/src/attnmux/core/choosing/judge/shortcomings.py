@@ -9,7 +9,8 @@ from attnmux.core.choosing.ask.request import Request
 from attnmux.core.choosing.common.facts import replace
 from attnmux.core.choosing.common.verdict import Reason
 from attnmux.core.choosing.judge.axes import Demand, Question, failing, meets
-from attnmux.core.choosing.offer.card import CONTRACTS, BackendCard, Clause
+from attnmux.core.choosing.offer.card import CONTRACTS, BackendCard
+from attnmux.core.choosing.offer.clause import Clause
 from attnmux.core.choosing.offer.libraries import within
 
 Failure = tuple[Clause, Sequence[Demand]]

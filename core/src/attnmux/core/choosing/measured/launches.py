@@ -18,7 +18,6 @@ from attnmux.core.choosing.common.frozen import FrozenMapping
 from attnmux.core.choosing.machine.platform import Platform
 from attnmux.core.choosing.measured.records import (
     CHECKS,
-    LEAST_GAIN,
     MICROSECONDS,
     Device,
     Record,
@@ -118,24 +117,3 @@ class Trial:
 
 Tuner = Callable[[Job], Iterator[Trial]]
 """Named by a card. It yields each trial when it is done, so that progress can be shown."""
-
-
-def by_subject(trials: Iterable[Trial]) -> dict[Mapping[str, Value], list[Trial]]:
-    """In the order of the trials."""
-    found: dict[Mapping[str, Value], list[Trial]] = {}
-    for trial in trials:
-        found.setdefault(trial.subject, []).append(trial)
-    return found
-
-
-def winner(trials: Iterable[Trial]) -> Trial | None:
-    """The trial of one subject that should replace the current launch.
-
-    None where no trial saves more than `LEAST_GAIN` of its time.
-    """
-    timed = [(trial.median_us, trial) for trial in trials if trial.median_us is not None]
-    if not timed:
-        return None
-    fastest, best = min(timed, key=lambda pair: pair[0])
-    limits = (time * (1 - LEAST_GAIN) for time, trial in timed if trial.is_current)
-    return None if best.is_current or any(fastest >= limit for limit in limits) else best

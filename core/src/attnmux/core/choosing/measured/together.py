@@ -9,7 +9,7 @@ T = TypeVar("T")
 
 
 class Together(Protocol):
-    """Calls a function on all ranks at the same time, see `alone` and `TogetherOnRanks`."""
+    """Calls a function on all ranks at the same time; `alone`, and another in attnmux-bench."""
 
     def __call__(
         self, measure: Callable[[], tuple[T, Sequence[float]]], /

@@ -1,4 +1,4 @@
-"""A backend's abilities as data: its card, with clauses, priors and options."""
+"""A backend's abilities as data: its card, with clauses, priors and options, and its offer."""
 
 from __future__ import annotations
 
@@ -6,23 +6,12 @@ import re
 from collections.abc import Mapping
 from typing import Literal, get_args
 
-from attnmux.core.choosing.ask.values import DTYPES, KINDS, PHASES, OptionValue
+from attnmux.core.choosing.ask.values import OptionValue
 from attnmux.core.choosing.common.checks import TEXT, Check, check_fields, refusal, tuple_of
 from attnmux.core.choosing.common.facts import dataclass, field
 from attnmux.core.choosing.common.frozen import FrozenMapping
 from attnmux.core.choosing.offer.accuracy import ErrorBound
-from attnmux.core.choosing.offer.conditions import (
-    ANY,
-    NONE,
-    Condition,
-    Emulated,
-    Excluding,
-    Includes,
-    OneOf,
-    Range,
-    Runtimes,
-    Versions,
-)
+from attnmux.core.choosing.offer.clause import ALWAYS, LARGEST, Clause
 from attnmux.core.choosing.offer.libraries import check_range, parsed_requirement
 from attnmux.core.choosing.offer.verified import Verified
 
@@ -51,140 +40,6 @@ UNSOURCED: Mapping[str, str] = FrozenMapping()
 NAME = r"[A-Za-z0-9_-]+"
 NAME_EXPECTED = "letters, digits, _ and -"
 """Of a backend or an option, so that `plugin/name` and `BACKEND.OPTION=VALUE` can be parsed."""
-
-
-WORDS: Mapping[str, tuple[str, ...]] = {
-    "phase": PHASES,
-    "kind": KINDS,
-    "dtype": DTYPES,
-    "kv_dtype": DTYPES,
-}
-"""Axes whose values are words of a request: no request would match any other word."""
-
-LARGEST = 2**31 - 1
-"""Of a number in a card: sizes of tensors and kernels' arguments end here."""
-
-TEXTS = (*WORDS, "vendor", "arch", "version")
-NUMBERS = (
-    *("page_size", "head_dim", "v_head_dim", "kv_lora_rank", "qk_rope_head_dim"),
-    *("num_q_heads", "num_kv_heads", "group_size", "spec_topk", "spec_draft_tokens"),
-    *("sliding_window", "attention_chunk", "logit_cap"),
-)
-OWN_KIND: Mapping[str, type[Condition]] = {
-    "version": Versions,
-    "features": Includes,
-    "runtime": Runtimes,
-    "page_size": Emulated,
-}
-
-
-def _limits(axis: str, condition: object) -> bool:
-    """Whether the condition can limit the axis: its kind, and the type and range of its values."""
-    if condition is ANY or condition is NONE:
-        return True
-    if isinstance(condition, Range):
-        ends = (condition.step, condition.most or LARGEST)
-        return (
-            axis in NUMBERS
-            and all(type(end) is int and 0 < end <= LARGEST for end in ends)
-            and type(condition.least) is int
-            and 0 <= condition.least <= LARGEST
-        )
-    if isinstance(condition, (OneOf, Excluding)):
-        return all(_is_value(axis, value) for value in condition.values)
-    if isinstance(condition, Emulated) and not _limits(axis, condition.native):
-        return False
-    return type(condition) is OWN_KIND.get(axis)
-
-
-def _is_value(axis: str, value: object) -> bool:
-    if axis in TEXTS:
-        return isinstance(value, str) and value != ""
-    if axis in NUMBERS:
-        return type(value) in (int, float) and 0 < value <= LARGEST  # type: ignore[operator]  # a number
-    return axis not in OWN_KIND and isinstance(value, bool)
-
-
-def _expected(axis: str) -> str:
-    """The conditions that can limit an axis, for the error."""
-    if axis in ("features", "runtime"):
-        return f"ANY, NONE or {OWN_KIND[axis].__name__.lower()}(…)"
-    values = f"numbers from 1 to {LARGEST}" if axis in NUMBERS else "texts"
-    flag = axis not in TEXTS and axis not in NUMBERS
-    return "ANY or NONE" if flag else f"a condition on {values}, such as one_of(…) or ANY"
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Clause:
-    """Conditions that hold together, one for each axis (the table is in `judge/axes.py`).
-
-    A clause refuses a request that uses a feature whose field is NONE: features must be declared.
-    Axes that only limit (SM version, runtime, head counts) start at ANY.
-
-    Raises InvalidInput for a field that holds no condition, for a condition whose values have the
-    wrong type or range for the axis, and for a phase, a kind or a dtype that no request could ask
-    for.
-    """
-
-    vendor: Condition
-    phase: Condition
-    kind: Condition
-    dtype: Condition
-    kv_dtype: Condition
-    page_size: Condition
-    head_dim: Condition
-
-    arch: Condition = ANY
-    version: Condition = ANY
-    """Of the architecture, as text: compute capability 9.0, `versions(">=9.0,<10")`."""
-    features: Condition = ANY
-    runtime: Condition = ANY
-    num_q_heads: Condition = ANY
-    num_kv_heads: Condition = ANY
-    group_size: Condition = ANY
-    """Query heads per KV head."""
-    v_head_dim: Condition = NONE
-    """Asked only where it differs from `head_dim`."""
-    kv_lora_rank: Condition = NONE
-    qk_rope_head_dim: Condition = NONE
-    spec_topk: Condition = NONE
-    spec_draft_tokens: Condition = ANY
-    tree_windows: Condition = NONE
-    """Draft trees in layers with windows or attention chunks, which count positions. Asked unless
-    the request has masks of the user, under which they count places in the row."""
-    sliding_window: Condition = NONE
-    attention_chunk: Condition = NONE
-    cross_attention: Condition = NONE
-    sinks: Condition = NONE
-    alibi: Condition = NONE
-    relative_bias: Condition = NONE
-    logit_cap: Condition = NONE
-    custom_mask: Condition = NONE
-    multi_item: Condition = NONE
-    deterministic: Condition = NONE
-    graph: Condition = NONE
-    lse: Condition = NONE
-    strided_kv: Condition = NONE
-
-    def __post_init__(self) -> None:
-        for name in self.__slots__:
-            condition = getattr(self, name)
-            if not _limits(name, condition):
-                raise refusal(f"clause, {name}", condition, _expected(name))
-        for name, words in WORDS.items():
-            unknown = set(getattr(self, name).examples()).difference(words)
-            if unknown:
-                got = ", ".join(sorted(map(str, unknown)))
-                raise refusal(f"clause, {name}", got, f"some of {', '.join(words)}")
-
-
-def when(**conditions: Condition) -> Clause:
-    """A clause of the given conditions alone, for priors."""
-    everything = dict.fromkeys(Clause.__slots__, ANY)
-    return Clause(**{**everything, **conditions})
-
-
-ALWAYS = when()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

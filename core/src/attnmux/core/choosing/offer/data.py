@@ -8,7 +8,8 @@ from typing import Any, TypeVar
 from attnmux.core.choosing.common.facts import defaults, unchecked
 from attnmux.core.choosing.common.frozen import FrozenMapping
 from attnmux.core.choosing.offer.accuracy import ErrorBound
-from attnmux.core.choosing.offer.card import ALWAYS, BackendCard, Build, Clause, Option, Prior
+from attnmux.core.choosing.offer.card import BackendCard, Build, Option, Prior
+from attnmux.core.choosing.offer.clause import ALWAYS, Clause
 from attnmux.core.choosing.offer.conditions import (
     ANY,
     NONE,

@@ -11,7 +11,7 @@ from attnmux.core.choosing.machine.vendors import VENDORS
 
 if TYPE_CHECKING:
     from attnmux.core.choosing.machine.platform import Platform
-    from attnmux.core.choosing.offer.card import Clause
+    from attnmux.core.choosing.offer.clause import Clause
     from attnmux.core.choosing.offer.verified import Verified
 
 Proof = Literal["hardware", "other device", "interpreted", "emulated", "nothing"]

@@ -80,15 +80,8 @@ class Verified:
         return f"an emulator of {self.on}" if self.emulated else self.on
 
     def to_dict(self) -> dict[str, Any]:
-        return {
-            "on": self.on,
-            "platform": self.platform,
-            "interpreted": self.interpreted,
-            "emulated": self.emulated,
-            "libraries": list(self.libraries),
-            "date": self.date,
-            "cases": self.cases,
-        }
+        data = {name: getattr(self, name) for name in self.__slots__}
+        return {**data, "libraries": list(self.libraries), "emulated": self.emulated}
 
 
 def doubt(runs: Sequence[Verified], platform: Platform) -> str:

@@ -12,7 +12,7 @@ from itertools import combinations, groupby
 from operator import itemgetter
 from typing import NamedTuple
 
-from attnmux.core.choosing.judge.axes import admits
+from attnmux.core.choosing.judge.axes import meets
 from attnmux.core.choosing.offer.card import Offer
 from attnmux.core.choosing.offer.conditions import Value
 from attnmux.core.choosing.search.points import (
@@ -158,9 +158,8 @@ def _clash(problem: Problem, winners: Sequence[Offer]) -> tuple[int, ...]:
 
 def _tie(problem: Problem, variant: Variant, winners: tuple[Offer, ...]) -> Key:
     """Breaks a tie: by the values that decode's winner prefers, then by names, then by numbers."""
-    request, question = variant.request, variant.questions[problem.groups[0].phases[0]]
-    clauses = (clause for clause in winners[0].card.clauses if admits(clause, question))
-    clause = next(clauses, None)
+    request, demands = variant.request, variant.questions[problem.groups[0].phases[0]].demands
+    clause = next((each for each in winners[0].card.clauses if meets(each, demands)), None)
     preferred = () if clause is None else clause.page_size.examples()
     stored = () if clause is None else clause.kv_dtype.examples()
     return (

@@ -15,7 +15,8 @@ from attnmux.core.choosing.ask.request import Request
 from attnmux.core.choosing.ask.values import DTYPES
 from attnmux.core.choosing.judge.axes import Demand, Question, Questions
 from attnmux.core.choosing.judge.shortcomings import admits_any, knows
-from attnmux.core.choosing.offer.card import Clause, Offer
+from attnmux.core.choosing.offer.card import Offer
+from attnmux.core.choosing.offer.clause import Clause
 from attnmux.core.choosing.offer.conditions import ANY, Condition, Excluding, Range
 from attnmux.core.choosing.search.problem import Group, Problem, Variant
 

@@ -75,12 +75,8 @@ class SizeRange:
         return str(self.least) if self.least == self.most else f"{self.least} to {self.most}"
 
     def to_dict(self) -> dict[str, Any]:
-        return {
-            "least": self.least,
-            "most": self.most,
-            "gain": self.gain,
-            "choice": self.choice.to_dict(),
-        }
+        data = {name: getattr(self, name) for name in self.__slots__}
+        return {**data, "choice": self.choice.to_dict()}
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> SizeRange:

@@ -1,4 +1,4 @@
-"""What ranks measure together, and the tuned launches that they share.
+"""What ranks measure together.
 
 A step of several ranks waits for the slowest of them, so that a choice goes by the largest of the
 ranks' medians.
@@ -7,18 +7,12 @@ ranks' medians.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import Any, TypeVar, cast
 
-from attnmux.core.choosing.measured.launches import Trial, TunedLaunch
+from attnmux.core import AttnmuxError, BackendFailed, RankGroup, RanksDiffer, Trial, in_brief
 from attnmux.core.choosing.measured.together import Together, alone
-from attnmux.core.choosing.offer.card import Offer
-from attnmux.core.errors import AttnmuxError, BackendFailed, RanksDiffer, in_brief
-from attnmux.core.lock import Lock, installed
-
-if TYPE_CHECKING:
-    from attnmux.core.ranks import RankGroup
 
 T = TypeVar("T")
 
@@ -61,38 +55,6 @@ class TogetherOnRanks:
 def together_on(group: RankGroup | None) -> Together:
     """How the ranks of a group measure; without one, how a single process does."""
     return alone if group is None else TogetherOnRanks(group)
-
-
-def check_same_libraries(
-    group: RankGroup, offers: Iterable[Offer], names: Iterable[str] = ()
-) -> None:
-    """Raise RanksDiffer, on every rank, where the plugins or libraries of two ranks differ.
-
-    names: of distributions besides those of the offers.
-    """
-    said = group.exchange({**Lock.of(offers).distributions, **installed(names)})
-    every = sorted({name for each in said for name in each})
-    differing = [
-        name for name in every if any(each.get(name) != said[0].get(name) for each in said)
-    ]
-    if not differing:
-        return
-    by_rank = [
-        ", ".join(f"{name} {_version(each.get(name))}" for name in differing) for each in said
-    ]
-    hint = "install the same distributions on every rank"
-    raise RanksDiffer("plugins and libraries", by_rank=by_rank, hint=hint)
-
-
-def _version(row: Sequence[str] | None) -> str:
-    """The version and the beginning of the hash of the installed files."""
-    return "not installed" if row is None else f"{row[0]} ({row[1][:8] or 'no hash'})"
-
-
-def shared_launches(group: RankGroup, launches: Iterable[TunedLaunch]) -> tuple[TunedLaunch, ...]:
-    """The launches of rank 0, on every rank, so that all of them run the same kernels."""
-    told = group.tell(json.dumps([each.to_dict() for each in launches]))
-    return tuple(TunedLaunch.from_dict(each) for each in json.loads(told))
 
 
 def shared_trials(group: RankGroup, tuner: str, trials: Sequence[Trial]) -> tuple[Trial, ...]:
