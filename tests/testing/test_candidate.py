@@ -19,10 +19,10 @@ from attnmux.core import (
     multiple_of,
     one_of,
 )
+from attnmux.core.choosing.ask.values import DTYPES
 from attnmux.core.choosing.find.examine import Entry
 from attnmux.core.choosing.find.plugins import Plugin
 from attnmux.core.choosing.offer.libraries import Distribution, EntryPoint
-from attnmux.core.choosing.ask.values import DTYPES
 from attnmux.testing import (
     Candidate,
     FakeBackend,
