@@ -15,6 +15,7 @@ from attnmux.core.errors import InvalidInput
         ("float32", torch.float32),
         ("fp8_e4m3", torch.float8_e4m3fn),
         ("fp8_e5m2", torch.float8_e5m2),
+        ("fp8_e4m3fnuz", torch.float8_e4m3fnuz),
         ("fp4_e2m1", torch.float4_e2m1fn_x2),
     ],
 )

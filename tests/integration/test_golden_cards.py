@@ -230,6 +230,10 @@ intel/intel_amx cpu:aarch64,features=amx decode gqa head_dim=128 ARCH
 triton/triton nvidia:sm80 decode gqa head_dim=512,kv_dtype=fp8_e5m2 served
 triton/triton nvidia:sm80 decode gqa head_dim=576 HEAD_DIM
 triton/triton nvidia:sm80 decode mla kv_dtype=fp8_e4m3 KV_DTYPE
+triton/triton amd:gfx942 decode gqa kv_dtype=fp8_e4m3fnuz|fp8_e4m3 served
+triton/triton amd:gfx950 decode gqa kv_dtype=fp8_e4m3fnuz KV_DTYPE
+triton/triton nvidia:sm90 extend gqa kv_dtype=fp8_e4m3fnuz KV_DTYPE
+amd/aiter amd:gfx942 decode gqa kv_dtype=fp8_e4m3fnuz|fp8_e4m3 KV_DTYPE
 triton/triton ascend:910b decode gqa head_dim=128 VENDOR
 triton/triton nvidia:sm80 extend gqa attention_chunk=8192 served
 nvidia/fa3 nvidia:sm90 decode gqa head_dim=64|96|128|192|256 served

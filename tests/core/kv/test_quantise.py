@@ -14,7 +14,11 @@ from attnmux.core.errors import InvalidInput
 from attnmux.core.kv import MHATokenToKVPool, MLATokenToKVPool
 from attnmux.core.kv.quantise import ACTIVATION_DTYPES, FP8_DTYPES, quantise
 
-LARGEST = {torch.float8_e4m3fn: 448.0, torch.float8_e5m2: 57344.0}
+LARGEST = {
+    torch.float8_e4m3fn: 448.0,
+    torch.float8_e5m2: 57344.0,
+    torch.float8_e4m3fnuz: 240.0,
+}
 
 
 @dataclass

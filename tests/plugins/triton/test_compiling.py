@@ -84,10 +84,17 @@ NARROW = {
     for name in ("decode", "decode, 8-bit", "decode, sinks", "verify", "extend", "extend, window")
 }
 
+CDNA3 = {
+    f"{name}, fnuz": replace(CASES[f"{name}, 8-bit"], kv_dtype="fp8_e4m3fnuz")
+    for name in ("decode", "extend")
+}
+"""Its own 8-bit floats."""
+
 WORDS = {
     torch.bfloat16: "*bf16",
     torch.float32: "*fp32",
     torch.float8_e5m2: "*fp8e5",
+    torch.float8_e4m3fnuz: "*fp8e4b8",
     torch.int32: "*i32",
     torch.int64: "*i64",
     torch.uint8: "*u8",
@@ -110,11 +117,12 @@ FEW = (
 
 
 def cases_of(arch: str, *, full: bool) -> dict[str, Case]:
-    """Narrow heads where they have launches of their own; a few cases for other GPUs than sm90,
-    with `--full` for AMD's but one."""
+    """Narrow heads and 8-bit floats where they have launches of their own; a few cases for other
+    GPUs than sm90, with `--full` for AMD's but one."""
+    own = {"sm90": NARROW, "gfx942": CDNA3}.get(arch, {})
     if arch in ("gfx950", "gfx1201") or (arch != "sm90" and not full):
-        return {**{name: CASES[name] for name in FEW}, **WIDE}
-    return {**CASES, **(NARROW if arch == "sm90" else {})}
+        return {**{name: CASES[name] for name in FEW}, **WIDE, **own}
+    return {**CASES, **own}
 
 
 def rehearsed(arch: str, *, full: bool) -> Iterator[tuple[str, Any]]:

@@ -92,6 +92,17 @@ class TestTritonInterpreted(AttentionBackendTests):
     executions = ("eager",)
 
 
+class TestTritonOnCDNA3(AttentionBackendTests):
+    """The 8-bit floats of gfx942, which others do not read."""
+
+    backend = replace(CANDIDATE, platform=Platform.parse("amd:gfx942"))
+    page_sizes = (16,)
+    executions = ("eager",)
+
+    def wants(self, case: Case) -> bool:
+        return "fnuz" in case.name
+
+
 class TestTritonInterpretedInGraphs(AttentionBackendTests):
     backend = CANDIDATE
     page_sizes = (16,)

@@ -104,10 +104,13 @@ def in_one_launch(pool: KVPool, layer: LayerSpec, loc: torch.Tensor, rows: Any) 
     writer.write(layer, loc, *rows)
 
 
+NOT_A_NUMBER = 1 << 40
+
+
 def bits(buffer: torch.Tensor) -> torch.Tensor:
     """The bits as integers, with one value for every NaN."""
     word = {1: torch.uint8, 2: torch.int16, 4: torch.int32}[buffer.itemsize]
-    return buffer.view(word).masked_fill(buffer.float().isnan(), 0x7F)
+    return buffer.view(word).long().masked_fill(buffer.float().isnan(), NOT_A_NUMBER)
 
 
 def assert_same(pool: KVPool, expected: KVPool, layer_id: int = 5) -> None:

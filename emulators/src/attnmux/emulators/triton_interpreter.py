@@ -24,6 +24,7 @@ FLOATS = {
     tl.bfloat16: torch.bfloat16,
     tl.float8e5: torch.float8_e5m2,
     tl.float8e4nv: torch.float8_e4m3fn,
+    tl.float8e4b8: torch.float8_e4m3fnuz,
 }
 WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 
@@ -37,6 +38,20 @@ def _launch(tensors: Sequence[torch.Tensor], number: int) -> None:
 library = Library("attnmux_interpreted", "DEF")  # type: ignore[no-untyped-call]  # torch's
 library.define("launch(Tensor(a!)[] tensors, int number) -> ()")  # type: ignore[no-untyped-call]  # as above
 library.impl("launch", _launch, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]  # as above
+
+
+patch_core = interpreter._patch_lang_core
+
+
+def _named(lang: Any, scope: Any) -> None:  # noqa: ANN401  # the interpreter's
+    """Let the interpreter find e4m3fnuz by its name, whose type it has."""
+    patch_core(lang, scope)
+    known = lang.dtype.to_ir
+
+    def to_ir(dtype: tl.dtype, builder: Any) -> Any:  # noqa: ANN401  # as above
+        return builder.get_fp8e4b8_ty() if dtype.is_fp8e4b8() else known(dtype, builder)
+
+    scope.set_attr(lang.dtype, "to_ir", to_ir)
 
 
 @contextmanager
@@ -98,6 +113,7 @@ def interpreted() -> Iterator[None]:
         triton_types.made_once(),
         patch.object(interpreter.GridExecutor, "__call__", launched),
         patch.object(interpreter, "_convert_float", converted),
+        patch.object(interpreter, "_patch_lang_core", _named),
         patch.object(interpreter.InterpreterBuilder, "create_dot", multiplied),
         patch.object(interpreter.InterpretedFunction, "__call__", inlined),
         patch.object(builder, "options", unchecked),

@@ -33,7 +33,7 @@ from attnmux.testing.reference import (
 )
 
 _DTYPES = one_of("bfloat16", "float16", "float32")
-_KV_DTYPES = one_of("bfloat16", "float16", "float32", "fp8_e4m3", "fp8_e5m2")
+_KV_DTYPES = one_of("bfloat16", "float16", "float32", "fp8_e4m3", "fp8_e5m2", "fp8_e4m3fnuz")
 
 
 def fake_platform() -> Platform:

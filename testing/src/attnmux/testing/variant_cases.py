@@ -157,10 +157,14 @@ def window_pool_cases(page: int) -> Iterator[Case]:
     yield case_of("extend-window-pool-fp8_e4m3", page, growing, **scaled)
 
 
+FP8_LARGEST = {"fp8_e4m3": 448.0, "fp8_e5m2": 57344.0, "fp8_e4m3fnuz": 240.0}
+"""The largest finite value of each 8-bit format."""
+
+
 def fp8_cases(page: int) -> Iterator[Case]:
     """KV in 8-bit floats. Attention reads all keys from the pool, the new ones too."""
     scales: dict[str, Any] = {"kv_scales": (0.5, 3.0)}
-    for kv_dtype, largest in (("fp8_e4m3", 448.0), ("fp8_e5m2", 57344.0)):
+    for kv_dtype, largest in FP8_LARGEST.items():
         variants: dict[str, dict[str, Any]] = {
             "": {},
             "-dim-64": {"head_dim": 64, "v_head_dim": 64},

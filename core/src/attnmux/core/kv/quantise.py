@@ -11,7 +11,7 @@ from attnmux.core.errors import InvalidInput
 ACTIVATION_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 """Dtypes of activations, which a pool stores unscaled."""
 
-FP8_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2)
+FP8_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz)
 """Dtypes that a pool stores scaled."""
 
 STORABLE_DTYPES = ACTIVATION_DTYPES + FP8_DTYPES
@@ -21,9 +21,9 @@ def quantise(rows: torch.Tensor, dtype: torch.dtype, scale: float | None) -> tor
     """`rows`, of an activation dtype, as a pool of `dtype` stores them.
 
     An 8-bit float is `rows / scale` (in float32 unless the scale is 1), rounded to nearest even and
-    saturated: infinities and values beyond the largest finite one (448 in e4m3, 57344 in e5m2)
-    become that one, and NaN stays NaN. torch's own cast returns NaN or an infinity there,
-    depending on version and dtype. Other dtypes ignore the scale.
+    saturated: infinities and values beyond the largest finite one (448 in e4m3, 57344 in e5m2,
+    240 in e4m3fnuz) become that one, and NaN stays NaN. torch's own cast returns NaN or an infinity
+    there, depending on version and dtype. Other dtypes ignore the scale.
     Raises InvalidInput for a scale that is not a positive number.
     """
     rows = rows.detach()

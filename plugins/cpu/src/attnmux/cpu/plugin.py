@@ -29,7 +29,7 @@ from attnmux.cpu.levels import levels_of, shipped
 
 _UNSCALED = ("bfloat16", "float16", "float32")
 DTYPES = one_of(*_UNSCALED)
-KV_DTYPES = one_of("bfloat16", "float16", "float32", "fp8_e4m3", "fp8_e5m2")
+KV_DTYPES = one_of(*_UNSCALED, "fp8_e4m3", "fp8_e5m2", "fp8_e4m3fnuz")
 
 
 def _plain(kind: str, **more: Condition) -> Clause:

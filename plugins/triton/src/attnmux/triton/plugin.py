@@ -50,6 +50,13 @@ def _clause(dtype: str, **more: Condition) -> Clause:
     return Clause(**{**everywhere, **more})
 
 
+_CDNA3: dict[str, Condition] = {
+    "vendor": one_of("amd"),
+    "arch": one_of("gfx942"),
+    "kv_dtype": one_of("fp8_e4m3fnuz"),
+}
+
+
 def _clauses(dtype: str) -> Iterator[Clause]:
     of_heads: dict[str, Condition] = {
         "kind": one_of("mha"),
@@ -69,6 +76,13 @@ def _clauses(dtype: str) -> Iterator[Clause]:
             logit_cap=ANY,
             tree_windows=ANY if "spec_topk" in spec else NONE,
             **{**of_heads, **spec},
+        )
+        yield _clause(
+            dtype,
+            phase=one_of("extend", "decode", "verify", "draft"),
+            logit_cap=ANY,
+            # CDNA3's own e4m3. Its Triton converts the other one too, by several instructions.
+            **{**of_heads, **_CDNA3, **spec},
         )
         yield _clause(
             dtype,
@@ -162,6 +176,7 @@ TRITON = BackendCard(
         ),
     ),
     sources={
+        "arch": "the compiler of Triton 3.6 for AMD: CDNA3 alone converts e4m3fnuz natively",
         "dtype": "16-bit floats, which tensor cores multiply",
         "kv_dtype": (
             "k_scale and v_scale are the kernels' arguments; no pool here stores 4 bits, "

@@ -15,8 +15,27 @@ from attnmux.triton.shapes import next_power_of_2
 if TYPE_CHECKING:
     from attnmux.core import BackendContext, KVPool, LayerSpec
 
-FORMATS = {torch.float8_e4m3fn: (3, 0x7E), torch.float8_e5m2: (2, 0x7B)}
-"""The bits of a format's mantissa, and its largest finite value as bits."""
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Format:
+    """An 8-bit float."""
+
+    mantissa: int
+    """Bits of it; 0 where values are stored unchanged."""
+    bias: int
+    """Of the exponent."""
+    largest: int
+    """The largest finite value, as bits."""
+    nan: int = 0x7F
+    """As bits. Where it is 0x80, zero has no sign."""
+
+
+UNCHANGED = Format(mantissa=0, bias=0, largest=0)
+FORMATS = {
+    torch.float8_e4m3fn: Format(mantissa=3, bias=7, largest=0x7E),
+    torch.float8_e5m2: Format(mantissa=2, bias=15, largest=0x7B),
+    torch.float8_e4m3fnuz: Format(mantissa=3, bias=8, largest=0x7F, nan=0x80),
+}
 MOST_COLUMNS = 1024
 """Columns of a tile."""
 TILE = 2048
@@ -34,8 +53,8 @@ class LayerWriter:
     """[slots, H, D]: K's memory, or in MLA the latent's."""
     second: torch.Tensor
     """[slots, H, D]: V's memory, or in MLA the rotary key's."""
-    format: tuple[int, int]
-    """One of FORMATS, whose memory is viewed as bytes; zeros where values are stored unchanged."""
+    format: Format
+    """Of the pool's dtype: memory of one of FORMATS is viewed as bytes."""
     slot_map: torch.Tensor | None
     """As `KVPool.slot_map`."""
     launcher: Launcher = field(default_factory=Launcher)
@@ -78,7 +97,7 @@ class LayerWriter:
             names=names,
             first=first,
             second=second,
-            format=known or (0, 0),
+            format=known or UNCHANGED,
             slot_map=pool.slot_map(layer.layer_id),
             launcher=launcher or Launcher(),
         )
@@ -125,7 +144,6 @@ class LayerWriter:
         return TILE // block_w, block_w, widest
 
     def _bind(self, scales: tuple[float, float]) -> BoundKernel:
-        mantissa, largest = self.format
         block_t, block_w, _ = self._blocks()
         widths = self._widths()
         return BoundKernel(
@@ -147,8 +165,10 @@ class LayerWriter:
                 "FIRST_WIDTH": widths[0],
                 "SECOND_D": self.second.shape[2],
                 "SECOND_WIDTH": widths[1],
-                "MANTISSA": mantissa,
-                "LARGEST": largest,
+                "MANTISSA": self.format.mantissa,
+                "BIAS": self.format.bias,
+                "LARGEST": self.format.largest,
+                "NAN": self.format.nan,
                 "IS_SCALED": scales != (1.0, 1.0),
                 "BLOCK_T": block_t,
                 "BLOCK_W": block_w,

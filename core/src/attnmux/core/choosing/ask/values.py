@@ -14,7 +14,16 @@ ATTENTION_KINDS = ("mha", "mla", "nsa", "dual_chunk")
 LINEAR_KINDS = ("gdn", "kda", "mamba1", "mamba2", "lightning", "conv")
 KINDS = (*ATTENTION_KINDS, *LINEAR_KINDS)
 PHASES = ("extend", "decode", "verify", "draft", "encoder")
-DTYPES = ("bfloat16", "float16", "float32", "fp8_e4m3", "fp8_e5m2", "fp4_e2m1")
+DTYPES = (
+    "bfloat16",
+    "float16",
+    "float32",
+    "fp8_e4m3",
+    "fp8_e5m2",
+    "fp8_e4m3fnuz",
+    "fp4_e2m1",
+)
+"""fp8_e4m3fnuz is the e4m3 of AMD's CDNA3, where the bits of fp8_e4m3 are half the number."""
 
 ALIASES = {
     "bf16": "bfloat16",
@@ -26,6 +35,7 @@ ALIASES = {
     "float8_e4m3": "fp8_e4m3",
     "float8_e4m3fn": "fp8_e4m3",
     "float8_e5m2": "fp8_e5m2",
+    "float8_e4m3fnuz": "fp8_e4m3fnuz",
     "fp4": "fp4_e2m1",
 }
 """Of dtypes."""

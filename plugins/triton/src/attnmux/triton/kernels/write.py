@@ -7,15 +7,16 @@ import triton.language as tl
 
 
 @triton.jit
-def round_to_8_bits(values, MANTISSA: tl.constexpr, LARGEST: tl.constexpr):
+def round_to_8_bits(
+    values, MANTISSA: tl.constexpr, BIAS: tl.constexpr, LARGEST: tl.constexpr, NAN: tl.constexpr
+):
     """float32 as the bits of an 8-bit float: to the nearest, ties to even, saturated.
 
-    MANTISSA: its number of bits, 3 in e4m3 and 2 in e5m2. LARGEST: the largest finite value, as
-    bits; NaN is all ones. Uses integers, since Triton has no cast to these formats for SM80, and
-    elsewhere the device decides whether a cast saturates.
+    The rest describes the format, as `attnmux.triton.write.Format` does. Uses integers, since
+    Triton has no cast to these formats for SM80, and elsewhere the device decides whether a cast
+    saturates.
     """
     SHIFT: tl.constexpr = 23 - MANTISSA
-    BIAS: tl.constexpr = (1 << (6 - MANTISSA)) - 1
     LEAST_NORMAL: tl.constexpr = (128 - BIAS) << 23
     # At this magnitude a float32's last bit equals the format's last bit below LEAST_NORMAL.
     BESIDE: tl.constexpr = (127 + 24 - BIAS - MANTISSA) << 23
@@ -26,16 +27,18 @@ def round_to_8_bits(values, MANTISSA: tl.constexpr, LARGEST: tl.constexpr):
     beside = (size * 0 + BESIDE).to(tl.float32, bitcast=True)
     small = (size.to(tl.float32, bitcast=True) + beside).to(tl.int32, bitcast=True) - BESIDE
     rounded = tl.where(size < LEAST_NORMAL, small, tl.minimum(normal, LARGEST))
-    rounded = tl.where(size > 0x7F800000, 0x7F, rounded)
-    return (rounded | ((bits >> 24) & 0x80)).to(tl.uint8)
+    sign = (bits >> 24) & 0x80
+    if NAN == 0x80:
+        sign = tl.where(rounded == 0, 0, sign)
+    return tl.where(size > 0x7F800000, NAN, rounded | sign).to(tl.uint8)
 
 
 @triton.jit
 def store_part(
     rows, token_stride, head_stride, column_stride, buffer, slot_stride, slot_head_stride, token,
     slot, is_there, column, scale,
-    D: tl.constexpr, WIDTH: tl.constexpr, MANTISSA: tl.constexpr, LARGEST: tl.constexpr,
-    IS_SCALED: tl.constexpr,
+    D: tl.constexpr, WIDTH: tl.constexpr, MANTISSA: tl.constexpr, BIAS: tl.constexpr,
+    LARGEST: tl.constexpr, NAN: tl.constexpr, IS_SCALED: tl.constexpr,
 ):  # fmt: skip
     """Write columns of rows [T, WIDTH], WIDTH = H * D, to buffer [slots, H, D]: as the bits of an
     8-bit float where MANTISSA is above 0, else as values."""
@@ -53,7 +56,7 @@ def store_part(
         values = values.to(tl.float32)
         if IS_SCALED:
             values = tl.div_rn(values, scale)
-        tl.store(places, round_to_8_bits(values, MANTISSA, LARGEST), mask=is_within)
+        tl.store(places, round_to_8_bits(values, MANTISSA, BIAS, LARGEST, NAN), mask=is_within)
     else:
         tl.store(places, values.to(buffer.dtype.element_ty), mask=is_within)
 
@@ -66,8 +69,9 @@ def write_kv(
     second_slot_head_stride, loc, loc_stride, slot_map, num_mapped, num_tokens, num_slots,
     first_scale, second_scale,
     FIRST_D: tl.constexpr, FIRST_WIDTH: tl.constexpr, SECOND_D: tl.constexpr,
-    SECOND_WIDTH: tl.constexpr, MANTISSA: tl.constexpr, LARGEST: tl.constexpr,
-    IS_SCALED: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_W: tl.constexpr,
+    SECOND_WIDTH: tl.constexpr, MANTISSA: tl.constexpr, BIAS: tl.constexpr,
+    LARGEST: tl.constexpr, NAN: tl.constexpr, IS_SCALED: tl.constexpr, BLOCK_T: tl.constexpr,
+    BLOCK_W: tl.constexpr,
 ):  # fmt: skip
     """Write two tensors, K and V or latent and rotary key, to the same slots.
 
@@ -77,7 +81,7 @@ def write_kv(
     heads times columns.
     loc [T] int64: the tokens' slots. slot_map [num_mapped] int32 or int64: the pool's slot for each
     of them; None where they are the same.
-    first_scale, second_scale float32: divided by where IS_SCALED. MANTISSA, LARGEST: as
+    first_scale, second_scale float32: divided by where IS_SCALED. The format: as
     `round_to_8_bits`.
 
     Grid: blocks of BLOCK_T tokens, blocks of BLOCK_W columns. Slots that the pool does not have are
@@ -94,10 +98,10 @@ def write_kv(
     store_part(
         first, first_stride, first_head_stride, first_column_stride, first_buffer,
         first_slot_stride, first_slot_head_stride, token, slot, is_there, column, first_scale,
-        FIRST_D, FIRST_WIDTH, MANTISSA, LARGEST, IS_SCALED,
+        FIRST_D, FIRST_WIDTH, MANTISSA, BIAS, LARGEST, NAN, IS_SCALED,
     )  # fmt: skip
     store_part(
         second, second_stride, second_head_stride, second_column_stride, second_buffer,
         second_slot_stride, second_slot_head_stride, token, slot, is_there, column, second_scale,
-        SECOND_D, SECOND_WIDTH, MANTISSA, LARGEST, IS_SCALED,
+        SECOND_D, SECOND_WIDTH, MANTISSA, BIAS, LARGEST, NAN, IS_SCALED,
     )  # fmt: skip
