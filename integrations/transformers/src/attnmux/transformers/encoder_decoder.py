@@ -27,7 +27,8 @@ from attnmux.transformers.attention import (
 from attnmux.transformers.encoder_decoder_attention import ENCODER_DECODER, number_layers
 from attnmux.transformers.layers import check_capacities, check_independence, layer_of
 from attnmux.transformers.positions import PositionTable
-from attnmux.transformers.probe import Probe, Reach, Recorder
+from attnmux.transformers.probe import Probe, Recorder
+from attnmux.transformers.reach import Reach
 
 STAND_IN = 4
 """The number of zero encoder states in a step without a new encoder. A decoder layer without any

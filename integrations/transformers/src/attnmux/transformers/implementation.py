@@ -21,7 +21,7 @@ from attnmux.transformers.attention import (
     read_rows,
     window_of,
 )
-from attnmux.transformers.probe import MaskFunction, Reach
+from attnmux.transformers.reach import MaskFunction, Reach
 from attnmux.transformers.staged import StagedAttention
 from attnmux.transformers.visible import Lens, MaskWithKeys, VisibleKeys
 

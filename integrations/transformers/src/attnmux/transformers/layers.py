@@ -18,7 +18,8 @@ from attnmux.transformers.attention import ModelCall
 from attnmux.transformers.mixers import Mixer, has_attention, has_mixers
 from attnmux.transformers.own_attention import adapt, has_adapter
 from attnmux.transformers.positions import count_from_own_start, take_positions
-from attnmux.transformers.probe import Probe, Reach
+from attnmux.transformers.probe import Probe
+from attnmux.transformers.reach import Reach
 from attnmux.transformers.repeated import has_numbered_calls, number_calls
 
 POSITION_TOLERANCE = 0.02

@@ -32,7 +32,7 @@ from attnmux.core import (
 from attnmux.transformers.attention import ModelCall
 from attnmux.transformers.layers import layer_of
 from attnmux.transformers.pools import make_pool
-from attnmux.transformers.probe import Reach
+from attnmux.transformers.reach import Reach
 from attnmux.transformers.requests import request_of
 from attnmux.transformers.visible import Lens
 
