@@ -32,8 +32,8 @@ if TYPE_CHECKING:
     from attnmux.transformers.layers import record_layers as record_layers
     from attnmux.transformers.load import load_head_runner as load_head_runner
     from attnmux.transformers.load import load_runner as load_runner
+    from attnmux.transformers.memory_budget import MemoryBudget as MemoryBudget
     from attnmux.transformers.options import RunnerOptions as RunnerOptions
-    from attnmux.transformers.pools import MemoryBudget as MemoryBudget
     from attnmux.transformers.requests import request_of as request_of
     from attnmux.transformers.runner import ModelRunner as ModelRunner
     from attnmux.transformers.sampling import Sampler as Sampler
@@ -62,7 +62,7 @@ _NAMES_BY_MODULE = {
     "generate": ("Generation", "Prompt", "Timings", "run_prompts"),
     "layers": ("record_layers",),
     "load": ("load_head_runner", "load_runner"),
-    "pools": ("MemoryBudget",),
+    "memory_budget": ("MemoryBudget",),
     "runner": ("ModelRunner",),
     "sampling": ("Sampler",),
     "served_model": ("ServedModel",),

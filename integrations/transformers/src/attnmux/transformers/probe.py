@@ -11,7 +11,8 @@ import torch
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
 from attnmux.core import AttnmuxError, InvalidInput
-from attnmux.transformers.attention import ModelCall, no_mask, read_call, set_attention
+from attnmux.transformers.attention import no_mask, set_attention
+from attnmux.transformers.layer_call import LayerCall, read_call
 from attnmux.transformers.mixers import Mixer, MixerRecorder
 from attnmux.transformers.mixers import recording as recording_mixers
 from attnmux.transformers.reach import MaskFunction, Reach, read_reach
@@ -26,7 +27,7 @@ class Recorder:
     right except for sinks.
     """
 
-    calls: list[ModelCall] = field(default_factory=list)
+    calls: list[LayerCall] = field(default_factory=list)
     callers: list[torch.nn.Module] = field(default_factory=list)
     """The module of each call."""
     masks: list[MaskFunction] = field(default_factory=list)
@@ -49,7 +50,7 @@ class Recorder:
         group = call.q.shape[1] // call.v.shape[1]
         return call.v.repeat_interleave(group, dim=1).unsqueeze(0), None
 
-    def read(self, call: ModelCall) -> ModelCall:
+    def read(self, call: LayerCall) -> LayerCall:
         """The call to keep, with a V of as many dims as the layer's output."""
         return call
 
@@ -67,11 +68,11 @@ class Recorder:
         self.masks.append(mask_function)
         return torch.full((1, 1, 1, 1), len(self.masks) - 1, device=device)
 
-    def of_tokens(self, call: ModelCall) -> tuple[torch.Tensor, ...]:
+    def of_tokens(self, call: LayerCall) -> tuple[torch.Tensor, ...]:
         """The parts of a call that depend on the positions of its new tokens."""
         return call.q, call.k
 
-    def reach_of(self, call: ModelCall, max_context_len: int) -> Reach:
+    def reach_of(self, call: LayerCall, max_context_len: int) -> Reach:
         """The reach of the layer of `call`, by its window and its mask."""
         told = Reach(sliding_window_size=call.sliding_window_size)
         if call.mask is None:

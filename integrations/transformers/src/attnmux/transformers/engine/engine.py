@@ -12,6 +12,7 @@ from attnmux.core import AcceptThresholds, DraftTree, InvalidInput, PoolExhauste
 from attnmux.transformers.engine.delivery import Delivery
 from attnmux.transformers.engine.execution import Execution, Launched, StepRunner
 from attnmux.transformers.engine.outputs import OutputQueue
+from attnmux.transformers.engine.plan import Plan
 from attnmux.transformers.engine.prefix import MemoryUse, PrefixCache
 from attnmux.transformers.engine.proposers import Proposer
 from attnmux.transformers.engine.request import (
@@ -21,7 +22,7 @@ from attnmux.transformers.engine.request import (
     TokenOutput,
     check_request,
 )
-from attnmux.transformers.engine.scheduler import Plan, Scheduler
+from attnmux.transformers.engine.scheduler import Scheduler
 from attnmux.transformers.engine.speculation import Speculation
 from attnmux.transformers.engine.stats import EngineStats, Laps
 from attnmux.transformers.engine.verification import Verification
