@@ -13,7 +13,6 @@ if TYPE_CHECKING:
     from attnmux.transformers.batching import StepBuilder as StepBuilder
     from attnmux.transformers.capacity import Capacity as Capacity
     from attnmux.transformers.checkpoint import Checkpoint as Checkpoint
-    from attnmux.transformers.checkpoint import load_model as load_model
     from attnmux.transformers.checkpoint import open_checkpoint as open_checkpoint
     from attnmux.transformers.eagle_files import hidden_layers as hidden_layers
     from attnmux.transformers.eagle_files import load_head as load_head
@@ -42,12 +41,14 @@ if TYPE_CHECKING:
     from attnmux.transformers.sequence import Step as Step
     from attnmux.transformers.served_model import ServedModel as ServedModel
     from attnmux.transformers.tokenization import encode_prompts as encode_prompts
+    from attnmux.transformers.weights import load_model as load_model
 
 _NAMES_BY_MODULE = {
     "implementation": ("IMPLEMENTATION", "allow_generate_batch"),
     "batching": ("StepBuilder",),
     "capacity": ("Capacity",),
-    "checkpoint": ("Checkpoint", "load_model", "open_checkpoint"),
+    "checkpoint": ("Checkpoint", "open_checkpoint"),
+    "weights": ("load_model",),
     "options": ("RunnerOptions",),
     "requests": ("request_of",),
     "eagle_files": ("hidden_layers", "load_head"),
