@@ -24,6 +24,7 @@ SAMPLE = (
     "FalconConfig",
     "FalconMambaConfig",
     "Gemma4TextConfig",
+    "Gemma4UnifiedConfig",
     "GlmConfig",
     "GlmMoeDsaConfig",
     "GraniteConfig",

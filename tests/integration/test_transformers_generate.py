@@ -16,7 +16,7 @@ from attnmux.core import InvalidInput, NoBackend
 from attnmux.transformers import IMPLEMENTATION, allow_generate_batch
 from attnmux.transformers.checkpoint import quiet_transformers
 from attnmux.transformers.implementation import Implementation
-from attnmux.transformers.staged import LEAST_CONTEXT, Room
+from attnmux.transformers.stage import LEAST_CONTEXT, Room
 from attnmux.transformers.visible import Lens
 
 ARCHITECTURES = (

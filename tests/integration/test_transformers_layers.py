@@ -10,15 +10,18 @@ import transformers
 from transformers import AutoModelForCausalLM
 from transformers.masking_utils import (
     and_masks,
+    blockwise_overlay,
     causal_mask_function,
     chunked_causal_mask_function,
+    or_masks,
     sliding_window_causal_mask_function,
 )
 
 from attnmux.core import InvalidInput, LayerSpec, Request
 from attnmux.transformers import IMPLEMENTATION, layers, record_layers, request_of
 from attnmux.transformers.checkpoint import quiet_transformers
-from attnmux.transformers.probe import Probe, Reach, read_reach
+from attnmux.transformers.probe import Probe
+from attnmux.transformers.reach import Reach, read_reach
 from attnmux.transformers.requests import check_against_config
 
 SMALL = {"vocab_size": 97, "hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4}
@@ -195,6 +198,16 @@ def test_masks_are_read():
     assert reach_of(window, Reach(sliding_window_size=5)) == Reach(sliding_window_size=5)
     long = Reach(sliding_window_size=LENGTH)
     assert reach_of(causal_mask_function, long) == long
+
+
+@pytest.mark.parametrize("mask", [causal_mask_function, sliding_window_causal_mask_function(6)])
+def test_a_mask_with_blocks_is_read_where_no_token_is_in_one(mask):
+    def with_blocks(first):
+        return or_masks(mask, blockwise_overlay(torch.tensor([[first, -1, -1]])))
+
+    assert reach_of(with_blocks(-1)) == reach_of(mask)
+    with pytest.raises(InvalidInput, match="a table of the step's tokens"):
+        reach_of(with_blocks(0))
 
 
 @pytest.mark.parametrize("told", [Reach(sliding_window_size=4), Reach(sliding_window_size=6)])

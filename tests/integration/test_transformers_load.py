@@ -29,7 +29,7 @@ from attnmux.core.choosing.machine.cpu import probe_cpu
 from attnmux.core.choosing.measured.records import Device
 from attnmux.transformers import RunnerOptions, SequenceState, load_runner, open_checkpoint
 from attnmux.transformers.attention import SERVED
-from attnmux.transformers.checkpoint import _explained
+from attnmux.transformers.checkpoint import explained
 
 CLAUSE = Clause(
     vendor=ANY,
@@ -195,5 +195,5 @@ def test_threads_load_in_turn(tiny, run_on):
 
 def test_a_model_without_our_implementation_in_its_own_table_is_refused_with_that_reason():
     """GIT looks its text layers' classes up by the implementation's name."""
-    with pytest.raises(InvalidInput, match="computes attention by itself"), _explained("a model"):
+    with pytest.raises(InvalidInput, match="computes attention by itself"), explained("a model"):
         {"eager": None}[SERVED]

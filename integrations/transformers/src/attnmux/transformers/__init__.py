@@ -13,7 +13,6 @@ if TYPE_CHECKING:
     from attnmux.transformers.batching import StepBuilder as StepBuilder
     from attnmux.transformers.capacity import Capacity as Capacity
     from attnmux.transformers.checkpoint import Checkpoint as Checkpoint
-    from attnmux.transformers.checkpoint import load_model as load_model
     from attnmux.transformers.checkpoint import open_checkpoint as open_checkpoint
     from attnmux.transformers.eagle_files import hidden_layers as hidden_layers
     from attnmux.transformers.eagle_files import load_head as load_head
@@ -32,8 +31,8 @@ if TYPE_CHECKING:
     from attnmux.transformers.layers import record_layers as record_layers
     from attnmux.transformers.load import load_head_runner as load_head_runner
     from attnmux.transformers.load import load_runner as load_runner
+    from attnmux.transformers.memory_budget import MemoryBudget as MemoryBudget
     from attnmux.transformers.options import RunnerOptions as RunnerOptions
-    from attnmux.transformers.pools import MemoryBudget as MemoryBudget
     from attnmux.transformers.requests import request_of as request_of
     from attnmux.transformers.runner import ModelRunner as ModelRunner
     from attnmux.transformers.sampling import Sampler as Sampler
@@ -42,12 +41,14 @@ if TYPE_CHECKING:
     from attnmux.transformers.sequence import Step as Step
     from attnmux.transformers.served_model import ServedModel as ServedModel
     from attnmux.transformers.tokenization import encode_prompts as encode_prompts
+    from attnmux.transformers.weights import load_model as load_model
 
 _NAMES_BY_MODULE = {
     "implementation": ("IMPLEMENTATION", "allow_generate_batch"),
     "batching": ("StepBuilder",),
     "capacity": ("Capacity",),
-    "checkpoint": ("Checkpoint", "load_model", "open_checkpoint"),
+    "checkpoint": ("Checkpoint", "open_checkpoint"),
+    "weights": ("load_model",),
     "options": ("RunnerOptions",),
     "requests": ("request_of",),
     "eagle_files": ("hidden_layers", "load_head"),
@@ -62,7 +63,7 @@ _NAMES_BY_MODULE = {
     "generate": ("Generation", "Prompt", "Timings", "run_prompts"),
     "layers": ("record_layers",),
     "load": ("load_head_runner", "load_runner"),
-    "pools": ("MemoryBudget",),
+    "memory_budget": ("MemoryBudget",),
     "runner": ("ModelRunner",),
     "sampling": ("Sampler",),
     "served_model": ("ServedModel",),

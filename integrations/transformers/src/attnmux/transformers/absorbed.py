@@ -27,14 +27,8 @@ from attnmux.core import (
     attention_with_output,
     current_forward_context,
 )
-from attnmux.transformers.attention import (
-    SERVED,
-    ModelCall,
-    check_recorded,
-    read_call,
-    refuse_mask,
-    traced_layer_id,
-)
+from attnmux.transformers.attention import SERVED, check_recorded, refuse_mask
+from attnmux.transformers.layer_call import LayerCall, read_call, traced_layer_id
 from attnmux.transformers.mixers import Mixer
 from attnmux.transformers.probe import Probe, Recorder
 from attnmux.transformers.repeated import has_numbered_calls
@@ -47,7 +41,7 @@ TOLERANCE = 0.02
 above rounding in any dtype, and far below the effect of another order of rows or heads."""
 
 
-def latent_of(call: ModelCall, projection: UpProjection) -> tuple[torch.Tensor, torch.Tensor]:
+def latent_of(call: LayerCall, projection: UpProjection) -> tuple[torch.Tensor, torch.Tensor]:
     """(latent [T, 1, rank], rotary K [T, 1, rope]) of a call whose latent was passed on."""
     rows = torch.cat([call.k[..., : projection.nope_dim], call.v], dim=-1).flatten(1)
     return rows[:, None, : projection.rank], call.k[:, :1, projection.nope_dim :]
@@ -188,7 +182,7 @@ def _filled_up(fill: int, latent: torch.Tensor) -> torch.Tensor:
     return pad(latent, (0, fill)) if fill else latent
 
 
-def _calls(probe: Probe) -> list[ModelCall]:
+def _calls(probe: Probe) -> list[LayerCall]:
     """The layers' attention calls for three tokens, in the order of the layers."""
     _, recorder = probe.run([0, 1, 2], [0, 1, 2])
     return sorted(recorder.calls, key=lambda call: call.layer_id)
@@ -200,7 +194,7 @@ class _LatentRecorder(Recorder):
 
     projections: Mapping[int, UpProjection]
 
-    def read(self, call: ModelCall) -> ModelCall:
+    def read(self, call: LayerCall) -> LayerCall:
         projection = self.projections[call.layer_id]
         latent, k_rope = latent_of(call, projection)
         heads = linear(latent.squeeze(1), projection.weight)
@@ -210,7 +204,7 @@ class _LatentRecorder(Recorder):
         return replace(call, k=k, v=v)
 
 
-def _agree(expanded: ModelCall, absorbed: ModelCall) -> bool:
+def _agree(expanded: LayerCall, absorbed: LayerCall) -> bool:
     pairs = ((expanded.q, absorbed.q), (expanded.k, absorbed.k), (expanded.v, absorbed.v))
     return all(
         ours.shape == theirs.shape

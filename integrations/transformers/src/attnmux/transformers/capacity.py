@@ -24,8 +24,8 @@ from attnmux.core import (
 from attnmux.transformers import hidden_states
 from attnmux.transformers.encoder_decoder import PackedDecoder
 from attnmux.transformers.hidden_states import HiddenStates
+from attnmux.transformers.memory_budget import MemoryBudget
 from attnmux.transformers.pools import (
-    MemoryBudget,
     PoolSizes,
     bytes_per_token,
     make_pools,

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import threading
-import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from logging import ERROR
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from textwrap import shorten
-from typing import Any, cast
+from typing import Any
 
 import torch
 from huggingface_hub.utils import logging as hub_logging
@@ -32,11 +30,10 @@ from transformers import (
 )
 from transformers.utils import logging
 
-from attnmux.core import AttnmuxError, InvalidInput, dtype_name, torch_dtype
-from attnmux.transformers.attention import SERVED, set_attention
+from attnmux.core import AttnmuxError, InvalidInput, torch_dtype
+from attnmux.transformers.attention import SERVED
 from attnmux.transformers.encoder_decoder import PackedDecoder
 from attnmux.transformers.layers import check_servable
-from attnmux.transformers.own_attention import adapt, has_adapter
 from attnmux.transformers.rotary import fixed_rotary_len
 
 ALWAYS = {"trust_remote_code": False}
@@ -47,8 +44,6 @@ LOADING = threading.RLock()
 """Held while a model is opened or loaded. Meanwhile transformers changes its registries, its
 logging and torch's default dtype for every thread."""
 
-KV_SCALES = (".k_scale", ".v_scale", ".kv_scale")
-"""Endings of the names of tensors that were calibrated for an 8-bit KV cache."""
 
 CHECKPOINT = "a folder with a Hugging Face checkpoint, or the id of a model on the hub"
 
@@ -146,9 +141,9 @@ def _open(source: str | Path, revision: str | None, *, progress: bool) -> Checkp
         if revision is not None:
             raise InvalidInput("revision", got=revision, expected=f"none for a folder ({path})")
         source = str(path)
-    with quiet_transformers(progress=progress), _explained(source):
+    with quiet_transformers(progress=progress), explained(source):
         config = AutoConfig.from_pretrained(source, revision=revision, **ALWAYS)
-    model_class: Any = _classes(config)[1].get(type(config), None)
+    model_class: Any = auto_classes(config)[1].get(type(config), None)
     if model_class is None:
         raise InvalidInput(
             "model",
@@ -166,7 +161,7 @@ def _open(source: str | Path, revision: str | None, *, progress: bool) -> Checkp
             )
     except Exception as failure:
         # Each tokenizer library has errors of its own, tokenizers the bare Exception.
-        error = _in_one_line(failure)
+        error = in_one_line(failure)
     return Checkpoint(
         source=source,
         config=config,
@@ -176,81 +171,7 @@ def _open(source: str | Path, revision: str | None, *, progress: bool) -> Checkp
     )
 
 
-def warn_in_python(text: str) -> None:
-    """Issue a UserWarning, for callers without a channel of their own."""
-    warnings.warn(text, stacklevel=3)
-
-
-def load_model(
-    checkpoint: Checkpoint,
-    *,
-    dtype: torch.dtype,
-    device: torch.device,
-    split: Callable[[PreTrainedModel], None] | None = None,
-    progress: bool = False,
-    warn: Callable[[str], None] = warn_in_python,
-) -> PreTrainedModel:
-    """Load the weights, with attention through attnmux.
-
-    split: called with the model on the host, and keeps a part of its weights. warn: called with a
-    sentence about tensors that the model does not read.
-    Raises InvalidInput for weights that are absent, unreadable or incomplete, since a missing
-    tensor would run with random values. Raises AttnmuxError when they do not fit on the device.
-    """
-    source = checkpoint.source
-    _check_indices(source)
-    model_class = _classes(checkpoint.config)[1].get(type(checkpoint.config), None)
-    is_own = isinstance(model_class, type) and has_adapter(model_class)
-    with LOADING, quiet_transformers(progress=progress), _explained(source):
-        loaded: Any = _classes(checkpoint.config)[0].from_pretrained(
-            source,
-            config=checkpoint.config,
-            revision=checkpoint.revision,
-            dtype=dtype,
-            attn_implementation="eager" if is_own else SERVED,
-            ignore_mismatched_sizes=True,  # reported below, as missing tensors are
-            output_loading_info=True,
-            **ALWAYS,
-        )
-    model: torch.nn.Module = loaded[0]
-    if is_own:
-        adapt(loaded[0])
-        set_attention(loaded[0], SERVED)
-    info: dict[str, Any] = loaded[1]
-    missing = sorted(info["missing_keys"])
-    mismatched = sorted(str(key[0]) for key in info["mismatched_keys"])
-    if missing or mismatched or info["error_msgs"]:
-        problems = [
-            *(f"no {_shown(missing)}" for _ in missing[:1]),
-            *(f"another shape of {_shown(mismatched)}" for _ in mismatched[:1]),
-            *info["error_msgs"],
-        ]
-        raise InvalidInput(
-            "model",
-            got=f"{source} with {'; '.join(problems)}",
-            expected="a checkpoint with every tensor of its model",
-        )
-    unexpected = sorted(info["unexpected_keys"])
-    scales = [name for name in unexpected if name.endswith(KV_SCALES)]
-    if scales:
-        warn(
-            f"{source} holds scales of K and V, which are not used: a KV cache of 8-bit floats "
-            f"takes a scale of 1 instead ({_shown(scales)})"
-        )
-    if others := [name for name in unexpected if name not in scales]:
-        warn(f"{source} holds tensors that its model does not read: {_shown(others)}")
-    if split is not None:
-        split(cast("PreTrainedModel", model))
-    try:
-        model.to(device)
-    except torch.OutOfMemoryError as error:
-        raise AttnmuxError(
-            f"{dtype_name(dtype)} weights of {source} do not fit on {device}: {_in_one_line(error)}"
-        ) from error
-    return cast("PreTrainedModel", model.eval())
-
-
-def _classes(config: PreTrainedConfig) -> tuple[Any, Any]:
+def auto_classes(config: PreTrainedConfig) -> tuple[Any, Any]:
     """The auto class that loads the config's kind of model, and its classes by config class."""
     if not config.is_encoder_decoder:
         if type(config) in MODEL_FOR_CAUSAL_LM_MAPPING:
@@ -292,21 +213,8 @@ def _check_folder(path: Path) -> None:
         raise InvalidInput("model", got=f"{path}, which has no config.json", expected=CHECKPOINT)
 
 
-def _check_indices(source: str) -> None:
-    """Refuse a folder whose weight index names files outside it."""
-    folder = Path(source)
-    for index in (*folder.glob("*.safetensors.index.json"), *folder.glob("*.bin.index.json")):
-        with _explained(source):
-            names = {str(name) for name in json.loads(index.read_text())["weight_map"].values()}
-        for name in sorted(names):
-            path = PurePosixPath(name.replace("\\", "/"))
-            if path.is_absolute() or ".." in path.parts or ":" in path.parts[0]:
-                got = f"{index}, which names {shorten(name, 100)}"
-                raise InvalidInput("model", got=got, expected="weights inside the folder")
-
-
 @contextmanager
-def _explained(source: str) -> Iterator[None]:
+def explained(source: str) -> Iterator[None]:
     """Turn what transformers and the hub raise for a bad checkpoint into InvalidInput."""
     try:
         yield
@@ -323,16 +231,11 @@ def _explained(source: str) -> Iterator[None]:
         # ValueError, KeyError, TypeError, AttributeError, ZeroDivisionError or ImportError.
         raise InvalidInput(
             "model",
-            got=f"{source} ({_in_one_line(error)})",
+            got=f"{source} ({in_one_line(error)})",
             expected=CHECKPOINT,
         ) from error
 
 
-def _in_one_line(error: BaseException) -> str:
+def in_one_line(error: BaseException) -> str:
     text = shorten(str(error), width=300, placeholder=" …")
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
-
-
-def _shown(names: list[str]) -> str:
-    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-    return ", ".join(names[:3]) + more

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 from attnmux.core import AcceptThresholds, InvalidInput
 from attnmux.transformers.cli_drafts import Drafting
 from attnmux.transformers.cli_ranks import Parallel
-from attnmux.transformers.pools import MemoryBudget
+from attnmux.transformers.memory_budget import MemoryBudget
 
 Group = TypeVar("Group")
 BACKENDS = ("backend", "prefill_backend", "decode_backend", "mm_backend", "linear_backend")

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import torch
 
-from attnmux.transformers.attention import mark_layer
 from attnmux.transformers.decoder_layers import decoder_layers
+from attnmux.transformers.layer_call import mark_layer
 from attnmux.transformers.merged import ShareProducts, merge, split
 
 

@@ -8,7 +8,8 @@ from collections.abc import Sequence
 import torch
 
 from attnmux.core import ForwardBatch, ForwardMode, InvalidInput
-from attnmux.transformers.sequence import RequestMemory, SequenceState, Step
+from attnmux.transformers.request_memory import RequestMemory
+from attnmux.transformers.sequence import SequenceState, Step
 
 
 class DecodeBatch:

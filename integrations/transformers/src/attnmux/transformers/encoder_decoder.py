@@ -19,15 +19,13 @@ from transformers import PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutput, Seq2SeqLMOutput
 
 from attnmux.core import InvalidInput, LayerSpec
-from attnmux.transformers.attention import (
-    ModelCall,
-    read_arguments,
-    set_attention,
-)
+from attnmux.transformers.attention import set_attention
 from attnmux.transformers.encoder_decoder_attention import ENCODER_DECODER, number_layers
+from attnmux.transformers.layer_call import LayerCall, read_arguments
 from attnmux.transformers.layers import check_capacities, check_independence, layer_of
 from attnmux.transformers.positions import PositionTable
-from attnmux.transformers.probe import Probe, Reach, Recorder
+from attnmux.transformers.probe import Probe, Recorder
+from attnmux.transformers.reach import Reach
 
 STAND_IN = 4
 """The number of zero encoder states in a step without a new encoder. A decoder layer without any
@@ -168,11 +166,11 @@ class DecoderRecorder(Recorder):
         group = call.q.shape[1] // v.shape[1]
         return v.repeat_interleave(group, dim=1).unsqueeze(0), None
 
-    def of_tokens(self, call: ModelCall) -> tuple[torch.Tensor, ...]:
+    def of_tokens(self, call: LayerCall) -> tuple[torch.Tensor, ...]:
         return (call.q,) if is_cross(call) else (call.q, call.k)
 
 
-def _parted(call: ModelCall) -> tuple[ModelCall, ModelCall]:
+def _parted(call: LayerCall) -> tuple[LayerCall, LayerCall]:
     """A call over the decoder's tokens and then the encoder's, as two. Its mask is two masks."""
     own = slice(0, call.q.shape[0])
     theirs = slice(own.stop, None)
@@ -182,7 +180,7 @@ def _parted(call: ModelCall) -> tuple[ModelCall, ModelCall]:
     return first, replace(call, layer_id=call.layer_id + 1, k=k, v=v, mask=masks[-1])
 
 
-def is_cross(call: ModelCall) -> bool:
+def is_cross(call: LayerCall) -> bool:
     """Whether a probe's call is cross-attention, by its number of keys."""
     return call.k.shape[0] == STAND_IN
 
@@ -235,14 +233,14 @@ def _embeddings(model: PreTrainedModel) -> torch.nn.Module:
     return embeddings
 
 
-def _layer(call: ModelCall, recorder: DecoderRecorder, max_context_len: int) -> LayerSpec:
+def _layer(call: LayerCall, recorder: DecoderRecorder, max_context_len: int) -> LayerSpec:
     if not is_cross(call):
         return layer_of(call, recorder.reach_of(call, max_context_len))
     _check_sees_all(call, recorder)
     return replace(layer_of(call, Reach()), is_cross_attention=True)
 
 
-def _check_sees_all(call: ModelCall, recorder: DecoderRecorder) -> None:
+def _check_sees_all(call: LayerCall, recorder: DecoderRecorder) -> None:
     """Raise InvalidInput unless every query sees every encoder token."""
     number = -1 if call.mask is None or call.mask.numel() != 1 else int(call.mask)
     sees_all = call.mask is None

@@ -12,13 +12,8 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from attnmux.core import current_forward_context, has_forward_context, merge_into
-from attnmux.transformers.attention import (
-    UNMASKED,
-    ModelCall,
-    check_recorded,
-    read_arguments,
-    refuse_mask,
-)
+from attnmux.transformers.attention import UNMASKED, check_recorded, refuse_mask
+from attnmux.transformers.layer_call import LayerCall, read_arguments
 
 if TYPE_CHECKING:
     from attnmux.core import LayerSpec
@@ -72,7 +67,7 @@ def decoder_forward(
 
 
 def _attend_to_encoder(
-    call: ModelCall, layer: LayerSpec, lse: torch.Tensor | None = None
+    call: LayerCall, layer: LayerSpec, lse: torch.Tensor | None = None
 ) -> torch.Tensor:
     """The keys of the call are those of new encoder states, or stand in for none."""
     step = current_forward_context()
@@ -81,7 +76,7 @@ def _attend_to_encoder(
     return step.backend.forward(call.q, k, v, layer, step.batch, lse=lse)
 
 
-def _attend_to_both(call: ModelCall, own: LayerSpec) -> torch.Tensor:
+def _attend_to_both(call: LayerCall, own: LayerSpec) -> torch.Tensor:
     """The keys of the call are those of the decoder's tokens, then the encoder's."""
     step = current_forward_context()
     num = call.q.shape[0]

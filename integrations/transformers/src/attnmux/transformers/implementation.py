@@ -14,14 +14,9 @@ from packaging.version import Version
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
 from attnmux.core import InvalidInput, has_forward_context
-from attnmux.transformers.attention import (
-    attention_forward,
-    layer_id_of,
-    no_mask,
-    read_rows,
-    window_of,
-)
-from attnmux.transformers.probe import MaskFunction, Reach
+from attnmux.transformers.attention import attention_forward, no_mask
+from attnmux.transformers.layer_call import layer_id_of, read_rows, window_of
+from attnmux.transformers.reach import MaskFunction, Reach
 from attnmux.transformers.staged import StagedAttention
 from attnmux.transformers.visible import Lens, MaskWithKeys, VisibleKeys
 

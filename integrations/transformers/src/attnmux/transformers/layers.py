@@ -14,11 +14,12 @@ import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from attnmux.core import InvalidInput, LayerSpec, dtype_name
-from attnmux.transformers.attention import ModelCall
+from attnmux.transformers.layer_call import LayerCall
 from attnmux.transformers.mixers import Mixer, has_attention, has_mixers
 from attnmux.transformers.own_attention import adapt, has_adapter
 from attnmux.transformers.positions import count_from_own_start, take_positions
-from attnmux.transformers.probe import Probe, Reach
+from attnmux.transformers.probe import Probe
+from attnmux.transformers.reach import Reach
 from attnmux.transformers.repeated import has_numbered_calls, number_calls
 
 POSITION_TOLERANCE = 0.02
@@ -133,7 +134,7 @@ def _drops_tokens(module: torch.nn.Module) -> bool:
     return "expert_capacity" in vars(module) and not share >= 1
 
 
-def check_independence(probe: Probe, logits: torch.Tensor, calls: list[ModelCall]) -> None:
+def check_independence(probe: Probe, logits: torch.Tensor, calls: list[LayerCall]) -> None:
     """Refuse a model in which requests that share a row would affect each other.
 
     logits, calls: from a run of the probe. Raises InvalidInput with the reason.
@@ -236,7 +237,7 @@ def _poison_first(
     return poisoned
 
 
-def layer_of(call: ModelCall, reach: Reach) -> LayerSpec:
+def layer_of(call: LayerCall, reach: Reach) -> LayerSpec:
     return LayerSpec(
         layer_id=call.layer_id,
         tp_q_head_num=call.q.shape[1],

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from attnmux.core import InvalidInput, LinearKind
-from attnmux.transformers.attention import NOT_ATTENTION
+from attnmux.transformers.layer_call import NOT_ATTENTION
 
 if TYPE_CHECKING:
     from attnmux.transformers.mixers import Mixer

@@ -7,7 +7,8 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from attnmux.core import AttentionBackend, Decision, Measurement, Policy, TunedLaunch
-from attnmux.transformers.pools import WINDOW_STEP_TOKENS, MemoryBudget
+from attnmux.transformers.memory_budget import MemoryBudget
+from attnmux.transformers.pools import WINDOW_STEP_TOKENS
 from attnmux.transformers.ranks import ONE_RANK, Ranks
 
 

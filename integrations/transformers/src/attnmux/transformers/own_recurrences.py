@@ -184,9 +184,8 @@ def _cca(mixer: Mixer) -> Callable[..., Any]:
         _refuse_padding(mixer, conv_mask)
         x = row_of(mixer, hidden_states)
         projected = torch.cat([module.q_proj(x), module.k_proj(x)], dim=-1)
-        q, k = projected.view(len(x), -1, dim).split_with_sizes(
-            (module.num_attention_heads, kv_heads), dim=1
-        )
+        heads = projected.view(len(x), -1, dim)
+        q, k = heads[:, :-kv_heads], heads[:, -kv_heads:]
         q = (q + k.repeat_interleave(module.num_key_value_groups, dim=1)) * 0.5
         k = q.reshape(len(x), kv_heads, -1, dim).mean(dim=2)
 

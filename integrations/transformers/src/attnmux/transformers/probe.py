@@ -1,94 +1,21 @@
-"""Runs a model once to record its attention calls and to read its masks."""
+"""Runs a model once to record its attention calls and its masks."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
 from attnmux.core import AttnmuxError, InvalidInput
-from attnmux.transformers.attention import ModelCall, no_mask, read_call, set_attention
+from attnmux.transformers.attention import no_mask, set_attention
+from attnmux.transformers.layer_call import LayerCall, read_call
 from attnmux.transformers.mixers import Mixer, MixerRecorder
 from attnmux.transformers.mixers import recording as recording_mixers
-
-MaskFunction = Callable[..., torch.Tensor]
-"""As in transformers: whether (batch, head, query position, key position) is visible."""
-
-
-LONGEST_READ = 2**20
-"""The most keys of a mask that are read: no window or chunk is longer, and a row stays small."""
-
-
-class Reach(NamedTuple):
-    """The keys that a causal layer sees, in the contract's terms."""
-
-    sliding_window_size: int = -1
-    attention_chunk_size: int = 0
-
-    def row(self, query: int, keys: torch.Tensor) -> torch.Tensor:
-        """Whether the token at `query` sees each of the keys."""
-        visible = keys <= query
-        if self.sliding_window_size >= 0:
-            visible &= keys >= query - self.sliding_window_size
-        if self.attention_chunk_size:
-            visible &= keys // self.attention_chunk_size == query // self.attention_chunk_size
-        return visible
-
-    def edges(self) -> set[int]:
-        """Queries around which its rows change shape."""
-        first = {self.sliding_window_size, self.attention_chunk_size - 1}
-        return first | {edge + 1 for edge in first} | {2 * edge + 2 for edge in first}
-
-
-def read_reach(
-    mask: MaskFunction, told: Reach, *, max_context_len: int, device: torch.device
-) -> Reach:
-    """The reach of `mask` for sequences of up to `max_context_len` tokens.
-
-    `told` is the window that the attention function was passed. It is the answer if the mask
-    agrees. Raises InvalidInput for a mask that the contract cannot express, and for one that
-    contradicts `told`.
-    """
-    length = min(max_context_len, LONGEST_READ)
-    keys = torch.arange(length, device=device)
-    candidates = [told]
-    start = _first_visible(mask, keys, length - 1)
-    if told == Reach() and start:
-        candidates.append(Reach(sliding_window_size=length - 1 - start))
-        chunk = start - _first_visible(mask, keys, start - 1)
-        candidates.append(Reach(attention_chunk_size=chunk))
-    queries = {0, start, length // 2, length - 1}
-    queries = queries.union(*(reach.edges() for reach in candidates))
-    rows = {query: _row(mask, keys, query) for query in queries if 0 <= query < length}
-    for reach in candidates:
-        if all(torch.equal(row, reach.row(query, keys)) for query, row in rows.items()):
-            return reach
-    raise InvalidInput(
-        "mask_function",
-        got=f"a mask in which token {length - 1} sees {int(rows[length - 1].sum())} keys, and "
-        f"attention got {told}",
-        expected="causal attention, with the window that attention gets, or chunks, at most",
-    )
-
-
-def _first_visible(mask: MaskFunction, keys: torch.Tensor, query: int) -> int:
-    return int(_row(mask, keys, query).int().argmax())
-
-
-def _row(mask: MaskFunction, keys: torch.Tensor, query: int) -> torch.Tensor:
-    zero = torch.zeros_like(keys[:1])
-    try:
-        return mask(zero, zero, zero + query, keys).expand(keys.shape)
-    except IndexError as error:
-        raise InvalidInput(
-            "mask_function",
-            got="a mask that reads a table of the step's tokens",
-            expected="causal attention, with a sliding window or chunks at most",
-        ) from error
+from attnmux.transformers.reach import MaskFunction, Reach, read_reach
 
 
 @dataclass(kw_only=True, slots=True)
@@ -100,7 +27,7 @@ class Recorder:
     right except for sinks.
     """
 
-    calls: list[ModelCall] = field(default_factory=list)
+    calls: list[LayerCall] = field(default_factory=list)
     callers: list[torch.nn.Module] = field(default_factory=list)
     """The module of each call."""
     masks: list[MaskFunction] = field(default_factory=list)
@@ -123,7 +50,7 @@ class Recorder:
         group = call.q.shape[1] // call.v.shape[1]
         return call.v.repeat_interleave(group, dim=1).unsqueeze(0), None
 
-    def read(self, call: ModelCall) -> ModelCall:
+    def read(self, call: LayerCall) -> LayerCall:
         """The call to keep, with a V of as many dims as the layer's output."""
         return call
 
@@ -141,11 +68,11 @@ class Recorder:
         self.masks.append(mask_function)
         return torch.full((1, 1, 1, 1), len(self.masks) - 1, device=device)
 
-    def of_tokens(self, call: ModelCall) -> tuple[torch.Tensor, ...]:
+    def of_tokens(self, call: LayerCall) -> tuple[torch.Tensor, ...]:
         """The parts of a call that depend on the positions of its new tokens."""
         return call.q, call.k
 
-    def reach_of(self, call: ModelCall, max_context_len: int) -> Reach:
+    def reach_of(self, call: LayerCall, max_context_len: int) -> Reach:
         """The reach of the layer of `call`, by its window and its mask."""
         told = Reach(sliding_window_size=call.sliding_window_size)
         if call.mask is None:

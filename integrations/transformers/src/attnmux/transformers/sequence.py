@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from attnmux.core import ForwardBatch, ForwardMode, InvalidInput, PagedAllocator, ReqToTokenPool
+from attnmux.core import ForwardBatch, ForwardMode, InvalidInput
 from attnmux.transformers.images.prompt import PromptImages
 
 
@@ -159,44 +159,3 @@ def split_encoder(
         sizes += [state.columns_for(count) - count, count]
     parts = slots.tensor_split(torch.tensor(sizes).cumsum(0)[:-1].tolist())
     return torch.cat(parts[1::2]), torch.cat(parts[::2]), torch.cat(new)
-
-
-class RequestMemory:
-    """The request table and the allocator, which change together."""
-
-    def __init__(self, req_to_token_pool: ReqToTokenPool, allocator: PagedAllocator) -> None:
-        self.req_to_token_pool = req_to_token_pool
-        self.allocator = allocator
-        self.intact = True
-        """Whether rows and pages are accounted for. False while a method changes them."""
-
-    def taking(self) -> Taking:
-        """A block that takes rows and pages and frees none.
-
-        If the block raises, the rows and pages that it took are free again. Otherwise its caller
-        records the new owners and sets `intact`. Raises InvalidInput after an interrupted change.
-        """
-        if not self.intact:
-            got = "pools that an interrupted change left undefined"
-            raise InvalidInput("steps", got=got, expected="a call of reset() first")
-        return Taking(self)
-
-
-class Taking:
-    """The block of `RequestMemory.taking`.
-
-    Not a generator: if an interrupt suspended one, it would free the memory much later.
-    """
-
-    def __init__(self, memory: RequestMemory) -> None:
-        self._memory = memory
-        self._pages, self._rows = memory.allocator.mark(), memory.req_to_token_pool.mark()
-
-    def __enter__(self) -> None:
-        self._memory.intact = False
-
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        if kind is not None:
-            self._memory.allocator.rewind(self._pages)
-            self._memory.req_to_token_pool.rewind(self._rows)
-            self._memory.intact = True

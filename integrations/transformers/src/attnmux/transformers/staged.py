@@ -10,7 +10,6 @@ from __future__ import annotations
 import logging
 import threading
 from dataclasses import replace
-from typing import NamedTuple
 from weakref import WeakKeyDictionary, WeakValueDictionary
 
 import torch
@@ -22,79 +21,23 @@ from attnmux.core import (
     ForwardBatch,
     ForwardMode,
     InvalidInput,
-    KVPool,
     LayerSpec,
-    ReqToTokenPool,
     Workspace,
     build,
     make_first,
 )
-from attnmux.transformers.attention import ModelCall
+from attnmux.transformers.layer_call import LayerCall
 from attnmux.transformers.layers import layer_of
-from attnmux.transformers.pools import make_pool
-from attnmux.transformers.probe import Reach
+from attnmux.transformers.reach import Reach
 from attnmux.transformers.requests import request_of
+from attnmux.transformers.stage import Room, Stage
 from attnmux.transformers.visible import Lens
 
 LOG = logging.getLogger(__name__)
-LEAST_CONTEXT = 1024
-"""Tokens of a sequence for which there is room from the start. More double it."""
 
 
 Kind = tuple[object, ...]
 """Everything that two layers of one backend have in common."""
-
-
-class Room(NamedTuple):
-    """Sequences, and tokens of the longest."""
-
-    batch_size: int
-    context_len: int
-
-    @classmethod
-    def for_lens(cls, lens: Lens) -> Room:
-        longest = max(LEAST_CONTEXT, *lens.keys)
-        return cls(_power_of_2(len(lens.keys)), _power_of_2(longest))
-
-    def holds(self, lens: Lens) -> bool:
-        return len(lens.keys) <= self.batch_size and max(lens.keys) <= self.context_len
-
-    def union(self, other: Room) -> Room:
-        return Room(
-            max(self.batch_size, other.batch_size), max(self.context_len, other.context_len)
-        )
-
-
-def _power_of_2(number: int) -> int:
-    return 1 << (number - 1).bit_length()
-
-
-class Stage:
-    """A pool of one layer. Row i of its request table has slots of its own, one after another."""
-
-    def __init__(
-        self, layer: LayerSpec, decision: Decision, room: Room, device: torch.device
-    ) -> None:
-        self.room = room
-        pages = -(-room.context_len // decision.page_size)
-        self.row_slots = pages * decision.page_size
-        size = room.batch_size * self.row_slots
-        self.pool: KVPool = make_pool([layer], decision, size=size, device=device)
-        self.table = ReqToTokenPool(room.batch_size, room.context_len, device)
-        self.first_slot = decision.page_size
-        rows = torch.arange(room.batch_size, device=device).unsqueeze(1) * self.row_slots
-        columns = torch.arange(room.context_len, device=device)
-        self.table.req_to_token[1:] = rows + columns + self.first_slot
-
-    def slots(self, starts: list[int], lens: tuple[int, ...], device: torch.device) -> torch.Tensor:
-        """Of each sequence's tokens starts <= place < starts + lens: [sum of lens] int64."""
-        rows = torch.arange(len(lens), device=device) * self.row_slots + self.first_slot
-        begins = rows + torch.tensor(starts, device=device)
-        counts = torch.tensor(lens, device=device)
-        total = sum(lens)
-        before = counts.cumsum(0) - counts
-        shift = (begins - before).repeat_interleave(counts, output_size=total)
-        return shift + torch.arange(total, device=device)
 
 
 class StagedLayer:
@@ -131,7 +74,7 @@ class StagedLayer:
         self._batch: ForwardBatch | None = None
         self._loc = torch.empty(0, dtype=torch.int64)
 
-    def attend(self, call: ModelCall, lens: Lens) -> torch.Tensor:
+    def attend(self, call: LayerCall, lens: Lens) -> torch.Tensor:
         """[T, Hq, Dv]: q [T, Hq, D] over k [S, Hkv, D] and v [S, Hkv, Dv], the sequences one after
         another."""
         if self._batch is None or lens != self._lens:
@@ -195,7 +138,7 @@ class StagedAttention:
         self._choosers: dict[str, Chooser] = {}
 
     def attend(
-        self, module: torch.nn.Module, call: ModelCall, reach: Reach, lens: Lens
+        self, module: torch.nn.Module, call: LayerCall, reach: Reach, lens: Lens
     ) -> torch.Tensor:
         """[T, Hq, Dv]; see `StagedLayer.attend`.
 
@@ -219,7 +162,7 @@ class StagedAttention:
         return None if staged is None else staged.decision
 
     def _layer(
-        self, module: torch.nn.Module, call: ModelCall, reach: Reach, lens: Lens
+        self, module: torch.nn.Module, call: LayerCall, reach: Reach, lens: Lens
     ) -> StagedLayer:
         kind = _kind(call, reach)
         made = self._by_module.get(module)
@@ -238,7 +181,7 @@ class StagedAttention:
         self._by_module[module] = shared
         return shared
 
-    def _make(self, layer: LayerSpec, call: ModelCall, kind: Kind, room: Room) -> StagedLayer:
+    def _make(self, layer: LayerSpec, call: LayerCall, kind: Kind, room: Room) -> StagedLayer:
         device = call.q.device
         chooser = self._choosers.get(device.type)
         if chooser is None:
@@ -271,6 +214,6 @@ class StagedAttention:
         return stage
 
 
-def _kind(call: ModelCall, reach: Reach) -> Kind:
+def _kind(call: LayerCall, reach: Reach) -> Kind:
     heads = (call.q.shape[1], *call.k.shape[1:], call.v.shape[2])
     return (*heads, call.scaling, call.logit_cap, reach, call.q.dtype, call.q.device)

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 
 from attnmux.core import InvalidInput
-from attnmux.transformers.probe import LONGEST_READ, MaskFunction, Reach, read_reach
+from attnmux.transformers.reach import LONGEST_READ, MaskFunction, Reach, read_reach
 
 
 class Lens(NamedTuple):

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from itertools import chain
 
 from attnmux.transformers.engine.outputs import OutputQueue
+from attnmux.transformers.engine.plan import Plan
 from attnmux.transformers.engine.request import FinishReason, LiveRequest
-from attnmux.transformers.engine.scheduler import Plan
 from attnmux.transformers.engine.stats import EngineStats
 from attnmux.transformers.sampling import NOT_A_NUMBER
 

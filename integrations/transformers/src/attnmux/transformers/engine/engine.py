@@ -12,6 +12,7 @@ from attnmux.core import AcceptThresholds, DraftTree, InvalidInput, PoolExhauste
 from attnmux.transformers.engine.delivery import Delivery
 from attnmux.transformers.engine.execution import Execution, Launched, StepRunner
 from attnmux.transformers.engine.outputs import OutputQueue
+from attnmux.transformers.engine.plan import Plan
 from attnmux.transformers.engine.prefix import MemoryUse, PrefixCache
 from attnmux.transformers.engine.proposers import Proposer
 from attnmux.transformers.engine.request import (
@@ -21,9 +22,10 @@ from attnmux.transformers.engine.request import (
     TokenOutput,
     check_request,
 )
-from attnmux.transformers.engine.scheduler import Plan, Scheduler
+from attnmux.transformers.engine.scheduler import Scheduler
 from attnmux.transformers.engine.speculation import Speculation
 from attnmux.transformers.engine.stats import EngineStats, Laps
+from attnmux.transformers.engine.turn import Turn
 from attnmux.transformers.engine.verification import Verification
 from attnmux.transformers.images.prompt import PromptImages
 from attnmux.transformers.sampling import Sampler
@@ -34,31 +36,6 @@ from attnmux.transformers.tokenization import TextStream, read_ids
 PREFILL_TOKENS = 8192
 """Prompt tokens of one step. Longer prompts run in chunks, which bounds the activations and the
 time that decoding requests wait."""
-
-
-class _Turn:
-    """A call of the engine, by one thread at a time. A call that raises leaves the accounts
-    settled.
-
-    Not a generator: one that an interrupt leaves suspended would settle much later.
-    """
-
-    def __init__(self, engine: Engine) -> None:
-        self._lock = engine._lock
-        self._settle = engine._settle
-
-    def __enter__(self) -> None:
-        if not self._lock.acquire(blocking=False):
-            raise InvalidInput(
-                "engine", got="a call while another thread uses it", expected="one thread at a time"
-            )
-
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        try:
-            if kind is not None:
-                self._settle()
-        finally:
-            self._lock.release()
 
 
 class Engine:
@@ -215,7 +192,7 @@ class Engine:
             on_text=on_text,
             num_said=len(token_ids),
         )
-        with _Turn(self):
+        with self._turn():
             self._settle()
             self._next_id += 1
             self._scheduler.add(request)
@@ -230,7 +207,7 @@ class Engine:
         """
         if not 0 <= request_id < self._next_id:
             raise InvalidInput("request_id", got=request_id, expected="an id that `add` returned")
-        with _Turn(self):
+        with self._turn():
             request = self._live.get(request_id)
             if request is None or request.ended:
                 return None
@@ -242,7 +219,7 @@ class Engine:
 
     def clear_cache(self) -> None:
         """Free the cached prefixes that no running request reads."""
-        with _Turn(self):
+        with self._turn():
             self._settle()
             self._intact = False
             self._cache.clear()
@@ -268,7 +245,7 @@ class Engine:
         of this step as well. Raises InvalidInput when called while the model runs, and
         PoolExhausted if others hold so much of the pool that nothing can run.
         """
-        with _Turn(self):
+        with self._turn():
             if self._running is not None:
                 raise InvalidInput("step", got="a call while a step runs", expected="one at a time")
             laps = Laps()
@@ -291,10 +268,13 @@ class Engine:
         Returns False if no rank has any. Ranks whose requests differ call it until then, so that
         none of them waits for another. Raises InvalidInput for an engine with work.
         """
-        with _Turn(self):
+        with self._turn():
             if self.has_work:
                 raise InvalidInput("idle", got="an engine with requests", expected="`step` instead")
             return self.runner.idle()
+
+    def _turn(self) -> Turn:
+        return Turn(self._lock, self._settle)
 
     def _next_plan(self) -> Plan | None:
         self._intact = False

@@ -9,7 +9,7 @@ import torch
 from attnmux.core import ForwardMode, GraphRunner, TreeKernels
 from attnmux.transformers.batching import StepBuilder
 from attnmux.transformers.decode_batch import DecodeBatch
-from attnmux.transformers.engine.scheduler import Plan
+from attnmux.transformers.engine.plan import Plan
 from attnmux.transformers.engine.stats import Laps
 from attnmux.transformers.ranks import ONE_RANK, Ranks
 from attnmux.transformers.sampling import Draws, Sampler, Upcoming, sample

@@ -19,7 +19,7 @@ from attnmux.core import InvalidInput, LayerSpec, Request
 from attnmux.transformers.images.encoder import VisionTower
 from attnmux.transformers.images.prompt import PromptImages, keys_of
 from attnmux.transformers.images.spans import read_spans
-from attnmux.transformers.probe import MaskFunction, Reach
+from attnmux.transformers.reach import MaskFunction, Reach
 
 TOKEN_INPUTS = ("input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids")
 """What a processor returns besides the inputs of the vision tower."""

@@ -21,9 +21,9 @@ from attnmux.core import (
     Workspace,
     build,
 )
-from attnmux.transformers.attention import read_rows
+from attnmux.transformers.layer_call import read_rows
 from attnmux.transformers.pools import make_pool
-from attnmux.transformers.staged import Room
+from attnmux.transformers.stage import Room
 from attnmux.transformers.visible import Lens
 
 if TYPE_CHECKING:

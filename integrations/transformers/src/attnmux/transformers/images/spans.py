@@ -6,7 +6,7 @@ from collections.abc import Collection, Sequence
 
 import torch
 
-from attnmux.transformers.probe import MaskFunction, Reach
+from attnmux.transformers.reach import MaskFunction, Reach
 
 ROWS = 512
 """Rows of a mask that are read at a time."""

@@ -1,0 +1,171 @@
+"""Loads a decoder: decides by config.json, loads, records the layers, and decides again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+from transformers import PreTrainedModel
+
+from attnmux.core import (
+    BackendFailed,
+    Decision,
+    InvalidInput,
+    LayerSpec,
+    Offer,
+    Platform,
+    Request,
+    dtype_name,
+    make_first,
+)
+from attnmux.transformers.absorbed import absorb, absorbed_layers, expand
+from attnmux.transformers.attention import SERVED, set_attention
+from attnmux.transformers.checkpoint import Checkpoint
+from attnmux.transformers.decision import decide_first, stated_ways, without
+from attnmux.transformers.images.capture import ImageReader
+from attnmux.transformers.indexers import Indexers, bound_indexers
+from attnmux.transformers.layers import record_layers
+from attnmux.transformers.making import make_runner
+from attnmux.transformers.mixers import Mixer, mixers_of, serve
+from attnmux.transformers.options import RunnerOptions
+from attnmux.transformers.pools import bytes_per_token
+from attnmux.transformers.requests import (
+    check_against_config,
+    latent_request,
+    request_of,
+    stated_request,
+)
+from attnmux.transformers.runner import ModelRunner
+from attnmux.transformers.weights import load_model
+
+
+def load_decoder(
+    checkpoint: Checkpoint,
+    platform: Platform,
+    offers: Sequence[Offer],
+    options: RunnerOptions,
+    progress: bool,
+    warn: Callable[[str], None],
+) -> ModelRunner:
+    dtype = checkpoint.dtype(options.dtype)
+    ranks = options.ranks
+    stated = stated_request(checkpoint, head_ranks=ranks.head_ranks)
+    if stated is not None:
+        known = stated.replace(origin="model", dtype=dtype_name(dtype))
+        by_config = stated_ways(known, options)
+        ranks.decided(lambda: decide_first(by_config, platform, offers, options), platform, offers)
+    device = torch.device(options.device or platform.device_type)
+    model = load_model(
+        checkpoint, dtype=dtype, device=device, split=ranks.split, progress=progress, warn=warn
+    )
+    mixers = mixers_of(model)
+    for mixer in mixers:
+        mixer.bind()
+    indexers = bound_indexers(model)
+    layers = record_layers(model, max_context_len=options.max_context_len, mixers=mixers)
+    linear = serve(mixers)
+    images = ImageReader(model, layers) if options.images else None
+    request = _with_images(request_of(layers, dtype, linear), images)
+    if stated is not None:
+        check_against_config(request, stated, max_context_len=options.max_context_len)
+    latent = _latent_layers(model, layers, mixers, options)
+    if indexers is not None and indexers.topk >= options.max_context_len:
+        indexers = None  # of such a context they pick every key
+    ways = _ways(request, latent, indexers, options)
+
+    def make(decision: Decision) -> ModelRunner:
+        if latent is None or not decision.request.latent:
+            set_attention(model, SERVED)
+            return make_runner(model, layers, decision, options, linear=linear, images=images)
+        absorb(model, layers)
+        try:
+            return make_runner(
+                model,
+                latent,
+                decision,
+                options,
+                linear=linear,
+                indexers=indexers,
+                images=images,
+            )
+        except BaseException:
+            expand(model, layers)
+            raise
+
+    def choose(failed: Mapping[str, BackendFailed]) -> Decision:
+        chosen = without(failed, options)
+        return ranks.decided(lambda: decide_first(ways, platform, offers, chosen), platform, offers)
+
+    runner = make_first(
+        choose,
+        lambda decision: ranks.together(lambda: make(decision)),
+        lambda failure, decision: warn(f"{failure}; instead {decision.summary()}"),
+    )
+    if stated is not None and stated.latent and options.mla is None:
+        _warn_if_expanded(runner, latent, warn)
+    return runner
+
+
+def _ways(
+    request: Request,
+    latent: Sequence[LayerSpec] | None,
+    indexers: Indexers | None,
+    options: RunnerOptions,
+) -> list[Request]:
+    """How the model may run as it was recorded, the way that is preferred first.
+
+    Raises InvalidInput for what does not go together with indexers.
+    """
+    if indexers is None:
+        expanded = [request] if options.mla != "absorbed" else []
+        return expanded if latent is None else [latent_request(request, latent), *expanded]
+    if latent is None:
+        expected = "absorbed, with a plain linear kv_b_proj: an indexer picks latent rows"
+        raise InvalidInput("mla", got=options.mla or "another projection", expected=expected)
+    if options.draft_topk > 1:
+        expected = "1, chains of drafts: an indexer counts places"
+        raise InvalidInput("draft_topk", got=options.draft_topk, expected=expected)
+    if not options.ranks.run_indexers:
+        expected = "1, or --tp alone: an indexer reads all keys of a request"
+        raise InvalidInput("ranks", got=options.ranks.size, expected=expected)
+    return [latent_request(request, latent, index_topk=indexers.topk)]
+
+
+def _with_images(request: Request, images: ImageReader | None) -> Request:
+    return request if images is None else images.ask(request)
+
+
+def _latent_layers(
+    model: PreTrainedModel,
+    layers: Sequence[LayerSpec],
+    mixers: Sequence[Mixer],
+    options: RunnerOptions,
+) -> tuple[LayerSpec, ...] | None:
+    """The layers as they run absorbed; None where they cannot, or shall not."""
+    if options.mla == "expanded":
+        return None
+    latent = absorbed_layers(model, layers, mixers=mixers)
+    if options.mla == "absorbed" and latent is None:
+        raise InvalidInput(
+            "mla",
+            got=f"absorbed, for {type(model).__name__}",
+            expected="expanded: its K and V are not made by a plain linear kv_b_proj",
+        )
+    return latent
+
+
+def _warn_if_expanded(
+    runner: ModelRunner, latent: Sequence[LayerSpec] | None, warn: Callable[[str], None]
+) -> None:
+    if runner.decision.request.latent:
+        return
+    takes = f"{bytes_per_token(runner.context.layers, runner.decision):,} bytes of KV cache"
+    if latent is None:
+        reason = "its K and V are not made by a plain linear kv_b_proj"
+    else:
+        absorbed = bytes_per_token(latent, runner.decision)
+        reason = (
+            f"no backend that may be chosen serves its latent attention, with {absorbed:,}, "
+            "or only as a last resort, which mla=absorbed takes"
+        )
+    warn(f"the model runs expanded, with {takes} a token: {reason}")

@@ -1,0 +1,108 @@
+"""The keys that a layer sees, read off its mask function."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import CellType
+from typing import NamedTuple
+
+import torch
+
+from attnmux.core import InvalidInput
+
+MaskFunction = Callable[..., torch.Tensor]
+"""As in transformers: whether (batch, head, query position, key position) is visible."""
+
+
+LONGEST_READ = 2**20
+"""The most keys of a mask that are read: no window or chunk is longer, and a row stays small."""
+
+
+NO_BLOCK = -1
+"""Of a token in a mask's table of blocks: it sees no later token."""
+
+
+class Reach(NamedTuple):
+    """The keys that a causal layer sees, in the contract's terms."""
+
+    sliding_window_size: int = -1
+    attention_chunk_size: int = 0
+
+    def row(self, query: int, keys: torch.Tensor) -> torch.Tensor:
+        """Whether the token at `query` sees each of the keys."""
+        visible = keys <= query
+        if self.sliding_window_size >= 0:
+            visible &= keys >= query - self.sliding_window_size
+        if self.attention_chunk_size:
+            visible &= keys // self.attention_chunk_size == query // self.attention_chunk_size
+        return visible
+
+    def edges(self) -> set[int]:
+        """Queries around which its rows change shape."""
+        first = {self.sliding_window_size, self.attention_chunk_size - 1}
+        return first | {edge + 1 for edge in first} | {2 * edge + 2 for edge in first}
+
+
+def read_reach(
+    mask: MaskFunction, told: Reach, *, max_context_len: int, device: torch.device
+) -> Reach:
+    """The reach of `mask` for sequences of up to `max_context_len` tokens.
+
+    `told` is the window that the attention function was passed. It is the answer if the mask
+    agrees. Raises InvalidInput for a mask that the contract cannot express, and for one that
+    contradicts `told`.
+    """
+    length = min(max_context_len, LONGEST_READ)
+    _lengthen_tables(mask, length)
+    keys = torch.arange(length, device=device)
+    candidates = [told]
+    start = _first_visible(mask, keys, length - 1)
+    if told == Reach() and start:
+        candidates.append(Reach(sliding_window_size=length - 1 - start))
+        chunk = start - _first_visible(mask, keys, start - 1)
+        candidates.append(Reach(attention_chunk_size=chunk))
+    queries = {0, start, length // 2, length - 1}
+    queries = queries.union(*(reach.edges() for reach in candidates))
+    rows = {query: _row(mask, keys, query) for query in queries if 0 <= query < length}
+    for reach in candidates:
+        if all(torch.equal(row, reach.row(query, keys)) for query, row in rows.items()):
+            return reach
+    raise InvalidInput(
+        "mask_function",
+        got=f"a mask in which token {length - 1} sees {int(rows[length - 1].sum())} keys, and "
+        f"attention got {told}",
+        expected="causal attention, with the window that attention gets, or chunks, at most",
+    )
+
+
+def _lengthen_tables(mask: object, length: int) -> None:
+    """Let a mask that looks tokens up among the blocks of images be read beyond the probe's row.
+
+    None of the probe's tokens is in a block, nor is one of those that follow.
+    """
+    if isinstance(mask, tuple):  # joined masks
+        for each in mask:
+            _lengthen_tables(each, length)
+    cells: tuple[CellType, ...] = getattr(mask, "__closure__", None) or ()
+    for cell in cells:
+        held = cell.cell_contents
+        if not isinstance(held, torch.Tensor):
+            _lengthen_tables(held, length)
+        elif held.dim() == 2 and held.shape[1] < length and bool((held == NO_BLOCK).all()):
+            cell.cell_contents = held.new_full((held.shape[0], length), NO_BLOCK)
+
+
+def _first_visible(mask: MaskFunction, keys: torch.Tensor, query: int) -> int:
+    return int(_row(mask, keys, query).int().argmax())
+
+
+def _row(mask: MaskFunction, keys: torch.Tensor, query: int) -> torch.Tensor:
+    zero = torch.zeros_like(keys[:1])
+    try:
+        return mask(zero, zero, zero + query, keys).expand(keys.shape)
+    except IndexError as error:
+        raise InvalidInput(
+            "mask_function",
+            got="a mask that reads a table of the step's tokens",
+            expected="causal attention, with a sliding window or chunks at most",
+        ) from error
