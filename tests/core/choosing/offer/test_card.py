@@ -9,7 +9,17 @@ from attnmux.core.choosing.ask.request import Request
 from attnmux.core.choosing.judge.axes import AXES
 from attnmux.core.choosing.offer.card import BackendCard, Option, Prior
 from attnmux.core.choosing.offer.clause import ALWAYS, Clause, when
-from attnmux.core.choosing.offer.conditions import ANY, NONE, at_most, one_of
+from attnmux.core.choosing.offer.conditions import (
+    ANY,
+    NONE,
+    anything_but,
+    at_most,
+    emulated,
+    includes,
+    one_of,
+    runtimes,
+    versions,
+)
 from attnmux.core.errors import InvalidInput
 
 
@@ -159,6 +169,48 @@ def test_a_word_that_no_request_uses_is_refused(given, said) -> None:
     """Such a clause would never be asked, and nobody would be told why."""
     with pytest.raises(InvalidInput, match=said):
         when(**given)
+
+
+PROBES = {
+    "text": anything_but("decode", "mha", "bfloat16"),
+    "number": one_of(64),
+    "range": at_most(64),
+    "flag": one_of(True),
+    "features": includes("amx"),
+    "runtime": runtimes("cuda>=12"),
+    "version": versions(">=9"),
+    "page_size": emulated(16, 32),
+}
+OF_FIELDS = {
+    "str": {"text"},
+    "str | None": {"text"},
+    "int | None": {"number", "range"},
+    "float | None": {"number", "range"},
+    "bool": {"flag"},
+}
+"""By the type of a request's field of the axis's name."""
+OF_OTHERS = {
+    "vendor": {"text"},
+    "phase": {"text"},
+    "arch": {"text"},
+    "version": {"text", "version"},
+    "features": {"features"},
+    "runtime": {"runtime"},
+    "group_size": {"number", "range"},
+    "page_size": {"number", "range", "page_size"},
+    "tree_windows": {"flag"},
+}
+
+
+@pytest.mark.parametrize("axis", Clause.__slots__)
+def test_each_axis_takes_conditions_on_its_own_values(axis) -> None:
+    taken = OF_OTHERS.get(axis) or OF_FIELDS[Request.__annotations__[axis]]
+    for name, condition in PROBES.items():
+        if name in taken:
+            assert getattr(when(**{axis: condition}), axis) is condition
+        else:
+            with pytest.raises(InvalidInput, match=f"clause, {axis}: expected"):
+                when(**{axis: condition})
 
 
 @pytest.mark.parametrize("given", [{"rank": "1"}, {"rank": 1, "when": "always"}])
