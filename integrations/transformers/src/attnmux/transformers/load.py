@@ -127,7 +127,7 @@ def _load_encoder_decoder(
     model = load_model(checkpoint, dtype=dtype, device=device, progress=progress, warn=warn)
     decoder = PackedDecoder(model)
     layers = record_decoder(decoder, max_context_len=options.max_context_len)
-    request = request_of(layers, dtype)
+    request = request_of(layers, dtype).replace(origin="model", lse=decoder.joins_attention)
     max_encoder_len = (
         options.max_encoder_len or checkpoint.max_encoder_len or options.max_context_len
     )
