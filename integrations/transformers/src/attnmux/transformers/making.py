@@ -6,11 +6,7 @@ from collections.abc import Sequence
 
 from transformers import PreTrainedModel
 
-from attnmux.core import (
-    Decision,
-    LayerSpec,
-    LinearLayerSpec,
-)
+from attnmux.core import Decision, LayerSpec, LinearLayerSpec
 from attnmux.transformers.capacity import Capacity
 from attnmux.transformers.eagle_head import EagleHead
 from attnmux.transformers.encoder_decoder import PackedDecoder

@@ -187,7 +187,7 @@ def _cca(mixer: Mixer) -> Callable[..., Any]:
         heads = projected.view(len(x), -1, dim)
         q, k = heads[:, :-kv_heads], heads[:, -kv_heads:]
         q = (q + k.repeat_interleave(module.num_key_value_groups, dim=1)) * 0.5
-        k = q.unflatten(1, (kv_heads, -1)).mean(dim=2)
+        k = q.view(len(x), kv_heads, -1, dim).mean(dim=2)
 
         own = depthwise.weight.squeeze(1)
         weight = torch.nn.functional.pad(own, (taps - own.shape[1], 0))
