@@ -328,6 +328,15 @@ def test_two_layers_of_the_pool_for_each_of_the_decoders(made, run_on):
     assert runner.context.max_context_len == 85
 
 
+@pytest.mark.parametrize("name", ["t5gemma", "t5gemma2"])
+def test_a_call_to_two_layers_needs_their_lse(made, run_on, name):
+    runner = run(run_on, made(name)[1])
+    layers = runner.context.layers
+    assert [layer.is_cross_attention for layer in layers] == [False, True] * 3
+    assert [layer.sliding_window_size for layer in layers] == [4, -1, -1, -1, 4, -1]
+    assert runner.decision.request.lse == (name == "t5gemma2")
+
+
 @pytest.mark.parametrize("name", ["t5", "mt5", "umt5"])
 def test_self_attention_alone_has_relative_biases(made, run_on, name):
     """In T5 the first layer's table is that of all layers; in UMT5 each has its own."""

@@ -21,12 +21,7 @@ import torch
 from torch.nn.functional import linear, pad
 from transformers import AttentionInterface, PreTrainedModel
 
-from attnmux.core import (
-    LayerSpec,
-    UpProjection,
-    attention_with_output,
-    current_forward_context,
-)
+from attnmux.core import LayerSpec, UpProjection, attention_with_output, current_forward_context
 from attnmux.transformers.attention import SERVED, check_recorded, refuse_mask
 from attnmux.transformers.layer_call import LayerCall, read_call, traced_layer_id
 from attnmux.transformers.mixers import Mixer

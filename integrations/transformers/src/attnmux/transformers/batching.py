@@ -6,20 +6,11 @@ from collections.abc import Sequence
 
 import torch
 
-from attnmux.core import (
-    ForwardBatch,
-    ForwardMode,
-    InvalidInput,
-)
+from attnmux.core import ForwardBatch, ForwardMode, InvalidInput
 from attnmux.transformers.decode_batch import DecodeBatch
 from attnmux.transformers.images.step import images_of, mask_of, positions_of
 from attnmux.transformers.request_memory import RequestMemory
-from attnmux.transformers.sequence import (
-    SequenceState,
-    Step,
-    check_encoder_len,
-    split_encoder,
-)
+from attnmux.transformers.sequence import SequenceState, Step, check_encoder_len, split_encoder
 
 
 class StepBuilder(RequestMemory):

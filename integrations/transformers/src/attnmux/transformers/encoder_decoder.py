@@ -55,6 +55,9 @@ class PackedDecoder(torch.nn.Module):
             "decoder_position_ids" in inspect.signature(model.forward).parameters
         )
         embedding = getattr(decoder, "embed_positions", None)
+        self.joins_attention = False
+        """Whether a call of attention goes to two layers, whose results are joined by LSE. Known
+        once it was recorded."""
         self._table: PositionTable | None = None
         if isinstance(embedding, torch.nn.Module):
             self._table = PositionTable(type(model).__name__, embedding)
@@ -217,6 +220,7 @@ def record_decoder(decoder: PackedDecoder, *, max_context_len: int) -> tuple[Lay
         )
     check_independence(probe, logits, recorder.calls)
     layers = tuple(_layer(call, recorder, max_context_len) for call in recorder.calls)
+    decoder.joins_attention = len(recorder.modules) < len(layers)
     number_layers(recorder.modules)
     set_attention(model, ENCODER_DECODER)
     return layers

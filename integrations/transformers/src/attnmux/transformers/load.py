@@ -8,14 +8,7 @@ from dataclasses import replace
 
 import torch
 
-from attnmux.core import (
-    GraphUnsupported,
-    InvalidInput,
-    Offer,
-    Platform,
-    in_brief,
-    make_first,
-)
+from attnmux.core import GraphUnsupported, InvalidInput, Offer, Platform, in_brief, make_first
 from attnmux.transformers.checkpoint import LOADING, Checkpoint
 from attnmux.transformers.decision import decide, without
 from attnmux.transformers.eagle_head import EagleHead
@@ -24,9 +17,7 @@ from attnmux.transformers.layers import record_layers
 from attnmux.transformers.load_decoder import load_decoder
 from attnmux.transformers.making import make_runner
 from attnmux.transformers.options import RunnerOptions
-from attnmux.transformers.requests import (
-    request_of,
-)
+from attnmux.transformers.requests import request_of
 from attnmux.transformers.rotary import check_rotary
 from attnmux.transformers.runner import ModelRunner
 from attnmux.transformers.weights import load_model, warn_in_python
@@ -127,7 +118,7 @@ def _load_encoder_decoder(
     model = load_model(checkpoint, dtype=dtype, device=device, progress=progress, warn=warn)
     decoder = PackedDecoder(model)
     layers = record_decoder(decoder, max_context_len=options.max_context_len)
-    request = request_of(layers, dtype)
+    request = request_of(layers, dtype).replace(origin="model", lse=decoder.joins_attention)
     max_encoder_len = (
         options.max_encoder_len or checkpoint.max_encoder_len or options.max_context_len
     )

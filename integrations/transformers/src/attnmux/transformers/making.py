@@ -6,11 +6,7 @@ from collections.abc import Sequence
 
 from transformers import PreTrainedModel
 
-from attnmux.core import (
-    Decision,
-    LayerSpec,
-    LinearLayerSpec,
-)
+from attnmux.core import Decision, LayerSpec, LinearLayerSpec
 from attnmux.transformers.capacity import Capacity
 from attnmux.transformers.eagle_head import EagleHead
 from attnmux.transformers.encoder_decoder import PackedDecoder
@@ -32,6 +28,11 @@ def make_runner(
     images: ImageReader | None = None,
     head: EagleHead | None = None,
 ) -> ModelRunner:
+    """The runner of `model`, whose recorded `layers` run on the decided backend.
+
+    max_encoder_len: 0 without an encoder. linear, indexers, images: those of the model, bound.
+    head: `model` itself, where it is an EAGLE head. Raises as `ModelRunner` does.
+    """
     window_step_tokens = options.window_step_tokens
     if images is not None and images.has_spans:
         # A window pool might have too little room for tokens that run in one step

@@ -9,16 +9,12 @@ from types import MappingProxyType
 
 import torch
 
-from attnmux.core import (
-    InvalidInput,
-    free_host_memory,
-)
+from attnmux.core import InvalidInput, free_host_memory
 
 UNITS: Mapping[str, int] = MappingProxyType(
     {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
     | {"ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
 )
-
 
 EXAMPLES = "bytes as in 2GB or 512MiB, or a share of the device's free memory as in 80%"
 

@@ -6,12 +6,7 @@ from typing import NamedTuple
 
 import torch
 
-from attnmux.core import (
-    Decision,
-    KVPool,
-    LayerSpec,
-    ReqToTokenPool,
-)
+from attnmux.core import Decision, KVPool, LayerSpec, ReqToTokenPool
 from attnmux.transformers.pools import make_pool
 from attnmux.transformers.visible import Lens
 

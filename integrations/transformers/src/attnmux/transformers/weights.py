@@ -10,9 +10,7 @@ from textwrap import shorten
 from typing import Any, cast
 
 import torch
-from transformers import (
-    PreTrainedModel,
-)
+from transformers import PreTrainedModel
 
 from attnmux.core import AttnmuxError, InvalidInput, dtype_name
 from attnmux.transformers.attention import SERVED, set_attention

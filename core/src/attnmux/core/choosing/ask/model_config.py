@@ -9,9 +9,9 @@ from typing import Any
 
 from attnmux.core.choosing.ask.layer_group import LayerGroup
 from attnmux.core.choosing.ask.model_groups import attention_layers, differing_shapes
+from attnmux.core.choosing.ask.model_heads import attention_heads, latent_heads, linear_dims, whole
 from attnmux.core.choosing.ask.model_layers import (
     ATTENTION,
-    BESIDE,
     CHUNKED,
     INDEXED,
     LINEAR,
@@ -31,19 +31,12 @@ from attnmux.core.choosing.ask.model_types import (
     WINDOW_KV_HEADS,
     WINDOW_SINKS,
 )
-from attnmux.core.choosing.common.checks import is_whole
 from attnmux.core.choosing.common.files import read_file
 from attnmux.core.errors import InvalidInput
 
 MOST_BYTES = 2**24
 """Of a configuration. The largest that are published have some 100 kB."""
 LONGEST_NAME = 200
-LINEAR_K_DIMS = ("linear_key_head_dim", "linear_head_dim", "mamba_d_state", "ssm_state_size")
-LINEAR_V_DIMS = (
-    *("linear_value_head_dim", "linear_head_dim"),
-    *("mamba_d_head", "mamba_head_dim", "mamba_headdim"),
-)
-"""Names of the dims of a recurrent layer's heads, in the models that have them."""
 SPARSE = ("index_topk", "index_topk_blocks", "indexer_budget", "sparse_attention_config")
 """Values of models in which an indexer picks keys."""
 
@@ -75,7 +68,7 @@ def read_model(path: Path, tp: int) -> dict[str, Any]:
     _check_sayable(values, source, latent)
     return {
         "linear_layers": linear_layers(types, model_type),
-        **_linear_dims(values, types),
+        **linear_dims(values, types),
         **(_latent_layers if latent else _attention)(values, source, tp),
         "dtype": _dtype(text) or _dtype(config),
         "alibi": _has_alibi(values),
@@ -91,14 +84,18 @@ def _attention(values: Mapping[str, Any], source: str, tp: int) -> dict[str, Any
     """Heads, dims and reach of all layers; where they differ, of each group of layers."""
     has_sinks = values["model_type"] in SINKS
     if not differing_shapes(values):
-        return {**_heads(values, source, tp), **_layers(values, source), "sinks": has_sinks}
+        return {
+            **attention_heads(values, source, tp),
+            **_layers(values, source),
+            "sinks": has_sinks,
+        }
     windowed_alone = values["model_type"] in WINDOW_SINKS
     every = []
     for kind, own in attention_layers(values):
         of_layer = {**values, **own, "layer_types": [kind] if kind else []}
         reach = _layers(of_layer, source)
         sinks = has_sinks and (reach["sliding_window"] is not None or not windowed_alone)
-        every.append((_heads(of_layer, source, tp), {**reach, "sinks": sinks}))
+        every.append((attention_heads(of_layer, source, tp), {**reach, "sinks": sinks}))
     shapes = [heads for n, (heads, _) in enumerate(every) if heads not in [h for h, _ in every[:n]]]
     first, *others = (
         (shape, [features for heads, features in every if heads == shape]) for shape in shapes
@@ -125,7 +122,7 @@ def _joined(features: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def _latent_layers(values: Mapping[str, Any], source: str, tp: int) -> dict[str, Any]:
-    heads, reach = _latent_heads(values, source, tp), _layers(values, source)
+    heads, reach = latent_heads(values, source, tp), _layers(values, source)
     return {**heads, **reach, "sinks": values["model_type"] in SINKS}
 
 
@@ -182,97 +179,13 @@ def _unsayable(values: Mapping[str, Any], latent: bool) -> Iterator[tuple[str, s
         yield f"layers that differ in {', '.join(sorted(differing))}", expected
 
 
-def _whole(values: Mapping[str, Any], name: str, source: str) -> int:
-    number = values.get(name)
-    if isinstance(number, bool) or not isinstance(number, int) or number < 1:
-        absent = f"{values.get('model_type') or 'a model'} without {name}"
-        got = f"{absent if number is None else f'{name}={number!r}'} in {source}"
-        raise InvalidInput("model", got=got, expected=f"a positive {name} in config.json")
-    return number
-
-
-def _q_heads_per_rank(values: Mapping[str, Any], source: str, tp: int) -> int:
-    heads = _whole(values, "num_attention_heads", source)
-    if tp < 1 or heads % tp:
-        raise InvalidInput("tp", got=str(tp), expected=f"a divisor of the model's {heads} heads")
-    return heads // tp
-
-
-def _heads(values: Mapping[str, Any], source: str, tp: int) -> dict[str, Any]:
-    q_heads = _q_heads_per_rank(values, source, tp)
-    kv_heads = _kv_heads(values, source)
-    if kv_heads % tp and tp % kv_heads:
-        expected = f"a divisor or a multiple of the model's {kv_heads} KV heads"
-        raise InvalidInput("tp", got=str(tp), expected=expected)
-    heads = q_heads * tp
-    if heads % kv_heads:
-        got = f"{heads} heads over {kv_heads} KV heads in {source}"
-        raise InvalidInput("model", got=got, expected="as many heads for each KV head")
-    name = "hidden_size" if values.get("head_dim") is None else "head_dim"
-    dims = _whole(values, name, source)
-    head_dim = dims // heads if name == "hidden_size" else dims
-    if not head_dim:
-        got = f"{name}={dims} for {heads} heads in {source}"
-        raise InvalidInput("model", got=got, expected="at least one dimension a head")
-    v_head_dim = None if values.get("v_head_dim") is None else _whole(values, "v_head_dim", source)
-    return {
-        # Qwen2.5-1M
-        "kind": "dual_chunk" if values.get("dual_chunk_attention_config") else "mha",
-        "num_q_heads": q_heads,
-        "num_kv_heads": max(1, kv_heads // tp),
-        "head_dim": head_dim,
-        "v_head_dim": None if v_head_dim == head_dim else v_head_dim,
-    }
-
-
-def _kv_heads(values: Mapping[str, Any], source: str) -> int:
-    # Falcon and StarCoder; Falcon's later layout states its groups.
-    if values.get("multi_query") and not values.get("new_decoder_architecture"):
-        return 1
-    stated = values.get("num_key_value_heads") is not None
-    return _whole(values, "num_key_value_heads" if stated else "num_attention_heads", source)
-
-
-def _latent_heads(values: Mapping[str, Any], source: str, tp: int) -> dict[str, Any]:
-    rope = _whole(values, "qk_rope_head_dim", source)
-    sparse = values.get("index_topk") is not None
-    return {
-        "kind": "nsa" if sparse else "mla",
-        "index_topk": _whole(values, "index_topk", source) if sparse else None,
-        "num_q_heads": _q_heads_per_rank(values, source, tp),
-        "num_kv_heads": 1,
-        "head_dim": _whole(values, "qk_nope_head_dim", source) + rope,
-        "v_head_dim": _whole(values, "v_head_dim", source),
-        "kv_lora_rank": _whole(values, "kv_lora_rank", source),
-        "qk_rope_head_dim": rope,
-    }
-
-
-def _linear_dims(values: Mapping[str, Any], types: list[str]) -> dict[str, Any]:
-    """K and V dims of the recurrent states, where config.json states them."""
-    if LINEAR.isdisjoint(BESIDE.get(each, each) for each in types):
-        return {}
-    nested = values.get("linear_attn_config")
-    known = (
-        {**values, "linear_head_dim": nested.get("head_dim")}
-        if isinstance(nested, dict)
-        else values
-    )
-    found = (
-        next((known[name] for name in names if is_whole(known.get(name), 1)), None)
-        for names in (LINEAR_K_DIMS, LINEAR_V_DIMS)
-    )
-    k_dim, v_dim = found
-    return {"linear_head_dim": k_dim, "linear_v_head_dim": None if v_dim == k_dim else v_dim}
-
-
 def _layers(values: Mapping[str, Any], source: str) -> dict[str, Any]:
     """Window and chunk, where at least one layer uses them."""
     types = frozenset(values["layer_types"])
     windowed = bool(types & WINDOWED) if types else _any_layer_windowed(values)
     chunked = bool(types & CHUNKED) if types else True
     # A layer's type requires its value.
-    read: Callable[..., int | None] = _whole if types else _size
+    read: Callable[..., int | None] = whole if types else _size
     window = read(values, "sliding_window", source) if windowed else None
     return {
         # transformers' window of n keys includes the query's own
@@ -283,7 +196,7 @@ def _layers(values: Mapping[str, Any], source: str) -> dict[str, Any]:
 
 def _size(values: Mapping[str, Any], name: str, source: str) -> int | None:
     """None where the feature is off: absent, null or 0."""
-    return _whole(values, name, source) if values.get(name) else None
+    return whole(values, name, source) if values.get(name) else None
 
 
 def _any_layer_windowed(values: Mapping[str, Any]) -> bool:
@@ -307,7 +220,7 @@ def _encoder(
     if _has_alibi(values):
         got = f"an encoder with a bias by distance (ALiBi) in {source}"
         raise InvalidInput("model", got=got, expected="an encoder without a bias")
-    heads = _heads(values, source, tp)
+    heads = attention_heads(values, source, tp)
     vision = _encoder_head_dim(config.get("vision_config"), source)
     if vision not in (None, heads["head_dim"]):
         got = f"towers with head_dim {heads['head_dim']} and {vision} in {source}"
@@ -333,7 +246,7 @@ def _encoder_head_dim(vision: object, source: str) -> int | None:
     if not isinstance(vision, dict):
         return None
     if vision.get("head_dim"):
-        return _whole(vision, "head_dim", f"the vision_config of {source}")
+        return whole(vision, "head_dim", f"the vision_config of {source}")
     # Qwen2-VL's hidden_size is that of the language model.
     width = vision.get("embed_dim") or vision.get("hidden_size")
     names = ("num_attention_heads", "num_heads", "attention_heads")
