@@ -14,8 +14,9 @@ from click.testing import CliRunner
 from attnmux.core import BackendFailed, Request, Settings, load_plugins, solve
 from attnmux.core.choosing.machine.cpu import probe_cpu
 from attnmux.core.cli.verbs import verbs
-from attnmux.cpu.native import library
-from attnmux.cpu.native.library import COMPILERS, load
+from attnmux.cpu import levels
+from attnmux.cpu.levels import COMPILERS
+from attnmux.cpu.native.library import load
 from attnmux.testing import AttentionBackendTests
 
 HERE = probe_cpu()
@@ -37,7 +38,7 @@ def broken_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator
     compiler = tmp_path / "c++"
     compiler.write_text("#!/bin/sh\necho 'error: no room' >&2\nexit 1\n")
     compiler.chmod(0o755)
-    monkeypatch.setattr(library, "COMPILERS", (str(compiler),))
+    monkeypatch.setattr(levels, "COMPILERS", (str(compiler),))
     load.cache_clear()
     yield
     load.cache_clear()
