@@ -28,9 +28,8 @@ from attnmux.testing.adapters import (
 if find_spec("vllm_xpu_kernels") is None:
     pytest.skip("needs vllm-xpu-kernels", allow_module_level=True)
 
-from attnmux.emulators.intel.vllm_xpu import vllm_xpu_kernels  # where there is the package
+from attnmux.emulators.intel.vllm_xpu import KERNELS  # where there is the package
 
-KERNELS = vllm_xpu_kernels()
 WORLD = AdapterWorld(
     library=make,
     kernels=KERNELS,

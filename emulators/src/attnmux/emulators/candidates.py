@@ -167,9 +167,9 @@ def _aiter() -> Candidate:
 
 
 def _vllm_xpu() -> Candidate:
-    from attnmux.emulators.intel.vllm_xpu import vllm_xpu_kernels  # noqa: PLC0415  # where there is the package
+    from attnmux.emulators.intel.vllm_xpu import KERNELS  # noqa: PLC0415  # where there is the package
 
-    return _adapted(XE2, VLLM_XPU, vllm_xpu, vllm_xpu_kernels()).make()
+    return _adapted(XE2, VLLM_XPU, vllm_xpu, KERNELS).make()
 
 
 def _cute(arch: int) -> FA4Kernels:

@@ -215,10 +215,8 @@ def _check_tensors(
     _check(len(page_rows) == 1, "Paged K/V page strides must match in sequence-position units")
 
 
-def vllm_xpu_kernels() -> VLLMXPUKernels:
-    """The function of the installed package. Raises ImportError without it."""
-    return imported(VLLMXPUKernels, "vllm_xpu_kernels.flash_attn_interface")
-
+# Before the operator is looked for: where the package's own library loads, it defines it.
+KERNELS = imported(VLLMXPUKernels, "vllm_xpu_kernels.flash_attn_interface")
 
 library = Library("_vllm_fa2_C", "FRAGMENT")  # type: ignore[no-untyped-call]  # torch's
 if not hasattr(torch.ops._vllm_fa2_C, "varlen_fwd"):

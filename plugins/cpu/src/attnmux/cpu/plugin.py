@@ -29,7 +29,7 @@ from attnmux.cpu.levels import levels_of, shipped
 
 _UNSCALED = ("bfloat16", "float16", "float32")
 DTYPES = one_of(*_UNSCALED)
-KV_DTYPES = one_of(*_UNSCALED, "fp8_e4m3", "fp8_e5m2", "fp8_e4m3fnuz")
+_STORED = (*_UNSCALED, "fp8_e4m3", "fp8_e5m2")
 
 
 def _plain(kind: str, **more: Condition) -> Clause:
@@ -38,7 +38,7 @@ def _plain(kind: str, **more: Condition) -> Clause:
         "phase": one_of("extend", "decode", "verify", "draft", "encoder"),
         "kind": one_of(kind),
         "dtype": DTYPES,
-        "kv_dtype": KV_DTYPES,
+        "kv_dtype": one_of(*_STORED, "fp8_e4m3fnuz"),
         "page_size": ANY,
         "head_dim": ANY,
         "v_head_dim": ANY,
@@ -100,7 +100,7 @@ _SPARSE = Clause(
     phase=one_of("extend", "decode", "verify", "draft"),
     kind=one_of("nsa"),
     dtype=DTYPES,
-    kv_dtype=KV_DTYPES,
+    kv_dtype=one_of(*_STORED),
     page_size=ANY,
     head_dim=ANY,
     v_head_dim=ANY,
