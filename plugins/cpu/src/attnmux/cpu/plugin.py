@@ -26,7 +26,7 @@ from attnmux.core import (
 
 _UNSCALED = ("bfloat16", "float16", "float32")
 DTYPES = one_of(*_UNSCALED)
-_STORED = (*_UNSCALED, "fp8_e4m3", "fp8_e5m2")
+KV_DTYPES = one_of(*_UNSCALED, "fp8_e4m3", "fp8_e5m2", "fp8_e4m3fnuz")
 
 
 def _plain(kind: str, **more: Condition) -> Clause:
@@ -35,7 +35,7 @@ def _plain(kind: str, **more: Condition) -> Clause:
         "phase": one_of("extend", "decode", "verify", "draft", "encoder"),
         "kind": one_of(kind),
         "dtype": DTYPES,
-        "kv_dtype": one_of(*_STORED, "fp8_e4m3fnuz"),
+        "kv_dtype": KV_DTYPES,
         "page_size": ANY,
         "head_dim": ANY,
         "v_head_dim": ANY,
@@ -97,7 +97,7 @@ _SPARSE = Clause(
     phase=one_of("extend", "decode", "verify", "draft"),
     kind=one_of("nsa"),
     dtype=DTYPES,
-    kv_dtype=one_of(*_STORED),
+    kv_dtype=KV_DTYPES,
     page_size=ANY,
     head_dim=ANY,
     v_head_dim=ANY,
@@ -155,6 +155,7 @@ TORCH_NATIVE = BackendCard(
 
 
 _COMPILED: dict[str, Condition] = {
+    "kv_dtype": one_of(*_UNSCALED, "fp8_e4m3", "fp8_e5m2"),
     "vendor": one_of("cpu"),
     "features": includes("cxx_compiler"),
 }
