@@ -29,7 +29,7 @@ from attnmux.cpu.levels import levels_of, shipped
 
 _UNSCALED = ("bfloat16", "float16", "float32")
 DTYPES = one_of(*_UNSCALED)
-_STORED = (*_UNSCALED, "fp8_e4m3", "fp8_e5m2")
+KV_DTYPES = one_of(*_UNSCALED, "fp8_e4m3", "fp8_e5m2", "fp8_e4m3fnuz")
 
 
 def _plain(kind: str, **more: Condition) -> Clause:
@@ -38,7 +38,7 @@ def _plain(kind: str, **more: Condition) -> Clause:
         "phase": one_of("extend", "decode", "verify", "draft", "encoder"),
         "kind": one_of(kind),
         "dtype": DTYPES,
-        "kv_dtype": one_of(*_STORED, "fp8_e4m3fnuz"),
+        "kv_dtype": KV_DTYPES,
         "page_size": ANY,
         "head_dim": ANY,
         "v_head_dim": ANY,
@@ -100,7 +100,7 @@ _SPARSE = Clause(
     phase=one_of("extend", "decode", "verify", "draft"),
     kind=one_of("nsa"),
     dtype=DTYPES,
-    kv_dtype=one_of(*_STORED),
+    kv_dtype=KV_DTYPES,
     page_size=ANY,
     head_dim=ANY,
     v_head_dim=ANY,
@@ -158,9 +158,13 @@ TORCH_NATIVE = BackendCard(
 
 
 _ARCH = bare_cpu().arch
+_OWN: dict[str, Condition] = {
+    "vendor": one_of("cpu"),
+    "kv_dtype": one_of(*_UNSCALED, "fp8_e4m3", "fp8_e5m2"),
+}
 _WAYS: list[dict[str, Condition]] = [
-    {"vendor": one_of("cpu"), "features": includes("cxx_compiler")},
-    *([{"vendor": one_of("cpu"), "arch": one_of(_ARCH)}] if shipped(_ARCH) else ()),
+    {**_OWN, "features": includes("cxx_compiler")},
+    *([{**_OWN, "arch": one_of(_ARCH)}] if shipped(_ARCH) else ()),
 ]
 """The kernels are compiled when the backend is first made, or came with the wheel."""
 

@@ -39,7 +39,7 @@ VLLM_XPU = BackendCard(
     name="vllm_xpu",
     summary="vLLM's SYCL FlashAttention kernels for Intel GPUs, MHA and GQA",
     factory="attnmux.intel.vllm_xpu:make",
-    requires=("torch>=2.14", "vllm-xpu-kernels>=0.1.16.2"),
+    requires=("torch>=2.11", "vllm-xpu-kernels>=0.1.16.2"),
     extra="vllm-xpu",
     # A step leaves out requests without new tokens.
     needs_cpu_seq_lens=True,
