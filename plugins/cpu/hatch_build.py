@@ -25,8 +25,10 @@ class NativeBuildHook(BuildHookInterface):  # type: ignore[type-arg]  # of hatch
     def initialize(self, version: str, build_data: dict[str, Any]) -> None:
         levels = _load(Path(self.root, "src", PACKAGE, "levels.py"))
         compiler = levels.find_compiler()
-        if version == "editable" or compiler is None:
-            self.app.display_warning(f"a pure wheel: {version}, with the compiler {compiler}")
+        if version == "editable":
+            return
+        if compiler is None:
+            self.app.display_warning(f"a pure wheel: none of {', '.join(levels.COMPILERS)} is here")
             return
         self.made = tempfile.TemporaryDirectory(prefix="attnmux-")
         platform = sysconfig.get_platform()

@@ -6,6 +6,7 @@ import importlib.util
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from zipfile import ZipFile
 
@@ -65,6 +66,21 @@ def test_each_level_that_this_cpu_runs_is_right(level, monkeypatch, request) -> 
             case = Case(name="level", steps=steps, lse=True, kv_dtype=kv_dtype, **changes)
             outcome = run_case(native, case, seed=3)
             assert outcome.status == "passed", (outcome.message, outcome.reasons)
+
+
+@needs_compiler
+def test_a_library_that_does_not_load_is_compiled_with_a_warning(
+    monkeypatch, tmp_path, request, caplog
+) -> None:
+    library.load.cache_clear()
+    request.addfinalizer(library.load.cache_clear)
+    for module in (levels, library):
+        monkeypatch.setattr(module, "FOLDER", tmp_path)
+    (tmp_path / BASELINE.file_name).write_text("no library")
+    monkeypatch.setattr(library, "_compiled_library", lambda level: level)
+    monkeypatch.setattr(library, "bound", lambda made: made)
+    assert library.load(replace(HERE, features=frozenset())) == BASELINE
+    assert "the kernels of the wheel are not used" in caplog.text
 
 
 def wheel(folder: Path, **env: str) -> ZipFile:

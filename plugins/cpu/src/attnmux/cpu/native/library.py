@@ -57,11 +57,19 @@ def load(platform: Platform) -> Attend:
     and there is no compiler, or where what it made cannot be loaded.
     """
     level = serving(platform.arch, platform.features)
+    return bound(_installed_library(level) or _compiled_library(level))
+
+
+def _installed_library(level: Level) -> ctypes.CDLL | None:
+    """What came with the wheel. Warns, and returns None, where it cannot be loaded."""
+    path = FOLDER / level.file_name
+    if not path.is_file():
+        return None
     try:
-        library = ctypes.CDLL(str(FOLDER / level.file_name))
-    except OSError:
-        library = None
-    return bound(library or _compiled_library(level))
+        return ctypes.CDLL(str(path))
+    except OSError as error:
+        LOG.warning("the kernels of the wheel are not used: %s", error)
+        return None
 
 
 def bound(library: ctypes.CDLL) -> Attend:

@@ -36,7 +36,8 @@ typedef float loose4 __attribute__((vector_size(16), aligned(4), may_alias));
 
 static inline vec load(const float* p) { return *reinterpret_cast<const loose*>(p); }
 static inline void store(float* p, vec v) { *reinterpret_cast<loose*>(p) = v; }
-static inline vec all(float x) { return vec{} + x; }
+// Not `vec{} + x`, which turns -0 into 0, so that the compiler adds for each broadcast.
+static inline vec all(float x) { return x - vec{}; }
 static inline ivec load_ints(const void* p) { return *reinterpret_cast<const loose_ints*>(p); }
 static inline int round_up(int n, int unit) { return (n + unit - 1) / unit * unit; }
 static inline vec higher(vec one, vec other) { return one > other || one != one ? one : other; }
