@@ -156,9 +156,13 @@ def test_an_interrupt_leaves_no_plugin_behind(tmp_path) -> None:
     )
     while process.poll() is None and not (started.exists() and started.read_text()):
         time.sleep(0.01)
-    process.send_signal(signal.SIGINT)
-    assert process.wait(60) == 130
-    assert has_ended(int(started.read_text()))
+    try:
+        process.send_signal(signal.SIGINT)
+        assert process.wait(60) == 130
+        assert has_ended(int(started.read_text()))
+    finally:
+        process.kill()
+        process.wait()
 
 
 def has_ended(pid: int) -> bool:

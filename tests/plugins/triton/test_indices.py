@@ -25,7 +25,6 @@ NAMES = (
     "kv_indptr",
     "kv_last_page_len",
     "mask_indptr",
-    "num_kv_splits",
     "out_cache_loc",
     "page_table",
     "window_view",
@@ -159,18 +158,15 @@ def test_out_cache_loc(batch, data):
 
 
 @quick
-@given(LENS, PAGE_SIZES, st.integers(1, 700), st.integers(1, 9))
-def test_of_lengths(lens, page_size, tile_size, max_splits):
+@given(LENS, PAGE_SIZES)
+def test_of_lengths(lens, page_size):
     for given_lens in (ints(lens), apart(ints(lens))):
         assert_same("cu_seqlens", given_lens)
         assert_same("kv_indptr", given_lens, page_size=page_size)
         assert_same("kv_last_page_len", given_lens, page_size)
-        assert_same("num_kv_splits", given_lens, tile_size=tile_size)
-        assert_same("num_kv_splits", given_lens, tile_size=tile_size, max_splits=max_splits)
     buffer = junk(len(lens) + 3)
     assert_same_into("cu_seqlens", buffer, ints(lens))
     assert_same_into("kv_indptr", buffer, ints(lens), page_size=page_size)
-    assert_same_into("num_kv_splits", buffer, ints(lens), tile_size=tile_size)
     assert_same_into("kv_last_page_len", buffer, ints(lens), page_size)
 
 
@@ -217,7 +213,6 @@ def test_more_requests_and_keys_than_a_program_takes():
     assert_same("out_cache_loc", table, rows, lens // 2, lens // 2)
     assert_same("mask_indptr", lens, lens)
     assert_same("kv_last_page_len", lens, 16)
-    assert_same("num_kv_splits", lens, tile_size=7)
     assert_same("window_view", lens, 2)
 
 
@@ -277,8 +272,6 @@ WRONG: dict[str, Callable[[Any], object]] = {
     "slots of int32": lambda of: of.out_cache_loc(TABLE, ROWS, TWO, TWO, out=junk(9)),
     "starts of int64": lambda of: of.out_cache_loc(TABLE, ROWS, TWO, TWO, kv_start=TWO.long()),
     "another batch of queries": lambda of: of.mask_indptr(TWO[:1], TWO),
-    "tile 0": lambda of: of.num_kv_splits(TWO, tile_size=0),
-    "no splits": lambda of: of.num_kv_splits(TWO, tile_size=1, max_splits=0),
     "queries of a window": lambda of: of.window_view(TWO, 3, q_lens=TWO[:1]),
     "page 0 of a window": lambda of: of.window_view(TWO, 3, page_size=0),
     "starts of a window": lambda of: of.window_view(TWO, 3, kv_start=TWO.long()),
@@ -319,7 +312,6 @@ def test_no_synchronisation_once_sizes_are_known(monkeypatch, page_size):
     ours.out_cache_loc(TABLE, ROWS, lens, lens, out=junk(20).long())
     ours.window_view(lens, 3, q_lens=lens, page_size=page_size)
     ours.mask_indptr(4, lens)
-    ours.num_kv_splits(lens, tile_size=4, max_splits=2)
     ours.kv_last_page_len(lens, page_size)
     with pytest.raises(AssertionError, match="a value was read"):
         ours.kv_indices(TABLE, ROWS, indptr, page_size=page_size)

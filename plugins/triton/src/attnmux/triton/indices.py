@@ -11,7 +11,6 @@ from attnmux.core import KVView, check_lens, check_positive, check_table, front,
 from attnmux.triton.kernels.indices import (
     fill_last_page_lens,
     fill_page_table,
-    fill_splits,
     gather_slots,
     sum_lens,
     view_windows,
@@ -148,34 +147,6 @@ def page_table(
             width,
             PAGE=page_size,
             HAS_STARTS=kv_start is not None,
-            BLOCK=BLOCK,
-            num_warps=4,
-        )
-    return result
-
-
-def num_kv_splits(
-    kv_lens: torch.Tensor,
-    *,
-    tile_size: int,
-    max_splits: int | None = None,
-    out: torch.Tensor | None = None,
-) -> torch.Tensor:
-    """[B]: ceil(kv_len / tile_size), at least 1 and at most max_splits."""
-    batch_size = check_lens("kv_lens", kv_lens)
-    check_positive("tile_size", tile_size)
-    if max_splits is not None:
-        check_positive("max_splits", max_splits)
-    result = front(out, batch_size, kv_lens)
-    if batch_size:
-        fill_splits[_grid(batch_size)](
-            kv_lens.contiguous(),
-            result,
-            result.stride(0),
-            batch_size,
-            tile_size,
-            max_splits,
-            HAS_MOST=max_splits is not None,
             BLOCK=BLOCK,
             num_warps=4,
         )

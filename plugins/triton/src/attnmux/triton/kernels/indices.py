@@ -128,27 +128,6 @@ def fill_last_page_lens(
 
 
 @triton.jit
-def fill_splits(
-    lens,
-    result,
-    result_stride,
-    batch_size,
-    tile_size,
-    max_splits,
-    HAS_MOST: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    """result [B]: tiles of tile_size keys, 1 to max_splits. lens [B]: keys."""
-    request = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    is_request = request < batch_size
-    num_keys = tl.load(lens + request, mask=is_request, other=0)
-    splits = tl.maximum((num_keys + tile_size - 1) // tile_size, 1)
-    if HAS_MOST:
-        splits = tl.minimum(splits, max_splits)
-    tl.store(result + request.to(tl.int64) * result_stride, splits, mask=is_request)
-
-
-@triton.jit
 def view_windows(
     lens, q_lens, num_queries, starts, view_lens, view_lens_stride, view_starts, view_starts_stride,
     batch_size,
