@@ -98,32 +98,43 @@ def attend_to_drafts(
         q = torch.cat((q, q_rope), -1)
     k = gather_rows(keys.k, keys.slots).float() * keys.k_scale
     v = gather_rows(keys.v, keys.slots).float() * keys.v_scale
-    merged, merged_lse = among_drafts(q, k, v, layer, trees.visible)
-    parts = (as_tokens(each, groups, width, drafts) for each in (seen_out, seen_lse))
-    merge_into(merged, merged_lse, *parts)
-    if lse is not None:
-        lse.copy_(merged_lse)
-    return merged.to(q.dtype)
+    prefixes, prefixes_lse = (
+        as_tokens(each, groups, width, drafts) for each in (seen_out, seen_lse)
+    )
+    return among_drafts(q, k, v, layer, trees.visible, prefixes, prefixes_lse, lse=lse)
 
 
 def among_drafts(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: LayerSpec, visible: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attention of each request's drafts to each other, without sinks: out [B * d, Hq, Dv] and its
-    LSE [B * d, Hq], float32.
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    layer: LayerSpec,
+    visible: torch.Tensor,
+    prefixes: torch.Tensor,
+    prefixes_lse: torch.Tensor,
+    *,
+    lse: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Attention [B * d, Hq, Dv] of each request's drafts to their prefixes, which was computed
+    before, and to each other, in the dtype of Q.
 
     q: [B * d, Hq, D]. k: [B * d, Hkv, D], v: [B * d, Hkv, Dv], float32 and without a pool's scales.
-    visible: [B, d, d] bool, the drafts that each draft sees.
+    visible: [B, d, d] bool, the drafts that each draft sees. prefixes: [B * d, Hq, Dv] and its LSE
+    [B * d, Hq] float32, sinks included. lse: [B * d, Hq] float32, written if given.
     """
     size, width, _ = visible.shape
     shape, heads = q.shape[:2], k.shape[1]
-    q = q.float().reshape(size, width, heads, q.shape[1] // heads, q.shape[2])
+    queries = q.float().reshape(size, width, heads, q.shape[1] // heads, q.shape[2])
     k, v = (each.reshape(size, width, *each.shape[1:]) for each in (k, v))
-    logits = torch.einsum("bihgc,bjhc->bhgij", q, k) * layer.scaling
+    logits = torch.einsum("bihgc,bjhc->bhgij", queries, k) * layer.scaling
     if layer.logit_cap > 0:
         logits = torch.tanh(logits / layer.logit_cap) * layer.logit_cap
     logits = torch.where(visible.view(size, 1, 1, width, width), logits, -torch.inf)
-    lse = logits.logsumexp(-1, keepdim=True)
-    out = torch.einsum("bhgij,bjhc->bihgc", torch.exp(logits - lse), v)
-    lse = lse.squeeze(-1).permute(0, 3, 1, 2).reshape(shape)
-    return out.reshape(*shape, layer.v_head_dim), lse
+    own_lse = logits.logsumexp(-1, keepdim=True)
+    out = torch.einsum("bhgij,bjhc->bihgc", torch.exp(logits - own_lse), v)
+    out = out.reshape(*shape, layer.v_head_dim)
+    own_lse = own_lse.squeeze(-1).permute(0, 3, 1, 2).reshape(shape)
+    merge_into(out, own_lse, prefixes, prefixes_lse)
+    if lse is not None:
+        lse.copy_(own_lse)
+    return out.to(q.dtype)

@@ -90,13 +90,7 @@ class TreeAttnBackend(DispatchingBackend):
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
         self.child.init_cuda_graph_state(max_bs, max_num_tokens)
         self.prefixes.init_cuda_graph_state(max_bs, max_bs)
-        device, width = self.context.device, max_num_tokens // max_bs
-        made = Trees(
-            lens=torch.ones(max_bs, dtype=torch.int32, device=device),
-            positions=torch.zeros(max_bs, dtype=torch.int64, device=device),
-            sees_prefix=torch.ones(max_bs, dtype=torch.bool, device=device),
-            visible=torch.ones(max_bs, width, width, dtype=torch.bool, device=device),
-        )
+        made = Trees.blank(max_bs, max_num_tokens // max_bs, self.context.device)
         if not any(each.fits(made) for each in self._buffers):
             self._buffers.append(made)
 

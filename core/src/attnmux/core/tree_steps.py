@@ -24,6 +24,16 @@ class Trees:
     visible: torch.Tensor
     """[B, d, d] bool: the drafts that each draft sees."""
 
+    @classmethod
+    def blank(cls, batch_size: int, width: int, device: torch.device) -> Trees:
+        """Of requests with a prefix of one token and `width` drafts that see all of each other."""
+        return cls(
+            lens=torch.ones(batch_size, dtype=torch.int32, device=device),
+            positions=torch.zeros(batch_size, dtype=torch.int64, device=device),
+            sees_prefix=torch.ones(batch_size, dtype=torch.bool, device=device),
+            visible=torch.ones(batch_size, width, width, dtype=torch.bool, device=device),
+        )
+
     def fits(self, other: Trees) -> bool:
         """Whether there is room for a copy of `other`."""
         enough = other.visible.numel() <= self.visible.numel()

@@ -21,7 +21,6 @@ from attnmux.core import (
     among_drafts,
     as_heads,
     as_tokens,
-    merge_into,
     parts_of,
     quantise,
     shared_kernel,
@@ -258,11 +257,7 @@ class InterleavedAttnBackend(AttentionBackend):
             v = self._stored(call.v, layer.v_scale).float() * v_scale
         causal = torch.ones(step.drafts, step.drafts, dtype=torch.bool, device=q.device).tril()
         visible = causal.expand(batch.batch_size, -1, -1)
-        out, lse = among_drafts(q, k, v, layer, visible)
-        merge_into(out, lse, seen, seen_lse)
-        if call.lse is not None:
-            call.lse.copy_(lse)
-        return out.to(call.q.dtype)
+        return among_drafts(q, k, v, layer, visible, seen, seen_lse, lse=call.lse)
 
     def _gathered(
         self, keys: KeysOfRanks, layer: LayerSpec, q: torch.Tensor

@@ -3,16 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 
 from attnmux.core import InvalidInput
 from attnmux.transformers.repeated import CALLS, NumberedCalls
-
-if TYPE_CHECKING:
-    pass
-
 
 LAYER_ID = "_attnmux_layer_id"
 """The attribute of a marked attention module: its number as a tensor."""

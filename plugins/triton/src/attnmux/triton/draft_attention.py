@@ -147,13 +147,11 @@ def _try(made: TritonDraftAttention, layer: LayerSpec, context: BackendContext) 
     width = layer.v_head_dim if layer.kind == "mla" else layer.qk_head_dim
     rows = q.new_zeros(1, drafts * heads, layer.v_head_dim)
     slots = torch.zeros(drafts, dtype=torch.int64, device=device)
-    lens = torch.ones(1, dtype=torch.int32, device=device)
-    visible = torch.ones(1, drafts, drafts, dtype=torch.bool, device=device)
     made(
         q[..., :width],
         DraftKeys.of(context.token_to_kv_pool, layer, slots),
         SeenPrefixes(out=rows, lse=rows.new_zeros(rows.shape[:2], dtype=torch.float32)),
-        Trees(lens=lens, positions=lens.long(), sees_prefix=lens.bool(), visible=visible),
+        Trees.blank(1, drafts, device),
         layer,
         q_rope=q[..., width:] if width < layer.qk_head_dim else None,
     )

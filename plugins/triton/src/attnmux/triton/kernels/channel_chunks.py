@@ -23,8 +23,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from attnmux.triton.kernels.linear import EPS
-from attnmux.triton.kernels.linear_chunks import LEAST, inverted, load_rows
+from attnmux.triton.kernels.linear import over_lengths
+from attnmux.triton.kernels.linear_chunks import LEAST, inverted, load_rows, store_new_values
 
 NEAR = tl.constexpr(8)
 """Up to half as many rows are away from the middle, so that sums of g, cut off at -20, are at least
@@ -34,12 +34,12 @@ HALVINGS = tl.constexpr(3)
 
 
 @triton.jit
-def over_lengths(x, stride, token, is_token, head, channel, D: tl.constexpr, NORMED: tl.constexpr):
+def unit_of(x, stride, token, is_token, head, channel, D: tl.constexpr, NORMED: tl.constexpr):
     """[T]: what makes unit vectors of Q or K, or 1."""
     factor = tl.full(token.shape, 1.0, tl.float32)
     if NORMED:
         rows = load_rows(x, stride, token, is_token, head, channel, D).to(tl.float32)
-        factor = tl.rsqrt(tl.sum(rows * rows, axis=1) + EPS)
+        factor = over_lengths(rows)
     return factor
 
 
@@ -101,8 +101,8 @@ def weigh_channel_chunks(
     kind = seen.dtype.element_ty
     row = token * HV + head
     every = tl.arange(0, BLOCK_K)
-    unit_q = over_lengths(q, q_stride, token, is_token, key_head, every, K, NORMED)
-    unit_k = over_lengths(k, k_stride, token, is_token, key_head, every, K, NORMED)
+    unit_q = unit_of(q, q_stride, token, is_token, key_head, every, K, NORMED)
+    unit_k = unit_of(k, k_stride, token, is_token, key_head, every, K, NORMED)
     weights = tl.zeros((BLOCK_T, BLOCK_T), tl.float32)
     for start in tl.range(0, K, BLOCK_C, num_stages=1):
         channel = start + tl.arange(0, BLOCK_C)
@@ -141,7 +141,7 @@ def solve_channel_chunks(
     row = token * HV + head
     rate = tl.load(beta + row, mask=is_token, other=0.0).to(tl.float32)
     every = tl.arange(0, BLOCK_K)
-    unit = over_lengths(k, k_stride, token, is_token, key_head, every, K, NORMED)
+    unit = unit_of(k, k_stride, token, is_token, key_head, every, K, NORMED)
     met = tl.zeros((BLOCK_T, BLOCK_T), tl.float32)
     for start in tl.range(0, K, BLOCK_C, num_stages=1):
         channel = start + tl.arange(0, BLOCK_C)
@@ -161,15 +161,9 @@ def solve_channel_chunks(
             tl.dot(inverse, keys, input_precision=PRECISION).to(kind),
             mask=is_token[:, None] & (channel < K)[None, :],
         )
-    for start in tl.static_range(0, V, BLOCK_V):
-        column = start + tl.arange(0, BLOCK_V)
-        values = load_rows(v, v_stride, token, is_token, head, column, V)
-        values = (values.to(tl.float32) * rate[:, None]).to(kind)
-        tl.store(
-            u + row[:, None] * V + column[None, :],
-            tl.dot(inverse, values, input_precision=PRECISION).to(kind),
-            mask=is_token[:, None] & (column < V)[None, :],
-        )
+    store_new_values(
+        inverse, v, v_stride, rate, u, token, is_token, head, HV, V, BLOCK_V, PRECISION
+    )
 
 
 @triton.jit

@@ -5,6 +5,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from attnmux.triton.kernels.blocks import load_rows
+
 
 @triton.jit(do_not_specialize=["drafts"])
 def attend_drafts(
@@ -41,38 +43,18 @@ def attend_drafts(
     other = tl.arange(0, BLOCK_N)
     is_other = other < WIDTH
     slot = tl.load(slots + request * WIDTH + other, mask=is_other, other=0).to(tl.int64)
-    keys = k + slot * k_stride + kv_head * k_head_stride
-    column = tl.arange(0, BLOCK_C)
-
+    keys = slot * k_stride + kv_head * k_head_stride
+    queries = token * q_stride + head * q_head_stride
     logits = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-    queries = q + token * q_stride + head * q_head_stride
     for start in tl.static_range(0, D, BLOCK_C):
-        within = start + column < D
-        left = tl.load(
-            queries[:, None] + start + column[None, :],
-            mask=is_row[:, None] & within[None, :],
-            other=0.0,
-        )
-        right = tl.load(
-            keys[None, :] + start + column[:, None],
-            mask=is_other[None, :] & within[:, None],
-            other=0.0,
-        )
-        logits = tl.dot(left.to(DTYPE), right.to(DTYPE), logits, input_precision=PRECISION)
+        left = load_rows(q + start, queries, 1, is_row, BLOCK_C, D - start, True).to(DTYPE)
+        right = load_rows(k + start, keys, 1, is_other, BLOCK_C, D - start, True).to(DTYPE)
+        logits = tl.dot(left, tl.trans(right), logits, input_precision=PRECISION)
     if ROPE > 0:
-        rope = tl.arange(0, BLOCK_R)
-        queries = q_rope + token * q_rope_stride + head * q_rope_head_stride
-        left = tl.load(
-            queries[:, None] + rope[None, :],
-            mask=is_row[:, None] & (rope < ROPE)[None, :],
-            other=0.0,
-        )
-        right = tl.load(
-            keys[None, :] + D + rope[:, None],
-            mask=is_other[None, :] & (rope < ROPE)[:, None],
-            other=0.0,
-        )
-        logits = tl.dot(left.to(DTYPE), right.to(DTYPE), logits, input_precision=PRECISION)
+        queries = token * q_rope_stride + head * q_rope_head_stride
+        left = load_rows(q_rope, queries, 1, is_row, BLOCK_R, ROPE, True).to(DTYPE)
+        right = load_rows(k + D, keys, 1, is_other, BLOCK_R, ROPE, True).to(DTYPE)
+        logits = tl.dot(left, tl.trans(right), logits, input_precision=PRECISION)
     logits *= scaling
     if HAS_CAP:
         # tanh(x) = 1 - 2 / (1 + e^2x)
@@ -102,26 +84,18 @@ def attend_drafts(
     weights = (weights * (scale * v_scale)[:, None]).to(DTYPE)
     rows = token * (KV_HEADS * GROUP) + head
 
-    values = v + slot * v_stride + kv_head * v_head_stride
-    prefixes = seen + request * seen_stride + seen_row.to(tl.int64) * seen_row_stride
+    values = slot * v_stride + kv_head * v_head_stride
+    prefixes = request * seen_stride + seen_row.to(tl.int64) * seen_row_stride
     for start in tl.static_range(0, DV, BLOCK_C):
-        within = start + column < DV
-        right = tl.load(
-            values[:, None] + start + column[None, :],
-            mask=is_other[:, None] & within[None, :],
-            other=0.0,
-        )
-        found = tl.load(
-            prefixes[:, None] + start + column[None, :],
-            mask=reads[:, None] & within[None, :],
-            other=0.0,
-        )
+        found = load_rows(seen + start, prefixes, 1, reads, BLOCK_C, DV - start, True)
+        right = load_rows(v + start, values, 1, is_other, BLOCK_C, DV - start, True).to(DTYPE)
         merged = share[:, None] * found.to(tl.float32)
-        merged = tl.dot(weights, right.to(DTYPE), merged, input_precision=PRECISION)
+        merged = tl.dot(weights, right, merged, input_precision=PRECISION)
+        column = start + tl.arange(0, BLOCK_C)
         tl.store(
-            out + rows[:, None] * DV + start + column[None, :],
+            out + rows[:, None] * DV + column[None, :],
             merged.to(out.dtype.element_ty),
-            mask=is_row[:, None] & within[None, :],
+            mask=is_row[:, None] & (column < DV)[None, :],
         )
     if lse is not None:
         total = tl.where(mass > 0, base + tl.log(mass), float("-inf"))

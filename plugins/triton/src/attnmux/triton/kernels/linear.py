@@ -16,9 +16,15 @@ EPS = tl.constexpr(L2_EPS)
 
 
 @triton.jit
+def over_lengths(x):
+    """[n]: one over the length of each row of x [n, K] float32."""
+    return tl.rsqrt(tl.sum(x * x, axis=1) + EPS)
+
+
+@triton.jit
 def normed(x):
     """Rows of x [n, K] float32, divided by their lengths."""
-    return x * tl.rsqrt(tl.sum(x * x, axis=1) + EPS)[:, None]
+    return x * over_lengths(x)[:, None]
 
 
 @triton.jit

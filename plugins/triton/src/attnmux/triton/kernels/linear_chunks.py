@@ -68,6 +68,24 @@ def inverted(met, place, PRECISION: tl.constexpr):
 
 
 @triton.jit
+def store_new_values(
+    inverse, v, v_stride, rate, u, token, is_token, head,
+    HV: tl.constexpr, V: tl.constexpr, BLOCK_V: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """U [T, Hv, V] of a chunk and head: inverse [T, T] times beta V, with beta `rate` [T]."""
+    kind = u.dtype.element_ty
+    for start in tl.static_range(0, V, BLOCK_V):
+        column = start + tl.arange(0, BLOCK_V)
+        values = load_rows(v, v_stride, token, is_token, head, column, V)
+        values = (values.to(tl.float32) * rate[:, None]).to(kind)
+        tl.store(
+            u + (token * HV + head)[:, None] * V + column[None, :],
+            tl.dot(inverse, values, input_precision=PRECISION).to(kind),
+            mask=is_token[:, None] & (column < V)[None, :],
+        )
+
+
+@triton.jit
 def solve_chunks(
     k, k_stride, v, v_stride, g, beta, w, u, left, last, chunk_first, chunk_count,
     HV: tl.constexpr, GROUP: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
@@ -100,16 +118,9 @@ def solve_chunks(
     tl.store(last + chunk * HV + head, end)
     kept = (keys.to(tl.float32) * tl.exp(end - decay)[:, None]).to(kind)
     tl.store(left + (token * HV + head)[:, None] * K + channel[None, :], kept, mask=is_there)
-    for start in tl.static_range(0, V, BLOCK_V):
-        column_v = start + tl.arange(0, BLOCK_V)
-        values = load_rows(v, v_stride, token, is_token, head, column_v, V)
-        values = (values.to(tl.float32) * rate[:, None]).to(kind)
-        solved = tl.dot(inverse, values, input_precision=PRECISION)
-        tl.store(
-            u + (token * HV + head)[:, None] * V + column_v[None, :],
-            solved.to(kind),
-            mask=is_token[:, None] & (column_v < V)[None, :],
-        )
+    store_new_values(
+        inverse, v, v_stride, rate, u, token, is_token, head, HV, V, BLOCK_V, PRECISION
+    )
 
 
 @triton.jit
