@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from attnmux.core import BackendFailed, GraphUnsupported, InvalidInput, Platform
+from attnmux.core import BackendFailed, InvalidInput, Platform
 from attnmux.emulators.intel.amx import KERNELS
 from attnmux.intel.amx import make
 from attnmux.intel.amx_library import load_kernels
@@ -15,8 +15,8 @@ from attnmux.intel.cards.intel_amx import INTEL_AMX
 from attnmux.testing import AttentionBackendTests, Step, decode, extend, verify
 from attnmux.testing.adapters import (
     LATENT,
-    AdapterTests,
     AdapterWorld,
+    EagerAdapterTests,
     assert_passes,
     check_layers_outside_the_pool,
     outputs,
@@ -33,19 +33,11 @@ class TestAMXEmulated(AttentionBackendTests):
     page_sizes = (1, 16)
 
 
-class TestAMXAdapter(AdapterTests):
+class TestAMXAdapter(EagerAdapterTests):
     adapter = WORLD
     step = extend((4, 3), (0, 9))
 
-    @pytest.mark.parametrize("max_batch_size", [0, 1])
-    def test_a_capture_without_room_is_refused(self, max_batch_size: int) -> None:
-        """No step is captured."""
-        backend, made = WORLD.prepared(self.step)
-        if max_batch_size:
-            with pytest.raises(GraphUnsupported, match="CPUs"):
-                backend.init_cuda_graph_state(max_batch_size, max_batch_size)
-        with pytest.raises(GraphUnsupported):
-            backend.init_forward_metadata_out_graph(made.batch, in_capture=True)
+    no_graphs = "CPUs"
 
 
 @pytest.mark.parametrize("step", [decode(9, 300), extend((40, 3), (0, 50))])

@@ -12,14 +12,14 @@ from typing import Any
 import pytest
 import torch
 
-from attnmux.core import BackendFailed, GraphUnsupported, InvalidInput, Platform
+from attnmux.core import BackendFailed, InvalidInput, Platform
 from attnmux.intel.cards.vllm_xpu import VLLM_XPU
 from attnmux.intel.vllm_xpu import make
 from attnmux.intel.vllm_xpu_shapes import SHAPES
 from attnmux.testing import AttentionBackendTests, decode, extend, verify
 from attnmux.testing.adapters import (
-    AdapterTests,
     AdapterWorld,
+    EagerAdapterTests,
     assert_passes,
     check_layers_outside_the_pool,
     outputs,
@@ -45,19 +45,11 @@ class TestVLLMXPUEmulated(AttentionBackendTests):
     page_sizes = (16, 64)
 
 
-class TestAdapter(AdapterTests):
+class TestAdapter(EagerAdapterTests):
     adapter = WORLD
     step = extend((140, 3), (0, 9))
 
-    @pytest.mark.parametrize("max_batch_size", [0, 1])
-    def test_a_capture_without_room_is_refused(self, max_batch_size: int) -> None:
-        """No step is captured."""
-        backend, made = self.adapter.prepared(self.step)
-        if max_batch_size:
-            with pytest.raises(GraphUnsupported, match="graphs"):
-                backend.init_cuda_graph_state(max_batch_size, max_batch_size)
-        with pytest.raises(GraphUnsupported):
-            backend.init_forward_metadata_out_graph(made.batch, in_capture=True)
+    no_graphs = "graphs"
 
 
 @pytest.mark.parametrize("step", [decode(150, 5), extend((140, 3), (0, 50), (9, 1)), verify(3, 90)])

@@ -8,15 +8,15 @@ from typing import Any
 import pytest
 import torch
 
-from attnmux.core import BackendFailed, GraphUnsupported, InvalidInput, Platform
+from attnmux.core import BackendFailed, InvalidInput, Platform
 from attnmux.emulators.intel.xpu import KERNELS
 from attnmux.intel.cards.intel_xpu import INTEL_XPU
 from attnmux.intel.xpu import make
 from attnmux.testing import AttentionBackendTests, decode, extend, verify
 from attnmux.testing.adapters import (
     LATENT,
-    AdapterTests,
     AdapterWorld,
+    EagerAdapterTests,
     assert_passes,
     check_layers_outside_the_pool,
     outputs,
@@ -44,29 +44,21 @@ class TestXPUEmulated(AttentionBackendTests):
     page_sizes = (16, 64)
 
 
-class EagerAdapterTests(AdapterTests):
-    @pytest.mark.parametrize("max_batch_size", [0, 1])
-    def test_a_capture_without_room_is_refused(self, max_batch_size: int) -> None:
-        """No step is captured."""
-        backend, made = self.adapter.prepared(self.step)
-        if max_batch_size:
-            with pytest.raises(GraphUnsupported, match="graphs"):
-                backend.init_cuda_graph_state(max_batch_size, max_batch_size)
-        with pytest.raises(GraphUnsupported):
-            backend.init_forward_metadata_out_graph(made.batch, in_capture=True)
+class UncapturedTests(EagerAdapterTests):
+    no_graphs = "graphs"
 
 
-class TestPagesAdapter(EagerAdapterTests):
+class TestPagesAdapter(UncapturedTests):
     adapter = WORLD
     step = extend((140, 3), (0, 9))
 
 
-class TestLatentsAdapter(EagerAdapterTests):
+class TestLatentsAdapter(UncapturedTests):
     adapter = LATENTS
     step = extend((20, 3), (0, 18))
 
 
-class TestLatentsInDecode(EagerAdapterTests):
+class TestLatentsInDecode(UncapturedTests):
     adapter = LATENTS
 
 

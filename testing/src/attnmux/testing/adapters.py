@@ -408,3 +408,20 @@ class LatentDecodeTests(AdapterTests):
         with pytest.raises(InvalidInput) as refusal:
             self.adapter.backend(world.context)
         assert refusal.value.argument == argument
+
+
+class EagerAdapterTests(AdapterTests):
+    """The same, of an adapter that captures no step: `step` is one that it serves eagerly."""
+
+    no_graphs: ClassVar[str]
+    """A pattern of the reason."""
+
+    @pytest.mark.parametrize("max_batch_size", [0, 1])
+    def test_a_capture_without_room_is_refused(self, max_batch_size: int) -> None:
+        """No step is captured."""
+        backend, made = self.adapter.prepared(self.step)
+        if max_batch_size:
+            with pytest.raises(GraphUnsupported, match=self.no_graphs):
+                backend.init_cuda_graph_state(max_batch_size, max_batch_size)
+        with pytest.raises(GraphUnsupported):
+            backend.init_forward_metadata_out_graph(made.batch, in_capture=True)

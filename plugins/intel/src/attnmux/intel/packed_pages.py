@@ -7,19 +7,14 @@ the call (`launch`). No kernel here writes an LSE or applies a cap.
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
 from attnmux.core import (
-    DecodeStep,
-    GraphUnsupported,
-    InvalidInput,
     KeyGroup,
     Keys,
-    LibraryBackend,
     aligned,
     check_keys_dtype,
     check_sixteen_bits,
@@ -28,10 +23,11 @@ from attnmux.core import (
     kv_pages,
     not_in_pool,
 )
-from attnmux.intel.packed_requests import PackedRequests
+from attnmux.intel.packed_steps import PackedBackend, PackedStep
 
 if TYPE_CHECKING:
-    from attnmux.core import AttentionCall, BackendContext, ForwardBatch, LayerSpec
+    from attnmux.core import AttentionCall, ForwardBatch, LayerSpec
+    from attnmux.intel.packed_requests import PackedRequests
 
 K = TypeVar("K")
 
@@ -46,14 +42,6 @@ class PagedLayer:
     """None for a layer that the pool does not store."""
     kv: tuple[torch.Tensor, torch.Tensor] | None = None
     """[pages, page, Hkv, D], the pool's memory."""
-
-
-@dataclass(kw_only=True, slots=True, eq=False)
-class PackedStep(DecodeStep):
-    """A step of any phase."""
-
-    requests: PackedRequests | None = None
-    """Set by `plan_step`."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -73,14 +61,8 @@ class Operands:
     """[B + 1] int32: where the queries of each begin."""
 
 
-class PackedPagesBackend(LibraryBackend[K, PagedLayer, PackedStep, None]):
+class PackedPagesBackend(PackedBackend[K, PagedLayer]):
     """MHA and GQA, prefill and decode."""
-
-    def __init__(self, context: BackendContext, options: Mapping[str, object], kernels: K) -> None:
-        """Raises InvalidInput for layers and pools that the kernels do not serve."""
-        super().__init__(context, options, kernels)
-        groups = (layer.group for layer in self._layers.values() if layer.group is not None)
-        self._groups = tuple(dict.fromkeys(groups))
 
     @abstractmethod
     def check(self, layer: LayerSpec) -> None:
@@ -105,24 +87,12 @@ class PackedPagesBackend(LibraryBackend[K, PagedLayer, PackedStep, None]):
         return PagedLayer(arguments=arguments, group=group, kv=kv)
 
     def plan_step(self, batch: ForwardBatch, buffers: None) -> PackedStep:
-        step = PackedStep.of(batch, self.context, None)
-        step.requests = PackedRequests.of(batch, step.tables.queries_each)
-        return step
-
-    def fill_step(self, step: PackedStep, batch: ForwardBatch) -> None:
-        step.fill(batch, self._groups, self.context)
-
-    def make_buffers(self, max_bs: int, max_num_tokens: int) -> None:
-        raise GraphUnsupported("graphs of Intel's GPUs are not captured")
+        return self.plan_packed(batch)
 
     def attend(
         self, call: AttentionCall, layer: PagedLayer, step: PackedStep, batch: ForwardBatch
     ) -> torch.Tensor:
-        requests, pool = filled(step.requests), self.context.token_to_kv_pool
-        if call.lse is not None:
-            raise InvalidInput("lse", got="a tensor", expected="None: the kernels write none")
-        if call.q.dtype != pool.dtype:
-            raise InvalidInput("q", got=call.q.dtype, expected=f"{pool.dtype}, as the pool is")
+        requests = self.requests_of(call, step)
         count = requests.num_queries
         if not count:
             return call.empty_result()

@@ -6,7 +6,6 @@ not. Neither returns LSE. Rows of the page table have room for a multiple of 128
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -14,11 +13,8 @@ import torch
 
 from attnmux.core import (
     LATENT_DIM,
-    DecodeStep,
-    GraphUnsupported,
     InvalidInput,
     KeyGroup,
-    LibraryBackend,
     aligned,
     check_latent,
     check_page_size,
@@ -30,11 +26,12 @@ from attnmux.core import (
     not_in_pool,
     rotary,
 )
-from attnmux.intel.packed_requests import PackedRequests
+from attnmux.intel.packed_steps import PackedBackend, PackedStep
 from attnmux.intel.xpu_library import XPUKernels
 
 if TYPE_CHECKING:
-    from attnmux.core import AttentionCall, BackendContext, ForwardBatch, Keys, LayerSpec
+    from attnmux.core import AttentionCall, ForwardBatch, Keys, LayerSpec
+    from attnmux.intel.packed_requests import PackedRequests
 
 PAGE_SIZES = (128, 64, 32, 16)
 MOST_HEADS = 128
@@ -57,24 +54,8 @@ class LatentLayer:
     """[pages, page, 576], the pool's memory."""
 
 
-@dataclass(kw_only=True, slots=True, eq=False)
-class LatentStep(DecodeStep):
-    """A step of any phase."""
-
-    requests: PackedRequests | None = None
-    """Set by `plan_step`."""
-
-
-class XPULatentBackend(LibraryBackend[XPUKernels, LatentLayer, LatentStep, None]):
+class XPULatentBackend(PackedBackend[XPUKernels, LatentLayer]):
     """MLA, prefill and decode."""
-
-    def __init__(
-        self, context: BackendContext, options: Mapping[str, object], kernels: XPUKernels
-    ) -> None:
-        """Raises InvalidInput for layers and pools that the kernels do not serve."""
-        super().__init__(context, options, kernels)
-        groups = (layer.group for layer in self._layers.values() if layer.group is not None)
-        self._groups = tuple(dict.fromkeys(groups))
 
     def prepare_layer(self, layer: LayerSpec) -> LatentLayer:
         check_latent(layer)
@@ -93,27 +74,15 @@ class XPULatentBackend(LibraryBackend[XPUKernels, LatentLayer, LatentStep, None]
             raise InvalidInput("token_to_kv_pool", got=got, expected="latents without gaps")
         return LatentLayer(group=KeyGroup.of(layer, self.context), cache=cache)
 
-    def plan_step(self, batch: ForwardBatch, buffers: None) -> LatentStep:
+    def plan_step(self, batch: ForwardBatch, buffers: None) -> PackedStep:
         if batch.forward_mode.is_target_verify():
             raise InvalidInput("forward_mode", got="TARGET_VERIFY", expected="EXTEND or DECODE")
-        step = LatentStep.of(batch, self.context, None, key_tile=KEY_TILE)
-        step.requests = PackedRequests.of(batch, step.tables.queries_each)
-        return step
-
-    def fill_step(self, step: LatentStep, batch: ForwardBatch) -> None:
-        step.fill(batch, self._groups, self.context)
-
-    def make_buffers(self, max_bs: int, max_num_tokens: int) -> None:
-        raise GraphUnsupported("graphs of Intel's GPUs are not captured")
+        return self.plan_packed(batch, key_tile=KEY_TILE)
 
     def attend(
-        self, call: AttentionCall, layer: LatentLayer, step: LatentStep, batch: ForwardBatch
+        self, call: AttentionCall, layer: LatentLayer, step: PackedStep, batch: ForwardBatch
     ) -> torch.Tensor:
-        requests, pool = filled(step.requests), self.context.token_to_kv_pool
-        if call.lse is not None:
-            raise InvalidInput("lse", got="a tensor", expected="None: the kernels write none")
-        if call.q.dtype != pool.dtype:
-            raise InvalidInput("q", got=call.q.dtype, expected=f"{pool.dtype}, as the pool is")
+        requests = self.requests_of(call, step)
         if not requests.num_queries:
             return call.empty_result()
         keys, cache = self._keys(call, layer, step, requests)
@@ -123,7 +92,7 @@ class XPULatentBackend(LibraryBackend[XPUKernels, LatentLayer, LatentStep, None]
         return self._prefill(call, cache, keys, bounds, requests)
 
     def _keys(
-        self, call: AttentionCall, layer: LatentLayer, step: LatentStep, requests: PackedRequests
+        self, call: AttentionCall, layer: LatentLayer, step: PackedStep, requests: PackedRequests
     ) -> tuple[Keys, torch.Tensor]:
         if call.has_own_kv:
             if call.k is None or call.k_rope is None:
@@ -140,7 +109,7 @@ class XPULatentBackend(LibraryBackend[XPUKernels, LatentLayer, LatentStep, None]
         return requests.keys(filled(step.keys)[layer.group]), layer.cache
 
     def _decode(
-        self, call: AttentionCall, cache: torch.Tensor, keys: Keys, step: LatentStep
+        self, call: AttentionCall, cache: torch.Tensor, keys: Keys, step: PackedStep
     ) -> torch.Tensor:
         (batch_size, heads, _), page_size = call.q.shape, cache.shape[1]
         out = call.out
