@@ -104,14 +104,14 @@ WORDS = {
 WIDE = {"extend, 256": replace(CASES["extend"], head_dim=256, v_head_dim=256)}
 EVERY = {**CASES, **NARROW, **WIDE, **CDNA3}
 SPREAD = {
-    "sm80": ("decode, sinks", "extend, ALiBi", "extend, latent", "decode, 256"),
+    "sm80": ("decode, sinks", "extend, 8-bit", "decode, latent", "decode, 256"),
     "sm90": (
         *("decode", "decode, 8-bit", "decode, relative", "decode, latent"),
-        *("extend", "extend, 8-bit", "extend, latent", "extend, window, 64", "verify, 64"),
+        *("extend", "extend, latent", "verify, 64"),
     ),
-    "gfx942": ("decode, fnuz", "extend, fnuz", "verify", "decode, latent"),
-    "gfx950": ("decode, ALiBi", "extend, relative", "extend, latent", "decode, 8-bit, 64"),
-    "gfx1201": ("verify", "extend, window", "decode, latent", "extend, 256"),
+    "gfx942": ("decode, fnuz", "extend, fnuz", "verify", "extend, 256"),
+    "gfx950": ("decode, ALiBi", "extend, ALiBi", "extend, latent", "extend, relative"),
+    "gfx1201": ("decode, 8-bit", "extend, window", "decode, latent"),
 }
 """Every kernel for every GPU, and each of their features for one. `decode, picked latent` compiles
 for all: its kernel has no other case."""
