@@ -28,6 +28,8 @@ if TYPE_CHECKING:
     from attnmux.core.context import BackendContext
     from attnmux.core.layer import LayerSpec
 
+NO_STEP = "no step is prepared: call init_forward_metadata(batch) first"
+
 
 def dense_context(context: BackendContext) -> BackendContext:
     """The context of a backend that knows nothing of indexers: all layers, without theirs."""
@@ -54,6 +56,7 @@ class PickedBlocksBackend(AttentionBackend):
         self._attend = PlainBlocks(context.token_to_kv_pool) if attend is None else attend
         self._rows: torch.Tensor | None = None
         self._sees_all = False
+        self._plain: ForwardBatch | None = None
 
     def get_cuda_graph_seq_len_fill_value(self) -> int:
         return self.dense.get_cuda_graph_seq_len_fill_value()
@@ -73,10 +76,11 @@ class PickedBlocksBackend(AttentionBackend):
             expected = "None in layers whose indexer picks blocks"
             raise InvalidInput("spec_info", got="a mask or many items", expected=expected)
         self._sees_all = False
-        self.dense.init_forward_metadata_out_graph(batch, in_capture)
+        self._plain = replace(batch, topk_indices=None)
+        self.dense.init_forward_metadata_out_graph(self._plain, in_capture)
 
     def init_forward_metadata_in_graph(self, batch: ForwardBatch) -> None:
-        self.dense.init_forward_metadata_in_graph(batch)
+        self.dense.init_forward_metadata_in_graph(self._prepared())
         if batch.forward_mode is ForwardMode.IDLE:
             return
         rows, new = batch.req_pool_indices, batch.extend_seq_lens
@@ -97,12 +101,12 @@ class PickedBlocksBackend(AttentionBackend):
 
     def forward_decode(self, call: AttentionCall, batch: ForwardBatch) -> torch.Tensor:
         if self._is_dense(call):
-            return self.dense.forward_decode(self._of_dense(call), batch)
+            return self.dense.forward_decode(self._of_dense(call), self._prepared())
         return self._over_blocks(call, batch)
 
     def forward_extend(self, call: AttentionCall, batch: ForwardBatch) -> torch.Tensor:
         if self._is_dense(call):
-            return self.dense.forward_extend(self._of_dense(call), batch)
+            return self.dense.forward_extend(self._of_dense(call), self._prepared())
         return self._over_blocks(call, batch)
 
     def _is_dense(self, call: AttentionCall) -> bool:
@@ -111,10 +115,16 @@ class PickedBlocksBackend(AttentionBackend):
     def _of_dense(self, call: AttentionCall) -> AttentionCall:
         return structs.replace(call, layer=self.dense.context.layer(call.layer.layer_id))
 
+    def _prepared(self) -> ForwardBatch:
+        """The step as the dense backend sees it."""
+        if self._plain is None:
+            raise AttnmuxError(NO_STEP)
+        return self._plain
+
     def _over_blocks(self, call: AttentionCall, batch: ForwardBatch) -> torch.Tensor:
         layer, picks = call.layer, batch.topk_indices
         if self._rows is None:
-            raise AttnmuxError("no step is prepared: call init_forward_metadata(batch) first")
+            raise AttnmuxError(NO_STEP)
         if call.has_own_kv:
             expected = "True: an indexer picks blocks of the pool"
             raise InvalidInput("save_kv_cache", got=False, expected=expected)

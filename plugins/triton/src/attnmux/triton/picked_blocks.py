@@ -37,7 +37,7 @@ class BlockAttention:
     def __init__(self, context: BackendContext, *, compute_units: int) -> None:
         """compute_units: SMs or CUs of the device, which share the picks of few tokens."""
         self._context = context
-        self._launcher = Launcher()
+        self.launcher = Launcher()
         self._units = compute_units
         self._layers: dict[int, TritonLayer] = {}
         self._merges: dict[int, SplitMerge] = {}
@@ -93,7 +93,7 @@ class BlockAttention:
     def _layer(self, spec: LayerSpec) -> TritonLayer:
         layer = self._layers.get(spec.layer_id)
         if layer is None:
-            layer = TritonLayer.of(spec, self._context, self._launcher)
+            layer = TritonLayer.of(spec, self._context, self.launcher)
             self._layers[spec.layer_id] = layer
             self._merges[spec.layer_id] = SplitMerge(layer)
         return layer
@@ -109,7 +109,7 @@ class BlockAttention:
         spec, (k_scale, v_scale) = layer.spec, layer.scales
         group, dims = spec.tp_q_head_num // heads, (spec.qk_head_dim, spec.v_head_dim)
         return BoundKernel(
-            self._launcher,
+            self.launcher,
             attend_blocks,
             {
                 "slot_map": self._context.token_to_kv_pool.slot_map(spec.layer_id),
