@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import torch
 
-from attnmux.core import Platform
+from attnmux.core import AttentionCall, Platform
 from attnmux.testing import Case, decode, extend, make_setup, prepare_step, verify
 
 pytest.importorskip("triton")

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 LEAST = 16
 """Rows and columns of a product, at least."""
-BLOCK_N = 64
+BLOCK_N = 32
 """Keys that a program gathers at a time."""
 LEAST_KEYS = 128
 """Keys of a part: a smaller one costs more to merge than it saves."""
