@@ -9,15 +9,16 @@ from attnmux.transformers.index_shape import IndexShape
 
 
 def decode_graphs(
-    pool_size: int, chosen: Sequence[int] | None, *, encoder: bool, index: IndexShape | None
+    pool_size: int, chosen: Sequence[int] | None, *, encoder: bool, index: IndexShape
 ) -> GraphConfig:
     """Of decode steps. pool_size: rows of the request table. chosen: batch sizes; None takes the
-    usual ones. index: what the model's indexers pick, None without any."""
+    usual ones. index: what the model's indexers pick."""
     return GraphConfig(
         batch_sizes=graph_batch_sizes(pool_size=pool_size, chosen=chosen),
         encoder=encoder,
         host_lens=True,
-        **_picks(index),
+        index_topk=index.topk,
+        index_heads=index.heads,
     )
 
 
@@ -27,7 +28,7 @@ def verify_graphs(
     *,
     draft_tokens: int,
     draft_topk: int,
-    index: IndexShape | None,
+    index: IndexShape,
 ) -> GraphConfig:
     """Of steps that verify drafts; arguments as in `decode_graphs` and `RunnerOptions`."""
     return GraphConfig(
@@ -37,7 +38,8 @@ def verify_graphs(
         spec_topk=draft_topk,
         visible=draft_topk > 1,
         host_lens=True,
-        **_picks(index),
+        index_topk=index.topk,
+        index_heads=index.heads,
     )
 
 
@@ -49,7 +51,3 @@ def catch_up_graphs(num_tokens: int, batch_sizes: Sequence[int]) -> GraphConfig:
         tokens_per_request=num_tokens,
         host_lens=True,
     )
-
-
-def _picks(index: IndexShape | None) -> dict[str, int]:
-    return {} if index is None else {"index_topk": index.topk, "index_heads": index.heads}

@@ -108,8 +108,10 @@ class Indexers:
         def forward(*args: Any, **kwargs: Any) -> bool:  # noqa: ANN401  # what its own forward takes
             if self.picker is not None:
                 parts = indexer.project(*args, **kwargs)
-                layer_id, batch = indexer.module.layer_idx, current().batch
-                self.picker.pick(layer_id, *parts, batch, captured=self.is_captured)  # type: ignore[call-arg,arg-type]  # parts are those of the picker's kind
+                # Its arguments are the parts of its own kind of indexer
+                pick: Callable[..., None] = self.picker.pick
+                batch, captured = current().batch, self.is_captured
+                pick(indexer.module.layer_idx, *parts, batch, captured=captured)
             return PICKED
 
         return forward
