@@ -454,7 +454,7 @@ def test_models_with_relative_position_biases(tmp_path, content, heads, cross_at
         ({**SMALL, "sliding_window": -1}, "sliding_window=-1"),
         ({**SMALL, "layer_types": 3}, "layer_types=3"),
         ({**SMALL, "attention_chunk_size": "all"}, "attention_chunk_size='all'"),
-        ({**SMALL, "layer_types": ["minimax_m3_sparse"]}, "layer_types minimax_m3_sparse"),
+        ({**SMALL, "layer_types": ["minimax_m3_sparse"]}, "a positive sparse_topk_blocks"),
         ({**SMALL, "layer_types": ["indexed_attention"]}, "layer_types indexed_attention"),
         ({**SMALL, "layer_types": [["full_attention"]]}, "layer_types=[['full_attention']]"),
         ({**SMALL, "layer_types": ["sliding_attention"]}, "a positive sliding_window"),

@@ -45,6 +45,9 @@ class Request:
     index_topk: int | None = None
     """Keys of each token that the indexer of a model of kind "nsa" picks. It demands nothing: a
     context of no more tokens has plain MLA."""
+    index_block_size: int | None = None
+    """Keys of a block, where the indexer of a model of kind "mha" picks `index_topk` blocks. It
+    demands nothing of backends; see `PickedBlocksBackend`."""
     encoder_head_dim: int | None = None
     """Of a multimodal model's encoder, which has its own heads."""
     dtype: str | None = None
@@ -123,6 +126,7 @@ class Request:
             got = f"{len(self.other_layers)} groups with kind {self.kind}"
             raise InvalidInput("other_layers", got=got, expected="none: only layers of mha differ")
         self._check_sparse()
+        self._check_blocks()
         if not self.phases or origins["phases"] == "default":
             object.__setattr__(self, "phases", self._derived_phases())
             origins["phases"] = "default"
@@ -157,6 +161,7 @@ class Request:
         excluded = (
             *("spec_topk", "sliding_window", "attention_chunk", "cross_attention", "alibi"),
             *("relative_bias", "custom_mask", "multi_item", "two_batches", "strided_kv"),
+            "index_block_size",
         )
         found = [name for name in excluded if getattr(self, name)]
         found += [f"kind={self.kind}"] * (self.kind != "mha")
@@ -166,6 +171,23 @@ class Request:
             raise InvalidInput(
                 "sparse", got=f"{self.sparse} with {', '.join(found)}", expected=expected
             )
+
+    def _check_blocks(self) -> None:
+        """Refuse what picked blocks exclude."""
+        if self.index_block_size is None:
+            return
+        excluded = {
+            f"kind={self.kind}": self.kind != "mha",
+            "no index_topk": self.index_topk is None,
+            "trees of drafts": self.has_trees,
+            "custom_mask": self.custom_mask,
+            "multi_item": self.multi_item,
+        }
+        found = [name for name, is_set in excluded.items() if is_set]
+        if found:
+            got = f"{self.index_block_size} with {', '.join(found)}"
+            expected = "index_topk blocks of kind mha, and drafts in chains: an indexer masks"
+            raise InvalidInput("index_block_size", got=got, expected=expected)
 
     def check_chosen_pages(self) -> None:
         """Raise InvalidInput where pages are chosen and the page size does not fit the budget.
@@ -198,6 +220,11 @@ class Request:
         """Whether K and V are one latent vector a token (MLA and its sparse form)."""
         return self.kind in ("mla", "nsa")
 
+    @property
+    def index_reach(self) -> int | None:
+        """The longest context of which an indexer picks every key; None without one."""
+        return None if self.index_topk is None else self.index_topk * (self.index_block_size or 1)
+
     def replace(self, *, origin: str = "user", **changes: object) -> Request:
         """A copy with `changes`, each recorded as set by `origin`."""
         _check_names(changes)
@@ -213,6 +240,7 @@ class Request:
             kv_lora_rank=None,
             qk_rope_head_dim=None,
             index_topk=None,
+            index_block_size=None,
             chunked_prefix=False,
         )
 
@@ -223,7 +251,10 @@ class Request:
         MLA runs with expanded heads. Sinks are added when parts are merged; layers with windows,
         attention chunks and biases by distance have no parts.
         """
-        limits = ("sliding_window", "attention_chunk", "spec_topk", "spec_draft_tokens")
+        limits = (
+            *("sliding_window", "attention_chunk", "spec_topk", "spec_draft_tokens"),
+            *("index_topk", "index_block_size"),
+        )
         flags = ("sinks", "alibi", "relative_bias", "custom_mask", "multi_item", "multimodal")
         return (self.expanded() if self.latent else self).replace(
             origin="model",
