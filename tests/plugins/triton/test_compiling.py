@@ -125,14 +125,17 @@ def cases_of(arch: str, *, full: bool) -> dict[str, Case]:
     return {**CASES, **own}
 
 
+def platform_of(arch: str) -> Platform:
+    return Platform.parse(f"{'amd' if arch.startswith('gfx') else 'nvidia'}:{arch}")
+
+
 def rehearsed(arch: str, *, full: bool) -> Iterator[tuple[str, Any]]:
     """The launches of every case, with its name."""
     from attnmux.triton.backend import TritonBackend  # noqa: PLC0415  # not the interpreter's
     from attnmux.triton.picked import PickedBackend  # noqa: PLC0415
 
-    vendor = "amd" if arch.startswith("gfx") else "nvidia"
     for name, case in cases_of(arch, full=full).items():
-        setup = make_setup(case, Platform.parse(f"{vendor}:{arch}"), "cpu")
+        setup = make_setup(case, platform_of(arch), "cpu")
         make = PickedBackend if case.kind == "nsa" else TritonBackend
         backend = make(setup.context, {}, compute_units=108)
         made = prepare_step(setup, case.steps[0])
@@ -211,7 +214,7 @@ def main(arch: str, *, full: bool) -> None:
         print(json.dumps(facts))
 
     of_pages = (("chosen pages", launch) for launch in chosen_pages())
-    of_blocks = (("blocks", launch) for launch in block_attention())
+    of_blocks = (("blocks", launch) for launch in block_attention(arch))
     for name, launch in chain(rehearsed(arch, full=full), of_pages, of_blocks, draft_attention()):
         kernel = launch.bound.kernel
         values = dict(zip(kernel.arg_names, launch.values, strict=True))
@@ -253,7 +256,7 @@ def index_kernels() -> Iterator[tuple[Any, dict[str, str], dict[str, Any], int]]
         yield index_scores.score_keys, types, {**sizes, "PRECISION": "ieee"}, 4
 
 
-def block_attention() -> list[Any]:
+def block_attention(arch: str) -> list[Any]:
     """The launches of a decode step and a prompt over MiniMax-M3's blocks, with 8-bit K and V."""
     from attnmux.core import PickedBlocks  # noqa: PLC0415  # not the interpreter's
     from attnmux.triton.picked_blocks import BlockAttention  # noqa: PLC0415
@@ -262,7 +265,7 @@ def block_attention() -> list[Any]:
     launches = []
     for name, kv_dtype in (("blocks", None), ("blocks, 8-bit", "fp8_e5m2")):
         case = Case(name=name, steps=(decode(45, 3),), kv_dtype=kv_dtype, **shape)
-        setup = make_setup(case, Platform.parse("nvidia:sm90"), "cpu")
+        setup = make_setup(case, platform_of(arch), "cpu")
         made = prepare_step(setup, case.steps[0])
         attention = BlockAttention(setup.context, compute_units=108)
         given, batch = made.inputs[0], made.batch

@@ -13,7 +13,7 @@ from attnmux.triton.kernels.merge import MOST_SPLITS
 from attnmux.triton.kernels.picked_blocks import attend_blocks
 from attnmux.triton.layer import LOG2_E, TritonLayer
 from attnmux.triton.operands import Results
-from attnmux.triton.shapes import next_power_of_2
+from attnmux.triton.shapes import halves, next_power_of_2
 from attnmux.triton.splits import SplitMerge
 
 if TYPE_CHECKING:
@@ -21,8 +21,13 @@ if TYPE_CHECKING:
 
 LEAST = 16
 """Rows and columns of a product, at least."""
-BLOCK_N = 32
-"""Keys that a program gathers at a time."""
+BLOCK_N, STAGES = 32, 2
+"""Keys that a program gathers at a time, and how many times that it has on their way."""
+FAST_ARCH, FAST_BLOCK_N, FAST_STAGES = "sm90", 128, 3
+"""With 32 keys, decode steps take 1.7 to 2.7 times as long on an H100. Elsewhere this is untried,
+and gfx1201 has too few registers."""
+FAST_BYTES = 1 << 16
+"""Of the keys and values of a block: the shared memory of SM90 holds three times that."""
 LEAST_KEYS = 128
 """Keys of a part: a smaller one costs more to merge than it saves."""
 STRIDES = (
@@ -108,6 +113,8 @@ class BlockAttention:
     def _bind(self, layer: TritonLayer, heads: int, size: int, *, has_lse: bool) -> BoundKernel:
         spec, (k_scale, v_scale) = layer.spec, layer.scales
         group, dims = spec.tp_q_head_num // heads, (spec.qk_head_dim, spec.v_head_dim)
+        widths = [max(LEAST, next_power_of_2(each)) for each in dims]
+        block_n, stages = _gathered(layer, sum(widths))
         return BoundKernel(
             self.launcher,
             attend_blocks,
@@ -120,17 +127,27 @@ class BlockAttention:
                 "SHARED": heads // spec.tp_k_head_num,
                 "DIM": dims[0],
                 "V_DIM": dims[1],
-                "BLOCK_D": max(LEAST, next_power_of_2(dims[0])),
-                "BLOCK_V": max(LEAST, next_power_of_2(dims[1])),
+                "BLOCK_D": widths[0],
+                "BLOCK_V": widths[1],
                 "BLOCK_H": max(LEAST, next_power_of_2(group)),
-                "BLOCK_N": BLOCK_N,
+                "BLOCK_N": block_n,
+                "PRECISION": "ieee",
                 "HAS_LSE": has_lse,
             },
             tensors=("q", "k", "v", "table", "rows", "positions", "picks", "out", "lse"),
             numbers=STRIDES,
             counts=("topk", "part_picks", "num_tokens"),
-            options={"num_warps": 4, "num_stages": 2},
+            options={"num_warps": 4, "num_stages": stages},
         )
+
+
+def _gathered(layer: TritonLayer, width: int) -> tuple[int, int]:
+    """Keys of a gathered block, and stages. width: columns of K and V."""
+    if layer.dispatch.arch != FAST_ARCH:
+        return BLOCK_N, STAGES
+    dtype = layer.dispatch.traits.dtype or torch.float32
+    most, _ = halves(FAST_BYTES // (width * dtype.itemsize))
+    return max(BLOCK_N, min(FAST_BLOCK_N, most)), FAST_STAGES
 
 
 def make_attention(context: BackendContext) -> BlockAttention:

@@ -13,7 +13,7 @@ def attend_blocks(
     out, out_stride, lse, lse_stride, topk, part_picks, num_tokens, scale, v_scale,
     SIZE: tl.constexpr, GROUP: tl.constexpr, SHARED: tl.constexpr, DIM: tl.constexpr,
     V_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_H: tl.constexpr,
-    BLOCK_N: tl.constexpr, HAS_LSE: tl.constexpr,
+    BLOCK_N: tl.constexpr, HAS_LSE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """q [T, Hq, DIM]; k [n, Hkv, DIM] and v [n, Hkv, V_DIM] of any dtype; picks [T, Hp, topk]:
     blocks of SIZE keys in the token's request, -1 for none. Query head h has the picks of head
@@ -70,7 +70,7 @@ def attend_blocks(
             mask=is_key[:, None] & is_v_column,
             other=0.0,
         ).to(queries.dtype)
-        logits = tl.dot(queries, tl.trans(keys)) * scale
+        logits = tl.dot(queries, tl.trans(keys), input_precision=PRECISION) * scale
         logits = tl.where(is_key[None, :], logits, empty)
         higher = tl.maximum(top, tl.max(logits, 1))
         # Without keys so far: inf - inf is NaN.
@@ -78,7 +78,9 @@ def attend_blocks(
         weights = tl.exp2(logits - base[:, None])
         shrink = tl.exp2(top - base)
         mass = mass * shrink + tl.sum(weights, 1)
-        acc = acc * shrink[:, None] + tl.dot(weights.to(values.dtype), values)
+        acc = tl.dot(
+            weights.to(values.dtype), values, acc * shrink[:, None], input_precision=PRECISION
+        )
         top = higher
     is_empty = mass == 0.0
     acc = acc * (v_scale / tl.where(is_empty, 1.0, mass))[:, None]
