@@ -101,28 +101,28 @@ WORDS = {
 }
 
 
-WIDE = {
-    "extend, 256": replace(CASES["extend"], head_dim=256, v_head_dim=256),
-    "decode, 256": CASES["decode, 256"],
+WIDE = {"extend, 256": replace(CASES["extend"], head_dim=256, v_head_dim=256)}
+EVERY = {**CASES, **NARROW, **WIDE, **CDNA3}
+SPREAD = {
+    "sm80": ("decode, sinks", "extend, ALiBi", "extend, latent", "decode, 256"),
+    "sm90": (
+        *("decode", "decode, 8-bit", "decode, relative", "decode, latent"),
+        *("extend", "extend, 8-bit", "extend, latent", "extend, window, 64", "verify, 64"),
+    ),
+    "gfx942": ("decode, fnuz", "extend, fnuz", "verify", "decode, latent"),
+    "gfx950": ("decode, ALiBi", "extend, relative", "extend, latent", "decode, 8-bit, 64"),
+    "gfx1201": ("verify", "extend, window", "decode, latent", "extend, 256"),
 }
-FEW = (
-    "decode, 8-bit",
-    "verify",
-    "extend",
-    "decode, latent",
-    "extend, latent",
-    "decode, picked latent",
-)
-"""A kernel of each launch configuration, for GPUs that share the others' code."""
+"""Every kernel for every GPU, and each of their features for one. `decode, picked latent` compiles
+for all: its kernel has no other case."""
 
 
 def cases_of(arch: str, *, full: bool) -> dict[str, Case]:
-    """Narrow heads and 8-bit floats where they have launches of their own; a few cases for other
-    GPUs than sm90, with `--full` for AMD's but one."""
-    own = {"sm90": NARROW, "gfx942": CDNA3}.get(arch, {})
-    if arch in ("gfx950", "gfx1201") or (arch != "sm90" and not full):
-        return {**{name: CASES[name] for name in FEW}, **WIDE, **own}
-    return {**CASES, **own}
+    """With `--full` all, for GPUs that do not share the others' code."""
+    some = {name: EVERY[name] for name in (*SPREAD[arch], "decode, picked latent")}
+    if not full or arch in ("gfx950", "gfx1201"):
+        return some
+    return {**CASES, **(NARROW if arch == "sm90" else {}), **some}
 
 
 def platform_of(arch: str) -> Platform:

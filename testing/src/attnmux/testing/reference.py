@@ -164,13 +164,8 @@ def relative_bias(
     """
     most = 0 if causal else table.shape[1] // 2
     first = most + 1 - table.shape[1]
-    rows = []
-    for position in positions.tolist():
-        distances = [min(max(key - position, first), most) for key in range(num_keys)]
-        rows.append(table[:, [distance - first for distance in distances]])
-    if not rows:
-        return table.new_zeros((0, len(table), num_keys), dtype=torch.float64)
-    return torch.stack(rows).double()
+    distance = torch.arange(num_keys, device=positions.device) - positions.unsqueeze(1)
+    return table[:, distance.clamp(first, most) - first].transpose(0, 1).double()
 
 
 def topk_mask(topk_indices: torch.Tensor, num_keys: int) -> torch.Tensor:
