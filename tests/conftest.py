@@ -10,6 +10,7 @@ import os
 import re
 from collections import defaultdict
 from collections.abc import Collection, Iterator
+from contextlib import suppress
 from zlib import crc32
 
 import pytest
@@ -71,6 +72,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "full: near to a case that always runs; needs --full")
+    with suppress(ImportError):  # engines' own environments have none
+        from hypothesis import settings  # noqa: PLC0415  # as above
+
+        settings.register_profile("full", max_examples=150, deadline=None)
+        settings.register_profile("short", max_examples=30, deadline=None)
+        settings.load_profile("full" if config.getoption("full") else "short")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -135,7 +135,9 @@ def test_windows_and_states_are_shared_together(tiny, run_hybrid, page_size) -> 
     assert reused == [0, 0, 20, 20, 0, 20]
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize(
+    "seed", [*range(2), *(pytest.param(each, marks=pytest.mark.full) for each in range(2, 6))]
+)
 def test_random_families_with_windows(tiny, run_hybrid, monkeypatch, seed) -> None:
     """States, windows and pages make room each for themselves."""
     monkeypatch.setattr(scheduler, "GROWTH", 1)

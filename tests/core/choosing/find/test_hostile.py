@@ -177,7 +177,7 @@ def rows_of(answer: dict) -> list[str]:
 
 @pytest.fixture(scope="module")
 def answer(tmp_path_factory) -> dict:
-    """Of one command with all of them; the one that ends the process of all has tests of its own."""
+    """Of a command with all of them but one, which ends the process of all."""
     folder = tmp_path_factory.mktemp("hostile")
     install(folder, "good", GOOD)
     for name in ALIKE:
