@@ -49,6 +49,7 @@ def of_families(rng):
     ["qwen3-next", "kimi-linear", "falcon-h1", "jamba", "lfm2", "minimax", "mamba2"],
 )
 @pytest.mark.parametrize("page_size", [1, 4])
+@pytest.mark.one_of("page_size")
 def test_the_third_prompt_begins_where_the_second_parted(
     tiny, run_hybrid, architecture, page_size
 ) -> None:
