@@ -72,6 +72,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "full: near to a case that always runs; needs --full")
+    config.addinivalue_line("markers", "share(n): run one case in n without --full")
     config.addinivalue_line("markers", "one_of(parameter): run at one of its values without --full")
     with suppress(ImportError):  # engines' own environments have none
         from hypothesis import settings  # noqa: PLC0415  # as above
@@ -90,6 +91,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     others: list[tuple[pytest.Item, str, int]] = []
     left_out = {item for item in items if item.get_closest_marker("full")}
     for item in items:
+        if (mark := item.get_closest_marker("share")) and crc32(item.name.encode()) % mark.args[0]:
+            left_out.add(item)
         if mark := item.get_closest_marker("one_of"):
             places = dict(item.callspec.indices)
             place = places.pop(mark.args[0])
