@@ -118,6 +118,7 @@ def texts(engine):
 
 @pytest.mark.parametrize("page_size", [1, 16])
 @pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.one_of("page_size")
 def test_text_is_that_of_each_prompt_alone(sparse, run_on, name, page_size):
     model, folder = sparse(name)
     expected = [alone(model, ids) for ids in prompts()]
