@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from dataclasses import replace as replace_fields
 from pathlib import Path
 from typing import Any
 
 from attnmux.core.choosing.ask.layer_group import LayerGroup
 from attnmux.core.choosing.ask.values import BY_NAME, BY_TYPE, FEWEST_CHOSEN_PAGES, PHASES, Reader
 from attnmux.core.choosing.common.checks import nearest
-from attnmux.core.choosing.common.facts import dataclass, defaults, field
-from attnmux.core.choosing.common.facts import replace as replace_fields
-from attnmux.core.choosing.common.frozen import FrozenMapping
+from attnmux.core.choosing.common.frozen import FrozenMapping, defaults
 from attnmux.core.errors import InvalidInput
 
 ORIGINS = ("user", "env", "config", "model", "platform", "default")
