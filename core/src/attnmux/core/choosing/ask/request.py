@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from dataclasses import replace as replace_fields
 from pathlib import Path
 from typing import Any
 
 from attnmux.core.choosing.ask.layer_group import LayerGroup
-from attnmux.core.choosing.ask.values import BY_NAME, BY_TYPE, FEWEST_CHOSEN_PAGES, PHASES, Reader
+from attnmux.core.choosing.ask.sparse import check_budget, check_picked_blocks, check_sparse
+from attnmux.core.choosing.ask.values import BY_NAME, BY_TYPE, PHASES, Reader
 from attnmux.core.choosing.common.checks import nearest
-from attnmux.core.choosing.common.facts import dataclass, defaults, field
-from attnmux.core.choosing.common.facts import replace as replace_fields
-from attnmux.core.choosing.common.frozen import FrozenMapping
+from attnmux.core.choosing.common.frozen import FrozenMapping, defaults
 from attnmux.core.errors import InvalidInput
 
 ORIGINS = ("user", "env", "config", "model", "platform", "default")
@@ -125,8 +126,8 @@ class Request:
         if self.other_layers and self.kind != "mha":
             got = f"{len(self.other_layers)} groups with kind {self.kind}"
             raise InvalidInput("other_layers", got=got, expected="none: only layers of mha differ")
-        self._check_sparse()
-        self._check_blocks()
+        check_sparse(self)
+        check_picked_blocks(self)
         if not self.phases or origins["phases"] == "default":
             object.__setattr__(self, "phases", self._derived_phases())
             origins["phases"] = "default"
@@ -151,59 +152,12 @@ class Request:
             elif name in origins:
                 del origins[name]
 
-    def _check_sparse(self) -> None:
-        """Refuse what decoding over chosen pages excludes."""
-        if self.sparse is None and self.sparse_budget is None:
-            return
-        if self.sparse is None or self.sparse_budget is None:
-            name = "sparse" if self.sparse is None else "sparse_budget"
-            raise InvalidInput(name, got=None, expected="sparse and sparse_budget together")
-        excluded = (
-            *("spec_topk", "sliding_window", "attention_chunk", "cross_attention", "alibi"),
-            *("relative_bias", "custom_mask", "multi_item", "two_batches", "strided_kv"),
-            "index_block_size",
-        )
-        found = [name for name in excluded if getattr(self, name)]
-        found += [f"kind={self.kind}"] * (self.kind != "mha")
-        found += [f"kv_dtype={self.kv_dtype}"] * (self.kv_dtype not in (None, self.dtype))
-        if found:
-            expected = "none of these: pages are chosen in plain causal layers without drafts"
-            raise InvalidInput(
-                "sparse", got=f"{self.sparse} with {', '.join(found)}", expected=expected
-            )
-
-    def _check_blocks(self) -> None:
-        """Refuse what picked blocks exclude."""
-        if self.index_block_size is None:
-            return
-        excluded = {
-            f"kind={self.kind}": self.kind != "mha",
-            "no index_topk": self.index_topk is None,
-            "trees of drafts": self.has_trees,
-            "custom_mask": self.custom_mask,
-            "multi_item": self.multi_item,
-        }
-        found = [name for name, is_set in excluded.items() if is_set]
-        if found:
-            got = f"{self.index_block_size} with {', '.join(found)}"
-            expected = "index_topk blocks of kind mha, and drafts in chains: an indexer masks"
-            raise InvalidInput("index_block_size", got=got, expected=expected)
-
     def check_chosen_pages(self) -> None:
         """Raise InvalidInput where pages are chosen and the page size does not fit the budget.
 
         The solver checks the asker's request: a search tries other page sizes.
         """
-        if self.sparse_budget is None:
-            return
-        page_size = self.page_size or 0
-        if page_size < 2:
-            expected = "a number of 2 or more, as chosen pages have it"
-            raise InvalidInput("page_size", got=self.page_size, expected=expected)
-        least = FEWEST_CHOSEN_PAGES * page_size
-        if self.sparse_budget % page_size or self.sparse_budget < least:
-            expected = f"a multiple of {page_size}, the page size, from {least}"
-            raise InvalidInput("sparse_budget", got=self.sparse_budget, expected=expected)
+        check_budget(self.sparse_budget, self.page_size or 0)
 
     def _derived_phases(self) -> tuple[str, ...]:
         asked = {

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from hashlib import sha256
 from typing import Any
 
 from attnmux.core.choosing.ask.layer_group import LayerGroup
 from attnmux.core.choosing.ask.request import Request
-from attnmux.core.choosing.common.digest import sha256
-from attnmux.core.choosing.common.facts import dataclass, field, replace
 from attnmux.core.choosing.common.frozen import FrozenMapping
 from attnmux.core.choosing.common.verdict import Coercion, Verdict
 from attnmux.core.choosing.judge.accuracy import Accuracy, by_card
