@@ -6,6 +6,7 @@
 #include <cstdint>
 #include <limits>
 #include <memory>
+#include <new>
 #include <vector>
 
 #include "values.h"
@@ -108,10 +109,22 @@ struct Step {
     }
 };
 
+// Memory that begins at a cache line, so that no vector lies in two.
+template <typename V> struct LineAllocator {
+    typedef V value_type;
+    LineAllocator() = default;
+    template <typename U> LineAllocator(const LineAllocator<U>&) {}
+    V* allocate(size_t n) { return static_cast<V*>(::operator new(n * sizeof(V), std::align_val_t(64))); }
+    void deallocate(V* p, size_t) { ::operator delete(p, std::align_val_t(64)); }
+    template <typename U> bool operator==(const LineAllocator<U>&) const { return true; }
+    template <typename U> bool operator!=(const LineAllocator<U>&) const { return false; }
+};
+template <typename V> using Aligned = std::vector<V, LineAllocator<V>>;
+
 struct Scratch {
-    std::vector<float> q, k, v, out, scores, top, sum, row, decay;
-    std::vector<char> narrow_q, narrow_k, narrow_v, weights;
-    std::vector<int32_t> first, end, hidden_from, hidden_to;
+    Aligned<float> q, k, v, out, scores, top, sum, row, decay;
+    Aligned<char> narrow_q, narrow_k, narrow_v, weights;
+    Aligned<int32_t> first, end, hidden_from, hidden_to;
 };
 
 // The result of a query and head. top, sum: of its logits; NONE and 0 where it sees no key.
