@@ -13,20 +13,25 @@
 
 extern "C" {
 
-// Strides are in elements. T' is qo_indptr[B]; rows of q after it belong to no request.
-struct Call {
-    const void *q, *q_rope, *k, *v;  // v null: the front of k
-    void* out;
-    float* lse;           // null: not wanted
-    const float* sinks;   // null: none
+// A step's keys. T' is qo_indptr[B]; rows of q after it belong to no request.
+struct Keys {
     const int32_t *qo_indptr, *span_indptr, *span_start;  // spans: keys that a request's queries see
     const int32_t* slots;                                 // of all spans, one request after another
     const int64_t *first, *end;                           // [T'] each query's range of keys
     const int64_t *hidden_from, *hidden_to;               // [T'] null: none; keys hidden in it
     const uint8_t* mask;                                  // null: none
     const int64_t *mask_row, *mask_start;                 // [T'] place of key 0 in it, first key of it
+    int64_t num_requests;
+};
+
+// Strides are in elements.
+struct Call : Keys {
+    const void *q, *q_rope, *k, *v;  // v null: the front of k
+    void* out;
+    float* lse;           // null: not wanted
+    const float* sinks;   // null: none
     int64_t q_token, q_head, rope_token, rope_head, k_slot, k_head, v_slot, v_head, out_token, out_head, lse_token, lse_head;
-    int32_t num_requests, num_tokens, num_heads, num_kv_heads, D, rope, Dv;
+    int32_t num_tokens, num_heads, num_kv_heads, D, rope, Dv;
     int32_t q_type, kv_type;
     float scaling, cap, v_scale;
     int32_t split;        // keys of an item; 0: decided by the threads
