@@ -101,13 +101,23 @@ WORDS = {
 }
 
 
-WIDE = {"extend, 256": replace(CASES["extend"], head_dim=256, v_head_dim=256)}
+WIDE = {
+    "extend, 256": replace(CASES["extend"], head_dim=256, v_head_dim=256),
+    "extend, widened": Case(
+        name="widened",
+        steps=(extend((0, 600)),),
+        kv_dtype="fp8_e5m2",
+        max_context_len=600,
+        host_lens=True,
+    ),
+}
 EVERY = {**CASES, **NARROW, **WIDE, **CDNA3}
 SPREAD = {
     "sm80": ("decode, sinks", "extend, ALiBi", "extend, latent", "decode, 256"),
     "sm90": (
         *("decode", "decode, 8-bit", "decode, relative", "decode, latent"),
         *("extend", "extend, 8-bit", "extend, latent", "extend, window, 64", "verify, 64"),
+        "extend, widened",
     ),
     "gfx942": ("decode, fnuz", "extend, fnuz", "verify", "decode, latent"),
     "gfx950": ("decode, ALiBi", "extend, relative", "extend, latent", "decode, 8-bit, 64"),
@@ -138,7 +148,7 @@ def rehearsed(arch: str, *, full: bool) -> Iterator[tuple[str, Any]]:
         setup = make_setup(case, platform_of(arch), "cpu")
         make = PickedBackend if case.kind == "nsa" else TritonBackend
         backend = make(setup.context, {}, compute_units=108)
-        made = prepare_step(setup, case.steps[0])
+        made = prepare_step(setup, case.steps[0], host_lens=case.host_lens)
 
         def step(backend: Any = backend, made: Any = made, has_lse: bool = case.lse) -> None:
             backend.init_forward_metadata(made.batch)
@@ -327,6 +337,7 @@ HOPPER = {
     "hopper_shares.attend_shares",
     "hopper_tiles.attend_hopper_tiles",
     "latent_merge.merge_latent",
+    "widen.widen_keys",
 }
 
 
