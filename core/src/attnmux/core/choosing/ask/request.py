@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from attnmux.core.choosing.ask.layer_group import LayerGroup
-from attnmux.core.choosing.ask.sparse import check_budget, check_sparse
+from attnmux.core.choosing.ask.sparse import check_budget, check_picked_blocks, check_sparse
 from attnmux.core.choosing.ask.values import BY_NAME, BY_TYPE, PHASES, Reader
 from attnmux.core.choosing.common.checks import nearest
 from attnmux.core.choosing.common.frozen import FrozenMapping, defaults
@@ -46,6 +46,9 @@ class Request:
     index_topk: int | None = None
     """Keys of each token that the indexer of a model of kind "nsa" picks. It demands nothing: a
     context of no more tokens has plain MLA."""
+    index_block_size: int | None = None
+    """Keys of a block, where the indexer of a model of kind "mha" picks `index_topk` blocks. It
+    demands nothing of backends; see `PickedBlocksBackend`."""
     encoder_head_dim: int | None = None
     """Of a multimodal model's encoder, which has its own heads."""
     dtype: str | None = None
@@ -124,6 +127,7 @@ class Request:
             got = f"{len(self.other_layers)} groups with kind {self.kind}"
             raise InvalidInput("other_layers", got=got, expected="none: only layers of mha differ")
         check_sparse(self)
+        check_picked_blocks(self)
         if not self.phases or origins["phases"] == "default":
             object.__setattr__(self, "phases", self._derived_phases())
             origins["phases"] = "default"
@@ -170,6 +174,11 @@ class Request:
         """Whether K and V are one latent vector a token (MLA and its sparse form)."""
         return self.kind in ("mla", "nsa")
 
+    @property
+    def index_reach(self) -> int | None:
+        """The longest context of which an indexer picks every key; None without one."""
+        return None if self.index_topk is None else self.index_topk * (self.index_block_size or 1)
+
     def replace(self, *, origin: str = "user", **changes: object) -> Request:
         """A copy with `changes`, each recorded as set by `origin`."""
         _check_names(changes)
@@ -185,6 +194,7 @@ class Request:
             kv_lora_rank=None,
             qk_rope_head_dim=None,
             index_topk=None,
+            index_block_size=None,
             chunked_prefix=False,
         )
 
@@ -195,7 +205,10 @@ class Request:
         MLA runs with expanded heads. Sinks are added when parts are merged; layers with windows,
         attention chunks and biases by distance have no parts.
         """
-        limits = ("sliding_window", "attention_chunk", "spec_topk", "spec_draft_tokens")
+        limits = (
+            *("sliding_window", "attention_chunk", "spec_topk", "spec_draft_tokens"),
+            *("index_topk", "index_block_size"),
+        )
         flags = ("sinks", "alibi", "relative_bias", "custom_mask", "multi_item", "multimodal")
         return (self.expanded() if self.latent else self).replace(
             origin="model",

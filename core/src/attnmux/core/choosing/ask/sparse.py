@@ -1,4 +1,4 @@
-"""What a request for decoding over chosen pages must have, and what it excludes."""
+"""What a request for chosen pages or picked blocks must have, and what it excludes."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ FEWEST_CHOSEN_PAGES = 4
 EXCLUDED = (
     *("spec_topk", "sliding_window", "attention_chunk", "cross_attention", "alibi"),
     *("relative_bias", "custom_mask", "multi_item", "two_batches", "strided_kv"),
+    "index_block_size",
 )
 """Fields of a request that do not go with chosen pages."""
 
@@ -30,6 +31,24 @@ def check_sparse(asked: Any) -> None:  # noqa: ANN401  # a request, whose module
         got = f"{asked.sparse} with {', '.join(found)}"
         expected = "none of these: pages are chosen in plain causal layers without drafts"
         raise InvalidInput("sparse", got=got, expected=expected)
+
+
+def check_picked_blocks(asked: Any) -> None:  # noqa: ANN401  # as above
+    """Raise InvalidInput for a request whose indexer picks blocks and that has what excludes it."""
+    if asked.index_block_size is None:
+        return
+    excluded = {
+        f"kind={asked.kind}": asked.kind != "mha",
+        "no index_topk": asked.index_topk is None,
+        "trees of drafts": asked.has_trees,
+        "custom_mask": asked.custom_mask,
+        "multi_item": asked.multi_item,
+    }
+    found = [name for name, is_set in excluded.items() if is_set]
+    if found:
+        got = f"{asked.index_block_size} with {', '.join(found)}"
+        expected = "index_topk blocks of kind mha, and drafts in chains: an indexer masks"
+        raise InvalidInput("index_block_size", got=got, expected=expected)
 
 
 def check_budget(budget: int | None, page_size: int) -> None:

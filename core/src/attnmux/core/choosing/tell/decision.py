@@ -292,6 +292,12 @@ class Decision:
                 f"in the pages that {self.request.sparse} chooses for each KV head; prompts "
                 "are read whole"
             )
+        if self.request.index_block_size is not None:
+            said.append(
+                "attnmux-core, or a kernel that a plugin offers, serves the layers with an "
+                f"indexer: each token sees {self.request.index_topk} blocks of "
+                f"{self.request.index_block_size} keys"
+            )
         if self.trees is not None:
             said.append(
                 f"draft trees are verified in two parts, merged by LSE: {self.trees.backend} "
