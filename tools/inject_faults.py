@@ -278,7 +278,9 @@ def window_wrongs(
         found.append("window pages leaked")
     if any(count > 1 for count in owners.values()):
         found.append("a window page with two owners")
-    readers = [one for one in engine._accounts.live.values() if one.node and one.reads_shared_window]
+    readers = [
+        one for one in engine._accounts.live.values() if one.node and one.reads_shared_window
+    ]
     locks = Counter(id(node) for one in readers if one.node for node in tree._window(one.node))
     if any(node.window_locks != locks[id(node)] for node in cached):
         found.append("a wrong number of window locks")
