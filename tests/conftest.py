@@ -10,6 +10,7 @@ import os
 import re
 from collections import defaultdict
 from collections.abc import Collection, Iterator
+from contextlib import suppress
 from zlib import crc32
 
 import pytest
@@ -79,6 +80,14 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "full: near to a case that always runs; needs --full")
+    config.addinivalue_line("markers", "share(n): run one case in n without --full")
+    config.addinivalue_line("markers", "one_of(parameter): run at one of its values without --full")
+    with suppress(ImportError):  # engines' own environments have none
+        from hypothesis import settings  # noqa: PLC0415  # as above
+
+        settings.register_profile("full", max_examples=150, deadline=None)
+        settings.register_profile("short", max_examples=30, deadline=None)
+        settings.load_profile("full" if config.getoption("full") else "short")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -90,6 +99,14 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     others: list[tuple[pytest.Item, str, int]] = []
     left_out = {item for item in items if item.get_closest_marker("full")}
     for item in items:
+        if (mark := item.get_closest_marker("share")) and crc32(item.name.encode()) % mark.args[0]:
+            left_out.add(item)
+        if mark := item.get_closest_marker("one_of"):
+            places = dict(item.callspec.indices)
+            place = places.pop(mark.args[0])
+            name = f"{item.nodeid.split('[')[0]} {sorted(places.items())}"
+            sizes[name].add(place)
+            others.append((item, name, place))
         found = PAGED.fullmatch(item.nodeid)
         in_graph = found and found[4] == "-graph]"
         if found and (JOINED.search(found[2]) or (in_graph and NOT_OF_GRAPHS.search(found[2]))):
