@@ -167,7 +167,7 @@ def first_visible(span, position):
 def windowed_pages(engine):
     """The pages of each request that no other shares and that have window pages."""
     steps = engine.runner.steps
-    for request in engine._live.values():
+    for request in engine._accounts.live.values():
         state = request.state
         if state.row is not None:
             first = max(state.num_behind, state.num_shared)
@@ -190,14 +190,14 @@ def check_windows(engine):
         there += len(node.tokens) * node.has_window
         locked += len(node.tokens) * bool(node.has_window and node.window_locks)
     assert (memory.cached, tree.evictable_window_tokens) == (there, there - locked)
-    assert engine._live or not locked
+    assert engine._accounts.live or not locked
 
 
 def owned_pages(engine):
     """The pages of each request that no other request shares."""
     table = engine.runner.steps.req_to_token_pool.req_to_token
     page_size = engine.runner.steps.allocator.page_size
-    for request in engine._live.values():
+    for request in engine._accounts.live.values():
         state = request.state
         if state.row is not None:
             own = table[state.row, state.num_shared : state.num_columns] // page_size
@@ -612,7 +612,7 @@ def test_a_step_that_was_launched_ahead_draws_again_after_a_restart():
     request = engine.add([1, 2, 3], **how)
     for _ in range(4):
         engine.step()
-    engine._intact = False  # as after an interrupt in the accounts
+    engine._accounts.intact = False  # as after an interrupt in the accounts
     assert [finish(engine)[request].token_ids] == drawn([[1, 2, 3]], [how], rows=1, page_size=4)[0]
 
 

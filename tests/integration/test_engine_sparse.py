@@ -20,8 +20,8 @@ from attnmux.transformers import (
     Prompt,
     RunnerOptions,
     SequenceState,
+    indexers,
     load_runner,
-    model_on_backend,
     open_checkpoint,
     run_prompts,
 )
@@ -185,7 +185,7 @@ def kernels(monkeypatch):
         asked.append(name)
         return IndexScores()
 
-    monkeypatch.setattr(model_on_backend, "shared_kernel", offered)
+    monkeypatch.setattr(indexers, "shared_kernel", offered)
     with triton_interpreter.interpreted():
         yield asked
 

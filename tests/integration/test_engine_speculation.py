@@ -216,7 +216,7 @@ def check_accounts(engine):
     steps, memory = engine.runner.steps, engine.memory
     page_size, table = steps.allocator.page_size, steps.req_to_token_pool.req_to_token
     held, windowed = [], []
-    for request in engine._live.values():
+    for request in engine._accounts.live.values():
         state = request.state
         if state.row is not None:
             assert state.num_cached < len(state.token_ids)

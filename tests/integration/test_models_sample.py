@@ -34,6 +34,7 @@ SAMPLE = (
     "MiMoV2FlashConfig",
     "MiniCPM3Config",
     "MiniMaxConfig",
+    "MiniMaxM3VLTextConfig",
     "ModernBertDecoderConfig",
     "MoonshineForConditionalGeneration",
     "NanoChatConfig",

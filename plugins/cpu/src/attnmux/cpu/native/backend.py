@@ -20,8 +20,8 @@ from attnmux.core import (
     InvalidInput,
     cu_seqlens,
 )
-from attnmux.cpu.native.library import Call, load
-from attnmux.cpu.spans import Visibility, slots_of, spans_of, visibility
+from attnmux.cpu.native.library import Call, Keys, load
+from attnmux.cpu.spans import slots_of, spans_of, visibility
 from attnmux.cpu.steps import KeyRule, StepLens, keys_and_values
 
 if TYPE_CHECKING:
@@ -43,15 +43,10 @@ FIXED_SPLIT = 1024
 class Ranges:
     """A step's keys for the layers that share a rule and a group of the pool, on the CPU."""
 
-    qo_indptr: torch.Tensor
-    """[B + 1] int32: where each request's tokens begin."""
-    span_indptr: torch.Tensor
-    """[B + 1] int32: where each request's keys begin among the slots."""
-    span_start: torch.Tensor
-    """[B] int32: the position of the first of them."""
-    slots: torch.Tensor
-    """[keys] int32: slots, or rows of the call's own k."""
-    visible: Visibility
+    native: Keys
+    """Points into the tensors."""
+    tensors: tuple[object, ...]
+    """Kept alive."""
 
     @classmethod
     def of(
@@ -65,30 +60,23 @@ class Ranges:
         visible = visibility(rule, batch, lens)
         qo_indptr = cu_seqlens(lens.new)
         spans = spans_of(visible, qo_indptr)
-        slots = slots_of(spans, rule, layer, batch, lens, context)
-        return cls(
-            qo_indptr=qo_indptr,
-            span_indptr=spans.indptr,
-            span_start=spans.start,
-            slots=slots.int().contiguous(),
-            visible=visible,
+        slots = slots_of(spans, rule, layer, batch, lens, context).int().contiguous()
+        native = Keys(
+            qo_indptr=qo_indptr.data_ptr(),
+            span_indptr=spans.indptr.data_ptr(),
+            span_start=spans.start.data_ptr(),
+            slots=slots.data_ptr(),
+            first=visible.first.data_ptr(),
+            end=visible.end.data_ptr(),
+            num_requests=len(spans.start),
         )
-
-    def fill(self, call: Call) -> None:
-        """Point the call at them."""
-        visible = self.visible
-        call.qo_indptr = self.qo_indptr.data_ptr()
-        call.span_indptr = self.span_indptr.data_ptr()
-        call.span_start = self.span_start.data_ptr()
-        call.slots = self.slots.data_ptr()
-        call.first, call.end = visible.first.data_ptr(), visible.end.data_ptr()
         if visible.item is not None:
-            call.hidden_from, call.hidden_to = (each.data_ptr() for each in visible.item)
+            native.hidden_from, native.hidden_to = (each.data_ptr() for each in visible.item)
         if visible.mask is not None:
-            call.mask = visible.mask.keep.data_ptr()
-            call.mask_row = visible.mask.row.data_ptr()
-            call.mask_start = visible.mask.start.data_ptr()
-        call.num_requests = len(self.span_start)
+            native.mask = visible.mask.keep.data_ptr()
+            native.mask_row = visible.mask.row.data_ptr()
+            native.mask_start = visible.mask.start.data_ptr()
+        return cls(native=native, tensors=(qo_indptr, spans, slots, visible))
 
 
 class NativeBackend(AttentionBackend):
@@ -112,6 +100,7 @@ class NativeBackend(AttentionBackend):
         self._split = FIXED_SPLIT if context.request.deterministic else 0
         self._lens: StepLens | None = None
         self._ranges: dict[tuple[KeyRule, int], Ranges] = {}
+        self._rules: dict[tuple[int, bool], tuple[LayerSpec, KeyRule]] = {}
 
     def init_forward_metadata_out_graph(
         self, batch: ForwardBatch, in_capture: bool = False
@@ -134,26 +123,26 @@ class NativeBackend(AttentionBackend):
 
     def _attend(self, call: AttentionCall, batch: ForwardBatch, *, in_call: bool) -> torch.Tensor:
         ranges = self._ranges_of(call.layer, batch, in_call=in_call)
-        layer, pool, q = call.layer, self.context.token_to_kv_pool, call.q.detach()
-        keys, values = (
-            None if each is None else _rows(each.detach())
-            for each in keys_and_values(call, pool, in_call=in_call)
-        )
-        assert keys is not None  # V alone may be part of K
+        layer, pool, q = call.layer, self.context.token_to_kv_pool, call.q
+        keys, values = keys_and_values(call, pool, in_call=in_call)
+        keys = _rows(keys)
         out = call.out
         if out is None or out.stride(-1) != 1:
             out = q.new_empty((q.shape[0], layer.tp_q_head_num, layer.v_head_dim))
         scales = (1.0, 1.0) if in_call else pool.read_scales(layer.k_scale, layer.v_scale)
+        (q_token, q_head, _), (k_slot, k_head, _) = q.stride(), keys.stride()
+        out_token, out_head, _ = out.stride()
         native = Call(
+            keys=ranges.native,
             q=q.data_ptr(),
             k=keys.data_ptr(),
             out=out.data_ptr(),
-            q_token=q.stride(0),
-            q_head=q.stride(1),
-            k_slot=keys.stride(0),
-            k_head=keys.stride(1),
-            out_token=out.stride(0),
-            out_head=out.stride(1),
+            q_token=q_token,
+            q_head=q_head,
+            k_slot=k_slot,
+            k_head=k_head,
+            out_token=out_token,
+            out_head=out_head,
             num_tokens=q.shape[0],
             num_heads=layer.tp_q_head_num,
             num_kv_heads=layer.tp_k_head_num,
@@ -169,6 +158,7 @@ class NativeBackend(AttentionBackend):
             num_threads=torch.get_num_threads(),
         )
         if values is not None:
+            values = _rows(values)
             native.v, native.v_slot, native.v_head = values.data_ptr(), *values.stride()[:2]
         if call.q_rope is not None:
             rope = call.q_rope
@@ -177,7 +167,6 @@ class NativeBackend(AttentionBackend):
             native.lse, native.lse_token, native.lse_head = call.lse.data_ptr(), *call.lse.stride()
         if layer.sinks is not None:
             native.sinks = layer.sinks.data_ptr()
-        ranges.fill(native)
         self._kernel(native)
         return out
 
@@ -185,7 +174,11 @@ class NativeBackend(AttentionBackend):
         """The step's ranges for a layer. The first of the layers that share them makes them."""
         if self._lens is None:
             raise AttnmuxError("no step is prepared: call init_forward_metadata(batch) first")
-        rule = KeyRule.of(layer, in_call=in_call)
+        found = self._rules.get((layer.layer_id, in_call))
+        if found is None or found[0] is not layer:
+            found = layer, KeyRule.of(layer, in_call=in_call)
+            self._rules[layer.layer_id, in_call] = found
+        rule = found[1]
         # The call's own k and v have no slots, so their group does not matter.
         group = 0 if in_call else self.context.token_to_kv_pool.group_of(layer.layer_id)
         ranges = self._ranges.get((rule, group))

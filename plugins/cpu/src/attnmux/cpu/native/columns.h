@@ -3,27 +3,28 @@
 
 #include "step.h"
 
-// What the rows of a KV head see, by position; rows that only fill up the last vector are the last's.
+// What the rows of an item see, by position; rows that only fill up the last vector are the last's.
 struct Seen {
     const Step& step;
     const Item& item;
     Scratch& s;
+    const int height = step.height(item), num_rows = (item.head_end - item.head) * height;
     int from = 0, to = std::numeric_limits<int>::max();  // all rows see the keys in between
     bool is_range;
 
     Seen(const Step& st, const Item& it, Scratch& scratch, int padded) : step(st), item(it), s(scratch) {
         const Call& c = step.call;
-        const int first = step.first_token(item), height = step.height(item);
         is_range = !c.hidden_from && !c.mask;
         s.first.resize(padded), s.end.resize(padded);
         if (c.hidden_from) s.hidden_from.resize(padded), s.hidden_to.resize(padded);
         for (int r = 0; r < padded; ++r) {
-            const int token = first + std::min(r, height - 1) / step.group;
+            const int token = token_of(std::min(r, num_rows - 1));
             s.first[r] = int32_t(c.first[token]), s.end[r] = int32_t(c.end[token]);
             from = std::max(from, s.first[r]), to = std::min(to, s.end[r]);
             if (c.hidden_from) s.hidden_from[r] = int32_t(c.hidden_from[token]), s.hidden_to[r] = int32_t(c.hidden_to[token]);
         }
     }
+    int token_of(int r) const { return step.first_token(item) + r % height / step.group; }
     // Removes what rows do not see of a block of keys. scores: [num][padded].
     void hide(float* scores, int padded, int key, int num) const {
         if (is_range && key >= from && key + num <= to) return;
@@ -37,8 +38,8 @@ struct Seen {
                 store(at, keep ? load(at) : all(NONE));
             }
         if (!c.mask) return;
-        for (int r = 0; r < step.height(item); ++r) {
-            const int token = step.first_token(item) + r / step.group;
+        for (int r = 0; r < num_rows; ++r) {
+            const int token = token_of(r);
             const uint8_t* keep = c.mask + c.mask_row[token];
             const int64_t start = std::max<int64_t>({c.mask_start[token], s.first[r], key}), end = std::min(s.end[r], key + num);
             for (int64_t k = start; k < end; ++k)

@@ -27,20 +27,28 @@ ADDRESS = "cpu/native"
 HINT = "install g++ 12 or later, or clang++, or take torch_native"
 
 
+class Keys(ctypes.Structure):
+    """The struct `Keys` of step.h."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("qo_indptr", "span_indptr", "span_start", "slots")),
+        *((name, ctypes.c_void_p) for name in ("first", "end", "hidden_from", "hidden_to")),
+        *((name, ctypes.c_void_p) for name in ("mask", "mask_row", "mask_start")),
+        ("num_requests", ctypes.c_int64),
+    )
+
+
 class Call(ctypes.Structure):
     """The struct `Call` of step.h."""
 
     _fields_ = (
+        ("keys", Keys),
         *((name, ctypes.c_void_p) for name in ("q", "q_rope", "k", "v", "out", "lse", "sinks")),
-        *((name, ctypes.c_void_p) for name in ("qo_indptr", "span_indptr", "span_start", "slots")),
-        *((name, ctypes.c_void_p) for name in ("first", "end", "hidden_from", "hidden_to")),
-        *((name, ctypes.c_void_p) for name in ("mask", "mask_row", "mask_start")),
         *((name, ctypes.c_int64) for name in ("q_token", "q_head", "rope_token", "rope_head")),
         *((name, ctypes.c_int64) for name in ("k_slot", "k_head", "v_slot", "v_head")),
         *((name, ctypes.c_int64) for name in ("out_token", "out_head", "lse_token", "lse_head")),
-        *((name, ctypes.c_int32) for name in ("num_requests", "num_tokens", "num_heads")),
-        *((name, ctypes.c_int32) for name in ("num_kv_heads", "D", "rope", "Dv")),
-        *((name, ctypes.c_int32) for name in ("q_type", "kv_type")),
+        *((name, ctypes.c_int32) for name in ("num_tokens", "num_heads", "num_kv_heads")),
+        *((name, ctypes.c_int32) for name in ("D", "rope", "Dv", "q_type", "kv_type")),
         *((name, ctypes.c_float) for name in ("scaling", "cap", "v_scale")),
         *((name, ctypes.c_int32) for name in ("split", "num_threads")),
     )

@@ -6,26 +6,32 @@
 #include <cstdint>
 #include <limits>
 #include <memory>
+#include <new>
 #include <vector>
 
 #include "values.h"
 
 extern "C" {
 
-// Strides are in elements. T' is qo_indptr[B]; rows of q after it belong to no request.
-struct Call {
-    const void *q, *q_rope, *k, *v;  // v null: the front of k
-    void* out;
-    float* lse;           // null: not wanted
-    const float* sinks;   // null: none
+// A step's keys. T' is qo_indptr[B]; rows of q after it belong to no request.
+struct Keys {
     const int32_t *qo_indptr, *span_indptr, *span_start;  // spans: keys that a request's queries see
     const int32_t* slots;                                 // of all spans, one request after another
     const int64_t *first, *end;                           // [T'] each query's range of keys
     const int64_t *hidden_from, *hidden_to;               // [T'] null: none; keys hidden in it
     const uint8_t* mask;                                  // null: none
     const int64_t *mask_row, *mask_start;                 // [T'] place of key 0 in it, first key of it
+    int64_t num_requests;
+};
+
+// Strides are in elements.
+struct Call : Keys {
+    const void *q, *q_rope, *k, *v;  // v null: the front of k
+    void* out;
+    float* lse;           // null: not wanted
+    const float* sinks;   // null: none
     int64_t q_token, q_head, rope_token, rope_head, k_slot, k_head, v_slot, v_head, out_token, out_head, lse_token, lse_head;
-    int32_t num_requests, num_tokens, num_heads, num_kv_heads, D, rope, Dv;
+    int32_t num_tokens, num_heads, num_kv_heads, D, rope, Dv;
     int32_t q_type, kv_type;
     float scaling, cap, v_scale;
     int32_t split;        // keys of an item; 0: decided by the threads
@@ -108,10 +114,22 @@ struct Step {
     }
 };
 
+// Memory that begins at a cache line, so that no vector lies in two.
+template <typename V> struct LineAllocator {
+    typedef V value_type;
+    LineAllocator() = default;
+    template <typename U> LineAllocator(const LineAllocator<U>&) {}
+    V* allocate(size_t n) { return static_cast<V*>(::operator new(n * sizeof(V), std::align_val_t(64))); }
+    void deallocate(V* p, size_t) { ::operator delete(p, std::align_val_t(64)); }
+    template <typename U> bool operator==(const LineAllocator<U>&) const { return true; }
+    template <typename U> bool operator!=(const LineAllocator<U>&) const { return false; }
+};
+template <typename V> using Aligned = std::vector<V, LineAllocator<V>>;
+
 struct Scratch {
-    std::vector<float> q, k, v, out, scores, top, sum, row, decay;
-    std::vector<char> narrow_q, narrow_k, narrow_v, weights;
-    std::vector<int32_t> first, end, hidden_from, hidden_to;
+    Aligned<float> q, k, v, out, scores, top, sum, row, decay;
+    Aligned<char> narrow_q, narrow_k, narrow_v, weights;
+    Aligned<int32_t> first, end, hidden_from, hidden_to;
 };
 
 // The result of a query and head. top, sum: of its logits; NONE and 0 where it sees no key.

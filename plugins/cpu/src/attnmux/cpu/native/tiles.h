@@ -192,8 +192,8 @@ template <Type T> struct Tiles {
     void fetch(const int32_t* slots, int from, int to) const {
         for (int j = from; j < to; ++j) {
             const char *key = step.key_row(slots[j], item.head), *value = step.value_row(slots[j], item.head);
-            for (int at = 0; at < step.D * size_of(T); at += 64) __builtin_prefetch(key + at);
-            if (c.v) for (int at = 0; at < step.Dv * size_of(T); at += 64) __builtin_prefetch(value + at);
+            for (int at = 0; at < step.D * size_of(T); at += 64) prefetch(key + at);
+            if (c.v) for (int at = 0; at < step.Dv * size_of(T); at += 64) prefetch(value + at);
         }
     }
     void multiply(int num) {

@@ -42,6 +42,13 @@ static inline ivec load_ints(const void* p) { return *reinterpret_cast<const loo
 static inline int round_up(int n, int unit) { return (n + unit - 1) / unit * unit; }
 static inline vec higher(vec one, vec other) { return one > other || one != one ? one : other; }
 
+// Into the second cache. g++ takes a function that only prefetches for one without effects, and
+// removes the calls of it: the empty statement is an effect.
+static inline void prefetch(const void* p) {
+    __builtin_prefetch(p, 0, 2);
+    asm volatile("");
+}
+
 static inline bool any(ivec truths) {
     int32_t found = 0;
     for (int i = 0; i < W; ++i) found |= truths[i];
