@@ -95,33 +95,36 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     that differ by a number without graphs alone, and no joined ones."""
     if config.getoption("full"):
         return
-    sizes: defaultdict[str, set[int]] = defaultdict(set)
-    others: list[tuple[pytest.Item, str, int]] = []
+    values: defaultdict[str, set[int | str]] = defaultdict(set)
+    others: list[tuple[pytest.Item, str, int | str]] = []
     left_out = {item for item in items if item.get_closest_marker("full")}
     for item in items:
         if (mark := item.get_closest_marker("share")) and crc32(item.name.encode()) % mark.args[0]:
             left_out.add(item)
         if mark := item.get_closest_marker("one_of"):
-            places = dict(item.callspec.indices)
-            place = places.pop(mark.args[0])
-            name = f"{item.nodeid.split('[')[0]} {sorted(places.items())}"
-            sizes[name].add(place)
-            others.append((item, name, place))
+            value = item.callspec.params[mark.args[0]]
+            value = getattr(value, "__name__", value)
+            start, _, ids = item.nodeid.rstrip("]").partition("[")
+            kept = ids.split("-")
+            kept.remove(str(value))
+            name = "-".join([start, *kept])
+            values[name].add(value)
+            others.append((item, name, value))
         found = PAGED.fullmatch(item.nodeid)
         in_graph = found and found[4] == "-graph]"
         if found and (JOINED.search(found[2]) or (in_graph and NOT_OF_GRAPHS.search(found[2]))):
             left_out.add(item)
         elif found and (in_graph or found[2] not in EVERY_PAGE_SIZE):
-            sizes[found[1] + found[4]].add(int(found[3]))
+            values[found[1] + found[4]].add(int(found[3]))
             others.append((item, found[1] + found[4], int(found[3])))
-    left_out |= {item for item, name, size in others if size != one_page_size(name, sizes[name])}
+    left_out |= {item for item, name, value in others if value != one_value(name, values[name])}
     config.hook.pytest_deselected(items=[item for item in items if item in left_out])
     items[:] = [item for item in items if item not in left_out]
 
 
-def one_page_size(name: str, sizes: Collection[int]) -> int:
+def one_value(name: str, values: Collection[int | str]) -> int | str:
     """The same one in every process, and all of them over many names."""
-    return sorted(sizes)[crc32(name.encode()) % len(sizes)]
+    return sorted(values)[crc32(name.encode()) % len(values)]
 
 
 @pytest.fixture(scope="session")

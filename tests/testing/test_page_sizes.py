@@ -21,7 +21,7 @@ def test_every_name_is_a_case(every_page_size):
 def chosen(pytestconfig, names, full=False):
     """The items that stay of those with the names at each page size, in graphs and without."""
     plugins = pytestconfig.pluginmanager.get_plugins()
-    conftest = next(plugin for plugin in plugins if hasattr(plugin, "one_page_size"))
+    conftest = next(plugin for plugin in plugins if hasattr(plugin, "one_value"))
     items = [
         Item(
             nodeid=f"test_it.py::TestIt::test_agrees_with_reference[b-{name}-page{size}{end}]",
