@@ -2,7 +2,7 @@
 
 Every round starts every process once, so that a disturbance hits all of them; the medians of the
 rounds' times and ratios are printed. Measure where wheels are installed, as users install them.
-Bars: `attnmux select --json` at most 6, with 40 more plugins at most 8, the table at most 20. The
+Bars: `attnmux select --json` at most 12, with 40 more plugins at most 14, the table at most 20. The
 offers of every plugin are in the cache, which the first round fills. The last rows split the time:
 the package without a verb, the libraries alone, and parsers with as many options as `select` has.
 
@@ -68,9 +68,9 @@ def commands() -> Mapping[str, tuple[list[str], float | None]]:
     other = ["--platform", "nvidia:sm90,cuda=12.8"]
     return {
         NOTHING: ([sys.executable, "-c", "pass"], None),
-        "attnmux select --json": ([script, "select", "--json"], 6),
-        MANY: ([script, "select", "--json"], 8),
-        "attnmux select --json, another machine": ([script, "select", "--json", *other], 6),
+        "attnmux select --json": ([script, "select", "--json"], 12),
+        MANY: ([script, "select", "--json"], 14),
+        "attnmux select --json, another machine": ([script, "select", "--json", *other], 12),
         "attnmux select": ([script, "select"], 20),
         "attnmux --help": ([script, "--help"], None),
         "import attnmux.core": ([sys.executable, "-c", "import attnmux.core"], None),

@@ -10,7 +10,7 @@ float64 on sampled queries, and with ours as a whole, before it is timed.
 
 decode, mla   One CUDA graph of layers with K and V of their own, at least 256 MB in all.
 fp8           As decode, with our own bfloat16 over as many tokens: its bar is against that.
-extend        Single calls, the cache flushed between them.
+extend        Single calls, the cache flushed between them; extend fp8 against our own bfloat16.
 turns         As extend, with few new tokens behind long prefixes; turns fp8 against our own
               bfloat16.
 

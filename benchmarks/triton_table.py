@@ -16,7 +16,7 @@ from attnmux.bench import Step, Workload
 from attnmux.bench.timing import Run
 
 OURS, OUR_BF16 = "ours", "our bf16"
-FAMILIES = ("decode", "fp8", "mla", "extend", "turns", "turns fp8")
+FAMILIES = ("decode", "fp8", "mla", "extend", "extend fp8", "turns", "turns fp8")
 SIDES = (OURS, OUR_BF16, "flashinfer", "flashinfer fa2", "fa3", "flashmla")
 COLUMNS = {
     **{"family": "", "workload": "", "layers": "d"},
@@ -30,6 +30,7 @@ BARS: Mapping[str, tuple[float | None, float]] = {
     "fp8": (None, 1 / 1.8),
     "mla": (None, 1.10),
     "extend": (None, 1.20),
+    "extend fp8": (None, 1.0),
     "turns": (None, 1.10),
     "turns fp8": (None, 1.0),
 }
@@ -96,6 +97,12 @@ CASES: Mapping[str, Sequence[Case]] = {
         extend(4, 512, 8192),
         extend(1, 32768, page_size=64),
     ),
+    "extend fp8": (
+        extend(1, 8192, kv_dtype="fp8_e4m3"),
+        extend(8, 2048, page_size=1, kv_dtype="fp8_e4m3"),
+        extend(4, 512, 8192, kv_dtype="fp8_e4m3"),
+        extend(1, 8192, 57_344, kv_dtype="fp8_e4m3"),
+    ),
     "turns": tuple(extend(*turn) for turn in TURNS),
     "turns fp8": tuple(extend(*turn, kv_dtype="fp8_e4m3") for turn in TURNS[:3]),
 }
@@ -106,6 +113,7 @@ TINY: Mapping[str, Sequence[Case]] = {
     "fp8": (decode(2, 40, **_TINY, kv_dtype="fp8_e5m2"),),
     "mla": (decode(2, 40, kind="mla", q_heads=16, page_size=64, dtype="float16", is_apart=True),),
     "extend": (extend(2, 24, 16, **_TINY),),
+    "extend fp8": (extend(2, 24, 16, **_TINY, kv_dtype="fp8_e5m2"),),
     "turns": (extend(1, 3, 1100, **_TINY),),
     "turns fp8": (extend(1, 3, 1100, **_TINY, kv_dtype="fp8_e5m2"),),
 }

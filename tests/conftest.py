@@ -10,6 +10,7 @@ import os
 import re
 from collections import defaultdict
 from collections.abc import Collection, Iterator
+from contextlib import suppress
 from zlib import crc32
 
 import pytest
@@ -49,11 +50,19 @@ EVERY_PAGE_SIZE = frozenset(
         "verify-tree",
     }
 )
-"""Cases of a suite that run at each of its page sizes. Of every other case one is enough."""
-NUMBERS = re.compile(r"-heads|-dims?-|-float(16|32)|-fp8_e5m2|-scale$|-saturated")
-"""Cases that differ from others by a number or a dtype. Graphs change neither."""
+"""Cases of a suite that run at each of its page sizes. Of every other case, and in graphs, one is
+enough."""
+NOT_OF_GRAPHS = re.compile(
+    r"-heads|-dims?-|-float(16|32)|-fp8_e5m2|-scale$|-saturated|-cap|-one-request|kv-scales|"
+    r"(e4m3|mla)-kv-in-pool|e4m3-(window|scales-lse)|-(window|pool)-(sinks|fp8_e4m3)|"
+    r"-long-(?!windows$)|strided-(?!decode$)|"
+    r"(padding|size|mla-decode|then-decode|verify-empty-prefix)-host-lens"
+)
+"""Cases that differ from others by a number, a dtype or a flag of the kernel, which graphs do not
+change, or join two that run in graphs."""
 JOINED = re.compile(
-    r"fp8_e5m2-(?!scales$)|(verify|mla-\w+)-fp8_e5m2|empty-prefix-.+-host-lens|"
+    r"fp8_e5m2-(?!scales$)|(verify|(mla|nsa)-\w+)-fp8_e5m2|empty-prefix-.+-host-lens|"
+    r"(alibi|relative)-extend-long|mla-unsaved-long|mixed-long-chunk|long-chunk-empty-prefix|"
     r"alibi-(decode|extend)-(\d|dim|float|scale|fp8|deterministic|sinks|chunk)|"
     r"relative-(decode|extend)-(\d|float|fp8|deterministic|sinks|chunk|strided|reach-128)|"
     r"relative-encoder-(float|reach-128)"
@@ -71,6 +80,14 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "full: near to a case that always runs; needs --full")
+    config.addinivalue_line("markers", "share(n): run one case in n without --full")
+    config.addinivalue_line("markers", "one_of(parameter): run at one of its values without --full")
+    with suppress(ImportError):  # engines' own environments have none
+        from hypothesis import settings  # noqa: PLC0415  # as above
+
+        settings.register_profile("full", max_examples=150, deadline=None)
+        settings.register_profile("short", max_examples=30, deadline=None)
+        settings.load_profile("full" if config.getoption("full") else "short")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -82,11 +99,19 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     others: list[tuple[pytest.Item, str, int]] = []
     left_out = {item for item in items if item.get_closest_marker("full")}
     for item in items:
+        if (mark := item.get_closest_marker("share")) and crc32(item.name.encode()) % mark.args[0]:
+            left_out.add(item)
+        if mark := item.get_closest_marker("one_of"):
+            places = dict(item.callspec.indices)
+            place = places.pop(mark.args[0])
+            name = f"{item.nodeid.split('[')[0]} {sorted(places.items())}"
+            sizes[name].add(place)
+            others.append((item, name, place))
         found = PAGED.fullmatch(item.nodeid)
         in_graph = found and found[4] == "-graph]"
-        if found and (JOINED.search(found[2]) or (in_graph and NUMBERS.search(found[2]))):
+        if found and (JOINED.search(found[2]) or (in_graph and NOT_OF_GRAPHS.search(found[2]))):
             left_out.add(item)
-        elif found and found[2] not in EVERY_PAGE_SIZE:
+        elif found and (in_graph or found[2] not in EVERY_PAGE_SIZE):
             sizes[found[1] + found[4]].add(int(found[3]))
             others.append((item, found[1] + found[4], int(found[3])))
     left_out |= {item for item, name, size in others if size != one_page_size(name, sizes[name])}

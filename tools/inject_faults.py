@@ -237,7 +237,7 @@ def wrongs(engine: Engine) -> list[str]:
     cached = [one for root in steps.prefix_tree._roots.values() for one in nodes(root)]
     for node in cached:
         owners.update((node.slots[::page_size] // page_size).tolist())
-    held = [one for one in engine._live.values() if one.state.row is not None]
+    held = [one for one in engine._accounts.live.values() if one.state.row is not None]
     for request in held:
         state = request.state
         own = table.req_to_token[state.row, state.num_shared : state.num_held : page_size]
@@ -266,7 +266,7 @@ def window_wrongs(
     free_list = allocator._swa_list
     owners: Counter[int] = Counter(free_list._stack[: free_list.available].tolist())
     own = [node.slots for node in cached if node.has_window]
-    for request in engine._live.values():
+    for request in engine._accounts.live.values():
         state = request.state
         if state.row is not None:
             first = max(state.num_behind, state.num_shared)
@@ -278,7 +278,9 @@ def window_wrongs(
         found.append("window pages leaked")
     if any(count > 1 for count in owners.values()):
         found.append("a window page with two owners")
-    readers = [one for one in engine._live.values() if one.node and one.reads_shared_window]
+    readers = [
+        one for one in engine._accounts.live.values() if one.node and one.reads_shared_window
+    ]
     locks = Counter(id(node) for one in readers if one.node for node in tree._window(one.node))
     if any(node.window_locks != locks[id(node)] for node in cached):
         found.append("a wrong number of window locks")
@@ -335,9 +337,9 @@ class Workload:
             self.late += 1  # a second fault interrupted the repair: the next call does it
             self.engine.clear_cache()
         self.found.update(wrongs(self.engine))
-        live = self.engine._live.values()
+        live = self.engine._accounts.live.values()
         alive = {one.id for one in live if one.finish_reason != "abort"}
-        alive |= self.engine._outputs.request_ids
+        alive |= self.engine._accounts.outputs.request_ids
         for number in set(self.asked) - alive:
             del self.asked[number]
 

@@ -204,7 +204,9 @@ def test_debug_checks_the_step_and_not_its_parts() -> None:
     assert_same(world_of(case_of(extend((0, 9), (33, 12))), chunk_tokens=8, debug=True))
 
 
-@pytest.mark.parametrize("prefix", [0, 1, 511, 4096, 131_072])
+@pytest.mark.parametrize(
+    "prefix", [0, 1, 511, 4096, 20_000, pytest.param(131_072, marks=pytest.mark.full)]
+)
 def test_a_prefix_of_any_length_in_bounded_memory(prefix) -> None:
     """The largest scratch memory depends on the budget and the new tokens alone."""
     new, chunk_tokens = 200, 4096

@@ -26,7 +26,6 @@ from attnmux.core import (
     one_of,
     solve,
 )
-from attnmux.core.choosing.common.facts import replace as replace_fact
 from attnmux.core.choosing.machine.cpu import probe_cpu
 from attnmux.core.linear_hybrid import LinearByPhase
 from attnmux.cpu.plugin import TORCH_LINEAR
@@ -277,10 +276,9 @@ def test_a_factory_that_makes_something_else(setup) -> None:
 
 def replace_choice(decision, factory):
     served = {
-        phase: replace_fact(choice, factory=factory)
-        for phase, choice in decision.linear["gdn"].items()
+        phase: replace(choice, factory=factory) for phase, choice in decision.linear["gdn"].items()
     }
-    return replace_fact(decision, linear={"gdn": served})
+    return replace(decision, linear={"gdn": served})
 
 
 def test_a_named_backend_serves_the_linear_layers_or_nobody_does() -> None:

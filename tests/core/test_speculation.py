@@ -120,6 +120,15 @@ def test_padding_is_never_accepted(topk: int) -> None:
         assert tree.retrieve_next_sibling.tolist() == [[-1] * 5]
 
 
+def test_a_chain_is_accepted_up_to_the_first_token_that_differs() -> None:
+    chain = DraftTree.chains(torch.tensor([[9, 5, 6, 7], [9, 5, 6, 7], [9, 5, 6, 7]]))
+    predict = torch.tensor([[5, 6, 7, 1], [5, 2, 7, 1], [3, 6, 7, 1]])
+    found = verify_tree_greedy(chain, predict)
+    assert found.accept_token_num.tolist() == [3, 1, 0]
+    assert found.accept_index.tolist() == [[0, 1, 2, 3], [0, 1, -1, -1], [0, -1, -1, -1]]
+    assert found.predict.tolist() == [[5, 6, 7, 1], [5, 2, -1, -1], [3, -1, -1, -1]]
+
+
 def test_the_step_of_a_tree_has_its_mask_and_that_of_a_chain_has_none() -> None:
     parents, device = torch.tensor([TREE, TREE]), torch.device("cpu")
     tree = DraftTree.of(torch.zeros_like(parents), parents, topk=3)

@@ -404,9 +404,7 @@ def differs(group: RankGroup) -> None:
         agree_on_step(group, batch, [runner])
     with pytest.raises(RanksDiffer, match="rank 0: no graphs; rank 1: DECODE of 1 tokens"):
         agree_on_step(group, batch, [runner][: group.rank])
-    with pytest.raises(RanksDiffer, match="rank 0: toy of 24, no graphs; rank 1: toy of 25, no"):
-        agree_on_step(group, batch, facts=f"toy of {24 + group.rank}")
-    assert agree_on_step(group, batch, facts="toy of 24").tokens.num_tokens == (1, 1)
+    assert agree_on_step(group, batch).tokens.num_tokens == (1, 1)
 
 
 def capture_alone(make) -> GraphRunner:

@@ -315,7 +315,6 @@ def check_padded(world: World) -> None:
 def check_others(group: RankGroup) -> None:
     check_steps(group)
     check_own_keys(group)
-    check_kept_slots(group)
     check_absorbed(group)
     check_nan(group)
     check_decode(group)
@@ -343,30 +342,6 @@ def check_own_keys(group: RankGroup) -> None:
     assert all(map(torch.equal, world.before, world.pool_bytes()))
 
 
-def check_kept_slots(group: RankGroup) -> None:
-    """A rank that keeps every other token has the same answers."""
-    world = World(group, case_of(extend((6, 31), (0, 5)), sinks=True), 2)
-    expected = world.expected()
-    full = world.pool_bytes()
-    world = World(group, world.case, 2)
-    batch = world.whole.batch
-    kept = torch.arange(batch.num_tokens) % group.size == group.rank
-    part = replace(batch, out_cache_loc=batch.out_cache_loc * kept)
-    world.step = zigzag_step(part, rank=group.rank, size=group.size, keeps_all=False)
-    for (out, _), (exact, _) in zip(world.run(), expected, strict=True):
-        compare("out", out, exact[world.step.rows], Tolerance(atol=2e-5, rtol=1e-4))
-    changed = torch.zeros(len(full[0]), dtype=torch.bool)
-    changed[batch.out_cache_loc[kept] - world.case.page_size] = True
-    for found, all_kept, before in zip(world.pool_bytes(), full, world.before, strict=True):
-        assert torch.equal(found[changed], all_kept[changed])
-        assert torch.equal(found[~changed], before[~changed])
-    windowed = World(group, case_of(extend((0, 9)), windows=(None, 5)), 2)
-    windowed.step = replace(windowed.step, keeps_all=False)
-    windowed.backend.init_forward_metadata(windowed.step)
-    with pytest.raises(InvalidInput, match="expected slots of all tokens: layer 3 reads"):
-        windowed.call(1)
-
-
 def check_absorbed(group: RankGroup) -> None:
     """MLA that is called absorbed reads the keys of all ranks in the pool."""
     world = World(group, case_of(extend((6, 31), (0, 5)), **LATENT), 8)
@@ -385,16 +360,6 @@ def check_absorbed(group: RankGroup) -> None:
     for out, each in zip(found, world.whole.inputs, strict=True):
         exact, _ = attention(each.q, each.layer, world.whole.batch, table, pool, q_rope=each.q_rope)
         compare("out", out, exact[rows], Tolerance(atol=2e-5, rtol=1e-4))
-    dropping = replace(step, keeps_all=False)
-    before, each = world.pool_bytes(), world.whole.inputs[0]
-    world.backend.init_forward_metadata(dropping)
-    with pytest.raises(InvalidInput, match="expected slots of all tokens"):
-        world.backend.forward(
-            *(each.q[rows], each.k[rows] + 1, None, each.layer, dropping),
-            q_rope=each.q_rope[rows],
-            k_rope=each.k_rope[rows],
-        )
-    assert all(map(torch.equal, before, world.pool_bytes()))
 
 
 def check_nan(group: RankGroup) -> None:

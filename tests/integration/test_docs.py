@@ -5,13 +5,13 @@ from __future__ import annotations
 import json
 import re
 import shlex
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from click.testing import CliRunner, Result
 
 from attnmux.core import Verified
+from attnmux.core.cli.verbs import verbs
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("**/*.md")])
@@ -59,15 +59,15 @@ def test_the_readme_has_commands() -> None:
     assert len(COMMANDS) >= 6
 
 
-def run(words: list[str]) -> subprocess.CompletedProcess[str]:
-    program = [sys.executable, "-c", "from attnmux.core.cli import main; main()"]
-    return subprocess.run([*program, *words], capture_output=True, text=True, check=False)
+def run(words: list[str]) -> Result:
+    """In this process, which has imported the libraries."""
+    return CliRunner().invoke(verbs, words, prog_name="attnmux")
 
 
 @pytest.mark.parametrize("command", COMMANDS)
 def test_a_command_of_the_readme_succeeds(command: str) -> None:
     done = run(shlex.split(command, comments=True)[1:])
-    assert done.returncode == 0, done.stderr
+    assert done.exit_code == 0, done.stderr
     if "?S" in command:
         assert done.stdout.strip() == "3051"
 
@@ -82,7 +82,7 @@ def test_the_commands_of_bring_up_lead_to_a_report(tmp_path, monkeypatch) -> Non
         words = shlex.split(asked, comments=True)[1:]
         verbs.append(words[0])
         done = run([*words, *SHORTER.get(words[0], ())])
-        assert done.returncode == 0, (command, done.stderr)
+        assert done.exit_code == 0, (command, done.stderr)
     assert verbs == ["doctor", "verify", "verify", "verify", "bench", "report"]
     (backend,) = json.loads((tmp_path / "attnmux-report.json").read_text())["backends"]
     assert backend["verify"]["failures"] == 0 < sum(backend["verify"]["agreed"].values())

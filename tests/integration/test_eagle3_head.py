@@ -206,10 +206,16 @@ def counted_graphs(runner, drafter, drafts, eagle):
     return every
 
 
-@pytest.mark.parametrize("graphs", [False, True], ids=["eager", "graphs"])
 @pytest.mark.parametrize(
-    ("page_size", "topk", "layers", "width"),
-    [(1, 1, (0, 1, 2), None), (16, 4, (0, 1), None), (1, 4, (0, 2), 24)],
+    ("page_size", "topk", "layers", "width", "graphs"),
+    [
+        (1, 1, (0, 1, 2), None, False),
+        (16, 4, (0, 1), None, False),
+        (1, 4, (0, 2), 24, True),
+        pytest.param(1, 1, (0, 1, 2), None, True, marks=pytest.mark.full),
+        pytest.param(16, 4, (0, 1), None, True, marks=pytest.mark.full),
+        pytest.param(1, 4, (0, 2), 24, False, marks=pytest.mark.full),
+    ],
 )
 def test_scores_are_those_of_the_statement(
     tiny, run_on, head_of, page_size, topk, layers, width, graphs, eagle

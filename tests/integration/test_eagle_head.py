@@ -100,8 +100,17 @@ class Statement:
         return self.head.lm_head(out[-1]).log_softmax(-1)
 
 
-@pytest.mark.parametrize("graphs", [False, True], ids=["eager", "graphs"])
-@pytest.mark.parametrize(("page_size", "topk"), [(1, 1), (16, 4), (1, 4)])
+@pytest.mark.parametrize(
+    ("page_size", "topk", "graphs"),
+    [
+        (1, 1, False),
+        (1, 4, False),
+        (16, 4, True),
+        pytest.param(1, 1, True, marks=pytest.mark.full),
+        pytest.param(1, 4, True, marks=pytest.mark.full),
+        pytest.param(16, 4, False, marks=pytest.mark.full),
+    ],
+)
 def test_scores_are_those_of_the_head_alone(tiny, run_on, head_of, page_size, topk, graphs, eagle):
     """After prompts, accepted drafts, reused prefixes, and branches that continue others."""
     model, folder = tiny("llama")

@@ -104,12 +104,17 @@ def counting(graphs):
     ("target", "draft", "page_size", "topk"),
     [
         ("llama", "qwen3", 1, 1),
-        ("llama", "qwen3", 16, 1),
-        ("llama", "qwen3", 1, 4),
-        ("llama", "qwen3", 16, 4),
         ("llama", "mistral", 4, 4),
-        ("deepseek-v3", "llama", 1, 4),
         ("deepseek-v3", "llama", 16, 4),
+        *(
+            pytest.param(*each, marks=pytest.mark.full)
+            for each in [
+                ("llama", "qwen3", 16, 1),
+                ("llama", "qwen3", 1, 4),
+                ("llama", "qwen3", 16, 4),
+                ("deepseek-v3", "llama", 1, 4),
+            ]
+        ),
     ],
 )
 def test_greedy_text_is_that_of_each_prompt_alone(
@@ -135,9 +140,19 @@ def test_greedy_text_is_that_of_each_prompt_alone(
 NO_WINDOWS = {"window_step_tokens": None}
 
 
-@pytest.mark.parametrize("topk", [1, 4])
-@pytest.mark.parametrize("page_size", [1, 16])
-@pytest.mark.parametrize("graphs", [False, True], ids=["eager", "graphs"])
+@pytest.mark.parametrize(
+    ("graphs", "page_size", "topk"),
+    [
+        (False, 1, 1),
+        (False, 16, 4),
+        (True, 16, 1),
+        (True, 1, 4),
+        *(
+            pytest.param(*each, marks=pytest.mark.full)
+            for each in [(False, 1, 4), (False, 16, 1), (True, 1, 1), (True, 16, 4)]
+        ),
+    ],
+)
 def test_the_target_itself_guesses_right(sure, run_on, page_size, topk, graphs):
     """Each round accepts as many tokens as it has steps."""
     model, folder = sure
@@ -163,8 +178,7 @@ def test_the_target_itself_guesses_right(sure, run_on, page_size, topk, graphs):
         assert len(catch_ups) >= 2
 
 
-@pytest.mark.parametrize("topk", [1, 4])
-@pytest.mark.parametrize("page_size", [1, 16])
+@pytest.mark.parametrize(("page_size", "topk"), [(1, 1), (16, 4)])
 def test_scores_are_those_of_the_paths(tiny, page_size, topk):
     """With graphs and without: the log-probability that the model has for each path alone."""
     model, folder = tiny("llama")

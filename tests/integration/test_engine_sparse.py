@@ -20,8 +20,8 @@ from attnmux.transformers import (
     Prompt,
     RunnerOptions,
     SequenceState,
+    indexers,
     load_runner,
-    model_on_backend,
     open_checkpoint,
     run_prompts,
 )
@@ -118,6 +118,7 @@ def texts(engine):
 
 @pytest.mark.parametrize("page_size", [1, 16])
 @pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.one_of("page_size")
 def test_text_is_that_of_each_prompt_alone(sparse, run_on, name, page_size):
     model, folder = sparse(name)
     expected = [alone(model, ids) for ids in prompts()]
@@ -184,7 +185,7 @@ def kernels(monkeypatch):
         asked.append(name)
         return IndexScores()
 
-    monkeypatch.setattr(model_on_backend, "shared_kernel", offered)
+    monkeypatch.setattr(indexers, "shared_kernel", offered)
     with triton_interpreter.interpreted():
         yield asked
 

@@ -76,7 +76,7 @@ def kernels(request, monkeypatch):
 @pytest.fixture(scope="module")
 def asked():
     rng = random.Random()
-    pairs = [recall.make_prompt(rng, 300) for _ in range(4)]
+    pairs = [recall.make_prompt(rng, 200) for _ in range(2)]
     # Another question about the first text, whose pages are reused, and a text asked twice
     return [*pairs, (pairs[0][0][:-1] + "a", None), pairs[1]]
 

@@ -49,6 +49,7 @@ def of_families(rng):
     ["qwen3-next", "kimi-linear", "falcon-h1", "jamba", "lfm2", "minimax", "mamba2"],
 )
 @pytest.mark.parametrize("page_size", [1, 4])
+@pytest.mark.one_of("page_size")
 def test_the_third_prompt_begins_where_the_second_parted(
     tiny, run_hybrid, architecture, page_size
 ) -> None:
@@ -135,7 +136,9 @@ def test_windows_and_states_are_shared_together(tiny, run_hybrid, page_size) -> 
     assert reused == [0, 0, 20, 20, 0, 20]
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize(
+    "seed", [*range(2), *(pytest.param(each, marks=pytest.mark.full) for each in range(2, 6))]
+)
 def test_random_families_with_windows(tiny, run_hybrid, monkeypatch, seed) -> None:
     """States, windows and pages make room each for themselves."""
     monkeypatch.setattr(scheduler, "GROWTH", 1)

@@ -34,6 +34,7 @@ SAMPLE = (
     "MiMoV2FlashConfig",
     "MiniCPM3Config",
     "MiniMaxConfig",
+    "MiniMaxM3VLTextConfig",
     "ModernBertDecoderConfig",
     "MoonshineForConditionalGeneration",
     "NanoChatConfig",
@@ -73,6 +74,7 @@ def offers():
 
 
 @pytest.mark.parametrize("index", range(len(SAMPLE)), ids=lambda index: SAMPLE[index])
+@pytest.mark.share(2)
 def test_an_architecture_says_what_it_says_eagerly(trial, offers, index):
     page_sizes = (1,) if index % 2 else (16,)
     name = SAMPLE[index]

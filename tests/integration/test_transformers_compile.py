@@ -46,7 +46,7 @@ def prefill_and_decode(runner):
     return prefill, decode
 
 
-@pytest.mark.parametrize("architecture", ["llama", "gpt-oss"])
+@pytest.mark.parametrize("architecture", [pytest.param("llama", marks=pytest.mark.full), "gpt-oss"])
 def test_the_whole_model_is_one_graph(tiny, run_on, architecture):
     runner = run_on(tiny(architecture)[1], page_size=16)
     plain = prefill_and_decode(runner)
@@ -65,6 +65,7 @@ def test_the_whole_model_is_one_graph(tiny, run_on, architecture):
         torch.testing.assert_close(ours, theirs, atol=0, rtol=0)
 
 
+@pytest.mark.full
 def test_through_aot_autograd(tiny, run_on):
     """The op's fake implementation and the mutation of its output are functionalised here."""
     runner = run_on(tiny("gemma2")[1], page_size=1)
@@ -92,19 +93,22 @@ def generated(runner, new=12):
 
 
 @pytest.mark.parametrize(
-    ("architecture", "page_size"),
+    ("architecture", "page_size", "compiler"),
     [
-        ("llama", 1),
-        pytest.param("gemma2", 16, marks=pytest.mark.full),
-        ("gpt-oss", 16),
-        ("deepseek-v2", 1),
+        ("llama", 1, "aot_eager"),
+        ("gpt-oss", 16, "eager"),
+        ("deepseek-v2", 1, "eager"),
+        *(
+            pytest.param(*each, "aot_eager", marks=pytest.mark.full)
+            for each in [("gemma2", 16), ("gpt-oss", 16), ("deepseek-v2", 1)]
+        ),
     ],
 )
-def test_compiled_layers_generate_the_same_text(tiny, run_on, architecture, page_size):
+def test_compiled_layers_generate_the_same_text(tiny, run_on, architecture, page_size, compiler):
     folder = tiny(architecture)[1]
     plain = generated(run_on(folder, page_size=page_size, **ENGINE_STEPS))
     runner = run_on(folder, page_size=page_size, **ENGINE_STEPS)
-    runner.compile(backend="aot_eager")
+    runner.compile(backend=compiler)
     made = counters["stats"]["unique_graphs"]
     assert generated(runner) == plain
     assert runner.is_compiled
@@ -130,7 +134,7 @@ def test_compiled_layers_keep_the_same_states(tiny, run_on):
     given = {"hidden_states": True, "hidden_layers": (0, 2), **ENGINE_STEPS}
     plain = kept_states(run_on(folder, **given))
     runner = run_on(folder, **given)
-    runner.compile(backend="aot_eager")
+    runner.compile(backend="eager")
     made = counters["stats"]["unique_graphs"]
     for _ in range(2):
         torch.testing.assert_close(kept_states(runner), plain, atol=1e-4, rtol=1e-4)
@@ -178,7 +182,7 @@ def test_compiled_layers_in_graphs(tiny, run_on):
     folder = tiny("llama")[1]
     plain = generated(run_on(folder, page_size=16, **ENGINE_STEPS))
     runner = captured_runner(folder)
-    runner.compile(backend="aot_eager")
+    runner.compile(backend="eager")
     runner.capture_graphs(devices=RecordingGraphs())
     assert generated(runner) == plain
 

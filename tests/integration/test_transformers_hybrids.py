@@ -140,9 +140,16 @@ def tokens(engine, prompts, num):
     return [result.token_ids for result in run_prompts(engine, asked).results]
 
 
+MORE_HYBRIDS = ("qwen3-next", "falcon-h1", "minimax")
+MORE_IN_GRAPHS = ("jamba", "lfm2", "minimax", "mamba2")
+
+
 @pytest.mark.parametrize(
     "architecture",
-    ["qwen3-next", "kimi-linear", "falcon-h1", "lfm2", "minimax", "mamba2", "zaya"],
+    [
+        *["kimi-linear", "lfm2", "mamba2", "zaya"],
+        *(pytest.param(each, marks=pytest.mark.full) for each in MORE_HYBRIDS),
+    ],
 )
 def test_text_of_continuous_batches(tiny, run_hybrid, architecture, monkeypatch) -> None:
     """Requests come and go, prompts run in chunks, and memory runs out."""
@@ -161,7 +168,10 @@ def test_text_of_continuous_batches(tiny, run_hybrid, architecture, monkeypatch)
 
 @pytest.mark.parametrize(
     "architecture",
-    ["qwen3-next", "falcon-h1", "jamba", "lfm2", "minimax", "mamba2", "recurrent-gemma"],
+    [
+        *["qwen3-next", "falcon-h1", "recurrent-gemma"],
+        *(pytest.param(each, marks=pytest.mark.full) for each in MORE_IN_GRAPHS),
+    ],
 )
 def test_text_of_steps_replayed_from_graphs(tiny, architecture) -> None:
     model, folder = tiny(architecture)

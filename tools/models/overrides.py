@@ -76,7 +76,8 @@ OVERRIDES: Mapping[str, Mapping[str, object]] = {
     "Lfm2MoeConfig": {"layer_types": ["conv", "full_attention", "conv"]},
     "Mamba2Config": {"hidden_size": 32, "num_heads": 8, "head_dim": 8, "expand": 2},
     "MiniMaxM3VLTextConfig": {
-        "layer_types": ["full_attention", "minimax_m3_sparse", "full_attention"],
+        **GROUPED,
+        "layer_types": ["minimax_m3_sparse", "full_attention", "minimax_m3_sparse"],
         "index_block_size": 4,
         "index_topk_blocks": 2,
         "index_head_dim": 16,

@@ -6,7 +6,7 @@ from dataclasses import replace
 from itertools import product
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from attnmux.core.choosing.ask.policy import Policy
@@ -113,7 +113,6 @@ def outcome(request, found, policy) -> Decision | tuple:
         return refusal.candidates
 
 
-@settings(deadline=None)
 @given(requests, offers, policies, st.randoms())
 def test_the_order_of_the_cards_does_not_matter(request, found, policy, random) -> None:
     shuffled = list(found)
@@ -121,7 +120,6 @@ def test_the_order_of_the_cards_does_not_matter(request, found, policy, random) 
     assert outcome(request, found, policy) == outcome(request, shuffled, policy)
 
 
-@settings(deadline=None)
 @given(requests, offers, policies)
 def test_a_card_that_cannot_serve_changes_nothing(request, found, policy) -> None:
     clause = replace(found[0].card.clauses[0], vendor=one_of("nobody"))
@@ -145,7 +143,6 @@ def test_a_card_that_cannot_serve_changes_nothing(request, found, policy) -> Non
         assert others == before
 
 
-@settings(deadline=None)
 @given(requests, offers, policies)
 def test_chosen_backends_serve_and_rejected_ones_have_reasons(request, found, policy) -> None:
     decided = outcome(request, found, policy)
@@ -166,7 +163,6 @@ def test_chosen_backends_serve_and_rejected_ones_have_reasons(request, found, po
         assert Decision.from_json(decided.to_json()) == decided
 
 
-@settings(deadline=None)
 @given(requests, offers)
 def test_nothing_that_the_user_set_is_changed_without_leave(request, found) -> None:
     decided = outcome(request, found, Policy())
@@ -177,7 +173,6 @@ def test_nothing_that_the_user_set_is_changed_without_leave(request, found) -> N
         assert not decided.coercions
 
 
-@settings(max_examples=150, deadline=None)
 @given(requests, cards, st.sampled_from(PHASES))
 def test_hints_tell_the_truth(request, card, phase) -> None:
     verdict = check(card, phase, request, CPU)
@@ -224,7 +219,6 @@ def leads_on(request, found, policy, changed: frozenset[str] = frozenset()) -> b
     )
 
 
-@settings(max_examples=150, deadline=None)
 @given(requests, offers, names)
 def test_hints_hold_for_the_whole_question(request, found, given) -> None:
     """Of pairs and named backends too: whoever follows them comes to a decision with the backend
@@ -242,7 +236,6 @@ def test_hints_hold_for_the_whole_question(request, found, given) -> None:
             assert leads_on(request.replace(**way), found, named, frozenset(way))
 
 
-@settings(max_examples=100, deadline=None)
 @given(requests, offers, names)
 def test_a_hint_that_helps_is_given(request, found, given) -> None:
     """Where a backend alone would fit after a change, and all others are served beside it."""
@@ -274,7 +267,6 @@ RELAXED = {
 """Not kv_dtype: where it is unset, it follows dtype, which may ask for another."""
 
 
-@settings(max_examples=100, deadline=None)
 @given(requests, offers, st.sets(st.sampled_from(sorted(RELAXED)), min_size=1))
 def test_asking_for_less_never_removes_a_candidate(request, found, fields) -> None:
     relaxed = request.replace(**{field: RELAXED[field] for field in fields})
@@ -291,7 +283,6 @@ def test_asking_for_less_never_removes_a_candidate(request, found, fields) -> No
                 assert told[verdict.plugin, verdict.phase] == "fits"
 
 
-@settings(max_examples=100, deadline=None)
 @given(
     requests,
     offers,
@@ -312,7 +303,6 @@ def test_an_explicit_name_is_kept_or_is_an_error(request, found, given, coercing
             assert named is None or decided.phases[phase].backend == named[1]
 
 
-@settings(deadline=None)
 @given(requests, offers, policies)
 def test_a_base_name_is_the_same_name_for_both_phases(request, found, policy) -> None:
     together = replace(policy, backend="c0")
@@ -329,7 +319,6 @@ def excluding(one, other) -> bool:
     return one is not other and said
 
 
-@settings(deadline=None)
 @given(requests, offers)
 def test_the_choice_is_the_best_there_is(request, found) -> None:
     """Against trying every pair of backends at every page size and KV dtype."""

@@ -147,7 +147,9 @@ def test_an_interrupt_leaves_no_plugin_behind(tmp_path) -> None:
     started = tmp_path / "pid"
     source = f"import os, time\nopen({str(started)!r}, 'w').write(str(os.getpid()))\n"
     install(tmp_path, "slow", source + "time.sleep(600)")
-    code = "from attnmux.core.cli import main; main()"
+    # A shell's background jobs, and so all that they start, ignore interrupts.
+    heard = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)"
+    code = f"{heard}; from attnmux.core.cli import main; main()"
     process = subprocess.Popen(
         [sys.executable, "-c", code, "doctor", "--timeout", "300"],
         env={**os.environ, "PYTHONPATH": str(tmp_path), "ATTNMUX_ALLOW_PLUGINS": "dist-slow"},

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import click
 import pytest
 from click.testing import CliRunner
@@ -105,3 +108,16 @@ def test_an_answer_that_cannot_be_written(monkeypatch) -> None:
     monkeypatch.setattr(quick, "select", fail)
     with pytest.raises(OSError, match="No space left"):
         quick.answer(["--json"])
+
+
+def test_a_plain_answer_imports_neither_click_nor_rich() -> None:
+    """A hidden use would cost every start milliseconds."""
+    code = (
+        "import sys; from attnmux.core.cli.quick import answer\n"
+        "answer(['--json', '--platform', 'nvidia:sm90,cuda=12.8'])\n"
+        "slow = {'click', 'platformdirs', 'rich', 'shutil', 'torch'}\n"
+        "print(sorted(slow & set(sys.modules)), file=sys.stderr)"
+    )
+    for _ in range(2):  # the first may fill the cache of offers
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.stderr.splitlines()[-1] == "[]"

@@ -50,8 +50,6 @@ WHOLE = find_candidate("flex_attention", device="cpu")
 RUNS_HERE = {"cxx_compiler", "avx2"} <= WHOLE.platform.features
 OF_OTHER_PAGES = (
     "decode-uneven-page1",
-    "extend-prefix-page1",
-    "extend-window-page1",
     "decode-uneven-page64",
     "extend-prefix-page64",
     "encoder-page1",
@@ -59,11 +57,14 @@ OF_OTHER_PAGES = (
 RARE = (
     *("8x1", "8x8", "14x2", "16x2", "128-heads", "dim-64", "dim-256", "mla-verify", "expanded"),
     *("float16", "unsaved-long", "mla-extend-empty", "strided-decode-long", "strided-mla-extend"),
+    "unscaled",
 )
 """Cases that differ from others by a number or a dtype alone, or join two that run."""
 IN_FULL = (
     *("extend-cap", "extend-window-cap", "prefix-cap", "extend-float32", "prefix-float32"),
-    *("extend-dims", "prefix-dims", "extend-long-chunk", "mixed-long-chunk", "mla-unsaved"),
+    *("extend-dims", "prefix-dims", "extend-long", "mixed-long-chunk", "mla-unsaved", "mla-extend"),
+    *("decode-dims", "decode-float32", "relative-decode", "relative-extend-unsaved"),
+    *("alibi-extend", "alibi-mixed", "alibi-draft", "alibi-verify"),
     *("alibi-decode-strided", "alibi-extend-strided", "strided-extend", "strided-verify"),
     "strided-mla-decode",
 )

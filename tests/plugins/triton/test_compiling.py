@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import torch
 
-from attnmux.core import Platform
+from attnmux.core import AttentionCall, Platform
 from attnmux.testing import Case, decode, extend, make_setup, prepare_step, verify
 
 pytest.importorskip("triton")
@@ -103,26 +103,40 @@ WORDS = {
 
 WIDE = {
     "extend, 256": replace(CASES["extend"], head_dim=256, v_head_dim=256),
-    "decode, 256": CASES["decode, 256"],
+    "extend, widened": Case(
+        name="widened",
+        steps=(extend((0, 600)),),
+        kv_dtype="fp8_e5m2",
+        max_context_len=600,
+        host_lens=True,
+    ),
 }
-FEW = (
-    "decode, 8-bit",
-    "verify",
-    "extend",
-    "decode, latent",
-    "extend, latent",
-    "decode, picked latent",
-)
-"""A kernel of each launch configuration, for GPUs that share the others' code."""
+EVERY = {**CASES, **NARROW, **WIDE, **CDNA3}
+SPREAD = {
+    "sm80": ("decode, sinks", "extend, ALiBi", "extend, latent", "decode, 256"),
+    "sm90": (
+        *("decode", "decode, 8-bit", "decode, relative", "decode, latent"),
+        *("extend", "extend, 8-bit", "extend, latent", "extend, window, 64", "verify, 64"),
+        "extend, widened",
+    ),
+    "gfx942": ("decode, fnuz", "extend, fnuz", "verify", "decode, latent"),
+    "gfx950": ("decode, ALiBi", "extend, relative", "extend, latent", "decode, 8-bit, 64"),
+    "gfx1201": ("verify", "extend, window", "decode, latent", "extend, 256"),
+}
+"""Every kernel for every GPU, and each of their features for one. `decode, picked latent` compiles
+for all: its kernel has no other case."""
 
 
 def cases_of(arch: str, *, full: bool) -> dict[str, Case]:
-    """Narrow heads and 8-bit floats where they have launches of their own; a few cases for other
-    GPUs than sm90, with `--full` for AMD's but one."""
-    own = {"sm90": NARROW, "gfx942": CDNA3}.get(arch, {})
-    if arch in ("gfx950", "gfx1201") or (arch != "sm90" and not full):
-        return {**{name: CASES[name] for name in FEW}, **WIDE, **own}
-    return {**CASES, **own}
+    """With `--full` all, for GPUs that do not share the others' code."""
+    some = {name: EVERY[name] for name in (*SPREAD[arch], "decode, picked latent")}
+    if not full or arch in ("gfx950", "gfx1201"):
+        return some
+    return {**CASES, **(NARROW if arch == "sm90" else {}), **some}
+
+
+def platform_of(arch: str) -> Platform:
+    return Platform.parse(f"{'amd' if arch.startswith('gfx') else 'nvidia'}:{arch}")
 
 
 def rehearsed(arch: str, *, full: bool) -> Iterator[tuple[str, Any]]:
@@ -130,12 +144,11 @@ def rehearsed(arch: str, *, full: bool) -> Iterator[tuple[str, Any]]:
     from attnmux.triton.backend import TritonBackend  # noqa: PLC0415  # not the interpreter's
     from attnmux.triton.picked import PickedBackend  # noqa: PLC0415
 
-    vendor = "amd" if arch.startswith("gfx") else "nvidia"
     for name, case in cases_of(arch, full=full).items():
-        setup = make_setup(case, Platform.parse(f"{vendor}:{arch}"), "cpu")
+        setup = make_setup(case, platform_of(arch), "cpu")
         make = PickedBackend if case.kind == "nsa" else TritonBackend
         backend = make(setup.context, {}, compute_units=108)
-        made = prepare_step(setup, case.steps[0])
+        made = prepare_step(setup, case.steps[0], host_lens=case.host_lens)
 
         def step(backend: Any = backend, made: Any = made, has_lse: bool = case.lse) -> None:
             backend.init_forward_metadata(made.batch)
@@ -211,7 +224,8 @@ def main(arch: str, *, full: bool) -> None:
         print(json.dumps(facts))
 
     of_pages = (("chosen pages", launch) for launch in chosen_pages())
-    for name, launch in chain(rehearsed(arch, full=full), of_pages, draft_attention()):
+    of_blocks = (("blocks", launch) for launch in block_attention(arch))
+    for name, launch in chain(rehearsed(arch, full=full), of_pages, of_blocks, draft_attention()):
         kernel = launch.bound.kernel
         values = dict(zip(kernel.arg_names, launch.values, strict=True))
         compiled = compile_kernel(
@@ -250,6 +264,32 @@ def index_kernels() -> Iterator[tuple[Any, dict[str, str], dict[str, Any], int]]
     for keys, scales in (("*bf16", "constexpr"), ("*u8", "*fp32")):
         types = {**words, "q": "*bf16", "keys": keys, "scales": scales}
         yield index_scores.score_keys, types, {**sizes, "PRECISION": "ieee"}, 4
+
+
+def block_attention(arch: str) -> list[Any]:
+    """The launches of a decode step and a prompt over MiniMax-M3's blocks, with 8-bit K and V."""
+    from attnmux.core import PickedBlocks  # noqa: PLC0415  # not the interpreter's
+    from attnmux.triton.picked_blocks import BlockAttention  # noqa: PLC0415
+
+    shape = {"num_q_heads": 64, "num_kv_heads": 4, "head_dim": 128, "v_head_dim": 128}
+    launches = []
+    for name, kv_dtype in (("blocks", None), ("blocks, 8-bit", "fp8_e5m2")):
+        case = Case(name=name, steps=(decode(45, 3),), kv_dtype=kv_dtype, **shape)
+        setup = make_setup(case, platform_of(arch), "cpu")
+        made = prepare_step(setup, case.steps[0])
+        attention = BlockAttention(setup.context, compute_units=108)
+        given, batch = made.inputs[0], made.batch
+        picked = PickedBlocks(
+            picks=torch.zeros(2, 4, 16, dtype=torch.int32),
+            size=128,
+            table=setup.context.req_to_token_pool.req_to_token,
+            rows=batch.req_pool_indices,
+            positions=batch.positions,
+        )
+        lse = torch.empty(given.q.shape[:2])
+        call = AttentionCall(given.q, None, None, given.layer, lse=lse)
+        launches += attention.launcher.rehearse(partial(attention, call, picked))
+    return launches
 
 
 def merges() -> Iterator[tuple[Any, dict[str, str], dict[str, int | bool]]]:
@@ -297,12 +337,14 @@ HOPPER = {
     "hopper_shares.attend_shares",
     "hopper_tiles.attend_hopper_tiles",
     "latent_merge.merge_latent",
+    "widen.widen_keys",
 }
 
 
 MERGES = {"merge.merge_splits"}
 DRAFTS = {"draft_attention.attend_drafts"}
 INDEXER = {"index_scores.score_keys"}
+BLOCKS = {"picked_blocks.attend_blocks"}
 PAGES = {
     f"chosen_pages.{name}"
     for name in ("choose_places", "copy_pages", "score_pages", "widen_bounds")
@@ -314,9 +356,10 @@ def test_every_kernel_compiles_and_fits(arch, script, full):
     lines = script(arch, *(["full"] if full else []))
     assert {line["case"] for line in lines} == {
         *cases_of(arch, full=full),
-        *("merge", "indexer", "chosen pages", "drafts", "drafts, latent"),
+        *("merge", "indexer", "chosen pages", "blocks", "drafts", "drafts, latent"),
     }
-    expected = PORTABLE | MERGES | DRAFTS | INDEXER | PAGES | (HOPPER if arch == "sm90" else set())
+    expected = PORTABLE | MERGES | DRAFTS | INDEXER | PAGES | BLOCKS
+    expected |= HOPPER if arch == "sm90" else set()
     assert {line["kernel"] for line in lines} == expected
     assert [line for line in lines if line["shared"] > TARGETS[arch]] == []
     if arch in SCRATCH:

@@ -25,12 +25,15 @@ CANDIDATE = Candidate(
 )
 FEW = ("decode-padding", "decode-first-token", "extend-prefix", "mixed", "extend-float32")
 ENOUGH = {
-    "kda": (*FEW, "extend-chunk-edges", "extend-8-heads-over-2", "extend-strong-decay"),
+    "kda": (*FEW[:3], "extend-chunk-edges", "extend-strong-decay"),
     "mamba2": (*FEW, "extend-chunk-edges", "extend-8-heads-over-2", "extend-strong-decay"),
     "lightning": (*FEW, "extend-chunk-edges"),
 }
 """Kinds of which a few cases run: gdn runs in all, and these share its kernels."""
-SLOW = {"extend-long", "extend-dims-128", "extend-dims-128-64", "extend-dims-64-128"}
+SLOW = {
+    *("extend-long", "extend-dims-128", "extend-dims-128-64", "extend-dims-64-128"),
+    *("extend-float16", "extend-one-head", "extend-host-lens"),
+}
 
 
 class TestTritonLinear(AttentionBackendTests):

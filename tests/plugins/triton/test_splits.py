@@ -28,8 +28,6 @@ UNITS = 24
 CASES = {
     "extend-chunk",
     "extend-cross",
-    "extend-dims-192-128",
-    "extend-empty-prefix",
     "extend-fp8_e4m3-scales-lse",
     "extend-in-chunks-host-lens",
     "extend-multi-item",
@@ -38,9 +36,7 @@ CASES = {
     "extend-padding-host-lens",
     "extend-prefix-host-lens",
     "extend-sinks-lse",
-    "extend-two-windows-pool",
     "extend-window-cap",
-    "mixed",
     "mla-extend",
     "strided-extend",
 }

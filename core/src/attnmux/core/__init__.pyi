@@ -8,6 +8,7 @@ from attnmux.core.aligned_rows import is_aligned as is_aligned
 from attnmux.core.aligned_rows import is_writable as is_writable
 from attnmux.core.aligned_rows import store_lse as store_lse
 from attnmux.core.arguments import check_lens as check_lens
+from attnmux.core.arguments import check_picked_blocks as check_picked_blocks
 from attnmux.core.arguments import check_picks as check_picks
 from attnmux.core.arguments import check_positive as check_positive
 from attnmux.core.arguments import check_table as check_table
@@ -16,6 +17,10 @@ from attnmux.core.backend import AttentionBackend as AttentionBackend
 from attnmux.core.batch import ForwardBatch as ForwardBatch
 from attnmux.core.batch import ForwardMode as ForwardMode
 from attnmux.core.batch import MultiItem as MultiItem
+from attnmux.core.block_attention import AttendsToBlocks as AttendsToBlocks
+from attnmux.core.block_attention import PickedBlocks as PickedBlocks
+from attnmux.core.block_attention import PlainBlocks as PlainBlocks
+from attnmux.core.block_picks import BlockPicker as BlockPicker
 from attnmux.core.building import build as build
 from attnmux.core.building import make_first as make_first
 from attnmux.core.call import AttentionCall as AttentionCall
@@ -214,6 +219,8 @@ from attnmux.core.part_attention import PartAttention as PartAttention
 from attnmux.core.part_attention import is_mergeable as is_mergeable
 from attnmux.core.part_attention import merge_into as merge_into
 from attnmux.core.part_attention import part_context as part_context
+from attnmux.core.picked_blocks import PickedBlocksBackend as PickedBlocksBackend
+from attnmux.core.picked_blocks import dense_context as dense_context
 from attnmux.core.pool_views import FP8 as FP8
 from attnmux.core.pool_views import SIXTEEN_BITS as SIXTEEN_BITS
 from attnmux.core.pool_views import check_bfloat16_or_fp8 as check_bfloat16_or_fp8

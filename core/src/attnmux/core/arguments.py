@@ -71,12 +71,18 @@ def check_table(req_to_token: torch.Tensor, req_pool_indices: torch.Tensor) -> i
 
 def check_picks(topk_indices: torch.Tensor, num_tokens: int) -> None:
     """Raise InvalidInput unless topk_indices is int32 [num_tokens, topk]."""
-    if topk_indices.dtype != torch.int32 or topk_indices.shape[:-1] != (num_tokens,):
-        raise InvalidInput(
-            "topk_indices",
-            got=described(topk_indices),
-            expected=f"torch.int32 of shape ({num_tokens}, topk)",
-        )
+    _check_picks(topk_indices, (num_tokens, "topk"))
+
+
+def check_picked_blocks(topk_indices: torch.Tensor, num_tokens: int) -> None:
+    """Raise InvalidInput unless topk_indices is int32 [num_tokens, heads, topk]."""
+    _check_picks(topk_indices, (num_tokens, "heads", "topk"))
+
+
+def _check_picks(picks: torch.Tensor, shape: tuple[int | str, ...]) -> None:
+    if picks.dtype != torch.int32 or picks.dim() != len(shape) or picks.shape[0] != shape[0]:
+        expected = f"torch.int32 of shape ({', '.join(map(str, shape))})"
+        raise InvalidInput("topk_indices", got=described(picks), expected=expected)
 
 
 def front(
@@ -116,7 +122,8 @@ def check_fields(batch: ForwardBatch) -> None:
             if field in _MIRRORS and not lens.is_cpu:
                 raise InvalidInput(field, got=f"a tensor on {lens.device}", expected="one on cpu")
     if batch.topk_indices is not None:
-        check_picks(batch.topk_indices, num_tokens)
+        of_blocks = batch.topk_indices.dim() == 3
+        (check_picked_blocks if of_blocks else check_picks)(batch.topk_indices, num_tokens)
     if batch.multi_item is not None:
         check_lens("multi_item.prefix_lens", batch.multi_item.prefix_lens, size)
         check_lens("multi_item.token_pos_in_items", batch.multi_item.token_pos_in_items)

@@ -125,7 +125,7 @@ class AttentionBackend(StepBackend):
             if batch.forward_mode is not ForwardMode.IDLE:
                 check_tensors(self.context, call)
                 check_batch(self.context, batch)
-                check_picks(batch)
+                check_picks(batch, layer.index_block_size)
         check_call(call, batch, dtype=self._dtype)
         if batch.forward_mode is ForwardMode.IDLE:
             return call.empty_result()

@@ -105,7 +105,10 @@ class ForwardBatch:
     keys that each new token sees, in any order and each once; -1 is no key. Layers of kind "mla"
     see only these keys, and the indexer keeps them causal. The model's indexer writes them in place
     before each layer's call, so they are undefined while the step is prepared. A graph runner has
-    a buffer of its own for them."""
+    a buffer of its own for them.
+    For layers with `LayerSpec.index_block_size`: [T, Hp, topk] int32, blocks of so many keys. Hp
+    is a multiple of the KV heads and divides the query heads, of which each Hp-th part, in order,
+    has blocks of its own."""
     spec_info: SpecInput | None = None
     multi_item: MultiItem | None = None
     actual_forward_mode: ForwardMode | None = None

@@ -27,6 +27,7 @@ from attnmux.core.installed import load_plugins
 from attnmux.core.layer_groups import LayerGroupsBackend, group_contexts
 from attnmux.core.linear_building import with_linear_layers
 from attnmux.core.part_attention import MOST_LANES
+from attnmux.core.picked_blocks import PickedBlocksBackend, dense_context
 from attnmux.core.settings import Settings
 from attnmux.core.shared_kernels import shared_kernel, with_shared_kernels
 from attnmux.core.sparse_pages import SparseAttnBackend
@@ -50,7 +51,8 @@ def build(decision: Decision, context: BackendContext) -> AttentionBackend:
     `ChunkedPrefixBackend` is around it where the decision has a backend for expanded prompts, and a
     `TboAttnBackend` over three of all these where the request asks for two batches. A
     `TreeAttnBackend` is around each where no backend takes the masks of the request's draft trees.
-    A `SparseAttnBackend` is around each where the request asks for chosen pages.
+    A `SparseAttnBackend` is around each where the request asks for chosen pages, and a
+    `PickedBlocksBackend` where an indexer picks blocks of keys.
     A context with an encoder's layers gets the backend of the phase "encoder".
     A context without a `kv_writer` gets the one that an installed plugin offers for its device.
     A `LayerGroupsBackend` has one of these for each group of layers whose heads or dims differ.
@@ -93,6 +95,12 @@ def _of_group(
     serving = {phase: decision.phases[phase] for phase in phases if phase in decision.phases}
     if decision.request.sparse_budget is not None and "decode" in serving:
         return _over_chosen_pages(decision, context, serving, decision.request.sparse_budget)
+    if any(layer.index_block_size for layer in context.layers):
+        return PickedBlocksBackend(
+            context,
+            dense=_assemble(decision, dense_context(context), serving),
+            attend=shared_kernel("picked_blocks", context),
+        )
     if decision.trees is None or "decode" not in serving:
         return _assemble(decision, context, serving)
     plain = replace(context, request=context.request.without_drafts())
@@ -260,6 +268,7 @@ def _features(layer: LayerSpec, request: Request) -> tuple[tuple[str, bool, bool
         ("alibi", layer.alibi_slopes is not None, request.alibi),
         ("relative_bias", layer.relative_bias is not None, request.relative_bias),
         ("logit_cap", layer.logit_cap > 0, bool(request.logit_cap)),
+        ("index_block_size", layer.index_block_size > 0, bool(request.index_block_size)),
     )
 
 

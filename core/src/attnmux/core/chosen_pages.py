@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from attnmux.core.choosing.ask.values import FEWEST_CHOSEN_PAGES
+from attnmux.core.choosing.ask.sparse import check_budget
 from attnmux.core.errors import InvalidInput
 from attnmux.core.kv.request_table import ReqToTokenPool
 from attnmux.core.kv.token_pools import MHATokenToKVPool
@@ -51,14 +51,7 @@ def sparse_context(context: BackendContext, budget: int) -> BackendContext:
     """
     pool = context.token_to_kv_pool
     page_size = pool.page_size
-    if page_size < 2:
-        expected = "pages of 2 tokens or more, which share their bounds"
-        raise InvalidInput("page_size", got=page_size, expected=expected)
-    if budget % page_size or budget < FEWEST_CHOSEN_PAGES * page_size:
-        expected = (
-            f"a multiple of {page_size}, the page size, from {FEWEST_CHOSEN_PAGES * page_size}"
-        )
-        raise InvalidInput("sparse_budget", got=budget, expected=expected)
+    check_budget(budget, page_size)
     for layer in context.layers:
         _check_layer(layer)
     if pool.is_strided or not pool.dtype.is_floating_point or pool.dtype.itemsize == 1:

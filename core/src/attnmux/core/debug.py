@@ -180,13 +180,14 @@ def _check_extend(batch: ForwardBatch) -> None:
         _check_count("multi_item.token_pos_in_items", places, total, "one a new token")
 
 
-def check_picks(batch: ForwardBatch) -> None:
+def check_picks(batch: ForwardBatch, block_size: int = 0) -> None:
     """Refuse picked keys that come after their token, and keys that are picked twice.
 
-    Rows after the last request's tokens are not checked.
+    block_size: the layer's; of a layer without, picked blocks are not checked. Rows after the last
+    request's tokens are not checked.
     """
     picks = batch.topk_indices
-    if picks is None:
+    if picks is None or (picks.dim() == 3 and not block_size):
         return
     new, cached = batch.extend_seq_lens, batch.extend_prefix_lens
     if new is None or cached is None:
@@ -194,11 +195,16 @@ def check_picks(batch: ForwardBatch) -> None:
     else:
         last = extend_positions(cached, new)
     picks = picks[: len(last)].long()
+    heads, what = 1, "key"
+    if picks.dim() == 3:
+        heads, what = picks.shape[1], "block"
+        last = (last // block_size).repeat_interleave(heads)
+        picks = picks.flatten(0, 1)
     place = _first_place((picks < -1) | (picks > last.clamp(min=-1).unsqueeze(1)))
     if place is not None:
         raise InvalidInput(
             "topk_indices",
-            got=f"key {int(picks[place])} for token {place[0]}",
+            got=f"{what} {int(picks[place])} for token {place[0] // heads}",
             expected=f"-1, or up to {int(last[place[0]])}, the token's own place in its sequence",
         )
     ordered = picks.sort(dim=1).values
@@ -206,7 +212,7 @@ def check_picks(batch: ForwardBatch) -> None:
     if place is not None:
         raise InvalidInput(
             "topk_indices",
-            got=f"key {int(ordered[place])} twice for token {place[0]}",
+            got=f"{what} {int(ordered[place])} twice for token {place[0] // heads}",
             expected="each key once: a kernel would count it twice",
         )
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 
 from attnmux.core.choosing.ask.policy import Policy
-from attnmux.core.choosing.common.facts import replace
 from attnmux.core.choosing.find.examine import failure_of
 from attnmux.core.choosing.find.plugins import (
     Plugins,

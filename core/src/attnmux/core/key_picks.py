@@ -134,7 +134,7 @@ class KeyPicker:
         picks: torch.Tensor,
     ) -> None:
         first = 0
-        for row, (prefix, new) in zip(batch.req_pool_indices, _lens(batch), strict=True):
+        for row, (prefix, new) in zip(batch.req_pool_indices, lens_of(batch), strict=True):
             num_keys = prefix + new
             # Not by `row` as a number, which would wait for the device
             slots = self.req_to_token.index_select(0, row)[0, :num_keys].long()
@@ -176,7 +176,7 @@ class KeyPicker:
         batch.topk_indices.copy_(picks.view(-1, self.topk))
 
 
-def _lens(batch: ForwardBatch) -> list[tuple[int, int]]:
+def lens_of(batch: ForwardBatch) -> list[tuple[int, int]]:
     """(cached, new) tokens of each request."""
     pairs = []
     for name in ("extend_prefix_lens", "extend_seq_lens"):

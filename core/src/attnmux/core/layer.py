@@ -38,6 +38,9 @@ class LayerSpec:
     """c of kind "dual_chunk": a token of chunk n = i // c meets the keys of chunk n with its first
     query, those of chunk n - 1 with its second and all before with its third, in one softmax. It is
     `chunk_size - local_size` of the model's config; 0 for other kinds."""
+    index_block_size: int = 0
+    """b: token i sees the keys j <= i of the blocks j // b in `ForwardBatch.topk_indices`, which an
+    indexer picks for each layer; 0 is off. Only plain causal layers of kind "mha" have it."""
     is_causal: bool = True
     """False for a layer of an encoder: each token sees its whole sequence, which is the call's own
     k and v (`save_kv_cache=False`)."""
@@ -83,6 +86,7 @@ class LayerSpec:
                 got=f"{kv_heads} heads, {self.qk_head_dim}/{self.v_head_dim} dims",
                 expected="one latent head, with qk_head_dim = v_head_dim + rotary dim",
             )
+        self._check_blocks()
         chunked = self.kind == "dual_chunk"
         if self.dual_chunk_len < chunked or (self.dual_chunk_len and not chunked):
             got = f"{self.dual_chunk_len} in a layer of kind {self.kind!r}"
@@ -119,6 +123,26 @@ class LayerSpec:
             expected = f"None, or {causal}self attention of kind 'mha' without a cap"
             name = "alibi_slopes" if slopes else "relative_bias"
             raise InvalidInput(name, got=got, expected=expected)
+
+    def _check_blocks(self) -> None:
+        """Raises InvalidInput for picked blocks in a layer that hides or weighs keys otherwise."""
+        if not self.index_block_size:
+            return
+        hindrances = {
+            f"kind {self.kind!r}": self.kind != "mha",
+            "a sliding window": self.sliding_window_size >= 0,
+            "attention chunks": self.attention_chunk_size > 0,
+            "cross attention": self.is_cross_attention,
+            "is_causal False": not self.is_causal,
+            "a logit cap": self.logit_cap > 0,
+            "sinks": self.sinks is not None,
+            "a bias": self.alibi_slopes is not None or self.relative_bias is not None,
+        }
+        found = [name for name, is_set in hindrances.items() if is_set]
+        if found or self.index_block_size < 0:
+            got = f"{self.index_block_size} in a layer with {' and '.join(found) or 'nothing else'}"
+            expected = "0, or a size of blocks in a plain causal layer of kind 'mha'"
+            raise InvalidInput("index_block_size", got=got, expected=expected)
 
     @property
     def relative_reach(self) -> int:

@@ -31,8 +31,6 @@ def agree_on_step(
     group: RankGroup,
     batch: ForwardBatch,
     runners: Sequence[GraphRunner] = (),
-    *,
-    facts: str = "",
 ) -> AgreedStep:
     """Exchange the ranks' batches, once, before a step.
 
@@ -42,18 +40,17 @@ def agree_on_step(
     rank there is nothing to run.
 
     runners: in the same order on each rank, with graphs of the same sizes, as
-    `capture_on_all_ranks` makes them. facts: what else must not differ, such as the model's name
-    and the dtype of its hidden states.
-    Raises RanksDiffer, on every rank, for other sizes or facts, and RankFailed for a rank that does
-    not take part.
+    `capture_on_all_ranks` makes them.
+    Raises RanksDiffer, on every rank, for other sizes, and RankFailed for a rank that does not take
+    part.
     """
-    said = _said(runners, facts)
+    said = _said(runners)
     number, size = _served(batch, runners)
     mine = (batch.num_tokens, number, size, zlib.crc32(said.encode()))
     told = group.exchange_numbers(mine)
     if len({digest for *_, digest in told}) > 1:
         by_rank = group.exchange(said)
-        hint = "pass runners of `capture_on_all_ranks`, or none, and the same facts on each"
+        hint = "pass runners of `capture_on_all_ranks`, or none, on each"
         raise RanksDiffer("the step", by_rank=by_rank, hint=hint)
     tokens = TokensOfRanks.of(group, [count for count, *_ in told])
     common = _common(runners, [(number, size) for _, number, size, _ in told])
@@ -103,10 +100,10 @@ def _common(
     return runner, max(sizes)
 
 
-def _said(runners: Sequence[GraphRunner], facts: str) -> str:
+def _said(runners: Sequence[GraphRunner]) -> str:
     graphs = [
         f"{runner.config.forward_mode.name} of {runner.config.tokens_per_request} tokens in sizes "
         f"{runner.batch_sizes}{'' if runner.config.padding else ' without padding'}"
         for runner in runners
     ]
-    return ", ".join([*([facts] if facts else []), *(graphs or ["no graphs"])])
+    return ", ".join(graphs or ["no graphs"])

@@ -248,11 +248,8 @@ class PrefillParallelBackend(DispatchingBackend):
         return absorbed is None and layer.layer_id in self._parts.layers
 
     def _check_pool_step(self, layer: LayerSpec, step: ZigzagStep) -> None:
-        """Refuse a layer that `inner` had to run without all keys, or in too large a step."""
+        """Refuse a layer that `inner` had to run in too large a step."""
         name = f"layer {layer.layer_id}"
-        if not step.keeps_all:
-            expected = f"slots of all tokens: {name} reads K and V of other ranks in the pool"
-            raise InvalidInput("out_cache_loc", got="some of the step's tokens", expected=expected)
         most = self.context.max_batch_size
         if step.batch_size > most:
             got = f"{step.num_requests} requests with 2 pieces each"

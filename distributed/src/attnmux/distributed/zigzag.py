@@ -45,9 +45,7 @@ class ZigzagStep(ForwardBatch):
     order: torch.Tensor
     """[T] int64: rows of the whole step chunk by chunk, and in a chunk request by request."""
     whole_cache_loc: torch.Tensor
-    """[T] int64: slots of all tokens on this rank, in that order; 0 for tokens that it drops."""
-    keeps_all: bool
-    """Whether this rank's pool keeps K and V of all tokens."""
+    """[T] int64: slots of all tokens on this rank, in that order."""
     last_tokens: torch.Tensor
     """[B] int64 on rank 0, which has the last chunks: the row, among its own, of each request's
     last token. Without requests on other ranks. Of a request without new tokens it means
@@ -74,14 +72,13 @@ def can_be_split(batch: ForwardBatch) -> bool:
     return batch.forward_mode in SPLIT_MODES and not refused
 
 
-def zigzag_step(batch: ForwardBatch, *, rank: int, size: int, keeps_all: bool = True) -> ZigzagStep:
+def zigzag_step(batch: ForwardBatch, *, rank: int, size: int) -> ZigzagStep:
     """The part of `rank` in a step that is split over `size` ranks.
 
     batch: the whole step, the same on each rank but for slots, which are those of this rank's
     pool. Chunks end at i * new // (2 * size): lengths need not be multiples, and a prompt may have
     fewer tokens than there are chunks. Rows after the last request's are dropped. Lengths without a
-    mirror on the host are read from the device. keeps_all: False where `out_cache_loc` is 0 for
-    tokens that this rank shall not keep; such a step cannot be checked by `context.debug`.
+    mirror on the host are read from the device.
 
     Raises InvalidInput for steps that cannot be split: other modes than EXTEND and MIXED, drafts,
     many items, encoders and picked keys.
@@ -122,7 +119,6 @@ def zigzag_step(batch: ForwardBatch, *, rank: int, size: int, keeps_all: bool = 
         rows=rows,
         order=order,
         whole_cache_loc=batch.out_cache_loc[order],
-        keeps_all=keeps_all,
         last_tokens=last.to(device),
     )
 

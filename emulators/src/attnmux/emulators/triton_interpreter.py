@@ -16,7 +16,7 @@ from torch.library import Library
 from torch.utils._python_dispatch import _disable_current_modes
 from triton.runtime import interpreter
 
-from attnmux.emulators import triton_types
+from attnmux.emulators.triton_recorded import recorded
 
 FLOATS = {
     tl.float32: torch.float32,
@@ -62,7 +62,6 @@ def interpreted() -> Iterator[None]:
     cannot hold, and of 8-bit floats it rounds ties up and loses the carry into an odd exponent.
     """
     call, dot = interpreter.GridExecutor.__call__, interpreter.InterpreterBuilder.create_dot
-    patched: set[str] = set()
 
     def launched(grid: Any, *args: Any, **options: Any) -> None:  # noqa: ANN401  # the kernel's
         given = [*args, *options.values()]
@@ -72,7 +71,6 @@ def interpreted() -> Iterator[None]:
             rest = iter(tensors)
             values = [next(rest) if isinstance(each, torch.Tensor) else each for each in given]
             named = dict(zip(options, values[len(args) :], strict=True))
-            patched.clear()
             with _disable_current_modes(), warnings.catch_warnings():
                 # That a number is an array of one, as the interpreter has it, goes with numpy 2.4.
                 warnings.simplefilter("ignore", DeprecationWarning)
@@ -83,11 +81,6 @@ def interpreted() -> Iterator[None]:
         torch.ops.attnmux_interpreted.launch(tensors, len(launches) - 1)
 
     def inlined(function: Any, *args: Any, **options: Any) -> Any:  # noqa: ANN401  # the kernel's
-        # Once a launch for each module of functions, not at every call.
-        module = function.fn.__module__
-        if module not in patched:
-            patched.add(module)
-            interpreter._patch_lang(function.fn)
         return function.rewrite()(*args, **options)
 
     def widened(value: Any) -> Any:  # noqa: ANN401  # the interpreter's
@@ -110,7 +103,6 @@ def interpreted() -> Iterator[None]:
     # Half of all additions are of indices, and each would be checked in 64 bits.
     unchecked = replace(builder.options, sanitize_overflow=False)
     with (
-        triton_types.made_once(),
         patch.object(interpreter.GridExecutor, "__call__", launched),
         patch.object(interpreter, "_convert_float", converted),
         patch.object(interpreter, "_patch_lang_core", _named),
@@ -119,6 +111,7 @@ def interpreted() -> Iterator[None]:
         patch.object(builder, "options", unchecked),
         # numpy says what infinities come to; the kernels mean them.
         np.errstate(all="ignore"),
+        recorded(),
     ):
         yield
     launches.clear()

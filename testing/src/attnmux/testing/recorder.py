@@ -8,12 +8,11 @@ from typing import Any
 
 import torch
 from torch._ops import OpOverload
-from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from attnmux.core import GraphViolation, attention_with_output
 from attnmux.testing import recorded_collectives as collectives
-from attnmux.testing.tape import Operation, Place, Tape, identity, tensors
+from attnmux.testing.tape import Operation, Place, Tape, identity, replaced, tensors
 
 aten = torch.ops.aten
 
@@ -53,26 +52,21 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's o
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:  # noqa: ANN401  # whatever the operation returns
         """Raises GraphViolation for an operation that a graph cannot hold."""
-        kwargs = kwargs or {}
-        with self:
-            whole = _from_parts(func, args, kwargs)
-        if whole is not NotImplemented:
-            return whole
-        leaves, nesting = pytree.tree_flatten((args, kwargs))
-        given = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+        kwargs = dict(kwargs or {})
+        if _has_parts(func):
+            with self:
+                return _from_parts(func, args, kwargs)
+        given = tensors((args, kwargs))
+        known = {identity(tensor) for tensor in given}
         is_collective = collectives.is_collective(func)
-        if (
-            given
-            and not is_collective
-            and all(identity(tensor) in self._on_host for tensor in given)
-        ):
+        if given and not is_collective and known <= self._on_host.keys():
             results = func(*args, **kwargs)
             self._on_host.update((identity(tensor), tensor) for tensor in tensors(results))
             return results
         self._refuse(func, args, kwargs, given)
         # Before the call, which may change an argument's shape
-        frozen = [self._freeze(leaf) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
-        known = {identity(tensor) for tensor in given}
+        frozen = replaced(args, torch.Tensor, self._freeze)
+        frozen_kwargs = replaced(kwargs, torch.Tensor, self._freeze)
         results = collectives.queue(func, args) if is_collective else func(*args, **kwargs)
         if func is aten.lift_fresh.default:
             self._tape.keep(args[0], str(func))
@@ -81,22 +75,22 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's o
         if func in UNINITIALISED:
             self._scribble(results)
         elif is_collective or _changes_values(func) or any(result is not None for result in kept):
-            self._note(func, frozen, nesting, kept)
+            self._note(func, frozen, frozen_kwargs, kept)
         return results
 
     def _note(
         self,
         func: OpOverload[..., Any],
-        leaves: Sequence[Any],
-        nesting: pytree.TreeSpec,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
         kept: tuple[torch.Tensor | None, ...],
     ) -> None:
         operation = Operation(
             method=self._method,
             name=str(func),
             func=collectives.replayed(func),
-            leaves=tuple(leaves),
-            nesting=nesting,
+            args=args,
+            kwargs=kwargs,
             results=kept,
         )
         self._tape.operations.append(operation)
@@ -118,7 +112,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's o
         if result.dtype in SCRIBBLED:
             result.fill_(torch.nan)
             place = self._tape.freeze(result)
-            self._note(aten.fill_.Scalar, *pytree.tree_flatten(((place, torch.nan), {})), (None,))
+            self._note(aten.fill_.Scalar, (place, torch.nan), {}, (None,))
 
     def _refuse(
         self,
@@ -146,14 +140,19 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's o
             raise GraphViolation(self._method, str(func), reason, hint=hint)
 
 
-def _from_parts(
-    func: OpOverload[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
-) -> Any:  # noqa: ANN401  # whatever the operation returns
-    """Run an operation as its parts; NotImplemented for a basic operation.
+@cache
+def _has_parts(func: OpOverload[..., Any]) -> bool:
+    """Whether an operation is made of others.
 
     In inference mode composite operations are dispatched whole. The op of attention runs Python, of
     which a device graph holds only the kernels.
     """
+    return func is attention_with_output.default or func._can_decompose()
+
+
+def _from_parts(
+    func: OpOverload[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> Any:  # noqa: ANN401  # whatever the operation returns
     if func is attention_with_output.default:
         return func._op_dk(torch._C.DispatchKey.CompositeExplicitAutograd, *args, **kwargs)
     return func.decompose(*args, **kwargs)

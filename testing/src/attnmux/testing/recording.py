@@ -46,12 +46,19 @@ class RecordingGraphs(DeviceGraphs):
     its parts, other custom operations as one. Every temporary stays allocated.
     """
 
+    def __init__(self) -> None:
+        self._warm: GraphStep | None = None
+
     @contextmanager
     def session(self) -> Iterator[None]:
         yield
+        self._warm = None
 
     def warm_up(self, step: GraphStep) -> None:
-        step.run()
+        """Once a step: nothing here needs more, and the capture runs it again."""
+        if step is not self._warm:
+            self._warm = step
+            step.run()
 
     def capture(self, step: GraphStep) -> CapturedGraph:
         """Run the step and record its operations.

@@ -84,7 +84,8 @@ def attention(
                 item_starts=item_starts,
                 shared_prefix=shared_prefix,
             )
-            bias = _bias(layer, positions, len(keys))
+            picks = None if batch.topk_indices is None else batch.topk_indices[rows]
+            bias = _bias(layer, positions, len(keys), picks)
             if layer.kind == "dual_chunk":
                 meets = chunks_before(positions, len(keys), layer.dual_chunk_len)
                 keys, values, keep = expand_dual_chunk(keys, values, keep, meets)
@@ -163,13 +164,8 @@ def relative_bias(
     """
     most = 0 if causal else table.shape[1] // 2
     first = most + 1 - table.shape[1]
-    rows = []
-    for position in positions.tolist():
-        distances = [min(max(key - position, first), most) for key in range(num_keys)]
-        rows.append(table[:, [distance - first for distance in distances]])
-    if not rows:
-        return table.new_zeros((0, len(table), num_keys), dtype=torch.float64)
-    return torch.stack(rows).double()
+    distance = torch.arange(num_keys, device=positions.device) - positions.unsqueeze(1)
+    return table[:, distance.clamp(first, most) - first].transpose(0, 1).double()
 
 
 def topk_mask(topk_indices: torch.Tensor, num_keys: int) -> torch.Tensor:
@@ -181,6 +177,15 @@ def topk_mask(topk_indices: torch.Tensor, num_keys: int) -> torch.Tensor:
     token, place = (topk_indices >= 0).nonzero(as_tuple=True)
     keep[token, topk_indices[token, place].long()] = True
     return keep
+
+
+def block_mask(topk_indices: torch.Tensor, size: int, num_keys: int) -> torch.Tensor:
+    """The keys of one sequence in the blocks that an indexer picked: [T, Hp, num_keys] bool.
+
+    topk_indices: [T, Hp, topk], as on `ForwardBatch`, of blocks of `size` keys.
+    """
+    block = torch.arange(num_keys, device=topk_indices.device) // size
+    return (topk_indices.unsqueeze(-1) == block).any(dim=2)
 
 
 def chunks_before(positions: torch.Tensor, num_keys: int, chunk_len: int) -> torch.Tensor:
@@ -246,8 +251,15 @@ def dense_attention(
     return out.flatten(1, 2), lse
 
 
-def _bias(layer: LayerSpec, positions: torch.Tensor, num_keys: int) -> torch.Tensor | None:
-    """As `alibi_bias` or `relative_bias`; None for a layer without either."""
+def _bias(
+    layer: LayerSpec, positions: torch.Tensor, num_keys: int, picks: torch.Tensor | None
+) -> torch.Tensor | None:
+    """As `alibi_bias` or `relative_bias`, and -inf where the picks of an indexer of blocks hide a
+    key; None for a layer without any."""
+    if layer.index_block_size and picks is not None:
+        seen = block_mask(picks, layer.index_block_size, num_keys)
+        seen = seen.repeat_interleave(layer.tp_q_head_num // seen.shape[1], dim=1)
+        return torch.where(seen, 0.0, -torch.inf).double()
     if layer.alibi_slopes is not None:
         return alibi_bias(layer.alibi_slopes, positions, num_keys)
     if layer.relative_bias is not None:

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils import _pytree as pytree
 
 from attnmux.core import GraphViolation
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -58,16 +59,15 @@ class Operation:
     """The part of the step that called it."""
     name: str
     func: Callable[..., Any]
-    leaves: tuple[Any, ...]
-    """Its arguments, nested ones one by one; tensors as a `Place`."""
-    nesting: pytree.TreeSpec
-    """How (args, kwargs) are made of the leaves."""
+    args: tuple[Any, ...]
+    """Tensors, nested ones too, as a `Place`."""
+    kwargs: dict[str, Any]
+    """Likewise."""
     results: tuple[torch.Tensor | None, ...]
     """The tensors of new results; None for results that are views or arguments."""
 
     def run(self) -> None:
-        leaves = [self._now(each) if isinstance(each, Place) else each for each in self.leaves]
-        args, kwargs = pytree.tree_unflatten(leaves, self.nesting)
+        args, kwargs = replaced((self.args, self.kwargs), Place, self._now)
         results = self.func(*args, **kwargs)
         for kept, new in zip(self.results, tensors(results), strict=True):
             if kept is not None:
@@ -116,7 +116,7 @@ class Tape:
         """Memory that the step allocated and that is used outside of the tape, with its maker."""
         with_one_user = torch.empty(1)
         uncounted = torch._C._storage_Use_Count(identity(with_one_user)) - 1
-        arguments = [operation.leaves for operation in self.operations]
+        arguments = [(operation.args, operation.kwargs) for operation in self.operations]
         # Arguments that are views, and torch's copy of the result of a factory function, are
         # tensors of their own
         own = {id(tensor): tensor for tensor in (*self.made.values(), *tensors(arguments))}
@@ -152,8 +152,27 @@ def identity(tensor: torch.Tensor) -> int:
     return int(tensor.untyped_storage()._cdata)
 
 
-def tensors(values: object) -> Sequence[torch.Tensor]:
+# Python's own containers alone, as an operation takes and returns them: pytree's, which it looks up
+# for each value, would take a third of a recording.
+
+
+def tensors(values: object) -> list[torch.Tensor]:
     """The tensors among arguments or results, in order."""
     if isinstance(values, torch.Tensor):
         return [values]
-    return [leaf for leaf in pytree.tree_leaves(values) if isinstance(leaf, torch.Tensor)]
+    if isinstance(values, dict):
+        values = values.values()
+    elif not isinstance(values, (tuple, list)):
+        return []
+    return [tensor for value in values for tensor in tensors(value)]
+
+
+def replaced(values: Any, kind: type[T], change: Callable[[T], object]) -> Any:  # noqa: ANN401  # alike
+    """Arguments, with the result of `change` for each value of a kind."""
+    if isinstance(values, kind):
+        return change(values)
+    if isinstance(values, dict):
+        return {name: replaced(value, kind, change) for name, value in values.items()}
+    if isinstance(values, (tuple, list)):
+        return type(values)([replaced(value, kind, change) for value in values])
+    return values

@@ -61,6 +61,8 @@ def nsa_cases(page: int) -> Iterator[Case]:
     yield case_of(
         "nsa-decode-deterministic", page, uneven, kv_in_pool=True, deterministic=True, **sparse
     )
+    yield case_of("nsa-decode-sinks", page, uneven, sinks=True, lse=True, **sparse)
+    yield case_of("nsa-extend-sinks", page, prefixes, sinks=True, lse=True, **sparse)
     yield case_of("nsa-extend", page, prefixes, **sparse)
     yield case_of("nsa-extend-lse", page, prefixes, lse=True, **sparse)
     yield case_of("nsa-extend-then-decode", page, prefixes, decode(page + 98, 71, 7), **sparse)

@@ -454,7 +454,7 @@ def test_models_with_relative_position_biases(tmp_path, content, heads, cross_at
         ({**SMALL, "sliding_window": -1}, "sliding_window=-1"),
         ({**SMALL, "layer_types": 3}, "layer_types=3"),
         ({**SMALL, "attention_chunk_size": "all"}, "attention_chunk_size='all'"),
-        ({**SMALL, "layer_types": ["minimax_m3_sparse"]}, "layer_types minimax_m3_sparse"),
+        ({**SMALL, "layer_types": ["minimax_m3_sparse"]}, "a positive sparse_topk_blocks"),
         ({**SMALL, "layer_types": ["indexed_attention"]}, "layer_types indexed_attention"),
         ({**SMALL, "layer_types": [["full_attention"]]}, "layer_types=[['full_attention']]"),
         ({**SMALL, "layer_types": ["sliding_attention"]}, "a positive sliding_window"),
@@ -550,3 +550,28 @@ def test_paths_that_are_no_model(tmp_path) -> None:
         Request.from_model(tmp_path / "absent")
     with pytest.raises(InvalidInput, match=r"has no config\.json"):
         Request.from_model(tmp_path)
+
+
+LATENT_HEADS = {"kv_lora_rank": 64, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 16}
+
+
+def test_layers_whose_indexer_picks_blocks(tmp_path) -> None:
+    """By MiniMax-M3's own names, and by those of transformers."""
+    own = {
+        "sparse_attention_freq": [0, 1, 1],
+        "sparse_block_size": 128,
+        "sparse_topk_blocks": 16,
+    }
+    ours = {
+        "layer_types": ["full_attention", "minimax_m3_sparse", "minimax_m3_sparse"],
+        "index_topk_blocks": 16,
+        "index_block_size": 128,
+    }
+    for content in ({"sparse_attention_config": own}, ours):
+        request = from_config(tmp_path, {**SMALL, **content})
+        assert (request.kind, request.index_topk, request.index_block_size) == ("mha", 16, 128)
+        assert request.index_reach == 2048
+    dense = from_config(tmp_path, {**SMALL, **ours, "layer_types": ["full_attention"] * 3})
+    assert dense.index_topk is None
+    with pytest.raises(InvalidInput, match="layer_types minimax_m3_sparse"):
+        from_config(tmp_path, {**SMALL, **LATENT_HEADS, **ours})

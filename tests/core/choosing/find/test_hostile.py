@@ -175,20 +175,51 @@ def rows_of(answer: dict) -> list[str]:
     return [text for text in answer["warnings"] if text.startswith("plugin ")]
 
 
-@pytest.mark.parametrize(("source", "said"), HOSTILE.values(), ids=HOSTILE)
-def test_a_plugin_that_misbehaves_is_a_row_at_most(tmp_path, source, said) -> None:
-    install(tmp_path, "good", GOOD)
-    install(
-        tmp_path, "bad", source + WORKS if said == "+" and "attnmux_cards" not in source else source
-    )
-    answer = selected(tmp_path)
-    offered = {verdict["backend"] for verdict in answer["candidates"]}
-    rows = [text for text in answer["warnings"] if text.startswith("plugin bad (dist-bad 0.3): ")]
-    assert "a" in offered
+@pytest.fixture(scope="module")
+def answer(tmp_path_factory) -> dict:
+    """Of a command with all of them but one, which ends the process of all."""
+    folder = tmp_path_factory.mktemp("hostile")
+    install(folder, "good", GOOD)
+    for name in ALIKE:
+        install(folder, name, source_of(name))
+    allow = ",".join(f"dist-{name}" for name in ("good", *ALIKE))
+    first = selected(folder, allow=allow)
+    assert selected(folder, allow=allow) == first
+    return first
+
+
+ALIKE = [name for name in HOSTILE if name != "kills_parent"]
+
+
+def source_of(name: str) -> str:
+    source, said = HOSTILE[name]
+    return source + WORKS if said == "+" and "attnmux_cards" not in source else source
+
+
+@pytest.mark.parametrize("name", ALIKE)
+def test_a_plugin_that_misbehaves_is_a_row_at_most(answer, name) -> None:
+    check_row(answer, name)
+
+
+def check_row(answer: dict, name: str) -> None:
+    source, said = HOSTILE[name]
+    offered = {(verdict["plugin"], verdict["backend"]) for verdict in answer["candidates"]}
+    rows = [row for row in answer["warnings"] if row.startswith(f"plugin {name} (dist-{name} 0.3)")]
+    assert ("good", "a") in offered
     assert len(rows) == (said != "+")
-    assert ("b" in offered) is (said == "+" or "attnmux_platforms" in source)
-    assert said == "+" or (rows[0].startswith("plugin bad (dist-bad 0.3): ") and said in rows[0])
+    assert ((name, "b") in offered) is (said == "+" or "attnmux_platforms" in source)
+    assert said == "+" or said in rows[0]
     assert not rows or len(rows[0]) < 1200
+
+
+def test_each_plugin_is_examined_alone_where_one_ends_the_process_of_all(tmp_path) -> None:
+    names = ("exit_7", "kills_parent", "printf", "probe_exit")
+    install(tmp_path, "good", GOOD)
+    for name in names:
+        install(tmp_path, name, source_of(name))
+    answer = selected(tmp_path, allow=",".join(f"dist-{name}" for name in ("good", *names)))
+    for name in names:
+        check_row(answer, name)
 
 
 def test_a_row_stays_until_the_plugin_changes(tmp_path) -> None:
@@ -243,13 +274,3 @@ def test_entry_points_that_cannot_be_read(tmp_path, kind) -> None:
         path.write_bytes(b"[attnmux]\nbad = " + (b"\xff" if kind == "bytes" else b"a b c"))
     (row,) = rows_of(selected(tmp_path))
     assert row.startswith("plugin dist-bad (dist-bad): ")
-
-
-def test_all_of_them_at_once(tmp_path) -> None:
-    install(tmp_path, "good", GOOD)
-    for name, (source, _) in HOSTILE.items():
-        install(tmp_path, name, source)
-    allow = ",".join(f"dist-{name}" for name in ("good", *HOSTILE))
-    first = selected(tmp_path, "--platform", "cpu:x86_64", allow=allow)
-    assert first["phases"]["decode"]["backend"] in ("a", "b")
-    assert selected(tmp_path, "--platform", "cpu:x86_64", allow=allow) == first

@@ -234,9 +234,16 @@ ASKED = (
 )
 
 
-@pytest.mark.parametrize("asked", ASKED)
-@pytest.mark.parametrize("machine", MACHINES)
-@pytest.mark.parametrize("model", ["llama-3.1-8b", "deepseek-v3", "gpt-oss-20b"])
+@pytest.mark.parametrize(
+    ("model", "machine", "asked"),
+    [
+        # Each pair of any two of them
+        pytest.param(model, machine, asked, marks=[pytest.mark.full] * bool((x + y + z) % 3))
+        for x, model in enumerate(["llama-3.1-8b", "deepseek-v3", "gpt-oss-20b"])
+        for y, machine in enumerate(MACHINES)
+        for z, asked in enumerate(ASKED)
+    ],
+)
 def test_an_outcome_agrees_with_naming_the_backend(model, machine, asked) -> None:
     """At the decided page size and KV dtype, what "fits" can be named, and nothing else can.
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from functools import cache, partial
 from typing import Any
 
@@ -11,7 +12,6 @@ from attnmux.core.choosing.ask.layer_group import shape_said
 from attnmux.core.choosing.ask.policy import NAMING, Policy
 from attnmux.core.choosing.ask.request import Request
 from attnmux.core.choosing.ask.values import LINEAR_KINDS, PHASES, OptionValue
-from attnmux.core.choosing.common.facts import replace
 from attnmux.core.choosing.common.frozen import Deferred, FrozenMapping
 from attnmux.core.choosing.common.verdict import Reason
 from attnmux.core.choosing.judge.accuracy import Accuracy, by_card

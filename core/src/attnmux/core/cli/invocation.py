@@ -9,10 +9,10 @@ import os
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
-from attnmux.core.choosing.common.facts import replace
 from attnmux.core.choosing.common.frozen import FrozenMapping
 from attnmux.core.choosing.find.devices import Detection, detect
 from attnmux.core.choosing.find.plugins import Plugins, unknown_plugins

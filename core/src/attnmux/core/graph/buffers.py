@@ -90,7 +90,8 @@ class FixedBuffers:
             # The captured model writes these itself, so `load` does not
             self._topk_indices = None
             if config.index_topk:
-                shape = (max_tokens, config.index_topk)
+                heads = (config.index_heads,) if config.index_heads else ()
+                shape = (max_tokens, *heads, config.index_topk)
                 self._topk_indices = torch.full(shape, -1, dtype=torch.int32, device=device)
             self._no_slots = torch.zeros(0, dtype=torch.int64, device=device)
             self._new_lens = torch.full(

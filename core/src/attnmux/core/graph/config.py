@@ -82,6 +82,9 @@ class GraphConfig:
     index_topk: int = 0
     """Keys that an indexer picks for each token. Above 0 the runner owns a buffer for
     `ForwardBatch.topk_indices`, which the captured model writes before each layer's call."""
+    index_heads: int = 0
+    """Above 0 an indexer picks blocks for so many heads: the buffer is [T, index_heads,
+    index_topk]."""
     two_batches: bool = False
     """Whether batches have `tbo_children`: the first half of the rows and the others. The runner
     makes them, also for batches without."""
@@ -98,8 +101,9 @@ class GraphConfig:
         check_positive("tokens_per_request", self.tokens_per_request)
         if mode.is_draft_extend() and self.two_batches:
             raise InvalidInput("two_batches", got=True, expected="False in DRAFT_EXTEND")
-        if self.index_topk < 0:
-            raise InvalidInput("index_topk", got=self.index_topk, expected="at least 0")
+        for name in ("index_topk", "index_heads"):
+            if getattr(self, name) < 0:
+                raise InvalidInput(name, got=getattr(self, name), expected="at least 0")
         for name in ("custom_mask", "visible"):
             if getattr(self, name) and not is_verify:
                 expected = "False, except in TARGET_VERIFY"

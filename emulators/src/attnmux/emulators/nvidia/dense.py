@@ -9,6 +9,7 @@ compared with.
 from __future__ import annotations
 
 import torch
+from torch.library import Library
 
 
 def attend(
@@ -33,29 +34,96 @@ def attend(
     Returns out [B, Tq, Hq, Dv] and lse [B, Tq, Hq], natural logarithm, float32; a row without keys
     has out 0 and lse -inf, with sinks the sink.
     """
+    scales, number = (scale, 1.0) if isinstance(scale, torch.Tensor) else (None, scale)
+    weights, largest = rounded_weights or (None, 1.0)
+    out, lse = torch.ops.attnmux_emulated.attend(
+        q, k, v, keep, scales, number, softcap, sinks, weights, largest
+    )
+    return out, lse
+
+
+def _attend(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    keep: torch.Tensor,
+    scales: torch.Tensor | None,
+    number: float,
+    softcap: float,
+    sinks: torch.Tensor | None,
+    weights: torch.dtype | None,
+    largest: float,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """One request after the other: only the rows that see a key, and the keys that a row sees."""
     batch_size, num_queries, num_heads, _ = q.shape
     kv_heads = k.shape[2]
-    queries = q.double().reshape(batch_size, num_queries, kv_heads, num_heads // kv_heads, -1)
-    logits = torch.einsum("bqhgd,bshd->bhgqs", queries, k.double()) * scale
+    out = q.new_zeros((batch_size, num_queries, num_heads, v.shape[-1]), dtype=torch.float32)
+    lse = out.new_full((num_heads,), -torch.inf) if sinks is None else sinks.float()
+    lse = lse.expand(out.shape[:-1]).clone()
+    if scales is not None:
+        shape = (batch_size, kv_heads, num_heads // kv_heads, num_queries, k.shape[1])
+        scales = scales.expand(shape)
+    for request, sees in enumerate(keep):
+        rows, keys = (sees.any(axis).nonzero().flatten() for axis in (1, 0))
+        if not v[request].sum(dtype=torch.float64).isfinite():
+            # A weight of 0 makes no zero of these.
+            rows, keys = (torch.arange(size, device=q.device) for size in sees.shape)
+        if len(rows):
+            scale = number if scales is None else scales[request][..., rows, :][..., keys]
+            out[request, rows], lse[request, rows] = _softmax(
+                q[request, rows],
+                k[request, keys],
+                v[request, keys],
+                sees[rows][:, keys],
+                scale=scale,
+                softcap=softcap,
+                sinks=sinks,
+                weights=weights,
+                largest=largest,
+            )
+    return out, lse
+
+
+def _softmax(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    keep: torch.Tensor,
+    *,
+    scale: float | torch.Tensor,
+    softcap: float,
+    sinks: torch.Tensor | None,
+    weights: torch.dtype | None,
+    largest: float,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Of one request: q [Tq, Hq, D], k [S, Hkv, D], v [S, Hkv, Dv], keep [Tq, S]."""
+    kv_heads = k.shape[1]
+    queries = q.double().reshape(len(q), kv_heads, -1, q.shape[-1]).permute(1, 2, 0, 3)
+    keys, values = (rows.double().transpose(0, 1).unsqueeze(1) for rows in (k, v))
+    logits = (queries @ keys.mT) * scale
     if softcap > 0:
         logits = softcap * torch.tanh(logits / softcap)
-    logits = logits.masked_fill(~keep[:, None, None], -torch.inf)
-    top = logits.amax(-1, keepdim=True)
+    logits = logits.masked_fill(~keep, -torch.inf)
     # exp(-inf - -inf) is NaN; a row without keys has weights 0.
-    weights = torch.exp(logits - top.masked_fill(top.isneginf(), 0))
-    total = weights.sum(-1, keepdim=True)
+    top = logits.amax(-1, keepdim=True)
+    top = top.masked_fill(top.isneginf(), 0)
+    shares = torch.exp(logits - top)
+    total = shares.sum(-1, keepdim=True)
     if sinks is not None:
-        sink = sinks.double().view(1, kv_heads, -1, 1, 1)
-        total = total + torch.exp(sink - top.masked_fill(top.isneginf(), 0))
-    lse = total.log() + top.masked_fill(top.isneginf(), 0)
-    if rounded_weights is not None:
-        dtype, largest = rounded_weights
-        weights = (weights * largest).to(dtype).double() / largest
-    out = torch.einsum("bhgqs,bshd->bqhgd", weights, v.double())
-    out = out / total.clamp(min=torch.finfo(total.dtype).tiny).permute(0, 3, 1, 2, 4)
-    return out.flatten(2, 3).float(), lse.float().squeeze(-1).permute(0, 3, 1, 2).reshape(
-        batch_size, num_queries, num_heads
-    )
+        total = total + torch.exp(sinks.double().view(kv_heads, -1, 1, 1) - top)
+    if weights is not None:
+        shares = (shares * largest).to(weights).double() / largest
+    out = shares @ values / total.clamp(min=torch.finfo(total.dtype).tiny)
+    lse = (total.log() + top).squeeze(-1)
+    return out.permute(2, 0, 1, 3).flatten(1, 2).float(), lse.permute(2, 0, 1).flatten(1).float()
+
+
+library = Library("attnmux_emulated", "DEF")  # type: ignore[no-untyped-call]  # torch's
+library.define(  # type: ignore[no-untyped-call]  # as above
+    "attend(Tensor q, Tensor k, Tensor v, Tensor keep, Tensor? scales, float number, float softcap,"
+    " Tensor? sinks, ScalarType? weights, float largest) -> (Tensor, Tensor)"
+)
+library.impl("attend", _attend, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]  # as above
 
 
 def finite_values(v: torch.Tensor, loads: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

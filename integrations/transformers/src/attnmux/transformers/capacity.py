@@ -10,8 +10,8 @@ from transformers import PreTrainedModel
 
 from attnmux.core import (
     Decision,
+    IndexKPool,
     InvalidInput,
-    KeyPicker,
     KVPool,
     LayerSpec,
     LinearStatePool,
@@ -93,8 +93,8 @@ class RunnerMemory:
     window_tree: WindowPrefixTree | None
     state_tree: StatePrefixTree | None
     linear_states: LinearStatePool | None
-    picker: KeyPicker | None
-    """Of the model's indexers, with their keys."""
+    index_keys: IndexKPool | None
+    """Of the model's indexers."""
     hidden: HiddenStates | None
     """Of cached tokens, where the model keeps them."""
 
@@ -126,7 +126,7 @@ def allocate(
         window_tree=window_tree,
         state_tree=_state_tree(states, allocator, window_tree),
         linear_states=states,
-        picker=_picker(model, decision, pool, table),
+        index_keys=_index_keys(model, decision, pool),
         hidden=_hidden(model, pool),
     )
 
@@ -157,15 +157,11 @@ def _decoder(model: ServedModel) -> PreTrainedModel:
     return model.module
 
 
-def _picker(
-    model: ServedModel, decision: Decision, pool: KVPool, table: ReqToTokenPool
-) -> KeyPicker | None:
-    indexers = model.indexers
-    if indexers is None:
+def _index_keys(model: ServedModel, decision: Decision, pool: KVPool) -> IndexKPool | None:
+    if model.indexers is None:
         return None
     dtype, device = _index_dtype(decision), model.module.device
-    keys = indexers.pool(num_slots=pool.num_slots, dtype=dtype, device=device)
-    return KeyPicker(pool=keys, req_to_token=table.req_to_token, topk=indexers.topk)
+    return model.indexers.pool(num_slots=pool.num_slots, dtype=dtype, device=device)
 
 
 def _index_dtype(decision: Decision) -> torch.dtype:

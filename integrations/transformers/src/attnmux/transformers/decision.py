@@ -95,8 +95,8 @@ def stated_ways(stated: Request, options: RunnerOptions) -> list[Request]:
     if stated.kind == "dual_chunk":
         # transformers runs Qwen2.5-1M as a Qwen2, without its chunks.
         return [stated.replace(origin="model", kind="mha")]
-    if stated.index_topk is not None:
-        if stated.index_topk < options.max_context_len:
+    if stated.index_reach is not None:
+        if stated.index_reach < options.max_context_len:
             return [stated]
         stated = without_indexer(stated)
     if stated.kind != "mla" or options.mla == "expanded":

@@ -5,18 +5,20 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from attnmux.core import ForwardMode, GraphConfig, graph_batch_sizes
+from attnmux.transformers.index_shape import IndexShape
 
 
 def decode_graphs(
-    pool_size: int, chosen: Sequence[int] | None, *, encoder: bool, index_topk: int
+    pool_size: int, chosen: Sequence[int] | None, *, encoder: bool, index: IndexShape
 ) -> GraphConfig:
     """Of decode steps. pool_size: rows of the request table. chosen: batch sizes; None takes the
-    usual ones. index_topk: keys that an indexer picks for a token, 0 without one."""
+    usual ones. index: what the model's indexers pick."""
     return GraphConfig(
         batch_sizes=graph_batch_sizes(pool_size=pool_size, chosen=chosen),
         encoder=encoder,
         host_lens=True,
-        index_topk=index_topk,
+        index_topk=index.topk,
+        index_heads=index.heads,
     )
 
 
@@ -26,7 +28,7 @@ def verify_graphs(
     *,
     draft_tokens: int,
     draft_topk: int,
-    index_topk: int,
+    index: IndexShape,
 ) -> GraphConfig:
     """Of steps that verify drafts; arguments as in `decode_graphs` and `RunnerOptions`."""
     return GraphConfig(
@@ -36,7 +38,8 @@ def verify_graphs(
         spec_topk=draft_topk,
         visible=draft_topk > 1,
         host_lens=True,
-        index_topk=index_topk,
+        index_topk=index.topk,
+        index_heads=index.heads,
     )
 
 

@@ -64,19 +64,26 @@ def load_decoder(
     indexers = bound_indexers(model)
     layers = record_layers(model, max_context_len=options.max_context_len, mixers=mixers)
     linear = serve(mixers)
+    indexers, layers = _picking(indexers, layers, options)
     images = ImageReader(model, layers) if options.images else None
     request = _with_images(request_of(layers, dtype, linear), images)
     if stated is not None:
         check_against_config(request, stated, max_context_len=options.max_context_len)
     latent = _latent_layers(model, layers, mixers, options)
-    if indexers is not None and indexers.topk >= options.max_context_len:
-        indexers = None  # of such a context they pick every key
     ways = _ways(request, latent, indexers, options)
 
     def make(decision: Decision) -> ModelRunner:
         if latent is None or not decision.request.latent:
             set_attention(model, SERVED)
-            return make_runner(model, layers, decision, options, linear=linear, images=images)
+            return make_runner(
+                model,
+                layers,
+                decision,
+                options,
+                linear=linear,
+                indexers=indexers,
+                images=images,
+            )
         absorb(model, layers)
         try:
             return make_runner(
@@ -106,6 +113,15 @@ def load_decoder(
     return runner
 
 
+def _picking(
+    indexers: Indexers | None, layers: tuple[LayerSpec, ...], options: RunnerOptions
+) -> tuple[Indexers | None, tuple[LayerSpec, ...]]:
+    """The indexers, without those that pick every key of any context, and the layers with them."""
+    if indexers is None or indexers.shape.reach >= options.max_context_len:
+        return None, layers
+    return indexers, indexers.mark(layers)
+
+
 def _ways(
     request: Request,
     latent: Sequence[LayerSpec] | None,
@@ -119,7 +135,8 @@ def _ways(
     if indexers is None:
         expanded = [request] if options.mla != "absorbed" else []
         return expanded if latent is None else [latent_request(request, latent), *expanded]
-    if latent is None:
+    topk = indexers.shape.topk
+    if latent is None and not indexers.shape.block_size:
         expected = "absorbed, with a plain linear kv_b_proj: an indexer picks latent rows"
         raise InvalidInput("mla", got=options.mla or "another projection", expected=expected)
     if options.draft_topk > 1:
@@ -128,7 +145,13 @@ def _ways(
     if not options.ranks.run_indexers:
         expected = "1, or --tp alone: an indexer reads all keys of a request"
         raise InvalidInput("ranks", got=options.ranks.size, expected=expected)
-    return [latent_request(request, latent, index_topk=indexers.topk)]
+    if latent is not None:
+        return [latent_request(request, latent, index_topk=topk)]
+    if options.ranks.head_ranks > 1:
+        expected = "1: every rank would need the picks for its own heads alone"
+        raise InvalidInput("ranks", got=options.ranks.head_ranks, expected=expected)
+    size = indexers.shape.block_size
+    return [request.replace(origin="model", index_topk=topk, index_block_size=size)]
 
 
 def _with_images(request: Request, images: ImageReader | None) -> Request:

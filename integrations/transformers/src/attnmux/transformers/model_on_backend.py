@@ -19,7 +19,6 @@ from attnmux.core import (
     ForwardMode,
     GraphRunner,
     InvalidInput,
-    KeyPicker,
     TreeKernels,
     TunedLaunch,
     Workspace,
@@ -84,7 +83,8 @@ class ModelOnBackend:
             launches=launches,
             debug=debug,
         )
-        self._give_picker(memory.picker)
+        if self.indexers is not None and memory.index_keys is not None:
+            self.indexers.pick_from(memory.index_keys, self.context)
         backend = self.build(self.context)
         self.backend = backend if wrap is None else wrap(backend, decision)
         self.steps = self._step_builder(memory, capacity)
@@ -96,12 +96,6 @@ class ModelOnBackend:
         """Of the steps in which a draft model reads what was accepted."""
         if self.images is not None:
             self.images.tower.build(decision, self.model.device)
-
-    def _give_picker(self, picker: KeyPicker | None) -> None:
-        """Let the indexers pick, by the kernels that are offered for the device."""
-        if self.indexers is not None and picker is not None:
-            kernel = shared_kernel("index_scores", self.context)
-            self.indexers.picker = replace(picker, kernel=kernel)
 
     def _step_builder(self, memory: RunnerMemory, capacity: Capacity) -> StepBuilder:
         return StepBuilder(

@@ -87,8 +87,9 @@ def latent_request(
 
 
 def without_indexer(stated: Request) -> Request:
-    """The same for contexts of which the indexer picks every key: plain MLA."""
-    return stated.replace(origin="model", kind="mla", index_topk=None)
+    """The same for contexts of which the indexer picks every key: plain MLA or MHA."""
+    kind = "mla" if stated.latent else stated.kind
+    return stated.replace(origin="model", kind=kind, index_topk=None, index_block_size=None)
 
 
 def check_against_config(recorded: Request, config: Request, *, max_context_len: int) -> None:

@@ -20,6 +20,7 @@ from attnmux.core import (
 from attnmux.transformers import graph_configs
 from attnmux.transformers.encoder_decoder import PackedDecoder
 from attnmux.transformers.images.prompt import PromptImages
+from attnmux.transformers.index_shape import NO_PICKS
 from attnmux.transformers.model_on_backend import ModelOnBackend
 from attnmux.transformers.sequence import check_encoder_len
 from attnmux.transformers.tokenization import check_prompt
@@ -70,9 +71,9 @@ class ModelRunner(ModelOnBackend):
         """
         context = self.context
         devices = devices or device_graphs(context.device)
-        topk = 0 if self.indexers is None else self.indexers.topk
+        index = NO_PICKS if self.indexers is None else self.indexers.shape
         rows, encoder = context.max_batch_size, self.steps.max_encoder_len > 0
-        config = graph_configs.decode_graphs(rows, batch_sizes, encoder=encoder, index_topk=topk)
+        config = graph_configs.decode_graphs(rows, batch_sizes, encoder=encoder, index=index)
         self.graphs = self._captured(config, devices)
         if draft_tokens is not None:
             config = graph_configs.verify_graphs(
@@ -80,7 +81,7 @@ class ModelRunner(ModelOnBackend):
                 batch_sizes,
                 draft_tokens=draft_tokens,
                 draft_topk=draft_topk,
-                index_topk=topk,
+                index=index,
             )
             self.verify_graphs = self._captured(config, devices)
 

@@ -25,7 +25,7 @@ class ServedModel:
     linear: Sequence[LinearLayerSpec] = ()
     """The layers of the model's mixers."""
     indexers: Indexers | None = None
-    """Those of the model, bound, where the decision is of kind "nsa"."""
+    """Those of the model, bound, where they pick."""
     keeps_hidden: bool = False
     """Whether the hidden states of cached tokens are kept: see `HiddenStates`."""
     hidden_layers: Sequence[int] = ()

@@ -105,6 +105,7 @@ _SPARSE = Clause(
     head_dim=ANY,
     v_head_dim=ANY,
     spec_topk=one_of(1),
+    sinks=ANY,
     lse=ANY,
     strided_kv=ANY,
 )

@@ -26,9 +26,10 @@ from attnmux.triton.layer import TritonLayer
 from attnmux.triton.operands import Results
 from attnmux.triton.share_plans import ShareKey, SharePlan, SplitOptions
 from attnmux.triton.shares import ShareAttention
-from attnmux.triton.slots import SlotTables
+from attnmux.triton.slots import Slots, SlotTables
 from attnmux.triton.step import NO_STEP, RunningSums, TritonStep, fill_trees
 from attnmux.triton.tiles import TileAttention, TileKey, TilePlan
+from attnmux.triton.wide_tiles import WideTileAttention, wide_layer
 from attnmux.triton.write import PoolWriter
 
 if TYPE_CHECKING:
@@ -86,6 +87,18 @@ class TritonBackend(AttentionBackend):
                 if key not in tiles:
                     tiles[key] = TilePlan(key, context.device, self.launcher)
                 self._tile_plans[name, hides] = tiles[key]
+        self._wide_attention = {
+            name: WideTileAttention(each, wide, compute_units, context.max_context_len)
+            for name, each in self._layers.items()
+            # Which kernel serves a request must not depend on its batch
+            if not self._splits.deterministic and (wide := wide_layer(each)) is not None
+        }
+        """Of the layers whose keys may be widened first."""
+        self._wide_plans = {
+            name: tiles.setdefault(key, TilePlan(key, context.device, self.launcher))
+            for name, attention in self._wide_attention.items()
+            for key in [attention.tiles.key(hides=False)]
+        }
         self._sums = RunningSums(context.max_batch_size, context.device, self.launcher)
         self._kv_writer = PoolWriter(context.token_to_kv_pool, self.launcher)
         stored = [self._layers[name] for name in self._stored]
@@ -106,7 +119,8 @@ class TritonBackend(AttentionBackend):
                 got=batch.batch_size,
                 expected=f"at most the context's max_batch_size, {self._max_batch_size}",
             )
-        self._step = None if batch.forward_mode is ForwardMode.IDLE else TritonStep.of(batch)
+        is_idle = batch.forward_mode is ForwardMode.IDLE
+        self._step = None if is_idle else TritonStep.of(batch, in_capture=in_capture)
 
     def init_forward_metadata_in_graph(self, batch: ForwardBatch) -> None:
         """Plan on the device, at replay for the lengths that the batch then holds."""
@@ -146,19 +160,39 @@ class TritonBackend(AttentionBackend):
         if slots is not None and step.queries is not None:
             shares = self._share_plan(name, step.queries, hides=step.hides)
             self._share_attention[name](call, step, shares, slots, results)
-        else:
+        elif not self._attend_wide(call, step, slots, results):
             tiles = self._tile_plans[name, step.hides]
             self._tile_attention[name](call, step, tiles, slots, results)
         if call.lse is not None and results.lse is not None and results.lse is not call.lse:
             call.lse.copy_(results.lse)
         return results.out
 
+    @property
+    def widens(self) -> bool:
+        """Whether some steps widen the keys of some layer."""
+        return bool(self._wide_attention)
+
+    def _attend_wide(
+        self, call: AttentionCall, step: TritonStep, slots: Slots | None, results: Results
+    ) -> bool:
+        """Whether the step's keys were widened and attended over."""
+        name = call.layer.layer_id
+        attention = self._wide_attention.get(name)
+        places = None if attention is None or slots is None else attention.places(step)
+        if attention is None or slots is None or places is None:
+            return False
+        attention(call, step, self._wide_plans[name], slots, places, results)
+        return True
+
     def _plans(self, queries: int | None, *, hides: bool) -> tuple[SharePlan | TilePlan, ...]:
         """Each plan of a step's layers once."""
         plans = self._plans_of_step.get((queries, hides))
         if plans is None:
             of_layers: list[SharePlan | TilePlan] = (
-                [self._tile_plans[name, hides] for name in self._layers]
+                [
+                    *(self._tile_plans[name, hides] for name in self._layers),
+                    *self._wide_plans.values(),
+                ]
                 if queries is None
                 else [self._share_plan(name, queries, hides=hides) for name in self._stored]
             )

@@ -102,6 +102,7 @@ def _clauses(dtype: str) -> Iterator[Clause]:
         head_dim=ANY,
         kv_lora_rank=multiple_of(1, most=512),
         qk_rope_head_dim=multiple_of(1, most=64),
+        sinks=ANY,
         custom_mask=NONE,
     )
     # Biases by distance count places in the sequence, which the nodes of a draft tree do not have.

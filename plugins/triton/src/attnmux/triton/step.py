@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterable
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -19,6 +20,9 @@ from attnmux.core import (
 from attnmux.triton.bound_kernel import BoundKernel, Launcher
 from attnmux.triton.kernels.indices import sum_lens
 from attnmux.triton.shapes import next_power_of_2
+
+if TYPE_CHECKING:
+    from attnmux.triton.wide_tiles import WidePlaces
 
 BLOCK = 1024
 """Lengths that `sum_lens` adds up at a time."""
@@ -55,9 +59,13 @@ class TritonStep:
     `fill_trees`."""
     splits: dict[Hashable, int] = field(default_factory=dict)
     """How many programs share the keys of a tile, by the layers' kinds."""
+    wide: dict[Hashable, WidePlaces | None] = field(default_factory=dict)
+    """Where keys of 8 bits are written as 16 bits, by the layers' shapes."""
+    in_capture: bool = False
+    """Whether its launches are captured in a graph."""
 
     @classmethod
-    def of(cls, batch: ForwardBatch) -> TritonStep:
+    def of(cls, batch: ForwardBatch, *, in_capture: bool = False) -> TritonStep:
         """Raises InvalidInput for a batch without the lengths of its mode, and for lengths, rows or
         masks that are not contiguous."""
         _check_contiguous(batch)
@@ -74,7 +82,13 @@ class TritonStep:
                 "extend_seq_lens", got=None, expected="new and cached lengths in an extend step"
             )
         if not batch.forward_mode.is_target_verify():
-            return cls(batch=batch, queries=None, lens=batch.extend_prefix_lens, lens_shift=0)
+            return cls(
+                batch=batch,
+                queries=None,
+                lens=batch.extend_prefix_lens,
+                lens_shift=0,
+                in_capture=in_capture,
+            )
         if batch.spec_info is None:
             raise InvalidInput("spec_info", got=None, expected="a SpecInput in TARGET_VERIFY")
         drafts = batch.spec_info.draft_token_num

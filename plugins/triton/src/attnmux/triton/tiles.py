@@ -153,10 +153,15 @@ class TileAttention:
         plan: TilePlan,
         slots: Slots | None,
         results: Results,
+        keys: Keys | None = None,
     ) -> None:
-        """Attend over the pool, or over the call's own K and V where slots is None."""
+        """Attend over the pool, or over the call's own K and V where slots is None.
+
+        keys: those that the slots are of; the pool's unless given.
+        """
         layer, batch, q, out = self._layer, step.batch, call.q, results.out
-        keys = layer.required_keys() if slots is not None else Keys.of_call(call)
+        if keys is None:
+            keys = layer.required_keys() if slots is not None else Keys.of_call(call)
         config = layer.tile_config(hides=step.hides)
         num_splits = 1 if slots is None else self._num_splits(step, config.block_m)
         whole = results

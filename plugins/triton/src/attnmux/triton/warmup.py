@@ -13,6 +13,7 @@ from triton import AsyncCompileMode
 
 from attnmux.core import AttentionCall, ForwardBatch, ForwardMode, torch_dtype
 from attnmux.triton.bound_kernel import RehearsedLaunch, current, failure_of
+from attnmux.triton.wide_tiles import LEAST_ROWS
 
 if TYPE_CHECKING:
     from attnmux.core import BackendContext, LayerSpec
@@ -42,6 +43,11 @@ def rehearse(backend: TritonBackend, context: BackendContext) -> None:
                 backend.init_forward_metadata_in_graph(unknown)
                 for layer in context.layers:
                     _call(backend, layer, unknown, context)
+    if backend.widens and not is_encoder:
+        long = _batch(ForwardMode.EXTEND, 1, context, min(LEAST_ROWS, context.max_context_len))
+        backend.init_forward_metadata(long)
+        for layer in context.layers:
+            _call(backend, layer, long, context)
     # Leaves no step prepared.
     backend.init_forward_metadata_out_graph(_batch(ForwardMode.IDLE, 1, context))
 
@@ -51,27 +57,32 @@ def _batch_sizes(most: int) -> list[int]:
     return sorted({most, *(1 << exponent for exponent in range(most.bit_length()))})
 
 
-def _batch(mode: ForwardMode, size: int, context: BackendContext) -> ForwardBatch:
-    """One token a request, in the rows and slots that are reserved for padding."""
+def _batch(
+    mode: ForwardMode, size: int, context: BackendContext, new_tokens: int = 1
+) -> ForwardBatch:
+    """new_tokens of each request, in the rows and slots that are reserved for padding."""
 
-    def zeros(dtype: torch.dtype) -> torch.Tensor:
-        return torch.zeros(size, dtype=dtype, device=context.device)
+    def zeros(dtype: torch.dtype, count: int = size) -> torch.Tensor:
+        return torch.zeros(count, dtype=dtype, device=context.device)
 
     has_encoder = any(layer.is_cross_attention for layer in context.layers)
     extends = mode is ForwardMode.EXTEND
-    ones = zeros(torch.int32) + 1
+    num_tokens = size * new_tokens
+    lens = zeros(torch.int32) + new_tokens
+    lens_cpu = lens.cpu()
     return ForwardBatch(
         forward_mode=mode,
         batch_size=size,
         req_pool_indices=zeros(torch.int64),
-        seq_lens=ones,
-        seq_lens_cpu=ones.cpu(),
-        out_cache_loc=zeros(torch.int64),
-        positions=zeros(torch.int64),
-        extend_seq_lens=ones if extends else None,
+        seq_lens=lens,
+        seq_lens_cpu=lens_cpu,
+        out_cache_loc=zeros(torch.int64, num_tokens),
+        positions=zeros(torch.int64, num_tokens),
+        extend_seq_lens=lens if extends else None,
+        extend_seq_lens_cpu=lens_cpu if extends else None,
         extend_prefix_lens=zeros(torch.int32) if extends else None,
-        extend_num_tokens=size if extends else None,
-        encoder_lens=ones if has_encoder else None,
+        extend_num_tokens=num_tokens if extends else None,
+        encoder_lens=lens if has_encoder else None,
         encoder_out_cache_loc=zeros(torch.int64) if has_encoder else None,
     )
 
@@ -83,7 +94,7 @@ def _call(
     dtype = torch.bfloat16 if context.request.dtype is None else torch_dtype(context.request.dtype)
 
     def rows(heads: int, width: int) -> torch.Tensor:
-        return torch.zeros((batch.batch_size, heads, width), dtype=dtype, device=context.device)
+        return torch.zeros((batch.num_tokens, heads, width), dtype=dtype, device=context.device)
 
     rope = layer.qk_rope_head_dim
     q = rows(layer.tp_q_head_num, layer.qk_head_dim - rope)

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from attnmux.core.choosing.common.checks import is_whole
-from attnmux.core.choosing.common.facts import dataclass
 from attnmux.core.errors import InvalidInput
 
 

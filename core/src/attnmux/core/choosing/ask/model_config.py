@@ -16,6 +16,7 @@ from attnmux.core.choosing.ask.model_layers import (
     INDEXED,
     LINEAR,
     NO_MIXING,
+    PICKED_BLOCKS,
     WINDOWED,
     layer_types,
     linear_layers,
@@ -87,6 +88,7 @@ def _attention(values: Mapping[str, Any], source: str, tp: int) -> dict[str, Any
         return {
             **attention_heads(values, source, tp),
             **_layers(values, source),
+            **_blocks(values, source),
             "sinks": has_sinks,
         }
     windowed_alone = values["model_type"] in WINDOW_SINKS
@@ -156,7 +158,7 @@ def _check_sayable(values: Mapping[str, Any], source: str, latent: bool) -> None
 def _unsayable(values: Mapping[str, Any], latent: bool) -> Iterator[tuple[str, str]]:
     """Yield each part that a request cannot express, and what it can."""
     types = frozenset(values["layer_types"])
-    known = ATTENTION - (frozenset() if latent else INDEXED) | LINEAR | NO_MIXING
+    known = ATTENTION - (PICKED_BLOCKS if latent else INDEXED) | LINEAR | NO_MIXING
     if types and types.isdisjoint(ATTENTION) and types <= known:
         counts = linear_layers(values["layer_types"], values["model_type"])
         said = " and ".join(f"{count} {kind}" for kind, count in counts)
@@ -174,7 +176,7 @@ def _unsayable(values: Mapping[str, Any], latent: bool) -> Iterator[tuple[str, s
     if picking and not types and not latent:
         yield f"{picking[0]} without kv_lora_rank", "sparse attention over MLA's latent alone"
     differing = differing_shapes(values)
-    if differing and (latent or not attention_layers(values)):
+    if differing and (latent or types & PICKED_BLOCKS or not attention_layers(values)):
         expected = "one shape of latent attention, or heads and dims whose layers config.json names"
         yield f"layers that differ in {', '.join(sorted(differing))}", expected
 
@@ -191,6 +193,22 @@ def _layers(values: Mapping[str, Any], source: str) -> dict[str, Any]:
         # transformers' window of n keys includes the query's own
         "sliding_window": None if window is None else window - 1,
         "attention_chunk": read(values, "attention_chunk_size", source) if chunked else None,
+    }
+
+
+def _blocks(values: Mapping[str, Any], source: str) -> dict[str, Any]:
+    """What the indexers of at least one layer pick. The later names are MiniMax-M3's own."""
+    if PICKED_BLOCKS.isdisjoint(values["layer_types"]):
+        return {}
+    own = values.get("sparse_attention_config")
+    known = {**own, **values} if isinstance(own, dict) else values
+    fields = {
+        "index_topk": ("index_topk_blocks", "sparse_topk_blocks"),
+        "index_block_size": ("index_block_size", "sparse_block_size"),
+    }
+    return {
+        field: whole(known, own if known.get(name) is None else name, source)
+        for field, (name, own) in fields.items()
     }
 
 

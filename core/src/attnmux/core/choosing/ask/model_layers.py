@@ -14,8 +14,10 @@ from attnmux.core.errors import InvalidInput
 WINDOWED = frozenset({"sliding_attention", "hybrid_sliding"})
 CHUNKED = frozenset({"chunked_attention"})
 INDEXED = frozenset({"indexed_attention", "deepseek_sparse_attention"})
+PICKED_BLOCKS = frozenset({"minimax_m3_sparse"})
+"""Of layers whose indexer picks blocks of keys, for each KV head."""
 UNRESTRICTED = frozenset({"full_attention", "attention", "hybrid"})
-ATTENTION = WINDOWED | CHUNKED | INDEXED | UNRESTRICTED
+ATTENTION = WINDOWED | CHUNKED | INDEXED | PICKED_BLOCKS | UNRESTRICTED
 
 UNNAMED = frozenset({"linear_attention", "mamba", "recurrent"})
 """Words for recurrent layers whose kind the model type tells."""
@@ -63,7 +65,14 @@ def layer_types(values: Mapping[str, Any], source: str) -> list[str]:
     if not isinstance(stated, list) or not all(isinstance(name, str) for name in stated):
         got = f"layer_types={stated!r} in {source}"
         raise InvalidInput("model", got=got, expected="a list of layer_types, or none")
-    return stated or _derived(values, source)
+    return stated or _flagged(values) or _derived(values, source)
+
+
+def _flagged(values: Mapping[str, Any]) -> list[str]:
+    """From MiniMax-M3's flags of layers with an indexer."""
+    sparse = values.get("sparse_attention_config")
+    flags = _list(sparse, "sparse_attention_freq") if isinstance(sparse, dict) else None
+    return ["minimax_m3_sparse" if flag else "full_attention" for flag in flags or []]
 
 
 def _derived(values: Mapping[str, Any], source: str) -> list[str]:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Container, Mapping
+from dataclasses import dataclass, field
 
 from attnmux.core.choosing.ask.values import OptionValue
 from attnmux.core.choosing.common.checks import Check, check_fields, refusal
-from attnmux.core.choosing.common.facts import dataclass, field
 from attnmux.core.choosing.common.frozen import FrozenMapping
 from attnmux.core.errors import BackendFailed
 

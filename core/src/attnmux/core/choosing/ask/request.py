@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from dataclasses import replace as replace_fields
 from pathlib import Path
 from typing import Any
 
 from attnmux.core.choosing.ask.layer_group import LayerGroup
-from attnmux.core.choosing.ask.values import BY_NAME, BY_TYPE, FEWEST_CHOSEN_PAGES, PHASES, Reader
+from attnmux.core.choosing.ask.sparse import check_budget, check_picked_blocks, check_sparse
+from attnmux.core.choosing.ask.values import BY_NAME, BY_TYPE, PHASES, Reader
 from attnmux.core.choosing.common.checks import nearest
-from attnmux.core.choosing.common.facts import dataclass, defaults, field
-from attnmux.core.choosing.common.facts import replace as replace_fields
-from attnmux.core.choosing.common.frozen import FrozenMapping
+from attnmux.core.choosing.common.frozen import FrozenMapping, defaults
 from attnmux.core.errors import InvalidInput
 
 ORIGINS = ("user", "env", "config", "model", "platform", "default")
@@ -45,6 +46,9 @@ class Request:
     index_topk: int | None = None
     """Keys of each token that the indexer of a model of kind "nsa" picks. It demands nothing: a
     context of no more tokens has plain MLA."""
+    index_block_size: int | None = None
+    """Keys of a block, where the indexer of a model of kind "mha" picks `index_topk` blocks. It
+    demands nothing of backends; see `PickedBlocksBackend`."""
     encoder_head_dim: int | None = None
     """Of a multimodal model's encoder, which has its own heads."""
     dtype: str | None = None
@@ -122,7 +126,8 @@ class Request:
         if self.other_layers and self.kind != "mha":
             got = f"{len(self.other_layers)} groups with kind {self.kind}"
             raise InvalidInput("other_layers", got=got, expected="none: only layers of mha differ")
-        self._check_sparse()
+        check_sparse(self)
+        check_picked_blocks(self)
         if not self.phases or origins["phases"] == "default":
             object.__setattr__(self, "phases", self._derived_phases())
             origins["phases"] = "default"
@@ -147,41 +152,12 @@ class Request:
             elif name in origins:
                 del origins[name]
 
-    def _check_sparse(self) -> None:
-        """Refuse what decoding over chosen pages excludes."""
-        if self.sparse is None and self.sparse_budget is None:
-            return
-        if self.sparse is None or self.sparse_budget is None:
-            name = "sparse" if self.sparse is None else "sparse_budget"
-            raise InvalidInput(name, got=None, expected="sparse and sparse_budget together")
-        excluded = (
-            *("spec_topk", "sliding_window", "attention_chunk", "cross_attention", "alibi"),
-            *("relative_bias", "custom_mask", "multi_item", "two_batches", "strided_kv"),
-        )
-        found = [name for name in excluded if getattr(self, name)]
-        found += [f"kind={self.kind}"] * (self.kind != "mha")
-        found += [f"kv_dtype={self.kv_dtype}"] * (self.kv_dtype not in (None, self.dtype))
-        if found:
-            expected = "none of these: pages are chosen in plain causal layers without drafts"
-            raise InvalidInput(
-                "sparse", got=f"{self.sparse} with {', '.join(found)}", expected=expected
-            )
-
     def check_chosen_pages(self) -> None:
         """Raise InvalidInput where pages are chosen and the page size does not fit the budget.
 
         The solver checks the asker's request: a search tries other page sizes.
         """
-        if self.sparse_budget is None:
-            return
-        page_size = self.page_size or 0
-        if page_size < 2:
-            expected = "a number of 2 or more, as chosen pages have it"
-            raise InvalidInput("page_size", got=self.page_size, expected=expected)
-        least = FEWEST_CHOSEN_PAGES * page_size
-        if self.sparse_budget % page_size or self.sparse_budget < least:
-            expected = f"a multiple of {page_size}, the page size, from {least}"
-            raise InvalidInput("sparse_budget", got=self.sparse_budget, expected=expected)
+        check_budget(self.sparse_budget, self.page_size or 0)
 
     def _derived_phases(self) -> tuple[str, ...]:
         asked = {
@@ -198,6 +174,11 @@ class Request:
         """Whether K and V are one latent vector a token (MLA and its sparse form)."""
         return self.kind in ("mla", "nsa")
 
+    @property
+    def index_reach(self) -> int | None:
+        """The longest context of which an indexer picks every key; None without one."""
+        return None if self.index_topk is None else self.index_topk * (self.index_block_size or 1)
+
     def replace(self, *, origin: str = "user", **changes: object) -> Request:
         """A copy with `changes`, each recorded as set by `origin`."""
         _check_names(changes)
@@ -213,6 +194,7 @@ class Request:
             kv_lora_rank=None,
             qk_rope_head_dim=None,
             index_topk=None,
+            index_block_size=None,
             chunked_prefix=False,
         )
 
@@ -223,7 +205,10 @@ class Request:
         MLA runs with expanded heads. Sinks are added when parts are merged; layers with windows,
         attention chunks and biases by distance have no parts.
         """
-        limits = ("sliding_window", "attention_chunk", "spec_topk", "spec_draft_tokens")
+        limits = (
+            *("sliding_window", "attention_chunk", "spec_topk", "spec_draft_tokens"),
+            *("index_topk", "index_block_size"),
+        )
         flags = ("sinks", "alibi", "relative_bias", "custom_mask", "multi_item", "multimodal")
         return (self.expanded() if self.latent else self).replace(
             origin="model",

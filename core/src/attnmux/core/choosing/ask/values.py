@@ -40,9 +40,6 @@ ALIASES = {
 }
 """Of dtypes."""
 
-FEWEST_CHOSEN_PAGES = 4
-"""Pages of a `sparse_budget`, at least: the first, the last two, and one that is chosen."""
-
 OptionValue = bool | int | float | str
 """A value of a backend's option."""
 

@@ -1,11 +1,17 @@
-"""Read-only containers for the fields of frozen dataclasses."""
+"""Frozen dataclasses: read-only containers for their fields, and their defaults."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TypeVar, overload
+from dataclasses import MISSING, fields
+from typing import Any, TypeVar, overload
 
 V = TypeVar("V")
+
+
+def defaults(kind: type[Any]) -> Mapping[str, Any]:
+    """The fields of a dataclass that have a default, in their order; not those with a factory."""
+    return {each.name: each.default for each in fields(kind) if each.default is not MISSING}
 
 
 class FrozenMapping(Mapping[str, V]):

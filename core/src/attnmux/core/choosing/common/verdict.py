@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import dataclass, replace
 from typing import Any, Literal
-
-from attnmux.core.choosing.common.facts import dataclass, replace
 
 Status = Literal["fits", "coerced", "rejected"]
 

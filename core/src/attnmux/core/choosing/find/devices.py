@@ -7,11 +7,11 @@ import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
+from hashlib import sha256
 from pathlib import Path
 from typing import Any, TypeVar
 
-from attnmux.core.choosing.common.digest import sha256
-from attnmux.core.choosing.common.facts import dataclass
 from attnmux.core.choosing.find.examine import Entry, Plugin, PluginFailure, examine, failure_of
 from attnmux.core.choosing.find.plugins import Plugins
 from attnmux.core.choosing.find.store import Store

@@ -11,10 +11,10 @@ import os
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from attnmux.core.choosing.common.facts import dataclass
 from attnmux.core.choosing.common.files import read_file
 from attnmux.core.choosing.find.store import search_path
 from attnmux.core.choosing.machine.platform import Platform
@@ -192,9 +192,10 @@ def _run(
         except subprocess.TimeoutExpired:
             ending = f"no answer in {seconds:g} s"
         finally:
-            for pid in (process.pid, *_running(folder, places)):
-                _kill(pid)
+            _kill(process.pid)
             process.wait()
+            for pid in _running(folder, places):  # it starts no more of them
+                _kill(pid)
     if len(places) == 1 and not (folder / f"{places[0]}.ending").exists():
         (folder / f"{places[0]}.ending").write_text(ending, encoding="utf-8")
 

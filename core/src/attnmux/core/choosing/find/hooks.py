@@ -116,7 +116,6 @@ def main() -> None:
             pid = os.fork()
             if not pid:
                 _child(asked, *entry)
-            _write(asked, entry[0], "pid", str(pid))
             running[pid] = entry[0], time.monotonic() + asked["seconds"]
         time.sleep(POLL_SECONDS)
         for pid, (place, deadline) in list(running.items()):
@@ -162,6 +161,8 @@ def _child(
     answered. The process ends without waiting for threads that the plugin started.
     """
     try:
+        # While this process still ends with the group of the first one
+        _write(asked, place, "pid", str(os.getpid()))
         _confine(asked, place)
         failures: list[PluginFailure] = []
         told: dict[str, Any] = {}

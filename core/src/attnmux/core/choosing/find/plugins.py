@@ -5,13 +5,13 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
 from attnmux.core.choosing.ask.policy import Policy
 from attnmux.core.choosing.common.checks import nearest
-from attnmux.core.choosing.common.digest import sha256
-from attnmux.core.choosing.common.facts import dataclass, field, replace
 from attnmux.core.choosing.find.examine import Entry, Plugin, PluginFailure, examine, failure_of
 from attnmux.core.choosing.find.store import Store
 from attnmux.core.choosing.offer.card import Offer

@@ -6,10 +6,10 @@ import json
 import os
 import sys
 from contextlib import suppress
+from hashlib import sha256
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from attnmux.core.choosing.common.digest import sha256
 from attnmux.core.choosing.common.files import read_file, replacing
 
 MOST_BYTES = 64_000_000

@@ -7,9 +7,9 @@ A new axis is a field of `Clause`, a field of `Request` (or of `Platform`), and 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
 
 from attnmux.core.choosing.ask.request import Request
-from attnmux.core.choosing.common.facts import dataclass, field
 from attnmux.core.choosing.common.verdict import Reason
 from attnmux.core.choosing.machine.platform import Platform
 from attnmux.core.choosing.offer.clause import Clause

@@ -124,7 +124,6 @@ def check(
     policy: Policy | None = None,
     plugin: str = "",
     libraries: Libraries = installed_version,
-    ranking: Ranking = prior_rank,
 ) -> Verdict:
     """Whether `card` alone serves `phase` of `request` on `platform`, with every reason if not.
 
@@ -139,7 +138,7 @@ def check(
     reasons = standing(offer, policy, known) + shortcomings(card, question)
     if not all(reason.hint for reason in reasons):
         reasons = without_hints(reasons)
-    return verdict(offer, phase, reasons, None if reasons else ranking(offer, question))
+    return verdict(offer, phase, reasons, None if reasons else prior_rank(offer, question))
 
 
 def verdict(

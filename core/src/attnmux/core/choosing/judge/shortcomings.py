@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from functools import lru_cache
 
 from attnmux.core.choosing.ask.request import Request
-from attnmux.core.choosing.common.facts import replace
 from attnmux.core.choosing.common.verdict import Reason
 from attnmux.core.choosing.judge.axes import Demand, Question, failing, meets
 from attnmux.core.choosing.offer.card import CONTRACTS, BackendCard

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from attnmux.core.choosing.common.checks import (
@@ -17,7 +18,7 @@ from attnmux.core.choosing.common.checks import (
     several,
     whole,
 )
-from attnmux.core.choosing.common.facts import dataclass, defaults
+from attnmux.core.choosing.common.frozen import defaults
 from attnmux.core.choosing.machine.vendors import EXAMPLE, VENDORS, Vendor
 from attnmux.core.errors import InvalidInput
 

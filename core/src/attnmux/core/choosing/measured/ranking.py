@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from itertools import groupby
 from math import isqrt
 
 from attnmux.core.choosing.ask.policy import Policy
 from attnmux.core.choosing.ask.request import Request
-from attnmux.core.choosing.common.facts import replace
 from attnmux.core.choosing.judge.accuracy import Accuracy
 from attnmux.core.choosing.judge.axes import Question
 from attnmux.core.choosing.judge.checking import Rank, Ranking, prior_rank, standing

@@ -23,6 +23,8 @@ from attnmux.core.choosing.common.frozen import FrozenMapping
 from attnmux.core.choosing.machine.platform import Platform
 from attnmux.core.errors import InvalidInput, in_brief
 
+FORMAT = 1
+"""Of the records; other formats are not read."""
 LOCK_SECONDS = 60
 """How long to wait for another writer."""
 
@@ -158,8 +160,6 @@ class RecordFile(Generic[R]):
     name: str
     """Of the list in the file."""
     kind: type[R]
-    format: int = 1
-    """Of the records; other formats are not read."""
 
     def read(self) -> Records[R]:
         """Everything in the file that can be read; nothing without a file. Raises nothing."""
@@ -185,7 +185,7 @@ class RecordFile(Generic[R]):
         with self._locked():
             before = self._records("r+b")
             kept = latest([*before.found, *records])
-            data = {"format": self.format, self.name: [each.to_dict() for each in kept]}
+            data = {"format": FORMAT, self.name: [each.to_dict() for each in kept]}
             self._replace(data, set_aside=before.damaged)
 
     @contextmanager
@@ -203,10 +203,8 @@ class RecordFile(Generic[R]):
         try:
             with self.path.open(mode) as file:
                 data = json.load(file)
-            if data["format"] != self.format:
-                raise ValueError(
-                    f"its format is {data['format']!r}, this version reads {self.format}"
-                )
+            if data["format"] != FORMAT:
+                raise ValueError(f"its format is {data['format']!r}, this version reads {FORMAT}")
             entries = list(data[self.name])
         except FileNotFoundError:
             return Records()

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from attnmux.core.choosing.common.facts import dataclass
 from attnmux.core.choosing.offer.proof import proven_on
 from attnmux.core.choosing.offer.verified import doubt
 

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from attnmux.core.choosing.common.checks import NAME, Check, check_fields, whole
-from attnmux.core.choosing.common.facts import dataclass
 from attnmux.core.choosing.offer.conditions import ANY, Condition
 
 CHECKS: Mapping[str, Check] = {

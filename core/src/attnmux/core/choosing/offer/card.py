@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Literal, get_args
 
 from attnmux.core.choosing.ask.values import OptionValue
 from attnmux.core.choosing.common.checks import TEXT, Check, check_fields, refusal, tuple_of
-from attnmux.core.choosing.common.facts import dataclass, field
 from attnmux.core.choosing.common.frozen import FrozenMapping
 from attnmux.core.choosing.offer.accuracy import ErrorBound
 from attnmux.core.choosing.offer.clause import ALWAYS, LARGEST, Clause

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 
 from attnmux.core.choosing.ask.values import DTYPES, KINDS, PHASES
 from attnmux.core.choosing.common.checks import refusal
-from attnmux.core.choosing.common.facts import dataclass
 from attnmux.core.choosing.offer.conditions import (
     ANY,
     NONE,

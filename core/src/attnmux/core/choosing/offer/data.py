@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
 
-from attnmux.core.choosing.common.facts import defaults, unchecked
-from attnmux.core.choosing.common.frozen import FrozenMapping
+from attnmux.core.choosing.common.frozen import FrozenMapping, defaults
 from attnmux.core.choosing.offer.accuracy import ErrorBound
 from attnmux.core.choosing.offer.card import BackendCard, Build, Option, Prior
 from attnmux.core.choosing.offer.clause import ALWAYS, Clause
@@ -28,6 +27,11 @@ from attnmux.core.errors import InvalidInput
 KINDS = {kind.__name__: kind for kind in (OneOf, Excluding, Range, Includes, Versions, Runtimes)}
 TYPES = {kind.__name__: kind for kind in (bool, int, float, str)}
 """Of options."""
+
+DEFAULTS: Mapping[type, Mapping[str, Any]] = {
+    kind: defaults(kind)
+    for kind in (BackendCard, Build, Clause, ErrorBound, Option, Prior, Verified)
+}
 
 T = TypeVar("T")
 MISSING = object()
@@ -66,7 +70,7 @@ def to_data(cards: Sequence[BackendCard]) -> dict[str, Any]:
 
 def _changed(record: Any) -> dict[str, Any]:  # noqa: ANN401  # any of the dataclasses
     """The fields that differ from their defaults."""
-    usual = defaults(type(record))
+    usual = DEFAULTS[type(record)]
     return {
         name: value
         for name in record.__slots__
@@ -102,7 +106,7 @@ def from_data(data: Mapping[str, Any], *, checked: bool) -> tuple[BackendCard, .
     """
     if not checked:
         _check_text(data)
-    made = unchecked if checked else _made
+    made = _unchecked if checked else _made
     conditions = [_condition(row) for row in data["conditions"]]
 
     def clause(row: Mapping[str, int]) -> Clause:
@@ -138,6 +142,15 @@ def _tupled(row: Mapping[str, Any]) -> dict[str, Any]:
 
 def _made(kind: type[T], given: Mapping[str, Any]) -> T:
     return kind(**given)
+
+
+def _unchecked(kind: type[T], given: Mapping[str, Any]) -> T:
+    """An instance without `__post_init__`; a field with neither a value nor a default is None."""
+    made = object.__new__(kind)
+    values = {**DEFAULTS[kind], **given}
+    for name in kind.__slots__:  # type: ignore[attr-defined]  # a dataclass with slots
+        object.__setattr__(made, name, values.get(name))
+    return made
 
 
 def _check_text(data: object) -> None:

@@ -13,9 +13,9 @@ import sys
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import cache, lru_cache
+from hashlib import sha256
 from typing import TYPE_CHECKING, NamedTuple
 
-from attnmux.core.choosing.common.digest import sha256
 from attnmux.core.choosing.common.files import read_file
 
 if TYPE_CHECKING:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, get_args
 
-from attnmux.core.choosing.common.facts import dataclass
 from attnmux.core.choosing.machine.vendors import VENDORS
 
 if TYPE_CHECKING:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from attnmux.core.choosing.common.checks import TEXT, Check, check_fields, refusal, several, whole
-from attnmux.core.choosing.common.facts import dataclass
 from attnmux.core.choosing.machine.platform import Platform
 
 PLATFORM = r"[^:,\s]+:[^:,\s]+"

@@ -6,12 +6,12 @@ Verify and draft run on the backend of decode or extend, which leads their group
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from itertools import combinations
 from typing import Any, NamedTuple
 
 from attnmux.core.choosing.ask.policy import Policy
 from attnmux.core.choosing.ask.request import Request
-from attnmux.core.choosing.common.facts import dataclass, replace
 from attnmux.core.choosing.common.verdict import Coercion, Reason
 from attnmux.core.choosing.judge.axes import AXES, Questions, questions_of
 from attnmux.core.choosing.judge.checking import Ranking

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import cache
 from itertools import tee
 
 from attnmux.core.choosing.ask.request import parse_fields
-from attnmux.core.choosing.common.facts import replace
 from attnmux.core.choosing.common.verdict import Reason, without_hints
 from attnmux.core.choosing.judge.shortcomings import changed, remedy
 from attnmux.core.choosing.offer.card import Offer

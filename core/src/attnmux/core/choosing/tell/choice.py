@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from attnmux.core.choosing.ask.request import Request
 from attnmux.core.choosing.ask.values import OptionValue
-from attnmux.core.choosing.common.facts import dataclass, field, replace
 from attnmux.core.choosing.common.frozen import FrozenMapping
 from attnmux.core.choosing.common.verdict import Reason
 from attnmux.core.choosing.judge.accuracy import Accuracy

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from attnmux.core.choosing.common.facts import replace
+from dataclasses import replace
+
 from attnmux.core.choosing.common.verdict import Coercion
 from attnmux.core.choosing.judge.shortcomings import shortcomings
 from attnmux.core.choosing.search.assignments import Assignment

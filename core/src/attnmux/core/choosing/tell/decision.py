@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from hashlib import sha256
 from typing import Any
 
 from attnmux.core.choosing.ask.layer_group import LayerGroup
 from attnmux.core.choosing.ask.request import Request
-from attnmux.core.choosing.common.digest import sha256
-from attnmux.core.choosing.common.facts import dataclass, field, replace
 from attnmux.core.choosing.common.frozen import FrozenMapping
 from attnmux.core.choosing.common.verdict import Coercion, Verdict
 from attnmux.core.choosing.judge.accuracy import Accuracy, by_card
@@ -291,6 +291,12 @@ class Decision:
                 f"an approximation: decode reads {self.request.sparse_budget} tokens of a request, "
                 f"in the pages that {self.request.sparse} chooses for each KV head; prompts "
                 "are read whole"
+            )
+        if self.request.index_block_size is not None:
+            said.append(
+                "attnmux-core, or a kernel that a plugin offers, serves the layers with an "
+                f"indexer: each token sees {self.request.index_topk} blocks of "
+                f"{self.request.index_block_size} keys"
             )
         if self.trees is not None:
             said.append(

@@ -7,10 +7,10 @@ other phases or other backends.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import cache
 
 from attnmux.core.choosing.ask.values import PHASES
-from attnmux.core.choosing.common.facts import replace
 from attnmux.core.choosing.common.verdict import Reason, Verdict
 from attnmux.core.choosing.judge.axes import demands_of
 from attnmux.core.choosing.judge.checking import verdict

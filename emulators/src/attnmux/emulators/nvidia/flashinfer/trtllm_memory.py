@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import torch
 
+from attnmux.emulators.nvidia.dense import library
+
 COUNTER_BYTES = 8 * 1024 * 1024
 """Front of a workspace that holds the counters of requests which several blocks share."""
 
@@ -42,16 +44,29 @@ def paged(
     makes no zero of values that are not finite; later rows are not loaded. An entry of a table that
     is no page gives NaN, where a kernel would fault.
     """
-    page_size = cache.shape[1]
-    is_page = (tables >= 0) & (tables < len(cache))
-    pages = tables.clamp(0, len(cache) - 1)
+    rows, there = torch.ops.attnmux_emulated.paged(cache, tables, lens, tile)
+    return rows, there
+
+
+def _paged(
+    cache: torch.Tensor, tables: torch.Tensor, lens: torch.Tensor, tile: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    page_size, most = cache.shape[1], tables.shape[1] * cache.shape[1]
     # Indexing knows no 8-bit floats.
     words = cache.view(torch.uint8) if cache.dtype == E4M3 else cache
-    rows = words[pages].view(cache.dtype).double()
-    rows = rows.masked_fill(~is_page[..., None, None, None], torch.nan).flatten(1, 2)
-    key = torch.arange(tables.shape[1] * page_size, device=lens.device)
-    loaded = key < (lens + tile - 1).div(tile, rounding_mode="floor").mul(tile).unsqueeze(1)
-    return rows.masked_fill(~loaded[..., None, None], 0), key < lens.unsqueeze(1)
+    rows = cache.new_zeros((len(tables), most, *cache.shape[2:]), dtype=torch.float64)
+    loaded = (lens + tile - 1).div(tile, rounding_mode="floor").mul(tile).clamp(0, most)
+    for request, count in enumerate(loaded.tolist()):
+        pages = tables[request, : -(-count // page_size)]
+        is_page = (pages >= 0) & (pages < len(cache))
+        found = words[pages.clamp(0, len(cache) - 1)].view(cache.dtype).double()
+        found[~is_page] = torch.nan
+        rows[request, :count] = found.flatten(0, 1)[:count]
+    return rows, torch.arange(most, device=lens.device) < lens.unsqueeze(1)
+
+
+library.define("paged(Tensor cache, Tensor tables, Tensor lens, int tile) -> (Tensor, Tensor)")  # type: ignore[no-untyped-call]  # torch's
+library.impl("paged", _paged, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]  # as above
 
 
 def visible(

@@ -242,7 +242,7 @@ def _check_model(runner: DraftRunner, vocabulary_size: int) -> None:
         got, expected = "a draft model with a window pool", "window_step_tokens=None for it"
     elif runner.steps.has_linear_states:
         got, expected = "a draft model with linear layers", "attention in every layer"
-    elif runner.context.request.kind == "nsa":
+    elif runner.context.request.index_topk is not None:
         got = "a draft model with indexers, whose keys no branch has"
         expected = "a max_context_len of no more tokens than they pick, or another model"
     if got:

@@ -9,9 +9,9 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from attnmux.core import AcceptThresholds, DraftTree, InvalidInput, PoolExhausted
+from attnmux.transformers.engine.accounts import Accounts
 from attnmux.transformers.engine.delivery import Delivery
 from attnmux.transformers.engine.execution import Execution, Launched, StepRunner
-from attnmux.transformers.engine.outputs import OutputQueue
 from attnmux.transformers.engine.plan import Plan
 from attnmux.transformers.engine.prefix import MemoryUse, PrefixCache
 from attnmux.transformers.engine.proposers import Proposer
@@ -98,25 +98,21 @@ class Engine:
             self._speculation = Speculation(
                 drafts, self._cache, self.stats, accept or AcceptThresholds(), runner
             )
-        self._live: dict[int, LiveRequest] = {}
-        """In order of arrival. Those that have ended stay until their memory is free."""
+        self._accounts = Accounts(
+            cache=self._cache,
+            scheduler=self._scheduler,
+            execution=self._execution,
+            speculation=self._speculation,
+            stats=self.stats,
+        )
         self._next_id = 0
-        self._running: Plan | None = None
-        """The step that a call runs at this moment."""
         self._overlap = runner.steps.device.type != "cpu" if overlap is None else overlap
-        self._ahead: Launched | None = None
-        """The next step, if the device has it already."""
-        self._intact = True
-        """Whether the scheduler, the cache and the requests agree. False while they change."""
-        self._has_ended = False
-        """Whether a request in `_live` has ended."""
-        self._outputs = OutputQueue()
         self._lock = threading.RLock()
 
     @property
     def has_work(self) -> bool:
         """Whether there are requests to run or outputs to return."""
-        return bool(self._live or self._outputs)
+        return bool(self._accounts.live or self._accounts.outputs)
 
     @property
     def memory(self) -> MemoryUse:
@@ -193,10 +189,10 @@ class Engine:
             num_said=len(token_ids),
         )
         with self._turn():
-            self._settle()
+            self._accounts.settle()
             self._next_id += 1
             self._scheduler.add(request)
-            return self._live.setdefault(request.id, request).id
+            return self._accounts.live.setdefault(request.id, request).id
 
     def abort(self, request_id: int) -> GenerationResult | None:
         """End a request now. Returns its result so far, or None if it had ended before.
@@ -208,22 +204,22 @@ class Engine:
         if not 0 <= request_id < self._next_id:
             raise InvalidInput("request_id", got=request_id, expected="an id that `add` returned")
         with self._turn():
-            request = self._live.get(request_id)
+            request = self._accounts.live.get(request_id)
             if request is None or request.ended:
                 return None
-            self._abort(request)
-            if self._running is None:
-                self._settle()
+            self._accounts.abort(request)
+            if self._accounts.running is None:
+                self._accounts.settle()
             request.new_text()
             return request.result()
 
     def clear_cache(self) -> None:
         """Free the cached prefixes that no running request reads."""
         with self._turn():
-            self._settle()
-            self._intact = False
+            self._accounts.settle()
+            self._accounts.intact = False
             self._cache.clear()
-            self._intact = True
+            self._accounts.intact = True
 
     def reset(self) -> None:
         """Abort every request without output and free all of the runner's memory.
@@ -231,11 +227,7 @@ class Engine:
         Any thread may call it once no other thread uses the engine.
         """
         self._lock = threading.RLock()
-        self._running = None
-        self._intact = False
-        self._live.clear()
-        self._outputs = OutputQueue()
-        self._settle()
+        self._accounts.reset()
 
     def step(self) -> list[TokenOutput]:
         """Run the next step. Returns the new tokens; none if it only ran parts of prompts.
@@ -245,22 +237,23 @@ class Engine:
         of this step as well. Raises InvalidInput when called while the model runs, and
         PoolExhausted if others hold so much of the pool that nothing can run.
         """
+        accounts = self._accounts
         with self._turn():
-            if self._running is not None:
+            if accounts.running is not None:
                 raise InvalidInput("step", got="a call while a step runs", expected="one at a time")
             laps = Laps()
             num_new = 0
             try:
-                self._settle()
-                plan = self._next_plan() if self._ahead is None else self._ahead.plan
+                accounts.settle()
+                plan = self._next_plan() if accounts.ahead is None else accounts.ahead.plan
                 laps.lap("schedule")
                 drafts = None if plan is None else self._draft(plan, laps)
                 if plan is not None:
                     num_new = self._run(plan, drafts, laps)
             finally:
-                self._running = None
+                accounts.running = None
             self._tell(plan, num_new, laps)
-        return self._outputs.hand_over()
+        return accounts.outputs.hand_over()
 
     def idle(self) -> bool:
         """Take part in a step of other ranks' requests, when this engine has none to run.
@@ -274,13 +267,13 @@ class Engine:
             return self.runner.idle()
 
     def _turn(self) -> Turn:
-        return Turn(self._lock, self._settle)
+        return Turn(self._lock, self._accounts.settle)
 
     def _next_plan(self) -> Plan | None:
-        self._intact = False
+        self._accounts.intact = False
         plan = self._scheduler.plan()
-        self._intact = True
-        if plan is None and self._live:
+        self._accounts.intact = True
+        if plan is None and self._accounts.live:
             page_size = self.runner.steps.allocator.page_size
             raise PoolExhausted(
                 "KV slots for the next step",
@@ -298,48 +291,50 @@ class Engine:
         drafts = self._speculation.drafts(plan.decoding)
         laps.lap("draft")
         if drafts is not None:
-            self._intact = False
+            self._accounts.intact = False
             self._speculation.make_room(plan.decoding, drafts)
-            self._intact = True
+            self._accounts.intact = True
         return drafts
 
     def _run(self, plan: Plan, drafts: DraftTree | None, laps: Laps) -> int:
-        """Run a step. Returns the number of new tokens. The engine is not `_intact` until the step
-        ends or fails."""
+        """Run a step. Returns the number of new tokens. The accounts are not `intact` until it ends
+        or fails."""
+        accounts = self._accounts
         committing = False
         try:
-            self._running, self._intact = plan, False
+            accounts.running, accounts.intact = plan, False
             self.runner.ranks.check_step(plan.kind, plan.told)
             step = self._launch(plan, drafts, laps)
-            delivery = Delivery(plan, self._outputs, self.stats)
+            delivery = Delivery(plan, accounts.outputs, self.stats)
             tokens = step.wait(laps)
             committing = True
             num_new = self._commit(plan, tokens, delivery)
-            self._intact = True
+            accounts.intact = True
             return num_new
         except BaseException:
-            self._drop(plan)
-            self._intact = not committing
+            accounts.drop(plan)
+            accounts.intact = not committing
             raise
         finally:
-            self._running = None
-            self._settle()
+            accounts.running = None
+            accounts.settle()
             laps.lap("commit")
 
     def _launch(self, plan: Plan, drafts: DraftTree | None, laps: Laps) -> Launched | Verification:
         """Launch a step, unless the device has it already. If the next one is known, it follows."""
+        accounts = self._accounts
         if self._speculation is not None and drafts is not None:
             self._execution.forget()
             return self._speculation.launch(plan.decoding, drafts, laps)
-        step, self._ahead = self._ahead or self._execution.launch(plan, laps), None
+        step, accounts.ahead = accounts.ahead or self._execution.launch(plan, laps), None
         if self._overlap and self._speculation is None and self._scheduler.repeats(plan):
             laps.lap("schedule")
-            self._ahead = self._execution.launch(plan, laps, ahead=True)
+            accounts.ahead = self._execution.launch(plan, laps, ahead=True)
         return step
 
     def _tell(self, plan: Plan | None, num_new: int, laps: Laps) -> None:
         try:
-            self._outputs.tell()
+            self._accounts.outputs.tell()
         finally:
             laps.lap("stream")
             if plan is not None:
@@ -347,8 +342,8 @@ class Engine:
 
     def _commit(self, plan: Plan, tokens: Sequence[list[int]], delivery: Delivery) -> int:
         """Give the tokens to their requests. Returns the number of tokens."""
-        num_new = delivery.give(tokens, any_ended=self._has_ended)
-        self._has_ended |= delivery.has_ended
+        num_new = delivery.give(tokens, any_ended=self._accounts.has_ended)
+        self._accounts.has_ended |= delivery.has_ended
         if self._speculation is not None:
             self._speculation.commit(plan.decoding, is_whole=delivery.is_whole)
         for request, _ in plan.chunks:
@@ -356,61 +351,3 @@ class Engine:
                 self._cache.store(request)
         self._scheduler.started(plan.sampled[len(plan.decoding) :])
         return num_new
-
-    def _abort(self, request: LiveRequest) -> None:
-        """End a request without a result; `_settle` frees its memory."""
-        self.stats.aborted += 1
-        self._has_ended = True
-        request.finish_reason = "abort"
-        self._outputs.forget(request)
-
-    def _drop(self, plan: Plan) -> None:
-        """Abort the requests of a failed step, whose K and V may be incomplete."""
-        self._intact = False
-        self._forget_steps()
-        for request in plan.requests:
-            request.is_sound = False
-            if request.finish_reason != "abort" and not self._outputs.ends(request):
-                self._abort(request)
-
-    def _settle(self) -> None:
-        """Free the memory of ended requests, or all memory after an interrupted change.
-
-        Does nothing while a step runs. The memory of requests in a step that was launched ahead is
-        freed after that step.
-        """
-        if self._running is not None:
-            return
-        steps, scheduler = self.runner.steps, self._scheduler
-        if not (self._intact and steps.intact and scheduler.num_requests == len(self._live)):
-            self._restart()
-        elif self._has_ended and self._ahead is None:
-            self._intact = False
-            self._cache.release([one for one in self._live.values() if one.ended])
-            scheduler.drop_ended()
-            self._forget_ended()
-            self._intact = True
-
-    def _restart(self) -> None:
-        """Free everything in any state. The requests wait and run again."""
-        self._intact = False
-        self.runner.steps.reset()
-        self._forget_steps()
-        self._forget_ended()
-        for request in self._live.values():
-            request.state.forget()
-            request.node = None
-        self._scheduler.restart(self._live.values())
-        self._intact = True
-
-    def _forget_steps(self) -> None:
-        self._ahead = None
-        self._execution.forget()
-        if self._speculation is not None:
-            self._speculation.forget()
-
-    def _forget_ended(self) -> None:
-        self._live = {one.id: one for one in self._live.values() if not one.ended}
-        if self._speculation is not None:
-            self._speculation.keep_only(self._live.values())
-        self._has_ended = False

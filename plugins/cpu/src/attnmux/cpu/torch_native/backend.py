@@ -128,7 +128,7 @@ class TorchNativeBackend(AttentionBackend):
     ) -> torch.Tensor:
         """Attend over the keys that an indexer picked: rows `places` [T, topk] of K, -1 for none.
 
-        Computed in float32; a token without keys has out 0 and LSE -inf.
+        Computed in float32; a token without keys has out 0 and LSE -inf, or its sinks.
         """
         layer, pool = call.layer, self.context.token_to_kv_pool
         keys = _rows_of_heads(keys_and_values(call, pool, in_call=in_call)[0])
@@ -139,6 +139,8 @@ class TorchNativeBackend(AttentionBackend):
             logits = torch.einsum("thd,tkd->thk", q[rows].float(), picked) * scaling
             logits = logits.masked_fill(hidden.unsqueeze(1), -torch.inf)
             lse = logits.logsumexp(-1)
+            if layer.sinks is not None:
+                lse = torch.logaddexp(lse, layer.sinks)
             weights = torch.exp(logits - lse.masked_fill(lse.isneginf(), 0).unsqueeze(-1))
             values = picked[..., : layer.v_head_dim]
             out[rows] = (torch.einsum("thk,tkd->thd", weights, values) * scale).to(out.dtype)

@@ -9,6 +9,7 @@ Portable, in Triton:
     trees.py    builds draft trees, follows them greedily, and samples them
     indices.py  builds from lengths and the request table what other kernels read
     picked.py   attention of each token over rows that an indexer picked
+    picked_blocks.py   attention of each token over blocks of keys that an indexer picked
     chosen_pages.py    bounds, scores, choice and copies of the pages that a decode step reads
     index_scores.py    an indexer's scores of the keys that each token sees
     linear.py   recurrent layers token by token, and short convolutions

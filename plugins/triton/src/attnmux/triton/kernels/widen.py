@@ -1,0 +1,47 @@
+"""Copies the keys and values of a step out of an 8-bit pool, as 16 bits."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from attnmux.triton.kernels.blocks import load_rows
+
+
+@triton.jit(do_not_specialize_on_alignment=["seq_lens", "starts"])
+def widen_keys(
+    k, k_stride, k_head_stride, v, v_stride, v_head_stride, slots, slots_stride, rows, seq_lens,
+    starts, wide_k, wide_v,
+    HEADS: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """Write the keys of each request side by side, one request after another.
+
+    k, v [slots, HEADS, D]: the pool's memory, of 8-bit floats. slots [R, W] int32: slots or, with
+    PAGE above 1, pages of each row. rows [B] int64: each request's row; None where request i has
+    row i. seq_lens [B] int32: keys of each request. starts [B] int32: its first row of the results.
+    wide_k, wide_v [sum of seq_lens, HEADS, D], contiguous, of a 16-bit float dtype. Scales are not
+    applied.
+
+    Grid: heads, blocks of the longest request, requests.
+    """
+    head, request = tl.program_id(0), tl.program_id(2)
+    num_keys = tl.load(seq_lens + request)
+    first = tl.program_id(1) * BLOCK_N
+    if first >= num_keys:
+        return
+    key = first + tl.arange(0, BLOCK_N)
+    is_there = key < num_keys
+    row = request
+    if rows is not None:
+        row = tl.load(rows + request)
+    table = slots + row.to(tl.int64) * slots_stride
+    slot = tl.load(table + key // PAGE, mask=is_there, other=0).to(tl.int64)
+    if PAGE > 1:
+        slot = slot * PAGE + key % PAGE
+    to = (tl.load(starts + request) + key).to(tl.int64) * HEADS + head
+    places = to[:, None] * D + tl.arange(0, D)[None, :]
+    of_head = head.to(tl.int64)
+    keys = load_rows(k + of_head * k_head_stride, slot, k_stride, is_there, D, D, True)
+    tl.store(wide_k + places, keys.to(wide_k.dtype.element_ty), mask=is_there[:, None])
+    values = load_rows(v + of_head * v_head_stride, slot, v_stride, is_there, D, D, True)
+    tl.store(wide_v + places, values.to(wide_v.dtype.element_ty), mask=is_there[:, None])

@@ -1,0 +1,119 @@
+"""The values that sampled cases have on each axis, from a clause of a card."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping
+from random import Random
+from typing import Any
+
+from attnmux.core import ANY, Clause
+from attnmux.core.choosing.ask.values import DTYPES
+from attnmux.core.choosing.offer.conditions import Condition, Value
+from attnmux.testing.sampled_points import FLAGS
+
+Range = tuple[int, int]
+Levels = dict[str, tuple[Any, ...]]
+
+UNLIMITED: Mapping[str, tuple[int | Range, ...]] = {
+    "page_size": (1, (2, 15), 16, (17, 63), 64, (65, 255), 256),
+    "num_q_heads": (8, 16, (17, 64), 128),
+    "num_kv_heads": (1, 2, (3, 7), 8),
+    "group_size": (1, 2, (3, 8), (9, 16), (17, 32)),
+    "head_dim": (16, 64, 80, 128, 256),
+    "v_head_dim": (64, 128),
+    "kv_lora_rank": (128, 512),
+    "qk_rope_head_dim": (64,),
+    "spec_topk": (1, 2, 4),
+    "spec_draft_tokens": (1, (2, 8), (9, 32)),
+    "sliding_window": (1, (2, 63), (64, 511), (512, 4095)),
+    "attention_chunk": (1, (2, 63), (64, 511), (512, 4095)),
+}
+"""Values for axes on which a clause sets no limit; a random one of each range."""
+
+OWN: Mapping[str, tuple[Value | Range | None, ...]] = {
+    "rows": (1, (2, 8), (9, 64), (65, 96), (97, 128)),
+    "length": (1, (2, 63), (64, 511), (512, 2047), (2048, 32767), 32768),
+    "new": (1, (2, 15), (16, 127), (128, 512)),
+    "scale": (None, 2.0),
+    "kv_scales": (None, 0.5),
+    "padding": (0, 3),
+    "host_lens": (False, True),
+    "store": ("call", "pool"),
+    "shared": (False, True),
+    "graph": (False, True),
+}
+"""Values for properties that every card supports implicitly, and for those that the engine decides.
+`scale` is in units of the usual one."""
+
+MODES = {
+    "extend": ("extend", "mixed"),
+    "decode": ("decode",),
+    "verify": ("verify",),
+    "draft": ("draft",),
+    "encoder": ("encoder",),
+}
+"""Modes by phase of a card."""
+
+
+def levels_of(clause: Clause, rng: Random, page_sizes: Collection[int]) -> Iterator[Levels]:
+    """The values of each axis, for each kind that the clause serves."""
+    modes = tuple(m for phase, ms in MODES.items() if clause.phase.admits(phase) for m in ms)
+    levels: Levels = {
+        "dtype": tuple(d for d in DTYPES[:3] if clause.dtype.admits(d)),
+        "kv_dtype": tuple(d for d in DTYPES if clause.kv_dtype.admits(d)),
+        "page_size": _numbers("page_size", clause.page_size, rng),
+        "spec_topk": (None, *_numbers("spec_topk", clause.spec_topk, rng)),
+        "spec_draft_tokens": _numbers("spec_draft_tokens", clause.spec_draft_tokens, rng),
+        **{name: tuple(_pick(value, rng) for value in values) for name, values in OWN.items()},
+        **{name: _flag(name, clause) for name in ("lse", "deterministic")},
+    }
+    if page_sizes:
+        sizes = [size for size in sorted(page_sizes) if clause.page_size.admits(size)]
+        levels["page_size"] = tuple(sizes)
+    if not clause.graph.admits(True):
+        levels["graph"] = (False,)
+    for kind in ("mha", "mla", "nsa", "dual_chunk"):
+        if kind != "mha":
+            modes = tuple(mode for mode in modes if mode != "encoder")
+        shaped = {"mode": modes, "kind": (kind,), **levels, **_of_kind(clause, kind, rng)}
+        if clause.kind.admits(kind) and all(shaped.values()):
+            yield shaped
+
+
+def _of_kind(clause: Clause, kind: str, rng: Random) -> Levels:
+    """The values of axes that only some kinds have."""
+    names: tuple[str, ...] = ("head_dim", "num_kv_heads", "group_size")
+    if kind in ("mla", "nsa"):
+        names = ("kv_lora_rank", "qk_rope_head_dim", "num_q_heads")
+    levels: Levels = {name: _numbers(name, getattr(clause, name), rng) for name in names}
+    if kind in ("mla", "nsa"):
+        return levels
+    levels["v_head_dim"] = (0, *_numbers("v_head_dim", clause.v_head_dim, rng))
+    if kind == "mha":
+        for name in ("sliding_window", "attention_chunk"):
+            levels[name] = (None, *_numbers(name, getattr(clause, name), rng))
+        levels["logit_cap"] = (None, 2.0) if clause.logit_cap.admits(2.0) else (None,)
+        levels |= {name: _flag(name, clause) for name in FLAGS}
+    return levels
+
+
+def _flag(name: str, clause: Clause) -> tuple[bool, ...]:
+    return (False, True) if getattr(clause, name).admits(True) else (False,)
+
+
+def _pick(level: Value | Range | None, rng: Random) -> Value | None:
+    return rng.randint(*level) if isinstance(level, tuple) else level
+
+
+def _numbers(name: str, condition: Condition, rng: Random) -> tuple[int, ...]:
+    """Values that the condition admits: its ends, its listed values and some in between."""
+    usual = [
+        rng.randint(*level) if isinstance(level, tuple) else level for level in UNLIMITED[name]
+    ]
+    named = [value for value in condition.examples() if isinstance(value, int)]
+    if condition is not ANY:
+        ends = (condition.nearest(1), condition.nearest(usual[-1]))
+        named += [end for end in ends if isinstance(end, int)]
+        near = [condition.nearest(size) for size in usual]
+        named += [size for size in near if isinstance(size, int)]
+    return tuple(sorted(size for size in {*named, *usual} if condition.admits(size) and size))

@@ -1,0 +1,123 @@
+"""Extend steps over 8-bit pools whose keys are widened first."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from attnmux.core import Platform
+from attnmux.testing import Candidate, Case, extend, make_setup, prepare_step
+from attnmux.testing.runner import run_case
+from attnmux.triton.plugin import TRITON
+
+pytest.importorskip("triton")
+
+from attnmux.triton import wide_tiles
+from attnmux.triton.backend import TritonBackend
+from attnmux.triton.configs import PORTABLE
+from attnmux.triton.wide_tiles import MOST_BYTES, WideTileAttention, is_worth
+
+SM90 = Platform.parse("nvidia:sm90,cuda=13.0")
+CANDIDATE = Candidate(
+    card=replace(TRITON, requires=(), status="available", factory="attnmux.triton.factory:triton"),
+    platform=SM90,
+    device="cpu",
+    factory=lambda context, options: TritonBackend(context, options, compute_units=1),
+)
+NAMES = {
+    "extend-empty-prefix-fp8_e4m3-host-lens",
+    "extend-fp8_e4m3",
+    "extend-fp8_e4m3-float16",
+    "extend-fp8_e4m3-kv-in-pool",
+    "extend-fp8_e4m3-scales-lse",
+    "extend-fp8_e5m2-dim-64",
+    "extend-fp8_e5m2-scales",
+}
+CASES = {
+    case.name: case
+    for page_size in (1, 16)
+    for case in CANDIDATE.cases((page_size,))
+    if case.name.removesuffix(f"-page{page_size}") in NAMES
+}
+
+
+@pytest.fixture
+def widened(monkeypatch):
+    """The calls that are served by widening, with the kernel that can be interpreted."""
+    calls = []
+    serve = WideTileAttention.__call__
+
+    def note(self, *args):
+        calls.append(args)
+        serve(self, *args)
+
+    monkeypatch.setattr(wide_tiles, "WIDE_KERNELS", frozenset({PORTABLE}))
+    monkeypatch.setattr(wide_tiles, "LEAST_ROWS", 0)
+    monkeypatch.setattr(WideTileAttention, "__call__", note)
+    return calls
+
+
+def test_every_name_is_a_case():
+    assert len(CASES) == 2 * len(NAMES)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_agrees_with_reference(name, widened):
+    outcome = run_case(CANDIDATE, replace(CASES[name], host_lens=True))
+    assert outcome.status == "passed", outcome.message
+    assert widened
+
+
+FP8 = {"kv_dtype": "fp8_e4m3", "dtype": "bfloat16", "host_lens": True}
+LONG = extend((200, 400), (0, 700))
+
+
+@pytest.mark.parametrize(
+    ("step", "options", "is_widened"),
+    [
+        (LONG, FP8, True),
+        (LONG, {**FP8, "host_lens": False}, False),
+        (LONG, {**FP8, "deterministic": True}, False),
+        (LONG, {**FP8, "kv_dtype": "bfloat16"}, False),
+        (LONG, {**FP8, "windows": (64, None)}, False),
+        (extend((570, 30), (660, 40)), FP8, False),
+    ],
+)
+def test_steps_with_many_rows_for_each_key_are_widened(monkeypatch, step, options, is_widened):
+    monkeypatch.setattr(wide_tiles, "WIDE_KERNELS", frozenset({PORTABLE}))
+    case = Case(name="of-this-test", max_context_len=1024, steps=(step,), **options)
+    setup = make_setup(case, SM90, "cpu")
+    backend = TritonBackend(setup.context, {}, compute_units=24)
+    made = prepare_step(setup, step, host_lens=case.host_lens)
+    given = made.inputs[0]
+
+    def run(in_capture):
+        backend.init_forward_metadata_out_graph(made.batch, in_capture)
+        backend.init_forward_metadata_in_graph(made.batch)
+        backend.forward(given.q, given.k, given.v, given.layer, made.batch)
+
+    def launched(in_capture):
+        launches = backend.launcher.rehearse(lambda: run(in_capture))
+        return {launch.bound.kernel.__name__ for launch in launches}
+
+    assert ("widen_keys" in launched(False)) == is_widened
+    assert "widen_keys" not in launched(True)
+
+
+@pytest.mark.parametrize(
+    ("lens", "new", "expected"),
+    [
+        ((8192,), (512,), True),
+        ((8192,), (127,), False),
+        ((8192, 8192), (300, 1), True),
+        ((8192, 8192), (200, 1), False),
+        ((131_072,), (8192,), True),
+        ((131_073,), (8192,), False),
+        ((0,), (0,), False),
+    ],
+)
+def test_keys_are_widened_where_that_pays_and_fits(lens, new, expected):
+    lens, new = torch.tensor(lens, dtype=torch.int32), torch.tensor(new, dtype=torch.int32)
+    assert is_worth(lens, new, 4, MOST_BYTES // 131_072) == expected
