@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from attnmux.core import AttnmuxError, InvalidInput, SpecInput
+from attnmux.core import AttnmuxError, ForwardMode, InvalidInput, SpecInput
 from attnmux.cpu.spans import visibility
 from attnmux.cpu.steps import KeyRule, StepLens
 from attnmux.cpu.torch_native import TorchNativeBackend
@@ -239,7 +239,11 @@ def test_a_mask_may_have_more_values_than_an_int32_counts():
     keep = torch.ones(1, dtype=torch.bool).expand(3 * 2**30 + 10)
     mask = visibility(
         KeyRule(window=-1, chunk=0, is_causal=True, is_cross=False, in_call=False),
-        SimpleNamespace(spec_info=SpecInput(draft_token_num=3, custom_mask=keep), multi_item=None),
+        SimpleNamespace(
+            forward_mode=ForwardMode.TARGET_VERIFY,
+            spec_info=SpecInput(draft_token_num=3, custom_mask=keep),
+            multi_item=None,
+        ),
         StepLens(new=new, cached=num_keys - new, encoder=torch.zeros_like(new)),
     ).mask
     assert mask.row.tolist() == [0, 2**30, 2**31, 3 * 2**30, 3 * 2**30 + 5]

@@ -100,15 +100,17 @@ def visibility(rule: KeyRule, batch: ForwardBatch, lens: StepLens) -> Visibility
 
     Raises InvalidInput for a custom mask whose size is not that of the step.
     """
-    new = lens.new
+    new, is_decode = lens.new, batch.forward_mode.is_decode()
     cached = torch.zeros_like(lens.cached) if rule.in_call else lens.cached
-    num_tokens = int(new.sum())
+    num_tokens = len(new) if is_decode else int(new.sum())
     num_keys = lens.encoder if rule.is_cross else cached + new
 
     def of_requests(values: torch.Tensor) -> torch.Tensor:
-        return values.long().repeat_interleave(new, output_size=num_tokens)
+        values = values.long()
+        return values if is_decode else values.repeat_interleave(new, output_size=num_tokens)
 
-    position, widths = extend_positions(cached, new, total=num_tokens), of_requests(num_keys)
+    widths = of_requests(num_keys)
+    position = cached.long() if is_decode else extend_positions(cached, new, total=num_tokens)
     drafts = draft_keys(rule, batch)
     if drafts is not None:
         return _of_trees(drafts, of_requests(cached), position)
@@ -152,13 +154,16 @@ class Spans:
 
 def spans_of(visible: Visibility, qo_indptr: torch.Tensor) -> Spans:
     """The stretch of each request. qo_indptr: [B + 1] int32."""
-    start = torch.zeros_like(qo_indptr[1:])
-    lens = torch.zeros_like(start)
+    num_tokens = visible.first.numel()
+    if not num_tokens:
+        none = torch.zeros_like(qo_indptr[1:])
+        return Spans(start=none, indptr=torch.zeros_like(qo_indptr))
+    # Requests without queries read another's, and keep nothing of them
     has_queries = qo_indptr.diff() > 0
-    first = visible.first[qo_indptr[:-1][has_queries]]
-    end = visible.end[qo_indptr[1:][has_queries] - 1]
-    start[has_queries] = first.int()
-    lens[has_queries] = (end - first).clamp_(min=0).int()
+    first = visible.first[qo_indptr[:-1].clamp(max=num_tokens - 1)]
+    end = visible.end[(qo_indptr[1:] - 1).clamp_(min=0)]
+    start = (first * has_queries).int()
+    lens = ((end - first).clamp_(min=0) * has_queries).int()
     return Spans(start=start, indptr=cu_seqlens(lens))
 
 
