@@ -50,8 +50,10 @@ def widened(monkeypatch):
     serve = WideTileAttention.__call__
 
     def note(self, *args):
-        calls.append(args)
-        serve(self, *args)
+        served = serve(self, *args)
+        if served:
+            calls.append(args)
+        return served
 
     monkeypatch.setattr(wide_tiles, "WIDE_KERNELS", frozenset({PORTABLE}))
     monkeypatch.setattr(wide_tiles, "LEAST_ROWS", 0)

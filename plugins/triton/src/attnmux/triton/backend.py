@@ -87,18 +87,17 @@ class TritonBackend(AttentionBackend):
                 if key not in tiles:
                     tiles[key] = TilePlan(key, context.device, self.launcher)
                 self._tile_plans[name, hides] = tiles[key]
-        self._wide_attention = {
-            name: WideTileAttention(each, wide, compute_units, context.max_context_len)
-            for name, each in self._layers.items()
-            # Which kernel serves a request must not depend on its batch
-            if not self._splits.deterministic and (wide := wide_layer(each)) is not None
-        }
+        self._wide_attention: dict[int, WideTileAttention] = {}
         """Of the layers whose keys may be widened first."""
-        self._wide_plans = {
-            name: tiles.setdefault(key, TilePlan(key, context.device, self.launcher))
-            for name, attention in self._wide_attention.items()
-            for key in [attention.tiles.key(hides=False)]
-        }
+        self._wide_plans: dict[int, TilePlan] = {}
+        for name, layer in self._layers.items():
+            # Which kernel serves a request must not depend on its batch
+            wide = None if self._splits.deterministic else wide_layer(layer)
+            if wide is not None:
+                wider = WideTileAttention(layer, wide, compute_units, context.max_context_len)
+                key = wider.tiles.key(hides=False)
+                plan = tiles.setdefault(key, TilePlan(key, context.device, self.launcher))
+                self._wide_attention[name], self._wide_plans[name] = wider, plan
         self._sums = RunningSums(context.max_batch_size, context.device, self.launcher)
         self._kv_writer = PoolWriter(context.token_to_kv_pool, self.launcher)
         stored = [self._layers[name] for name in self._stored]
@@ -163,9 +162,7 @@ class TritonBackend(AttentionBackend):
         elif not self._attend_wide(call, step, slots, results):
             tiles = self._tile_plans[name, step.hides]
             self._tile_attention[name](call, step, tiles, slots, results)
-        if call.lse is not None and results.lse is not None and results.lse is not call.lse:
-            call.lse.copy_(results.lse)
-        return results.out
+        return results.handed_to(call)
 
     @property
     def widens(self) -> bool:
@@ -178,11 +175,9 @@ class TritonBackend(AttentionBackend):
         """Whether the step's keys were widened and attended over."""
         name = call.layer.layer_id
         attention = self._wide_attention.get(name)
-        places = None if attention is None or slots is None else attention.places(step)
-        if attention is None or slots is None or places is None:
+        if attention is None or slots is None:
             return False
-        attention(call, step, self._wide_plans[name], slots, places, results)
-        return True
+        return attention(call, step, self._wide_plans[name], slots, results)
 
     def _plans(self, queries: int | None, *, hides: bool) -> tuple[SharePlan | TilePlan, ...]:
         """Each plan of a step's layers once."""

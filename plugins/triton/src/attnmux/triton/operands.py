@@ -52,6 +52,12 @@ class Results(NamedTuple):
             lse = lse.new_empty(lse.shape)
         return cls(out, lse)
 
+    def handed_to(self, call: AttentionCall) -> torch.Tensor:
+        """The result of a call, whose own LSE is filled."""
+        if call.lse is not None and self.lse is not None and self.lse is not call.lse:
+            call.lse.copy_(self.lse)
+        return self.out
+
 
 class Keys(NamedTuple):
     """K and V of the pool's slots, or of the call's tokens."""

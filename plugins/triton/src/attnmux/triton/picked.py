@@ -122,9 +122,7 @@ class PickedBackend(AttentionBackend):
         step = step if over_pool else PickedStep(rows=_starts(batch))
         part_keys = self._part_keys(call, picks.shape[1])
         layer(call, step, table, picks, results, part_keys)
-        if call.lse is not None and results.lse is not None and results.lse is not call.lse:
-            call.lse.copy_(results.lse)
-        return results.out
+        return results.handed_to(call)
 
     def _part_keys(self, call: AttentionCall, topk: int) -> int:
         """Picks of each part. All are one part where the device is busy without."""

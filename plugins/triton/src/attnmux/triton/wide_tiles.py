@@ -26,8 +26,8 @@ from attnmux.triton.tiles import TileAttention, TilePlan
 WIDE_KERNELS = frozenset({HOPPER})
 """Kernels that serve 16 bits alone, and are faster than the portable one is with 8 bits."""
 LEAST_ROWS = 512
-"""Rows of queries that see a key, on average. Writing and reading a key again takes as long as the
-faster kernel saves for about 350 rows on an H100 (3.35 TB/s, 500 TFLOP/s, 1.7 times as fast)."""
+"""Rows of queries that see a key, on average. At 3 TB/s and 500 TFLOP/s, to write and read a key
+again takes as long as a kernel that is 1.7 times as fast saves on about 360 rows."""
 MOST_BYTES = 512 << 20
 """Of the 16-bit keys and values of one layer."""
 BLOCK = 64
@@ -84,34 +84,18 @@ class WideTileAttention:
         self.tiles = TileAttention(wide, units, max_context_len)
         self._bound: dict[Hashable, BoundKernel] = {}
 
-    def places(self, step: TritonStep) -> WidePlaces | None:
-        """None where the step's keys are better read as they are.
-
-        So they are in graphs, whose replays may have more keys, and where the host does not know
-        the lengths.
-        """
-        batch = step.batch
-        lens, new = batch.seq_lens_cpu, batch.extend_seq_lens_cpu
-        if step.in_capture or step.hides or batch.encoder_lens is not None:
-            return None
-        if lens is None or new is None:
-            return None
-        shape = self._layer.shape
-        key = shape.group, row_bytes(shape)
-        if key not in step.wide:
-            step.wide[key] = WidePlaces.of(batch, lens) if is_worth(lens, new, *key) else None
-        return step.wide[key]
-
     def __call__(
         self,
         call: AttentionCall,
         step: TritonStep,
         plan: TilePlan,
         slots: Slots,
-        places: WidePlaces,
         results: Results,
-    ) -> None:
-        """slots: of the pool's keys."""
+    ) -> bool:
+        """Whether the step is served. slots: of the pool's keys."""
+        places = self._places(step)
+        if places is None:
+            return False
         shape, narrow = self._layer.shape, self._layer.required_keys()
         rows = places.total, shape.kv_heads, shape.real_d
         wide = Keys(call.q.new_empty(rows), call.q.new_empty(rows))
@@ -128,6 +112,25 @@ class WideTileAttention:
             wide.k.dtype,
         )
         self.tiles(call, step, plan, places.slots, results, wide)
+        return True
+
+    def _places(self, step: TritonStep) -> WidePlaces | None:
+        """None where the step's keys are better read as they are.
+
+        So they are in graphs, whose replays may have more keys, and where the host does not know
+        the lengths.
+        """
+        batch = step.batch
+        lens, new = batch.seq_lens_cpu, batch.extend_seq_lens_cpu
+        if step.in_capture or step.hides or batch.encoder_lens is not None:
+            return None
+        if lens is None or new is None:
+            return None
+        shape = self._layer.shape
+        key = shape.group, row_bytes(shape)
+        if key not in step.wide:
+            step.wide[key] = WidePlaces.of(batch, lens) if is_worth(lens, new, *key) else None
+        return step.wide[key]
 
     def _bind(self, page_size: int) -> BoundKernel:
         shape = self._layer.shape
