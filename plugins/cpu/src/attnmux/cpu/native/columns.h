@@ -73,3 +73,22 @@ static inline void scale_rows(float* out, int out_width, const float* decay, int
         for (int d = 0; d < out_width; d += W) store(row + d, load(row + d) * decay[r]);
     }
 }
+
+// Turns a block's logits [num][padded] into weights, after the cap and what rows do not see, and
+// scales what the rows have so far.
+static inline void weigh_columns(Scratch& s, const Seen& seen, float cap, int padded, int num_rows, int out_width, int key, int num) {
+    float* scores = s.scores.data();
+    if (cap > 0)
+        for (int at = 0; at < num * padded; at += W) store(scores + at, capped(load(scores + at), cap));
+    seen.hide(scores, padded, key, num);
+    for (int r = 0; r < padded; r += W) {
+        Carried rows(scores + r, padded, num, &s.top[r], &s.sum[r], &s.decay[r]);
+        for (int j = 0; j < num; ++j) {
+            const vec weights = exponential(load(scores + j * padded + r) - rows.safe);
+            store(scores + j * padded + r, weights);
+            rows.sum += weights;
+        }
+        store(&s.sum[r], rows.sum);
+    }
+    scale_rows(s.out.data(), out_width, s.decay.data(), num_rows);
+}

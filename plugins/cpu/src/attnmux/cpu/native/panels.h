@@ -70,22 +70,7 @@ template <Type T> struct Panels {
             }
         }
     }
-    void weigh(const Seen& seen, int key, int num) {
-        float* scores = s.scores.data();
-        if (c.cap > 0)
-            for (int at = 0; at < num * padded; at += W) store(scores + at, capped(load(scores + at), c.cap));
-        seen.hide(scores, padded, key, num);
-        for (int r = 0; r < padded; r += W) {
-            Carried rows(scores + r, padded, num, &s.top[r], &s.sum[r], &s.decay[r]);
-            for (int j = 0; j < num; ++j) {
-                const vec weights = exponential(load(scores + j * padded + r) - rows.safe);
-                store(scores + j * padded + r, weights);
-                rows.sum += weights;
-            }
-            store(&s.sum[r], rows.sum);
-        }
-        scale_rows(s.out.data(), out_width, s.decay.data(), height);
-    }
+    void weigh(const Seen& seen, int key, int num) { weigh_columns(s, seen, c.cap, padded, height, out_width, key, num); }
     void gather(int num) {
         const float* values = c.v ? s.v.data() : s.k.data();
         const int stride = c.v ? out_width : width;

@@ -160,19 +160,7 @@ template <Type T, bool PAIRS> struct Stream {
         float* scores = s.scores.data();
         if (PAIRS)
             for (int at = 0; at < num * padded; at += W) store(scores + at, load(scores + at) * c.scaling);
-        if (c.cap > 0)
-            for (int at = 0; at < num * padded; at += W) store(scores + at, capped(load(scores + at), c.cap));
-        seen.hide(scores, padded, key, num);
-        for (int r = 0; r < padded; r += W) {
-            Carried rows(scores + r, padded, num, &s.top[r], &s.sum[r], &s.decay[r]);
-            for (int j = 0; j < num; ++j) {
-                const vec weights = exponential(load(scores + j * padded + r) - rows.safe);
-                store(scores + j * padded + r, weights);
-                rows.sum += weights;
-            }
-            store(&s.sum[r], rows.sum);
-        }
-        scale_rows(s.out.data(), out_width, s.decay.data(), num_rows);
+        weigh_columns(s, seen, c.cap, padded, num_rows, out_width, key, num);
     }
     void gather(const Rows<T>& values, int num) {
         for (int j = 0; j < num; j += MIX_KEYS)
