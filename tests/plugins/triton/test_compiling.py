@@ -343,7 +343,7 @@ HOPPER = {
 MERGES = {"merge.merge_splits"}
 DRAFTS = {"draft_attention.attend_drafts"}
 INDEXER = {"index_scores.score_keys"}
-BLOCKS = {"picked_blocks.attend_blocks"}
+BLOCKS = {"picked_blocks.attend_picked_blocks"}
 PAGES = {
     f"chosen_pages.{name}"
     for name in ("choose_places", "copy_pages", "score_pages", "widen_bounds")

@@ -10,7 +10,7 @@ import torch
 from attnmux.triton.bound_kernel import BoundKernel, Launcher
 from attnmux.triton.factory import compute_units
 from attnmux.triton.kernels.merge import MOST_SPLITS
-from attnmux.triton.kernels.picked_blocks import attend_blocks
+from attnmux.triton.kernels.picked_blocks import attend_picked_blocks
 from attnmux.triton.layer import LOG2_E, TritonLayer
 from attnmux.triton.operands import Results
 from attnmux.triton.shapes import halves, next_power_of_2
@@ -115,7 +115,7 @@ class BlockAttention:
         block_n, stages = _gathered(layer, sum(widths))
         return BoundKernel(
             self.launcher,
-            attend_blocks,
+            attend_picked_blocks,
             {
                 "slot_map": self._context.token_to_kv_pool.slot_map(spec.layer_id),
                 "scale": spec.scaling * k_scale * LOG2_E,

@@ -217,6 +217,18 @@ def part_of_range(low, high, part, num_parts, LEAST: tl.constexpr):
 
 
 @triton.jit
+def weigh(logits, top, mass, HIDES: tl.constexpr):
+    """The weights [M, N] of a block's logits, the share [M] that earlier results keep, and the new
+    top and mass [M], as in `attend_blocks`. HIDES: whether a row may have seen no key yet."""
+    higher = tl.maximum(top, tl.max(logits, 1))
+    # A row that has seen no key yet: inf - inf is NaN.
+    base = tl.where(higher == -float("inf"), 0.0, higher) if HIDES else higher
+    weights = tl.exp2(logits - base[:, None])
+    kept_share = tl.exp2(top - base)
+    return weights, kept_share, higher, mass * kept_share + tl.sum(weights, 1)
+
+
+@triton.jit
 def attend_blocks(
     acc, top, mass, q, q_tail, all_keys, start, stop, num_keys, sight, scale, cap, widths,
     BLOCK_N: tl.constexpr, PAGE: tl.constexpr, IS_LATENT: tl.constexpr, IN_CALL: tl.constexpr,
@@ -280,12 +292,7 @@ def attend_blocks(
                 between = keys[None, :] >= sight.shared_end[:, None]
                 sees = sees & ~(between & (keys[None, :] < sight.item_start[:, None]))
             logits = tl.where(sees, logits, -float("inf"))
-        higher = tl.maximum(top, tl.max(logits, 1))
-        # A row that has seen no key yet: inf - inf is NaN.
-        base = tl.where(higher == -float("inf"), 0.0, higher) if HIDES else higher
-        weights = tl.exp2(logits - base[:, None])
-        kept_share = tl.exp2(top - base)
-        mass = mass * kept_share + tl.sum(weights, 1)
+        weights, kept_share, top, mass = weigh(logits, top, mass, HIDES)
         if IS_LATENT:
             v = k
         else:
@@ -293,7 +300,6 @@ def attend_blocks(
                 all_keys.v, slots, all_keys.v_stride, is_there, widths.DV, widths.REAL_DV, HIDES
             ).to(q.dtype)
         acc = tl.dot(weights.to(q.dtype), v, acc * kept_share[:, None])
-        top = higher
     return acc, top, mass
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from attnmux.triton.kernels.blocks import load_rows, nothing_seen, store_rows, weigh
+
 
 @triton.jit(do_not_specialize=["topk", "part_keys", "num_tokens", "queries"])
 def attend_picks(
@@ -31,25 +33,12 @@ def attend_picks(
     head = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
     part = tl.program_id(2)
     is_head = head < HEADS
-    column = tl.arange(0, BLOCK_RANK)
-    is_column = (column < RANK)[None, :]
-    turned = tl.arange(0, BLOCK_ROPE)
-    is_turned = (turned < ROPE)[None, :]
-    nope = tl.load(
-        q + token * q_stride + head[:, None] * q_head_stride + column[None, :],
-        mask=is_head[:, None] & is_column,
-        other=0.0,
-    )
-    rope = tl.load(
-        q_rope + token * q_rope_stride + head[:, None] * q_rope_head_stride + turned[None, :],
-        mask=is_head[:, None] & is_turned,
-        other=0.0,
+    nope = load_rows(q + token * q_stride, head, q_head_stride, is_head, BLOCK_RANK, RANK, True)
+    rope = load_rows(
+        q_rope + token * q_rope_stride, head, q_rope_head_stride, is_head, BLOCK_ROPE, ROPE, True
     )
     row = tl.load(rows + token // queries)
-    empty = -float("inf")
-    top = tl.full([BLOCK_H], empty, tl.float32)
-    mass = tl.zeros([BLOCK_H], tl.float32)
-    acc = tl.zeros([BLOCK_H, BLOCK_RANK], tl.float32)
+    acc, top, mass = nothing_seen(BLOCK_H, BLOCK_RANK)
     end = tl.minimum((part + 1) * part_keys, topk)
     for first in range(part * part_keys, end, BLOCK_N):
         at = first + tl.arange(0, BLOCK_N)
@@ -61,34 +50,16 @@ def attend_picks(
             key = row + place
         if slot_map is not None:
             key = tl.load(slot_map + key, mask=is_key, other=0).to(tl.int64)
-        latent = tl.load(
-            k + key[:, None] * k_stride + column[None, :],
-            mask=is_key[:, None] & is_column,
-            other=0.0,
-        ).to(nope.dtype)
-        rotary = tl.load(
-            k_rope + key[:, None] * k_rope_stride + turned[None, :],
-            mask=is_key[:, None] & is_turned,
-            other=0.0,
-        ).to(rope.dtype)
+        latent = load_rows(k, key, k_stride, is_key, BLOCK_RANK, RANK, True).to(nope.dtype)
+        rotary = load_rows(k_rope, key, k_rope_stride, is_key, BLOCK_ROPE, ROPE, True).to(
+            rope.dtype
+        )
         logits = tl.dot(nope, tl.trans(latent)) + tl.dot(rope, tl.trans(rotary))
-        logits = tl.where(is_key[None, :], logits * scale, empty)
-        higher = tl.maximum(top, tl.max(logits, 1))
-        # Without keys so far: inf - inf is NaN.
-        base = tl.where(higher == empty, 0.0, higher)
-        weights = tl.exp2(logits - base[:, None])
-        shrink = tl.exp2(top - base)
-        mass = mass * shrink + tl.sum(weights, 1)
-        acc = acc * shrink[:, None] + tl.dot(weights.to(latent.dtype), latent)
-        top = higher
-    is_empty = mass == 0.0
-    acc = acc * (v_scale / tl.where(is_empty, 1.0, mass))[:, None]
+        logits = tl.where(is_key[None, :], logits * scale, -float("inf"))
+        weights, kept_share, top, mass = weigh(logits, top, mass, True)
+        acc = acc * kept_share[:, None] + tl.dot(weights.to(latent.dtype), latent)
     result = part.to(tl.int64) * num_tokens + token
-    tl.store(
-        out + result * out_stride + head[:, None] * RANK + column[None, :],
-        acc.to(out.dtype.element_ty),
-        mask=is_head[:, None] & is_column,
-    )
-    if HAS_LSE:
-        value = tl.where(is_empty, empty, (top + tl.log2(mass)) * 0.6931471805599453)
-        tl.store(lse + result * lse_stride + head, value, mask=is_head)
+    store_rows(
+        out, out_stride, lse, lse_stride, None, acc, top, mass, result, head,
+        is_head, v_scale, BLOCK_RANK, RANK, False, HAS_LSE,
+    )  # fmt: skip

@@ -5,9 +5,11 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from attnmux.triton.kernels.blocks import load_rows, nothing_seen, store_rows, weigh
+
 
 @triton.jit(do_not_specialize=["topk", "part_picks", "num_tokens"])
-def attend_blocks(
+def attend_picked_blocks(
     q, q_stride, q_head_stride, k, k_stride, k_head_stride, v, v_stride, v_head_stride,
     table, table_stride, slot_map, rows, positions, picks, picks_stride, picks_head_stride,
     out, out_stride, lse, lse_stride, topk, part_picks, num_tokens, scale, v_scale,
@@ -33,24 +35,13 @@ def attend_blocks(
     member = tl.arange(0, BLOCK_H)
     is_member = member < GROUP
     query = head * GROUP + member
-    column = tl.arange(0, BLOCK_D)
-    is_column = (column < DIM)[None, :]
-    v_column = tl.arange(0, BLOCK_V)
-    is_v_column = (v_column < V_DIM)[None, :]
-    queries = tl.load(
-        q + token * q_stride + query[:, None] * q_head_stride + column[None, :],
-        mask=is_member[:, None] & is_column,
-        other=0.0,
-    )
+    queries = load_rows(q + token * q_stride, query, q_head_stride, is_member, BLOCK_D, DIM, True)
     row = tl.load(rows + token)
     last = tl.load(positions + token)
     mine = picks + token * picks_stride + head * picks_head_stride
     k_head = k + (head // SHARED) * k_head_stride
     v_head = v + (head // SHARED) * v_head_stride
-    empty = -float("inf")
-    top = tl.full([BLOCK_H], empty, tl.float32)
-    mass = tl.zeros([BLOCK_H], tl.float32)
-    acc = tl.zeros([BLOCK_H, BLOCK_V], tl.float32)
+    acc, top, mass = nothing_seen(BLOCK_H, BLOCK_V)
     end = tl.minimum((part + 1) * part_picks, topk) * SIZE
     for first in range(part * part_picks * SIZE, end, BLOCK_N):
         at = first + tl.arange(0, BLOCK_N)
@@ -60,36 +51,16 @@ def attend_blocks(
         key = tl.load(table + row * table_stride + place, mask=is_key, other=0).to(tl.int64)
         if slot_map is not None:
             key = tl.load(slot_map + key, mask=is_key, other=0).to(tl.int64)
-        keys = tl.load(
-            k_head + key[:, None] * k_stride + column[None, :],
-            mask=is_key[:, None] & is_column,
-            other=0.0,
-        ).to(queries.dtype)
-        values = tl.load(
-            v_head + key[:, None] * v_stride + v_column[None, :],
-            mask=is_key[:, None] & is_v_column,
-            other=0.0,
-        ).to(queries.dtype)
+        keys = load_rows(k_head, key, k_stride, is_key, BLOCK_D, DIM, True).to(queries.dtype)
+        values = load_rows(v_head, key, v_stride, is_key, BLOCK_V, V_DIM, True).to(queries.dtype)
         logits = tl.dot(queries, tl.trans(keys), input_precision=PRECISION) * scale
-        logits = tl.where(is_key[None, :], logits, empty)
-        higher = tl.maximum(top, tl.max(logits, 1))
-        # Without keys so far: inf - inf is NaN.
-        base = tl.where(higher == empty, 0.0, higher)
-        weights = tl.exp2(logits - base[:, None])
-        shrink = tl.exp2(top - base)
-        mass = mass * shrink + tl.sum(weights, 1)
+        logits = tl.where(is_key[None, :], logits, -float("inf"))
+        weights, kept_share, top, mass = weigh(logits, top, mass, True)
         acc = tl.dot(
-            weights.to(values.dtype), values, acc * shrink[:, None], input_precision=PRECISION
+            weights.to(values.dtype), values, acc * kept_share[:, None], input_precision=PRECISION
         )
-        top = higher
-    is_empty = mass == 0.0
-    acc = acc * (v_scale / tl.where(is_empty, 1.0, mass))[:, None]
     result = part.to(tl.int64) * num_tokens + token
-    tl.store(
-        out + result * out_stride + query[:, None] * V_DIM + v_column[None, :],
-        acc.to(out.dtype.element_ty),
-        mask=is_member[:, None] & is_v_column,
-    )
-    if HAS_LSE:
-        value = tl.where(is_empty, empty, (top + tl.log2(mass)) * 0.6931471805599453)
-        tl.store(lse + result * lse_stride + query, value, mask=is_member)
+    store_rows(
+        out, out_stride, lse, lse_stride, None, acc, top, mass, result, query,
+        is_member, v_scale, BLOCK_V, V_DIM, False, HAS_LSE,
+    )  # fmt: skip
