@@ -8,27 +8,22 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import contextmanager
 from dataclasses import dataclass
-from inspect import unwrap
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from attnmux.core.block_picks import best_blocks, block_scores
 from attnmux.transformers.index_shape import IndexShape
+from attnmux.transformers.indexer_trial import TOLERANCE, TRIED_TOKENS, rotary_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
 PARTS = {"q_proj", "k_proj", "q_norm", "k_norm"}
 NUMBERS = ("num_heads", "head_dim", "block_size", "topk_blocks", "local_blocks", "layer_idx")
-ROTARY = "apply_rotary_pos_emb"
 
-TRIED_TOKENS = 24
 TRIED_BLOCK, TRIED_TOPK = 3, 4
 """While an indexer is compared with ours: few tokens have many blocks then."""
-TOLERANCE = 0.02
-"""The most by which its worst pick may score below our worst one, as a share of the largest score:
-as for indexers of keys."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -127,9 +122,8 @@ def block_indexer(module: torch.nn.Module, owner: torch.nn.Module) -> BlockIndex
     """The module as an indexer whose picks are its own; None if it is none of ours."""
     if not has_block_parts(module):
         return None
-    forward: Any = unwrap(type(module).forward)
-    names = [name for name in forward.__code__.co_names if name.startswith(ROTARY)]
-    if len(names) != 1:
+    rotary = rotary_of(module)
+    if rotary is None:
         return None
-    indexer = BlockIndexer(module=module, owner=owner, rotary=forward.__globals__[names[0]])
+    indexer = BlockIndexer(module=module, owner=owner, rotary=rotary)
     return indexer if indexer.agrees() else None

@@ -7,23 +7,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from inspect import unwrap
 from typing import Any
 
 import torch
 
 from attnmux.core.indices import index_scores
 from attnmux.transformers.index_shape import IndexShape
+from attnmux.transformers.indexer_trial import TOLERANCE, TRIED_TOKENS, forward_of, rotary_of
 
 PARTS = {"wq_b", "wk", "k_norm", "weights_proj"}
 NUMBERS = ("n_heads", "head_dim", "index_topk", "qk_rope_head_dim", "layer_idx")
-ROTARY = "apply_rotary_pos_emb"
-"""How the names of transformers' rotary functions begin."""
-
-TRIED_TOKENS = 24
-TOLERANCE = 0.02
-"""The largest disorder of scores in the model's own ranking, as a share of the largest score: above
-rounding in any dtype, and far below the effect of another rotary function or scale."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -117,10 +110,6 @@ def _rotary_of(module: torch.nn.Module) -> Callable[..., Any] | None:
     parts = {name for name, _ in module.named_children()}
     if not parts >= PARTS or not all(isinstance(getattr(module, each, 0), int) for each in NUMBERS):
         return None
-    forward: Any = unwrap(type(module).forward)
-    names = [name for name in forward.__code__.co_names if name.startswith(ROTARY)]
-    takes: Sequence[str] = forward.__code__.co_varnames[: forward.__code__.co_argcount]
-    if len(names) != 1 or "q_resid" not in takes:
-        return None
-    rotary: Callable[..., Any] | None = forward.__globals__.get(names[0])
-    return rotary
+    code = forward_of(module).__code__
+    takes: Sequence[str] = code.co_varnames[: code.co_argcount]
+    return rotary_of(module) if "q_resid" in takes else None

@@ -1,0 +1,29 @@
+"""What it takes to try whether an indexer of a model picks as ours does, whatever it picks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from inspect import unwrap
+from typing import Any
+
+TRIED_TOKENS = 24
+TOLERANCE = 0.02
+"""By how much scores may differ, as a share of the largest score: above rounding in any dtype, and
+far below the effect of another rotary function or scale."""
+ROTARY = "apply_rotary_pos_emb"
+"""How the names of transformers' rotary functions begin."""
+
+
+def forward_of(module: object) -> Any:  # noqa: ANN401  # a function, which transformers may wrap
+    """The function of a module's class that its calls run."""
+    return unwrap(type(module).forward)  # type: ignore[attr-defined]  # a torch module has it
+
+
+def rotary_of(module: object) -> Callable[..., Any] | None:
+    """The rotary function that a module's forward calls; None unless it calls one."""
+    forward = forward_of(module)
+    names = [name for name in forward.__code__.co_names if name.startswith(ROTARY)]
+    if len(names) != 1:
+        return None
+    rotary: Callable[..., Any] | None = forward.__globals__.get(names[0])
+    return rotary
