@@ -2,27 +2,21 @@
 
 from __future__ import annotations
 
-import random
-
 import pytest
 import torch
 import transformers
 from transformers import AutoModelForCausalLM
 
-from attnmux.core import InvalidInput, KeyPicker, Offer, Request, load_plugins, solve
+from attnmux.core import InvalidInput, KeyPicker, Request, load_plugins, solve
 from attnmux.core.choosing.machine.cpu import probe_cpu
-from attnmux.testing import RecordingGraphs, fake_platform, graph_card
 from attnmux.transformers import (
     Engine,
     MemoryBudget,
     ModelProposer,
     NgramProposer,
     Prompt,
-    RunnerOptions,
     SequenceState,
     indexers,
-    load_runner,
-    open_checkpoint,
     run_prompts,
 )
 from attnmux.transformers.checkpoint import quiet_transformers
@@ -91,48 +85,28 @@ def sparse(tmp_path_factory):
     return make
 
 
-def prompts():
-    """Up to five times as long as what is picked; the later half begin as one of the first."""
-    rng = random.Random(2)
-    first = [[rng.randrange(97) for _ in range(size)] for size in (1, TOPK - 1, 40, 57)]
-    return first + [
-        [*stem[:size], rng.randrange(97)] for stem, size in zip(first, (1, 4, 33, 48), strict=True)
-    ]
-
-
-@torch.no_grad()
-def alone(model, ids):
-    """Greedy text of the model's own attention over each whole text, without a cache."""
-    ids = list(ids)
-    for _ in range(NEW):
-        ids.append(
-            int(model(input_ids=torch.tensor([ids]), use_cache=False).logits[0, -1].argmax())
-        )
-    return tuple(ids[-NEW:])
-
-
-def texts(engine):
-    asked = [Prompt(token_ids=ids, max_new_tokens=NEW) for ids in prompts()]
-    return [result.token_ids for result in run_prompts(engine, asked).results]
+@pytest.fixture
+def said(indexed_texts):
+    return indexed_texts(seed=2, picked=TOPK, new=NEW)
 
 
 @pytest.mark.parametrize("page_size", [1, 16])
 @pytest.mark.parametrize("name", CONFIGS)
 @pytest.mark.one_of("page_size")
-def test_text_is_that_of_each_prompt_alone(sparse, run_on, name, page_size):
+def test_text_is_that_of_each_prompt_alone(sparse, run_on, name, page_size, said):
     model, folder = sparse(name)
-    expected = [alone(model, ids) for ids in prompts()]
+    expected = [said.alone(model, ids) for ids in said.prompts]
     runner = run_on(folder, page_size=page_size, max_context_len=80, max_total_tokens=512)
     assert (runner.decision.request.kind, runner.decision.request.index_topk) == ("nsa", TOPK)
-    assert texts(Engine(runner, prefix_cache=False)) == expected
+    assert said.texts(Engine(runner, prefix_cache=False)) == expected
     for options in ({}, {"prefill_tokens": 7}):
         engine = Engine(runner, **options)
-        assert texts(engine) == expected
+        assert said.texts(engine) == expected
         assert engine.stats.reused_tokens > 0
         engine.clear_cache()
 
 
-def test_other_keys_say_something_else(sparse, run_on, monkeypatch):
+def test_other_keys_say_something_else(sparse, run_on, monkeypatch, said):
     """What is picked matters to the texts above."""
     model, folder = sparse("deepseek")
     runner = run_on(folder, max_context_len=80, max_total_tokens=512)
@@ -142,7 +116,7 @@ def test_other_keys_say_something_else(sparse, run_on, monkeypatch):
         batch.topk_indices.copy_(torch.where(keys > batch.positions.unsqueeze(1), -1, keys))
 
     monkeypatch.setattr(KeyPicker, "pick", first_keys)
-    ids = prompts()[3]
+    ids = said.prompts[3]
     spoilt = runner.extend([SequenceState(token_ids=list(ids))])[0]
     with torch.no_grad():
         expected = model(input_ids=torch.tensor([ids]), use_cache=False).logits[0, -1]
@@ -150,26 +124,8 @@ def test_other_keys_say_something_else(sparse, run_on, monkeypatch):
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-def test_decode_steps_replayed_from_graphs_say_the_same(sparse, name):
-    model, folder = sparse(name)
-    offer = Offer(card=graph_card(), plugin="fake", distribution="attnmux-fake", version="1.0")
-    options = RunnerOptions(page_size=4, max_batch_size=8, max_context_len=80, max_total_tokens=512)
-    runner = load_runner(open_checkpoint(folder), fake_platform(), [offer], options)
-    runner.capture_graphs(batch_sizes=[1, 2, 4], devices=RecordingGraphs())
-    ran = []
-    replay = runner.graphs.replay
-    runner.graphs.replay = lambda batch, inputs, *, size: (
-        ran.append(batch.batch_size) or replay(batch, inputs, size=size)
-    )
-    engine = Engine(runner)
-    asked = [
-        Prompt(token_ids=ids, max_new_tokens=NEW - place % 4)
-        for place, ids in enumerate(prompts()[:4])
-    ]
-    found = [result.token_ids for result in run_prompts(engine, asked).results]
-    whole = [alone(model, ids) for ids in prompts()[:4]]
-    assert found == [text[: NEW - place % 4] for place, text in enumerate(whole)]
-    assert {1, 3} <= set(ran)
+def test_decode_steps_replayed_from_graphs_say_the_same(sparse, said, name):
+    said.check_graphs(*sparse(name))
 
 
 @pytest.fixture
@@ -190,39 +146,39 @@ def kernels(monkeypatch):
         yield asked
 
 
-def test_kernels_say_the_same(sparse, run_on, kernels):
+def test_kernels_say_the_same(sparse, run_on, kernels, said):
     model, folder = sparse("deepseek")
     runner = run_on(folder, max_context_len=80, max_total_tokens=512, draft_tokens=3)
-    asked = [Prompt(token_ids=ids, max_new_tokens=NEW) for ids in prompts()[1:4]]
+    asked = [Prompt(token_ids=ids, max_new_tokens=NEW) for ids in said.prompts[1:4]]
     for drafts in (None, NgramProposer(draft_token_num=3)):
         engine = Engine(runner, drafts=drafts)
         found = [result.token_ids for result in run_prompts(engine, asked).results]
-        assert found == [alone(model, ids) for ids in prompts()[1:4]]
+        assert found == [said.alone(model, ids) for ids in said.prompts[1:4]]
     assert kernels == ["index_scores"]
 
 
-def test_kernels_replayed_from_graphs_say_the_same(sparse, kernels):
-    test_decode_steps_replayed_from_graphs_say_the_same(sparse, "deepseek")
+def test_kernels_replayed_from_graphs_say_the_same(sparse, said, kernels):
+    said.check_graphs(*sparse("deepseek"))
     assert kernels == ["index_scores"]
 
 
-def test_chains_of_drafts_leave_the_text_as_it_is(sparse, run_on):
+def test_chains_of_drafts_leave_the_text_as_it_is(sparse, run_on, said):
     model, folder = sparse("deepseek")
     runner = run_on(folder, max_context_len=80, max_total_tokens=512, draft_tokens=4)
     drafts = NgramProposer(draft_token_num=4)
     engine = Engine(runner, drafts=drafts)
-    assert texts(engine) == [alone(model, ids) for ids in prompts()]
+    assert said.texts(engine) == [said.alone(model, ids) for ids in said.prompts]
     assert engine.stats.drafts.requests > 0
 
 
-def test_a_draft_model_proposes_chains(sparse, run_on):
+def test_a_draft_model_proposes_chains(sparse, run_on, said):
     """The draft model picks every key of its context, and runs as plain MLA."""
     model, folder = sparse("deepseek")
     options = {"max_context_len": 80, "max_total_tokens": 512, "draft_tokens": 4}
     drafter = run_on(sparse("deepseek", index_topk=80)[1], **options)
     drafts = ModelProposer(drafter, vocabulary_size=97, steps=3)
     engine = Engine(run_on(folder, **options), drafts=drafts)
-    assert texts(engine) == [alone(model, ids) for ids in prompts()]
+    assert said.texts(engine) == [said.alone(model, ids) for ids in said.prompts]
     assert engine.stats.drafts.accepted_tokens > 0
 
 
@@ -232,23 +188,23 @@ def test_a_draft_model_with_indexers_is_refused(sparse, run_on):
         ModelProposer(drafter, vocabulary_size=97)
 
 
-def test_a_context_of_no_more_keys_has_plain_latent_attention(sparse, run_on):
+def test_a_context_of_no_more_keys_has_plain_latent_attention(sparse, run_on, said):
     model, folder = sparse("deepseek")
     runner = run_on(folder, max_context_len=TOPK)
     assert runner.decision.request.kind == "mla"
     assert runner.indexers is None
-    ids = prompts()[1]
+    ids = said.prompts[1]
     logits = runner.extend([SequenceState(token_ids=list(ids))])
     with torch.no_grad():
         expected = model(input_ids=torch.tensor([ids]), use_cache=False).logits[0, -1]
     torch.testing.assert_close(logits[0], expected, rtol=1e-4, atol=1e-4)
 
 
-def test_eight_bit_caches_have_eight_bit_index_keys(sparse, run_on):
+def test_eight_bit_caches_have_eight_bit_index_keys(sparse, run_on, said):
     _, folder = sparse("deepseek")
     runner = run_on(folder, max_context_len=80, max_total_tokens=512, kv_dtype="fp8_e4m3")
     assert runner.indexers.picker.pool.dtype == torch.float8_e4m3fn
-    assert all(len(text) == NEW for text in texts(Engine(runner)))
+    assert all(len(text) == NEW for text in said.texts(Engine(runner)))
 
 
 def test_a_budget_holds_the_index_keys_too(sparse, run_on):

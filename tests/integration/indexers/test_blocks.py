@@ -2,26 +2,20 @@
 
 from __future__ import annotations
 
-import random
-
 import pytest
 import torch
 import transformers
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
-from attnmux.core import BlockPicker, InvalidInput, Offer, Request, building
+from attnmux.core import BlockPicker, InvalidInput, Request, building
 from attnmux.emulators import triton_interpreter
-from attnmux.testing import RecordingGraphs, fake_platform, graph_card
 from attnmux.transformers import (
     Engine,
     MemoryBudget,
     ModelProposer,
     NgramProposer,
     Prompt,
-    RunnerOptions,
     SequenceState,
-    load_runner,
-    open_checkpoint,
     run_prompts,
 )
 from attnmux.transformers.checkpoint import quiet_transformers
@@ -85,29 +79,9 @@ def blocks(tmp_path_factory):
     return make
 
 
-def prompts():
-    """Up to five times as long as what is picked; the later half begin as one of the first."""
-    rng = random.Random(3)
-    first = [[rng.randrange(97) for _ in range(size)] for size in (1, SIZE * TOPK - 1, 40, 57)]
-    return first + [
-        [*stem[:size], rng.randrange(97)] for stem, size in zip(first, (1, 4, 33, 48), strict=True)
-    ]
-
-
-@torch.no_grad()
-def alone(model, ids):
-    """Greedy text of the model's own attention over each whole text, without a cache."""
-    ids = list(ids)
-    for _ in range(NEW):
-        ids.append(
-            int(model(input_ids=torch.tensor([ids]), use_cache=False).logits[0, -1].argmax())
-        )
-    return tuple(ids[-NEW:])
-
-
-def texts(engine):
-    asked = [Prompt(token_ids=ids, max_new_tokens=NEW) for ids in prompts()]
-    return [result.token_ids for result in run_prompts(engine, asked).results]
+@pytest.fixture
+def said(indexed_texts):
+    return indexed_texts(seed=3, picked=SIZE * TOPK, new=NEW)
 
 
 @pytest.mark.parametrize("page_size", [1, 16])
@@ -120,21 +94,21 @@ def texts(engine):
     ],
     ids=["heads", "more", "all"],
 )
-def test_text_is_that_of_each_prompt_alone(blocks, run_on, more, page_size):
+def test_text_is_that_of_each_prompt_alone(blocks, run_on, more, page_size, said):
     model, folder = blocks(**more)
-    expected = [alone(model, ids) for ids in prompts()]
+    expected = [said.alone(model, ids) for ids in said.prompts]
     runner = run_on(folder, page_size=page_size, **ROOM)
     request = runner.decision.request
     assert (request.kind, request.index_topk, request.index_block_size) == ("mha", TOPK, SIZE)
-    assert texts(Engine(runner, prefix_cache=False)) == expected
+    assert said.texts(Engine(runner, prefix_cache=False)) == expected
     for options in ({}, {"prefill_tokens": 7}):
         engine = Engine(runner, **options)
-        assert texts(engine) == expected
+        assert said.texts(engine) == expected
         assert engine.stats.reused_tokens > 0
         engine.clear_cache()
 
 
-def test_other_blocks_say_something_else(blocks, run_on, monkeypatch):
+def test_other_blocks_say_something_else(blocks, run_on, monkeypatch, said):
     """What is picked matters to the texts above."""
     model, folder = blocks()
     runner = run_on(folder, **ROOM)
@@ -145,36 +119,15 @@ def test_other_blocks_say_something_else(blocks, run_on, monkeypatch):
         batch.topk_indices.copy_(torch.where(block > own, -1, block))
 
     monkeypatch.setattr(BlockPicker, "pick", first_blocks)
-    ids = prompts()[3]
+    ids = said.prompts[3]
     spoilt = runner.extend([SequenceState(token_ids=list(ids))])[0]
     with torch.no_grad():
         expected = model(input_ids=torch.tensor([ids]), use_cache=False).logits[0, -1]
     assert float((spoilt - expected).abs().max() / expected.std()) > 0.1
 
 
-def check_graphs(blocks):
-    model, folder = blocks()
-    offer = Offer(card=graph_card(), plugin="fake", distribution="attnmux-fake", version="1.0")
-    options = RunnerOptions(page_size=4, max_batch_size=8, **ROOM)
-    runner = load_runner(open_checkpoint(folder), fake_platform(), [offer], options)
-    runner.capture_graphs(batch_sizes=[1, 2, 4], devices=RecordingGraphs())
-    ran = []
-    replay = runner.graphs.replay
-    runner.graphs.replay = lambda batch, inputs, *, size: (
-        ran.append(batch.batch_size) or replay(batch, inputs, size=size)
-    )
-    asked = [
-        Prompt(token_ids=ids, max_new_tokens=NEW - place % 4)
-        for place, ids in enumerate(prompts()[:4])
-    ]
-    found = [result.token_ids for result in run_prompts(Engine(runner), asked).results]
-    whole = [alone(model, ids) for ids in prompts()[:4]]
-    assert found == [text[: NEW - place % 4] for place, text in enumerate(whole)]
-    assert {1, 3} <= set(ran)
-
-
-def test_decode_steps_replayed_from_graphs_say_the_same(blocks):
-    check_graphs(blocks)
+def test_decode_steps_replayed_from_graphs_say_the_same(blocks, said):
+    said.check_graphs(*blocks())
 
 
 @pytest.fixture
@@ -194,26 +147,26 @@ def kernels(monkeypatch):
         yield asked
 
 
-def test_the_kernel_says_the_same(blocks, run_on, kernels):
+def test_the_kernel_says_the_same(blocks, run_on, kernels, said):
     model, folder = blocks()
     runner = run_on(folder, draft_tokens=3, **ROOM)
-    asked = [Prompt(token_ids=ids, max_new_tokens=NEW) for ids in prompts()[1:4]]
+    asked = [Prompt(token_ids=ids, max_new_tokens=NEW) for ids in said.prompts[1:4]]
     for drafts in (None, NgramProposer(draft_token_num=3)):
         engine = Engine(runner, drafts=drafts)
         found = [result.token_ids for result in run_prompts(engine, asked).results]
-        assert found == [alone(model, ids) for ids in prompts()[1:4]]
+        assert found == [said.alone(model, ids) for ids in said.prompts[1:4]]
     assert kernels == ["picked_blocks"]
 
 
-def test_the_kernel_replayed_from_graphs_says_the_same(blocks, kernels):
-    check_graphs(blocks)
+def test_the_kernel_replayed_from_graphs_says_the_same(blocks, said, kernels):
+    said.check_graphs(*blocks())
     assert kernels == ["picked_blocks"]
 
 
-def test_chains_of_drafts_leave_the_text_as_it_is(blocks, run_on):
+def test_chains_of_drafts_leave_the_text_as_it_is(blocks, run_on, said):
     model, folder = blocks()
     engine = Engine(run_on(folder, draft_tokens=4, **ROOM), drafts=NgramProposer(draft_token_num=4))
-    assert texts(engine) == [alone(model, ids) for ids in prompts()]
+    assert said.texts(engine) == [said.alone(model, ids) for ids in said.prompts]
     assert engine.stats.drafts.requests > 0
 
 
@@ -223,12 +176,12 @@ def test_a_draft_model_with_indexers_is_refused(blocks, run_on):
         ModelProposer(drafter, vocabulary_size=97)
 
 
-def test_a_context_of_no_more_keys_is_dense(blocks, run_on):
+def test_a_context_of_no_more_keys_is_dense(blocks, run_on, said):
     model, folder = blocks()
     runner = run_on(folder, max_context_len=SIZE * TOPK)
     assert runner.decision.request.index_topk is None
     assert runner.indexers is None
-    ids = prompts()[1]
+    ids = said.prompts[1]
     logits = runner.extend([SequenceState(token_ids=list(ids))])
     with torch.no_grad():
         expected = model(input_ids=torch.tensor([ids]), use_cache=False).logits[0, -1]
@@ -243,10 +196,10 @@ def test_a_budget_holds_the_index_keys_too(blocks, run_on):
     assert 0.98 * nbytes < taken <= nbytes
 
 
-def test_eight_bit_caches_run(blocks, run_on):
+def test_eight_bit_caches_run(blocks, run_on, said):
     runner = run_on(blocks()[1], kv_dtype="fp8_e4m3", **ROOM)
     assert runner.indexers.picker.pool.dtype == torch.float8_e4m3fn
-    assert all(len(text) == NEW for text in texts(Engine(runner)))
+    assert all(len(text) == NEW for text in said.texts(Engine(runner)))
 
 
 def test_trees_of_drafts_are_refused(blocks, run_on):
@@ -272,7 +225,7 @@ def test_an_indexer_that_picks_otherwise_is_refused(blocks, run_on, monkeypatch)
         run_on(blocks()[1], **ROOM)
 
 
-def test_text_of_the_model_with_a_vision_tower(tmp_path, run_on):
+def test_text_of_the_model_with_a_vision_tower(tmp_path, run_on, said):
     vision = {
         "hidden_size": 16,
         "intermediate_size": 16,
@@ -290,9 +243,9 @@ def test_text_of_the_model_with_a_vision_tower(tmp_path, run_on):
     model, folder = saved(tmp_path / "whole", config, AutoModelForImageTextToText)
     runner = run_on(folder, **ROOM)
     engine = Engine(runner)
-    asked = [[token % 90 for token in ids] for ids in prompts()]
+    asked = [[token % 90 for token in ids] for ids in said.prompts]
     found = run_prompts(engine, [Prompt(token_ids=ids, max_new_tokens=NEW) for ids in asked])
-    assert [each.token_ids for each in found.results] == [alone(model, ids) for ids in asked]
+    assert [each.token_ids for each in found.results] == [said.alone(model, ids) for ids in asked]
 
 
 def test_the_request_of_a_config_says_what_is_picked(blocks):
