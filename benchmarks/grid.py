@@ -3,10 +3,10 @@
     python -m benchmarks.grid --seed 7 [--count 8] [--only decode] [--jobs 12]
     TRITON_INTERPRET=1 python -m benchmarks.grid --seed 7 --tiny      on a CPU: figures mean nothing
 
-`grid_draws.py` has the space: heads, dims, pages, dtypes, windows, caps, sinks and lengths. A figure
-is a median of `attnmux bench`: one layer's call as a model makes it, which also stores K and V, in a
-graph for decode and verification. Answers are checked against float64 first. Quote figures of seeds that no change
-was tuned with.
+`grid_draws.py` has the space: heads, dims, pages, dtypes, windows, caps, sinks and lengths. A
+figure is a median of `attnmux bench`: one layer's call as a model makes it, which also stores K and
+V, in a graph for decode and verification. Answers are checked against float64 first. Quote figures
+of seeds that no change was tuned with.
 
 decode, verify, extend, mla …   Ours by the fastest other backend's that answers rightly.
 fp8 …                           Ours by our own with 16 bits, one after the other.
