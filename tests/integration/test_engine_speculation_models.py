@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import random
+from functools import partialmethod
 
 import pytest
 import torch
 
 from attnmux.core import NONE, DraftTree, NoBackend, Offer, load_plugins, one_of
 from attnmux.core.choosing.machine.cpu import probe_cpu
+from attnmux.cpu.flex_attention import FlexAttentionBackend
+from attnmux.emulators.flex_attention import emulated
 from attnmux.testing import RecordingGraphs, fake_platform, graph_card
 from attnmux.transformers import (
     Engine,
@@ -276,7 +279,13 @@ def test_the_shipped_model_answers_alike(shipped, topk):
         pytest.param("flex_attention", 1, 1, marks=pytest.mark.full),
     ],
 )
-def test_other_backends(tiny, run_on, backend, topk, page_size, alone):
+def test_other_backends(tiny, run_on, backend, topk, page_size, alone, monkeypatch):
+    """With an emulator of the kernel, which takes a minute to compile and has tests of its own."""
+    monkeypatch.setattr(
+        FlexAttentionBackend,
+        "__init__",
+        partialmethod(FlexAttentionBackend.__init__, kernels=emulated),
+    )
     model, folder = tiny("llama")
     prompts = some_prompts()[:3]
     expected = alone(model, prompts, NUM)
