@@ -21,6 +21,9 @@ from attnmux.core.block_attention import AttendsToBlocks as AttendsToBlocks
 from attnmux.core.block_attention import PickedBlocks as PickedBlocks
 from attnmux.core.block_attention import PlainBlocks as PlainBlocks
 from attnmux.core.block_picks import BlockPicker as BlockPicker
+from attnmux.core.block_ranking import BestProducts as BestProducts
+from attnmux.core.block_ranking import KeysOfBlocks as KeysOfBlocks
+from attnmux.core.block_ranking import RanksBlocks as RanksBlocks
 from attnmux.core.building import build as build
 from attnmux.core.building import make_first as make_first
 from attnmux.core.call import AttentionCall as AttentionCall
