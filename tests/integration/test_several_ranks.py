@@ -17,7 +17,6 @@ import torch
 from attnmux.core import (
     InvalidInput,
     RankFailed,
-    RankGroup,
     RanksDiffer,
     Request,
     TunedLaunch,
@@ -26,6 +25,7 @@ from attnmux.core import (
 )
 from attnmux.core.choosing.machine.cpu import probe_cpu
 from attnmux.core.choosing.measured.records import Device
+from attnmux.distributed import RankGroup
 from attnmux.emulators.ranks import die, end_ranks, run_ranks
 from attnmux.transformers import (
     Engine,

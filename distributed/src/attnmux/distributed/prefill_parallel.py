@@ -15,7 +15,6 @@ from attnmux.core import (
     GraphUnsupported,
     InvalidInput,
     PartAttention,
-    RankGroup,
     RanksDiffer,
     UpProjection,
     check_positive,
@@ -23,6 +22,7 @@ from attnmux.core import (
 )
 from attnmux.distributed.chunk_gather import ChunkGather
 from attnmux.distributed.kv_rows import KVRows, Stored, check_new
+from attnmux.distributed.ranks import RankGroup
 from attnmux.distributed.split_parts import ChunkRows, SplitKeys, parts_of
 from attnmux.distributed.zigzag import SPLIT_MODES, ZigzagStep
 
