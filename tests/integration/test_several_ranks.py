@@ -16,7 +16,6 @@ import pytest
 from attnmux.core import (
     InvalidInput,
     RankFailed,
-    RankGroup,
     RanksDiffer,
     Request,
     TunedLaunch,
@@ -25,6 +24,7 @@ from attnmux.core import (
 )
 from attnmux.core.choosing.machine.cpu import probe_cpu
 from attnmux.core.choosing.measured.records import Device
+from attnmux.distributed import RankGroup
 from attnmux.emulators.ranks import die, end_ranks, run_ranks
 from attnmux.transformers import (
     Engine,

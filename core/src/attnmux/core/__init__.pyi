@@ -233,10 +233,6 @@ from attnmux.core.pool_views import check_sixteen_bits as check_sixteen_bits
 from attnmux.core.pool_views import kv_pages as kv_pages
 from attnmux.core.pool_views import not_in_pool as not_in_pool
 from attnmux.core.radix_attention import RadixAttention as RadixAttention
-from attnmux.core.ranks import Pending as Pending
-from attnmux.core.ranks import RankGroup as RankGroup
-from attnmux.core.ranks_alike import check_same_libraries as check_same_libraries
-from attnmux.core.ranks_alike import shared_launches as shared_launches
 from attnmux.core.rehearsal import rehearse as rehearse
 from attnmux.core.rehearsal import smallest_batches as smallest_batches
 from attnmux.core.settings import Settings as Settings
