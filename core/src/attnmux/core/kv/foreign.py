@@ -40,6 +40,7 @@ class ForeignKVPool(KVPool):
             layer_ids=tuple(buffers),
             device=first.device,
         )
+        self._check_whole_bytes()
         for layer_id, pair in buffers.items():
             for buffer in pair:
                 _check_buffer(layer_id, buffer, first)

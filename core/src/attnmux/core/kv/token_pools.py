@@ -7,8 +7,10 @@ from collections.abc import Sequence
 import torch
 
 from attnmux.core.arguments import check_positive
+from attnmux.core.kv.four_bits import BLOCK, SCALE_DTYPE, check_width, scale_bytes
+from attnmux.core.kv.four_bits import DTYPE as FP4_DTYPE
 from attnmux.core.kv.pool import HasLayerId, KVPool, check_loc, check_rows, word_dtype, write_rows
-from attnmux.core.kv.quantise import quantise
+from attnmux.core.kv.quantise import quantise, stored_parts
 
 
 class MHATokenToKVPool(KVPool):
@@ -30,7 +32,8 @@ class MHATokenToKVPool(KVPool):
         """Room for `size` tokens, in whole pages; `num_kv_heads` counts this rank's heads.
 
         `v_head_dim` defaults to `head_dim`.
-        Raises InvalidInput for impossible sizes and dtypes, PoolExhausted when memory is short.
+        Raises InvalidInput for impossible sizes and dtypes and for heads that 4-bit floats cannot
+        hold, PoolExhausted when memory is short.
         """
         super().__init__(
             size=size, page_size=page_size, dtype=dtype, layer_ids=layer_ids, device=device
@@ -40,8 +43,15 @@ class MHATokenToKVPool(KVPool):
         self.v_head_dim = head_dim if v_head_dim is None else v_head_dim
         for name in ("num_kv_heads", "head_dim", "v_head_dim"):
             check_positive(name, getattr(self, name))
-        layers = len(self.layer_ids)
-        shapes = [(num_kv_heads, dim) for dim in (head_dim, self.v_head_dim) for _ in range(layers)]
+        layers, dims = len(self.layer_ids), (head_dim, self.v_head_dim)
+        self._scales: list[tuple[torch.Tensor, torch.Tensor]] = []
+        if dtype == FP4_DTYPE:
+            check_width("head_dim", head_dim)
+            check_width("v_head_dim", self.v_head_dim)
+            scales = [self._allocate_scales(dim) for dim in dims]
+            self._scales = list(zip(*scales, strict=True))
+            dims = head_dim // 2, self.v_head_dim // 2
+        shapes = [(num_kv_heads, dim) for dim in dims for _ in range(layers)]
         buffers = self._allocate(shapes, "KV pool")
         self._k, self._v = buffers[:layers], buffers[layers:]
         self._k_words = [_word_view(buffer) for buffer in self._k]
@@ -57,18 +67,41 @@ class MHATokenToKVPool(KVPool):
         v_head_dim: int | None = None,
     ) -> int:
         """Bytes of one token in all layers, for `tokens_in_budget`."""
-        dims = head_dim + (head_dim if v_head_dim is None else v_head_dim)
-        return num_layers * num_kv_heads * dims * dtype.itemsize
+        dims = head_dim, head_dim if v_head_dim is None else v_head_dim
+        if dtype == FP4_DTYPE:
+            return num_layers * num_kv_heads * sum(dim // 2 + scale_bytes(dim) for dim in dims)
+        return num_layers * num_kv_heads * sum(dims) * dtype.itemsize
+
+    def _allocate_scales(self, dim: int) -> list[torch.Tensor]:
+        """[slots, Hkv, dim / BLOCK] of each layer, zero.
+
+        In memory a head's slots are side by side: a kernel that reads one head would fetch those of
+        other heads with it, since its scales of one slot are less than a sector of memory.
+        """
+        shape = self.num_kv_heads, self.num_slots, scale_bytes(dim)
+        shapes = [shape] * len(self.layer_ids)
+        made = self._allocate_shapes(shapes, SCALE_DTYPE, "scales of the KV pool")
+        return [each.transpose(0, 1)[..., : dim // BLOCK] for each in made]
 
     @property
     def nbytes(self) -> int:
-        return sum(buffer.nbytes for buffer in (*self._k, *self._v))
+        return self.num_slots * self.bytes_per_token(
+            dtype=self.dtype,
+            num_layers=len(self.layer_ids),
+            num_kv_heads=self.num_kv_heads,
+            head_dim=self.head_dim,
+            v_head_dim=self.v_head_dim,
+        )
 
     def get_key_buffer(self, layer_id: int) -> torch.Tensor:
         return self._k[self._layer_index(layer_id)]
 
     def get_value_buffer(self, layer_id: int) -> torch.Tensor:
         return self._v[self._layer_index(layer_id)]
+
+    def get_scale_buffers(self, layer_id: int) -> tuple[torch.Tensor, torch.Tensor] | None:
+        index = self._layer_index(layer_id)
+        return self._scales[index] if self._scales else None
 
     def set_kv_buffer(
         self,
@@ -83,9 +116,12 @@ class MHATokenToKVPool(KVPool):
         num_tokens = check_loc(loc)
         check_rows("k", k, (num_tokens, self.num_kv_heads, self.head_dim), loc)
         check_rows("v", v, (num_tokens, self.num_kv_heads, self.v_head_dim), loc)
-        k, v = quantise(k, self.dtype, k_scale), quantise(v, self.dtype, v_scale)
+        k, *k_scales = stored_parts(k, self.dtype, k_scale)
+        v, *v_scales = stored_parts(v, self.dtype, v_scale)
         write_rows(self._k_words[index], loc, k)
         write_rows(self._v_words[index], loc, v)
+        for buffer, rows in zip(self.memory(layer.layer_id)[2:], k_scales + v_scales, strict=True):
+            buffer.view(torch.uint8).index_copy_(0, loc, rows.view(torch.uint8))
 
 
 class MLATokenToKVPool(KVPool):
@@ -112,6 +148,7 @@ class MLATokenToKVPool(KVPool):
         super().__init__(
             size=size, page_size=page_size, dtype=dtype, layer_ids=layer_ids, device=device
         )
+        self._check_whole_bytes()
         check_positive("kv_lora_rank", kv_lora_rank)
         check_positive("qk_rope_head_dim", qk_rope_head_dim)
         self.kv_lora_rank = kv_lora_rank
