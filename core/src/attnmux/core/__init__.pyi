@@ -103,6 +103,7 @@ from attnmux.core.draft_trees import TreeAttnBackend as TreeAttnBackend
 from attnmux.core.draft_trees import prefix_context as prefix_context
 from attnmux.core.dtypes import dtype_name as dtype_name
 from attnmux.core.dtypes import torch_dtype as torch_dtype
+from attnmux.core.dtypes import value_bytes as value_bytes
 from attnmux.core.errors import AmbiguousPlatform as AmbiguousPlatform
 from attnmux.core.errors import AttnmuxError as AttnmuxError
 from attnmux.core.errors import BackendFailed as BackendFailed

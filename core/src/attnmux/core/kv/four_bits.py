@@ -8,6 +8,7 @@ E4M3, and all values of a layer share one in float32, its k_scale or v_scale:
 
 from __future__ import annotations
 
+import itertools
 from typing import NamedTuple
 
 import torch
@@ -24,7 +25,7 @@ SCALE_DTYPE = torch.float8_e4m3fn
 SCALE_ALIGNMENT = 4
 """Bytes. A head's scales begin at multiples of this, so that kernels read them as words."""
 
-_HALFWAY = tuple((low + high) / 2 for low, high in zip(MAGNITUDES, MAGNITUDES[1:], strict=False))
+_HALFWAY = tuple((low + high) / 2 for low, high in itertools.pairwise(MAGNITUDES))
 
 
 class PackedRows(NamedTuple):

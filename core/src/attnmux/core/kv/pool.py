@@ -184,8 +184,8 @@ class KVPool(ABC):
     def read_scales(self, k_scale: float | None, v_scale: float | None) -> tuple[float, float]:
         """The factors that K and V from the buffers are multiplied by, for a layer's scales.
 
-        Both are 1 unless the pool stores 8-bit or 4-bit floats. Then they are the scales, with 1 for None;
-        an MLA pool returns k_scale for both, since V is part of K.
+        Both are 1 unless the pool stores 8-bit or 4-bit floats. Then they are the scales, with 1
+        for None; an MLA pool returns k_scale for both, since V is part of K.
         Raises InvalidInput for a scale that is used and not positive.
         """
         if self.dtype not in SCALED_DTYPES:
