@@ -154,8 +154,8 @@ def tile_of_queries(
 def as_halves(tile, tail, HAS_TAIL: tl.constexpr):
     """Rows of Q in float16, and their factors [M] float32: the row is factor times the result.
 
-    For keys of 8 or 4 bits, whose conversion to float16 is an instruction and to bfloat16 several. The
-    largest value of a row is then between 1 and 2, so that rows of any size fit.
+    For keys of 8 or 4 bits, whose conversion to float16 is an instruction and to bfloat16 several.
+    The largest value of a row is then between 1 and 2, so that rows of any size fit.
     """
     top = tl.max(tl.abs(tile.to(tl.float32)), 1)
     if HAS_TAIL:

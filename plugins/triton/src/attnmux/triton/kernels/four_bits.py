@@ -189,8 +189,8 @@ def load_four_bits(
     False.
 
     base: the address of the words that hold column FIRST of row 0. scale_base: that of the first
-    scales of row 0. Strides count words. FIRST and REAL_WIDTH are multiples of 16. HOW: BY_TRITON or
-    another of these.
+    scales of row 0. Strides count words. FIRST and REAL_WIDTH are multiples of 16. HOW:
+    BY_TRITON, BY_PTX or BY_PTX_OF_SM89.
     """
     SCALES: tl.constexpr = WIDTH // 16
     BEGIN: tl.constexpr = FIRST // 16 % 4
