@@ -49,7 +49,8 @@ def test_values_are_the_nearest_to_their_scaled_numbers(spread):
     rows[:8] = torch.randint(-24, 25, (8, 3 * BLOCK)) * 0.25  # halfway, often
     rows = rows.bfloat16()
     values, scales = pack_rows(rows)
-    assert values.dtype == DTYPE and values.shape == (40, 3 * BLOCK // 2)
+    assert values.dtype == DTYPE
+    assert values.shape == (40, 3 * BLOCK // 2)
     assert scales.shape == (40, 3)
     found = unpack_rows(values, scales).unflatten(-1, (-1, BLOCK))
     for row in range(40):
@@ -86,7 +87,8 @@ def test_nan_stays_in_its_block_and_infinities_saturate():
 
 def test_blocks_too_small_for_a_scale_are_zero():
     values, scales = pack_rows(torch.full((1, BLOCK), -1e-9))
-    assert not values.view(torch.uint8).any() and not scales.view(torch.uint8).any()
+    assert not values.view(torch.uint8).any()
+    assert not scales.view(torch.uint8).any()
 
 
 def test_a_pool_stores_packed_rows_and_moves_them():

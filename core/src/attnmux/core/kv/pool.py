@@ -51,8 +51,9 @@ class KVPool(ABC):
         device: torch.device | str,
     ) -> None:
         check_whole_pages(size, page_size)
-        if dtype not in STORABLE_DTYPES:
-            names = ", ".join(str(known).removeprefix("torch.") for known in STORABLE_DTYPES)
+        stored = (*STORABLE_DTYPES, FP4_DTYPE)
+        if dtype not in stored:
+            names = ", ".join(str(known).removeprefix("torch.") for known in stored)
             raise InvalidInput("dtype", got=dtype, expected=f"one of {names}")
         self.size = size
         """Tokens that can be stored, without the reserved page."""

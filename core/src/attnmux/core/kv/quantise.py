@@ -19,7 +19,8 @@ FP8_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz)
 SCALED_DTYPES = (*FP8_DTYPES, FP4_DTYPE)
 """Dtypes that a pool stores scaled."""
 
-STORABLE_DTYPES = ACTIVATION_DTYPES + SCALED_DTYPES
+STORABLE_DTYPES = ACTIVATION_DTYPES + FP8_DTYPES
+"""Dtypes that every pool stores, a value an element."""
 
 
 def quantise(rows: torch.Tensor, dtype: torch.dtype, scale: float | None) -> torch.Tensor:

@@ -141,7 +141,7 @@ def key_strides(keys: Keys, tail: torch.Tensor | None) -> tuple[int, ...]:
 
 
 def _scale_words(scales: torch.Tensor) -> torch.Tensor:
-    """The scales [slots, H, n] of a pool as int32 [slots, H, words]: each head's begin at a word."""
+    """The scales [slots, H, n] of a pool as int32 [slots, H, words]."""
     slots, heads, count = scales.shape
     whole = (slots, heads, -(-count // 4) * 4)
     return scales.view(torch.uint8).as_strided(whole, scales.stride()).view(torch.int32)

@@ -59,8 +59,8 @@ class LayerWriter:
     slot_map: torch.Tensor | None
     """As `KVPool.slot_map`."""
     scales: tuple[torch.Tensor, torch.Tensor] | None = None
-    """Of the blocks of 4-bit floats, as bytes, [slots, H, n]; `first` and `second` are then bytes of
-    two values."""
+    """Of the blocks of 4-bit floats, as bytes, [slots, H, n]; `first` and `second` are then bytes
+    of two values."""
     launcher: Launcher = field(default_factory=Launcher)
     _bound: dict[tuple[float, float], BoundKernel] = field(default_factory=dict, init=False)
     """By scales."""

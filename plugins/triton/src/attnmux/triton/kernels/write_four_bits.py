@@ -1,4 +1,4 @@
-"""Writes K and V of new tokens to the slots of a pool of 4-bit floats, with their blocks' scales."""
+"""Writes K and V of new tokens to a pool of 4-bit floats, with the scales of their blocks."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ BLOCK = tl.constexpr(16)
 
 @triton.jit
 def pack(values):
-    """Rows [T, W] float32 as bytes [T, W / 2] of two E2M1 values each, and the scales [T, W / BLOCK]
-    of their blocks as bits of E4M3: bit for bit as `attnmux.core.pack_rows`."""
+    """Rows [T, W] float32 as bytes [T, W / 2] of two E2M1 values each, and their blocks' scales
+    [T, W / BLOCK] as bits of E4M3: bit for bit as `attnmux.core.pack_rows`."""
     T: tl.constexpr = values.shape[0]
     W: tl.constexpr = values.shape[1]
     blocks = values.reshape([T, W // BLOCK, BLOCK])
