@@ -21,6 +21,7 @@ from attnmux.core import (
     Request,
     solve,
     torch_dtype,
+    value_bytes,
 )
 from attnmux.core.choosing.ask.policy import NAMING
 from attnmux.core.choosing.offer.named import offers_named
@@ -107,7 +108,7 @@ def make_field(
     """
     phases = [phase for phase in NAMED_FOR if phase in request.phases]
     if not workloads:
-        itemsize = torch_dtype(request.kv_dtype or request.dtype or "").itemsize
+        itemsize = value_bytes(torch_dtype(request.kv_dtype or request.dtype or ""))
         grid = default_grid(request, platform, itemsize)
         workloads = tuple(each for each in grid if each.phase in phases)
     for workload in workloads:

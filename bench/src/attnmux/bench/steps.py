@@ -27,6 +27,7 @@ from attnmux.core import (
     TunedLaunch,
     Workspace,
     torch_dtype,
+    value_bytes,
 )
 
 COLD_BYTES, MAX_LAYERS = 256e6, 32
@@ -176,10 +177,7 @@ def make_step(
     num_pages = [-(-length // page) for length in workload.lengths]
     pool = _pool(request, sum(num_pages) * page, layers, device)
     for layer in layers:
-        buffers = pool.get_kv_buffer(layer.layer_id)
-        for buffer in buffers[:1] if request.latent else buffers:
-            for part in torch.split(buffer, DRAWN_ROWS):
-                part.copy_(draw(*part.shape).to(part.dtype))
+        _fill(pool, layer, draw)
     order = torch.randperm(sum(num_pages), generator=torch.Generator().manual_seed(seed)) + 1
     pages = torch.split(order[:, None] * page + torch.arange(page), num_pages)
     slots = [
@@ -207,6 +205,20 @@ def make_step(
     )
 
 
+def _fill(pool: KVPool, layer: LayerSpec, draw: Callable[..., torch.Tensor]) -> None:
+    """Random K and V in every slot of a layer."""
+    buffers = pool.get_kv_buffer(layer.layer_id)
+    if pool.get_scale_buffers(layer.layer_id) is None:
+        for buffer in buffers[:1] if layer.kind == "mla" else buffers:
+            for part in torch.split(buffer, DRAWN_ROWS):
+                part.copy_(draw(*part.shape).to(part.dtype))
+        return
+    widths = layer.qk_head_dim, layer.v_head_dim
+    for slots in torch.arange(pool.num_slots, device=pool.device).split(DRAWN_ROWS):
+        rows = (draw(len(slots), layer.tp_k_head_num, width) for width in widths)
+        pool.set_kv_buffer(layer, slots, *rows, layer.k_scale, layer.v_scale)
+
+
 def _layers(
     workload: Workload,
     request: Request,
@@ -218,7 +230,7 @@ def _layers(
     if count is None:
         on_cpu = device.type == "cpu"
         cold, most = (COLD_BYTES_CPU, MAX_LAYERS_CPU) if on_cpu else (COLD_BYTES, MAX_LAYERS)
-        itemsize = torch_dtype(request.kv_dtype or "").itemsize
+        itemsize = value_bytes(torch_dtype(request.kv_dtype or ""))
         count = min(max(2, math.ceil(cold / workload.stored_bytes(request, itemsize))), most)
     rank, rope = request.kv_lora_rank or 0, request.qk_rope_head_dim or 0
     heads, dim = request.num_q_heads or 0, request.head_dim or 0

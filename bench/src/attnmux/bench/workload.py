@@ -111,18 +111,18 @@ class Workload:
         prefix = given["ctx"] - 1 if phase == "decode" else given["prefix"]
         return cls(phase=phase, batch_size=given["bs"], prefix=prefix, new=new)
 
-    def kv_bytes(self, request: Request, itemsize: int) -> int:
+    def kv_bytes(self, request: Request, itemsize: float) -> int:
         """Bytes of K and V in the pool that some query of the step sees, in one layer.
 
         itemsize: bytes of a stored value.
         """
         # The first new token sees the earliest key; the later ones add their own
         seen = sum(_seen(request, length - self.new) + self.new - 1 for length in self.lengths)
-        return seen * kv_width(request) * itemsize
+        return round(seen * kv_width(request) * itemsize)
 
-    def stored_bytes(self, request: Request, itemsize: int) -> int:
+    def stored_bytes(self, request: Request, itemsize: float) -> int:
         """Bytes of K and V that the requests hold in one layer, visible or not."""
-        return sum(self.lengths) * kv_width(request) * itemsize
+        return round(sum(self.lengths) * kv_width(request) * itemsize)
 
     def flops(self, request: Request) -> int:
         """Floating-point operations of one layer's two products, over the visible keys."""
@@ -197,7 +197,7 @@ MEMORY_SHARE = 0.25
 too, and an engine may be running."""
 
 
-def default_grid(request: Request, platform: Platform, itemsize: int) -> tuple[Workload, ...]:
+def default_grid(request: Request, platform: Platform, itemsize: float) -> tuple[Workload, ...]:
     """Steps of typical sizes that fit the device's memory: decode, extend, and verification of
     chains where the request says of how many tokens.
 
