@@ -11,7 +11,7 @@ import click
 import torch
 
 from attnmux.bench import Step, Workload, make_step
-from attnmux.core import Platform, Request, torch_dtype
+from attnmux.core import Platform, Request, torch_dtype, value_bytes
 
 DIM, RANK, ROPE = 128, 512, 64
 """Width of a dense head, of a latent, and of its rotary part."""
@@ -84,9 +84,9 @@ class Case:
     @property
     def kv_bytes(self) -> int:
         """Bytes of K and V in one layer that a step may read; in sparse decode, the picked ones."""
-        itemsize = torch_dtype(self.kv_dtype or self.dtype).itemsize
+        itemsize = value_bytes(torch_dtype(self.kv_dtype or self.dtype))
         if self.topk and self.is_decode:
-            return self.workload.batch_size * self.topk * (RANK + ROPE) * itemsize
+            return round(self.workload.batch_size * self.topk * (RANK + ROPE) * itemsize)
         return self.workload.stored_bytes(self.request, itemsize)
 
     def step(self, device: torch.device, num_layers: int | None = None) -> Step:

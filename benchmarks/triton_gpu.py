@@ -9,7 +9,7 @@ prepares once (metadata, plans) is outside; K and V are in the pool. Every outpu
 float64 on sampled queries, and with ours as a whole, before it is timed.
 
 decode, mla   One CUDA graph of layers with K and V of their own, at least 256 MB in all.
-fp8           As decode, with our own bfloat16 over as many tokens: its bar is against that.
+fp8, fp4      As decode, with our own bfloat16 over as many tokens: the bars are against that.
 extend        Single calls, the cache flushed between them; extend fp8 against our own bfloat16.
 turns         As extend, with few new tokens behind long prefixes; turns fp8 against our own
               bfloat16.
@@ -40,6 +40,7 @@ from benchmarks.triton_table import (
     CASES,
     COLUMNS,
     FAMILIES,
+    NARROW,
     OUR_BF16,
     OURS,
     PEERS,
@@ -106,7 +107,7 @@ class Benchmark:
         began = time.perf_counter()
         whole = admit(OURS, self.ours, step)
         ready = time.perf_counter() - began
-        if "fp8" in family:
+        if any(word in family for word in NARROW):
             bf16 = replace(case, kv_dtype=case.dtype)
             admit(OUR_BF16, self.ours, bf16.step(self.device, num_layers=1 if is_extend else None))
         for peer, library in self._libraries.items():

@@ -16,7 +16,9 @@ from attnmux.bench import Step, Workload
 from attnmux.bench.timing import Run
 
 OURS, OUR_BF16 = "ours", "our bf16"
-FAMILIES = ("decode", "fp8", "mla", "extend", "extend fp8", "turns", "turns fp8")
+FAMILIES = ("decode", "fp8", "fp4", "mla", "extend", "extend fp8", "turns", "turns fp8")
+NARROW = ("fp8", "fp4")
+"""Words of the families that are compared with our own bfloat16."""
 SIDES = (OURS, OUR_BF16, "flashinfer", "flashinfer fa2", "fa3", "flashmla")
 COLUMNS = {
     **{"family": "", "workload": "", "layers": "d"},
@@ -28,6 +30,7 @@ COLUMNS = {
 BARS: Mapping[str, tuple[float | None, float]] = {
     "decode": (0.96, 1.01),
     "fp8": (None, 1 / 1.8),
+    "fp4": (None, 1 / 2.8),
     "mla": (None, 1.10),
     "extend": (None, 1.20),
     "extend fp8": (None, 1.0),
@@ -85,6 +88,7 @@ CASES: Mapping[str, Sequence[Case]] = {
         decode(64, 2048, kv_heads=32),
     ),
     "fp8": tuple(decode(64, ctx, kv_dtype="fp8_e4m3") for ctx in (4096, 16384)),
+    "fp4": tuple(decode(64, ctx, kv_dtype="fp4_e2m1") for ctx in (4096, 16384)),
     "mla": tuple(
         decode(batch_size, ctx, kind="mla", q_heads=heads, page_size=64, is_apart=True)
         for batch_size, ctx, heads in (
@@ -111,6 +115,7 @@ TINY: Mapping[str, Sequence[Case]] = {
     # In float16: Triton's interpreter does not multiply bfloat16
     "decode": (Case(workload=uneven(2, 40), **_TINY),),
     "fp8": (decode(2, 40, **_TINY, kv_dtype="fp8_e5m2"),),
+    "fp4": (decode(2, 40, **_TINY, kv_dtype="fp4_e2m1"),),
     "mla": (decode(2, 40, kind="mla", q_heads=16, page_size=64, dtype="float16", is_apart=True),),
     "extend": (extend(2, 24, 16, **_TINY),),
     "extend fp8": (extend(2, 24, 16, **_TINY, kv_dtype="fp8_e5m2"),),
@@ -150,10 +155,15 @@ class Row:
     flops: int
 
     @property
+    def is_narrow(self) -> bool:
+        """Whether K and V have fewer than 16 bits."""
+        return any(word in self.family for word in NARROW)
+
+    @property
     def best(self) -> tuple[str, float] | None:
-        """The side that ours is compared with; in FP8 our own bfloat16."""
+        """The side that ours is compared with; with fewer bits, our own bfloat16."""
         timed = {name: figure.us for name, figure in self.figures.items() if name != OURS}
-        if "fp8" in self.family:
+        if self.is_narrow:
             timed = {name: us for name, us in timed.items() if name == OUR_BF16}
         known = [(us, name) for name, us in timed.items() if us is not None]
         return None if not known else (min(known)[1], min(known)[0])
@@ -199,7 +209,7 @@ def summary(family: str, rows: Sequence[Row], *, has_bars: bool) -> str:
     kept = worst <= most and (most_mean is None or mean <= most_mean)
     kept = kept and len(ratios) == len(rows)
     bars = f"{'' if most_mean is None else f'mean {most_mean:.2f}, '}worst {most:.3f}"
-    faster = f"; {1 / mean:.2f} times as fast" if family == "fp8" else ""
+    faster = f"; {1 / mean:.2f} times as fast" if family in NARROW else ""
     verdict = ("kept" if kept else "MISSED") if has_bars else "none in a dry run"
     said = f"geometric mean {mean:.3f}, worst {worst:.3f} ({where}){faster}; {of}"
     return f"{family}: {said}; bars: {bars}: {verdict}"

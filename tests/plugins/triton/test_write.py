@@ -125,6 +125,23 @@ def slots(num_tokens: int) -> torch.Tensor:
     return 1 + torch.randperm(NUM_SLOTS - 1)[:num_tokens]
 
 
+@pytest.mark.parametrize("dtype", ACTIVATION_DTYPES)
+@pytest.mark.parametrize(("heads", "dims"), [(3, (128, 128)), (1, (16, 16)), (5, (80, 48))])
+@settings(max_examples=3, deadline=None)
+@given(num_tokens=st.integers(0, NUM_SLOTS - 1), k_scale=ANY_SCALE, v_scale=ANY_SCALE)
+def test_four_bits(heads, dims, dtype, num_tokens, k_scale, v_scale):
+    pool, expected = (mha(torch.float4_e2m1fn_x2, heads=heads, dims=dims) for _ in range(2))
+    widths = {"qk_head_dim": dims[0], "v_head_dim": dims[1]}
+    layer = layer_of(pool, k_scale=k_scale, v_scale=v_scale, **widths)
+    loc, rows = slots(num_tokens), rows_of(layer, num_tokens, dtype)
+    # Halfway between two numbers, often
+    rows[0][: num_tokens // 2] = torch.randint(-24, 25, rows[0][: num_tokens // 2].shape) * 0.25
+    as_the_pool_does(expected, layer, loc, rows)
+    in_one_launch(pool, layer, loc, rows)
+    for ours, theirs in zip(pool.memory(5), expected.memory(5), strict=True):
+        assert torch.equal(ours.view(torch.uint8)[1:], theirs.view(torch.uint8)[1:])
+
+
 @pytest.mark.parametrize("make", [mha, mla])
 @pytest.mark.parametrize("stored", STORABLE_DTYPES)
 @pytest.mark.parametrize("dtype", ACTIVATION_DTYPES)

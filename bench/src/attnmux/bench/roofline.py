@@ -11,7 +11,7 @@ import torch
 
 from attnmux.bench.timing import current, median_us
 from attnmux.bench.workload import Workload, kv_width, q_width
-from attnmux.core import Request, torch_dtype
+from attnmux.core import Request, torch_dtype, value_bytes
 
 MOST_SECONDS = 1.5
 """Most time for both ceilings together. One product or copy that has begun is finished."""
@@ -58,13 +58,13 @@ def cost_of(workload: Workload, request: Request) -> Cost:
     partial results, or reads a KV head once a query head, moves more and lies lower.
     """
     size = torch_dtype(request.dtype or "").itemsize
-    kv_size = torch_dtype(request.kv_dtype or "").itemsize
+    kv_size = value_bytes(torch_dtype(request.kv_dtype or ""))
     new, stored = workload.num_tokens, workload.kv_bytes(request, kv_size)
     values = new * kv_width(request)
     q_and_out = new * q_width(request)
     return Cost(
         flops=workload.flops(request),
-        nbytes=(q_and_out + values) * size + values * kv_size + stored,
+        nbytes=(q_and_out + values) * size + round(values * kv_size) + stored,
     )
 
 

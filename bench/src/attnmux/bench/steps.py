@@ -23,9 +23,11 @@ from attnmux.core import (
     Platform,
     ReqToTokenPool,
     Request,
+    SpecInput,
     TunedLaunch,
     Workspace,
     torch_dtype,
+    value_bytes,
 )
 
 COLD_BYTES, MAX_LAYERS = 256e6, 32
@@ -37,6 +39,13 @@ COLD_BYTES_CPU, MAX_LAYERS_CPU = 64e6, 6
 
 RELATIVE_REACH = 128
 """Of the layers' `relative_bias`: T5's max_distance."""
+
+MODES = {
+    "decode": ForwardMode.DECODE,
+    "extend": ForwardMode.EXTEND,
+    "verify": ForwardMode.TARGET_VERIFY,
+}
+"""By the phase of a workload."""
 
 DRAWN_ROWS = 1 << 16
 """Slots that are filled at once, so that the random numbers need little memory."""
@@ -168,10 +177,7 @@ def make_step(
     num_pages = [-(-length // page) for length in workload.lengths]
     pool = _pool(request, sum(num_pages) * page, layers, device)
     for layer in layers:
-        buffers = pool.get_kv_buffer(layer.layer_id)
-        for buffer in buffers[:1] if request.latent else buffers:
-            for part in torch.split(buffer, DRAWN_ROWS):
-                part.copy_(draw(*part.shape).to(part.dtype))
+        _fill(pool, layer, draw)
     order = torch.randperm(sum(num_pages), generator=torch.Generator().manual_seed(seed)) + 1
     pages = torch.split(order[:, None] * page + torch.arange(page), num_pages)
     slots = [
@@ -199,6 +205,20 @@ def make_step(
     )
 
 
+def _fill(pool: KVPool, layer: LayerSpec, draw: Callable[..., torch.Tensor]) -> None:
+    """Random K and V in every slot of a layer."""
+    buffers = pool.get_kv_buffer(layer.layer_id)
+    if pool.get_scale_buffers(layer.layer_id) is None:
+        for buffer in buffers[:1] if layer.kind == "mla" else buffers:
+            for part in torch.split(buffer, DRAWN_ROWS):
+                part.copy_(draw(*part.shape).to(part.dtype))
+        return
+    widths = layer.qk_head_dim, layer.v_head_dim
+    for slots in torch.arange(pool.num_slots, device=pool.device).split(DRAWN_ROWS):
+        rows = (draw(len(slots), layer.tp_k_head_num, width) for width in widths)
+        pool.set_kv_buffer(layer, slots, *rows, layer.k_scale, layer.v_scale)
+
+
 def _layers(
     workload: Workload,
     request: Request,
@@ -210,7 +230,7 @@ def _layers(
     if count is None:
         on_cpu = device.type == "cpu"
         cold, most = (COLD_BYTES_CPU, MAX_LAYERS_CPU) if on_cpu else (COLD_BYTES, MAX_LAYERS)
-        itemsize = torch_dtype(request.kv_dtype or "").itemsize
+        itemsize = value_bytes(torch_dtype(request.kv_dtype or ""))
         count = min(max(2, math.ceil(cold / workload.stored_bytes(request, itemsize))), most)
     rank, rope = request.kv_lora_rank or 0, request.qk_rope_head_dim or 0
     heads, dim = request.num_q_heads or 0, request.head_dim or 0
@@ -265,26 +285,29 @@ def _batch(
     lens = lens_cpu.to(device)
     table.write(rows, torch.zeros_like(lens), lens, torch.cat(slots))
     positions = ((lens - new)[:, None] + torch.arange(new, device=device)).flatten().long()
-    extends: dict[str, Any] = {}
-    if workload.phase == "extend":
-        extends = {
+    mode, cached = MODES[workload.phase], lens_cpu
+    more: dict[str, Any] = {}
+    if mode is not ForwardMode.DECODE:
+        more = {
             "extend_seq_lens": torch.full_like(lens, new),
             "extend_seq_lens_cpu": torch.full_like(lens_cpu, new),
             "extend_prefix_lens": lens - new,
             "extend_prefix_lens_cpu": lens_cpu - new,
             "extend_num_tokens": workload.num_tokens,
         }
+    if mode is ForwardMode.TARGET_VERIFY:
+        cached, more = lens_cpu - new, {**more, "spec_info": SpecInput(draft_token_num=new)}
     return ForwardBatch(
-        forward_mode=ForwardMode.EXTEND if extends else ForwardMode.DECODE,
+        forward_mode=mode,
         batch_size=count,
         req_pool_indices=rows,
-        seq_lens=lens,
-        seq_lens_cpu=lens_cpu,
-        seq_lens_sum=sum(workload.lengths),
+        seq_lens=cached.to(device),
+        seq_lens_cpu=cached,
+        seq_lens_sum=int(cached.sum()),
         out_cache_loc=torch.cat([each[-new:] for each in slots]),
         positions=positions,
         topk_indices=_picks(positions, workload.keys, topk) if topk else None,
-        **extends,
+        **more,
     )
 
 

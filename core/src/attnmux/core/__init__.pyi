@@ -21,6 +21,9 @@ from attnmux.core.block_attention import AttendsToBlocks as AttendsToBlocks
 from attnmux.core.block_attention import PickedBlocks as PickedBlocks
 from attnmux.core.block_attention import PlainBlocks as PlainBlocks
 from attnmux.core.block_picks import BlockPicker as BlockPicker
+from attnmux.core.block_ranking import BestProducts as BestProducts
+from attnmux.core.block_ranking import KeysOfBlocks as KeysOfBlocks
+from attnmux.core.block_ranking import RanksBlocks as RanksBlocks
 from attnmux.core.building import build as build
 from attnmux.core.building import make_first as make_first
 from attnmux.core.call import AttentionCall as AttentionCall
@@ -103,6 +106,7 @@ from attnmux.core.draft_trees import TreeAttnBackend as TreeAttnBackend
 from attnmux.core.draft_trees import prefix_context as prefix_context
 from attnmux.core.dtypes import dtype_name as dtype_name
 from attnmux.core.dtypes import torch_dtype as torch_dtype
+from attnmux.core.dtypes import value_bytes as value_bytes
 from attnmux.core.errors import AmbiguousPlatform as AmbiguousPlatform
 from attnmux.core.errors import AttnmuxError as AttnmuxError
 from attnmux.core.errors import BackendFailed as BackendFailed
@@ -151,6 +155,8 @@ from attnmux.core.kv.allocator import TokenAllocator as TokenAllocator
 from attnmux.core.kv.foreign import ForeignKVPool as ForeignKVPool
 from attnmux.core.kv.foreign import ForeignMLAPool as ForeignMLAPool
 from attnmux.core.kv.foreign import ForeignRequestTable as ForeignRequestTable
+from attnmux.core.kv.four_bits import pack_rows as pack_rows
+from attnmux.core.kv.four_bits import unpack_rows as unpack_rows
 from attnmux.core.kv.index_pool import IndexKPool as IndexKPool
 from attnmux.core.kv.index_pool import IndexRows as IndexRows
 from attnmux.core.kv.joined import JoinedKVPool as JoinedKVPool
@@ -163,6 +169,7 @@ from attnmux.core.kv.pool import check_rows as check_rows
 from attnmux.core.kv.pool import word_dtype as word_dtype
 from attnmux.core.kv.quantise import ACTIVATION_DTYPES as ACTIVATION_DTYPES
 from attnmux.core.kv.quantise import quantise as quantise
+from attnmux.core.kv.quantise import stored_parts as stored_parts
 from attnmux.core.kv.request_table import BlockTable as BlockTable
 from attnmux.core.kv.request_table import ReqToTokenPool as ReqToTokenPool
 from attnmux.core.kv.request_table import RequestTable as RequestTable

@@ -6,6 +6,8 @@ import torch
 
 from attnmux.core.choosing.ask.values import DTYPES, canonical_dtype
 from attnmux.core.errors import InvalidInput
+from attnmux.core.kv.four_bits import BLOCK
+from attnmux.core.kv.four_bits import DTYPE as FP4_DTYPE
 
 _TORCH_DTYPES = {
     "bfloat16": torch.bfloat16,
@@ -22,10 +24,15 @@ _NAMES = {dtype: name for name, dtype in _TORCH_DTYPES.items()}
 def torch_dtype(name: str) -> torch.dtype:
     """The torch dtype of a canonical name ("bfloat16", "fp8_e4m3", …) or of its alias ("bf16").
 
-    "fp4_e2m1" is torch's packed dtype: an element holds two values.
+    "fp4_e2m1" is torch's packed dtype: an element holds two values. A pool of it is NVFP4.
     Raises InvalidInput for any other name.
     """
     return _TORCH_DTYPES[canonical_dtype(name)]
+
+
+def value_bytes(dtype: torch.dtype) -> float:
+    """Bytes of a value of K or V in a pool of a dtype, with its share of its block's scale."""
+    return 0.5 + 1 / BLOCK if dtype == FP4_DTYPE else dtype.itemsize
 
 
 def dtype_name(dtype: torch.dtype) -> str:

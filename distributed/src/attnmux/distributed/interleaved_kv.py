@@ -16,7 +16,7 @@ class InterleavedKVPool(KVPool):
     """
 
     def __init__(self, own: KVPool, interleaving: Interleaving) -> None:
-        """Raises InvalidInput for pages of another size."""
+        """Raises InvalidInput for pages of another size and for 4-bit floats."""
         if own.page_size != interleaving.page_size:
             expected = f"pages of {interleaving.page_size} tokens"
             raise InvalidInput("own", got=f"pages of {own.page_size}", expected=expected)
@@ -27,6 +27,7 @@ class InterleavedKVPool(KVPool):
             layer_ids=own.layer_ids,
             device=own.device,
         )
+        self._check_whole_bytes()
         self.own = own
         self.interleaving = interleaving
 

@@ -6,6 +6,7 @@ import random
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 
 import torch
 
@@ -15,6 +16,7 @@ from attnmux.core import (
     BackendContext,
     ForwardBatch,
     quantise,
+    stored_parts,
 )
 from attnmux.core.kv.quantise import FP8_DTYPES
 from attnmux.testing.comparison import LSE_TOLERANCE, Tolerance, output_tolerance
@@ -133,12 +135,18 @@ class CheckedStep:
         given = [call.k, call.v]
         if call.k_rope is not None:
             given = [torch.cat([call.k, call.k_rope], dim=-1)]
-        scales = (layer.k_scale, layer.v_scale)
-        for name, buffer, rows, scale in zip(
-            ("K", "V"), kv_memory(pool, layer.layer_id), given, scales, strict=False
+        parts = [
+            stored_parts(rows[tokens], pool.dtype, scale)
+            for rows, scale in zip(given, (layer.k_scale, layer.v_scale), strict=False)
+            if rows is not None
+        ]
+        names = "K", "V", "scales of K", "scales of V"
+        for name, buffer, expected in zip(
+            names,
+            kv_memory(pool, layer.layer_id),
+            chain.from_iterable(zip(*parts, strict=True)),
+            strict=False,
         ):
-            assert rows is not None
-            expected = quantise(rows[tokens], pool.dtype, scale)
             held = rows_at(buffer, slots[tokens])
             wrong = (expected.contiguous().flatten(1).view(torch.uint8) != held).any(1)
             for index in wrong.nonzero().flatten()[:1].tolist():

@@ -23,6 +23,7 @@ from attnmux.core import (
     Platform,
     one_of,
 )
+from attnmux.core.kv.rows import wide_rows
 from attnmux.testing.reference import (
     chunks_before,
     dense_attention,
@@ -215,8 +216,8 @@ class FakeBackend(AttentionBackend):
         pool = self.context.token_to_kv_pool
         slots = pool.translate(slots, layer.layer_id)
         k_scale, v_scale = pool.read_scales(layer.k_scale, layer.v_scale)
-        keys, values = pool.get_kv_buffer(layer.layer_id)
-        return keys[slots].double() * k_scale, values[slots].double() * v_scale
+        keys, values = wide_rows(pool, layer.layer_id, slots)
+        return keys.double() * k_scale, values.double() * v_scale
 
     def visible(
         self,

@@ -10,11 +10,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 import torch
 
-from attnmux.core import ForwardMode, LayerSpec, quantise
+from attnmux.core import ForwardMode, LayerSpec, stored_parts
 from attnmux.core.kv import SWAKVPool, tokens_behind_window
+from attnmux.core.kv.four_bits import DTYPE as FP4_DTYPE
 from attnmux.core.kv.rows import gather_rows
 from attnmux.testing.case_setup import CaseSetup, pages_of
 from attnmux.testing.cases import Step
@@ -126,12 +128,10 @@ def fill_pool(
         kept_slots = zeroed_slots if pool.slot_map(layer.layer_id) is None else no_slots
         for buffer in buffers(setup, layer.layer_id):
             kept = gather_rows(buffer, kept_slots)
-            buffer.fill_(torch.nan)
+            _fill_with_nan(buffer)
             _leave_over(buffer, left_over)
             put(buffer, kept_slots, kept)
-        drawn = tuple(
-            setup.random(len(slots), *buffer.shape[1:]) for buffer in buffers(setup, layer.layer_id)
-        )
+        drawn = tuple(setup.random(len(slots), *shape) for shape in row_shapes(setup, layer))
         for buffer, rows in zip(
             buffers(setup, layer.layer_id), stored_rows(setup, layer, drawn), strict=True
         ):
@@ -147,9 +147,28 @@ def fill_reserved_page(setup: CaseSetup) -> None:
             _leave_over(buffer, slots)
 
 
+def _fill_with_nan(buffer: torch.Tensor) -> None:
+    """A value of 4 bits is never NaN, but its block's scale is."""
+    if buffer.dtype == FP4_DTYPE:
+        buffer.view(torch.uint8).fill_(0xFF)
+    else:
+        buffer.fill_(torch.nan)
+
+
 def _leave_over(buffer: torch.Tensor, slots: torch.Tensor) -> None:
-    left_over = torch.full((len(slots), *buffer.shape[1:]), LEFT_OVER)
-    put(buffer, slots, left_over.to(device=buffer.device, dtype=buffer.dtype))
+    shape = len(slots), *buffer.shape[1:]
+    if buffer.dtype == FP4_DTYPE:
+        left_over = torch.full(shape, 0x77, dtype=torch.uint8).view(FP4_DTYPE)
+    else:
+        left_over = torch.full(shape, LEFT_OVER).to(buffer.dtype)
+    put(buffer, slots, left_over.to(buffer.device))
+
+
+def row_shapes(setup: CaseSetup, layer: LayerSpec) -> tuple[tuple[int, int], ...]:
+    """[H, D] of K and V, or of whole rows of MLA."""
+    heads = layer.tp_k_head_num
+    keys = heads, layer.qk_head_dim
+    return (keys,) if setup.case.latent else (keys, (heads, layer.v_head_dim))
 
 
 def stored_rows(
@@ -158,9 +177,10 @@ def stored_rows(
     """Rows of K and V, or whole rows of MLA, as the layer's `buffers` store them."""
     dtype = setup.context.token_to_kv_pool.dtype
     scales = (layer.k_scale, layer.v_scale)
-    return tuple(
-        quantise(values, dtype, scale) for values, scale in zip(rows, scales, strict=False)
-    )
+    parts = [
+        stored_parts(values, dtype, scale) for values, scale in zip(rows, scales, strict=False)
+    ]
+    return tuple(chain.from_iterable(zip(*parts, strict=True)))
 
 
 def put(buffer: torch.Tensor, slots: torch.Tensor, rows: torch.Tensor) -> None:
@@ -171,11 +191,11 @@ def put(buffer: torch.Tensor, slots: torch.Tensor, rows: torch.Tensor) -> None:
 
 
 def buffers(setup: CaseSetup, layer_id: int) -> tuple[torch.Tensor, ...]:
-    """The pool's memory of a layer: K and V, or the one buffer of MLA."""
+    """The pool's memory of a layer: as `KVPool.memory`, or the one buffer of MLA."""
     pool = setup.context.token_to_kv_pool
     if setup.case.latent:
         return (pool.get_key_buffer(layer_id),)
-    return pool.get_kv_buffer(layer_id)
+    return pool.memory(layer_id)
 
 
 def slots_of(pages: torch.Tensor, page_size: int) -> torch.Tensor:

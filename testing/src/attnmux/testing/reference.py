@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from attnmux.core import InvalidInput
+from attnmux.core.kv.rows import wide_rows
 
 if TYPE_CHECKING:
     from attnmux.core import ForwardBatch, KVPool, LayerSpec
@@ -342,7 +343,5 @@ def _read_pool(
     """K and V of the slots of the request table, in float64, de-quantised."""
     slots = pool.translate(slots.long(), layer.layer_id)
     k_scale, v_scale = pool.read_scales(layer.k_scale, layer.v_scale)
-    keys = pool.get_key_buffer(layer.layer_id)[slots].double() * k_scale
-    if layer.kind == "mla":
-        return keys, keys[..., : layer.v_head_dim]
-    return keys, pool.get_value_buffer(layer.layer_id)[slots].double() * v_scale
+    keys, values = wide_rows(pool, layer.layer_id, slots)
+    return keys.double() * k_scale, values.double() * v_scale

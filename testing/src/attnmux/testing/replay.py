@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ from attnmux.core import (
     Request,
     SpecInput,
     Workspace,
-    quantise,
+    stored_parts,
     torch_dtype,
 )
 from attnmux.core.cli.run import Run, common_options, echo_json, pass_run
@@ -151,12 +152,15 @@ class _Remade:
 
     def _fill(self, pool: KVPool, slots: torch.Tensor) -> None:
         """Write the kept K and V, or random ones."""
-        for index, buffer in enumerate(kv_memory(pool, self.layer.layer_id)):
-            rows = self._tensor(f"kv.{index}")
-            if rows is None:
-                rows = self._random(len(slots), *buffer.shape[1:])
-                rows = quantise(rows, pool.dtype, None)
-            put(buffer, slots, rows)
+        layer = self.layer
+        memory = kv_memory(pool, layer.layer_id)
+        kept = [self._tensor(f"kv.{index}") for index in range(len(memory))]
+        widths = (layer.qk_head_dim, layer.v_head_dim)[: len(memory)]
+        drawn = [self._random(len(slots), layer.tp_k_head_num, width) for width in widths]
+        parts = zip(*(stored_parts(rows, pool.dtype, None) for rows in drawn), strict=True)
+        made = chain.from_iterable(parts)
+        for buffer, rows, drawn_rows in zip(memory, kept, made, strict=True):
+            put(buffer, slots, drawn_rows if rows is None else rows)
 
     def _batch(self, rows: torch.Tensor, page: int) -> ForwardBatch:
         facts = self._kept.facts

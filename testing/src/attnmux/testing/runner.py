@@ -25,6 +25,8 @@ from attnmux.testing.linear_runner import run_linear
 from attnmux.testing.placement import buffers, fill_reserved_page, put, slots_of
 from attnmux.testing.prepared import LayerInput, PreparedStep, kv_rows, prepare_step
 
+MEMORY = "K", "V", "scales of K", "scales of V"
+"""What a slot of a pool holds, in the order of `KVPool.memory`."""
 MOST_LOGITS = 1 << 21
 """Of the reference in a layer of a step: 16 MiB in float64."""
 
@@ -196,7 +198,7 @@ def _check_pool(
     first = int(pads or bool((step.batch.out_cache_loc == 0).any()))
     for given, copies in zip(step.inputs, expected, strict=True):
         actual = buffers(setup, given.layer.layer_id)
-        for name, buffer, copy in zip(("K", "V"), actual, copies, strict=False):
+        for name, buffer, copy in zip(MEMORY, actual, copies, strict=False):
             changed = (buffer.view(torch.uint8) != copy.view(torch.uint8)).flatten(1).any(1)
             wrong = changed[first:].nonzero().flatten() + first
             if len(wrong):

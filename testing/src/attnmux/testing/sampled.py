@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 
 from attnmux.core import AttentionCall, ForwardBatch, KVPool, LayerSpec
-from attnmux.core.kv.rows import gather_rows
+from attnmux.core.kv.rows import wide_rows
 from attnmux.testing.reference import (
     alibi_bias,
     chunks_before,
@@ -198,7 +198,6 @@ def _from_pool(
     """K [n, 1, D] and V [n, 1, Dv] of slots of the request table, in float64 and de-quantised."""
     slots = pool.translate(slots.long(), layer.layer_id)
     k_scale, v_scale = pool.read_scales(layer.k_scale, layer.v_scale)
-    keys = pool.get_key_buffer(layer.layer_id)[:, kv_head : kv_head + 1]
-    values = pool.get_value_buffer(layer.layer_id)[:, kv_head : kv_head + 1]
-    keys, values = (gather_rows(each, slots).double() for each in (keys, values))
-    return keys * k_scale, values * v_scale
+    of_head = slice(kv_head, kv_head + 1)
+    keys, values = (each[:, of_head] for each in wide_rows(pool, layer.layer_id, slots))
+    return keys.double() * k_scale, values.double() * v_scale

@@ -62,7 +62,7 @@ RULES: tuple[tuple[Callable[[Point], object], Point], ...] = (
     (lambda p: p["rows"] > MOST_ALONE, _clear("deterministic")),
     (lambda p: p["deterministic"], {**_clear("graph", "padding"), "store": "pool"}),
     (lambda p: p.get("sliding_window"), _clear("attention_chunk")),
-    (lambda p: not p["kv_dtype"].startswith("fp8") or p["kind"] != "mha", _clear("kv_scales")),
+    (lambda p: not p["kv_dtype"].startswith("fp") or p["kind"] != "mha", _clear("kv_scales")),
 )  # fmt: skip
 """Replacements for values that have no meaning at a point or that the suite cannot combine. Each
 rule is a condition with the values that replace the point's. The rules for modes come first."""

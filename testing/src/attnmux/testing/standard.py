@@ -13,6 +13,7 @@ from attnmux.testing.relative_cases import relative_cases, relative_encoders
 from attnmux.testing.variant_cases import (
     LATENT,
     dual_chunk_cases,
+    fp4_cases,
     fp8_cases,
     mla_cases,
     nsa_cases,
@@ -38,6 +39,7 @@ def standard_cases(page_sizes: Sequence[int] = PAGE_SIZES) -> tuple[Case, ...]:
         cases += nsa_cases(page)
         cases += dual_chunk_cases(page)
         cases += fp8_cases(page)
+        cases += fp4_cases(page)
         cases += window_pool_cases(page)
         cases += alibi_cases(page)
         cases += relative_cases(page)

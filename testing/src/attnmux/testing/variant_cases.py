@@ -1,4 +1,4 @@
-"""Cases of MLA, sparse MLA, dual chunk attention, window pools and KV in 8-bit floats."""
+"""Cases of MLA, sparse MLA, dual chunk attention, window pools and KV in 8-bit and 4-bit floats."""
 
 from __future__ import annotations
 
@@ -193,3 +193,41 @@ def fp8_cases(page: int) -> Iterator[Case]:
         yield case_of(f"mla-decode-{kv_dtype}", page, decode(45, 3, 17, page), **latent)
         yield case_of(f"mla-extend-{kv_dtype}", page, extend((0, 30), (page, 7)), **latent)
         yield case_of(f"mla-verify-{kv_dtype}", page, verify(3, 12, page), spec_topk=1, **latent)
+
+
+def fp4_cases(page: int) -> Iterator[Case]:
+    """KV in 4-bit floats, whose blocks have scales of their own."""
+    fp4: dict[str, Any] = {"kv_dtype": "fp4_e2m1"}
+    scaled: dict[str, Any] = {**fp4, "kv_scales": (0.5, 3.0)}
+    variants: dict[str, dict[str, Any]] = {
+        "": fp4,
+        "-dim-64": {**fp4, "head_dim": 64, "v_head_dim": 64},
+        "-dim-80": {**scaled, "head_dim": 80, "v_head_dim": 80},
+        "-dim-192-128": {**scaled, "head_dim": 192, "v_head_dim": 128},
+        "-dim-256": {**scaled, "head_dim": 256, "v_head_dim": 256},
+        "-scales-lse": {**scaled, "lse": True},
+        # Saturates scales of blocks: the first layer's K beyond 2 and its V beyond 1.5
+        "-saturated": {**fp4, "kv_scales": (2 / (6 * 448), 1.5 / (6 * 448))},
+        "-kv-in-pool": {**scaled, "kv_in_pool": True},
+        "-window": {**scaled, "windows": (8, None)},
+        "-chunk": {**scaled, "attention_chunk": 16},
+        "-sinks": {**scaled, "sinks": True},
+        "-cap": {**scaled, "logit_cap": 30.0},
+        "-float16": {**scaled, "dtype": "float16"},
+    }
+    long, growing = decode(45, 3, 17, 70), extend((0, 41), (page + 3, 20))
+    for name, settings in variants.items():
+        yield case_of(f"decode-fp4_e2m1{name}", page, long, **settings)
+        yield case_of(f"extend-fp4_e2m1{name}", page, growing, **settings)
+    chain, tree = verify(4, 9, page, 2 * page + 1), verify(6, 9, page)
+    yield case_of("verify-fp4_e2m1", page, chain, spec_topk=1, **fp4)
+    yield case_of("verify-fp4_e2m1-scales", page, chain, spec_topk=1, **scaled)
+    yield case_of("verify-fp4_e2m1-tree", page, tree, spec_topk=4, **scaled)
+    catching_up = extend((9, 3), (page, 1), (0, 4), mode=ForwardMode.DRAFT_EXTEND)
+    yield case_of("draft-extend-fp4_e2m1", page, catching_up, spec_topk=1, **scaled)
+    yield case_of("decode-fp4_e2m1-nan", page, decode(45, 3, 17), nan_request=1, **scaled)
+    yield case_of("extend-fp4_e2m1-nan", page, growing, nan_request=1, **scaled)
+    encoders = extend((0, 20), (3, 9), encoder=(30, 7))
+    yield case_of("extend-cross-fp4_e2m1", page, encoders, **scaled)
+    window: dict[str, Any] = {**scaled, "window_pool": True, "windows": (8, None)}
+    yield case_of("decode-window-pool-fp4_e2m1", page, decode(45, 3, 2 * page + 9), **window)

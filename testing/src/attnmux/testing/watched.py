@@ -133,7 +133,7 @@ class WatchedSlots:
         """
         total = torch.zeros(len(slots), dtype=torch.int64, device=self._pool.device)
         for buffer in kv_memory(self._pool, layer_id):
-            raw = buffer.flatten(1).view(torch.uint8)[slots]
+            raw = rows_at(buffer, slots)
             words = raw.view(torch.int64) if raw.shape[1] % 8 == 0 else raw.long()
             total = total * 31 + (words * self._mixer(words.shape[1])).sum(1)
         return total
@@ -154,9 +154,9 @@ def _changes(
 
 
 def kv_memory(pool: KVPool, layer_id: int) -> tuple[torch.Tensor, ...]:
-    """A layer's buffers: K and V, or the one buffer of MLA, where V is part of K."""
-    keys, values = pool.get_kv_buffer(layer_id)
-    return (keys,) if keys.data_ptr() == values.data_ptr() else (keys, values)
+    """A layer's buffers, as `KVPool.memory`; the one buffer of MLA, where V is part of K."""
+    keys, values, *scales = pool.memory(layer_id)
+    return (keys,) if keys.data_ptr() == values.data_ptr() else (keys, values, *scales)
 
 
 def rows_at(buffer: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:

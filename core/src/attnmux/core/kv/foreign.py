@@ -39,6 +39,7 @@ class ForeignKVPool(PairPool):
             layer_ids=tuple(buffers),
             device=first.device,
         )
+        self._check_whole_bytes()
         for layer_id, pair in buffers.items():
             for buffer in pair:
                 _check_buffer(layer_id, buffer, first)

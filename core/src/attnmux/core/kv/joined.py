@@ -59,6 +59,9 @@ class JoinedKVPool(KVPool):
     def get_value_buffer(self, layer_id: int) -> torch.Tensor:
         return self._pool_of(layer_id).get_value_buffer(layer_id)
 
+    def get_scale_buffers(self, layer_id: int) -> tuple[torch.Tensor, torch.Tensor] | None:
+        return self._pool_of(layer_id).get_scale_buffers(layer_id)
+
     def set_kv_buffer(
         self,
         layer: HasLayerId,

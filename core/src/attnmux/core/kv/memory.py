@@ -39,7 +39,9 @@ def allocate_zeroed(
     tensors: list[torch.Tensor] = []
     try:
         for shape in shapes:
-            tensors.append(torch.zeros(shape, dtype=dtype, device=device))
+            # As bytes: torch does not fill 4-bit floats
+            raw = torch.uint8 if dtype.itemsize == 1 else dtype
+            tensors.append(torch.zeros(shape, dtype=raw, device=device).view(dtype))
     except RuntimeError as error:
         if not _is_out_of_memory(error):
             raise

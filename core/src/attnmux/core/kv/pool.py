@@ -10,8 +10,14 @@ import torch
 
 from attnmux.core.arguments import check_vector, check_whole_pages
 from attnmux.core.errors import InvalidInput
+from attnmux.core.kv.four_bits import DTYPE as FP4_DTYPE
 from attnmux.core.kv.memory import allocate_zeroed
-from attnmux.core.kv.quantise import ACTIVATION_DTYPES, FP8_DTYPES, STORABLE_DTYPES, checked_scale
+from attnmux.core.kv.quantise import (
+    ACTIVATION_DTYPES,
+    SCALED_DTYPES,
+    STORABLE_DTYPES,
+    checked_scale,
+)
 
 _WORDS = (torch.int64, torch.int32, torch.int16, torch.uint8)
 
@@ -30,7 +36,9 @@ class KVPool(ABC):
     1 … page_size - 1 stay unused, so that usable pages start at 1. Buffers are [slots, Hkv, D] and
     can be viewed as [pages, page_size, Hkv, D].
     Attention reads K and V from the pool, including those that its own call has just written. A
-    pool of 8-bit floats has rounded them, and every step must see the same values.
+    pool of 8-bit or 4-bit floats has rounded them, and every step must see the same values.
+    Buffers of 4-bit floats hold two values an element, [slots, Hkv, D / 2], and come with those of
+    `get_scale_buffers`.
     """
 
     def __init__(
@@ -43,8 +51,9 @@ class KVPool(ABC):
         device: torch.device | str,
     ) -> None:
         check_whole_pages(size, page_size)
-        if dtype not in STORABLE_DTYPES:
-            names = ", ".join(str(known).removeprefix("torch.") for known in STORABLE_DTYPES)
+        stored = (*STORABLE_DTYPES, FP4_DTYPE)
+        if dtype not in stored:
+            names = ", ".join(str(known).removeprefix("torch.") for known in stored)
             raise InvalidInput("dtype", got=dtype, expected=f"one of {names}")
         self.size = size
         """Tokens that can be stored, without the reserved page."""
@@ -92,6 +101,20 @@ class KVPool(ABC):
         """K and V of a layer."""
         return self.get_key_buffer(layer_id), self.get_value_buffer(layer_id)
 
+    def get_scale_buffers(self, layer_id: int) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """The scales of a layer's blocks of 4-bit floats, of any strides: those of K
+        [slots, Hkv, D / 16] and of V [slots, Hkv, Dv / 16], e4m3. None for other dtypes.
+
+        The heads' scales begin at multiples of 4 bytes. See `four_bits`.
+        Raises InvalidInput for a layer that is not stored here.
+        """
+        self._layer_index(layer_id)
+        return None
+
+    def memory(self, layer_id: int) -> tuple[torch.Tensor, ...]:
+        """All that a slot of a layer holds: K, V and, of 4-bit floats, both of their scales."""
+        return (*self.get_kv_buffer(layer_id), *(self.get_scale_buffers(layer_id) or ()))
+
     def set_kv_buffer(
         self,
         layer: HasLayerId,
@@ -103,8 +126,8 @@ class KVPool(ABC):
     ) -> None:
         """Write K [T, Hkv, D] and V [T, Hkv, Dv] to slots loc [T] int64.
 
-        A pool of 8-bit floats divides by the scales (None means 1), rounds and saturates; see
-        `quantise`. Any other pool casts the values to its dtype and ignores the scales.
+        A pool of 8-bit or 4-bit floats divides by the scales (None means 1), rounds and saturates;
+        see `stored_parts`. Any other pool casts the values to its dtype and ignores the scales.
         Does not synchronise.
         Raises InvalidInput, before anything is written, for wrong shapes, dtypes or devices, and
         for scales that are used and not positive.
@@ -121,11 +144,12 @@ class KVPool(ABC):
         """
         for layer_id in self.layer_ids:
             loc = None if slots is None else self.translate(slots, layer_id)
-            for buffer in self.get_kv_buffer(layer_id):
+            for buffer in self.memory(layer_id):
+                raw = buffer.view(torch.uint8)  # torch fills few rows of few dtypes
                 if loc is None:
-                    buffer.zero_()
-                else:  # as bytes, since index_fill_ does not support 8-bit floats
-                    buffer.view(torch.uint8).index_fill_(0, loc, 0)
+                    raw.zero_()
+                else:
+                    raw.index_fill_(0, loc, 0)
 
     def move(self, source: torch.Tensor, target: torch.Tensor) -> None:
         """Copy K and V from slots source [n] int64 to slots target [n] int64 in every layer.
@@ -136,7 +160,7 @@ class KVPool(ABC):
         for layer_id in self.layer_ids:
             read, write = self.translate(source, layer_id), self.translate(target, layer_id)
             # As bytes, since 8-bit floats cannot be indexed; both first, since V may be part of K
-            buffers = [each.view(torch.uint8) for each in self.get_kv_buffer(layer_id)]
+            buffers = [each.view(torch.uint8) for each in self.memory(layer_id)]
             rows = [each.index_select(0, read) for each in buffers]
             for buffer, values in zip(buffers, rows, strict=True):
                 buffer.index_copy_(0, write, values)
@@ -161,11 +185,11 @@ class KVPool(ABC):
     def read_scales(self, k_scale: float | None, v_scale: float | None) -> tuple[float, float]:
         """The factors that K and V from the buffers are multiplied by, for a layer's scales.
 
-        Both are 1 unless the pool stores 8-bit floats. Then they are the scales, with 1 for None;
-        an MLA pool returns k_scale for both, since V is part of K.
+        Both are 1 unless the pool stores 8-bit or 4-bit floats. Then they are the scales, with 1
+        for None; an MLA pool returns k_scale for both, since V is part of K.
         Raises InvalidInput for a scale that is used and not positive.
         """
-        if self.dtype not in FP8_DTYPES:
+        if self.dtype not in SCALED_DTYPES:
             return 1.0, 1.0
         return checked_scale(k_scale), checked_scale(v_scale)
 
@@ -202,13 +226,24 @@ class KVPool(ABC):
 
     def _allocate(self, rows: Sequence[tuple[int, ...]], what: str) -> list[torch.Tensor]:
         """A zeroed buffer [slots, *row] for each row shape."""
+        return self._allocate_shapes([(self.num_slots, *row) for row in rows], self.dtype, what)
+
+    def _allocate_shapes(
+        self, shapes: Sequence[tuple[int, ...]], dtype: torch.dtype, what: str
+    ) -> list[torch.Tensor]:
         return allocate_zeroed(
-            [(self.num_slots, *row) for row in rows],
-            dtype=self.dtype,
+            shapes,
+            dtype=dtype,
             device=self.device,
             what=f"{what} of {self.size} tokens in {len(self.layer_ids)} layers",
             hint="lower the number of tokens (size) or take a smaller KV dtype",
         )
+
+    def _check_whole_bytes(self) -> None:
+        """Raise InvalidInput where an element of the dtype is not one value."""
+        if self.dtype == FP4_DTYPE:
+            name = type(self).__name__
+            raise InvalidInput("dtype", got=f"4-bit floats in a {name}", expected="8 bits or more")
 
     def _layer_index(self, layer_id: int) -> int:
         try:

@@ -1,4 +1,4 @@
-"""The stored form of K and V: unchanged, or 8-bit floats with a scale."""
+"""The stored form of K and V: unchanged, or floats of 8 or 4 bits with scales."""
 
 from __future__ import annotations
 
@@ -7,18 +7,25 @@ import math
 import torch
 
 from attnmux.core.errors import InvalidInput
+from attnmux.core.kv.four_bits import DTYPE as FP4_DTYPE
+from attnmux.core.kv.four_bits import pack_rows
 
 ACTIVATION_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 """Dtypes of activations, which a pool stores unscaled."""
 
 FP8_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz)
+"""8-bit dtypes, which a pool stores scaled."""
+
+SCALED_DTYPES = (*FP8_DTYPES, FP4_DTYPE)
 """Dtypes that a pool stores scaled."""
 
 STORABLE_DTYPES = ACTIVATION_DTYPES + FP8_DTYPES
+"""Dtypes that every pool stores, a value an element."""
 
 
 def quantise(rows: torch.Tensor, dtype: torch.dtype, scale: float | None) -> torch.Tensor:
-    """`rows`, of an activation dtype, as a pool of `dtype` stores them.
+    """`rows`, of an activation dtype, as a pool of `dtype` stores them; of 4-bit floats see
+    `stored_parts`.
 
     An 8-bit float is `rows / scale` (in float32 unless the scale is 1), rounded to nearest even and
     saturated: infinities and values beyond the largest finite one (448 in e4m3, 57344 in e5m2,
@@ -35,6 +42,19 @@ def quantise(rows: torch.Tensor, dtype: torch.dtype, scale: float | None) -> tor
     # Every activation dtype represents both limits exactly
     largest = torch.finfo(dtype).max
     return rows.clamp(-largest, largest).to(dtype)
+
+
+def stored_parts(
+    rows: torch.Tensor, dtype: torch.dtype, scale: float | None
+) -> tuple[torch.Tensor, ...]:
+    """All that a pool of `dtype` stores of `rows`: the quantised rows or, of 4-bit floats, packed
+    values and the scales of their blocks (see `four_bits`).
+
+    Raises InvalidInput as `quantise`, and for rows that 4-bit floats cannot hold.
+    """
+    if dtype != FP4_DTYPE:
+        return (quantise(rows, dtype, scale),)
+    return tuple(pack_rows(rows, checked_scale(scale)))
 
 
 def checked_scale(scale: float | None) -> float:

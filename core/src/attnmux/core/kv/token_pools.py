@@ -7,8 +7,10 @@ from collections.abc import Iterable, Mapping, Sequence
 import torch
 
 from attnmux.core.arguments import check_positive
+from attnmux.core.kv.four_bits import BLOCK, SCALE_DTYPE, check_width, scale_bytes
+from attnmux.core.kv.four_bits import DTYPE as FP4_DTYPE
 from attnmux.core.kv.pool import HasLayerId, KVPool, check_loc, check_rows, words_of, write_rows
-from attnmux.core.kv.quantise import quantise
+from attnmux.core.kv.quantise import quantise, stored_parts
 
 
 class PairPool(KVPool):
@@ -47,13 +49,16 @@ class PairPool(KVPool):
         v_scale: float | None = None,
     ) -> None:
         k_buffer, v_buffer = self.get_kv_buffer(layer.layer_id)
-        num_tokens = check_loc(loc)
-        check_rows("k", k, (num_tokens, *k_buffer.shape[1:]), loc)
-        check_rows("v", v, (num_tokens, *v_buffer.shape[1:]), loc)
-        k, v = quantise(k, self.dtype, k_scale), quantise(v, self.dtype, v_scale)
+        num_tokens, packed = check_loc(loc), 2 if self.dtype == FP4_DTYPE else 1
+        for name, rows, (_, heads, dim) in (("k", k, k_buffer.shape), ("v", v, v_buffer.shape)):
+            check_rows(name, rows, (num_tokens, heads, dim * packed), loc)
+        k, *k_scales = stored_parts(k, self.dtype, k_scale)
+        v, *v_scales = stored_parts(v, self.dtype, v_scale)
         k_words, v_words = self._words[layer.layer_id]
         write_rows(k_words, loc, k)
         write_rows(v_words, loc, v)
+        for buffer, each in zip(self.memory(layer.layer_id)[2:], k_scales + v_scales, strict=True):
+            buffer.view(torch.uint8).index_copy_(0, loc, each.view(torch.uint8))
 
 
 class LatentPool(KVPool):
@@ -135,7 +140,8 @@ class MHATokenToKVPool(PairPool):
         """Room for `size` tokens, in whole pages; `num_kv_heads` counts this rank's heads.
 
         `v_head_dim` defaults to `head_dim`.
-        Raises InvalidInput for impossible sizes and dtypes, PoolExhausted when memory is short.
+        Raises InvalidInput for impossible sizes and dtypes and for heads that 4-bit floats cannot
+        hold, PoolExhausted when memory is short.
         """
         super().__init__(
             size=size, page_size=page_size, dtype=dtype, layer_ids=layer_ids, device=device
@@ -145,8 +151,15 @@ class MHATokenToKVPool(PairPool):
         self.v_head_dim = head_dim if v_head_dim is None else v_head_dim
         for name in ("num_kv_heads", "head_dim", "v_head_dim"):
             check_positive(name, getattr(self, name))
-        layers = len(self.layer_ids)
-        shapes = [(num_kv_heads, dim) for dim in (head_dim, self.v_head_dim) for _ in range(layers)]
+        layers, dims = len(self.layer_ids), (head_dim, self.v_head_dim)
+        self._scales: list[tuple[torch.Tensor, torch.Tensor]] = []
+        if dtype == FP4_DTYPE:
+            check_width("head_dim", head_dim)
+            check_width("v_head_dim", self.v_head_dim)
+            scales = [self._allocate_scales(dim) for dim in dims]
+            self._scales = list(zip(*scales, strict=True))
+            dims = head_dim // 2, self.v_head_dim // 2
+        shapes = [(num_kv_heads, dim) for dim in dims for _ in range(layers)]
         buffers = self._allocate(shapes, "KV pool")
         pairs = zip(buffers[:layers], buffers[layers:], strict=True)
         self._hold(dict(zip(self.layer_ids, pairs, strict=True)))
@@ -161,8 +174,35 @@ class MHATokenToKVPool(PairPool):
         v_head_dim: int | None = None,
     ) -> int:
         """Bytes of one token in all layers, for `tokens_in_budget`."""
-        dims = head_dim + (head_dim if v_head_dim is None else v_head_dim)
-        return num_layers * num_kv_heads * dims * dtype.itemsize
+        dims = head_dim, head_dim if v_head_dim is None else v_head_dim
+        if dtype == FP4_DTYPE:
+            return num_layers * num_kv_heads * sum(dim // 2 + scale_bytes(dim) for dim in dims)
+        return num_layers * num_kv_heads * sum(dims) * dtype.itemsize
+
+    def _allocate_scales(self, dim: int) -> list[torch.Tensor]:
+        """[slots, Hkv, dim / BLOCK] of each layer, zero.
+
+        In memory a head's slots are side by side: a kernel that reads one head would fetch those of
+        other heads with it, since its scales of one slot are less than a sector of memory.
+        """
+        shape = self.num_kv_heads, self.num_slots, scale_bytes(dim)
+        shapes = [shape] * len(self.layer_ids)
+        made = self._allocate_shapes(shapes, SCALE_DTYPE, "scales of the KV pool")
+        return [each.transpose(0, 1)[..., : dim // BLOCK] for each in made]
+
+    @property
+    def nbytes(self) -> int:
+        return self.num_slots * self.bytes_per_token(
+            dtype=self.dtype,
+            num_layers=len(self.layer_ids),
+            num_kv_heads=self.num_kv_heads,
+            head_dim=self.head_dim,
+            v_head_dim=self.v_head_dim,
+        )
+
+    def get_scale_buffers(self, layer_id: int) -> tuple[torch.Tensor, torch.Tensor] | None:
+        index = self._layer_index(layer_id)
+        return self._scales[index] if self._scales else None
 
 
 class MLATokenToKVPool(LatentPool):
@@ -186,6 +226,7 @@ class MLATokenToKVPool(LatentPool):
         super().__init__(
             size=size, page_size=page_size, dtype=dtype, layer_ids=layer_ids, device=device
         )
+        self._check_whole_bytes()
         check_positive("kv_lora_rank", kv_lora_rank)
         check_positive("qk_rope_head_dim", qk_rope_head_dim)
         row = (1, kv_lora_rank + qk_rope_head_dim)

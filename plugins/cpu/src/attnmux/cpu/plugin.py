@@ -91,6 +91,15 @@ def _on_h200(date: str, cases: int) -> Verified:
     )
 
 
+_FOUR_BITS: dict[str, Condition] = {
+    "phase": one_of("extend", "decode", "verify", "draft"),
+    "kv_dtype": one_of("fp4_e2m1"),
+    "head_dim": multiple_of(16),
+    "v_head_dim": multiple_of(16),
+    "strided_kv": NONE,
+}
+"""As many values of a head share a scale."""
+
 _LATENT: dict[str, Condition] = {"kv_lora_rank": ANY, "qk_rope_head_dim": ANY}
 
 _SPARSE = Clause(
@@ -129,7 +138,9 @@ TORCH_NATIVE = BackendCard(
     ),
     sources={
         "dtype": "torch's matrix products and softmax have all three",
-        "kv_dtype": "8-bit floats are widened; no pool that torch operations read holds 4 bits",
+        "kv_dtype": "8-bit and 4-bit floats are widened; MLA's pool holds no 4 bits",
+        "head_dim": "with 4-bit floats: 16 values of a head share a scale",
+        "v_head_dim": "as head_dim",
         "page_size": "as spec_topk",
         "spec_topk": "a draft tree over MLA is offered on accelerators at page 1 alone, where the "
         "kernels made for the hardware take it too: a page size must not be what sends it to plain "
@@ -137,6 +148,7 @@ TORCH_NATIVE = BackendCard(
     },
     clauses=(
         _plain("mha"),
+        _plain("mha", **_FOUR_BITS),
         _plain("mha", **_ALIBI),
         _plain("mha", **_RELATIVE),
         _plain("mla", **_LATENT, vendor=one_of("cpu")),

@@ -23,7 +23,7 @@ from attnmux.triton.configs import (
     TileConfig,
     tuned_fields,
 )
-from attnmux.triton.shapes import next_power_of_2
+from attnmux.triton.shapes import LEAST_WIDTH, next_power_of_2
 
 if TYPE_CHECKING:
     from attnmux.core import TunedLaunch
@@ -106,6 +106,10 @@ NARROW = ShareConfig(
 WIDE = replace(NARROW, block_m=32, block_n=32, least_share=4, merged_rows=16)
 LATENT = replace(WIDE, block_m=16, block_n=16, programs_per_unit=1)
 
+FOUR_BITS = replace(
+    NARROW, num_stages=5, programs_per_unit=4, options=FrozenMapping({"maxnreg": 128})
+)
+
 SHARES: tuple[ConfigEntry[ShareConfig], ...] = (
     ConfigEntry(width="narrow", config=NARROW),
     ConfigEntry(width="wide", config=WIDE),
@@ -122,6 +126,16 @@ SHARES: tuple[ConfigEntry[ShareConfig], ...] = (
     ),
     ConfigEntry(arch="sm90", dims=(128, 128), config=HOPPER_SHARES, measured=H200),
     ConfigEntry(arch="sm90", dims=(128, 128), key_bits=8, config=HOPPER_EIGHT_BITS, measured=H200),
+    # 16 warps an SM: what merges partial results spills at 128 registers, the loop over keys does
+    # not. Tiles of more rows need more registers.
+    ConfigEntry(arch="sm90", width="narrow", key_bits=4, config=FOUR_BITS),
+    ConfigEntry(
+        arch="sm90",
+        width="narrow",
+        key_bits=4,
+        least_rows=LEAST_WIDTH + 1,
+        config=replace(NARROW, num_stages=5),
+    ),
     # The configurations of 128 columns, not measured here.
     ConfigEntry(arch="sm90", dims=(64, 64), config=HOPPER_SHARES),
     ConfigEntry(arch="sm90", dims=(64, 64), key_bits=8, config=HOPPER_EIGHT_BITS),

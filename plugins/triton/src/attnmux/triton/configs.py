@@ -123,7 +123,7 @@ class ConfigEntry(Generic[C]):
     """For shares, query heads of a KV head times new tokens of a request; for tiles, the heads."""
     page: int | None = None
     key_bits: int | None = None
-    """Bits of an element of K."""
+    """Bits of a value of K."""
     config: C
     measured: str = ""
     """The machine and the Triton of the measurement; empty where nothing was measured."""

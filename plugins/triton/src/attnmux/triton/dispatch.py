@@ -59,7 +59,9 @@ class LayerTraits:
 
     @property
     def key_bits(self) -> int:
-        """Bits of an element of K; 16 where its dtype is not known."""
+        """Bits of a value of K; 16 where its dtype is not known."""
+        if self.keys is not None and self.keys.k_scales is not None:
+            return 4
         return 16 if self.key_dtype is None else 8 * self.key_dtype.itemsize
 
 

@@ -7,12 +7,14 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from triton import knobs
 
-from attnmux.core import AttnmuxError, BackendContext, LayerSpec, torch_dtype
+from attnmux.core import AttnmuxError, BackendContext, KVPool, LayerSpec, torch_dtype
 from attnmux.triton.bound_kernel import Launcher
 from attnmux.triton.config_tables import ConfigTables
 from attnmux.triton.configs import ShareConfig, TileConfig
 from attnmux.triton.dispatch import Dispatch, LayerTraits
+from attnmux.triton.kernels.four_bits import BY_PTX, BY_PTX_OF_SM89, BY_TRITON, FACTOR, VALUES
 from attnmux.triton.operands import Keys
 from attnmux.triton.shapes import Shape
 from attnmux.triton.slots import SlotGroup
@@ -32,7 +34,7 @@ class TritonLayer:
     keys: Keys | None
     """The pool's memory; None as `slot_group`."""
     scales: tuple[float, float]
-    """Factors of the pool's K and V."""
+    """Factors of the pool's K and V as the kernels read them."""
     tiles: TileConfig
     hiding_tiles: TileConfig
     """For steps with a custom mask or items."""
@@ -71,7 +73,7 @@ class TritonLayer:
             dispatch=dispatch,
             slot_group=group,
             keys=keys,
-            scales=pool.read_scales(spec.k_scale, spec.v_scale) if is_stored else (1.0, 1.0),
+            scales=_scales(spec, pool, keys) if is_stored else (1.0, 1.0),
             tiles=dispatch.tiles(hides=False),
             hiding_tiles=dispatch.tiles(hides=not spec.is_cross_attention),
             launcher=launcher or Launcher(),
@@ -101,6 +103,21 @@ class TritonLayer:
         if rope is None and self.shape.real_tail:
             return rows[:, :, self.shape.real_d :]
         return rope
+
+    def key_tail(self, keys: Keys) -> torch.Tensor | None:
+        """The second part of K."""
+        if keys.k_scales is not None and self.shape.real_tail:
+            return keys.k[:, :, self.shape.real_d // VALUES.value :]
+        return self.tail(keys.k, keys.k_rope)
+
+    def widening(self, keys: Keys) -> int:
+        """How the kernels widen K and V of 4 bits; 0 for others."""
+        if keys.k_scales is None:
+            return 0
+        vendor, _, number = self.dispatch.arch.partition("sm")
+        if vendor or not number.isdigit() or knobs.runtime.interpret:
+            return int(BY_TRITON.value)
+        return int((BY_PTX_OF_SM89 if int(number) >= 89 else BY_PTX).value)
 
     @property
     def window(self) -> int:
@@ -136,6 +153,12 @@ class TritonLayer:
             "REACH": -1 if spec.relative_bias is None else spec.relative_reach,
             "HAS_LSE": has_lse,
         }
+
+
+def _scales(spec: LayerSpec, pool: KVPool, keys: Keys | None) -> tuple[float, float]:
+    k_scale, v_scale = pool.read_scales(spec.k_scale, spec.v_scale)
+    factor = FACTOR.value if keys is not None and keys.k_scales is not None else 1
+    return k_scale * factor, v_scale * factor
 
 
 def _not_stored(spec: LayerSpec) -> AttnmuxError:

@@ -27,6 +27,10 @@ KEY_STRIDES = (
     "k_tail_head_stride",
     "v_stride",
     "v_head_stride",
+    "k_scales_stride",
+    "k_scales_head_stride",
+    "v_scales_stride",
+    "v_scales_head_stride",
 )
 ALIGNED_BYTES = 16
 """Triton tells a compiler whether an address is a multiple of this."""
@@ -68,10 +72,19 @@ class Keys(NamedTuple):
     """[rows, Hkv, Dv]; not read where the layer is latent."""
     k_rope: torch.Tensor | None = None
     """[rows, 1, rope], where K does not hold it."""
+    k_scales: torch.Tensor | None = None
+    """[rows, Hkv, words] int32, each of 4 scales, where K and V are 4-bit floats: those are then
+    words of 8 values, [rows, Hkv, D / 8] int32."""
+    v_scales: torch.Tensor | None = None
 
     @classmethod
     def of_pool(cls, pool: KVPool, layer: LayerSpec) -> Keys:
-        return cls(*pool.get_kv_buffer(layer.layer_id))
+        k, v = pool.get_kv_buffer(layer.layer_id)
+        scales = pool.get_scale_buffers(layer.layer_id)
+        if scales is None:
+            return cls(k, v)
+        k, v = k.view(torch.int32), v.view(torch.int32)
+        return cls(k, v, None, *map(_scale_words, scales))
 
     @classmethod
     def of_call(cls, call: AttentionCall) -> Keys:
@@ -122,4 +135,13 @@ def key_strides(keys: Keys, tail: torch.Tensor | None) -> tuple[int, ...]:
         *keys.k.stride()[:2],
         *((0, 0) if tail is None else tail.stride()[:2]),
         *keys.v.stride()[:2],
+        *((0, 0) if keys.k_scales is None else keys.k_scales.stride()[:2]),
+        *((0, 0) if keys.v_scales is None else keys.v_scales.stride()[:2]),
     )
+
+
+def _scale_words(scales: torch.Tensor) -> torch.Tensor:
+    """The scales [slots, H, n] of a pool as int32 [slots, H, words]."""
+    slots, heads, count = scales.shape
+    whole = (slots, heads, -(-count // 4) * 4)
+    return scales.view(torch.uint8).as_strided(whole, scales.stride()).view(torch.int32)

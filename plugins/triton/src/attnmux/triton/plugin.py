@@ -57,6 +57,14 @@ _CDNA3: dict[str, Condition] = {
 }
 
 
+_FOUR_BITS: dict[str, Condition] = {
+    "kv_dtype": one_of("fp4_e2m1"),
+    "head_dim": multiple_of(16, most=512),
+    "v_head_dim": multiple_of(16, most=512),
+    "strided_kv": NONE,
+}
+
+
 def _clauses(dtype: str) -> Iterator[Clause]:
     of_heads: dict[str, Condition] = {
         "kind": one_of("mha"),
@@ -83,6 +91,14 @@ def _clauses(dtype: str) -> Iterator[Clause]:
             logit_cap=ANY,
             # CDNA3's own e4m3. Its Triton converts the other one too, by several instructions.
             **{**of_heads, **_CDNA3, **spec},
+        )
+        yield _clause(
+            dtype,
+            phase=one_of("extend", "decode", "verify", "draft"),
+            logit_cap=ANY,
+            cross_attention=ANY,
+            tree_windows=ANY if "spec_topk" in spec else NONE,
+            **{**of_heads, **_FOUR_BITS, **spec},
         )
         yield _clause(
             dtype,
@@ -180,8 +196,8 @@ TRITON = BackendCard(
         "arch": "the compiler of Triton 3.6 for AMD: CDNA3 alone converts e4m3fnuz natively",
         "dtype": "16-bit floats, which tensor cores multiply",
         "kv_dtype": (
-            "k_scale and v_scale are the kernels' arguments; no pool here stores 4 bits, "
-            "which SGLang 0.5.23 serves on CUDA"
+            "k_scale and v_scale are the kernels' arguments; 4-bit floats have scales of blocks "
+            "next to them, in pools of multi-head attention alone"
         ),
         "page_size": (
             "the kernels gather by token index; masks of trees are laid out by token: SGLang "
@@ -189,7 +205,8 @@ TRITON = BackendCard(
         ),
         "head_dim": (
             "no limit is stated; the largest tiles that SGLang's kernels name have 512 columns "
-            "(`Lk == 576` in decode_attention.py: 512, and 64 more of MLA's K)"
+            "(`Lk == 576` in decode_attention.py: 512, and 64 more of MLA's K); 16 4-bit floats "
+            "of a head share a scale"
         ),
         "v_head_dim": "as head_dim",
         "kv_lora_rank": "as head_dim",

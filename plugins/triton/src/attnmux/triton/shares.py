@@ -129,7 +129,7 @@ class ShareAttention:
     ) -> BoundKernel:
         layer, key, config = self._layer, plan.key, plan.key.config
         keys = layer.required_keys()
-        tail = layer.tail(keys.k, keys.k_rope)
+        tail = layer.key_tail(keys)
         return BoundKernel(
             layer.launcher,
             kernel_at(SHARE_KERNELS[config.kernel].address),
@@ -137,6 +137,9 @@ class ShareAttention:
                 "k": keys.k,
                 "k_tail": tail,
                 "v": keys.v,
+                "k_scales": keys.k_scales,
+                "v_scales": keys.v_scales,
+                "FOUR_BITS": layer.widening(keys),
                 **dict(zip(KEY_STRIDES, key_strides(keys, tail), strict=True)),
                 **plan.buffers,
                 **layer.fixed(over_pool=True, has_mask=has_mask, has_lse=results.lse is not None),

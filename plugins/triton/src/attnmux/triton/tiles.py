@@ -42,6 +42,8 @@ TENSORS = (
     "k",
     "k_tail",
     "v",
+    "k_scales",
+    "v_scales",
     "slots",
     "rows",
     "cached_lens",
@@ -195,8 +197,9 @@ class TileAttention:
                 has_mask=mask is not None,
                 has_items=items is not None,
                 has_splits=num_splits > 1,
+                four_bits=layer.widening(keys),
             )
-        tail, key_tail = layer.tail(q, call.q_rope), layer.tail(keys.k, keys.k_rope)
+        tail, key_tail = layer.tail(q, call.q_rope), layer.key_tail(keys)
         bound(
             (layer.shape.kv_heads, plan.num_tiles, num_splits),
             (
@@ -206,6 +209,8 @@ class TileAttention:
                 keys.k,
                 key_tail,
                 keys.v,
+                keys.k_scales,
+                keys.v_scales,
                 None if slots is None else slots.table,
                 None if slots is None else slots.rows,
                 None if slots is None else step.lens,
@@ -261,6 +266,7 @@ class TileAttention:
         has_mask: bool,
         has_items: bool,
         has_splits: bool,
+        four_bits: int,
     ) -> BoundKernel:
         layer = self._layer
         has_encoder = slots is not None and slots.begins_with_encoder
@@ -277,6 +283,7 @@ class TileAttention:
                 **({"HAS_SINKS": False} if has_splits else {}),
                 "SPLIT_BLOCKS": max(splits.LEAST_KEYS // config.block_n, 1) if has_splits else 0,
                 "HAS_ITEMS": has_items,
+                "FOUR_BITS": four_bits,
                 "PAGE": 1 if slots is None else slots.page_size,
                 "IN_CALL": slots is None,
                 "HAS_ENCODER": has_encoder and not layer.spec.is_cross_attention,

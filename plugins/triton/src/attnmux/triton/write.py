@@ -10,6 +10,7 @@ import torch
 from attnmux.core import check_loc, check_rows, torch_dtype
 from attnmux.triton.bound_kernel import BoundKernel, Launcher
 from attnmux.triton.kernels.write import write_kv
+from attnmux.triton.kernels.write_four_bits import write_four_bits
 from attnmux.triton.shapes import next_power_of_2
 
 if TYPE_CHECKING:
@@ -57,6 +58,9 @@ class LayerWriter:
     """Of the pool's dtype: memory of one of FORMATS is viewed as bytes."""
     slot_map: torch.Tensor | None
     """As `KVPool.slot_map`."""
+    scales: tuple[torch.Tensor, torch.Tensor] | None = None
+    """Of the blocks of 4-bit floats, as bytes, [slots, H, n]; `first` and `second` are then bytes
+    of two values."""
     launcher: Launcher = field(default_factory=Launcher)
     _bound: dict[tuple[float, float], BoundKernel] = field(default_factory=dict, init=False)
     """By scales."""
@@ -82,15 +86,19 @@ class LayerWriter:
         if is_latent:
             row, rank = first, second.shape[-1]
             first, second = row[..., :rank], row[..., rank:]
+        scales = pool.get_scale_buffers(layer.layer_id)
         # Writing no tokens runs the pool's checks.
-        none = loc.new_empty(0), k.new_empty(first[:0].shape), k.new_empty(second[:0].shape)
+        none = (
+            loc.new_empty(0),
+            *(k.new_empty((0, *row_shape(buffer))) for buffer in (first, second)),
+        )
         if is_latent:
             pool.set_mla_kv_buffer(layer, *none, layer.k_scale)
         else:
             pool.set_kv_buffer(layer, *none, layer.k_scale, layer.v_scale)
         names = ("k_nope", "k_rope") if is_latent else ("k", "v")
         known = FORMATS.get(first.dtype)
-        if known is not None:
+        if known is not None or scales is not None:
             first, second = first.view(torch.uint8), second.view(torch.uint8)
         return cls(
             pool=pool,
@@ -99,6 +107,9 @@ class LayerWriter:
             second=second,
             format=known or UNCHANGED,
             slot_map=pool.slot_map(layer.layer_id),
+            scales=None
+            if scales is None
+            else (scales[0].view(torch.uint8), scales[1].view(torch.uint8)),
             launcher=launcher or Launcher(),
         )
 
@@ -115,7 +126,7 @@ class LayerWriter:
         for name, rows, buffer in zip(
             self.names, (first, second), (self.first, self.second), strict=True
         ):
-            check_rows(name, rows, (num_tokens, *buffer.shape[1:]), loc)
+            check_rows(name, rows, (num_tokens, *self._row_shape(buffer)), loc)
         scales = self.pool.read_scales(layer.k_scale, layer.v_scale)
         slots = loc if self.slot_map is not None else self.pool.translate(loc, layer.layer_id)
         if not num_tokens:
@@ -132,10 +143,15 @@ class LayerWriter:
             (first.dtype, second.dtype),
         )
 
+    def _row_shape(self, buffer: torch.Tensor) -> tuple[int, int]:
+        """Heads and columns of the rows that a buffer holds."""
+        _, heads, width = buffer.shape
+        return heads, width if self.scales is None else 2 * width
+
     def _widths(self) -> tuple[int, int]:
         """Values of a slot in each part."""
-        first, second = self.first.shape, self.second.shape
-        return first[1] * first[2], second[1] * second[2]
+        (heads, first), (_, second) = self._row_shape(self.first), self._row_shape(self.second)
+        return heads * first, heads * second
 
     def _blocks(self) -> tuple[int, int, int]:
         """Tokens of a tile, columns of a tile, and columns of the wider part."""
@@ -146,10 +162,15 @@ class LayerWriter:
     def _bind(self, scales: tuple[float, float]) -> BoundKernel:
         block_t, block_w, _ = self._blocks()
         widths = self._widths()
+        of_blocks: dict[str, object] = {}
+        for name, each in zip(("first_scales", "second_scales"), self.scales or (), strict=False):
+            strides = {f"{name}_stride": each.stride(0), f"{name}_head_stride": each.stride(1)}
+            of_blocks |= {name: each, **strides}
         return BoundKernel(
             self.launcher,
-            write_kv,
+            write_kv if self.scales is None else write_four_bits,
             {
+                **of_blocks,
                 "first_buffer": self.first,
                 "first_slot_stride": self.first.stride(0),
                 "first_slot_head_stride": self.first.stride(1),
@@ -161,9 +182,9 @@ class LayerWriter:
                 "num_slots": self.first.shape[0],
                 "first_scale": scales[0],
                 "second_scale": scales[1],
-                "FIRST_D": self.first.shape[2],
+                "FIRST_D": self._row_shape(self.first)[1],
                 "FIRST_WIDTH": widths[0],
-                "SECOND_D": self.second.shape[2],
+                "SECOND_D": self._row_shape(self.second)[1],
                 "SECOND_WIDTH": widths[1],
                 "MANTISSA": self.format.mantissa,
                 "BIAS": self.format.bias,
@@ -186,6 +207,12 @@ class LayerWriter:
             counts=("num_tokens",),
             options={"num_warps": 4},
         )
+
+
+def row_shape(buffer: torch.Tensor) -> tuple[int, int]:
+    """Heads and columns of the rows that a pool's buffer [slots, H, n] holds."""
+    _, heads, width = buffer.shape
+    return heads, 2 * width if buffer.dtype == torch.float4_e2m1fn_x2 else width
 
 
 class PoolWriter:
@@ -223,7 +250,7 @@ class PoolWriter:
         if is_latent:
             first, second = first[..., : second.shape[-1]], first[..., second.shape[-1] :]
         nowhere = torch.full((1,), -1, dtype=torch.int64, device=first.device)
-        rows = [nowhere.new_zeros((1, *part.shape[1:]), dtype=dtype) for part in (first, second)]
+        rows = [nowhere.new_zeros((1, *row_shape(part)), dtype=dtype) for part in (first, second)]
         self.write(layer, nowhere, *rows, is_latent=is_latent)
 
 

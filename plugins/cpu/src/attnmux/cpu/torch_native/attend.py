@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from attnmux.core import unpack_rows
+
 if TYPE_CHECKING:
     from collections.abc import Callable
 
@@ -41,6 +43,8 @@ class Operands:
     """The dtype that matrices are multiplied in."""
     widening: Widening | None
     """Converts 8-bit K and V to `dtype`; None for other dtypes."""
+    block_scales: tuple[torch.Tensor, torch.Tensor] | None
+    """Of K and V in 4-bit floats, as `KVPool.get_scale_buffers`."""
     workspace: Workspace
 
     def scratch(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
@@ -77,7 +81,7 @@ def attend(
     for start in range(0, tile.slots.shape[1], tile.step):
         slots = tile.slots[:, start : start + tile.step]
         rows = _rows(operands, slots)
-        keys = _gather(operands, operands.keys, rows)
+        keys = _gather(operands, operands.keys, rows, 0)
         logits = _logits(operands, queries, keys)
         _add_bias(logits, operands.layer, tile, visibility, start)
         _hide(logits, tile, visibility, start)
@@ -85,7 +89,7 @@ def attend(
         if operands.values is None:
             values = keys[..., : operands.layer.v_head_dim]
         else:
-            values = _gather(operands, operands.values, rows)
+            values = _gather(operands, operands.values, rows, 1)
         softmax.add(weights, values)
     return operands.unfold(tile, softmax.out()), operands.unfold(tile, softmax.lse()).squeeze(-1)
 
@@ -114,14 +118,22 @@ def _rows(operands: Operands, slots: torch.Tensor) -> torch.Tensor:
     return torch.add(heads, slots.unsqueeze(1), alpha=num_heads, out=rows)
 
 
-def _gather(operands: Operands, source: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-    """[R * Hkv, S, width] in the product's dtype."""
+def _gather(
+    operands: Operands, source: torch.Tensor, rows: torch.Tensor, part: int
+) -> torch.Tensor:
+    """[R * Hkv, S, width] in the product's dtype. part: 0 for K, 1 for V."""
     shape = (rows.shape[0] * rows.shape[1], rows.shape[2], source.shape[1])
     gathered = operands.scratch("gathered", shape, source.dtype)
     # torch does not gather 8-bit floats on every device.
     raw = torch.uint8 if source.itemsize == 1 else source.dtype
     into = gathered.view(-1, source.shape[1]).view(raw)
     torch.index_select(source.view(raw), 0, rows.view(-1), out=into)
+    if operands.block_scales is not None:
+        num_heads = operands.layer.tp_k_head_num
+        scales = operands.block_scales[part]
+        of_rows = scales.view(torch.uint8)[rows // num_heads, rows % num_heads]
+        of_rows = of_rows.view(scales.dtype).flatten(0, 1)
+        return unpack_rows(gathered, of_rows).to(operands.dtype)
     if source.dtype == operands.dtype:
         return gathered
     converted = operands.scratch("converted", shape, operands.dtype)

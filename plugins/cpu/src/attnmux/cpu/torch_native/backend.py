@@ -89,6 +89,7 @@ class TorchNativeBackend(AttentionBackend):
         layer, pool = call.layer, self.context.token_to_kv_pool
         keys, values = keys_and_values(call, pool, in_call=in_call)
         dtype = _product_dtype(call.q.dtype, keys.dtype)
+        block_scales = None if in_call else pool.get_scale_buffers(layer.layer_id)
         return Operands(
             layer=layer,
             q=call.q.detach(),
@@ -97,7 +98,8 @@ class TorchNativeBackend(AttentionBackend):
             values=None if values is None else _rows_of_heads(values),
             scales=(1.0, 1.0) if in_call else pool.read_scales(layer.k_scale, layer.v_scale),
             dtype=dtype,
-            widening=self._widening(keys.dtype, dtype),
+            widening=None if block_scales else self._widening(keys.dtype, dtype),
+            block_scales=block_scales,
             workspace=self.context.workspace,
         )
 
@@ -192,7 +194,7 @@ def _rows_of_heads(cache: torch.Tensor) -> torch.Tensor:
 def _product_dtype(queries: torch.dtype, keys: torch.dtype) -> torch.dtype:
     """The dtype that Q, K, V and the softmax's weights are multiplied in.
 
-    Q's dtype represents every value of an 8-bit K.
+    Q's dtype represents every value of K in 8 or 4 bits.
     """
     dtype = queries if keys.itemsize == 1 else torch.promote_types(queries, keys)
     # Logits before scaling may overflow float16, which a CPU also multiplies ten times slower.

@@ -12,6 +12,8 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
+from attnmux.triton.kernels.four_bits import load_four_bits, real_columns
+
 LOG2_E = tl.constexpr(1.4426950408889634)
 LN_2 = tl.constexpr(0.6931471805599453)
 
@@ -36,6 +38,11 @@ class Keys(NamedTuple):
     tail_stride: tl.tensor
     v: tl.tensor
     v_stride: tl.tensor
+    k_scales: tl.tensor
+    """The scales of K's blocks and of V's; read where FOUR_BITS. All strides then count words."""
+    k_scales_stride: tl.tensor
+    v_scales: tl.tensor
+    v_scales_stride: tl.tensor
     base: tl.tensor
     """The request's slots or, with PAGE above 1, its pages; IN_CALL its first row of K."""
 
@@ -82,10 +89,11 @@ def load_rows(
     WIDTH: tl.constexpr,
     REAL_WIDTH: tl.constexpr,
     CHECKED: tl.constexpr,
+    FOUR_BITS: tl.constexpr = False,
 ):
     """[N, WIDTH] of base's dtype: rows [N] of a matrix, with 0 from column REAL_WIDTH on and, where
-    CHECKED, where is_there [N] is False."""
-    columns = tl.arange(0, WIDTH)
+    CHECKED, where is_there [N] is False. FOUR_BITS: in the order of `real_columns`."""
+    columns = real_columns(WIDTH) if FOUR_BITS else tl.arange(0, WIDTH)
     places = base + rows.to(tl.int64)[:, None] * row_stride + columns[None, :]
     if WIDTH != REAL_WIDTH:
         within = columns[None, :] < REAL_WIDTH
@@ -114,12 +122,14 @@ def tile_of_queries(
     GROUP: tl.constexpr,
     widths,
     BLOCK_M: tl.constexpr,
+    FOUR_BITS: tl.constexpr,
 ):
     """BLOCK_M rows of a request's queries from first_row on, [BLOCK_M] each: whether a row is real,
     its token among the request's, its token among the step's, its head; and Q in two parts,
     [BLOCK_M, D] and [BLOCK_M, TAIL].
 
-    Rows after the last are copies of it, so that they need no other keys.
+    Rows after the last are copies of it, so that they need no other keys. FOUR_BITS: columns are in
+    the order that those of K have.
     """
     row = first_row + tl.arange(0, BLOCK_M)
     is_real = row < num_queries * GROUP
@@ -130,11 +140,13 @@ def tile_of_queries(
     tokens = token.to(tl.int64)
     heads = head.to(tl.int64)
     rows = tokens * queries.stride + heads * queries.head_stride
-    tile = load_rows(queries.q, rows, 1, is_real, widths.D, widths.REAL_D, False)
+    tile = load_rows(queries.q, rows, 1, is_real, widths.D, widths.REAL_D, False, FOUR_BITS)
     tail = tile
     if widths.TAIL > 0:
         rows = tokens * queries.tail_stride + heads * queries.tail_head_stride
-        tail = load_rows(queries.tail, rows, 1, is_real, widths.TAIL, widths.REAL_TAIL, False)
+        tail = load_rows(
+            queries.tail, rows, 1, is_real, widths.TAIL, widths.REAL_TAIL, False, FOUR_BITS
+        )
     return is_real, order, token, head, tile, tail
 
 
@@ -142,8 +154,8 @@ def tile_of_queries(
 def as_halves(tile, tail, HAS_TAIL: tl.constexpr):
     """Rows of Q in float16, and their factors [M] float32: the row is factor times the result.
 
-    For keys of 8 bits, whose conversion to float16 is an instruction and to bfloat16 several. The
-    largest value of a row is then between 1 and 2, so that rows of any size fit.
+    For keys of 8 or 4 bits, whose conversion to float16 is an instruction and to bfloat16 several.
+    The largest value of a row is then between 1 and 2, so that rows of any size fit.
     """
     top = tl.max(tl.abs(tile.to(tl.float32)), 1)
     if HAS_TAIL:
@@ -234,6 +246,7 @@ def attend_blocks(
     BLOCK_N: tl.constexpr, PAGE: tl.constexpr, IS_LATENT: tl.constexpr, IN_CALL: tl.constexpr,
     HAS_CAP: tl.constexpr, HAS_MASK: tl.constexpr, HAS_ITEMS: tl.constexpr, HIDES: tl.constexpr,
     HAS_ALIBI: tl.constexpr, REACH: tl.constexpr, AHEAD: tl.constexpr, STAGES: tl.constexpr,
+    FOUR_BITS: tl.constexpr,
 ):  # fmt: skip
     """Add the keys start <= j < stop to the running softmax; `start` is a multiple of BLOCK_N.
 
@@ -260,15 +273,28 @@ def attend_blocks(
             else:
                 pages = tl.load(all_keys.base + keys // PAGE)
             slots = pages.to(tl.int64) * PAGE + keys % PAGE
-        k = load_rows(
-            all_keys.k, slots, all_keys.k_stride, is_there, widths.D, widths.REAL_D, HIDES
-        ).to(q.dtype)
+        if FOUR_BITS:
+            k = load_four_bits(
+                all_keys.k, all_keys.k_stride, all_keys.k_scales, all_keys.k_scales_stride, slots,
+                is_there, widths.D, widths.REAL_D, 0, HIDES, FOUR_BITS,
+            )  # fmt: skip
+        else:
+            k = load_rows(
+                all_keys.k, slots, all_keys.k_stride, is_there, widths.D, widths.REAL_D, HIDES
+            ).to(q.dtype)
         logits = tl.dot(q, tl.trans(k))
         if widths.TAIL > 0:
-            tail = load_rows(
-                all_keys.tail, slots, all_keys.tail_stride, is_there, widths.TAIL,
-                widths.REAL_TAIL, HIDES,
-            )  # fmt: skip
+            if FOUR_BITS:
+                tail = load_four_bits(
+                    all_keys.tail, all_keys.tail_stride, all_keys.k_scales,
+                    all_keys.k_scales_stride, slots, is_there, widths.TAIL, widths.REAL_TAIL,
+                    widths.REAL_D, HIDES, FOUR_BITS,
+                )  # fmt: skip
+            else:
+                tail = load_rows(
+                    all_keys.tail, slots, all_keys.tail_stride, is_there, widths.TAIL,
+                    widths.REAL_TAIL, HIDES,
+                )  # fmt: skip
             logits = tl.dot(q_tail, tl.trans(tail.to(q.dtype)), logits)
         logits = logits * scale
         if HAS_CAP:
@@ -295,6 +321,11 @@ def attend_blocks(
         weights, kept_share, top, mass = weigh(logits, top, mass, HIDES)
         if IS_LATENT:
             v = k
+        elif FOUR_BITS:
+            v = load_four_bits(
+                all_keys.v, all_keys.v_stride, all_keys.v_scales, all_keys.v_scales_stride, slots,
+                is_there, widths.DV, widths.REAL_DV, 0, HIDES, FOUR_BITS,
+            )  # fmt: skip
         else:
             v = load_rows(
                 all_keys.v, slots, all_keys.v_stride, is_there, widths.DV, widths.REAL_DV, HIDES
@@ -308,10 +339,12 @@ def store_rows(
     out_base, out_stride, lse_base, lse_stride,
     sinks, acc, top, mass, token, head, is_real, v_scale,
     DV: tl.constexpr, REAL_DV: tl.constexpr, HAS_SINKS: tl.constexpr, HAS_LSE: tl.constexpr,
+    FOUR_BITS: tl.constexpr = False,
 ):  # fmt: skip
     """Store each row's result to out [T, Hq, Dv] and lse [T, Hq]: 0 and -inf without keys.
 
-    acc [M, DV], top and mass [M] as in `attend_blocks`; token, head and is_real [M].
+    acc [M, DV], top and mass [M] as in `attend_blocks`; token, head and is_real [M]. FOUR_BITS:
+    acc's columns are in the order of `real_columns`.
     """
     if HAS_SINKS:
         sink = tl.load(sinks + head) * LOG2_E
@@ -325,7 +358,7 @@ def store_rows(
     has_keys = mass > 0
     mass = tl.where(has_keys, mass, 1.0)
     acc = acc * (v_scale / mass)[:, None]
-    columns = tl.arange(0, DV)
+    columns = real_columns(DV) if FOUR_BITS else tl.arange(0, DV)
     places = token.to(tl.int64) * out_stride + head * REAL_DV
     tl.store(
         out_base + places[:, None] + columns[None, :],

@@ -157,8 +157,9 @@ def merge_parts(
 def attend_shares(
     q, q_stride, q_head_stride, q_tail, q_tail_stride, q_tail_head_stride,
     k, k_stride, k_head_stride, k_tail, k_tail_stride, k_tail_head_stride,
-    v, v_stride, v_head_stride, out, out_stride, lse, lse_stride, sinks, alibi_slopes,
-    relative_bias, slots, slots_stride,
+    v, v_stride, v_head_stride, k_scales, k_scales_stride, k_scales_head_stride,
+    v_scales, v_scales_stride, v_scales_head_stride, out, out_stride, lse, lse_stride, sinks,
+    alibi_slopes, relative_bias, slots, slots_stride,
     rows, lens, encoder_lens, mask, mask_indptr, first_keys, stops, unit_blocks, starts, share,
     partial, partial_lse, arrivals, scale, cap, v_scale,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, QUERIES: tl.constexpr, LENS_SHIFT: tl.constexpr,
@@ -169,7 +170,7 @@ def attend_shares(
     IS_TREE: tl.constexpr, HAS_SINKS: tl.constexpr, HAS_LSE: tl.constexpr,
     IS_FIXED: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr, PART_ROWS: tl.constexpr, PARTS: tl.constexpr, STAGES: tl.constexpr,
-    HAS_ALIBI: tl.constexpr, REACH: tl.constexpr,
+    HAS_ALIBI: tl.constexpr, REACH: tl.constexpr, FOUR_BITS: tl.constexpr,
 ):  # fmt: skip
     """Attend from QUERIES new tokens a request to the pool's keys. T = B * QUERIES.
 
@@ -218,10 +219,10 @@ def attend_shares(
         is_real, order, token, head, q_tile, tail_tile = tile_of_queries(
             Queries(q, q_stride, q_head_stride, q_tail, q_tail_stride, q_tail_head_stride),
             tile * BLOCK_M, QUERIES, request * QUERIES, kv_head, GROUP,
-            Widths(D, REAL_D, TAIL, REAL_TAIL, DV, REAL_DV), BLOCK_M,
+            Widths(D, REAL_D, TAIL, REAL_TAIL, DV, REAL_DV), BLOCK_M, FOUR_BITS,
         )  # fmt: skip
         q_scale = scale
-        if k.dtype.element_ty.primitive_bitwidth == 8 and q.dtype.element_ty == tl.bfloat16:
+        if k.dtype.element_ty.primitive_bitwidth != 16 and q.dtype.element_ty == tl.bfloat16:
             q_tile, tail_tile, factor = as_halves(q_tile, tail_tile, TAIL > 0)
             q_scale = (scale * factor)[:, None]
         position = cached + order
@@ -247,12 +248,18 @@ def attend_shares(
         k_tail_base = k_tail
         if TAIL > 0:
             k_tail_base = k_tail + kv_head.to(tl.int64) * k_tail_head_stride
+        k_scales_base = k_scales
+        v_scales_base = v_scales
+        if FOUR_BITS:
+            k_scales_base = k_scales + kv_head.to(tl.int64) * k_scales_head_stride
+            v_scales_base = v_scales + kv_head.to(tl.int64) * v_scales_head_stride
         acc, top, mass = nothing_seen(BLOCK_M, DV)
         acc, top, mass = attend_blocks(
             acc, top, mass, q_tile, tail_tile,
             Keys(
                 k + kv_head.to(tl.int64) * k_head_stride, k_stride, k_tail_base, k_tail_stride,
-                v + kv_head.to(tl.int64) * v_head_stride, v_stride, keys_base,
+                v + kv_head.to(tl.int64) * v_head_stride, v_stride, k_scales_base, k_scales_stride,
+                v_scales_base, v_scales_stride, keys_base,
             ),
             start, stop, num_keys,
             Sight(
@@ -261,11 +268,12 @@ def attend_shares(
             q_scale, cap,
             Widths(D, REAL_D, TAIL, REAL_TAIL, DV, REAL_DV), BLOCK_N, PAGE, IS_LATENT, False,
             HAS_CAP, HAS_MASK, False, True, HAS_ALIBI, REACH, AHEAD, STAGES,
+            FOUR_BITS,
         )  # fmt: skip
         if count == units:
             store_rows(
                 out, out_stride, lse, lse_stride, sinks, acc, top, mass, token, head, is_real,
-                v_scale, DV, REAL_DV, HAS_SINKS, HAS_LSE,
+                v_scale, DV, REAL_DV, HAS_SINKS, HAS_LSE, FOUR_BITS,
             )  # fmt: skip
         else:
             place = unit if IS_FIXED else 2 * program + (item_begin > begin).to(tl.int32)
@@ -303,7 +311,7 @@ def attend_shares(
                     out, out_stride, lse, lse_stride, sinks, merged, merged_top, merged_mass,
                     request * QUERIES + merged_rows // GROUP,
                     kv_head * GROUP + merged_rows % GROUP,
-                    is_merged, v_scale, DV, REAL_DV, HAS_SINKS, HAS_LSE,
+                    is_merged, v_scale, DV, REAL_DV, HAS_SINKS, HAS_LSE, FOUR_BITS,
                 )  # fmt: skip
         unit += count
         if unit == (before + units) * ITEMS:

@@ -67,8 +67,9 @@ def plan_tiles(
 def attend_tiles(
     q, q_stride, q_head_stride, q_tail, q_tail_stride, q_tail_head_stride,
     k, k_stride, k_head_stride, k_tail, k_tail_stride, k_tail_head_stride,
-    v, v_stride, v_head_stride, out, out_stride, lse, lse_stride, sinks, alibi_slopes,
-    relative_bias, slots, slots_stride,
+    v, v_stride, v_head_stride, k_scales, k_scales_stride, k_scales_head_stride,
+    v_scales, v_scales_stride, v_scales_head_stride, out, out_stride, lse, lse_stride, sinks,
+    alibi_slopes, relative_bias, slots, slots_stride,
     rows, cached_lens, encoder_lens, encoder_indptr, q_indptr, tile_request, tile_row, mask,
     mask_indptr, shared_lens, token_pos_in_items, batch_size, num_tokens, num_tiles, num_splits,
     scale, cap, v_scale,
@@ -79,6 +80,7 @@ def attend_tiles(
     HAS_MASK: tl.constexpr, HAS_ITEMS: tl.constexpr, HAS_SINKS: tl.constexpr, HAS_LSE: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
     SPLIT_BLOCKS: tl.constexpr, HAS_ALIBI: tl.constexpr, REACH: tl.constexpr,
+    FOUR_BITS: tl.constexpr,
 ):  # fmt: skip
     """Attend from tiles of queries to the pool's keys or, IN_CALL, to those of the call.
 
@@ -87,7 +89,8 @@ def attend_tiles(
     q [T, Hq, REAL_D], q_tail [T, Hq, REAL_TAIL]: Q in two parts, of a 16-bit or 32-bit float dtype.
     k [slots, Hkv, REAL_D], k_tail [slots, Hkv, REAL_TAIL], v [slots, Hkv, REAL_DV]: of Q's dtype or
     of 8-bit floats; IN_CALL their rows are the call's tokens. IS_LATENT: v is not read, K's first
-    part is V.
+    part is V. FOUR_BITS: int32 words of 8 values each, and k_scales, v_scales [slots, Hkv, words]
+    int32 with 4 scales each: see `four_bits`.
     out [T, Hq, REAL_DV] of Q's dtype, lse [T, Hq] float32: a token's heads side by side.
     sinks, alibi_slopes [Hq] float32. relative_bias [Hq, REACH + 1] or, unless IS_CAUSAL,
     [Hq, 2 * REACH + 1] float32, contiguous; REACH is -1 without it.
@@ -141,10 +144,10 @@ def attend_tiles(
     is_real, order, token, head, q_tile, tail_tile = tile_of_queries(
         Queries(q, q_stride, q_head_stride, q_tail, q_tail_stride, q_tail_head_stride),
         tl.load(tile_row + tile), q_len, q_begin, kv_head, GROUP,
-        Widths(D, REAL_D, TAIL, REAL_TAIL, DV, REAL_DV), BLOCK_M,
+        Widths(D, REAL_D, TAIL, REAL_TAIL, DV, REAL_DV), BLOCK_M, FOUR_BITS,
     )  # fmt: skip
     q_scale = scale
-    if k.dtype.element_ty.primitive_bitwidth == 8 and q.dtype.element_ty == tl.bfloat16:
+    if k.dtype.element_ty.primitive_bitwidth != 16 and q.dtype.element_ty == tl.bfloat16:
         q_tile, tail_tile, factor = as_halves(q_tile, tail_tile, TAIL > 0)
         q_scale = (scale * factor)[:, None]
     position = cached + order
@@ -165,6 +168,9 @@ def attend_tiles(
     if TAIL > 0:
         k_tail += kv_head.to(tl.int64) * k_tail_head_stride
     v += kv_head.to(tl.int64) * v_head_stride
+    if FOUR_BITS:
+        k_scales += kv_head.to(tl.int64) * k_scales_head_stride
+        v_scales += kv_head.to(tl.int64) * v_scales_head_stride
     acc, top, mass = nothing_seen(BLOCK_M, DV)
     low = tl.min(first, 0) // BLOCK_N * BLOCK_N
     high = tl.max(end, 0)
@@ -195,14 +201,18 @@ def attend_tiles(
             start, stop = whole_high, high
         acc, top, mass = attend_blocks(
             acc, top, mass, q_tile, tail_tile,
-            Keys(k, k_stride, k_tail, k_tail_stride, v, v_stride, keys_base),
+            Keys(
+                k, k_stride, k_tail, k_tail_stride, v, v_stride, k_scales, k_scales_stride,
+                v_scales, v_scales_stride, keys_base,
+            ),
             start, stop, num_keys,
             Sight(first, end, mask_rows, 0, shared_end, item_start, position, slope, biases),
             q_scale, cap,
             Widths(D, REAL_D, TAIL, REAL_TAIL, DV, REAL_DV), BLOCK_N, PAGE, IS_LATENT, IN_CALL,
             HAS_CAP, HAS_MASK, HAS_ITEMS, part != 1, HAS_ALIBI, REACH, AHEAD, STAGES,
+            FOUR_BITS,
         )  # fmt: skip
     store_rows(
         out, out_stride, lse, lse_stride, sinks, acc, top, mass, token, head, is_real, v_scale,
-        DV, REAL_DV, HAS_SINKS, HAS_LSE,
+        DV, REAL_DV, HAS_SINKS, HAS_LSE, FOUR_BITS,
     )  # fmt: skip
