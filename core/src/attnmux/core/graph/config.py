@@ -64,8 +64,8 @@ class GraphConfig:
     forward_mode: ForwardMode = ForwardMode.DECODE
     """DECODE, TARGET_VERIFY or DRAFT_EXTEND."""
     tokens_per_request: int = 1
-    """1 in DECODE, or the number of steps of a `MultiStepDraftBackend`; the number of draft tokens
-    in TARGET_VERIFY, and the new tokens of each request in DRAFT_EXTEND."""
+    """1 in DECODE, or the number of steps that a draft model's backend prepares at once; the number
+    of draft tokens in TARGET_VERIFY, and the new tokens of each request in DRAFT_EXTEND."""
     padding: bool = True
     """Whether a batch may replay a larger graph than its own size."""
     host_lens: bool = False

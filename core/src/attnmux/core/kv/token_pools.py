@@ -173,7 +173,7 @@ class MHATokenToKVPool(PairPool):
         head_dim: int,
         v_head_dim: int | None = None,
     ) -> int:
-        """Bytes of one token in all layers, for `tokens_in_budget`."""
+        """Bytes of one token in all layers."""
         dims = head_dim, head_dim if v_head_dim is None else v_head_dim
         if dtype == FP4_DTYPE:
             return num_layers * num_kv_heads * sum(dim // 2 + scale_bytes(dim) for dim in dims)
@@ -237,5 +237,5 @@ class MLATokenToKVPool(LatentPool):
     def bytes_per_token(
         *, dtype: torch.dtype, num_layers: int, kv_lora_rank: int, qk_rope_head_dim: int
     ) -> int:
-        """Bytes of one token in all layers, for `tokens_in_budget`."""
+        """Bytes of one token in all layers."""
         return num_layers * (kv_lora_rank + qk_rope_head_dim) * dtype.itemsize
