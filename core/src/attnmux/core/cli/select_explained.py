@@ -11,11 +11,11 @@ from attnmux.core.choosing.ask.request import Request
 from attnmux.core.choosing.machine.platform import Platform
 from attnmux.core.choosing.measured.unverified import passed_over
 from attnmux.core.choosing.offer.card import Offer
-from attnmux.core.choosing.offer.compiled import lacking_compiler
 from attnmux.core.choosing.offer.named import read_options
 from attnmux.core.choosing.offer.verified import doubt
 from attnmux.core.choosing.tell.decision import Decision
-from attnmux.core.choosing.tell.outcomes import Outcome, outcomes, outcomes_of_refusal
+from attnmux.core.cli.builds import lacking_compiler
+from attnmux.core.cli.outcomes import Outcome, outcomes, outcomes_of_refusal
 from attnmux.core.errors import NoBackend
 from attnmux.core.settings import PREFIX, Settings
 
