@@ -19,9 +19,9 @@ from attnmux.core import (
     MHATokenToKVPool,
     ReqToTokenPool,
     SWAKVPool,
-    verify_tree_greedy,
 )
 from attnmux.core.spec import tree_visibility
+from attnmux.testing.greedy_trees import verify_tree_greedy
 from attnmux.transformers import Engine, NgramProposer, SamplingParams, StepBuilder
 from attnmux.transformers import verify_step as verify_step_module
 from attnmux.transformers.engine import scheduler

@@ -245,7 +245,6 @@ from attnmux.core.speculation import AcceptedDrafts as AcceptedDrafts
 from attnmux.core.speculation import DraftTree as DraftTree
 from attnmux.core.speculation import check_num_nodes as check_num_nodes
 from attnmux.core.speculation import organize_draft_results as organize_draft_results
-from attnmux.core.speculation import verify_tree_greedy as verify_tree_greedy
 from attnmux.core.steps import NO_OPTIONS as NO_OPTIONS
 from attnmux.core.tree_kernels import TreeKernels as TreeKernels
 from attnmux.core.tree_masks import check_trees as check_trees
