@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator, Set
-from dataclasses import asdict
 from typing import Any
 
 import click
@@ -13,6 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from attnmux.core.choosing.ask.policy import Policy
+from attnmux.core.choosing.common.plain import plain
 from attnmux.core.choosing.find.examine import Entry, Plugin, PluginFailure, examine
 from attnmux.core.choosing.find.plugins import find_entries
 from attnmux.core.choosing.offer.libraries import Distribution, EntryPoint, installed_version
@@ -78,7 +78,7 @@ def _as_json(diagnosis: Diagnosis) -> dict[str, Any]:
         "python": sys.version.split()[0],
         "core": installed_version("attnmux-core"),
         "torch": installed_version("torch"),
-        "platforms": [platform.to_dict() for platform in diagnosis.detection.platforms],
+        "platforms": plain(diagnosis.detection.platforms),
         "picked": None if diagnosis.picked is None else str(diagnosis.picked),
         "plugins": [
             {
@@ -88,11 +88,11 @@ def _as_json(diagnosis: Diagnosis) -> dict[str, Any]:
                 "status": _status(plugin),
                 "platforms": [str(platform) for platform in plugin.platforms],
                 "backends": told.get(plugin.name, []) if plugin.cards else [],
-                "failures": [asdict(failure) for failure in plugin.failures],
+                "failures": plain(plugin.failures),
             }
             for plugin in diagnosis.plugins
         ],
-        "unserved": [asdict(device) for device in diagnosis.detection.unserved],
+        "unserved": plain(diagnosis.detection.unserved),
         "problems": list(diagnosis.problems),
         "notes": list(diagnosis.notes),
     }

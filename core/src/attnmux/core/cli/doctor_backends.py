@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 from attnmux.core.choosing.ask.policy import Policy
+from attnmux.core.choosing.common.plain import Plain, plain
 from attnmux.core.choosing.common.verdict import Reason
 from attnmux.core.choosing.find.examine import Plugin
 from attnmux.core.choosing.find.plugins import Plugins
@@ -27,7 +28,7 @@ LOWER_BOUNDS = (">=", ">", "~=", "==")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Library:
+class Library(Plain):
     """A requirement of a card, and the closest of its alternatives."""
 
     wanted: str
@@ -65,8 +66,8 @@ class Backend:
             "status": self.offer.card.status,
             "vendors": self.vendors,
             "proof": self.proof,
-            "reasons": [asdict(reason) for reason in self.reasons],
-            "libraries": [asdict(library) for library in self.libraries],
+            "reasons": plain(self.reasons),
+            "libraries": plain(self.libraries),
         }
 
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 from attnmux.core.choosing.ask.policy import Policy
 from attnmux.core.choosing.ask.request import Request
+from attnmux.core.choosing.common.plain import Plain, plain, plain_fields
 from attnmux.core.choosing.machine.platform import Platform
 from attnmux.core.choosing.measured.unverified import passed_over
 from attnmux.core.choosing.offer.card import Offer
@@ -23,7 +24,7 @@ COMMAND_LINE = "command line"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Stated:
+class Stated(Plain):
     """A value in force, and who set it."""
 
     name: str
@@ -65,13 +66,8 @@ class Explanation:
 
     def to_dict(self) -> dict[str, Any]:
         return {
-            "outcomes": [outcome.to_dict() for outcome in self.outcomes],
-            "values": [asdict(value) for value in self.values],
-            "doubts": list(self.doubts),
-            "others": [
-                {"layers": layers, "outcomes": [outcome.to_dict() for outcome in told]}
-                for layers, told in self.others
-            ],
+            **plain_fields(self),
+            "others": [{"layers": one, "outcomes": plain(told)} for one, told in self.others],
         }
 
 

@@ -7,11 +7,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from attnmux.core.choosing.common.checks import is_whole
+from attnmux.core.choosing.common.plain import Plain
 from attnmux.core.errors import InvalidInput
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class LayerGroup:
+class LayerGroup(Plain):
     """So many layers that are alike. Fields are those of a `Request`."""
 
     layers: int
@@ -31,9 +32,6 @@ class LayerGroup:
     def needs(self) -> dict[str, Any]:
         """The fields of a request for these layers."""
         return {name: getattr(self, name) for name in NEEDS}
-
-    def to_dict(self) -> dict[str, Any]:
-        return {"layers": self.layers, **self.needs()}
 
 
 def shape_said(one: Any) -> str:  # noqa: ANN401  # a group or a request

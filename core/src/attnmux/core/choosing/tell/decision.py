@@ -11,6 +11,7 @@ from typing import Any
 from attnmux.core.choosing.ask.layer_group import LayerGroup
 from attnmux.core.choosing.ask.request import Request
 from attnmux.core.choosing.common.frozen import FrozenMapping
+from attnmux.core.choosing.common.plain import Plain, plain_fields
 from attnmux.core.choosing.common.verdict import Coercion, Verdict
 from attnmux.core.choosing.judge.accuracy import Accuracy, by_card
 from attnmux.core.choosing.machine.platform import Platform
@@ -24,7 +25,7 @@ Here = tuple[Platform, Platform, tuple[Offer, ...], Libraries, Accuracy]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Decision:
+class Decision(Plain):
     """The answer of `solve`. It survives JSON unchanged, so that one process can decide for all."""
 
     platform: Platform
@@ -182,25 +183,9 @@ class Decision:
         return found
 
     def to_dict(self) -> dict[str, Any]:
-        return {
-            "platform": self.platform.to_dict(),
-            "request": self.request.to_dict(),
-            "page_size": self.page_size,
-            "kv_dtype": self.kv_dtype,
-            "hash": self.hash,
-            "phases": {phase: choice.to_dict() for phase, choice in self.phases.items()},
-            "decode_sizes": [each.to_dict() for each in self.decode_sizes],
-            "expanded": None if self.expanded is None else self.expanded.to_dict(),
-            "trees": None if self.trees is None else self.trees.to_dict(),
-            "others": [each.to_dict() for each in self.others],
-            "linear": {
-                kind: {phase: choice.to_dict() for phase, choice in served.items()}
-                for kind, served in self.linear.items()
-            },
-            "coercions": [each.to_dict() for each in self.coercions],
-            "notes": list(self.notes),
-            "candidates": [verdict.to_dict() for verdict in self.candidates],
-        }
+        data = {**plain_fields(self), "hash": self.hash}
+        del data["is_checked"]
+        return data
 
     def to_json(self, *, indent: int | None = None) -> str:
         return json.dumps(self.to_dict(), indent=indent)
