@@ -178,8 +178,7 @@ def _check(decision: Decision) -> None:
     plugins = load_plugins(settings=settings)
     wanted = f"{decision.platform.vendor}:{decision.platform.arch}"
     platform, offers = pick_platform(detect(plugins), wanted), plugins.offers()
-    file = settings.measurements_file()
-    measurements = () if file is None else read_measurements(file).found
+    measurements = read_measurements(settings.measurements_file()).found
     decision.check(platform, offers, accuracy=accuracy_by(measurements, platform, offers))
 
 

@@ -22,6 +22,7 @@ from attnmux.core.choosing.measured.records import (
     Device,
     Record,
     RecordFile,
+    Records,
 )
 from attnmux.core.choosing.measured.together import Together, alone
 from attnmux.core.choosing.offer.libraries import Libraries, installed_version
@@ -51,6 +52,11 @@ class TunedLaunch(Record):
 
 def launch_file(path: Path) -> RecordFile[TunedLaunch]:
     return RecordFile(path=path, name="launches", kind=TunedLaunch)
+
+
+def read_launches(path: Path | None) -> Records[TunedLaunch]:
+    """Everything in the file that can be read; nothing without a file. Raises nothing."""
+    return Records() if path is None else launch_file(path).read()
 
 
 def current_launches(
