@@ -59,8 +59,9 @@ class ShareConfig:
     merged_rows: int
     """Rows of partial results that are merged at a time: they are held in registers."""
     meets_ends: bool = False
-    """Shares of equally long requests may be longer to end where an item ends. For kernels whose
-    partial results are expensive."""
+    """Shares may be longer to end where items end, and a request's items lie side by side instead
+    of in the line: see `plan_shares` and `attend_latent`. For kernels whose partial results are
+    expensive."""
     constants: FrozenMapping[int] = NOTHING
     """As `TileConfig.constants`."""
     options: FrozenMapping[int] = NOTHING
