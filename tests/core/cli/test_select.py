@@ -150,7 +150,7 @@ def test_layers_that_no_backend_serves_are_said(call, tmp_path) -> None:
     result = call(*args, "--explain")
     assert (result.exit_code, said in result.stderr) == (3, True)
     assert "mamba 36" in result.stdout
-    assert "nobody serves 36 mamba layers" in " ".join(result.stdout.split())
+    assert "no backend serves 36 mamba layers" in " ".join(result.stdout.split())
 
 
 def test_linear_layers_have_backends_of_their_own(call, tmp_path) -> None:

@@ -141,7 +141,7 @@ def _request(asked: Asked, request: Request) -> Iterator[Stated]:
 
 
 def _policy(asked: Asked) -> Iterator[Stated]:
-    """Only fields that somebody set."""
+    """Only fields that are set."""
     names = {"allow": "allow_backends", "deny": "deny_backends", "prefer": "prefer_backends"}
     for field in Policy.__dataclass_fields__:
         value = getattr(asked.policy, field)

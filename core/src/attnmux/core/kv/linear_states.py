@@ -17,7 +17,7 @@ class LinearStatePool:
 
     Row 0 belongs to padding, and the rows after those of requests to states that are kept for later
     ones. A request without cached tokens starts from zeros, whatever its row
-    holds, so that nobody has to clear a row. A backend reads the state before the step's tokens and
+    holds, so that no row has to be cleared. A backend reads the state before the step's tokens and
     leaves the state after them.
     """
 

@@ -13,10 +13,10 @@ from attnmux.core.errors import InvalidInput
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LayerGroup(Plain):
-    """So many layers that are alike. Fields are those of a `Request`."""
+    """A number of layers that are alike. The other fields are those of a `Request`."""
 
     layers: int
-    """How many they are."""
+    """How many there are."""
     num_q_heads: int | None = None
     num_kv_heads: int | None = None
     head_dim: int | None = None

@@ -102,7 +102,7 @@ class Request(Plain):
     linear_layers: tuple[tuple[str, int], ...] = ()
     """(kind, how many) of the model's layers that have no softmax attention: recurrent ones and
     convolutions. Each kind has a backend of its own, see `Decision.linear`; they ask nothing of the
-    one for attention. A kind that is not one of `kind`'s words is served by nobody."""
+    one for attention. No backend serves a kind that is not one of `kind`'s words."""
     linear_head_dim: int | None = None
     """K dim of their recurrent states."""
     linear_v_head_dim: int | None = None

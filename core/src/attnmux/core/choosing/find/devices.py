@@ -191,7 +191,7 @@ def _diagnosis(
     if broken:
         problem = f"{vendor.distribution} is broken ({broken[0].error})"
         if broken[0].stage == "platforms":
-            fix = "mend the driver, its library or the container, whichever the error names"
+            fix = "repair what the error names: the driver, its library or the container"
         else:
             fix = f"pip install --force-reinstall {vendor.distribution}"
     elif vendor.distribution in loaded:

@@ -109,7 +109,7 @@ def _lines(text: str) -> str:
 
 
 class Plugin(NamedTuple):
-    """A plugin's answers, as far as it gave them."""
+    """The answers that a plugin gave."""
 
     entry: Entry
     cards: tuple[BackendCard, ...] = ()

@@ -43,7 +43,7 @@ class Verified(Plain):
     date: str
     """The day of the run, as 2026-11-21."""
     cases: int = 0
-    """Cases of the suite that agreed, eagerly and from graphs; 0 where nobody counted them."""
+    """Cases of the suite that agreed, eagerly and from graphs; 0 where they were not counted."""
 
     def __post_init__(self) -> None:
         check_fields("verified", self, CHECKS)

@@ -50,7 +50,7 @@ class Decision(Plain):
     are the same in all."""
     linear: Mapping[str, Mapping[str, Choice]] = field(default_factory=FrozenMapping)
     """By kind of `Request.linear_layers` and phase: the backends of layers without softmax
-    attention. A kind that nobody serves is absent, see `unserved_layers`."""
+    attention. A kind that no backend serves is absent, see `unserved_layers`."""
     coercions: tuple[Coercion, ...] = ()
     notes: tuple[str, ...] = ()
     """Facts that speak against a choice, such as a measured error. The hash leaves them out."""

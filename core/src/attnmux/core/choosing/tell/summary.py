@@ -62,7 +62,7 @@ def _said(decision: Any) -> list[str]:  # noqa: ANN401  # as above
     said += [
         f"{_linear_backends(decision.linear[kind])} serves {count} {kind} layers"
         if kind in decision.linear
-        else f"nobody serves {count} {kind} layers"
+        else f"no backend serves {count} {kind} layers"
         for kind, count in decision.request.linear_layers
     ]
     return said
