@@ -13,8 +13,7 @@ from collections.abc import Callable
 
 import torch
 
-from attnmux.core import RankGroup
-from attnmux.distributed import HeadSplit, exchange_and_merge
+from attnmux.distributed import HeadSplit, RankGroup, exchange_and_merge
 from attnmux.triton.rank_merge import RankMerger
 
 CALLS = 20

@@ -37,7 +37,6 @@ from attnmux.core import (
     NoBackend,
     Platform,
     Policy,
-    RankGroup,
     build,
     detect,
     load_plugins,
@@ -47,6 +46,7 @@ from attnmux.core import (
 from attnmux.core.factories import make_backend
 from attnmux.distributed import (
     PrefillParallelBackend,
+    RankGroup,
     ZigzagStep,
     split_context,
     zigzag_step,

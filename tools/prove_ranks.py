@@ -19,8 +19,7 @@ from contextlib import contextmanager
 
 os.environ.setdefault("TRITON_INTERPRET", str(int("--emulated" in sys.argv)))  # before any Triton
 
-from attnmux.core import RankGroup
-from attnmux.distributed import HeadSplit
+from attnmux.distributed import HeadSplit, RankGroup
 from attnmux.emulators.candidates import EMULATED, emulated
 from attnmux.emulators.rank_cases import run_on_ranks
 from attnmux.emulators.whole_heads import can_be_split, copies_of

@@ -12,7 +12,7 @@ from click.testing import CliRunner
 
 from attnmux.bench import Workload
 from attnmux.core import Platform, Policy
-from attnmux.core.cli import invocation as shared
+from attnmux.core.cli import run as shared
 from attnmux.testing import FakeBackend
 
 ROOT = Path(__file__).parents[2]

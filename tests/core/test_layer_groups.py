@@ -120,7 +120,7 @@ def test_each_layer_runs_on_its_group_s_backend() -> None:
     decision = decided()
     backend = build(decision, context(decision))
     assert isinstance(backend, LayerGroupsBackend)
-    narrow, wide = backend.groups
+    narrow, wide = backend.members
     assert [one.layer_id for one in narrow.context.layers] == [0, 2]
     assert narrow.context.request == decision.groups[0].request
     assert wide.context.request == decision.others[0].request

@@ -9,11 +9,13 @@ import pytest
 import torch
 
 from attnmux.core import (
+    BestProducts,
     BlockPicker,
     ForwardBatch,
     ForwardMode,
     IndexKPool,
     InvalidInput,
+    KeysOfBlocks,
     LayerSpec,
     PickedBlocksBackend,
     Request,
@@ -133,7 +135,12 @@ def test_picks_are_the_best_blocks(drawn, captured, monkeypatch):
         num_slots=3 * WIDTH + 1, dtype=torch.float32, layer_ids=(3,), head_dim=DIM, device="cpu"
     )
     picker = BlockPicker(
-        pool=pool, req_to_token=table, topk=topk, block_size=size, heads=heads, local_blocks=local
+        pool=pool,
+        req_to_token=table,
+        topk=topk,
+        block_size=size,
+        heads=heads,
+        rankings={3: BestProducts(local_blocks=local)},
     )
     q, k = torch.randn(3, WIDTH, heads, DIM), torch.randn(3, WIDTH, DIM)
     spans = [[(0, 9), (0, 1), (0, 30)], [(9, 40), (1, 1), (30, 32)], [(40, 41), (1, 2), (32, 33)]]
@@ -177,6 +184,54 @@ def test_picks_are_the_best_blocks(drawn, captured, monkeypatch):
                     wanted = set(ranked[:topk])
                     assert {b for b in picks if b >= 0} == wanted
                     assert picks.count(-1) == topk - len(wanted)
+
+
+@pytest.mark.parametrize("captured", [False, True])
+def test_picks_are_the_best_whole_blocks(drawn, captured, monkeypatch):
+    """By a key for each: here the product of what is kept of its tokens."""
+    monkeypatch.setattr("attnmux.core.block_picks.KEYS_AT_ONCE", drawn.choice((1, 400, 1 << 26)))
+    heads, size, topk = drawn.choice((1, 2)), drawn.choice((1, 3, 4)), drawn.choice((2, 3, 5))
+    table = (torch.randperm(2 * WIDTH) + 1).view(2, -1).int()
+    pool = IndexKPool(
+        num_slots=2 * WIDTH + 1, dtype=torch.float32, layer_ids=(0,), head_dim=DIM, device="cpu"
+    )
+    made = KeysOfBlocks(make=lambda rows: rows.prod(2)[..., 2:])
+    picker = BlockPicker(
+        pool=pool, req_to_token=table, topk=topk, block_size=size, heads=heads, rankings={0: made}
+    )
+    q, rows = torch.randn(2, WIDTH, 8, DIM - 2), torch.randn(2, WIDTH, DIM)
+    starts, stops = [drawn.randrange(20), 0], [40, drawn.randrange(1, 40)]
+    if captured:
+        stops = [starts[0] + 5, 5]
+    for begin, end in (([0, 0], starts), (starts, stops)):
+        places = [torch.arange(*span) for span in zip(begin, end, strict=True)]
+        first, last = (torch.tensor(each, dtype=torch.int32) for each in (begin, end))
+        batch = ForwardBatch(
+            forward_mode=ForwardMode.EXTEND,
+            batch_size=2,
+            req_pool_indices=torch.arange(2),
+            seq_lens=last,
+            out_cache_loc=torch.cat([table[r, p].long() for r, p in enumerate(places)]),
+            positions=torch.cat(places),
+            extend_seq_lens=last - first,
+            extend_prefix_lens=first,
+            extend_num_tokens=sum(map(len, places)),
+        )
+        batch = replace(batch, topk_indices=picker.room(batch))
+        mine = (torch.cat([of[r, p] for r, p in enumerate(places)]) for of in (q, rows))
+        picker.pick(0, *mine, batch, captured=captured and begin == starts)
+    found = batch.topk_indices.split([len(p) for p in places])
+    for request, span in enumerate(places):
+        for row, place in enumerate(span.tolist()):
+            whole = (place + 1) // size
+            parts = rows[request, : whole * size].double().view(whole, size, DIM).prod(1)[:, 2:]
+            scores = (parts @ q[request, place].double().T).relu().sum(1)
+            wanted = set(scores.argsort(descending=True)[: topk - 1].tolist())
+            wanted |= set() if (place + 1) % size == 0 else {place // size}
+            for head in range(heads):
+                picks = found[request][row, head].tolist()
+                assert {b for b in picks if b >= 0} == wanted
+                assert picks.count(-1) == topk - len(wanted)
 
 
 LAYER = {

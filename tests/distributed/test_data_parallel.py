@@ -23,7 +23,6 @@ from attnmux.core import (
     GraphUnsupported,
     InvalidInput,
     ModelInput,
-    RankGroup,
     RanksDiffer,
     device_graphs,
 )
@@ -31,6 +30,7 @@ from attnmux.core.graph.together import ALONE
 from attnmux.cpu.torch_native.backend import TorchNativeBackend
 from attnmux.distributed import (
     PaddingMode,
+    RankGroup,
     TokensOfRanks,
     agree_on_step,
     capture_on_all_ranks,

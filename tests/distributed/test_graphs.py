@@ -21,12 +21,11 @@ from attnmux.core import (
     GraphUnsupported,
     GraphViolation,
     ModelInput,
-    RankGroup,
     RanksDiffer,
     device_graphs,
 )
 from attnmux.core.graph.devices import DeviceGraphs, GraphStep
-from attnmux.distributed import capture_on_all_ranks, idle_batch
+from attnmux.distributed import RankGroup, capture_on_all_ranks, idle_batch
 from attnmux.emulators.ranks import end_ranks, run_ranks
 from attnmux.testing import (
     Case,

@@ -12,11 +12,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from attnmux.core import InvalidInput, LayerGroup, RankGroup, Request
+from attnmux.core import InvalidInput, LayerGroup, Request
 from attnmux.core.choosing.machine.cpu import probe_cpu
 from attnmux.distributed import (
     HeadSplit,
     Interleaving,
+    RankGroup,
     decide_interleaved,
     exchange_and_merge,
     interleaved_backend,

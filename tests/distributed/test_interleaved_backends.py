@@ -11,8 +11,7 @@ from dataclasses import replace
 
 import pytest
 
-from attnmux.core import RankGroup
-from attnmux.distributed import HeadSplit
+from attnmux.distributed import HeadSplit, RankGroup
 from attnmux.emulators.candidates import EMULATED, emulated
 from attnmux.emulators.rank_cases import run_on_ranks
 from attnmux.emulators.ranks import run_ranks

@@ -17,7 +17,6 @@ from attnmux.core import (
     GraphUnsupported,
     InvalidInput,
     RankFailed,
-    RankGroup,
     RanksDiffer,
     UpProjection,
     imported,
@@ -28,6 +27,7 @@ from attnmux.cpu.native import NativeBackend
 from attnmux.cpu.torch_native import TorchNativeBackend
 from attnmux.distributed import (
     PrefillParallelBackend,
+    RankGroup,
     split_context,
     zigzag_step,
 )

@@ -332,16 +332,28 @@ def some_prompts(num=6):
     return [*prompts, *([*ids[:9], 4] for ids in prompts[:2])]
 
 
-def alone(model, prompts, num=11):
-    return [
-        model.generate(torch.tensor([ids]), max_new_tokens=num, do_sample=False)[0].tolist()
-        for ids in prompts
-    ]
+@pytest.fixture(scope="session")
+def alone():
+    """(model, prompts, number) to the tokens that transformers itself generates after each prompt,
+    greedily. They are kept: many tests ask for the same ones."""
+    known: dict[tuple[PreTrainedModel, tuple[int, ...], bool], tuple[int, ...]] = {}
+
+    def texts(model, prompts, num=11, *, use_cache=True):
+        for ids in prompts:
+            key = model, tuple(ids), use_cache
+            if len(known.get(key, ())) < num:
+                given = {"max_new_tokens": num, "do_sample": False, "use_cache": use_cache}
+                with quiet_transformers(progress=False):
+                    whole = model.generate(torch.tensor([ids]), **given)
+                known[key] = tuple(whole[0, len(ids) :].tolist())
+        return [known[model, tuple(ids), use_cache][:num] for ids in prompts]
+
+    return texts
 
 
 def texts_of(engine, prompts, num=11):
     asked = [Prompt(token_ids=ids, max_new_tokens=num) for ids in prompts]
-    return [list(one.prompt_ids + one.token_ids) for one in run_prompts(engine, asked).results]
+    return [one.token_ids for one in run_prompts(engine, asked).results]
 
 
 def a_head(runner, folder, **changes):
@@ -379,9 +391,9 @@ class Counted:
         return self.function(*args, **given)
 
 
-def check_scores(drafts, statement, runner, model):
+def check_scores(drafts, statement, runner, expected):
     """Run prompts twice, the second time with reused prefixes, and compare the scores of drafts
-    with a statement's, and the text with the model's own."""
+    with a statement's, and the text with what is expected of the prompts."""
     checked, draft = [], drafts._draft
 
     def compared(states, num_steps):
@@ -401,7 +413,6 @@ def check_scores(drafts, statement, runner, model):
     drafts._draft = compared
     engine = Engine(runner, drafts=drafts)
     prompts = some_prompts(3)
-    expected = alone(model, prompts, 7)
     for _ in range(2):  # the second time, prefixes are reused
         for ids in prompts:
             engine.add(ids, max_new_tokens=7)
@@ -413,7 +424,7 @@ def check_scores(drafts, statement, runner, model):
 
 
 @pytest.fixture(scope="session")
-def eagle():
+def eagle(alone):
     """What tests of EAGLE heads share."""
-    shared = (some_prompts, alone, texts_of, a_head, a_proposer, check_scores, Counted)
-    return SimpleNamespace(**{each.__name__: each for each in shared})
+    shared = (some_prompts, texts_of, a_head, a_proposer, check_scores, Counted)
+    return SimpleNamespace(alone=alone, **{each.__name__: each for each in shared})

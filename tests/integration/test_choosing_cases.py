@@ -34,7 +34,7 @@ from attnmux.core import (
 )
 from attnmux.core.choosing.find import devices as probe
 from attnmux.core.choosing.judge import axes
-from attnmux.core.cli import invocation as shared
+from attnmux.core.cli import run as shared
 from attnmux.core.cli.verbs import verbs
 
 ASKED = Policy(hypothetical=True)

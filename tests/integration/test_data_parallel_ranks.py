@@ -17,12 +17,12 @@ from attnmux.core import (
     InvalidInput,
     Offer,
     RankFailed,
-    RankGroup,
     RanksDiffer,
     load_plugins,
 )
 from attnmux.core.choosing.machine.cpu import probe_cpu
 from attnmux.core.cli.verbs import verbs
+from attnmux.distributed import RankGroup
 from attnmux.emulators.ranks import die, end_ranks, run_ranks
 from attnmux.testing import RecordingGraphs, fake_platform, graph_card
 from attnmux.transformers import (

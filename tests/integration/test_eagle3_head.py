@@ -231,7 +231,8 @@ def test_scores_are_those_of_the_statement(
     drafts = eagle.a_proposer(drafter, runner, topk)
     every = counted_graphs(runner, drafter, drafts, eagle) if graphs else ()
     statement = Statement(model, head, layers)
-    eagle.check_scores(drafts, statement, runner, model)
+    expected = eagle.alone(model, eagle.some_prompts(3), 7)
+    eagle.check_scores(drafts, statement, runner, expected)
     assert min((each.replay.count for each in every), default=4) > 3
 
 

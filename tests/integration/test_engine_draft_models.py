@@ -45,13 +45,6 @@ def sure(tiny, tmp_path_factory):
     return model.eval(), folder
 
 
-def alone(model, prompts, num=NUM):
-    return [
-        model.generate(torch.tensor([ids]), max_new_tokens=num, do_sample=False)[0].tolist()
-        for ids in prompts
-    ]
-
-
 def texts_of(engine, prompts, num=NUM, ways=()):
     asked = [
         Prompt(token_ids=ids, max_new_tokens=num, **({"sampling": ways[place]} if ways else {}))
@@ -60,7 +53,7 @@ def texts_of(engine, prompts, num=NUM, ways=()):
     results = run_prompts(engine, asked).results
     engine.clear_cache()
     assert engine.memory.free == engine.runner.steps.allocator.size
-    return [list(one.prompt_ids + one.token_ids) for one in results]
+    return [one.token_ids for one in results]
 
 
 def some_prompts(num=6):
@@ -118,13 +111,13 @@ def counting(graphs):
     ],
 )
 def test_greedy_text_is_that_of_each_prompt_alone(
-    tiny, run_on, target, draft, page_size, topk, monkeypatch
+    tiny, run_on, target, draft, page_size, topk, monkeypatch, alone
 ):
     """Prompts in chunks, shared prefixes, and pools in which requests wait and are retracted."""
     monkeypatch.setattr(scheduler, "GROWTH", 1)
     model, folder = tiny(target)
     prompts = some_prompts()
-    expected = alone(model, prompts)
+    expected = alone(model, prompts, NUM)
     runner = run_on(
         folder, page_size=page_size, draft_tokens=8, draft_topk=topk, max_total_tokens=128
     )
@@ -153,7 +146,7 @@ NO_WINDOWS = {"window_step_tokens": None}
         ),
     ],
 )
-def test_the_target_itself_guesses_right(sure, run_on, page_size, topk, graphs):
+def test_the_target_itself_guesses_right(sure, run_on, page_size, topk, graphs, alone):
     """Each round accepts as many tokens as it has steps."""
     model, folder = sure
     prompts = some_prompts(4)
@@ -167,7 +160,7 @@ def test_the_target_itself_guesses_right(sure, run_on, page_size, topk, graphs):
         drafts.capture_graphs(batch_sizes=[1, 4, 6], devices=RecordingGraphs())
         loops, catch_ups = counting(drafts._loop.graphs), counting(drafter.catch_up_graphs)
     engine = Engine(runner, drafts=drafts)
-    assert texts_of(engine, prompts) == alone(model, prompts)
+    assert texts_of(engine, prompts) == alone(model, prompts, NUM)
     stats = engine.stats.drafts
     assert stats.requests == 3 * len(prompts)
     assert stats.accepted_tokens == 3 * stats.requests
@@ -231,15 +224,15 @@ def test_sampled_text_is_the_same(tiny, run_on):
 
 
 @pytest.mark.parametrize("page_size", [1, 16])
-def test_stop_ids_and_aborted_requests(sure, run_on, page_size):
+def test_stop_ids_and_aborted_requests(sure, run_on, page_size, alone):
     """A stop id inside an accepted run ends the text there."""
     model, folder = sure
     prompts = some_prompts()
-    expected = alone(model, prompts)
+    expected = alone(model, prompts, NUM)
     runner = run_on(folder, page_size=page_size, draft_tokens=8, draft_topk=4)
     drafter = run_on(folder, page_size=page_size, max_total_tokens=640)
     drafts = a_proposer(drafter, 4)
-    new = expected[1][len(prompts[1]) :]
+    new = expected[1]
     stop = next(token for place, token in enumerate(new) if place > 1 and token not in new[:place])
     engine = Engine(runner, drafts=drafts, stop_ids={stop})
     victims = [engine.add(prompts[place], max_new_tokens=NUM) for place in (0, 2)]
@@ -251,14 +244,14 @@ def test_stop_ids_and_aborted_requests(sure, run_on, page_size):
                 results[output.request_id] = output.result
         if victims:
             engine.abort(victims.pop())
-    assert list(results[kept].token_ids) == new[: new.index(stop) + 1]
+    assert results[kept].token_ids == new[: new.index(stop) + 1]
     assert results[kept].finish_reason == "stop"
     assert texts_of(Engine(runner, drafts=drafts), prompts) == expected
     assert all_free(drafter)
 
 
 @pytest.mark.parametrize("topk", [1, 4])
-def test_triton_drafts(sure, topk):
+def test_triton_drafts(sure, topk, alone):
     pytest.importorskip("triton")
     from attnmux.emulators import triton_interpreter  # noqa: PLC0415  # where there is a Triton
     from attnmux.triton.backend import TritonBackend  # noqa: PLC0415  # as above
@@ -276,19 +269,19 @@ def test_triton_drafts(sure, topk):
         target = replace(options, spare_pages=0, draft_tokens=8, draft_topk=topk)
         runner = load_runner(open_checkpoint(folder), fake_platform(), offers, target)
         engine = Engine(runner, drafts=a_proposer(drafter, topk))
-        assert texts_of(engine, prompts, num=5) == alone(model, prompts, num=5)
+        assert texts_of(engine, prompts, num=5) == alone(model, prompts, 5)
     stats = engine.stats.drafts
     assert stats.accepted_tokens == 3 * stats.requests == 6
 
 
-def test_a_draft_model_of_latents(tiny, run_on):
+def test_a_draft_model_of_latents(tiny, run_on, alone):
     model, folder = tiny("deepseek-v3")
     prompts = some_prompts(3)
     runner = run_on(folder, page_size=16, draft_tokens=8, draft_topk=4)
     drafter = run_on(folder, page_size=16, max_total_tokens=1024)
     assert drafter.decision.request.latent
     engine = Engine(runner, drafts=a_proposer(drafter, 4))
-    assert texts_of(engine, prompts) == alone(model, prompts)
+    assert texts_of(engine, prompts) == alone(model, prompts, NUM)
     assert engine.stats.drafts.accepted_tokens > 10
 
 
@@ -298,14 +291,14 @@ def test_a_draft_model_with_a_window_pool_is_refused(run_on, tiny):
         ModelProposer(runner, vocabulary_size=VOCABULARY)
 
 
-def test_a_draft_pool_that_is_too_small_leaves_plain_steps(tiny, run_on):
+def test_a_draft_pool_that_is_too_small_leaves_plain_steps(tiny, run_on, alone):
     model, folder = tiny("llama")
     prompts = some_prompts()[:3]
     runner = run_on(folder, draft_tokens=8, draft_topk=4)
     drafter = run_on(folder, max_total_tokens=24)
     for topk in (1, 4):
         engine = Engine(runner, drafts=a_proposer(drafter, topk))
-        assert texts_of(engine, prompts) == alone(model, prompts)
+        assert texts_of(engine, prompts) == alone(model, prompts, NUM)
         assert all_free(drafter)
 
 
@@ -349,7 +342,7 @@ def test_contexts_and_texts_too_short_for_graphs(tiny, lens):
 
 
 @pytest.mark.parametrize("topk", [1, 4])
-def test_thresholds_accept_more_of_sampled_requests_alone(tiny, run_on, topk):
+def test_thresholds_accept_more_of_sampled_requests_alone(tiny, run_on, topk, alone):
     """Greedy requests of the same steps keep their texts; a text is the same each time."""
     model, folder = tiny("llama")
     prompts = some_prompts(4)
@@ -365,7 +358,7 @@ def test_thresholds_accept_more_of_sampled_requests_alone(tiny, run_on, topk):
         accept = AcceptThresholds(single=single)
         engine = Engine(runner, drafts=a_proposer(drafter, topk), accept=accept)
         texts = texts_of(engine, prompts, ways=ways)
-        wanted = alone(model, prompts)
+        wanted = alone(model, prompts, NUM)
         assert [texts[place] for place in greedy] == [wanted[place] for place in greedy]
         if single in found:
             assert texts == found[single][0]

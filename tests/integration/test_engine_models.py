@@ -35,15 +35,6 @@ def random_prompts(seed, num):
     return prompts
 
 
-def alone(model, prompts, num):
-    """What transformers' own attention generates for each."""
-    whole = [
-        model.generate(torch.tensor([ids]), max_new_tokens=num, do_sample=False)[0].tolist()
-        for ids in prompts
-    ]
-    return [tuple(ids[len(prompt) :]) for ids, prompt in zip(whole, prompts, strict=True)]
-
-
 def results(engine, prompts, num, on_text=None):
     asked = [Prompt(token_ids=ids, max_new_tokens=num) for ids in prompts]
     try:
@@ -60,7 +51,7 @@ def tokens(engine, prompts, num):
 
 
 @pytest.mark.parametrize("architecture", ["llama", "gemma3", "gpt-oss", "deepseek-v3"])
-def test_tokens_are_those_of_each_prompt_alone(tiny, run_on, architecture, monkeypatch):
+def test_tokens_are_those_of_each_prompt_alone(tiny, run_on, architecture, monkeypatch, alone):
     monkeypatch.setattr(scheduler, "GROWTH", 1)
     model, folder = tiny(architecture)
     prompts = random_prompts(3, 10)
@@ -90,7 +81,9 @@ def test_tokens_are_those_of_each_prompt_alone(tiny, run_on, architecture, monke
         ),
     ],
 )
-def test_tokens_are_the_same_with_a_window_pool(tiny, run_on, architecture, page_size, monkeypatch):
+def test_tokens_are_the_same_with_a_window_pool(
+    tiny, run_on, architecture, page_size, monkeypatch, alone
+):
     monkeypatch.setattr(scheduler, "GROWTH", 1)
     model, folder = tiny(architecture)
     prompts = random_prompts(4, 10)
@@ -111,7 +104,7 @@ def test_tokens_are_the_same_with_a_window_pool(tiny, run_on, architecture, page
 
 
 @pytest.mark.parametrize("architecture", ["gpt-oss", "mistral"])
-def test_graphs_read_the_window_pool(tiny, architecture):
+def test_graphs_read_the_window_pool(tiny, architecture, alone):
     model, folder = tiny(architecture)
     prompts = random_prompts(4, 8)
     runner = graph_runner(folder, max_total_tokens=512, window_step_tokens=16)
@@ -133,7 +126,7 @@ def test_the_same_memory_holds_more_tokens_with_a_window_pool(tiny, run_on):
 @pytest.mark.parametrize(
     "backend", ["torch_native", pytest.param("flex_attention", marks=pytest.mark.full)]
 )
-def test_a_request_with_nan_leaves_nothing_to_others(tiny, run_on, backend):
+def test_a_request_with_nan_leaves_nothing_to_others(tiny, run_on, backend, alone):
     """A page is zeroed before another request gets it: its rest is loaded with weight 0."""
     model, folder = tiny("llama")
     prompts = [[index, 5, 6, 7] for index in range(3)]
@@ -153,7 +146,7 @@ def test_a_request_with_nan_leaves_nothing_to_others(tiny, run_on, backend):
         assert all(buffer.isfinite().all() for buffer in pool.get_kv_buffer(layer.layer_id))
 
 
-def test_soak(tiny, run_on, monkeypatch):
+def test_soak(tiny, run_on, monkeypatch, alone):
     """300 arrivals and aborts at random; what ends has said what it says alone."""
     monkeypatch.setattr(scheduler, "GROWTH", 1)
     rng = random.Random(12)
@@ -275,7 +268,7 @@ def test_an_error_in_a_callback_propagates_and_loses_nothing(run_on):
     assert engine.memory.free == engine.runner.steps.allocator.size
 
 
-def test_a_model_that_fails_leaves_the_engine_in_order(tiny, run_on, monkeypatch):
+def test_a_model_that_fails_leaves_the_engine_in_order(tiny, run_on, monkeypatch, alone):
     runner = run_on(tiny("llama")[1], page_size=4)
     engine = Engine(runner)
     engine.add([1, 2, 3, 4, 5], max_new_tokens=5)
@@ -298,7 +291,7 @@ def graph_runner(folder, **changes):
     return load_runner(open_checkpoint(folder), fake_platform(), [offer], options)
 
 
-def test_decode_steps_replayed_from_graphs_give_the_same_tokens(tiny):
+def test_decode_steps_replayed_from_graphs_give_the_same_tokens(tiny, alone):
     model, folder = tiny("llama")
     runner = graph_runner(folder)
     assert runner.graphs is None

@@ -541,7 +541,9 @@ MUTANTS = {
     "positions are places in the tree": (
         DraftTree,
         "depths",
-        lambda _: property(lambda self: self.retrieve_index % self.draft_token_num),
+        lambda _: property(
+            lambda self: torch.arange(self.draft_token_num).expand_as(self.draft_tokens)
+        ),
     ),
     "padding is accepted": (
         DraftTree,

@@ -5,22 +5,14 @@ from __future__ import annotations
 import random
 
 import pytest
-import torch
 
 from attnmux.core import InvalidInput
 from attnmux.transformers import Engine, MemoryBudget, Prompt, run_prompts
-from attnmux.transformers.checkpoint import quiet_transformers
 from attnmux.transformers.engine import scheduler
 
 NUM = 6
-
-
-def alone(model, prompts, num=NUM):
-    """Without transformers' caches: with its own, MiniMax with windows says something else."""
-    given = {"max_new_tokens": num, "do_sample": False, "use_cache": False}
-    with quiet_transformers(progress=False):
-        whole = [model.generate(torch.tensor([ids]), **given)[0].tolist() for ids in prompts]
-    return [ids[len(prompt) :] for ids, prompt in zip(whole, prompts, strict=True)]
+WHOLE = {"num": NUM, "use_cache": False}
+"""Without transformers' caches: with its own, MiniMax with windows says something else."""
 
 
 def said(engine, prompts, num=NUM):
@@ -29,7 +21,7 @@ def said(engine, prompts, num=NUM):
 
 
 def tokens(engine, prompts, num=NUM):
-    return [list(result.token_ids) for result in said(engine, prompts, num)]
+    return [result.token_ids for result in said(engine, prompts, num)]
 
 
 def drawn(rng, num):
@@ -51,7 +43,7 @@ def of_families(rng):
 @pytest.mark.parametrize("page_size", [1, 4])
 @pytest.mark.one_of("page_size")
 def test_the_third_prompt_begins_where_the_second_parted(
-    tiny, run_hybrid, architecture, page_size
+    tiny, run_hybrid, architecture, page_size, alone
 ) -> None:
     """The first prompt leaves no states amid itself, the second ends a step there."""
     model, folder = tiny(architecture)
@@ -60,14 +52,14 @@ def test_the_third_prompt_begins_where_the_second_parted(
     shared = drawn(rng, 20)
     prompts = [shared + drawn(rng, num) for num in (5, 3, 7, 1)]
     reused = []
-    for ids, expected in zip(prompts, alone(model, prompts), strict=True):
+    for ids, expected in zip(prompts, alone(model, prompts, **WHOLE), strict=True):
         (result,) = said(engine, [ids])
-        assert list(result.token_ids) == expected
+        assert result.token_ids == expected
         reused.append(result.reused_tokens)
     assert reused == [0, 0, 20, 20]
 
 
-def test_a_conversation_goes_on_from_its_last_token(tiny, run_hybrid) -> None:
+def test_a_conversation_goes_on_from_its_last_token(tiny, run_hybrid, alone) -> None:
     model, folder = tiny("qwen3-next")
     engine = Engine(run_hybrid(folder, page_size=1))
     rng = random.Random(4)
@@ -75,7 +67,7 @@ def test_a_conversation_goes_on_from_its_last_token(tiny, run_hybrid) -> None:
     for _ in range(4):
         ids = ids + drawn(rng, 4)
         (result,) = said(engine, [ids])
-        assert [list(result.token_ids)] == alone(model, [ids])
+        assert [result.token_ids] == alone(model, [ids], **WHOLE)
         turns.append((len(ids), result.reused_tokens))
         ids = ids + list(result.token_ids)
     # All but the last generated token and the user's new ones
@@ -92,7 +84,7 @@ def test_a_conversation_goes_on_from_its_last_token(tiny, run_hybrid) -> None:
     ],
 )
 def test_random_families_of_prompts(
-    tiny, run_hybrid, monkeypatch, page_size, kept_states, given
+    tiny, run_hybrid, monkeypatch, page_size, kept_states, given, alone
 ) -> None:
     """Few states are kept, pages are evicted, and requests are retracted and begin again."""
     monkeypatch.setattr(scheduler, "GROWTH", 1)
@@ -102,7 +94,7 @@ def test_random_families_of_prompts(
     engine = Engine(run_hybrid(folder, **sizes), **given)
     rng = random.Random(page_size)
     prompts = of_families(rng)
-    expected = alone(model, prompts)
+    expected = alone(model, prompts, **WHOLE)
     for _ in range(2):
         assert tokens(engine, prompts) == expected
     stats = engine.stats
@@ -115,7 +107,7 @@ def test_random_families_of_prompts(
 
 
 @pytest.mark.parametrize("page_size", [1, 4])
-def test_windows_and_states_are_shared_together(tiny, run_hybrid, page_size) -> None:
+def test_windows_and_states_are_shared_together(tiny, run_hybrid, page_size, alone) -> None:
     """Without the windows at its end, a prefix with states is not shared."""
     model, folder = tiny("minimax-windows")
     runner = run_hybrid(folder, page_size=page_size, window_step_tokens=16)
@@ -126,11 +118,11 @@ def test_windows_and_states_are_shared_together(tiny, run_hybrid, page_size) -> 
     shared = drawn(rng, 20)
     prompts = [shared + drawn(rng, num) for num in (5, 3, 7, 1, 2, 4)]
     reused = []
-    for ids, expected in zip(prompts, alone(model, prompts), strict=True):
+    for ids, expected in zip(prompts, alone(model, prompts, **WHOLE), strict=True):
         if len(reused) == 4:
             tree.evict_windows(tree.evictable_window_tokens)
         (result,) = said(engine, [ids])
-        assert list(result.token_ids) == expected
+        assert result.token_ids == expected
         reused.append(result.reused_tokens)
     # The fifth runs up to where it parts, and gives that place its windows again
     assert reused == [0, 0, 20, 20, 0, 20]
@@ -139,7 +131,7 @@ def test_windows_and_states_are_shared_together(tiny, run_hybrid, page_size) -> 
 @pytest.mark.parametrize(
     "seed", [*range(2), *(pytest.param(each, marks=pytest.mark.full) for each in range(2, 6))]
 )
-def test_random_families_with_windows(tiny, run_hybrid, monkeypatch, seed) -> None:
+def test_random_families_with_windows(tiny, run_hybrid, monkeypatch, seed, alone) -> None:
     """States, windows and pages make room each for themselves."""
     monkeypatch.setattr(scheduler, "GROWTH", 1)
     monkeypatch.setattr(scheduler, "WORTH_WAITING", 4)
@@ -150,7 +142,7 @@ def test_random_families_with_windows(tiny, run_hybrid, monkeypatch, seed) -> No
     runner = run_hybrid(folder, max_total_tokens=104, **sizes)
     engine = Engine(runner, prefill_tokens=rng.choice([7, 64]), overlap=rng.random() < 0.5)
     prompts = of_families(rng)
-    expected = alone(model, prompts)
+    expected = alone(model, prompts, **WHOLE)
     for _ in range(2):
         assert tokens(engine, prompts) == expected
     assert engine.stats.evicted_tokens > 0
@@ -161,7 +153,9 @@ def test_random_families_with_windows(tiny, run_hybrid, monkeypatch, seed) -> No
     assert windows.free + windows.cached == runner.sizes.swa
 
 
-def test_prompts_that_come_together_wait_for_the_states(tiny, run_hybrid, monkeypatch) -> None:
+def test_prompts_that_come_together_wait_for_the_states(
+    tiny, run_hybrid, monkeypatch, alone
+) -> None:
     """The second ends a step where the first had the same tokens; the others begin there."""
     monkeypatch.setattr(scheduler, "WORTH_WAITING", 8)
     model, folder = tiny("qwen3-next")
@@ -170,7 +164,7 @@ def test_prompts_that_come_together_wait_for_the_states(tiny, run_hybrid, monkey
     shared = drawn(rng, 30)
     prompts = [shared + drawn(rng, 3) for _ in range(4)]
     results = said(engine, prompts)
-    assert [list(one.token_ids) for one in results] == alone(model, prompts)
+    assert [one.token_ids for one in results] == alone(model, prompts, **WHOLE)
     assert [one.reused_tokens for one in results] == [0, 0, 30, 30]
 
 
@@ -196,7 +190,7 @@ def test_kept_states_are_counted_into_the_memory(tiny, run_hybrid) -> None:
     assert many.token_to_kv_pool.nbytes < few.token_to_kv_pool.nbytes
 
 
-def test_a_cleared_cache_forgets_states(tiny, run_hybrid) -> None:
+def test_a_cleared_cache_forgets_states(tiny, run_hybrid, alone) -> None:
     model, folder = tiny("lfm2")
     engine = Engine(run_hybrid(folder, page_size=1))
     ids = drawn(random.Random(8), 12)
@@ -207,4 +201,4 @@ def test_a_cleared_cache_forgets_states(tiny, run_hybrid) -> None:
     assert engine.runner.steps.state_tree.num_kept == 0
     (result,) = said(engine, [ids])
     assert result.reused_tokens == 0
-    assert [list(result.token_ids)] == alone(model, [ids])
+    assert [result.token_ids] == alone(model, [ids], **WHOLE)

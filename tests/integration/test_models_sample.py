@@ -43,6 +43,7 @@ SAMPLE = (
     "Olmo2Config",
     "PersimmonConfig",
     "Phi3Config",
+    "Qwen4ExpTextConfig",
     "RecurrentGemmaConfig",
     "RobertaConfig",
     "PLBartForConditionalGeneration",

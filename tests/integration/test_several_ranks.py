@@ -12,12 +12,10 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-import torch
 
 from attnmux.core import (
     InvalidInput,
     RankFailed,
-    RankGroup,
     RanksDiffer,
     Request,
     TunedLaunch,
@@ -26,6 +24,7 @@ from attnmux.core import (
 )
 from attnmux.core.choosing.machine.cpu import probe_cpu
 from attnmux.core.choosing.measured.records import Device
+from attnmux.distributed import RankGroup
 from attnmux.emulators.ranks import die, end_ranks, run_ranks
 from attnmux.transformers import (
     Engine,
@@ -93,15 +92,6 @@ def generated(
     return [result.token_ids for result in results], runner.decision.hash
 
 
-def alone(model, prompts: Sequence[Sequence[int]]) -> list[tuple[int, ...]]:
-    """What transformers' own attention generates for each."""
-    found = []
-    for ids in prompts:
-        whole = model.generate(torch.tensor([ids]), max_new_tokens=8, do_sample=False)
-        found.append(tuple(whole[0].tolist()[len(ids) :]))
-    return found
-
-
 @pytest.mark.parametrize(
     ("architecture", "size", "interleaved", "engine", "drafts", "changes"),
     [
@@ -117,14 +107,14 @@ def alone(model, prompts: Sequence[Sequence[int]]) -> list[tuple[int, ...]]:
     ],
 )
 def test_the_text_is_that_of_one_rank(
-    tiny, tmp_path: Path, architecture, size, interleaved, engine, drafts, changes
+    tiny, tmp_path: Path, architecture, size, interleaved, engine, drafts, changes, alone
 ) -> None:
     model, folder = tiny(architecture)
     prompts = prompts_of(3, 6)
     found = run_ranks(
         generated, size, tmp_path, folder, prompts, interleaved, engine, drafts, changes
     )
-    expected = alone(model, prompts)
+    expected = alone(model, prompts, 8)
     assert [tokens for tokens, _ in found] == [expected] * size
     assert len({decision for _, decision in found}) == 1
 

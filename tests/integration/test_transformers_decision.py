@@ -14,7 +14,7 @@ from attnmux.core.choosing.judge.axes import Question
 from attnmux.core.choosing.machine.cpu import probe_cpu
 from attnmux.core.choosing.measured.measurement import measurement_file, shape_of, versions_of
 from attnmux.core.choosing.measured.records import Device
-from attnmux.core.cli import invocation as shared
+from attnmux.core.cli import run as shared
 from attnmux.core.cli.verbs import verbs
 from attnmux.transformers import cli_run, recall
 from attnmux.transformers.decision import decide, without

@@ -23,7 +23,6 @@ from attnmux.transformers import (
     open_checkpoint,
     run_prompts,
 )
-from attnmux.transformers.checkpoint import quiet_transformers
 from attnmux.transformers.engine import scheduler
 from attnmux.transformers.layers import TOKEN_COUNTER, record_layers
 from attnmux.transformers.mixers import has_mixers, mixers_of
@@ -118,16 +117,6 @@ def test_prompts_in_chunks_beside_decoding(tiny, run_hybrid, sequences, architec
         runner.release(states)
 
 
-def alone(model, prompts, num):
-    """What transformers itself generates for each, with its own cache."""
-    with quiet_transformers(progress=False):
-        whole = [
-            model.generate(torch.tensor([ids]), max_new_tokens=num, do_sample=False)[0].tolist()
-            for ids in prompts
-        ]
-    return [tuple(ids[len(prompt) :]) for ids, prompt in zip(whole, prompts, strict=True)]
-
-
 def some_prompts(num):
     generator = torch.Generator().manual_seed(7)
     lens = torch.randint(1, 24, (num,), generator=generator).tolist()
@@ -151,7 +140,7 @@ MORE_IN_GRAPHS = ("jamba", "lfm2", "minimax", "mamba2")
         *(pytest.param(each, marks=pytest.mark.full) for each in MORE_HYBRIDS),
     ],
 )
-def test_text_of_continuous_batches(tiny, run_hybrid, architecture, monkeypatch) -> None:
+def test_text_of_continuous_batches(tiny, run_hybrid, architecture, monkeypatch, alone) -> None:
     """Requests come and go, prompts run in chunks, and memory runs out."""
     monkeypatch.setattr(scheduler, "GROWTH", 1)
     model, folder = tiny(architecture)
@@ -173,7 +162,7 @@ def test_text_of_continuous_batches(tiny, run_hybrid, architecture, monkeypatch)
         *(pytest.param(each, marks=pytest.mark.full) for each in MORE_IN_GRAPHS),
     ],
 )
-def test_text_of_steps_replayed_from_graphs(tiny, architecture) -> None:
+def test_text_of_steps_replayed_from_graphs(tiny, architecture, alone) -> None:
     model, folder = tiny(architecture)
     linear = [offer for offer in load_plugins().offers() if offer.card.name == "torch_linear"]
     fake = Offer(card=graph_card(), plugin="fake", distribution="attnmux-fake", version="1.0")

@@ -51,9 +51,9 @@ def on_trial(monkeypatch: pytest.MonkeyPatch):
 
 @pytest.fixture
 def fewer_cases(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every third case, where what is said of them is what matters."""
+    """One case in six, where what is said of them is what matters."""
     monkeypatch.setattr(
-        "attnmux.testing.candidate.standard_cases", lambda sizes: standard_cases(sizes)[::3]
+        "attnmux.testing.candidate.standard_cases", lambda sizes: standard_cases(sizes)[::6]
     )
 
 
@@ -66,7 +66,7 @@ def test_an_installed_backend_passes(fewer_cases) -> None:
     assert answer["complete"] is False  # of one page size
     assert {"attnmux-cpu", "attnmux-core", "torch"} <= set(answer["versions"])
     assert answer["passed"] + answer["refused"] == len(answer["cases"])
-    assert answer["passed"] > 50
+    assert answer["passed"] > 25
     assert answer["limits"]
     assert 0 < answer["max_error"] < 0.1
     steps = [step for case in answer["cases"] for step in case["steps"]]
@@ -98,7 +98,7 @@ def test_counts_what_ran_and_what_was_refused(on_trial) -> None:
     assert result.stderr == ""
 
 
-def test_a_failure_is_named_and_exits_with_1(on_trial) -> None:
+def test_a_failure_is_named_and_exits_with_1(on_trial, fewer_cases) -> None:
     on_trial(factory=NoScale, card=fake_card(phase=one_of("decode"), kind=one_of("mha")))
     result = invoke("fake", "--page-size", "1")
     assert result.exit_code == 1
@@ -106,7 +106,7 @@ def test_a_failure_is_named_and_exits_with_1(on_trial) -> None:
     result = invoke("fake", "--page-size", "1", "--json")
     assert result.exit_code == 1
     failed = [case for case in json.loads(result.stdout)["cases"] if case["status"] == "failed"]
-    assert len(failed) > 50
+    assert len(failed) > 5
     assert all("instead of" in case["message"] for case in failed)
 
 

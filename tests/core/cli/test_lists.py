@@ -13,7 +13,7 @@ from attnmux.core.choosing.find.examine import PluginFailure
 from attnmux.core.choosing.find.plugins import Plugins
 from attnmux.core.choosing.machine.platform import Platform
 from attnmux.core.choosing.offer.card import BackendCard
-from attnmux.core.cli import invocation as shared
+from attnmux.core.cli import run as shared
 from attnmux.core.cli.verbs import verbs
 
 

@@ -25,7 +25,7 @@ from attnmux.core.choosing.offer.conditions import (
     versions,
 )
 from attnmux.core.choosing.offer.verified import Verified
-from attnmux.core.cli import invocation as shared
+from attnmux.core.cli import run as shared
 from attnmux.core.cli.matrix import markdown
 from attnmux.core.cli.matrix_rows import COLUMNS, Row, rows_of
 from attnmux.core.cli.verbs import verbs

@@ -1,9 +1,6 @@
-"""The views of `attnmux matrix`: in a terminal, of one backend, filtered, and as a page."""
+"""The views of `attnmux matrix`: in a terminal, of one backend, and filtered."""
 
 from __future__ import annotations
-
-import html.parser
-import sys
 
 import pytest
 from click import unstyle
@@ -15,7 +12,6 @@ from attnmux.core.choosing.offer.card import BackendCard, Offer
 from attnmux.core.choosing.offer.clause import Clause
 from attnmux.core.choosing.offer.conditions import ANY, at_most, one_of
 from attnmux.core.cli.matrix import TITLES
-from attnmux.core.cli.matrix_page import page
 from attnmux.core.cli.matrix_rows import narrowed, rows_of
 from attnmux.core.cli.matrix_view import show
 from attnmux.core.cli.verbs import verbs
@@ -111,41 +107,6 @@ def test_narrowed_keeps_the_clauses_that_count() -> None:
     assert left.card.clauses == SINKS.card.clauses[:1]
     (row,) = rows_of([left])
     assert [cell.where for cell in row.cells if cell.where] == []
-
-
-class Texts(html.parser.HTMLParser):
-    def __init__(self) -> None:
-        super().__init__()
-        self.titles: list[str] = []
-        self.links: list[str] = []
-
-    def handle_starttag(self, tag: str, attrs: list) -> None:
-        for name, value in attrs:
-            if name == "title":
-                self.titles.append(value)
-            if name in ("src", "href"):
-                self.links.append(value)
-
-
-def test_the_page_needs_no_other_file_and_escapes() -> None:
-    pytest.importorskip("jinja2")
-    sinister = offer("evil", "<script>alert(1)</script>")
-    text = page(rows_of((*OFFERS, sinister)), TITLES)
-    parsed = Texts()
-    parsed.feed(text)
-    assert parsed.links == []
-    assert "<script>alert(1)" not in text
-    assert any("acme.h: <sinks> & more" in title for title in parsed.titles)
-    assert 'data-features="window|sinks|logit cap"' in text
-
-
-def test_without_jinja2_the_error_says_what_to_install(monkeypatch, tmp_path) -> None:
-    monkeypatch.setitem(sys.modules, "jinja2", None)
-    file = tmp_path / "page.html"
-    result = CliRunner().invoke(verbs, ["matrix", "--html", str(file)], prog_name="attnmux")
-    assert result.exit_code == 2
-    assert "attnmux-core[html]" in result.stderr
-    assert not file.exists()
 
 
 def test_an_unknown_backend_is_refused() -> None:

@@ -14,7 +14,7 @@ from attnmux.core.choosing.find.devices import Detection, UnservedDevice
 from attnmux.core.choosing.find.plugins import Plugins
 from attnmux.core.choosing.machine.platform import Platform
 from attnmux.core.choosing.tell.decision import Decision
-from attnmux.core.cli import invocation as shared
+from attnmux.core.cli import run as shared
 from attnmux.core.cli.verbs import verbs
 
 pytest.importorskip("attnmux.cpu.plugin", reason="the answers below are those of attnmux-cpu")

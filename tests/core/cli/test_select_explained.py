@@ -15,7 +15,7 @@ from attnmux.core.choosing.offer.clause import Clause
 from attnmux.core.choosing.offer.conditions import ANY, Condition, includes, one_of
 from attnmux.core.choosing.offer.verified import Verified
 from attnmux.core.choosing.tell.decision import Decision
-from attnmux.core.cli import invocation as shared
+from attnmux.core.cli import run as shared
 from attnmux.core.cli.verbs import verbs
 
 MODELS = Path(__file__).parents[1] / "choosing" / "data"

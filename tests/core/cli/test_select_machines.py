@@ -90,6 +90,21 @@ def test_a_full_disk_is_one_sentence(verb) -> None:
     assert said == ["attnmux: the answer cannot be written: [Errno 28] No space left on device"]
 
 
+def test_a_plain_answer_in_json_imports_neither_rich_nor_torch() -> None:
+    """A hidden use would cost every start milliseconds."""
+    code = (
+        "import sys; from attnmux.core.cli import main\n"
+        "try: main()\n"
+        "except SystemExit: pass\n"
+        "slow = {'platformdirs', 'rich', 'torch'}\n"
+        "print(sorted(slow & set(sys.modules)), file=sys.stderr)"
+    )
+    args = ["select", "--json", "--platform", "nvidia:sm90,cuda=12.8"]
+    for _ in range(2):  # the first may fill the cache of offers
+        done = subprocess.run([sys.executable, "-c", code, *args], capture_output=True, text=True)
+    assert done.stderr.splitlines()[-1] == "[]"
+
+
 def test_a_reader_that_has_seen_enough_is_no_error() -> None:
     reader, writer = os.pipe()
     os.close(reader)

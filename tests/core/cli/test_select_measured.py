@@ -21,7 +21,7 @@ from attnmux.core.choosing.measured.measurement import (
     versions_of,
 )
 from attnmux.core.choosing.measured.records import Device
-from attnmux.core.cli import invocation as shared
+from attnmux.core.cli import run as shared
 from attnmux.core.cli.verbs import verbs
 from attnmux.core.installed import load_plugins
 

@@ -10,7 +10,7 @@ from click.testing import CliRunner
 
 from attnmux.core.choosing.find.devices import Detection
 from attnmux.core.choosing.machine.platform import Platform
-from attnmux.core.cli import invocation as shared
+from attnmux.core.cli import run as shared
 from attnmux.core.cli.verbs import verbs
 
 

@@ -169,10 +169,10 @@ def test_ctrl_c(call, outside, tmp_path, monkeypatch) -> None:
 
 
 def test_ctrl_c_while_the_verbs_are_loaded(monkeypatch, capsys) -> None:
-    def interrupted(_: object) -> object:
+    def interrupted() -> object:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(cli, "_quick", interrupted)
+    monkeypatch.setattr(cli, "answers_apart", interrupted)
     monkeypatch.setattr(cli, "gc", SimpleNamespace(disable=lambda: None, freeze=lambda: None))
     with pytest.raises(SystemExit) as stopped:
         cli.main()

@@ -12,6 +12,11 @@ def ints(*values: int) -> torch.Tensor:
     return torch.tensor(values, dtype=torch.int32)
 
 
+def decoded(allocator: PagedAllocator, lens: torch.Tensor, last: torch.Tensor) -> torch.Tensor:
+    """Slots of one new token a request, which the lengths count."""
+    return allocator.alloc_extend(lens - 1, lens, last, len(lens))
+
+
 @pytest.fixture
 def pages() -> PagedAllocator:
     return PagedAllocator(32, 4, "cpu")
@@ -60,16 +65,16 @@ def test_extend_by_nothing(pages):
 def test_decode(pages):
     prompt = pages.alloc_extend(ints(0, 0), ints(4, 2), ints(0, 0), 6)
     last = prompt[[3, 5]]
-    slots = pages.alloc_decode(ints(5, 3), last)
+    slots = decoded(pages, ints(5, 3), last)
     assert slots.tolist() == [12, 10]
-    assert pages.alloc_decode(ints(6, 4), slots).tolist() == [13, 11]
-    assert pages.alloc_decode(ints(), ints()).shape == (0,)
+    assert decoded(pages, ints(6, 4), slots).tolist() == [13, 11]
+    assert decoded(pages, ints(), ints()).shape == (0,)
 
 
 def test_alloc_leaves_a_page_to_be_continued(pages):
     slots = pages.alloc(6)
     assert slots.tolist() == [4, 5, 6, 7, 8, 9]
-    assert pages.alloc_decode(ints(7), slots[-1:]).tolist() == [10]
+    assert decoded(pages, ints(7), slots[-1:]).tolist() == [10]
 
 
 @pytest.mark.parametrize(
@@ -91,9 +96,9 @@ def test_exhaustion_changes_nothing(allocator, fill):
 def test_exhaustion_in_decode_changes_nothing(pages):
     held = pages.alloc_extend(ints(0, 0), ints(16, 16), ints(0, 0), 32)
     with pytest.raises(PoolExhausted, match="pages of 4 tokens: 2 wanted, 0 available"):
-        pages.alloc_decode(ints(17, 17), held[[15, 31]])
+        decoded(pages, ints(17, 17), held[[15, 31]])
     pages.free(held[16:])
-    assert pages.alloc_decode(ints(17), held[15:16]).shape == (1,)
+    assert decoded(pages, ints(17), held[15:16]).shape == (1,)
 
 
 def test_any_slot_of_a_page_frees_the_page_once(pages):
@@ -144,9 +149,9 @@ def test_clear(allocator):
         ("extend_num_tokens", lambda a, last: a.alloc_extend(ints(6), ints(8), last, 3)),
         ("last_loc", lambda a, last: a.alloc_extend(ints(6, 0), ints(8, 1), last, 3)),
         ("last_loc", lambda a, last: a.alloc_extend(ints(7), ints(8), last, 1)),
-        ("last_loc", lambda a, last: a.alloc_decode(ints(8), last)),
-        ("seq_lens", lambda a, last: a.alloc_decode(ints(0), last)),
-        ("slots", lambda a, last: a.alloc_decode(ints(7), last + 8)),
+        ("last_loc", lambda a, last: decoded(a, ints(8), last)),
+        ("seq_lens", lambda a, last: decoded(a, ints(0), last)),
+        ("slots", lambda a, last: decoded(a, ints(7), last + 8)),
     ],
 )
 def test_a_refused_allocation_changes_nothing(pages, argument, call):
@@ -174,7 +179,9 @@ def test_host_mirrors_stand_in_for_the_lengths():
     )
     assert slots.shape == (9,)
     assert allocator.available_size() == 20
-    slots = allocator.alloc_decode(seq.to(meta), prefix.to(meta), seq_lens_cpu=ints(7, 5))
+    slots = allocator.alloc_extend(
+        seq.to(meta), seq.to(meta), seq.to(meta), 2, prefix_lens_cpu=seq, seq_lens_cpu=ints(7, 5)
+    )
     assert slots.shape == (2,)
     assert allocator.available_size() == 16
 

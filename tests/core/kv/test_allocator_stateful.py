@@ -24,6 +24,11 @@ def ints(values: list[int]) -> torch.Tensor:
     return torch.tensor(values, dtype=torch.int32)
 
 
+def decoded(allocator: PagedAllocator, lens: torch.Tensor, last: torch.Tensor) -> torch.Tensor:
+    """Slots of one new token a request, which the lengths count."""
+    return allocator.alloc_extend(lens - 1, lens, last, len(lens))
+
+
 class AllocatorMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
@@ -72,10 +77,10 @@ class AllocatorMachine(RuleBasedStateMachine):
         available = self.allocator.available_size()
         if needed * self.page_size > available:
             with pytest.raises(PoolExhausted):
-                self.allocator.alloc_decode(lens, last)
+                decoded(self.allocator, lens, last)
             assert self.allocator.available_size() == available
             return
-        slots = self.allocator.alloc_decode(lens, last).tolist()
+        slots = decoded(self.allocator, lens, last).tolist()
         self.check_fresh(slots)
         for request, slot in zip(self.requests, slots, strict=True):
             request.append(slot)

@@ -199,7 +199,7 @@ def test_misuse_changes_nothing():
     with pytest.raises(InvalidInput, match="whose window pages were freed"):
         allocator.free_swa(slots[:1])
     with pytest.raises(InvalidInput, match="whose window pages were freed"):
-        allocator.alloc_decode(ints(7), slots[-1:].int())
+        allocator.alloc_extend(ints(6), ints(7), slots[-1:].int(), 1)
     with pytest.raises(InvalidInput, match="whose window pages were freed"):
         PrefixTree(allocator, 4).insert(list(range(4)), slots)
     assert allocator.full_available_size() == 24

@@ -64,6 +64,7 @@ IN_FULL = (
     *("extend-cap", "extend-window-cap", "prefix-cap", "extend-float32", "prefix-float32"),
     *("extend-dims", "prefix-dims", "extend-long", "mixed-long-chunk", "mla-unsaved", "mla-extend"),
     *("decode-dims", "decode-float32", "relative-decode", "relative-extend-unsaved"),
+    "relative-extend-then-decode",
     *("alibi-extend", "alibi-mixed", "alibi-draft", "alibi-verify"),
     *("alibi-decode-strided", "alibi-extend-strided", "strided-extend", "strided-verify"),
     "strided-mla-decode",

@@ -56,8 +56,8 @@ def test_only_what_was_installed_serves(monkeypatch, tmp_path) -> None:
 def test_each_level_that_this_cpu_runs_is_right(level, monkeypatch, request) -> None:
     if level is RUN_HERE[0]:
         pytest.skip("the suite of native runs it")
-    library.load.cache_clear()
-    request.addfinalizer(library.load.cache_clear)
+    library.library_for.cache_clear()
+    request.addfinalizer(library.library_for.cache_clear)
     monkeypatch.setattr(library, "serving", lambda arch, features: level)
     native: Candidate = find_candidate("native", device="cpu")
     steps = (extend((0, 40), (9, 20)), decode(41, 30, 3))
@@ -72,8 +72,8 @@ def test_each_level_that_this_cpu_runs_is_right(level, monkeypatch, request) -> 
 def test_a_library_that_does_not_load_is_compiled_with_a_warning(
     monkeypatch, tmp_path, request, caplog
 ) -> None:
-    library.load.cache_clear()
-    request.addfinalizer(library.load.cache_clear)
+    library.library_for.cache_clear()
+    request.addfinalizer(library.library_for.cache_clear)
     for module in (levels, library):
         monkeypatch.setattr(module, "FOLDER", tmp_path)
     (tmp_path / BASELINE.file_name).write_text("no library")

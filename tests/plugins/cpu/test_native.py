@@ -16,7 +16,7 @@ from attnmux.core.choosing.machine.cpu import probe_cpu
 from attnmux.core.cli.verbs import verbs
 from attnmux.cpu import levels
 from attnmux.cpu.levels import COMPILERS
-from attnmux.cpu.native.library import load
+from attnmux.cpu.native.library import library_for, load
 from attnmux.testing import AttentionBackendTests
 
 HERE = probe_cpu()
@@ -39,9 +39,9 @@ def broken_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator
     compiler.write_text("#!/bin/sh\necho 'error: no room' >&2\nexit 1\n")
     compiler.chmod(0o755)
     monkeypatch.setattr(levels, "COMPILERS", (str(compiler),))
-    load.cache_clear()
+    library_for.cache_clear()
     yield
-    load.cache_clear()
+    library_for.cache_clear()
 
 
 @pytest.mark.parametrize(
@@ -84,9 +84,9 @@ def test_the_library_is_compiled_once_and_nothing_else_is_left(
     monkeypatch.setattr(tempfile, "tempdir", str(scratch))
     monkeypatch.setattr(Settings, "cache_folder", lambda self: cache if kept else None)
     for _ in range(1 + kept):
-        load.cache_clear()
+        library_for.cache_clear()
         assert callable(load(HERE))
-    load.cache_clear()
+    library_for.cache_clear()
     assert not list(scratch.iterdir())
     assert [file.suffix for file in cache.glob("*")] == [".so"] * kept
     assert caplog.text.count("compiling the kernels") == 1

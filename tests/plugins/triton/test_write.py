@@ -247,7 +247,8 @@ def test_slots_that_there_are_not():
     """They are skipped, and no memory after the pool changes. Padding writes to slot 0."""
     room = torch.zeros(NUM_SLOTS + 8, 3, 10)
     pool, expected = mha(torch.float32), mha(torch.float32)
-    pool._k[0] = room[4:-4]
+    first = pool.layer_ids[0]
+    pool._hold({**pool._buffers, first: (room[4:-4], pool.get_value_buffer(first))})
     layer = layer_of(pool)
     rows = rows_of(layer, 6, torch.float32)
     loc = torch.tensor([7, -1, NUM_SLOTS, 0, 2**40, 0])

@@ -27,8 +27,15 @@ from attnmux.core.choosing.ask.policy import NAMING
 from attnmux.core.choosing.offer.named import offers_named
 from attnmux.core.choosing.tell.choice import Choice
 
-NAMED_FOR = {"decode": "decode_backend", "extend": "prefill_backend"}
+NAMED_FOR = {
+    "decode": "decode_backend",
+    "extend": "prefill_backend",
+    "verify": "prefill_backend",
+}
 """The policy's field that names the backend of one phase alone."""
+
+IN_GRAPHS = ("decode", "verify")
+"""The phases that engines replay from device graphs."""
 
 ELSEWHERE = ("vendor", "status")
 """Axes of refusals that say nothing about this machine: the backend is for another vendor's
@@ -99,7 +106,7 @@ def make_field(
     Raises InvalidInput for a request without a phase that is timed, and for a device that torch
     does not have; NoBackend, with the reasons, where no backend serves any of the workloads.
     """
-    phases = [phase for phase in ("decode", "extend") if phase in request.phases]
+    phases = [phase for phase in NAMED_FOR if phase in request.phases]
     if not workloads:
         itemsize = value_bytes(torch_dtype(request.kv_dtype or request.dtype or ""))
         grid = default_grid(request, platform, itemsize)
@@ -108,6 +115,8 @@ def make_field(
         if workload.phase not in phases:
             expected = f"one of {' and '.join(phases)}, the request's phases"
             raise InvalidInput("workload", got=str(workload), expected=expected)
+        if workload.phase == "verify":
+            _check_chain(workload, request)
     if not workloads:
         got = f"phases={'+'.join(request.phases)} on {platform}"
         expected = "decode or extend, on a device whose memory holds a workload of the default grid"
@@ -138,21 +147,21 @@ def find_entrants(
     policy: Policy,
     *,
     names: Sequence[str] = (),
-    phases: Sequence[str] = ("decode", "extend"),
+    phases: Sequence[str] = tuple(NAMED_FOR),
     graphs: bool = False,
 ) -> tuple[list[Entrant], list[Refused]]:
     """The backends that are timed, and those that refuse the request.
 
     Planned backends and those for other vendors' devices are in neither list, unless `names` has
     them. names: the only backends to consider; by default, all. graphs: whether the device has
-    graphs. Decode is timed from one where the card declares graphs.
+    graphs. Decode and verification are timed from one where the card declares graphs.
     Raises UnknownBackend and InvalidInput for names that cannot be used.
     """
     named = {offer.address: offer for name in names for offer in offers_named(name, offers)}
     entrants, refused = [], []
     for offer in named.values() if names else offers:
         for phase in phases:
-            in_graph = graphs and phase == "decode"
+            in_graph = graphs and phase in IN_GRAPHS
             answer = _decide_alone(request, platform, offers, policy, offer, phase, in_graph)
             if not _serves(answer, offer, phase) and in_graph and not request.graph:
                 in_graph = False
@@ -168,6 +177,14 @@ def find_entrants(
     return entrants, refused
 
 
+def _check_chain(workload: Workload, request: Request) -> None:
+    if request.spec_topk != 1 or request.spec_draft_tokens != workload.new:
+        got = f"{workload} with spec_topk={request.spec_topk},"
+        got += f"spec_draft_tokens={request.spec_draft_tokens}"
+        expected = f"spec_topk=1,spec_draft_tokens={workload.new}: chains of drafts are timed"
+        raise InvalidInput("workload", got=got, expected=expected)
+
+
 def _decide_alone(
     request: Request,
     platform: Platform,
@@ -180,6 +197,9 @@ def _decide_alone(
     """Decide one phase with one backend named. The request is not coerced for it, and asks for no
     accuracy: the benchmark measures it."""
     asked = request.replace(phases=(phase,), max_error=None, accuracy=None)
+    if phase == "verify":
+        # An engine's backend for prompts verifies too
+        asked = asked.replace(phases=("extend", phase), speculative_attention_mode="prefill")
     if in_graph:
         asked = asked.replace(graph=True)
     unnamed = dict.fromkeys(NAMING)

@@ -9,10 +9,13 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
-from attnmux.core import AttnmuxError, BackendFailed, RankGroup, RanksDiffer, Trial, in_brief
+from attnmux.core import AttnmuxError, BackendFailed, RanksDiffer, Trial, in_brief
 from attnmux.core.choosing.measured.together import Together, alone
+
+if TYPE_CHECKING:
+    from attnmux.distributed import RankGroup
 
 T = TypeVar("T")
 

@@ -23,6 +23,7 @@ from attnmux.core import (
     Platform,
     ReqToTokenPool,
     Request,
+    SpecInput,
     TunedLaunch,
     Workspace,
     torch_dtype,
@@ -38,6 +39,13 @@ COLD_BYTES_CPU, MAX_LAYERS_CPU = 64e6, 6
 
 RELATIVE_REACH = 128
 """Of the layers' `relative_bias`: T5's max_distance."""
+
+MODES = {
+    "decode": ForwardMode.DECODE,
+    "extend": ForwardMode.EXTEND,
+    "verify": ForwardMode.TARGET_VERIFY,
+}
+"""By the phase of a workload."""
 
 DRAWN_ROWS = 1 << 16
 """Slots that are filled at once, so that the random numbers need little memory."""
@@ -277,26 +285,29 @@ def _batch(
     lens = lens_cpu.to(device)
     table.write(rows, torch.zeros_like(lens), lens, torch.cat(slots))
     positions = ((lens - new)[:, None] + torch.arange(new, device=device)).flatten().long()
-    extends: dict[str, Any] = {}
-    if workload.phase == "extend":
-        extends = {
+    mode, cached = MODES[workload.phase], lens_cpu
+    more: dict[str, Any] = {}
+    if mode is not ForwardMode.DECODE:
+        more = {
             "extend_seq_lens": torch.full_like(lens, new),
             "extend_seq_lens_cpu": torch.full_like(lens_cpu, new),
             "extend_prefix_lens": lens - new,
             "extend_prefix_lens_cpu": lens_cpu - new,
             "extend_num_tokens": workload.num_tokens,
         }
+    if mode is ForwardMode.TARGET_VERIFY:
+        cached, more = lens_cpu - new, {**more, "spec_info": SpecInput(draft_token_num=new)}
     return ForwardBatch(
-        forward_mode=ForwardMode.EXTEND if extends else ForwardMode.DECODE,
+        forward_mode=mode,
         batch_size=count,
         req_pool_indices=rows,
-        seq_lens=lens,
-        seq_lens_cpu=lens_cpu,
-        seq_lens_sum=sum(workload.lengths),
+        seq_lens=cached.to(device),
+        seq_lens_cpu=cached,
+        seq_lens_sum=int(cached.sum()),
         out_cache_loc=torch.cat([each[-new:] for each in slots]),
         positions=positions,
         topk_indices=_picks(positions, workload.keys, topk) if topk else None,
-        **extends,
+        **more,
     )
 
 

@@ -8,10 +8,14 @@ from dataclasses import dataclass
 
 from attnmux.core import InvalidInput, Platform, Request
 
-FIELDS = {"decode": ("bs", "ctx"), "extend": ("bs", "new", "prefix")}
+FIELDS = {
+    "decode": ("bs", "ctx"),
+    "extend": ("bs", "new", "prefix"),
+    "verify": ("bs", "new", "prefix"),
+}
 """The fields of a workload's text, by phase and in this order."""
 
-GRAMMAR = "decode:bs=64,ctx=4096 or extend:bs=4,new=512,prefix=8192"
+GRAMMAR = "decode:bs=64,ctx=4096, extend:bs=4,new=512,prefix=8192 or verify:bs=16,new=4,prefix=4096"
 
 MAX_TOKENS = 1 << 24
 """Tokens that the requests of a step may hold together. A typo must not allocate all memory."""
@@ -21,22 +25,23 @@ MAX_TOKENS = 1 << 24
 class Workload:
     """One step of `batch_size` requests, all of the same length unless `lens` is given.
 
-    Raises InvalidInput for a phase other than decode and extend, and for impossible sizes.
+    A step of verification checks a chain of drafts of each request. Raises InvalidInput for a phase
+    that is not timed, and for impossible sizes.
     """
 
     phase: str
-    """"decode" or "extend"."""
+    """"decode", "extend" or "verify"."""
     batch_size: int
     prefix: int
     """Tokens of each request that are in the cache before the step; of the longest with `lens`."""
     new: int = 1
-    """New tokens of each request; 1 in decode."""
+    """New tokens of each request; 1 in decode. Of verification: the drafts and the token before."""
     lens: tuple[int, ...] = ()
     """[batch_size] tokens of each request after the step. Empty: `prefix + new` for all."""
 
     def __post_init__(self) -> None:
         if self.phase not in FIELDS:
-            raise _refusal(self.phase, f"decode or extend, as in {GRAMMAR}")
+            raise _refusal(self.phase, f"{' or '.join(FIELDS)}, as in {GRAMMAR}")
         if self.batch_size < 1 or self.new < 1 or self.prefix < 0:
             raise _refusal(str(self), "at least one request, and one new token of each")
         if self.phase == "decode" and self.new != 1:
@@ -84,8 +89,9 @@ class Workload:
 
     @classmethod
     def parse(cls, text: str) -> Workload:
-        """Read "decode:bs=64,ctx=4096", where `ctx` counts the new token, or
-        "extend:bs=4,new=512,prefix=8192". `bs` defaults to 1 and `prefix` to 0.
+        """Read "decode:bs=64,ctx=4096", where `ctx` counts the new token,
+        "extend:bs=4,new=512,prefix=8192" or "verify:bs=16,new=4,prefix=4096". `bs` defaults to 1
+        and `prefix` to 0.
 
         Raises InvalidInput for anything else.
         """
@@ -167,6 +173,7 @@ GRID_CPU = (
     *((1, 256), (1, 2048), (1, 8192), (4, 512), (16, 256)),
     *((1, 128, 0), (2, 32, 256)),
 )
+VERIFY_CPU = ((1, 256), (4, 512))
 GRID_ACCELERATOR = (
     *(
         (1, 1024),
@@ -181,7 +188,9 @@ GRID_ACCELERATOR = (
     *((128, 1024), (128, 4096), (256, 1024)),
     *((1, 2048, 0), (1, 8192, 0), (8, 1024, 0), (4, 512, 8192)),
 )
-"""(batch size, context) of decode, (batch size, new, prefix) of extend."""
+VERIFY_ACCELERATOR = ((1, 4096), (16, 4096), (64, 4096))
+"""(batch size, context) of decode, (batch size, new, prefix) of extend, and (batch size, prefix) of
+verification."""
 
 MEMORY_SHARE = 0.25
 """Share of the device's memory that two layers of a default workload may take. Backends allocate
@@ -189,20 +198,26 @@ too, and an engine may be running."""
 
 
 def default_grid(request: Request, platform: Platform, itemsize: float) -> tuple[Workload, ...]:
-    """Decode and extend steps of typical sizes that fit the device's memory.
+    """Steps of typical sizes that fit the device's memory: decode, extend, and verification of
+    chains where the request says of how many tokens.
 
     itemsize: bytes of a stored value.
     """
-    sizes: Iterable[tuple[int, ...]] = (
-        GRID_CPU if platform.device_type == "cpu" else GRID_ACCELERATOR
-    )
+    on_cpu = platform.device_type == "cpu"
+    sizes: Iterable[tuple[int, ...]] = GRID_CPU if on_cpu else GRID_ACCELERATOR
     room = platform.memory_bytes * MEMORY_SHARE or float("inf")
-    grid = (
+    grid = [
         Workload(phase="decode", batch_size=size[0], prefix=size[1] - 1)
         if len(size) == 2
         else Workload(phase="extend", batch_size=size[0], new=size[1], prefix=size[2])
         for size in sizes
-    )
+    ]
+    if request.spec_topk == 1 and request.spec_draft_tokens:
+        new = request.spec_draft_tokens
+        grid += [
+            Workload(phase="verify", batch_size=batch_size, new=new, prefix=prefix)
+            for batch_size, prefix in (VERIFY_CPU if on_cpu else VERIFY_ACCELERATOR)
+        ]
     return tuple(each for each in grid if 2 * each.stored_bytes(request, itemsize) <= room)
 
 

@@ -21,6 +21,9 @@ from attnmux.core.block_attention import AttendsToBlocks as AttendsToBlocks
 from attnmux.core.block_attention import PickedBlocks as PickedBlocks
 from attnmux.core.block_attention import PlainBlocks as PlainBlocks
 from attnmux.core.block_picks import BlockPicker as BlockPicker
+from attnmux.core.block_ranking import BestProducts as BestProducts
+from attnmux.core.block_ranking import KeysOfBlocks as KeysOfBlocks
+from attnmux.core.block_ranking import RanksBlocks as RanksBlocks
 from attnmux.core.building import build as build
 from attnmux.core.building import make_first as make_first
 from attnmux.core.call import AttentionCall as AttentionCall
@@ -234,10 +237,6 @@ from attnmux.core.pool_views import check_sixteen_bits as check_sixteen_bits
 from attnmux.core.pool_views import kv_pages as kv_pages
 from attnmux.core.pool_views import not_in_pool as not_in_pool
 from attnmux.core.radix_attention import RadixAttention as RadixAttention
-from attnmux.core.ranks import Pending as Pending
-from attnmux.core.ranks import RankGroup as RankGroup
-from attnmux.core.ranks_alike import check_same_libraries as check_same_libraries
-from attnmux.core.ranks_alike import shared_launches as shared_launches
 from attnmux.core.rehearsal import rehearse as rehearse
 from attnmux.core.rehearsal import smallest_batches as smallest_batches
 from attnmux.core.settings import Settings as Settings

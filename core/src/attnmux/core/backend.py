@@ -47,10 +47,14 @@ class AttentionBackend(StepBackend):
 
     def init_forward_metadata(self, batch: ForwardBatch) -> None:
         """Prepare an eager step. Raises InvalidInput for a malformed batch."""
+        self.check_step(batch)
+        super().init_forward_metadata(batch)
+
+    def check_step(self, batch: ForwardBatch) -> None:
+        """Raise InvalidInput for a malformed batch, in debug mode also for contradicting values."""
         check_fields(batch)
         if self.context.debug and batch.forward_mode is not ForwardMode.IDLE:
             check_batch(self.context, batch)
-        super().init_forward_metadata(batch)
 
     def select(self, mode: ForwardMode) -> AttentionBackend:
         """The backend that serves steps of that mode. Composites return a child."""

@@ -1,19 +1,16 @@
 """An indexer's part of a step where it picks blocks: its keys go to their pool, its picks to the
-batch.
-
-The score of a block for a token and a head is the largest product of the head's query with a key of
-the block up to the token. The token's own block and those before it, `local_blocks` in all, are
-always picked (MiniMax-M3).
-"""
+batch."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
 
 from attnmux.core.arguments import check_positive
 from attnmux.core.batch import ForwardBatch
+from attnmux.core.block_ranking import RanksBlocks
 from attnmux.core.errors import InvalidInput
 from attnmux.core.key_picks import SCORES_AT_ONCE, lens_of
 from attnmux.core.kv.index_pool import IndexKPool
@@ -33,15 +30,15 @@ class BlockPicker:
     """Blocks of each token and head."""
     block_size: int
     heads: int
-    """Of the indexer's queries, each with blocks of its own."""
-    local_blocks: int = 1
+    """Heads that get blocks."""
+    rankings: Mapping[int, RanksBlocks]
+    """By the layer's id."""
 
     def __post_init__(self) -> None:
         for name in ("topk", "block_size", "heads"):
             check_positive(name, getattr(self, name))
-        if not 0 <= self.local_blocks <= self.topk:
-            expected = f"0 to {self.topk}, the blocks that are picked"
-            raise InvalidInput("local_blocks", got=self.local_blocks, expected=expected)
+        for ranking in self.rankings.values():
+            ranking.check(self.topk)
 
     def room(self, batch: ForwardBatch) -> torch.Tensor:
         """A `ForwardBatch.topk_indices` for a step: [T, heads, topk] int32, all -1."""
@@ -59,8 +56,9 @@ class BlockPicker:
     ) -> None:
         """Write the new tokens' keys to the pool, then `batch.topk_indices` in place.
 
-        index_q: [T, heads, Di] and index_k: [T, Di], with their rotary parts applied. captured: as
-        in `KeyPicker.pick`. Raises InvalidInput for a batch without room for picks.
+        index_q: [T, Hi, Di], with its rotary part applied, and index_k: [T, width], as the ranking
+        takes them; width is the pool's head_dim. captured: as in `KeyPicker.pick`.
+        Raises InvalidInput for a batch without room for picks.
         """
         picks = batch.topk_indices
         if picks is None or picks.shape[1:] != (self.heads, self.topk):
@@ -100,53 +98,22 @@ class BlockPicker:
         table = self.req_to_token[rows, :width].long()
         q = index_q.float().view(len(rows), -1, *index_q.shape[1:])
         places, into = (each.view(len(rows), -1, *each.shape[1:]) for each in (positions, picks))
-        size = self.block_size
+        size, ranking = self.block_size, self.rankings[layer_id]
         fits = KEYS_AT_ONCE // max(1, len(rows) * self.pool.head_dim) // size * size
         keys_at_once = max(size, min(fits, table.shape[1]))
-        tokens_at_once = max(1, SCORES_AT_ONCE // (len(rows) * self.heads * keys_at_once))
+        tokens_at_once = max(1, SCORES_AT_ONCE // (len(rows) * q.shape[2] * keys_at_once))
         for start in range(0, q.shape[1], tokens_at_once):
             some = slice(start, start + tokens_at_once)
             scores = [
-                block_scores(q[:, some], self.pool.keys(layer_id, slots), places[:, some] - n, size)
+                ranking.scores(
+                    q[:, some], self.pool.keys(layer_id, slots), places[:, some] - n, size
+                )
                 for n, slots in zip(
                     range(0, table.shape[1], keys_at_once),
                     torch.split(table, keys_at_once, dim=1),
                     strict=True,
                 )
             ]
-            own = places[:, some] // size
-            into[:, some] = best_blocks(torch.cat(scores, -1), own, self.topk, self.local_blocks)
-
-
-def block_scores(
-    index_q: torch.Tensor, index_k: torch.Tensor, positions: torch.Tensor, block_size: int
-) -> torch.Tensor:
-    """The largest product of each token's queries with a key of each block up to the token,
-    [R, n, H, blocks] float32; -inf where there is none.
-
-    index_q: [R, n, H, Di]. index_k: [R, S, Di], from the first key of a block on. positions: [R,
-    n], each token's place among these keys; below 0 it is before them.
-    """
-    scores = torch.einsum("rthd,rsd->rths", index_q, index_k)
-    key = torch.arange(index_k.shape[1], device=index_k.device)
-    scores = scores.masked_fill(key > positions[..., None, None], -torch.inf)
-    missing = -index_k.shape[1] % block_size
-    padded = torch.nn.functional.pad(scores, (0, missing), value=-torch.inf)
-    return padded.view(*padded.shape[:-1], -1, block_size).amax(-1)
-
-
-def best_blocks(
-    scores: torch.Tensor, own: torch.Tensor, topk: int, local_blocks: int
-) -> torch.Tensor:
-    """The blocks with the highest scores, [R, n, H, topk] int32, best first, followed by -1 where
-    there are fewer.
-
-    scores: [R, n, H, blocks]. own: [R, n], each token's own block, the last of `local_blocks` that
-    come first.
-    """
-    block = torch.arange(scores.shape[-1], device=scores.device)
-    own = own[..., None, None]
-    is_local = (block <= own) & (block > own - local_blocks)
-    best = scores.masked_fill(is_local, torch.inf).topk(min(topk, len(block)), dim=-1)
-    picks = torch.where(best.values.isneginf(), -1, best.indices).int()
-    return torch.nn.functional.pad(picks, (0, topk - picks.shape[-1]), value=-1)
+            every = torch.cat(scores, -1)
+            # Heads that share their blocks get copies
+            into[:, some] = ranking.picks(every, places[:, some], size, self.topk)

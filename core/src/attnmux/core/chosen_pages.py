@@ -1,4 +1,4 @@
-"""The small pool that chosen pages are copied to, and the context of the backend over it."""
+"""The context of the backend over chosen pages, which are copied to a small pool."""
 
 from __future__ import annotations
 
@@ -9,33 +9,13 @@ import torch
 
 from attnmux.core.choosing.ask.sparse import check_budget
 from attnmux.core.errors import InvalidInput
+from attnmux.core.kv.foreign import ForeignKVPool
+from attnmux.core.kv.memory import allocate_zeroed
 from attnmux.core.kv.request_table import ReqToTokenPool
-from attnmux.core.kv.token_pools import MHATokenToKVPool
 
 if TYPE_CHECKING:
     from attnmux.core.context import BackendContext
     from attnmux.core.layer import LayerSpec
-
-
-class ChosenPagesPool(MHATokenToKVPool):
-    """K and V of chosen pages. All layers share one buffer, since each fills it anew."""
-
-    def __init__(self, context: BackendContext, *, pages: int) -> None:
-        """pages: of each request. Raises PoolExhausted when memory does not suffice."""
-        pool, layer = context.token_to_kv_pool, context.layers[0]
-        ids = [each.layer_id for each in context.layers]
-        super().__init__(
-            size=context.max_batch_size * pages * pool.page_size,
-            page_size=pool.page_size,
-            dtype=pool.dtype,
-            layer_ids=ids[:1],
-            num_kv_heads=layer.tp_k_head_num,
-            head_dim=layer.qk_head_dim,
-            v_head_dim=layer.v_head_dim,
-            device=context.device,
-        )
-        self.layer_ids = tuple(ids)
-        self._index_by_layer = dict.fromkeys(ids, 0)
 
 
 def pages_of_budget(budget: int, *, page_size: int, max_context_len: int) -> int:
@@ -69,12 +49,30 @@ def sparse_context(context: BackendContext, budget: int) -> BackendContext:
             origin="model", sparse=None, sparse_budget=None, phases=("decode",)
         ),
         req_to_token_pool=table,
-        token_to_kv_pool=ChosenPagesPool(context, pages=pages),
+        token_to_kv_pool=_pool_of(context, size * width),
         kv_writer=None,
         max_context_len=width,
         # The new tokens' slots are the engine's, and the step was checked whole
         debug=False,
     )
+
+
+def _pool_of(context: BackendContext, tokens: int) -> ForeignKVPool:
+    """Room for copies of chosen pages. All layers share one buffer, since each fills it anew.
+
+    Raises PoolExhausted when memory does not suffice.
+    """
+    pool, layer = context.token_to_kv_pool, context.layers[0]
+    shape = (tokens + pool.page_size, layer.tp_k_head_num)
+    k, v = allocate_zeroed(
+        [(*shape, layer.qk_head_dim), (*shape, layer.v_head_dim)],
+        dtype=pool.dtype,
+        device=pool.device,
+        what=f"copies of chosen pages, {tokens} tokens",
+        hint="lower the budget, or the number of requests",
+    )
+    pairs = {each.layer_id: (k, v) for each in context.layers}
+    return ForeignKVPool(pairs, page_size=pool.page_size)
 
 
 def _check_layer(layer: LayerSpec) -> None:

@@ -60,7 +60,7 @@ class ChunkedPrefixBackend(DispatchingBackend):
 
         Raises InvalidInput for a backend of another context, and for no memory.
         """
-        super().__init__(absorbed.context)
+        super().__init__(absorbed.context, (absorbed,))
         layers, pool = self.context.layers, self.context.token_to_kv_pool
         check_positive("chunk_bytes", chunk_bytes)
         self.absorbed = absorbed
@@ -89,12 +89,6 @@ class ChunkedPrefixBackend(DispatchingBackend):
 
     def select(self, mode: ForwardMode) -> AttentionBackend:
         return self.absorbed.select(mode)
-
-    def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
-        self.absorbed.init_cuda_graph_state(max_bs, max_num_tokens)
-
-    def get_cuda_graph_seq_len_fill_value(self) -> int:
-        return self.absorbed.get_cuda_graph_seq_len_fill_value()
 
     def init_forward_metadata(self, batch: ForwardBatch) -> None:
         super().init_forward_metadata(batch)

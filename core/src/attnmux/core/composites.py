@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
 import torch
 
@@ -16,13 +16,90 @@ from attnmux.core.errors import InvalidInput
 if TYPE_CHECKING:
     from attnmux.core.batch import ForwardBatch
     from attnmux.core.call import AttentionCall
+    from attnmux.core.context import BackendContext
     from attnmux.core.latent import UpProjection
     from attnmux.core.layer import LayerSpec
+    from attnmux.core.steps import StepBackend
 
 
-class DispatchingBackend(AttentionBackend):
-    """Sends each step to the backend that `serving` returns. All share one context, and thereby one
-    KV pool."""
+Parts: TypeAlias = "Iterable[tuple[StepBackend, ForwardBatch]]"
+"""The members that a step prepares, each with the step as it gets it."""
+
+Route: TypeAlias = "tuple[AttentionBackend, AttentionCall, ForwardBatch]"
+"""The member that attends in a layer, with the call and the prepared step as it gets them."""
+
+
+class CompositeBackend(AttentionBackend):
+    """Prepares each step for some of its members, and sends each layer to one of them.
+
+    All share one KV pool.
+    """
+
+    def __init__(self, context: BackendContext, members: Sequence[AttentionBackend]) -> None:
+        """members: the first one says how a graph runner pads."""
+        super().__init__(context)
+        self.members = tuple(members)
+        self._steps: tuple[tuple[StepBackend, ForwardBatch], ...] = ()
+
+    @abstractmethod
+    def parts(self, batch: ForwardBatch, *, eager: bool) -> Parts:
+        """What a step prepares. Unless eager, tensors are where captured graphs read them."""
+
+    @abstractmethod
+    def route(self, call: AttentionCall, batch: ForwardBatch) -> Route:
+        """Who attends in a layer of a prepared step."""
+
+    def init_forward_metadata(self, batch: ForwardBatch) -> None:
+        self._steps = tuple(self.parts(batch, eager=True))
+        for backend, step in self._steps:
+            backend.init_forward_metadata(step)
+
+    def init_forward_metadata_out_graph(
+        self, batch: ForwardBatch, in_capture: bool = False
+    ) -> None:
+        self._steps = tuple(self.parts(batch, eager=False))
+        for backend, step in self._steps:
+            backend.init_forward_metadata_out_graph(step, in_capture)
+
+    def init_forward_metadata_in_graph(self, batch: ForwardBatch) -> None:
+        for backend, step in self._steps:
+            backend.init_forward_metadata_in_graph(step)
+
+    def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
+        for member in self.members:
+            member.init_cuda_graph_state(max_bs, max_num_tokens)
+
+    def get_cuda_graph_seq_len_fill_value(self) -> int:
+        return self.members[0].get_cuda_graph_seq_len_fill_value()
+
+    def forward_decode(self, call: AttentionCall, batch: ForwardBatch) -> torch.Tensor:
+        backend, call, step = self.route(call, batch)
+        return backend.forward_decode(call, step)
+
+    def forward_extend(self, call: AttentionCall, batch: ForwardBatch) -> torch.Tensor:
+        backend, call, step = self.route(call, batch)
+        return backend.forward_extend(call, step)
+
+
+def check_context(argument: str, first: AttentionBackend, *others: AttentionBackend) -> None:
+    """Raise InvalidInput for backends of another context than the first's."""
+    if any(each.context is not first.context for each in others):
+        expected = "backends of one context, whose KV pool they share"
+        raise InvalidInput(argument, got="a backend of another context", expected=expected)
+
+
+def check_padding(argument: str, first: AttentionBackend, *others: AttentionBackend) -> None:
+    """Raise InvalidInput for other padding rows than the first's: one graph runner pads for all."""
+    fill = first.get_cuda_graph_seq_len_fill_value()
+    for each in others:
+        own = each.get_cuda_graph_seq_len_fill_value()
+        if own != fill:
+            expected = f"{fill} as `seq_lens` of a padding row, as the first backend has"
+            raise InvalidInput(argument, got=own, expected=expected)
+
+
+class DispatchingBackend(CompositeBackend):
+    """Sends each step to the backend that `serving` returns."""
 
     @abstractmethod
     def serving(self, batch: ForwardBatch) -> AttentionBackend:
@@ -32,16 +109,11 @@ class DispatchingBackend(AttentionBackend):
         """A prepared step as that backend gets it."""
         return batch
 
-    def init_forward_metadata(self, batch: ForwardBatch) -> None:
-        self.serving(batch).init_forward_metadata(batch)
+    def parts(self, batch: ForwardBatch, *, eager: bool) -> Parts:
+        return ((self.serving(batch), batch),)
 
-    def init_forward_metadata_out_graph(
-        self, batch: ForwardBatch, in_capture: bool = False
-    ) -> None:
-        self.serving(batch).init_forward_metadata_out_graph(batch, in_capture)
-
-    def init_forward_metadata_in_graph(self, batch: ForwardBatch) -> None:
-        self.serving(batch).init_forward_metadata_in_graph(self.as_served(batch))
+    def route(self, call: AttentionCall, batch: ForwardBatch) -> Route:
+        return self.serving(batch), call, self.as_served(batch)
 
     def save_kv(
         self,
@@ -53,12 +125,6 @@ class DispatchingBackend(AttentionBackend):
         k_rope: torch.Tensor | None = None,
     ) -> None:
         self.serving(batch).save_kv(k, v, layer, batch, k_rope=k_rope)
-
-    def forward_decode(self, call: AttentionCall, batch: ForwardBatch) -> torch.Tensor:
-        return self.serving(batch).forward_decode(call, self.as_served(batch))
-
-    def forward_extend(self, call: AttentionCall, batch: ForwardBatch) -> torch.Tensor:
-        return self.serving(batch).forward_extend(call, self.as_served(batch))
 
     def forward_latent(
         self,
@@ -82,13 +148,8 @@ class HybridAttnBackend(DispatchingBackend):
 
     def __init__(self, *, prefill: AttentionBackend, decode: AttentionBackend) -> None:
         """Raises InvalidInput for backends of different contexts."""
-        if prefill.context is not decode.context:
-            raise InvalidInput(
-                "prefill",
-                got="a backend of another context",
-                expected="the context of decode, whose KV pool both use",
-            )
-        super().__init__(decode.context)
+        check_context("prefill", decode, prefill)
+        super().__init__(decode.context, (decode, prefill))
         self.prefill = prefill
         self.decode = decode
         mode = self.context.request.speculative_attention_mode
@@ -114,10 +175,6 @@ class HybridAttnBackend(DispatchingBackend):
         if self.context.request.spec_topk and self._speculative is self.prefill:
             self.prefill.init_cuda_graph_state(max_bs, max_num_tokens)
 
-    def get_cuda_graph_seq_len_fill_value(self) -> int:
-        """That of decode steps. For other modes, ask `select(mode)`."""
-        return self.decode.get_cuda_graph_seq_len_fill_value()
-
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Sizes:
@@ -142,23 +199,18 @@ class BatchSizeAttnBackend(DispatchingBackend):
     def __init__(self, *, usual: AttentionBackend, sizes: Sequence[Sizes]) -> None:
         """Raises InvalidInput for backends of different contexts, for overlapping ranges, and for
         backends whose padding rows differ in length, since one graph runner pads for all."""
-        super().__init__(usual.context)
+        others = [each.backend for each in sizes]
+        check_context("sizes", usual, *others)
+        check_padding("sizes", usual, *others)
+        super().__init__(usual.context, (usual, *others))
         self.usual = usual
         self.sizes = tuple(sorted(sizes, key=lambda each: each.least))
-        fill = usual.get_cuda_graph_seq_len_fill_value()
         end: int | None = 0
         for each in self.sizes:
-            if each.backend.context is not usual.context:
-                got, expected = "a backend of another context", "the context of usual"
-                raise InvalidInput("sizes", got=got, expected=expected)
             if end is None or each.least <= end or (each.most or each.least) < each.least:
                 got = f"{each.least} to {each.most} after {end}"
                 raise InvalidInput("sizes", got=got, expected="ranges that do not overlap")
             end = each.most
-            own = each.backend.get_cuda_graph_seq_len_fill_value()
-            if own != fill:
-                expected = f"{fill} as `seq_lens` of a padding row, as usual has"
-                raise InvalidInput("sizes", got=str(own), expected=expected)
 
     def serving(self, batch: ForwardBatch) -> AttentionBackend:
         if not batch.forward_mode.is_decode():
@@ -178,6 +230,3 @@ class BatchSizeAttnBackend(DispatchingBackend):
                 largest = max_bs if each.most is None else min(each.most, max_bs)
                 tokens = max_num_tokens * largest // max_bs
                 each.backend.init_cuda_graph_state(largest, tokens)
-
-    def get_cuda_graph_seq_len_fill_value(self) -> int:
-        return self.usual.get_cuda_graph_seq_len_fill_value()

@@ -11,7 +11,7 @@ import torch
 from attnmux.core.arguments import check_positive
 from attnmux.core.backend import AttentionBackend
 from attnmux.core.batch import ForwardBatch, ForwardMode
-from attnmux.core.composites import DispatchingBackend
+from attnmux.core.composites import DispatchingBackend, Parts
 from attnmux.core.errors import InvalidInput
 
 if TYPE_CHECKING:
@@ -80,9 +80,9 @@ class MultiStepDraftBackend(DispatchingBackend):
         Raises InvalidInput for fewer steps than 1, and for a backend of another context.
         """
         check_positive("num_steps", num_steps)
-        super().__init__(context)
         made = (make(context) for _ in range(num_steps))
         self.children = tuple(each.select(ForwardMode.DECODE) for each in made)
+        super().__init__(context, self.children)
         for child in self.children:
             own = child.context
             pools = own.req_to_token_pool, own.token_to_kv_pool
@@ -104,10 +104,6 @@ class MultiStepDraftBackend(DispatchingBackend):
                 return child
         raise InvalidInput("batch", got="a step that was not prepared", expected="one of `steps`")
 
-    def get_cuda_graph_seq_len_fill_value(self) -> int:
-        """The length of a padding row in the first step. It grows by a token a step."""
-        return self.children[0].get_cuda_graph_seq_len_fill_value()
-
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
         for child in self.children:
             child.init_cuda_graph_state(max_bs, max_bs)
@@ -116,22 +112,10 @@ class MultiStepDraftBackend(DispatchingBackend):
             made = _StepTensors.buffers(num_steps, max_bs, self.context.device)
             self._buffers.append(made)
 
-    def init_forward_metadata(self, batch: ForwardBatch) -> None:
-        """Prepare all steps eagerly. Raises InvalidInput for a malformed batch."""
+    def parts(self, batch: ForwardBatch, *, eager: bool) -> Parts:
+        """All steps. Raises InvalidInput for a malformed batch."""
         self.steps = self._split(batch)
-        for child, step in zip(self.children, self.steps, strict=False):
-            child.init_forward_metadata(step)
-
-    def init_forward_metadata_out_graph(
-        self, batch: ForwardBatch, in_capture: bool = False
-    ) -> None:
-        self.steps = self._split(batch)
-        for child, step in zip(self.children, self.steps, strict=False):
-            child.init_forward_metadata_out_graph(step, in_capture)
-
-    def init_forward_metadata_in_graph(self, batch: ForwardBatch) -> None:
-        for child, step in zip(self.children, self.steps, strict=False):
-            child.init_forward_metadata_in_graph(step)
+        return zip(self.children, self.steps, strict=False)
 
     def _split(self, batch: ForwardBatch) -> tuple[ForwardBatch, ...]:
         """The batch of each step."""

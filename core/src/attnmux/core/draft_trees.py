@@ -10,7 +10,7 @@ import torch
 from attnmux.core.backend import AttentionBackend
 from attnmux.core.batch import ForwardBatch, ForwardMode
 from attnmux.core.call import AttentionCall
-from attnmux.core.composites import DispatchingBackend
+from attnmux.core.composites import DispatchingBackend, Parts, check_padding
 from attnmux.core.draft_attention import (
     DraftAttention,
     DraftKeys,
@@ -60,7 +60,7 @@ class TreeAttnBackend(DispatchingBackend):
         Raises InvalidInput for backends of other pools or heads, and for padding rows of different
         lengths, since one graph runner pads for both.
         """
-        super().__init__(context)
+        super().__init__(context, (child, prefixes))
         drafts = context.request.spec_draft_tokens
         for argument, each, heads in (("child", child, 1), ("prefixes", prefixes, drafts)):
             own = each.context
@@ -72,10 +72,7 @@ class TreeAttnBackend(DispatchingBackend):
             ):
                 expected = f"a backend of {'prefix_context(context)' if heads != 1 else 'context'}"
                 raise InvalidInput(argument, got="a backend of another context", expected=expected)
-        fills = [each.get_cuda_graph_seq_len_fill_value() for each in (child, prefixes)]
-        if fills[0] != fills[1]:
-            expected = f"{fills[0]} as `seq_lens` of a padding row, as child has"
-            raise InvalidInput("prefixes", got=fills[1], expected=expected)
+        check_padding("prefixes", child, prefixes)
         self.child = child
         self.prefixes = prefixes
         self._attend = attend
@@ -94,27 +91,13 @@ class TreeAttnBackend(DispatchingBackend):
         if not any(each.fits(made) for each in self._buffers):
             self._buffers.append(made)
 
-    def get_cuda_graph_seq_len_fill_value(self) -> int:
-        return self.child.get_cuda_graph_seq_len_fill_value()
-
     def init_forward_metadata(self, batch: ForwardBatch) -> None:
-        if batch.forward_mode.is_target_verify():
-            AttentionBackend.init_forward_metadata(self, batch)
-        else:
-            super().init_forward_metadata(self._of_one(batch))
+        self.check_step(batch)
+        super().init_forward_metadata(batch)
 
-    def init_forward_metadata_out_graph(
-        self, batch: ForwardBatch, in_capture: bool = False
-    ) -> None:
-        served = self._of_one(batch)
-        backend = self.prefixes if batch.forward_mode.is_target_verify() else self.child
-        backend.init_forward_metadata_out_graph(served, in_capture)
-
-    def init_forward_metadata_in_graph(self, batch: ForwardBatch) -> None:
-        if batch.forward_mode.is_target_verify():
-            self.prefixes.init_forward_metadata_in_graph(self._prepared().prefixes)
-        else:
-            super().init_forward_metadata_in_graph(batch)
+    def parts(self, batch: ForwardBatch, *, eager: bool) -> Parts:
+        verifies = batch.forward_mode.is_target_verify()
+        return ((self.prefixes if verifies else self.child, self._of_one(batch)),)
 
     def forward_extend(self, call: AttentionCall, batch: ForwardBatch) -> torch.Tensor:
         if not batch.forward_mode.is_target_verify():

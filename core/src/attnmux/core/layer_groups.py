@@ -11,6 +11,7 @@ import torch
 
 from attnmux.core.backend import AttentionBackend
 from attnmux.core.batch import ForwardMode
+from attnmux.core.composites import CompositeBackend, Parts, Route, check_padding
 from attnmux.core.errors import InvalidInput
 
 if TYPE_CHECKING:
@@ -19,11 +20,10 @@ if TYPE_CHECKING:
     from attnmux.core.choosing.ask.request import Request
     from attnmux.core.choosing.tell.decision import Decision
     from attnmux.core.context import BackendContext
-    from attnmux.core.latent import UpProjection
     from attnmux.core.layer import LayerSpec
 
 
-class LayerGroupsBackend(AttentionBackend):
+class LayerGroupsBackend(CompositeBackend):
     """Sends each layer to the backend of its group, and prepares every step for all groups.
 
     The groups share request table, slots and batch, so that one graph holds the whole model.
@@ -35,46 +35,27 @@ class LayerGroupsBackend(AttentionBackend):
         Raises InvalidInput for layers without a group or with several, and for backends whose
         padding rows differ in length, since one graph runner pads for all.
         """
-        super().__init__(context)
+        super().__init__(context, groups)
         ids = [layer.layer_id for group in groups for layer in group.context.layers]
         if sorted(ids) != sorted(layer.layer_id for layer in context.layers):
             expected = "each layer of the context in one group"
             raise InvalidInput("groups", got=f"layers {sorted(ids)}", expected=expected)
-        fills = {group.get_cuda_graph_seq_len_fill_value() for group in groups}
-        if len(fills) > 1:
-            expected = "one length of padding rows in all groups"
-            raise InvalidInput("groups", got=f"{sorted(fills)}", expected=expected)
-        self.groups = tuple(groups)
+        check_padding("groups", *groups)
         self._by_layer = MappingProxyType(
             {layer.layer_id: group for group in groups for layer in group.context.layers}
         )
 
     def select(self, mode: ForwardMode) -> AttentionBackend:
-        children = [group.select(mode) for group in self.groups]
-        if all(child is group for child, group in zip(children, self.groups, strict=True)):
+        children = tuple(group.select(mode) for group in self.members)
+        if children == self.members:
             return self
         return LayerGroupsBackend(self.context, children)
 
-    def init_forward_metadata(self, batch: ForwardBatch) -> None:
-        for group in self.groups:
-            group.init_forward_metadata(batch)
+    def parts(self, batch: ForwardBatch, *, eager: bool) -> Parts:
+        return ((group, batch) for group in self.members)
 
-    def init_forward_metadata_out_graph(
-        self, batch: ForwardBatch, in_capture: bool = False
-    ) -> None:
-        for group in self.groups:
-            group.init_forward_metadata_out_graph(batch, in_capture)
-
-    def init_forward_metadata_in_graph(self, batch: ForwardBatch) -> None:
-        for group in self.groups:
-            group.init_forward_metadata_in_graph(batch)
-
-    def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
-        for group in self.groups:
-            group.init_cuda_graph_state(max_bs, max_num_tokens)
-
-    def get_cuda_graph_seq_len_fill_value(self) -> int:
-        return self.groups[0].get_cuda_graph_seq_len_fill_value()
+    def route(self, call: AttentionCall, batch: ForwardBatch) -> Route:
+        return self._by_layer[call.layer.layer_id], call, batch
 
     def save_kv(
         self,
@@ -85,28 +66,7 @@ class LayerGroupsBackend(AttentionBackend):
         *,
         k_rope: torch.Tensor | None = None,
     ) -> None:
-        self._serving(layer).save_kv(k, v, layer, batch, k_rope=k_rope)
-
-    def forward_decode(self, call: AttentionCall, batch: ForwardBatch) -> torch.Tensor:
-        return self._serving(call.layer).forward_decode(call, batch)
-
-    def forward_extend(self, call: AttentionCall, batch: ForwardBatch) -> torch.Tensor:
-        return self._serving(call.layer).forward_extend(call, batch)
-
-    def forward_latent(
-        self,
-        q: torch.Tensor,
-        latent: torch.Tensor,
-        k_rope: torch.Tensor,
-        layer: LayerSpec,
-        batch: ForwardBatch,
-        projection: UpProjection,
-    ) -> torch.Tensor:
-        serving = self._serving(layer)
-        return serving.forward_latent(q, latent, k_rope, layer, batch, projection)
-
-    def _serving(self, layer: LayerSpec) -> AttentionBackend:
-        return self._by_layer[layer.layer_id]
+        self._by_layer[layer.layer_id].save_kv(k, v, layer, batch, k_rope=k_rope)
 
 
 def group_contexts(

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from attnmux.core.batch import ForwardMode
 from attnmux.core.choosing.common.frozen import FrozenMapping
-from attnmux.core.composites import DispatchingBackend
+from attnmux.core.composites import DispatchingBackend, Parts
 from attnmux.core.errors import InvalidInput
 from attnmux.core.linear_backend import LinearAttentionBackend
 
@@ -61,7 +61,7 @@ class HybridLinearAttnBackend(DispatchingBackend):
         """linear: by kind. Raises InvalidInput without one."""
         if not linear:
             raise InvalidInput("linear", got="none", expected="a backend for each kind of layer")
-        super().__init__(full.context)
+        super().__init__(full.context, (full,))
         self.full = full
         self._linear: Mapping[str, LinearAttentionBackend] = FrozenMapping(linear)
 
@@ -79,27 +79,9 @@ class HybridLinearAttnBackend(DispatchingBackend):
     def serving(self, batch: ForwardBatch) -> AttentionBackend:
         return self.full
 
-    def init_forward_metadata(self, batch: ForwardBatch) -> None:
-        super().init_forward_metadata(batch)
-        for each in self._linear.values():
-            each.init_forward_metadata(batch)
-
-    def init_forward_metadata_out_graph(
-        self, batch: ForwardBatch, in_capture: bool = False
-    ) -> None:
-        super().init_forward_metadata_out_graph(batch, in_capture)
-        for each in self._linear.values():
-            each.init_forward_metadata_out_graph(batch, in_capture)
-
-    def init_forward_metadata_in_graph(self, batch: ForwardBatch) -> None:
-        super().init_forward_metadata_in_graph(batch)
-        for each in self._linear.values():
-            each.init_forward_metadata_in_graph(batch)
+    def parts(self, batch: ForwardBatch, *, eager: bool) -> Parts:
+        return ((each, batch) for each in (self.full, *self._linear.values()))
 
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
-        self.full.init_cuda_graph_state(max_bs, max_num_tokens)
-        for each in self._linear.values():
+        for each in (self.full, *self._linear.values()):
             each.init_cuda_graph_state(max_bs, max_num_tokens)
-
-    def get_cuda_graph_seq_len_fill_value(self) -> int:
-        return self.full.get_cuda_graph_seq_len_fill_value()

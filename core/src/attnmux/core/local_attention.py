@@ -11,14 +11,12 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-import torch
 from msgspec import structs
 
-from attnmux.core.arguments import check_fields
 from attnmux.core.backend import AttentionBackend
 from attnmux.core.batch import ForwardBatch, ForwardMode
 from attnmux.core.call import AttentionCall
-from attnmux.core.debug import check_batch
+from attnmux.core.composites import CompositeBackend, Parts, Route, check_padding
 from attnmux.core.errors import GraphUnsupported, InvalidInput
 from attnmux.core.kv.request_table import ReqToTokenPool
 from attnmux.core.tree_masks import tree_mask_of
@@ -77,7 +75,7 @@ def local_context(context: BackendContext, chunk: int) -> BackendContext:
     )
 
 
-class LocalAttnBackend(AttentionBackend):
+class LocalAttnBackend(CompositeBackend):
     """Serves layers with attention chunks by backends without them, in virtual requests.
 
     EXTEND and MIXED steps are cut at the borders of chunks; a decode step has one virtual request
@@ -93,76 +91,39 @@ class LocalAttnBackend(AttentionBackend):
     ) -> None:
         """whole: of the layers without chunks. local: of the others, by the length of a chunk, each
         of `local_context`. Raises InvalidInput for padding rows of different lengths."""
-        super().__init__(context)
+        super().__init__(context, [*local.values(), *([] if whole is None else [whole])])
+        check_padding("local", *self.members)
         self.whole = whole
         self.local = dict(local)
-        self._all = [*self.local.values(), *([] if whole is None else [whole])]
-        fills = {each.get_cuda_graph_seq_len_fill_value() for each in self._all}
-        if len(fills) > 1:
-            expected = "the same `seq_lens` of a padding row in all"
-            raise InvalidInput("local", got=sorted(fills), expected=expected)
-        self._fill = fills.pop()
         self._chunks = {
             layer.layer_id: layer.attention_chunk_size
             for layer in context.layers
             if layer.attention_chunk_size > 0
         }
-        self._steps: dict[int, ForwardBatch] = {}
+        self._virtual_steps: dict[int, ForwardBatch] = {}
         self._buffers: list[dict[int, StepBuffers]] = []
-
-    def get_cuda_graph_seq_len_fill_value(self) -> int:
-        return self._fill
 
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
         if max_num_tokens > max_bs:
             raise GraphUnsupported("drafts in layers with attention chunks are not captured")
-        for each in self._all:
-            each.init_cuda_graph_state(max_bs, max_num_tokens)
+        super().init_cuda_graph_state(max_bs, max_num_tokens)
         device = self.context.device
         self._buffers.append({chunk: StepBuffers.of(max_bs, device) for chunk in self.local})
 
     def init_forward_metadata(self, batch: ForwardBatch) -> None:
-        check_fields(batch)
-        if self.context.debug and batch.forward_mode is not ForwardMode.IDLE:
-            check_batch(self.context, batch)
-        self._steps = {chunk: self._virtual(batch, chunk) for chunk in self.local}
-        if self.whole is not None:
-            self.whole.init_forward_metadata(batch)
-        for chunk, backend in self.local.items():
-            backend.init_forward_metadata(self._steps[chunk])
+        self.check_step(batch)
+        super().init_forward_metadata(batch)
 
-    def init_forward_metadata_out_graph(
-        self, batch: ForwardBatch, in_capture: bool = False
-    ) -> None:
-        self._steps = {}
-        for chunk in self.local:
-            step = self._virtual(batch, chunk)
-            if batch.forward_mode.is_decode():
-                step = in_buffers(step, (each[chunk] for each in self._buffers))
-            self._steps[chunk] = step
-        if self.whole is not None:
-            self.whole.init_forward_metadata_out_graph(batch, in_capture)
-        for chunk, backend in self.local.items():
-            backend.init_forward_metadata_out_graph(self._steps[chunk], in_capture)
+    def parts(self, batch: ForwardBatch, *, eager: bool) -> Parts:
+        self._virtual_steps = {chunk: self._virtual(batch, chunk) for chunk in self.local}
+        if not eager and batch.forward_mode.is_decode():
+            for chunk, step in self._virtual_steps.items():
+                fixed = in_buffers(step, (each[chunk] for each in self._buffers))
+                self._virtual_steps[chunk] = fixed
+        whole = () if self.whole is None else ((self.whole, batch),)
+        return (*whole, *((self.local[c], step) for c, step in self._virtual_steps.items()))
 
-    def init_forward_metadata_in_graph(self, batch: ForwardBatch) -> None:
-        if self.whole is not None:
-            self.whole.init_forward_metadata_in_graph(batch)
-        for chunk, backend in self.local.items():
-            backend.init_forward_metadata_in_graph(self._steps[chunk])
-
-    def forward_decode(self, call: AttentionCall, batch: ForwardBatch) -> torch.Tensor:
-        backend, call, step = self._served(call, batch)
-        return backend.forward_decode(call, step)
-
-    def forward_extend(self, call: AttentionCall, batch: ForwardBatch) -> torch.Tensor:
-        backend, call, step = self._served(call, batch)
-        return backend.forward_extend(call, step)
-
-    def _served(
-        self, call: AttentionCall, batch: ForwardBatch
-    ) -> tuple[AttentionBackend, AttentionCall, ForwardBatch]:
-        """The backend of a call, with the call and the step as it gets them."""
+    def route(self, call: AttentionCall, batch: ForwardBatch) -> Route:
         chunk = self._chunks.get(call.layer.layer_id)
         if chunk is None:
             if self.whole is None:
@@ -174,7 +135,7 @@ class LocalAttnBackend(AttentionBackend):
             raise InvalidInput("save_kv_cache", got=False, expected=expected)
         backend = self.local[chunk]
         layer = backend.context.layer(call.layer.layer_id)
-        return backend, structs.replace(call, layer=layer), self._steps[chunk]
+        return backend, structs.replace(call, layer=layer), self._virtual_steps[chunk]
 
     def _virtual(self, batch: ForwardBatch, chunk: int) -> ForwardBatch:
         """The step's virtual requests, whose rows of the table are filled."""

@@ -9,7 +9,7 @@ import torch
 
 from attnmux.core.arguments import check_fields
 from attnmux.core.choosing.offer.card import TreeMask
-from attnmux.core.composites import DispatchingBackend
+from attnmux.core.composites import DispatchingBackend, Parts
 from attnmux.core.tree_masks import FORMS, check_trees, tree_mask_of, with_form, with_mask
 
 if TYPE_CHECKING:
@@ -51,7 +51,7 @@ class MaskFormsBackend(DispatchingBackend):
 
     def __init__(self, child: AttentionBackend, forms: tuple[TreeMask, ...]) -> None:
         """forms: what `child` reads, as `BackendCard.tree_masks`."""
-        super().__init__(child.context)
+        super().__init__(child.context, (child,))
         self.child = child
         self.forms = forms
         self._buffers: list[_Buffers] = []
@@ -74,31 +74,21 @@ class MaskFormsBackend(DispatchingBackend):
             bounds = torch.zeros(max_bs + 1, dtype=torch.int32, device=device)
             self._buffers.append(_Buffers(values=values, bounds=bounds))
 
-    def get_cuda_graph_seq_len_fill_value(self) -> int:
-        return self.child.get_cuda_graph_seq_len_fill_value()
-
-    def init_forward_metadata(self, batch: ForwardBatch) -> None:
+    def parts(self, batch: ForwardBatch, *, eager: bool) -> Parts:
         self._converted = None
-        if self._is_foreign(batch):
+        if not self._is_foreign(batch):
+            return ((self.child, batch),)
+        exact = batch
+        if eager:
             check_fields(batch)
-            exact = batch
-            if self.context.debug:
-                check_trees(batch)
-                # The child's checks count a whole mask's values
-                exact = replace(batch, seq_lens_sum=int(batch.seq_lens.sum()))
-            longest = self.context.max_context_len
-            self._converted = with_form(exact, self.forms[0], max_context_len=longest)
-        self.child.init_forward_metadata(self.as_served(batch))
-
-    def init_forward_metadata_out_graph(
-        self, batch: ForwardBatch, in_capture: bool = False
-    ) -> None:
-        self._converted = None
-        if self._is_foreign(batch):
-            longest = self.context.max_context_len
-            made = with_form(batch, self.forms[0], max_context_len=longest)
-            self._converted = self._in_buffers(made)
-        self.child.init_forward_metadata_out_graph(self.as_served(batch), in_capture)
+        if eager and self.context.debug:
+            check_trees(batch)
+            # The child's checks count a whole mask's values
+            exact = replace(batch, seq_lens_sum=int(batch.seq_lens.sum()))
+        longest = self.context.max_context_len
+        made = with_form(exact, self.forms[0], max_context_len=longest)
+        self._converted = made if eager else self._in_buffers(made)
+        return ((self.child, self._converted),)
 
     def _is_foreign(self, batch: ForwardBatch) -> bool:
         form = tree_mask_of(batch.spec_info)

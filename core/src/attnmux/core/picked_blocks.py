@@ -19,6 +19,7 @@ from attnmux.core.backend import AttentionBackend
 from attnmux.core.batch import ForwardBatch, ForwardMode
 from attnmux.core.block_attention import PickedBlocks, PlainBlocks
 from attnmux.core.call import AttentionCall
+from attnmux.core.composites import CompositeBackend, Parts, Route
 from attnmux.core.errors import AttnmuxError, InvalidInput
 from attnmux.core.indices.topk import token_rows
 from attnmux.core.tree_masks import tree_mask_of
@@ -26,7 +27,6 @@ from attnmux.core.tree_masks import tree_mask_of
 if TYPE_CHECKING:
     from attnmux.core.block_attention import AttendsToBlocks
     from attnmux.core.context import BackendContext
-    from attnmux.core.layer import LayerSpec
 
 NO_STEP = "no step is prepared: call init_forward_metadata(batch) first"
 
@@ -40,7 +40,7 @@ def dense_context(context: BackendContext) -> BackendContext:
     )
 
 
-class PickedBlocksBackend(AttentionBackend):
+class PickedBlocksBackend(CompositeBackend):
     """Serves prompts, decode steps, and drafts in chains. Graphs are those of the dense backend."""
 
     def __init__(
@@ -51,36 +51,33 @@ class PickedBlocksBackend(AttentionBackend):
         attend: AttendsToBlocks | None = None,
     ) -> None:
         """dense: of `dense_context`. attend: None takes plain torch operations."""
-        super().__init__(context)
+        super().__init__(context, (dense,))
         self.dense = dense
         self._attend = PlainBlocks(context.token_to_kv_pool) if attend is None else attend
         self._rows: torch.Tensor | None = None
         self._sees_all = False
         self._plain: ForwardBatch | None = None
 
-    def get_cuda_graph_seq_len_fill_value(self) -> int:
-        return self.dense.get_cuda_graph_seq_len_fill_value()
-
-    def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
-        self.dense.init_cuda_graph_state(max_bs, max_num_tokens)
-
     def init_forward_metadata(self, batch: ForwardBatch) -> None:
+        self.check_step(batch)
         super().init_forward_metadata(batch)
-        self._sees_all = self._picks_all(batch)
+        self._take_rows(batch)
 
-    def init_forward_metadata_out_graph(
-        self, batch: ForwardBatch, in_capture: bool = False
-    ) -> None:
+    def parts(self, batch: ForwardBatch, *, eager: bool) -> Parts:
         """Raises InvalidInput for a mask and for many items: the indexer masks."""
         if batch.multi_item is not None or tree_mask_of(batch.spec_info) is not None:
             expected = "None in layers whose indexer picks blocks"
             raise InvalidInput("spec_info", got="a mask or many items", expected=expected)
-        self._sees_all = False
+        self._sees_all = eager and self._picks_all(batch)
         self._plain = replace(batch, topk_indices=None)
-        self.dense.init_forward_metadata_out_graph(self._plain, in_capture)
+        return ((self.dense, self._plain),)
 
     def init_forward_metadata_in_graph(self, batch: ForwardBatch) -> None:
-        self.dense.init_forward_metadata_in_graph(self._prepared())
+        super().init_forward_metadata_in_graph(batch)
+        self._take_rows(batch)
+
+    def _take_rows(self, batch: ForwardBatch) -> None:
+        """Note each token's row of the request table, by operations of static shape."""
         if batch.forward_mode is ForwardMode.IDLE:
             return
         rows, new = batch.req_pool_indices, batch.extend_seq_lens
@@ -88,38 +85,22 @@ class PickedBlocksBackend(AttentionBackend):
             rows = token_rows(rows, new, batch.num_tokens)
         self._rows = rows
 
-    def save_kv(
-        self,
-        k: torch.Tensor,
-        v: torch.Tensor | None,
-        layer: LayerSpec,
-        batch: ForwardBatch,
-        *,
-        k_rope: torch.Tensor | None = None,
-    ) -> None:
-        self.dense.save_kv(k, v, layer, batch, k_rope=k_rope)
+    def route(self, call: AttentionCall, batch: ForwardBatch) -> Route:
+        """Of layers that see all of their keys."""
+        if self._plain is None:
+            raise AttnmuxError(NO_STEP)
+        layer = self.dense.context.layer(call.layer.layer_id)
+        return self.dense, structs.replace(call, layer=layer), self._plain
 
     def forward_decode(self, call: AttentionCall, batch: ForwardBatch) -> torch.Tensor:
-        if self._is_dense(call):
-            return self.dense.forward_decode(self._of_dense(call), self._prepared())
+        if self._sees_all or not call.layer.index_block_size:
+            return super().forward_decode(call, batch)
         return self._over_blocks(call, batch)
 
     def forward_extend(self, call: AttentionCall, batch: ForwardBatch) -> torch.Tensor:
-        if self._is_dense(call):
-            return self.dense.forward_extend(self._of_dense(call), self._prepared())
+        if self._sees_all or not call.layer.index_block_size:
+            return super().forward_extend(call, batch)
         return self._over_blocks(call, batch)
-
-    def _is_dense(self, call: AttentionCall) -> bool:
-        return self._sees_all or not call.layer.index_block_size
-
-    def _of_dense(self, call: AttentionCall) -> AttentionCall:
-        return structs.replace(call, layer=self.dense.context.layer(call.layer.layer_id))
-
-    def _prepared(self) -> ForwardBatch:
-        """The step as the dense backend sees it."""
-        if self._plain is None:
-            raise AttnmuxError(NO_STEP)
-        return self._plain
 
     def _over_blocks(self, call: AttentionCall, batch: ForwardBatch) -> torch.Tensor:
         layer, picks = call.layer, batch.topk_indices

@@ -14,6 +14,7 @@ changes nothing. Plain torch operations serve where no kernel is offered.
 | `chosen_pages` | `PageKernels`, as `SparseAttnBackend` calls them |
 | `index_scores` | a `ScoresKeys`, as `KeyPicker` calls it |
 | `kv_writer` | a `KVWriter` of the context's pool |
+| `linear` | a `LinearKernel` of attnmux-transformers, or None |
 | `picked_blocks` | an `AttendsToBlocks`, as `PickedBlocksBackend` calls it |
 | `rank_merger` | a `RankMerger` of attnmux-distributed |
 | `topk_slots` | a function with the arguments and results of `topk_slots` |

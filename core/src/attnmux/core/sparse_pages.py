@@ -14,11 +14,10 @@ from typing import TYPE_CHECKING
 import torch
 from msgspec import structs
 
-from attnmux.core.arguments import check_fields
 from attnmux.core.backend import AttentionBackend
-from attnmux.core.batch import ForwardBatch, ForwardMode
+from attnmux.core.batch import ForwardBatch
 from attnmux.core.call import AttentionCall
-from attnmux.core.debug import check_batch
+from attnmux.core.composites import CompositeBackend, Parts, Route
 from attnmux.core.errors import GraphUnsupported, InvalidInput
 from attnmux.core.page_bounds import PageBounds
 from attnmux.core.page_choice import PlainPages, RequestPages
@@ -30,7 +29,7 @@ if TYPE_CHECKING:
     from attnmux.core.page_choice import PageKernels
 
 
-class SparseAttnBackend(AttentionBackend):
+class SparseAttnBackend(CompositeBackend):
     """Decodes over the pages of a request with the largest bounds, a fixed number of them.
 
     Each KV head of each layer chooses its own. The first page and the last two are always among
@@ -52,7 +51,7 @@ class SparseAttnBackend(AttentionBackend):
 
         Raises PoolExhausted when the memory for the bounds does not suffice.
         """
-        super().__init__(context)
+        super().__init__(context, (chosen,))
         self.whole = whole
         self.chosen = chosen
         self._kernels = PlainPages() if kernels is None else kernels
@@ -66,42 +65,27 @@ class SparseAttnBackend(AttentionBackend):
         self._step: ForwardBatch | None = None
         self._buffers: list[StepBuffers] = []
 
-    def get_cuda_graph_seq_len_fill_value(self) -> int:
-        return self.chosen.get_cuda_graph_seq_len_fill_value()
-
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
         if max_num_tokens > max_bs:
             raise GraphUnsupported("drafts over chosen pages are not captured")
-        self.chosen.init_cuda_graph_state(max_bs, max_num_tokens)
+        super().init_cuda_graph_state(max_bs, max_num_tokens)
         self._buffers.append(StepBuffers.of(max_bs, self.context.device))
 
     def init_forward_metadata(self, batch: ForwardBatch) -> None:
-        check_fields(batch)
-        if self.context.debug and batch.forward_mode is not ForwardMode.IDLE:
-            check_batch(self.context, batch)
+        self.check_step(batch)
+        super().init_forward_metadata(batch)
+
+    def parts(self, batch: ForwardBatch, *, eager: bool) -> Parts:
         if not self._decodes(batch):
-            self.whole.init_forward_metadata(batch)
-            return
-        self._step, self._width = self._virtual(batch), self._most
-        if batch.seq_lens_cpu is not None and batch.batch_size:
+            return ((self.whole, batch),)
+        step, self._width = self._virtual(batch), self._most
+        if not eager:
+            step = in_buffers(step, self._buffers)
+        elif batch.seq_lens_cpu is not None and batch.batch_size:
             longest = -(-int(batch.seq_lens_cpu.max()) // self._page_size)
             self._width = min(max(longest, self._pages), self._most)
-        self.chosen.init_forward_metadata(self._step)
-
-    def init_forward_metadata_out_graph(
-        self, batch: ForwardBatch, in_capture: bool = False
-    ) -> None:
-        if not self._decodes(batch):
-            self.whole.init_forward_metadata_out_graph(batch, in_capture)
-            return
-        self._step, self._width = in_buffers(self._virtual(batch), self._buffers), self._most
-        self.chosen.init_forward_metadata_out_graph(self._step, in_capture)
-
-    def init_forward_metadata_in_graph(self, batch: ForwardBatch) -> None:
-        if self._decodes(batch):
-            self.chosen.init_forward_metadata_in_graph(self._prepared())
-        else:
-            self.whole.init_forward_metadata_in_graph(batch)
+        self._step = step
+        return ((self.chosen, step),)
 
     def save_kv(
         self,
@@ -115,10 +99,9 @@ class SparseAttnBackend(AttentionBackend):
         super().save_kv(k, v, layer, batch, k_rope=k_rope)
         self.bounds.update(layer.layer_id, batch.out_cache_loc)
 
-    def forward_extend(self, call: AttentionCall, batch: ForwardBatch) -> torch.Tensor:
-        return self.whole.forward_extend(call, batch)
-
-    def forward_decode(self, call: AttentionCall, batch: ForwardBatch) -> torch.Tensor:
+    def route(self, call: AttentionCall, batch: ForwardBatch) -> Route:
+        if not batch.forward_mode.is_decode():
+            return self.whole, call, batch
         if call.has_own_kv:
             expected = "True: decoding chooses among the pages of the pool"
             raise InvalidInput("save_kv_cache", got=False, expected=expected)
@@ -130,7 +113,7 @@ class SparseAttnBackend(AttentionBackend):
             self._chosen(layer_id, call.q, requests),
             requests,
         )
-        return self.chosen.forward_decode(structs.replace(call, k=None, v=None), self._prepared())
+        return self.chosen, structs.replace(call, k=None, v=None), self._prepared()
 
     def choose(self, layer_id: int, q: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
         """The pages that each KV head reads: their places in the sequence, [B, Hkv, n] int64.

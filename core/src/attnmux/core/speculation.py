@@ -93,23 +93,6 @@ class DraftTree:
         tokens = pad(self.draft_tokens, (0, more))
         return replace(self, draft_tokens=tokens, links=links, visible=visible, levels=levels)
 
-    @property
-    def retrieve_index(self) -> torch.Tensor:
-        """[B, d] int64: the node's place among the step's B * d tokens."""
-        tokens = self.draft_tokens
-        return torch.arange(tokens.numel(), device=tokens.device).view_as(tokens)
-
-    @property
-    def retrieve_next_token(self) -> torch.Tensor:
-        """[B, d] int64: the node's first child; -1 for none."""
-        order = torch.arange(self.draft_token_num, device=self.draft_tokens.device)
-        return _first(self.parents.unsqueeze(1) == order.unsqueeze(1))
-
-    @property
-    def retrieve_next_sibling(self) -> torch.Tensor:
-        """[B, d] int64: the next child of the node's parent; -1 for none."""
-        return _first(self._siblings().transpose(1, 2) & (self.parents >= 0).unsqueeze(2))
-
     def _siblings(self) -> torch.Tensor:
         """[B, d, d] bool: whether j is an earlier child of i's parent."""
         order = torch.arange(self.draft_token_num, device=self.draft_tokens.device)
@@ -138,11 +121,6 @@ class DraftTree:
             topk=self.topk,
             visible=None if visible is None else visible.to(device, non_blocking=True),
         )
-
-
-def _first(related: torch.Tensor) -> torch.Tensor:
-    """[B, d] int64: the first True of each row of [B, d, d] bool; -1 for none."""
-    return torch.where(related.any(-1), related.int().argmax(-1), -1)
 
 
 def organize_draft_results(

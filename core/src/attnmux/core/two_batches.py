@@ -10,7 +10,7 @@ import torch
 
 from attnmux.core.backend import AttentionBackend
 from attnmux.core.batch import ForwardBatch, ForwardMode, MultiItem
-from attnmux.core.composites import DispatchingBackend
+from attnmux.core.composites import DispatchingBackend, Parts, check_context, check_padding
 from attnmux.core.errors import InvalidInput
 from attnmux.core.tree_masks import of_requests
 
@@ -31,19 +31,12 @@ class TboAttnBackend(DispatchingBackend):
     ) -> None:
         """Raises InvalidInput for children of another context, the primary itself as a child, and
         padding rows of different lengths, since one graph runner pads for all."""
-        super().__init__(primary.context)
+        super().__init__(primary.context, (primary, *children))
         if len({id(each) for each in (primary, *children)}) != 3:
             expected = "two backends besides primary: each has a step of its own in flight"
             raise InvalidInput("children", got="one backend twice", expected=expected)
-        fill = primary.get_cuda_graph_seq_len_fill_value()
-        for child in children:
-            if child.context is not primary.context:
-                got, expected = "a backend of another context", "the context of primary"
-                raise InvalidInput("children", got=got, expected=expected)
-            if child.get_cuda_graph_seq_len_fill_value() != fill:
-                expected = f"{fill} as `seq_lens` of a padding row, as primary has"
-                got = str(child.get_cuda_graph_seq_len_fill_value())
-                raise InvalidInput("children", got=got, expected=expected)
+        check_context("children", primary, *children)
+        check_padding("children", primary, *children)
         self.primary = primary
         self.children = children
         self._halves: tuple[ForwardBatch, ...] = ()
@@ -58,24 +51,10 @@ class TboAttnBackend(DispatchingBackend):
                 return child
         return self.primary
 
-    def init_forward_metadata(self, batch: ForwardBatch) -> None:
+    def parts(self, batch: ForwardBatch, *, eager: bool) -> Parts:
         self._halves = batch.tbo_children
-        self.primary.init_forward_metadata(batch)
-        for child, half in self._running(batch):
-            child.init_forward_metadata(half)
-
-    def init_forward_metadata_out_graph(
-        self, batch: ForwardBatch, in_capture: bool = False
-    ) -> None:
-        self._halves = batch.tbo_children
-        self.primary.init_forward_metadata_out_graph(batch, in_capture)
-        for child, half in self._running(batch):
-            child.init_forward_metadata_out_graph(half, in_capture)
-
-    def init_forward_metadata_in_graph(self, batch: ForwardBatch) -> None:
-        self.primary.init_forward_metadata_in_graph(batch)
-        for child, half in self._running(batch):
-            child.init_forward_metadata_in_graph(half)
+        halves = zip(self.children, self._halves, strict=False)
+        return ((self.primary, batch), *(pair for pair in halves if pair[1].batch_size))
 
     def select(self, mode: ForwardMode) -> AttentionBackend:
         """The backends of that mode, for halves as this one."""
@@ -91,14 +70,6 @@ class TboAttnBackend(DispatchingBackend):
         half = max_bs - max_bs // 2
         for child in self.children:
             child.init_cuda_graph_state(half, max_num_tokens * half // max_bs)
-
-    def get_cuda_graph_seq_len_fill_value(self) -> int:
-        return self.primary.get_cuda_graph_seq_len_fill_value()
-
-    def _running(self, batch: ForwardBatch) -> list[tuple[AttentionBackend, ForwardBatch]]:
-        """The children whose halves have requests."""
-        pairs = zip(self.children, batch.tbo_children, strict=False)
-        return [(child, half) for child, half in pairs if half.batch_size]
 
 
 def with_halves(batch: ForwardBatch) -> ForwardBatch:

@@ -19,6 +19,8 @@ from attnmux.distributed.interleaved_kv import InterleavedKVPool, InterleavedTab
 from attnmux.distributed.interleaving import Interleaving
 from attnmux.distributed.merging import RankMerger, exchange_and_merge, merge_packed, pack
 from attnmux.distributed.prefill_parallel import PrefillParallelBackend
+from attnmux.distributed.ranks import Pending, RankGroup
+from attnmux.distributed.ranks_alike import check_same_libraries, shared_launches
 from attnmux.distributed.split_context import split_context
 from attnmux.distributed.zigzag import ZigzagStep, can_be_split, zigzag_step
 
@@ -31,7 +33,9 @@ __all__ = [
     "InterleavedTable",
     "Interleaving",
     "PaddingMode",
+    "Pending",
     "PrefillParallelBackend",
+    "RankGroup",
     "RankMerger",
     "TokensOfRanks",
     "ZigzagStep",
@@ -39,6 +43,7 @@ __all__ = [
     "build_interleaved",
     "can_be_split",
     "capture_on_all_ranks",
+    "check_same_libraries",
     "decide_interleaved",
     "decode_context",
     "draft_context",
@@ -47,6 +52,7 @@ __all__ = [
     "merge_packed",
     "pack",
     "prompt_context",
+    "shared_launches",
     "split_context",
     "zigzag_step",
 ]

@@ -8,8 +8,9 @@ from dataclasses import dataclass
 
 import torch
 
-from attnmux.core import ForwardBatch, ForwardMode, GraphRunner, RankGroup, RanksDiffer
+from attnmux.core import ForwardBatch, ForwardMode, GraphRunner, RanksDiffer
 from attnmux.distributed.data_parallel import TokensOfRanks
+from attnmux.distributed.ranks import RankGroup
 
 EAGER, ANY = -1, -2
 """In place of the number of a runner: no graph serves the batch; every graph does, by padding."""

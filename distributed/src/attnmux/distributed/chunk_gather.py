@@ -6,7 +6,7 @@ from itertools import accumulate, pairwise
 
 import torch
 
-from attnmux.core import Pending, RankGroup
+from attnmux.distributed.ranks import Pending, RankGroup
 from attnmux.distributed.zigzag import ZigzagStep
 
 

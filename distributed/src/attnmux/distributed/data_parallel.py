@@ -14,7 +14,8 @@ from enum import Enum, auto
 
 import torch
 
-from attnmux.core import InvalidInput, RankGroup
+from attnmux.core import InvalidInput
+from attnmux.distributed.ranks import RankGroup
 
 
 class PaddingMode(Enum):

@@ -15,10 +15,10 @@ from attnmux.core import (
     GraphRunner,
     GraphUnsupported,
     RankFailed,
-    RankGroup,
     RanksDiffer,
     in_brief,
 )
+from attnmux.distributed.ranks import RankGroup
 
 NO_INPUTS: Mapping[str, torch.Tensor] = MappingProxyType({})
 

@@ -6,7 +6,8 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from attnmux.core import InvalidInput, LayerSpec, RankGroup
+from attnmux.core import InvalidInput, LayerSpec
+from attnmux.distributed.ranks import RankGroup
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)

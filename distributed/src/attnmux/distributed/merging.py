@@ -6,7 +6,7 @@ from typing import Protocol
 
 import torch
 
-from attnmux.core import RankGroup
+from attnmux.distributed.ranks import RankGroup
 
 
 class RankMerger(Protocol):

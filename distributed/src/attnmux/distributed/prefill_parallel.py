@@ -15,7 +15,6 @@ from attnmux.core import (
     GraphUnsupported,
     InvalidInput,
     PartAttention,
-    RankGroup,
     RanksDiffer,
     UpProjection,
     check_positive,
@@ -23,6 +22,7 @@ from attnmux.core import (
 )
 from attnmux.distributed.chunk_gather import ChunkGather
 from attnmux.distributed.kv_rows import KVRows, Stored, check_new
+from attnmux.distributed.ranks import RankGroup
 from attnmux.distributed.split_parts import ChunkRows, SplitKeys, parts_of
 from attnmux.distributed.zigzag import SPLIT_MODES, ZigzagStep
 
@@ -67,7 +67,7 @@ class PrefillParallelBackend(DispatchingBackend):
 
         Raises InvalidInput for backends of another context, and for sizes below 1.
         """
-        super().__init__(inner.context)
+        super().__init__(inner.context, (inner,))
         self.chunks_at_once = group.size if chunks_at_once is None else chunks_at_once
         check_positive("chunks_at_once", self.chunks_at_once)
         check_positive("chunk_bytes", chunk_bytes)
@@ -93,13 +93,6 @@ class PrefillParallelBackend(DispatchingBackend):
     def select(self, mode: ForwardMode) -> AttentionBackend:
         """Itself for modes that may be split, else a child of `inner`."""
         return self if mode in SPLIT_MODES else self.inner.select(mode)
-
-    def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
-        """For `inner`: a split step runs eagerly."""
-        self.inner.init_cuda_graph_state(max_bs, max_num_tokens)
-
-    def get_cuda_graph_seq_len_fill_value(self) -> int:
-        return self.inner.get_cuda_graph_seq_len_fill_value()
 
     def init_forward_metadata(self, batch: ForwardBatch) -> None:
         """Raises InvalidInput for a malformed step and for one of another group of ranks; under

@@ -134,7 +134,7 @@ def _run(
         import torch  # noqa: PLC0415  # the test's own process does without it
         import torch.distributed as dist  # noqa: PLC0415
 
-        from attnmux.core import RankGroup  # noqa: PLC0415
+        from attnmux.distributed import RankGroup  # noqa: PLC0415
 
         torch.set_num_threads(1)
         module = importlib.util.module_from_spec(spec)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pkgutil
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal, cast
 
@@ -14,6 +14,7 @@ from attnmux.core import (
     Offer,
     Platform,
     Plugins,
+    Policy,
     Reason,
     Request,
     TunedLaunch,
@@ -21,7 +22,10 @@ from attnmux.core import (
     load_plugins,
 )
 from attnmux.core.choosing.ask.values import ATTENTION_KINDS, LINEAR_KINDS, OptionValue
-from attnmux.core.choosing.judge.checking import check
+from attnmux.core.choosing.judge.axes import Question
+from attnmux.core.choosing.judge.checking import check, standing
+from attnmux.core.choosing.judge.shortcomings import is_served
+from attnmux.core.choosing.offer.libraries import installed_version
 from attnmux.core.choosing.offer.named import complete, offers_named, read_options
 from attnmux.testing.linear_cases import AnyCase, linear_cases, linear_in_graphs
 from attnmux.testing.standard import PAGE_SIZES, in_graphs, standard_cases
@@ -120,7 +124,21 @@ class Candidate:
 
     def admits(self, case: AnyCase) -> bool:
         """Whether the selector would choose the backend for the case's request."""
-        return not self.refusals(case.request)
+        return any(self.admitted([case]))
+
+    def admitted(self, cases: Iterable[AnyCase]) -> Iterator[AnyCase]:
+        """The cases that have no `refusals`, whose reasons take most of the time."""
+        offer = Offer(card=self.card, plugin=self.plugin)
+        if standing(offer, Policy(), installed_version):
+            return
+        for case in cases:
+            request = case.request
+            questions = (
+                Question(request=request, platform=self.platform, phase=phase)
+                for phase in request.phases
+            )
+            if all(is_served(self.card, question) for question in questions):
+                yield case
 
     def cases(self, page_sizes: Collection[int] = ()) -> tuple[AnyCase, ...]:
         """The standard cases of the card's kinds, in the usual page sizes and those that it names.
@@ -219,7 +237,7 @@ def find_candidate(
         raise InvalidInput("device", got=repr(device), expected=f"one of {present}")
     if len(found) == 1:
         return found[0]
-    return next((one for one in found if any(map(one.admits, one.cases()))), found[0])
+    return next((one for one in found if any(one.admitted(one.cases()))), found[0])
 
 
 def _offer(name: str, offers: Sequence[Offer]) -> Offer:

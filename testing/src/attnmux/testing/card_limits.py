@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import Any
 
 from attnmux.core import Platform, Request
@@ -121,15 +122,18 @@ def try_point(candidate: Candidate, point: OutsidePoint) -> Outcome:
 
 def _plain_requests(candidate: Candidate) -> Iterator[Request]:
     """The first request of each kind and phase that the card admits."""
-    seen = set()
-    for case in candidate.cases():
-        request = case.request
-        key = (request.kind, request.phases)
-        if len(request.phases) == 1 and key not in seen and candidate.admits(case):
-            seen.add(key)
-            yield request
+    seen: set[tuple[str, tuple[str, ...]]] = set()
+    unseen = (
+        case
+        for case in candidate.cases()
+        if len(case.phases) == 1 and (case.kind, case.phases) not in seen
+    )
+    for case in candidate.admitted(unseen):
+        seen.add((case.kind, case.phases))
+        yield case.request
 
 
+@cache
 def _provable(platform: Platform) -> frozenset[tuple[str, Value]]:
     """The values that the suite's cases ask for, each with the name of its axis."""
     standard, linear = standard_cases((1,)), linear_cases()

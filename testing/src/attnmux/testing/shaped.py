@@ -51,7 +51,7 @@ def cases_in_shape(
         if (
             case.kind not in KINDS
             or phase not in case.phases
-            or not {"decode", "extend"}.issuperset(case.phases)
+            or not {"decode", "extend", phase}.issuperset(case.phases)
             or case.dtype not in (DEFAULT_DTYPE, request.dtype)
             or case.kv_dtype not in (None, request.kv_dtype)
             or (case.graph and not in_graph)

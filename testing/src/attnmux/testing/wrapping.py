@@ -12,7 +12,8 @@ class WrappingBackend(DispatchingBackend):
     """Passes every call on to `backend`."""
 
     def __init__(self, backend: AttentionBackend) -> None:
-        super().__init__(backend.context, backend.options)
+        super().__init__(backend.context, (backend,))
+        self.options = backend.options
         self.backend = backend
 
     def serving(self, batch: ForwardBatch) -> AttentionBackend:
@@ -24,14 +25,8 @@ class WrappingBackend(DispatchingBackend):
         if child is self.backend:
             return self
         wrapped = copy.copy(self)
-        wrapped.backend = child
+        wrapped.backend, wrapped.members = child, (child,)
         return wrapped
 
     def linear(self, kind: str) -> LinearAttentionBackend:
         return self.backend.linear(kind)
-
-    def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
-        self.backend.init_cuda_graph_state(max_bs, max_num_tokens)
-
-    def get_cuda_graph_seq_len_fill_value(self) -> int:
-        return self.backend.get_cuda_graph_seq_len_fill_value()

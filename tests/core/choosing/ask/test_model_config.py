@@ -456,6 +456,10 @@ def test_models_with_relative_position_biases(tmp_path, content, heads, cross_at
         ({**SMALL, "attention_chunk_size": "all"}, "attention_chunk_size='all'"),
         ({**SMALL, "layer_types": ["minimax_m3_sparse"]}, "a positive sparse_topk_blocks"),
         ({**SMALL, "layer_types": ["indexed_attention"]}, "layer_types indexed_attention"),
+        (
+            {**SMALL, "layer_types": ["full_attention"], "indexer_budget": 64},
+            "a positive indexer_compress_ratio",
+        ),
         ({**SMALL, "layer_types": [["full_attention"]]}, "layer_types=[['full_attention']]"),
         ({**SMALL, "layer_types": ["sliding_attention"]}, "a positive sliding_window"),
         ({**SMALL, "layer_types": ["chunked_attention"]}, "a positive attention_chunk_size"),
@@ -571,6 +575,10 @@ def test_layers_whose_indexer_picks_blocks(tmp_path) -> None:
         request = from_config(tmp_path, {**SMALL, **content})
         assert (request.kind, request.index_topk, request.index_block_size) == ("mha", 16, 128)
         assert request.index_reach == 2048
+    in_keys = {"indexer_budget": 2048, "indexer_compress_ratio": 128}
+    for kind in ("full_attention", "indexed_attention"):
+        request = from_config(tmp_path, {**SMALL, **in_keys, "layer_types": [kind] * 2})
+        assert (request.kind, request.index_topk, request.index_block_size) == ("mha", 16, 128)
     dense = from_config(tmp_path, {**SMALL, **ours, "layer_types": ["full_attention"] * 3})
     assert dense.index_topk is None
     with pytest.raises(InvalidInput, match="layer_types minimax_m3_sparse"):

@@ -26,13 +26,10 @@ from attnmux.core import (
     Offer,
     Platform,
     Policy,
-    RankGroup,
     Request,
     Settings,
     SettingsError,
     TunedLaunch,
-    check_same_libraries,
-    shared_launches,
     torch_dtype,
 )
 from attnmux.core.choosing.judge.axes import Question
@@ -40,6 +37,7 @@ from attnmux.core.choosing.measured.measurement import measurement_file, shape_o
 from attnmux.core.choosing.measured.records import Device
 from attnmux.core.cli.run import Run, writing
 from attnmux.core.cli.select import decided, machine
+from attnmux.distributed import RankGroup, check_same_libraries, shared_launches
 
 OTHERWISE = "name another file as ATTNMUX_MEASUREMENTS, or leave out --keep"
 """Advice for a file that cannot be written."""

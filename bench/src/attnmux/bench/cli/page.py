@@ -83,9 +83,9 @@ def curves(rows: Sequence[Row]) -> dict[str, list[Row]]:
         work = row.workload
         requests = f"{work.batch_size} request{'s' if work.batch_size > 1 else ''}"
         title = f"decode, {requests}"
-        if work.phase == "extend":
+        if work.phase != "decode":
             new = f"{work.new} new tokens each" if work.prefix else "no prefix"
-            title = f"extend, {requests}, {new}"
+            title = f"{work.phase}, {requests}, {new}"
         found.setdefault(title, []).append(row)
     alone = [title for title in found if len({row.workload for row in found[title]}) == 1]
     if alone:

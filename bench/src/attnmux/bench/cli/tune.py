@@ -29,10 +29,8 @@ from attnmux.core import (
     SettingsError,
     Trial,
     TunedLaunch,
-    check_same_libraries,
     in_brief,
     launch_file,
-    shared_launches,
     solve,
 )
 from attnmux.core.choosing.ask.policy import NAMING
@@ -44,7 +42,7 @@ from attnmux.core.cli.run import Run, common_options, echo_json, pass_run, writi
 from attnmux.core.cli.select import machine, of_one_shape, requested
 
 if TYPE_CHECKING:
-    from attnmux.core import RankGroup
+    from attnmux.distributed import RankGroup
 
 OTHERWISE = "name another file as ATTNMUX_LAUNCHES, or --dry-run"
 """Advice for a file that cannot be written."""
@@ -173,7 +171,7 @@ def _joined(here: Platform, device: str) -> RankGroup | None:
     """The ranks that a launcher started; None in one process. Raises InvalidInput for a device that
     is named for all of them."""
     try:
-        from attnmux.core import RankGroup  # noqa: PLC0415  # torch, after the refusals
+        from attnmux.distributed import RankGroup  # noqa: PLC0415  # torch, after the refusals
     except ModuleNotFoundError:  # which the tuner reports
         return None
     return RankGroup.measuring(here.device_type, device)
@@ -184,6 +182,8 @@ def _shared(
 ) -> list[tuple[Offer, Job]]:
     """The jobs on this rank's device, which start from the launches of rank 0. Raises RanksDiffer
     where the ranks have other plugins or libraries."""
+    from attnmux.distributed import check_same_libraries, shared_launches  # noqa: PLC0415  # torch
+
     check_same_libraries(ranks, offers)
     known, device = shared_launches(ranks, jobs[0][1].launches), str(ranks.device)
     together = together_on(ranks)

@@ -17,12 +17,9 @@ def main() -> None:
     gc.disable()
     try:
         with answers_apart():
-            code = _quick(sys.argv[1:])
-            if code is None:
-                from attnmux.core.cli.verbs import verbs  # noqa: PLC0415  # imports click
+            from attnmux.core.cli.verbs import verbs  # noqa: PLC0415  # an interrupt is caught here
 
-                verbs()
-            sys.exit(code)
+            verbs()
     except KeyboardInterrupt:  # before the verbs can handle it
         print("attnmux: interrupted", file=sys.stderr)
         sys.exit(130)
@@ -33,16 +30,6 @@ def main() -> None:
         sys.exit(1)
     finally:
         gc.freeze()
-
-
-def _quick(args: list[str]) -> int | None:
-    """The exit code of a plain `select --json`; None for what click must read."""
-    # On Windows click expands patterns in the arguments
-    if args[:1] != ["select"] or "--json" not in args or os.name == "nt":
-        return None
-    from attnmux.core.cli.quick import answer  # noqa: PLC0415  # imports choosing
-
-    return answer(args[1:])
 
 
 @contextmanager

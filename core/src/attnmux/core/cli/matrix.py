@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict
-from pathlib import Path
 
 import click
 
@@ -14,7 +13,7 @@ from attnmux.core.choosing.machine.platform import GRAMMAR
 from attnmux.core.choosing.offer.proof import PROOFS, Proof
 from attnmux.core.choosing.offer.verified import Verified
 from attnmux.core.cli.matrix_rows import COLUMNS, Cell, Row, narrowed, rows_of
-from attnmux.core.cli.run import Run, common_options, echo_json, pass_run, writing
+from attnmux.core.cli.run import Run, common_options, echo_json, pass_run
 from attnmux.core.cli.select import machine
 from attnmux.core.errors import InvalidInput
 
@@ -65,9 +64,6 @@ LEADING = ("backend", "plugin", "status", "machines", "phases", "page sizes", "p
     help="A line for each backend, or for each feature.",
 )
 @click.option("--markdown", "as_markdown", is_flag=True, help="One wide table, as Markdown.")
-@click.option(
-    "--html", type=click.Path(dir_okay=False, path_type=Path), help="Write a page to this file."
-)
 @common_options
 @pass_run
 def matrix(
@@ -78,7 +74,6 @@ def matrix(
     fields: str | None,
     by: str,
     as_markdown: bool,
-    html: Path | None,
 ) -> None:
     """Show what the backends of the installed plugins serve; with names, every limit of those."""
     settings = run.settings()
@@ -99,16 +94,10 @@ def matrix(
                 "warnings": run.warnings,
             }
         )
-    elif html is not None:
-        # jinja2 is an extra, and slow to import, as rich is below
-        from attnmux.core.cli.matrix_page import page  # noqa: PLC0415
-
-        with writing(html, otherwise="name another file"):
-            html.write_text(page(rows, TITLES), encoding="utf-8")
     elif as_markdown:
         click.echo(markdown(rows))
     else:
-        from attnmux.core.cli.matrix_view import show  # noqa: PLC0415
+        from attnmux.core.cli.matrix_view import show  # noqa: PLC0415  # rich is slow to import
 
         show(rows, TITLES, by_feature=by == "feature", in_full=bool(backends))
 

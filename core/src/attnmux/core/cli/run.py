@@ -1,19 +1,189 @@
-"""Shared by the verbs: the invocation, and the options of all."""
+"""One invocation of the command, which every verb shares, and the options of all verbs."""
 
 from __future__ import annotations
 
+import errno
+import io
+import json
+import os
 import sys
-from collections.abc import Callable
-from contextlib import redirect_stdout
-from typing import Any, TypeVar
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, redirect_stdout
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TextIO, TypeVar
 
 import click
 
-from attnmux.core.cli.invocation import JSON
-from attnmux.core.cli.invocation import Run as Run
-from attnmux.core.cli.invocation import writing as writing
+from attnmux.core.choosing.common.frozen import FrozenMapping
+from attnmux.core.choosing.find.devices import Detection, detect
+from attnmux.core.choosing.find.plugins import Plugins, unknown_plugins
+from attnmux.core.choosing.measured.unverified import unverified
+from attnmux.core.errors import (
+    AmbiguousPlatform,
+    AttnmuxError,
+    InvalidInput,
+    NoBackend,
+    SettingsError,
+    UnknownBackend,
+    in_brief,
+)
+from attnmux.core.installed import load_plugins
+from attnmux.core.settings import Settings
+
+if TYPE_CHECKING:
+    from attnmux.core.choosing.measured.launches import TunedLaunch
+    from attnmux.core.choosing.measured.measurement import Measurement
+    from attnmux.core.choosing.offer.card import Offer
+    from attnmux.core.choosing.tell.decision import Decision
 
 F = TypeVar("F", bound=Callable[..., Any])
+
+UNWRITABLE = (errno.ENOSPC, errno.EPIPE)
+USAGE, NOTHING_FITS, FAILURE, INTERRUPTED = 2, 3, 1, 130
+
+
+class Run:
+    """One invocation of the command."""
+
+    def __init__(self) -> None:
+        self.debug = False
+        self.no_plugins = False
+        self.locked: str | None = None
+        self.warnings: list[str] = []
+        """Printed on stderr, and part of a JSON answer."""
+        self.answer: TextIO | None = None
+        """Where an answer in JSON goes, while everything else that is printed goes to stderr."""
+
+    def settings(self) -> Settings:
+        settings = Settings.load()
+        self.debug = self.debug or settings.debug
+        given: dict[str, Any] = {}
+        if self.no_plugins:
+            given["no_plugins"] = True
+        if self.locked is not None:
+            given["locked"] = self.locked
+        said = {name: f"--{name.replace('_', '-')}" for name in given}
+        sources = FrozenMapping({**settings.sources, **said})
+        return replace(settings, **given, sources=sources) if given else settings
+
+    def plugins(self, settings: Settings) -> Plugins:
+        """The plugins, with a warning for each that is broken."""
+        plugins = load_plugins(settings=settings)
+        for failure in plugins.failures:
+            self.warn(str(failure))
+        allowed, _ = settings.plugin_filter()
+        if allowed is not None and not plugins.loaded:
+            limit = "no_plugins" if settings.no_plugins else "allow_plugins"
+            self.warn(f"no plugin is loaded: {limit} ({settings.sources[limit]}) admits none")
+        self._warn_of_unknown_plugins(settings)
+        return plugins
+
+    def _warn_of_unknown_plugins(self, settings: Settings) -> None:
+        """Names in the settings that no installed plugin has; they may be misspelt."""
+        for setting, names in (
+            ("allow_plugins", settings.allow_plugins or ()),
+            ("deny_plugins", settings.deny_plugins),
+        ):
+            unknown = unknown_plugins(names) if names else {}
+            for name, meant in unknown.items():
+                guess = f", did you mean {meant!r}?" if meant else ""
+                source = settings.sources[setting]
+                self.warn(f"{setting} ({source}): no plugin comes from {name!r}{guess}")
+
+    def detect(self, plugins: Plugins) -> Detection:
+        """The devices, with a warning for each that no plugin serves and each probe that failed."""
+        known = len(plugins.failures)
+        detection = detect(plugins)
+        for failure in detection.failures[known:]:
+            self.warn(str(failure))
+        for device in detection.unserved:
+            self.warn(str(device))
+        return detection
+
+    def measurements(self, settings: Settings) -> tuple[Measurement, ...]:
+        """The measurements of this machine, with a warning for each that cannot be read."""
+        file = settings.measurements_file()
+        # Path.exists raises for a folder without permission
+        if file is None or not os.path.exists(file):
+            return ()
+        # Not imported unless something was measured
+        from attnmux.core.choosing.measured.measurement import read_measurements  # noqa: PLC0415
+
+        stored = read_measurements(file)
+        for problem in stored.problems:
+            self.warn(problem)
+        return stored.found
+
+    def warn_of_unverified(
+        self, decision: Decision, offers: Sequence[Offer], measurements: Sequence[Measurement]
+    ) -> None:
+        """A warning for each backend that `unverified` finds."""
+        for each in unverified(decision, offers, measurements):
+            self.warn(str(each))
+
+    def launches(self, settings: Settings) -> tuple[TunedLaunch, ...]:
+        """Everything that was tuned on this machine, with a warning for all that cannot be read."""
+        try:
+            file = settings.launches_file()
+        except SettingsError as error:
+            self.warn(f"launches that were tuned here are left out: {error}")
+            return ()
+        if file is None or not os.path.exists(file):
+            return ()
+        # Most machines have tuned nothing
+        from attnmux.core.choosing.measured.launches import launch_file  # noqa: PLC0415
+
+        records = launch_file(file).read()
+        for problem in records.problems:
+            self.warn(problem)
+        return records.found
+
+    def warn(self, text: str) -> None:
+        self.warnings.append(text)
+        print(f"attnmux: warning: {text}", file=sys.stderr)
+
+    def echo_json(self, answer: object) -> None:
+        print(json.dumps(answer, indent=2), file=self.answer, flush=True)
+
+    def report(self, error: Exception) -> int:
+        """Print the error on stderr, if asked with its traceback. Returns the exit code.
+
+        Raises an answer that cannot be written, which the caller reports.
+        """
+        if getattr(error, "errno", None) in UNWRITABLE:
+            raise error
+        if self.debug:
+            import traceback  # noqa: PLC0415  # off the path without a failure
+
+            traceback.print_exc()
+        if isinstance(error, AttnmuxError):
+            print(f"attnmux: {error}", file=sys.stderr)
+            if isinstance(error, NoBackend):
+                return NOTHING_FITS
+            usage = (InvalidInput, UnknownBackend, AmbiguousPlatform, SettingsError)
+            return USAGE if isinstance(error, usage) else FAILURE
+        kind = type(error).__name__
+        print(f"attnmux: {kind}: {error} (--debug shows where)", file=sys.stderr)
+        return FAILURE
+
+
+def escape_unknown() -> None:
+    """Write characters that the terminal's encoding lacks as escapes; a name may hold any."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
+
+
+@contextmanager
+def writing(path: Path, *, otherwise: str) -> Iterator[None]:
+    """Turn an OSError of the block into a SettingsError that names the file and, with `otherwise`,
+    what else can be done."""
+    try:
+        yield
+    except OSError as error:
+        raise SettingsError(f"{path} cannot be written: {in_brief(error)}; {otherwise}") from error
+
 
 pass_run = click.make_pass_decorator(Run)
 
@@ -43,7 +213,7 @@ def common_options(command: F) -> F:
     ):
         command = click.option(name, help=said, expose_value=False, callback=_set, **given)(command)
     return click.option(
-        JSON, "as_json", is_flag=True, callback=_set_answer, help="Answer in JSON."
+        "--json", "as_json", is_flag=True, callback=_set_answer, help="Answer in JSON."
     )(command)
 
 

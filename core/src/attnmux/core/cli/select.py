@@ -16,7 +16,7 @@ from attnmux.core.choosing.offer.libraries import canonical, installed_version
 from attnmux.core.choosing.offer.proof import proven_on
 from attnmux.core.choosing.solver import solve
 from attnmux.core.choosing.tell.decision import Decision
-from attnmux.core.cli.invocation import Run
+from attnmux.core.cli.run import Run
 from attnmux.core.errors import InvalidInput, NoBackend
 from attnmux.core.settings import Settings
 

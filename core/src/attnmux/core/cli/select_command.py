@@ -2,35 +2,41 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import click
 
+from attnmux.core.choosing.machine.platform import GRAMMAR
 from attnmux.core.cli import select as answering
 from attnmux.core.cli.run import Run, common_options, pass_run
-from attnmux.core.cli.select_options import OPTIONS, Option
+
+PLATFORM = f"A machine, present or not, as {GRAMMAR}; or a vendor here. Several are compared."
+SET = "An option of a backend; `attnmux backends --json` lists them."
 
 
-def _declared(option: Option, command: Callable[..., None]) -> Callable[..., None]:
-    given: dict[str, Any] = {
-        name: value
-        for name in ("is_flag", "multiple", "default", "metavar")
-        if (value := getattr(option, name)) not in (None, False)
-    }
-    if option.least is not None:
-        given["type"] = click.IntRange(min=option.least)
-    elif option.words:
-        given["type"] = click.Choice(option.words)
-    return click.option(option.said, option.argument, help=option.help, **given)(command)
-
-
-def _select(run: Run, /, **given: Any) -> None:  # noqa: ANN401  # the options' values
+@click.command(help=answering.select.__doc__)
+@click.option("--platform", "platforms", multiple=True, help=PLATFORM)
+@click.option("--request", "fields", default="", help="FIELD=VALUE,…: page_size=16,spec_topk=4")
+@click.option("--model", help="A folder with a Hugging Face config.json.")
+@click.option("--tp", type=click.IntRange(min=1), default=1, help="Ranks that share the heads.")
+@click.option("--backend", help="The backend for extend and decode.")
+@click.option("--prefill-backend", help="The backend for extend.")
+@click.option("--decode-backend", help="The backend for decode.")
+@click.option("--mm-backend", help="The backend for a multimodal encoder.")
+@click.option("--linear-backend", help="The backend for layers without softmax attention.")
+@click.option(
+    "--speculative-attention-mode",
+    type=click.Choice(["prefill", "decode"]),
+    help="Which of the two verifies and drafts.",
+)
+@click.option("--set", "assignments", multiple=True, metavar="BACKEND.OPTION=VALUE", help=SET)
+@click.option("--without", multiple=True, metavar="DIST", help="Count a library as not installed.")
+@click.option("--allow-coercion", is_flag=True, help="Allow changes to values that you set.")
+@click.option("--no-measurements", is_flag=True, help="Ignore the measurements of this machine.")
+@click.option("--engine", metavar="NAME", help="Also print the line that starts it: vllm, sglang.")
+@click.option("--explain", is_flag=True, help="Say why each other lost, and who set each value.")
+@click.option("--all", "every", is_flag=True, help="Like --explain, with every reason.")
+@common_options
+@pass_run
+def select(run: Run, /, **given: Any) -> None:  # noqa: ANN401  # the options' values
     answering.select(run, **given)
-
-
-_select.__doc__ = answering.select.__doc__
-_command = common_options(pass_run(_select))
-for _option in reversed(OPTIONS):
-    _command = _declared(_option, _command)
-select = click.command("select")(_command)

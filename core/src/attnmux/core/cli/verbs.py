@@ -13,7 +13,7 @@ import click
 from attnmux.core.choosing.common.checks import nearest
 from attnmux.core.choosing.find.plugins import is_admitted
 from attnmux.core.choosing.offer.libraries import EntryPoint, entry_points
-from attnmux.core.cli.invocation import INTERRUPTED, Run, escape_unknown
+from attnmux.core.cli.run import INTERRUPTED, Run, escape_unknown
 from attnmux.core.errors import PluginError, SettingsError
 from attnmux.core.settings import Settings
 

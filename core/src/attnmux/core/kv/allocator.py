@@ -6,7 +6,7 @@ import torch
 
 from attnmux.core.arguments import check_whole_pages
 from attnmux.core.errors import InvalidInput
-from attnmux.core.kv.pages import FreeList, check_extend, place_decode, place_extend
+from attnmux.core.kv.pages import FreeList, check_extend, place_extend
 
 
 class UndoneOnError:
@@ -111,28 +111,6 @@ class PagedAllocator:
             return place_extend(
                 prefix_lens, seq_lens, last_loc, pages, extend_num_tokens, self.page_size
             )
-
-    def alloc_decode(
-        self,
-        seq_lens: torch.Tensor,
-        last_loc: torch.Tensor,
-        *,
-        seq_lens_cpu: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        """Slots [B], one new token a request; seq_lens [B] int count it, so they are ≥ 1.
-
-        last_loc as in `alloc_extend`. Synchronises to count pages unless the host mirror of the
-        lengths is given.
-        """
-        if self.debug:
-            check_extend(seq_lens - 1, seq_lens, last_loc, seq_lens.shape[0], self.page_size)
-            self._check_tails(seq_lens - 1, seq_lens, last_loc)
-        if self.page_size == 1:
-            return self._take(seq_lens.shape[0])
-        after = seq_lens if seq_lens_cpu is None else seq_lens_cpu
-        num_pages = int(((after - 1) % self.page_size == 0).sum())
-        with UndoneOnError(self):
-            return place_decode(seq_lens, last_loc, self._take(num_pages), self.page_size)
 
     def mark(self) -> tuple[int, ...]:
         """The state that `rewind` returns to. It costs nothing and holds until the next free."""

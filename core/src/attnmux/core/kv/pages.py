@@ -117,16 +117,6 @@ def place_extend(
     return torch.where(positions < (pages_before * page_size)[request], continued, fresh)
 
 
-def place_decode(
-    seq_lens: torch.Tensor, last_loc: torch.Tensor, pages: torch.Tensor, page_size: int
-) -> torch.Tensor:
-    """Slots [B] int64 of one new token a request; seq_lens [B] count it."""
-    opens_page = (seq_lens - 1) % page_size == 0
-    ranks = opens_page.cumsum(0)
-    fresh = torch.cat([pages.new_zeros(1), pages])[ranks] * page_size
-    return torch.where(opens_page, fresh, last_loc.long() + 1)
-
-
 def check_extend(
     prefix_lens: torch.Tensor,
     seq_lens: torch.Tensor,

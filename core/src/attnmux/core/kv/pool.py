@@ -282,9 +282,19 @@ def word_dtype(*row_bytes: int) -> torch.dtype:
     return next(word for word in _WORDS if not any(size % word.itemsize for size in row_bytes))
 
 
+def words_of(buffer: torch.Tensor) -> torch.Tensor:
+    """The buffer [slots, Hkv, D] as the widest integers that its rows and strides divide into; see
+    `word_dtype`. The dims of one slot are joined where they are contiguous."""
+    slots, heads, dim = buffer.shape
+    if heads == 1 or buffer.stride(1) == dim:
+        buffer = buffer.as_strided((slots, heads * dim), (buffer.stride(0), 1))
+    lengths = (buffer.shape[-1], int(buffer.storage_offset()), *buffer.stride()[:-1])
+    return buffer.view(word_dtype(*(length * buffer.itemsize for length in lengths)))
+
+
 def write_rows(words: torch.Tensor, loc: torch.Tensor, rows: torch.Tensor) -> None:
-    """Copy rows [T, …], already of the stored dtype, to words[loc], a [slots, n] word view."""
-    flat = rows.flatten(1).contiguous()
-    if flat.storage_offset() * flat.itemsize % words.itemsize:
-        flat = flat.clone()  # the slice begins in the middle of a word
-    words.index_copy_(0, loc, flat.view(words.dtype))
+    """Copy rows [T, …], already of the stored dtype, to words[loc], a view of `words_of`."""
+    rows = (rows.flatten(1) if words.dim() == 2 else rows).contiguous()
+    if rows.storage_offset() * rows.itemsize % words.itemsize:
+        rows = rows.clone()  # the slice begins in the middle of a word
+    words.index_copy_(0, loc, rows.view(words.dtype))

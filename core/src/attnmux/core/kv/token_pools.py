@@ -2,18 +2,126 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 
 from attnmux.core.arguments import check_positive
 from attnmux.core.kv.four_bits import BLOCK, SCALE_DTYPE, check_width, scale_bytes
 from attnmux.core.kv.four_bits import DTYPE as FP4_DTYPE
-from attnmux.core.kv.pool import HasLayerId, KVPool, check_loc, check_rows, word_dtype, write_rows
+from attnmux.core.kv.pool import HasLayerId, KVPool, check_loc, check_rows, words_of, write_rows
 from attnmux.core.kv.quantise import quantise, stored_parts
 
 
-class MHATokenToKVPool(KVPool):
+class PairPool(KVPool):
+    """K [slots, Hkv, D] and V [slots, Hkv, Dv] of each layer, whoever allocated them."""
+
+    def _hold(self, buffers: Mapping[int, tuple[torch.Tensor, torch.Tensor]]) -> None:
+        """Use these buffers, by layer id. Slots and heads may be any distance apart."""
+        self._buffers = dict(buffers)
+        self._words = {key: (words_of(k), words_of(v)) for key, (k, v) in buffers.items()}
+
+    @property
+    def is_strided(self) -> bool:
+        return not all(each.is_contiguous() for pair in self._buffers.values() for each in pair)
+
+    @property
+    def nbytes(self) -> int:
+        return _nbytes(each for pair in self._buffers.values() for each in pair)
+
+    def get_key_buffer(self, layer_id: int) -> torch.Tensor:
+        return self.get_kv_buffer(layer_id)[0]
+
+    def get_value_buffer(self, layer_id: int) -> torch.Tensor:
+        return self.get_kv_buffer(layer_id)[1]
+
+    def get_kv_buffer(self, layer_id: int) -> tuple[torch.Tensor, torch.Tensor]:
+        self._layer_index(layer_id)
+        return self._buffers[layer_id]
+
+    def set_kv_buffer(
+        self,
+        layer: HasLayerId,
+        loc: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        k_scale: float | None = None,
+        v_scale: float | None = None,
+    ) -> None:
+        k_buffer, v_buffer = self.get_kv_buffer(layer.layer_id)
+        num_tokens, packed = check_loc(loc), 2 if self.dtype == FP4_DTYPE else 1
+        for name, rows, (_, heads, dim) in (("k", k, k_buffer.shape), ("v", v, v_buffer.shape)):
+            check_rows(name, rows, (num_tokens, heads, dim * packed), loc)
+        k, *k_scales = stored_parts(k, self.dtype, k_scale)
+        v, *v_scales = stored_parts(v, self.dtype, v_scale)
+        k_words, v_words = self._words[layer.layer_id]
+        write_rows(k_words, loc, k)
+        write_rows(v_words, loc, v)
+        for buffer, each in zip(self.memory(layer.layer_id)[2:], k_scales + v_scales, strict=True):
+            buffer.view(torch.uint8).index_copy_(0, loc, each.view(torch.uint8))
+
+
+class LatentPool(KVPool):
+    """Latents and rotary keys [slots, 1, rank + rope] of each layer, whoever allocated them.
+
+    K is the whole row; V is a view of its first `rank` columns.
+    """
+
+    def _hold(self, rows: Mapping[int, torch.Tensor], kv_lora_rank: int) -> None:
+        """Use these buffers, by layer id. Slots may be any distance apart."""
+        self.kv_lora_rank = kv_lora_rank
+        self.qk_rope_head_dim = next(iter(rows.values())).shape[2] - kv_lora_rank
+        self._buffers = dict(rows)
+        self._words = {
+            key: (words_of(each[..., :kv_lora_rank]), words_of(each[..., kv_lora_rank:]))
+            for key, each in rows.items()
+        }
+
+    @property
+    def is_strided(self) -> bool:
+        return not all(each.is_contiguous() for each in self._buffers.values())
+
+    @property
+    def nbytes(self) -> int:
+        return _nbytes(self._buffers.values())
+
+    def get_key_buffer(self, layer_id: int) -> torch.Tensor:
+        self._layer_index(layer_id)
+        return self._buffers[layer_id]
+
+    def get_value_buffer(self, layer_id: int) -> torch.Tensor:
+        return self.get_key_buffer(layer_id)[..., : self.kv_lora_rank]
+
+    def read_scales(self, k_scale: float | None, v_scale: float | None) -> tuple[float, float]:
+        scale, _ = super().read_scales(k_scale, None)
+        return scale, scale
+
+    def set_mla_kv_buffer(
+        self,
+        layer: HasLayerId,
+        loc: torch.Tensor,
+        k_nope: torch.Tensor,
+        k_rope: torch.Tensor,
+        k_scale: float | None = None,
+    ) -> None:
+        self._layer_index(layer.layer_id)
+        num_tokens = check_loc(loc)
+        check_rows("k_nope", k_nope, (num_tokens, 1, self.kv_lora_rank), loc)
+        check_rows("k_rope", k_rope, (num_tokens, 1, self.qk_rope_head_dim), loc)
+        nope = quantise(k_nope, self.dtype, k_scale)
+        rope = quantise(k_rope, self.dtype, k_scale)
+        nope_words, rope_words = self._words[layer.layer_id]
+        write_rows(nope_words, loc, nope)
+        write_rows(rope_words, loc, rope)
+
+
+def _nbytes(buffers: Iterable[torch.Tensor]) -> int:
+    """Bytes of the slots; a cache that several layers share counts once."""
+    views = {(each.data_ptr(), each.shape): each.numel() * each.itemsize for each in buffers}
+    return sum(views.values())
+
+
+class MHATokenToKVPool(PairPool):
     """Multi-head and grouped-query attention: K [slots, Hkv, D] and V [slots, Hkv, Dv] of each
     layer, zero until written."""
 
@@ -53,9 +161,8 @@ class MHATokenToKVPool(KVPool):
             dims = head_dim // 2, self.v_head_dim // 2
         shapes = [(num_kv_heads, dim) for dim in dims for _ in range(layers)]
         buffers = self._allocate(shapes, "KV pool")
-        self._k, self._v = buffers[:layers], buffers[layers:]
-        self._k_words = [_word_view(buffer) for buffer in self._k]
-        self._v_words = [_word_view(buffer) for buffer in self._v]
+        pairs = zip(buffers[:layers], buffers[layers:], strict=True)
+        self._hold(dict(zip(self.layer_ids, pairs, strict=True)))
 
     @staticmethod
     def bytes_per_token(
@@ -93,42 +200,13 @@ class MHATokenToKVPool(KVPool):
             v_head_dim=self.v_head_dim,
         )
 
-    def get_key_buffer(self, layer_id: int) -> torch.Tensor:
-        return self._k[self._layer_index(layer_id)]
-
-    def get_value_buffer(self, layer_id: int) -> torch.Tensor:
-        return self._v[self._layer_index(layer_id)]
-
     def get_scale_buffers(self, layer_id: int) -> tuple[torch.Tensor, torch.Tensor] | None:
         index = self._layer_index(layer_id)
         return self._scales[index] if self._scales else None
 
-    def set_kv_buffer(
-        self,
-        layer: HasLayerId,
-        loc: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        k_scale: float | None = None,
-        v_scale: float | None = None,
-    ) -> None:
-        index = self._layer_index(layer.layer_id)
-        num_tokens = check_loc(loc)
-        check_rows("k", k, (num_tokens, self.num_kv_heads, self.head_dim), loc)
-        check_rows("v", v, (num_tokens, self.num_kv_heads, self.v_head_dim), loc)
-        k, *k_scales = stored_parts(k, self.dtype, k_scale)
-        v, *v_scales = stored_parts(v, self.dtype, v_scale)
-        write_rows(self._k_words[index], loc, k)
-        write_rows(self._v_words[index], loc, v)
-        for buffer, rows in zip(self.memory(layer.layer_id)[2:], k_scales + v_scales, strict=True):
-            buffer.view(torch.uint8).index_copy_(0, loc, rows.view(torch.uint8))
 
-
-class MLATokenToKVPool(KVPool):
-    """Multi-head latent attention: [slots, 1, rank + rope] of each layer, zero until written.
-
-    K is the whole row, latent and rotary key; V is a view of its first `rank` columns.
-    """
+class MLATokenToKVPool(LatentPool):
+    """Multi-head latent attention: [slots, 1, rank + rope] of each layer, zero until written."""
 
     def __init__(
         self,
@@ -151,16 +229,9 @@ class MLATokenToKVPool(KVPool):
         self._check_whole_bytes()
         check_positive("kv_lora_rank", kv_lora_rank)
         check_positive("qk_rope_head_dim", qk_rope_head_dim)
-        self.kv_lora_rank = kv_lora_rank
-        self.qk_rope_head_dim = qk_rope_head_dim
         row = (1, kv_lora_rank + qk_rope_head_dim)
-        self._buffers = self._allocate([row] * len(self.layer_ids), "MLA KV pool")
-        rank_bytes = kv_lora_rank * dtype.itemsize
-        word = word_dtype(rank_bytes, qk_rope_head_dim * dtype.itemsize)
-        split = rank_bytes // word.itemsize
-        words = [buffer.squeeze(1).view(word) for buffer in self._buffers]
-        self._nope_words = [rows[:, :split] for rows in words]
-        self._rope_words = [rows[:, split:] for rows in words]
+        buffers = self._allocate([row] * len(self.layer_ids), "MLA KV pool")
+        self._hold(dict(zip(self.layer_ids, buffers, strict=True)), kv_lora_rank)
 
     @staticmethod
     def bytes_per_token(
@@ -168,39 +239,3 @@ class MLATokenToKVPool(KVPool):
     ) -> int:
         """Bytes of one token in all layers, for `tokens_in_budget`."""
         return num_layers * (kv_lora_rank + qk_rope_head_dim) * dtype.itemsize
-
-    @property
-    def nbytes(self) -> int:
-        return sum(buffer.nbytes for buffer in self._buffers)
-
-    def get_key_buffer(self, layer_id: int) -> torch.Tensor:
-        return self._buffers[self._layer_index(layer_id)]
-
-    def get_value_buffer(self, layer_id: int) -> torch.Tensor:
-        return self.get_key_buffer(layer_id)[..., : self.kv_lora_rank]
-
-    def read_scales(self, k_scale: float | None, v_scale: float | None) -> tuple[float, float]:
-        scale, _ = super().read_scales(k_scale, None)
-        return scale, scale
-
-    def set_mla_kv_buffer(
-        self,
-        layer: HasLayerId,
-        loc: torch.Tensor,
-        k_nope: torch.Tensor,
-        k_rope: torch.Tensor,
-        k_scale: float | None = None,
-    ) -> None:
-        index = self._layer_index(layer.layer_id)
-        num_tokens = check_loc(loc)
-        check_rows("k_nope", k_nope, (num_tokens, 1, self.kv_lora_rank), loc)
-        check_rows("k_rope", k_rope, (num_tokens, 1, self.qk_rope_head_dim), loc)
-        nope = quantise(k_nope, self.dtype, k_scale)
-        rope = quantise(k_rope, self.dtype, k_scale)
-        write_rows(self._nope_words[index], loc, nope)
-        write_rows(self._rope_words[index], loc, rope)
-
-
-def _word_view(buffer: torch.Tensor) -> torch.Tensor:
-    rows = buffer.view(buffer.shape[0], -1)
-    return rows.view(word_dtype(rows.shape[1] * rows.element_size()))

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from attnmux.core.block_picks import best_blocks, block_scores
+from attnmux.core import BestProducts
 from attnmux.transformers.index_shape import IndexShape
-from attnmux.transformers.indexer_trial import TOLERANCE, TRIED_TOKENS, rotary_of
+from attnmux.transformers.indexer_trial import PICKED, TOLERANCE, TRIED_TOKENS, rotary_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -44,8 +44,15 @@ class BlockIndexer:
             head_dim=module.head_dim,
             block_size=module.block_size,
             heads=module.num_heads,
-            local_blocks=module.local_blocks,
         )
+
+    @property
+    def answer(self) -> bool:
+        return PICKED
+
+    @property
+    def ranking(self) -> BestProducts:
+        return BestProducts(local_blocks=self.module.local_blocks)
 
     def project(
         self,
@@ -85,8 +92,8 @@ class BlockIndexer:
             except Exception:  # its forward takes something else: another version of the model
                 return False
         q, k = (each.float() for each in self.project(hidden, turns))
-        scores = block_scores(q[None], k[None], places[None], TRIED_BLOCK)
-        ours = best_blocks(scores, places[None] // TRIED_BLOCK, TRIED_TOPK, module.local_blocks)[0]
+        scores = self.ranking.scores(q[None], k[None], places[None], TRIED_BLOCK)
+        ours = self.ranking.picks(scores, places[None], TRIED_BLOCK, TRIED_TOPK)[0]
         own = own.transpose(0, 1)
         if own.shape != ours.shape or not bool(((own < 0) == (ours < 0)).all()):
             return False

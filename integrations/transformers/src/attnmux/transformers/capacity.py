@@ -24,6 +24,7 @@ from attnmux.core import (
 from attnmux.transformers import hidden_states
 from attnmux.transformers.encoder_decoder import PackedDecoder
 from attnmux.transformers.hidden_states import HiddenStates
+from attnmux.transformers.indexers import Indexers
 from attnmux.transformers.memory_budget import MemoryBudget
 from attnmux.transformers.pools import (
     PoolSizes,
@@ -160,15 +161,16 @@ def _decoder(model: ServedModel) -> PreTrainedModel:
 def _index_keys(model: ServedModel, decision: Decision, pool: KVPool) -> IndexKPool | None:
     if model.indexers is None:
         return None
-    dtype, device = _index_dtype(decision), model.module.device
+    dtype, device = _index_dtype(model.indexers, decision), model.module.device
     return model.indexers.pool(num_slots=pool.num_slots, dtype=dtype, device=device)
 
 
-def _index_dtype(decision: Decision) -> torch.dtype:
-    """Of an indexer's keys: as coarse as the KV cache, where that is e4m3."""
+def _index_dtype(indexers: Indexers, decision: Decision) -> torch.dtype:
+    """Of an indexer's keys: as coarse as the KV cache, where that is e4m3 and keys are stored."""
     kv_dtype = torch_dtype(decision.kv_dtype)
     own = torch_dtype(decision.request.dtype or decision.kv_dtype)
-    return kv_dtype if kv_dtype == torch.float8_e4m3fn else own
+    coarse = kv_dtype == torch.float8_e4m3fn and not indexers.shape.begun_block
+    return kv_dtype if coarse else own
 
 
 def _kv_bytes(
@@ -188,7 +190,7 @@ def _kv_bytes(
     left = max(memory.resolve(model.module.device) - taken, 0)
     ours, theirs = bytes_per_token(stored, decision) * page_size, _bounds_bytes(decision, stored)
     if model.indexers is not None:
-        theirs += model.indexers.bytes_per_token(_index_dtype(decision)) * page_size
+        theirs += model.indexers.bytes_per_token(_index_dtype(model.indexers, decision)) * page_size
     if model.keeps_hidden:
         hidden = hidden_states.bytes_per_token(_decoder(model), model.hidden_layers)
         theirs += hidden * page_size

@@ -17,7 +17,7 @@ def decode_graphs(
         batch_sizes=graph_batch_sizes(pool_size=pool_size, chosen=chosen),
         encoder=encoder,
         host_lens=True,
-        index_topk=index.topk,
+        index_topk=index.places,
         index_heads=index.heads,
     )
 
@@ -38,7 +38,7 @@ def verify_graphs(
         spec_topk=draft_topk,
         visible=draft_topk > 1,
         host_lens=True,
-        index_topk=index.topk,
+        index_topk=index.places,
         index_heads=index.heads,
     )
 

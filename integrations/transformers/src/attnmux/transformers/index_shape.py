@@ -12,13 +12,19 @@ class IndexShape:
     topk: int
     """Keys of each token, or blocks of each token and head."""
     head_dim: int
-    """Of the keys that are scored."""
+    """Values that are kept of each token: its key, and what else a block's key is made of."""
     block_size: int = 0
     """Keys of a block; 0 where single keys are picked."""
     heads: int = 0
     """Heads with blocks of their own."""
-    local_blocks: int = 0
-    """Blocks that are always picked, up to the token's own."""
+    begun_block: bool = False
+    """Whether a token also sees the block that it is in while that is not whole. Keys are made of
+    whole blocks then, of values in the model's dtype."""
+
+    @property
+    def places(self) -> int:
+        """Places of each token, and head, in `ForwardBatch.topk_indices`."""
+        return self.topk + self.begun_block
 
     @property
     def reach(self) -> int:

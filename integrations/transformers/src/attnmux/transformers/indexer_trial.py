@@ -1,4 +1,4 @@
-"""What it takes to try whether an indexer of a model picks as ours does, whatever it picks."""
+"""What the kinds of indexers share: how they are tried, and what they return."""
 
 from __future__ import annotations
 
@@ -10,6 +10,10 @@ TRIED_TOKENS = 24
 TOLERANCE = 0.02
 """By how much scores may differ, as a share of the largest score: above rounding in any dtype, and
 far below the effect of another rotary function or scale."""
+PICKED = False
+"""What most indexers return: their picks are on the batch. Not None, which layers that share the
+picks of an earlier one take for missing, and no value for attention, which an indexer that nobody
+knows would hand it."""
 ROTARY = "apply_rotary_pos_emb"
 """How the names of transformers' rotary functions begin."""
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -28,13 +29,15 @@ from attnmux.transformers.attention import UNMASKED
 from attnmux.transformers.block_indexers import BlockIndexer, block_indexer, has_block_parts
 from attnmux.transformers.index_shape import IndexShape
 from attnmux.transformers.key_indexers import KeyIndexer, has_key_parts, key_indexer
+from attnmux.transformers.mean_indexers import MeanIndexer, has_mean_parts, mean_indexer
 
-PICKED = False
-"""What an indexer returns: its picks are on the batch. Not None, which layers that share the picks
-of an earlier one take for missing, and no value for attention, which an indexer that nobody knows
-would hand it."""
-
-Indexer = KeyIndexer | BlockIndexer
+Indexer = KeyIndexer | BlockIndexer | MeanIndexer
+KINDS: tuple[tuple[Callable[..., bool], Callable[..., Indexer | None]], ...] = (
+    (has_key_parts, key_indexer),
+    (has_block_parts, block_indexer),
+    (has_mean_parts, mean_indexer),
+)
+"""Whether a module is built as an indexer of the kind, and the indexer, where it picks as ours."""
 
 
 @dataclass(kw_only=True, slots=True, eq=False)
@@ -52,7 +55,9 @@ class Indexers:
         """Give the modules a forward that writes their picks to the batch of the running step."""
         for indexer in self.each:
             indexer.module.forward = self._bound(indexer)
-            indexer.owner.register_forward_pre_hook(_unmasked, with_kwargs=True)
+            mask = UNMASKED.to(next(indexer.module.parameters()).device)
+            unmasked = partial(_unmasked, mask)
+            indexer.owner.register_forward_pre_hook(unmasked, with_kwargs=True)
 
     def mark(self, layers: Sequence[LayerSpec]) -> tuple[LayerSpec, ...]:
         """The layers, of which those with an indexer of blocks see blocks.
@@ -86,10 +91,14 @@ class Indexers:
             self.picker = BlockPicker(
                 pool=pool,
                 req_to_token=table,
-                topk=shape.topk,
+                topk=shape.places,
                 block_size=shape.block_size,
                 heads=shape.heads,
-                local_blocks=shape.local_blocks,
+                rankings={
+                    indexer.module.layer_idx: indexer.ranking
+                    for indexer in self.each
+                    if not isinstance(indexer, KeyIndexer)
+                },
             )
             return
         kernel = shared_kernel("index_scores", context)
@@ -104,15 +113,17 @@ class Indexers:
         finally:
             self.is_captured = True
 
-    def _bound(self, indexer: Indexer) -> Callable[..., bool]:
-        def forward(*args: Any, **kwargs: Any) -> bool:  # noqa: ANN401  # what its own forward takes
+    def _bound(self, indexer: Indexer) -> Callable[..., bool | torch.Tensor]:
+        answer = indexer.answer
+
+        def forward(*args: Any, **kwargs: Any) -> bool | torch.Tensor:  # noqa: ANN401  # what its own forward takes
             if self.picker is not None:
                 parts = indexer.project(*args, **kwargs)
                 # Its arguments are the parts of its own kind of indexer
                 pick: Callable[..., None] = self.picker.pick
                 batch, captured = current().batch, self.is_captured
                 pick(indexer.module.layer_idx, *parts, batch, captured=captured)
-            return PICKED
+            return answer
 
         return forward
 
@@ -131,10 +142,11 @@ def bound_indexers(model: torch.nn.Module) -> Indexers | None:
     that differ from each other.
     """
     found = [
-        key_indexer(child, owner) or block_indexer(child, owner)
+        known_as(child, owner)
         for owner in model.modules()
         for child in owner.children()
-        if has_key_parts(child) or has_block_parts(child)
+        for has_parts, known_as in KINDS
+        if has_parts(child)
     ]
     known = tuple(indexer for indexer in found if indexer is not None)
     if not found or len(known) < len(found):
@@ -149,9 +161,12 @@ def bound_indexers(model: torch.nn.Module) -> Indexers | None:
 
 
 def _unmasked(
-    module: torch.nn.Module, args: tuple[object, ...], kwargs: dict[str, Any]
+    mask: torch.Tensor,
+    module: torch.nn.Module,
+    args: tuple[object, ...],
+    kwargs: dict[str, Any],
 ) -> tuple[tuple[object, ...], dict[str, Any]]:
     """Hand a mask to a layer that gets none, and slices it for its indexer."""
     if kwargs.get("attention_mask") is None:
-        kwargs = {**kwargs, "attention_mask": UNMASKED}
+        kwargs = {**kwargs, "attention_mask": mask}
     return args, kwargs

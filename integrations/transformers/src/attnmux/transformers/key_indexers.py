@@ -13,7 +13,13 @@ import torch
 
 from attnmux.core.indices import index_scores
 from attnmux.transformers.index_shape import IndexShape
-from attnmux.transformers.indexer_trial import TOLERANCE, TRIED_TOKENS, forward_of, rotary_of
+from attnmux.transformers.indexer_trial import (
+    PICKED,
+    TOLERANCE,
+    TRIED_TOKENS,
+    forward_of,
+    rotary_of,
+)
 
 PARTS = {"wq_b", "wk", "k_norm", "weights_proj"}
 NUMBERS = ("n_heads", "head_dim", "index_topk", "qk_rope_head_dim", "layer_idx")
@@ -34,6 +40,10 @@ class KeyIndexer:
     @property
     def shape(self) -> IndexShape:
         return IndexShape(topk=self.module.index_topk, head_dim=self.module.head_dim)
+
+    @property
+    def answer(self) -> bool:
+        return PICKED
 
     def project(
         self,

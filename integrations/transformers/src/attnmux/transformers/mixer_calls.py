@@ -208,6 +208,13 @@ def row_of(mixer: Mixer, tensor: torch.Tensor) -> torch.Tensor:
     return tensor[0]
 
 
+def refuse_padding(mixer: Mixer, mask: torch.Tensor | None) -> None:
+    """Raise InvalidInput for a mask of padding."""
+    if mask is not None:
+        expected = "none: nothing is padded"
+        raise InvalidInput(f"{mixer.name}, attention_mask", got="a mask", expected=expected)
+
+
 def _refuse(mixer: Mixer, kwargs: Mapping[str, object]) -> None:
     """Raise InvalidInput for an argument that the contract does not know."""
     for name, value in kwargs.items():

@@ -29,6 +29,7 @@ from attnmux.transformers.batching import StepBuilder
 from attnmux.transformers.capacity import Capacity, RunnerMemory, allocate
 from attnmux.transformers.encoder_decoder import PackedDecoder
 from attnmux.transformers.engine.stats import Laps
+from attnmux.transformers.linears import LinearKernel, multiply_by
 from attnmux.transformers.model_call import ModelCall
 from attnmux.transformers.ranks import ONE_RANK, Ranks
 from attnmux.transformers.rotary import fixed_row_len
@@ -87,6 +88,9 @@ class ModelOnBackend:
             self.indexers.pick_from(memory.index_keys, self.context)
         backend = self.build(self.context)
         self.backend = backend if wrap is None else wrap(backend, decision)
+        linear: LinearKernel | None = shared_kernel("linear", self.context)
+        if linear is not None:
+            multiply_by(linear, self.model)
         self.steps = self._step_builder(memory, capacity)
         self.graphs: GraphRunner | None = None
         """Of decode steps."""

@@ -16,7 +16,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from attnmux.core import InvalidInput
-from attnmux.transformers.mixer_calls import ACTIVATIONS, Convolution, Recurrence, row_of
+from attnmux.transformers.mixer_calls import (
+    ACTIVATIONS,
+    Convolution,
+    Recurrence,
+    refuse_padding,
+    row_of,
+)
+from attnmux.transformers.ngram_layers import ngram_features
 
 if TYPE_CHECKING:
     from attnmux.transformers.mixers import Mixer
@@ -30,7 +37,7 @@ def _lightning(mixer: Mixer) -> Callable[..., Any]:
     def forward(
         hidden_states: torch.Tensor, attention_mask: torch.Tensor | None = None, **_: object
     ) -> tuple[torch.Tensor, None]:
-        _refuse_padding(mixer, attention_mask)
+        refuse_padding(mixer, attention_mask)
         qkv = module.act_fn(module.qkv_proj(row_of(mixer, hidden_states)))
         q, k, v = qkv.view(-1, heads, 3 * dim).split(dim, dim=2)
         asked = Recurrence(
@@ -59,7 +66,7 @@ def _zamba(mixer: Mixer) -> Callable[..., Any]:
     def forward(
         hidden_states: torch.Tensor, attention_mask: torch.Tensor | None = None, **_: object
     ) -> torch.Tensor:
-        _refuse_padding(mixer, attention_mask)
+        refuse_padding(mixer, attention_mask)
         projected = module.in_proj(row_of(mixer, hidden_states))
         x, gate = projected.view(projected.shape[0], -1, 2).unbind(2)
         weight, bias = module.conv1d.weight.squeeze(1), module.conv1d.bias
@@ -181,7 +188,7 @@ def _cca(mixer: Mixer) -> Callable[..., Any]:
         past_key_values: None = None,
         conv_mask: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, ...]:
-        _refuse_padding(mixer, conv_mask)
+        refuse_padding(mixer, conv_mask)
         x = row_of(mixer, hidden_states)
         projected = torch.cat([module.q_proj(x), module.k_proj(x)], dim=-1)
         heads = projected.view(len(x), -1, dim)
@@ -209,15 +216,10 @@ def _cca(mixer: Mixer) -> Callable[..., Any]:
     return forward
 
 
-def _refuse_padding(mixer: Mixer, mask: torch.Tensor | None) -> None:
-    if mask is not None:
-        expected = "none: nothing is padded"
-        raise InvalidInput(f"{mixer.name}, attention_mask", got="a mask", expected=expected)
-
-
 ADAPTERS: Mapping[str, Callable[[Mixer], Callable[..., Any]]] = MappingProxyType(
     {
         "MiniMaxLightningAttention": _lightning,
+        "Qwen4ExpTextPLELayer": ngram_features,
         "RecurrentGemmaRecurrentBlock": _rg_lru,
         "ZambaMambaMixer": _zamba,
         "ZayaCCAProjection": _cca,

@@ -66,7 +66,8 @@ class Recorder:
             raise InvalidInput("attention_mask", got="padding", expected="ones: nothing is padded")
         no_mask(**kwargs)  # type: ignore[arg-type]  # checked there
         self.masks.append(mask_function)
-        return torch.full((1, 1, 1, 1), len(self.masks) - 1, device=device)
+        # Of floats, as transformers' own for eager attention
+        return torch.full((1, 1, 1, 1), float(len(self.masks) - 1), device=device)
 
     def of_tokens(self, call: LayerCall) -> tuple[torch.Tensor, ...]:
         """The parts of a call that depend on the positions of its new tokens."""
@@ -77,8 +78,9 @@ class Recorder:
         told = Reach(sliding_window_size=call.sliding_window_size)
         if call.mask is None:
             return told
-        number = int(call.mask) if call.mask.numel() == 1 else -1
-        if not 0 <= number < len(self.masks):
+        found = float(call.mask) if call.mask.numel() == 1 else -1.0
+        number = int(found)
+        if found != number or not 0 <= number < len(self.masks):
             raise InvalidInput(
                 f"layer {call.layer_id}",
                 got=f"a mask that the layer made itself, of shape {tuple(call.mask.shape)}",

@@ -200,6 +200,12 @@ def _blocks(values: Mapping[str, Any], source: str) -> dict[str, Any]:
     """What the indexers of at least one layer pick. The later names are MiniMax-M3's own."""
     if PICKED_BLOCKS.isdisjoint(values["layer_types"]):
         return {}
+    if values.get("indexer_budget"):  # Qwen4-Exp's, in keys
+        size = whole(values, "indexer_compress_ratio", source)
+        return {
+            "index_topk": whole(values, "indexer_budget", source) // size,
+            "index_block_size": size,
+        }
     own = values.get("sparse_attention_config")
     known = {**own, **values} if isinstance(own, dict) else values
     fields = {

@@ -65,7 +65,16 @@ def layer_types(values: Mapping[str, Any], source: str) -> list[str]:
     if not isinstance(stated, list) or not all(isinstance(name, str) for name in stated):
         got = f"layer_types={stated!r} in {source}"
         raise InvalidInput("model", got=got, expected="a list of layer_types, or none")
-    return stated or _flagged(values) or _derived(values, source)
+    return _budgeted(stated or _flagged(values) or _derived(values, source), values)
+
+
+def _budgeted(types: list[str], values: Mapping[str, Any]) -> list[str]:
+    """Where indexers have a budget of keys and pick blocks of them, all attention layers do
+    (Qwen4-Exp)."""
+    if not values.get("indexer_budget"):
+        return types
+    (picked,) = PICKED_BLOCKS
+    return [picked if each in UNRESTRICTED | INDEXED else each for each in types]
 
 
 def _flagged(values: Mapping[str, Any]) -> list[str]:

@@ -16,10 +16,10 @@ from attnmux.core import (
     Offer,
     Platform,
     RankFailed,
-    RankGroup,
     RanksDiffer,
     in_brief,
 )
+from attnmux.distributed import RankGroup
 
 T = TypeVar("T")
 

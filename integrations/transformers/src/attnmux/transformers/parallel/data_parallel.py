@@ -10,8 +10,8 @@ from typing import Any, TypeVar
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from attnmux.core import ForwardBatch, GraphRunner, InvalidInput, RankGroup
-from attnmux.distributed import AgreedStep, TokensOfRanks, agree_on_step, idle_batch
+from attnmux.core import ForwardBatch, GraphRunner, InvalidInput
+from attnmux.distributed import AgreedStep, RankGroup, TokensOfRanks, agree_on_step, idle_batch
 from attnmux.transformers.parallel.agreement import check_step
 from attnmux.transformers.parallel.ranks import TensorParallelRanks
 from attnmux.transformers.parallel.split import EXPERTS, WHOLE, Joints, split_model

@@ -17,7 +17,6 @@ from attnmux.core import (
     Offer,
     Platform,
     Policy,
-    RankGroup,
     Request,
     build,
     check_positive,
@@ -27,6 +26,7 @@ from attnmux.core import (
 )
 from attnmux.distributed import (
     PrefillParallelBackend,
+    RankGroup,
     can_be_split,
     split_context,
     zigzag_step,

@@ -23,20 +23,20 @@ from attnmux.core import (
     PagedAllocator,
     Platform,
     Policy,
-    RankGroup,
     Request,
     TunedLaunch,
-    check_same_libraries,
-    shared_launches,
 )
 from attnmux.distributed import (
     HeadSplit,
     InterleavedDecision,
     InterleavedKVPool,
     Interleaving,
+    RankGroup,
     build_interleaved,
     capture_on_all_ranks,
+    check_same_libraries,
     decide_interleaved,
+    shared_launches,
 )
 from attnmux.transformers.images.prompt import PromptImages
 from attnmux.transformers.parallel.agreement import (

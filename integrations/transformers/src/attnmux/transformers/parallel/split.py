@@ -15,7 +15,8 @@ from typing import Any
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from attnmux.core import InvalidInput, RankGroup
+from attnmux.core import InvalidInput
+from attnmux.distributed import RankGroup
 from attnmux.transformers.images.encoder import tower_of
 
 WHOLE = frozenset(

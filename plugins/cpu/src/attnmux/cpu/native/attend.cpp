@@ -5,6 +5,7 @@
 
 #include <new>
 
+#include "linear.h"
 #include "panels.h"
 #include "plan.h"
 #include "stream.h"

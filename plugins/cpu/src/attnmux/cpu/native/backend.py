@@ -20,21 +20,13 @@ from attnmux.core import (
     InvalidInput,
     cu_seqlens,
 )
-from attnmux.cpu.native.library import Call, Keys, load
+from attnmux.cpu.native.library import TYPES, Call, Keys, load
 from attnmux.cpu.spans import slots_of, spans_of, visibility
 from attnmux.cpu.steps import KeyRule, StepLens, keys_and_values
 
 if TYPE_CHECKING:
     from attnmux.core import AttentionCall, BackendContext, ForwardBatch, LayerSpec
 
-TYPES = {
-    torch.float32: 0,
-    torch.bfloat16: 1,
-    torch.float16: 2,
-    torch.float8_e4m3fn: 3,
-    torch.float8_e5m2: 4,
-}
-"""As `Type` in values.h."""
 FIXED_SPLIT = 1024
 """Keys of a part where `deterministic` is asked: the cuts must not follow the batch."""
 

@@ -24,6 +24,14 @@ if TYPE_CHECKING:
 
 LOG = logging.getLogger(__name__)
 ADDRESS = "cpu/native"
+TYPES = {
+    torch.float32: 0,
+    torch.bfloat16: 1,
+    torch.float16: 2,
+    torch.float8_e4m3fn: 3,
+    torch.float8_e5m2: 4,
+}
+"""As `Type` in values.h."""
 HINT = "install g++ 12 or later, or clang++, or take torch_native"
 
 
@@ -54,18 +62,41 @@ class Call(ctypes.Structure):
     )
 
 
+class Linear(ctypes.Structure):
+    """The struct `Linear` of linear.h."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("x", "weight", "bias", "out")),
+        *((name, ctypes.c_int64) for name in ("x_row", "weight_row", "out_row")),
+        *((name, ctypes.c_int64) for name in ("num_rows", "width", "num_out")),
+        *((name, ctypes.c_int32) for name in ("type", "num_threads")),
+    )
+
+
 Attend = Callable[[Call], None]
+Multiply = Callable[[Linear], None]
 
 
-@lru_cache(maxsize=4)
 def load(platform: Platform) -> Attend:
-    """The kernels' function, which runs on torch's threads.
+    """The attention kernels' function, which runs on torch's threads.
 
     platform: the CPU that they are for. Raises BackendFailed where they did not come with the wheel
     and there is no compiler, or where what it made cannot be loaded.
     """
+    return bound(library_for(platform))
+
+
+def load_linear(platform: Platform) -> Multiply:
+    """The function of linear layers. Raises as `load` does."""
+    multiply: Multiply = _bound(library_for(platform), "linear", Linear)
+    return multiply
+
+
+@lru_cache(maxsize=4)
+def library_for(platform: Platform) -> ctypes.CDLL:
+    """All kernels for a CPU. Raises BackendFailed as `load` does."""
     level = serving(platform.arch, platform.features)
-    return bound(_installed_library(level) or _compiled_library(level))
+    return _installed_library(level) or _compiled_library(level)
 
 
 def _installed_library(level: Level) -> ctypes.CDLL | None:
@@ -81,21 +112,27 @@ def _installed_library(level: Level) -> ctypes.CDLL | None:
 
 
 def bound(library: ctypes.CDLL) -> Attend:
-    """The function of a library of any level. Raises BackendFailed where torch lacks its part."""
+    """The attention function of a library of any level. Raises BackendFailed where torch lacks its
+    part."""
+    attend: Attend = _bound(library, "attend", Call)
+    return attend
+
+
+def _bound(library: ctypes.CDLL, name: str, struct: type[ctypes.Structure]) -> Any:  # noqa: ANN401  # a function of the struct
     try:
         torch_library = ctypes.CDLL(str(_torch_library()))
         parallel_for = ctypes.cast(torch_library.torch_parallel_for, ctypes.c_void_p)
     except (OSError, AttributeError) as error:
         raise BackendFailed(ADDRESS, str(error), hint=HINT) from error
-    function: Any = library.attend
-    function.argtypes = (ctypes.POINTER(Call), ctypes.c_void_p)
+    function: Any = getattr(library, name)
+    function.argtypes = (ctypes.POINTER(struct), ctypes.c_void_p)
     function.restype = ctypes.c_int
 
-    def attend(call: Call) -> None:
+    def run(call: ctypes.Structure) -> None:
         if function(ctypes.byref(call), parallel_for):
             raise torch.OutOfMemoryError("the partial results of a step do not fit into memory")
 
-    return attend
+    return run
 
 
 def _torch_library() -> Path:

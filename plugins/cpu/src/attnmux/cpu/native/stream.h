@@ -20,7 +20,8 @@ template <Type T, int N> static inline void fetch(const char* const* ahead, int6
 // scores[j][r] = q[r] . k[j] for R rows and J keys, the row of a key beginning `at` bytes on.
 template <Type T, bool PAIRS, int R, int J>
 static inline void dot(const char* q, int64_t q_stride, const char* const* rows, const char* const* ahead, int64_t at, int width, float* scores, int64_t stride) {
-    vec sums[J][R] = {};
+    constexpr bool APART = !PAIRS && R * J <= 4;  // so few sums would wait for each other
+    vec sums[J][R] = {}, more[J][R] = {};
     for (int d = 0; d < width; d += BLOCK) {
         fetch<T, J>(ahead, at, d);
         if constexpr (PAIRS) {
@@ -37,10 +38,13 @@ static inline void dot(const char* q, int64_t q_stride, const char* const* rows,
                 const float* query = reinterpret_cast<const float*>(q + r * q_stride) + d;
                 const vec one = load(query), other = load(query + W);
                 for (int j = 0; j < J; ++j) sums[j][r] += one * a[j];
-                for (int j = 0; j < J; ++j) sums[j][r] += other * b[j];
+                for (int j = 0; j < J; ++j) (APART ? more : sums)[j][r] += other * b[j];
             }
         }
     }
+    if (APART)
+        for (int j = 0; j < J; ++j)
+            for (int r = 0; r < R; ++r) sums[j][r] += more[j][r];
     const vec* flat = &sums[0][0];
     for (int i = 0; i < R * J; i += 4) {
         const int last = R * J - 1;

@@ -42,10 +42,10 @@ static inline ivec load_ints(const void* p) { return *reinterpret_cast<const loo
 static inline int round_up(int n, int unit) { return (n + unit - 1) / unit * unit; }
 static inline vec higher(vec one, vec other) { return one > other || one != one ? one : other; }
 
-// Into the second cache. g++ takes a function that only prefetches for one without effects, and
+// Into the first cache. g++ takes a function that only prefetches for one without effects, and
 // removes the calls of it: the empty statement is an effect.
 static inline void prefetch(const void* p) {
-    __builtin_prefetch(p, 0, 2);
+    __builtin_prefetch(p, 0, 3);
     asm volatile("");
 }
 

@@ -4,15 +4,10 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING
 
-from attnmux.core.choosing.measured.launches import TunedLaunch
-from attnmux.core.choosing.offer.card import Offer
-from attnmux.core.errors import RanksDiffer
+from attnmux.core import Offer, RanksDiffer, TunedLaunch
 from attnmux.core.lock import Lock, installed
-
-if TYPE_CHECKING:
-    from attnmux.core.ranks import RankGroup
+from attnmux.distributed.ranks import RankGroup
 
 
 def check_same_libraries(

@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from attnmux.core.errors import InvalidInput, RankFailed, in_brief
+from attnmux.core import InvalidInput, RankFailed, in_brief
 
 SECONDS = 60.0
 """How long a rank waits for the others by default."""

@@ -1,0 +1,88 @@
+"""The linear layers of `native`, against float64."""
+
+from __future__ import annotations
+
+import shutil
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from attnmux.core import BackendFailed, InvalidInput, Platform
+from attnmux.core.choosing.machine.cpu import probe_cpu
+from attnmux.cpu import levels
+from attnmux.cpu.levels import COMPILERS
+from attnmux.cpu.native.linear import NativeLinear, make_linear
+
+pytestmark = pytest.mark.skipif(
+    not any(map(shutil.which, COMPILERS)), reason="the kernels are compiled here"
+)
+ROUNDING = {torch.float32: 2**-22, torch.bfloat16: 2**-8, torch.float16: 2**-11}
+
+
+def on(platform: Platform) -> Any:
+    return SimpleNamespace(platform=platform)
+
+
+@pytest.fixture(scope="module")
+def linear() -> NativeLinear:
+    try:
+        return NativeLinear(on(probe_cpu()))
+    except BackendFailed as error:
+        pytest.skip(str(error))
+
+
+@pytest.mark.parametrize("dtype", ROUNDING, ids=str)
+@pytest.mark.parametrize(
+    ("num_rows", "width", "num_out"),
+    [
+        (1, 896, 100),
+        (1, 2080, 33),
+        (3, 32, 7),
+        (8, 528, 48),
+        (9, 912, 130),
+        (17, 272, 96),
+        (260, 288, 50),
+    ],
+)
+@pytest.mark.parametrize("biased", [True, False])
+def test_products(
+    linear: NativeLinear, dtype: torch.dtype, num_rows: int, width: int, num_out: int, biased: bool
+) -> None:
+    x, weight = torch.randn(num_rows, width).to(dtype), torch.randn(num_out, width).to(dtype)
+    bias = torch.randn(num_out).to(dtype) if biased else None
+    expected = x.double() @ weight.double().T + (0 if bias is None else bias.double())
+    size = x.double().abs() @ weight.double().abs().T
+    error = (linear(x, weight, bias).double() - expected).abs()
+    assert (error <= ROUNDING[dtype] * expected.abs() + 2**-20 * size + 1e-6).all()
+
+
+def test_rows_that_are_slices_of_others_and_any_number_of_dims(linear: NativeLinear) -> None:
+    x, weight = torch.randn(2, 5, 96)[..., 16:80].bfloat16(), torch.randn(24, 64).bfloat16()
+    torch.testing.assert_close(linear(x, weight, None), (x.float() @ weight.float().T).bfloat16())
+    assert linear(x[:, :0], weight, None).shape == (2, 0, 24)
+
+
+def test_refusals(linear: NativeLinear) -> None:
+    weight = torch.randn(24, 64).bfloat16()
+    assert linear.serves(weight)
+    assert not linear.serves(weight[:, :50].contiguous())
+    assert not linear.serves(weight.T)
+    with pytest.raises(InvalidInput, match="float32"):
+        linear(torch.randn(1, 64), weight, None)
+    with pytest.raises(InvalidInput, match="65"):
+        linear(torch.randn(1, 65).bfloat16(), weight, None)
+
+
+@pytest.mark.parametrize(
+    "features", [{"cxx_compiler"}, {"cxx_compiler", "avx2", "avx512"}, {"avx2"}], ids=str
+)
+def test_not_offered_where_it_was_not_found_faster(
+    features: set[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(levels, "FOLDER", tmp_path)  # no kernels came with the wheel
+    platform = replace(Platform.parse("cpu:x86_64"), features=frozenset(features))
+    assert make_linear(on(platform)) is None
