@@ -83,7 +83,7 @@ def test_nothing_fits(call) -> None:
 
 
 def test_nothing_fits_without_json(call) -> None:
-    result = call("--platform", HERE, "--request", "kv_dtype=fp4_e2m1,head_dim=72")
+    result = call("--platform", HERE, "--request", "kind=mla,kv_dtype=fp4_e2m1")
     assert result.exit_code == 3
     assert result.stdout == ""
     assert "kv_dtype=bfloat16" in result.stderr
@@ -150,7 +150,7 @@ def test_layers_that_no_backend_serves_are_said(call, tmp_path) -> None:
     result = call(*args, "--explain")
     assert (result.exit_code, said in result.stderr) == (3, True)
     assert "mamba 36" in result.stdout
-    assert "no backend serves 36 mamba layers" in " ".join(result.stdout.split())
+    assert "nobody serves 36 mamba layers" in " ".join(result.stdout.split())
 
 
 def test_linear_layers_have_backends_of_their_own(call, tmp_path) -> None:
@@ -247,7 +247,7 @@ def test_without_the_plugin_of_the_machine_s_vendor_the_answer_says_so(call, mon
     assert warning_of_doubt.startswith("cpu/torch_native was chosen, and never run on acme:m1, ")
     on_a_machine(monkeypatch, platforms=(SM90, CPU))
     assert answer(call("--json"))["warnings"] == []
-    refused = answer(call("--json", "--request", "kv_dtype=fp4_e2m1,head_dim=72"))
+    refused = answer(call("--json", "--request", "kind=mla,kv_dtype=fp4_e2m1"))
     assert refused["warnings"] == [warning]
 
 
@@ -382,6 +382,15 @@ def test_an_engine_without_an_integration_is_refused(call, engine) -> None:
     assert result.exit_code == 1
     assert "RuntimeError: no such flag" in result.stderr
     assert call("--platform", HERE, "--platform", HERE, "--engine", "acme").exit_code == 2
+
+
+@pytest.mark.parametrize("name", ["vllm", "sglang"])
+def test_engines_whose_pools_hold_no_4_bits_are_not_started(call, name) -> None:
+    given = ("--platform", HERE, "--engine", name, "--request", "dtype=bf16,kv_dtype")
+    assert call(*given[:-1], given[-1] + "=fp8_e4m3").exit_code == 0
+    result = call(*given[:-1], given[-1] + "=fp4")
+    assert result.exit_code == 2
+    assert "kv_dtype: expected 8 bits or more" in " ".join(result.stderr.split())
 
 
 def test_lists_hold_for_integrations_too(call, engine, monkeypatch) -> None:
