@@ -95,9 +95,15 @@ class Tokens:
     k_rope: torch.Tensor | None
 
     def at(self, rows: torch.Tensor) -> Tokens:
-        parts: dict[str, Any] = {name: getattr(self, name) for name in self.__slots__}
+        def taken(part: torch.Tensor | None) -> torch.Tensor | None:
+            return None if part is None else part[rows]
+
         return Tokens(
-            **{name: each if each is None else each[rows] for name, each in parts.items()}
+            q=self.q[rows],
+            k=self.k[rows],
+            v=taken(self.v),
+            q_rope=taken(self.q_rope),
+            k_rope=taken(self.k_rope),
         )
 
     def copy_(self, other: Tokens) -> None:
