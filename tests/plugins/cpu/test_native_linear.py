@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -52,12 +53,27 @@ def linear() -> NativeLinear:
 def test_products(
     linear: NativeLinear, dtype: torch.dtype, num_rows: int, width: int, num_out: int, biased: bool
 ) -> None:
+    assert_right(linear, dtype, num_rows, width, num_out, biased)
+
+
+@pytest.mark.parametrize("dtype", ROUNDING, ids=str)
+def test_random_shapes(linear: NativeLinear, dtype: torch.dtype) -> None:
+    rng = random.Random()
+    for _ in range(12):
+        shape = rng.randint(1, 300), 16 * rng.randint(1, 80), rng.randint(1, 300)
+        assert_right(linear, dtype, *shape, biased=rng.random() < 0.5)
+
+
+def assert_right(
+    linear: NativeLinear, dtype: torch.dtype, num_rows: int, width: int, num_out: int, biased: bool
+) -> None:
     x, weight = torch.randn(num_rows, width).to(dtype), torch.randn(num_out, width).to(dtype)
     bias = torch.randn(num_out).to(dtype) if biased else None
     expected = x.double() @ weight.double().T + (0 if bias is None else bias.double())
     size = x.double().abs() @ weight.double().abs().T
     error = (linear(x, weight, bias).double() - expected).abs()
-    assert (error <= ROUNDING[dtype] * expected.abs() + 2**-20 * size + 1e-6).all()
+    allowed = ROUNDING[dtype] * expected.abs() + 2**-20 * size + 1e-6
+    assert (error <= allowed).all(), (num_rows, width, num_out, biased)
 
 
 def test_rows_that_are_slices_of_others_and_any_number_of_dims(linear: NativeLinear) -> None:

@@ -14,8 +14,8 @@ if TYPE_CHECKING:
     from attnmux.core import BackendContext
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-MOST_WIDE_ROWS = 16
-"""Of float32: torch is as fast with more. See benchmarks/results/native-cpu.md."""
+WIDE_ROWS = range(2, 17)
+"""Of float32: torch is as fast with others. See benchmarks/results/native-cpu.md."""
 UNIT = 16
 """Values of a row that the kernel reads at a time."""
 
@@ -62,7 +62,8 @@ class NativeLinear:
             got = f"x {x.dtype} {tuple(x.shape)}, weight {weight.dtype} {tuple(weight.shape)}"
             raise InvalidInput("x", got=got, expected="one dtype, x [..., K] and bias [N]")
         rows = x.reshape(-1, width)
-        if not rows.shape[0] or (x.dtype is torch.float32 and rows.shape[0] > MOST_WIDE_ROWS):
+        num_rows = len(rows)
+        if not num_rows or (x.dtype is torch.float32 and num_rows not in WIDE_ROWS):
             return torch.nn.functional.linear(x, weight, bias)
         rows = rows if rows.stride(-1) == 1 else rows.contiguous()
         bias = None if bias is None else bias.contiguous()
@@ -75,7 +76,7 @@ class NativeLinear:
             x_row=rows.stride(0),
             weight_row=weight.stride(0),
             out_row=num_out,
-            num_rows=rows.shape[0],
+            num_rows=num_rows,
             width=width,
             num_out=num_out,
             type=TYPES[x.dtype],

@@ -39,7 +39,7 @@ static inline void store(float* p, vec v) { *reinterpret_cast<loose*>(p) = v; }
 // Not `vec{} + x`, which turns -0 into 0, so that the compiler adds for each broadcast.
 static inline vec all(float x) { return x - vec{}; }
 static inline ivec load_ints(const void* p) { return *reinterpret_cast<const loose_ints*>(p); }
-static inline int round_up(int n, int unit) { return (n + unit - 1) / unit * unit; }
+static constexpr int round_up(int n, int unit) { return (n + unit - 1) / unit * unit; }
 static inline vec higher(vec one, vec other) { return one > other || one != one ? one : other; }
 
 // Into the first cache. g++ takes a function that only prefetches for one without effects, and
