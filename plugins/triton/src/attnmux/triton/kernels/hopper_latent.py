@@ -120,9 +120,7 @@ def produce(
                 filled += 1
             done += 1
         unit += count
-        of_request = next_request(
-            unit, last, of_request, plan, ITEMS // SIDES, QUERIES, LENS_SHIFT
-        )
+        of_request = next_request(unit, last, of_request, plan, ITEMS // SIDES, QUERIES, LENS_SHIFT)
 
 
 @gluon.jit
@@ -281,9 +279,7 @@ def lead(
             0, GROUP, QUERIES, IS_FIXED, PART_ROWS,
         )  # fmt: skip
         unit += count
-        of_request = next_request(
-            unit, last, of_request, plan, ITEMS // SIDES, QUERIES, LENS_SHIFT
-        )
+        of_request = next_request(unit, last, of_request, plan, ITEMS // SIDES, QUERIES, LENS_SHIFT)
 
 
 @gluon.jit
@@ -332,9 +328,7 @@ def follow(
             1, GROUP, QUERIES, IS_FIXED, PART_ROWS,
         )  # fmt: skip
         unit += count
-        of_request = next_request(
-            unit, last, of_request, plan, ITEMS // SIDES, QUERIES, LENS_SHIFT
-        )
+        of_request = next_request(unit, last, of_request, plan, ITEMS // SIDES, QUERIES, LENS_SHIFT)
 
 
 @gluon.jit

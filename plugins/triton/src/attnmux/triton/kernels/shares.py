@@ -93,8 +93,9 @@ def plan_shares(
         elif batch_size * items <= num_programs:
             longer = taken + tl.arange(0, TRIES) * (taken // 4 + 8) // (TRIES - 1)
             parts = tl.sum((units[:, None] + longer[None, :] - 1) // longer[None, :], 0)
-            fitting = tl.min(tl.where(parts * items <= num_programs, longer, longest + taken), 0)
-            if tl.sum((units + fitting - 1) // fitting, 0) * items <= num_programs:
+            none = longest + 2 * num_programs
+            fitting = tl.min(tl.where(parts * items <= num_programs, longer, none), 0)
+            if fitting < none:
                 each_parts = tl.maximum((units + fitting - 1) // fitting, 1)
                 taken = tl.max((units + each_parts - 1) // each_parts, 0)
                 units = tl.where(is_request, each_parts * taken, 0)
