@@ -228,7 +228,7 @@ class MLATokenToKVPool(LatentPool):
         super().__init__(
             size=size, page_size=page_size, dtype=dtype, layer_ids=layer_ids, device=device
         )
-        self._check_whole_bytes()
+        self.check_whole_bytes("MLA's latents")
         check_positive("kv_lora_rank", kv_lora_rank)
         check_positive("qk_rope_head_dim", qk_rope_head_dim)
         row = (1, kv_lora_rank + qk_rope_head_dim)

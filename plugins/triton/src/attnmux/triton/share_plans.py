@@ -18,7 +18,7 @@ SHARE_PROGRAMS = 16
 """Programs whose shares one program plans."""
 MOST_SPLITS = 32
 """Splits of a request that must not depend on the batch: this bounds the partial results."""
-SPLIT_TOKENS = 1024
+SPLIT_TOKENS = 256
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -252,9 +252,9 @@ class TileAttention:
         elif batch.extend_seq_lens_cpu is not None:
             tiles = int((-(-batch.extend_seq_lens_cpu * shape.group // block_m)).sum())
         # A graph is replayed for other lengths than it was captured with
-        has_lens = batch.seq_lens_cpu is not None and not step.in_capture
-        if has_lens and not self._layer.spec.is_cross_attention:
-            keys = int(batch.seq_lens_cpu.max())
+        lens = None if step.in_capture else batch.seq_lens_cpu
+        if lens is not None and not self._layer.spec.is_cross_attention:
+            keys = int(lens.max())
         if self._layer.window >= 0:
             keys = min(keys, self._layer.window + block_m)
         if self._layer.chunk > 0:

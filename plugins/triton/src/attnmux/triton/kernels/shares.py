@@ -205,6 +205,12 @@ def attend_shares(
     """
     TILES: tl.constexpr = (QUERIES * GROUP + BLOCK_M - 1) // BLOCK_M
     ITEMS: tl.constexpr = TILES * KV_HEADS
+    # One token sees all keys: only the last block is compared with their number. Worth a second
+    # loop where a key costs more instructions than its bytes cost time.
+    SEES_WHOLE_BLOCKS: tl.constexpr = (
+        FOUR_BITS > 0 and QUERIES == 1 and WINDOW < 0 and CHUNK <= 0 and not HAS_MASK
+        and not IS_TREE
+    )  # fmt: skip
     program = tl.program_id(0)
     taken = tl.load(share)
     start_of = starts + program * STATE
@@ -269,22 +275,31 @@ def attend_shares(
         if FOUR_BITS:
             k_scales_base = k_scales + kv_head.to(tl.int64) * k_scales_head_stride
             v_scales_base = v_scales + kv_head.to(tl.int64) * v_scales_head_stride
+        all_keys = Keys(
+            k + kv_head.to(tl.int64) * k_head_stride, k_stride, k_tail_base, k_tail_stride,
+            v + kv_head.to(tl.int64) * v_head_stride, v_stride, k_scales_base, k_scales_stride,
+            v_scales_base, v_scales_stride, keys_base,
+        )  # fmt: skip
+        sight = Sight(
+            first, end, mask_rows, mask_start, position, position, position, slope, biases
+        )
         acc, top, mass = nothing_seen(BLOCK_M, DV)
+        if SEES_WHOLE_BLOCKS:
+            whole = tl.maximum(tl.minimum(stop, num_keys // BLOCK_N * BLOCK_N), start)
+            acc, top, mass = attend_blocks(
+                acc, top, mass, q_tile, tail_tile, all_keys, start, whole, num_keys, sight,
+                q_scale, cap, Widths(D, REAL_D, TAIL, REAL_TAIL, DV, REAL_DV), BLOCK_N, PAGE,
+                IS_LATENT, False,
+                HAS_CAP, False, False, False, HAS_ALIBI, REACH, AHEAD, STAGES,
+                FOUR_BITS,
+            )  # fmt: skip
+            start = whole
         acc, top, mass = attend_blocks(
-            acc, top, mass, q_tile, tail_tile,
-            Keys(
-                k + kv_head.to(tl.int64) * k_head_stride, k_stride, k_tail_base, k_tail_stride,
-                v + kv_head.to(tl.int64) * v_head_stride, v_stride, k_scales_base, k_scales_stride,
-                v_scales_base, v_scales_stride, keys_base,
-            ),
-            start, stop, num_keys,
-            Sight(
-                first, end, mask_rows, mask_start, position, position, position, slope, biases
-            ),
-            q_scale, cap,
-            Widths(D, REAL_D, TAIL, REAL_TAIL, DV, REAL_DV), BLOCK_N, PAGE, IS_LATENT, False,
-            HAS_CAP, HAS_MASK, False, True, HAS_ALIBI, REACH, AHEAD, STAGES,
-            FOUR_BITS,
+            acc, top, mass, q_tile, tail_tile, all_keys, start, stop, num_keys, sight,
+            q_scale, cap, Widths(D, REAL_D, TAIL, REAL_TAIL, DV, REAL_DV), BLOCK_N, PAGE,
+            IS_LATENT, False,
+            HAS_CAP, HAS_MASK, False, True, HAS_ALIBI, REACH, AHEAD,
+            1 if SEES_WHOLE_BLOCKS else STAGES, FOUR_BITS,
         )  # fmt: skip
         if count == units:
             store_rows(
