@@ -188,7 +188,7 @@ def test_only_named_backends_are_timed(installed, fakes) -> None:
     ("args", "said"),
     [
         (("--workload", "decode:bs=4"), "ctx=NUMBER"),
-        (("--workload", "verify:bs=4"), "decode:bs=64,ctx=4096"),
+        (("--workload", "encoder:bs=4"), "decode:bs=64,ctx=4096"),
         (("--backend", "FakeBackendd"), "did you mean 'FakeBackend'"),
         (("--request", "kind=nsa"), "kind=mha or kind=mla"),
         (("--request", "multi_item=yes"), "no workload has them"),
