@@ -150,7 +150,7 @@ def test_layers_that_no_backend_serves_are_said(call, tmp_path) -> None:
     result = call(*args, "--explain")
     assert (result.exit_code, said in result.stderr) == (3, True)
     assert "mamba 36" in result.stdout
-    assert "nobody serves 36 mamba layers" in " ".join(result.stdout.split())
+    assert "no backend serves 36 mamba layers" in " ".join(result.stdout.split())
 
 
 def test_linear_layers_have_backends_of_their_own(call, tmp_path) -> None:
@@ -382,15 +382,6 @@ def test_an_engine_without_an_integration_is_refused(call, engine) -> None:
     assert result.exit_code == 1
     assert "RuntimeError: no such flag" in result.stderr
     assert call("--platform", HERE, "--platform", HERE, "--engine", "acme").exit_code == 2
-
-
-@pytest.mark.parametrize("name", ["vllm", "sglang"])
-def test_engines_whose_pools_hold_no_4_bits_are_not_started(call, name) -> None:
-    given = ("--platform", HERE, "--engine", name, "--request", "dtype=bf16,kv_dtype")
-    assert call(*given[:-1], given[-1] + "=fp8_e4m3").exit_code == 0
-    result = call(*given[:-1], given[-1] + "=fp4")
-    assert result.exit_code == 2
-    assert "kv_dtype: expected 8 bits or more" in " ".join(result.stderr.split())
 
 
 def test_lists_hold_for_integrations_too(call, engine, monkeypatch) -> None:

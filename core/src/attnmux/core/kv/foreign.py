@@ -70,7 +70,7 @@ class ForeignMLAPool(LatentPool):
         )
         for layer_id, rows in buffers.items():
             _check_buffer(layer_id, rows, first)
-        self._hold(buffers, kv_lora_rank)
+        self._hold(buffers, kv_lora_rank, first.shape[2] - kv_lora_rank)
 
 
 class ForeignRequestTable(RequestTable):

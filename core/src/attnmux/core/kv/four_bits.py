@@ -14,6 +14,7 @@ from typing import NamedTuple
 import torch
 
 from attnmux.core.errors import InvalidInput
+from attnmux.core.kv.quotients import quotients
 
 BLOCK = 16
 """Values that share a scale."""
@@ -50,12 +51,12 @@ def pack_rows(rows: torch.Tensor, divisor: float = 1.0) -> PackedRows:
     check_width("rows", rows.shape[-1])
     rows = rows.detach().float()
     if divisor != 1:
-        rows = rows / divisor
+        rows = quotients(rows, divisor)
     *shape, width = rows.shape
     blocks = rows.reshape(*shape, width // BLOCK, BLOCK)
     size = blocks.abs()
     largest = torch.finfo(SCALE_DTYPE).max
-    scales = (size.amax(-1) / MAGNITUDES[-1]).clamp(max=largest).to(SCALE_DTYPE)
+    scales = quotients(size.amax(-1), MAGNITUDES[-1]).clamp(max=largest).to(SCALE_DTYPE)
     unit = scales.float().unsqueeze(-1)
     codes = torch.zeros_like(size, dtype=torch.uint8)
     for code, halfway in enumerate(_HALFWAY):
