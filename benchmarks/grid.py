@@ -24,6 +24,7 @@ from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import geometric_mean
+from typing import Any
 
 import click
 import torch
@@ -153,7 +154,7 @@ def chosen(only: Sequence[str], count: int, seed: int) -> Iterator[Draw]:
 def tiny(draw: Draw) -> Draw:
     """A step of the same kind that an interpreter ends: few heads and tokens, float16."""
     asked, work = draw.request, draw.workload
-    heads = {} if asked.latent else {"num_q_heads": 4, "num_kv_heads": 2}
+    heads: dict[str, Any] = {} if asked.latent else {"num_q_heads": 4, "num_kv_heads": 2}
     if work.phase == "verify":
         heads["spec_draft_tokens"] = min(work.new, 3)
     kv_dtype = "fp8_e5m2" if asked.kv_dtype != asked.dtype else "float16"

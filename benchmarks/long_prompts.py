@@ -45,6 +45,7 @@ from attnmux.core import (
     launch_file,
     load_plugins,
     pick_platform,
+    read_launches,
     solve,
 )
 from attnmux.core.choosing.measured.measurement import versions_of
@@ -91,8 +92,7 @@ def measure(
     asked = case.request.replace(chunked_prefix=True, phases=("extend", "decode"))
     decision = solve(asked, platform, load_plugins().offers(), Policy(backend=backend or None))
     step = case.step(device, 2)
-    path = Settings.load().launches_file()
-    launches = () if path is None else launch_file(path).read().found
+    launches = read_launches(Settings.load().launches_file()).found
     made = build(decision, step.context(platform, decision.request, launches))
     if not isinstance(made, ChunkedPrefixBackend) or decision.expanded is None:
         raise NoBackend(f"{decision.summary()}: none for expanded prompts")

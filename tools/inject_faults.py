@@ -24,20 +24,13 @@ import torch
 
 import attnmux.core.kv as kv
 import attnmux.transformers.engine as engine_package
-from attnmux.core import (
-    DraftTree,
-    ForwardBatch,
-    MHATokenToKVPool,
-    PagedAllocator,
-    ReqToTokenPool,
-    SWAKVPool,
-)
-from attnmux.core.kv import SWAAllocator
+from attnmux.core import DraftTree, ForwardBatch, MHATokenToKVPool, ReqToTokenPool, SWAKVPool
 from attnmux.transformers import Engine, StepBuilder
 from attnmux.transformers.engine import scheduler
 from attnmux.transformers.prefixes import PrefixNode, WindowPrefixTree, WindowSpan
 from attnmux.transformers.ranks import ONE_RANK
 from attnmux.transformers.sequence import SequenceState, Step
+from attnmux.transformers.slots import PagedAllocator, SWAAllocator
 
 VOCABULARY = 50
 PLACES = 10_000

@@ -17,6 +17,7 @@ import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from typing import Any
 
 import torch
 
@@ -45,8 +46,13 @@ MATES = 7
 SIZES = (1, 2, 4, 8)
 """Requests of the decode steps that are captured."""
 
-_LLAMA = {"num_q_heads": 32, "num_kv_heads": 8, "head_dim": 128, "dtype": "bfloat16"}
-_LATENT = {
+_LLAMA: dict[str, Any] = {
+    "num_q_heads": 32,
+    "num_kv_heads": 8,
+    "head_dim": 128,
+    "dtype": "bfloat16",
+}
+_LATENT: dict[str, Any] = {
     **{"kind": "mla", "num_kv_heads": 1, "head_dim": 192, "v_head_dim": 128},
     **{"kv_lora_rank": 512, "qk_rope_head_dim": 64, "dtype": "bfloat16"},
 }
@@ -89,8 +95,16 @@ class Tokens:
     k_rope: torch.Tensor | None
 
     def at(self, rows: torch.Tensor) -> Tokens:
-        pairs = ((name, getattr(self, name)) for name in self.__slots__)
-        return Tokens(**{name: None if each is None else each[rows] for name, each in pairs})
+        def taken(part: torch.Tensor | None) -> torch.Tensor | None:
+            return None if part is None else part[rows]
+
+        return Tokens(
+            q=self.q[rows],
+            k=self.k[rows],
+            v=taken(self.v),
+            q_rope=taken(self.q_rope),
+            k_rope=taken(self.k_rope),
+        )
 
     def copy_(self, other: Tokens) -> None:
         for name in self.__slots__:
@@ -128,7 +142,7 @@ def layer_of(request: Request, device: torch.device) -> LayerSpec:
     generator = torch.Generator(device).manual_seed(0)
     return LayerSpec(
         layer_id=0,
-        kind=request.kind,
+        kind="mla" if request.latent else "mha",
         tp_q_head_num=heads,
         tp_k_head_num=request.num_kv_heads or 0,
         tp_v_head_num=request.num_kv_heads or 0,

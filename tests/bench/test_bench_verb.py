@@ -83,6 +83,7 @@ def test_json(installed, here) -> None:
         "platform",
         "device",
         "request",
+        "rounding",
         "ceilings",
         "rows",
         "margins",
@@ -155,6 +156,13 @@ def test_tables_have_the_fastest_first_and_reasons(installed, fakes) -> None:
     assert "chosen: fakes/FakeBackend" in " ".join(said)
 
 
+def test_rounding_is_told_where_the_pool_has_fewer_bits(installed) -> None:
+    asked = "num_q_heads=4,num_kv_heads=2,head_dim=16,dtype=bf16,kv_dtype"
+    said = bench("--request", f"{asked}=fp8_e4m3", *STEPS[:2]).stdout
+    assert re.search(r"rounding of K and V alone: 0\.\d+ in fp8_e4m3, 0\.\d+ in bfloat16", said)
+    assert "rounding of" not in bench("--request", f"{asked}=bf16", *STEPS[:2]).stdout
+
+
 def test_refusals_are_reported(installed) -> None:
     installed(FakeBackend, sinks=NONE)
     result = bench("--request", f"{FIELDS},sinks=yes", *STEPS)
@@ -188,7 +196,7 @@ def test_only_named_backends_are_timed(installed, fakes) -> None:
     ("args", "said"),
     [
         (("--workload", "decode:bs=4"), "ctx=NUMBER"),
-        (("--workload", "verify:bs=4"), "decode:bs=64,ctx=4096"),
+        (("--workload", "encoder:bs=4"), "decode:bs=64,ctx=4096"),
         (("--backend", "FakeBackendd"), "did you mean 'FakeBackend'"),
         (("--request", "kind=nsa"), "kind=mha or kind=mla"),
         (("--request", "multi_item=yes"), "no workload has them"),

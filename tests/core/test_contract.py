@@ -333,11 +333,11 @@ def test_a_layer_that_cannot_be_is_refused(changes: dict[str, object]) -> None:
 @pytest.mark.parametrize(
     ("changes", "named"),
     [
-        ({"logit_cap": 30.0}, "logit_cap 30.0"),
-        ({"is_cross_attention": True}, "is_cross_attention"),
-        ({"is_causal": False}, "is_causal False"),
-        ({"kind": "dual_chunk", "dual_chunk_len": 16}, "kind 'dual_chunk'"),
-        ({"kind": "mla", "tp_k_head_num": 1, "tp_v_head_num": 1, "v_head_dim": 64}, "kind 'mla'"),
+        ({"logit_cap": 30.0}, "logit_cap"),
+        ({"is_cross_attention": True}, "cross_attention"),
+        ({"is_causal": False}, "bidirectional"),
+        ({"kind": "dual_chunk", "dual_chunk_len": 16}, "kind dual_chunk"),
+        ({"kind": "mla", "tp_k_head_num": 1, "tp_v_head_num": 1, "v_head_dim": 64}, "kind mla"),
     ],
 )
 def test_slopes_that_no_layer_can_have(changes: dict[str, object], named: str) -> None:

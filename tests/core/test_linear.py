@@ -291,7 +291,7 @@ def test_a_named_backend_serves_the_linear_layers_or_nobody_does() -> None:
     without = [offer for offer in offers if offer.card.name != "torch_linear"]
     left = solve(request, CPU, without)
     assert left.unserved_layers == (("gdn", 2),)
-    assert "nobody serves 2 gdn layers" in left.summary()
+    assert "no backend serves 2 gdn layers" in left.summary()
 
 
 def test_a_loaded_decision_is_checked_here() -> None:

@@ -263,6 +263,7 @@ def test_other_layers_have_no_blocks(given):
         "index_block_size=4",
         "index_block_size=4,index_topk=2,kind=mla",
         "index_block_size=4,index_topk=2,spec_topk=2",
+        "index_block_size=4,index_topk=2,kv_dtype=fp4",
         "index_block_size=4,index_topk=2,custom_mask=true",
         "index_block_size=4,index_topk=2,sparse=quest,sparse_budget=64,page_size=16",
     ],

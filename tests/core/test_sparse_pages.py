@@ -369,7 +369,7 @@ def test_contexts_and_steps_are_refused(seed) -> None:
     with pytest.raises(InvalidInput, match="sparse_budget"):
         sparse_context(pool.context, 10)
     window = replace(pool.layer, sliding_window_size=4)
-    with pytest.raises(InvalidInput, match="sliding window"):
+    with pytest.raises(InvalidInput, match="sliding_window"):
         sparse_context(replace(pool.context, layers=(window,)), 16)
     _, _, batch = pool.step({1: 4}, ForwardMode.EXTEND)
     verify = replace(batch, forward_mode=ForwardMode.TARGET_VERIFY)

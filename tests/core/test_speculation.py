@@ -14,9 +14,9 @@ from attnmux.core import (
     DraftTree,
     InvalidInput,
     organize_draft_results,
-    verify_tree_greedy,
 )
 from attnmux.core.spec import tree_visibility
+from attnmux.testing.greedy_trees import verify_tree_greedy
 from attnmux.transformers.engine.ngram import NgramIndex
 
 TREE = [-1, 0, 0, 0, 1, 1]

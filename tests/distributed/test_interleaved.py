@@ -137,6 +137,7 @@ def test_impossible_layouts_are_refused(changes: dict[str, int], said: str) -> N
         ({"alibi": True}, "alibi: expected nothing"),
         ({"relative_bias": True}, "relative_bias: expected nothing"),
         ({"attention_chunk": 8}, "attention_chunk: expected nothing"),
+        ({"kv_dtype": "fp4"}, "kv_dtype: expected 8 bits or more"),
         ({"spec_topk": 2}, "spec_topk: expected 1, chains"),
         ({"spec_topk": 1}, "spec_draft_tokens: expected a number, with spec_topk"),
         ({"spec_topk": 1, "spec_draft_tokens": 4, "deterministic": True}, "deterministic: expec"),

@@ -16,6 +16,7 @@ from attnmux.core import (
     ForwardMode,
     GraphUnsupported,
     InvalidInput,
+    MHATokenToKVPool,
     RankFailed,
     RanksDiffer,
     UpProjection,
@@ -424,6 +425,13 @@ def check_construction(group: RankGroup) -> None:
     ):
         with pytest.raises(InvalidInput, match=match):
             PrefillParallelBackend(inner=inner, parts=parts, group=group, **options)
+    packed = MHATokenToKVPool(
+        **{"size": 16, "page_size": 1, "dtype": torch_dtype("fp4"), "layer_ids": [0]},
+        **{"num_kv_heads": 2, "head_dim": 16, "device": "cpu"},
+    )
+    four_bits = TorchNativeBackend(replace(context, token_to_kv_pool=packed))
+    with pytest.raises(InvalidInput, match="no 4-bit floats for prompts that ranks split"):
+        PrefillParallelBackend(inner=four_bits, parts=[part], group=group)
     world = World(group, case_of(extend((0, 4)), windows=(None, 4)), 1)
     narrow = replace(world.setup.context, max_batch_size=1)
     backend = PrefillParallelBackend(

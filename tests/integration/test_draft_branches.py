@@ -15,7 +15,6 @@ from attnmux.core import (
     InvalidInput,
     KVPool,
     MHATokenToKVPool,
-    PagedAllocator,
     ReqToTokenPool,
     current_forward_context,
     organize_draft_results,
@@ -27,6 +26,7 @@ from attnmux.transformers.draft_loop import DraftLoop
 from attnmux.transformers.draft_paths import DraftPaths, likeliest
 from attnmux.transformers.ranks import ONE_RANK
 from attnmux.transformers.sequence import SequenceState
+from attnmux.transformers.slots import PagedAllocator
 
 VOCABULARY = 19
 PLACES = 1000

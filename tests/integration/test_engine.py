@@ -19,12 +19,10 @@ from attnmux.core import (
     ForwardMode,
     InvalidInput,
     MHATokenToKVPool,
-    PagedAllocator,
     PoolExhausted,
     ReqToTokenPool,
     SWAKVPool,
 )
-from attnmux.core.kv import SWAAllocator
 from attnmux.transformers import Engine, Prompt, StepBuilder, run_prompts
 from attnmux.transformers.engine import scheduler
 from attnmux.transformers.engine.scheduler import WORTH_WAITING
@@ -32,6 +30,7 @@ from attnmux.transformers.prefixes import WindowPrefixTree, WindowSpan
 from attnmux.transformers.ranks import ONE_RANK
 from attnmux.transformers.sampling_params import SamplingParams
 from attnmux.transformers.sequence import SequenceState
+from attnmux.transformers.slots import PagedAllocator, SWAAllocator
 
 VOCABULARY = 50
 PLACES = 10_000

@@ -17,13 +17,11 @@ from attnmux.core import (
     GraphConfig,
     InvalidInput,
     MHATokenToKVPool,
-    PagedAllocator,
     ReqToTokenPool,
     SWAKVPool,
-    verify_tree_greedy,
 )
-from attnmux.core.kv import SWAAllocator
 from attnmux.core.spec import tree_visibility
+from attnmux.testing.greedy_trees import verify_tree_greedy
 from attnmux.transformers import Engine, NgramProposer, SamplingParams, StepBuilder
 from attnmux.transformers import verify_step as verify_step_module
 from attnmux.transformers.engine import scheduler
@@ -31,6 +29,7 @@ from attnmux.transformers.engine.acceptance import HostTrees
 from attnmux.transformers.prefixes import WindowPrefixTree, WindowSpan
 from attnmux.transformers.ranks import ONE_RANK
 from attnmux.transformers.sampling import Sampler, Upcoming, sample
+from attnmux.transformers.slots import PagedAllocator, SWAAllocator
 
 VOCABULARY = 50
 PLACES = 10_000

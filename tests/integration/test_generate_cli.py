@@ -255,7 +255,7 @@ def test_dtype_and_backends_by_name():
         (["x", "--model", ""], ["empty name", "hub"], 2),
         (["x", "--backend", "torch_nativ"], ["unknown attention backend", "torch_native"], 2),
         (["x", "--backend", "fa3"], ["fa3", "vendor: wanted cpu"], 3),
-        (["x", "--kv-dtype", "fp4_e2m1"], ["kv_dtype", "torch_native"], 3),
+        (["x", "--kv-dtype", "fp4", "--backend", "native"], ["kv_dtype", "native"], 3),
         (["x", "--kv-dtype", "int3"], ["kv_dtype", "int3"], 2),
         (["x", "--dtype", "int8"], ["dtype", "int8"], 2),
         (["x", "--dtype", "fp4_e2m1"], ["dtype", "fp4_e2m1", "torch_native"], 3),

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from attnmux.core.errors import InvalidInput
-from attnmux.core.kv import PagedAllocator, TokenAllocator
 from attnmux.transformers.prefixes import PrefixTree
+from attnmux.transformers.slots import PagedAllocator
 
 NUM_PAGES = 24
 
@@ -120,7 +120,7 @@ def test_clear_frees_everything_unless_it_is_locked():
 
 
 def test_pages_of_the_tree_may_be_several_of_the_allocator():
-    tree = PrefixTree(TokenAllocator(16, "cpu"), 4)
+    tree = PrefixTree(PagedAllocator(16, 1, "cpu"), 4)
     slots = tree.allocator.alloc(10)
     assert tree.insert(list(range(10)), slots) == 0
     assert torch.equal(tree.match(list(range(10))).slots, slots[:8])

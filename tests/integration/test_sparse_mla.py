@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from attnmux.core import GraphConfig, GraphRunner, ModelInput
-from attnmux.core.indices import select_topk
+from attnmux.core.indices import best_keys, index_scores
 from attnmux.testing import (
     Case,
     GraphFakeBackend,
@@ -47,13 +47,12 @@ class Model:
         slots = table[batch.req_pool_indices].long()
         outputs = []
         for layer, keys in zip(self.setup.context.layers, self.index_keys, strict=True):
-            picks = select_topk(
+            scores = index_scores(
                 inputs["index_q"].unsqueeze(1),
                 keys[slots],
                 inputs["index_weights"].unsqueeze(1),
-                batch.positions.unsqueeze(1),
-                TOPK,
             )
+            picks = best_keys(scores, batch.positions.unsqueeze(1), TOPK)
             batch.topk_indices.copy_(picks.squeeze(1))
             outputs.append(
                 self.backend.forward(inputs["q"], None, None, layer, batch, q_rope=inputs["q_rope"])

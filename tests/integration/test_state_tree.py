@@ -9,8 +9,8 @@ import torch
 
 from attnmux.core import LinearLayerSpec, LinearStatePool
 from attnmux.core.errors import InvalidInput
-from attnmux.core.kv import PagedAllocator
 from attnmux.transformers.prefixes import StatePrefixTree
+from attnmux.transformers.slots import PagedAllocator
 
 LAYERS = [
     LinearLayerSpec(

@@ -1,14 +1,16 @@
-"""Models over a KV cache of 8-bit floats."""
+"""Models over a KV cache of 8-bit or 4-bit floats."""
 
 from __future__ import annotations
 
 import random
+from itertools import product
 
 import pytest
 import torch
 from transformers import AutoTokenizer
 
-from attnmux.core import torch_dtype
+from attnmux.core import torch_dtype, unpack_rows
+from attnmux.core.kv.quantise import stored_parts
 from attnmux.transformers import (
     Engine,
     Prompt,
@@ -30,19 +32,29 @@ def logits_of(runner, ids):
 
 
 def round_what_is_written(pool, dtype, monkeypatch):
-    """Have a pool of float32 hold what one of 8-bit floats gives back."""
+    """Have a pool of float32 hold what one of few bits gives back."""
+
+    def read_back(row):
+        stored = stored_parts(row, dtype, None)
+        return (unpack_rows(*stored) if len(stored) > 1 else stored[0]).to(row.dtype)
+
     for method in ("set_kv_buffer", "set_mla_kv_buffer"):
         write = getattr(pool, method)
 
         def rounded(layer, loc, *rows, write=write):
-            write(layer, loc, *(row.to(dtype).to(row.dtype) for row in rows[:2]))
+            write(layer, loc, *map(read_back, rows[:2]))
 
         monkeypatch.setattr(pool, method, rounded)
 
 
-@pytest.mark.parametrize("kv_dtype", ["fp8_e4m3", "fp8_e5m2"])
-@pytest.mark.parametrize("name", ["llama", "gemma3", "gpt-oss", "deepseek-v3"])
-def test_a_cache_of_8_bit_floats_rounds_k_and_v_and_nothing_else(
+@pytest.mark.parametrize(
+    ("name", "kv_dtype"),
+    [
+        *product(("llama", "gemma3", "gpt-oss", "deepseek-v3"), ("fp8_e4m3", "fp8_e5m2")),
+        *product(("gemma3", "gpt-oss"), ("fp4_e2m1",)),
+    ],
+)
+def test_a_cache_of_few_bits_rounds_k_and_v_and_nothing_else(
     tiny, run_on, name, kv_dtype, monkeypatch
 ):
     folder, ids = tiny(name)[1], [5, 9, 3, 7, 11, 2, 40, 41, 8, 60, 22, 19]
@@ -56,9 +68,9 @@ def test_a_cache_of_8_bit_floats_rounds_k_and_v_and_nothing_else(
     assert float((ours - unrounded).abs().max()) > 1e-2
 
 
-@pytest.mark.parametrize("kv_dtype", ["fp8_e4m3", "fp8_e5m2"])
+@pytest.mark.parametrize("kv_dtype", ["fp8_e4m3", "fp8_e5m2", "fp4_e2m1"])
 @pytest.mark.parametrize("page_size", [1, 16])
-def test_the_shipped_model_answers_from_a_cache_of_8_bit_floats(run_on, kv_dtype, page_size):
+def test_the_shipped_model_answers_from_a_cache_of_few_bits(run_on, kv_dtype, page_size):
     tokenizer = AutoTokenizer.from_pretrained(recall.PATH)
     runner = run_on(
         recall.PATH,

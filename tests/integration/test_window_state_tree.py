@@ -8,8 +8,9 @@ import pytest
 import torch
 
 from attnmux.core import LinearLayerSpec, LinearStatePool
-from attnmux.core.kv import MHATokenToKVPool, SWAAllocator, SWAKVPool
+from attnmux.core.kv import MHATokenToKVPool, SWAKVPool
 from attnmux.transformers.prefixes import WindowSpan, WindowStatePrefixTree
+from attnmux.transformers.slots import SWAAllocator
 
 LAYER = LinearLayerSpec(
     layer_id=0, kind="lightning", num_k_heads=1, num_v_heads=1, head_k_dim=1, head_v_dim=1

@@ -8,8 +8,9 @@ import pytest
 import torch
 
 from attnmux.core.errors import InvalidInput
-from attnmux.core.kv import MHATokenToKVPool, SWAAllocator, SWAKVPool
+from attnmux.core.kv import MHATokenToKVPool, SWAKVPool
 from attnmux.transformers.prefixes import WindowPrefixTree, WindowSpan
+from attnmux.transformers.slots import SWAAllocator
 
 SPANS = (
     WindowSpan(sliding_window_size=0),

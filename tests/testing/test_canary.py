@@ -21,7 +21,6 @@ from attnmux.core import (
     InvalidInput,
     LayerSpec,
     ModelInput,
-    PagedAllocator,
 )
 from attnmux.cpu.torch_native import TorchNativeBackend
 from attnmux.testing import (
@@ -39,6 +38,7 @@ from attnmux.testing import (
     run_case,
 )
 from attnmux.testing.fakes import FullMetadata
+from attnmux.transformers.slots import PagedAllocator
 
 WITHIN = 100
 """Steps in which a planted fault must be found."""

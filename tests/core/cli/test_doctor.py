@@ -8,7 +8,6 @@ import signal
 import subprocess
 import sys
 import time
-from dataclasses import replace
 from functools import partial
 from importlib import metadata
 from pathlib import Path
@@ -16,16 +15,18 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
+from attnmux.core.choosing.ask.policy import Policy
 from attnmux.core.choosing.find import devices as probe
 from attnmux.core.choosing.find.devices import survey
-from attnmux.core.choosing.find.examine import PluginFailure
+from attnmux.core.choosing.find.examine import Entry, Plugin, PluginFailure
 from attnmux.core.choosing.machine.platform import Platform
 from attnmux.core.choosing.offer.card import BackendCard
 from attnmux.core.choosing.offer.clause import when
 from attnmux.core.choosing.offer.conditions import includes, one_of
-from attnmux.core.cli import doctor_diagnosis, doctor_plugins
+from attnmux.core.choosing.offer.libraries import Distribution, EntryPoint
+from attnmux.core.cli import doctor_backends, doctor_diagnosis
+from attnmux.core.cli.doctor_backends import libraries
 from attnmux.core.cli.doctor_diagnosis import diagnose
-from attnmux.core.cli.doctor_plugins import Diagnosed, libraries
 from attnmux.core.cli.verbs import verbs
 
 GOOD = """
@@ -318,16 +319,14 @@ def test_a_signal_without_a_name(ask) -> None:
     assert failure["error"].startswith("killed by signal ")
 
 
-def examined(name: str, *platforms: str, error: str = "") -> Diagnosed:
+def examined(name: str, *platforms: str, error: str = "") -> Plugin:
     failure = PluginFailure(
         plugin=name, distribution=f"attnmux-{name}", version="0.3", stage="load", error=error
     )
-    return Diagnosed(
-        plugin=name,
-        distribution=f"attnmux-{name}",
-        version="0.3",
+    return Plugin(
+        Entry(EntryPoint(name, "", Distribution("")), f"attnmux-{name}", "0.3"),
         platforms=tuple(map(Platform.parse, platforms)),
-        backends=({"name": name, "address": name, "vendors": [], "reasons": []},),
+        cards=(BackendCard(name=name, summary="", factory="a:b", clauses=()),),
         failures=(failure,) if error else (),
     )
 
@@ -343,24 +342,24 @@ def test_a_backend_that_lacks_a_compiler_is_a_note(bare) -> None:
     clause = when(vendor=one_of("nvidia"), features=includes("cxx_compiler"))
     card = BackendCard(name="made", summary="", factory="a:b", clauses=(clause,))
     for platform, said in (("nvidia:sm90", True), ("nvidia:sm90,features=cxx_compiler", False)):
-        plugin = replace(examined("nvidia", platform), cards=(card,))
-        notes = diagnose([plugin], "nvidia").notes
+        plugin = examined("nvidia", platform)._replace(cards=(card,))
+        notes = diagnose([plugin], Policy(), "nvidia").notes
         assert [note.endswith("apt-get install g++") for note in notes] == [True] * said
 
 
 def test_two_vendors_in_one_box(bare) -> None:
     both = [examined("nvidia", "nvidia:sm90"), examined("amd", "amd:gfx942")]
-    undecided = diagnose(both, None)
+    undecided = diagnose(both, Policy(), None)
     assert [found.vendor for found in undecided.detection.accelerators] == ["amd", "nvidia"]
     assert undecided.picked is None
     assert "amd:gfx942 and nvidia:sm90" in undecided.problems[0]
-    decided = diagnose(both, "amd")
+    decided = diagnose(both, Policy(), "amd")
     assert decided.picked == Platform.parse("amd:gfx942")
     assert decided.problems == ()
 
 
 def test_a_platform_that_is_configured_and_not_there(bare) -> None:
-    diagnosis = diagnose([examined("cpu")], "nvidia")
+    diagnosis = diagnose([examined("cpu")], Policy(), "nvidia")
     assert diagnosis.picked is None
     assert "got 'nvidia'" in diagnosis.problems[0]
 
@@ -370,7 +369,7 @@ def test_what_core_itself_cannot_find_out_is_a_problem(bare, monkeypatch) -> Non
         raise OSError("gone")
 
     monkeypatch.setattr(probe, "probe_cpu", fails)
-    diagnosis = diagnose([examined("nvidia", "nvidia:sm90")], None)
+    diagnosis = diagnose([examined("nvidia", "nvidia:sm90")], Policy(), None)
     assert diagnosis.picked == Platform.parse("nvidia:sm90")
     (problem,) = diagnosis.problems
     assert "asking the CPU" in problem
@@ -380,7 +379,7 @@ def test_what_core_itself_cannot_find_out_is_a_problem(bare, monkeypatch) -> Non
 def test_a_device_whose_plugin_is_broken(bare) -> None:
     (bare / "dev").mkdir()
     (bare / "dev/nvidia0").touch()
-    diagnosis = diagnose([examined("nvidia", error="ImportError: x")], None)
+    diagnosis = diagnose([examined("nvidia", error="ImportError: x")], Policy(), None)
     assert "attnmux-nvidia is broken (ImportError: x)" in diagnosis.problems[1]
 
 
@@ -397,7 +396,7 @@ def test_a_device_whose_plugin_is_broken(bare) -> None:
     ],
 )
 def test_libraries(monkeypatch, installed, state, hint) -> None:
-    monkeypatch.setattr(doctor_plugins, "installed_version", installed.get)
+    monkeypatch.setattr(doctor_backends, "installed_version", installed.get)
     card = BackendCard(
         name="fast",
         summary="",
@@ -407,8 +406,8 @@ def test_libraries(monkeypatch, installed, state, hint) -> None:
         extra="x",
     )
     (row,) = libraries(card, "dist")
-    assert (row["wanted"], row["state"], row["hint"]) == ("a>=2,<4 or b==1.*", state, hint)
-    assert bool(row["installed"]) == bool(installed)
+    assert (row.wanted, row.state, row.hint) == ("a>=2,<4 or b==1.*", state, hint)
+    assert bool(row.installed) == bool(installed)
 
 
 def test_the_plugins_of_this_environment() -> None:

@@ -73,7 +73,7 @@ def test_backends(call) -> None:
     assert card["priors"][0]["when"]["vendor"] == "cpu"
     assert {field.name for field in fields(BackendCard)} <= set(card)
     assert card["fp8_products"] is False
-    assert card["sources"]["kv_dtype"].startswith("8-bit floats are widened")
+    assert card["sources"]["kv_dtype"].startswith("8-bit and 4-bit floats are widened")
     (on_cpu,) = [run for run in card["verified_on"] if run["platform"] == "cpu:x86_64"]
     assert on_cpu["emulated"] is False
     assert card["proof"] == "hardware"

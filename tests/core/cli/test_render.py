@@ -11,7 +11,7 @@ from attnmux.core.choosing.offer.clause import Clause
 from attnmux.core.choosing.offer.conditions import ANY
 from attnmux.core.choosing.offer.verified import Verified
 from attnmux.core.choosing.solver import solve
-from attnmux.core.choosing.tell.outcomes import outcomes
+from attnmux.core.cli.outcomes import outcomes
 from attnmux.core.cli.render import render_backends, render_decision
 from attnmux.core.cli.select_explained import Explanation
 

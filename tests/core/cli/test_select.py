@@ -83,7 +83,7 @@ def test_nothing_fits(call) -> None:
 
 
 def test_nothing_fits_without_json(call) -> None:
-    result = call("--platform", HERE, "--request", "kv_dtype=fp4_e2m1")
+    result = call("--platform", HERE, "--request", "kind=mla,kv_dtype=fp4_e2m1")
     assert result.exit_code == 3
     assert result.stdout == ""
     assert "kv_dtype=bfloat16" in result.stderr
@@ -150,7 +150,7 @@ def test_layers_that_no_backend_serves_are_said(call, tmp_path) -> None:
     result = call(*args, "--explain")
     assert (result.exit_code, said in result.stderr) == (3, True)
     assert "mamba 36" in result.stdout
-    assert "nobody serves 36 mamba layers" in " ".join(result.stdout.split())
+    assert "no backend serves 36 mamba layers" in " ".join(result.stdout.split())
 
 
 def test_linear_layers_have_backends_of_their_own(call, tmp_path) -> None:
@@ -247,7 +247,7 @@ def test_without_the_plugin_of_the_machine_s_vendor_the_answer_says_so(call, mon
     assert warning_of_doubt.startswith("cpu/torch_native was chosen, and never run on acme:m1, ")
     on_a_machine(monkeypatch, platforms=(SM90, CPU))
     assert answer(call("--json"))["warnings"] == []
-    refused = answer(call("--json", "--request", "kv_dtype=fp4_e2m1"))
+    refused = answer(call("--json", "--request", "kind=mla,kv_dtype=fp4_e2m1"))
     assert refused["warnings"] == [warning]
 
 

@@ -75,7 +75,7 @@ def test_a_model_with_an_endless_name_is_one_sentence() -> None:
 
 
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="no full device")
-@pytest.mark.parametrize("verb", [["select", "--json"], ["select", "--explain"], ["matrix"]])
+@pytest.mark.parametrize("verb", [["select", "--json"], ["select", "--explain"], ["backends"]])
 def test_a_full_disk_is_one_sentence(verb) -> None:
     with open("/dev/full", "w") as full:
         done = subprocess.run(
@@ -109,7 +109,7 @@ def test_a_reader_that_has_seen_enough_is_no_error() -> None:
     reader, writer = os.pipe()
     os.close(reader)
     done = subprocess.run(
-        [sys.executable, "-c", MAIN, "matrix"],
+        [sys.executable, "-c", MAIN, "backends"],
         stdout=writer,
         stderr=subprocess.PIPE,
         text=True,

@@ -132,17 +132,10 @@ def test_captures_from_large_to_small_after_two_warm_ups(setup) -> None:
             notes.append((batch.batch_size, in_capture))
             super().init_forward_metadata_out_graph(batch, in_capture)
 
-    @contextmanager
-    def collective() -> Iterator[None]:
-        notes.append("collective")
-        yield
-        notes.append("end of collective")
-
     runner = runner_of(
         setup,
         backend=Watched(setup.context),
         devices=Noted(notes),
-        collectives=[collective, collective],
         batch_sizes=(1, 4, 8),
     )
     assert runner.batch_sizes == ()
@@ -151,11 +144,9 @@ def test_captures_from_large_to_small_after_two_warm_ups(setup) -> None:
     assert notes == [
         ("state", 8, 8),
         "session",
-        *["collective"] * 2,
         *[(8, True), *each],
         *[(4, True), *each],
         *[(1, True), *each],
-        *["end of collective"] * 2,
         "end of session",
     ]
     assert runner.batch_sizes == (1, 4, 8)
@@ -283,13 +274,6 @@ def test_the_size_of_a_replay(setup) -> None:
             runner.replay(given, ids_of(given), size=size)
 
 
-def test_without_padding_an_idle_step_runs_eagerly(setup) -> None:
-    runner = runner_of(setup, padding=False)
-    runner.capture()
-    assert not runner.can_run(idle_step(setup), size=4)
-    assert not runner.can_run(prepare_step(setup, decode(5)).batch, size=4)
-
-
 @pytest.mark.parametrize("num_requests", [1, 3, 4, 5])
 def test_replays_what_an_eager_step_gives(setup, num_requests: int) -> None:
     runner = runner_of(setup)
@@ -393,15 +377,6 @@ def test_inputs_that_no_graph_reads_are_refused(setup) -> None:
     batch = prepare_step(setup, decode(5, 9)).batch
     with pytest.raises(InvalidInput, match=r"expected .* \['input_ids'\], got 'lora_ids'"):
         runner.replay(batch, {**ids_of(batch), "lora_ids": batch.positions})
-
-
-def test_without_padding_only_captured_sizes_are_served(setup) -> None:
-    runner = runner_of(setup, batch_sizes=(1, 3), padding=False)
-    runner.capture()
-    served = [
-        runner.can_run(prepare_step(setup, decode(*[4] * size)).batch) for size in (1, 2, 3, 4)
-    ]
-    assert served == [True, False, True, False]
 
 
 def test_progress_is_shown_on_rank_0(setup) -> None:
@@ -650,16 +625,8 @@ def test_a_hybrid_captures_prefill_where_it_verifies(speculative: str, captures:
 
 
 def test_devices_by_type(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Others(RecordingGraphs):
-        def __init__(self, device: torch.device) -> None:
-            self.device = device
-
-    npu = torch.device("meta")
-    made = device_graphs(npu, others={"meta": Others})
-    assert isinstance(made, Others)
-    assert made.device == npu
-    with pytest.raises(GraphUnsupported, match="no graphs for 'cpu' devices, only for cuda, meta"):
-        device_graphs(torch.device("cpu"), others={"meta": Others})
+    with pytest.raises(GraphUnsupported, match="no graphs for 'cpu' devices, only for cuda"):
+        device_graphs(torch.device("cpu"))
     monkeypatch.setattr(torch.cuda, "Stream", lambda device: None)
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
     assert isinstance(device_graphs(torch.device("cuda")), CudaGraphs)

@@ -14,14 +14,8 @@ def test_default_sizes() -> None:
     assert len(sizes) == 23
 
 
-def test_without_padding_small_sizes_have_graphs_of_their_own() -> None:
-    sizes = graph_batch_sizes(pool_size=4096, padding=False)
-    assert sizes == (*range(1, 33), 64, 96, 128, 160)
-
-
 def test_with_speculation_sizes_end_at_32() -> None:
     assert graph_batch_sizes(pool_size=4096, speculation=True) == tuple(range(1, 33))
-    assert graph_batch_sizes(pool_size=4096, speculation=True, padding=False)[-1] == 32
 
 
 def test_a_full_pool_has_a_graph() -> None:

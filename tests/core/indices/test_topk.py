@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from attnmux.core.errors import InvalidInput
-from attnmux.core.indices import select_topk, token_rows, topk_slots
+from attnmux.core.indices import best_keys, index_scores, token_rows, topk_slots
 
 
 def scores_by_loops(q, k, weights, position: int) -> list[float]:
@@ -25,7 +25,7 @@ def test_picks_are_those_of_the_highest_scores(topk: int) -> None:
     q, k, weights = torch.randn(5, 3, 8), torch.randn(12, 8), torch.randn(5, 3)
     positions = torch.tensor([0, 3, 7, 10, 11])
     k[11, 0] = 1e30  # behind the others' places: whatever lies there
-    picks = select_topk(q, k, weights, positions, topk)
+    picks = best_keys(index_scores(q, k, weights), positions, topk)
     assert picks.dtype == torch.int32
     for token in range(4):
         scores = scores_by_loops(q[token], k, weights[token], int(positions[token]))
@@ -41,24 +41,24 @@ def test_picks_are_those_of_the_highest_scores(topk: int) -> None:
 def test_a_decoding_batch_is_many_sequences() -> None:
     q, k, weights = torch.randn(3, 1, 2, 8), torch.randn(3, 12, 8), torch.randn(3, 1, 2)
     positions = torch.tensor([[2], [11], [0]])
-    together = select_topk(q, k, weights, positions, 5)
+    together = best_keys(index_scores(q, k, weights), positions, 5)
     assert together.shape == (3, 1, 5)
     for one in range(3):
-        alone = select_topk(q[one], k[one], weights[one], positions[one], 5)
+        alone = best_keys(index_scores(q[one], k[one], weights[one]), positions[one], 5)
         assert torch.equal(together[one], alone)
 
 
 def test_a_key_whose_score_is_nothing_is_still_picked() -> None:
     """relu makes many scores 0: they are keys, and there is room."""
     q, k = torch.ones(1, 1, 4), -torch.ones(3, 4)
-    picks = select_topk(q, k, torch.ones(1, 1), torch.tensor([1]), 3)
+    picks = best_keys(index_scores(q, k, torch.ones(1, 1)), torch.tensor([1]), 3)
     assert sorted(picks[0].tolist()) == [-1, 0, 1]
 
 
 def test_no_keys_can_be_asked_for_in_vain() -> None:
     q, k = torch.ones(1, 1, 4), torch.ones(3, 4)
     with pytest.raises(InvalidInput, match="topk: expected at least 1, got 0"):
-        select_topk(q, k, torch.ones(1, 1), torch.tensor([1]), 0)
+        best_keys(index_scores(q, k, torch.ones(1, 1)), torch.tensor([1]), 0)
 
 
 def test_rows_of_tokens() -> None:

@@ -7,7 +7,17 @@ from fractions import Fraction
 import pytest
 import torch
 
-from attnmux.core import MHATokenToKVPool, MLATokenToKVPool, pack_rows, unpack_rows, value_bytes
+from attnmux.core import (
+    ForeignKVPool,
+    JoinedKVPool,
+    MHATokenToKVPool,
+    MLATokenToKVPool,
+    SWAKVPool,
+    pack_rows,
+    unpack_rows,
+    value_bytes,
+)
+from attnmux.core.draft_attention import DraftKeys
 from attnmux.core.errors import InvalidInput
 from attnmux.core.kv.four_bits import BLOCK, DTYPE, MAGNITUDES
 from attnmux.core.kv.rows import wide_rows
@@ -41,6 +51,21 @@ def pool(**changes: object) -> MHATokenToKVPool:
 
 class Layer:
     layer_id = 5
+
+
+class Wider:
+    layer_id = 6
+
+
+def written(made, layer, loc, width):
+    """What slots loc are to be read as."""
+    k, v = torch.randn(len(loc), 2, width), torch.randn(len(loc), 2, 32)
+    made.set_kv_buffer(layer, loc, k, v)
+    return [unpack_rows(*pack_rows(rows)) for rows in (k, v)]
+
+
+def read(made, layer, slots):
+    return wide_rows(made, layer.layer_id, made.translate(slots, layer.layer_id))
 
 
 @pytest.mark.parametrize("spread", [0.0, 3.0])
@@ -106,6 +131,32 @@ def test_a_pool_stores_packed_rows_and_moves_them():
     assert not any(bool(each.view(torch.uint8)[target].any()) for each in made.memory(5))
 
 
+@pytest.mark.parametrize("kind", [JoinedKVPool, SWAKVPool])
+def test_pools_of_several_write_move_and_zero_the_scales_of_each(kind):
+    both = pool(), pool(layer_ids=[6], head_dim=48)
+    made = JoinedKVPool(both) if kind is JoinedKVPool else SWAKVPool(full=both[0], swa=both[1])
+    if kind is SWAKVPool:
+        made.pair(torch.tensor([1, 2, 3]), torch.tensor([3, 1, 2]))
+    loc, target = torch.tensor([6, 9]), torch.tensor([9, 13])
+    for layer, width in ((Layer(), 80), (Wider(), 48)):
+        wanted = written(made, layer, loc, width)
+        assert all(map(torch.equal, read(made, layer, loc), wanted))
+        made.move(loc, target)
+        assert all(map(torch.equal, read(made, layer, target), wanted))
+    made.zero(target)
+    assert not any(
+        bool(rows.any()) for each in (Layer(), Wider()) for rows in read(made, each, target)
+    )
+
+
+def test_readers_of_whole_values_refuse_the_pool():
+    made = pool()
+    with pytest.raises(InvalidInput, match="trees of drafts on a backend without masks"):
+        DraftKeys.of(made, Layer(), torch.tensor([4]))
+    with pytest.raises(InvalidInput, match="the memory of an engine"):
+        ForeignKVPool({5: made.get_kv_buffer(5)}, page_size=4)
+
+
 @pytest.mark.parametrize(("head_dim", "width"), [(64, 36), (80, 48), (128, 72), (256, 144)])
 def test_a_token_takes_its_values_and_whole_words_of_scales(head_dim, width):
     made = pool(head_dim=head_dim, v_head_dim=head_dim)
@@ -127,7 +178,7 @@ def test_heads_that_no_blocks_divide_are_refused():
 
 
 def test_latents_are_refused():
-    with pytest.raises(InvalidInput, match="4-bit floats in a MLATokenToKVPool"):
+    with pytest.raises(InvalidInput, match="no 4-bit floats for MLA's latents"):
         MLATokenToKVPool(
             size=32, page_size=4, dtype=DTYPE, layer_ids=[0], kv_lora_rank=64,
             qk_rope_head_dim=16, device="cpu",

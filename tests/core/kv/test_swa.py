@@ -11,14 +11,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from attnmux.core.errors import InvalidInput, PoolExhausted
-from attnmux.core.kv import (
-    MHATokenToKVPool,
-    MLATokenToKVPool,
-    SWAAllocator,
-    SWAKVPool,
-    tokens_behind_window,
-)
+from attnmux.core.kv import MHATokenToKVPool, MLATokenToKVPool, SWAKVPool, tokens_behind_window
 from attnmux.transformers.prefixes import PrefixTree
+from attnmux.transformers.slots import SWAAllocator
 
 FULL_LAYERS, WINDOW_LAYERS = (5, 1), (0, 7)
 

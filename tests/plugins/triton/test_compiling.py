@@ -48,6 +48,7 @@ LATENT: dict[str, Any] = {
 CASES = {
     "decode": Case(name="decode", steps=(decode(45, 3),), lse=True),
     "decode, 8-bit": Case(name="8-bit", steps=(decode(45, 3),), kv_dtype="fp8_e5m2"),
+    "decode, 4-bit": Case(name="4-bit", steps=(decode(45, 3),), kv_dtype="fp4_e2m1"),
     "decode, sinks": Case(
         name="sinks", steps=(decode(45),), sinks=True, windows=(8, None), logit_cap=30.0
     ),
@@ -59,6 +60,7 @@ CASES = {
     "verify": Case(name="verify", steps=(verify(5, 40, 4),), **TREE),
     "extend": Case(name="extend", steps=(extend((16, 41), (0, 7)),), lse=True),
     "extend, 8-bit": Case(name="8-bit", steps=(extend((16, 41)),), kv_dtype="fp8_e5m2"),
+    "extend, 4-bit": Case(name="4-bit", steps=(extend((16, 41)),), kv_dtype="fp4_e2m1"),
     "extend, window": Case(
         name="window",
         steps=(extend((16, 41)),),
@@ -113,12 +115,12 @@ WIDE = {
 }
 EVERY = {**CASES, **NARROW, **WIDE, **CDNA3}
 SPREAD = {
-    "sm80": ("decode, sinks", "extend, 8-bit", "decode, latent", "decode, 256"),
+    "sm80": ("decode, sinks", "decode, 4-bit", "extend, 8-bit", "decode, latent", "decode, 256"),
     "sm90": (
-        *("decode", "decode, 8-bit", "decode, relative", "decode, latent"),
-        *("extend", "extend, latent", "extend, widened", "verify, 64"),
+        *("decode", "decode, 8-bit", "decode, 4-bit", "decode, relative", "decode, latent"),
+        *("extend", "extend, 4-bit", "extend, latent", "extend, widened", "verify, 64"),
     ),
-    "gfx942": ("decode, fnuz", "extend, fnuz", "verify", "extend, 256"),
+    "gfx942": ("decode, fnuz", "decode, 4-bit", "extend, fnuz", "verify", "extend, 256"),
     "gfx950": ("decode, ALiBi", "extend, ALiBi", "extend, latent", "extend, relative"),
     "gfx1201": ("decode, 8-bit", "extend, window", "decode, latent"),
 }
@@ -330,6 +332,7 @@ PORTABLE = {
     "indices.sum_lens",
     "picked.attend_picks",
     "write.write_kv",
+    "write_four_bits.write_four_bits",
 }
 HOPPER = {
     "hopper_latent.attend_latent",

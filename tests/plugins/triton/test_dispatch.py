@@ -161,7 +161,7 @@ def test_keys_of_8_bits_have_an_entry_of_their_own():
 
 @pytest.mark.parametrize(
     ("layer", "queries", "rows"),
-    [(gqa(), 1, 8), (gqa(), 4, 16), (gqa(), 40, 64), (mla(), 1, 64), (mla(), 5, 64)],
+    [(gqa(), 1, 8), (gqa(), 4, 16), (gqa(), 40, 32), (mla(), 1, 64), (mla(), 5, 64)],
 )
 def test_rows_of_a_tile(layer, queries, rows):
     found = Dispatch(traits=traits(layer), arch="sm90", page_size=1)
@@ -261,7 +261,9 @@ def launched_by(step: Any, change: Any = None, **case: Any) -> dict[str, dict[st
     [
         (decode(45, 3), GQA, "hopper_shares"),
         (verify(3, 40, 4), GQA, "hopper_shares"),
+        (verify(20, 40, 4), GQA, "hopper_tiles"),
         (verify(5, 40, 4), {**GQA, **TREE}, "hopper_shares"),
+        (verify(20, 40, 4), {**GQA, **TREE}, "hopper_shares"),
         (extend((16, 41), (0, 7)), GQA, "hopper_tiles"),
         (extend((16, 8), items=((3, 4),)), GQA, "tiles"),
         (decode(45, 3), MLA, "hopper_latent"),

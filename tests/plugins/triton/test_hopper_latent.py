@@ -55,7 +55,9 @@ def test_it_compiles_within_registers_and_shared_memory(script):
         ([4096] * 64, 2, 64),
         ([8192] * 128, 1, 128),
         ([4096] * 64, 1, 32),
-        ([4096] * 63 + [4160], 2, 63),
+        ([4096] * 63 + [4160], 2, 64),
+        ([64 * 10] * 20 + [64 * 30], 1, 2),
+        ([64 * 50, 64 * 40, 64 * 30], 40, 50),
         ([8192], 1, 2),
         ([0], 1, 2),
     ],
@@ -98,8 +100,11 @@ def attended(
     from attnmux.triton.kernels.shares import STATE, plan_shares  # noqa: PLC0415  # as above
 
     scale, batch_size, total = 192**-0.5, len(lens), sum(lens)
-    programs = torch.cuda.get_device_properties(0).multi_processor_count
     items = -(-queries * heads // 64)
+    # Without splits the plan is of one item, and items lie side by side
+    sides = items if splits is None else 1
+    in_line = torch.cuda.get_device_properties(0).multi_processor_count // sides
+    programs = in_line * sides
     part_rows = min(64, 1 << (queries * heads - 1).bit_length())
     with torch.device("cuda"):
         k = torch.randn(total + 7, 576, dtype=torch.bfloat16)
@@ -113,15 +118,15 @@ def attended(
         rows = torch.arange(batch_size)
         stops, unit_blocks, share, starts = (
             torch.zeros(shape, dtype=torch.int32)
-            for shape in (batch_size + 1, batch_size, 1, (programs, STATE.value))
+            for shape in (batch_size + 1, batch_size, 1, (in_line, STATE.value))
         )
         places = 2 * programs if splits is None else batch_size * items * splits[1]
         partial = torch.full((places, part_rows, 512), math.nan)
         partial_lse = torch.full((places, part_rows), math.nan)
         out, lse = torch.empty_like(q), torch.empty(q.shape[:2])
-    plan_shares[(-(-programs // 16),)](
-        cached, None, rows, stops, unit_blocks, starts, share, batch_size, programs,
-        2 if splits is None else 1, items, *(splits or (1, 1)),
+    plan_shares[(-(-in_line // 16),)](
+        cached, None, rows, stops, unit_blocks, starts, share, batch_size, in_line,
+        2 if splits is None else 1, items // sides, *(splits or (1, 1)),
         LENS_SHIFT=0, QUERIES=queries, IS_CROSS=False, WINDOW=-1, CHUNK=0,
         IS_FIXED=splits is not None, BLOCK_N=64,
         BLOCK_B=1 << (batch_size - 1).bit_length(), PROGRAMS=16, MEETS_ENDS=True,

@@ -1,4 +1,5 @@
-"""Extend steps whose tiles' keys are shared by programs: the suite's cases, and how many share."""
+"""Tiles whose keys are shared by programs, in extend steps and verification: the suite's cases, and
+how many programs share."""
 
 from __future__ import annotations
 
@@ -22,6 +23,8 @@ pytest.importorskip("triton")
 
 from attnmux.triton import splits
 from attnmux.triton.backend import TritonBackend
+from attnmux.triton.config_tables import ConfigTables
+from attnmux.triton.configs import ConfigEntry, TileConfig
 from attnmux.triton.splits import num_splits
 
 UNITS = 24
@@ -41,6 +44,27 @@ CASES = {
     "strided-extend",
 }
 """One of each feature that extend steps have."""
+VERIFIED = {
+    "decode-and-verify",
+    "strided-verify-chain",
+    "verify-and-decode",
+    "verify-chain",
+    "verify-chain-host-lens",
+    "verify-empty-prefix",
+    "verify-fp8_e4m3-scales",
+    "verify-larger-than-graphs",
+    "verify-long",
+    "verify-padding",
+    "verify-tree",
+    "verify-window-pool",
+}
+IN_TILES = ConfigTables(
+    own_tiles=(
+        ConfigEntry(
+            config=TileConfig(block_m=32, block_n=32, num_warps=4, num_stages=2, verified_rows=1)
+        ),
+    )
+)
 SM90 = Platform.parse("nvidia:sm90,cuda=13.0")
 
 
@@ -65,9 +89,26 @@ class TestTritonInSplits(AttentionBackendTests):
         return case.name.removesuffix("-page16") in CASES
 
 
+class TestVerificationInTiles(AttentionBackendTests):
+    """Chains of drafts of any number of rows; trees and masks stay in shares."""
+
+    backend = Candidate(
+        card=TestTritonInSplits.backend.card,
+        platform=SM90,
+        device="cpu",
+        factory=lambda context, options: TritonBackend(
+            context, options, compute_units=UNITS, tables=IN_TILES
+        ),
+    )
+    page_sizes = (16,)
+
+    def wants(self, case: Case) -> bool:
+        return case.name.removesuffix("-page16") in VERIFIED
+
+
 def test_every_name_is_a_case():
     names = {case.name.removesuffix("-page16") for case in TestTritonInSplits.backend.cases((16,))}
-    assert names >= CASES
+    assert names >= CASES | VERIFIED
 
 
 def kernels(step, units, **options):

@@ -237,6 +237,21 @@ def test_a_sink_of_minus_infinity_is_none(step):
     agree(setup, made, out, lse)
 
 
+@pytest.mark.parametrize("cap", [0.0, 30.0])
+def test_whole_blocks_of_4_bit_keys_are_read_without_comparisons(cap):
+    """Of one token, around the borders of blocks of 128."""
+    step = decode(300, 127, 1, 128, 129, 257)
+    fields = {"kv_dtype": "fp4_e2m1", "kv_scales": (0.5, 3.0), "logit_cap": cap}
+    case = Case(name="4-bit", steps=(step,), lse=True, max_context_len=304, **fields)
+    setup = make_setup(case, CANDIDATE.platform, "cpu")
+    backend = TritonBackend(setup.context, {}, compute_units=3)
+    made = prepare_step(setup, step)
+    given, lse = made.inputs[0], torch.empty(made.inputs[0].q.shape[:2])
+    backend.init_forward_metadata(made.batch)
+    out = backend.forward(given.q, given.k, given.v, given.layer, made.batch, lse=lse)
+    agree(setup, made, out, lse)
+
+
 @pytest.mark.parametrize("step", STEPS.values(), ids=STEPS)
 def test_results_may_lie_in_any_order(step):
     """The heads of a token apart, and the columns of a head."""

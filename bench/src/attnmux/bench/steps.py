@@ -214,9 +214,9 @@ def _fill(pool: KVPool, layer: LayerSpec, draw: Callable[..., torch.Tensor]) -> 
                 part.copy_(draw(*part.shape).to(part.dtype))
         return
     widths = layer.qk_head_dim, layer.v_head_dim
-    for slots in torch.arange(pool.num_slots, device=pool.device).split(DRAWN_ROWS):
-        rows = (draw(len(slots), layer.tp_k_head_num, width) for width in widths)
-        pool.set_kv_buffer(layer, slots, *rows, layer.k_scale, layer.v_scale)
+    for slots in torch.split(torch.arange(pool.num_slots, device=pool.device), DRAWN_ROWS):
+        k, v = (draw(len(slots), layer.tp_k_head_num, width) for width in widths)
+        pool.set_kv_buffer(layer, slots, k, v, layer.k_scale, layer.v_scale)
 
 
 def _layers(

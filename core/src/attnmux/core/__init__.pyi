@@ -12,6 +12,7 @@ from attnmux.core.arguments import check_picked_blocks as check_picked_blocks
 from attnmux.core.arguments import check_picks as check_picks
 from attnmux.core.arguments import check_positive as check_positive
 from attnmux.core.arguments import check_table as check_table
+from attnmux.core.arguments import check_whole_pages as check_whole_pages
 from attnmux.core.arguments import front as front
 from attnmux.core.backend import AttentionBackend as AttentionBackend
 from attnmux.core.batch import ForwardBatch as ForwardBatch
@@ -49,6 +50,7 @@ from attnmux.core.choosing.measured.launches import TunedLaunch as TunedLaunch
 from attnmux.core.choosing.measured.launches import Value as Value
 from attnmux.core.choosing.measured.launches import current_launches as current_launches
 from attnmux.core.choosing.measured.launches import launch_file as launch_file
+from attnmux.core.choosing.measured.launches import read_launches as read_launches
 from attnmux.core.choosing.measured.measurement import Measurement as Measurement
 from attnmux.core.choosing.measured.measurement import read_measurements as read_measurements
 from attnmux.core.choosing.measured.ranking import accuracy_by as accuracy_by
@@ -101,7 +103,6 @@ from attnmux.core.draft_attention import DraftKeys as DraftKeys
 from attnmux.core.draft_attention import SeenPrefixes as SeenPrefixes
 from attnmux.core.draft_attention import among_drafts as among_drafts
 from attnmux.core.draft_attention import attend_to_drafts as attend_to_drafts
-from attnmux.core.draft_steps import MultiStepDraftBackend as MultiStepDraftBackend
 from attnmux.core.draft_trees import TreeAttnBackend as TreeAttnBackend
 from attnmux.core.draft_trees import prefix_context as prefix_context
 from attnmux.core.dtypes import dtype_name as dtype_name
@@ -150,8 +151,6 @@ from attnmux.core.indices.topk import topk_slots as topk_slots
 from attnmux.core.installed import load_plugins as load_plugins
 from attnmux.core.key_picks import KeyPicker as KeyPicker
 from attnmux.core.key_picks import ScoresKeys as ScoresKeys
-from attnmux.core.kv.allocator import PagedAllocator as PagedAllocator
-from attnmux.core.kv.allocator import TokenAllocator as TokenAllocator
 from attnmux.core.kv.foreign import ForeignKVPool as ForeignKVPool
 from attnmux.core.kv.foreign import ForeignMLAPool as ForeignMLAPool
 from attnmux.core.kv.foreign import ForeignRequestTable as ForeignRequestTable
@@ -162,7 +161,6 @@ from attnmux.core.kv.index_pool import IndexRows as IndexRows
 from attnmux.core.kv.joined import JoinedKVPool as JoinedKVPool
 from attnmux.core.kv.linear_states import LinearStatePool as LinearStatePool
 from attnmux.core.kv.memory import free_host_memory as free_host_memory
-from attnmux.core.kv.memory import tokens_in_budget as tokens_in_budget
 from attnmux.core.kv.pool import KVPool as KVPool
 from attnmux.core.kv.pool import check_loc as check_loc
 from attnmux.core.kv.pool import check_rows as check_rows
@@ -248,7 +246,6 @@ from attnmux.core.speculation import AcceptedDrafts as AcceptedDrafts
 from attnmux.core.speculation import DraftTree as DraftTree
 from attnmux.core.speculation import check_num_nodes as check_num_nodes
 from attnmux.core.speculation import organize_draft_results as organize_draft_results
-from attnmux.core.speculation import verify_tree_greedy as verify_tree_greedy
 from attnmux.core.steps import NO_OPTIONS as NO_OPTIONS
 from attnmux.core.tree_kernels import TreeKernels as TreeKernels
 from attnmux.core.tree_masks import check_trees as check_trees

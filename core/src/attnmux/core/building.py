@@ -178,8 +178,7 @@ def _check(decision: Decision) -> None:
     plugins = load_plugins(settings=settings)
     wanted = f"{decision.platform.vendor}:{decision.platform.arch}"
     platform, offers = pick_platform(detect(plugins), wanted), plugins.offers()
-    file = settings.measurements_file()
-    measurements = () if file is None else read_measurements(file).found
+    measurements = read_measurements(settings.measurements_file()).found
     decision.check(platform, offers, accuracy=accuracy_by(measurements, platform, offers))
 
 
@@ -228,10 +227,9 @@ def _check_layers(layers: Sequence[LayerSpec], request: Request) -> None:
         for field, has, asked in _dims(layer, request):
             if asked is not None and has != asked:
                 raise InvalidInput(name, got=f"{field} {has}", expected=f"{asked}, as decided")
-        for feature, has, asked in _features(layer, request):
-            if has and not asked:
-                expected = f"no more than the request asks for: choose again with {feature} set"
-                raise InvalidInput(name, got=feature, expected=expected)
+        for feature in _unasked(layer, request):
+            expected = f"no more than the request asks for: choose again with {feature} set"
+            raise InvalidInput(name, got=feature, expected=expected)
 
 
 def _differences(ours: Request, decided: Request) -> str:
@@ -256,20 +254,12 @@ def _dims(layer: LayerSpec, request: Request) -> tuple[tuple[str, int, int | Non
     )
 
 
-def _features(layer: LayerSpec, request: Request) -> tuple[tuple[str, bool, bool], ...]:
-    """(request field, whether the layer has it, whether the request asks for it)."""
-    return (
-        ("kind=mla", layer.kind == "mla", request.latent),
-        ("kind=dual_chunk", layer.kind == "dual_chunk", request.kind == "dual_chunk"),
-        ("sliding_window", layer.sliding_window_size >= 0, request.sliding_window is not None),
-        ("attention_chunk", layer.attention_chunk_size > 0, bool(request.attention_chunk)),
-        ("cross_attention", layer.is_cross_attention, request.cross_attention),
-        ("sinks", layer.sinks is not None, request.sinks),
-        ("alibi", layer.alibi_slopes is not None, request.alibi),
-        ("relative_bias", layer.relative_bias is not None, request.relative_bias),
-        ("logit_cap", layer.logit_cap > 0, bool(request.logit_cap)),
-        ("index_block_size", layer.index_block_size > 0, bool(request.index_block_size)),
-    )
+def _unasked(layer: LayerSpec, request: Request) -> list[str]:
+    """The layer's kind and features that the request does not ask for, as text of a request."""
+    kinds = {"mla": ("mla", "nsa"), "dual_chunk": ("dual_chunk",)}.get(layer.kind, (request.kind,))
+    found = [] if request.kind in kinds else [f"kind={layer.kind}"]
+    features = sorted(layer.features - {"bidirectional"})
+    return found + [name for name in features if not getattr(request, name)]
 
 
 def make_first(

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
 from attnmux.core.choosing.ask.policy import Policy
 from attnmux.core.choosing.ask.request import Request
 from attnmux.core.choosing.find.devices import detect, pick_platform
 from attnmux.core.choosing.machine.platform import Platform
-from attnmux.core.choosing.measured.launches import TunedLaunch, launch_file
+from attnmux.core.choosing.measured.launches import TunedLaunch, read_launches
 from attnmux.core.choosing.measured.measurement import Measurement, read_measurements
 from attnmux.core.choosing.measured.ranking import solve_measured
 from attnmux.core.choosing.offer.card import Offer
@@ -18,9 +17,6 @@ from attnmux.core.choosing.tell.decision import Decision
 from attnmux.core.errors import BackendFailed, InvalidInput, NoBackend
 from attnmux.core.installed import load_plugins
 from attnmux.core.settings import Settings
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -52,8 +48,8 @@ class Chooser:
             platform=pick_platform(replace(found, platforms=alike), settings.platform),
             offers=tuple(plugins.offers()),
             policy=settings.policy(),
-            measurements=_measurements(settings.measurements_file()),
-            launches=_launches(settings.launches_file()),
+            measurements=read_measurements(settings.measurements_file()).found,
+            launches=read_launches(settings.launches_file()).found,
             debug=settings.debug,
         )
 
@@ -77,11 +73,3 @@ class Chooser:
             return self.decide(request.replace(origin="model", graph=True), failed)
         except NoBackend:
             return self.decide(request, failed)
-
-
-def _measurements(file: Path | None) -> tuple[Measurement, ...]:
-    return read_measurements(file).found if file is not None and file.exists() else ()
-
-
-def _launches(file: Path | None) -> tuple[TunedLaunch, ...]:
-    return launch_file(file).read().found if file is not None and file.exists() else ()

@@ -12,10 +12,10 @@ from attnmux.core.errors import InvalidInput
 from attnmux.core.kv.foreign import ForeignKVPool
 from attnmux.core.kv.memory import allocate_zeroed
 from attnmux.core.kv.request_table import ReqToTokenPool
+from attnmux.core.layer import check_features
 
 if TYPE_CHECKING:
     from attnmux.core.context import BackendContext
-    from attnmux.core.layer import LayerSpec
 
 
 def pages_of_budget(budget: int, *, page_size: int, max_context_len: int) -> int:
@@ -33,7 +33,7 @@ def sparse_context(context: BackendContext, budget: int) -> BackendContext:
     page_size = pool.page_size
     check_budget(budget, page_size)
     for layer in context.layers:
-        _check_layer(layer)
+        check_features(layer, "sinks", "logit_cap", "index_block_size")
     if pool.is_strided or not pool.dtype.is_floating_point or pool.dtype.itemsize == 1:
         got = f"{pool.dtype}{', with gaps' if pool.is_strided else ''}"
         expected = "16 or 32 bits a value and no gaps between slots"
@@ -73,19 +73,3 @@ def _pool_of(context: BackendContext, tokens: int) -> ForeignKVPool:
     )
     pairs = {each.layer_id: (k, v) for each in context.layers}
     return ForeignKVPool(pairs, page_size=pool.page_size)
-
-
-def _check_layer(layer: LayerSpec) -> None:
-    found = {
-        f"kind {layer.kind}": layer.kind != "mha",
-        "a sliding window": layer.sliding_window_size >= 0,
-        "attention chunks": layer.attention_chunk_size > 0,
-        "cross attention": layer.is_cross_attention,
-        "no causality": not layer.is_causal,
-        "ALiBi": layer.alibi_slopes is not None,
-        "relative position biases": layer.relative_bias is not None,
-    }
-    got = " and ".join(name for name, is_set in found.items() if is_set)
-    if got:
-        expected = "plain causal layers of kind mha, where pages are chosen"
-        raise InvalidInput(f"layer {layer.layer_id}", got=got, expected=expected)

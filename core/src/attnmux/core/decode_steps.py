@@ -84,7 +84,7 @@ class DecodeStep:
     tables: PageTables
     buffers: DecodeBuffers | None
     may_be_empty: bool
-    """Whether a request may be without keys, as far as the host knows."""
+    """Whether the host cannot rule out a request without keys."""
     keys: dict[KeyGroup, Keys] | None = None
     """Set by `fill`: what the kernels read. Lengths are at least 1 where `lens` is set."""
     lens: KeyLens | None = None

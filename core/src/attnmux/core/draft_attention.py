@@ -31,7 +31,11 @@ class DraftKeys:
 
     @classmethod
     def of(cls, pool: KVPool, layer: LayerSpec, slots: torch.Tensor) -> DraftKeys:
-        """slots: [B * d] int64, as the request table has them."""
+        """slots: [B * d] int64, as the request table has them.
+
+        Raises InvalidInput for a pool of 4-bit floats.
+        """
+        pool.check_whole_bytes("trees of drafts on a backend without masks")
         k = pool.get_key_buffer(layer.layer_id)
         is_latent = layer.kind == "mla"
         v = k[..., : layer.v_head_dim] if is_latent else pool.get_value_buffer(layer.layer_id)

@@ -1,4 +1,4 @@
-"""The installed plugins, as far as the environment and the configuration file admit them."""
+"""The installed plugins that the environment and the configuration file admit."""
 
 from __future__ import annotations
 

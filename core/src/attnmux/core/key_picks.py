@@ -70,7 +70,7 @@ class KeyPicker:
         """Write the new tokens' keys to the pool, then `batch.topk_indices` in place.
 
         index_q: [T, Hi, Di] and index_k: [T, Di], with their rotary parts applied. weights:
-        [T, Hi], scales included; see `select_topk` for the score. A token sees the keys of its own
+        [T, Hi], scales included; see `index_scores` for the score. A token sees the keys of its own
         request up to its place; the drafts of a step are chains. captured: shapes are static, as
         device graphs require, so that every row of the table is scored whole; each request has as
         many new tokens as the others then. Otherwise lengths on the host are used, and read from

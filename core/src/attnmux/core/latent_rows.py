@@ -8,10 +8,10 @@ import torch
 
 from attnmux.core.aligned_rows import is_aligned
 from attnmux.core.errors import InvalidInput
+from attnmux.core.layer import LayerSpec, check_features
 
 if TYPE_CHECKING:
     from attnmux.core.context import BackendContext
-    from attnmux.core.layer import LayerSpec
 
 LATENT_DIM = 512
 """Dim of the latent, which is V too: every kernel for MLA is built for this one."""
@@ -34,21 +34,7 @@ def check_latent(layer: LayerSpec) -> None:
 
 def check_plain(layer: LayerSpec) -> None:
     """Raises InvalidInput for a layer that is more than scaled, causal softmax attention."""
-    extras = {
-        "is_causal False": not layer.is_causal,
-        "is_cross_attention": layer.is_cross_attention,
-        f"logit_cap {layer.logit_cap}": layer.logit_cap > 0,
-        f"sliding_window_size {layer.sliding_window_size}": layer.sliding_window_size >= 0,
-        f"attention_chunk_size {layer.attention_chunk_size}": layer.attention_chunk_size > 0,
-        "sinks": layer.sinks is not None,
-    }
-    found = [name for name, is_set in extras.items() if is_set]
-    if found:
-        raise InvalidInput(
-            f"layer {layer.layer_id}",
-            got=" and ".join(found),
-            expected="causal self-attention without cap, window, chunks and sinks",
-        )
+    check_features(layer, kind=layer.kind)
 
 
 def latent_layers(context: BackendContext) -> tuple[LayerSpec, ...]:

@@ -73,7 +73,7 @@ class LayerSpec:
         for name, of_heads in (("sinks", self.sinks), ("alibi_slopes", self.alibi_slopes)):
             _check_per_head(name, of_heads, q_heads)
         self._check_relative_bias()
-        self._check_biases()
+        self._check_features()
         if not self.is_causal and self.sliding_window_size >= 0:
             raise InvalidInput(
                 "sliding_window_size",
@@ -86,7 +86,6 @@ class LayerSpec:
                 got=f"{kv_heads} heads, {self.qk_head_dim}/{self.v_head_dim} dims",
                 expected="one latent head, with qk_head_dim = v_head_dim + rotary dim",
             )
-        self._check_blocks()
         chunked = self.kind == "dual_chunk"
         if self.dual_chunk_len < chunked or (self.dual_chunk_len and not chunked):
             got = f"{self.dual_chunk_len} in a layer of kind {self.kind!r}"
@@ -106,43 +105,37 @@ class LayerSpec:
             expected = f"float32 of shape ({heads}, {columns})"
             raise InvalidInput("relative_bias", got=got, expected=expected)
 
-    def _check_biases(self) -> None:
-        """Raises InvalidInput for biases by distance in a layer that cannot have them."""
-        slopes, table = self.alibi_slopes is not None, self.relative_bias is not None
-        hindrances = {
-            f"kind {self.kind!r}": self.kind != "mha",
-            "is_cross_attention": self.is_cross_attention,
-            "is_causal False": slopes and not self.is_causal,
-            f"logit_cap {self.logit_cap}": self.logit_cap > 0,
-            "relative_bias": slopes and table,
-        }
-        found = [name for name, is_set in hindrances.items() if is_set]
-        if found and (slopes or table):
-            got = f"a bias in a layer with {' and '.join(found)}"
-            causal = "causal " if slopes else ""
-            expected = f"None, or {causal}self attention of kind 'mha' without a cap"
-            name = "alibi_slopes" if slopes else "relative_bias"
-            raise InvalidInput(name, got=got, expected=expected)
-
-    def _check_blocks(self) -> None:
-        """Raises InvalidInput for picked blocks in a layer that hides or weighs keys otherwise."""
-        if not self.index_block_size:
-            return
-        hindrances = {
-            f"kind {self.kind!r}": self.kind != "mha",
-            "a sliding window": self.sliding_window_size >= 0,
-            "attention chunks": self.attention_chunk_size > 0,
-            "cross attention": self.is_cross_attention,
-            "is_causal False": not self.is_causal,
-            "a logit cap": self.logit_cap > 0,
-            "sinks": self.sinks is not None,
-            "a bias": self.alibi_slopes is not None or self.relative_bias is not None,
-        }
-        found = [name for name, is_set in hindrances.items() if is_set]
-        if found or self.index_block_size < 0:
-            got = f"{self.index_block_size} in a layer with {' and '.join(found) or 'nothing else'}"
-            expected = "0, or a size of blocks in a plain causal layer of kind 'mha'"
+    def _check_features(self) -> None:
+        """Raises InvalidInput where biases by distance, or picked blocks, have a feature or a kind
+        next to them that they do not go with."""
+        limits = {"sliding_window", "attention_chunk", "sinks"}
+        for name, feature, allowed in (
+            ("relative_bias", "relative_bias", {*limits, "bidirectional"}),
+            ("alibi_slopes", "alibi", limits),
+            ("index_block_size", "index_block_size", set()),
+        ):
+            if feature in self.features:
+                check_features(self, feature, *sorted(allowed), argument=name)
+        if self.index_block_size < 0:
+            got, expected = self.index_block_size, "0, or keys of a block"
             raise InvalidInput("index_block_size", got=got, expected=expected)
+
+    @property
+    def features(self) -> frozenset[str]:
+        """What the layer has beyond scaled, causal self attention: fields of a request, such
+        as "sliding_window" and "sinks", and "bidirectional" where `is_causal` is False."""
+        given = {
+            "sliding_window": self.sliding_window_size >= 0,
+            "attention_chunk": self.attention_chunk_size > 0,
+            "cross_attention": self.is_cross_attention,
+            "bidirectional": not self.is_causal,
+            "sinks": self.sinks is not None,
+            "alibi": self.alibi_slopes is not None,
+            "relative_bias": self.relative_bias is not None,
+            "logit_cap": self.logit_cap > 0,
+            "index_block_size": self.index_block_size > 0,
+        }
+        return frozenset(name for name, is_set in given.items() if is_set)
 
     @property
     def relative_reach(self) -> int:
@@ -170,3 +163,19 @@ def _check_per_head(name: str, of_heads: torch.Tensor | None, q_heads: int) -> N
         return
     got = f"{of_heads.dtype} of shape {tuple(of_heads.shape)}"
     raise InvalidInput(name, got=got, expected=f"float32 of shape ({q_heads},)")
+
+
+def check_features(
+    layer: LayerSpec, *served: str, kind: str = "mha", argument: str | None = None
+) -> None:
+    """Raises InvalidInput for a layer of another kind, or with a feature that is not `served`.
+
+    argument: named by the error; None names the layer.
+    """
+    found = sorted(layer.features.difference(served))
+    found += [f"kind {layer.kind}"] * (layer.kind != kind)
+    if found:
+        name = f"layer {layer.layer_id}" if argument is None else argument
+        most = f"no feature but {', '.join(served)}" if served else "no further feature"
+        expected = f"causal self attention of kind {kind} with {most}"
+        raise InvalidInput(name, got=f"a layer with {' and '.join(found)}", expected=expected)

@@ -1,6 +1,6 @@
 """The contract of a backend for linear layers: recurrences and short causal convolutions.
 
-It is the second contract beside `AttentionBackend`, with the same two halves of preparation. T new
+It has the same two halves of preparation as `AttentionBackend`. T new
 tokens and B requests of a step; `LinearLayerSpec` has the formula, `LinearCall` the shapes.
 """
 

@@ -19,8 +19,8 @@ class PageBounds:
     """The element-wise smallest and largest K of each page, [pages, Hkv, D] for each layer.
 
     Pages are those of the KV pool, so that a shared prefix keeps its bounds. A page's first token
-    replaces the bounds of its former owner, and each further token widens them: a page that is
-    partly filled is bounded as far as it is filled. They hold K as the pool stores it.
+    replaces the bounds of its former owner, and each further token widens them: the bounds of a
+    partly filled page are those of the keys that it has. They hold K as the pool stores it.
     """
 
     def __init__(

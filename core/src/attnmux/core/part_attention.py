@@ -113,9 +113,8 @@ def is_mergeable(layer: LayerSpec) -> bool:
     """Whether a new token sees all of some earlier keys, so that parts of them can be merged by
     LSE. Windows and attention chunks end within a part, and a part does not say how far its keys
     are from the tokens, which biases by distance ask."""
-    limited = layer.sliding_window_size >= 0 or layer.attention_chunk_size > 0
-    limited = limited or layer.alibi_slopes is not None or layer.relative_bias is not None
-    return layer.kind in ("mha", "mla") and not limited
+    limiting = {"sliding_window", "attention_chunk", "alibi", "relative_bias"}
+    return layer.kind in ("mha", "mla") and layer.features.isdisjoint(limiting)
 
 
 def part_context(context: BackendContext, request: Request) -> BackendContext:

@@ -1,7 +1,7 @@
 """The only reader of the environment, and of the configuration file through `settings_file.py`.
 
 A setting comes from the variable ATTNMUX_NAME, else from `attnmux.toml` or `[tool.attnmux]` in
-`pyproject.toml`, whichever is found first from the working directory upwards, else it is unset.
+`pyproject.toml`, the first of these from the working directory upwards, else it is unset.
 ATTNMUX_CONFIG names the file instead. A file that another user could have written is refused where
 it was found, since it decides which code runs; a file that is named is trusted.
 """

@@ -77,7 +77,7 @@ def sample_tree_target_only(
     device = tokens.device
     rows = torch.arange(batch_size, device=device)
     probs = probs.view(batch_size, num, probs.shape[1])
-    repeats = (tree._siblings() & (tokens.unsqueeze(2) == tokens.unsqueeze(1))).any(-1)
+    repeats = (tree.siblings() & (tokens.unsqueeze(2) == tokens.unsqueeze(1))).any(-1)
     within = tokens.clamp(0, probs.shape[2] - 1)
     counts = (within == tokens) & ~repeats
     at = torch.zeros_like(rows)

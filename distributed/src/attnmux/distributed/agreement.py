@@ -95,16 +95,13 @@ def _common(
     numbers = {number for number, _ in served} - {ANY}
     if len(numbers) != 1 or EAGER in numbers:
         return None
-    runner, sizes = runners[numbers.pop()], {size for _, size in served}
-    if len(sizes) > 1 and not runner.config.padding:
-        return None
-    return runner, max(sizes)
+    return runners[numbers.pop()], max(size for _, size in served)
 
 
 def _said(runners: Sequence[GraphRunner]) -> str:
     graphs = [
         f"{runner.config.forward_mode.name} of {runner.config.tokens_per_request} tokens in sizes "
-        f"{runner.batch_sizes}{'' if runner.config.padding else ' without padding'}"
+        f"{runner.batch_sizes}"
         for runner in runners
     ]
     return ", ".join(graphs or ["no graphs"])

@@ -186,6 +186,9 @@ def _check_request(request: Request) -> None:
         if value:
             expected = "nothing: KV is interleaved over ranks"
             raise InvalidInput(name, got=value, expected=expected)
+    if request.kv_dtype == "fp4_e2m1":
+        expected = "8 bits or more: KV is interleaved over ranks"
+        raise InvalidInput("kv_dtype", got=request.kv_dtype, expected=expected)
     if request.other_layers:
         got = f"{len(request.other_layers) + 1} shapes of layers"
         raise InvalidInput("other_layers", got=got, expected="one: KV is interleaved over ranks")

@@ -27,7 +27,7 @@ class InterleavedKVPool(KVPool):
             layer_ids=own.layer_ids,
             device=own.device,
         )
-        self._check_whole_bytes()
+        self.check_whole_bytes("ranks that interleave their KV")
         self.own = own
         self.interleaving = interleaving
 

@@ -65,7 +65,8 @@ class PrefillParallelBackend(DispatchingBackend):
         read in one call, the same on all ranks; None: as many as there are ranks, so that each of
         them sends one in each of two rounds. chunk_bytes: memory for K and V of a part.
 
-        Raises InvalidInput for backends of another context, and for sizes below 1.
+        Raises InvalidInput for backends of another context, for sizes below 1, and for a pool of
+        4-bit floats.
         """
         super().__init__(inner.context, (inner,))
         self.chunks_at_once = group.size if chunks_at_once is None else chunks_at_once
@@ -73,6 +74,7 @@ class PrefillParallelBackend(DispatchingBackend):
         check_positive("chunk_bytes", chunk_bytes)
         layers = [layer for layer in inner.context.layers if is_mergeable(layer)]
         pool = inner.context.token_to_kv_pool
+        pool.check_whole_bytes("prompts that ranks split")
         self._parts = PartAttention[SplitKeys](parts, layers, pool)
         self.inner = inner
         self.group = group

@@ -251,6 +251,7 @@ def can_be_split(case: Case, size: int) -> bool:
         modes.issubset(MODES)
         and not case.has_trees
         and case.kind in ("mha", "mla")
+        and case.kv_dtype != "fp4_e2m1"
         and not any(case.windows)
         and not case.attention_chunk
         and not case.alibi

@@ -58,6 +58,7 @@ if TYPE_CHECKING:
     from attnmux.testing.first_use import FirstUse as FirstUse
     from attnmux.testing.graph_fakes import GraphFakeBackend as GraphFakeBackend
     from attnmux.testing.graph_fakes import graph_card as graph_card
+    from attnmux.testing.greedy_trees import verify_tree_greedy as verify_tree_greedy
     from attnmux.testing.prepared import LayerInput as LayerInput
     from attnmux.testing.prepared import PreparedStep as PreparedStep
     from attnmux.testing.prepared import prepare_step as prepare_step
@@ -115,6 +116,7 @@ _MODULES = {
     "standard_cases": "standard",
     "try_point": "card_limits",
     "verify": "cases",
+    "verify_tree_greedy": "greedy_trees",
 }
 
 __all__ = sorted(_MODULES)

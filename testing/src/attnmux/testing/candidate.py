@@ -5,6 +5,7 @@ from __future__ import annotations
 import pkgutil
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Literal, cast
 
 from attnmux.core import (
@@ -132,12 +133,7 @@ class Candidate:
         if standing(offer, Policy(), installed_version):
             return
         for case in cases:
-            request = case.request
-            questions = (
-                Question(request=request, platform=self.platform, phase=phase)
-                for phase in request.phases
-            )
-            if all(is_served(self.card, question) for question in questions):
+            if all(is_served(self.card, each) for each in _questions(case, self.platform)):
                 yield case
 
     def cases(self, page_sizes: Collection[int] = ()) -> tuple[AnyCase, ...]:
@@ -193,6 +189,15 @@ class Candidate:
 
     def _factory(self) -> Factory:
         return self.factory or cast("Factory", pkgutil.resolve_name(self.card.factory or ""))
+
+
+@lru_cache(maxsize=8192)
+def _questions(case: AnyCase, platform: Platform) -> tuple[Question, ...]:
+    """A case's questions, which are the same for every backend of a platform."""
+    request = case.request
+    return tuple(
+        Question(request=request, platform=platform, phase=phase) for phase in request.phases
+    )
 
 
 def find_candidate(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from functools import lru_cache
 from typing import Any
 
 from attnmux.core import ForwardMode
@@ -28,6 +29,11 @@ ODD_PAGE_SIZES = (3, 48)
 
 def standard_cases(page_sizes: Sequence[int] = PAGE_SIZES) -> tuple[Case, ...]:
     """Every case of the suite, in each of the page sizes."""
+    return _standard_cases(tuple(page_sizes))
+
+
+@lru_cache(maxsize=4)
+def _standard_cases(page_sizes: tuple[int, ...]) -> tuple[Case, ...]:
     cases: list[Case] = []
     for page in page_sizes:
         cases += _batches(page)

@@ -30,7 +30,7 @@ from attnmux.core.choosing.offer.clause import when
 from attnmux.core.choosing.offer.conditions import one_of
 from attnmux.core.choosing.solver import solve
 from attnmux.core.choosing.tell.decision import Decision
-from attnmux.core.choosing.tell.outcomes import outcomes
+from attnmux.core.cli.outcomes import outcomes
 from attnmux.core.errors import InvalidInput
 
 NOW = datetime(2026, 5, 1, 12, tzinfo=timezone.utc)

@@ -17,6 +17,7 @@ from attnmux.bench.margins import Margin, margins
 from attnmux.bench.measuring import Bench, Row
 from attnmux.bench.ranks import together_on
 from attnmux.bench.roofline import Ceilings, ceilings
+from attnmux.bench.rounding import rounding_error
 from attnmux.bench.workload import Workload
 from attnmux.core import (
     Decision,
@@ -106,11 +107,20 @@ class Result:
     def margins(self) -> tuple[Margin, ...]:
         return margins(self.rows, self.decision)
 
+    @property
+    def rounding(self) -> dict[str, float]:
+        """By dtype what rounding K and V to it changes, where the pool does not have that of Q."""
+        dtypes = self.request.kv_dtype, self.request.dtype
+        if None in dtypes or dtypes[0] == dtypes[1]:
+            return {}
+        return {each: rounding_error(self.request, each) for each in dtypes if each}
+
     def to_dict(self) -> dict[str, Any]:
         return {
             "platform": self.place.platform.to_dict(),
             "device": self.place.device,
             "request": self.request.to_dict(),
+            "rounding": self.rounding,
             "ceilings": asdict(self.ceilings),
             "rows": [row.to_dict() for row in self.rows],
             "margins": [margin.to_dict() for margin in self.margins],

@@ -38,6 +38,9 @@ def print_bench(result: Result, kept: Kept | None) -> None:
         f"measured; {shapes(result.request)}; us of one layer's call, plan: of a step; "
         f"error: rms in roundings of {result.request.dtype} (of the worst query and head)"
     )
+    if result.rounding:
+        moved = ", ".join(f"{error:.2g} in {name}" for name, error in result.rounding.items())
+        console.print(f"rounding of K and V alone: {moved}, of a result's norm")
     margins = {margin.workload: margin for margin in result.margins}
     for workload in dict.fromkeys(row.workload for row in result.rows):
         console.print()

@@ -9,7 +9,7 @@ offer       cards: clauses of conditions, priors, options, and the libraries tha
 find        what is here: installed plugins, and the devices that their probes report
 judge       one card, one phase: the axes of choosing, and why a card does not serve
 search      all cards: the best backends with one page size and one KV dtype
-tell        the answer: decision or refusal, a verdict on every candidate, outcomes in words
+tell        the answer: decision or refusal, and a verdict on every candidate
 solver      `solve`, which puts these together
 measured    what this machine has measured, and how that changes the choice
 

@@ -175,7 +175,7 @@ def _with_expanded(
 
 
 def _with_linear(decision: Decision, policy: Policy, again: Callable[..., Decision]) -> Decision:
-    """The decision, with the backends of the linear layers of each kind that somebody serves.
+    """The decision, with the backends of each kind of linear layers that one serves.
 
     again: solves for another request. Raises NoBackend where the named backend serves none of them.
     """
@@ -197,8 +197,8 @@ def _with_linear(decision: Decision, policy: Policy, again: Callable[..., Decisi
 
 def _unnamed(policy: Policy) -> Policy:
     """The policy for a further backend, which the names of the others do not concern."""
-    nobody: dict[str, Any] = dict.fromkeys(NAMING)
-    return replace(policy, **nobody, origins=FrozenMapping())
+    unset: dict[str, Any] = dict.fromkeys(NAMING)
+    return replace(policy, **unset, origins=FrozenMapping())
 
 
 def _with_trees(

@@ -23,7 +23,7 @@ def main() -> None:
     except KeyboardInterrupt:  # before the verbs can handle it
         print("attnmux: interrupted", file=sys.stderr)
         sys.exit(130)
-    except BrokenPipeError:  # the reader has seen enough, as in `attnmux matrix | head`
+    except BrokenPipeError:  # the reader has seen enough, as in `attnmux backends | head`
         sys.exit(1)
     except OSError as error:
         print(f"attnmux: the answer cannot be written: {error}", file=sys.stderr)

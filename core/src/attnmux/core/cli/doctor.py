@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Mapping, Set
-from dataclasses import asdict
+from collections.abc import Iterator, Set
 from typing import Any
 
 import click
@@ -12,10 +11,13 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from attnmux.core.choosing.ask.policy import Policy
+from attnmux.core.choosing.common.plain import plain
+from attnmux.core.choosing.find.examine import Entry, Plugin, PluginFailure, examine
 from attnmux.core.choosing.find.plugins import find_entries
-from attnmux.core.choosing.offer.libraries import installed_version
+from attnmux.core.choosing.offer.libraries import Distribution, EntryPoint, installed_version
+from attnmux.core.cli.doctor_backends import Backend
 from attnmux.core.cli.doctor_diagnosis import Diagnosis, diagnose
-from attnmux.core.cli.doctor_plugins import Diagnosed, diagnosed
 from attnmux.core.cli.render import WIDTH, plain_table, render_platforms
 from attnmux.core.cli.run import Run, common_options, echo_json, pass_run
 
@@ -50,17 +52,12 @@ def doctor(run: Run, seconds: int, as_json: bool) -> int:
     """
     settings = run.settings()
     entries, unreadable = find_entries(*settings.plugin_filter())
-    broken = [
-        Diagnosed(
-            plugin=failure.plugin,
-            distribution=failure.distribution,
-            version=failure.version,
-            failures=(failure,),
-        )
-        for failure in unreadable
+    plugins = [
+        *(Plugin(_entry(failure), failures=(failure,)) for failure in unreadable),
+        *examine(entries, ("cards", "platforms"), seconds),
     ]
-    plugins = [*broken, *diagnosed(entries, settings, seconds)]
-    diagnosis = diagnose(plugins, settings.platform)
+    policy = Policy(allow=settings.allow_backends, deny=settings.deny_backends)
+    diagnosis = diagnose(plugins, policy, settings.platform)
     if as_json:
         echo_json(_as_json(diagnosis))
     else:
@@ -68,26 +65,34 @@ def doctor(run: Run, seconds: int, as_json: bool) -> int:
     return PROBLEMS if diagnosis.problems else 0
 
 
+def _entry(failure: PluginFailure) -> Entry:
+    point = EntryPoint(failure.plugin, "", Distribution(""))
+    return Entry(point, failure.distribution, failure.version)
+
+
 def _as_json(diagnosis: Diagnosis) -> dict[str, Any]:
+    told: dict[str, list[dict[str, Any]]] = {}
+    for each in diagnosis.backends:
+        told.setdefault(each.offer.plugin, []).append(each.to_dict())
     return {
         "python": sys.version.split()[0],
         "core": installed_version("attnmux-core"),
         "torch": installed_version("torch"),
-        "platforms": [platform.to_dict() for platform in diagnosis.detection.platforms],
+        "platforms": plain(diagnosis.detection.platforms),
         "picked": None if diagnosis.picked is None else str(diagnosis.picked),
         "plugins": [
             {
-                "plugin": plugin.plugin,
+                "plugin": plugin.name,
                 "distribution": plugin.distribution,
-                "version": plugin.version,
-                "status": plugin.status,
+                "version": plugin.entry.version,
+                "status": _status(plugin),
                 "platforms": [str(platform) for platform in plugin.platforms],
-                "backends": list(plugin.backends),
-                "failures": [asdict(failure) for failure in plugin.failures],
+                "backends": told.get(plugin.name, []) if plugin.cards else [],
+                "failures": plain(plugin.failures),
             }
             for plugin in diagnosis.plugins
         ],
-        "unserved": [asdict(device) for device in diagnosis.detection.unserved],
+        "unserved": plain(diagnosis.detection.unserved),
         "problems": list(diagnosis.problems),
         "notes": list(diagnosis.notes),
     }
@@ -130,49 +135,47 @@ def _report(diagnosis: Diagnosis) -> None:
 def _plugins(diagnosis: Diagnosis) -> Table:
     table = plain_table("plugin", "from", "state", "devices", "backends")
     for plugin in diagnosis.plugins:
+        errors = "; ".join(failure.error for failure in plugin.failures)
         table.add_row(
-            plugin.plugin,
-            f"{plugin.distribution} {plugin.version}".strip(),
-            _state(plugin),
+            plugin.name,
+            f"{plugin.distribution} {plugin.entry.version}".strip(),
+            ": ".join(filter(None, (_status(plugin), errors))),
             ", ".join(f"{found.vendor}:{found.arch}" for found in plugin.platforms),
-            str(len(plugin.backends) or ""),
+            str(len(plugin.cards) or ""),
             style="red" if plugin.failures else None,
         )
     return table
 
 
-def _state(plugin: Diagnosed) -> str:
-    errors = "; ".join(failure.error for failure in plugin.failures)
-    return f"{plugin.status}: {errors}" if errors else plugin.status
+def _status(plugin: Plugin) -> str:
+    return "broken" if plugin.failures else "works"
 
 
 def _backends(diagnosis: Diagnosis) -> Table:
     table = plain_table("backend", "proof", "here", "libraries")
     present = {platform.vendor for platform in diagnosis.detection.platforms}
-    for plugin in diagnosis.plugins:
-        for backend in plugin.backends:
-            here = _here(backend, present)
-            # Installing a library helps only where nothing else is missing
-            mendable = here in ("ready", HERE["LIBRARY"])
-            libraries = "\n".join(_libraries(backend)) if mendable else ""
-            table.add_row(backend["address"], backend["proof"], here, libraries)
+    for backend in diagnosis.backends:
+        here = _here(backend, present)
+        # Installing a library helps only where nothing else is missing
+        mendable = here in ("ready", HERE["LIBRARY"])
+        lines = "\n".join(_libraries(backend)) if mendable else ""
+        table.add_row(backend.offer.address, backend.proof, here, lines)
     return table
 
 
-def _here(backend: Mapping[str, Any], present: Set[str]) -> str:
-    if backend["vendors"] and present.isdisjoint(backend["vendors"]):
+def _here(backend: Backend, present: Set[str]) -> str:
+    if backend.vendors and present.isdisjoint(backend.vendors):
         return "other hardware"
-    reasons = backend["reasons"]
-    return HERE.get(reasons[0]["code"], "no") if reasons else "ready"
+    return HERE.get(backend.reasons[0].code, "no") if backend.reasons else "ready"
 
 
-def _libraries(backend: Mapping[str, Any]) -> Iterator[str]:
+def _libraries(backend: Backend) -> Iterator[str]:
     """Installed libraries, and missing ones with the command that installs them."""
-    for library in backend["libraries"]:
-        if library["state"] == "present":
-            yield library["installed"]
+    for library in backend.libraries:
+        if library.state == "present":
+            yield library.installed
             continue
-        found = f" ({library['installed']})" if library["installed"] else ""
-        yield f"{library['wanted']}: {library['state']}{found}"
-        if library["hint"]:
-            yield f"  {library['hint']}"
+        found = f" ({library.installed})" if library.installed else ""
+        yield f"{library.wanted}: {library.state}{found}"
+        if library.hint:
+            yield f"  {library.hint}"

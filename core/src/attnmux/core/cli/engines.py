@@ -2,7 +2,8 @@
 
 An integration advertises it in the entry-point group `attnmux.engines`, as NAME = MODULE:FUNCTION.
 FUNCTION(decision, model) returns the engine's own command as a list of words; `model` is a folder
-or a hub id. It imports neither the engine nor torch.
+or a hub id. It imports neither the engine nor torch. It raises InvalidInput for a decision that the
+engine cannot follow.
 """
 
 from __future__ import annotations
@@ -32,13 +33,15 @@ def launch_line(
 ) -> str:
     """A line for a shell. backends: those that the user named, by setting; None: not named.
 
-    Raises InvalidInput for an engine that no installed integration starts, PluginError for an
-    integration that fails.
+    Raises InvalidInput for an engine that no installed integration starts and for a decision that
+    it cannot follow, PluginError for an integration that fails.
     """
     point = _find(engine, settings)
     try:
         launch: Any = point.load()
         words = [str(word) for word in launch(decision, model or MODEL)]
+    except InvalidInput:
+        raise
     except Exception as error:
         whose = point.distribution.identity()[0]
         raise PluginError(f"{point.value} of {whose} failed: {in_brief(error)}") from error

@@ -5,7 +5,7 @@ from __future__ import annotations
 import click
 
 from attnmux.core.choosing.common.checks import nearest
-from attnmux.core.choosing.tell.codes import meanings
+from attnmux.core.cli.codes import meanings
 from attnmux.core.cli.run import Run, common_options, echo_json, pass_run
 from attnmux.core.errors import InvalidInput
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, fields
+from dataclasses import fields
 from typing import Any
 
 import click
 
+from attnmux.core.choosing.common.plain import plain, plain_fields
 from attnmux.core.choosing.common.verdict import Reason
 from attnmux.core.choosing.find.devices import pick_platform
 from attnmux.core.choosing.judge.checking import standing
@@ -38,7 +39,7 @@ def backends(run: Run, as_json: bool) -> None:
         echo_json(
             {
                 "backends": [_described(offer, reasons) for offer, reasons in rows],
-                "failures": [asdict(failure) for failure in plugins.failures],
+                "failures": plain(plugins.failures),
                 "warnings": run.warnings,
             }
         )
@@ -59,22 +60,22 @@ def _described(offer: Offer, reasons: list[Reason]) -> dict[str, Any]:
         "version": offer.version,
         "requires": [list(alternatives) for alternatives in card.requirements()],
         "options": [_option(option) for option in card.options],
-        "builds": [asdict(build) for build in card.builds],
+        "builds": [plain_fields(build) for build in card.builds],
         "clauses": [_conditions(clause) for clause in card.clauses],
         "sources": dict(card.sources),
         "priors": [
             {"rank": prior.rank, "when": _conditions(prior.when), "source": prior.source}
             for prior in card.priors
         ],
-        "error_bounds": [bound.to_dict() for bound in card.error_bounds],
+        "error_bounds": plain(card.error_bounds),
         "proof": proven(card.verified_on, card.clauses).word,
-        "verified_on": [run.to_dict() for run in card.verified_on],
-        "reasons": [asdict(reason) for reason in reasons],
+        "verified_on": plain(card.verified_on),
+        "reasons": plain(reasons),
     }
 
 
 def _option(option: Option) -> dict[str, Any]:
-    return {**asdict(option), "type": option.type.__name__, "choices": list(option.choices)}
+    return {**plain_fields(option), "type": option.type.__name__}
 
 
 def _conditions(clause: Clause) -> dict[str, str]:
@@ -102,10 +103,10 @@ def platforms(run: Run, as_json: bool) -> None:
     if as_json:
         echo_json(
             {
-                "platforms": [platform.to_dict() for platform in detection.platforms],
+                "platforms": plain(detection.platforms),
                 "picked": picked,
-                "unserved": [asdict(device) for device in detection.unserved],
-                "failures": [asdict(failure) for failure in detection.failures],
+                "unserved": plain(detection.unserved),
+                "failures": plain(detection.failures),
                 "warnings": run.warnings,
             }
         )

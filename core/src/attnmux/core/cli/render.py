@@ -15,7 +15,7 @@ from attnmux.core.choosing.machine.platform import Platform
 from attnmux.core.choosing.offer.card import Offer
 from attnmux.core.choosing.offer.proof import proven, proven_on
 from attnmux.core.choosing.tell.decision import Decision
-from attnmux.core.choosing.tell.outcomes import Outcome, joined_by_first_reason
+from attnmux.core.cli.outcomes import Outcome, joined_by_first_reason
 from attnmux.core.cli.select_explained import Explanation, Stated
 from attnmux.core.errors import NoBackend
 

@@ -132,9 +132,9 @@ class Run:
         if file is None or not os.path.exists(file):
             return ()
         # Most machines have tuned nothing
-        from attnmux.core.choosing.measured.launches import launch_file  # noqa: PLC0415
+        from attnmux.core.choosing.measured.launches import read_launches  # noqa: PLC0415
 
-        records = launch_file(file).read()
+        records = read_launches(file)
         for problem in records.problems:
             self.warn(problem)
         return records.found

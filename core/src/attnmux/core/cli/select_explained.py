@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 from attnmux.core.choosing.ask.policy import Policy
 from attnmux.core.choosing.ask.request import Request
+from attnmux.core.choosing.common.plain import Plain, plain, plain_fields
 from attnmux.core.choosing.machine.platform import Platform
 from attnmux.core.choosing.measured.unverified import passed_over
 from attnmux.core.choosing.offer.card import Offer
-from attnmux.core.choosing.offer.compiled import lacking_compiler
 from attnmux.core.choosing.offer.named import read_options
 from attnmux.core.choosing.offer.verified import doubt
 from attnmux.core.choosing.tell.decision import Decision
-from attnmux.core.choosing.tell.outcomes import Outcome, outcomes, outcomes_of_refusal
+from attnmux.core.cli.builds import lacking_compiler
+from attnmux.core.cli.outcomes import Outcome, outcomes, outcomes_of_refusal
 from attnmux.core.errors import NoBackend
 from attnmux.core.settings import PREFIX, Settings
 
@@ -23,7 +24,7 @@ COMMAND_LINE = "command line"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Stated:
+class Stated(Plain):
     """A value in force, and who set it."""
 
     name: str
@@ -65,13 +66,8 @@ class Explanation:
 
     def to_dict(self) -> dict[str, Any]:
         return {
-            "outcomes": [outcome.to_dict() for outcome in self.outcomes],
-            "values": [asdict(value) for value in self.values],
-            "doubts": list(self.doubts),
-            "others": [
-                {"layers": layers, "outcomes": [outcome.to_dict() for outcome in told]}
-                for layers, told in self.others
-            ],
+            **plain_fields(self),
+            "others": [{"layers": one, "outcomes": plain(told)} for one, told in self.others],
         }
 
 
@@ -145,7 +141,7 @@ def _request(asked: Asked, request: Request) -> Iterator[Stated]:
 
 
 def _policy(asked: Asked) -> Iterator[Stated]:
-    """Only fields that somebody set."""
+    """Only fields that are set."""
     names = {"allow": "allow_backends", "deny": "deny_backends", "prefer": "prefer_backends"}
     for field in Policy.__dataclass_fields__:
         value = getattr(asked.policy, field)

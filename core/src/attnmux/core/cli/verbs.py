@@ -22,7 +22,6 @@ GROUP = "attnmux.commands"
 
 VERBS: Mapping[str, tuple[str, str]] = {
     "backends": ("attnmux.core.cli.lists:backends", "List the backends of the installed plugins."),
-    "matrix": ("attnmux.core.cli.matrix:matrix", "Print the support matrix of all backends."),
     "doctor": ("attnmux.core.cli.doctor:doctor", "Say what works here and how to fix the rest."),
     "explain": ("attnmux.core.cli.explain:explain", "Say what a reason code means."),
     "lock": ("attnmux.core.cli.lock:lock", "Write down what decisions may use here."),
@@ -36,6 +35,7 @@ VERBS: Mapping[str, tuple[str, str]] = {
 OPTIONAL: Mapping[str, tuple[str, str]] = {
     "bench": ("attnmux-bench", "Time every backend here on the same steps."),
     "generate": ("attnmux-transformers", "Generate text with a Hugging Face model."),
+    "matrix": ("attnmux-testing", "Print the support matrix of all backends."),
     "replay": ("attnmux-testing", "Run a kept failure again, on any backend."),
     "report": ("attnmux-testing", "Write down how backends did on this machine."),
     "tune": ("attnmux-bench", "Try kernel launches here, and keep the fastest."),

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import replace
 from functools import partial
-from itertools import groupby
 from operator import attrgetter
 
 import torch
@@ -14,6 +13,13 @@ from attnmux.core.arguments import described
 from attnmux.core.batch import ForwardBatch, ForwardMode
 from attnmux.core.errors import InvalidInput
 from attnmux.core.graph.config import GraphConfig, ModelInput, check_names
+from attnmux.core.graph.fields import (
+    VISIBLE,
+    batch_fields,
+    device_and_dtype,
+    group_bounds,
+    input_fields,
+)
 from attnmux.core.graph.masks import MaskBuffers
 from attnmux.core.spec import SpecInput
 from attnmux.core.tree_masks import (
@@ -24,28 +30,6 @@ from attnmux.core.tree_masks import (
     with_mask,
 )
 from attnmux.core.two_batches import half_of
-
-VISIBLE = "spec_info.visible"
-"""The field of the batch."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class _Field:
-    """A buffer of the batch or of the model's inputs."""
-
-    name: str
-    of_batch: bool
-    buffer: torch.Tensor
-    dim: int = 0
-    """The dimension that grows with the batch."""
-    rows: int = 1
-    """Rows of it for each request."""
-    fill: int = 0
-    """The value of padding rows."""
-
-    def rows_of(self, first: int, last: int) -> torch.Tensor:
-        """The part of requests first to last."""
-        return self.buffer.narrow(self.dim, first * self.rows, (last - first) * self.rows)
 
 
 class FixedBuffers:
@@ -69,10 +53,10 @@ class FixedBuffers:
         max_bs, max_tokens = config.max_batch_size, config.max_num_tokens
         # A tensor made in inference mode could not be written outside of it later
         with torch.inference_mode(False):
-            fields = [*_batch_fields(config, seq_len_fill, device)]
-            fields += _input_fields(config, inputs, device)
+            fields = [*batch_fields(config, seq_len_fill, device)]
+            fields += input_fields(config, inputs, device)
             # A fused copy takes tensors of one device and dtype
-            fields.sort(key=_device_and_dtype)
+            fields.sort(key=device_and_dtype)
             self._fields = tuple(fields)
             self._masks = None
             self._masks_of_halves: tuple[MaskBuffers, ...] = ()
@@ -99,7 +83,7 @@ class FixedBuffers:
             )
             self._new_lens_cpu = self._new_lens.cpu()
         self._of_batch = attrgetter(*(field.name for field in fields if field.of_batch))
-        self._groups = _group_bounds(fields)
+        self._groups = group_bounds(fields)
         self._num_inputs = len(inputs)
         self._targets: dict[int, list[torch.Tensor]] = {}
         self._used = 0
@@ -266,53 +250,3 @@ class FixedBuffers:
 def _halves(size: int) -> tuple[tuple[int, int], tuple[int, int]]:
     """The rows of both halves of a padded batch."""
     return (0, size // 2), (size // 2, size)
-
-
-def _batch_fields(config: GraphConfig, lens_fill: int, device: torch.device) -> Iterator[_Field]:
-    def field(
-        name: str, dtype: torch.dtype, rows: int = 1, fill: int = 0, trailing: tuple[int, ...] = ()
-    ) -> _Field:
-        where = torch.device("cpu") if name.endswith("_cpu") else device
-        shape = (rows * config.max_batch_size, *trailing)
-        buffer = torch.full(shape, fill, dtype=dtype, device=where)
-        return _Field(name=name, of_batch=True, buffer=buffer, rows=rows, fill=fill)
-
-    tokens = config.tokens_per_request
-    yield field("req_pool_indices", torch.int64)
-    yield field("seq_lens", torch.int32, fill=lens_fill)
-    yield field("out_cache_loc", torch.int64, rows=tokens)
-    yield field("positions", torch.int64, rows=tokens)
-    if config.encoder:
-        yield field("encoder_lens", torch.int32)
-    if config.visible:
-        yield field(VISIBLE, torch.bool, fill=True, trailing=(tokens, tokens))
-    if config.host_lens:
-        yield field("seq_lens_cpu", torch.int32, fill=lens_fill)
-
-
-def _input_fields(
-    config: GraphConfig, inputs: Mapping[str, ModelInput], device: torch.device
-) -> Iterator[_Field]:
-    for name, given in inputs.items():
-        shape = (*given.leading, config.max_num_tokens, *given.trailing)
-        yield _Field(
-            name=name,
-            of_batch=False,
-            buffer=torch.zeros(shape, dtype=given.dtype, device=device),
-            dim=len(given.leading),
-            rows=config.tokens_per_request,
-        )
-
-
-def _device_and_dtype(field: _Field) -> tuple[str, str]:
-    return field.buffer.device.type, str(field.buffer.dtype)
-
-
-def _group_bounds(fields: list[_Field]) -> list[tuple[int, int]]:
-    """Where the fields of one device and dtype, which are copied together, begin and end."""
-    bounds, first = [], 0
-    for _, members in groupby(fields, key=_device_and_dtype):
-        last = first + len(list(members))
-        bounds.append((first, last))
-        first = last
-    return bounds

@@ -64,10 +64,8 @@ class GraphConfig:
     forward_mode: ForwardMode = ForwardMode.DECODE
     """DECODE, TARGET_VERIFY or DRAFT_EXTEND."""
     tokens_per_request: int = 1
-    """1 in DECODE, or the number of steps of a `MultiStepDraftBackend`; the number of draft tokens
-    in TARGET_VERIFY, and the new tokens of each request in DRAFT_EXTEND."""
-    padding: bool = True
-    """Whether a batch may replay a larger graph than its own size."""
+    """1 in DECODE, or the number of steps that a draft model's backend prepares at once; the number
+    of draft tokens in TARGET_VERIFY, and the new tokens of each request in DRAFT_EXTEND."""
     host_lens: bool = False
     """Whether batches have `seq_lens_cpu`, which backends with `needs_cpu_seq_lens` require."""
     encoder: bool = False
@@ -125,15 +123,14 @@ def graph_batch_sizes(
     *,
     pool_size: int,
     max_batch_size: int | None = None,
-    padding: bool = True,
     speculation: bool = False,
     chosen: Sequence[int] | None = None,
 ) -> tuple[int, ...]:
     """Batch sizes to capture, ascending.
 
     pool_size: rows of the request table, which limit a batch. max_batch_size: the largest size to
-    capture; None: 160, or the largest of `chosen`. padding: whether smaller batches may replay a
-    larger graph. chosen: the user's sizes, instead of the default ones.
+    capture; None: 160, or the largest of `chosen`. chosen: the user's sizes, instead of the default
+    ones.
 
     Where the largest size exceeds the pool, pool_size - 1 and pool_size are added, so that a full
     pool has a graph. Sizes above the pool or the maximum are dropped.
@@ -146,10 +143,8 @@ def graph_batch_sizes(
         sizes = set(chosen)
     elif speculation:
         sizes = set(range(1, 33))
-    elif padding:
-        sizes = {1, 2, 4, *range(8, 161, 8)}
     else:
-        sizes = {*range(1, 33), 64, 96, 128, 160}
+        sizes = {1, 2, 4, *range(8, 161, 8)}
     if max_batch_size is None:
         max_batch_size = MAX_GRAPH_BATCH_SIZE if chosen is None else max(sizes)
     check_positive("max_batch_size", max_batch_size)

@@ -5,10 +5,9 @@ from __future__ import annotations
 import gc
 import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -76,15 +75,10 @@ class CudaGraph(CapturedGraph):
 
 
 class CudaGraphs(DeviceGraphs):
-    """Graphs of CUDA, and of HIP, which torch calls CUDA too.
+    """Graphs of CUDA, and of HIP, which torch calls CUDA too."""
 
-    capture_error_mode: see `torch.cuda.graph`; "thread_local" lets other threads go on using the
-    device while a graph is captured.
-    """
-
-    def __init__(self, device: torch.device, *, capture_error_mode: str = "thread_local") -> None:
+    def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._capture_error_mode = capture_error_mode
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]  # torch's own
         self._pool = torch.cuda.graph_pool_handle()
 
@@ -114,7 +108,8 @@ class CudaGraphs(DeviceGraphs):
                 graph,
                 pool=self._pool,
                 stream=self._stream,
-                capture_error_mode=self._capture_error_mode,
+                # Other threads go on using the device
+                capture_error_mode="thread_local",
             ):
                 outputs = step.run()
         except RuntimeError as error:
@@ -162,25 +157,11 @@ def _no_garbage_collection() -> Iterator[None]:
             gc.enable()
 
 
-NO_OTHERS: Mapping[str, Callable[[torch.device], DeviceGraphs]] = MappingProxyType({})
-
-
-def device_graphs(
-    device: torch.device,
-    *,
-    others: Mapping[str, Callable[[torch.device], DeviceGraphs]] = NO_OTHERS,
-) -> DeviceGraphs:
-    """The graphs of a device.
-
-    others: graphs of other device types than "cuda", by torch's name of the type.
-    Raises GraphUnsupported for a device without graphs.
-    """
-    if device.type in others:
-        return others[device.type](device)
+def device_graphs(device: torch.device) -> DeviceGraphs:
+    """The graphs of a device. Raises GraphUnsupported for a device without graphs."""
     if device.type == "cuda":
         return CudaGraphs(device)
-    known = ", ".join(sorted({"cuda", *others}))
     raise GraphUnsupported(
-        f"no graphs for {device.type!r} devices, only for {known}: run eagerly, or pass "
+        f"no graphs for {device.type!r} devices, only for cuda: run eagerly, or pass "
         "RecordingGraphs() to test a step without such a device"
     )

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack
+from collections.abc import Mapping
+from contextlib import ExitStack
 from dataclasses import replace
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 from torch.utils import _pytree as pytree
@@ -32,9 +32,6 @@ from attnmux.core.graph.together import ALONE, CapturingRanks
 from attnmux.core.op import forward_context
 from attnmux.core.spec import SpecInput
 from attnmux.core.tree_masks import masks_drafts
-
-CaptureContext: TypeAlias = Callable[[], AbstractContextManager[object]]
-"""A context that a communication group needs around captures, on the capture's stream."""
 
 
 class _Captured:
@@ -72,14 +69,13 @@ class GraphRunner:
         *,
         devices: DeviceGraphs,
         inputs: Mapping[str, ModelInput] = NO_MODEL_INPUTS,
-        collectives: Sequence[CaptureContext] = (),
         progress: Progress = show_progress,
         ranks: CapturingRanks = ALONE,
     ) -> None:
         """forward: called with the padded batch and inputs, inside `forward_context`.
 
-        inputs: the model's inputs besides the batch, by name. collectives: entered around all
-        captures. progress: shown on rank 0 only. ranks: those whose collectives the step holds.
+        inputs: the model's inputs besides the batch, by name. progress: shown on rank 0 only.
+        ranks: those whose collectives the step holds.
         Raises GraphUnsupported for a context in debug mode, whose checks synchronise.
         """
         if backend.context.debug:
@@ -93,7 +89,6 @@ class GraphRunner:
         self._backend = backend = backend.select(held.forward_mode)
         self._forward = forward
         self._devices = devices
-        self._collectives = collectives
         self._progress = progress
         self._ranks = ranks
         self._buffers = FixedBuffers(
@@ -137,8 +132,6 @@ class GraphRunner:
             stack.enter_context(self._ranks.session(config))
             self._backend.init_cuda_graph_state(config.max_batch_size, config.max_num_tokens)
             stack.enter_context(self._devices.session())
-            for collective in self._collectives:
-                stack.enter_context(collective())
             for size in self._progress(sizes) if self._ranks.rank == 0 else sizes:
                 padded, fixed_inputs = self._buffers.views(size)
                 self._buffers.clear()
@@ -242,7 +235,7 @@ class GraphRunner:
             return InvalidInput("size", got=size, expected=expected)
         fitting = padded_size(count, sizes) if size is None else size
         no_requests = count < 1 and not is_idle
-        if no_requests or fitting is None or (fitting != count and not self.config.padding):
+        if no_requests or fitting is None:
             expected = f"a captured size: {sizes}" if sizes else "capture() before"
             return InvalidInput("batch_size", got=count, expected=expected)
         return None

@@ -35,7 +35,7 @@ class CapturingRanks(ABC):
 
 
 class Alone(CapturingRanks):
-    """A single rank, which waits for nobody."""
+    """A single rank, which has no other to wait for."""
 
     @property
     def rank(self) -> int:

@@ -183,7 +183,7 @@ def table_width(
 def _leading_pages(
     req_to_token: torch.Tensor, req_pool_indices: torch.Tensor, width: int, step: int
 ) -> torch.Tensor:
-    """Values [B, up to width] at the start of each page, as far as the table reaches."""
+    """Values [B, up to width] at the start of each page that begins within the table."""
     return req_to_token[:, : width * step : step].index_select(0, req_pool_indices)
 
 

@@ -37,40 +37,28 @@ def topk_slots(
     return torch.where(topk_indices < 0, -1, req_to_token.view(-1)[places])
 
 
-def select_topk(
-    index_q: torch.Tensor,
-    index_k: torch.Tensor,
-    weights: torch.Tensor,
-    positions: torch.Tensor,
-    topk: int,
+def index_scores(
+    index_q: torch.Tensor, index_k: torch.Tensor, weights: torch.Tensor
 ) -> torch.Tensor:
-    """The keys with the highest scores up to each token, [..., T, topk] int32, best first, followed
-    by -1 where there are fewer.
+    """Every key's score for every token, [..., T, S] float32.
 
     The score of key s for token t is the sum over the indexer's heads h of
     `weights[t, h] * relu(index_q[t, h] . index_k[s])` (DeepSeek-V3.2-Exp, equation 1), in float32.
 
     index_q: [..., T, Hi, Di], with its rotary part applied. index_k: [..., S, Di], of one sequence
-    from its first token on. weights: [..., T, Hi], scales included. positions: [..., T], each
-    token's place in its sequence: it sees keys up to it. Leading dims are sequences, so that a
-    decoding batch is [B, 1, Hi, Di] over keys [B, S, Di]; keys after a position may have any finite
-    value. Memory: T * Hi * S scores.
-    Raises InvalidInput for a topk below 1.
+    from its first token on. weights: [..., T, Hi], scales included. Leading dims are sequences, so
+    that a decoding batch is [B, 1, Hi, Di] over keys [B, S, Di]. Memory: T * Hi * S scores.
     """
-    return best_keys(index_scores(index_q, index_k, weights), positions, topk)
-
-
-def index_scores(
-    index_q: torch.Tensor, index_k: torch.Tensor, weights: torch.Tensor
-) -> torch.Tensor:
-    """Every key's score for every token, [..., T, S] float32; arguments as in `select_topk`."""
     scores = torch.einsum("...thd,...sd->...ths", index_q.float(), index_k.float()).relu_()
     return torch.einsum("...ths,...th->...ts", scores, weights.float())
 
 
 def best_keys(scores: torch.Tensor, positions: torch.Tensor, topk: int) -> torch.Tensor:
-    """What `select_topk` returns, of scores [..., T, S].
+    """The keys with the highest scores up to each token, [..., T, topk] int32, best first, followed
+    by -1 where there are fewer.
 
+    scores: [..., T, S]; those after a token's position may have any finite value. positions:
+    [..., T], each token's place in its sequence: it sees keys up to it.
     Raises InvalidInput for a topk below 1.
     """
     check_positive("topk", topk)

@@ -39,7 +39,7 @@ class ForeignKVPool(PairPool):
             layer_ids=tuple(buffers),
             device=first.device,
         )
-        self._check_whole_bytes()
+        self.check_whole_bytes("the memory of an engine")
         for layer_id, pair in buffers.items():
             for buffer in pair:
                 _check_buffer(layer_id, buffer, first)
@@ -70,7 +70,7 @@ class ForeignMLAPool(LatentPool):
         )
         for layer_id, rows in buffers.items():
             _check_buffer(layer_id, rows, first)
-        self._hold(buffers, kv_lora_rank)
+        self._hold(buffers, kv_lora_rank, first.shape[2] - kv_lora_rank)
 
 
 class ForeignRequestTable(RequestTable):

@@ -14,6 +14,7 @@ from typing import NamedTuple
 import torch
 
 from attnmux.core.errors import InvalidInput
+from attnmux.core.kv.quotients import quotients
 
 BLOCK = 16
 """Values that share a scale."""
@@ -50,11 +51,12 @@ def pack_rows(rows: torch.Tensor, divisor: float = 1.0) -> PackedRows:
     check_width("rows", rows.shape[-1])
     rows = rows.detach().float()
     if divisor != 1:
-        rows = rows / divisor
-    blocks = rows.unflatten(-1, (-1, BLOCK))
+        rows = quotients(rows, divisor)
+    *shape, width = rows.shape
+    blocks = rows.reshape(*shape, width // BLOCK, BLOCK)
     size = blocks.abs()
     largest = torch.finfo(SCALE_DTYPE).max
-    scales = (size.amax(-1) / MAGNITUDES[-1]).clamp(max=largest).to(SCALE_DTYPE)
+    scales = quotients(size.amax(-1), MAGNITUDES[-1]).clamp(max=largest).to(SCALE_DTYPE)
     unit = scales.float().unsqueeze(-1)
     codes = torch.zeros_like(size, dtype=torch.uint8)
     for code, halfway in enumerate(_HALFWAY):
@@ -75,8 +77,10 @@ def unpack_rows(values: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
     packed = values.view(torch.uint8)
     codes = torch.stack([packed & 15, packed >> 4], dim=-1).flatten(-2)
     numbers = torch.tensor((*MAGNITUDES, *(-each for each in MAGNITUDES)), device=packed.device)
-    blocks = numbers[codes.int()].unflatten(-1, (-1, BLOCK))
-    return (blocks * scales.float().unsqueeze(-1)).flatten(-2)
+    *shape, width = codes.shape
+    blocks = numbers[codes.int()].view(*shape, width // BLOCK, BLOCK)
+    blocks *= scales.float().unsqueeze(-1)
+    return blocks.view(codes.shape)
 
 
 def check_width(argument: str, width: int) -> None:

@@ -17,7 +17,7 @@ class LinearStatePool:
 
     Row 0 belongs to padding, and the rows after those of requests to states that are kept for later
     ones. A request without cached tokens starts from zeros, whatever its row
-    holds, so that nobody has to clear a row. A backend reads the state before the step's tokens and
+    holds, so that no row has to be cleared. A backend reads the state before the step's tokens and
     leaves the state after them.
     """
 
@@ -28,7 +28,6 @@ class LinearStatePool:
         layers: Sequence[LinearLayerSpec],
         conv_dtype: torch.dtype,
         device: torch.device | str,
-        state_dtype: torch.dtype = torch.float32,
         kept_size: int = 0,
     ) -> None:
         """Rows for `size` requests, and for `kept_size` states that outlive their request.
@@ -48,14 +47,13 @@ class LinearStatePool:
         self.layers = tuple(layers)
         self.device = torch.device(device)
         self.conv_dtype = conv_dtype
-        self.state_dtype = state_dtype
         self._states: dict[int, torch.Tensor] = {}
         self._convs: dict[tuple[int, int], torch.Tensor] = {}
         rows = 1 + size + kept_size
         for layer in self.layers:
             if layer.has_state:
                 state = rows, layer.num_v_heads, layer.head_k_dim, layer.head_v_dim
-                self._states[layer.layer_id] = self._allocated(state_dtype, *state)
+                self._states[layer.layer_id] = self._allocated(torch.float32, *state)
             for index, dim in enumerate(layer.conv_dims):
                 conv = self._allocated(conv_dtype, rows, layer.conv_size - 1, dim)
                 self._convs[layer.layer_id, index] = conv

@@ -239,11 +239,11 @@ class KVPool(ABC):
             hint="lower the number of tokens (size) or take a smaller KV dtype",
         )
 
-    def _check_whole_bytes(self) -> None:
-        """Raise InvalidInput where an element of the dtype is not one value."""
+    def check_whole_bytes(self, reader: str) -> None:
+        """Raise InvalidInput where an element holds two values: `reader` takes it for one."""
         if self.dtype == FP4_DTYPE:
-            name = type(self).__name__
-            raise InvalidInput("dtype", got=f"4-bit floats in a {name}", expected="8 bits or more")
+            expected = f"8 bits or more: no 4-bit floats for {reader}"
+            raise InvalidInput("dtype", got="fp4_e2m1", expected=expected)
 
     def _layer_index(self, layer_id: int) -> int:
         try:

@@ -9,6 +9,7 @@ import torch
 from attnmux.core.errors import InvalidInput
 from attnmux.core.kv.four_bits import DTYPE as FP4_DTYPE
 from attnmux.core.kv.four_bits import pack_rows
+from attnmux.core.kv.quotients import quotients
 
 ACTIVATION_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 """Dtypes of activations, which a pool stores unscaled."""
@@ -38,7 +39,7 @@ def quantise(rows: torch.Tensor, dtype: torch.dtype, scale: float | None) -> tor
         return rows.to(dtype)
     divisor = checked_scale(scale)
     if divisor != 1:
-        rows = rows.float() / divisor
+        rows = quotients(rows.float(), divisor)
     # Every activation dtype represents both limits exactly
     largest = torch.finfo(dtype).max
     return rows.clamp(-largest, largest).to(dtype)

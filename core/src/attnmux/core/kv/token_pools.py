@@ -67,10 +67,12 @@ class LatentPool(KVPool):
     K is the whole row; V is a view of its first `rank` columns.
     """
 
-    def _hold(self, rows: Mapping[int, torch.Tensor], kv_lora_rank: int) -> None:
-        """Use these buffers, by layer id. Slots may be any distance apart."""
+    def _hold(
+        self, rows: Mapping[int, torch.Tensor], kv_lora_rank: int, qk_rope_head_dim: int
+    ) -> None:
+        """Use these buffers, by layer id: none, or any. Slots may be any distance apart."""
         self.kv_lora_rank = kv_lora_rank
-        self.qk_rope_head_dim = next(iter(rows.values())).shape[2] - kv_lora_rank
+        self.qk_rope_head_dim = qk_rope_head_dim
         self._buffers = dict(rows)
         self._words = {
             key: (words_of(each[..., :kv_lora_rank]), words_of(each[..., kv_lora_rank:]))
@@ -173,7 +175,7 @@ class MHATokenToKVPool(PairPool):
         head_dim: int,
         v_head_dim: int | None = None,
     ) -> int:
-        """Bytes of one token in all layers, for `tokens_in_budget`."""
+        """Bytes of one token in all layers."""
         dims = head_dim, head_dim if v_head_dim is None else v_head_dim
         if dtype == FP4_DTYPE:
             return num_layers * num_kv_heads * sum(dim // 2 + scale_bytes(dim) for dim in dims)
@@ -226,16 +228,17 @@ class MLATokenToKVPool(LatentPool):
         super().__init__(
             size=size, page_size=page_size, dtype=dtype, layer_ids=layer_ids, device=device
         )
-        self._check_whole_bytes()
+        self.check_whole_bytes("MLA's latents")
         check_positive("kv_lora_rank", kv_lora_rank)
         check_positive("qk_rope_head_dim", qk_rope_head_dim)
         row = (1, kv_lora_rank + qk_rope_head_dim)
         buffers = self._allocate([row] * len(self.layer_ids), "MLA KV pool")
-        self._hold(dict(zip(self.layer_ids, buffers, strict=True)), kv_lora_rank)
+        rows = dict(zip(self.layer_ids, buffers, strict=True))
+        self._hold(rows, kv_lora_rank, qk_rope_head_dim)
 
     @staticmethod
     def bytes_per_token(
         *, dtype: torch.dtype, num_layers: int, kv_lora_rank: int, qk_rope_head_dim: int
     ) -> int:
-        """Bytes of one token in all layers, for `tokens_in_budget`."""
+        """Bytes of one token in all layers."""
         return num_layers * (kv_lora_rank + qk_rope_head_dim) * dtype.itemsize

@@ -16,7 +16,6 @@ from attnmux.core import (
     LayerSpec,
     LinearStatePool,
     PageBounds,
-    PagedAllocator,
     ReqToTokenPool,
     pages_of_budget,
     torch_dtype,
@@ -37,6 +36,7 @@ from attnmux.transformers.prefixes import StatePrefixTree, WindowPrefixTree
 from attnmux.transformers.ranks import Ranks
 from attnmux.transformers.served_model import ServedModel
 from attnmux.transformers.shapes import SHAPE, STORED, by_shape
+from attnmux.transformers.slots import PagedAllocator
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

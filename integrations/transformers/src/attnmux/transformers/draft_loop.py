@@ -16,12 +16,12 @@ from attnmux.core import (
     GraphConfig,
     GraphRunner,
     ModelInput,
-    MultiStepDraftBackend,
     forward_context,
 )
 from attnmux.transformers.batching import StepBuilder
 from attnmux.transformers.branch_rows import BranchRows
 from attnmux.transformers.draft_paths import DraftCandidates, DraftPaths
+from attnmux.transformers.draft_steps import MultiStepDraftBackend
 from attnmux.transformers.sequence import SequenceState
 
 INPUTS = {

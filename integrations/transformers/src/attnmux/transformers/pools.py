@@ -16,14 +16,17 @@ from attnmux.core import (
     LinearStatePool,
     MHATokenToKVPool,
     MLATokenToKVPool,
-    PagedAllocator,
     SWAKVPool,
-    tokens_in_budget,
     torch_dtype,
 )
-from attnmux.core.kv import SWAAllocator, swa_tokens_in_budget
 from attnmux.transformers.prefixes import WindowPrefixTree, WindowSpan, WindowStatePrefixTree
 from attnmux.transformers.shapes import STORED, by_shape
+from attnmux.transformers.slots import (
+    PagedAllocator,
+    SWAAllocator,
+    swa_tokens_in_budget,
+    tokens_in_budget,
+)
 
 WINDOW_STEP_TOKENS = 2048
 """Prompt tokens of a step for which a window pool has room besides the requests' windows."""

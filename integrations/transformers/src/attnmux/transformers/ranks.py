@@ -20,7 +20,6 @@ from attnmux.core import (
     LayerSpec,
     Measurement,
     Offer,
-    PagedAllocator,
     Platform,
     Policy,
     Request,
@@ -31,6 +30,7 @@ from attnmux.core import (
 from attnmux.core.graph.together import ALONE
 from attnmux.transformers.images.prompt import PromptImages
 from attnmux.transformers.sequence import Step
+from attnmux.transformers.slots import PagedAllocator
 
 T = TypeVar("T")
 

@@ -7,10 +7,11 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 import torch
 
-from attnmux.core import InvalidInput, KVPool, PagedAllocator, ReqToTokenPool
+from attnmux.core import InvalidInput, KVPool, ReqToTokenPool
 from attnmux.transformers.hidden_states import HiddenStates
 from attnmux.transformers.prefixes import PrefixTree, StatePrefixTree, WindowPrefixTree
 from attnmux.transformers.sequence import SequenceState
+from attnmux.transformers.slots import PagedAllocator
 
 
 class RequestMemory:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from attnmux.core import InvalidInput
+
 if TYPE_CHECKING:
     from attnmux.core import Decision
 
@@ -12,10 +14,14 @@ def launch(decision: Decision, model: str) -> list[str]:
     """`vllm serve` with the decision's page size and, where it is not the model's, KV dtype.
 
     A page size of 1 means that every page size will do: vLLM's own choice stays.
+    Raises InvalidInput for 4-bit K and V.
     """
     words = ["vllm", "serve", model, "--attention-backend", "ATTNMUX"]
     if decision.page_size > 1:
         words += ["--block-size", str(decision.page_size)]
+    if decision.kv_dtype == "fp4_e2m1":
+        expected = "8 bits or more: no 4-bit floats in the pools of vLLM"
+        raise InvalidInput("kv_dtype", got=decision.kv_dtype, expected=expected)
     if decision.kv_dtype != decision.request.dtype:
         words += ["--kv-cache-dtype", decision.kv_dtype]
     return words

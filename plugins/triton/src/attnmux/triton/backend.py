@@ -87,6 +87,8 @@ class TritonBackend(AttentionBackend):
                 if key not in tiles:
                     tiles[key] = TilePlan(key, context.device, self.launcher)
                 self._tile_plans[name, hides] = tiles[key]
+        self._starts_of: dict[int, torch.Tensor] = {}
+        """By new tokens a request."""
         self._wide_attention: dict[int, WideTileAttention] = {}
         """Of the layers whose keys may be widened first."""
         self._wide_plans: dict[int, TilePlan] = {}
@@ -119,7 +121,9 @@ class TritonBackend(AttentionBackend):
                 expected=f"at most the context's max_batch_size, {self._max_batch_size}",
             )
         is_idle = batch.forward_mode is ForwardMode.IDLE
-        self._step = None if is_idle else TritonStep.of(batch, in_capture=in_capture)
+        step = self._step = None if is_idle else TritonStep.of(batch, in_capture=in_capture)
+        if step is not None and step.queries is not None:
+            step.indptr["queries"] = self._starts(step.queries)
 
     def init_forward_metadata_in_graph(self, batch: ForwardBatch) -> None:
         """Plan on the device, at replay for the lengths that the batch then holds."""
@@ -156,7 +160,11 @@ class TritonBackend(AttentionBackend):
         name, slots = call.layer.layer_id, None
         if over_pool:
             slots = self._tables.of(self._layers[name].required_group())
-        if slots is not None and step.queries is not None:
+        if (
+            slots is not None
+            and step.queries is not None
+            and not self._takes_tiles(name, step.queries, hides=step.hides)
+        ):
             shares = self._share_plan(name, step.queries, hides=step.hides)
             self._share_attention[name](call, step, shares, slots, results)
         elif not self._attend_wide(call, step, slots, results):
@@ -175,7 +183,7 @@ class TritonBackend(AttentionBackend):
         """Whether the step's keys were widened and attended over."""
         name = call.layer.layer_id
         attention = self._wide_attention.get(name)
-        if attention is None or slots is None:
+        if attention is None or slots is None or step.queries is not None:
             return False
         return attention(call, step, self._wide_plans[name], slots, results)
 
@@ -189,10 +197,28 @@ class TritonBackend(AttentionBackend):
                     *self._wide_plans.values(),
                 ]
                 if queries is None
-                else [self._share_plan(name, queries, hides=hides) for name in self._stored]
+                else [
+                    self._tile_plans[name, hides]
+                    if self._takes_tiles(name, queries, hides=hides)
+                    else self._share_plan(name, queries, hides=hides)
+                    for name in self._stored
+                ]
             )
             plans = self._plans_of_step[queries, hides] = tuple(dict.fromkeys(of_layers))
         return plans
+
+    def _takes_tiles(self, layer_id: int, queries: int, *, hides: bool) -> bool:
+        """Whether a step of `queries` new tokens a request takes them in tiles."""
+        layer = self._layers[layer_id]
+        least = layer.tiles.verified_rows
+        return 0 < least <= queries * layer.shape.group and queries > 1 and not hides
+
+    def _starts(self, queries: int) -> torch.Tensor:
+        """[max_batch_size + 1] int32: the first token of each request of `queries` ones."""
+        if queries not in self._starts_of:
+            places = torch.arange(self._max_batch_size + 1, dtype=torch.int32)
+            self._starts_of[queries] = (places * queries).to(self.context.device)
+        return self._starts_of[queries]
 
     def _share_plan(self, layer_id: int, queries: int, *, hides: bool) -> SharePlan:
         plan = self._share_plans.get((layer_id, queries, hides))

@@ -39,11 +39,13 @@ HOPPER_TILES = TileConfig(
     block_n=128,
     num_warps=4,
     num_stages=2,
+    verified_rows=33,
     constants=FrozenMapping({"COPY_WARPS": 4, "COPY_REGISTERS": 40, "REGISTERS": 232}),
 )
 HOPPER_SHARES = ShareConfig(
     kernel=HOPPER,
-    block_m=64,
+    # 64 rows of 128 columns spill at 128 registers
+    block_m=32,
     least_block_m=8,
     block_n=64,
     num_warps=4,
@@ -54,7 +56,7 @@ HOPPER_SHARES = ShareConfig(
     # Two programs fit an SM; a launch's programs begin while those of the previous launch end.
     options=FrozenMapping({"maxnreg": 128, "launch_pdl": True}),
 )
-HOPPER_EIGHT_BITS = replace(HOPPER_SHARES, block_n=128, num_stages=6, least_share=2)
+HOPPER_EIGHT_BITS = replace(HOPPER_SHARES, block_m=16, block_n=128, num_stages=6, least_share=2)
 HOPPER_LATENT_SHARES = ShareConfig(
     kernel=HOPPER_LATENT,
     block_m=64,
@@ -84,7 +86,11 @@ TILES: tuple[ConfigEntry[TileConfig], ...] = (
     ConfigEntry(arch="sm90", width="latent", config=_tiles(64, 32, 8, 2)),
     ConfigEntry(arch="sm90", dims=(128, 128), config=HOPPER_TILES, measured=H200),
     ConfigEntry(
-        arch="sm90", dims=(128, 128), key_bits=8, config=_tiles(128, 128, 8, 3), measured=H200
+        arch="sm90",
+        dims=(128, 128),
+        key_bits=8,
+        config=replace(_tiles(128, 128, 8, 3), verified_rows=65),
+        measured=H200,
     ),
     # The configuration of 128 columns, not measured here.
     ConfigEntry(arch="sm90", dims=(64, 64), config=HOPPER_TILES),
@@ -107,7 +113,11 @@ WIDE = replace(NARROW, block_m=32, block_n=32, least_share=4, merged_rows=16)
 LATENT = replace(WIDE, block_m=16, block_n=16, programs_per_unit=1)
 
 FOUR_BITS = replace(
-    NARROW, num_stages=5, programs_per_unit=4, options=FrozenMapping({"maxnreg": 128})
+    NARROW,
+    block_n=128,
+    num_stages=3,
+    programs_per_unit=3,
+    options=FrozenMapping({"maxnreg": 168}),
 )
 
 SHARES: tuple[ConfigEntry[ShareConfig], ...] = (
@@ -126,8 +136,9 @@ SHARES: tuple[ConfigEntry[ShareConfig], ...] = (
     ),
     ConfigEntry(arch="sm90", dims=(128, 128), config=HOPPER_SHARES, measured=H200),
     ConfigEntry(arch="sm90", dims=(128, 128), key_bits=8, config=HOPPER_EIGHT_BITS, measured=H200),
-    # 16 warps an SM: what merges partial results spills at 128 registers, the loop over keys does
-    # not. Tiles of more rows need more registers.
+    # A key costs more instructions than its bytes cost time: blocks of 128 keys take 31 of a warp,
+    # those of 64 take 37. 12 warps an SM then have the registers that the loop needs. Tiles of more
+    # rows need more.
     ConfigEntry(arch="sm90", width="narrow", key_bits=4, config=FOUR_BITS),
     ConfigEntry(
         arch="sm90",

@@ -33,6 +33,8 @@ class TileConfig:
     num_stages: int
     """Stages of the loop over blocks. A block's slots are loaded half as many stages ahead of its
     keys."""
+    verified_rows: int = 0
+    """Rows of a request from which chains of drafts are verified in tiles; 0: always in shares."""
     constants: FrozenMapping[int] = NOTHING
     """Further constants of a kernel that is not the portable one, by name."""
     options: FrozenMapping[int] = NOTHING
@@ -59,8 +61,9 @@ class ShareConfig:
     merged_rows: int
     """Rows of partial results that are merged at a time: they are held in registers."""
     meets_ends: bool = False
-    """Shares of equally long requests may be longer to end where an item ends. For kernels whose
-    partial results are expensive."""
+    """Shares may be longer to end where items end, and a request's items lie side by side instead
+    of in the line: see `plan_shares` and `attend_latent`. For kernels whose partial results are
+    expensive."""
     constants: FrozenMapping[int] = NOTHING
     """As `TileConfig.constants`."""
     options: FrozenMapping[int] = NOTHING

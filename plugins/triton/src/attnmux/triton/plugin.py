@@ -144,7 +144,7 @@ OPTIONS = (
         name="num_kv_splits",
         type=int,
         default=0,
-        summary="at most this many parts of a request's keys in decode and verification, of 1024 "
+        summary="at most this many parts of a request's keys in decode and verification, of 256 "
         "tokens at least unless split_tile_size says otherwise; 0: by the batch, on the device",
     ),
     Option(

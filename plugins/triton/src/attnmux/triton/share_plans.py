@@ -18,7 +18,7 @@ SHARE_PROGRAMS = 16
 """Programs whose shares one program plans."""
 MOST_SPLITS = 32
 """Splits of a request that must not depend on the batch: this bounds the partial results."""
-SPLIT_TOKENS = 1024
+SPLIT_TOKENS = 256
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -114,7 +114,10 @@ class SharePlan:
         self.key = key
         self._launcher = launcher or Launcher()
         self._bound: dict[tuple[int, int], BoundKernel] = {}
-        self.programs = max(units * key.config.programs_per_unit, 1)
+        self.sides = key.items if key.config.meets_ends and key.splitting is None else 1
+        """Programs that take the same keys, each for an item of its own."""
+        self._in_line = max(units * key.config.programs_per_unit // self.sides, 1)
+        self.programs = self._in_line * self.sides
         # A program's first item and its last may be partial.
         places = 2 * self.programs
         if key.splitting is not None:
@@ -122,7 +125,7 @@ class SharePlan:
         self.buffers: Mapping[str, torch.Tensor] = {
             "stops": zeros(max_batch_size + 1),
             "unit_blocks": zeros(max_batch_size),
-            "starts": zeros(self.programs, STATE.value),
+            "starts": zeros(self._in_line, STATE.value),
             "share": zeros(1),
             # Every launch leaves it at 0.
             "arrivals": zeros(max_batch_size * key.items),
@@ -139,7 +142,7 @@ class SharePlan:
             bound = self._bind(step.lens_shift, block_b)
             self._bound[step.lens_shift, block_b] = bound
         bound(
-            (-(-self.programs // SHARE_PROGRAMS), 1, 1),
+            (-(-self._in_line // SHARE_PROGRAMS), 1, 1),
             (
                 step.lens,
                 step.encoder_lens() if key.is_cross else None,
@@ -155,9 +158,9 @@ class SharePlan:
             plan_shares,
             {
                 **self.buffers,
-                "num_programs": self.programs,
+                "num_programs": self._in_line,
                 "least_share": config.least_share if splitting is None else 1,
-                "items": key.items,
+                "items": key.items // self.sides,
                 "split_blocks": 1 if splitting is None else splitting.blocks,
                 "max_splits": 1 if splitting is None else splitting.most,
                 "LENS_SHIFT": lens_shift,

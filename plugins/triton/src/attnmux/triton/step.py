@@ -98,7 +98,13 @@ class TritonStep:
                 got=f"{batch.num_tokens} tokens of {batch.batch_size} requests",
                 expected=f"{drafts} draft tokens a request",
             )
-        return cls(batch=batch, queries=drafts, lens=batch.seq_lens, lens_shift=0)
+        return cls(
+            batch=batch,
+            queries=drafts,
+            lens=batch.seq_lens,
+            lens_shift=0,
+            in_capture=in_capture,
+        )
 
     def new_lens(self) -> torch.Tensor:
         """[B] int32: new tokens. Raises InvalidInput in decode, which has no such tensor."""

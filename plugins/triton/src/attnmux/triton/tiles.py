@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
-from attnmux.core import AttentionCall, ForwardBatch, InvalidInput
+from attnmux.core import AttentionCall, InvalidInput
 from attnmux.triton import splits
 from attnmux.triton.bound_kernel import BoundKernel, Launcher
 from attnmux.triton.configs import TileConfig
@@ -237,20 +237,24 @@ class TileAttention:
         """How many programs share the keys of a tile of a step over the pool."""
         found = step.splits.get((self._kind, block_m))
         if found is None:
-            found = step.splits[self._kind, block_m] = self._fitting(step.batch, block_m)
+            found = step.splits[self._kind, block_m] = self._fitting(step, block_m)
         return found
 
-    def _fitting(self, batch: ForwardBatch, block_m: int) -> int:
-        shape = self._layer.shape
+    def _fitting(self, step: TritonStep, block_m: int) -> int:
+        shape, batch = self._layer.shape, step.batch
         rows = batch.num_tokens * shape.group
         # One tile a request at least: steps of many need no lengths to decide
         if max(rows // block_m, batch.batch_size) * shape.kv_heads >= self._units:
             return 1
         tiles, keys = rows // block_m + batch.batch_size, self._max_context_len
-        if batch.extend_seq_lens_cpu is not None:
+        if step.queries is not None:
+            tiles = -(-step.queries * shape.group // block_m) * batch.batch_size
+        elif batch.extend_seq_lens_cpu is not None:
             tiles = int((-(-batch.extend_seq_lens_cpu * shape.group // block_m)).sum())
-        if batch.seq_lens_cpu is not None and not self._layer.spec.is_cross_attention:
-            keys = int(batch.seq_lens_cpu.max())
+        # A graph is replayed for other lengths than it was captured with
+        lens = None if step.in_capture else batch.seq_lens_cpu
+        if lens is not None and not self._layer.spec.is_cross_attention:
+            keys = int(lens.max())
         if self._layer.window >= 0:
             keys = min(keys, self._layer.window + block_m)
         if self._layer.chunk > 0:

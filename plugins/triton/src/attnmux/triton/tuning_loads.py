@@ -16,7 +16,6 @@ from attnmux.core import (
     LayerSpec,
     MHATokenToKVPool,
     MLATokenToKVPool,
-    PagedAllocator,
     ReqToTokenPool,
     Workspace,
     torch_dtype,
@@ -63,7 +62,7 @@ def make_setup(job: Job, load: Load) -> Setup:
         max_batch_size=load.batch_size,
         max_context_len=load.keys,
     )
-    slots = PagedAllocator(size, page, device).alloc(size).view(-1, page)
+    slots = torch.arange(page, page + size, device=device).view(-1, page)
     slots = slots[torch.randperm(len(slots), device=device)].view(load.batch_size, -1)
     batch = _batch(load, table, slots[:, : load.keys])
     rope = layer.qk_rope_head_dim

@@ -88,14 +88,12 @@ class LayerWriter:
             first, second = row[..., :rank], row[..., rank:]
         scales = pool.get_scale_buffers(layer.layer_id)
         # Writing no tokens runs the pool's checks.
-        none = (
-            loc.new_empty(0),
-            *(k.new_empty((0, *row_shape(buffer))) for buffer in (first, second)),
-        )
+        nowhere = loc.new_empty(0)
+        none = [k.new_empty((0, *row_shape(buffer))) for buffer in (first, second)]
         if is_latent:
-            pool.set_mla_kv_buffer(layer, *none, layer.k_scale)
+            pool.set_mla_kv_buffer(layer, nowhere, none[0], none[1], layer.k_scale)
         else:
-            pool.set_kv_buffer(layer, *none, layer.k_scale, layer.v_scale)
+            pool.set_kv_buffer(layer, nowhere, none[0], none[1], layer.k_scale, layer.v_scale)
         names = ("k_nope", "k_rope") if is_latent else ("k", "v")
         known = FORMATS.get(first.dtype)
         if known is not None or scales is not None:

@@ -7,15 +7,16 @@ from dataclasses import dataclass
 from typing import Any
 
 from attnmux.core.choosing.common.checks import is_whole
+from attnmux.core.choosing.common.plain import Plain
 from attnmux.core.errors import InvalidInput
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class LayerGroup:
-    """So many layers that are alike. Fields are those of a `Request`."""
+class LayerGroup(Plain):
+    """A number of layers that are alike. The other fields are those of a `Request`."""
 
     layers: int
-    """How many they are."""
+    """How many there are."""
     num_q_heads: int | None = None
     num_kv_heads: int | None = None
     head_dim: int | None = None
@@ -31,9 +32,6 @@ class LayerGroup:
     def needs(self) -> dict[str, Any]:
         """The fields of a request for these layers."""
         return {name: getattr(self, name) for name in NEEDS}
-
-    def to_dict(self) -> dict[str, Any]:
-        return {"layers": self.layers, **self.needs()}
 
 
 def shape_said(one: Any) -> str:  # noqa: ANN401  # a group or a request

@@ -13,6 +13,7 @@ from attnmux.core.choosing.ask.sparse import check_budget, check_picked_blocks, 
 from attnmux.core.choosing.ask.values import BY_NAME, BY_TYPE, PHASES, Reader
 from attnmux.core.choosing.common.checks import nearest
 from attnmux.core.choosing.common.frozen import FrozenMapping, defaults
+from attnmux.core.choosing.common.plain import Plain, plain_fields
 from attnmux.core.errors import InvalidInput
 
 ORIGINS = ("user", "env", "config", "model", "platform", "default")
@@ -20,7 +21,7 @@ ORIGINS = ("user", "env", "config", "model", "platform", "default")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Request:
+class Request(Plain):
     """The demands on a backend. A field that is None, False or 0 demands nothing.
 
     Head counts are per rank. For MLA (kinds "mla" and "nsa"), `head_dim` and `v_head_dim` are those
@@ -101,7 +102,7 @@ class Request:
     linear_layers: tuple[tuple[str, int], ...] = ()
     """(kind, how many) of the model's layers that have no softmax attention: recurrent ones and
     convolutions. Each kind has a backend of its own, see `Decision.linear`; they ask nothing of the
-    one for attention. A kind that is not one of `kind`'s words is served by nobody."""
+    one for attention. No backend serves a kind that is not one of `kind`'s words."""
     linear_head_dim: int | None = None
     """K dim of their recurrent states."""
     linear_v_head_dim: int | None = None
@@ -312,11 +313,7 @@ class Request:
         )
 
     def to_dict(self) -> dict[str, Any]:
-        data: dict[str, Any] = {name: getattr(self, name) for name in self.__slots__}
-        layers = dict(self.linear_layers)
-        others = [group.to_dict() for group in self.other_layers]
-        plain = {"phases": list(self.phases), "linear_layers": layers, "other_layers": others}
-        return {**data, **plain, "origins": dict(self.origins)}
+        return {**plain_fields(self), "linear_layers": dict(self.linear_layers)}
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Request:

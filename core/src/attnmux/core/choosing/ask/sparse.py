@@ -43,11 +43,12 @@ def check_picked_blocks(asked: Any) -> None:  # noqa: ANN401  # as above
         "trees of drafts": asked.has_trees,
         "custom_mask": asked.custom_mask,
         "multi_item": asked.multi_item,
+        f"kv_dtype={asked.kv_dtype}": asked.kv_dtype == "fp4_e2m1",
     }
     found = [name for name, is_set in excluded.items() if is_set]
     if found:
         got = f"{asked.index_block_size} with {', '.join(found)}"
-        expected = "index_topk blocks of kind mha, and drafts in chains: an indexer masks"
+        expected = "index_topk blocks of kind mha in 8 bits or more, and drafts in chains"
         raise InvalidInput("index_block_size", got=got, expected=expected)
 
 

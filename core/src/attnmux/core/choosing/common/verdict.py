@@ -6,11 +6,13 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
+from attnmux.core.choosing.common.plain import Plain
+
 Status = Literal["fits", "coerced", "rejected"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Reason:
+class Reason(Plain):
     """Why a backend does not serve a phase: one condition of its card that does not hold."""
 
     code: str
@@ -23,9 +25,6 @@ class Reason:
     all reasons of a verdict have one, or none has. Following them all leads to a decision in which
     the backend serves the phase, if necessary after hints for the other phases."""
 
-    def to_dict(self) -> dict[str, str]:
-        return {name: getattr(self, name) for name in self.__slots__}
-
     def __str__(self) -> str:
         text = f"{self.axis}: wanted {self.wanted}, offered {self.offered}"
         return f"{text} ({self.hint})" if self.hint else text
@@ -36,7 +35,7 @@ def without_hints(reasons: Iterable[Reason]) -> list[Reason]:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Verdict:
+class Verdict(Plain):
     """One candidate in one phase. A rejected one has reasons, a fitting one has none."""
 
     backend: str
@@ -57,11 +56,6 @@ class Verdict:
         """`plugin/name`."""
         return f"{self.plugin}/{self.backend}"
 
-    def to_dict(self) -> dict[str, Any]:
-        """Plain data. `asdict` would copy the reasons, the largest part of an answer."""
-        data = {name: getattr(self, name) for name in self.__slots__}
-        return {**data, "reasons": [reason.to_dict() for reason in self.reasons]}
-
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> Verdict:
         reasons = tuple(Reason(**reason) for reason in data["reasons"])
@@ -69,7 +63,7 @@ class Verdict:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Coercion:
+class Coercion(Plain):
     """A value of the request that the solver changed."""
 
     field: str
@@ -78,6 +72,3 @@ class Coercion:
     because: str
     origin: str
     """Who set the old value: user, env, config, model, platform or default."""
-
-    def to_dict(self) -> dict[str, str]:
-        return {name: getattr(self, name) for name in self.__slots__}

@@ -12,6 +12,7 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any, TypeVar
 
+from attnmux.core.choosing.common.plain import Plain
 from attnmux.core.choosing.find.examine import Entry, Plugin, PluginFailure, examine, failure_of
 from attnmux.core.choosing.find.plugins import Plugins
 from attnmux.core.choosing.find.store import Store
@@ -34,7 +35,7 @@ SHELL = frozenset({"_", "PWD", "OLDPWD", "SHLVL"})
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class UnservedDevice:
+class UnservedDevice(Plain):
     """A device that is present but that no plugin reports."""
 
     vendor: str
@@ -190,7 +191,7 @@ def _diagnosis(
     if broken:
         problem = f"{vendor.distribution} is broken ({broken[0].error})"
         if broken[0].stage == "platforms":
-            fix = "mend the driver, its library or the container, whichever the error names"
+            fix = "repair what the error names: the driver, its library or the container"
         else:
             fix = f"pip install --force-reinstall {vendor.distribution}"
     elif vendor.distribution in loaded:

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from attnmux.core.choosing.common.files import read_file
+from attnmux.core.choosing.common.plain import Plain
 from attnmux.core.choosing.find.store import search_path
 from attnmux.core.choosing.machine.platform import Platform
 from attnmux.core.choosing.offer.card import BackendCard
@@ -59,7 +60,7 @@ class Entry(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class PluginFailure:
+class PluginFailure(Plain):
     """A plugin, or one of its hooks, that did not work. The others continue."""
 
     plugin: str
@@ -73,9 +74,6 @@ class PluginFailure:
     def __str__(self) -> str:
         source = f"{self.distribution} {self.version}".strip()
         return f"plugin {self.plugin} ({source or 'of no distribution'}): {self.error}"
-
-    def to_dict(self) -> dict[str, str]:
-        return {name: getattr(self, name) for name in self.__slots__}
 
 
 def failure_of(
@@ -111,7 +109,7 @@ def _lines(text: str) -> str:
 
 
 class Plugin(NamedTuple):
-    """A plugin's answers, as far as it gave them."""
+    """The answers that a plugin gave."""
 
     entry: Entry
     cards: tuple[BackendCard, ...] = ()

@@ -144,7 +144,7 @@ def _ending(asked: Mapping[str, Any], ended: bool, status: int) -> str:
 
 
 def _write(asked: Mapping[str, Any], place: int, kind: str, text: str) -> None:
-    """Replace a file, which nobody reads half."""
+    """Replace a file as a whole: no reader sees half of it."""
     path = os.path.join(asked["folder"], f"{place}.{kind}")
     draft = f"{path}.{os.getpid()}"
     with open(draft, "w", encoding="utf-8") as file:

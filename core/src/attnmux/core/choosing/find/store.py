@@ -36,7 +36,7 @@ class Store(NamedTuple):
         return cls(None if folder is None else folder / f"{name}-{here[:16]}.json")
 
     def read(self) -> dict[str, Any]:
-        """The content; empty where there is none, or where somebody else could have written it, as
+        """The content; empty where there is none, or where another user could have written it, as
         a card names code that will run."""
         try:
             if self.path is None or not is_own(self.path):

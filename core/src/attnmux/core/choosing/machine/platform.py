@@ -19,6 +19,7 @@ from attnmux.core.choosing.common.checks import (
     whole,
 )
 from attnmux.core.choosing.common.frozen import defaults
+from attnmux.core.choosing.common.plain import Plain
 from attnmux.core.choosing.machine.vendors import EXAMPLE, VENDORS, Vendor
 from attnmux.core.errors import InvalidInput
 
@@ -44,7 +45,7 @@ CHECKS: Mapping[str, Check] = {
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Platform:
+class Platform(Plain):
     """One kind of device of one machine. Two kinds in one machine are two platforms.
 
     Raises InvalidInput for a field of another type, a vendor, device type or architecture that is
@@ -92,10 +93,6 @@ class Platform:
         if self.memory_bytes:
             parts.append(f"memory={self.memory_bytes}B")
         return ",".join(parts)
-
-    def to_dict(self) -> dict[str, Any]:
-        data = {name: getattr(self, name) for name in self.__slots__}
-        return {**data, "version": list(self.version), "features": sorted(self.features)}
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Platform:

@@ -7,14 +7,14 @@ the same device with the same versions.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from attnmux.core.choosing.ask.request import Request
 from attnmux.core.choosing.ask.values import OptionValue
 from attnmux.core.choosing.common.checks import Check, by_name, check_fields
 from attnmux.core.choosing.common.frozen import FrozenMapping
+from attnmux.core.choosing.common.plain import Plain
 from attnmux.core.choosing.machine.platform import Platform
 from attnmux.core.choosing.measured.records import (
     CHECKS,
@@ -22,6 +22,7 @@ from attnmux.core.choosing.measured.records import (
     Device,
     Record,
     RecordFile,
+    Records,
 )
 from attnmux.core.choosing.measured.together import Together, alone
 from attnmux.core.choosing.offer.libraries import Libraries, installed_version
@@ -51,6 +52,11 @@ class TunedLaunch(Record):
 
 def launch_file(path: Path) -> RecordFile[TunedLaunch]:
     return RecordFile(path=path, name="launches", kind=TunedLaunch)
+
+
+def read_launches(path: Path | None) -> Records[TunedLaunch]:
+    """Everything in the file that can be read; nothing without a file. Raises nothing."""
+    return Records() if path is None else launch_file(path).read()
 
 
 def current_launches(
@@ -89,7 +95,7 @@ class Job:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Trial:
+class Trial(Plain):
     """One launch that was tried for a subject.
 
     Raises InvalidInput for a subject, values or a time that a `TunedLaunch` cannot hold.
@@ -110,9 +116,6 @@ class Trial:
         check_fields("trial", self, {**TRIED, **timed})
         for name in TRIED:
             object.__setattr__(self, name, FrozenMapping(getattr(self, name)))
-
-    def to_dict(self) -> dict[str, Any]:
-        return {**asdict(self), **{name: dict(getattr(self, name)) for name in TRIED}}
 
 
 Tuner = Callable[[Job], Iterator[Trial]]

@@ -59,9 +59,9 @@ def measurement_file(path: Path) -> RecordFile[Measurement]:
     return RecordFile(path=path, name="measurements", kind=Measurement)
 
 
-def read_measurements(path: Path) -> Records[Measurement]:
-    """Everything in the file that can be read. Raises nothing."""
-    return measurement_file(path).read()
+def read_measurements(path: Path | None) -> Records[Measurement]:
+    """Everything in the file that can be read; nothing without a file. Raises nothing."""
+    return Records() if path is None else measurement_file(path).read()
 
 
 def shape_of(question: Question) -> str:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from attnmux.core.choosing.common.checks import NAME, Check, check_fields, whole
+from attnmux.core.choosing.common.plain import Plain, plain_fields
 from attnmux.core.choosing.offer.conditions import ANY, Condition
 
 CHECKS: Mapping[str, Check] = {
@@ -21,7 +22,7 @@ CHECKS: Mapping[str, Check] = {
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class ErrorBound:
+class ErrorBound(Plain):
     """The largest error of one query and head, up to a number of keys.
 
     The unit is the rounding of the output's format, eps / 2. Raises InvalidInput for a field of
@@ -39,7 +40,7 @@ class ErrorBound:
         check_fields("error bound", self, CHECKS)
 
     def to_dict(self) -> dict[str, Any]:
-        return {**{name: getattr(self, name) for name in CHECKS}, "kv_dtype": str(self.kv_dtype)}
+        return {**plain_fields(self), "kv_dtype": str(self.kv_dtype)}
 
     def __str__(self) -> str:
         return f"{self.max_error:g} up to {self.keys:,} keys"

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from attnmux.core.choosing.common.checks import TEXT, Check, check_fields, refusal, several, whole
+from attnmux.core.choosing.common.plain import Plain, plain_fields
 from attnmux.core.choosing.machine.platform import Platform
 
 PLATFORM = r"[^:,\s]+:[^:,\s]+"
@@ -21,7 +22,7 @@ CHECKS: Mapping[str, Check] = {
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Verified:
+class Verified(Plain):
     """A run of the conformance suite that the backend passed.
 
     Raises InvalidInput for a field of another type, an empty `on`, a platform that is not
@@ -42,7 +43,7 @@ class Verified:
     date: str
     """The day of the run, as 2026-11-21."""
     cases: int = 0
-    """Cases of the suite that agreed, eagerly and from graphs; 0 where nobody counted them."""
+    """Cases of the suite that agreed, eagerly and from graphs; 0 where they were not counted."""
 
     def __post_init__(self) -> None:
         check_fields("verified", self, CHECKS)
@@ -80,8 +81,7 @@ class Verified:
         return f"an emulator of {self.on}" if self.emulated else self.on
 
     def to_dict(self) -> dict[str, Any]:
-        data = {name: getattr(self, name) for name in self.__slots__}
-        return {**data, "libraries": list(self.libraries), "emulated": self.emulated}
+        return {**plain_fields(self), "emulated": self.emulated}
 
 
 def doubt(runs: Sequence[Verified], platform: Platform) -> str:

@@ -1,1 +1,1 @@
-"""The answer: a decision or a refusal, a verdict on every candidate, outcomes in words."""
+"""The answer: a decision or a refusal, and a verdict on every candidate."""

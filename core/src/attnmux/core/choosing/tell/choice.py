@@ -9,6 +9,7 @@ from typing import Any
 from attnmux.core.choosing.ask.request import Request
 from attnmux.core.choosing.ask.values import OptionValue
 from attnmux.core.choosing.common.frozen import FrozenMapping
+from attnmux.core.choosing.common.plain import Plain
 from attnmux.core.choosing.common.verdict import Reason
 from attnmux.core.choosing.judge.accuracy import Accuracy
 from attnmux.core.choosing.judge.checking import check
@@ -19,7 +20,7 @@ from attnmux.core.choosing.offer.named import complete
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Choice:
+class Choice(Plain):
     """The backend that serves a phase, with everything needed to build it."""
 
     backend: str
@@ -41,10 +42,6 @@ class Choice:
         """`plugin/name`."""
         return f"{self.plugin}/{self.backend}"
 
-    def to_dict(self) -> dict[str, Any]:
-        data = {name: getattr(self, name) for name in self.__slots__}
-        return {**data, "options": dict(self.options), "tree_masks": list(self.tree_masks)}
-
     def identity(self) -> dict[str, Any]:
         """The part that the decision's hash covers: all but the origin."""
         return {name: value for name, value in self.to_dict().items() if name != "origin"}
@@ -58,7 +55,7 @@ class Choice:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class SizeRange:
+class SizeRange(Plain):
     """Batch sizes whose decode steps another backend serves than the phase's own."""
 
     least: int
@@ -73,10 +70,6 @@ class SizeRange:
         if self.most is None:
             return f"{self.least} and more"
         return str(self.least) if self.least == self.most else f"{self.least} to {self.most}"
-
-    def to_dict(self) -> dict[str, Any]:
-        data = {name: getattr(self, name) for name in self.__slots__}
-        return {**data, "choice": self.choice.to_dict()}
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> SizeRange:

@@ -11,12 +11,14 @@ from typing import Any
 from attnmux.core.choosing.ask.layer_group import LayerGroup
 from attnmux.core.choosing.ask.request import Request
 from attnmux.core.choosing.common.frozen import FrozenMapping
+from attnmux.core.choosing.common.plain import Plain, plain_fields
 from attnmux.core.choosing.common.verdict import Coercion, Verdict
 from attnmux.core.choosing.judge.accuracy import Accuracy, by_card
 from attnmux.core.choosing.machine.platform import Platform
 from attnmux.core.choosing.offer.card import LAST_RESORT, Offer
 from attnmux.core.choosing.offer.libraries import Libraries, installed_version
 from attnmux.core.choosing.tell.choice import Choice, SizeRange, disagreements
+from attnmux.core.choosing.tell.summary import summary
 from attnmux.core.errors import InvalidInput
 
 Here = tuple[Platform, Platform, tuple[Offer, ...], Libraries, Accuracy]
@@ -24,7 +26,7 @@ Here = tuple[Platform, Platform, tuple[Offer, ...], Libraries, Accuracy]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Decision:
+class Decision(Plain):
     """The answer of `solve`. It survives JSON unchanged, so that one process can decide for all."""
 
     platform: Platform
@@ -48,7 +50,7 @@ class Decision:
     are the same in all."""
     linear: Mapping[str, Mapping[str, Choice]] = field(default_factory=FrozenMapping)
     """By kind of `Request.linear_layers` and phase: the backends of layers without softmax
-    attention. A kind that nobody serves is absent, see `unserved_layers`."""
+    attention. A kind that no backend serves is absent, see `unserved_layers`."""
     coercions: tuple[Coercion, ...] = ()
     notes: tuple[str, ...] = ()
     """Facts that speak against a choice, such as a measured error. The hash leaves them out."""
@@ -182,25 +184,9 @@ class Decision:
         return found
 
     def to_dict(self) -> dict[str, Any]:
-        return {
-            "platform": self.platform.to_dict(),
-            "request": self.request.to_dict(),
-            "page_size": self.page_size,
-            "kv_dtype": self.kv_dtype,
-            "hash": self.hash,
-            "phases": {phase: choice.to_dict() for phase, choice in self.phases.items()},
-            "decode_sizes": [each.to_dict() for each in self.decode_sizes],
-            "expanded": None if self.expanded is None else self.expanded.to_dict(),
-            "trees": None if self.trees is None else self.trees.to_dict(),
-            "others": [each.to_dict() for each in self.others],
-            "linear": {
-                kind: {phase: choice.to_dict() for phase, choice in served.items()}
-                for kind, served in self.linear.items()
-            },
-            "coercions": [each.to_dict() for each in self.coercions],
-            "notes": list(self.notes),
-            "candidates": [verdict.to_dict() for verdict in self.candidates],
-        }
+        data = {**plain_fields(self), "hash": self.hash}
+        del data["is_checked"]
+        return data
 
     def to_json(self, *, indent: int | None = None) -> str:
         return json.dumps(self.to_dict(), indent=indent)
@@ -255,90 +241,8 @@ class Decision:
 
     def summary(self) -> str:
         """One line: the backend of each phase, the machine, and why each backend won."""
-        said = self._said()
-        for group, other in zip(self.request.other_layers, self.others, strict=True):
-            said += [f"for {group}: {'; '.join(other._said())}"]
-        where = self.platform.name or str(self.platform)
-        stored = f"page size {self.page_size}, KV in {self.kv_dtype}"
-        notes = [*self.notes, *(note for other in self.others for note in other.notes)]
-        noted = "".join(f"; note: {note}" for note in notes)
-        return f"{'; '.join(said)}; on {where}, {stored}{noted}"
-
-    def _said(self) -> list[str]:
-        """The backends of one group of layers, and of the linear ones."""
-        served: dict[str, list[str]] = {}
-        for phase, choice in self.phases.items():
-            if self.trees is None or phase != "verify":
-                served.setdefault(choice.address, []).append(phase)
-        said = []
-        for phases in served.values():
-            won = self.phases["decode" if "decode" in phases else phases[0]]
-            planned = ", planned" if won.factory is None else ""
-            who = f"{won.backend} ({won.plugin}{planned})"
-            said.append(f"{who} serves {_listed(phases)}, {self._standing(won, phases)}")
-        said += [
-            f"{each.choice.backend} ({each.choice.plugin}) serves decode of {each} requests, "
-            f"saving at least {each.gain:.0%} of the time (measured)"
-            for each in self.decode_sizes
-        ]
-        if self.expanded is not None:
-            said.append(
-                f"{self.expanded.backend} ({self.expanded.plugin}) serves prompts with expanded "
-                "heads, where that takes fewer operations"
-            )
-        if self.request.sparse is not None:
-            said.append(
-                f"an approximation: decode reads {self.request.sparse_budget} tokens of a request, "
-                f"in the pages that {self.request.sparse} chooses for each KV head; prompts "
-                "are read whole"
-            )
-        if self.request.index_block_size is not None:
-            said.append(
-                "attnmux-core, or a kernel that a plugin offers, serves the layers with an "
-                f"indexer: each token sees {self.request.index_topk} blocks of "
-                f"{self.request.index_block_size} keys"
-            )
-        if self.trees is not None:
-            said.append(
-                f"draft trees are verified in two parts, merged by LSE: {self.trees.backend} "
-                f"({self.trees.plugin}) reads the prefixes, and attnmux-core the drafts"
-            )
-        said += [
-            f"{_linear_backends(self.linear[kind])} serves {count} {kind} layers"
-            if kind in self.linear
-            else f"nobody serves {count} {kind} layers"
-            for kind, count in self.request.linear_layers
-        ]
-        return said
-
-    def _standing(self, choice: Choice, phases: list[str]) -> str:
-        """How a winner stood among the candidates of the phase that decided: decode if served."""
-        phase = "decode" if "decode" in phases else phases[0]
-        fitting = [v for v in self.candidates if v.phase == phase and v.eligible]
-        own = next((v for v in fitting if v.address == choice.address), None)
-        if own is None:
-            return "as decided elsewhere"
-        named = f"named by {choice.origin}, " if choice.origin else ""
-        rank = f"{named}rank {own.rank}{' (measured)' if own.measured else ''}"
-        if len(fitting) == 1:
-            return f"{rank}, the only one that fits"
-        better = sum((v.rank or 0) < (own.rank or 0) for v in fitting)
-        place = f"behind {better}" if better else "the best"
-        return f"{rank}, {place} of {len(fitting)} that fit"
+        return summary(self)
 
 
 def _choices(data: Mapping[str, Any]) -> Mapping[str, Choice]:
     return FrozenMapping({phase: Choice.from_dict(choice) for phase, choice in data.items()})
-
-
-def _linear_backends(served: Mapping[str, Choice]) -> str:
-    """One name, or that of each phase."""
-    names = {choice.backend: phase for phase, choice in served.items()}
-    if len(names) == 1:
-        (choice, *_) = served.values()
-        return f"{choice.backend} ({choice.plugin})"
-    return " and ".join(f"{name} ({phase})" for name, phase in names.items())
-
-
-def _listed(words: list[str]) -> str:
-    return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} and {words[-1]}"

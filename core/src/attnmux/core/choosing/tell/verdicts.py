@@ -56,7 +56,7 @@ def excluded(opposed: Opposed, offer: Offer, lead: str, serving: Serving) -> lis
                 Reason(
                     code="EXCLUDED",
                     axis="backend",
-                    wanted=f"a backend for {lead} beside {names} for {other}",
+                    wanted=f"a backend for {lead} next to {names} for {other}",
                     offered=f"{offer.card.name}, which never shares a KV cache with {names}",
                 )
             ]

@@ -20,7 +20,6 @@ from attnmux.core import (
     LayerSpec,
     Measurement,
     Offer,
-    PagedAllocator,
     Platform,
     Policy,
     Request,
@@ -47,6 +46,7 @@ from attnmux.transformers.parallel.agreement import (
 )
 from attnmux.transformers.parallel.split import Joints, heads_are_split, split_model
 from attnmux.transformers.ranks import Ranks
+from attnmux.transformers.slots import PagedAllocator
 
 LIBRARIES = ("torch", "transformers", "attnmux-distributed", "attnmux-transformers")
 """Distributions that ranks have in common, besides those of plugins."""

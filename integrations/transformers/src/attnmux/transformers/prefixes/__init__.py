@@ -1,4 +1,4 @@
-"""Prefixes that requests share: trees over token ids, page by page, on core's allocators."""
+"""Prefixes that requests share: trees over token ids, page by page."""
 
 from __future__ import annotations
 

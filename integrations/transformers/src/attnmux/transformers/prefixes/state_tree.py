@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from attnmux.core import InvalidInput, LinearStatePool, PagedAllocator
+from attnmux.core import InvalidInput, LinearStatePool
 from attnmux.transformers.prefixes.node import PrefixNode
 from attnmux.transformers.prefixes.tree import PrefixTree
+from attnmux.transformers.slots import PagedAllocator
 
 
 class StatePrefixTree(PrefixTree):

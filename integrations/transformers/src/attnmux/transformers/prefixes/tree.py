@@ -8,8 +8,9 @@ from dataclasses import dataclass, field
 
 import torch
 
-from attnmux.core import InvalidInput, PagedAllocator, check_positive
+from attnmux.core import InvalidInput, check_positive
 from attnmux.transformers.prefixes.node import PrefixNode, whole_pages
+from attnmux.transformers.slots import PagedAllocator
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from attnmux.core import LinearStatePool
-from attnmux.core.kv import SWAAllocator
 from attnmux.transformers.prefixes.node import PrefixNode
 from attnmux.transformers.prefixes.state_tree import StatePrefixTree
 from attnmux.transformers.prefixes.window_tree import WindowPrefixTree, WindowSpan
+from attnmux.transformers.slots import SWAAllocator
 
 
 class WindowStatePrefixTree(StatePrefixTree, WindowPrefixTree):

@@ -203,7 +203,7 @@ def copy_shares(queries, keys, table, plan, encoder_lens, q_ring, ring, kind):
     slots, slots_stride = table
     layout: gl.constexpr = copy_layout(k.dtype.element_ty.primitive_bitwidth, kind.D)
     key = gl.arange(0, kind.BLOCK_N, gl.SliceLayout(1, layout))
-    unit, last, of_request = first_unit(plan)
+    unit, last, of_request = first_unit(plan, gl.program_id(0))
     q_at = 0
     at = 0
     while unit < last:

@@ -37,6 +37,13 @@ LARGE = gl.constexpr(2.0**100)
 COPY_WARPS = gl.constexpr(4)
 
 
+@gluon.constexpr_function
+def sides(items, is_fixed):
+    """Programs that take the same keys side by side, each for an item of its own, so that they read
+    them from L2 at the same time. Fixed splits have their items in the line instead."""
+    return 1 if is_fixed else items
+
+
 @gluon.jit
 def copy_columns(base, offsets, is_there, to, WIDTH: gl.constexpr, layout: gl.constexpr):
     """Copy rows of a matrix into shared memory, 16 bytes a thread at a time; 0 where is_there is
@@ -67,16 +74,19 @@ def produce(
     right_full, right_free = right_turns
     NUM_ROWS: gl.constexpr = QUERIES * GROUP
     ITEMS: gl.constexpr = (NUM_ROWS + ROWS - 1) // ROWS
+    SIDES: gl.constexpr = sides(ITEMS, IS_FIXED)
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [COPY_WARPS, 1], [1, 0])
     rows_layout: gl.constexpr = gl.SliceLayout(1, layout)
     index = gl.arange(0, BLOCK_N, rows_layout)
-    unit, last, of_request = first_unit(plan)
+    program, side = gl.program_id(0) // SIDES, gl.program_id(0) % SIDES
+    unit, last, of_request = first_unit(plan, program)
     done = 0
     filled = 0
     while unit < last:
         item, _begin, count, start, turns = place_unit(
-            unit, last, of_request, ITEMS, IS_FIXED, BLOCK_N
+            unit, last, of_request, ITEMS // SIDES, IS_FIXED, BLOCK_N
         )
+        item += side
         num_keys, row = of_request[5], of_request[6]
         table = slots + row.to(gl.int64) * slots_stride
         for turn in range(turns):
@@ -110,7 +120,7 @@ def produce(
                 filled += 1
             done += 1
         unit += count
-        of_request = next_request(unit, last, of_request, plan, ITEMS, QUERIES, LENS_SHIFT)
+        of_request = next_request(unit, last, of_request, plan, ITEMS // SIDES, QUERIES, LENS_SHIFT)
 
 
 @gluon.jit
@@ -196,20 +206,23 @@ def lead(
     handed_full, handed_free = handed_turns
     NUM_ROWS: gl.constexpr = QUERIES * GROUP
     ITEMS: gl.constexpr = (NUM_ROWS + ROWS - 1) // ROWS
+    SIDES: gl.constexpr = sides(ITEMS, IS_FIXED)
     logits_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
     acc_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HALF, 16])
     rows_layout: gl.constexpr = gl.SliceLayout(1, logits_layout)
     acc_rows: gl.constexpr = gl.SliceLayout(1, acc_layout)
     at = gl.arange(0, ROWS, rows_layout)
-    unit, last, of_request = first_unit(plan)
+    program, side = gl.program_id(0) // SIDES, gl.program_id(0) % SIDES
+    unit, last, of_request = first_unit(plan, program)
     begin = unit
     done = 0
     filled = 0
     turns_handed = 0
     while unit < last:
         item, item_begin, count, start, turns = place_unit(
-            unit, last, of_request, ITEMS, IS_FIXED, BLOCK_N
+            unit, last, of_request, ITEMS // SIDES, IS_FIXED, BLOCK_N
         )
+        item += side
         request, units, cached = of_request[0], of_request[2], of_request[4]
         acc = gl.zeros([ROWS, HALF], gl.float32, acc_layout)
         # Rows after the last have weights of 0, since no logit comes near their `top`.
@@ -266,7 +279,7 @@ def lead(
             0, GROUP, QUERIES, IS_FIXED, PART_ROWS,
         )  # fmt: skip
         unit += count
-        of_request = next_request(unit, last, of_request, plan, ITEMS, QUERIES, LENS_SHIFT)
+        of_request = next_request(unit, last, of_request, plan, ITEMS // SIDES, QUERIES, LENS_SHIFT)
 
 
 @gluon.jit
@@ -279,16 +292,19 @@ def follow(
     right_full, right_free = right_turns
     handed_full, handed_free = handed_turns
     ITEMS: gl.constexpr = (QUERIES * GROUP + ROWS - 1) // ROWS
+    SIDES: gl.constexpr = sides(ITEMS, IS_FIXED)
     acc_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HALF, 16])
     acc_rows: gl.constexpr = gl.SliceLayout(1, acc_layout)
-    unit, last, of_request = first_unit(plan)
+    program, side = gl.program_id(0) // SIDES, gl.program_id(0) % SIDES
+    unit, last, of_request = first_unit(plan, program)
     begin = unit
     done = 0
     turns_handed = 0
     while unit < last:
         item, item_begin, count, _start, turns = place_unit(
-            unit, last, of_request, ITEMS, IS_FIXED, BLOCK_N
+            unit, last, of_request, ITEMS // SIDES, IS_FIXED, BLOCK_N
         )
+        item += side
         request, units = of_request[0], of_request[2]
         acc = gl.zeros([ROWS, HALF], gl.float32, acc_layout)
         for _turn in range(turns):
@@ -312,7 +328,7 @@ def follow(
             1, GROUP, QUERIES, IS_FIXED, PART_ROWS,
         )  # fmt: skip
         unit += count
-        of_request = next_request(unit, last, of_request, plan, ITEMS, QUERIES, LENS_SHIFT)
+        of_request = next_request(unit, last, of_request, plan, ITEMS // SIDES, QUERIES, LENS_SHIFT)
 
 
 @gluon.jit
@@ -336,6 +352,9 @@ def attend_latent(
     COPY_REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """Grid and arguments as of `attend_shares`, planned with blocks of 64 keys. num_warps=4.
+
+    Unless IS_FIXED, the plan is of one item a request, and each of its programs is as many here as
+    a request has items, one after the other in the grid.
 
     q [T, GROUP, 512], q_tail [T, GROUP, 64], k [slots, 576], whose first 512 columns are the
     values, and out [T, GROUP, 512]: of one 16-bit dtype, rows at multiples of 16 bytes.

@@ -161,7 +161,7 @@ def attend_line(
     by_row: gl.constexpr = gl.SliceLayout(
         0, gl.NVMMADistributedLayout([3, 0], [gl.num_warps(), 1], [16, kind.BLOCK_M, 16])
     )
-    unit, last, of_request = first_unit(plan)
+    unit, last, of_request = first_unit(plan, gl.program_id(0))
     begin = unit
     taken = gl.load(plan[3])
     q_at = 0

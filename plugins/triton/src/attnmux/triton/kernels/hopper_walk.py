@@ -19,11 +19,10 @@ STATE = gl.constexpr(shares.STATE.value)
 
 
 @gluon.jit
-def first_unit(plan):
+def first_unit(plan, program):
     """A program's first unit and one past its last, and the request of the first: see
     `plan_shares`."""
     _stops, _unit_blocks, starts, share, _lens, _rows = plan
-    program = gl.program_id(0)
     start_of = starts + program * STATE
     begin = program * gl.load(share)
     request = gl.load(start_of)

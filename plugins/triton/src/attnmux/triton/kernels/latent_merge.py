@@ -59,9 +59,11 @@ def merge_latent(
     last_part = begin + units - 1
     taken = 1
     if not IS_FIXED:
+        # The line of a plan of one item a request
+        begin = before
         taken = tl.load(share)
-        first_part = first_part // taken
-        last_part = last_part // taken
+        first_part = before // taken
+        last_part = (before + units - 1) // taken
     gdc_wait()
     if first_part < last_part:
         rows = tl.program_id(1) // ACROSS * SLICE_ROWS + tl.arange(0, SLICE_ROWS)
@@ -73,7 +75,9 @@ def merge_latent(
             part = start + tl.arange(0, PARTS)
             is_part = part <= last_part
             # The item is the first that its program works on, or the last.
-            place = part if IS_FIXED else 2 * part + (begin > part * taken).to(tl.int32)
+            place = part
+            if not IS_FIXED:
+                place = 2 * (part * ITEMS + item) + (begin > part * taken).to(tl.int32)
             row = place.to(tl.int64)[:, None] * PART_ROWS + rows[None, :]
             part_lse = tl.load(partial_lse + row, mask=is_part[:, None], other=-float("inf"))
             values = tl.load(

@@ -30,6 +30,8 @@ from attnmux.triton.kernels.blocks import (
 
 STATE = tl.constexpr(8)
 """int32 values of a program's row in `starts`, see `plan_shares`."""
+TRIES = tl.constexpr(32)
+"""Lengths of a share that are tried."""
 
 
 @triton.jit(
@@ -58,8 +60,10 @@ def plan_shares(
     slots; and one past the program's last unit.
 
     items: of a request. BLOCK_B: a power of 2, at least B. Grid: blocks of PROGRAMS programs.
-    MEETS_ENDS: where all requests are equally long, a share may be a sixteenth longer to end where
-    an item ends, for kernels whose partial results are expensive.
+    MEETS_ENDS: shares may be longer to end where items end, for kernels whose partial results are
+    expensive. Where all requests are equally long, by a sixteenth. Else by a quarter and 8 units,
+    if then each program has a part of one item alone: the units of an item are a multiple of a
+    share, and those after its last block are empty.
     """
     request = tl.arange(0, BLOCK_B)
     is_request = request < batch_size
@@ -84,7 +88,19 @@ def plan_shares(
         shortest = tl.min(tl.where(is_request, units, longest), 0)
         whole = (taken + longest - 1) // longest * longest
         is_near = (shortest == longest) & (whole - taken <= taken // 16)
-        taken = tl.where(is_near, whole, taken)
+        if is_near:
+            taken = whole
+        elif batch_size * items <= num_programs:
+            longer = taken + tl.arange(0, TRIES) * (taken // 4 + 8) // (TRIES - 1)
+            parts = tl.sum((units[:, None] + longer[None, :] - 1) // longer[None, :], 0)
+            none = longest + 2 * num_programs
+            fitting = tl.min(tl.where(parts * items <= num_programs, longer, none), 0)
+            if fitting < none:
+                each_parts = tl.maximum((units + fitting - 1) // fitting, 1)
+                taken = tl.max((units + each_parts - 1) // each_parts, 0)
+                units = tl.where(is_request, each_parts * taken, 0)
+        stop = tl.cumsum(units, 0)
+        total = tl.sum(units, 0) * items
     row = request
     if rows is not None:
         row = tl.load(rows + request, mask=is_request, other=0).to(tl.int32)
@@ -189,6 +205,12 @@ def attend_shares(
     """
     TILES: tl.constexpr = (QUERIES * GROUP + BLOCK_M - 1) // BLOCK_M
     ITEMS: tl.constexpr = TILES * KV_HEADS
+    # One token sees all keys: only the last block is compared with their number. Worth a second
+    # loop where a key costs more instructions than its bytes cost time.
+    SEES_WHOLE_BLOCKS: tl.constexpr = (
+        FOUR_BITS > 0 and QUERIES == 1 and WINDOW < 0 and CHUNK <= 0 and not HAS_MASK
+        and not IS_TREE
+    )  # fmt: skip
     program = tl.program_id(0)
     taken = tl.load(share)
     start_of = starts + program * STATE
@@ -253,22 +275,31 @@ def attend_shares(
         if FOUR_BITS:
             k_scales_base = k_scales + kv_head.to(tl.int64) * k_scales_head_stride
             v_scales_base = v_scales + kv_head.to(tl.int64) * v_scales_head_stride
+        all_keys = Keys(
+            k + kv_head.to(tl.int64) * k_head_stride, k_stride, k_tail_base, k_tail_stride,
+            v + kv_head.to(tl.int64) * v_head_stride, v_stride, k_scales_base, k_scales_stride,
+            v_scales_base, v_scales_stride, keys_base,
+        )  # fmt: skip
+        sight = Sight(
+            first, end, mask_rows, mask_start, position, position, position, slope, biases
+        )
         acc, top, mass = nothing_seen(BLOCK_M, DV)
+        if SEES_WHOLE_BLOCKS:
+            whole = tl.maximum(tl.minimum(stop, num_keys // BLOCK_N * BLOCK_N), start)
+            acc, top, mass = attend_blocks(
+                acc, top, mass, q_tile, tail_tile, all_keys, start, whole, num_keys, sight,
+                q_scale, cap, Widths(D, REAL_D, TAIL, REAL_TAIL, DV, REAL_DV), BLOCK_N, PAGE,
+                IS_LATENT, False,
+                HAS_CAP, False, False, False, HAS_ALIBI, REACH, AHEAD, STAGES,
+                FOUR_BITS,
+            )  # fmt: skip
+            start = whole
         acc, top, mass = attend_blocks(
-            acc, top, mass, q_tile, tail_tile,
-            Keys(
-                k + kv_head.to(tl.int64) * k_head_stride, k_stride, k_tail_base, k_tail_stride,
-                v + kv_head.to(tl.int64) * v_head_stride, v_stride, k_scales_base, k_scales_stride,
-                v_scales_base, v_scales_stride, keys_base,
-            ),
-            start, stop, num_keys,
-            Sight(
-                first, end, mask_rows, mask_start, position, position, position, slope, biases
-            ),
-            q_scale, cap,
-            Widths(D, REAL_D, TAIL, REAL_TAIL, DV, REAL_DV), BLOCK_N, PAGE, IS_LATENT, False,
-            HAS_CAP, HAS_MASK, False, True, HAS_ALIBI, REACH, AHEAD, STAGES,
-            FOUR_BITS,
+            acc, top, mass, q_tile, tail_tile, all_keys, start, stop, num_keys, sight,
+            q_scale, cap, Widths(D, REAL_D, TAIL, REAL_TAIL, DV, REAL_DV), BLOCK_N, PAGE,
+            IS_LATENT, False,
+            HAS_CAP, HAS_MASK, False, True, HAS_ALIBI, REACH, AHEAD,
+            1 if SEES_WHOLE_BLOCKS else STAGES, FOUR_BITS,
         )  # fmt: skip
         if count == units:
             store_rows(

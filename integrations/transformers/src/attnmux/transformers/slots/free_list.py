@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from attnmux.core.errors import InvalidInput, PoolExhausted
+from attnmux.core import InvalidInput, PoolExhausted
 
 
 class FreeList:

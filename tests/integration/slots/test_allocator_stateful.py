@@ -15,7 +15,7 @@ from hypothesis.stateful import (
 )
 
 from attnmux.core.errors import InvalidInput, PoolExhausted
-from attnmux.core.kv import PagedAllocator
+from attnmux.transformers.slots import PagedAllocator
 
 NUM_PAGES = 12
 

@@ -7,12 +7,13 @@ backend that fits alone may not fit at the page size and KV dtype that were deci
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
-from typing import Any, Literal, get_args
+from dataclasses import dataclass, replace
+from typing import Literal, get_args
 
 from attnmux.core.choosing.ask.policy import Policy
 from attnmux.core.choosing.ask.request import Request
 from attnmux.core.choosing.ask.values import PHASES
+from attnmux.core.choosing.common.plain import Plain
 from attnmux.core.choosing.common.verdict import Reason, Verdict
 from attnmux.core.choosing.judge.axes import questions_of
 from attnmux.core.choosing.judge.checking import prior_for
@@ -32,7 +33,7 @@ _ORDER: tuple[Standing, ...] = get_args(Standing)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Outcome:
+class Outcome(Plain):
     """One backend in the phases in which it fared alike."""
 
     backend: str
@@ -48,10 +49,6 @@ class Outcome:
     proof: str = ""
     """What its card's runs prove for the machine, a word of `offer/proof.py`."""
     reasons: tuple[Reason, ...] = ()
-
-    def to_dict(self) -> dict[str, Any]:
-        reasons = [asdict(reason) for reason in self.reasons]
-        return {**asdict(self), "phases": list(self.phases), "reasons": reasons}
 
 
 def outcomes(decision: Decision, offers: Iterable[Offer], policy: Policy) -> tuple[Outcome, ...]:

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from attnmux.core.arguments import check_whole_pages
-from attnmux.core.errors import InvalidInput
-from attnmux.core.kv.pages import FreeList, check_extend, place_extend
+from attnmux.core import InvalidInput, check_whole_pages
+from attnmux.transformers.slots.free_list import FreeList, check_extend, place_extend
 
 
 class UndoneOnError:
@@ -185,10 +184,3 @@ class PagedAllocator:
         """Partly filled pages that are continued must be in use."""
         continued = (prefix_lens % self.page_size != 0) & (seq_lens > prefix_lens)
         self._free_list.check_in_use(last_loc[continued].long() // self.page_size)
-
-
-class TokenAllocator(PagedAllocator):
-    """Slots one by one: pages of one token."""
-
-    def __init__(self, size: int, device: torch.device | str, *, debug: bool | None = None) -> None:
-        super().__init__(size, 1, device, debug=debug)

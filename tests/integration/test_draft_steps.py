@@ -17,7 +17,6 @@ from attnmux.core import (
     GraphUnsupported,
     InvalidInput,
     ModelInput,
-    MultiStepDraftBackend,
     Platform,
     imported,
 )
@@ -33,6 +32,7 @@ from attnmux.testing import (
     decode,
     make_setup,
 )
+from attnmux.transformers.draft_steps import MultiStepDraftBackend
 
 pytest.importorskip("triton")
 

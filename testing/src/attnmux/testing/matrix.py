@@ -12,10 +12,10 @@ from attnmux.core.choosing.ask.values import KINDS
 from attnmux.core.choosing.machine.platform import GRAMMAR
 from attnmux.core.choosing.offer.proof import PROOFS, Proof
 from attnmux.core.choosing.offer.verified import Verified
-from attnmux.core.cli.matrix_rows import COLUMNS, Cell, Row, narrowed, rows_of
 from attnmux.core.cli.run import Run, common_options, echo_json, pass_run
 from attnmux.core.cli.select import machine
 from attnmux.core.errors import InvalidInput
+from attnmux.testing.matrix_rows import COLUMNS, Cell, Row, narrowed, rows_of
 
 INTRODUCTION = """\
 # Support matrix
@@ -28,8 +28,8 @@ order: "hardware", a device that the row is for; "other device", where the same 
 "interpreted", the library's kernels without a device; "emulated", a stand-in of the library in
 plain torch, which proves nothing about the hardware; "nothing". [Runs](#runs) lists all of them.
 
-Not implemented here, though other engines list it: 4-bit KV (triton, trtllm_mha, fa4 and
-flashinfer_mla), since no pool stores it."""
+Not implemented here, though other engines list it: 4-bit KV of trtllm_mha, fa4 and
+flashinfer_mla."""
 
 RUNS = """\
 The runs on the cards (`verified_on`), by day. "Cases" counts those that agreed eagerly and from
@@ -97,7 +97,7 @@ def matrix(
     elif as_markdown:
         click.echo(markdown(rows))
     else:
-        from attnmux.core.cli.matrix_view import show  # noqa: PLC0415  # rich is slow to import
+        from attnmux.testing.matrix_view import show  # noqa: PLC0415  # rich is slow to import
 
         show(rows, TITLES, by_feature=by == "feature", in_full=bool(backends))
 

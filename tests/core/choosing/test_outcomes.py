@@ -14,7 +14,7 @@ from attnmux.core.choosing.offer.clause import when
 from attnmux.core.choosing.offer.conditions import ANY, NONE, one_of
 from attnmux.core.choosing.solver import solve
 from attnmux.core.choosing.tell.decision import Decision
-from attnmux.core.choosing.tell.outcomes import (
+from attnmux.core.cli.outcomes import (
     Outcome,
     joined_by_first_reason,
     outcomes,
@@ -23,7 +23,7 @@ from attnmux.core.choosing.tell.outcomes import (
 from attnmux.core.errors import NoBackend
 from attnmux.core.installed import load_plugins
 
-DATA = Path(__file__).parents[1] / "data"
+DATA = Path(__file__).parent / "data"
 
 
 @pytest.fixture

@@ -5,7 +5,7 @@ import torch
 from torch._subclasses.fake_tensor import DynamicOutputShapeException, FakeTensorMode
 
 from attnmux.core.errors import InvalidInput, PoolExhausted
-from attnmux.core.kv import PagedAllocator, TokenAllocator
+from attnmux.transformers.slots import PagedAllocator
 
 
 def ints(*values: int) -> torch.Tensor:
@@ -35,7 +35,7 @@ def test_every_slot_but_the_reserved_page(allocator):
 
 
 def test_the_token_allocator_has_pages_of_one():
-    allocator = TokenAllocator(5, "cpu")
+    allocator = PagedAllocator(5, 1, "cpu")
     assert allocator.page_size == 1
     assert allocator.alloc(5).tolist() == [1, 2, 3, 4, 5]
 

@@ -19,7 +19,7 @@ from attnmux.core.choosing.offer.clause import Clause
 from attnmux.core.choosing.offer.conditions import ANY, Condition, Value
 from attnmux.core.choosing.offer.proof import Proven, proven
 from attnmux.core.choosing.search.problem import opposed
-from attnmux.core.cli.matrix_clauses import covers, either, restrictions, union, union_said
+from attnmux.testing.matrix_clauses import covers, either, restrictions, union, union_said
 
 Served = Literal["yes", "some", "no"]
 

@@ -6,12 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from attnmux.core.errors import InvalidInput, PoolExhausted
-from attnmux.core.kv import (
-    MHATokenToKVPool,
-    SWAKVPool,
-    swa_tokens_in_budget,
-    tokens_in_budget,
-)
+from attnmux.core.kv import MHATokenToKVPool, SWAKVPool
+from attnmux.transformers.slots import swa_tokens_in_budget, tokens_in_budget
 
 SHAPE = {"num_kv_heads": 2, "head_dim": 4}
 

@@ -4,18 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 
-from attnmux.core.arguments import check_positive
-from attnmux.core.backend import AttentionBackend
-from attnmux.core.batch import ForwardBatch, ForwardMode
-from attnmux.core.composites import DispatchingBackend, Parts
-from attnmux.core.errors import InvalidInput
-
-if TYPE_CHECKING:
-    from attnmux.core.context import BackendContext
+from attnmux.core import (
+    AttentionBackend,
+    BackendContext,
+    DispatchingBackend,
+    ForwardBatch,
+    ForwardMode,
+    InvalidInput,
+    check_positive,
+)
+from attnmux.core.composites import Parts
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)

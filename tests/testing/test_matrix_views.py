@@ -11,10 +11,10 @@ from attnmux.core.choosing.machine.platform import Platform
 from attnmux.core.choosing.offer.card import BackendCard, Offer
 from attnmux.core.choosing.offer.clause import Clause
 from attnmux.core.choosing.offer.conditions import ANY, at_most, one_of
-from attnmux.core.cli.matrix import TITLES
-from attnmux.core.cli.matrix_rows import narrowed, rows_of
-from attnmux.core.cli.matrix_view import show
 from attnmux.core.cli.verbs import verbs
+from attnmux.testing.matrix import TITLES
+from attnmux.testing.matrix_rows import narrowed, rows_of
+from attnmux.testing.matrix_view import show
 
 PLAIN = {
     "phase": one_of("extend", "decode"),

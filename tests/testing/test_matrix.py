@@ -26,12 +26,12 @@ from attnmux.core.choosing.offer.conditions import (
 )
 from attnmux.core.choosing.offer.verified import Verified
 from attnmux.core.cli import run as shared
-from attnmux.core.cli.matrix import markdown
-from attnmux.core.cli.matrix_rows import COLUMNS, Row, rows_of
 from attnmux.core.cli.verbs import verbs
 from attnmux.core.installed import load_plugins
+from attnmux.testing.matrix import markdown
+from attnmux.testing.matrix_rows import COLUMNS, Row, rows_of
 
-ROOT = Path(__file__).resolve().parents[3]
+ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs" / "support-matrix.md"
 OURS = tuple(sorted(path.name for path in (ROOT / "plugins").iterdir() if path.is_dir()))
 COMMAND = (
