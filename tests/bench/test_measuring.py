@@ -331,6 +331,9 @@ def test_error_limits() -> None:
     assert answers.max_error(step, fp8_products=True) == 1e-2 + 0.0625
 
 
+BOTH = ("decode", "extend")
+
+
 def test_entrants_and_refusals() -> None:
     elsewhere = offer("elsewhere", vendor=one_of("other"))
     planned = Offer(
@@ -339,7 +342,7 @@ def test_entrants_and_refusals() -> None:
     no_extend = offer("no-extend", phase=one_of("decode"))
     offers = [offer("right"), elsewhere, planned, no_extend, offer("sinks", sinks=NONE)]
     request = REQUESTS["sinks"]
-    entrants, refused = find_entrants(request, HERE, offers, Policy(backend="right"))
+    entrants, refused = find_entrants(request, HERE, offers, Policy(backend="right"), phases=BOTH)
     assert [(each.offer.card.name, each.phase) for each in entrants] == [
         ("right", "decode"),
         ("right", "extend"),
@@ -348,18 +351,24 @@ def test_entrants_and_refusals() -> None:
     reasons = {(each.offer.card.name, each.phase): each.why for each in refused}
     assert set(reasons) == {("no-extend", "extend"), ("sinks", "decode"), ("sinks", "extend")}
     assert reasons["sinks", "decode"].startswith("sinks: wanted yes")
-    _, refused = find_entrants(request, HERE, offers, Policy(), names=("elsewhere", "planned"))
+    _, refused = find_entrants(
+        request, HERE, offers, Policy(), names=("elsewhere", "planned"), phases=BOTH
+    )
     assert {each.offer.card.name for each in refused} == {"elsewhere", "planned"}
     with pytest.raises(UnknownBackend):
         find_entrants(request, HERE, offers, Policy(), names=("rihgt",))
-    _, refused = find_entrants(request, HERE, [offer("right")], Policy(deny=("right",)))
+    _, refused = find_entrants(
+        request, HERE, [offer("right")], Policy(deny=("right",)), phases=BOTH
+    )
     assert [each.reasons[0].code for each in refused] == ["DENIED", "DENIED"]
 
 
 def test_a_companion_is_not_timed_for_its_backend() -> None:
     one, other = offer("one", phase=one_of("extend")), offer("other")
     one = replace(one, card=replace(one.card, companions=("other",)))
-    entrants, refused = find_entrants(PLAIN, HERE, [one, other], Policy(), names=("one",))
+    entrants, refused = find_entrants(
+        PLAIN, HERE, [one, other], Policy(), names=("one",), phases=BOTH
+    )
     assert [(each.offer.card.name, each.phase) for each in entrants] == [("one", "extend")]
     assert [(each.offer.card.name, each.phase) for each in refused] == [("one", "decode")]
     assert refused[0].why.startswith("phase: wanted decode")

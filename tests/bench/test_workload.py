@@ -58,7 +58,7 @@ def test_texts_round_trip(workload) -> None:
         "decode:bs=4,ctx=5,new=2",
         "extend:bs=4",
         "extend:bs=4,new=0",
-        "verify:bs=4,new=3",
+        "verify:bs=4,prefix=3",
         "decode:bs=100000,ctx=100000",
     ],
 )
