@@ -76,7 +76,6 @@ def test_what_another_clause_serves_is_no_outside_point() -> None:
     ("axis", "condition", "unproven"),
     [
         ("dtype", one_of("bfloat16", "fp8_e4m3"), "dtype=fp8_e4m3"),
-        ("kv_dtype", ANY, "kv_dtype=fp4_e2m1"),
     ],
 )
 def test_a_value_that_no_case_can_ask_for_fails(axis, condition, unproven) -> None:
