@@ -19,6 +19,7 @@ SAMPLE = (
     "BloomConfig",
     "Cohere2Config",
     "DeepseekV32Config",
+    "DeepseekV4Config",
     "DiffLlamaConfig",
     "Exaone4Config",
     "FalconConfig",

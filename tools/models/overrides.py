@@ -33,6 +33,22 @@ OVERRIDES: Mapping[str, Mapping[str, object]] = {
     "DbrxConfig": {"d_model": 64, "n_heads": 4},
     "DbrxFFNConfig": {"hidden_size": 64, "ffn_hidden_size": 32},
     "DeepseekV2Config": {"num_experts_per_tok": 2, "topk_method": "greedy"},
+    "DeepseekV4Config": {
+        "layer_types": [
+            "compressed_sparse_attention",
+            "heavily_compressed_attention",
+            "sliding_attention",
+        ],
+        "mlp_layer_types": ["moe"] * 3,
+        "compress_rates": {"compressed_sparse_attention": 4, "heavily_compressed_attention": 8},
+        "num_key_value_heads": 1,
+        "head_dim": 16,
+        "partial_rotary_factor": 0.5,
+        "o_groups": 2,
+        "index_n_heads": 32,
+        "index_head_dim": 16,
+        "index_topk": 2,
+    },
     "Dots1Config": {
         "n_routed_experts": 4,
         "n_shared_experts": 1,

@@ -93,6 +93,9 @@ from attnmux.core.chunked_prefix import expanded_context as expanded_context
 from attnmux.core.composites import BatchSizeAttnBackend as BatchSizeAttnBackend
 from attnmux.core.composites import DispatchingBackend as DispatchingBackend
 from attnmux.core.composites import HybridAttnBackend as HybridAttnBackend
+from attnmux.core.compressed_keys import BlockRows as BlockRows
+from attnmux.core.compressed_keys import CompressedKeys as CompressedKeys
+from attnmux.core.compressed_keys import IndexQueries as IndexQueries
 from attnmux.core.context import BackendContext as BackendContext
 from attnmux.core.decode_steps import DecodeBuffers as DecodeBuffers
 from attnmux.core.decode_steps import DecodeStep as DecodeStep
@@ -151,6 +154,8 @@ from attnmux.core.indices.topk import topk_slots as topk_slots
 from attnmux.core.installed import load_plugins as load_plugins
 from attnmux.core.key_picks import KeyPicker as KeyPicker
 from attnmux.core.key_picks import ScoresKeys as ScoresKeys
+from attnmux.core.kv.compressed_pool import CompressedPool as CompressedPool
+from attnmux.core.kv.compressed_pool import CompressedShape as CompressedShape
 from attnmux.core.kv.foreign import ForeignKVPool as ForeignKVPool
 from attnmux.core.kv.foreign import ForeignMLAPool as ForeignMLAPool
 from attnmux.core.kv.foreign import ForeignRequestTable as ForeignRequestTable

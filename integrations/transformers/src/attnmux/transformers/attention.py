@@ -6,6 +6,8 @@ transformers cache.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -21,6 +23,11 @@ SERVED = "attnmux_served"
 """The attention implementation of a model that a runner calls. It has no mask function: before it
 asks for a mask, transformers reads positions on the host, and so waits for the device."""
 
+
+MORE_KEYS = "_attnmux_more_keys"
+"""The attribute of an attention module that sees more than the backend shows it: a function of its
+call, the batch, and the attention so far, [T, Hq, Dv] and its LSE [T, Hq], both float32, to which
+it adds the rest in place. Sinks are part of the rest."""
 
 UNMASKED = torch.empty((1, 1, 1, 0))
 """A mask for layers that index theirs whatever it is: as None, it hides nothing."""
@@ -61,9 +68,16 @@ def attention_forward(
         return out.unsqueeze(0), None
     step = current_forward_context()
     layer = step.backend.context.layer(call.layer_id)
-    check_recorded(call, layer)
-    out = step.backend.forward(call.q, call.k, call.v, layer, step.batch)
-    return out.unsqueeze(0), None
+    more: Callable[..., None] | None = getattr(module, MORE_KEYS, None)
+    if more is None:
+        check_recorded(call, layer)
+        out = step.backend.forward(call.q, call.k, call.v, layer, step.batch)
+        return out.unsqueeze(0), None
+    check_recorded(replace(call, sinks=None), layer)
+    lse = call.q.new_empty(call.q.shape[:2], dtype=torch.float32)
+    seen = step.backend.forward(call.q, call.k, call.v, layer, step.batch, lse=lse).float()
+    more(call, step.batch, seen, lse)
+    return seen.to(call.v.dtype).unsqueeze(0), None
 
 
 def refuse_mask(call: LayerCall) -> None:

@@ -9,6 +9,7 @@ import torch
 from transformers import PreTrainedModel
 
 from attnmux.core import (
+    CompressedPool,
     Decision,
     IndexKPool,
     InvalidInput,
@@ -96,6 +97,8 @@ class RunnerMemory:
     linear_states: LinearStatePool | None
     index_keys: IndexKPool | None
     """Of the model's indexers."""
+    compressed: tuple[CompressedPool, ...]
+    """Keys of blocks of tokens."""
     hidden: HiddenStates | None
     """Of cached tokens, where the model keeps them."""
 
@@ -105,6 +108,10 @@ def allocate(
 ) -> RunnerMemory:
     """The memory of a model for so much. Raises PoolExhausted where it does not suffice."""
     device, stored = model.module.device, ranks.stored(model.layers)
+    more_bytes, compressors = (0, 0), model.compressors
+    if compressors is not None:
+        stored = compressors.stored(stored)
+        more_bytes = compressors.bytes_per_token(decision)
     batch_size = capacity.max_batch_size
     states = make_states(model.linear, decision, batch_size, capacity.kept_states, device)
     sizes = pool_sizes(
@@ -114,6 +121,7 @@ def allocate(
         nbytes=_kv_bytes(model, decision, capacity, stored, states, ranks),
         max_batch_size=capacity.max_batch_size,
         window_step_tokens=None if capacity.max_encoder_len else capacity.window_step_tokens,
+        more_bytes=more_bytes,
     )
     own, allocator, window_tree = make_pools(stored, decision, sizes, device=device, states=states)
     pool, allocator = ranks.shared_pool(own, allocator)
@@ -128,6 +136,7 @@ def allocate(
         state_tree=_state_tree(states, allocator, window_tree),
         linear_states=states,
         index_keys=_index_keys(model, decision, pool),
+        compressed=() if compressors is None else compressors.pools(decision, pool),
         hidden=_hidden(model, pool),
     )
 

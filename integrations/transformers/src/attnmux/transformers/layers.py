@@ -14,6 +14,7 @@ import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from attnmux.core import InvalidInput, LayerSpec, dtype_name
+from attnmux.transformers.compressors import has_compressors
 from attnmux.transformers.layer_call import LayerCall
 from attnmux.transformers.mixers import Mixer, has_attention, has_mixers
 from attnmux.transformers.own_attention import adapt, has_adapter
@@ -97,7 +98,7 @@ def check_servable(model_class: type[PreTrainedModel], config: PreTrainedConfig)
     name = model_class.__name__
     if config.is_encoder_decoder:
         raise InvalidInput(name, got="an encoder-decoder model", expected="a decoder-only model")
-    if has_mixers(model_class):
+    if has_mixers(model_class) or has_compressors(model_class):
         return
     if model_class._is_stateful:
         raise InvalidInput(

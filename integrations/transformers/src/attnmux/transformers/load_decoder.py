@@ -21,6 +21,7 @@ from attnmux.core import (
 from attnmux.transformers.absorbed import absorb, absorbed_layers, expand
 from attnmux.transformers.attention import SERVED, set_attention
 from attnmux.transformers.checkpoint import Checkpoint
+from attnmux.transformers.compressors import Compressors, bound_compressors
 from attnmux.transformers.decision import decide_first, stated_ways, without
 from attnmux.transformers.images.capture import ImageReader
 from attnmux.transformers.indexers import Indexers, bound_indexers
@@ -62,7 +63,10 @@ def load_decoder(
     for mixer in mixers:
         mixer.bind()
     indexers = bound_indexers(model)
+    compressors = bound_compressors(model)
     layers = record_layers(model, max_context_len=options.max_context_len, mixers=mixers)
+    if compressors is not None:
+        layers = compressors.mark(layers)
     linear = serve(mixers)
     indexers, layers = _picking(indexers, layers, options)
     images = ImageReader(model, layers) if options.images else None
@@ -70,7 +74,7 @@ def load_decoder(
     if stated is not None:
         check_against_config(request, stated, max_context_len=options.max_context_len)
     latent = _latent_layers(model, layers, mixers, options)
-    ways = _ways(request, latent, indexers, options)
+    ways = _ways(request, latent, indexers, compressors, options)
 
     def make(decision: Decision) -> ModelRunner:
         if latent is None or not decision.request.latent:
@@ -82,6 +86,7 @@ def load_decoder(
                 options,
                 linear=linear,
                 indexers=indexers,
+                compressors=compressors,
                 images=images,
             )
         absorb(model, layers)
@@ -126,12 +131,15 @@ def _ways(
     request: Request,
     latent: Sequence[LayerSpec] | None,
     indexers: Indexers | None,
+    compressors: Compressors | None,
     options: RunnerOptions,
 ) -> list[Request]:
     """How the model may run as it was recorded, the way that is preferred first.
 
-    Raises InvalidInput for what does not go together with indexers.
+    Raises InvalidInput for what does not go together with indexers or keys of blocks.
     """
+    if compressors is not None:
+        return [_compressed_way(request, options)]
     if indexers is None:
         expanded = [request] if options.mla != "absorbed" else []
         return expanded if latent is None else [latent_request(request, latent), *expanded]
@@ -152,6 +160,20 @@ def _ways(
         raise InvalidInput("ranks", got=options.ranks.head_ranks, expected=expected)
     size = indexers.shape.block_size
     return [request.replace(origin="model", index_topk=topk, index_block_size=size)]
+
+
+def _compressed_way(request: Request, options: RunnerOptions) -> Request:
+    """How a model runs whose layers make keys of blocks.
+
+    Raises InvalidInput for what does not go together with them.
+    """
+    if options.draft_topk > 1:
+        expected = "1, chains of drafts: a key stands for a block of places"
+        raise InvalidInput("draft_topk", got=options.draft_topk, expected=expected)
+    if options.ranks.size > 1:
+        expected = "1: what keys are made of is not split"
+        raise InvalidInput("ranks", got=options.ranks.size, expected=expected)
+    return request.replace(origin="model", lse=True)
 
 
 def _with_images(request: Request, images: ImageReader | None) -> Request:

@@ -86,6 +86,8 @@ class ModelOnBackend:
         )
         if self.indexers is not None and memory.index_keys is not None:
             self.indexers.pick_from(memory.index_keys, self.context)
+        if model.compressors is not None:
+            model.compressors.keep_in(memory.compressed, self.context)
         backend = self.build(self.context)
         self.backend = backend if wrap is None else wrap(backend, decision)
         linear: LinearKernel | None = shared_kernel("linear", self.context)
@@ -123,6 +125,11 @@ class ModelOnBackend:
         """Those that a plugin offers for the device. The first call compiles them."""
         kernels: TreeKernels | None = shared_kernel("draft_trees", self.context)
         return kernels
+
+    @property
+    def has_compressed_keys(self) -> bool:
+        """Whether layers see keys of blocks of tokens."""
+        return self._served.compressors is not None
 
     @property
     def model(self) -> PreTrainedModel | PackedDecoder:
@@ -236,6 +243,8 @@ class ModelOnBackend:
         """Run a step eagerly."""
         batch, mode = step.batch, step.batch.forward_mode
         eagerly: AbstractContextManager[None] = nullcontext()
+        if self._served.compressors is not None:
+            eagerly = self._served.compressors.eagerly()
         if self.indexers is not None and self.indexers.picker is not None:
             batch = replace(batch, topk_indices=self.indexers.picker.room(batch))
             eagerly = self.indexers.eagerly()

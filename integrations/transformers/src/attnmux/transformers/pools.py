@@ -80,6 +80,7 @@ def pool_sizes(
     nbytes: int | None,
     max_batch_size: int,
     window_step_tokens: int | None,
+    more_bytes: tuple[int, int] = (0, 0),
 ) -> PoolSizes:
     """Sizes of the pools for at most `max_tokens` tokens in at most `nbytes` bytes; one of the two
     may be None.
@@ -87,9 +88,12 @@ def pool_sizes(
     The window pool holds the windows of `max_batch_size` requests, and in addition
     `window_step_tokens`, or `WINDOW_SHARE` of the full pool if that is more. There is none if
     `window_step_tokens` is None, or if it would be no smaller than the full pool.
+    more_bytes: what a token takes besides its K and V, of which the second part is kept as long as
+    K and V of layers with windows.
     Raises InvalidInput for layers that one pool cannot hold, and PoolExhausted for too few bytes.
     """
-    page_size, token_bytes = decision.page_size, bytes_per_token(layers, decision)
+    page_size = decision.page_size
+    token_bytes = bytes_per_token(layers, decision) + sum(more_bytes)
     limits = [] if max_tokens is None else [max_tokens]
     one = limits + ([] if nbytes is None else [tokens_in_budget(nbytes, token_bytes, page_size)])
     sizes = PoolSizes(full=min(one), one_pool=min(one))
@@ -102,7 +106,8 @@ def pool_sizes(
         tokens = own + max(full // WINDOW_SHARE, step_tokens)
         return min(-(-tokens // page_size) * page_size, full)
 
-    swa_bytes = bytes_per_token([each for each in layers if _is_windowed(each)], decision)
+    windowed = [each for each in layers if _is_windowed(each)]
+    swa_bytes = bytes_per_token(windowed, decision) + more_bytes[1]
     full_bytes = token_bytes - swa_bytes + SLOT_MAP_BYTES
     if nbytes is not None:
         fitting = swa_tokens_in_budget(

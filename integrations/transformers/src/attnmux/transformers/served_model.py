@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from transformers import PreTrainedModel
 
 from attnmux.core import LayerSpec, LinearLayerSpec
+from attnmux.transformers.compressors import Compressors
 from attnmux.transformers.eagle_head import EagleHead
 from attnmux.transformers.encoder_decoder import PackedDecoder
 from attnmux.transformers.images.capture import ImageReader
@@ -26,6 +27,8 @@ class ServedModel:
     """The layers of the model's mixers."""
     indexers: Indexers | None = None
     """Those of the model, bound, where they pick."""
+    compressors: Compressors | None = None
+    """Those of the model, bound."""
     keeps_hidden: bool = False
     """Whether the hidden states of cached tokens are kept: see `HiddenStates`."""
     hidden_layers: Sequence[int] = ()

@@ -32,6 +32,9 @@ def check_compiles(model: ServedModel) -> None:
     if model.linear:
         expected = "attention in every layer: a compiler would cut the model at each other one"
         raise InvalidInput("compile", got="a model with linear layers", expected=expected)
+    if model.compressors is not None:
+        expected = "a model whose layers make no keys of blocks, which read the running step"
+        raise InvalidInput("compile", got="compressed keys", expected=expected)
     if model.indexers is not None:
         expected = "a model without indexers, which read the running step"
         raise InvalidInput("compile", got="sparse attention", expected=expected)

@@ -75,9 +75,9 @@ class ModelProposer:
 
         Raises InvalidInput for numbers below 1, for fewer than 2 nodes or more than there are
         candidates, for a draft model of another vocabulary or with fewer tokens than topk, for one
-        with linear layers or indexers, whose states and keys no branch has, and for one with a
-        window pool, which branches cannot share. Also for a target without the hidden states that
-        the head reads.
+        with linear layers, indexers or keys of blocks, whose states and keys no branch has, and for
+        one with a window pool, which branches cannot share. Also for a target without the hidden
+        states that the head reads.
         """
         check_positive("steps", steps)
         check_positive("topk", topk)
@@ -245,6 +245,9 @@ def _check_model(runner: DraftRunner, vocabulary_size: int) -> None:
     elif runner.context.request.index_topk is not None:
         got = "a draft model with indexers, whose keys no branch has"
         expected = "a max_context_len of no more tokens than they pick, or another model"
+    elif runner.has_compressed_keys:
+        got = "a draft model with keys of blocks of tokens, which no branch has"
+        expected = "a model whose layers see tokens alone"
     if got:
         raise InvalidInput("draft", got=got, expected=expected)
 
