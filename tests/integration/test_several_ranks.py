@@ -20,11 +20,10 @@ from attnmux.core import (
     Request,
     TunedLaunch,
     load_plugins,
-    ranks_alike,
 )
 from attnmux.core.choosing.machine.cpu import probe_cpu
 from attnmux.core.choosing.measured.records import Device
-from attnmux.distributed import RankGroup
+from attnmux.distributed import RankGroup, ranks_alike
 from attnmux.emulators.ranks import die, end_ranks, run_ranks
 from attnmux.transformers import (
     Engine,
