@@ -13,16 +13,15 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from triton.experimental.gluon import constexpr_function
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon._runtime import GluonJITFunction
-from triton.runtime.jit import JITFunction
+from triton.runtime.jit import ConstexprFunction, JITFunction
 
 from attnmux.emulators.gluon.language import LANGUAGE
 from attnmux.emulators.gluon.values import Pointer, Value
 from attnmux.emulators.gluon.warps import HERE
 
-FUNCTIONS = GluonJITFunction, JITFunction, type(constexpr_function(len))
+FUNCTIONS = GluonJITFunction, JITFunction, ConstexprFunction
 
 
 class Emulator:
