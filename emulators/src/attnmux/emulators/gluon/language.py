@@ -86,6 +86,7 @@ LANGUAGE: dict[str, Any] = {
     "warpgroup_mma_wait": mma_wait,
     "fence_async_shared": nothing,
     "gdc_launch_dependents": nothing,
+    "gdc_wait": nothing,
     "mbarrier": MBarrier,
     "async_copy": AsyncCopy,
     "BlockedLayout": nothing,

@@ -42,6 +42,15 @@ HOPPER_TILES = TileConfig(
     verified_rows=33,
     constants=FrozenMapping({"COPY_WARPS": 4, "COPY_REGISTERS": 40, "REGISTERS": 232}),
 )
+HOPPER_WIDE_TILES = replace(HOPPER_TILES, block_n=64)
+HOPPER_LATENT_TILES = TileConfig(
+    kernel=HOPPER_LATENT,
+    block_m=64,
+    block_n=64,
+    num_warps=4,
+    num_stages=2,
+    constants=FrozenMapping({"COPY_REGISTERS": 72, "REGISTERS": 216}),
+)
 HOPPER_SHARES = ShareConfig(
     kernel=HOPPER,
     # 64 rows of 128 columns spill at 128 registers
@@ -94,6 +103,12 @@ TILES: tuple[ConfigEntry[TileConfig], ...] = (
     ),
     # The configuration of 128 columns, not measured here.
     ConfigEntry(arch="sm90", dims=(64, 64), config=HOPPER_TILES),
+    ConfigEntry(arch="sm90", dims=(80, 80), config=HOPPER_TILES),
+    ConfigEntry(arch="sm90", dims=(96, 96), config=HOPPER_TILES),
+    ConfigEntry(arch="sm90", dims=(112, 112), config=HOPPER_TILES),
+    ConfigEntry(arch="sm90", dims=(192, 128), config=HOPPER_TILES),
+    ConfigEntry(arch="sm90", dims=(256, 256), config=HOPPER_WIDE_TILES),
+    ConfigEntry(arch="sm90", dims=(576, 512), config=HOPPER_LATENT_TILES),
     # A thread has 256 registers and a warp 32 threads: tiles for half as many warps of 64 spill.
     ConfigEntry(arch="gfx12", width="narrow", config=_tiles(64, 32, 8, 2)),
     ConfigEntry(arch="gfx12", width="wide", config=_tiles(32, 32, 8, 2)),

@@ -44,6 +44,8 @@ def wide_layer(layer: TritonLayer) -> TritonLayer | None:
         return None
     if layer.spec.is_cross_attention or layer.window >= 0 or layer.chunk > 0:
         return None
+    if layer.shape.real_tail:
+        return None
     traits = replace(layer.dispatch.traits, keys=None, page_size=1)
     dispatch = replace(layer.dispatch, traits=traits, page_size=1)
     tiles = dispatch.tiles(hides=False)
