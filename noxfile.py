@@ -41,10 +41,16 @@ SOURCES = [
 ]
 
 
+def install(session: nox.Session, *packages: str) -> None:
+    """Install packages, and members, all of which one hatchling builds."""
+    session.install(*CONSTRAINTS, "hatchling")
+    session.install(*CONSTRAINTS, "--no-build-isolation", *packages)
+
+
 @nox.session
 def lint(session: nox.Session) -> None:
     """Check style and formatting with ruff, and with import-linter which modules import which."""
-    session.install(*CONSTRAINTS, "./core", "ruff", "import-linter")
+    install(session, "./core", "ruff", "import-linter")
     session.run("ruff", "check", *SOURCES)
     session.run("ruff", "format", "--check", *SOURCES)
     session.run("lint-imports")
@@ -53,34 +59,24 @@ def lint(session: nox.Session) -> None:
 @nox.session
 def typecheck(session: nox.Session) -> None:
     """Check types with mypy in strict mode."""
-    session.install(
-        *CONSTRAINTS,
-        *MEMBERS,
-        *TEST_SUPPORT,
-        "mypy",
-        "import-linter",
-        "nox",
-        "pytest",
-        "hypothesis",
-    )
+    tools = ["mypy", "import-linter", "nox", "pytest", "hypothesis"]
+    install(session, *MEMBERS, *TEST_SUPPORT, *tools)
     session.run("mypy")
 
 
 @nox.session
 def tests(session: nox.Session) -> None:
     """Run the tests; arguments go to pytest. With `-- --full` every case runs in every setting."""
-    # hatchling builds the example of a plugin as its page says, with no index to ask.
+    # The example of a plugin is built as its page says, by the same hatchling.
     # transformers' continuous batching asks psutil for the memory of a CPU.
     # Pillow reads the images of prompts.
-    tools = ["pytest", "pytest-xdist", "hypothesis", "hatchling", "psutil", "pillow"]
+    tools = ["pytest", "pytest-xdist", "hypothesis", "psutil", "pillow"]
     extras = ["./bench[html]", "./plugins/triton[triton]"]
-    session.install(*CONSTRAINTS, *MEMBERS, *TEST_SUPPORT, *extras, *tools)
+    install(session, *MEMBERS, *TEST_SUPPORT, *extras, *tools)
     # Its Triton kernels are tested; what else it requires serves AMD's devices.
     session.install("--no-deps", AITER)
-    # One torch thread a worker: the workers fill the cores, and small shapes gain no more. Some
-    # tests compile for a minute: what waits behind them is stolen.
-    workers = ["-n", "auto", "--dist", "worksteal"]
-    session.run("pytest", *workers, *session.posargs, env={"OMP_NUM_THREADS": "1"})
+    # Some tests compile for a minute: what waits behind them is stolen.
+    session.run("pytest", "-n", "auto", "--dist", "worksteal", *session.posargs)
 
 
 @nox.session
@@ -99,7 +95,7 @@ def vllm(session: nox.Session) -> None:
 @nox.session
 def xpu(session: nox.Session) -> None:
     """Test vllm-xpu-kernels' own Python above an emulator: the wheel takes 750 MB."""
-    session.install(*CONSTRAINTS, *MEMBERS, *TEST_SUPPORT, "pytest", "hypothesis")
+    install(session, *MEMBERS, *TEST_SUPPORT, "pytest", "hypothesis")
     session.install("--no-deps", XPU)
     session.run("pytest", "tests/plugins/intel/test_vllm_xpu.py", *session.posargs)
 
@@ -127,7 +123,7 @@ def demo(session: nox.Session) -> None:
 @nox.session
 def models(session: nox.Session) -> None:
     """Run every model of transformers as a small random one; arguments go to tools.models."""
-    session.install(*CONSTRAINTS, *DEMO)
+    install(session, *DEMO)
     session.run("python", "-m", "tools.models", *session.posargs, env={"OMP_NUM_THREADS": "1"})
 
 
