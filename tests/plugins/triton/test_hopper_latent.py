@@ -166,8 +166,8 @@ def attended(
             *merged, **constants, num_warps=8, launch_pdl=True
         )
     else:
-        emulate(attend_latent, (programs, 1, 1), given, **launch)
-        emulate(merge_latent, (batch_size * items, slices, 1), merged, **constants)
+        emulate(attend_latent, (programs,), *given, **launch)
+        emulate(merge_latent, (batch_size * items, slices), *merged, **constants)
     return errors(k, torch.cat((q, tail), 2), slots, lens, out, lse, scale)
 
 

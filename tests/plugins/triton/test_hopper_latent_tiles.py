@@ -118,7 +118,7 @@ def launch_on(
     if device == "cuda":
         attend_latent_tiles[grid](*given, **constants, num_warps=4)
     else:
-        emulate(attend_latent_tiles, grid, given, **constants)
+        emulate(attend_latent_tiles, grid, *given, **constants)
 
 
 def test_every_variant_fits(script):

@@ -258,7 +258,7 @@ def launch_on(
     if device == "cuda":
         attend_hopper_tiles[grid](*given, **constants, num_warps=4)
     else:
-        emulate(attend_hopper_tiles, grid, given, **constants)
+        emulate(attend_hopper_tiles, grid, *given, **constants)
 
 
 def test_every_variant_fits_and_overlaps(script, full):

@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import itertools
 import types
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from triton.experimental.gluon import language as gl
@@ -67,20 +69,41 @@ class Emulator:
         return self._known[key]
 
 
-def run(kernel: Any, grid: tuple[int, int, int], given: Sequence[Any], **constants: object) -> None:
+def run(kernel: Any, grid: tuple[int, ...], *given: Any, **named: Any) -> None:
     """Run a kernel's programs one after the other.
 
-    given: its arguments before the constants: tensors on the CPU, numbers and None. Tensors change
-    in place. Raises TimeoutError where its groups of warps wait for each other.
+    given, named: its arguments: tensors on the CPU, which change in place, numbers and None. Other
+    names are the compiler's options. Raises TimeoutError where its groups of warps wait for each
+    other.
     """
+    values = dict(zip(kernel.arg_names, given, strict=False)) | named
+    arguments = {
+        each.name: values[each.name] if each.is_constexpr else _argument(values[each.name])
+        for each in kernel.params
+    }
     function = Emulator().function(kernel.fn)
-    arguments = [_argument(each) for each in given]
-    for x, y, z in itertools.product(*map(range, grid)):
+    for x, y, z in itertools.product(*map(range, (*grid, 1, 1)[:3])):
         HERE.program, HERE.num_warps = (x, y, z), 4
-        function(*arguments, **constants)
+        function(**arguments)
 
 
 def _argument(given: Any) -> Any:
     if isinstance(given, torch.Tensor):
         return Pointer.to(given)
     return None if given is None else Value(torch.tensor(given))
+
+
+@contextmanager
+def emulated() -> Iterator[list[str]]:
+    """Launches of Gluon kernels run here. Yields the names of those that were launched."""
+    launched: list[str] = []
+
+    def on_grid(kernel: Any, grid: tuple[int, ...]) -> Callable[..., None]:
+        def launch(*given: Any, **named: Any) -> None:
+            launched.append(kernel.__name__)
+            run(kernel, grid, *given, **named)
+
+        return launch
+
+    with patch.object(GluonJITFunction, "__getitem__", on_grid):
+        yield launched

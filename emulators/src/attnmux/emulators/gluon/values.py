@@ -162,15 +162,27 @@ class Room:
         self.data.copy_(value.data)
 
 
-def load(places: Pointer, mask: Any = None, other: Any = None) -> Value:
+def load(places: Pointer, mask: Any = None, other: Any = None, cache_modifier: str = "") -> Value:
     """Without `other`, masked values are NaN or 0: on a GPU they are anything."""
     if mask is None:
         return Value(places.memory[places.at])
     is_there = torch.broadcast_to(torch.as_tensor(raw(mask)), places.at.shape)
-    found = places.memory[torch.where(is_there, places.at, 0)]
+    # What a single number picks is no copy.
+    found = places.memory[torch.where(is_there, places.at, 0)].clone()
     if other is None:
         other = float("nan") if found.is_floating_point() else 0
-    return Value(torch.where(is_there, found, torch.as_tensor(raw(other), dtype=found.dtype)))
+    fill = torch.as_tensor(raw(other)).to(found.dtype)
+    # torch fills no 8-bit floats
+    word = torch.uint8 if found.itemsize == 1 else found.dtype
+    found.view(word)[~is_there] = fill.view(word)
+    return Value(found)
+
+
+def add_atomically(places: Pointer, value: Any, sem: str = "", scope: str = "") -> Value:
+    """Programs run one after the other."""
+    before = load(places)
+    store(places, before + value)
+    return before
 
 
 def store(places: Pointer, value: Any, mask: Any = None) -> None:

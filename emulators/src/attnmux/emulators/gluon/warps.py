@@ -8,7 +8,7 @@ from typing import Any
 
 from attnmux.emulators.gluon.values import Pointer, Room, load, raw
 
-PATIENCE = 60.0
+PATIENCE = 60
 """Seconds that a thread waits at a barrier."""
 
 
@@ -17,6 +17,8 @@ class Here(threading.local):
 
     program: tuple[int, int, int] = (0, 0, 0)
     num_warps = 4
+    failures: Sequence[BaseException] = ()
+    """Of the program's threads."""
 
 
 HERE = Here()
@@ -50,10 +52,14 @@ class MBarrier:
     def wait(barrier: Barrier, phase: Any, pred: Any = True) -> None:
         if not raw(pred):
             return
-        parity = int(raw(phase))
+        parity, failures = int(raw(phase)), HERE.failures
         with barrier.changed:
-            if not barrier.changed.wait_for(lambda: barrier.completed % 2 != parity, PATIENCE):
-                raise TimeoutError("a barrier is never completed")
+            for _ in range(PATIENCE):
+                if barrier.changed.wait_for(lambda: barrier.completed % 2 != parity, 1.0):
+                    return
+                if failures:
+                    break
+        raise TimeoutError("a barrier is never completed")
 
     @staticmethod
     def arrive(barrier: Barrier, count: int = 1) -> None:
@@ -86,7 +92,7 @@ def warp_specialize(
     program = HERE.program
 
     def run(part: Callable[..., object], given: Sequence[Any], num_warps: int) -> None:
-        HERE.program, HERE.num_warps = program, num_warps
+        HERE.program, HERE.num_warps, HERE.failures = program, num_warps, failures
         try:
             part(*given)
         except BaseException as error:
