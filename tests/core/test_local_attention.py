@@ -59,7 +59,7 @@ def chunkless(base):
 
 
 def candidate(base) -> Candidate:
-    card = graph_card(kv_dtype=ANY) if base is GraphFakeBackend else fake_card(kv_dtype=ANY)
+    card = graph_card() if base is GraphFakeBackend else fake_card(kv_dtype=ANY)
     card = replace(card, virtual_requests=True)
     return Candidate(card=card, platform=fake_platform(), factory=chunkless(base))
 
@@ -72,7 +72,10 @@ def test_virtual_requests_have_the_answers_of_chunks(case, base) -> None:
     assert outcome.status == "passed", outcome.message
 
 
-@pytest.mark.parametrize("case", in_graphs(tuple(CASES)), ids=lambda case: case.name)
+IN_GRAPHS = in_graphs(tuple(case for case in CASES if case.kv_dtype != "fp4_e2m1"))
+
+
+@pytest.mark.parametrize("case", IN_GRAPHS, ids=lambda case: case.name)
 def test_decode_is_replayed_from_graphs(case) -> None:
     outcome = run_case(candidate(GraphFakeBackend), case)
     assert outcome.status == "passed", outcome.message
