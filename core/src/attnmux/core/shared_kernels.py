@@ -12,7 +12,7 @@ changes nothing. Plain torch operations serve where no kernel is offered.
 | kernel | the function returns |
 |---|---|
 | `chosen_pages` | `PageKernels`, as `SparseAttnBackend` calls them |
-| `index_scores` | a `ScoresKeys`, as `KeyPicker` calls it |
+| `index_scores` | a `ScoresKeys`, as `KeyPicker` of attnmux-transformers calls it |
 | `kv_writer` | a `KVWriter` of the context's pool |
 | `linear` | a `LinearKernel` of attnmux-transformers, or None |
 | `picked_blocks` | an `AttendsToBlocks`, as `PickedBlocksBackend` calls it |

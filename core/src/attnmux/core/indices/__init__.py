@@ -31,7 +31,5 @@ from attnmux.core.indices.ragged import kv_last_page_len as kv_last_page_len
 from attnmux.core.indices.ragged import mask_indptr as mask_indptr
 from attnmux.core.indices.ragged import uniform_indptr as uniform_indptr
 from attnmux.core.indices.ragged import verify_kv_lens as verify_kv_lens
-from attnmux.core.indices.topk import best_keys as best_keys
-from attnmux.core.indices.topk import index_scores as index_scores
 from attnmux.core.indices.topk import token_rows as token_rows
 from attnmux.core.indices.topk import topk_slots as topk_slots

@@ -9,11 +9,8 @@ from dataclasses import dataclass
 
 import torch
 
-from attnmux.core.arguments import check_positive
-from attnmux.core.errors import InvalidInput
-from attnmux.core.kv.index_pool import IndexKPool
-from attnmux.core.kv.pool import KVPool
-from attnmux.core.kv.token_pools import PairPool
+from attnmux.core import ForeignKVPool, InvalidInput, KVPool, allocate_zeroed, check_positive
+from attnmux.transformers.sparse.index_pool import IndexKPool
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, order=True)
@@ -71,14 +68,29 @@ class CompressedPool:
         self.layer_ids = tuple(layer_ids)
         self.tokens_a_slot = shape.tokens_a_slot(pool.page_size)
         self._pool = pool
-        self.keys = _KeyPool(shape.head_dim, pool, self.tokens_a_slot, layer_ids)
-        """By `key_slots`."""
+        self.keys = self._key_pool(shape.head_dim)
+        """Keys, which are their own values, by `key_slots`: [slots, 1, D] of each layer, zero until
+        written."""
         own_slots = pool.get_key_buffer(self.layer_ids[0]).shape[0]
         self.rows = self._vectors(own_slots, shape.row_dim, dtype)
         """What is kept of each token, by `own_slots`."""
         self.index_keys: IndexKPool | None = None
         if shape.index_dim:
             self.index_keys = self._vectors(self.keys.num_slots, shape.index_dim, dtype)
+
+    def _key_pool(self, head_dim: int) -> ForeignKVPool:
+        pool, page_size = self._pool, self._pool.page_size // self.tokens_a_slot
+        pool.check_whole_bytes("keys of blocks")
+        slots = pool.size // self.tokens_a_slot + page_size
+        buffers = allocate_zeroed(
+            [(slots, 1, head_dim)] * len(self.layer_ids),
+            dtype=pool.dtype,
+            device=pool.device,
+            what=f"keys of blocks of {pool.size} tokens in {len(self.layer_ids)} layers",
+            hint="lower the number of tokens (size) or take a smaller KV dtype",
+        )
+        pairs = {key: (each, each) for key, each in zip(self.layer_ids, buffers, strict=True)}
+        return ForeignKVPool(pairs, page_size=page_size)
 
     def _vectors(self, num_slots: int, dim: int, dtype: torch.dtype) -> IndexKPool:
         return IndexKPool(
@@ -115,22 +127,3 @@ class CompressedPool:
         of_key = shape.head_dim * kv_dtype.itemsize + shape.index_dim * dtype.itemsize
         keys = -(-num_layers * of_key // shape.tokens_a_slot(page_size))
         return keys, num_layers * shape.row_dim * dtype.itemsize
-
-
-class _KeyPool(PairPool):
-    """Keys that are their own values, [slots, 1, D] of each layer, zero until written."""
-
-    def __init__(
-        self, head_dim: int, pool: KVPool, tokens_a_slot: int, layer_ids: Sequence[int]
-    ) -> None:
-        super().__init__(
-            size=pool.size // tokens_a_slot,
-            page_size=pool.page_size // tokens_a_slot,
-            dtype=pool.dtype,
-            layer_ids=layer_ids,
-            device=pool.device,
-        )
-        self.check_whole_bytes("keys of blocks")
-        buffers = self._allocate([(1, head_dim)] * len(self.layer_ids), "keys of blocks")
-        pairs = zip(buffers, buffers, strict=True)
-        self._hold(dict(zip(self.layer_ids, pairs, strict=True)))

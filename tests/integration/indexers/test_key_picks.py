@@ -7,9 +7,11 @@ from dataclasses import replace
 import pytest
 import torch
 
-from attnmux.core import ForwardBatch, ForwardMode, IndexKPool, InvalidInput, KeyPicker, key_picks
-from attnmux.core.indices import index_scores
-from attnmux.core.kv.rotation import hadamard
+from attnmux.core import ForwardBatch, ForwardMode, InvalidInput
+from attnmux.transformers import IndexKPool, KeyPicker
+from attnmux.transformers.sparse import key_picks
+from attnmux.transformers.sparse.index_pool import hadamard
+from attnmux.transformers.sparse.scores import index_scores
 
 HEADS, DIM, TOPK, WIDTH = 20, 16, 6, 48  # of few heads, many keys have the same score, 0
 

@@ -3,39 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 
-from attnmux.core.arguments import check_positive
-from attnmux.core.batch import ForwardBatch
-from attnmux.core.errors import InvalidInput
-from attnmux.core.indices.topk import best_keys, index_scores, token_rows
-from attnmux.core.kv.index_pool import IndexKPool, IndexRows
+from attnmux.core import ForwardBatch, InvalidInput, ScoresKeys, check_positive, token_rows
+from attnmux.transformers.sparse.index_pool import IndexKPool
+from attnmux.transformers.sparse.scores import best_keys, index_scores
 
 SCORES_AT_ONCE = 2**26
 """Scores of heads that are held at a time, 4 bytes each."""
-
-
-class ScoresKeys(Protocol):
-    """A device's own way to score keys."""
-
-    def __call__(
-        self,
-        index_q: torch.Tensor,
-        weights: torch.Tensor,
-        stored: IndexRows,
-        req_to_token: torch.Tensor,
-        rows: torch.Tensor,
-        positions: torch.Tensor,
-        scores: torch.Tensor,
-    ) -> None:
-        """Write scores [T, S] float32 of the keys up to each token's place, as `index_scores`.
-
-        index_q: [T, Hi, Di]. weights: [T, Hi]. rows: [R] int64, of the request table req_to_token;
-        each is that of T / R tokens, one after another. positions: [T] int64, below S.
-        Does not synchronise; shapes are static.
-        """
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)

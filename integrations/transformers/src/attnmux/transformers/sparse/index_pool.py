@@ -3,30 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 
-from attnmux.core.arguments import check_positive
-from attnmux.core.errors import InvalidInput
-from attnmux.core.kv.memory import allocate_zeroed
-from attnmux.core.kv.pool import check_loc, check_rows, word_dtype, write_rows
-from attnmux.core.kv.quantise import ACTIVATION_DTYPES
-from attnmux.core.kv.rotation import hadamard
+from attnmux.core import (
+    ACTIVATION_DTYPES,
+    IndexRows,
+    InvalidInput,
+    allocate_zeroed,
+    check_loc,
+    check_positive,
+    check_rows,
+    gather_rows,
+    scatter_rows,
+)
 
 BLOCK = 128
 """Values of a key that share a scale, as in DeepSeek-V3.2's indexer."""
 FP8 = torch.float8_e4m3fn
-
-
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class IndexRows:
-    """A layer's keys as a pool stores them."""
-
-    keys: torch.Tensor
-    """[slots, index_head_dim]."""
-    scales: torch.Tensor | None
-    """[slots, blocks of 128 values] float32; None where keys are stored unchanged."""
 
 
 class IndexKPool:
@@ -70,8 +64,6 @@ class IndexKPool:
         what = f"index keys of {num_slots} slots in {len(self.layer_ids)} layers"
         hint = "lower the number of tokens"
         self._keys = self._allocate((num_slots, head_dim), dtype, what, hint)
-        word = word_dtype(head_dim * dtype.itemsize)
-        self._words = {layer_id: rows.view(word) for layer_id, rows in self._keys.items()}
         self._rotation: torch.Tensor | None = None
         self._scales: dict[int, torch.Tensor] = {}
         if dtype == FP8:
@@ -110,24 +102,23 @@ class IndexKPool:
 
         Raises InvalidInput for a layer without an indexer, and for wrong shapes and dtypes.
         """
-        words = self._words[self._checked(layer_id)]
+        buffer = self._keys[self._checked(layer_id)]
         check_rows("keys", keys, (check_loc(loc), self.head_dim), loc)
         keys = keys.detach()
         if self.dtype == FP8:
             keys, scales = _quantised(keys)
             self._scales[layer_id].index_copy_(0, loc, scales)
-        write_rows(words, loc, keys.to(self.dtype))
+        # Rows have one head
+        scatter_rows(buffer.unsqueeze(1), loc, keys.to(self.dtype).contiguous().unsqueeze(1))
 
     def keys(self, layer_id: int, slots: torch.Tensor) -> torch.Tensor:
         """The keys [..., index_head_dim] float32 of slots [...] int64, as they are stored.
 
         Raises InvalidInput for a layer without an indexer.
         """
-        buffer = self._keys[self._checked(layer_id)]
+        rows = gather_rows(self._keys[self._checked(layer_id)], slots).float()
         if self.dtype != FP8:
-            return buffer[slots].float()
-        # As bytes: torch does not gather 8-bit floats on every device
-        rows = buffer.view(torch.uint8)[slots].view(FP8).float()
+            return rows
         scales = self._scales[layer_id][slots].repeat_interleave(BLOCK, dim=-1)
         return rows * scales[..., : self.head_dim]
 
@@ -153,3 +144,17 @@ def _quantised(keys: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     scales = blocks.abs().amax(-1).clamp(min=1e-10) / largest
     values = (blocks / scales.unsqueeze(-1)).clamp(-largest, largest)
     return values.flatten(1)[:, :head_dim].to(FP8), scales
+
+
+def hadamard(size: int, *, device: torch.device | str) -> torch.Tensor:
+    """Sylvester's matrix of 1 and -1 over the root of its size, [size, size] float32: orthogonal
+    and symmetric. It spreads a large value over a whole row, before rows are rounded to 8 bits.
+
+    Raises InvalidInput unless the size is a power of 2.
+    """
+    if size < 1 or size & (size - 1):
+        raise InvalidInput("size", got=size, expected="a power of 2")
+    matrix = torch.ones(1, 1)
+    while len(matrix) < size:
+        matrix = torch.cat([torch.cat([matrix, matrix], 1), torch.cat([matrix, -matrix], 1)])
+    return matrix.mul(float(size) ** -0.5).to(device)

@@ -8,12 +8,10 @@ from dataclasses import dataclass
 
 import torch
 
-from attnmux.core.arguments import check_positive
-from attnmux.core.batch import ForwardBatch
-from attnmux.core.block_ranking import RanksBlocks
-from attnmux.core.errors import InvalidInput
-from attnmux.core.key_picks import SCORES_AT_ONCE, lens_of
-from attnmux.core.kv.index_pool import IndexKPool
+from attnmux.core import ForwardBatch, InvalidInput, check_positive
+from attnmux.transformers.sparse.block_ranking import RanksBlocks
+from attnmux.transformers.sparse.index_pool import IndexKPool
+from attnmux.transformers.sparse.key_picks import SCORES_AT_ONCE, lens_of
 
 KEYS_AT_ONCE = 2**26
 """Values of an indexer's keys that are held at a time, 4 bytes each."""

@@ -8,7 +8,7 @@ from typing import Protocol
 
 import torch
 
-from attnmux.core.errors import InvalidInput
+from attnmux.core import InvalidInput
 
 
 class RanksBlocks(Protocol):

@@ -8,19 +8,16 @@ from dataclasses import replace
 import pytest
 import torch
 
-from attnmux.core import (
+from attnmux.core import ForwardBatch, ForwardMode, InvalidInput, MHATokenToKVPool
+from attnmux.emulators import triton_interpreter
+from attnmux.testing import Case, decode, fake_platform, make_setup
+from attnmux.transformers import (
     BlockRows,
     CompressedKeys,
     CompressedPool,
     CompressedShape,
-    ForwardBatch,
-    ForwardMode,
     IndexQueries,
-    InvalidInput,
-    MHATokenToKVPool,
 )
-from attnmux.emulators import triton_interpreter
-from attnmux.testing import Case, decode, fake_platform, make_setup
 from attnmux.triton.picked_blocks import BlockAttention
 
 DIM, INDEX_DIM, ROW, HEADS, WIDTH = 16, 8, 20, 6, 96
@@ -87,10 +84,11 @@ def step(table, mode, spans):
 @pytest.mark.parametrize("topk", [0, 3])
 def test_tokens_see_whole_blocks(drawn, monkeypatch, page_size, has_kernel, captured, topk):
     monkeypatch.setattr(
-        "attnmux.core.compressed_keys.SCORES_AT_ONCE", drawn.choice((1, 300, 1 << 26))
+        "attnmux.transformers.sparse.compressed_keys.SCORES_AT_ONCE",
+        drawn.choice((1, 300, 1 << 26)),
     )
     monkeypatch.setattr(
-        "attnmux.core.compressed_keys.shared_kernel",
+        "attnmux.transformers.sparse.compressed_keys.shared_kernel",
         lambda name, context: BlockAttention(context, compute_units=4) if has_kernel else None,
     )
     shape = CompressedShape(

@@ -9,22 +9,25 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
 import torch
 
-from attnmux.core.block_attention import AttendsToBlocks, PickedBlocks, PlainBlocks
-from attnmux.core.call import AttentionCall
-from attnmux.core.indices.topk import best_keys, index_scores, token_rows
-from attnmux.core.key_picks import SCORES_AT_ONCE, lens_of
-from attnmux.core.part_attention import add_sinks, merge_into
-from attnmux.core.shared_kernels import shared_kernel
-
-if TYPE_CHECKING:
-    from attnmux.core.batch import ForwardBatch
-    from attnmux.core.context import BackendContext
-    from attnmux.core.kv.compressed_pool import CompressedPool
-    from attnmux.core.layer import LayerSpec
+from attnmux.core import (
+    AttendsToBlocks,
+    AttentionCall,
+    BackendContext,
+    ForwardBatch,
+    LayerSpec,
+    PickedBlocks,
+    PlainBlocks,
+    add_sinks,
+    merge_into,
+    shared_kernel,
+    token_rows,
+)
+from attnmux.transformers.sparse.compressed_pool import CompressedPool
+from attnmux.transformers.sparse.key_picks import SCORES_AT_ONCE, lens_of
+from attnmux.transformers.sparse.scores import best_keys, index_scores
 
 TOGETHER = 64
 """Keys that are picked as one where a token sees all."""
