@@ -19,6 +19,7 @@ from attnmux.core import (
     limited_drafts,
     pack_visible,
     tree_mask_of,
+    undrafted_request,
     unpack_visible,
     visible_drafts,
     with_mask_forms,
@@ -256,7 +257,7 @@ def test_only_backends_that_lack_a_form_are_wrapped() -> None:
     plain = FakeBackend(setup.context)
     assert with_mask_forms(plain, TREE_MASKS) is plain
     assert isinstance(with_mask_forms(plain, ("full",)), MaskFormsBackend)
-    asked = replace(setup.context, request=setup.context.request.without_drafts())
+    asked = replace(setup.context, request=undrafted_request(setup.context.request))
     chains = FakeBackend(replace(asked, request=asked.request.replace(custom_mask=False)))
     assert with_mask_forms(chains, ("full",)) is chains
 

@@ -25,6 +25,12 @@ from attnmux.core.building import build as build
 from attnmux.core.building import make_first as make_first
 from attnmux.core.call import AttentionCall as AttentionCall
 from attnmux.core.chooser import Chooser as Chooser
+from attnmux.core.choosing.ask.derived import expanded_request as expanded_request
+from attnmux.core.choosing.ask.derived import group_requests as group_requests
+from attnmux.core.choosing.ask.derived import linear_request as linear_request
+from attnmux.core.choosing.ask.derived import parts_request as parts_request
+from attnmux.core.choosing.ask.derived import prefixes_request as prefixes_request
+from attnmux.core.choosing.ask.derived import undrafted_request as undrafted_request
 from attnmux.core.choosing.ask.layer_group import LayerGroup as LayerGroup
 from attnmux.core.choosing.ask.policy import Policy as Policy
 from attnmux.core.choosing.ask.request import Request as Request

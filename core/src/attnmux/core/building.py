@@ -7,6 +7,7 @@ from dataclasses import fields, replace
 from typing import TYPE_CHECKING, TypeVar
 
 from attnmux.core.backend import AttentionBackend
+from attnmux.core.choosing.ask.derived import undrafted_request
 from attnmux.core.choosing.common.frozen import FrozenMapping
 from attnmux.core.choosing.find.devices import detect, pick_platform
 from attnmux.core.choosing.measured.measurement import read_measurements
@@ -103,7 +104,7 @@ def _of_group(
         )
     if decision.trees is None or "decode" not in serving:
         return _assemble(decision, context, serving)
-    plain = replace(context, request=context.request.without_drafts())
+    plain = replace(context, request=undrafted_request(context.request))
     return TreeAttnBackend(
         context,
         child=_assemble(decision, plain, serving),

@@ -11,6 +11,7 @@ import torch
 from attnmux.core.arguments import check_positive
 from attnmux.core.backend import AttentionBackend
 from attnmux.core.batch import ForwardBatch, ForwardMode
+from attnmux.core.choosing.ask.derived import parts_request
 from attnmux.core.choosing.measured.launches import current_launches
 from attnmux.core.composites import DispatchingBackend
 from attnmux.core.errors import InvalidInput
@@ -148,7 +149,7 @@ def expanded_context(context: BackendContext) -> BackendContext:
         if layer.kind != "mla":
             expected = "MLA without windows and chunks"
             raise InvalidInput("layers", got=f"layer {layer.layer_id}", expected=expected)
-    return part_context(context, context.request.of_parts())
+    return part_context(context, parts_request(context.request))
 
 
 def crossing_subject(absorbed: str, request: Request) -> dict[str, Value]:

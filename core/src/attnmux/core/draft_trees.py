@@ -10,6 +10,7 @@ import torch
 from attnmux.core.backend import AttentionBackend
 from attnmux.core.batch import ForwardBatch, ForwardMode
 from attnmux.core.call import AttentionCall
+from attnmux.core.choosing.ask.derived import prefixes_request
 from attnmux.core.composites import DispatchingBackend, Parts, check_padding
 from attnmux.core.draft_attention import (
     DraftAttention,
@@ -191,7 +192,7 @@ def prefix_context(context: BackendContext) -> BackendContext:
     InvalidInput for a request without `spec_draft_tokens` or `num_q_heads`, and for layers of which
     parts cannot be merged by LSE.
     """
-    request = context.request.of_prefixes()
+    request = prefixes_request(context.request)
     drafts = context.request.spec_draft_tokens or 1
     layers = []
     for layer in context.layers:

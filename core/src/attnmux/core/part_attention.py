@@ -123,7 +123,7 @@ def part_context(context: BackendContext, request: Request) -> BackendContext:
     For each shape among its layers it has two layers that no pool holds: one for new tokens, which
     see each other causally, and one for keys that every new token sees. Sinks are added when parts
     are merged.
-    request: for these backends, as `Request.of_parts` makes it; MLA runs with its `head_dim` and
+    request: for these backends, as `parts_request` makes it; MLA runs with its `head_dim` and
     `v_head_dim`.
     Raises InvalidInput for an MLA request without `head_dim`, and for layers of which parts cannot
     be merged by LSE.
