@@ -2,11 +2,9 @@
 
 from attnmux.core.aligned_rows import ALIGNMENT as ALIGNMENT
 from attnmux.core.aligned_rows import aligned as aligned
-from attnmux.core.aligned_rows import by_request as by_request
 from attnmux.core.aligned_rows import check_keys_dtype as check_keys_dtype
 from attnmux.core.aligned_rows import is_aligned as is_aligned
 from attnmux.core.aligned_rows import is_writable as is_writable
-from attnmux.core.aligned_rows import store_lse as store_lse
 from attnmux.core.arguments import check_lens as check_lens
 from attnmux.core.arguments import check_picked_blocks as check_picked_blocks
 from attnmux.core.arguments import check_picks as check_picks
@@ -184,7 +182,6 @@ from attnmux.core.latent_rows import ROPE_DIM as ROPE_DIM
 from attnmux.core.latent_rows import check_latent as check_latent
 from attnmux.core.latent_rows import check_plain as check_plain
 from attnmux.core.latent_rows import joined as joined
-from attnmux.core.latent_rows import latent_layers as latent_layers
 from attnmux.core.latent_rows import latent_pages as latent_pages
 from attnmux.core.latent_rows import rotary as rotary
 from attnmux.core.layer import LayerSpec as LayerSpec
@@ -230,8 +227,6 @@ from attnmux.core.picked_blocks import PickedBlocksBackend as PickedBlocksBacken
 from attnmux.core.picked_blocks import dense_context as dense_context
 from attnmux.core.pool_views import FP8 as FP8
 from attnmux.core.pool_views import SIXTEEN_BITS as SIXTEEN_BITS
-from attnmux.core.pool_views import check_bfloat16_or_fp8 as check_bfloat16_or_fp8
-from attnmux.core.pool_views import check_own_or_fp8 as check_own_or_fp8
 from attnmux.core.pool_views import check_page_size as check_page_size
 from attnmux.core.pool_views import check_sixteen_bits as check_sixteen_bits
 from attnmux.core.pool_views import kv_pages as kv_pages

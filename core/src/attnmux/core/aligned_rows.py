@@ -6,8 +6,6 @@ and after a misaligned load the process cannot use the device any more.
 
 from __future__ import annotations
 
-from typing import overload
-
 import torch
 
 from attnmux.core.errors import InvalidInput
@@ -32,29 +30,7 @@ def is_writable(out: torch.Tensor) -> bool:
     return out.is_contiguous() and is_aligned(out)
 
 
-@overload
-def by_request(rows: torch.Tensor, each: int) -> torch.Tensor: ...
-@overload
-def by_request(rows: torch.Tensor | None, each: int) -> torch.Tensor | None: ...
-def by_request(rows: torch.Tensor | None, each: int) -> torch.Tensor | None:
-    """[B, each, H, D], a view of rows [T, H, D] of requests with `each` tokens; None of None."""
-    if rows is None:
-        return None
-    return rows.unsqueeze(1) if each == 1 else rows.view(-1, each, *rows.shape[1:])
-
-
 def check_keys_dtype(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
     """Raises InvalidInput for a call's own K and V of another dtype than Q."""
     if k.dtype != q.dtype or v.dtype != q.dtype:
         raise InvalidInput("k", got=f"{k.dtype} and {v.dtype}", expected=f"{q.dtype}, as q is")
-
-
-def store_lse(source: torch.Tensor, lse: torch.Tensor, queries_each: int | None) -> None:
-    """Copy the kernels' LSE, a natural logarithm, to the caller's [T, Hq].
-
-    source: [Hq, T], or [B, Hq, Tq] where every request has `queries_each` queries.
-    """
-    if queries_each is None:
-        lse.copy_(source.t())
-    else:
-        lse.view(source.shape[0], queries_each, -1).copy_(source.transpose(1, 2))

@@ -37,21 +37,6 @@ def check_plain(layer: LayerSpec) -> None:
     check_features(layer, kind=layer.kind)
 
 
-def latent_layers(context: BackendContext) -> tuple[LayerSpec, ...]:
-    """The context's layers of MLA, at least one, all of which `check_latent` accepts.
-
-    The others belong to the expanded prefill, which decoding never calls.
-    Raises InvalidInput where there is none, and for dims that no kernel is built for.
-    """
-    layers = tuple(layer for layer in context.layers if layer.kind == "mla")
-    if not layers:
-        kinds = sorted({layer.kind for layer in context.layers})
-        raise InvalidInput("layers", got=f"those of {kinds}", expected="one of mla or more")
-    for layer in layers:
-        check_latent(layer)
-    return layers
-
-
 def latent_pages(layer: LayerSpec, context: BackendContext, page_size: int) -> torch.Tensor:
     """[pages, page_size, 1, 576]: the pool's buffer of the layer, a view.
 

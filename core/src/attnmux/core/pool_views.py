@@ -41,22 +41,6 @@ def check_sixteen_bits(context: BackendContext) -> None:
         )
 
 
-def check_own_or_fp8(context: BackendContext) -> None:
-    """Raises InvalidInput for a pool that is neither of the queries' dtype nor of e4m3."""
-    dtype, asked = context.token_to_kv_pool.dtype, context.request.dtype
-    if dtype != FP8 and asked is not None and dtype != torch_dtype(asked):
-        raise InvalidInput(
-            "token_to_kv_pool", got=dtype, expected=f"{asked}, as the queries are, or {FP8}"
-        )
-
-
-def check_bfloat16_or_fp8(context: BackendContext) -> None:
-    """Raises InvalidInput for a pool of any other dtype."""
-    dtype = context.token_to_kv_pool.dtype
-    if dtype not in (torch.bfloat16, FP8):
-        raise InvalidInput("token_to_kv_pool", got=dtype, expected=f"{torch.bfloat16} or {FP8}")
-
-
 def kv_pages(
     layer: LayerSpec, context: BackendContext, page_size: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
