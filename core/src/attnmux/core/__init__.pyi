@@ -49,7 +49,6 @@ from attnmux.core.choosing.measured.launches import Trial as Trial
 from attnmux.core.choosing.measured.launches import TunedLaunch as TunedLaunch
 from attnmux.core.choosing.measured.launches import Value as Value
 from attnmux.core.choosing.measured.launches import current_launches as current_launches
-from attnmux.core.choosing.measured.launches import launch_file as launch_file
 from attnmux.core.choosing.measured.launches import read_launches as read_launches
 from attnmux.core.choosing.measured.measurement import Measurement as Measurement
 from attnmux.core.choosing.measured.measurement import read_measurements as read_measurements

@@ -36,7 +36,7 @@ class BackendContext:
     max_batch_size: int
     max_context_len: int
     launches: tuple[TunedLaunch, ...] = ()
-    """Everything that was tuned on this machine, as `launch_file` holds it. A factory takes its
+    """Everything that was tuned on this machine, as `read_launches` reads it. A factory takes its
     backend's with `current_launches`."""
     kv_writer: KVWriter | None = None
     """Writes K and V to the pool in place of the pool's own methods. `build` takes an installed

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from attnmux.bench.keeping import RecordFile
 from attnmux.bench.ranks import shared_trials, together_on
 from attnmux.bench.trials import by_subject, winner
 from attnmux.core import (
@@ -30,13 +31,12 @@ from attnmux.core import (
     Trial,
     TunedLaunch,
     in_brief,
-    launch_file,
     solve,
 )
 from attnmux.core.choosing.ask.policy import NAMING
 from attnmux.core.choosing.measured.launches import Tuner
 from attnmux.core.choosing.measured.measurement import versions_of
-from attnmux.core.choosing.measured.records import Device, RecordFile
+from attnmux.core.choosing.measured.records import Device
 from attnmux.core.choosing.offer.named import offers_named
 from attnmux.core.cli.run import Run, common_options, echo_json, pass_run, writing
 from attnmux.core.cli.select import machine, of_one_shape, requested
@@ -206,7 +206,7 @@ def _open(settings: Settings) -> RecordFile[TunedLaunch]:
         )
     if path is None:
         raise SettingsError("there is no home directory: name a file as ATTNMUX_LAUNCHES")
-    file = launch_file(path)
+    file = RecordFile(path, TunedLaunch)
     with writing(path, otherwise=OTHERWISE):
         file.prepare()
     return file

@@ -21,8 +21,8 @@ from attnmux.core.choosing.measured.records import (
     MICROSECONDS,
     Device,
     Record,
-    RecordFile,
     Records,
+    read_records,
 )
 from attnmux.core.choosing.measured.together import Together, alone
 from attnmux.core.choosing.offer.libraries import Libraries, installed_version
@@ -38,6 +38,7 @@ class TunedLaunch(Record):
     """The fastest launch that was tried for a subject. Raises InvalidInput as `Record`."""
 
     noun = "launch"
+    listed = "launches"
     keyed_by = ("subject",)
     checks = {  # noqa: RUF012  # a ClassVar of Record
         **TRIED,
@@ -50,13 +51,9 @@ class TunedLaunch(Record):
     """The launch."""
 
 
-def launch_file(path: Path) -> RecordFile[TunedLaunch]:
-    return RecordFile(path=path, name="launches", kind=TunedLaunch)
-
-
 def read_launches(path: Path | None) -> Records[TunedLaunch]:
     """Everything in the file that can be read; nothing without a file. Raises nothing."""
-    return Records() if path is None else launch_file(path).read()
+    return read_records(path, TunedLaunch)
 
 
 def current_launches(
