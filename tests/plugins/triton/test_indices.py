@@ -146,18 +146,6 @@ def test_page_table(batch, multiple, slack):
 
 
 @quick
-@given(batches(), st.data())
-def test_out_cache_loc(batch, data):
-    prefixes = ints([data.draw(st.integers(0, length)) for length in batch.lens.tolist()])
-    where = (*batch.where, prefixes, batch.lens - prefixes)
-    total = len(assert_same("out_cache_loc", *where, kv_start=batch.starts))
-    assert_same("out_cache_loc", *where, kv_start=batch.starts, total=total)
-    buffer = junk(total + 2, dtype=torch.int64)
-    assert_same_into("out_cache_loc", buffer, *where, kv_start=batch.starts, total=total)
-    assert_same_into("out_cache_loc", buffer, *where, kv_start=batch.starts)
-
-
-@quick
 @given(LENS, PAGE_SIZES)
 def test_of_lengths(lens, page_size):
     for given_lens in (ints(lens), apart(ints(lens))):
@@ -266,11 +254,6 @@ WRONG: dict[str, Callable[[Any], object]] = {
     "starts of a table": lambda of: of.page_table(TABLE, ROWS, TWO, kv_start=TWO.long()),
     "narrow table": lambda of: of.page_table(TABLE, ROWS, TWO, max_len=5, out=junk(4, 4)),
     "low table": lambda of: of.page_table(TABLE, ROWS, TWO, out=junk(1, 8)),
-    "prefixes of int64": lambda of: of.out_cache_loc(TABLE, ROWS, TWO.long(), TWO),
-    "another batch of prefixes": lambda of: of.out_cache_loc(TABLE, ROWS, TWO[:1], TWO),
-    "another batch of rows": lambda of: of.out_cache_loc(TABLE, ROWS[:1], TWO, TWO),
-    "slots of int32": lambda of: of.out_cache_loc(TABLE, ROWS, TWO, TWO, out=junk(9)),
-    "starts of int64": lambda of: of.out_cache_loc(TABLE, ROWS, TWO, TWO, kv_start=TWO.long()),
     "another batch of queries": lambda of: of.mask_indptr(TWO[:1], TWO),
     "queries of a window": lambda of: of.window_view(TWO, 3, q_lens=TWO[:1]),
     "page 0 of a window": lambda of: of.window_view(TWO, 3, page_size=0),

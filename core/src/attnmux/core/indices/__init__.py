@@ -20,7 +20,6 @@ from __future__ import annotations
 
 from attnmux.core.indices._segments import segment_of_place as segment_of_place
 from attnmux.core.indices.keys import kv_indices as kv_indices
-from attnmux.core.indices.keys import out_cache_loc as out_cache_loc
 from attnmux.core.indices.keys import page_table as page_table
 from attnmux.core.indices.local import KVView as KVView
 from attnmux.core.indices.local import window_view as window_view
