@@ -204,10 +204,10 @@ from attnmux.core.op import attention_with_output as attention_with_output
 from attnmux.core.op import current_forward_context as current_forward_context
 from attnmux.core.op import forward_context as forward_context
 from attnmux.core.op import has_forward_context as has_forward_context
-from attnmux.core.page_bounds import PageBounds as PageBounds
 from attnmux.core.page_choice import FIRST_PAGES as FIRST_PAGES
 from attnmux.core.page_choice import LAST_PAGES as LAST_PAGES
 from attnmux.core.page_choice import KVBuffers as KVBuffers
+from attnmux.core.page_choice import PageBounds as PageBounds
 from attnmux.core.page_choice import PageKernels as PageKernels
 from attnmux.core.page_choice import PlainPages as PlainPages
 from attnmux.core.page_choice import RequestPages as RequestPages

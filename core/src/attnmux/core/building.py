@@ -26,7 +26,7 @@ from attnmux.core.errors import BackendFailed, InvalidInput
 from attnmux.core.factories import make_backend
 from attnmux.core.installed import load_plugins
 from attnmux.core.layer_groups import LayerGroupsBackend, group_contexts
-from attnmux.core.linear_building import with_linear_layers
+from attnmux.core.linear_hybrid import with_linear_layers
 from attnmux.core.part_attention import MOST_LANES
 from attnmux.core.picked_blocks import PickedBlocksBackend, dense_context
 from attnmux.core.settings import Settings

@@ -19,8 +19,7 @@ from attnmux.core.batch import ForwardBatch
 from attnmux.core.call import AttentionCall
 from attnmux.core.composites import CompositeBackend, Parts, Route
 from attnmux.core.errors import GraphUnsupported, InvalidInput
-from attnmux.core.page_bounds import PageBounds
-from attnmux.core.page_choice import PlainPages, RequestPages
+from attnmux.core.page_choice import PageBounds, PlainPages, RequestPages
 from attnmux.core.virtual_requests import StepBuffers, in_buffers
 
 if TYPE_CHECKING:

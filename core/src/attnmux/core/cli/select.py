@@ -5,15 +5,17 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+import click
+
 from attnmux.core.choosing.ask.request import Request
 from attnmux.core.choosing.find.plugins import Plugins
-from attnmux.core.choosing.machine.platform import Platform
+from attnmux.core.choosing.machine.platform import GRAMMAR, Platform
 from attnmux.core.choosing.offer.card import Offer
 from attnmux.core.choosing.offer.libraries import canonical
 from attnmux.core.choosing.offer.proof import proven_on
 from attnmux.core.choosing.tell.decision import Decision
 from attnmux.core.cli.asking import Answer, ask, requested
-from attnmux.core.cli.run import Run
+from attnmux.core.cli.run import Run, common_options, pass_run
 from attnmux.core.errors import InvalidInput, NoBackend
 from attnmux.core.settings import Settings
 
@@ -21,6 +23,34 @@ if TYPE_CHECKING:
     from attnmux.core.cli.select_explained import Explanation
 
 
+PLATFORM = f"A machine, present or not, as {GRAMMAR}; or a vendor here. Several are compared."
+SET = "An option of a backend; `attnmux backends --json` lists them."
+
+
+@click.command()
+@click.option("--platform", "platforms", multiple=True, help=PLATFORM)
+@click.option("--request", "fields", default="", help="FIELD=VALUE,…: page_size=16,spec_topk=4")
+@click.option("--model", help="A folder with a Hugging Face config.json.")
+@click.option("--tp", type=click.IntRange(min=1), default=1, help="Ranks that share the heads.")
+@click.option("--backend", help="The backend for extend and decode.")
+@click.option("--prefill-backend", help="The backend for extend.")
+@click.option("--decode-backend", help="The backend for decode.")
+@click.option("--mm-backend", help="The backend for a multimodal encoder.")
+@click.option("--linear-backend", help="The backend for layers without softmax attention.")
+@click.option(
+    "--speculative-attention-mode",
+    type=click.Choice(["prefill", "decode"]),
+    help="Which of the two verifies and drafts.",
+)
+@click.option("--set", "assignments", multiple=True, metavar="BACKEND.OPTION=VALUE", help=SET)
+@click.option("--without", multiple=True, metavar="DIST", help="Count a library as not installed.")
+@click.option("--allow-coercion", is_flag=True, help="Allow changes to values that you set.")
+@click.option("--no-measurements", is_flag=True, help="Ignore the measurements of this machine.")
+@click.option("--engine", metavar="NAME", help="Also print the line that starts it: vllm, sglang.")
+@click.option("--explain", is_flag=True, help="Say why each other lost, and who set each value.")
+@click.option("--all", "every", is_flag=True, help="Like --explain, with every reason.")
+@common_options
+@pass_run
 def select(
     run: Run,
     /,
