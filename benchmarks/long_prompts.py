@@ -50,7 +50,7 @@ from attnmux.core import (
 )
 from attnmux.core.choosing.measured.measurement import versions_of
 from attnmux.core.choosing.measured.records import Device
-from attnmux.core.chunked_prefix import CHUNK_BYTES, crossing_subject
+from attnmux.core.composites.chunked_prefix import CHUNK_BYTES, crossing_subject
 
 MIN_GAIN = 1.5
 LONG = 28_672

@@ -44,7 +44,7 @@ from attnmux.core import (
     pick_platform,
     solve,
 )
-from attnmux.core.factories import make_backend
+from attnmux.core.composites.factories import make_backend
 from attnmux.distributed import (
     PrefillParallelBackend,
     RankGroup,

@@ -27,12 +27,12 @@ from attnmux.core import (
     load_plugins,
     prefix_context,
     solve,
-    tree_steps,
     undrafted_request,
     with_halves,
 )
 from attnmux.core.batch import ForwardMode
 from attnmux.core.choosing.machine.cpu import probe_cpu
+from attnmux.core.composites import tree_steps
 from attnmux.cpu.torch_native import TorchNativeBackend
 from attnmux.nvidia.fa3 import FA3Backend
 from attnmux.nvidia.fa3_layers import FA3Kernels

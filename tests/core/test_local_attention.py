@@ -15,8 +15,8 @@ from attnmux.core import (
     SpecInput,
     with_virtual_requests,
 )
-from attnmux.core.local_attention import local_context
-from attnmux.core.virtual_requests import virtual_step
+from attnmux.core.composites.local_attention import local_context
+from attnmux.core.composites.virtual_requests import virtual_step
 from attnmux.cpu.torch_native import TorchNativeBackend
 from attnmux.testing import (
     Candidate,
@@ -88,7 +88,7 @@ def test_decode_is_replayed_from_graphs(case) -> None:
     ids=["table is not filled", "chunk 0 for all"],
 )
 def test_wrong_tables_are_caught(monkeypatch, wrong) -> None:
-    monkeypatch.setattr("attnmux.core.virtual_requests._fill", wrong)
+    monkeypatch.setattr("attnmux.core.composites.virtual_requests._fill", wrong)
     (case,) = [case for case in CASES if case.name == "extend-chunk-page16"]
     assert run_case(candidate(FakeBackend), case).status == "failed"
 

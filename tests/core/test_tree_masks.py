@@ -25,11 +25,11 @@ from attnmux.core import (
     with_mask_forms,
 )
 from attnmux.core.batch import ForwardMode
+from attnmux.core.composites.mask_forms import MaskFormsBackend
+from attnmux.core.composites.two_batches import half_of
 from attnmux.core.graph.buffers import FixedBuffers
-from attnmux.core.mask_forms import MaskFormsBackend
 from attnmux.core.spec import tree_visibility, whole_mask
 from attnmux.core.tree_masks import check_trees, mask_bounds, with_form
-from attnmux.core.two_batches import half_of
 from attnmux.cpu.torch_native import TorchNativeBackend
 from attnmux.testing import (
     Candidate,

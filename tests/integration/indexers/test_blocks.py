@@ -7,7 +7,11 @@ import torch
 import transformers
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
-from attnmux.core import InvalidInput, Request, building
+from attnmux.core import (
+    InvalidInput,
+    Request,
+)
+from attnmux.core.composites import building
 from attnmux.emulators import triton_interpreter
 from attnmux.transformers import (
     BlockPicker,

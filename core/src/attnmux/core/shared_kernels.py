@@ -28,10 +28,10 @@ import warnings
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from attnmux.core.adapters.library import trying
 from attnmux.core.choosing.offer.libraries import EntryPoint, entry_points
 from attnmux.core.errors import BackendFailed, in_brief
 from attnmux.core.installed import load_plugins
-from attnmux.core.library import trying
 
 if TYPE_CHECKING:
     from attnmux.core.context import BackendContext

@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
-from attnmux.core.page_tables import Keys, PageTables, fixed_buffers
+from attnmux.core.adapters.page_tables import Keys, PageTables, fixed_buffers
 
 if TYPE_CHECKING:
+    from attnmux.core.adapters.page_tables import KeyGroup
     from attnmux.core.batch import ForwardBatch
     from attnmux.core.context import BackendContext
-    from attnmux.core.page_tables import KeyGroup
 
 B = TypeVar("B", bound="DecodeBuffers")
 S = TypeVar("S", bound="DecodeStep")

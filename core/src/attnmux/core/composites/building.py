@@ -12,27 +12,27 @@ from attnmux.core.choosing.common.frozen import FrozenMapping
 from attnmux.core.choosing.find.devices import detect, pick_platform
 from attnmux.core.choosing.measured.measurement import read_measurements
 from attnmux.core.choosing.measured.ranking import accuracy_by
-from attnmux.core.chosen_pages import sparse_context
-from attnmux.core.chunked_prefix import (
+from attnmux.core.composites.chosen_pages import sparse_context
+from attnmux.core.composites.chunked_prefix import (
     ChunkedPrefixBackend,
     expanded_context,
     measured_crossing,
 )
-from attnmux.core.composites import BatchSizeAttnBackend, HybridAttnBackend, Sizes
-from attnmux.core.draft_attention import attend_to_drafts
-from attnmux.core.draft_trees import TreeAttnBackend, prefix_context
+from attnmux.core.composites.dispatch import BatchSizeAttnBackend, HybridAttnBackend, Sizes
+from attnmux.core.composites.draft_attention import attend_to_drafts
+from attnmux.core.composites.draft_trees import TreeAttnBackend, prefix_context
+from attnmux.core.composites.factories import make_backend
+from attnmux.core.composites.layer_groups import LayerGroupsBackend, group_contexts
+from attnmux.core.composites.linear_hybrid import with_linear_layers
+from attnmux.core.composites.part_attention import MOST_LANES
+from attnmux.core.composites.picked_blocks import PickedBlocksBackend, dense_context
+from attnmux.core.composites.sparse_pages import SparseAttnBackend
+from attnmux.core.composites.two_batches import TboAttnBackend
 from attnmux.core.dtypes import dtype_name
 from attnmux.core.errors import BackendFailed, InvalidInput
-from attnmux.core.factories import make_backend
 from attnmux.core.installed import load_plugins
-from attnmux.core.layer_groups import LayerGroupsBackend, group_contexts
-from attnmux.core.linear_hybrid import with_linear_layers
-from attnmux.core.part_attention import MOST_LANES
-from attnmux.core.picked_blocks import PickedBlocksBackend, dense_context
 from attnmux.core.settings import Settings
 from attnmux.core.shared_kernels import shared_kernel, with_shared_kernels
-from attnmux.core.sparse_pages import SparseAttnBackend
-from attnmux.core.two_batches import TboAttnBackend
 
 if TYPE_CHECKING:
     from attnmux.core.choosing.ask.request import Request

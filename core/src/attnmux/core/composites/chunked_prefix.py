@@ -13,12 +13,12 @@ from attnmux.core.backend import AttentionBackend
 from attnmux.core.batch import ForwardBatch, ForwardMode
 from attnmux.core.choosing.ask.derived import parts_request
 from attnmux.core.choosing.measured.launches import current_launches
-from attnmux.core.composites import DispatchingBackend
+from attnmux.core.composites.dispatch import DispatchingBackend
+from attnmux.core.composites.expanded_parts import parts_of
+from attnmux.core.composites.part_attention import PartAttention, part_context
 from attnmux.core.errors import InvalidInput
-from attnmux.core.expanded_parts import parts_of
 from attnmux.core.kv.rows import gather_rows
 from attnmux.core.latent import crossing_by_operations
-from attnmux.core.part_attention import PartAttention, part_context
 
 if TYPE_CHECKING:
     from attnmux.core.choosing.ask.request import Request

@@ -11,7 +11,7 @@ import torch
 
 from attnmux.core.backend import AttentionBackend
 from attnmux.core.batch import ForwardMode
-from attnmux.core.composites import CompositeBackend, Parts, Route, check_padding
+from attnmux.core.composites.dispatch import CompositeBackend, Parts, Route, check_padding
 from attnmux.core.errors import InvalidInput
 
 if TYPE_CHECKING:

@@ -16,11 +16,11 @@ from msgspec import structs
 from attnmux.core.backend import AttentionBackend
 from attnmux.core.batch import ForwardBatch, ForwardMode
 from attnmux.core.call import AttentionCall
-from attnmux.core.composites import CompositeBackend, Parts, Route, check_padding
+from attnmux.core.composites.dispatch import CompositeBackend, Parts, Route, check_padding
+from attnmux.core.composites.virtual_requests import StepBuffers, in_buffers, virtual_step
 from attnmux.core.errors import GraphUnsupported, InvalidInput
 from attnmux.core.kv.request_table import ReqToTokenPool
 from attnmux.core.tree_masks import tree_mask_of
-from attnmux.core.virtual_requests import StepBuffers, in_buffers, virtual_step
 
 if TYPE_CHECKING:
     from attnmux.core.context import BackendContext

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from attnmux.core.aligned_rows import is_aligned
+from attnmux.core.adapters.aligned_rows import is_aligned
 from attnmux.core.errors import InvalidInput
 from attnmux.core.layer import LayerSpec, check_features
 

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING
 import torch
 
 from attnmux.core.backend import AttentionBackend
+from attnmux.core.composites.local_attention import with_virtual_requests
+from attnmux.core.composites.mask_forms import with_mask_forms
 from attnmux.core.errors import AttnmuxError, BackendFailed, PluginError, in_brief
 from attnmux.core.linear_backend import LinearAttentionBackend
-from attnmux.core.local_attention import with_virtual_requests
-from attnmux.core.mask_forms import with_mask_forms
 
 if TYPE_CHECKING:
     from attnmux.core.choosing.tell.choice import Choice

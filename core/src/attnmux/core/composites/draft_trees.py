@@ -11,17 +11,17 @@ from attnmux.core.backend import AttentionBackend
 from attnmux.core.batch import ForwardBatch, ForwardMode
 from attnmux.core.call import AttentionCall
 from attnmux.core.choosing.ask.derived import prefixes_request
-from attnmux.core.composites import DispatchingBackend, Parts, check_padding
-from attnmux.core.draft_attention import (
+from attnmux.core.composites.dispatch import DispatchingBackend, Parts, check_padding
+from attnmux.core.composites.draft_attention import (
     DraftAttention,
     DraftKeys,
     SeenPrefixes,
     attend_to_drafts,
 )
+from attnmux.core.composites.part_attention import is_mergeable
+from attnmux.core.composites.tree_steps import Trees, as_heads, sinks_as_heads, trees_of
 from attnmux.core.errors import InvalidInput
-from attnmux.core.part_attention import is_mergeable
 from attnmux.core.tree_masks import check_trees
-from attnmux.core.tree_steps import Trees, as_heads, sinks_as_heads, trees_of
 
 if TYPE_CHECKING:
     from attnmux.core.context import BackendContext

@@ -18,8 +18,8 @@ from dataclasses import dataclass
 import torch
 
 from attnmux.core.arguments import described
+from attnmux.core.drafts.speculation import AcceptedDrafts, DraftTree
 from attnmux.core.errors import InvalidInput
-from attnmux.core.speculation import AcceptedDrafts, DraftTree
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

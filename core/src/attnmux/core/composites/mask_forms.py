@@ -9,7 +9,7 @@ import torch
 
 from attnmux.core.arguments import check_fields
 from attnmux.core.choosing.offer.card import TreeMask
-from attnmux.core.composites import DispatchingBackend, Parts
+from attnmux.core.composites.dispatch import DispatchingBackend, Parts
 from attnmux.core.tree_masks import FORMS, check_trees, tree_mask_of, with_form, with_mask
 
 if TYPE_CHECKING:

@@ -6,8 +6,8 @@ from typing import Protocol
 
 import torch
 
-from attnmux.core.speculation import AcceptedDrafts, DraftTree
-from attnmux.core.tree_sampling import AcceptThresholds
+from attnmux.core.drafts.speculation import AcceptedDrafts, DraftTree
+from attnmux.core.drafts.tree_sampling import AcceptThresholds
 
 
 class TreeKernels(Protocol):

@@ -17,15 +17,15 @@ from msgspec import structs
 from attnmux.core.backend import AttentionBackend
 from attnmux.core.batch import ForwardBatch
 from attnmux.core.call import AttentionCall
-from attnmux.core.composites import CompositeBackend, Parts, Route
+from attnmux.core.composites.dispatch import CompositeBackend, Parts, Route
+from attnmux.core.composites.page_choice import PageBounds, PlainPages, RequestPages
+from attnmux.core.composites.virtual_requests import StepBuffers, in_buffers
 from attnmux.core.errors import GraphUnsupported, InvalidInput
-from attnmux.core.page_choice import PageBounds, PlainPages, RequestPages
-from attnmux.core.virtual_requests import StepBuffers, in_buffers
 
 if TYPE_CHECKING:
+    from attnmux.core.composites.page_choice import PageKernels
     from attnmux.core.context import BackendContext
     from attnmux.core.layer import LayerSpec
-    from attnmux.core.page_choice import PageKernels
 
 
 class SparseAttnBackend(CompositeBackend):

@@ -17,15 +17,15 @@ from msgspec import structs
 from attnmux.core.arguments import check_picked_blocks
 from attnmux.core.backend import AttentionBackend
 from attnmux.core.batch import ForwardBatch, ForwardMode
-from attnmux.core.block_attention import PickedBlocks, PlainBlocks
 from attnmux.core.call import AttentionCall
-from attnmux.core.composites import CompositeBackend, Parts, Route
+from attnmux.core.composites.block_attention import PickedBlocks, PlainBlocks
+from attnmux.core.composites.dispatch import CompositeBackend, Parts, Route
 from attnmux.core.errors import AttnmuxError, InvalidInput
 from attnmux.core.indices.topk import token_rows
 from attnmux.core.tree_masks import tree_mask_of
 
 if TYPE_CHECKING:
-    from attnmux.core.block_attention import AttendsToBlocks
+    from attnmux.core.composites.block_attention import AttendsToBlocks
     from attnmux.core.context import BackendContext
 
 NO_STEP = "no step is prepared: call init_forward_metadata(batch) first"

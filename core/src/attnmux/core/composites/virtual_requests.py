@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from attnmux.core.batch import ForwardBatch
-from attnmux.core.chunk_pieces import Pieces
+from attnmux.core.composites.chunk_pieces import Pieces
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)

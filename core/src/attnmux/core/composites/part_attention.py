@@ -14,8 +14,8 @@ from attnmux.core.layer import LayerSpec
 if TYPE_CHECKING:
     from attnmux.core.backend import AttentionBackend
     from attnmux.core.choosing.ask.request import Request
+    from attnmux.core.composites.expanded_parts import Part
     from attnmux.core.context import BackendContext
-    from attnmux.core.expanded_parts import Part
     from attnmux.core.kv import KVPool
 
 K = TypeVar("K")

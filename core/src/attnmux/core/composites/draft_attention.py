@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Protocol
 
 import torch
 
+from attnmux.core.composites.part_attention import merge_into
+from attnmux.core.composites.tree_steps import Trees, as_tokens, sinks_as_heads
 from attnmux.core.kv.rows import gather_rows
-from attnmux.core.part_attention import merge_into
-from attnmux.core.tree_steps import Trees, as_tokens, sinks_as_heads
 
 if TYPE_CHECKING:
     from attnmux.core.kv import KVPool

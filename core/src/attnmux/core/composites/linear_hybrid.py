@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING
 
 from attnmux.core.batch import ForwardMode
 from attnmux.core.choosing.common.frozen import FrozenMapping
-from attnmux.core.composites import DispatchingBackend, Parts
+from attnmux.core.composites.dispatch import DispatchingBackend, Parts
+from attnmux.core.composites.factories import make_linear
 from attnmux.core.errors import InvalidInput
-from attnmux.core.factories import make_linear
 from attnmux.core.linear_backend import LinearAttentionBackend
 
 if TYPE_CHECKING:
