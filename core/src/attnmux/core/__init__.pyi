@@ -231,6 +231,7 @@ from attnmux.core.kv.request_table import RequestTable as RequestTable
 from attnmux.core.kv.rows import gather_rows as gather_rows
 from attnmux.core.kv.rows import scatter_rows as scatter_rows
 from attnmux.core.kv.swa import SWAKVPool as SWAKVPool
+from attnmux.core.kv.swa import tokens_behind_window as tokens_behind_window
 from attnmux.core.kv.token_pools import MHATokenToKVPool as MHATokenToKVPool
 from attnmux.core.kv.token_pools import MLATokenToKVPool as MLATokenToKVPool
 from attnmux.core.kv.writer import KVWriter as KVWriter

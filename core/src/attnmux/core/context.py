@@ -14,8 +14,9 @@ if TYPE_CHECKING:
     from attnmux.core.choosing.ask.request import Request
     from attnmux.core.choosing.machine.platform import Platform
     from attnmux.core.choosing.measured.launches import TunedLaunch
-    from attnmux.core.kv import KVPool, RequestTable
     from attnmux.core.kv.linear_states import LinearStatePool
+    from attnmux.core.kv.pool import KVPool
+    from attnmux.core.kv.request_table import RequestTable
     from attnmux.core.kv.writer import KVWriter
     from attnmux.core.layer import LayerSpec
     from attnmux.core.workspace import Workspace

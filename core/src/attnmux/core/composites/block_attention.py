@@ -9,7 +9,7 @@ import torch
 
 if TYPE_CHECKING:
     from attnmux.core.call import AttentionCall
-    from attnmux.core.kv import KVPool
+    from attnmux.core.kv.pool import KVPool
 
 GATHERED_VALUES = 2**22
 """Values of K that are gathered at once: 16 MiB of float32."""

@@ -12,7 +12,7 @@ from attnmux.core.composites.tree_steps import Trees, as_tokens, sinks_as_heads
 from attnmux.core.kv.rows import gather_rows
 
 if TYPE_CHECKING:
-    from attnmux.core.kv import KVPool
+    from attnmux.core.kv.pool import KVPool
     from attnmux.core.layer import LayerSpec
 
 

@@ -13,7 +13,7 @@ import torch
 from attnmux.core.kv.memory import allocate_zeroed
 
 if TYPE_CHECKING:
-    from attnmux.core.kv import KVPool
+    from attnmux.core.kv.pool import KVPool
 
 FIRST_PAGES = 1
 """Pages at the start of a sequence that are always read: they hold attention sinks."""

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from attnmux.core.choosing.ask.request import Request
     from attnmux.core.composites.expanded_parts import Part
     from attnmux.core.context import BackendContext
-    from attnmux.core.kv import KVPool
+    from attnmux.core.kv.pool import KVPool
 
 K = TypeVar("K")
 """How the parts of a step name their keys."""

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from attnmux.core.choosing.ask.layer_group import LayerGroup
-from attnmux.core.choosing.ask.sparse import check_budget, check_picked_blocks, check_sparse
+from attnmux.core.choosing.ask.sparse import check_picked_blocks, check_sparse
 from attnmux.core.choosing.ask.values import BY_NAME, BY_TYPE, PHASES, Reader
 from attnmux.core.choosing.common.checks import nearest
 from attnmux.core.choosing.common.frozen import FrozenMapping, defaults
@@ -152,13 +152,6 @@ class Request(Plain):
                 origins.setdefault(name, "default")
             elif name in origins:
                 del origins[name]
-
-    def check_chosen_pages(self) -> None:
-        """Raise InvalidInput where pages are chosen and the page size does not fit the budget.
-
-        The solver checks the asker's request: a search tries other page sizes.
-        """
-        check_budget(self.sparse_budget, self.page_size or 0)
 
     def _derived_phases(self) -> tuple[str, ...]:
         asked = {
