@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from attnmux.core import (
+    ANY,
     ForwardMode,
     InvalidInput,
     LocalAttnBackend,
@@ -58,7 +59,8 @@ def chunkless(base):
 
 
 def candidate(base) -> Candidate:
-    card = graph_card() if base is GraphFakeBackend else fake_card()
+    made = graph_card if base is GraphFakeBackend else fake_card
+    card = made(kv_dtype=ANY)
     card = replace(card, virtual_requests=True)
     return Candidate(card=card, platform=fake_platform(), factory=chunkless(base))
 
