@@ -25,7 +25,6 @@ NAMES = (
     "kv_indptr",
     "kv_last_page_len",
     "mask_indptr",
-    "out_cache_loc",
     "page_table",
     "window_view",
 )
@@ -198,7 +197,6 @@ def test_more_requests_and_keys_than_a_program_takes():
     indptr = assert_same("cu_seqlens", lens)
     assert_same("kv_indices", table, rows, indptr)
     assert_same("page_table", table, rows[:9], lens[:9], max_len=3100)
-    assert_same("out_cache_loc", table, rows, lens // 2, lens // 2)
     assert_same("mask_indptr", lens, lens)
     assert_same("kv_last_page_len", lens, 16)
     assert_same("window_view", lens, 2)
@@ -292,7 +290,6 @@ def test_no_synchronisation_once_sizes_are_known(monkeypatch, page_size):
     ours.kv_indices(TABLE, ROWS, indptr, page_size=page_size, total=2)
     ours.page_table(TABLE, ROWS, lens, page_size=page_size, max_len=6)
     ours.page_table(TABLE, ROWS, lens, page_size=page_size, kv_start=lens, out=junk(4, 4))
-    ours.out_cache_loc(TABLE, ROWS, lens, lens, out=junk(20).long())
     ours.window_view(lens, 3, q_lens=lens, page_size=page_size)
     ours.mask_indptr(4, lens)
     ours.kv_last_page_len(lens, page_size)
