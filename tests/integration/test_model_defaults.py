@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from attnmux.core import InvalidInput, Request
+from attnmux.core import InvalidInput, Request, group_requests
 from attnmux.core.choosing.ask.model_types import DEFAULTS, NAMES, SINKS, WINDOW_KV_HEADS
 
 transformers = pytest.importorskip("transformers")
@@ -81,7 +81,7 @@ def test_a_config_is_read_as_its_class_says_or_refused(model_type, tmp_path) -> 
         return
     text = config.get_text_config(decoder=True)
     if request.other_layers:
-        groups = request.of_groups()
+        groups = group_requests(request)
         assert {(one.num_q_heads, one.num_kv_heads, one.head_dim) for one in groups} == shapes(text)
         windows = {each in WINDOWS for each in text.layer_types}
         assert {one.sliding_window is not None for one in groups} == windows

@@ -10,9 +10,10 @@ import torch
 import transformers
 from transformers import AutoModelForCausalLM
 
-from attnmux.core import CompressedKeys, InvalidInput, compressed_keys
-from attnmux.transformers import Engine, ModelProposer, NgramProposer, SequenceState
+from attnmux.core import InvalidInput
+from attnmux.transformers import CompressedKeys, Engine, ModelProposer, NgramProposer, SequenceState
 from attnmux.transformers.checkpoint import quiet_transformers
+from attnmux.transformers.sparse import compressed_keys
 
 PICKED, NEW = 12, 8
 SPARSE, HEAVY, WINDOW = (

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from attnmux.core import group_requests
 from attnmux.core.choosing.ask.request import Request
 from attnmux.core.errors import InvalidInput
 
@@ -545,7 +546,10 @@ def test_layers_that_differ(tmp_path, name) -> None:
 
     assert stated(request) == first
     assert [(each.layers, *stated(each)) for each in request.other_layers] == others
-    assert [stated(each) for each in request.of_groups()] == [first, *(one[1:] for one in others)]
+    assert [stated(each) for each in group_requests(request)] == [
+        first,
+        *(one[1:] for one in others),
+    ]
     assert Request.from_dict(json.loads(json.dumps(request.to_dict()))) == request
 
 

@@ -9,9 +9,7 @@ import torch
 from transformers import PreTrainedModel
 
 from attnmux.core import (
-    CompressedPool,
     Decision,
-    IndexKPool,
     InvalidInput,
     KVPool,
     LayerSpec,
@@ -38,6 +36,8 @@ from attnmux.transformers.ranks import Ranks
 from attnmux.transformers.served_model import ServedModel
 from attnmux.transformers.shapes import SHAPE, STORED, by_shape
 from attnmux.transformers.slots import PagedAllocator
+from attnmux.transformers.sparse.compressed_pool import CompressedPool
+from attnmux.transformers.sparse.index_pool import IndexKPool
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

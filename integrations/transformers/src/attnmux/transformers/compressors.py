@@ -15,9 +15,6 @@ import torch
 
 from attnmux.core import (
     BackendContext,
-    CompressedKeys,
-    CompressedPool,
-    CompressedShape,
     Decision,
     ForwardBatch,
     InvalidInput,
@@ -29,6 +26,8 @@ from attnmux.core import current_forward_context as current
 from attnmux.transformers.attention import MORE_KEYS
 from attnmux.transformers.compressor import OVERLAPPING, Compressor
 from attnmux.transformers.layer_call import LayerCall
+from attnmux.transformers.sparse.compressed_keys import CompressedKeys
+from attnmux.transformers.sparse.compressed_pool import CompressedPool, CompressedShape
 
 
 @dataclass(kw_only=True, slots=True, eq=False)
