@@ -32,8 +32,8 @@ from transformers.utils import logging
 
 from attnmux.core import AttnmuxError, InvalidInput, torch_dtype
 from attnmux.transformers.attention import SERVED
-from attnmux.transformers.encoder_decoder import PackedDecoder
 from attnmux.transformers.layers import check_servable
+from attnmux.transformers.packed_decoder import PackedDecoder
 from attnmux.transformers.rotary import fixed_rotary_len
 
 ALWAYS = {"trust_remote_code": False}

@@ -12,11 +12,12 @@ from attnmux.core import GraphUnsupported, InvalidInput, Offer, Platform, in_bri
 from attnmux.transformers.checkpoint import LOADING, Checkpoint
 from attnmux.transformers.decision import decide, without
 from attnmux.transformers.eagle_head import EagleHead
-from attnmux.transformers.encoder_decoder import PackedDecoder, record_decoder
+from attnmux.transformers.encoder_decoder import record_decoder
 from attnmux.transformers.layers import record_layers
 from attnmux.transformers.load_decoder import load_decoder
 from attnmux.transformers.making import make_runner
 from attnmux.transformers.options import RunnerOptions
+from attnmux.transformers.packed_decoder import PackedDecoder
 from attnmux.transformers.requests import request_of
 from attnmux.transformers.rotary import check_rotary
 from attnmux.transformers.runner import ModelRunner
