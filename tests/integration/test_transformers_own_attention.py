@@ -51,6 +51,9 @@ BART = {**NO_TOKENS, "d_model": 48, "decoder_layers": 3, "decoder_attention_head
 BART |= {"decoder_ffn_dim": 48, "max_position_embeddings": 128}
 MAKERS |= {
     "big-bird": lambda: transformers.BigBirdConfig(**BERT, attention_type="original_full"),
+    "doge": lambda: transformers.DogeConfig(
+        **{**BERT, "is_decoder": False}, num_key_value_heads=2, head_dim=8, keep_window_size=64
+    ),
     "git": lambda: transformers.GitConfig(**BERT),
     "megatron-bert": lambda: transformers.MegatronBertConfig(**BERT),
     "mvp": lambda: transformers.MvpConfig(**BART),
@@ -66,7 +69,7 @@ MAKERS |= {
     ),
 }
 ALIBI = {"bloom", "falcon-rw", "mpt"}
-KV_HEADS = {"bloom": 6, "mpt": 6, "falcon-7b": 1, "falcon-40b": 2}
+KV_HEADS = {"bloom": 6, "doge": 2, "mpt": 6, "falcon-7b": 1, "falcon-40b": 2}
 PROMPT_LENS = (13, 1, 33)
 NUM_DECODED = 4
 

@@ -32,6 +32,10 @@ SWITCH = "_can_set_attn_implementation"
 """The method by which a model says that it calls AttentionInterface."""
 
 
+ALIGNED = 8
+"""Dims of a head come in multiples of so many."""
+
+
 def has_adapter(model_class: type[torch.nn.Module]) -> bool:
     """Whether `adapt` leads the attention of models of this class through the interface."""
     beside = vars(sys.modules[model_class.__module__])
@@ -93,6 +97,33 @@ def _falcon(module: Any, config: PreTrainedConfig) -> None:  # noqa: ANN401
             attention_mask = None  # causal, with the biases in it
         context = attend(module, config, q, k, v, attention_mask, **given)
         return module.dense(context.flatten(2)), None
+
+    module.forward = forward
+
+
+def _doge(module: Any, config: PreTrainedConfig) -> None:  # noqa: ANN401
+    """Each key has a bias, made of V: it becomes one more dim of K, which Q multiplies by 1. Beyond
+    `keep_window_size` keys, which `check_context` refuses, those with the smallest are hidden."""
+    heads, kv_heads, dim = config.num_attention_heads, config.num_key_value_heads, module.head_dim
+    rotate, pad = _beside(module, "apply_rotary_pos_emb"), torch.nn.functional.pad
+
+    def forward(
+        hidden_states: torch.Tensor,
+        position_embeddings: tuple[torch.Tensor, torch.Tensor],
+        attention_mask: torch.Tensor | None = None,
+        **given: object,
+    ) -> tuple[torch.Tensor, None]:
+        q = module.q_norm(module.q_proj(hidden_states).view(1, -1, heads, dim)).transpose(1, 2)
+        k = module.k_norm(module.k_proj(hidden_states).view(1, -1, kv_heads, dim)).transpose(1, 2)
+        q, k = rotate(q, k, *position_embeddings)
+        v = module.v_proj(hidden_states)
+        bias = torch.exp(module.A * torch.nn.functional.softplus(module.dt_proj(v))).mT
+        v = v.view(1, -1, kv_heads, dim).transpose(1, 2)
+        q = pad(pad(q, (0, 1), value=1 / module.scaling), (0, ALIGNED - 1))
+        k = pad(torch.cat([k, bias.unsqueeze(-1)], dim=-1), (0, ALIGNED - 1))
+        given["scaling"] = module.scaling
+        context = attend(module, config, q, k, v, attention_mask, **given)
+        return module.o_proj(context.flatten(2)), None
 
     module.forward = forward
 
@@ -189,6 +220,7 @@ ADAPTERS: Mapping[str, Callable[[Any, PreTrainedConfig], None]] = MappingProxyTy
         "BigBirdSelfAttention": bert,
         "BloomAttention": _bloom,
         "CodeGenAttention": _between,
+        "DogeAttention": _doge,
         "FSMTDecoder": fsmt,
         "FalconAttention": _falcon,
         "GPTJAttention": _between,

@@ -89,6 +89,7 @@ UNSAYABLE: Mapping[str, str] = {
     **dict.fromkeys(
         ("deberta", "deberta-v2"), "relative position biases that depend on queries and keys"
     ),
+    "doge": "a bias for each key",
     "longt5": "relative position biases and windows in both directions",
     "modernbert": "windows in both directions",
 }
