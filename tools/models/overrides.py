@@ -101,6 +101,7 @@ OVERRIDES: Mapping[str, Mapping[str, object]] = {
         "index_head_dim": 16,
         "index_n_heads": 2,
     },
+    "MoonshineStreamingConfig": {"num_attention_heads": 4, "num_key_value_heads": 4},
     "NllbMoeConfig": {"encoder_sparse_step": 2, "decoder_sparse_step": 2},
     "Qwen4ExpTextConfig": {
         "layer_types": ["linear_attention", "indexed_attention", "linear_attention"],
