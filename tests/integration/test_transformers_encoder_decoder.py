@@ -541,6 +541,23 @@ def test_models_that_cannot_be_served_are_refused(tmp_path, run_on, name):
         run(run_on, tmp_path)
 
 
+def test_places_of_encoder_states_are_found(made):
+    """MoonshineStreaming's decoder adds a position to each."""
+    model = made("bart")[0]
+
+    def with_places(_, args, kwargs):
+        states = kwargs["encoder_hidden_states"]
+        places = torch.arange(states.shape[1]).view(1, -1, 1)
+        return args, {**kwargs, "encoder_hidden_states": states + places}
+
+    hook = model.get_decoder().register_forward_pre_hook(with_places, with_kwargs=True)
+    try:
+        with pytest.raises(InvalidInput, match="their places in the row"):
+            record_decoder(PackedDecoder(model), max_context_len=64)
+    finally:
+        hook.remove()
+
+
 def test_positions_that_are_not_looked_at_are_found(made):
     model = made("bart")[0]
     embed = model.get_decoder().embed_positions

@@ -19,6 +19,7 @@ from attnmux.transformers.attention import set_attention
 from attnmux.transformers.encoder_decoder_attention import ENCODER_DECODER, number_layers
 from attnmux.transformers.layer_call import LayerCall, read_arguments
 from attnmux.transformers.layers import (
+    POSITION_TOLERANCE,
     check_capacities,
     check_independence,
     check_table,
@@ -127,7 +128,22 @@ def _layer(call: LayerCall, recorder: DecoderRecorder, max_context_len: int) -> 
     if not is_cross(call):
         return layer_of(call, recorder.reach_of(call, max_context_len))
     _check_sees_all(call, recorder)
+    _check_places(call)
     return replace(layer_of(call, Reach()), is_cross_attention=True)
+
+
+def _check_places(call: LayerCall) -> None:
+    """Raise InvalidInput where equal encoder states have K that differ by their place in the row.
+
+    In a step, the states of several requests lie one after another.
+    """
+    spread = float((call.k - call.k[:1]).abs().max())
+    if spread > POSITION_TOLERANCE * float(call.k.abs().max()):
+        raise InvalidInput(
+            f"cross-attention layer {call.layer_id}",
+            got="encoder states to which the decoder adds their places in the row",
+            expected="states that are final when the encoder returns them",
+        )
 
 
 def _check_sees_all(call: LayerCall, recorder: DecoderRecorder) -> None:
