@@ -81,10 +81,13 @@ def step(table, mode, spans):
     )
 
 
-@pytest.mark.parametrize("page_size", [1, 16])
-@pytest.mark.parametrize("has_kernel", [False, True])
-@pytest.mark.parametrize("captured", [False, True])
-@pytest.mark.parametrize("topk", [0, 3])
+@pytest.mark.parametrize(
+    ("page_size", "has_kernel", "captured", "topk"),
+    [
+        *[(1, False, False, 0), (1, True, True, 0), (16, True, False, 0), (16, False, True, 0)],
+        *[(1, True, False, 3), (1, False, True, 3), (16, False, False, 3), (16, True, True, 3)],
+    ],
+)
 def test_tokens_see_whole_blocks(drawn, monkeypatch, page_size, has_kernel, captured, topk):
     monkeypatch.setattr(
         "attnmux.core.compressed_keys.SCORES_AT_ONCE", drawn.choice((1, 300, 1 << 26))

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from attnmux.core import (
+    ANY,
     ForwardMode,
     InvalidInput,
     LocalAttnBackend,
@@ -58,7 +59,7 @@ def chunkless(base):
 
 
 def candidate(base) -> Candidate:
-    card = graph_card() if base is GraphFakeBackend else fake_card()
+    card = graph_card(kv_dtype=ANY) if base is GraphFakeBackend else fake_card(kv_dtype=ANY)
     card = replace(card, virtual_requests=True)
     return Candidate(card=card, platform=fake_platform(), factory=chunkless(base))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 from dataclasses import replace
 
 import pytest
@@ -323,11 +324,13 @@ def test_a_budget_of_all_pages_has_the_answers_of_dense_attention(
     card = graph_card() if base is GraphFakeBackend else fake_card()
     candidate = Candidate(card=card, platform=fake_platform(), factory=make)
     cases = [case for case in CASES if served(case)]
-    assert len(cases) > 5
-    if kernels is make_kernels and not full:  # the interpreter is slow
-        cases = random.Random(seed).sample(cases, 5)
+    assert len(cases) > 40
     if base is GraphFakeBackend:
-        cases = in_graphs(tuple(cases))
+        cases = list(in_graphs(tuple(cases)))
+    if not full:  # long prompts and the interpreter are slow
+        cases = [case for case in cases if not re.match("extend.*-long", case.name)]
+        num = 5 if kernels is make_kernels else 20
+        cases = random.Random(seed).sample(cases, num)
     for case in cases:
         outcome = run_case(candidate, case)
         assert outcome.status == "passed", (case.name, outcome.message)
