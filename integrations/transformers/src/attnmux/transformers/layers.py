@@ -68,9 +68,10 @@ def record_layers(
     check_independence(probe, logits, recorder.calls)
     for mixer in mixers:
         mixer.spec = recorder.mixers.spec_of(mixer, model.dtype)
+    # Those with a mask are causal by it, or `reach_of` raises
     for module, call in zip(recorder.callers, recorder.calls, strict=True):
         if call.mask is not None:
-            module.is_causal = True  # by its mask, or `reach_of` raises
+            setattr(module, "is_causal", True)  # noqa: B010  # mypy takes it for a tensor
     calls = sorted(recorder.calls, key=lambda call: call.layer_id)
     if not calls:
         return (TOKEN_COUNTER,)
