@@ -20,10 +20,10 @@ from attnmux.core import (
     torch_dtype,
 )
 from attnmux.transformers import hidden_states
-from attnmux.transformers.encoder_decoder import PackedDecoder
 from attnmux.transformers.hidden_states import HiddenStates
 from attnmux.transformers.indexers import Indexers
 from attnmux.transformers.memory_budget import MemoryBudget
+from attnmux.transformers.packed_decoder import PackedDecoder
 from attnmux.transformers.pools import (
     PoolSizes,
     bytes_per_token,

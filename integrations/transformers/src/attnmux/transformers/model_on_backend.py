@@ -27,12 +27,12 @@ from attnmux.core import (
 )
 from attnmux.transformers.batching import StepBuilder
 from attnmux.transformers.capacity import Capacity, RunnerMemory, allocate
-from attnmux.transformers.encoder_decoder import PackedDecoder
+from attnmux.transformers.context_limit import fixed_row_len
 from attnmux.transformers.engine.stats import Laps
 from attnmux.transformers.linears import LinearKernel, multiply_by
 from attnmux.transformers.model_call import ModelCall
+from attnmux.transformers.packed_decoder import PackedDecoder
 from attnmux.transformers.ranks import ONE_RANK, Ranks
-from attnmux.transformers.rotary import fixed_row_len
 from attnmux.transformers.sequence import SequenceState, Step
 from attnmux.transformers.served_model import ServedModel
 

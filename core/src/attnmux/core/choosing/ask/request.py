@@ -99,6 +99,9 @@ class Request(Plain):
     other_layers: tuple[LayerGroup, ...] = ()
     """Attention layers whose heads, dims or features are not those of the fields above, as where
     window layers have more KV heads. Each group has a backend of its own, see `Decision.others`."""
+    compressed_layers: tuple[tuple[str, int], ...] = ()
+    """(kind, how many) of the attention layers that also see keys of blocks of tokens, which are
+    merged with the backend's by LSE. They demand nothing besides `lse`; see `CompressedKeys`."""
     linear_layers: tuple[tuple[str, int], ...] = ()
     """(kind, how many) of the model's layers that have no softmax attention: recurrent ones and
     convolutions. Each kind has a backend of its own, see `Decision.linear`; they ask nothing of the
@@ -185,7 +188,11 @@ class Request(Plain):
         return (self.spec_topk or 1) > 1
 
     def to_dict(self) -> dict[str, Any]:
-        return {**plain_fields(self), "linear_layers": dict(self.linear_layers)}
+        layers = {
+            "compressed_layers": dict(self.compressed_layers),
+            "linear_layers": dict(self.linear_layers),
+        }
+        return {**plain_fields(self), **layers}
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Request:

@@ -1,4 +1,4 @@
-"""Models whose positions depend on the other requests of a step."""
+"""Models in which the other requests of a step matter once one of them is long."""
 
 from __future__ import annotations
 
@@ -13,23 +13,27 @@ RESCALING = ("dynamic", "longrope")
 """Types whose frequencies depend on the largest position in the row, here that of any request."""
 
 
-def check_rotary(config: PreTrainedConfig, max_context_len: int) -> None:
-    """Refuse a context in which one request would change the positions of the others.
+def check_context(config: PreTrainedConfig, max_context_len: int) -> None:
+    """Refuse a context in which one request would change what the others see.
 
     Raises InvalidInput naming the longest context that is safe.
     """
-    limit = fixed_rotary_len(config)
+    limit = independent_len(config)
     if limit is not None and max_context_len > limit:
         raise InvalidInput(
             "context",
             got=f"{max_context_len} tokens",
-            expected=f"at most {limit}: beyond it the model scales rotary embeddings or queries by "
-            "the longest request or row of a step, and requests would not be independent",
+            expected=f"at most {limit}: beyond it the model scales rotary embeddings or queries "
+            "or hides keys by the longest request or row of a step, and requests would not be "
+            "independent",
         )
 
 
-def fixed_rotary_len(config: PreTrainedConfig) -> int | None:
-    """Up to this number of tokens, a position means the same in all steps; None for no limit."""
+def independent_len(config: PreTrainedConfig) -> int | None:
+    """Up to this number of tokens, a token sees the same in all steps; None for no limit.
+
+    Doge hides keys where there are more than its `keep_window_size`.
+    """
     text = config.get_text_config(decoder=True)
     limits = [
         rope.get("original_max_position_embeddings")
@@ -38,8 +42,8 @@ def fixed_rotary_len(config: PreTrainedConfig) -> int | None:
         for rope in _ropes(getattr(text, "rope_parameters", None) or {})
         if rope.get("rope_type") in RESCALING
     ]
-    row = fixed_row_len(config)
-    return min(limits if row is None else [*limits, row], default=None)
+    limits += [fixed_row_len(config), getattr(text, "keep_window_size", None)]
+    return min((limit for limit in limits if limit is not None), default=None)
 
 
 def fixed_row_len(config: PreTrainedConfig) -> int | None:
@@ -47,7 +51,7 @@ def fixed_row_len(config: PreTrainedConfig) -> int | None:
     limit.
 
     Llama 4 scales queries by log1p(floor((place + 1) / floor_scale)). Without a cache it takes the
-    place in the row. `fixed_rotary_len` keeps positions below the limit as well.
+    place in the row. `independent_len` keeps positions below the limit as well.
     """
     text = config.get_text_config(decoder=True)
     if not getattr(text, "attn_temperature_tuning", False):

@@ -1,4 +1,4 @@
-"""Rotary embeddings that depend on the longest request are served only where they do not."""
+"""What depends on the longest request of a step is served only where it does not."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import pytest
 import transformers
 
 from attnmux.core import InvalidInput
-from attnmux.transformers.rotary import check_rotary, fixed_rotary_len
+from attnmux.transformers.context_limit import check_context, independent_len
 
 SMALL = {"hidden_size": 32, "num_attention_heads": 4, "num_hidden_layers": 1, "pad_token_id": 0}
 
@@ -41,19 +41,24 @@ def by_place_in_the_row():
     return transformers.Llama4TextConfig(**SMALL, floor_scale=16, attn_temperature_tuning=True)
 
 
+def by_number_of_keys():
+    return transformers.DogeConfig(**SMALL, keep_window_size=48)
+
+
 @pytest.mark.parametrize(
-    ("config", "limit"), [(dynamic(), 64), (long_rope(), 32), (by_place_in_the_row(), 15)]
+    ("config", "limit"),
+    [(dynamic(), 64), (long_rope(), 32), (by_place_in_the_row(), 15), (by_number_of_keys(), 48)],
 )
-def test_the_context_ends_where_rescaling_begins(config, limit):
-    assert fixed_rotary_len(config) == limit
-    check_rotary(config, limit)
+def test_the_context_ends_where_rescaling_or_hiding_begins(config, limit):
+    assert independent_len(config) == limit
+    check_context(config, limit)
     with pytest.raises(InvalidInput, match=f"at most {limit}"):
-        check_rotary(config, limit + 1)
+        check_context(config, limit + 1)
 
 
 @pytest.mark.parametrize(
     "config", [transformers.LlamaConfig(**SMALL), by_layer_type(), transformers.GPT2Config()]
 )
 def test_other_positions_have_no_such_limit(config):
-    assert fixed_rotary_len(config) is None
-    check_rotary(config, 10**6)
+    assert independent_len(config) is None
+    check_context(config, 10**6)
