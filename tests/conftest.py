@@ -17,6 +17,8 @@ import pytest
 
 # Triton reads it when it is imported, which torch's compiler does too
 os.environ.setdefault("TRITON_INTERPRET", "1")
+# So does torch: workers fill the cores, where more threads would wait for one another
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
 EVERY_PAGE_SIZE = frozenset(

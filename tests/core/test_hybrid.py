@@ -123,7 +123,7 @@ def test_prefill_is_captured_only_where_it_verifies(speculative, topk, captured)
 def test_children_share_a_context() -> None:
     case = Case(name="hybrid", steps=(decode(4),), page_size=4)
     one, other = (FakeBackend(make_setup(case, fake_platform(), "cpu").context) for _ in "ab")
-    with pytest.raises(InvalidInput, match="prefill: expected the context of decode"):
+    with pytest.raises(InvalidInput, match="prefill: expected backends of one context"):
         HybridAttnBackend(prefill=one, decode=other)
 
 

@@ -34,12 +34,22 @@ def multiply_by(kernel: LinearKernel, model: torch.nn.Module) -> None:
             module.forward = partial(_forward, module, kernel, rows)  # type: ignore[method-assign]  # of this instance
 
 
+def leave_to_torch(model: torch.nn.Module) -> None:
+    """The inverse of `multiply_by`. Layers that are compiled have one code for all that are alike
+    only where none of their modules has a `forward` of its own."""
+    for module in model.modules():
+        own = vars(module).get("forward")
+        if isinstance(own, partial) and own.func is _forward:
+            del module.forward
+
+
 def _forward(
     module: torch.nn.Linear, kernel: LinearKernel, rows: range, x: torch.Tensor
 ) -> torch.Tensor:
     # A step calls this for each layer, and what it reads has left the caches while weights came:
     # parameters are not looked up as attributes, which takes a call of Python for each
-    weight, bias = module._parameters["weight"], module._parameters["bias"]
+    weight: torch.Tensor = module._parameters["weight"]  # type: ignore[assignment]  # it has one
+    bias = module._parameters["bias"]
     if (
         torch.is_grad_enabled()
         or torch.compiler.is_compiling()
