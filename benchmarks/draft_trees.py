@@ -38,7 +38,9 @@ from attnmux.core import (
     detect,
     load_plugins,
     pick_platform,
+    prefixes_request,
     solve,
+    undrafted_request,
 )
 from attnmux.testing import reference
 
@@ -173,9 +175,9 @@ def backend_of(
             if decision.trees is not None:
                 return None
         else:
-            decision = solve(asked.without_drafts(), platform, offers, policy)
+            decision = solve(undrafted_request(asked), platform, offers, policy)
         if way in ("merged", "plain"):
-            reads = solve(asked.of_prefixes(), platform, offers, policy).phases["decode"]
+            reads = solve(prefixes_request(asked), platform, offers, policy).phases["decode"]
             decision = replace(decision, request=asked, trees=reads)
     except NoBackend:
         return None

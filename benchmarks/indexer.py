@@ -22,8 +22,9 @@ from benchmarks.cases import json_option, only_option, rounds_option
 
 from attnmux.bench import Report, device_meter, facts, interleave
 from attnmux.bench.timing import Run
-from attnmux.core import ForwardBatch, ForwardMode, IndexKPool, KeyPicker, torch_dtype
-from attnmux.core.indices import index_scores
+from attnmux.core import ForwardBatch, ForwardMode, torch_dtype
+from attnmux.transformers import IndexKPool, KeyPicker
+from attnmux.transformers.sparse.scores import index_scores
 from attnmux.triton.index_scores import IndexScores
 
 LAYER = 0

@@ -28,6 +28,7 @@ import torch
 from benchmarks.cases import Case, dry_run_option, extend, json_option, only_option, rounds_option
 
 from attnmux.bench import Report, Step, device_meter, facts, interleave
+from attnmux.bench.keeping import RecordFile
 from attnmux.bench.timing import Run
 from attnmux.core import (
     AttentionBackend,
@@ -42,7 +43,6 @@ from attnmux.core import (
     build,
     detect,
     installed_version,
-    launch_file,
     load_plugins,
     pick_platform,
     read_launches,
@@ -50,7 +50,7 @@ from attnmux.core import (
 )
 from attnmux.core.choosing.measured.measurement import versions_of
 from attnmux.core.choosing.measured.records import Device
-from attnmux.core.chunked_prefix import CHUNK_BYTES, crossing_subject
+from attnmux.core.composites.chunked_prefix import CHUNK_BYTES, crossing_subject
 
 MIN_GAIN = 1.5
 LONG = 28_672
@@ -214,7 +214,7 @@ def main(
                 rows.append(measure(case, platform, backend, chunk_bytes, rounds, report))
     file = Settings.load().launches_file()
     if keep and rows and file is not None:
-        launch_file(file).add(found := [*crossings(rows)])
+        RecordFile(file, TunedLaunch).add(found := [*crossings(rows)])
         for each in found:
             heads = each.subject["num_q_heads"]
             click.echo(f"{file}: {heads} heads cross at {each.values['crossing']} new tokens")

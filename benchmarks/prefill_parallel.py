@@ -40,10 +40,11 @@ from attnmux.core import (
     build,
     detect,
     load_plugins,
+    parts_request,
     pick_platform,
     solve,
 )
-from attnmux.core.factories import make_backend
+from attnmux.core.composites.factories import make_backend
 from attnmux.distributed import (
     PrefillParallelBackend,
     RankGroup,
@@ -139,7 +140,7 @@ def make_sides(
     decision = solve(asked, platform, offers, policy)
     choice, note = decision.phases["extend"], ""
     try:
-        choice = solve(asked.of_parts(), platform, offers, policy).phases["extend"]
+        choice = solve(parts_request(asked), platform, offers, policy).phases["extend"]
     except NoBackend:
         if not backend:
             raise

@@ -15,7 +15,8 @@ from click.testing import CliRunner, Result
 from attnmux.bench import cli as bench_cli
 from attnmux.bench import timing
 from attnmux.bench.cli import bench_run
-from attnmux.core import ANY, NONE, Decision, Platform, TunedLaunch, launch_file, read_measurements
+from attnmux.bench.keeping import RecordFile
+from attnmux.core import ANY, NONE, Decision, Platform, TunedLaunch, read_measurements
 from attnmux.core.choosing.measured.records import Device
 from attnmux.core.cli.verbs import verbs
 from attnmux.testing import FakeBackend, GraphFakeBackend, RecordingGraphs
@@ -335,7 +336,7 @@ def test_backends_are_timed_and_checked_with_tuned_launches(
     )
     path = tmp_path / "launches.json"
     monkeypatch.setenv("ATTNMUX_LAUNCHES", str(path))
-    launch_file(path).add([tuned])
+    RecordFile(path, TunedLaunch).add([tuned])
     installed(Launched)
     Launched.seen.clear()
     answer(bench("--json", *given, *STEPS[2:]))

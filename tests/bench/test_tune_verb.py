@@ -9,7 +9,8 @@ from dataclasses import replace
 import pytest
 from click.testing import CliRunner, Result
 
-from attnmux.core import Job, Trial, current_launches, launch_file
+from attnmux.bench.keeping import RecordFile
+from attnmux.core import Job, Trial, TunedLaunch, current_launches
 from attnmux.core.cli.verbs import verbs
 
 FIELDS = "dtype=bf16,num_q_heads=8,num_kv_heads=8,head_dim=64"
@@ -90,7 +91,7 @@ def test_the_fastest_is_kept_for_this_device_and_these_versions(installed, file,
     assert (tried["backend"], len(tried["trials"])) == ("fakes/fake0", 6)
     assert answer["file"] == str(file)
     versions = {"attnmux-fake": "1.0"}
-    known = launch_file(file).read().found
+    known = RecordFile(file, TunedLaunch).read().found
     (kept,) = current_launches(known, "fakes/fake0", here, libraries=versions.get)
     assert kept.to_dict() == answer["launches"][0]
     assert (kept.values, kept.median_us) == ({"warps": 8}, 8.0)
@@ -212,7 +213,7 @@ def test_each_tuner_s_launches_are_kept_before_the_next(installed, file) -> None
     result = tune()
     assert result.exit_code == 130
     assert "warps=8" in result.stdout
-    assert len(launch_file(file).read().found) == 1
+    assert len(RecordFile(file, TunedLaunch).read().found) == 1
 
 
 def test_a_failing_current_launch_gives_its_error(installed, file) -> None:
@@ -234,7 +235,7 @@ def test_an_unreadable_file_is_a_warning_and_set_aside(installed, file) -> None:
     file.write_text('{"format": 2}')
     answer = json.loads(tune("--json").stdout)
     assert f"{file} holds no launches that can be read" in answer["warnings"][0]
-    assert len(launch_file(file).read().found) == 1
+    assert len(RecordFile(file, TunedLaunch).read().found) == 1
     assert file.with_name(f"{file.name}.damaged").read_text() == '{"format": 2}'
 
 

@@ -13,7 +13,7 @@ from attnmux.core.batch import ForwardMode
 from attnmux.core.choosing.offer.card import Offer, Option
 from attnmux.core.choosing.solver import solve
 from attnmux.core.choosing.tell.choice import SizeRange, choice_of
-from attnmux.core.composites import Sizes
+from attnmux.core.composites.dispatch import Sizes
 from attnmux.core.errors import BackendFailed, InvalidInput
 from attnmux.core.graph.config import GraphConfig, ModelInput
 from attnmux.core.graph.runner import GraphRunner

@@ -8,9 +8,9 @@ from dataclasses import fields, replace
 import pytest
 import torch
 
+from attnmux.core import SWAKVPool
 from attnmux.core.debug import check_batch, check_picks
 from attnmux.core.errors import InvalidInput
-from attnmux.core.kv import SWAKVPool
 from attnmux.testing import (
     Case,
     FakeBackend,

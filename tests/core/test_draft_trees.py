@@ -27,11 +27,12 @@ from attnmux.core import (
     load_plugins,
     prefix_context,
     solve,
-    tree_steps,
+    undrafted_request,
     with_halves,
 )
 from attnmux.core.batch import ForwardMode
 from attnmux.core.choosing.machine.cpu import probe_cpu
+from attnmux.core.composites import tree_steps
 from attnmux.cpu.torch_native import TorchNativeBackend
 from attnmux.nvidia.fa3 import FA3Backend
 from attnmux.nvidia.fa3_layers import FA3Kernels
@@ -270,7 +271,7 @@ def test_build_makes_what_was_decided(seed) -> None:
     asked = setup.context.request.replace(custom_mask=False, phases=("extend", "decode", "verify"))
     policy = Policy(backend="torch_native")
     offers = load_plugins().offers()
-    plain = solve(asked.without_drafts(), probe_cpu(), offers, policy)
+    plain = solve(undrafted_request(asked), probe_cpu(), offers, policy)
     assert plain.trees is None
     choice = plain.phases["decode"]
     decision = replace(
@@ -292,7 +293,7 @@ def test_two_batches_of_trees_have_a_composite_each(seed) -> None:
     setup = make_setup(case, probe_cpu(), "cpu", seed=seed)
     phases = ("extend", "decode", "verify")
     asked = setup.context.request.replace(custom_mask=False, phases=phases, two_batches=True)
-    plain = solve(asked.without_drafts(), probe_cpu(), load_plugins().offers())
+    plain = solve(undrafted_request(asked), probe_cpu(), load_plugins().offers())
     choice = plain.phases["decode"]
     decision = replace(plain, request=asked, trees=choice)
     backend = build(decision, replace(setup.context, request=asked))

@@ -8,7 +8,6 @@ from collections.abc import Callable, Mapping
 
 import pytest
 
-from attnmux.core.building import make_first
 from attnmux.core.choosing.ask.policy import Policy
 from attnmux.core.choosing.ask.request import Request
 from attnmux.core.choosing.machine.platform import Platform
@@ -17,6 +16,7 @@ from attnmux.core.choosing.offer.clause import Clause
 from attnmux.core.choosing.offer.conditions import ANY
 from attnmux.core.choosing.solver import solve
 from attnmux.core.choosing.tell.decision import Decision
+from attnmux.core.composites.building import make_first
 from attnmux.core.errors import BackendFailed, NoBackend
 
 Decide = Callable[[Mapping[str, BackendFailed]], Decision]

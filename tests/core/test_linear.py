@@ -27,7 +27,7 @@ from attnmux.core import (
     solve,
 )
 from attnmux.core.choosing.machine.cpu import probe_cpu
-from attnmux.core.linear_hybrid import LinearByPhase
+from attnmux.core.composites.linear_hybrid import LinearByPhase
 from attnmux.cpu.plugin import TORCH_LINEAR
 from attnmux.cpu.torch_linear import TorchLinearBackend
 from attnmux.testing import decode, extend, fake_platform

@@ -16,8 +16,8 @@ from attnmux.core import (
     SpecInput,
     with_virtual_requests,
 )
-from attnmux.core.local_attention import local_context
-from attnmux.core.virtual_requests import virtual_step
+from attnmux.core.composites.local_attention import local_context
+from attnmux.core.composites.virtual_requests import virtual_step
 from attnmux.cpu.torch_native import TorchNativeBackend
 from attnmux.testing import (
     Candidate,
@@ -59,7 +59,7 @@ def chunkless(base):
 
 
 def candidate(base) -> Candidate:
-    card = graph_card(kv_dtype=ANY) if base is GraphFakeBackend else fake_card(kv_dtype=ANY)
+    card = graph_card() if base is GraphFakeBackend else fake_card(kv_dtype=ANY)
     card = replace(card, virtual_requests=True)
     return Candidate(card=card, platform=fake_platform(), factory=chunkless(base))
 
@@ -72,7 +72,11 @@ def test_virtual_requests_have_the_answers_of_chunks(case, base) -> None:
     assert outcome.status == "passed", outcome.message
 
 
-@pytest.mark.parametrize("case", in_graphs(tuple(CASES)), ids=lambda case: case.name)
+# The fake unpacks 4-bit floats by a constant from the host
+WIDE = tuple(case for case in CASES if case.kv_dtype != "fp4_e2m1")
+
+
+@pytest.mark.parametrize("case", in_graphs(WIDE), ids=lambda case: case.name)
 def test_decode_is_replayed_from_graphs(case) -> None:
     outcome = run_case(candidate(GraphFakeBackend), case)
     assert outcome.status == "passed", outcome.message
@@ -89,7 +93,7 @@ def test_decode_is_replayed_from_graphs(case) -> None:
     ids=["table is not filled", "chunk 0 for all"],
 )
 def test_wrong_tables_are_caught(monkeypatch, wrong) -> None:
-    monkeypatch.setattr("attnmux.core.virtual_requests._fill", wrong)
+    monkeypatch.setattr("attnmux.core.composites.virtual_requests._fill", wrong)
     (case,) = [case for case in CASES if case.name == "extend-chunk-page16"]
     assert run_case(candidate(FakeBackend), case).status == "failed"
 

@@ -20,6 +20,7 @@ from attnmux.core import (
     SparseAttnBackend,
     bound_products,
     imported,
+    solve,
     sparse_context,
 )
 from attnmux.cpu.torch_native import TorchNativeBackend
@@ -363,7 +364,7 @@ def served(case) -> bool:
 )
 def test_requests_that_exclude_each_other_are_refused(fields, argument) -> None:
     with pytest.raises(InvalidInput) as refused:
-        Request.parse(fields).check_chosen_pages()
+        solve(Request.parse(fields), fake_platform(), ())
     assert refused.value.argument == argument
 
 

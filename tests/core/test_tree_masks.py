@@ -19,16 +19,17 @@ from attnmux.core import (
     limited_drafts,
     pack_visible,
     tree_mask_of,
+    undrafted_request,
     unpack_visible,
     visible_drafts,
     with_mask_forms,
 )
 from attnmux.core.batch import ForwardMode
+from attnmux.core.composites.mask_forms import MaskFormsBackend
+from attnmux.core.composites.two_batches import half_of
 from attnmux.core.graph.buffers import FixedBuffers
-from attnmux.core.mask_forms import MaskFormsBackend
 from attnmux.core.spec import tree_visibility, whole_mask
 from attnmux.core.tree_masks import check_trees, mask_bounds, with_form
-from attnmux.core.two_batches import half_of
 from attnmux.cpu.torch_native import TorchNativeBackend
 from attnmux.testing import (
     Candidate,
@@ -256,7 +257,7 @@ def test_only_backends_that_lack_a_form_are_wrapped() -> None:
     plain = FakeBackend(setup.context)
     assert with_mask_forms(plain, TREE_MASKS) is plain
     assert isinstance(with_mask_forms(plain, ("full",)), MaskFormsBackend)
-    asked = replace(setup.context, request=setup.context.request.without_drafts())
+    asked = replace(setup.context, request=undrafted_request(setup.context.request))
     chains = FakeBackend(replace(asked, request=asked.request.replace(custom_mask=False)))
     assert with_mask_forms(chains, ("full",)) is chains
 

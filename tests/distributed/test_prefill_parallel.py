@@ -21,9 +21,9 @@ from attnmux.core import (
     RanksDiffer,
     UpProjection,
     imported,
-    part_attention,
     torch_dtype,
 )
+from attnmux.core.composites import part_attention
 from attnmux.cpu.native import NativeBackend
 from attnmux.cpu.torch_native import TorchNativeBackend
 from attnmux.distributed import (

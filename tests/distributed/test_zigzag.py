@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from attnmux.core import ForwardMode, InvalidInput, MultiItem, SpecInput
+from attnmux.core import ForwardMode, InvalidInput, MultiItem, SpecInput, parts_request
 from attnmux.cpu.torch_native import TorchNativeBackend
 from attnmux.distributed import ZigzagStep, split_context, zigzag_step
 from attnmux.distributed.split_parts import ChunkRows, parts_of
@@ -167,7 +167,7 @@ def test_contexts_of_parts() -> None:
     assert cross.is_cross_attention
     assert other_cross.is_cross_attention
     assert own.sinks is None
-    assert made.request == context.request.of_parts()
+    assert made.request == parts_request(context.request)
     assert made.request.cross_attention
     assert made.request.sliding_window is None
     for changes, match in (

@@ -45,6 +45,7 @@ class HashingDraft:
 
     vocabulary_size = VOCABULARY
     ranks = ONE_RANK
+    has_compressed_keys = False
     catch_up_graphs = verify_graphs = tree_kernels = token_ids = None
 
     def __init__(self, page_size, size, **changes):

@@ -13,12 +13,12 @@ from attnmux.core import (
     Policy,
     Request,
     SparseAttnBackend,
-    building,
     detect,
     load_plugins,
     solve,
 )
 from attnmux.core.cli.verbs import verbs
+from attnmux.core.composites import building
 from attnmux.transformers import (
     Engine,
     MemoryBudget,

@@ -95,13 +95,31 @@ MAKERS["minimax"] = lambda: transformers.MiniMaxConfig(
     num_local_experts=2,
     block_size=8,
 )
+MAKERS["compressed"] = lambda: transformers.DeepseekV4Config(
+    **{**BASE, "num_key_value_heads": 1},
+    head_dim=16,
+    partial_rotary_factor=0.5,
+    q_lora_rank=16,
+    o_groups=2,
+    o_lora_rank=8,
+    moe_intermediate_size=16,
+    n_routed_experts=4,
+    num_experts_per_tok=2,
+    num_hidden_layers=2,
+    layer_types=["compressed_sparse_attention", "heavily_compressed_attention"],
+    mlp_layer_types=["moe"] * 2,
+)
 SHAPES = {"minimax": {(1, 16, 16)}, "gemma4": {(1, 16, 16), (1, 32, 32)}, "mimo": {(1, 24, 16)}}
 """KV heads of one rank, and dims of K and V."""
 
 
 PICTURED = ("qwen2.5-vl", "gemma3-images", "llava")
 IMAGE, BEGIN, END = 90, 92, 93
+COMPRESSED = "ranks: expected 1: what keys are made of is not split, got 2"
 REFUSED = {
+    ("compressed", "tp"): COMPRESSED,
+    ("compressed", "dp"): COMPRESSED,
+    ("compressed", "dcp"): "dcp: expected a model whose heads are split",
     ("deepseek", "dcp"): "request: expected self attention of kind mha or mla",
     ("llava", "dcp"): "images: expected a model with a vision tower",
     ("llava", "dp"): "images: expected a model with a vision tower",

@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from attnmux.core import GraphConfig, GraphRunner, ModelInput
-from attnmux.core.indices import best_keys, index_scores
 from attnmux.testing import (
     Case,
     GraphFakeBackend,
@@ -20,6 +19,7 @@ from attnmux.testing import (
     prepare_step,
     reference,
 )
+from attnmux.transformers.sparse.scores import best_keys, index_scores
 
 INDEX_HEADS, INDEX_DIM, TOPK = 3, 16, 24
 LATENT = {

@@ -22,7 +22,7 @@ from attnmux.core import (
     one_of,
 )
 from attnmux.core.choosing.machine.cpu import probe_cpu
-from attnmux.core.part_attention import merge_into
+from attnmux.core.composites.part_attention import merge_into
 from attnmux.transformers import (
     RunnerOptions,
     SequenceState,
@@ -194,7 +194,8 @@ def test_a_long_prompt_runs_expanded_after_its_cached_prefix(
     assert runner.decision.expanded is not None
     merged = []
     monkeypatch.setattr(
-        "attnmux.core.part_attention.merge_into", lambda *given: merged.append(merge_into(*given))
+        "attnmux.core.composites.part_attention.merge_into",
+        lambda *given: merged.append(merge_into(*given)),
     )
     ids = torch.randint(97, (100,), generator=torch.Generator().manual_seed(2)).tolist()
     (theirs,) = eager_logits(model, [ids])

@@ -62,7 +62,8 @@ def test_the_whole_model_is_one_graph(tiny, run_on, architecture):
     for graph in graphs:
         assert sum(node.target is OP for node in graph.graph.nodes) == 3
     for ours, theirs in zip(compiled, plain, strict=True):
-        torch.testing.assert_close(ours, theirs, atol=0, rtol=0)
+        # Linear layers that are not compiled may have a kernel of their own
+        torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.full

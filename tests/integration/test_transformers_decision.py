@@ -9,10 +9,11 @@ from datetime import datetime, timezone
 import pytest
 from click.testing import CliRunner
 
+from attnmux.bench.keeping import RecordFile
 from attnmux.core import AttnmuxError, BackendFailed, Detection, Measurement, Request, load_plugins
 from attnmux.core.choosing.judge.axes import Question
 from attnmux.core.choosing.machine.cpu import probe_cpu
-from attnmux.core.choosing.measured.measurement import measurement_file, shape_of, versions_of
+from attnmux.core.choosing.measured.measurement import shape_of, versions_of
 from attnmux.core.choosing.measured.records import Device
 from attnmux.core.cli import run as shared
 from attnmux.core.cli.verbs import verbs
@@ -66,7 +67,7 @@ def measure(file, *, batch_size: int = 1, **times: float) -> None:
     """Medians of the CPU backends for the shipped model."""
     offers = {offer.card.name: offer for offer in load_plugins().offers()}
     request = Request.from_model(recall.PATH)
-    measurement_file(file).add(
+    RecordFile(file, Measurement).add(
         [
             Measurement(
                 backend=offers[name].address,

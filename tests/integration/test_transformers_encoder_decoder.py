@@ -10,8 +10,9 @@ from transformers import AutoModelForSeq2SeqLM, AutoModelForSpeechSeq2Seq
 from attnmux.core import InvalidInput, PoolExhausted, torch_dtype
 from attnmux.transformers import Engine, SequenceState, record_layers
 from attnmux.transformers.checkpoint import quiet_transformers
-from attnmux.transformers.encoder_decoder import PackedDecoder, record_decoder
+from attnmux.transformers.encoder_decoder import record_decoder
 from attnmux.transformers.engine import scheduler
+from attnmux.transformers.packed_decoder import PackedDecoder
 
 SHARED = {
     "vocab_size": 97,
@@ -110,6 +111,58 @@ CONFIGS |= {
     ),
 }
 """Requests are longer than the distance from which on biases are the same."""
+FSMT = {name: value for name, value in TEXT.items() if name not in ("vocab_size", "pad_token_id")}
+BERT = {
+    "vocab_size": 97,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "intermediate_size": 48,
+    "max_position_embeddings": 66,
+}
+CONFIGS |= {
+    "mvp": lambda: transformers.MvpConfig(**TEXT, forced_eos_token_id=None),
+    "led": lambda: transformers.LEDConfig(
+        **SHARED,
+        attention_window=[4, 8],
+        max_encoder_position_embeddings=64,
+        max_decoder_position_embeddings=64,
+    ),
+    "fsmt": lambda: transformers.FSMTConfig(
+        **FSMT, src_vocab_size=120, tgt_vocab_size=97, forced_eos_token_id=None
+    ),
+    "bert2roberta": lambda: transformers.EncoderDecoderConfig(
+        encoder=transformers.BertConfig(**BERT, hidden_size=48).to_dict(),
+        decoder=transformers.RobertaConfig(
+            **BERT,
+            hidden_size=32,
+            is_decoder=True,
+            add_cross_attention=True,
+            pad_token_id=1,
+            eos_token_id=2,
+        ).to_dict(),
+        pad_token_id=1,
+        decoder_start_token_id=2,
+    ),
+    "speecht5": lambda: transformers.SpeechT5Config(
+        vocab_size=97,
+        hidden_size=32,
+        encoder_layers=2,
+        encoder_attention_heads=4,
+        encoder_ffn_dim=48,
+        decoder_layers=3,
+        decoder_attention_heads=4,
+        decoder_ffn_dim=48,
+        conv_dim=[16, 16],
+        conv_stride=[4, 4],
+        conv_kernel=[8, 4],
+        num_conv_pos_embeddings=4,
+        num_conv_pos_embedding_groups=2,
+        max_text_positions=64,
+        mask_time_prob=0.0,
+    ),
+}
+"""FSMT's encoder knows tokens that its decoder does not. The states of BERT are projected."""
+SPEECH = ("whisper", "speecht5")
 DECODED = 5
 
 
@@ -121,7 +174,7 @@ def made(tmp_path_factory):
     def make(name):
         if name not in known:
             torch.manual_seed(0)
-            kind = AutoModelForSpeechSeq2Seq if name == "whisper" else AutoModelForSeq2SeqLM
+            kind = AutoModelForSpeechSeq2Seq if name in SPEECH else AutoModelForSeq2SeqLM
             with quiet_transformers(progress=False):
                 model = kind.from_config(CONFIGS[name](), attn_implementation="eager").eval()
                 with torch.no_grad():
@@ -144,8 +197,12 @@ def encoder_inputs(name):
     generator = torch.Generator().manual_seed(1)
     if name == "whisper":
         return [{"input_features": torch.randn(1, 8, 42, generator=generator)} for _ in range(3)]
+    if name == "speecht5":
+        lengths = (300, 40, 500)
+        return [{"input_values": torch.randn(1, length, generator=generator)} for length in lengths]
+    most = 120 if name == "fsmt" else 97
     return [
-        {"input_ids": torch.randint(3, 97, (1, length), generator=generator)}
+        {"input_ids": torch.randint(3, most, (1, length), generator=generator)}
         for length in (19, 1, 32)
     ]
 
@@ -156,8 +213,8 @@ def token_ids():
 
 
 def logits_of(model, inputs, ids):
-    with torch.inference_mode():
-        return model(**inputs, decoder_input_ids=torch.tensor([ids])).logits[0]
+    with torch.inference_mode():  # with a cache FSMT's decoder is not causal
+        return model(**inputs, decoder_input_ids=torch.tensor([ids]), use_cache=False).logits[0]
 
 
 def assert_same(ours, theirs):
@@ -236,7 +293,13 @@ def test_8_bit_floats_round_the_encoders_k_and_v_too(made, run_on, kv_dtype, mon
     torch.testing.assert_close(*logits, atol=1e-4, rtol=1e-3)
 
 
-@pytest.mark.parametrize("name", ["whisper", "bart", "t5", "mt5", "umt5"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("whisper", "bart", "t5", "mt5", "umt5"),
+        *("mvp", "led", "fsmt", "bert2roberta", "speecht5"),
+    ],
+)
 def test_greedy_tokens_are_those_of_transformers_generate(made, run_on, name):
     model, folder = made(name)
     runner = run(run_on, folder, page_size=16)
@@ -274,7 +337,7 @@ def generated(engine, requests):
 
 
 @pytest.mark.parametrize("page_size", [1, 16])
-@pytest.mark.parametrize("name", ["whisper", "bart", "t5", "umt5", "t5gemma2"])
+@pytest.mark.parametrize("name", ["whisper", "bart", "t5", "umt5", "t5gemma2", "bert2roberta"])
 @pytest.mark.one_of("page_size")
 def test_the_engine_gives_each_request_what_it_gets_alone(
     made, run_on, monkeypatch, name, page_size
@@ -451,17 +514,20 @@ REFUSED = {
         lambda: transformers.NllbMoeConfig(**NLLB_MOE, moe_eval_capacity_token_fraction=0.5),
         "drops tokens beyond the capacity of an expert",
     ),
-    "fsmt": (
-        lambda: transformers.FSMTConfig(
-            **{
-                name: value
-                for name, value in TEXT.items()
-                if name not in ("vocab_size", "pad_token_id")
-            },
-            src_vocab_size=97,
-            tgt_vocab_size=97,
+    "prophetnet": (
+        lambda: transformers.ProphetNetConfig(
+            vocab_size=97,
+            hidden_size=32,
+            num_encoder_layers=1,
+            num_decoder_layers=1,
+            num_encoder_attention_heads=4,
+            num_decoder_attention_heads=4,
         ),
-        "a decoder of class FSMTDecoder",
+        "0 attention calls of 0 modules",
+    ),
+    "mvp": (
+        lambda: transformers.MvpConfig(**TEXT, use_prompt=True, prompt_length=3, prompt_mid_dim=8),
+        "attn_prompt",
     ),
 }
 
@@ -473,6 +539,23 @@ def test_models_that_cannot_be_served_are_refused(tmp_path, run_on, name):
         AutoModelForSeq2SeqLM.from_config(config()).save_pretrained(tmp_path)
     with pytest.raises(InvalidInput, match=words):
         run(run_on, tmp_path)
+
+
+def test_places_of_encoder_states_are_found(made):
+    """MoonshineStreaming's decoder adds a position to each."""
+    model = made("bart")[0]
+
+    def with_places(_, args, kwargs):
+        states = kwargs["encoder_hidden_states"]
+        places = torch.arange(states.shape[1]).view(1, -1, 1)
+        return args, {**kwargs, "encoder_hidden_states": states + places}
+
+    hook = model.get_decoder().register_forward_pre_hook(with_places, with_kwargs=True)
+    try:
+        with pytest.raises(InvalidInput, match="their places in the row"):
+            record_decoder(PackedDecoder(model), max_context_len=64)
+    finally:
+        hook.remove()
 
 
 def test_positions_that_are_not_looked_at_are_found(made):

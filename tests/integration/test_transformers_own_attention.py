@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+
 import pytest
 import torch
 import transformers
@@ -43,8 +45,31 @@ MAKERS = {
         **NO_TOKENS, d_model=48, n_layers=3, n_heads=6, attn_config={"clip_qkv": 1.5}
     ),
 }
+BERT = {**NO_TOKENS, "hidden_size": 48, "num_hidden_layers": 3, "num_attention_heads": 4}
+BERT |= {"is_decoder": True, "intermediate_size": 48, "max_position_embeddings": 128}
+BART = {**NO_TOKENS, "d_model": 48, "decoder_layers": 3, "decoder_attention_heads": 4}
+BART |= {"decoder_ffn_dim": 48, "max_position_embeddings": 128}
+MAKERS |= {
+    "big-bird": lambda: transformers.BigBirdConfig(**BERT, attention_type="original_full"),
+    "doge": lambda: transformers.DogeConfig(
+        **{**BERT, "is_decoder": False}, num_key_value_heads=2, head_dim=8, keep_window_size=64
+    ),
+    "git": lambda: transformers.GitConfig(**BERT),
+    "megatron-bert": lambda: transformers.MegatronBertConfig(**BERT),
+    "mvp": lambda: transformers.MvpConfig(**BART),
+    "openai-gpt": lambda: transformers.OpenAIGPTConfig(**GPT),
+    "rembert": lambda: transformers.RemBertConfig(
+        **BERT, input_embedding_size=16, output_embedding_size=24
+    ),
+    "roformer": lambda: transformers.RoFormerConfig(**BERT, rotary_value=False),
+    "roformer-turns-v": lambda: transformers.RoFormerConfig(**BERT, rotary_value=True),
+    "trocr": lambda: transformers.TrOCRConfig(**BART),
+    "xglm": lambda: transformers.XGLMConfig(
+        **NO_TOKENS, d_model=48, num_layers=3, attention_heads=4, ffn_dim=48
+    ),
+}
 ALIBI = {"bloom", "falcon-rw", "mpt"}
-KV_HEADS = {"bloom": 6, "mpt": 6, "falcon-7b": 1, "falcon-40b": 2}
+KV_HEADS = {"bloom": 6, "doge": 2, "mpt": 6, "falcon-7b": 1, "falcon-40b": 2}
 PROMPT_LENS = (13, 1, 33)
 NUM_DECODED = 4
 
@@ -89,31 +114,18 @@ def test_logits_are_those_of_eager_attention(tmp_path, name, page_size):
 
 
 def test_every_adapter_s_class_exists():
-    known = {
-        one
-        for one in (
-            transformers.BloomForCausalLM,
-            transformers.CodeGenForCausalLM,
-            transformers.FalconForCausalLM,
-            transformers.GPTJForCausalLM,
-            transformers.GPTNeoForCausalLM,
-            transformers.GPTNeoXJapaneseForCausalLM,
-            transformers.MptForCausalLM,
-            transformers.LongT5ForConditionalGeneration,
-            transformers.MT5ForConditionalGeneration,
-            transformers.Pop2PianoForConditionalGeneration,
-            transformers.T5ForConditionalGeneration,
-            transformers.UMT5ForConditionalGeneration,
-            transformers.ZambaForCausalLM,
-        )
-    }
-    assert all(map(has_adapter, known))
-    assert not has_adapter(transformers.LlamaForCausalLM)
-    beside = {name for one in known for name in vars(__import__(one.__module__, fromlist=["_"]))}
+    known = [
+        *transformers.MODEL_FOR_CAUSAL_LM_MAPPING.values(),
+        *transformers.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING.values(),
+        *transformers.MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING.values(),
+    ]
+    files = {one.__module__ for one in known if isinstance(one, type) and has_adapter(one)}
+    beside = {name for file in files for name in vars(importlib.import_module(file))}
     assert beside.issuperset(ADAPTERS)
+    assert not has_adapter(transformers.LlamaForCausalLM)
 
 
 def test_others_are_refused_with_the_reason(tmp_path):
-    transformers.OpenAIGPTConfig(n_embd=32, n_layer=1, n_head=2).save_pretrained(tmp_path)
+    transformers.XLNetConfig(d_model=32, n_layer=1, n_head=2).save_pretrained(tmp_path)
     with pytest.raises(InvalidInput, match="computes attention by itself"):
         open_checkpoint(tmp_path)

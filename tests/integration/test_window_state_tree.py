@@ -7,8 +7,7 @@ import random
 import pytest
 import torch
 
-from attnmux.core import LinearLayerSpec, LinearStatePool
-from attnmux.core.kv import MHATokenToKVPool, SWAKVPool
+from attnmux.core import LinearLayerSpec, LinearStatePool, MHATokenToKVPool, SWAKVPool
 from attnmux.transformers.prefixes import WindowSpan, WindowStatePrefixTree
 from attnmux.transformers.slots import SWAAllocator
 

@@ -7,8 +7,8 @@ import random
 import pytest
 import torch
 
+from attnmux.core import MHATokenToKVPool, SWAKVPool
 from attnmux.core.errors import InvalidInput
-from attnmux.core.kv import MHATokenToKVPool, SWAKVPool
 from attnmux.transformers.prefixes import WindowPrefixTree, WindowSpan
 from attnmux.transformers.slots import SWAAllocator
 

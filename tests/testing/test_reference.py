@@ -37,8 +37,8 @@ def layer(**changes: object) -> LayerSpec:
 def pool_of(k: torch.Tensor, v: torch.Tensor | None = None) -> SimpleNamespace:
     """A pool that stores values as they are."""
     return SimpleNamespace(
-        get_key_buffer=lambda _: k,
-        get_value_buffer=lambda _: v,
+        get_kv_buffer=lambda _: (k, k if v is None else v),
+        get_scale_buffers=lambda _: None,
         read_scales=lambda k_scale, v_scale: (1.0, 1.0),
         translate=lambda slots, layer_id: slots,
     )
@@ -285,7 +285,7 @@ def test_mla_values_are_the_latent_columns_of_the_keys() -> None:
     table = scattered_table(1)
     spec = layer(kind="mla", tp_k_head_num=1, tp_v_head_num=1, qk_head_dim=12, v_head_dim=8)
     step = batch(ForwardMode.EXTEND, [5], [2])
-    out, _ = attention(q, spec, step, table, pool_of(latent), q_rope=q_rope)
+    out, _ = attention(q, spec, step, table, pool_of(latent, latent[..., :8]), q_rope=q_rope)
     keys = latent[table[1, :5].long()]
     keep = torch.ones(2, 5, dtype=torch.bool).tril(3)
     expected = sdpa(torch.cat([q, q_rope], dim=-1), keys, keys[..., :8], keep)
@@ -300,7 +300,7 @@ def test_picked_keys_are_the_only_ones() -> None:
     spec = layer(kind="mla", tp_k_head_num=1, tp_v_head_num=1, qk_head_dim=12, v_head_dim=8)
     picks = torch.tensor([[-1, 2, 0, -1], [3, 1, 2, 4], [-1, -1, -1, -1]], dtype=torch.int32)
     step = batch(ForwardMode.EXTEND, [5, 1], [2, 1], topk_indices=picks)
-    out, lse = attention(q, spec, step, table, pool_of(latent), q_rope=q_rope)
+    out, lse = attention(q, spec, step, table, pool_of(latent, latent[..., :8]), q_rope=q_rope)
     whole = torch.cat([q, q_rope], dim=-1)
     for token, places in ((0, [0, 2]), (1, [1, 2, 3, 4])):
         keys = latent[table[1, places].long()]
@@ -363,7 +363,8 @@ def test_slots_are_those_of_the_layers_buffer() -> None:
     q, table = random(2, 4, 8, seed=2), scattered_table(1)
     step, elsewhere = batch(ForwardMode.EXTEND, [4], [2]), torch.randperm(NUM_SLOTS)
     moved = pool_of(torch.empty_like(k), torch.empty_like(v))
-    moved.get_key_buffer(0)[elsewhere], moved.get_value_buffer(0)[elsewhere] = k, v
+    for buffer, rows in zip(moved.get_kv_buffer(0), (k, v), strict=True):
+        buffer[elsewhere] = rows
     moved.translate = lambda slots, layer_id: elsewhere[slots]
     expected, _ = attention(q, layer(), step, table, pool_of(k, v))
     torch.testing.assert_close(attention(q, layer(), step, table, moved)[0], expected)

@@ -12,9 +12,10 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner, Result
 
+from attnmux.bench.keeping import RecordFile
 from attnmux.core import Measurement, Verified, load_plugins
 from attnmux.core.choosing.machine.cpu import probe_cpu
-from attnmux.core.choosing.measured.measurement import measurement_file, versions_of
+from attnmux.core.choosing.measured.measurement import versions_of
 from attnmux.core.choosing.measured.records import Device
 from attnmux.core.cli.verbs import verbs
 from attnmux.testing import find_candidate
@@ -136,7 +137,9 @@ def test_kept_results_are_reported(home, no_run) -> None:
     }
     other = replace(made["device"], name="another")
     file = home / "cache" / "attnmux" / "measurements.json"
-    measurement_file(file).add([Measurement(**made), Measurement(**{**made, "device": other})])
+    RecordFile(file, Measurement).add(
+        [Measurement(**made), Measurement(**{**made, "device": other})]
+    )
     result = report("torch_native")
     assert result.exit_code == 0, result.output
     (backend,) = written()["backends"]

@@ -26,6 +26,10 @@ VARIANTS = (
 """How dims are drawn, from the freest on: the first that an architecture accepts is taken."""
 
 
+PARTS = ("is_decoder", "add_cross_attention")
+"""Fields by which a config of two models tells what each of them is."""
+
+
 def random_config(
     config_class: type[PreTrainedConfig], seed: int, variant: Mapping[str, bool]
 ) -> PreTrainedConfig:
@@ -87,6 +91,7 @@ def _nested(name: str, value: PreTrainedConfig, dims: Dims) -> PreTrainedConfig:
         given = {key: TOWER[key] for key in vars(value) if key in TOWER}
     else:
         given = _values(own, dims)
+    given |= {part: vars(value)[part] for part in PARTS if vars(value).get(part)}
     return _made(own, given)
 
 

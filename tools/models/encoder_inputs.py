@@ -23,6 +23,8 @@ def encoder_inputs(model: Any, seed: int, vocabulary: int) -> list[Inputs]:  # n
     """
     rng, generator = random.Random(seed), torch.Generator().manual_seed(seed)
     name = model.main_input_name
+    if name == "inputs":  # of whichever encoder is joined
+        name = model.get_encoder().main_input_name
     if name == "input_ids":
         ids = ([rng.randrange(5, vocabulary - 5) for _ in range(length)] for length in LENGTHS)
         return [{name: torch.tensor([each])} for each in ids]

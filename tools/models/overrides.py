@@ -21,6 +21,7 @@ SHARED_ATTENTION = {
 OVERRIDES: Mapping[str, Mapping[str, object]] = {
     **dict.fromkeys(["AXK2Config", "DeepseekV32Config", "HYV4Config"], INDEXED),
     "BambaConfig": {**GROUPED, **MAMBA2, "hidden_size": 32, "attn_layer_indices": [1]},
+    "BigBirdConfig": {"attention_type": "original_full"},  # the one that is causal
     "BltConfig": {"encoder_hash_byte_group_vocab": 64},
     "CodeGenConfig": {"n_embd": 64, "n_head": 4, "rotary_dim": 8},
     "CohereCompassTextConfig": {
@@ -49,6 +50,7 @@ OVERRIDES: Mapping[str, Mapping[str, object]] = {
         "index_head_dim": 16,
         "index_topk": 2,
     },
+    "DogeConfig": {"keep_window_size": 64},
     "Dots1Config": {
         "n_routed_experts": 4,
         "n_shared_experts": 1,
@@ -99,6 +101,7 @@ OVERRIDES: Mapping[str, Mapping[str, object]] = {
         "index_head_dim": 16,
         "index_n_heads": 2,
     },
+    "MoonshineStreamingConfig": {"num_attention_heads": 4, "num_key_value_heads": 4},
     "NllbMoeConfig": {"encoder_sparse_step": 2, "decoder_sparse_step": 2},
     "Qwen4ExpTextConfig": {
         "layer_types": ["linear_attention", "indexed_attention", "linear_attention"],

@@ -11,7 +11,7 @@ from click.testing import CliRunner
 
 import attnmux.core.choosing.solver
 from attnmux.core.choosing.judge.axes import AXES
-from attnmux.core.cli.codes import AXIS_MEANINGS, MEANINGS, meanings
+from attnmux.core.cli.explain import AXIS_MEANINGS, MEANINGS, meanings
 from attnmux.core.cli.verbs import verbs
 
 CHOOSING = Path(attnmux.core.choosing.solver.__file__).parent

@@ -153,6 +153,19 @@ def test_layers_that_no_backend_serves_are_said(call, tmp_path) -> None:
     assert "no backend serves 36 mamba layers" in " ".join(result.stdout.split())
 
 
+def test_layers_with_keys_of_blocks_are_named(call, tmp_path) -> None:
+    values = {"model_type": "deepseek_v4", "num_hidden_layers": 5, "dtype": "bfloat16"}
+    values |= {"compress_ratios": [0, 4, 128, 4, 128, 0]}
+    (tmp_path / "config.json").write_text(json.dumps(values))
+    args = ["--platform", HERE, "--model", str(tmp_path)]
+    data = answer(call(*args, "--json"))
+    counted = {"compressed_sparse_attention": 2, "heavily_compressed_attention": 2}
+    assert data["request"]["compressed_layers"] == counted
+    assert Decision.from_json(json.dumps(data)).hash == data["hash"]
+    said = " ".join(call(*args).stdout.split())
+    assert "serves the keys of blocks in 2 compressed_sparse_attention and 2 heavily_" in said
+
+
 def test_linear_layers_have_backends_of_their_own(call, tmp_path) -> None:
     values = {"model_type": "qwen3_next", "num_attention_heads": 16, "head_dim": 256}
     values |= {"num_key_value_heads": 2, "num_hidden_layers": 48, "dtype": "bfloat16"}

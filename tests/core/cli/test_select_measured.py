@@ -10,13 +10,13 @@ from datetime import datetime, timezone
 import pytest
 from click.testing import CliRunner
 
+from attnmux.bench.keeping import RecordFile
 from attnmux.core.choosing.ask.request import Request
 from attnmux.core.choosing.find.devices import Detection
 from attnmux.core.choosing.judge.axes import Question
 from attnmux.core.choosing.machine.platform import Platform
 from attnmux.core.choosing.measured.measurement import (
     Measurement,
-    measurement_file,
     shape_of,
     versions_of,
 )
@@ -42,7 +42,7 @@ def file(tmp_path, monkeypatch):
 
 def measure(file, times) -> None:
     offers = {offer.address: offer for offer in load_plugins().offers()}
-    measurement_file(file).add(
+    RecordFile(file, Measurement).add(
         [
             Measurement(
                 backend=address,

@@ -15,7 +15,6 @@ from attnmux.core.indices import (
     kv_indices,
     kv_indptr,
     mask_indptr,
-    out_cache_loc,
     page_table,
     window_view,
 )
@@ -142,22 +141,17 @@ def test_page_table(batch, from_start, multiple, slack):
 
 
 @given(batches(), st.data())
-def test_out_cache_loc_and_positions(batch, data):
+def test_positions(batch, data):
     prefixes = [data.draw(st.integers(0, length)) for length in batch.lens]
     extends = [length - prefix for length, prefix in zip(batch.lens, prefixes, strict=True)]
-    slots = [slot for i, prefix in enumerate(prefixes) for slot in batch.slots(i)[prefix:]]
     spans = zip(prefixes, batch.lens, strict=True)
     positions = [position for span in spans for position in range(*span)]
-    where = (batch.table, batch.rows, ints(prefixes), ints(extends))
-    result = out_cache_loc(*where, kv_start=ints(batch.starts))
-    assert result.tolist() == slots
-    assert result.dtype == torch.int64
-    buffer = torch.full((len(slots) + 2,), JUNK)
-    assert out_cache_loc(*where, kv_start=ints(batch.starts), out=buffer).tolist() == [*slots, 0, 0]
-    result = extend_positions(*where[2:], total=len(slots))
+    lens = ints(prefixes), ints(extends)
+    buffer = torch.full((len(positions) + 2,), JUNK)
+    result = extend_positions(*lens, total=len(positions))
     assert result.tolist() == positions
     assert result.dtype == torch.int64
-    assert extend_positions(*where[2:], out=buffer).tolist() == [*positions, 0, 0]
+    assert extend_positions(*lens, out=buffer).tolist() == [*positions, 0, 0]
 
 
 @given(st.lists(st.tuples(st.integers(0, 40), st.integers(0, 40)), max_size=6))

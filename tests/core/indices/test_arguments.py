@@ -14,7 +14,6 @@ from attnmux.core.indices import (
     kv_indptr,
     kv_last_page_len,
     mask_indptr,
-    out_cache_loc,
     page_table,
     verify_kv_lens,
     window_view,
@@ -44,7 +43,6 @@ LENS = torch.tensor([3, 5], dtype=torch.int32)
         ("out", lambda: page_table(TABLE, ROWS, LENS, max_len=5, out=TABLE[:, :4])),
         ("out", lambda: page_table(TABLE, ROWS, LENS, out=TABLE[:1])),
         ("prefix_lens", lambda: extend_positions(LENS[:1], LENS)),
-        ("extend_lens", lambda: out_cache_loc(TABLE, ROWS, LENS, LENS.long())),
         ("q_lens", lambda: window_view(LENS, 3, q_lens=LENS[:1])),
         ("q_lens", lambda: mask_indptr(LENS[:1], LENS)),
         ("draft_token_num", lambda: verify_kv_lens(LENS, 0)),
@@ -64,7 +62,6 @@ def test_no_synchronisation_once_sizes_are_known():
     assert kv_indices(table, rows, indptr, out=buffer).shape == (64,)
     assert page_table(table, rows, lens, page_size=2, max_len=6).shape == (2, 3)
     assert page_table(table, rows, lens, kv_start=lens, out=buffer.view(4, 16)).shape == (2, 16)
-    assert out_cache_loc(table, rows, lens, lens, out=long_buffer).shape == (64,)
     assert extend_positions(lens, lens, out=long_buffer).shape == (64,)
     assert window_view(lens, 3, q_lens=lens, page_size=2).kv_lens.shape == (2,)
     assert mask_indptr(4, lens).shape == (3,)
@@ -100,16 +97,3 @@ def test_a_window_view_refuses_a_short_buffer_before_it_writes_to_the_other():
     with pytest.raises(InvalidInput, match="at least 3"):
         window_view(lens, 4, out=view)
     assert view.kv_lens.tolist() == [-7, -7, -7]
-
-
-def test_a_start_of_another_batch_is_refused_where_slots_are_read_back():
-    lens = torch.tensor([2, 3], dtype=torch.int32)
-    table = torch.zeros(3, 8, dtype=torch.int32)
-    with pytest.raises(InvalidInput, match="kv_start"):
-        out_cache_loc(
-            table,
-            torch.tensor([1, 2]),
-            lens,
-            lens,
-            kv_start=torch.tensor([1], dtype=torch.int32),
-        )

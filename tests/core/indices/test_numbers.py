@@ -12,7 +12,6 @@ from attnmux.core.indices import (
     kv_indptr,
     kv_last_page_len,
     mask_indptr,
-    out_cache_loc,
     page_table,
     uniform_indptr,
     verify_kv_lens,
@@ -108,7 +107,6 @@ def test_empty_batch():
     assert extend_positions(none, none).shape == (0,)
     assert kv_indices(table, rows, cu_seqlens(none)).shape == (0,)
     assert kv_indices(table, rows, cu_seqlens(none), out=lens(7, 7)).tolist() == [0, 0]
-    assert out_cache_loc(table, rows, none, none).shape == (0,)
     assert page_table(table, rows, none, page_size=4).shape == (0, 0)
     assert kv_last_page_len(none, 4).shape == (0,)
     assert window_view(none, 3).kv_lens.shape == (0,)

@@ -3,10 +3,10 @@ from __future__ import annotations
 import pytest
 import torch
 
+from attnmux.core import BlockTable, ReqToTokenPool
 from attnmux.core.errors import InvalidInput
 from attnmux.core.indices import kv_indices, page_table
 from attnmux.core.indices.ragged import kv_indptr
-from attnmux.core.kv import BlockTable, ReqToTokenPool
 
 PAGE = 4
 LENS = torch.tensor([9, 3, 0, 16], dtype=torch.int32)

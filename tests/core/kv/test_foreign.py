@@ -5,8 +5,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-from attnmux.core.errors import InvalidInput
-from attnmux.core.kv import (
+from attnmux.core import (
     ForeignKVPool,
     ForeignMLAPool,
     ForeignRequestTable,
@@ -14,6 +13,7 @@ from attnmux.core.kv import (
     MHATokenToKVPool,
     MLATokenToKVPool,
 )
+from attnmux.core.errors import InvalidInput
 
 PAGE, PAGES, HEADS, DIM, V_DIM, RANK, ROPE = 4, 9, 2, 6, 4, 8, 3
 DTYPES = [torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2]

@@ -17,7 +17,7 @@ from attnmux.core import (
     unpack_rows,
     value_bytes,
 )
-from attnmux.core.draft_attention import DraftKeys
+from attnmux.core.composites.draft_attention import DraftKeys
 from attnmux.core.errors import InvalidInput
 from attnmux.core.kv.four_bits import BLOCK, DTYPE, MAGNITUDES
 from attnmux.core.kv.rows import wide_rows

@@ -5,8 +5,8 @@ from dataclasses import dataclass
 import pytest
 import torch
 
+from attnmux.core import KVPool, MHATokenToKVPool, MLATokenToKVPool
 from attnmux.core.errors import InvalidInput, PoolExhausted
-from attnmux.core.kv import KVPool, MHATokenToKVPool, MLATokenToKVPool
 
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 

@@ -10,8 +10,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from attnmux.core import MHATokenToKVPool, MLATokenToKVPool
 from attnmux.core.errors import InvalidInput
-from attnmux.core.kv import MHATokenToKVPool, MLATokenToKVPool
 from attnmux.core.kv.quantise import ACTIVATION_DTYPES, FP8_DTYPES, quantise
 
 LARGEST = {

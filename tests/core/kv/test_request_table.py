@@ -3,8 +3,8 @@ from __future__ import annotations
 import pytest
 import torch
 
+from attnmux.core import ReqToTokenPool
 from attnmux.core.errors import InvalidInput, PoolExhausted
-from attnmux.core.kv import ReqToTokenPool
 
 
 def ints(*values: int) -> torch.Tensor:

@@ -7,9 +7,14 @@ import torch
 import transformers
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
-from attnmux.core import BlockPicker, InvalidInput, Request, building
+from attnmux.core import (
+    InvalidInput,
+    Request,
+)
+from attnmux.core.composites import building
 from attnmux.emulators import triton_interpreter
 from attnmux.transformers import (
+    BlockPicker,
     Engine,
     MemoryBudget,
     ModelProposer,

@@ -10,9 +10,10 @@ import torch
 import transformers
 from transformers import AutoModelForCausalLM
 
-from attnmux.core import CompressedKeys, InvalidInput, compressed_keys
-from attnmux.transformers import Engine, ModelProposer, NgramProposer, SequenceState
+from attnmux.core import InvalidInput
+from attnmux.transformers import CompressedKeys, Engine, ModelProposer, NgramProposer, SequenceState
 from attnmux.transformers.checkpoint import quiet_transformers
+from attnmux.transformers.sparse import compressed_keys
 
 PICKED, NEW = 12, 8
 SPARSE, HEAVY, WINDOW = (
@@ -104,6 +105,7 @@ def test_text_is_that_of_each_prompt_alone(compressed, run_hybrid, more, page_si
     model, folder = compressed(**more)
     expected = texts(said, model)
     runner = run_hybrid(folder, page_size=page_size, **ROOM)
+    assert dict(runner.decision.request.compressed_layers) == {SPARSE: 2, HEAVY: 1}
     assert said.texts(Engine(runner, prefix_cache=False)) == expected
     for options in ({}, {"prefill_tokens": 7}):
         engine = Engine(runner, **options)

@@ -7,10 +7,11 @@ import torch
 import transformers
 from transformers import AutoModelForCausalLM
 
-from attnmux.core import InvalidInput, KeyPicker, Request, load_plugins, solve
+from attnmux.core import InvalidInput, Request, load_plugins, solve
 from attnmux.core.choosing.machine.cpu import probe_cpu
 from attnmux.transformers import (
     Engine,
+    KeyPicker,
     MemoryBudget,
     ModelProposer,
     NgramProposer,

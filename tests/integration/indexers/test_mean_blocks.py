@@ -8,8 +8,15 @@ import torch
 import transformers
 from transformers import AutoModelForCausalLM
 
-from attnmux.core import InvalidInput, KeysOfBlocks, Request
-from attnmux.transformers import Engine, NgramProposer, Prompt, SequenceState, run_prompts
+from attnmux.core import InvalidInput, Request
+from attnmux.transformers import (
+    Engine,
+    KeysOfBlocks,
+    NgramProposer,
+    Prompt,
+    SequenceState,
+    run_prompts,
+)
 from attnmux.transformers.checkpoint import quiet_transformers
 
 SIZE, TOPK, NEW, END = 4, 3, 8, 11

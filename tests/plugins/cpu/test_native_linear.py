@@ -84,9 +84,12 @@ def test_rows_that_are_slices_of_others_and_any_number_of_dims(linear: NativeLin
 
 def test_refusals(linear: NativeLinear) -> None:
     weight = torch.randn(24, 64).bfloat16()
-    assert linear.serves(weight)
-    assert not linear.serves(weight[:, :50].contiguous())
-    assert not linear.serves(weight.T)
+    assert 1 in linear.rows(weight)
+    assert 1 not in linear.rows(weight.float())
+    assert 2 in linear.rows(weight.float())
+    assert not linear.rows(weight.double())
+    assert not linear.rows(weight[:, :50].contiguous())
+    assert not linear.rows(weight.T)
     with pytest.raises(InvalidInput, match="float32"):
         linear(torch.randn(1, 64), weight, None)
     with pytest.raises(InvalidInput, match="65"):

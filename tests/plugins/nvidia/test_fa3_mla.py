@@ -201,11 +201,11 @@ def test_a_captured_tree_without_room_is_refused(max_bs, tokens):
 @pytest.mark.parametrize(
     ("changes", "got"),
     [
-        ({"sliding_window_size": 8}, "sliding_window_size 8"),
-        ({"attention_chunk_size": 16}, "attention_chunk_size 16"),
-        ({"logit_cap": 2.0}, "logit_cap 2.0"),
+        ({"sliding_window_size": 8}, "a layer with sliding_window"),
+        ({"attention_chunk_size": 16}, "a layer with attention_chunk"),
+        ({"logit_cap": 2.0}, "a layer with logit_cap"),
         ({"sinks": torch.zeros(4)}, "sinks"),
-        ({"is_causal": False}, "is_causal False"),
+        ({"is_causal": False}, "a layer with bidirectional"),
         ({"qk_head_dim": 288, "v_head_dim": 256}, r"256 \+ 32 dims"),
         ({"kind": "mha", "qk_head_dim": 128, "v_head_dim": 128}, "mha"),
     ],

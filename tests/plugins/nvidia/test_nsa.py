@@ -153,9 +153,9 @@ def test_the_wrong_unit_shows() -> None:
         ({"dtype": "float16"}, "token_to_kv_pool: expected torch.bfloat16 or"),
         ({"kv_dtype": "fp8_e5m2"}, "got torch.float8_e5m2"),
         ({"kv_lora_rank": 256}, "expected mla, 512 [+] 64"),
-        ({"windows": (8,)}, "got sliding_window_size"),
-        ({"sinks": True}, "got sinks"),
-        ({"logit_cap": 30.0}, "got logit_cap"),
+        ({"windows": (8,)}, "got a layer with sliding_window"),
+        ({"sinks": True}, "got a layer with sinks"),
+        ({"logit_cap": 30.0}, "got a layer with logit_cap"),
     ],
 )
 def test_refuses_what_is_not_on_the_card(settings, said) -> None:

@@ -7,8 +7,10 @@ from dataclasses import replace
 import pytest
 import torch
 
-from attnmux.core import ForwardBatch, ForwardMode, IndexKPool, KeyPicker, key_picks
-from attnmux.core.indices import index_scores
+from attnmux.core import ForwardBatch, ForwardMode
+from attnmux.transformers import IndexKPool, KeyPicker
+from attnmux.transformers.sparse import key_picks
+from attnmux.transformers.sparse.scores import index_scores
 
 pytest.importorskip("triton")
 

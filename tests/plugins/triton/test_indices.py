@@ -25,7 +25,6 @@ NAMES = (
     "kv_indptr",
     "kv_last_page_len",
     "mask_indptr",
-    "out_cache_loc",
     "page_table",
     "window_view",
 )
@@ -146,18 +145,6 @@ def test_page_table(batch, multiple, slack):
 
 
 @quick
-@given(batches(), st.data())
-def test_out_cache_loc(batch, data):
-    prefixes = ints([data.draw(st.integers(0, length)) for length in batch.lens.tolist()])
-    where = (*batch.where, prefixes, batch.lens - prefixes)
-    total = len(assert_same("out_cache_loc", *where, kv_start=batch.starts))
-    assert_same("out_cache_loc", *where, kv_start=batch.starts, total=total)
-    buffer = junk(total + 2, dtype=torch.int64)
-    assert_same_into("out_cache_loc", buffer, *where, kv_start=batch.starts, total=total)
-    assert_same_into("out_cache_loc", buffer, *where, kv_start=batch.starts)
-
-
-@quick
 @given(LENS, PAGE_SIZES)
 def test_of_lengths(lens, page_size):
     for given_lens in (ints(lens), apart(ints(lens))):
@@ -210,7 +197,6 @@ def test_more_requests_and_keys_than_a_program_takes():
     indptr = assert_same("cu_seqlens", lens)
     assert_same("kv_indices", table, rows, indptr)
     assert_same("page_table", table, rows[:9], lens[:9], max_len=3100)
-    assert_same("out_cache_loc", table, rows, lens // 2, lens // 2)
     assert_same("mask_indptr", lens, lens)
     assert_same("kv_last_page_len", lens, 16)
     assert_same("window_view", lens, 2)
@@ -266,11 +252,6 @@ WRONG: dict[str, Callable[[Any], object]] = {
     "starts of a table": lambda of: of.page_table(TABLE, ROWS, TWO, kv_start=TWO.long()),
     "narrow table": lambda of: of.page_table(TABLE, ROWS, TWO, max_len=5, out=junk(4, 4)),
     "low table": lambda of: of.page_table(TABLE, ROWS, TWO, out=junk(1, 8)),
-    "prefixes of int64": lambda of: of.out_cache_loc(TABLE, ROWS, TWO.long(), TWO),
-    "another batch of prefixes": lambda of: of.out_cache_loc(TABLE, ROWS, TWO[:1], TWO),
-    "another batch of rows": lambda of: of.out_cache_loc(TABLE, ROWS[:1], TWO, TWO),
-    "slots of int32": lambda of: of.out_cache_loc(TABLE, ROWS, TWO, TWO, out=junk(9)),
-    "starts of int64": lambda of: of.out_cache_loc(TABLE, ROWS, TWO, TWO, kv_start=TWO.long()),
     "another batch of queries": lambda of: of.mask_indptr(TWO[:1], TWO),
     "queries of a window": lambda of: of.window_view(TWO, 3, q_lens=TWO[:1]),
     "page 0 of a window": lambda of: of.window_view(TWO, 3, page_size=0),
@@ -309,7 +290,6 @@ def test_no_synchronisation_once_sizes_are_known(monkeypatch, page_size):
     ours.kv_indices(TABLE, ROWS, indptr, page_size=page_size, total=2)
     ours.page_table(TABLE, ROWS, lens, page_size=page_size, max_len=6)
     ours.page_table(TABLE, ROWS, lens, page_size=page_size, kv_start=lens, out=junk(4, 4))
-    ours.out_cache_loc(TABLE, ROWS, lens, lens, out=junk(20).long())
     ours.window_view(lens, 3, q_lens=lens, page_size=page_size)
     ours.mask_indptr(4, lens)
     ours.kv_last_page_len(lens, page_size)

@@ -169,11 +169,11 @@ def test_more_requests_than_there_is_room_for_are_refused():
 @pytest.mark.parametrize(
     ("options", "splits", "part_dtype"),
     [
-        ({}, [3, 2], torch.bfloat16),
+        ({}, [10, 5], torch.bfloat16),
         ({"num_kv_splits": 2}, [2, 2], torch.bfloat16),
         ({"split_tile_size": 512}, [5, 3], torch.bfloat16),
         ({"split_tile_size": 512, "num_kv_splits": 3}, [3, 3], torch.bfloat16),
-        ({"reduce_in_fp32": True}, [3, 2], torch.float32),
+        ({"reduce_in_fp32": True}, [10, 5], torch.float32),
     ],
 )
 def test_a_deterministic_result_does_not_depend_on_the_batch(options, splits, part_dtype):

@@ -21,8 +21,8 @@ from attnmux.core import (
     MHATokenToKVPool,
     MLATokenToKVPool,
     Platform,
+    SWAKVPool,
 )
-from attnmux.core.kv import SWAKVPool
 from attnmux.core.kv.quantise import FP8_DTYPES, STORABLE_DTYPES
 from attnmux.testing import Case, decode, make_setup, prepare_step
 from attnmux.testing.fakes import FakeBackend

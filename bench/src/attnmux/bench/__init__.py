@@ -10,6 +10,7 @@ measuring.py    all of these together: rows of results
 conformance.py  the check that a measurement needs before it may change a choice
 ranks.py        figures of the slowest of several ranks
 trials.py       the launches that a tuner tried, and those that win
+keeping.py      the files that keep measurements and launches
 margins.py      which backend is fastest, by how much, and which one is chosen
 report.py       tables of figures, and the facts that they belong to
 """

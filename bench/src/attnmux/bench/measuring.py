@@ -25,7 +25,7 @@ from attnmux.core import (
     build,
     in_brief,
 )
-from attnmux.core.choosing.measured.together import Together, alone
+from attnmux.core.choosing.measured.launches import Together, alone
 from attnmux.testing import Errors
 
 ROUNDS = 3

@@ -14,8 +14,9 @@ if TYPE_CHECKING:
     from attnmux.core.choosing.ask.request import Request
     from attnmux.core.choosing.machine.platform import Platform
     from attnmux.core.choosing.measured.launches import TunedLaunch
-    from attnmux.core.kv import KVPool, RequestTable
     from attnmux.core.kv.linear_states import LinearStatePool
+    from attnmux.core.kv.pool import KVPool
+    from attnmux.core.kv.request_table import RequestTable
     from attnmux.core.kv.writer import KVWriter
     from attnmux.core.layer import LayerSpec
     from attnmux.core.workspace import Workspace
@@ -36,7 +37,7 @@ class BackendContext:
     max_batch_size: int
     max_context_len: int
     launches: tuple[TunedLaunch, ...] = ()
-    """Everything that was tuned on this machine, as `launch_file` holds it. A factory takes its
+    """Everything that was tuned on this machine, as `read_launches` reads it. A factory takes its
     backend's with `current_launches`."""
     kv_writer: KVWriter | None = None
     """Writes K and V to the pool in place of the pool's own methods. `build` takes an installed

@@ -12,7 +12,7 @@ changes nothing. Plain torch operations serve where no kernel is offered.
 | kernel | the function returns |
 |---|---|
 | `chosen_pages` | `PageKernels`, as `SparseAttnBackend` calls them |
-| `index_scores` | a `ScoresKeys`, as `KeyPicker` calls it |
+| `index_scores` | a `ScoresKeys`, as `KeyPicker` of attnmux-transformers calls it |
 | `kv_writer` | a `KVWriter` of the context's pool |
 | `linear` | a `LinearKernel` of attnmux-transformers, or None |
 | `picked_blocks` | an `AttendsToBlocks`, as `PickedBlocksBackend` calls it |
@@ -28,10 +28,10 @@ import warnings
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from attnmux.core.adapters.library import trying
 from attnmux.core.choosing.offer.libraries import EntryPoint, entry_points
 from attnmux.core.errors import BackendFailed, in_brief
 from attnmux.core.installed import load_plugins
-from attnmux.core.library import trying
 
 if TYPE_CHECKING:
     from attnmux.core.context import BackendContext

@@ -20,8 +20,11 @@ from attnmux.core import (
     build,
     make_backend,
     part_context,
+    parts_request,
     prefix_context,
+    prefixes_request,
     solve_measured,
+    undrafted_request,
 )
 from attnmux.distributed.heads import HeadSplit
 from attnmux.distributed.interleaved_backend import InterleavedAttnBackend, unscaled
@@ -71,13 +74,13 @@ def decide_interleaved(
         heads["num_q_heads"] *= size
     if heads["num_kv_heads"] is not None and not request.latent:
         heads["num_kv_heads"] = heads["num_kv_heads"] * size // kv_copies
-    whole = request.without_drafts().replace(
+    whole = undrafted_request(request).replace(
         origin="model", **heads, phases=("decode",), lse=True, chunked_prefix=False
     )
     if whole.page_size is None and interleave > 1:
         whole = whole.replace(origin="default", page_size=interleave)
     decode = solved(whole, policy=policy)
-    of_parts = request.of_parts().replace(origin="default", page_size=decode.page_size)
+    of_parts = parts_request(request).replace(origin="default", page_size=decode.page_size)
     prompts = solved(of_parts, policy=policy)
     if request.spec_topk is not None:
         fixed = replace(policy, allow_coercion=False)
@@ -96,7 +99,7 @@ def _with_drafts(
         spec_draft_tokens=request.spec_draft_tokens,
     )
     decided = {"page_size": decode.page_size, "kv_dtype": decode.kv_dtype}
-    of_prefixes = asked.of_prefixes().replace(origin="user", **decided)
+    of_prefixes = prefixes_request(asked).replace(origin="user", **decided)
     trees = solved(of_prefixes).phases["decode"]
     phases = FrozenMapping({**decode.phases, "verify": trees})
     return replace(decode, request=asked, phases=phases, trees=trees)
@@ -112,7 +115,7 @@ def build_interleaved(
     """
     decode, trees = decision.decode, decision.decode.trees
     if trees is not None:
-        asked = decode.request.without_drafts().replace(origin="model", phases=("decode",))
+        asked = undrafted_request(decode.request).replace(origin="model", phases=("decode",))
         served = FrozenMapping({"decode": decode.phases["decode"]})
         decode = replace(decode, request=asked, phases=served, trees=None)
     whole = decode_context(context, heads, decode.request)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from attnmux.core import BackendContext, InvalidInput, is_mergeable, part_context
+from attnmux.core import BackendContext, InvalidInput, is_mergeable, part_context, parts_request
 
 
 def split_context(context: BackendContext) -> BackendContext:
@@ -20,4 +20,4 @@ def split_context(context: BackendContext) -> BackendContext:
     # A chunk of a step has two pieces of each request
     most = 2 * context.max_batch_size
     of_layers = replace(context, layers=mergeable, max_batch_size=most)
-    return part_context(of_layers, context.request.of_parts())
+    return part_context(of_layers, parts_request(context.request))

@@ -24,6 +24,8 @@ from attnmux.core import (
     Request,
     UpProjection,
     Workspace,
+    parts_request,
+    undrafted_request,
 )
 from attnmux.distributed import (
     HeadSplit,
@@ -72,7 +74,7 @@ class WholeHeadsView(AttentionBackend):
         )
         request = context.request.replace(page_size=self._interleaving.page_size)
         of_prompts = prompt_context(mine, _of_prompts(request, context.layers[0]))
-        whole_request = request.without_drafts().replace(phases=("decode",), lse=True)
+        whole_request = undrafted_request(request).replace(phases=("decode",), lse=True)
         of_decode = decode_context(mine, heads, whole_request)
         self.ranks = InterleavedAttnBackend(
             mine,
@@ -226,7 +228,7 @@ def _of_prompts(request: Request, layer: LayerSpec) -> Request:
     """For latent layers, the expanded heads are the latent itself, see `_identity`."""
     if layer.kind == "mla":
         request = request.replace(head_dim=layer.qk_head_dim, v_head_dim=layer.v_head_dim)
-    return request.of_parts()
+    return parts_request(request)
 
 
 def _identity(layer: LayerSpec, dtype: torch.dtype, device: torch.device) -> UpProjection:

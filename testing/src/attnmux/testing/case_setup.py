@@ -8,17 +8,19 @@ import torch
 
 from attnmux.core import (
     BackendContext,
+    ForeignKVPool,
+    ForeignMLAPool,
     KVPool,
     LayerSpec,
     MHATokenToKVPool,
     MLATokenToKVPool,
     Platform,
     ReqToTokenPool,
+    SWAKVPool,
     TunedLaunch,
     Workspace,
     torch_dtype,
 )
-from attnmux.core.kv import ForeignKVPool, ForeignMLAPool, SWAKVPool
 from attnmux.testing.cases import Case, Step
 
 GAP = 64

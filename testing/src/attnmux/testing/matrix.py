@@ -12,8 +12,8 @@ from attnmux.core.choosing.ask.values import KINDS
 from attnmux.core.choosing.machine.platform import GRAMMAR
 from attnmux.core.choosing.offer.proof import PROOFS, Proof
 from attnmux.core.choosing.offer.verified import Verified
+from attnmux.core.cli.asking import machine
 from attnmux.core.cli.run import Run, common_options, echo_json, pass_run
-from attnmux.core.cli.select import machine
 from attnmux.core.errors import InvalidInput
 from attnmux.testing.matrix_rows import COLUMNS, Cell, Row, narrowed, rows_of
 

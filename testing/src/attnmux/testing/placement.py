@@ -14,8 +14,7 @@ from itertools import chain
 
 import torch
 
-from attnmux.core import ForwardMode, LayerSpec, stored_parts
-from attnmux.core.kv import SWAKVPool, tokens_behind_window
+from attnmux.core import ForwardMode, LayerSpec, SWAKVPool, stored_parts, tokens_behind_window
 from attnmux.core.kv.four_bits import DTYPE as FP4_DTYPE
 from attnmux.core.kv.rows import gather_rows
 from attnmux.testing.case_setup import CaseSetup, pages_of

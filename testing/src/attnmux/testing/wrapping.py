@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 
 from attnmux.core import AttentionBackend, ForwardBatch, ForwardMode, LinearAttentionBackend
-from attnmux.core.composites import DispatchingBackend
+from attnmux.core.composites.dispatch import DispatchingBackend
 
 
 class WrappingBackend(DispatchingBackend):

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from attnmux.core import group_requests
 from attnmux.core.choosing.ask.request import Request
 from attnmux.core.errors import InvalidInput
 
@@ -247,6 +248,32 @@ def test_linear_layers_are_counted_by_kind(tmp_path, name) -> None:
     assert (request.num_q_heads, request.head_dim) == (8, 64)
     assert Request.from_dict(json.loads(json.dumps(request.to_dict()))) == request
     assert request.sliding_window == (2047 if name == "recurrent-gemma" else None)
+
+
+SPARSE, HEAVY = "compressed_sparse_attention", "heavily_compressed_attention"
+COMPRESSED = {
+    "by types": ({"layer_types": ["sliding_attention", SPARSE, HEAVY]}, {SPARSE: 1, HEAVY: 1}),
+    "by ratios": ({"compress_ratios": [0, 4, 4, 128]}, {SPARSE: 2}),  # the last one drafts
+    "by its class": ({"num_hidden_layers": 5}, {SPARSE: 1, HEAVY: 4}),
+}
+
+
+@pytest.mark.parametrize("name", COMPRESSED)
+def test_layers_with_keys_of_blocks_are_counted_by_kind(tmp_path, name) -> None:
+    changes, counted = COMPRESSED[name]
+    values = {"model_type": "deepseek_v4", "num_hidden_layers": 3, "sliding_window": 16, **changes}
+    request = from_config(tmp_path, values)
+    assert dict(request.compressed_layers) == counted
+    assert (request.num_q_heads, request.num_kv_heads, request.head_dim) == (64, 1, 512)
+    assert (request.sliding_window, request.lse) == (15, True)
+    assert request.sinks == (name != "by its class")  # those of a layer without other keys
+    assert Request.from_dict(json.loads(json.dumps(request.to_dict()))) == request
+
+
+def test_an_unknown_ratio_of_tokens_to_keys_is_refused(tmp_path) -> None:
+    values = {"model_type": "deepseek_v4", "num_hidden_layers": 2, "compress_ratios": [4, 7]}
+    with pytest.raises(InvalidInput, match="compress_ratios 7"):
+        from_config(tmp_path, values)
 
 
 @settings(max_examples=60, deadline=None)
@@ -545,7 +572,10 @@ def test_layers_that_differ(tmp_path, name) -> None:
 
     assert stated(request) == first
     assert [(each.layers, *stated(each)) for each in request.other_layers] == others
-    assert [stated(each) for each in request.of_groups()] == [first, *(one[1:] for one in others)]
+    assert [stated(each) for each in group_requests(request)] == [
+        first,
+        *(one[1:] for one in others),
+    ]
     assert Request.from_dict(json.loads(json.dumps(request.to_dict()))) == request
 
 

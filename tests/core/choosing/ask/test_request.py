@@ -4,6 +4,7 @@ import pickle
 
 import pytest
 
+from attnmux.core import expanded_request
 from attnmux.core.choosing.ask.request import READERS, Request
 from attnmux.core.choosing.ask.values import ALIASES, BY_NAME, BY_TYPE, DTYPES, canonical_dtype
 from attnmux.core.errors import InvalidInput
@@ -146,7 +147,7 @@ def test_expanded_is_the_same_model_as_mha() -> None:
         "kind=mla,num_q_heads=16,num_kv_heads=1,head_dim=192,v_head_dim=128,"
         "kv_lora_rank=512,qk_rope_head_dim=64"
     )
-    request = latent.expanded()
+    request = expanded_request(latent)
     assert (request.kind, request.num_q_heads, request.num_kv_heads) == ("mha", 16, 16)
     assert (request.head_dim, request.v_head_dim, request.kv_lora_rank) == (192, 128, None)
 

@@ -302,7 +302,7 @@ def test_a_broken_plugin_is_the_problem(empty) -> None:
     )
     for plugins, fix in (
         (Plugins(failures=[failure]), "pip install --force-reinstall attnmux-nvidia"),
-        (Plugins([plugin("nvidia", raising(ImportError("x")))]), "the driver, its library"),
+        (Plugins([plugin("nvidia", raising(ImportError("x")))]), "repair what the error names"),
     ):
         (device,) = detect(plugins, root=empty).unserved
         assert "is broken (ImportError: x)" in device.problem

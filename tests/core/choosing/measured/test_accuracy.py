@@ -7,13 +7,13 @@ from datetime import datetime, timezone
 
 import pytest
 
+from attnmux.bench.keeping import RecordFile
 from attnmux.core.choosing.ask.policy import Policy
 from attnmux.core.choosing.ask.request import Request
 from attnmux.core.choosing.judge.axes import Question
 from attnmux.core.choosing.machine.platform import Platform
 from attnmux.core.choosing.measured.measurement import (
     Measurement,
-    measurement_file,
     read_measurements,
     shape_of,
     versions_of,
@@ -216,7 +216,7 @@ def test_a_bound_is_checked(changes) -> None:
 
 def test_errors_are_kept_and_old_records_have_none(tmp_path, pair, measured) -> None:
     path = tmp_path / "measurements.json"
-    measurement_file(path).add(measured)
+    RecordFile(path, Measurement).add(measured)
     assert read_measurements(path).found == tuple(measured)
     old = measured[0].to_dict()
     del old["rms_error"], old["worst_error"]

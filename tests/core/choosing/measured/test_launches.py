@@ -12,13 +12,13 @@ from pathlib import Path
 
 import pytest
 
+from attnmux.bench.keeping import RecordFile
 from attnmux.bench.trials import by_subject, winner
 from attnmux.core.choosing.machine.platform import Platform
 from attnmux.core.choosing.measured.launches import (
     Trial,
     TunedLaunch,
     current_launches,
-    launch_file,
 )
 from attnmux.core.choosing.measured.records import Device, Records
 from attnmux.core.cli.run import Run
@@ -44,18 +44,18 @@ def launch(number: int = 0, **changes: object) -> TunedLaunch:
 
 def add(path: Path, first: int, count: int) -> None:
     for number in range(first, first + count):
-        launch_file(path).add([launch(number)])
+        RecordFile(path, TunedLaunch).add([launch(number)])
 
 
 def test_it_is_read_as_it_was_written(tmp_path) -> None:
     path = tmp_path / "new" / "launches.json"
-    launch_file(path).add([launch(0), launch(1)])
-    records = launch_file(path).read()
+    RecordFile(path, TunedLaunch).add([launch(0), launch(1)])
+    records = RecordFile(path, TunedLaunch).read()
     assert (records.found, records.problems) == ((launch(0), launch(1)), ())
     later = launch(0, median_us=3.0, date=NOW + timedelta(seconds=1))
-    launch_file(path).add([later])
-    launch_file(path).add([launch(0)])
-    assert set(launch_file(path).read().found) == {later, launch(1)}
+    RecordFile(path, TunedLaunch).add([later])
+    RecordFile(path, TunedLaunch).add([launch(0)])
+    assert set(RecordFile(path, TunedLaunch).read().found) == {later, launch(1)}
 
 
 def test_writers_at_once_lose_nothing(tmp_path) -> None:
@@ -64,7 +64,7 @@ def test_writers_at_once_lose_nothing(tmp_path) -> None:
     with ThreadPoolExecutor(max_workers=4) as writers:
         for _ in writers.map(partial(add, path, count=count), range(0, 4 * count, count)):
             pass
-    found = launch_file(path).read()
+    found = RecordFile(path, TunedLaunch).read()
     assert found.problems == ()
     assert {each.subject["page"] for each in found.found} == set(range(4 * count))
 
@@ -75,21 +75,21 @@ def test_writers_at_once_lose_nothing(tmp_path) -> None:
 def test_a_file_that_is_none_of_ours_is_named_and_costs_nothing(tmp_path, content) -> None:
     path = tmp_path / "launches.json"
     path.write_bytes(content)
-    records = launch_file(path).read()
+    records = RecordFile(path, TunedLaunch).read()
     assert records.found == ()
     assert str(path) in records.problems[0]
-    launch_file(path).add([launch()])
-    assert launch_file(path).read().found == (launch(),)
+    RecordFile(path, TunedLaunch).add([launch()])
+    assert RecordFile(path, TunedLaunch).read().found == (launch(),)
     assert (tmp_path / "launches.json.damaged").read_bytes() == content
 
 
 def test_unreadable_content_is_reported_before_writing(tmp_path) -> None:
     path = tmp_path / "new" / "launches.json"
-    assert launch_file(path).prepare() == Records()
-    launch_file(path).add([launch()])
-    assert launch_file(path).prepare().found == (launch(),)
+    assert RecordFile(path, TunedLaunch).prepare() == Records()
+    RecordFile(path, TunedLaunch).add([launch()])
+    assert RecordFile(path, TunedLaunch).prepare().found == (launch(),)
     path.write_text("{")
-    (problem,) = launch_file(path).prepare().problems
+    (problem,) = RecordFile(path, TunedLaunch).prepare().problems
     assert "delete it" in problem
     assert path.read_text() == "{"
 
@@ -99,22 +99,25 @@ def test_a_file_that_cannot_be_written_is_left_alone(tmp_path) -> None:
     folder.mkdir()
     (folder / "something").touch()
     for path in (folder, folder / "something" / "launches.json"):
-        for write in (launch_file(path).prepare, partial(launch_file(path).add, [launch()])):
+        for write in (
+            RecordFile(path, TunedLaunch).prepare,
+            partial(RecordFile(path, TunedLaunch).add, [launch()]),
+        ):
             with pytest.raises(OSError, match=r"launches\.json"):
                 write()
-        assert launch_file(path).read().problems
+        assert RecordFile(path, TunedLaunch).read().problems
     assert (folder / "something").exists()
 
 
 def test_a_new_file_keeps_the_permissions(tmp_path) -> None:
     path, umask = tmp_path / "launches.json", os.umask(0o022)
     try:
-        launch_file(path).add([launch()])
+        RecordFile(path, TunedLaunch).add([launch()])
     finally:
         os.umask(umask)
     assert path.stat().st_mode & 0o777 == 0o644
     path.chmod(0o660)
-    launch_file(path).add([launch(1)])
+    RecordFile(path, TunedLaunch).add([launch(1)])
     assert path.stat().st_mode & 0o777 == 0o660
     assert [each.name for each in tmp_path.iterdir() if each.suffix != ".lock"] == [path.name]
 
@@ -138,7 +141,7 @@ def test_one_bad_entry_costs_no_other(tmp_path, field, value) -> None:
         TunedLaunch.from_dict({**launch().to_dict(), field: value})
     entries = [{**launch().to_dict(), field: value}, launch(1).to_dict(), 3]
     path.write_text(json.dumps({"format": 1, "launches": entries}))
-    records = launch_file(path).read()
+    records = RecordFile(path, TunedLaunch).read()
     assert records.found == (launch(1),)
     assert f"{path}, launches[0]: " in records.problems[0]
     assert len(records.problems) == 2
@@ -171,7 +174,7 @@ def test_the_command_warns_of_a_file_that_cannot_be_read(tmp_path, monkeypatch, 
     path, run = tmp_path / "launches.json", Run()
     monkeypatch.setenv("ATTNMUX_LAUNCHES", str(path))
     assert run.launches(run.settings()) == ()
-    launch_file(path).add([launch()])
+    RecordFile(path, TunedLaunch).add([launch()])
     assert run.launches(run.settings()) == (launch(),)
     path.write_text(content)
     assert run.launches(run.settings()) == ()
@@ -189,7 +192,7 @@ def test_the_command_warns_of_a_file_in_an_unknown_home(monkeypatch) -> None:
 
 
 def test_without_a_file_there_are_none(tmp_path) -> None:
-    records = launch_file(tmp_path / "none.json").read()
+    records = RecordFile(tmp_path / "none.json", TunedLaunch).read()
     assert (records.found, records.problems) == ((), ())
 
 

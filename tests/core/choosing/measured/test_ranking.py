@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from attnmux.bench.keeping import RecordFile
 from attnmux.core.choosing.ask.policy import Policy
 from attnmux.core.choosing.ask.request import Request
 from attnmux.core.choosing.judge.axes import Question
@@ -18,7 +19,6 @@ from attnmux.core.choosing.judge.checking import prior_rank
 from attnmux.core.choosing.machine.platform import Platform
 from attnmux.core.choosing.measured.measurement import (
     Measurement,
-    measurement_file,
     read_measurements,
     shape_of,
     versions_of,
@@ -319,8 +319,8 @@ def visible(folder) -> list[str]:
 class TestTheFile:
     def test_added_measurements_are_read(self, tmp_path, faster) -> None:
         path = tmp_path / "new" / "folder" / "measurements.json"
-        measurement_file(path).add(faster[:1])
-        measurement_file(path).add(faster[1:])
+        RecordFile(path, Measurement).add(faster[:1])
+        RecordFile(path, Measurement).add(faster[1:])
         stored = read_measurements(path)
         assert (stored.found, stored.problems) == (tuple(faster), ())
         assert visible(path.parent) == [path.name]
@@ -328,8 +328,8 @@ class TestTheFile:
     def test_the_later_replaces_the_earlier(self, tmp_path, faster) -> None:
         path = tmp_path / "measurements.json"
         later = replace(faster[0], median_us=7.0, date=NOW + timedelta(seconds=1))
-        measurement_file(path).add([later])
-        measurement_file(path).add(faster[:1])
+        RecordFile(path, Measurement).add([later])
+        RecordFile(path, Measurement).add(faster[:1])
         assert read_measurements(path).found == (later,)
 
     def test_none_is_no_problem(self, tmp_path) -> None:
@@ -356,7 +356,7 @@ class TestTheFile:
         stored = read_measurements(path)
         assert stored.found == ()
         assert str(path) in stored.problems[0]
-        measurement_file(path).add(faster)
+        RecordFile(path, Measurement).add(faster)
         assert read_measurements(path).found == tuple(faster)
         assert (tmp_path / "measurements.json.damaged").read_bytes() == content
 
@@ -398,14 +398,14 @@ class TestTheFile:
 
     def test_a_write_that_fails_leaves_the_old_one(self, tmp_path, faster, monkeypatch) -> None:
         path = tmp_path / "measurements.json"
-        measurement_file(path).add(faster[:1])
+        RecordFile(path, Measurement).add(faster[:1])
 
         def full(_: int) -> None:
             raise OSError("no space left")
 
         monkeypatch.setattr("os.fsync", full)
         with pytest.raises(OSError, match="no space"):
-            measurement_file(path).add(faster[1:])
+            RecordFile(path, Measurement).add(faster[1:])
         assert read_measurements(path).found == (faster[0],)
         assert visible(tmp_path) == [path.name]
 

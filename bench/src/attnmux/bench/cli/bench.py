@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING
 
 import click
 
+from attnmux.bench.cli.asked import asked_of_one_shape
 from attnmux.bench.workload import GRAMMAR, Workload, check_stated, completed
 from attnmux.core import InvalidInput, NoBackend
 from attnmux.core.cli.run import Run, common_options, echo_json, pass_run, writing
-from attnmux.core.cli.select import of_one_shape, requested
 
 if TYPE_CHECKING:
     from attnmux.bench.cli.bench_run import Kept, Result
@@ -86,7 +86,7 @@ def bench(
     if html is not None:
         _check_page(html)
     workloads = [Workload.parse(text) for text in texts]
-    asked = of_one_shape(requested(model, fields, tp, None))
+    asked = asked_of_one_shape(model, fields, tp)
     if keep:
         check_stated(asked)
     request = completed(asked)

@@ -13,6 +13,7 @@ import torch
 from attnmux.bench.cli.progress import Bar
 from attnmux.bench.conformance import Check, check_conformance
 from attnmux.bench.entrants import Entrant, Field, make_field
+from attnmux.bench.keeping import RecordFile
 from attnmux.bench.margins import Margin, margins
 from attnmux.bench.measuring import Bench, Row
 from attnmux.bench.ranks import together_on
@@ -34,10 +35,10 @@ from attnmux.core import (
     torch_dtype,
 )
 from attnmux.core.choosing.judge.axes import Question
-from attnmux.core.choosing.measured.measurement import measurement_file, shape_of, versions_of
+from attnmux.core.choosing.measured.measurement import shape_of, versions_of
 from attnmux.core.choosing.measured.records import Device
+from attnmux.core.cli.asking import decided, machine
 from attnmux.core.cli.run import Run, writing
-from attnmux.core.cli.select import decided, machine
 from attnmux.distributed import RankGroup, check_same_libraries, shared_launches
 
 OTHERWISE = "name another file as ATTNMUX_MEASUREMENTS, or leave out --keep"
@@ -242,7 +243,7 @@ class Keeper:
             )
         if place.tells:
             with writing(path, otherwise=OTHERWISE):
-                measurement_file(path).prepare()
+                RecordFile(path, Measurement).prepare()
         policy, known = settings.policy(), run.measurements(settings)
         before = decided(request, place.platform, place.offers, policy, known)
         return cls(
@@ -257,7 +258,7 @@ class Keeper:
         """
         checks = self._checks(result, seconds, bar or Bar(hidden=True))
         measurements = self._measurements(result, checks)
-        file = measurement_file(self.path)
+        file = RecordFile(self.path, Measurement)
         if measurements and self.place.tells:
             with writing(self.path, otherwise=OTHERWISE):
                 file.add(measurements)

@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from attnmux.bench.cli.asked import asked_of_one_shape
+from attnmux.bench.keeping import RecordFile
 from attnmux.bench.ranks import shared_trials, together_on
 from attnmux.bench.trials import by_subject, winner
 from attnmux.core import (
@@ -30,16 +32,15 @@ from attnmux.core import (
     Trial,
     TunedLaunch,
     in_brief,
-    launch_file,
     solve,
 )
 from attnmux.core.choosing.ask.policy import NAMING
 from attnmux.core.choosing.measured.launches import Tuner
 from attnmux.core.choosing.measured.measurement import versions_of
-from attnmux.core.choosing.measured.records import Device, RecordFile
+from attnmux.core.choosing.measured.records import Device
 from attnmux.core.choosing.offer.named import offers_named
+from attnmux.core.cli.asking import machine
 from attnmux.core.cli.run import Run, common_options, echo_json, pass_run, writing
-from attnmux.core.cli.select import machine, of_one_shape, requested
 
 if TYPE_CHECKING:
     from attnmux.distributed import RankGroup
@@ -76,7 +77,7 @@ def tune(
     each on a device of its own, and a time is that of the slowest. Exits with 0 when launches were
     tried, 3 when no backend fits.
     """
-    request = of_one_shape(requested(model, fields, tp, None))
+    request = asked_of_one_shape(model, fields, tp)
     settings = run.settings()
     plugins = run.plugins(settings)
     here, hypothetical = machine(run, settings, plugins, platform)
@@ -206,7 +207,7 @@ def _open(settings: Settings) -> RecordFile[TunedLaunch]:
         )
     if path is None:
         raise SettingsError("there is no home directory: name a file as ATTNMUX_LAUNCHES")
-    file = launch_file(path)
+    file = RecordFile(path, TunedLaunch)
     with writing(path, otherwise=OTHERWISE):
         file.prepare()
     return file

@@ -8,9 +8,18 @@ from dataclasses import replace
 from functools import cache, partial
 from typing import Any
 
+from attnmux.core.choosing.ask.derived import (
+    group_requests,
+    has_separable_trees,
+    linear_request,
+    parts_request,
+    prefixes_request,
+    undrafted_request,
+)
 from attnmux.core.choosing.ask.layer_group import shape_said
 from attnmux.core.choosing.ask.policy import NAMING, Policy
 from attnmux.core.choosing.ask.request import Request
+from attnmux.core.choosing.ask.sparse import check_budget
 from attnmux.core.choosing.ask.values import LINEAR_KINDS, PHASES, OptionValue
 from attnmux.core.choosing.common.frozen import Deferred, FrozenMapping
 from attnmux.core.choosing.common.verdict import Reason
@@ -51,19 +60,21 @@ def solve(
 
     Raises NoBackend, with every verdict, where nothing serves the request; UnknownBackend or
     InvalidInput for a name or an option in `policy` that cannot be used, for items that are not
-    offers, for two offers with the same address, and as `Request.check_chosen_pages`.
+    offers, for two offers with the same address, and where pages
+    are chosen and the page size does not fit the budget.
     """
     policy, offers = policy or Policy(), _in_order(offers)
-    request.check_chosen_pages()
+    # Of the asker's request: a search tries other page sizes
+    check_budget(request.sparse_budget, request.page_size or 0)
     again = partial(solve, offers=offers, libraries=libraries, ranking=ranking, accuracy=accuracy)
     problems = [
         _problem(each, platform, offers, policy, libraries, ranking, accuracy)
-        for each in request.of_groups()
+        for each in group_requests(request)
     ]
     try:
         decision = _decided(request, problems, libraries)
     except NoBackend as refused:
-        if request.other_layers or not request.has_separable_trees:
+        if request.other_layers or not has_separable_trees(request):
             raise
         try:
             decision = _with_trees(request, platform, policy, again)
@@ -166,7 +177,7 @@ def _with_expanded(
     if unfit or not request.dtype or not request.head_dim:
         return decision
     try:
-        found = again(request.of_parts(), decision.platform)
+        found = again(parts_request(request), decision.platform)
     except NoBackend:
         return decision
     if rank(found) > rank(decision):
@@ -186,7 +197,7 @@ def _with_linear(decision: Decision, policy: Policy, again: Callable[..., Decisi
         if kind not in LINEAR_KINDS:
             continue
         try:
-            one = again(request.of_linear(kind), decision.platform, policy=asked)
+            one = again(linear_request(request, kind), decision.platform, policy=asked)
         except NoBackend:
             if named is not None:
                 raise
@@ -210,13 +221,13 @@ def _with_trees(
     again: solves for another request. Verification is told as the work of that backend, and steps
     of a draft model as that of extend's. Raises NoBackend where one of the two is missing.
     """
-    found = again(request.without_drafts(), platform, policy=policy)
+    found = again(undrafted_request(request), platform, policy=policy)
     names = ("spec_topk", "spec_draft_tokens", "phases")
     given = {name: getattr(request, name) for name in names}
     origins = {name: value for name, value in found.request.origins.items() if name not in names}
     origins.update((name, request.origins[name]) for name in names if name in request.origins)
     asked = replace(found.request, **given, origins=FrozenMapping(origins))
-    trees = again(asked.of_prefixes(), platform, policy=_unnamed(policy)).phases["decode"]
+    trees = again(prefixes_request(asked), platform, policy=_unnamed(policy)).phases["decode"]
     served = {**found.phases, "verify": trees, "draft": found.phases["extend"]}
     left = (*found.phases, *request.phases)
     return replace(

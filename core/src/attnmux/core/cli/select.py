@@ -5,26 +5,52 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from attnmux.core.choosing.ask.policy import Policy
-from attnmux.core.choosing.ask.request import Request, parse_fields
-from attnmux.core.choosing.find.devices import pick_platform
+import click
+
+from attnmux.core.choosing.ask.request import Request
 from attnmux.core.choosing.find.plugins import Plugins
-from attnmux.core.choosing.machine.platform import Platform
-from attnmux.core.choosing.machine.vendors import VENDORS
+from attnmux.core.choosing.machine.platform import GRAMMAR, Platform
 from attnmux.core.choosing.offer.card import Offer
-from attnmux.core.choosing.offer.libraries import canonical, installed_version
+from attnmux.core.choosing.offer.libraries import canonical
 from attnmux.core.choosing.offer.proof import proven_on
-from attnmux.core.choosing.solver import solve
 from attnmux.core.choosing.tell.decision import Decision
-from attnmux.core.cli.run import Run
+from attnmux.core.cli.asking import Answer, ask, requested
+from attnmux.core.cli.run import Run, common_options, pass_run
 from attnmux.core.errors import InvalidInput, NoBackend
 from attnmux.core.settings import Settings
 
 if TYPE_CHECKING:
-    from attnmux.core.choosing.measured.measurement import Measurement
     from attnmux.core.cli.select_explained import Explanation
 
 
+PLATFORM = f"A machine, present or not, as {GRAMMAR}; or a vendor here. Several are compared."
+SET = "An option of a backend; `attnmux backends --json` lists them."
+
+
+@click.command()
+@click.option("--platform", "platforms", multiple=True, help=PLATFORM)
+@click.option("--request", "fields", default="", help="FIELD=VALUE,…: page_size=16,spec_topk=4")
+@click.option("--model", help="A folder with a Hugging Face config.json.")
+@click.option("--tp", type=click.IntRange(min=1), default=1, help="Ranks that share the heads.")
+@click.option("--backend", help="The backend for extend and decode.")
+@click.option("--prefill-backend", help="The backend for extend.")
+@click.option("--decode-backend", help="The backend for decode.")
+@click.option("--mm-backend", help="The backend for a multimodal encoder.")
+@click.option("--linear-backend", help="The backend for layers without softmax attention.")
+@click.option(
+    "--speculative-attention-mode",
+    type=click.Choice(["prefill", "decode"]),
+    help="Which of the two verifies and drafts.",
+)
+@click.option("--set", "assignments", multiple=True, metavar="BACKEND.OPTION=VALUE", help=SET)
+@click.option("--without", multiple=True, metavar="DIST", help="Count a library as not installed.")
+@click.option("--allow-coercion", is_flag=True, help="Allow changes to values that you set.")
+@click.option("--no-measurements", is_flag=True, help="Ignore the measurements of this machine.")
+@click.option("--engine", metavar="NAME", help="Also print the line that starts it: vllm, sglang.")
+@click.option("--explain", is_flag=True, help="Say why each other lost, and who set each value.")
+@click.option("--all", "every", is_flag=True, help="Like --explain, with every reason.")
+@common_options
+@pass_run
 def select(
     run: Run,
     /,
@@ -61,7 +87,7 @@ def select(
         "without": frozenset(without),
     }
     asked = [
-        _ask(run, settings, plugins, request, platform, given, measured=not no_measurements)
+        ask(run, settings, plugins, request, platform, given, measured=not no_measurements)
         for platform in platforms or (None,)
     ]
     device, policy, answer = asked[0]
@@ -147,34 +173,6 @@ def _launch_line(
     return launch_line(engine, answer, model=model, backends=backends, settings=settings)
 
 
-Answer = tuple[Platform, Policy, "Decision | NoBackend"]
-
-
-def _ask(
-    run: Run,
-    settings: Settings,
-    plugins: Plugins,
-    request: Request,
-    platform: str | None,
-    given: Mapping[str, Any],
-    *,
-    measured: bool,
-) -> Answer:
-    """Decide for one machine, with the warnings that belong to it."""
-    device, hypothetical = machine(run, settings, plugins, platform)
-    policy = settings.policy(**given, hypothetical=hypothetical)
-    answer: Decision | NoBackend
-    try:
-        measurements = run.measurements(settings) if measured and not hypothetical else ()
-        answer = decided(request, device, plugins.offers(), policy, measurements)
-        run.warn_of_unverified(answer, plugins.offers(), measurements)
-    except NoBackend as refusal:
-        answer = refusal
-    if hypothetical or isinstance(answer, NoBackend):
-        _warn_of_absent_plugin(run, plugins, device.vendor)
-    return device, policy, answer
-
-
 def _compare(
     run: Run,
     asked: Sequence[Answer],
@@ -192,22 +190,6 @@ def _compare(
     from attnmux.core.cli.render import render_machines  # noqa: PLC0415  # rich is slow to import
 
     render_machines(answers, request.phases, offers)
-
-
-def decided(
-    request: Request,
-    device: Platform,
-    offers: Sequence[Offer],
-    policy: Policy,
-    measurements: Sequence[Measurement],
-) -> Decision:
-    """The decision, with this machine's measurements if there are any."""
-    if not measurements:
-        return solve(request, device, offers, policy)
-    # Not imported unless something was measured
-    from attnmux.core.choosing.measured.ranking import solve_measured  # noqa: PLC0415
-
-    return solve_measured(request, device, offers, policy, measurements=measurements)
 
 
 def _answered(
@@ -235,50 +217,6 @@ def _answered(
         "candidates": [verdict.to_dict() for verdict in answer.candidates],
         "proof": proof,
     }
-
-
-def requested(model: str | None, fields: str, tp: int, mode: str | None) -> Request:
-    """The model's needs, overruled by the user's fields.
-
-    Raises InvalidInput for a model or fields that cannot be read, and for `tp` without a model.
-    """
-    if model is None and tp > 1:
-        raise InvalidInput("--tp", got=str(tp), expected="--model, whose heads it divides")
-    request = Request() if model is None else Request.from_model(model, tp=tp)
-    changes = dict(parse_fields(fields))
-    if mode is not None:
-        changes["speculative_attention_mode"] = mode
-    return request.replace(**changes)
-
-
-def of_one_shape(request: Request) -> Request:
-    """The request, for verbs that measure layers of one shape. Raises InvalidInput for others."""
-    if request.other_layers:
-        got = f"layers of {len(request.other_layers) + 1} shapes"
-        expected = "layers of one shape: state one of them with --request"
-        raise InvalidInput("--model", got=got, expected=expected)
-    return request
-
-
-def machine(
-    run: Run, settings: Settings, plugins: Plugins, wanted: str | None
-) -> tuple[Platform, bool]:
-    """(the platform, whether the question is about a hypothetical machine)."""
-    if wanted is not None and ":" in wanted:
-        return Platform.parse(wanted), True
-    return pick_platform(run.detect(plugins), wanted or settings.platform), False
-
-
-def _warn_of_absent_plugin(run: Run, plugins: Plugins, vendor: str) -> None:
-    """Without the vendor's own plugin, the answer differs from the one on a real machine."""
-    row = VENDORS.get(vendor)
-    offering = {offer.distribution for offer in plugins.offers()}
-    if row is not None and offering and row.distribution not in offering:
-        there = installed_version(row.distribution) is not None
-        fix = "is left out or broken" if there else f"is missing: pip install {row.distribution}"
-        run.warn(
-            f"{row.distribution}, which serves {vendor}, {fix}; only other plugins were considered"
-        )
 
 
 def _warn_of_unused_without(run: Run, plugins: Plugins, without: Iterable[str]) -> None:

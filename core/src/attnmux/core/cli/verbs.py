@@ -26,10 +26,7 @@ VERBS: Mapping[str, tuple[str, str]] = {
     "explain": ("attnmux.core.cli.explain:explain", "Say what a reason code means."),
     "lock": ("attnmux.core.cli.lock:lock", "Write down what decisions may use here."),
     "platforms": ("attnmux.core.cli.lists:platforms", "List the devices of this machine."),
-    "select": (
-        "attnmux.core.cli.select_command:select",
-        "Choose a backend for a request, and say why.",
-    ),
+    "select": ("attnmux.core.cli.select:select", "Choose a backend for a request, and say why."),
 }
 
 OPTIONAL: Mapping[str, tuple[str, str]] = {

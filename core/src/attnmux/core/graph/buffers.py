@@ -11,6 +11,7 @@ import torch
 
 from attnmux.core.arguments import described
 from attnmux.core.batch import ForwardBatch, ForwardMode
+from attnmux.core.composites.two_batches import half_of
 from attnmux.core.errors import InvalidInput
 from attnmux.core.graph.config import GraphConfig, ModelInput, check_names
 from attnmux.core.graph.fields import (
@@ -29,7 +30,6 @@ from attnmux.core.tree_masks import (
     visible_drafts,
     with_mask,
 )
-from attnmux.core.two_batches import half_of
 
 
 class FixedBuffers:

@@ -20,7 +20,6 @@ from __future__ import annotations
 
 from attnmux.core.indices._segments import segment_of_place as segment_of_place
 from attnmux.core.indices.keys import kv_indices as kv_indices
-from attnmux.core.indices.keys import out_cache_loc as out_cache_loc
 from attnmux.core.indices.keys import page_table as page_table
 from attnmux.core.indices.local import KVView as KVView
 from attnmux.core.indices.local import window_view as window_view
@@ -31,7 +30,5 @@ from attnmux.core.indices.ragged import kv_last_page_len as kv_last_page_len
 from attnmux.core.indices.ragged import mask_indptr as mask_indptr
 from attnmux.core.indices.ragged import uniform_indptr as uniform_indptr
 from attnmux.core.indices.ragged import verify_kv_lens as verify_kv_lens
-from attnmux.core.indices.topk import best_keys as best_keys
-from attnmux.core.indices.topk import index_scores as index_scores
 from attnmux.core.indices.topk import token_rows as token_rows
 from attnmux.core.indices.topk import topk_slots as topk_slots

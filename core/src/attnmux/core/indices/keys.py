@@ -9,7 +9,6 @@ import torch
 from attnmux.core.arguments import check_lens, check_positive, check_table, described
 from attnmux.core.errors import InvalidInput
 from attnmux.core.indices._segments import lay_out, page_numbers, store
-from attnmux.core.indices.ragged import cu_seqlens
 
 
 class HasColumns(Protocol):
@@ -39,65 +38,18 @@ def kv_indices(
     total: kv_indptr[-1]. out: int32; without total all of it is written, with 0 past the last.
     """
     table, step, kv_start = _columns(req_to_token, page_size, kv_start)
-    indices = _gather(table, req_pool_indices, kv_indptr, step, kv_start, total=total, out=out)
-    return store(page_numbers(indices, step), out, torch.int32)
-
-
-def out_cache_loc(
-    req_to_token: torch.Tensor,
-    req_pool_indices: torch.Tensor,
-    prefix_lens: torch.Tensor,
-    extend_lens: torch.Tensor,
-    *,
-    kv_start: torch.Tensor | None = None,
-    total: int | None = None,
-    out: torch.Tensor | None = None,
-) -> torch.Tensor:
-    """[T] int64: slots of the new tokens, read back from the request table.
-
-    prefix_lens, extend_lens: [B] int32. kv_start: [B] int32, encoder slots before them.
-    total: T, the sum of extend_lens. out: int64; without total all of it is written, with 0,
-    padding's slot, past the last token.
-    """
-    batch_size = check_lens("extend_lens", extend_lens)
-    check_lens("prefix_lens", prefix_lens, batch_size)
-    if kv_start is not None:
-        check_lens("kv_start", kv_start, batch_size)
-    start = prefix_lens if kv_start is None else prefix_lens + kv_start
-    slots = _gather(
-        req_to_token,
-        req_pool_indices,
-        cu_seqlens(extend_lens),
-        step=1,
-        kv_start=start,
-        total=total,
-        out=out,
-    )
-    return store(slots, out, torch.int64)
-
-
-def _gather(
-    req_to_token: torch.Tensor,
-    req_pool_indices: torch.Tensor,
-    indptr: torch.Tensor,
-    step: int,
-    kv_start: torch.Tensor | None,
-    *,
-    total: int | None,
-    out: torch.Tensor | None,
-) -> torch.Tensor:
-    """The table's value at every step-th column from kv_start on, request by request."""
-    batch_size = check_table(req_to_token, req_pool_indices)
-    check_lens("kv_indptr", indptr, batch_size + 1)
-    cells = req_pool_indices * req_to_token.shape[1]
+    batch_size = check_table(table, req_pool_indices)
+    check_lens("kv_indptr", kv_indptr, batch_size + 1)
+    cells = req_pool_indices * table.shape[1]
     if kv_start is not None:
         check_lens("kv_start", kv_start, batch_size)
         cells = cells + kv_start
-    if req_to_token.numel() <= _INT32_MAX:
+    if table.numel() <= _INT32_MAX:
         cells = cells.to(torch.int32)
     # A place past the end reads cell 0, of padding's row, whose slots are 0
-    cells = lay_out(cells, indptr, step=step, total=total, out=out)
-    return req_to_token.view(-1).index_select(0, cells)
+    cells = lay_out(cells, kv_indptr, step=step, total=total, out=out)
+    slots = table.view(-1).index_select(0, cells)
+    return store(page_numbers(slots, step), out, torch.int32)
 
 
 def _columns(

@@ -14,7 +14,6 @@ from typing import NamedTuple
 import torch
 
 from attnmux.core.errors import InvalidInput
-from attnmux.core.kv.quotients import quotients
 
 BLOCK = 16
 """Values that share a scale."""
@@ -97,3 +96,12 @@ def scale_bytes(width: int) -> int:
     """Bytes that the scales of a head of `width` values take, with their alignment."""
     words = -(-width // (BLOCK * SCALE_ALIGNMENT))
     return words * SCALE_ALIGNMENT
+
+
+def quotients(values: torch.Tensor, divisor: float) -> torch.Tensor:
+    """values / divisor in the dtype of `values`, each rounded once, on every device.
+
+    Of a number as divisor, torch multiplies by the reciprocal on a GPU, which rounds twice; kernels
+    divide. Does not synchronise.
+    """
+    return values / torch.full((), divisor, dtype=values.dtype, device=values.device)

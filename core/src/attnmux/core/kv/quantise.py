@@ -8,8 +8,7 @@ import torch
 
 from attnmux.core.errors import InvalidInput
 from attnmux.core.kv.four_bits import DTYPE as FP4_DTYPE
-from attnmux.core.kv.four_bits import pack_rows
-from attnmux.core.kv.quotients import quotients
+from attnmux.core.kv.four_bits import pack_rows, quotients
 
 ACTIVATION_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 """Dtypes of activations, which a pool stores unscaled."""

@@ -28,5 +28,15 @@ from attnmux.transformers.sampling_params import SamplingParams as SamplingParam
 from attnmux.transformers.sequence import SequenceState as SequenceState
 from attnmux.transformers.sequence import Step as Step
 from attnmux.transformers.served_model import ServedModel as ServedModel
+from attnmux.transformers.sparse.block_picks import BlockPicker as BlockPicker
+from attnmux.transformers.sparse.block_ranking import BestProducts as BestProducts
+from attnmux.transformers.sparse.block_ranking import KeysOfBlocks as KeysOfBlocks
+from attnmux.transformers.sparse.compressed_keys import BlockRows as BlockRows
+from attnmux.transformers.sparse.compressed_keys import CompressedKeys as CompressedKeys
+from attnmux.transformers.sparse.compressed_keys import IndexQueries as IndexQueries
+from attnmux.transformers.sparse.compressed_pool import CompressedPool as CompressedPool
+from attnmux.transformers.sparse.compressed_pool import CompressedShape as CompressedShape
+from attnmux.transformers.sparse.index_pool import IndexKPool as IndexKPool
+from attnmux.transformers.sparse.key_picks import KeyPicker as KeyPicker
 from attnmux.transformers.tokenization import encode_prompts as encode_prompts
 from attnmux.transformers.weights import load_model as load_model

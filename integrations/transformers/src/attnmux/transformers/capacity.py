@@ -9,9 +9,7 @@ import torch
 from transformers import PreTrainedModel
 
 from attnmux.core import (
-    CompressedPool,
     Decision,
-    IndexKPool,
     InvalidInput,
     KVPool,
     LayerSpec,
@@ -22,10 +20,10 @@ from attnmux.core import (
     torch_dtype,
 )
 from attnmux.transformers import hidden_states
-from attnmux.transformers.encoder_decoder import PackedDecoder
 from attnmux.transformers.hidden_states import HiddenStates
 from attnmux.transformers.indexers import Indexers
 from attnmux.transformers.memory_budget import MemoryBudget
+from attnmux.transformers.packed_decoder import PackedDecoder
 from attnmux.transformers.pools import (
     PoolSizes,
     bytes_per_token,
@@ -38,6 +36,8 @@ from attnmux.transformers.ranks import Ranks
 from attnmux.transformers.served_model import ServedModel
 from attnmux.transformers.shapes import SHAPE, STORED, by_shape
 from attnmux.transformers.slots import PagedAllocator
+from attnmux.transformers.sparse.compressed_pool import CompressedPool
+from attnmux.transformers.sparse.index_pool import IndexKPool
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

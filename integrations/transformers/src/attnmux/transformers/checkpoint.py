@@ -32,9 +32,9 @@ from transformers.utils import logging
 
 from attnmux.core import AttnmuxError, InvalidInput, torch_dtype
 from attnmux.transformers.attention import SERVED
-from attnmux.transformers.encoder_decoder import PackedDecoder
+from attnmux.transformers.context_limit import independent_len
 from attnmux.transformers.layers import check_servable
-from attnmux.transformers.rotary import fixed_rotary_len
+from attnmux.transformers.packed_decoder import PackedDecoder
 
 ALWAYS = {"trust_remote_code": False}
 """Code in a checkpoint never runs, and transformers does not ask whether to run it."""
@@ -68,7 +68,7 @@ class Checkpoint:
         limits = (
             getattr(text, "max_position_embeddings", None),
             getattr(text, "max_target_positions", None),
-            fixed_rotary_len(self.config),
+            independent_len(self.config),
         )
         return min((limit for limit in limits if limit is not None), default=None)
 

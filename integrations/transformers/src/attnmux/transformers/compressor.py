@@ -14,9 +14,10 @@ from typing import Any
 
 import torch
 
-from attnmux.core import BlockRows, CompressedShape, IndexQueries
-from attnmux.core.indices import best_keys, index_scores
 from attnmux.transformers.indexer_trial import TOLERANCE
+from attnmux.transformers.sparse.compressed_keys import BlockRows, IndexQueries
+from attnmux.transformers.sparse.compressed_pool import CompressedShape
+from attnmux.transformers.sparse.scores import best_keys, index_scores
 
 OVERLAPPING = {"DeepseekV4HCACompressor": False, "DeepseekV4CSACompressor": True}
 """By the class of a module: whether the first half of its projections is for the key of the next

@@ -7,6 +7,7 @@ the window's.
 from __future__ import annotations
 
 import pkgutil
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -15,9 +16,6 @@ import torch
 
 from attnmux.core import (
     BackendContext,
-    CompressedKeys,
-    CompressedPool,
-    CompressedShape,
     Decision,
     ForwardBatch,
     InvalidInput,
@@ -29,6 +27,8 @@ from attnmux.core import current_forward_context as current
 from attnmux.transformers.attention import MORE_KEYS
 from attnmux.transformers.compressor import OVERLAPPING, Compressor
 from attnmux.transformers.layer_call import LayerCall
+from attnmux.transformers.sparse.compressed_keys import CompressedKeys
+from attnmux.transformers.sparse.compressed_pool import CompressedPool, CompressedShape
 
 
 @dataclass(kw_only=True, slots=True, eq=False)
@@ -48,6 +48,10 @@ class Compressors:
         for compressor in self.each:
             compressor.module.forward = self._bound(compressor)
             setattr(compressor.owner, MORE_KEYS, self._attending(compressor))
+
+    def kinds(self) -> Counter[str]:
+        """How many layers there are of each kind, by the words of config.json."""
+        return Counter(str(compressor.owner.layer_type) for compressor in self.each)
 
     def mark(self, layers: Sequence[LayerSpec]) -> tuple[LayerSpec, ...]:
         """The layers as a backend serves them: sinks come after all keys."""

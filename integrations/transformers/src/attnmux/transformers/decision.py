@@ -13,6 +13,7 @@ from attnmux.core import (
     Offer,
     Platform,
     Request,
+    expanded_request,
 )
 from attnmux.transformers.options import RunnerOptions
 from attnmux.transformers.requests import without_indexer
@@ -100,8 +101,8 @@ def stated_ways(stated: Request, options: RunnerOptions) -> list[Request]:
             return [stated]
         stated = without_indexer(stated)
     if stated.kind != "mla" or options.mla == "expanded":
-        return [stated.expanded() if stated.latent else stated]
-    return [stated] if options.mla == "absorbed" else [stated, stated.expanded()]
+        return [expanded_request(stated) if stated.latent else stated]
+    return [stated] if options.mla == "absorbed" else [stated, expanded_request(stated)]
 
 
 def without(failed: Mapping[str, BackendFailed], options: RunnerOptions) -> RunnerOptions:

@@ -16,7 +16,7 @@ from attnmux.core import (
     InvalidInput,
     check_positive,
 )
-from attnmux.core.composites import Parts
+from attnmux.core.composites.dispatch import Parts
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)

@@ -32,7 +32,7 @@ from attnmux.transformers.attention import SERVED
 from attnmux.transformers.checkpoint import quiet_transformers
 from attnmux.transformers.eagle3_head import Eagle3Head
 from attnmux.transformers.eagle_head import EagleHead
-from attnmux.transformers.encoder_decoder import PackedDecoder
+from attnmux.transformers.packed_decoder import PackedDecoder
 
 WEIGHTS = "model.safetensors"
 PICKLED = "pytorch_model.bin"

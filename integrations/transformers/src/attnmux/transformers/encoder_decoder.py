@@ -8,133 +8,28 @@ states, from which cross-attention's K and V are made in the request's first ste
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Mapping
-from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
-from transformers import PreTrainedModel
-from transformers.modeling_outputs import BaseModelOutput, Seq2SeqLMOutput
 
 from attnmux.core import InvalidInput, LayerSpec
 from attnmux.transformers.attention import set_attention
 from attnmux.transformers.encoder_decoder_attention import ENCODER_DECODER, number_layers
 from attnmux.transformers.layer_call import LayerCall, read_arguments
-from attnmux.transformers.layers import check_capacities, check_independence, layer_of
-from attnmux.transformers.positions import PositionTable
+from attnmux.transformers.layers import (
+    POSITION_TOLERANCE,
+    check_capacities,
+    check_independence,
+    check_table,
+    counts_from,
+    layer_of,
+)
+from attnmux.transformers.packed_decoder import STAND_IN, PackedDecoder, embeddings_of
+from attnmux.transformers.positions import count_from_own_start
 from attnmux.transformers.probe import Probe, Recorder
 from attnmux.transformers.reach import Reach
-
-STAND_IN = 4
-"""The number of zero encoder states in a step without a new encoder. A decoder layer without any
-would skip cross-attention. Their K and V are not used. No probe has as many tokens, so that the
-number of keys identifies cross-attention."""
-
-
-@dataclass
-class EncoderOutput(BaseModelOutput):
-    """An encoder's states, with what some decoders read besides them: nothing is padded."""
-
-    attention_mask: torch.Tensor | None = None
-    router_logits: None = None
-
-
-class PackedDecoder(torch.nn.Module):
-    """An encoder-decoder model with the interface of a decoder model: tokens packed into one
-    row."""
-
-    def __init__(self, model: PreTrainedModel) -> None:
-        super().__init__()
-        self.model = model
-        self.config = model.config
-        self.generation_config = model.generation_config
-        decoder: Any = model.get_decoder()  # type: ignore[no-untyped-call]  # transformers' own
-        self._takes_positions = (
-            "decoder_position_ids" in inspect.signature(model.forward).parameters
-        )
-        embedding = getattr(decoder, "embed_positions", None)
-        self.joins_attention = False
-        """Whether a call of attention goes to two layers, whose results are joined by LSE. Known
-        once it was recorded."""
-        self._table: PositionTable | None = None
-        if isinstance(embedding, torch.nn.Module):
-            self._table = PositionTable(type(model).__name__, embedding)
-
-    def count_to(self, max_context_len: int) -> None:
-        """Serve so many positions of a decoder that counts its tokens by itself."""
-        if self._table is not None:
-            self._table.length = max_context_len
-
-    @property
-    def device(self) -> torch.device:
-        return self.model.device
-
-    @property
-    def width(self) -> int:
-        """Dims of an encoder state at the decoder."""
-        return int(self.config.get_text_config(decoder=True).hidden_size)
-
-    @torch.inference_mode()
-    def encode(self, inputs: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        """The encoder's states [E, width] of one request.
-
-        inputs: the encoder's arguments, with a batch dimension of 1 and without padding:
-        `input_ids` [1, E], or `input_features` as the model's feature extractor makes them.
-        Raises InvalidInput for other inputs.
-        """
-        given = {name: value.to(self.device) for name, value in inputs.items()}
-        mask = given.pop("attention_mask", None)
-        if mask is not None and not bool(mask.all()):
-            raise InvalidInput(
-                "encoder", got="an attention_mask with padding", expected="inputs without any"
-            )
-        encoder: Any = self.model.get_encoder()
-        taken = inspect.signature(encoder.forward).parameters
-        for name, value in given.items():
-            if name not in taken or value.shape[:1] != (1,):
-                raise InvalidInput(
-                    "encoder",
-                    got=f"{name} of shape {tuple(value.shape)}",
-                    expected=f"some of {', '.join(taken)}, each of one request: [1, …]",
-                )
-            if value.is_floating_point():
-                given[name] = value.to(self.model.dtype)
-        if not given:
-            raise InvalidInput("encoder", got="nothing", expected="the encoder's inputs")
-        try:
-            states = encoder(**given).last_hidden_state
-        except ValueError as error:
-            # Whisper raises it for sound of another length than it takes
-            raise InvalidInput("encoder", got=str(error), expected="inputs it can read") from error
-        assert isinstance(states, torch.Tensor)
-        return states[0]
-
-    def forward(
-        self,
-        input_ids: torch.Tensor,
-        position_ids: torch.Tensor | None,
-        encoder_states: torch.Tensor | None = None,
-        use_cache: bool = False,
-    ) -> Seq2SeqLMOutput:
-        """The model's output, with logits, for tokens [1, T] at positions [1, T].
-
-        encoder_states: [E, width] of the requests whose encoder is new, one after another.
-        position_ids: None takes the model's own count.
-        """
-        if encoder_states is None:
-            shape = (STAND_IN, self.width)
-            encoder_states = torch.zeros(shape, dtype=self.model.dtype, device=self.device)
-        own = {"decoder_position_ids": position_ids} if self._takes_positions else {}
-        with nullcontext() if self._table is None else self._table.given(position_ids):
-            output: Seq2SeqLMOutput = self.model(
-                decoder_input_ids=input_ids,
-                encoder_outputs=EncoderOutput(last_hidden_state=encoder_states.unsqueeze(0)),
-                use_cache=use_cache,
-                **own,
-            )
-            return output
 
 
 @dataclass(kw_only=True, slots=True)
@@ -202,7 +97,7 @@ def record_decoder(decoder: PackedDecoder, *, max_context_len: int) -> tuple[Lay
     probe = Probe(
         model=model,
         call=decoder,
-        embeddings=_embeddings(model),
+        embeddings=embeddings_of(model.get_decoder()),  # type: ignore[no-untyped-call]  # as above
         recorder=DecoderRecorder,
         inputs="decoder_input_ids and encoder_outputs alone",
     )
@@ -218,6 +113,9 @@ def record_decoder(decoder: PackedDecoder, *, max_context_len: int) -> tuple[Lay
             expected="self- and cross-attention once in each layer, through transformers' "
             "AttentionInterface",
         )
+    if decoder.takes_positions:
+        own: Any = model.get_decoder()  # type: ignore[no-untyped-call]  # as above
+        check_table(own, count_from_own_start(own, partial(counts_from, probe)), max_context_len)
     check_independence(probe, logits, recorder.calls)
     layers = tuple(_layer(call, recorder, max_context_len) for call in recorder.calls)
     decoder.joins_attention = len(recorder.modules) < len(layers)
@@ -226,22 +124,26 @@ def record_decoder(decoder: PackedDecoder, *, max_context_len: int) -> tuple[Lay
     return layers
 
 
-def _embeddings(model: PreTrainedModel) -> torch.nn.Module:
-    """The input embedding of the decoder."""
-    decoder: Any = model.get_decoder()  # type: ignore[no-untyped-call]  # transformers' own
-    if not isinstance(decoder, PreTrainedModel):
-        got = f"a decoder of class {type(decoder).__name__}"
-        expected = "one that is a model of transformers itself, and calls its AttentionInterface"
-        raise InvalidInput(type(model).__name__, got=got, expected=expected)
-    embeddings: torch.nn.Module = decoder.get_input_embeddings()
-    return embeddings
-
-
 def _layer(call: LayerCall, recorder: DecoderRecorder, max_context_len: int) -> LayerSpec:
     if not is_cross(call):
         return layer_of(call, recorder.reach_of(call, max_context_len))
     _check_sees_all(call, recorder)
+    _check_places(call)
     return replace(layer_of(call, Reach()), is_cross_attention=True)
+
+
+def _check_places(call: LayerCall) -> None:
+    """Raise InvalidInput where equal encoder states have K that differ by their place in the row.
+
+    In a step, the states of several requests lie one after another.
+    """
+    spread = float((call.k - call.k[:1]).abs().max())
+    if spread > POSITION_TOLERANCE * float(call.k.abs().max()):
+        raise InvalidInput(
+            f"cross-attention layer {call.layer_id}",
+            got="encoder states to which the decoder adds their places in the row",
+            expected="states that are final when the encoder returns them",
+        )
 
 
 def _check_sees_all(call: LayerCall, recorder: DecoderRecorder) -> None:

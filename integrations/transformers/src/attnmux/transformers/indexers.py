@@ -15,21 +15,16 @@ from typing import Any
 
 import torch
 
-from attnmux.core import (
-    BackendContext,
-    BlockPicker,
-    IndexKPool,
-    InvalidInput,
-    KeyPicker,
-    LayerSpec,
-    shared_kernel,
-)
+from attnmux.core import BackendContext, InvalidInput, LayerSpec, shared_kernel
 from attnmux.core import current_forward_context as current
 from attnmux.transformers.attention import UNMASKED
 from attnmux.transformers.block_indexers import BlockIndexer, block_indexer, has_block_parts
 from attnmux.transformers.index_shape import IndexShape
 from attnmux.transformers.key_indexers import KeyIndexer, has_key_parts, key_indexer
 from attnmux.transformers.mean_indexers import MeanIndexer, has_mean_parts, mean_indexer
+from attnmux.transformers.sparse.block_picks import BlockPicker
+from attnmux.transformers.sparse.index_pool import IndexKPool
+from attnmux.transformers.sparse.key_picks import KeyPicker
 
 Indexer = KeyIndexer | BlockIndexer | MeanIndexer
 KINDS: tuple[tuple[Callable[..., bool], Callable[..., Indexer | None]], ...] = (

@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 
-from attnmux.core.indices import index_scores
 from attnmux.transformers.index_shape import IndexShape
 from attnmux.transformers.indexer_trial import (
     PICKED,
@@ -20,6 +19,7 @@ from attnmux.transformers.indexer_trial import (
     forward_of,
     rotary_of,
 )
+from attnmux.transformers.sparse.scores import index_scores
 
 PARTS = {"wq_b", "wk", "k_norm", "weights_proj"}
 NUMBERS = ("n_heads", "head_dim", "index_topk", "qk_rope_head_dim", "layer_idx")

@@ -64,12 +64,13 @@ def read_call(
     """Read what transformers passes to an attention function for a decoder's self-attention.
 
     query: [1, Hq, T, D]; key, value: [1, Hkv, T, D or Dv]. Raises InvalidInput for whatever the
-    contract's layer has no word for: nothing is ignored but `NOT_ATTENTION`.
+    contract's layer has no word for: nothing is ignored but `NOT_ATTENTION`. A mask tells by itself
+    whether it is causal: its reader finds out.
     """
     layer_id = layer_id_of(module)
     if is_causal is None:
         is_causal = getattr(module, "is_causal", True)
-    if not is_causal:
+    if not is_causal and attention_mask is None:
         raise InvalidInput("is_causal", got=False, expected="causal self-attention")
     if key.shape[2] != query.shape[2]:
         raise InvalidInput(

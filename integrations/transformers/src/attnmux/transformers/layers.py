@@ -63,11 +63,15 @@ def record_layers(
     if counts.total() > len(counts) and not has_numbered_calls(model):
         number_calls(model, recorder.callers)
         logits, recorder = probe.run([probe.token], [0])
-    start = count_from_own_start(model, partial(_counts_from, probe))
-    _check_table(model, start, max_context_len)
+    start = count_from_own_start(model, partial(counts_from, probe))
+    check_table(model, start, max_context_len)
     check_independence(probe, logits, recorder.calls)
     for mixer in mixers:
         mixer.spec = recorder.mixers.spec_of(mixer, model.dtype)
+    # Those with a mask are causal by it, or `reach_of` raises
+    for module, call in zip(recorder.callers, recorder.calls, strict=True):
+        if call.mask is not None:
+            setattr(module, "is_causal", True)  # noqa: B010  # mypy takes it for a tensor
     calls = sorted(recorder.calls, key=lambda call: call.layer_id)
     if not calls:
         return (TOKEN_COUNTER,)
@@ -193,7 +197,7 @@ def _check_positions(probe: Probe) -> None:
             )
 
 
-def _counts_from(probe: Probe, start: int) -> bool:
+def counts_from(probe: Probe, start: int) -> bool:
     """Whether the model's own count is the one that begins at this position."""
     try:
         given = _attended(probe, [start, start + 1, start + 2])
@@ -209,7 +213,7 @@ def _are_alike(tokens: list[torch.Tensor], expected: list[torch.Tensor]) -> bool
     )
 
 
-def _check_table(model: PreTrainedModel, start: int, max_context_len: int) -> None:
+def check_table(model: PreTrainedModel, start: int, max_context_len: int) -> None:
     """Refuse a context beyond the table of a model whose positions begin above 0."""
     rows = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
     if start and rows is not None and max_context_len > rows - start:

@@ -11,8 +11,8 @@ import torch
 class LinearKernel(Protocol):
     """Products of linear layers on one device, without gradients."""
 
-    def serves(self, weight: torch.Tensor) -> bool:
-        """Whether it multiplies by a weight [N, K]."""
+    def rows(self, weight: torch.Tensor) -> range:
+        """The numbers of rows of x that it multiplies by a weight [N, K], where torch is slower."""
 
     def __call__(
         self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
@@ -29,12 +29,32 @@ def multiply_by(kernel: LinearKernel, model: torch.nn.Module) -> None:
     for module in model.modules():
         if not isinstance(module, torch.nn.Linear) or type(module) is not torch.nn.Linear:
             continue
-        if "forward" not in vars(module) and kernel.serves(module.weight):
-            module.forward = partial(_forward, module, kernel)  # type: ignore[method-assign]  # of this instance
+        rows = kernel.rows(module.weight)
+        if "forward" not in vars(module) and rows:
+            module.forward = partial(_forward, module, kernel, rows)  # type: ignore[method-assign]  # of this instance
 
 
-def _forward(module: torch.nn.Linear, kernel: LinearKernel, x: torch.Tensor) -> torch.Tensor:
-    weight, bias = module.weight, module.bias
-    if torch.compiler.is_compiling() or torch.is_grad_enabled() or x.dtype is not weight.dtype:
+def leave_to_torch(model: torch.nn.Module) -> None:
+    """The inverse of `multiply_by`. Layers that are compiled have one code for all that are alike
+    only where none of their modules has a `forward` of its own."""
+    for module in model.modules():
+        own = vars(module).get("forward")
+        if isinstance(own, partial) and own.func is _forward:
+            del module.forward
+
+
+def _forward(
+    module: torch.nn.Linear, kernel: LinearKernel, rows: range, x: torch.Tensor
+) -> torch.Tensor:
+    # A step calls this for each layer, and what it reads has left the caches while weights came:
+    # parameters are not looked up as attributes, which takes a call of Python for each
+    weight: torch.Tensor = module._parameters["weight"]  # type: ignore[assignment]  # it has one
+    bias = module._parameters["bias"]
+    if (
+        torch.is_grad_enabled()
+        or torch.compiler.is_compiling()
+        or x.numel() // x.shape[-1] not in rows
+        or x.dtype is not weight.dtype
+    ):
         return torch.nn.functional.linear(x, weight, bias)
     return kernel(x, weight, bias)

@@ -10,15 +10,16 @@ import torch
 
 from attnmux.core import GraphUnsupported, InvalidInput, Offer, Platform, in_brief, make_first
 from attnmux.transformers.checkpoint import LOADING, Checkpoint
+from attnmux.transformers.context_limit import check_context
 from attnmux.transformers.decision import decide, without
 from attnmux.transformers.eagle_head import EagleHead
-from attnmux.transformers.encoder_decoder import PackedDecoder, record_decoder
+from attnmux.transformers.encoder_decoder import record_decoder
 from attnmux.transformers.layers import record_layers
 from attnmux.transformers.load_decoder import load_decoder
 from attnmux.transformers.making import make_runner
 from attnmux.transformers.options import RunnerOptions
+from attnmux.transformers.packed_decoder import PackedDecoder
 from attnmux.transformers.requests import request_of
-from attnmux.transformers.rotary import check_rotary
 from attnmux.transformers.runner import ModelRunner
 from attnmux.transformers.weights import load_model, warn_in_python
 
@@ -42,7 +43,7 @@ def load_runner(
     for a checkpoint that cannot be used, PoolExhausted for too little memory, and GraphUnsupported
     if graphs are required but unavailable.
     """
-    check_rotary(checkpoint.config, options.max_context_len)
+    check_context(checkpoint.config, options.max_context_len)
     _check_images(checkpoint, options)
     load = _load_encoder_decoder if checkpoint.config.is_encoder_decoder else load_decoder
     _check_ranks(checkpoint, offers, options)

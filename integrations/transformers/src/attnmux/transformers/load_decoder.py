@@ -50,7 +50,7 @@ def load_decoder(
 ) -> ModelRunner:
     dtype = checkpoint.dtype(options.dtype)
     ranks = options.ranks
-    stated = stated_request(checkpoint, head_ranks=ranks.head_ranks)
+    stated = _stated(checkpoint, options)
     if stated is not None:
         known = stated.replace(origin="model", dtype=dtype_name(dtype))
         by_config = stated_ways(known, options)
@@ -118,6 +118,14 @@ def load_decoder(
     return runner
 
 
+def _stated(checkpoint: Checkpoint, options: RunnerOptions) -> Request | None:
+    """As `stated_request`. Raises InvalidInput where the options exclude what it asks for."""
+    stated = stated_request(checkpoint, head_ranks=options.ranks.head_ranks)
+    if stated is not None and stated.compressed_layers:
+        _check_compressed(options)
+    return stated
+
+
 def _picking(
     indexers: Indexers | None, layers: tuple[LayerSpec, ...], options: RunnerOptions
 ) -> tuple[Indexers | None, tuple[LayerSpec, ...]]:
@@ -139,7 +147,7 @@ def _ways(
     Raises InvalidInput for what does not go together with indexers or keys of blocks.
     """
     if compressors is not None:
-        return [_compressed_way(request, options)]
+        return [_compressed_way(request, compressors, options)]
     if indexers is None:
         expanded = [request] if options.mla != "absorbed" else []
         return expanded if latent is None else [latent_request(request, latent), *expanded]
@@ -162,18 +170,20 @@ def _ways(
     return [request.replace(origin="model", index_topk=topk, index_block_size=size)]
 
 
-def _compressed_way(request: Request, options: RunnerOptions) -> Request:
-    """How a model runs whose layers make keys of blocks.
+def _compressed_way(request: Request, compressors: Compressors, options: RunnerOptions) -> Request:
+    """How a model runs whose layers make keys of blocks. Raises as `_check_compressed` does."""
+    _check_compressed(options)
+    return request.replace(origin="model", lse=True, compressed_layers=compressors.kinds())
 
-    Raises InvalidInput for what does not go together with them.
-    """
+
+def _check_compressed(options: RunnerOptions) -> None:
+    """Raise InvalidInput for what does not go together with keys of blocks."""
     if options.draft_topk > 1:
         expected = "1, chains of drafts: a key stands for a block of places"
         raise InvalidInput("draft_topk", got=options.draft_topk, expected=expected)
     if options.ranks.size > 1:
         expected = "1: what keys are made of is not split"
         raise InvalidInput("ranks", got=options.ranks.size, expected=expected)
-    return request.replace(origin="model", lse=True)
 
 
 def _with_images(request: Request, images: ImageReader | None) -> Request:

@@ -10,10 +10,10 @@ from attnmux.core import Decision, LayerSpec, LinearLayerSpec
 from attnmux.transformers.capacity import Capacity
 from attnmux.transformers.compressors import Compressors
 from attnmux.transformers.eagle_head import EagleHead
-from attnmux.transformers.encoder_decoder import PackedDecoder
 from attnmux.transformers.images.capture import ImageReader
 from attnmux.transformers.indexers import Indexers
 from attnmux.transformers.options import RunnerOptions
+from attnmux.transformers.packed_decoder import PackedDecoder
 from attnmux.transformers.runner import ModelRunner
 from attnmux.transformers.served_model import ServedModel
 

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from attnmux.core import KeysOfBlocks
 from attnmux.transformers.index_shape import IndexShape
 from attnmux.transformers.indexer_trial import TOLERANCE, TRIED_TOKENS, rotary_of
+from attnmux.transformers.sparse.block_ranking import KeysOfBlocks
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -27,12 +27,12 @@ from attnmux.core import (
 )
 from attnmux.transformers.batching import StepBuilder
 from attnmux.transformers.capacity import Capacity, RunnerMemory, allocate
-from attnmux.transformers.encoder_decoder import PackedDecoder
+from attnmux.transformers.context_limit import fixed_row_len
 from attnmux.transformers.engine.stats import Laps
 from attnmux.transformers.linears import LinearKernel, multiply_by
 from attnmux.transformers.model_call import ModelCall
+from attnmux.transformers.packed_decoder import PackedDecoder
 from attnmux.transformers.ranks import ONE_RANK, Ranks
-from attnmux.transformers.rotary import fixed_row_len
 from attnmux.transformers.sequence import SequenceState, Step
 from attnmux.transformers.served_model import ServedModel
 
@@ -90,9 +90,9 @@ class ModelOnBackend:
             model.compressors.keep_in(memory.compressed, self.context)
         backend = self.build(self.context)
         self.backend = backend if wrap is None else wrap(backend, decision)
-        linear: LinearKernel | None = shared_kernel("linear", self.context)
-        if linear is not None:
-            multiply_by(linear, self.model)
+        self.linear: LinearKernel | None = shared_kernel("linear", self.context)
+        if self.linear is not None:
+            multiply_by(self.linear, self.model)
         self.steps = self._step_builder(memory, capacity)
         self.graphs: GraphRunner | None = None
         """Of decode steps."""

@@ -10,18 +10,30 @@ from __future__ import annotations
 import pkgutil
 import sys
 from collections.abc import Callable, Mapping
+from functools import partial
 from types import MappingProxyType
 from typing import Any
 
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-Heads = torch.Tensor
-"""[1, H, T, D]"""
+from attnmux.transformers.projected_attention import (
+    Heads,
+    attend,
+    bart,
+    bert,
+    fsmt,
+    led,
+    t5,
+    umt5,
+)
 
 SWITCH = "_can_set_attn_implementation"
 """The method by which a model says that it calls AttentionInterface."""
+
+
+ALIGNED = 8
+"""Dims of a head come in multiples of so many."""
 
 
 def has_adapter(model_class: type[torch.nn.Module]) -> bool:
@@ -40,23 +52,6 @@ def adapt(model: PreTrainedModel) -> None:
         if adapter is not None:
             adapter(module, model.config)
     setattr(model, SWITCH, lambda: True)
-
-
-def attend(
-    module: Any,  # noqa: ANN401  # each family's own class
-    config: PreTrainedConfig,
-    q: Heads,
-    k: Heads,
-    v: Heads,
-    mask: torch.Tensor | None,
-    **given: object,
-) -> torch.Tensor:
-    """The context [1, T, Hq, Dv]."""
-    function = ALL_ATTENTION_FUNCTIONS[config._attn_implementation]
-    # Some families rotate in float32, where the cache would hold the model's dtype
-    context, _ = function(module, q.to(v.dtype), k.to(v.dtype), v, mask, **given)
-    assert isinstance(context, torch.Tensor)
-    return context
 
 
 def _bloom(module: Any, config: PreTrainedConfig) -> None:  # noqa: ANN401
@@ -106,6 +101,33 @@ def _falcon(module: Any, config: PreTrainedConfig) -> None:  # noqa: ANN401
     module.forward = forward
 
 
+def _doge(module: Any, config: PreTrainedConfig) -> None:  # noqa: ANN401
+    """Each key has a bias, made of V: it becomes one more dim of K, which Q multiplies by 1. Beyond
+    `keep_window_size` keys, which `check_context` refuses, those with the smallest are hidden."""
+    heads, kv_heads, dim = config.num_attention_heads, config.num_key_value_heads, module.head_dim
+    rotate, pad = _beside(module, "apply_rotary_pos_emb"), torch.nn.functional.pad
+
+    def forward(
+        hidden_states: torch.Tensor,
+        position_embeddings: tuple[torch.Tensor, torch.Tensor],
+        attention_mask: torch.Tensor | None = None,
+        **given: object,
+    ) -> tuple[torch.Tensor, None]:
+        q = module.q_norm(module.q_proj(hidden_states).view(1, -1, heads, dim)).transpose(1, 2)
+        k = module.k_norm(module.k_proj(hidden_states).view(1, -1, kv_heads, dim)).transpose(1, 2)
+        q, k = rotate(q, k, *position_embeddings)
+        v = module.v_proj(hidden_states)
+        bias = torch.exp(module.A * torch.nn.functional.softplus(module.dt_proj(v))).mT
+        v = v.view(1, -1, kv_heads, dim).transpose(1, 2)
+        q = pad(pad(q, (0, 1), value=1 / module.scaling), (0, ALIGNED - 1))
+        k = pad(torch.cat([k, bias.unsqueeze(-1)], dim=-1), (0, ALIGNED - 1))
+        given["scaling"] = module.scaling
+        context = attend(module, config, q, k, v, attention_mask, **given)
+        return module.o_proj(context.flatten(2)), None
+
+    module.forward = forward
+
+
 def _mpt(module: Any, config: PreTrainedConfig) -> None:  # noqa: ANN401
     bias = _beside(module, "build_mpt_alibi_tensor")(module.n_heads, 2)
     given = {"scaling": module.softmax_scale, "alibi_slopes": -bias[:, 0, 0]}
@@ -134,76 +156,6 @@ def _mpt_model(module: Any, config: PreTrainedConfig) -> None:  # noqa: ANN401
     module.register_forward_pre_hook(with_mask, with_kwargs=True)
 
 
-def _t5(module: Any, config: PreTrainedConfig) -> None:  # noqa: ANN401
-    """A decoder's module. The first hands its table on, in place of the biases of all positions."""
-    if not module.is_decoder:  # an encoder's own code runs one request at a time
-        return
-    own = _relative_bias(module)
-
-    def forward(
-        hidden_states: torch.Tensor,
-        mask: torch.Tensor | None = None,
-        key_value_states: torch.Tensor | None = None,
-        position_bias: torch.Tensor | None = None,
-        **_: object,
-    ) -> tuple[torch.Tensor, torch.Tensor | None, None]:
-        table = own if position_bias is None else position_bias
-        source = hidden_states if key_value_states is None else key_value_states
-        return _t5_attention(module, config, hidden_states, source, mask, table), table, None
-
-    module.forward = forward
-
-
-def _umt5(module: Any, config: PreTrainedConfig) -> None:  # noqa: ANN401
-    """A decoder's module. Each self-attention has a table of its own."""
-    if not module.is_decoder:
-        return
-    table = _relative_bias(module)
-
-    def forward(
-        hidden_states: torch.Tensor,
-        encoder_hidden_states: torch.Tensor | None = None,
-        past_key_values: object = None,
-        attention_mask: torch.Tensor | None = None,
-        **_: object,
-    ) -> tuple[torch.Tensor, None]:
-        source = hidden_states if encoder_hidden_states is None else encoder_hidden_states
-        return _t5_attention(module, config, hidden_states, source, attention_mask, table), None
-
-    module.forward = forward
-
-
-def _t5_attention(
-    module: Any,  # noqa: ANN401
-    config: PreTrainedConfig,
-    hidden_states: torch.Tensor,
-    source: torch.Tensor,
-    mask: torch.Tensor | None,
-    table: torch.Tensor | None,
-) -> torch.Tensor:
-    """The module's output [1, T, d_model]. source: the states of the keys."""
-    heads = (1, -1, module.n_heads, module.key_value_proj_dim)
-    projected = module.q(hidden_states), module.k(source), module.v(source)
-    q, k, v = (each.view(heads).transpose(1, 2) for each in projected)
-    given = {"scaling": 1.0, "relative_bias": table}
-    context: torch.Tensor = module.o(attend(module, config, q, k, v, mask, **given).flatten(2))
-    return context
-
-
-@torch.no_grad()
-def _relative_bias(module: Any) -> torch.Tensor | None:  # noqa: ANN401
-    """The table of a causal layer, as `LayerSpec.relative_bias`; None where the module has none.
-
-    From `relative_attention_max_distance` on, all distances are in the last bucket.
-    """
-    if not module.has_relative_attention_bias:
-        return None
-    # Fewer places than buckets would leave some that are not for one distance
-    reach = max(module.relative_attention_max_distance, module.relative_attention_num_buckets)
-    of_last: torch.Tensor = module.compute_bias(reach + 1, reach + 1)[0, :, -1]
-    return of_last.contiguous()
-
-
 def _between(module: Any, config: PreTrainedConfig) -> None:  # noqa: ANN401
     """A module with a function of its own between the rotated queries and keys and the context."""
     given: dict[str, Any] = {}
@@ -221,6 +173,28 @@ def _between(module: Any, config: PreTrainedConfig) -> None:  # noqa: ANN401
         return attend(module, config, query, key, value, mask, **given).transpose(1, 2), None
 
     module._attn = attention
+
+
+def _openai(module: Any, config: PreTrainedConfig) -> None:  # noqa: ANN401
+    """Number the layers' attention, whose classes have too common a name to be found by."""
+    for layer_id, block in enumerate(module.h):
+        block.attn.layer_idx = layer_id
+        block.attn._attn = partial(_openai_attention, block.attn, config)
+
+
+def _openai_attention(
+    module: Any,  # noqa: ANN401
+    config: PreTrainedConfig,
+    q: Heads,
+    k: torch.Tensor,
+    v: Heads,
+    mask: torch.Tensor | None,
+    _: bool,
+) -> list[Heads]:
+    """k: [1, H, D, T]"""
+    scaling = None if module.scale else 1.0
+    context = attend(module, config, q, k.transpose(2, 3), v, mask, scaling=scaling)
+    return [context.transpose(1, 2)]
 
 
 def _zamba(module: Any, config: PreTrainedConfig) -> None:  # noqa: ANN401
@@ -243,19 +217,32 @@ def _beside(module: object, name: str) -> Callable[..., Any]:
 
 ADAPTERS: Mapping[str, Callable[[Any, PreTrainedConfig], None]] = MappingProxyType(
     {
+        "BigBirdSelfAttention": bert,
         "BloomAttention": _bloom,
         "CodeGenAttention": _between,
+        "DogeAttention": _doge,
+        "FSMTDecoder": fsmt,
         "FalconAttention": _falcon,
         "GPTJAttention": _between,
         "GPTNeoSelfAttention": _between,
         "GPTNeoXJapaneseAttention": _between,
-        "LongT5Attention": _t5,
-        "MT5Attention": _t5,
+        "GitSelfAttention": bert,
+        "LEDDecoderAttention": led,
+        "LongT5Attention": t5,
+        "MT5Attention": t5,
+        "MegatronBertSelfAttention": bert,
         "MptAttention": _mpt,
         "MptModel": _mpt_model,
-        "Pop2PianoAttention": _t5,
-        "T5Attention": _t5,
-        "UMT5Attention": _umt5,
+        "MvpAttention": bart,
+        "OpenAIGPTModel": _openai,
+        "Pop2PianoAttention": t5,
+        "RemBertSelfAttention": bert,
+        "RoFormerSelfAttention": bert,
+        "SpeechT5Attention": bart,
+        "T5Attention": t5,
+        "TrOCRAttention": bart,
+        "UMT5Attention": umt5,
+        "XGLMAttention": bart,
         "ZambaHybridLayer": _zamba,
     }
 )

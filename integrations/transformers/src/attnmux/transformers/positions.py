@@ -51,12 +51,17 @@ class PositionTable:
     def _look_up(self, *args: Any, **kwargs: Any) -> torch.Tensor:  # noqa: ANN401  # the table's
         if self._given is None:
             return self._embedded(*args, **kwargs)
-        bound = inspect.signature(self._own).bind(*args, **kwargs)
+        signature = inspect.signature(self._own)
+        bound = signature.bind(*args, **kwargs)
         counted = bound.arguments.get("position_ids")
         if counted is not None:
             bound.arguments["position_ids"] = self._given.view(counted.shape)
             return self._embedded(*bound.args, **bound.kwargs)
         if self.length is None:
+            if "position_ids" in signature.parameters:
+                # BART's family has those of one row here, without its batch
+                bound.arguments["position_ids"] = self._given.view(-1)
+                return self._embedded(*bound.args, **bound.kwargs)
             raise InvalidInput(
                 self.name,
                 got="positions that its embedding counts by itself",

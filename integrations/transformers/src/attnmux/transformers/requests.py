@@ -10,7 +10,16 @@ from typing import Any
 import torch
 from transformers.utils.hub import cached_file
 
-from attnmux.core import InvalidInput, LayerGroup, LayerSpec, LinearLayerSpec, Request, dtype_name
+from attnmux.core import (
+    InvalidInput,
+    LayerGroup,
+    LayerSpec,
+    LinearLayerSpec,
+    Request,
+    dtype_name,
+    expanded_request,
+    group_requests,
+)
 from attnmux.transformers.checkpoint import Checkpoint
 from attnmux.transformers.shapes import SHAPE, STORED, by_shape
 
@@ -100,8 +109,8 @@ def check_against_config(recorded: Request, config: Request, *, max_context_len:
     (what runs is what was recorded), nor is a window or chunk that the context never fills.
     Raises InvalidInput naming the field.
     """
-    stated = config.expanded() if config.latent else config
-    groups, said = recorded.of_groups(), stated.of_groups()
+    stated = expanded_request(config) if config.latent else config
+    groups, said = group_requests(recorded), group_requests(stated)
     if len(groups) != len(said):
         got = f"{len(groups)} shapes of layers when the model runs"
         raise InvalidInput("layers", got=got, expected=f"{len(said)}, by config.json")

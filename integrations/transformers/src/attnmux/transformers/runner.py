@@ -18,10 +18,11 @@ from attnmux.core import (
     device_graphs,
 )
 from attnmux.transformers import graph_configs
-from attnmux.transformers.encoder_decoder import PackedDecoder
 from attnmux.transformers.images.prompt import PromptImages
 from attnmux.transformers.index_shape import NO_PICKS
+from attnmux.transformers.linears import leave_to_torch, multiply_by
 from attnmux.transformers.model_on_backend import ModelOnBackend
+from attnmux.transformers.packed_decoder import PackedDecoder
 from attnmux.transformers.sequence import check_encoder_len
 from attnmux.transformers.tokenization import check_prompt
 from attnmux.transformers.trial_steps import check_compiles, no_layers, try_steps
@@ -45,11 +46,14 @@ class ModelRunner(ModelOnBackend):
         check_compiles(self._served)
         if not compiled.compile_layers(self.model, backend):
             raise no_layers(self._served)
+        leave_to_torch(self.model)
         self.is_compiled = True
         try:
             try_steps(self)
         except BaseException:
             compiled.undo(self.model)
+            if self.linear is not None:
+                multiply_by(self.linear, self.model)
             self.is_compiled = False
             raise
 
@@ -123,7 +127,7 @@ class ModelRunner(ModelOnBackend):
         if "input_ids" in inputs:
             ids = inputs["input_ids"].flatten().tolist()
             longest = self.steps.max_encoder_len
-            check_prompt("encoder input_ids", ids, int(self.model.config.vocab_size), longest)
+            check_prompt("encoder input_ids", ids, self.model.encoder_vocabulary, longest)
         states = self.model.encode(inputs)
         check_encoder_len(states.shape[0], self.steps.max_encoder_len)
         return states

@@ -10,9 +10,9 @@ from transformers import PreTrainedModel
 from attnmux.core import LayerSpec, LinearLayerSpec
 from attnmux.transformers.compressors import Compressors
 from attnmux.transformers.eagle_head import EagleHead
-from attnmux.transformers.encoder_decoder import PackedDecoder
 from attnmux.transformers.images.capture import ImageReader
 from attnmux.transformers.indexers import Indexers
+from attnmux.transformers.packed_decoder import PackedDecoder
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)

@@ -8,7 +8,7 @@ from typing import Protocol
 import torch
 
 from attnmux.core import BackendContext, InvalidInput
-from attnmux.transformers.encoder_decoder import PackedDecoder
+from attnmux.transformers.packed_decoder import PackedDecoder
 from attnmux.transformers.repeated import has_numbered_calls
 from attnmux.transformers.sequence import SequenceState
 from attnmux.transformers.served_model import ServedModel

@@ -15,12 +15,12 @@ from attnmux.core import (
     InvalidInput,
     KernelLibrary,
     aligned,
-    check_own_or_fp8,
     kv_pages,
     rehearse,
 )
 from attnmux.nvidia.fa3_base import FA3Base, FA3Step
 from attnmux.nvidia.fa3_layers import KV, PROVIDERS, FA3Cache, FA3Layer
+from attnmux.nvidia.kernel_rows import check_own_or_fp8
 
 if TYPE_CHECKING:
     from attnmux.core import AttentionCall, LayerSpec

@@ -23,7 +23,6 @@ from attnmux.core import (
     LibraryBackend,
     PageTables,
     aligned,
-    by_request,
     check_keys_dtype,
     check_trees,
     fixed_buffers,
@@ -31,11 +30,11 @@ from attnmux.core import (
     is_writable,
     not_in_pool,
     quantise,
-    store_lse,
     visible_drafts,
 )
 from attnmux.nvidia.fa3_layers import KV, FA3Cache, FA3Kernels, FA3Layer, FA3Schedule
 from attnmux.nvidia.fa3_trees import draft_keys
+from attnmux.nvidia.kernel_rows import by_request, store_lse
 from attnmux.nvidia.packed_values import bounded
 
 if TYPE_CHECKING:

@@ -37,8 +37,8 @@ from attnmux.core import (
     not_in_pool,
     rehearse,
     rotary,
-    store_lse,
 )
+from attnmux.nvidia.kernel_rows import store_lse
 from attnmux.nvidia.packed_values import bounded
 
 if TYPE_CHECKING:

@@ -32,7 +32,6 @@ from attnmux.core import (
     KeyLens,
     Keys,
     PageTables,
-    check_own_or_fp8,
     check_page_size,
     check_plain,
     filled,
@@ -41,9 +40,9 @@ from attnmux.core import (
     quantise,
     rehearse,
     segment_of_place,
-    store_lse,
     with_lens,
 )
+from attnmux.nvidia.kernel_rows import check_own_or_fp8, store_lse
 from attnmux.nvidia.latent import LatentDecodeBackend
 
 if TYPE_CHECKING:

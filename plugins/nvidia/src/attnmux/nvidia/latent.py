@@ -16,8 +16,8 @@ from attnmux.core import (
     InvalidInput,
     KeyGroup,
     LibraryBackend,
-    latent_layers,
 )
+from attnmux.nvidia.kernel_rows import latent_layers
 
 if TYPE_CHECKING:
     from attnmux.core import AttentionCall, BackendContext, ForwardBatch

@@ -29,12 +29,10 @@ from attnmux.core import (
     InvalidInput,
     KernelLibrary,
     LibraryBackend,
-    check_bfloat16_or_fp8,
     check_plain,
     cu_seqlens,
     filled,
     joined,
-    latent_layers,
     rehearse,
     rotary,
     shared_kernel,
@@ -42,6 +40,7 @@ from attnmux.core import (
     topk_slots,
     tree_mask_of,
 )
+from attnmux.nvidia.kernel_rows import check_bfloat16_or_fp8, latent_layers
 
 if TYPE_CHECKING:
     from attnmux.core import AttentionCall, BackendContext, ForwardBatch, LayerSpec

@@ -23,8 +23,6 @@ from attnmux.core import (
     KernelLibrary,
     KeyGroup,
     Keys,
-    by_request,
-    check_bfloat16_or_fp8,
     check_plain,
     filled,
     imported,
@@ -36,6 +34,7 @@ from attnmux.core import (
     with_lens,
 )
 from attnmux.nvidia.flashinfer.shared import HINT
+from attnmux.nvidia.kernel_rows import by_request, check_bfloat16_or_fp8
 from attnmux.nvidia.latent import LatentDecodeBackend
 from attnmux.nvidia.trtllm import by_major, queries_like, workspace
 

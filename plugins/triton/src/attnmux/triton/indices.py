@@ -56,40 +56,33 @@ def kv_indices(
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """[kv_indptr[-1]]: the slot of every key, or the number of every page, request by request."""
-    return _gather(
-        req_to_token,
-        req_pool_indices,
-        kv_indptr,
-        page_size=page_size,
-        kv_start=kv_start,
-        total=total,
-        out=out,
-        dtype=torch.int32,
-    )
-
-
-def out_cache_loc(
-    req_to_token: torch.Tensor,
-    req_pool_indices: torch.Tensor,
-    prefix_lens: torch.Tensor,
-    extend_lens: torch.Tensor,
-    *,
-    kv_start: torch.Tensor | None = None,
-    total: int | None = None,
-    out: torch.Tensor | None = None,
-) -> torch.Tensor:
-    """[T] int64: slots of the new tokens, read back from the request table. Two launches."""
-    check_lens("prefix_lens", prefix_lens, check_lens("extend_lens", extend_lens))
-    return _gather(
-        req_to_token,
-        req_pool_indices,
-        _running_sums(extend_lens, None),
-        kv_start=kv_start,
-        prefix_lens=prefix_lens,
-        total=total,
-        out=out,
-        dtype=torch.int64,
-    )
+    batch_size = check_table(req_to_token, req_pool_indices)
+    check_lens("kv_indptr", kv_indptr, batch_size + 1)
+    check_positive("page_size", page_size)
+    if kv_start is not None:
+        check_lens("kv_start", kv_start, batch_size)
+    if total is None:
+        total = int(kv_indptr[-1]) if out is None else out.shape[0]
+    result = front(out, total, req_to_token)
+    if total:
+        gather_slots[_grid(total)](
+            req_to_token,
+            req_to_token.shape[1],
+            req_to_token.numel(),
+            req_pool_indices.contiguous(),
+            kv_indptr.contiguous(),
+            None if kv_start is None else kv_start.contiguous(),
+            result,
+            result.stride(0),
+            total,
+            batch_size,
+            batch_size.bit_length(),
+            PAGE=page_size,
+            HAS_STARTS=kv_start is not None,
+            BLOCK=BLOCK,
+            num_warps=4,
+        )
+    return result
 
 
 def kv_last_page_len(
@@ -217,49 +210,6 @@ def _running_sums(
         BLOCK=BLOCK,
         num_warps=4,
     )
-    return result
-
-
-def _gather(
-    req_to_token: torch.Tensor,
-    req_pool_indices: torch.Tensor,
-    indptr: torch.Tensor,
-    *,
-    page_size: int = 1,
-    kv_start: torch.Tensor | None,
-    prefix_lens: torch.Tensor | None = None,
-    total: int | None,
-    out: torch.Tensor | None,
-    dtype: torch.dtype,
-) -> torch.Tensor:
-    batch_size = check_table(req_to_token, req_pool_indices)
-    check_lens("kv_indptr", indptr, batch_size + 1)
-    check_positive("page_size", page_size)
-    if kv_start is not None:
-        check_lens("kv_start", kv_start, batch_size)
-    if total is None:
-        total = int(indptr[-1]) if out is None else out.shape[0]
-    result = front(out, total, req_to_token, dtype)
-    if total:
-        gather_slots[_grid(total)](
-            req_to_token,
-            req_to_token.shape[1],
-            req_to_token.numel(),
-            req_pool_indices.contiguous(),
-            indptr.contiguous(),
-            None if kv_start is None else kv_start.contiguous(),
-            None if prefix_lens is None else prefix_lens.contiguous(),
-            result,
-            result.stride(0),
-            total,
-            batch_size,
-            batch_size.bit_length(),
-            PAGE=page_size,
-            HAS_STARTS=kv_start is not None,
-            HAS_MORE_STARTS=prefix_lens is not None,
-            BLOCK=BLOCK,
-            num_warps=4,
-        )
     return result
 
 

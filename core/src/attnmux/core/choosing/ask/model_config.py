@@ -13,11 +13,13 @@ from attnmux.core.choosing.ask.model_heads import attention_heads, latent_heads,
 from attnmux.core.choosing.ask.model_layers import (
     ATTENTION,
     CHUNKED,
+    COMPRESSED,
     INDEXED,
     LINEAR,
     NO_MIXING,
     PICKED_BLOCKS,
     WINDOWED,
+    compressed_layers,
     layer_types,
     linear_layers,
 )
@@ -70,6 +72,7 @@ def read_model(path: Path, tp: int) -> dict[str, Any]:
     return {
         "linear_layers": linear_layers(types, model_type),
         **linear_dims(values, types),
+        **_compressed(types),
         **(_latent_layers if latent else _attention)(values, source, tp),
         "dtype": _dtype(text) or _dtype(config),
         "alibi": _has_alibi(values),
@@ -83,7 +86,9 @@ def read_model(path: Path, tp: int) -> dict[str, Any]:
 
 def _attention(values: Mapping[str, Any], source: str, tp: int) -> dict[str, Any]:
     """Heads, dims and reach of all layers; where they differ, of each group of layers."""
-    has_sinks = values["model_type"] in SINKS
+    types = frozenset(values["layer_types"])
+    # Those of compressed layers come after the keys of blocks, which no backend sees
+    has_sinks = values["model_type"] in SINKS and not (types and types <= COMPRESSED)
     if not differing_shapes(values):
         return {
             **attention_heads(values, source, tp),
@@ -216,6 +221,12 @@ def _blocks(values: Mapping[str, Any], source: str) -> dict[str, Any]:
         field: whole(known, own if known.get(name) is None else name, source)
         for field, (name, own) in fields.items()
     }
+
+
+def _compressed(types: list[str]) -> dict[str, Any]:
+    """What layers with keys of blocks ask for: the LSE of their windows."""
+    found = compressed_layers(types)
+    return {"compressed_layers": found, "lse": True} if found else {}
 
 
 def _size(values: Mapping[str, Any], name: str, source: str) -> int | None:

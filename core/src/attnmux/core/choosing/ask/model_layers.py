@@ -11,7 +11,9 @@ from attnmux.core.choosing.ask.values import LINEAR_KINDS
 from attnmux.core.choosing.common.checks import is_whole
 from attnmux.core.errors import InvalidInput
 
-WINDOWED = frozenset({"sliding_attention", "hybrid_sliding"})
+COMPRESSED = frozenset({"compressed_sparse_attention", "heavily_compressed_attention"})
+"""Of layers that see a window and keys that stand for blocks of tokens (DeepSeek-V4)."""
+WINDOWED = frozenset({"sliding_attention", "hybrid_sliding"}) | COMPRESSED
 CHUNKED = frozenset({"chunked_attention"})
 INDEXED = frozenset({"indexed_attention", "deepseek_sparse_attention"})
 PICKED_BLOCKS = frozenset({"minimax_m3_sparse"})
@@ -65,7 +67,8 @@ def layer_types(values: Mapping[str, Any], source: str) -> list[str]:
     if not isinstance(stated, list) or not all(isinstance(name, str) for name in stated):
         got = f"layer_types={stated!r} in {source}"
         raise InvalidInput("model", got=got, expected="a list of layer_types, or none")
-    return _budgeted(stated or _flagged(values) or _derived(values, source), values)
+    derived = stated or _flagged(values) or _compressed(values, source) or _derived(values, source)
+    return _budgeted(derived, values)
 
 
 def _budgeted(types: list[str], values: Mapping[str, Any]) -> list[str]:
@@ -112,6 +115,17 @@ def _derived(values: Mapping[str, Any], source: str) -> list[str]:
     return []
 
 
+def _compressed(values: Mapping[str, Any], source: str) -> list[str]:
+    """From DeepSeek-V4's tokens for each key of a block, or by the rule of its class."""
+    if values.get("model_type") != "deepseek_v4":
+        return []
+    count, (sparse, heavy) = _count(values, source), sorted(COMPRESSED)
+    if (ratios := _list(values, "compress_ratios")) is not None:  # drafting layers come last
+        of_ratio = {0: "sliding_attention", 4: sparse, 128: heavy}
+        return [of_ratio.get(ratio, f"compress_ratios {ratio}") for ratio in ratios[:count]]
+    return [sparse if place % 2 and place > 1 else heavy for place in range(count)]
+
+
 def _list(values: Mapping[str, Any], name: str) -> list[Any] | None:
     found = values.get(name)
     return list(found) if isinstance(found, (list, tuple)) else None
@@ -129,6 +143,11 @@ def _count(values: Mapping[str, Any], source: str) -> int:
         expected = f"a positive num_hidden_layers of {MOST_LAYERS:,} at most"
         raise InvalidInput("model", got=got, expected=expected)
     return count
+
+
+def compressed_layers(types: list[str]) -> tuple[tuple[str, int], ...]:
+    """(kind, how many) of the layers that see keys of blocks, by name."""
+    return tuple(sorted(Counter(each for each in types if each in COMPRESSED).items()))
 
 
 def linear_layers(types: list[str], model_type: str) -> tuple[tuple[str, int], ...]:

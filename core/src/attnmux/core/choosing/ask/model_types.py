@@ -40,6 +40,12 @@ DEFAULTS: Mapping[str, Mapping[str, Any]] = {
     },
     "deepseek_v2": {**DEEPSEEK, "num_attention_heads": 32},
     "deepseek_v3": {**DEEPSEEK, "num_attention_heads": 128},
+    "deepseek_v4": {
+        "num_attention_heads": 64,
+        "num_key_value_heads": 1,
+        "head_dim": 512,
+        "sliding_window": 128,
+    },
     "bert": BASE,
     "roberta": BASE,
     "vit": BASE,
@@ -89,6 +95,7 @@ UNSAYABLE: Mapping[str, str] = {
     **dict.fromkeys(
         ("deberta", "deberta-v2"), "relative position biases that depend on queries and keys"
     ),
+    "doge": "a bias for each key",
     "longt5": "relative position biases and windows in both directions",
     "modernbert": "windows in both directions",
 }
@@ -111,7 +118,12 @@ not. Others have it where config.json sets `alibi`."""
 RELATIVE = frozenset({"mpnet", "mt5", "switch_transformers", "t5", "umt5"})
 """Model types whose logits have relative position biases. These are weights."""
 
-SINKS = frozenset({"flint", "gpt_oss", "granite_swa", "granitemoe_swa", "hy_v4", "mimo_v2_flash"})
+SINKS = frozenset(
+    {
+        *("deepseek_v4", "flint", "gpt_oss", "granite_swa", "granitemoe_swa", "hy_v4"),
+        "mimo_v2_flash",
+    }
+)
 """Model types whose attention has sinks. These are weights: a config.json does not list them."""
 
 WINDOW_SINKS = frozenset({"mimo_v2_flash"})

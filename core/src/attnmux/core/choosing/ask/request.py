@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from attnmux.core.choosing.ask.layer_group import LayerGroup
-from attnmux.core.choosing.ask.sparse import check_budget, check_picked_blocks, check_sparse
+from attnmux.core.choosing.ask.sparse import check_picked_blocks, check_sparse
 from attnmux.core.choosing.ask.values import BY_NAME, BY_TYPE, PHASES, Reader
 from attnmux.core.choosing.common.checks import nearest
 from attnmux.core.choosing.common.frozen import FrozenMapping, defaults
@@ -99,6 +99,9 @@ class Request(Plain):
     other_layers: tuple[LayerGroup, ...] = ()
     """Attention layers whose heads, dims or features are not those of the fields above, as where
     window layers have more KV heads. Each group has a backend of its own, see `Decision.others`."""
+    compressed_layers: tuple[tuple[str, int], ...] = ()
+    """(kind, how many) of the attention layers that also see keys of blocks of tokens, which are
+    merged with the backend's by LSE. They demand nothing besides `lse`; see `CompressedKeys`."""
     linear_layers: tuple[tuple[str, int], ...] = ()
     """(kind, how many) of the model's layers that have no softmax attention: recurrent ones and
     convolutions. Each kind has a backend of its own, see `Decision.linear`; they ask nothing of the
@@ -153,13 +156,6 @@ class Request(Plain):
             elif name in origins:
                 del origins[name]
 
-    def check_chosen_pages(self) -> None:
-        """Raise InvalidInput where pages are chosen and the page size does not fit the budget.
-
-        The solver checks the asker's request: a search tries other page sizes.
-        """
-        check_budget(self.sparse_budget, self.page_size or 0)
-
     def _derived_phases(self) -> tuple[str, ...]:
         asked = {
             "extend": True,
@@ -186,134 +182,17 @@ class Request(Plain):
         origins = {**self.origins, **dict.fromkeys(changes, origin)}
         return replace_fields(self, **changes, origins=origins)  # type: ignore[arg-type]  # read by __post_init__
 
-    def expanded(self) -> Request:
-        """The same model's prefill with K and V expanded from the latent: kind "mha"."""
-        return self.replace(
-            origin="model",
-            kind="mha",
-            num_kv_heads=self.num_q_heads,
-            kv_lora_rank=None,
-            qk_rope_head_dim=None,
-            index_topk=None,
-            index_block_size=None,
-            chunked_prefix=False,
-        )
-
-    def of_parts(self) -> Request:
-        """The attention of a model's prompts in parts, over K and V of the call.
-
-        Over a chunk of a cached prefix it is not causal and returns LSE, as cross attention does.
-        MLA runs with expanded heads. Sinks are added when parts are merged; layers with windows,
-        attention chunks and biases by distance have no parts.
-        """
-        limits = (
-            *("sliding_window", "attention_chunk", "spec_topk", "spec_draft_tokens"),
-            *("index_topk", "index_block_size"),
-        )
-        flags = ("sinks", "alibi", "relative_bias", "custom_mask", "multi_item", "multimodal")
-        return (self.expanded() if self.latent else self).replace(
-            origin="model",
-            kv_dtype=self.dtype,
-            phases=("extend",),
-            cross_attention=True,
-            lse=True,
-            graph=False,
-            strided_kv=False,
-            two_batches=False,
-            linear_layers=(),
-            sparse=None,
-            sparse_budget=None,
-            **dict.fromkeys(limits),
-            **dict.fromkeys(flags, False),
-        )
-
     @property
     def has_trees(self) -> bool:
         """Whether drafts are trees with branches, whose verification needs a mask."""
         return (self.spec_topk or 1) > 1
 
-    @property
-    def has_separable_trees(self) -> bool:
-        """Whether attention to the prefix and among the drafts can be merged by LSE.
-
-        Windows, chunks and biases by distance count places in the row, where the nodes of a tree
-        lie one after another; a mask of the user may hide the prefix; products among drafts depend
-        on the step's size, so that no request is deterministic.
-        """
-        hindered = (
-            *(self.sliding_window, self.attention_chunk, self.custom_mask),
-            *(self.cross_attention, self.multi_item, self.deterministic),
-            *(self.alibi, self.relative_bias),
-        )
-        known = self.spec_draft_tokens is not None and self.num_q_heads is not None
-        return self.has_trees and known and self.kind in ("mha", "mla") and not any(hindered)
-
-    def without_drafts(self) -> Request:
-        """The same for extend and decode alone."""
-        left = {*self.phases, "extend", "decode"}.difference(("verify", "draft"))
-        return self.replace(
-            origin="default",
-            spec_topk=None,
-            spec_draft_tokens=None,
-            phases=tuple(phase for phase in PHASES if phase in left),
-        )
-
-    def of_prefixes(self) -> Request:
-        """The attention of all drafts of a request to its prefix, as one decode step.
-
-        The drafts are further query heads of one token, so that the prefix is read once. See
-        `Decision.trees`. Raises InvalidInput without `spec_draft_tokens` or `num_q_heads`.
-        """
-        if self.spec_draft_tokens is None or self.num_q_heads is None:
-            missing = "num_q_heads" if self.num_q_heads is None else "spec_draft_tokens"
-            raise InvalidInput(missing, got=None, expected="a number, to verify draft trees")
-        return self.without_drafts().replace(
-            origin="model",
-            num_q_heads=self.num_q_heads * self.spec_draft_tokens,
-            phases=("decode",),
-            lse=True,
-            chunked_prefix=False,
-            two_batches=False,
-            linear_layers=(),
-        )
-
-    def of_groups(self) -> tuple[Request, ...]:
-        """A request for each group of layers that are alike, that of the fields first."""
-        if not self.other_layers:
-            return (self,)
-        first = self.replace(origin="model", other_layers=())
-        plain = first.replace(
-            origin="model",
-            linear_layers=(),
-            linear_head_dim=None,
-            linear_v_head_dim=None,
-            multimodal=False,
-            encoder_head_dim=None,
-            phases=tuple(phase for phase in self.phases if phase != "encoder"),
-        )
-        others = (plain.replace(origin="model", **group.needs()) for group in self.other_layers)
-        return (first, *others)
-
-    def of_linear(self, kind: str) -> Request:
-        """What the model's linear layers of one kind ask for."""
-        is_recurrent = kind != "conv"
-        return Request().replace(
-            origin="model",
-            kind=kind,
-            head_dim=self.linear_head_dim if is_recurrent else None,
-            v_head_dim=self.linear_v_head_dim if is_recurrent else None,
-            dtype=self.dtype,
-            kv_dtype=self.dtype,
-            page_size=1,
-            phases=tuple(phase for phase in self.phases if phase != "encoder"),
-            spec_topk=self.spec_topk,
-            spec_draft_tokens=self.spec_draft_tokens,
-            deterministic=self.deterministic,
-            graph=self.graph,
-        )
-
     def to_dict(self) -> dict[str, Any]:
-        return {**plain_fields(self), "linear_layers": dict(self.linear_layers)}
+        layers = {
+            "compressed_layers": dict(self.compressed_layers),
+            "linear_layers": dict(self.linear_layers),
+        }
+        return {**plain_fields(self), **layers}
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Request:

@@ -6,9 +6,10 @@ the same device with the same versions.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol, TypeVar
 
 from attnmux.core.choosing.ask.request import Request
 from attnmux.core.choosing.ask.values import OptionValue
@@ -21,11 +22,12 @@ from attnmux.core.choosing.measured.records import (
     MICROSECONDS,
     Device,
     Record,
-    RecordFile,
     Records,
+    read_records,
 )
-from attnmux.core.choosing.measured.together import Together, alone
 from attnmux.core.choosing.offer.libraries import Libraries, installed_version
+
+T = TypeVar("T")
 
 Value = OptionValue
 VALUES = by_name("numbers and words by name", bool, int, float, str)
@@ -38,6 +40,7 @@ class TunedLaunch(Record):
     """The fastest launch that was tried for a subject. Raises InvalidInput as `Record`."""
 
     noun = "launch"
+    listed = "launches"
     keyed_by = ("subject",)
     checks = {  # noqa: RUF012  # a ClassVar of Record
         **TRIED,
@@ -50,13 +53,9 @@ class TunedLaunch(Record):
     """The launch."""
 
 
-def launch_file(path: Path) -> RecordFile[TunedLaunch]:
-    return RecordFile(path=path, name="launches", kind=TunedLaunch)
-
-
 def read_launches(path: Path | None) -> Records[TunedLaunch]:
     """Everything in the file that can be read; nothing without a file. Raises nothing."""
-    return Records() if path is None else launch_file(path).read()
+    return read_records(path, TunedLaunch)
 
 
 def current_launches(
@@ -74,6 +73,25 @@ def current_launches(
         if (each.backend, each.device) == (backend, device)
         and all(libraries(name) == version for name, version in each.versions.items())
     )
+
+
+class Together(Protocol):
+    """Calls a function on all ranks at the same time; `alone`, and another in attnmux-bench."""
+
+    def __call__(
+        self, measure: Callable[[], tuple[T, Sequence[float]]], /
+    ) -> tuple[T, tuple[float, ...]]:
+        """measure: returns something of this rank, and figures, as many on each rank.
+
+        Returns the former, and for each figure the largest of all ranks. Raises on every rank if
+        `measure` raises on one.
+        """
+
+
+def alone(measure: Callable[[], tuple[T, Sequence[float]]], /) -> tuple[T, tuple[float, ...]]:
+    """`Together` of a single process."""
+    made, figures = measure()
+    return made, tuple(figures)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -9,7 +9,7 @@ from pathlib import Path
 from attnmux.core.choosing.common.checks import NAME, Check, is_whole
 from attnmux.core.choosing.common.frozen import FrozenMapping
 from attnmux.core.choosing.judge.axes import Demand, Question
-from attnmux.core.choosing.measured.records import Record, RecordFile, Records, is_figure
+from attnmux.core.choosing.measured.records import Record, Records, is_figure, read_records
 from attnmux.core.choosing.offer.card import Offer
 from attnmux.core.choosing.offer.libraries import Libraries, installed_version
 
@@ -31,6 +31,7 @@ class Measurement(Record):
     """
 
     noun = "measurement"
+    listed = "measurements"
     keyed_by = ("phase", "shape", "workload")
     checks = {  # noqa: RUF012  # a ClassVar of Record
         **dict.fromkeys(("phase", "shape", "workload"), NAME),
@@ -55,13 +56,9 @@ class Measurement(Record):
     worst_error: float | None = None
 
 
-def measurement_file(path: Path) -> RecordFile[Measurement]:
-    return RecordFile(path=path, name="measurements", kind=Measurement)
-
-
 def read_measurements(path: Path | None) -> Records[Measurement]:
     """Everything in the file that can be read; nothing without a file. Raises nothing."""
-    return Records() if path is None else measurement_file(path).read()
+    return read_records(path, Measurement)
 
 
 def shape_of(question: Question) -> str:

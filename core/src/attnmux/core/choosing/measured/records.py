@@ -1,32 +1,25 @@
-"""Records of what this machine has measured, and the JSON files that keep them.
+"""Records of what this machine has measured, and how the JSON files that keep them are read.
 
-A reader takes every record that it can read. Writers exclude each other and replace the whole file:
-no reader sees half of a file, and no writer loses another one's records.
+A reader takes every record that it can read. attnmux-bench writes the files.
 """
 
 from __future__ import annotations
 
 import json
-import os
-import shutil
 import sys
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, fields
 from datetime import datetime
 from pathlib import Path
 from typing import Any, ClassVar, Generic, TypeVar
 
 from attnmux.core.choosing.common.checks import NAME, Check, by_name, check_fields, is_whole
-from attnmux.core.choosing.common.files import replacing
 from attnmux.core.choosing.common.frozen import FrozenMapping
 from attnmux.core.choosing.machine.platform import Platform
 from attnmux.core.errors import InvalidInput, in_brief
 
 FORMAT = 1
 """Of the records; other formats are not read."""
-LOCK_SECONDS = 60
-"""How long to wait for another writer."""
 
 LEAST_GAIN = 0.02
 """The share of the time that a backend or a launch must save to replace another. Smaller
@@ -83,6 +76,8 @@ class Record:
 
     noun: ClassVar[str]
     """The name of a record in errors."""
+    listed: ClassVar[str]
+    """The name of the list in the file."""
     keyed_by: ClassVar[tuple[str, ...]]
     """Further fields that the time belongs to."""
     checks: ClassVar[Mapping[str, Check]]
@@ -152,82 +147,35 @@ class Records(Generic[R]):
     """Whether the file as a whole could not be read."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class RecordFile(Generic[R]):
-    """A file of records of one kind."""
+def read_records(path: Path | None, kind: type[R]) -> Records[R]:
+    """Everything in the file that can be read; nothing without a file. Raises nothing."""
+    try:
+        return Records() if path is None else records_in(path, kind)
+    except OSError as error:
+        return Records(problems=(f"{path} cannot be read: {in_brief(error)}",), damaged=True)
 
-    path: Path
-    name: str
-    """Of the list in the file."""
-    kind: type[R]
 
-    def read(self) -> Records[R]:
-        """Everything in the file that can be read; nothing without a file. Raises nothing."""
+def records_in(path: Path, kind: type[R], *, mode: str = "rb") -> Records[R]:
+    """mode: of `open`; a writer's mode fails for a folder and a read-only file. Raises OSError
+    where the file exists but cannot be opened."""
+    try:
+        with path.open(mode) as file:
+            data = json.load(file)
+        if data["format"] != FORMAT:
+            raise ValueError(f"its format is {data['format']!r}, this version reads {FORMAT}")
+        entries = list(data[kind.listed])
+    except FileNotFoundError:
+        return Records()
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        problem = (
+            f"{path} holds no {kind.listed} that can be read: {in_brief(error)}; "
+            "delete it, or keep new ones, which sets it aside"
+        )
+        return Records(problems=(problem,), damaged=True)
+    found, problems = [], []
+    for place, entry in enumerate(entries):
         try:
-            return self._records("rb")
-        except OSError as error:
-            problem = f"{self.path} cannot be read: {in_brief(error)}"
-            return Records(problems=(problem,), damaged=True)
-
-    def prepare(self) -> Records[R]:
-        """The content, read as `add` reads it, so that obstacles show before anything is measured.
-        Creates the folder. Raises what `add` raises."""
-        with self._locked():
-            return self._records("r+b")
-
-    def add(self, records: Iterable[R]) -> None:
-        """Put records into the file; they replace earlier ones with the same key.
-
-        A file that cannot be read is kept with `.damaged` after its name; single entries that
-        cannot be read are dropped. Raises OSError where the file cannot be opened, the folder is
-        not writable, or another writer does not finish; the file is unchanged then.
-        """
-        with self._locked():
-            before = self._records("r+b")
-            kept = latest([*before.found, *records])
-            data = {"format": FORMAT, self.name: [each.to_dict() for each in kept]}
-            self._replace(data, set_aside=before.damaged)
-
-    @contextmanager
-    def _locked(self) -> Iterator[None]:
-        from filelock import FileLock  # noqa: PLC0415  # off the path of readers
-
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        lock = self.path.with_name(f".{self.path.name}.lock")
-        with FileLock(lock, timeout=LOCK_SECONDS):
-            yield
-
-    def _records(self, mode: str) -> Records[R]:
-        """mode: of `open`; a writer's mode fails for a folder and a read-only file. Raises OSError
-        where the file exists but cannot be opened."""
-        try:
-            with self.path.open(mode) as file:
-                data = json.load(file)
-            if data["format"] != FORMAT:
-                raise ValueError(f"its format is {data['format']!r}, this version reads {FORMAT}")
-            entries = list(data[self.name])
-        except FileNotFoundError:
-            return Records()
-        except (ValueError, KeyError, TypeError, RecursionError) as error:
-            problem = (
-                f"{self.path} holds no {self.name} that can be read: {in_brief(error)}; "
-                "delete it, or keep new ones, which sets it aside"
-            )
-            return Records(problems=(problem,), damaged=True)
-        found, problems = [], []
-        for place, entry in enumerate(entries):
-            try:
-                found.append(self.kind.from_dict(entry))
-            except InvalidInput as error:
-                problems.append(f"{self.path}, {self.name}[{place}]: {error}")
-        return Records(found=latest(found), problems=tuple(problems))
-
-    def _replace(self, data: object, *, set_aside: bool) -> None:
-        with replacing(self.path) as file:
-            json.dump(data, file, indent=1)
-            file.flush()
-            os.fsync(file.fileno())
-            if self.path.exists():  # keeps its permissions
-                shutil.copymode(self.path, file.name)
-            if set_aside:
-                self.path.replace(self.path.with_name(f"{self.path.name}.damaged"))
+            found.append(kind.from_dict(entry))
+        except InvalidInput as error:
+            problems.append(f"{path}, {kind.listed}[{place}]: {error}")
+    return Records(found=latest(found), problems=tuple(problems))

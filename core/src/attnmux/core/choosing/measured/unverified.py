@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from attnmux.core.choosing.ask.derived import linear_request
 from attnmux.core.choosing.offer.proof import proven_on
 from attnmux.core.choosing.offer.verified import doubt
 
@@ -63,7 +64,7 @@ def unverified(
                 Unverified(
                     offer=offer,
                     choice=choice,
-                    request=request.of_linear(kind) if kind else request,
+                    request=linear_request(request, kind) if kind else request,
                     phases=phases,
                     reason=reason,
                 )

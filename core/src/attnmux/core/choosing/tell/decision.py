@@ -8,6 +8,13 @@ from dataclasses import dataclass, field, replace
 from hashlib import sha256
 from typing import Any
 
+from attnmux.core.choosing.ask.derived import (
+    group_requests,
+    linear_request,
+    parts_request,
+    prefixes_request,
+    undrafted_request,
+)
 from attnmux.core.choosing.ask.layer_group import LayerGroup
 from attnmux.core.choosing.ask.request import Request
 from attnmux.core.choosing.common.frozen import FrozenMapping
@@ -63,7 +70,7 @@ class Decision(Plain):
     def of_groups(
         cls, groups: Sequence[Decision], other_layers: tuple[LayerGroup, ...]
     ) -> Decision:
-        """One decision of those for `Request.of_groups`."""
+        """One decision of those for `group_requests`."""
         first, *others = groups
         if not others:
             return first
@@ -72,11 +79,11 @@ class Decision(Plain):
 
     @property
     def groups(self) -> tuple[Decision, ...]:
-        """The decision about each group of layers that are alike, as `Request.of_groups` has
+        """The decision about each group of layers that are alike, as `group_requests` has
         them: itself where all layers are."""
         if not self.others:
             return (self,)
-        return replace(self, request=self.request.of_groups()[0], others=()), *self.others
+        return replace(self, request=group_requests(self.request)[0], others=()), *self.others
 
     @property
     def choices(self) -> tuple[tuple[str, Choice], ...]:
@@ -171,16 +178,16 @@ class Decision(Plain):
 
     def _disagreements(self, here: Here) -> list[str]:
         """What does not hold in this process, of one group of layers."""
-        asked = self.request if self.trees is None else self.request.without_drafts()
+        asked = self.request if self.trees is None else undrafted_request(self.request)
         served = [(phase, choice) for phase, choice in self.choices if phase in asked.phases]
         found = [*disagreements(served, asked, *here)]
         if self.expanded is not None:
-            prompts = asked.of_parts()
+            prompts = parts_request(asked)
             found += disagreements([("extend", self.expanded)], prompts, *here)
         if self.trees is not None:
-            found += disagreements([("decode", self.trees)], self.request.of_prefixes(), *here)
+            found += disagreements([("decode", self.trees)], prefixes_request(self.request), *here)
         for kind, each in self.linear.items():
-            found += disagreements(each.items(), self.request.of_linear(kind), *here)
+            found += disagreements(each.items(), linear_request(self.request, kind), *here)
         return found
 
     def to_dict(self) -> dict[str, Any]:

@@ -54,6 +54,12 @@ def _said(decision: Any) -> list[str]:  # noqa: ANN401  # as above
             f"indexer: each token sees {decision.request.index_topk} blocks of "
             f"{decision.request.index_block_size} keys"
         )
+    if decision.request.compressed_layers:
+        layers = [f"{count} {kind}" for kind, count in decision.request.compressed_layers]
+        said.append(
+            "attnmux-core, or a kernel that a plugin offers, serves the keys of blocks in "
+            f"{_listed(layers)} layers, merged with their windows by LSE"
+        )
     if decision.trees is not None:
         said.append(
             "draft trees are verified in two parts, merged by LSE: "

@@ -22,6 +22,7 @@ from attnmux.core import (
     check_positive,
     is_mergeable,
     make_backend,
+    parts_request,
     solve_measured,
 )
 from attnmux.distributed import (
@@ -86,7 +87,7 @@ class PrefillParallelRanks(GroupRanks):
             raise InvalidInput("pcp", got=got, expected=f"{expected}: prompts are split over ranks")
         check_whole_keys(request, "pcp")
         whole = solve_measured(request, platform, offers, policy, measurements=measurements)
-        of_parts = request.of_parts().replace(origin="default", page_size=whole.page_size)
+        of_parts = parts_request(request).replace(origin="default", page_size=whole.page_size)
         parts = solve_measured(of_parts, platform, offers, policy, measurements=measurements)
         self._parts.add(whole, parts)
         return whole

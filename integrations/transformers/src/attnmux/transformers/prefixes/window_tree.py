@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from attnmux.core.kv import tokens_behind_window
+from attnmux.core import tokens_behind_window
 from attnmux.transformers.prefixes.node import PrefixNode, whole_pages
 from attnmux.transformers.prefixes.tree import PrefixTree
 from attnmux.transformers.slots import SWAAllocator

@@ -1,4 +1,5 @@
-// Logits of many queries, one query a lane: scores[key][row]. Maxima and sums need no shuffles.
+// Logits of many queries, one query a lane: scores[key][row]. Maxima and sums need no shuffles. They
+// are divided by ln 2, so that weights are powers of two.
 #pragma once
 
 #include "step.h"
@@ -24,10 +25,21 @@ struct Seen {
             if (c.hidden_from) s.hidden_from[r] = int32_t(c.hidden_from[token]), s.hidden_to[r] = int32_t(c.hidden_to[token]);
         }
     }
+    // Whether all rows see all of these keys.
+    bool whole(int key, int num) const { return is_range && key >= from && key + num <= to; }
+    // Which of these keys, counted from the first, some of `n` rows from the r-th on may see.
+    void bounds(int r, int n, int key, int num, int& low, int& high) const {
+        low = 0, high = num;
+        if (whole(key, num)) return;
+        low = num, high = 0;
+        for (int i = r; i < r + n; ++i) low = std::min(low, s.first[i] - key), high = std::max(high, s.end[i] - key);
+        low = std::max(low, 0), high = std::min(high, num);
+        if (low >= high) low = high = 0;
+    }
     int token_of(int r) const { return step.first_token(item) + r % height / step.group; }
     // Removes what rows do not see of a block of keys. scores: [num][padded].
     void hide(float* scores, int padded, int key, int num) const {
-        if (is_range && key >= from && key + num <= to) return;
+        if (whole(key, num)) return;
         const Call& c = step.call;
         for (int j = 0; j < num; ++j)
             for (int r = 0; r < padded; r += W) {
@@ -58,7 +70,7 @@ struct Carried {
         vec most = old;
         for (int j = 0; j < num; ++j) most = higher(load(scores + int64_t(j) * stride), most);
         safe = most == NONE ? all(0.0f) : most;
-        const vec factor = exponential(old - safe);
+        const vec factor = power(old - safe);
         sum = load(sums) * factor;
         store(top, most);
         store(decay, factor);
@@ -84,7 +96,7 @@ static inline void weigh_columns(Scratch& s, const Seen& seen, float cap, int pa
     for (int r = 0; r < padded; r += W) {
         Carried rows(scores + r, padded, num, &s.top[r], &s.sum[r], &s.decay[r]);
         for (int j = 0; j < num; ++j) {
-            const vec weights = exponential(load(scores + j * padded + r) - rows.safe);
+            const vec weights = power(load(scores + j * padded + r) - rows.safe);
             store(scores + j * padded + r, weights);
             rows.sum += weights;
         }

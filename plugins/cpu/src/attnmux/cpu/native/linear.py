@@ -13,9 +13,15 @@ from attnmux.cpu.native.library import TYPES, Linear, load_linear
 if TYPE_CHECKING:
     from attnmux.core import BackendContext
 
-DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+NARROW_ROWS = range(1, 1 << 31)
 WIDE_ROWS = range(2, 17)
-"""Of float32: torch is as fast with others. See benchmarks/results/native-cpu.md."""
+"""torch is as fast with others. See benchmarks/results/native-cpu.md."""
+ROWS = {
+    torch.bfloat16: NARROW_ROWS,
+    torch.float16: NARROW_ROWS,
+    torch.float32: WIDE_ROWS,
+}
+NO_ROWS = range(0)
 UNIT = 16
 """Values of a row that the kernel reads at a time."""
 
@@ -43,10 +49,11 @@ class NativeLinear:
     def __init__(self, context: BackendContext) -> None:
         self._multiply = load_linear(context.platform)
 
-    def serves(self, weight: torch.Tensor) -> bool:
-        """Whether the kernel multiplies by a weight [N, K]."""
+    def rows(self, weight: torch.Tensor) -> range:
+        """The numbers of rows that the kernel multiplies by a weight [N, K] faster than torch."""
         fits = weight.dim() == 2 and weight.stride(-1) == 1 and weight.shape[-1] % UNIT == 0
-        return fits and weight.is_cpu and weight.dtype in DTYPES and weight.numel() > 0
+        is_served = fits and weight.is_cpu and weight.numel() > 0
+        return ROWS.get(weight.dtype, NO_ROWS) if is_served else NO_ROWS
 
     def __call__(
         self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
@@ -61,11 +68,7 @@ class NativeLinear:
         if x.dtype is not weight.dtype or x.shape[-1] != width or not biased:
             got = f"x {x.dtype} {tuple(x.shape)}, weight {weight.dtype} {tuple(weight.shape)}"
             raise InvalidInput("x", got=got, expected="one dtype, x [..., K] and bias [N]")
-        rows = x.reshape(-1, width)
-        num_rows = len(rows)
-        if not num_rows or (x.dtype is torch.float32 and num_rows not in WIDE_ROWS):
-            return torch.nn.functional.linear(x, weight, bias)
-        rows = rows if rows.stride(-1) == 1 else rows.contiguous()
+        rows = x if x.dim() == 2 and x.stride(-1) == 1 else x.reshape(-1, width).contiguous()
         bias = None if bias is None else bias.contiguous()
         out = x.new_empty((*x.shape[:-1], num_out))
         call = Linear(
@@ -76,7 +79,7 @@ class NativeLinear:
             x_row=rows.stride(0),
             weight_row=weight.stride(0),
             out_row=num_out,
-            num_rows=num_rows,
+            num_rows=rows.shape[0],
             width=width,
             num_out=num_out,
             type=TYPES[x.dtype],

@@ -41,7 +41,7 @@ template <Type T> struct Panels {
             step.query(item, item.head, r, s.row.data());
             arrange(T, s.row.data(), arranged, width);
             float* panel = s.q.data() + int64_t(r / PANEL) * width * PANEL + r % PANEL;
-            for (int d = 0; d < width; ++d) panel[d * PANEL] = arranged[d] * c.scaling;
+            for (int d = 0; d < width; ++d) panel[d * PANEL] = arranged[d] * step.scaling;
         }
     }
     void fill(const int32_t* slots, int num) {
@@ -50,7 +50,7 @@ template <Type T> struct Panels {
             if (c.v) widen<T>(step.value_row(slots[j], item.head), step.Dv, out_width, s.v.data() + int64_t(j) * out_width);
         }
     }
-    // Fetches as much of the next block as there are panels to share that work.
+    // Fetches rows of the next block. A CPU drops what it cannot fetch at once, so a few at a time.
     void fetch(const int32_t* slots, int from, int to) const {
         for (int j = from; j < to; ++j) {
             const char *key = step.key_row(slots[j], item.head), *value = step.value_row(slots[j], item.head);
@@ -58,11 +58,15 @@ template <Type T> struct Panels {
             if (c.v) for (int at = 0; at < step.Dv * size_of(T); at += 64) prefetch(value + at);
         }
     }
-    void multiply(int num, const int32_t* next, int num_next) {
-        for (int r = 0; r < padded; r += PANEL) {
-            fetch(next, num_next * r / padded, num_next * (r + PANEL) / padded);
+    void multiply(const Seen& seen, int at_key, int num, const int32_t* next, int num_next) {
+        const int total = padded / PANEL * PANEL_KEYS;
+        for (int r = 0, done = 0; r < padded; r += PANEL) {
             const float* panel = s.q.data() + int64_t(r) * width;
-            for (int j = 0; j < num; j += STRIP) {
+            int low, high;
+            seen.bounds(r, PANEL, at_key, num, low, high);
+            for (int j = 0; j < PANEL_KEYS; j += STRIP, done += STRIP) {
+                fetch(next, num_next * done / total, num_next * (done + STRIP) / total);
+                if (j + STRIP <= low || j >= high) continue;
                 vec sums[STRIP][2] = {};
                 product(s.k.data() + int64_t(j) * width, width, 1, panel, PANEL, width, sums);
                 for (int i = 0; i < STRIP; ++i)
@@ -71,19 +75,22 @@ template <Type T> struct Panels {
         }
     }
     void weigh(const Seen& seen, int key, int num) { weigh_columns(s, seen, c.cap, padded, height, out_width, key, num); }
-    void gather(int num) {
+    void gather(const Seen& seen, int key, int num) {
         const float* values = c.v ? s.v.data() : s.k.data();
         const int stride = c.v ? out_width : width;
-        for (int d = 0; d < out_width; d += BLOCK)
-            for (int r = 0; r < strips; r += STRIP) {
+        for (int r = 0; r < strips; r += STRIP) {
+            int low, high;
+            seen.bounds(r, std::min(STRIP, padded - r), key, num, low, high);
+            for (int d = 0; d < out_width; d += BLOCK) {
                 vec sums[STRIP][2];
                 float* out = s.out.data() + int64_t(r) * out_width + d;
                 for (int i = 0; i < STRIP; ++i)
                     for (int half = 0; half < 2; ++half) sums[i][half] = load(out + i * out_width + half * W);
-                product(s.scores.data() + r, 1, padded, values + d, stride, num, sums);
+                product(s.scores.data() + int64_t(low) * padded + r, 1, padded, values + int64_t(low) * stride + d, stride, high - low, sums);
                 for (int i = 0; i < STRIP; ++i)
                     for (int half = 0; half < 2; ++half) store(out + i * out_width + half * W, sums[i][half]);
             }
+        }
     }
     void run() {
         prepare();
@@ -92,9 +99,9 @@ template <Type T> struct Panels {
         for (int key = item.key; key < item.key_end; key += PANEL_KEYS) {
             const int num = std::min(PANEL_KEYS, item.key_end - key), left = item.key_end - key - num;
             fill(slots + key, num);
-            multiply(num, slots + key + num, std::min(PANEL_KEYS, left));
+            multiply(seen, key, num, slots + key + num, std::min(PANEL_KEYS, left));
             weigh(seen, key, num);
-            gather(num);
+            gather(seen, key, num);
         }
         for (int r = 0; r < height; ++r) {
             restore(T, s.out.data() + int64_t(r) * out_width, s.row.data(), out_width);

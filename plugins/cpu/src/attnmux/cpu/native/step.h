@@ -77,6 +77,7 @@ struct Step {
     std::atomic<int64_t> next{0};
     Type q_type, kv_type;
     int group, D, Dv, width, out_width;
+    float scaling;  // of products: `capped` divides by ln 2 too
     bool has_tiles;
 
     Step(const Call& c, bool tiles) : call(c), q_type(Type(c.q_type)), kv_type(Type(c.kv_type)) {
@@ -85,6 +86,7 @@ struct Step {
         Dv = c.Dv;
         width = round_up(D, BLOCK);
         out_width = round_up(Dv, BLOCK);
+        scaling = c.cap > 0 ? c.scaling : c.scaling * LOG2_E;
         has_tiles = tiles && q_type == BF16 && kv_type != F32 && kv_type != F16;
     }
     const char* key_row(int64_t slot, int head) const {
@@ -150,8 +152,9 @@ static inline void write(const Step& step, int token, int head, const float* out
     if (c.lse) c.lse[token * c.lse_token + head * c.lse_head] = sum == 0 ? NONE : top + std::log(sum);
 }
 
-// Row r of the head-th KV head of an item. out: in the order of the values.
+// Row r of the head-th KV head of an item. out: in the order of the values. top: divided by ln 2.
 static inline void finish(Step& step, const Item& item, int head, int r, const float* out, float top, float sum) {
+    top *= LN_2;
     if (item.partial < 0) {
         write(step, step.first_token(item) + r / step.group, head * step.group + r % step.group, out, top, sum);
         return;
@@ -172,13 +175,12 @@ static inline void merge(const Step& step, const Split& split) {
         const float* rows = step.partials.get() + (split.partial + r) * width;
         float top = NONE, sum = 0;
         for (int part = 0; part < split.parts; ++part) {
-            const float one = rows[part * split.stride * width + step.Dv];
-            top = one > top || one != one ? one : top;
+            top = std::max(top, rows[part * split.stride * width + step.Dv]);
         }
         std::fill(out, out + step.Dv, 0.0f);
         for (int part = 0; part < split.parts; ++part) {
             const float* row = rows + part * split.stride * width;
-            if (row[step.Dv] == NONE) continue;
+            if (row[step.Dv + 1] == 0) continue;
             const float factor = std::exp(row[step.Dv] - top);
             sum += row[step.Dv + 1] * factor;
             for (int d = 0; d < step.Dv; ++d) out[d] += row[d] * factor;

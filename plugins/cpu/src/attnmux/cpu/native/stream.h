@@ -9,21 +9,32 @@
 constexpr int STREAM_KEYS = 48;  // of a block
 constexpr int DOT_KEYS = 8;      // read at a time, of K
 constexpr int MIX_KEYS = 8;      // and of V
-constexpr int AHEAD = 16;        // keys between the one that is read and the one that is fetched
+constexpr int AHEAD = 8;         // keys between the one that is read and the one that is fetched
 
-// Fetches the line that the d-th value begins, of rows that are read soon.
-template <Type T, int N> static inline void fetch(const char* const* ahead, int64_t at, int d) {
-    if (ahead && d * size_of(T) % 64 < BLOCK * size_of(T))
-        for (int j = 0; j < N; ++j) prefetch(ahead[j] + at + int64_t(d) * size_of(T));
+// What is fetched while as many rows of one head are read: a run of bytes, or rows. Null: nothing.
+struct Next {
+    const char* run = nullptr;
+    const char* const* rows = nullptr;
+    int64_t at = 0;  // bytes from the beginning of each of the rows on
+
+    Next from(int row, int64_t bytes) const { return {run ? run + row * bytes : nullptr, rows ? rows + row : nullptr, at}; }
+};
+
+// Fetches N lines where the d-th value of N rows begins a line.
+template <Type T, int N> static inline void fetch(const Next& next, int d) {
+    const int64_t at = int64_t(d) * size_of(T);
+    if (at % 64 >= BLOCK * size_of(T)) return;
+    if (next.run) for (int n = 0; n < N; ++n) prefetch(next.run + at / 64 * 64 * N + n * 64);
+    else if (next.rows) for (int n = 0; n < N; ++n) prefetch(next.rows[n] + next.at + at);
 }
 
 // scores[j][r] = q[r] . k[j] for R rows and J keys, the row of a key beginning `at` bytes on.
 template <Type T, bool PAIRS, int R, int J>
-static inline void dot(const char* q, int64_t q_stride, const char* const* rows, const char* const* ahead, int64_t at, int width, float* scores, int64_t stride) {
+static inline void dot(const char* q, int64_t q_stride, const char* const* rows, const Next& next, int64_t at, int width, float* scores, int64_t stride) {
     constexpr bool APART = !PAIRS && R * J <= 4;  // so few sums would wait for each other
     vec sums[J][R] = {}, more[J][R] = {};
     for (int d = 0; d < width; d += BLOCK) {
-        fetch<T, J>(ahead, at, d);
+        fetch<T, J>(next, d);
         if constexpr (PAIRS) {
             ivec keys[J];
             for (int j = 0; j < J; ++j) keys[j] = load_ints(rows[j] + at + 2 * d);
@@ -57,18 +68,19 @@ static inline void dot(const char* q, int64_t q_stride, const char* const* rows,
 
 // R rows and DOT_KEYS keys: as many at a time as there are registers.
 template <Type T, bool PAIRS, int R>
-static inline void dots(const char* q, int64_t q_stride, const char* const* rows, const char* const* ahead, int64_t at, int width, int num, float* scores, int64_t stride) {
+static inline void dots(const char* q, int64_t q_stride, const char* const* rows, const Next& next, int64_t at, int width, int num, float* scores, int64_t stride) {
     constexpr int J = W == 16 || R < 3 ? 4 : 2;
-    for (int j = 0; j < num; j += J) dot<T, PAIRS, R, J>(q, q_stride, rows + j, ahead ? ahead + j : nullptr, at, width, scores + j * stride, stride);
+    for (int j = 0; j < num; j += J) dot<T, PAIRS, R, J>(q, q_stride, rows + j, next.from(j, width * size_of(T)), at, width, scores + j * stride, stride);
 }
 
 // out[r] += weights[.][r] . v for R rows, C blocks of columns from the d-th on, and a few keys.
 template <Type T, int R, int C>
-static inline void mix(const float* weights, int64_t stride, const char* const* rows, const char* const* ahead, int64_t at, int d, int num, float* out, int out_width) {
-    for (int c = 0; c < C; ++c) fetch<T, MIX_KEYS>(ahead, at, d + c * BLOCK);
+static inline void mix(const float* weights, int64_t stride, const char* const* rows, const Next& next, int64_t at, int d, int num, float* out, int out_width) {
+    for (int c = 0; c < C; ++c) fetch<T, MIX_KEYS>(next, d + c * BLOCK);
     vec sums[R][2 * C];
     for (int r = 0; r < R; ++r)
         for (int c = 0; c < 2 * C; ++c) sums[r][c] = load(out + r * out_width + d + c * W);
+#pragma GCC unroll 4
     for (int j = 0; j < num; ++j)
         for (int c = 0; c < C; ++c) {
             vec a, b;
@@ -84,11 +96,11 @@ static inline void mix(const float* weights, int64_t stride, const char* const* 
 }
 
 template <Type T, int R>
-static inline void mixes(const float* weights, int64_t stride, const char* const* rows, const char* const* ahead, int64_t at, int num, float* out, int out_width) {
+static inline void mixes(const float* weights, int64_t stride, const char* const* rows, const Next& next, int64_t at, int num, float* out, int out_width) {
     constexpr int C = (R > 2 ? 1 : R == 2 ? 2 : 4) * (W == 16 ? 2 : 1);
     int d = 0;
-    for (; d + C * BLOCK <= out_width; d += C * BLOCK) mix<T, R, C>(weights, stride, rows, ahead, at, d, num, out, out_width);
-    for (; d < out_width; d += BLOCK) mix<T, R, 1>(weights, stride, rows, ahead, at, d, num, out, out_width);
+    for (; d + C * BLOCK <= out_width; d += C * BLOCK) mix<T, R, C>(weights, stride, rows, next, at, d, num, out, out_width);
+    for (; d < out_width; d += BLOCK) mix<T, R, 1>(weights, stride, rows, next, at, d, num, out, out_width);
 }
 
 // Rows of a block of keys: where they lie, or copies with zeros behind them where their width is
@@ -96,11 +108,17 @@ static inline void mixes(const float* weights, int64_t stride, const char* const
 template <Type T> struct Rows {
     const char* of[STREAM_KEYS + AHEAD + DOT_KEYS];
     int64_t head_bytes;
+    bool in_order;  // most follow the one before
 
     void find(const Step& step, bool values, const int32_t* slots, int left, int head) {
         head_bytes = (values && step.call.v ? step.call.v_head : step.call.k_head) * size_of(T);
         const int num = std::min(left, STREAM_KEYS + AHEAD);
-        for (int j = 0; j < num; ++j) of[j] = values ? step.value_row(slots[j], head) : step.key_row(slots[j], head);
+        int following = 0;
+        for (int j = 0; j < num; ++j) {
+            of[j] = values ? step.value_row(slots[j], head) : step.key_row(slots[j], head);
+            following += j && slots[j] == slots[j - 1] + 1;
+        }
+        in_order = 2 * following > num;
         for (int j = num; j < STREAM_KEYS + AHEAD + DOT_KEYS; ++j) of[j] = of[num - 1];
     }
     void pad(int num, int num_heads, int n, Aligned<char>& copies) {
@@ -113,6 +131,31 @@ template <Type T> struct Rows {
             of[j] = copy;
         }
         head_bytes = bytes;
+    }
+};
+
+// Goes ahead of the reading. Where rows follow each other it goes through them with all of their
+// heads in the order of memory, whatever the order in which heads are read: a CPU drops what it
+// cannot fetch at once, and fetches on its own what follows. It would do so in vain after a row that
+// lies alone, and is no faster so where a byte has too few products to wait for.
+template <Type T> struct Ahead {
+    const Rows<T>& rows;
+    int64_t bytes;  // of a row's part without gaps: one head, or all
+    int num_parts, row = AHEAD, part = 0;
+    int64_t at = 0;
+    bool in_order;
+
+    Ahead(const Rows<T>& of, int n, int num_heads, int height) : rows(of), bytes(int64_t(n) * size_of(T)), num_parts(num_heads), in_order(of.in_order && height > size_of(T)) {
+        if (bytes == rows.head_bytes) bytes *= num_heads, num_parts = 1;
+    }
+    // Next to rows j to j + num of a head. A run may go on beyond a part.
+    Next next(int j, int head, int num, int n) {
+        if (n % BLOCK) return {};
+        if (!in_order) return {nullptr, rows.of + j + AHEAD, head * rows.head_bytes};
+        const char* run = rows.of[row] + part * rows.head_bytes + at;
+        for (at += int64_t(num) * n * size_of(T); at >= bytes; at -= bytes)
+            if (++part == num_parts) part = 0, ++row;
+        return {run};
     }
 };
 
@@ -137,7 +180,7 @@ template <Type T, bool PAIRS> struct Stream {
             if (PAIRS) {
                 narrow(s.row.data(), row, BF16, width);
             } else {
-                for (int d = 0; d < width; ++d) s.row[d] *= c.scaling;
+                for (int d = 0; d < width; ++d) s.row[d] *= step.scaling;
                 arrange(T, s.row.data(), reinterpret_cast<float*>(row), width);
             }
         }
@@ -152,26 +195,30 @@ template <Type T, bool PAIRS> struct Stream {
         if (end - r == 1) f(std::integral_constant<int, 1>(), r);
     }
     void multiply(const Rows<T>& keys, int num) {
+        Ahead<T> ahead(keys, step.D, num_heads, height);
         for (int j = 0; j < num; j += DOT_KEYS)
             for (int h = 0; h < num_heads; ++h) {
-                const char* const* ahead = step.D % BLOCK ? nullptr : keys.of + j + AHEAD;
+                Next next = ahead.next(j, h, DOT_KEYS, step.D);
                 by_rows(h, [&](auto R, int r) {
-                    dots<T, PAIRS, decltype(R)::value>(s.narrow_q.data() + r * q_stride, q_stride, keys.of + j, r == h * height ? ahead : nullptr, h * keys.head_bytes, width, std::min(DOT_KEYS, num - j), s.scores.data() + int64_t(j) * padded + r, padded);
+                    dots<T, PAIRS, decltype(R)::value>(s.narrow_q.data() + r * q_stride, q_stride, keys.of + j, next, h * keys.head_bytes, width, std::min(DOT_KEYS, num - j), s.scores.data() + int64_t(j) * padded + r, padded);
+                    next = {};
                 });
             }
     }
     void weigh(const Seen& seen, int key, int num) {
         float* scores = s.scores.data();
         if (PAIRS)
-            for (int at = 0; at < num * padded; at += W) store(scores + at, load(scores + at) * c.scaling);
+            for (int at = 0; at < num * padded; at += W) store(scores + at, load(scores + at) * step.scaling);
         weigh_columns(s, seen, c.cap, padded, num_rows, out_width, key, num);
     }
     void gather(const Rows<T>& values, int num) {
+        Ahead<T> ahead(values, step.Dv, num_heads, height);
         for (int j = 0; j < num; j += MIX_KEYS)
             for (int h = 0; h < num_heads; ++h) {
-                const char* const* ahead = step.Dv % BLOCK || !c.v ? nullptr : values.of + j + AHEAD;
+                Next next = c.v ? ahead.next(j, h, MIX_KEYS, step.Dv) : Next();
                 by_rows(h, [&](auto R, int r) {
-                    mixes<T, decltype(R)::value>(s.scores.data() + int64_t(j) * padded + r, padded, values.of + j, r == h * height ? ahead : nullptr, h * values.head_bytes, std::min(MIX_KEYS, num - j), s.out.data() + int64_t(r) * out_width, out_width);
+                    mixes<T, decltype(R)::value>(s.scores.data() + int64_t(j) * padded + r, padded, values.of + j, next, h * values.head_bytes, std::min(MIX_KEYS, num - j), s.out.data() + int64_t(r) * out_width, out_width);
+                    next = {};
                 });
             }
     }

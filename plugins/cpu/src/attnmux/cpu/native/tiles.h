@@ -210,7 +210,7 @@ template <Type T> struct Tiles {
     void weigh(const Seen& seen, int key, int num, const int32_t* next, int num_next) {
         float* scores = s.scores.data();
         for (int at = 0; at < num * padded; at += W) {
-            vec x = load(scores + at) * c.scaling;
+            vec x = load(scores + at) * step.scaling;
             if (c.cap > 0) x = capped(x, c.cap);
             store(scores + at, x);
         }
@@ -222,8 +222,8 @@ template <Type T> struct Tiles {
                 ivec pairs[TILE];
                 for (int i = 0; i < TILE; ++i) {
                     const int j = half + 2 * i;
-                    const vec one = j < num ? exponential(load(scores + int64_t(j) * padded + r) - rows.safe) : vec{};
-                    const vec other = j + 1 < num ? exponential(load(scores + int64_t(j + 1) * padded + r) - rows.safe) : vec{};
+                    const vec one = j < num ? power(load(scores + int64_t(j) * padded + r) - rows.safe) : vec{};
+                    const vec other = j + 1 < num ? power(load(scores + int64_t(j + 1) * padded + r) - rows.safe) : vec{};
                     rows.sum += one + other;
                     const ivec low = ((ivec)one + 0x8000) >> 16, high = ((ivec)other + 0x8000) & int32_t(0xffff0000);
                     pairs[i] = (low & 0xffff) | high;

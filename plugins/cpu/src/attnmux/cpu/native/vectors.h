@@ -40,7 +40,8 @@ static inline void store(float* p, vec v) { *reinterpret_cast<loose*>(p) = v; }
 static inline vec all(float x) { return x - vec{}; }
 static inline ivec load_ints(const void* p) { return *reinterpret_cast<const loose_ints*>(p); }
 static constexpr int round_up(int n, int unit) { return (n + unit - 1) / unit * unit; }
-static inline vec higher(vec one, vec other) { return one > other || one != one ? one : other; }
+// `other` where one of them is NaN.
+static inline vec higher(vec one, vec other) { return one > other ? one : other; }
 
 // Into the first cache. g++ takes a function that only prefetches for one without effects, and
 // removes the calls of it: the empty statement is an effect.
@@ -55,31 +56,29 @@ static inline bool any(ivec truths) {
     return found != 0;
 }
 
-// e^x within 2 units in the last place for x <= 0, and 0 below -87.3. Cephes' polynomial.
-static inline vec exponential(vec x) {
-    const vec low = all(-87.3f);
-    const ivec dead = x < low;
-    x = dead ? low : x;
-    const vec shifted = x * 1.44269504f + 12582912.0f;  // rounds to an integer in the low bits
-    const vec whole = shifted - 12582912.0f;
-    x = x - whole * 0.693359375f + whole * 2.12194440e-4f;
-    vec y = all(1.9875691500e-4f);
-    y = y * x + 1.3981999507e-3f;
-    y = y * x + 8.3334519073e-3f;
-    y = y * x + 4.1665795894e-2f;
-    y = y * x + 1.6666665459e-1f;
-    y = y * x + 5.0000001201e-1f;
-    y = y * x * x + x + 1.0f;
-    const ivec power = ((ivec)shifted + 127) << 23;
-    y = y * (vec)power;
-    return dead ? all(0.0f) : y;
+constexpr float LOG2_E = 1.44269504f, LN_2 = 0.69314718f;
+
+// 2^x within 2 units in the last place for x <= 0, exact at 0, and 0 below -126.5. NaN stays NaN.
+// The polynomial is of least relative error for exponents from -1/2 to 1/2.
+static inline vec power(vec x) {
+    constexpr float SHIFT = 12582912.0f + 127;  // rounds to an integer, plus the bias, in the low bits
+    x = higher(all(-127.0f), x);
+    const vec shifted = x + SHIFT;
+    const vec part = x - (shifted - SHIFT);
+    vec y = all(0.001326472731f);
+    y = y * part + 0.009671512991f;
+    y = y * part + 0.05550733581f;
+    y = y * part + 0.2402224243f;
+    y = y * part + 0.6931470037f;
+    y = y * part + 1.0f;
+    return y * (vec)((ivec)shifted << 23);
 }
 
-// cap * tanh(x / cap), within a few roundings of `cap`.
+// cap * tanh(x / cap) / ln 2, within a few roundings of `cap`.
 static inline vec capped(vec x, float cap) {
     const vec size = x < 0.0f ? -x : x;
-    const vec e = exponential(size * (-2.0f / cap));
-    const vec bent = (1.0f - e) / (1.0f + e) * cap;
+    const vec e = power(size * (-2.0f * LOG2_E / cap));
+    const vec bent = (1.0f - e) / (1.0f + e) * (cap * LOG2_E);
     return x < 0.0f ? -bent : bent;
 }
 
@@ -91,15 +90,15 @@ static inline float total(vec v) {
 
 // The totals of four vectors, in order.
 static inline vec4 totals(vec4 a, vec4 b, vec4 c, vec4 d) {
-    const vec4 ab = __builtin_shufflevector(a, b, 0, 4, 2, 6) + __builtin_shufflevector(a, b, 1, 5, 3, 7);
-    const vec4 cd = __builtin_shufflevector(c, d, 0, 4, 2, 6) + __builtin_shufflevector(c, d, 1, 5, 3, 7);
+    const vec4 ab = __builtin_shufflevector(a, b, 0, 4, 1, 5) + __builtin_shufflevector(a, b, 2, 6, 3, 7);
+    const vec4 cd = __builtin_shufflevector(c, d, 0, 4, 1, 5) + __builtin_shufflevector(c, d, 2, 6, 3, 7);
     return __builtin_shufflevector(ab, cd, 0, 1, 4, 5) + __builtin_shufflevector(ab, cd, 2, 3, 6, 7);
 }
 
 #if LANES >= 8
 static inline vec4 totals(vec8 a, vec8 b, vec8 c, vec8 d) {
-    const vec8 ab = __builtin_shufflevector(a, b, 0, 8, 2, 10, 4, 12, 6, 14) + __builtin_shufflevector(a, b, 1, 9, 3, 11, 5, 13, 7, 15);
-    const vec8 cd = __builtin_shufflevector(c, d, 0, 8, 2, 10, 4, 12, 6, 14) + __builtin_shufflevector(c, d, 1, 9, 3, 11, 5, 13, 7, 15);
+    const vec8 ab = __builtin_shufflevector(a, b, 0, 8, 1, 9, 4, 12, 5, 13) + __builtin_shufflevector(a, b, 2, 10, 3, 11, 6, 14, 7, 15);
+    const vec8 cd = __builtin_shufflevector(c, d, 0, 8, 1, 9, 4, 12, 5, 13) + __builtin_shufflevector(c, d, 2, 10, 3, 11, 6, 14, 7, 15);
     const vec8 sums = __builtin_shufflevector(ab, cd, 0, 1, 8, 9, 4, 5, 12, 13) + __builtin_shufflevector(ab, cd, 2, 3, 10, 11, 6, 7, 14, 15);
     return __builtin_shufflevector(sums, sums, 0, 1, 2, 3) + __builtin_shufflevector(sums, sums, 4, 5, 6, 7);
 }

@@ -20,12 +20,12 @@ from attnmux.core import (
     InvalidInput,
     KernelLibrary,
     LibraryBackend,
-    check_own_or_fp8,
     imported,
     is_writable,
     rehearse,
 )
 from attnmux.nvidia.flashinfer.shared import HINT
+from attnmux.nvidia.kernel_rows import check_own_or_fp8
 from attnmux.nvidia.trtllm import by_major, workspace
 from attnmux.nvidia.trtllm_mha.decode import GeneratedDecode, XQADecode
 from attnmux.nvidia.trtllm_mha.layers import Half, TRTLLMMHAKernels, TRTLLMMHALayer

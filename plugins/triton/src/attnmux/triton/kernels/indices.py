@@ -44,17 +44,15 @@ def sum_lens(
 
 @triton.jit
 def gather_slots(
-    table, table_width, table_cells, rows, indptr, starts, more_starts, result, result_stride,
+    table, table_width, table_cells, rows, indptr, starts, result, result_stride,
     length, batch_size, search_steps,
-    PAGE: tl.constexpr, HAS_STARTS: tl.constexpr, HAS_MORE_STARTS: tl.constexpr,
-    BLOCK: tl.constexpr,
+    PAGE: tl.constexpr, HAS_STARTS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """result [length] int32 or int64: the slot, or the page, at every PAGE-th column of each
+    """result [length] int32: the slot, or the page, at every PAGE-th column of each
     request.
 
     table [R, table_width], table_cells values; indptr [B + 1]: each request's first place in the
-    result; starts, more_starts [B]: its first column is their sum. search_steps: bits of
-    batch_size.
+    result; starts [B]: its first column. search_steps: bits of batch_size.
     Grid: blocks of the result, not requests, so that lengths need not be equal.
     """
     place = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
@@ -73,8 +71,6 @@ def gather_slots(
     column = (place - tl.load(indptr + low, mask=is_used, other=0)) * PAGE
     if HAS_STARTS:
         column += tl.load(starts + low, mask=is_used, other=0)
-    if HAS_MORE_STARTS:
-        column += tl.load(more_starts + low, mask=is_used, other=0)
     row = tl.load(rows + low, mask=is_used, other=0)
     cell = row * table_width + column
     slot = tl.load(table + cell, mask=is_used & (cell >= 0) & (cell < table_cells), other=0)

@@ -1,0 +1,101 @@
+"""What a verb asks, and the answer for one machine: of `select` and of verbs that measure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from attnmux.core.choosing.ask.policy import Policy
+from attnmux.core.choosing.ask.request import Request, parse_fields
+from attnmux.core.choosing.find.devices import pick_platform
+from attnmux.core.choosing.find.plugins import Plugins
+from attnmux.core.choosing.machine.platform import Platform
+from attnmux.core.choosing.machine.vendors import VENDORS
+from attnmux.core.choosing.offer.card import Offer
+from attnmux.core.choosing.offer.libraries import installed_version
+from attnmux.core.choosing.solver import solve
+from attnmux.core.choosing.tell.decision import Decision
+from attnmux.core.cli.run import Run
+from attnmux.core.errors import InvalidInput, NoBackend
+from attnmux.core.settings import Settings
+
+if TYPE_CHECKING:
+    from attnmux.core.choosing.measured.measurement import Measurement
+
+Answer = tuple[Platform, Policy, "Decision | NoBackend"]
+
+
+def requested(model: str | None, fields: str, tp: int, mode: str | None) -> Request:
+    """The model's needs, overruled by the user's fields.
+
+    Raises InvalidInput for a model or fields that cannot be read, and for `tp` without a model.
+    """
+    if model is None and tp > 1:
+        raise InvalidInput("--tp", got=str(tp), expected="--model, whose heads it divides")
+    request = Request() if model is None else Request.from_model(model, tp=tp)
+    changes = dict(parse_fields(fields))
+    if mode is not None:
+        changes["speculative_attention_mode"] = mode
+    return request.replace(**changes)
+
+
+def machine(
+    run: Run, settings: Settings, plugins: Plugins, wanted: str | None
+) -> tuple[Platform, bool]:
+    """(the platform, whether the question is about a hypothetical machine)."""
+    if wanted is not None and ":" in wanted:
+        return Platform.parse(wanted), True
+    return pick_platform(run.detect(plugins), wanted or settings.platform), False
+
+
+def ask(
+    run: Run,
+    settings: Settings,
+    plugins: Plugins,
+    request: Request,
+    platform: str | None,
+    given: Mapping[str, Any],
+    *,
+    measured: bool,
+) -> Answer:
+    """Decide for one machine, with the warnings that belong to it."""
+    device, hypothetical = machine(run, settings, plugins, platform)
+    policy = settings.policy(**given, hypothetical=hypothetical)
+    answer: Decision | NoBackend
+    try:
+        measurements = run.measurements(settings) if measured and not hypothetical else ()
+        answer = decided(request, device, plugins.offers(), policy, measurements)
+        run.warn_of_unverified(answer, plugins.offers(), measurements)
+    except NoBackend as refusal:
+        answer = refusal
+    if hypothetical or isinstance(answer, NoBackend):
+        _warn_of_absent_plugin(run, plugins, device.vendor)
+    return device, policy, answer
+
+
+def decided(
+    request: Request,
+    device: Platform,
+    offers: Sequence[Offer],
+    policy: Policy,
+    measurements: Sequence[Measurement],
+) -> Decision:
+    """The decision, with this machine's measurements if there are any."""
+    if not measurements:
+        return solve(request, device, offers, policy)
+    # Not imported unless something was measured
+    from attnmux.core.choosing.measured.ranking import solve_measured  # noqa: PLC0415
+
+    return solve_measured(request, device, offers, policy, measurements=measurements)
+
+
+def _warn_of_absent_plugin(run: Run, plugins: Plugins, vendor: str) -> None:
+    """Without the vendor's own plugin, the answer differs from the one on a real machine."""
+    row = VENDORS.get(vendor)
+    offering = {offer.distribution for offer in plugins.offers()}
+    if row is not None and offering and row.distribution not in offering:
+        there = installed_version(row.distribution) is not None
+        fix = "is left out or broken" if there else f"is missing: pip install {row.distribution}"
+        run.warn(
+            f"{row.distribution}, which serves {vendor}, {fix}; only other plugins were considered"
+        )

@@ -1,0 +1,1 @@
+"""Backends made of backends. `building.py` makes them, as a decision says."""

@@ -1,0 +1,294 @@
+"""From a decision to a backend that runs it, and to the next candidate where one fails."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import fields, replace
+from typing import TYPE_CHECKING, TypeVar
+
+from attnmux.core.backend import AttentionBackend
+from attnmux.core.choosing.ask.derived import undrafted_request
+from attnmux.core.choosing.common.frozen import FrozenMapping
+from attnmux.core.choosing.find.devices import detect, pick_platform
+from attnmux.core.choosing.measured.measurement import read_measurements
+from attnmux.core.choosing.measured.ranking import accuracy_by
+from attnmux.core.composites.chosen_pages import sparse_context
+from attnmux.core.composites.chunked_prefix import (
+    ChunkedPrefixBackend,
+    expanded_context,
+    measured_crossing,
+)
+from attnmux.core.composites.dispatch import BatchSizeAttnBackend, HybridAttnBackend, Sizes
+from attnmux.core.composites.draft_attention import attend_to_drafts
+from attnmux.core.composites.draft_trees import TreeAttnBackend, prefix_context
+from attnmux.core.composites.factories import make_backend
+from attnmux.core.composites.layer_groups import LayerGroupsBackend, group_contexts
+from attnmux.core.composites.linear_hybrid import with_linear_layers
+from attnmux.core.composites.part_attention import MOST_LANES
+from attnmux.core.composites.picked_blocks import PickedBlocksBackend, dense_context
+from attnmux.core.composites.sparse_pages import SparseAttnBackend
+from attnmux.core.composites.two_batches import TboAttnBackend
+from attnmux.core.dtypes import dtype_name
+from attnmux.core.errors import BackendFailed, InvalidInput
+from attnmux.core.installed import load_plugins
+from attnmux.core.settings import Settings
+from attnmux.core.shared_kernels import shared_kernel, with_shared_kernels
+
+if TYPE_CHECKING:
+    from attnmux.core.choosing.ask.request import Request
+    from attnmux.core.choosing.tell.choice import Choice, SizeRange
+    from attnmux.core.choosing.tell.decision import Decision
+    from attnmux.core.context import BackendContext
+    from attnmux.core.layer import LayerSpec
+
+T = TypeVar("T")
+
+
+def build(decision: Decision, context: BackendContext) -> AttentionBackend:
+    """Make the backend of a decision.
+
+    It is a single backend, a `HybridAttnBackend` where decode and extend differ, and a
+    `BatchSizeAttnBackend` where the decision has other backends for some sizes of decode steps. A
+    `ChunkedPrefixBackend` is around it where the decision has a backend for expanded prompts, and a
+    `TboAttnBackend` over three of all these where the request asks for two batches. A
+    `TreeAttnBackend` is around each where no backend takes the masks of the request's draft trees.
+    A `SparseAttnBackend` is around each where the request asks for chosen pages, and a
+    `PickedBlocksBackend` where an indexer picks blocks of keys.
+    A context with an encoder's layers gets the backend of the phase "encoder".
+    A context without a `kv_writer` gets the one that an installed plugin offers for its device.
+    A `LayerGroupsBackend` has one of these for each group of layers whose heads or dims differ.
+    A `HybridLinearAttnBackend` is around everything where the context has states of linear layers.
+    Raises InvalidInput when a layer of the context has a feature or dims that the request of the
+    decision lacks, or when context and decision differ in page size, KV dtype or the request.
+    Raises BackendFailed when a chosen backend cannot be imported or made.
+    A decision that was read from text is checked first, against this machine's devices and
+    measurements and the plugins that the configuration admits; InvalidInput names every difference.
+    """
+    if not decision.is_checked:
+        _check(decision)
+    _check_context(decision, context)
+    phases = ("extend", "decode") if context.layers[0].is_causal else ("encoder",)
+    if decision.phases.keys().isdisjoint(phases):
+        raise InvalidInput(
+            "decision", got=f"phases {sorted(decision.phases)}", expected=" or ".join(phases)
+        )
+    differences = _differences(context.request, decision.request)
+    if differences:
+        raise InvalidInput("context.request", got=differences, expected="the decision's request")
+    context = with_shared_kernels(context)
+
+    groups = tuple(group_contexts(decision, context))
+
+    def assembled() -> AttentionBackend:
+        made = [_of_group(*group, phases) for group in groups]
+        return made[0] if len(made) == 1 else _joined(decision, context, made)
+
+    made = assembled()
+    if decision.request.two_batches:
+        made = TboAttnBackend(made, (assembled(), assembled()))
+    return with_linear_layers(made, decision, context)
+
+
+def _of_group(
+    decision: Decision, context: BackendContext, phases: Sequence[str]
+) -> AttentionBackend:
+    """The backend of layers that are alike. phases: those of the context's layers."""
+    serving = {phase: decision.phases[phase] for phase in phases if phase in decision.phases}
+    if decision.request.sparse_budget is not None and "decode" in serving:
+        return _over_chosen_pages(decision, context, serving, decision.request.sparse_budget)
+    if any(layer.index_block_size for layer in context.layers):
+        return PickedBlocksBackend(
+            context,
+            dense=_assemble(decision, dense_context(context), serving),
+            attend=shared_kernel("picked_blocks", context),
+        )
+    if decision.trees is None or "decode" not in serving:
+        return _assemble(decision, context, serving)
+    plain = replace(context, request=undrafted_request(context.request))
+    return TreeAttnBackend(
+        context,
+        child=_assemble(decision, plain, serving),
+        prefixes=make_backend(decision.trees, prefix_context(context)),
+        attend=shared_kernel("draft_attention", context) or attend_to_drafts,
+    )
+
+
+def _over_chosen_pages(
+    decision: Decision, context: BackendContext, serving: Mapping[str, Choice], budget: int
+) -> AttentionBackend:
+    prompts = {phase: choice for phase, choice in serving.items() if phase != "decode"}
+    chosen = sparse_context(context, budget)
+    return SparseAttnBackend(
+        context,
+        whole=_assemble(decision, context, prompts or serving),
+        chosen=_assemble(decision, chosen, {"decode": serving["decode"]}),
+        kernels=shared_kernel("chosen_pages", context),
+    )
+
+
+def _joined(
+    decision: Decision, context: BackendContext, made: Sequence[AttentionBackend]
+) -> AttentionBackend:
+    """Raises BackendFailed for groups that cannot be combined, so that an automatic choice goes on
+    without the second one's backend."""
+    for other, backend in zip(decision.others, made[1:], strict=True):
+        _check_padding(made[0], backend, other.phases["decode"])
+    return LayerGroupsBackend(context, made)
+
+
+def _check_padding(first: AttentionBackend, other: AttentionBackend, choice: Choice) -> None:
+    """Raise BackendFailed where one graph runner cannot pad for both. choice: of the other one."""
+    known, own = (each.get_cuda_graph_seq_len_fill_value() for each in (first, other))
+    if own != known:
+        reason = f"it has padding rows of {own} tokens, and the other backend of {known}"
+        raise BackendFailed(choice.address, reason)
+
+
+def _assemble(
+    decision: Decision, context: BackendContext, serving: Mapping[str, Choice]
+) -> AttentionBackend:
+    """The backends of a decision as one. serving: the choices of the context's phases."""
+    leaves: dict[str, AttentionBackend] = {}
+
+    def leaf(choice: Choice) -> AttentionBackend:
+        if choice.address not in leaves:
+            leaves[choice.address] = make_backend(choice, context)
+        return leaves[choice.address]
+
+    by_phase = {phase: leaf(choice) for phase, choice in serving.items()}
+    if len(leaves) > 1:
+        made: AttentionBackend = HybridAttnBackend(
+            prefill=by_phase["extend"], decode=by_phase["decode"]
+        )
+    else:
+        made = next(iter(leaves.values()))
+    if "decode" in serving and decision.decode_sizes:
+        made = _by_batch_size(made, [(each, leaf(each.choice)) for each in decision.decode_sizes])
+    if decision.expanded is None or "extend" not in serving:
+        return made
+    of_prompts = expanded_context(context)
+    lanes = [make_backend(decision.expanded, of_prompts) for _ in range(MOST_LANES)]
+    addresses = decision.expanded.address, serving["extend"].address
+    crossing = measured_crossing(*addresses, context)
+    return ChunkedPrefixBackend(absorbed=made, expanded=lanes, crossing=crossing)
+
+
+def _check(decision: Decision) -> None:
+    """Check a decision against this machine, its measurements and the configured plugins."""
+    settings = Settings.load()
+    plugins = load_plugins(settings=settings)
+    wanted = f"{decision.platform.vendor}:{decision.platform.arch}"
+    platform, offers = pick_platform(detect(plugins), wanted), plugins.offers()
+    measurements = read_measurements(settings.measurements_file()).found
+    decision.check(platform, offers, accuracy=accuracy_by(measurements, platform, offers))
+
+
+def _by_batch_size(
+    usual: AttentionBackend, sizes: Sequence[tuple[SizeRange, AttentionBackend]]
+) -> AttentionBackend:
+    """Raises BackendFailed for a backend that cannot be combined with `usual`, so that an automatic
+    choice goes on without it."""
+    for each, backend in sizes:
+        _check_padding(usual, backend, each.choice)
+    return BatchSizeAttnBackend(
+        usual=usual,
+        sizes=[Sizes(least=each.least, most=each.most, backend=leaf) for each, leaf in sizes],
+    )
+
+
+def _check_context(decision: Decision, context: BackendContext) -> None:
+    pool = context.token_to_kv_pool
+    if len({layer.is_causal for layer in context.layers}) != 1:
+        raise InvalidInput(
+            "context.layers",
+            got="none, or an encoder's and a decoder's together",
+            expected="the layers of one or the other: each gets a backend of its own",
+        )
+    for got, what, expected in (
+        (pool.page_size, "page size", decision.page_size),
+        (dtype_name(pool.dtype), "KV dtype", decision.kv_dtype),
+    ):
+        if got != expected:
+            expected = f"the decision's {what}, {expected}"
+            raise InvalidInput("context.token_to_kv_pool", got=got, expected=expected)
+    if pool.is_strided and not decision.request.strided_kv:
+        raise InvalidInput(
+            "context.token_to_kv_pool",
+            got="slots or heads with gaps between them",
+            expected="none, as the request says: choose again with strided_kv set",
+        )
+    for group, own in group_contexts(decision, context):
+        _check_layers(own.layers, group.request)
+
+
+def _check_layers(layers: Sequence[LayerSpec], request: Request) -> None:
+    """Refuse layers with dims or features that the request of their group lacks."""
+    for layer in layers:
+        name = f"layer {layer.layer_id}"
+        for field, has, asked in _dims(layer, request):
+            if asked is not None and has != asked:
+                raise InvalidInput(name, got=f"{field} {has}", expected=f"{asked}, as decided")
+        for feature in _unasked(layer, request):
+            expected = f"no more than the request asks for: choose again with {feature} set"
+            raise InvalidInput(name, got=feature, expected=expected)
+
+
+def _differences(ours: Request, decided: Request) -> str:
+    """The fields in which two requests differ, apart from their origins."""
+    names = [field.name for field in fields(ours) if field.name != "origins"]
+    pairs = [(name, getattr(ours, name), getattr(decided, name)) for name in names]
+    return ", ".join(f"{name} {mine!r}, not {own!r}" for name, mine, own in pairs if mine != own)
+
+
+def _dims(layer: LayerSpec, request: Request) -> tuple[tuple[str, int, int | None], ...]:
+    """(request field, the layer's value, the request's)."""
+    if not layer.is_causal:
+        return (("encoder_head_dim", layer.qk_head_dim, request.encoder_head_dim),)
+    if layer.kind == "mla":
+        return (
+            ("kv_lora_rank", layer.v_head_dim, request.kv_lora_rank),
+            ("qk_rope_head_dim", layer.qk_rope_head_dim, request.qk_rope_head_dim),
+        )
+    return (
+        ("head_dim", layer.qk_head_dim, request.head_dim),
+        ("v_head_dim", layer.v_head_dim, request.v_head_dim or request.head_dim),
+    )
+
+
+def _unasked(layer: LayerSpec, request: Request) -> list[str]:
+    """The layer's kind and features that the request does not ask for, as text of a request."""
+    kinds = {"mla": ("mla", "nsa"), "dual_chunk": ("dual_chunk",)}.get(layer.kind, (request.kind,))
+    found = [] if request.kind in kinds else [f"kind={layer.kind}"]
+    features = sorted(layer.features - {"bidirectional"})
+    return found + [name for name in features if not getattr(request, name)]
+
+
+def make_first(
+    decide: Callable[[Mapping[str, BackendFailed]], Decision],
+    make: Callable[[Decision], T],
+    on_fallback: Callable[[BackendFailed, Decision], None],
+) -> T:
+    """Decide and make a backend; if it fails, repeat without it.
+
+    decide: solves with the given `Policy.failed`. make: calls `build`, and drops its allocations if
+    that fails. on_fallback: called with each failure and the decision that replaces it, to tell the
+    user.
+    A backend that the user named is not replaced: `decide` then raises NoBackend, whose reasons
+    contain the failure and its hint.
+    """
+    failed: dict[str, BackendFailed] = {}
+    decision = decide(FrozenMapping(failed))
+    while True:
+        try:
+            return make(decision)
+        except BackendFailed as failure:
+            if failure.address in failed:
+                raise
+            # A copy without the traceback, whose frames keep the allocations of `make` alive
+            copy = BackendFailed(failure.address, failure.reason, hint=failure.hint)
+            failed[failure.address] = copy
+            try:
+                decision = decide(FrozenMapping(failed))
+            except Exception as refusal:
+                raise refusal from failure
+            on_fallback(copy, decision)

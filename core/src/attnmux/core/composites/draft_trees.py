@@ -1,0 +1,208 @@
+"""Draft trees on backends without masks: prefixes by a decode step, drafts here, merged by LSE."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import torch
+
+from attnmux.core.backend import AttentionBackend
+from attnmux.core.batch import ForwardBatch, ForwardMode
+from attnmux.core.call import AttentionCall
+from attnmux.core.choosing.ask.derived import prefixes_request
+from attnmux.core.composites.dispatch import DispatchingBackend, Parts, check_padding
+from attnmux.core.composites.draft_attention import (
+    DraftAttention,
+    DraftKeys,
+    SeenPrefixes,
+    attend_to_drafts,
+)
+from attnmux.core.composites.part_attention import is_mergeable
+from attnmux.core.composites.tree_steps import Trees, as_heads, sinks_as_heads, trees_of
+from attnmux.core.errors import InvalidInput
+from attnmux.core.tree_masks import check_trees
+
+if TYPE_CHECKING:
+    from attnmux.core.context import BackendContext
+    from attnmux.core.latent import UpProjection
+    from attnmux.core.layer import LayerSpec
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class _Verification:
+    """A step that verifies trees, as both of its parts see it."""
+
+    prefixes: ForwardBatch
+    """The decode step over the prefixes."""
+    trees: Trees
+    slots: torch.Tensor
+    """[B * d] int64: where the pool has the drafts' K and V."""
+
+
+class TreeAttnBackend(DispatchingBackend):
+    """Verifies draft trees with backends that take no mask. Other steps are those of `child`.
+
+    In a TARGET_VERIFY step, `prefixes` decodes one token for each request, whose query heads are
+    those of all its drafts, over the prefix. Each draft attends to the drafts that its tree lets it
+    see, by a kernel where a plugin offers one for the device. Both are merged by LSE.
+    """
+
+    def __init__(
+        self,
+        context: BackendContext,
+        *,
+        child: AttentionBackend,
+        prefixes: AttentionBackend,
+        attend: DraftAttention = attend_to_drafts,
+    ) -> None:
+        """prefixes: a backend of `prefix_context(context)`. attend: a kernel of the device.
+
+        Raises InvalidInput for backends of other pools or heads, and for padding rows of different
+        lengths, since one graph runner pads for both.
+        """
+        super().__init__(context, (child, prefixes))
+        drafts = context.request.spec_draft_tokens
+        for argument, each, heads in (("child", child, 1), ("prefixes", prefixes, drafts)):
+            own = each.context
+            if (
+                heads is None
+                or own.token_to_kv_pool is not context.token_to_kv_pool
+                or own.req_to_token_pool is not context.req_to_token_pool
+                or own.layers[0].tp_q_head_num != context.layers[0].tp_q_head_num * heads
+            ):
+                expected = f"a backend of {'prefix_context(context)' if heads != 1 else 'context'}"
+                raise InvalidInput(argument, got="a backend of another context", expected=expected)
+        check_padding("prefixes", child, prefixes)
+        self.child = child
+        self.prefixes = prefixes
+        self._attend = attend
+        self._drafts = drafts or 1
+        self._buffers: list[Trees] = []
+        self._verification: _Verification | None = None
+        self._catching_up: ForwardBatch | None = None
+
+    def serving(self, batch: ForwardBatch) -> AttentionBackend:
+        return self.child
+
+    def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
+        self.child.init_cuda_graph_state(max_bs, max_num_tokens)
+        self.prefixes.init_cuda_graph_state(max_bs, max_bs)
+        made = Trees.blank(max_bs, max_num_tokens // max_bs, self.context.device)
+        if not any(each.fits(made) for each in self._buffers):
+            self._buffers.append(made)
+
+    def init_forward_metadata(self, batch: ForwardBatch) -> None:
+        self.check_step(batch)
+        super().init_forward_metadata(batch)
+
+    def parts(self, batch: ForwardBatch, *, eager: bool) -> Parts:
+        verifies = batch.forward_mode.is_target_verify()
+        return ((self.prefixes if verifies else self.child, self._of_one(batch)),)
+
+    def forward_extend(self, call: AttentionCall, batch: ForwardBatch) -> torch.Tensor:
+        if not batch.forward_mode.is_target_verify():
+            return super().forward_extend(call, batch)
+        step, layer = self._prepared(), call.layer
+        keys = DraftKeys.of(self.context.token_to_kv_pool, layer, step.slots)
+        return self._attend(
+            call.q,
+            keys,
+            self._of_prefixes(call, step),
+            step.trees,
+            layer,
+            q_rope=call.q_rope,
+            lse=call.lse,
+        )
+
+    def forward_latent(
+        self,
+        q: torch.Tensor,
+        latent: torch.Tensor,
+        k_rope: torch.Tensor,
+        layer: LayerSpec,
+        batch: ForwardBatch,
+        projection: UpProjection,
+    ) -> torch.Tensor:
+        if batch.forward_mode.is_target_verify():
+            return AttentionBackend.forward_latent(
+                self, q, latent, k_rope, layer, batch, projection
+            )
+        return super().forward_latent(q, latent, k_rope, layer, batch, projection)
+
+    def as_served(self, batch: ForwardBatch) -> ForwardBatch:
+        return self._catching_up or batch
+
+    def _of_one(self, batch: ForwardBatch) -> ForwardBatch:
+        """The step that one of the backends prepares. None was chosen for drafts, so that those of
+        a draft model's own steps come as plain prompts."""
+        self._verification = self._catching_up = None
+        if batch.forward_mode.is_draft_extend():
+            self._catching_up = replace(batch, forward_mode=ForwardMode.EXTEND, spec_info=None)
+            return self._catching_up
+        if not batch.forward_mode.is_target_verify():
+            return batch
+        if self.context.debug:
+            check_trees(batch)
+        trees = trees_of(batch)
+        width = trees.visible.shape[1]
+        if width > self._drafts:
+            expected = f"at most {self._drafts}, the request's spec_draft_tokens"
+            raise InvalidInput("spec_info.draft_token_num", got=width, expected=expected)
+        room = next((each for each in self._buffers if each.fits(trees)), None)
+        trees = trees if room is None else room.copy(trees)
+        lens_cpu = None if batch.seq_lens_cpu is None else batch.seq_lens_cpu.clamp(min=1)
+        prefixes = ForwardBatch(
+            forward_mode=ForwardMode.DECODE,
+            actual_forward_mode=ForwardMode.TARGET_VERIFY,
+            batch_size=batch.batch_size,
+            req_pool_indices=batch.req_pool_indices,
+            seq_lens=trees.lens,
+            out_cache_loc=batch.out_cache_loc[: batch.batch_size],
+            positions=trees.positions,
+            seq_lens_cpu=lens_cpu,
+            seq_lens_sum=None if lens_cpu is None else int(lens_cpu.sum()),
+        )
+        self._verification = _Verification(
+            prefixes=prefixes, trees=trees, slots=batch.out_cache_loc
+        )
+        return prefixes
+
+    def _prepared(self) -> _Verification:
+        if self._verification is None:
+            expected = "one that init_forward_metadata prepared"
+            raise InvalidInput("batch", got="a verify step", expected=expected)
+        return self._verification
+
+    def _of_prefixes(self, call: AttentionCall, step: _Verification) -> SeenPrefixes:
+        layer = self.prefixes.context.layer(call.layer.layer_id)
+        groups, width = call.layer.tp_k_head_num, step.trees.visible.shape[1]
+        q = as_heads(call.q, groups, width, self._drafts)
+        q_rope = call.q_rope
+        q_rope = None if q_rope is None else as_heads(q_rope, groups, width, self._drafts)
+        lse = q.new_empty(q.shape[:2], dtype=torch.float32)
+        prefix = AttentionCall(q, None, None, layer, save_kv_cache=False, q_rope=q_rope, lse=lse)
+        return SeenPrefixes(out=self.prefixes.forward_decode(prefix, step.prefixes), lse=lse)
+
+
+def prefix_context(context: BackendContext) -> BackendContext:
+    """The context of the backend that reads the prefixes of draft trees.
+
+    Its layers have the query heads of all drafts, those of one KV head together. Raises
+    InvalidInput for a request without `spec_draft_tokens` or `num_q_heads`, and for layers of which
+    parts cannot be merged by LSE.
+    """
+    request = prefixes_request(context.request)
+    drafts = context.request.spec_draft_tokens or 1
+    layers = []
+    for layer in context.layers:
+        if not is_mergeable(layer) or layer.is_cross_attention:
+            expected = "self attention of kind mha or mla, without windows, chunks and biases"
+            raise InvalidInput("layers", got=f"layer {layer.layer_id}", expected=expected)
+        sinks = layer.sinks
+        if sinks is not None:
+            sinks = sinks_as_heads(sinks, layer.tp_k_head_num, drafts)
+        heads = layer.tp_q_head_num * drafts
+        layers.append(replace(layer, tp_q_head_num=heads, sinks=sinks))
+    # A decode step over prefixes contradicts the request table, and the step was checked whole
+    return replace(context, request=request, layers=tuple(layers), debug=False)

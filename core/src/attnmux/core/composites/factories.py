@@ -1,0 +1,64 @@
+"""From a choice to the backend that its factory makes."""
+
+from __future__ import annotations
+
+import pkgutil
+from typing import TYPE_CHECKING
+
+import torch
+
+from attnmux.core.backend import AttentionBackend
+from attnmux.core.composites.local_attention import with_virtual_requests
+from attnmux.core.composites.mask_forms import with_mask_forms
+from attnmux.core.errors import AttnmuxError, BackendFailed, PluginError, in_brief
+from attnmux.core.linear_backend import LinearAttentionBackend
+
+if TYPE_CHECKING:
+    from attnmux.core.choosing.tell.choice import Choice
+    from attnmux.core.context import BackendContext
+
+
+def make_backend(choice: Choice, context: BackendContext) -> AttentionBackend:
+    """The chosen attention backend, which gets the masks of draft trees in a form that it reads,
+    and attention chunks as virtual requests where its card says so.
+
+    Raises BackendFailed where its factory cannot be imported or fails, PluginError where the
+    backend is planned or the factory makes something else.
+    """
+
+    def make(context: BackendContext) -> AttentionBackend:
+        backend = _called(choice, context)
+        if not isinstance(backend, AttentionBackend):
+            raise _misfit(choice, backend)
+        return backend
+
+    made = with_virtual_requests(make, context) if choice.virtual_requests else make(context)
+    return with_mask_forms(made, choice.tree_masks)
+
+
+def make_linear(choice: Choice, context: BackendContext) -> LinearAttentionBackend:
+    """The chosen backend of linear layers. Raises as `make_backend` does."""
+    backend = _called(choice, context)
+    if not isinstance(backend, LinearAttentionBackend):
+        raise _misfit(choice, backend)
+    return backend
+
+
+def _misfit(choice: Choice, made: object) -> PluginError:
+    return PluginError(f"{choice.address}: {choice.factory} made a {type(made).__name__}")
+
+
+def _called(choice: Choice, context: BackendContext) -> object:
+    """What the factory of a choice makes."""
+    name = choice.address
+    if choice.factory is None:
+        raise PluginError(f"{name} is planned: it has a card and no implementation yet")
+    try:
+        made: object = pkgutil.resolve_name(choice.factory)(context, choice.options)
+    except BackendFailed as failure:
+        raise BackendFailed(name, failure.reason, hint=failure.hint) from failure
+    except (AttnmuxError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:  # libraries and compilers raise anything
+        raise BackendFailed(name, f"{choice.factory}: {in_brief(error)}") from error
+    return made

@@ -1,0 +1,107 @@
+"""Layers that differ in heads or dims: a backend for each group of layers that are alike."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from types import MappingProxyType
+from typing import TYPE_CHECKING
+
+import torch
+
+from attnmux.core.backend import AttentionBackend
+from attnmux.core.batch import ForwardMode
+from attnmux.core.composites.dispatch import CompositeBackend, Parts, Route, check_padding
+from attnmux.core.errors import InvalidInput
+
+if TYPE_CHECKING:
+    from attnmux.core.batch import ForwardBatch
+    from attnmux.core.call import AttentionCall
+    from attnmux.core.choosing.ask.request import Request
+    from attnmux.core.choosing.tell.decision import Decision
+    from attnmux.core.context import BackendContext
+    from attnmux.core.layer import LayerSpec
+
+
+class LayerGroupsBackend(CompositeBackend):
+    """Sends each layer to the backend of its group, and prepares every step for all groups.
+
+    The groups share request table, slots and batch, so that one graph holds the whole model.
+    """
+
+    def __init__(self, context: BackendContext, groups: Sequence[AttentionBackend]) -> None:
+        """context: with the layers of all groups, each of which has a context with its own.
+
+        Raises InvalidInput for layers without a group or with several, and for backends whose
+        padding rows differ in length, since one graph runner pads for all.
+        """
+        super().__init__(context, groups)
+        ids = [layer.layer_id for group in groups for layer in group.context.layers]
+        if sorted(ids) != sorted(layer.layer_id for layer in context.layers):
+            expected = "each layer of the context in one group"
+            raise InvalidInput("groups", got=f"layers {sorted(ids)}", expected=expected)
+        check_padding("groups", *groups)
+        self._by_layer = MappingProxyType(
+            {layer.layer_id: group for group in groups for layer in group.context.layers}
+        )
+
+    def select(self, mode: ForwardMode) -> AttentionBackend:
+        children = tuple(group.select(mode) for group in self.members)
+        if children == self.members:
+            return self
+        return LayerGroupsBackend(self.context, children)
+
+    def parts(self, batch: ForwardBatch, *, eager: bool) -> Parts:
+        return ((group, batch) for group in self.members)
+
+    def route(self, call: AttentionCall, batch: ForwardBatch) -> Route:
+        return self._by_layer[call.layer.layer_id], call, batch
+
+    def save_kv(
+        self,
+        k: torch.Tensor,
+        v: torch.Tensor | None,
+        layer: LayerSpec,
+        batch: ForwardBatch,
+        *,
+        k_rope: torch.Tensor | None = None,
+    ) -> None:
+        self._by_layer[layer.layer_id].save_kv(k, v, layer, batch, k_rope=k_rope)
+
+
+def group_contexts(
+    decision: Decision, context: BackendContext
+) -> Iterator[tuple[Decision, BackendContext]]:
+    """Each group of the decision, with the context of its layers: the whole context where all
+    layers are alike.
+
+    Raises InvalidInput for a layer of no group's heads and dims, and for a group without layers.
+    """
+    if not decision.others:
+        yield decision, context
+        return
+    groups = decision.groups
+    own: list[list[LayerSpec]] = [[] for _ in groups]
+    for layer in context.layers:
+        place = next((n for n, one in enumerate(groups) if _fits(layer, one.request)), None)
+        if place is None:
+            shape = f"{layer.tp_q_head_num}/{layer.tp_k_head_num} heads of {layer.qk_head_dim}"
+            expected = "the heads and dims of one of the decision's groups"
+            raise InvalidInput(f"layer {layer.layer_id}", got=shape, expected=expected)
+        own[place].append(layer)
+    for one, layers in zip(groups, own, strict=True):
+        if not layers:
+            expected = f"layers of each group: {one.request.num_kv_heads} KV heads"
+            raise InvalidInput("context.layers", got="none of a group", expected=expected)
+        yield one, replace(context, request=one.request, layers=tuple(layers))
+
+
+def _fits(layer: LayerSpec, request: Request) -> bool:
+    """Whether the layer has the heads, the dims and the reach of the request's."""
+    return (
+        (layer.tp_q_head_num, layer.tp_k_head_num) == (request.num_q_heads, request.num_kv_heads)
+        and (layer.qk_head_dim, layer.v_head_dim)
+        == (request.head_dim, request.v_head_dim or request.head_dim)
+        and (layer.sliding_window_size < 0 or request.sliding_window is not None)
+        and (layer.attention_chunk_size == 0 or request.attention_chunk is not None)
+    )

@@ -1,0 +1,147 @@
+"""Attention and linear layers of one model: every step is prepared once for all of them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from attnmux.core.batch import ForwardMode
+from attnmux.core.choosing.common.frozen import FrozenMapping
+from attnmux.core.composites.dispatch import DispatchingBackend, Parts
+from attnmux.core.composites.factories import make_linear
+from attnmux.core.errors import InvalidInput
+from attnmux.core.linear_backend import LinearAttentionBackend
+
+if TYPE_CHECKING:
+    from attnmux.core.backend import AttentionBackend
+    from attnmux.core.batch import ForwardBatch
+    from attnmux.core.choosing.ask.request import Request
+    from attnmux.core.choosing.tell.choice import Choice
+    from attnmux.core.choosing.tell.decision import Decision
+    from attnmux.core.context import BackendContext
+    from attnmux.core.linear_call import ConvCall, LinearCall
+    from attnmux.core.linear_layer import LinearLayerSpec
+
+
+class LinearByPhase(LinearAttentionBackend):
+    """Sends decode steps to one backend and all others to another, over the same states."""
+
+    def __init__(self, *, extend: LinearAttentionBackend, decode: LinearAttentionBackend) -> None:
+        super().__init__(decode.context, decode.options)
+        self.extend = extend
+        self.decode = decode
+
+    def _serving(self, batch: ForwardBatch) -> LinearAttentionBackend:
+        return self.decode if batch.forward_mode.is_decode_or_idle() else self.extend
+
+    def init_forward_metadata_out_graph(
+        self, batch: ForwardBatch, in_capture: bool = False
+    ) -> None:
+        self._serving(batch).init_forward_metadata_out_graph(batch, in_capture)
+
+    def init_forward_metadata_in_graph(self, batch: ForwardBatch) -> None:
+        self._serving(batch).init_forward_metadata_in_graph(batch)
+
+    def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
+        self.decode.init_cuda_graph_state(max_bs, max_num_tokens)
+
+    def forward_decode(self, call: LinearCall, batch: ForwardBatch) -> None:
+        self.decode.forward_decode(call, batch)
+
+    def forward_extend(self, call: LinearCall, batch: ForwardBatch) -> None:
+        self.extend.forward_extend(call, batch)
+
+    def forward_conv(self, call: ConvCall, batch: ForwardBatch) -> None:
+        self._serving(batch).forward_conv(call, batch)
+
+
+class HybridLinearAttnBackend(DispatchingBackend):
+    """A model's attention backend, which also prepares the backends of its linear layers.
+
+    Attention layers call it as any backend. Linear layers call `linear(kind)` with the same batch.
+    """
+
+    def __init__(
+        self, full: AttentionBackend, linear: Mapping[str, LinearAttentionBackend]
+    ) -> None:
+        """linear: by kind. Raises InvalidInput without one."""
+        if not linear:
+            raise InvalidInput("linear", got="none", expected="a backend for each kind of layer")
+        super().__init__(full.context, (full,))
+        self.full = full
+        self._linear: Mapping[str, LinearAttentionBackend] = FrozenMapping(linear)
+
+    def linear(self, kind: str) -> LinearAttentionBackend:
+        try:
+            return self._linear[kind]
+        except KeyError:
+            expected = f"one of {', '.join(self._linear)}"
+            raise InvalidInput("kind", got=kind, expected=expected) from None
+
+    def select(self, mode: ForwardMode) -> AttentionBackend:
+        child = self.full.select(mode)
+        return self if child is self.full else HybridLinearAttnBackend(child, self._linear)
+
+    def serving(self, batch: ForwardBatch) -> AttentionBackend:
+        return self.full
+
+    def parts(self, batch: ForwardBatch, *, eager: bool) -> Parts:
+        return ((each, batch) for each in (self.full, *self._linear.values()))
+
+    def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
+        for each in (self.full, *self._linear.values()):
+            each.init_cuda_graph_state(max_bs, max_num_tokens)
+
+
+def with_linear_layers(
+    attention: AttentionBackend, decision: Decision, context: BackendContext
+) -> AttentionBackend:
+    """The attention backend, which also prepares the decided backends of the linear layers.
+
+    It is `attention` itself where neither the decision nor the context has linear layers. Raises
+    InvalidInput where only one of them has some, for layers of other kinds or dims, and for a
+    request of two batches.
+    """
+    states = context.linear_states
+    if states is None:
+        if not decision.linear:
+            return attention
+        kinds = ", ".join(decision.linear)
+        expected = f"a LinearStatePool for the model's {kinds} layers"
+        raise InvalidInput("context.linear_states", got=None, expected=expected)
+    if decision.request.two_batches:
+        expected = "whole steps: no half of a step prepares its linear layers"
+        raise InvalidInput("two_batches", got=True, expected=expected)
+    for layer in states.layers:
+        _check(layer, decision)
+    made: dict[str, LinearAttentionBackend] = {
+        kind: _by_phase(decision.linear[kind], context)
+        for kind in dict.fromkeys(layer.kind for layer in states.layers)
+    }
+    return HybridLinearAttnBackend(attention, made)
+
+
+def _by_phase(served: Mapping[str, Choice], context: BackendContext) -> LinearAttentionBackend:
+    leaves = {choice.address: make_linear(choice, context) for choice in served.values()}
+    if len(leaves) == 1:
+        return next(iter(leaves.values()))
+    extend, decode = (leaves[served[phase].address] for phase in ("extend", "decode"))
+    return LinearByPhase(extend=extend, decode=decode)
+
+
+def _check(layer: LinearLayerSpec, decision: Decision) -> None:
+    name = f"linear layer {layer.layer_id}"
+    if layer.kind not in decision.linear:
+        expected = f"a kind that the decision serves: {', '.join(decision.linear) or 'none'}"
+        raise InvalidInput(name, got=layer.kind, expected=expected)
+    for got, asked in _dims(layer, decision.request):
+        if asked is not None and got != asked:
+            raise InvalidInput(name, got=f"a head of {got} dims", expected=f"{asked}, as decided")
+
+
+def _dims(layer: LinearLayerSpec, request: Request) -> tuple[tuple[int, int | None], ...]:
+    """(the layer's, the request's) dims of K and V."""
+    if not layer.has_state:
+        return ()
+    k_dim, v_dim = request.linear_head_dim, request.linear_v_head_dim
+    return (layer.head_k_dim, k_dim), (layer.head_v_dim, v_dim or k_dim)

@@ -1,0 +1,161 @@
+"""Attention chunks on backends without them, by virtual requests: SGLang's local attention.
+
+A token sees the keys of its own chunk. So the tokens of a request in one chunk are a request of
+their own, whose sequence is that chunk up to its last token. A backend without chunks serves such
+requests, over a table with the slots of their chunks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from msgspec import structs
+
+from attnmux.core.backend import AttentionBackend
+from attnmux.core.batch import ForwardBatch, ForwardMode
+from attnmux.core.call import AttentionCall
+from attnmux.core.composites.dispatch import CompositeBackend, Parts, Route, check_padding
+from attnmux.core.composites.virtual_requests import StepBuffers, in_buffers, virtual_step
+from attnmux.core.errors import GraphUnsupported, InvalidInput
+from attnmux.core.kv.request_table import ReqToTokenPool
+from attnmux.core.tree_masks import tree_mask_of
+
+if TYPE_CHECKING:
+    from attnmux.core.context import BackendContext
+
+Make = Callable[["BackendContext"], AttentionBackend]
+
+
+def with_virtual_requests(make: Make, context: BackendContext) -> AttentionBackend:
+    """The backend of a context, with virtual requests for its layers with attention chunks.
+
+    make: makes a backend of layers without chunks. Raises InvalidInput for chunks that are not
+    whole pages of the pool, and for layers of a decoder with an encoder.
+    """
+    chunks = sorted({layer.attention_chunk_size for layer in context.layers})
+    if chunks[-1] <= 0:
+        return make(context)
+    if any(layer.is_cross_attention for layer in context.layers):
+        expected = "no cross attention next to attention chunks"
+        raise InvalidInput("layers", got="an encoder-decoder model's", expected=expected)
+    plain = [layer for layer in context.layers if layer.attention_chunk_size <= 0]
+    without = context.request.replace(origin="model", attention_chunk=None)
+    whole = replace(context, layers=tuple(plain), request=without)
+    return LocalAttnBackend(
+        context,
+        whole=make(whole) if plain else None,
+        local={chunk: make(local_context(context, chunk)) for chunk in chunks if chunk > 0},
+    )
+
+
+def local_context(context: BackendContext, chunk: int) -> BackendContext:
+    """The context of the layers with chunks of that length, which have none here.
+
+    Its request table is that of virtual requests, with room for all pieces of the longest step:
+    about as much as the engine's. Raises as `with_virtual_requests`.
+    """
+    page_size = context.token_to_kv_pool.page_size
+    if chunk % page_size:
+        expected = f"a multiple of {page_size}, the page size: virtual requests have whole pages"
+        raise InvalidInput("attention_chunk_size", got=chunk, expected=expected)
+    layers = [layer for layer in context.layers if layer.attention_chunk_size == chunk]
+    longest, most = min(chunk, context.max_context_len), context.max_batch_size
+    rows = 2 * most + most * context.max_context_len // chunk + 1  # see `most_pieces`
+    return replace(
+        context,
+        layers=tuple(replace(layer, attention_chunk_size=0) for layer in layers),
+        request=context.request.replace(origin="model", attention_chunk=None),
+        req_to_token_pool=ReqToTokenPool(rows, longest, context.device),
+        max_batch_size=rows,
+        max_context_len=longest,
+        # Rows of virtual requests without keys contradict the table, and the step was checked whole
+        debug=False,
+    )
+
+
+class LocalAttnBackend(CompositeBackend):
+    """Serves layers with attention chunks by backends without them, in virtual requests.
+
+    EXTEND and MIXED steps are cut at the borders of chunks; a decode step has one virtual request
+    for each. Steps of drafts are refused where layers have chunks.
+    """
+
+    def __init__(
+        self,
+        context: BackendContext,
+        *,
+        whole: AttentionBackend | None,
+        local: Mapping[int, AttentionBackend],
+    ) -> None:
+        """whole: of the layers without chunks. local: of the others, by the length of a chunk, each
+        of `local_context`. Raises InvalidInput for padding rows of different lengths."""
+        super().__init__(context, [*local.values(), *([] if whole is None else [whole])])
+        check_padding("local", *self.members)
+        self.whole = whole
+        self.local = dict(local)
+        self._chunks = {
+            layer.layer_id: layer.attention_chunk_size
+            for layer in context.layers
+            if layer.attention_chunk_size > 0
+        }
+        self._virtual_steps: dict[int, ForwardBatch] = {}
+        self._buffers: list[dict[int, StepBuffers]] = []
+
+    def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
+        if max_num_tokens > max_bs:
+            raise GraphUnsupported("drafts in layers with attention chunks are not captured")
+        super().init_cuda_graph_state(max_bs, max_num_tokens)
+        device = self.context.device
+        self._buffers.append({chunk: StepBuffers.of(max_bs, device) for chunk in self.local})
+
+    def init_forward_metadata(self, batch: ForwardBatch) -> None:
+        self.check_step(batch)
+        super().init_forward_metadata(batch)
+
+    def parts(self, batch: ForwardBatch, *, eager: bool) -> Parts:
+        self._virtual_steps = {chunk: self._virtual(batch, chunk) for chunk in self.local}
+        if not eager and batch.forward_mode.is_decode():
+            for chunk, step in self._virtual_steps.items():
+                fixed = in_buffers(step, (each[chunk] for each in self._buffers))
+                self._virtual_steps[chunk] = fixed
+        whole = () if self.whole is None else ((self.whole, batch),)
+        return (*whole, *((self.local[c], step) for c, step in self._virtual_steps.items()))
+
+    def route(self, call: AttentionCall, batch: ForwardBatch) -> Route:
+        chunk = self._chunks.get(call.layer.layer_id)
+        if chunk is None:
+            if self.whole is None:
+                got, expected = call.layer.layer_id, f"one of {sorted(self._chunks)}"
+                raise InvalidInput("layer", got=got, expected=expected)
+            return self.whole, call, batch
+        if call.has_own_kv and not _has_no_prefix(batch):
+            expected = "True where requests have a prefix, or their mirrors do not say"
+            raise InvalidInput("save_kv_cache", got=False, expected=expected)
+        backend = self.local[chunk]
+        layer = backend.context.layer(call.layer.layer_id)
+        return backend, structs.replace(call, layer=layer), self._virtual_steps[chunk]
+
+    def _virtual(self, batch: ForwardBatch, chunk: int) -> ForwardBatch:
+        """The step's virtual requests, whose rows of the table are filled."""
+        mode = batch.forward_mode
+        if mode is ForwardMode.IDLE:
+            return batch
+        if mode not in (ForwardMode.DECODE, ForwardMode.EXTEND, ForwardMode.MIXED):
+            expected = "DECODE, EXTEND or MIXED in layers with attention chunks"
+            raise InvalidInput("forward_mode", got=mode.name, expected=expected)
+        if batch.multi_item is not None or tree_mask_of(batch.spec_info) is not None:
+            expected = "None in layers with attention chunks"
+            raise InvalidInput("spec_info", got="a mask or many items", expected=expected)
+        table = self.local[chunk].context.req_to_token_pool.req_to_token
+        engines = self.context.req_to_token_pool.req_to_token
+        return virtual_step(batch, chunk, table=table, engines=engines)
+
+
+def _has_no_prefix(batch: ForwardBatch) -> bool:
+    """Whether the host knows that no request has a prefix."""
+    cached = batch.extend_prefix_lens_cpu
+    if cached is None and batch.extend_prefix_lens is not None and batch.extend_prefix_lens.is_cpu:
+        cached = batch.extend_prefix_lens
+    return cached is not None and not bool(cached.any())

@@ -1,0 +1,169 @@
+"""Decoding over a few pages of each request (Quest, arXiv:2406.10774), on any backend.
+
+A query decides which pages its layer reads, and a backend prepares its metadata once a step, before
+there are queries. So the chosen pages are copied to a small pool with a fixed place for each
+request. The wrapped backend attends over that pool: its table and lengths hold for the whole step,
+whatever is chosen. Copying also lets each KV head have pages of its own.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import torch
+from msgspec import structs
+
+from attnmux.core.backend import AttentionBackend
+from attnmux.core.batch import ForwardBatch
+from attnmux.core.call import AttentionCall
+from attnmux.core.composites.dispatch import CompositeBackend, Parts, Route
+from attnmux.core.composites.page_choice import PageBounds, PlainPages, RequestPages
+from attnmux.core.composites.virtual_requests import StepBuffers, in_buffers
+from attnmux.core.errors import GraphUnsupported, InvalidInput
+
+if TYPE_CHECKING:
+    from attnmux.core.composites.page_choice import PageKernels
+    from attnmux.core.context import BackendContext
+    from attnmux.core.layer import LayerSpec
+
+
+class SparseAttnBackend(CompositeBackend):
+    """Decodes over the pages of a request with the largest bounds, a fixed number of them.
+
+    Each KV head of each layer chooses its own. The first page and the last two are always among
+    them, and a request of no more pages than the budget is read whole: its answers are those of
+    dense attention. Other steps go to `whole`; those of drafts are refused. The engine writes K by
+    this backend, which keeps the pages' bounds.
+    """
+
+    def __init__(
+        self,
+        context: BackendContext,
+        *,
+        whole: AttentionBackend,
+        chosen: AttentionBackend,
+        kernels: PageKernels | None = None,
+    ) -> None:
+        """whole: serves the prompts of this context. chosen: decodes, of a `sparse_context`.
+        kernels: choose and copy; plain torch operations do where there are none.
+
+        Raises PoolExhausted when the memory for the bounds does not suffice.
+        """
+        super().__init__(context, (chosen,))
+        self.whole = whole
+        self.chosen = chosen
+        self._kernels = PlainPages() if kernels is None else kernels
+        self.bounds = PageBounds(
+            context.token_to_kv_pool, [each.layer_id for each in context.layers], kernels
+        )
+        self._page_size = context.token_to_kv_pool.page_size
+        self._pages = chosen.context.max_context_len // self._page_size
+        self._most = -(-context.max_context_len // self._page_size)
+        self._width = self._most
+        self._step: ForwardBatch | None = None
+        self._buffers: list[StepBuffers] = []
+
+    def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
+        if max_num_tokens > max_bs:
+            raise GraphUnsupported("drafts over chosen pages are not captured")
+        super().init_cuda_graph_state(max_bs, max_num_tokens)
+        self._buffers.append(StepBuffers.of(max_bs, self.context.device))
+
+    def init_forward_metadata(self, batch: ForwardBatch) -> None:
+        self.check_step(batch)
+        super().init_forward_metadata(batch)
+
+    def parts(self, batch: ForwardBatch, *, eager: bool) -> Parts:
+        if not self._decodes(batch):
+            return ((self.whole, batch),)
+        step, self._width = self._virtual(batch), self._most
+        if not eager:
+            step = in_buffers(step, self._buffers)
+        elif batch.seq_lens_cpu is not None and batch.batch_size:
+            longest = -(-int(batch.seq_lens_cpu.max()) // self._page_size)
+            self._width = min(max(longest, self._pages), self._most)
+        self._step = step
+        return ((self.chosen, step),)
+
+    def save_kv(
+        self,
+        k: torch.Tensor,
+        v: torch.Tensor | None,
+        layer: LayerSpec,
+        batch: ForwardBatch,
+        *,
+        k_rope: torch.Tensor | None = None,
+    ) -> None:
+        super().save_kv(k, v, layer, batch, k_rope=k_rope)
+        self.bounds.update(layer.layer_id, batch.out_cache_loc)
+
+    def route(self, call: AttentionCall, batch: ForwardBatch) -> Route:
+        if not batch.forward_mode.is_decode():
+            return self.whole, call, batch
+        if call.has_own_kv:
+            expected = "True: decoding chooses among the pages of the pool"
+            raise InvalidInput("save_kv_cache", got=False, expected=expected)
+        layer_id = call.layer.layer_id
+        requests, own = self._requests(batch), self.context.token_to_kv_pool
+        self._kernels.copy(
+            own.get_kv_buffer(layer_id),
+            self.chosen.context.token_to_kv_pool.get_kv_buffer(layer_id),
+            self._chosen(layer_id, call.q, requests),
+            requests,
+        )
+        return self.chosen, structs.replace(call, k=None, v=None), self._prepared()
+
+    def choose(self, layer_id: int, q: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
+        """The pages that each KV head reads: their places in the sequence, [B, Hkv, n] int64.
+
+        q: [B, Hq, D]. Ascending, so that a page that is partly filled comes last. Where a request
+        has fewer than n pages, places beyond its last page follow. Of static shape in a graph.
+        """
+        return self._chosen(layer_id, q, self._requests(batch))
+
+    def _chosen(self, layer_id: int, q: torch.Tensor, requests: RequestPages) -> torch.Tensor:
+        scores = self._kernels.score(q, *self.bounds.of(layer_id), requests)
+        return self._kernels.choose(scores, requests, self._pages)
+
+    def _requests(self, batch: ForwardBatch) -> RequestPages:
+        return RequestPages(
+            table=self.context.req_to_token_pool.req_to_token,
+            rows=batch.req_pool_indices,
+            lens=batch.seq_lens,
+            page_size=self._page_size,
+            width=self._width,
+        )
+
+    def _decodes(self, batch: ForwardBatch) -> bool:
+        """Raises InvalidInput for steps of drafts."""
+        mode = batch.forward_mode
+        if mode.is_target_verify() or mode.is_draft_extend():
+            expected = "no drafts, where decoding chooses pages"
+            raise InvalidInput("forward_mode", got=mode.name, expected=expected)
+        return mode.is_decode()
+
+    def _prepared(self) -> ForwardBatch:
+        if self._step is None:
+            expected = "init_forward_metadata before the first decode step"
+            raise InvalidInput("batch", got="a step without metadata", expected=expected)
+        return self._step
+
+    def _virtual(self, batch: ForwardBatch) -> ForwardBatch:
+        """The decode step over the chosen pages, whose rows of the table never change."""
+        lens, on_host = self._kept(batch.seq_lens), batch.seq_lens_cpu
+        on_host = None if on_host is None else self._kept(on_host)
+        size = batch.batch_size
+        return replace(
+            batch,
+            req_pool_indices=torch.arange(1, size + 1, device=lens.device),
+            seq_lens=lens,
+            positions=lens.long() - 1,
+            seq_lens_cpu=on_host,
+            seq_lens_sum=None if on_host is None else int(on_host.sum()),
+        )
+
+    def _kept(self, lens: torch.Tensor) -> torch.Tensor:
+        """Tokens of the chosen pages: all are full but the last one, as it is in the sequence."""
+        missing = -lens % self._page_size
+        return torch.minimum(lens, self._pages * self._page_size - missing)

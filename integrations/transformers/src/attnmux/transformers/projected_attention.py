@@ -1,0 +1,187 @@
+"""Attention of modules that project Q, K and V by linear layers and compute the rest themselves.
+
+Whole families have copies of one such module. Its forward here projects alike and asks
+AttentionInterface for the rest. An argument that attention cannot express is refused there.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+from transformers import PreTrainedConfig
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+Heads = torch.Tensor
+"""[1, H, T, D]"""
+
+
+def attend(
+    module: Any,  # noqa: ANN401  # each family's own class
+    config: PreTrainedConfig,
+    q: Heads,
+    k: Heads,
+    v: Heads,
+    mask: torch.Tensor | None,
+    **given: object,
+) -> torch.Tensor:
+    """The context [1, T, Hq, Dv]."""
+    function = ALL_ATTENTION_FUNCTIONS[config._attn_implementation]
+    # Some families rotate in float32, where the cache would hold the model's dtype
+    context, _ = function(module, q.to(v.dtype), k.to(v.dtype), v, mask, **given)
+    assert isinstance(context, torch.Tensor)
+    return context
+
+
+def bart(module: Any, config: PreTrainedConfig) -> None:  # noqa: ANN401
+    """A decoder's module; an encoder's own code runs one request at a time."""
+    if not module.is_decoder:
+        return
+
+    def forward(
+        hidden_states: torch.Tensor,
+        key_value_states: torch.Tensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        **given: object,
+    ) -> tuple[torch.Tensor, None]:
+        source = hidden_states if key_value_states is None else key_value_states
+        return _bart_attention(module, config, hidden_states, source, attention_mask, **given), None
+
+    module.forward = forward
+
+
+def led(module: Any, config: PreTrainedConfig) -> None:  # noqa: ANN401
+    """Like BART's, but for one result more."""
+    bart(module, config)
+    forward = module.forward
+    module.forward = lambda **given: (*forward(**given), None)
+
+
+def fsmt(module: Any, config: PreTrainedConfig) -> None:  # noqa: ANN401
+    """The decoder, whose attention has states [T, 1, C] and a class of too common a name."""
+    for layer in module.layers:
+        for attention in (layer.self_attn, layer.encoder_attn):
+            attention.forward = partial(_fsmt_attention, attention, config)
+
+
+def _fsmt_attention(
+    module: Any,  # noqa: ANN401
+    config: PreTrainedConfig,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    attn_mask: torch.Tensor | None = None,
+    **given: object,
+) -> tuple[torch.Tensor, None]:
+    hidden_states, source = query.transpose(0, 1), key.transpose(0, 1)
+    out = _bart_attention(module, config, hidden_states, source, attn_mask, **given)
+    return out.transpose(0, 1), None
+
+
+def _bart_attention(
+    module: Any,  # noqa: ANN401
+    config: PreTrainedConfig,
+    hidden_states: torch.Tensor,
+    source: torch.Tensor,
+    mask: torch.Tensor | None,
+    **given: object,
+) -> torch.Tensor:
+    """The module's output [1, T, d_model]. source: the states of the keys."""
+    heads = (1, -1, module.num_heads, module.head_dim)
+    projected = module.q_proj(hidden_states), module.k_proj(source), module.v_proj(source)
+    q, k, v = (each.view(heads).transpose(1, 2) for each in projected)
+    out: torch.Tensor = module.out_proj(attend(module, config, q, k, v, mask, **given).flatten(2))
+    return out
+
+
+def bert(module: Any, config: PreTrainedConfig) -> None:  # noqa: ANN401
+    """RoFormer's has rotary embeddings, which turn V too where its config says so."""
+
+    def forward(
+        hidden_states: torch.Tensor,
+        attention_mask: torch.Tensor | None = None,
+        past_key_values: None = None,
+        sinusoidal_pos: torch.Tensor | None = None,
+        **given: object,
+    ) -> tuple[torch.Tensor, None]:
+        heads = (1, -1, module.num_attention_heads, module.attention_head_size)
+        projections = module.query, module.key, module.value
+        q, k, v = (each(hidden_states).view(heads).transpose(1, 2) for each in projections)
+        if sinusoidal_pos is not None:
+            turned = (q, k, v) if module.rotary_value else (q, k)
+            turned = module.apply_rotary_position_embeddings(sinusoidal_pos, *turned)
+            q, k, v = (*turned, v)[:3]
+        context = attend(module, config, q, k, v, attention_mask, **given)
+        return context.flatten(2), None
+
+    module.forward = forward
+
+
+def t5(module: Any, config: PreTrainedConfig) -> None:  # noqa: ANN401
+    """A decoder's module. The first hands its table on, in place of the biases of all positions."""
+    if not module.is_decoder:
+        return
+    own = _relative_bias(module)
+
+    def forward(
+        hidden_states: torch.Tensor,
+        mask: torch.Tensor | None = None,
+        key_value_states: torch.Tensor | None = None,
+        position_bias: torch.Tensor | None = None,
+        **_: object,
+    ) -> tuple[torch.Tensor, torch.Tensor | None, None]:
+        table = own if position_bias is None else position_bias
+        source = hidden_states if key_value_states is None else key_value_states
+        return _t5_attention(module, config, hidden_states, source, mask, table), table, None
+
+    module.forward = forward
+
+
+def umt5(module: Any, config: PreTrainedConfig) -> None:  # noqa: ANN401
+    """A decoder's module. Each self-attention has a table of its own."""
+    if not module.is_decoder:
+        return
+    table = _relative_bias(module)
+
+    def forward(
+        hidden_states: torch.Tensor,
+        encoder_hidden_states: torch.Tensor | None = None,
+        past_key_values: object = None,
+        attention_mask: torch.Tensor | None = None,
+        **_: object,
+    ) -> tuple[torch.Tensor, None]:
+        source = hidden_states if encoder_hidden_states is None else encoder_hidden_states
+        return _t5_attention(module, config, hidden_states, source, attention_mask, table), None
+
+    module.forward = forward
+
+
+def _t5_attention(
+    module: Any,  # noqa: ANN401
+    config: PreTrainedConfig,
+    hidden_states: torch.Tensor,
+    source: torch.Tensor,
+    mask: torch.Tensor | None,
+    table: torch.Tensor | None,
+) -> torch.Tensor:
+    """The module's output [1, T, d_model]. source: the states of the keys."""
+    heads = (1, -1, module.n_heads, module.key_value_proj_dim)
+    projected = module.q(hidden_states), module.k(source), module.v(source)
+    q, k, v = (each.view(heads).transpose(1, 2) for each in projected)
+    given = {"scaling": 1.0, "relative_bias": table}
+    context: torch.Tensor = module.o(attend(module, config, q, k, v, mask, **given).flatten(2))
+    return context
+
+
+@torch.no_grad()
+def _relative_bias(module: Any) -> torch.Tensor | None:  # noqa: ANN401
+    """The table of a causal layer, as `LayerSpec.relative_bias`; None where the module has none.
+
+    From `relative_attention_max_distance` on, all distances are in the last bucket.
+    """
+    if not module.has_relative_attention_bias:
+        return None
+    # Fewer places than buckets would leave some that are not for one distance
+    reach = max(module.relative_attention_max_distance, module.relative_attention_num_buckets)
+    of_last: torch.Tensor = module.compute_bias(reach + 1, reach + 1)[0, :, -1]
+    return of_last.contiguous()

@@ -1,0 +1,110 @@
+"""Which blocks of keys are the best for a token: what the indexers of models differ in."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from attnmux.core import InvalidInput
+
+
+class RanksBlocks(Protocol):
+    """How an indexer scores and picks blocks."""
+
+    def check(self, topk: int) -> None:
+        """Raise InvalidInput for so few picks."""
+
+    def scores(
+        self, index_q: torch.Tensor, rows: torch.Tensor, positions: torch.Tensor, block_size: int
+    ) -> torch.Tensor:
+        """[R, n, H, blocks] float32; -inf for blocks that a token does not see.
+
+        index_q: [R, n, Hi, Di] float32. rows: [R, S, width] float32, what the indexer keeps of the
+        tokens from the first of a block on. positions: [R, n], each token's place among these rows;
+        below 0 it is before them.
+        """
+
+    def picks(
+        self, scores: torch.Tensor, positions: torch.Tensor, block_size: int, topk: int
+    ) -> torch.Tensor:
+        """[R, n, H, topk] int32, followed by -1 where there are fewer.
+
+        scores: of all blocks of the request. positions: [R, n], each token's place in it.
+        """
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BestProducts:
+    """The score of a block for a token and a head is the largest product of the head's query with a
+    key of the block up to the token. The token's own block and those before it, `local_blocks` in
+    all, are always picked (MiniMax-M3)."""
+
+    local_blocks: int = 1
+
+    def check(self, topk: int) -> None:
+        if not 0 <= self.local_blocks <= topk:
+            expected = f"0 to {topk}, the blocks that are picked"
+            raise InvalidInput("local_blocks", got=self.local_blocks, expected=expected)
+
+    def scores(
+        self, index_q: torch.Tensor, rows: torch.Tensor, positions: torch.Tensor, block_size: int
+    ) -> torch.Tensor:
+        scores = torch.einsum("rthd,rsd->rths", index_q, rows)
+        key = torch.arange(rows.shape[1], device=rows.device)
+        scores = scores.masked_fill(key > positions[..., None, None], -torch.inf)
+        missing = -rows.shape[1] % block_size
+        padded = torch.nn.functional.pad(scores, (0, missing), value=-torch.inf)
+        return padded.view(*padded.shape[:-1], -1, block_size).amax(-1)
+
+    def picks(
+        self, scores: torch.Tensor, positions: torch.Tensor, block_size: int, topk: int
+    ) -> torch.Tensor:
+        block = torch.arange(scores.shape[-1], device=scores.device)
+        own = (positions // block_size)[..., None, None]
+        is_local = (block <= own) & (block > own - self.local_blocks)
+        return _best(scores.masked_fill(is_local, torch.inf), topk)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class KeysOfBlocks:
+    """A whole block has one key, made of what is kept of its tokens. Its score for a token is the
+    sum of the positive products of that key with the token's queries. A token sees the best of the
+    blocks that are whole up to itself, and the begun block that it is in: one of the picks is kept
+    for that. All heads have the same blocks (Qwen4-Exp)."""
+
+    make: Callable[[torch.Tensor], torch.Tensor]
+    """Rows [R, blocks, block_size, width] float32 to keys [R, blocks, Di]."""
+
+    def check(self, topk: int) -> None:
+        if topk < 2:
+            raise InvalidInput("topk", got=topk, expected="2 or more: one is for a begun block")
+
+    def scores(
+        self, index_q: torch.Tensor, rows: torch.Tensor, positions: torch.Tensor, block_size: int
+    ) -> torch.Tensor:
+        num_blocks = rows.shape[1] // block_size
+        whole = rows[:, : num_blocks * block_size]
+        whole = whole.reshape(len(rows), num_blocks, block_size, rows.shape[2])
+        keys = self.make(whole).float()
+        scores = torch.einsum("rthd,rbd->rthb", index_q, keys).relu().sum(2, keepdim=True)
+        last = (torch.arange(num_blocks, device=rows.device) + 1) * block_size - 1
+        return scores.masked_fill(last > positions[..., None, None], -torch.inf)
+
+    def picks(
+        self, scores: torch.Tensor, positions: torch.Tensor, block_size: int, topk: int
+    ) -> torch.Tensor:
+        is_whole = (positions + 1) % block_size == 0
+        begun = torch.where(is_whole, -1, positions // block_size).int()[..., None, None]
+        picks = torch.cat([begun.expand(*scores.shape[:-1], 1), _best(scores, topk - 1)], dim=-1)
+        return picks.sort(dim=-1, descending=True).values
+
+
+def _best(scores: torch.Tensor, topk: int) -> torch.Tensor:
+    """The blocks with the highest scores, [..., topk] int32, best first, followed by -1 where there
+    are fewer. scores: [..., blocks]."""
+    best = scores.topk(min(topk, scores.shape[-1]), dim=-1)
+    picks = torch.where(best.values.isneginf(), -1, best.indices).int()
+    return torch.nn.functional.pad(picks, (0, topk - picks.shape[-1]), value=-1)
