@@ -16,6 +16,7 @@ import triton
 
 from attnmux.triton import config_tables, dispatch
 from attnmux.triton.backend import TritonBackend
+from attnmux.triton.config_tables import UNPROVEN_TILES, ConfigTables
 from attnmux.triton.dispatch import SHARE_KERNELS, TILE_KERNELS, Dispatch, LayerTraits
 from attnmux.triton.kernels.latent_merge import HELD, merge_slices
 from attnmux.triton.operands import Keys, has_whole_rows, whole_rows
@@ -58,9 +59,12 @@ def traits(
     return LayerTraits(layer=layer, shape=Shape.of(layer), dtype=dtype, keys=keys, page_size=page)
 
 
-def kernels(layer: LayerTraits, arch: str = "sm90", *, hides: bool = False) -> tuple[str, str]:
+def kernels(
+    layer: LayerTraits, arch: str = "sm90", *, hides: bool = False, unproven: bool = True
+) -> tuple[str, str]:
     """For few new tokens, and for many."""
-    found = Dispatch(traits=layer, arch=arch, page_size=16)
+    tables = ConfigTables(own_tiles=UNPROVEN_TILES if unproven else ())
+    found = Dispatch(traits=layer, arch=arch, page_size=16, tables=tables)
     return found.shares(1, hides=hides).kernel, found.tiles(hides=hides).kernel
 
 
@@ -92,6 +96,11 @@ def kernels(layer: LayerTraits, arch: str = "sm90", *, hides: bool = False) -> t
 )
 def test_layers(layer, shares, tiles):
     assert kernels(traits(layer)) == (shares, tiles)
+
+
+@pytest.mark.parametrize("layer", [gqa(80), gqa(96), gqa(112), gqa(256), gqa(192, 128), mla()])
+def test_what_ran_on_no_gpu_is_not_launched(layer):
+    assert kernels(traits(layer), unproven=False)[1] == "portable"
 
 
 @pytest.mark.parametrize(
@@ -273,7 +282,7 @@ def launched_by(step: Any, change: Any = None, **case: Any) -> dict[str, dict[st
         (decode(45, 3), MLA, "hopper_latent"),
         (verify(3, 40, 4), MLA, "hopper_latent"),
         (verify(5, 40, 4), {**MLA, **TREE}, "shares"),
-        (extend((16, 41), (0, 7)), MLA, "hopper_latent_tiles"),
+        (extend((16, 41), (0, 7)), MLA, "tiles"),
     ],
 )
 def test_the_kernel_of_a_step(step, case, kernel):
@@ -361,4 +370,5 @@ def test_another_release_of_gluon_leaves_the_portable_kernels(monkeypatch):
 
 def test_every_config_names_a_known_kernel():
     assert {entry.config.kernel for entry in config_tables.SHARES} == SHARE_KERNELS.keys()
-    assert {entry.config.kernel for entry in config_tables.TILES} == TILE_KERNELS.keys()
+    tiles = (*config_tables.TILES, *UNPROVEN_TILES)
+    assert {entry.config.kernel for entry in tiles} == TILE_KERNELS.keys()
