@@ -20,7 +20,7 @@ from attnmux.core import (
 from attnmux.core.composites.draft_attention import DraftKeys
 from attnmux.core.errors import InvalidInput
 from attnmux.core.kv.four_bits import BLOCK, DTYPE, MAGNITUDES
-from attnmux.core.kv.rows import wide_rows
+from attnmux.testing.wide_rows import wide_rows
 
 E4M3 = sorted({float(v) for v in torch.arange(0x7F, dtype=torch.uint8).view(torch.float8_e4m3fn)})
 

@@ -23,7 +23,6 @@ from attnmux.core import (
     Platform,
     one_of,
 )
-from attnmux.core.kv.rows import wide_rows
 from attnmux.testing.reference import (
     chunks_before,
     dense_attention,
@@ -32,6 +31,7 @@ from attnmux.testing.reference import (
     topk_mask,
     visibility,
 )
+from attnmux.testing.wide_rows import wide_rows
 
 _DTYPES = one_of("bfloat16", "float16", "float32")
 _KV_DTYPES = one_of("bfloat16", "float16", "float32", "fp8_e4m3", "fp8_e5m2", "fp8_e4m3fnuz")

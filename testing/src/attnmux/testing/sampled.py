@@ -11,7 +11,6 @@ from dataclasses import dataclass
 import torch
 
 from attnmux.core import AttentionCall, ForwardBatch, KVPool, LayerSpec
-from attnmux.core.kv.rows import wide_rows
 from attnmux.testing.reference import (
     alibi_bias,
     chunks_before,
@@ -22,6 +21,7 @@ from attnmux.testing.reference import (
     topk_mask,
     visibility,
 )
+from attnmux.testing.wide_rows import wide_rows
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -306,7 +306,7 @@ def test_a_broken_plugin_is_the_problem(empty) -> None:
     ):
         (device,) = detect(plugins, root=empty).unserved
         assert "is broken (ImportError: x)" in device.problem
-        assert fix in device.fix
+        assert device.fix.startswith(fix)
 
 
 def test_a_plugin_that_finds_nothing_is_said_too(empty) -> None:

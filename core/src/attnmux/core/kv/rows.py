@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from attnmux.core.kv.four_bits import unpack_rows
-from attnmux.core.kv.pool import KVPool, word_dtype
+from attnmux.core.kv.pool import word_dtype
 
 
 def gather_rows(buffer: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
@@ -13,20 +12,6 @@ def gather_rows(buffer: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
     # torch does not gather 8-bit floats on every device
     raw = buffer.view(torch.uint8) if buffer.itemsize == 1 else buffer
     return raw[slots].view(buffer.dtype)
-
-
-def wide_rows(
-    pool: KVPool, layer_id: int, slots: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """K [n, Hkv, D] and V [n, Hkv, Dv] at `slots` [n] int64 of the layer's buffers, in the dtype
-    that they are stored in; 4-bit floats in float32, exactly. The scales of `read_scales` are still
-    to be applied."""
-    buffers, scales = pool.get_kv_buffer(layer_id), pool.get_scale_buffers(layer_id)
-    k, v = (gather_rows(each, slots) for each in buffers)
-    if scales is None:
-        return k, v
-    k_scales, v_scales = (gather_rows(each, slots) for each in scales)
-    return unpack_rows(k, k_scales), unpack_rows(v, v_scales)
 
 
 def scatter_rows(buffer: torch.Tensor, slots: torch.Tensor, rows: torch.Tensor) -> None:

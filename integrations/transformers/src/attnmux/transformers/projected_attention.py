@@ -34,6 +34,19 @@ def attend(
     return context
 
 
+def attend_projected(
+    module: Any,  # noqa: ANN401
+    config: PreTrainedConfig,
+    projected: tuple[torch.Tensor, ...],
+    shape: tuple[int, int],
+    mask: torch.Tensor | None,
+    **given: object,
+) -> torch.Tensor:
+    """The context [1, T, Hq * Dv]. projected: Q, K and V [1, T, H * D]. shape: H and D."""
+    q, k, v = (each.view(1, -1, *shape).transpose(1, 2) for each in projected)
+    return attend(module, config, q, k, v, mask, **given).flatten(2)
+
+
 def bart(module: Any, config: PreTrainedConfig) -> None:  # noqa: ANN401
     """A decoder's module; an encoder's own code runs one request at a time."""
     if not module.is_decoder:
@@ -87,10 +100,10 @@ def _bart_attention(
     **given: object,
 ) -> torch.Tensor:
     """The module's output [1, T, d_model]. source: the states of the keys."""
-    heads = (1, -1, module.num_heads, module.head_dim)
+    shape = module.num_heads, module.head_dim
     projected = module.q_proj(hidden_states), module.k_proj(source), module.v_proj(source)
-    q, k, v = (each.view(heads).transpose(1, 2) for each in projected)
-    out: torch.Tensor = module.out_proj(attend(module, config, q, k, v, mask, **given).flatten(2))
+    context = attend_projected(module, config, projected, shape, mask, **given)
+    out: torch.Tensor = module.out_proj(context)
     return out
 
 
@@ -165,12 +178,11 @@ def _t5_attention(
     table: torch.Tensor | None,
 ) -> torch.Tensor:
     """The module's output [1, T, d_model]. source: the states of the keys."""
-    heads = (1, -1, module.n_heads, module.key_value_proj_dim)
+    shape = module.n_heads, module.key_value_proj_dim
     projected = module.q(hidden_states), module.k(source), module.v(source)
-    q, k, v = (each.view(heads).transpose(1, 2) for each in projected)
     given = {"scaling": 1.0, "relative_bias": table}
-    context: torch.Tensor = module.o(attend(module, config, q, k, v, mask, **given).flatten(2))
-    return context
+    out: torch.Tensor = module.o(attend_projected(module, config, projected, shape, mask, **given))
+    return out
 
 
 @torch.no_grad()
