@@ -16,7 +16,7 @@ import triton
 
 from attnmux.triton import config_tables, dispatch
 from attnmux.triton.backend import TritonBackend
-from attnmux.triton.config_tables import UNPROVEN_TILES, ConfigTables
+from attnmux.triton.config_tables import ConfigTables
 from attnmux.triton.dispatch import SHARE_KERNELS, TILE_KERNELS, Dispatch, LayerTraits
 from attnmux.triton.kernels.latent_merge import HELD, merge_slices
 from attnmux.triton.operands import Keys, has_whole_rows, whole_rows
@@ -59,12 +59,9 @@ def traits(
     return LayerTraits(layer=layer, shape=Shape.of(layer), dtype=dtype, keys=keys, page_size=page)
 
 
-def kernels(
-    layer: LayerTraits, arch: str = "sm90", *, hides: bool = False, unproven: bool = True
-) -> tuple[str, str]:
+def kernels(layer: LayerTraits, arch: str = "sm90", *, hides: bool = False) -> tuple[str, str]:
     """For few new tokens, and for many."""
-    tables = ConfigTables(own_tiles=UNPROVEN_TILES if unproven else ())
-    found = Dispatch(traits=layer, arch=arch, page_size=16, tables=tables)
+    found = Dispatch(traits=layer, arch=arch, page_size=16, tables=ConfigTables())
     return found.shares(1, hides=hides).kernel, found.tiles(hides=hides).kernel
 
 
@@ -96,11 +93,6 @@ def kernels(
 )
 def test_layers(layer, shares, tiles):
     assert kernels(traits(layer)) == (shares, tiles)
-
-
-@pytest.mark.parametrize("layer", [gqa(80), gqa(96), gqa(112), gqa(256), gqa(192, 128), mla()])
-def test_what_ran_on_no_gpu_is_not_launched(layer):
-    assert kernels(traits(layer), unproven=False)[1] == "portable"
 
 
 @pytest.mark.parametrize(
@@ -370,5 +362,4 @@ def test_another_release_of_gluon_leaves_the_portable_kernels(monkeypatch):
 
 def test_every_config_names_a_known_kernel():
     assert {entry.config.kernel for entry in config_tables.SHARES} == SHARE_KERNELS.keys()
-    tiles = (*config_tables.TILES, *UNPROVEN_TILES)
-    assert {entry.config.kernel for entry in tiles} == TILE_KERNELS.keys()
+    assert {entry.config.kernel for entry in config_tables.TILES} == TILE_KERNELS.keys()

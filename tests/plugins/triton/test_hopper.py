@@ -16,7 +16,6 @@ pytest.importorskip("triton")
 from attnmux.emulators.gluon import emulated
 from attnmux.triton import dispatch
 from attnmux.triton.backend import TritonBackend
-from attnmux.triton.config_tables import UNPROVEN_TILES, ConfigTables
 from attnmux.triton.kernels import latent_merge
 
 CANDIDATE = Candidate(
@@ -24,9 +23,7 @@ CANDIDATE = Candidate(
     platform=Platform.parse("nvidia:sm90,cuda=13.0"),
     device="cpu",
     # So few programs that requests are split and programs take several.
-    factory=lambda context, options: TritonBackend(
-        context, options, compute_units=3, tables=ConfigTables(own_tiles=UNPROVEN_TILES)
-    ),
+    factory=lambda context, options: TritonBackend(context, options, compute_units=3),
 )
 
 

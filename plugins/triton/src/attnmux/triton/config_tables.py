@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from attnmux.core import TunedLaunch
 
 H200 = "H200, triton 3.6.0"
+H100 = "H100, triton 3.6.0"
 SUBJECT = ("kind", "k_dim", "v_dim", "rows", "page")
 """The fields of `TunedLaunch.subject`: "tiles" or "shares", columns of K and of V, query heads of
 a KV head, and the pool's page size."""
@@ -101,24 +102,19 @@ TILES: tuple[ConfigEntry[TileConfig], ...] = (
         config=replace(_tiles(128, 128, 8, 3), verified_rows=65),
         measured=H200,
     ),
-    # The configuration of 128 columns, not measured here.
-    ConfigEntry(arch="sm90", dims=(64, 64), config=HOPPER_TILES),
+    # The configuration of 128 columns, which nobody tuned for these.
+    ConfigEntry(arch="sm90", dims=(64, 64), config=HOPPER_TILES, measured=H100),
+    ConfigEntry(arch="sm90", dims=(80, 80), config=HOPPER_TILES, measured=H100),
+    ConfigEntry(arch="sm90", dims=(96, 96), config=HOPPER_TILES, measured=H100),
+    ConfigEntry(arch="sm90", dims=(112, 112), config=HOPPER_TILES, measured=H100),
+    ConfigEntry(arch="sm90", dims=(192, 128), config=HOPPER_TILES, measured=H100),
+    ConfigEntry(arch="sm90", dims=(256, 256), config=HOPPER_WIDE_TILES, measured=H100),
+    ConfigEntry(arch="sm90", dims=(576, 512), config=HOPPER_LATENT_TILES, measured=H100),
     # A thread has 256 registers and a warp 32 threads: tiles for half as many warps of 64 spill.
     ConfigEntry(arch="gfx12", width="narrow", config=_tiles(64, 32, 8, 2)),
     ConfigEntry(arch="gfx12", width="wide", config=_tiles(32, 32, 8, 2)),
     ConfigEntry(arch="gfx12", width="latent", config=_tiles(32, 16, 8, 1)),
 )
-
-UNPROVEN_TILES: tuple[ConfigEntry[TileConfig], ...] = (
-    ConfigEntry(arch="sm90", dims=(80, 80), config=HOPPER_TILES),
-    ConfigEntry(arch="sm90", dims=(96, 96), config=HOPPER_TILES),
-    ConfigEntry(arch="sm90", dims=(112, 112), config=HOPPER_TILES),
-    ConfigEntry(arch="sm90", dims=(192, 128), config=HOPPER_TILES),
-    ConfigEntry(arch="sm90", dims=(256, 256), config=HOPPER_WIDE_TILES),
-    ConfigEntry(arch="sm90", dims=(576, 512), config=HOPPER_LATENT_TILES),
-)
-"""For kernels that compile and are right where they are emulated, and ran on no GPU yet: no layer
-has them unless they are given as a machine's own."""
 
 NARROW = ShareConfig(
     block_m=64,
