@@ -274,7 +274,7 @@ def launched_by(step: Any, change: Any = None, **case: Any) -> dict[str, dict[st
         (decode(45, 3), MLA, "hopper_latent"),
         (verify(3, 40, 4), MLA, "hopper_latent"),
         (verify(5, 40, 4), {**MLA, **TREE}, "shares"),
-        (extend((16, 41), (0, 7)), MLA, "tiles"),
+        (extend((16, 41), (0, 7)), MLA, "hopper_latent_tiles"),
     ],
 )
 def test_the_kernel_of_a_step(step, case, kernel):
