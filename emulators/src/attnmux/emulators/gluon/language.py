@@ -101,7 +101,8 @@ LANGUAGE: dict[str, Any] = {
     "NVMMADistributedLayout": nothing,
     "SwizzledSharedLayout": nothing,
     "NVMMASharedLayout": types.SimpleNamespace(get_default_for=nothing),
-    # Pairs of weights are an instruction of the GPU.
+    # Instructions of the GPU.
+    "reciprocal": elementwise(torch.reciprocal),
     "pack": lambda weights, dtype: weights.to(dtype),
     "unpack": lambda pairs, dtype: pairs,
 }

@@ -30,8 +30,8 @@ from attnmux.triton.kernels.hopper_walk import (
     place_share,
     visible_range,
 )
+from attnmux.triton.kernels.hopper_weights import capped
 
-LOG2_E = gl.constexpr(1.4426950408889634)
 COPY_REGISTERS = gl.constexpr(72)
 
 
@@ -78,11 +78,10 @@ def multiply_values(ring, at, weights, acc):
 def in_log2(logits, scale, cap, HAS_CAP: gl.constexpr):
     """The logits [BLOCK_N, BLOCK_M] in units of log 2. scale: a number, or [1, BLOCK_M]; times
     log2(e), unless HAS_CAP."""
-    logits = logits * scale
     if HAS_CAP:
-        # cap * tanh(logits / cap); beyond 2**100 the quotient is 1 to float32.
-        grown = gl.exp2(gl.minimum(logits * (2.0 * LOG2_E / cap), 100.0))
-        logits = (cap - 2.0 * cap / (grown + 1.0)) * LOG2_E
+        logits = capped(logits, scale, cap)
+    else:
+        logits = logits * scale
     return logits
 
 

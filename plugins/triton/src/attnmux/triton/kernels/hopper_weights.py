@@ -17,9 +17,7 @@ def weigh(logits, top, mass, block, first, end, scale, cap, HIDES: gl.constexpr,
     compared.
     """
     if kind.HAS_CAP:
-        # cap * tanh(logits / cap), times log2(e); beyond 2**100 the quotient is 1 to float32.
-        grown = gl.exp2(gl.minimum(logits * (scale * 2.0 * LOG2_E / cap), 100.0))
-        logits = (cap - 2.0 * cap / (grown + 1.0)) * LOG2_E
+        logits = capped(logits, scale, cap)
         scale = 1.0
     if HIDES:
         columns = gl.arange(0, kind.BLOCK_N, gl.SliceLayout(0, logits.type.layout))
@@ -39,6 +37,24 @@ def weigh(logits, top, mass, block, first, end, scale, cap, HIDES: gl.constexpr,
     weights = gl.exp2(logits * scale - base[:, None])
     kept_share = gl.exp2(top * scale - base)
     return weights, kept_share, higher, mass * kept_share + gl.sum(weights, 1)
+
+
+@gluon.jit
+def capped(logits, scale, cap):
+    """cap * tanh(logits * scale / cap), in units of log 2. scale: a number, or of a shape that
+    logits broadcast with."""
+    # 1 - 2 / (1 + e^2x): where the exponential is infinite, its reciprocal is 0.
+    grown = gl.exp2(logits * (scale * (2.0 * LOG2_E / cap)))
+    most = cap * LOG2_E
+    return most - (2.0 * most) * reciprocal(1.0 + grown)
+
+
+@gluon.jit
+def reciprocal(numbers):
+    """To one unit in the last place, by one instruction where a division takes several."""
+    return gl.inline_asm_elementwise(
+        "rcp.approx.ftz.f32 $0, $1;", "=f,f", [numbers], gl.float32, True, 1
+    )
 
 
 @gluon.jit
