@@ -87,6 +87,13 @@ class Checkpoint:
         return getattr(self.config, "vision_config", None) is not None
 
     @property
+    def reads_sound(self) -> bool:
+        """Whether the model has an encoder of sound."""
+        return self.config.is_encoder_decoder and type(self.config) in (
+            MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING
+        )
+
+    @property
     def vocabulary_size(self) -> int:
         return int(self.config.get_text_config(decoder=True).vocab_size)
 
