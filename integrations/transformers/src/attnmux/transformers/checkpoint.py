@@ -181,7 +181,9 @@ def _open(source: str | Path, revision: str | None, *, progress: bool) -> Checkp
 def auto_classes(config: PreTrainedConfig) -> tuple[Any, Any]:
     """The auto class that loads the config's kind of model, and its classes by config class."""
     if not config.is_encoder_decoder:
-        if type(config) in MODEL_FOR_CAUSAL_LM_MAPPING:
+        # Emu3's decoder alone, whose config no auto class loads, finds no weights in a checkpoint
+        parts = type(config), type(config.get_text_config(decoder=True))
+        if all(part in MODEL_FOR_CAUSAL_LM_MAPPING for part in parts):
             return AutoModelForCausalLM, MODEL_FOR_CAUSAL_LM_MAPPING
         return AutoModelForImageTextToText, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
     if type(config) in MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING:
