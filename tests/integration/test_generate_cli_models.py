@@ -9,7 +9,7 @@ import pytest
 import torch
 import transformers
 from click.testing import CliRunner
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from attnmux.core.cli.verbs import verbs
 from attnmux.transformers import recall
@@ -78,26 +78,6 @@ def test_a_model_without_a_latent_is_not_absorbed():
     result = attnmux("abc", "--mla", "absorbed")
     assert result.exit_code == 2
     assert "kv_b_proj" in result.stderr
-
-
-def test_encoder_decoder_models_are_for_the_library(tmp_path, vocabulary):
-    config = transformers.BartConfig(
-        vocab_size=vocabulary,
-        d_model=32,
-        encoder_layers=1,
-        decoder_layers=1,
-        encoder_attention_heads=4,
-        decoder_attention_heads=4,
-        encoder_ffn_dim=48,
-        decoder_ffn_dim=48,
-        max_position_embeddings=32,
-    )
-    folder = save(tmp_path / "bart", AutoModelForSeq2SeqLM, config)
-    result = attnmux("--model", folder, "abc")
-    assert result.exit_code == 2
-    assert result.stdout == ""
-    for words in ("encoder-decoder", "Engine.add"):
-        assert words in result.stderr
 
 
 def test_the_gain_of_a_window_pool_is_printed(tmp_path, vocabulary):

@@ -38,7 +38,10 @@ def of_families(rng):
 
 @pytest.mark.parametrize(
     "architecture",
-    ["qwen3-next", "kimi-linear", "falcon-h1", "jamba", "lfm2", "minimax", "mamba2"],
+    [
+        *["qwen3-next", "kimi-linear", "falcon-h1", "jamba", "lfm2", "minimax", "mamba2"],
+        *(pytest.param(each, marks=pytest.mark.full) for each in ("bamba", "nemotron-h")),
+    ],
 )
 @pytest.mark.parametrize("page_size", [1, 4])
 @pytest.mark.one_of("page_size")

@@ -23,6 +23,7 @@ SAMPLE = (
     "DeepseekV4Config",
     "DiffLlamaConfig",
     "EncoderDecoderModel",
+    "Emu3Config",
     "Exaone4Config",
     "FalconConfig",
     "FalconMambaConfig",

@@ -129,8 +129,8 @@ def tokens(engine, prompts, num):
     return [result.token_ids for result in run_prompts(engine, asked).results]
 
 
-MORE_HYBRIDS = ("qwen3-next", "falcon-h1", "minimax")
-MORE_IN_GRAPHS = ("jamba", "lfm2", "minimax", "mamba2")
+MORE_HYBRIDS = ("qwen3-next", "falcon-h1", "minimax", "bamba", "jamba", "nemotron-h")
+MORE_IN_GRAPHS = ("jamba", "lfm2", "minimax", "mamba2", "bamba", "kimi-linear", "nemotron-h")
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 
 GROUPED = {"num_attention_heads": 4, "num_key_value_heads": 2}
 MAMBA2 = {"mamba_n_heads": 8, "mamba_d_head": 8, "mamba_n_groups": 2, "mamba_expand": 2}
+BYTES = {"hidden_size": 32, "hidden_size_global": 64, "num_attention_heads": 4, "head_dim": 8}
 INDEXED = {"index_topk": 8, "index_head_dim": 16, "index_n_heads": 32}
 """Of few heads, many keys have no positive product with any of them, hence the same score."""
 SHARED_KV = {
@@ -22,7 +23,12 @@ OVERRIDES: Mapping[str, Mapping[str, object]] = {
     **dict.fromkeys(["AXK2Config", "DeepseekV32Config", "HYV4Config"], INDEXED),
     "BambaConfig": {**GROUPED, **MAMBA2, "hidden_size": 32, "attn_layer_indices": [1]},
     "BigBirdConfig": {"attention_type": "original_full"},  # the one that is causal
-    "BltConfig": {"encoder_hash_byte_group_vocab": 64},
+    "BltConfig": {"encoder_hash_byte_group_vocab": 64, "cross_attn_k": 2},
+    "BltGlobalTransformerConfig": {"hidden_size": 64, "num_attention_heads": 4, "head_dim": 16},
+    **dict.fromkeys(
+        ["BltLocalDecoderConfig", "BltLocalEncoderConfig"],
+        BYTES,
+    ),
     "CodeGenConfig": {"n_embd": 64, "n_head": 4, "rotary_dim": 8},
     "CohereCompassTextConfig": {
         "rope_parameters": {
@@ -68,6 +74,9 @@ OVERRIDES: Mapping[str, Mapping[str, object]] = {
         "swa_qk_nope_head_dim": 16,
         "swa_v_head_dim": 16,
     },
+    "Emu3Config": {
+        "vocabulary_map": {"<image>": 90, "<|extra_200|>": 91, "<|visual token 000000|>": 92}
+    },
     "Gemma3nTextConfig": {
         **SHARED_KV,
         "activation_sparsity_pattern": [0.95, 0.95, 0.0, 0.0],
@@ -101,6 +110,7 @@ OVERRIDES: Mapping[str, Mapping[str, object]] = {
         "index_head_dim": 16,
         "index_n_heads": 2,
     },
+    "MllamaTextConfig": {"cross_attention_layers": [1]},
     "MoonshineStreamingConfig": {"num_attention_heads": 4, "num_key_value_heads": 4},
     "NllbMoeConfig": {"encoder_sparse_step": 2, "decoder_sparse_step": 2},
     "Qwen4ExpTextConfig": {
@@ -117,6 +127,7 @@ OVERRIDES: Mapping[str, Mapping[str, object]] = {
         "indexer_budget": 8,
         "indexer_compress_ratio": 4,
     },
+    "MoshiConfig": {"sliding_window": 128},  # the model's mask has no window
     "ReformerConfig": {"axial_pos_embds": False},
     "XmodConfig": {"default_language": "en_XX"},
     "Zamba2Config": SHARED_ATTENTION,

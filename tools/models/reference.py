@@ -7,12 +7,18 @@ from __future__ import annotations
 
 import random
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
+from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    AutoModelForImageTextToText,
+    GenerationConfig,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
 
 from tools.models.architectures import Architecture
 from tools.models.configs import VARIANTS, random_config
@@ -46,6 +52,7 @@ def build(
     for variant in VARIANTS:
         try:
             config = random_config(architecture.config_class, seed, variant)
+            architecture = _of_whole_config(architecture, config)
             for _ in range(TRIES):
                 _write(architecture, config, folder)
                 wanted = generate(architecture, folder, seed)
@@ -55,6 +62,16 @@ def build(
         except Exception as error:  # the next variant may do
             errors.append(error)
     raise errors[-1]
+
+
+def _of_whole_config(architecture: Architecture, config: PreTrainedConfig) -> Architecture:
+    """The same, loaded with its towers where its decoder would save a config that no auto class
+    loads: that of its text."""
+    with torch.device("meta"):
+        model = architecture.auto.from_config(config)
+    if architecture.has_encoder or type(model.config) in MODEL_FOR_CAUSAL_LM_MAPPING:
+        return architecture
+    return replace(architecture, auto=AutoModelForImageTextToText)
 
 
 def _padding(config: PreTrainedConfig) -> object:

@@ -87,6 +87,13 @@ class Checkpoint:
         return getattr(self.config, "vision_config", None) is not None
 
     @property
+    def reads_sound(self) -> bool:
+        """Whether the model has an encoder of sound."""
+        return self.config.is_encoder_decoder and type(self.config) in (
+            MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING
+        )
+
+    @property
     def vocabulary_size(self) -> int:
         return int(self.config.get_text_config(decoder=True).vocab_size)
 
@@ -174,7 +181,9 @@ def _open(source: str | Path, revision: str | None, *, progress: bool) -> Checkp
 def auto_classes(config: PreTrainedConfig) -> tuple[Any, Any]:
     """The auto class that loads the config's kind of model, and its classes by config class."""
     if not config.is_encoder_decoder:
-        if type(config) in MODEL_FOR_CAUSAL_LM_MAPPING:
+        # Emu3's decoder alone, whose config no auto class loads, finds no weights in a checkpoint
+        parts = type(config), type(config.get_text_config(decoder=True))
+        if all(part in MODEL_FOR_CAUSAL_LM_MAPPING for part in parts):
             return AutoModelForCausalLM, MODEL_FOR_CAUSAL_LM_MAPPING
         return AutoModelForImageTextToText, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
     if type(config) in MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING:

@@ -24,7 +24,7 @@ AT_LEAST_1 = click.IntRange(min=1)
     "file",
     metavar="FILE",
     help="Read more prompts from a file, one per line. A line may be a JSON object with the keys "
-    "prompt, images, max_new_tokens, temperature, top_p and seed. - reads stdin.",
+    "prompt, images, audio, max_new_tokens, temperature, top_p and seed. - reads stdin.",
 )
 @click.option(
     "--image",
@@ -34,6 +34,19 @@ AT_LEAST_1 = click.IntRange(min=1)
     help="An image that each PROMPT is about; may be given several times. With --chat images come "
     "before the text; else the text has a placeholder for each. Needs "
     "attnmux-transformers[images].",
+)
+@click.option(
+    "--audio",
+    metavar="FILE",
+    multiple=True,
+    help="Sound for a model of speech such as Whisper, in place of a PROMPT: a WAV file of 16-bit "
+    "PCM. May be given several times.",
+)
+@click.option(
+    "--decoder-prompt",
+    metavar="TEXT",
+    help="What the answers of an encoder-decoder model begin with, as <|en|><|transcribe|>. "
+    "Default: the token that its checkpoint forces, if any.",
 )
 @click.option("--model", help="A folder or a Hugging Face hub id. Default: the shipped model.")
 @click.option("--revision", help="A branch, tag or commit of the model on the hub.")
@@ -230,20 +243,22 @@ def generate(
     prompts: tuple[str, ...],
     file: str | None,
     images: tuple[str, ...],
+    audio: tuple[str, ...],
     model: str | None,
     temperature: float,
     top_p: float,
     seed: int,
     **options: object,
 ) -> None:
-    """Continue each PROMPT with the shipped model or with any Hugging Face decoder model.
+    """Continue each PROMPT with the shipped model or with any Hugging Face decoder model, or answer
+    it with an encoder-decoder model.
 
     PROMPT "-" reads stdin. Without a prompt, the shipped model answers a random question.
     Text goes to stdout; the chosen backend, progress and speed go to stderr.
     """
     sampling = SamplingParams(temperature=temperature, top_p=top_p, seed=seed)
     settings = run.settings()
-    asked = read_prompts(prompts, file, model=model, seed=seed, images=images)
+    asked = read_prompts(prompts, file, model=model, seed=seed, images=images, audio=audio)
     # By name: the import takes seconds, and a user's mistake should not wait for it.
     run_command = pkgutil.resolve_name("attnmux.transformers.cli_run:run_command")
     run_command(run, settings, asked, sampling, {"model": model, **options})

@@ -3,23 +3,83 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
-
-import torch
+from dataclasses import dataclass, field, replace
 
 from attnmux.core import InvalidInput
 from attnmux.transformers.checkpoint import Checkpoint
+from attnmux.transformers.cli_encoders import (
+    Inputs,
+    first_tokens,
+    longest_source,
+    read_sources,
+    refuse_encoder_options,
+)
+from attnmux.transformers.cli_options import Answering
 from attnmux.transformers.cli_prompts import UserPrompt
 from attnmux.transformers.generate import Prompt
 from attnmux.transformers.images.files import ImageProcessor
+from attnmux.transformers.runner import ModelRunner
 from attnmux.transformers.sampling_params import SamplingParams
 from attnmux.transformers.tokenization import encode_prompts
 
-Inputs = dict[str, torch.Tensor]
-"""What a processor returns for a prompt with images."""
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Encoded:
+    """Prompts in token ids, with what is left for the model's encoder to read."""
+
+    prompts: Sequence[Prompt]
+    pictured: Mapping[int, Inputs] = field(default_factory=dict)
+    """Those with images, by their index."""
+    sources: Sequence[Inputs] = ()
+    """What the encoder of an encoder-decoder model reads for each of them."""
+    encoder_len: int = 0
+    """The most encoder tokens of one."""
+
+    def read_by(self, runner: ModelRunner) -> list[Prompt]:
+        """The prompts with what the encoder makes of their images or sources."""
+        wanted = [*self.prompts]
+        for index, inputs in self.pictured.items():
+            wanted[index] = replace(wanted[index], images=runner.read_images(inputs))
+        for index, inputs in enumerate(self.sources):
+            wanted[index] = replace(wanted[index], encoder_states=runner.encode(inputs))
+        return wanted
 
 
-def read_images(
+def encode(
+    checkpoint: Checkpoint,
+    asked: Sequence[UserPrompt],
+    answering: Answering,
+    sampling: SamplingParams,
+    context: int,
+) -> Encoded:
+    """The prompts in token ids, with what they override of the command's options.
+
+    context: tokens of the longest request.
+    """
+    own = zip(asked, sampling.for_each(len(asked)), strict=True)
+    if checkpoint.config.is_encoder_decoder:
+        longest = checkpoint.max_encoder_len or context
+        sources = read_sources(checkpoint, asked, longest=longest, chat=answering.chat)
+        first = first_tokens(checkpoint, answering.decoder_prompt)
+        return Encoded(
+            prompts=[_prompt(one, first, each, answering) for one, each in own],
+            sources=sources,
+            encoder_len=longest_source(sources) or longest,
+        )
+    refuse_encoder_options(checkpoint, asked, answering)
+    pictured = _read_images(checkpoint, asked, answering.chat)
+    texts = [one.prompt for one in asked]
+    for index, inputs in pictured.items():
+        texts[index] = inputs["input_ids"][0].tolist()
+    encoded = encode_prompts(checkpoint, texts, max_context_len=context, chat=answering.chat)
+    _refuse_placeholders(checkpoint, [ids for at, ids in enumerate(encoded) if at not in pictured])
+    prompts = [
+        _prompt(one, ids, each, answering) for ids, (one, each) in zip(encoded, own, strict=True)
+    ]
+    return Encoded(prompts=prompts, pictured=pictured)
+
+
+def _read_images(
     checkpoint: Checkpoint, asked: Sequence[UserPrompt], chat: bool
 ) -> dict[int, Inputs]:
     """The prompts with images, by their index."""
@@ -33,28 +93,6 @@ def read_images(
     }
 
 
-def encode(
-    checkpoint: Checkpoint,
-    asked: Sequence[UserPrompt],
-    pictured: Mapping[int, Inputs],
-    max_new_tokens: int,
-    sampling: SamplingParams,
-    context: int,
-    chat: bool,
-) -> list[Prompt]:
-    """The prompts in token ids, with what they override of the command's options.
-
-    pictured: from `read_images`. context: tokens of the longest request.
-    """
-    texts = [one.prompt for one in asked]
-    for index, inputs in pictured.items():
-        texts[index] = inputs["input_ids"][0].tolist()
-    encoded = encode_prompts(checkpoint, texts, max_context_len=context, chat=chat)
-    _refuse_placeholders(checkpoint, [ids for at, ids in enumerate(encoded) if at not in pictured])
-    each = sampling.for_each(len(asked))
-    return [_prompt(*one, max_new_tokens) for one in zip(asked, encoded, each, strict=True)]
-
-
 def _refuse_placeholders(checkpoint: Checkpoint, encoded: Sequence[Sequence[int]]) -> None:
     """Refuse prompts without images that have placeholders of some."""
     token = getattr(checkpoint.config, "image_token_id", None)
@@ -65,29 +103,20 @@ def _refuse_placeholders(checkpoint: Checkpoint, encoded: Sequence[Sequence[int]
 
 
 def _prompt(
-    asked: UserPrompt, ids: Sequence[int], sampling: SamplingParams, max_new_tokens: int
+    asked: UserPrompt, ids: Sequence[int], sampling: SamplingParams, answering: Answering
 ) -> Prompt:
     """The prompt in token ids. What it overrides takes the place of the command's options."""
     own = dict(asked.overrides)
-    most = own.pop("max_new_tokens", max_new_tokens)
+    most = own.pop("max_new_tokens", answering.max_new_tokens)
     return Prompt(token_ids=ids, max_new_tokens=most, sampling=replace(sampling, **own))
 
 
-def most_tokens(wanted: Sequence[Prompt], context: int, max_running: int) -> int:
-    """Tokens of the longest prompts that may run at a time, with their answers."""
+def most_tokens(
+    wanted: Sequence[Prompt], context: int, max_running: int, *, encoder_len: int
+) -> int:
+    """Tokens of the longest prompts that may run at a time, with their answers and sources."""
     lens = sorted(min(len(one.token_ids) + one.max_new_tokens, context) for one in wanted)
-    return sum(lens[-max_running:])
-
-
-def refuse_encoders(checkpoint: Checkpoint) -> None:
-    """Raise InvalidInput for an encoder-decoder model."""
-    if checkpoint.config.is_encoder_decoder:
-        raise InvalidInput(
-            "model",
-            got=f"{checkpoint.source}, an encoder-decoder model",
-            expected="a decoder-only model; an encoder-decoder model runs from Python, with "
-            "Engine.add(encoder_states=…)",
-        )
+    return sum(encoder_len + each for each in lens[-max_running:])
 
 
 def context_of(checkpoint: Checkpoint, wanted: int | None) -> int:

@@ -24,6 +24,8 @@ class Answering:
     """None: the one that ships."""
     revision: str | None
     chat: bool
+    decoder_prompt: str | None
+    """What answers of an encoder-decoder model begin with; None: as its checkpoint says."""
     max_new_tokens: int
     context: int | None
     """Tokens of the longest request; None: the model's limit."""

@@ -26,6 +26,7 @@ KEYS: Mapping[str, tuple[type, ...]] = MappingProxyType(
     {
         "prompt": (str, list),
         "images": (list,),
+        "audio": (str,),
         "max_new_tokens": (int,),
         "temperature": (int, float),
         "top_p": (int, float),
@@ -46,8 +47,10 @@ class UserPrompt:
     """Text, or token ids."""
     images: Sequence[str] = ()
     """Files; the prompt is text where there are some."""
+    audio: str | None = None
+    """A file that takes the place of the prompt, which is empty."""
     overrides: Mapping[str, Any] = field(default_factory=dict)
-    """Some of `KEYS` but for the prompt and its images."""
+    """Some of `KEYS` but for the prompt, its images and its audio."""
 
 
 def read_prompts(
@@ -57,10 +60,11 @@ def read_prompts(
     model: str | None,
     seed: int,
     images: Sequence[str] = (),
+    audio: Sequence[str] = (),
 ) -> list[UserPrompt]:
     """The prompts of the command line, then those of the file; "-" is stdin in both.
 
-    images: files that each prompt of the command line is about.
+    images: files that each prompt of the command line is about. audio: files that are prompts.
 
     For the shipped model one is made up where there is none. Raises UsageError for no prompts and
     for a stdin that is wanted twice or closed, InvalidInput for a file that cannot be used.
@@ -72,6 +76,7 @@ def read_prompts(
     asked = [
         UserPrompt(prompt=_stdin("stdin") if one == "-" else one, images=images) for one in prompts
     ]
+    asked += [UserPrompt(prompt="", audio=each) for each in audio]
     if file is not None:
         asked += _from_file(file)
     if asked:
@@ -128,12 +133,12 @@ def _from_file(file: str) -> list[UserPrompt]:
 
 
 def _object(line: str) -> dict[str, Any] | None:
-    """A line of JSON that speaks of a prompt; anything else is a prompt itself."""
+    """A line of JSON that speaks of a prompt or of sound; anything else is a prompt itself."""
     try:
         value = json.loads(line)
     except (ValueError, RecursionError):
         return None
-    return value if isinstance(value, dict) and "prompt" in value else None
+    return value if isinstance(value, dict) and {"prompt", "audio"} & value.keys() else None
 
 
 def _from_json(name: str, line: str, value: dict[str, Any] | None) -> UserPrompt:
@@ -146,7 +151,11 @@ def _from_json(name: str, line: str, value: dict[str, Any] | None) -> UserPrompt
         if not isinstance(given, KEYS[key]) or isinstance(given, bool):
             words = " or ".join(kind.__name__ for kind in KEYS[key])
             raise InvalidInput(f"{name}, {key}", got=f"{given!r}", expected=words)
-    prompt, images = value.pop("prompt"), value.pop("images", [])
+    audio, images = value.pop("audio", None), value.pop("images", [])
+    if audio is not None and ("prompt" in value or images):
+        got, expected = "a prompt or images too", "audio alone"
+        raise InvalidInput(f"{name}, audio", got=got, expected=expected)
+    prompt = value.pop("prompt", "")
     if not all(isinstance(one, str) for one in images):
         raise InvalidInput(f"{name}, images", got="other values", expected="names of files")
     if images and not isinstance(prompt, str):
@@ -154,7 +163,7 @@ def _from_json(name: str, line: str, value: dict[str, Any] | None) -> UserPrompt
     if isinstance(prompt, list) and not all(type(one) is int for one in prompt):
         raise InvalidInput(f"{name}, prompt", got="a list", expected="text or token ids")
     _check_ranges(name, value)
-    return UserPrompt(prompt=prompt, overrides=value, images=images)
+    return UserPrompt(prompt=prompt, overrides=value, images=images, audio=audio)
 
 
 def _check_ranges(name: str, overrides: Mapping[str, Any]) -> None:

@@ -31,8 +31,6 @@ from attnmux.transformers.cli_encoding import (
     context_of,
     encode,
     most_tokens,
-    read_images,
-    refuse_encoders,
 )
 from attnmux.transformers.cli_options import Answering, Options
 from attnmux.transformers.cli_output import Printer, as_dict, closing_line
@@ -88,27 +86,20 @@ def run_command(
         began = time.perf_counter()
         checkpoint = _open(answering, settings)
         context = context_of(checkpoint, answering.context)
-        pictured = read_images(checkpoint, asked, answering.chat)
-        wanted = encode(
-            checkpoint,
-            asked,
-            pictured,
-            answering.max_new_tokens,
-            sampling,
-            context,
-            answering.chat,
-        )
+        encoded = encode(checkpoint, asked, answering, sampling, context)
         plugins = run.plugins(settings)
         platform = platform_for(run.detect(plugins), settings, options.running["device"])
         ranks = options.parallel.ranks(platform.device_type, checkpoint.config)
         stack.enter_context(only_first(ranks))
-        parts = ranks.deal(wanted)
-        most = max(most_tokens(part, context, answering.max_running) for part in parts)
+        parts = ranks.deal(encoded.prompts)
+        room = partial(most_tokens, encoder_len=encoded.encoder_len)
+        most = max(room(part, context, answering.max_running) for part in parts)
         running = RunnerOptions(
             max_batch_size=min(len(parts[0]), answering.max_running),
             max_context_len=context,
             max_total_tokens=most if options.memory is None else None,
-            images=bool(pictured),
+            max_encoder_len=encoded.encoder_len or None,
+            images=bool(encoded.pictured),
             ranks=ranks,
             **_of_drafts(options, checkpoint),
             **_of_machine(run, settings, options, plugins, platform),
@@ -118,10 +109,7 @@ def run_command(
         runner = load(checkpoint, running)
         drafter = drafting.drafter(checkpoint, runner, running, load, max_total_tokens=most)
         drafts = drafting.proposer(checkpoint, runner, drafter, running, warn=run.warn)
-        wanted = [
-            replace(one, images=runner.read_images(pictured[index])) if index in pictured else one
-            for index, one in enumerate(wanted)
-        ]
+        wanted = encoded.read_by(runner)
         load_seconds = time.perf_counter() - began
         click.echo(ranks.summary(runner.decision), err=True)
         if drafter is not None:
@@ -137,21 +125,19 @@ def run_command(
         as_json = answering.as_json
         generation = _generate(engine, wanted, silent=as_json, stream=not answering.no_stream)
         if as_json and ranks.rank == 0:
-            texts = [one.prompt for one in asked]
+            texts = [one.audio or one.prompt for one in asked]
             answer = as_dict(generation, texts, runner, load_seconds, drafter=drafter)
             echo_json({"model": checkpoint.source, **answer, "warnings": run.warnings})
         click.echo(closing_line(generation, runner, drafter=drafter), err=True)
 
 
 def _open(answering: Answering, settings: Settings) -> Checkpoint:
-    """The decoder-only model that is asked. Raises InvalidInput for another."""
+    """The model that is asked."""
     source = recall.PATH if answering.model is None else answering.model
     revision = answering.revision
     if settings.locked is not None:
         revision = Lock.read(settings.locked_file()).model_revision(str(source), revision)
-    checkpoint = open_checkpoint(source, revision=revision, progress=sys.stderr.isatty())
-    refuse_encoders(checkpoint)
-    return checkpoint
+    return open_checkpoint(source, revision=revision, progress=sys.stderr.isatty())
 
 
 def _of_drafts(options: Options, checkpoint: Checkpoint) -> dict[str, Any]:

@@ -7,6 +7,8 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 
+import torch
+
 from attnmux.core import AttnmuxError, InvalidInput
 from attnmux.transformers.engine import Engine, EngineStats, GenerationResult
 from attnmux.transformers.images.prompt import PromptImages
@@ -29,6 +31,12 @@ class Prompt:
     sampling: SamplingParams = GREEDY
     images: PromptImages | None = None
     """Of the prompt, from `ModelRunner.read_images`; `token_ids` are then its."""
+    encoder_states: torch.Tensor | None = None
+    """For an encoder-decoder model, from `ModelRunner.encode`; `token_ids` are the decoder's."""
+
+    @property
+    def encoder_len(self) -> int:
+        return 0 if self.encoder_states is None else self.encoder_states.shape[0]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -102,6 +110,7 @@ def run_prompts(
         engine.check(
             prompt.token_ids,
             prompt.max_new_tokens,
+            encoder_len=prompt.encoder_len,
             images=prompt.images,
             name=f"prompt {index + 1}",
         )
@@ -134,6 +143,7 @@ def _run(
             prompt.token_ids,
             max_new_tokens=prompt.max_new_tokens,
             sampling=prompt.sampling,
+            encoder_states=prompt.encoder_states,
             images=prompt.images,
             on_text=None if on_text is None else partial(on_text, index),
         ): index

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from functools import partial
-from typing import Protocol
+from typing import Protocol, TypeGuard
 
 import torch
 
@@ -20,41 +19,46 @@ class LinearKernel(Protocol):
         """As `torch.nn.functional.linear`."""
 
 
+class KernelLinear(torch.nn.Linear):
+    """A linear layer that calls the kernel for rows that it serves.
+
+    A class and not a `forward` of each layer: a compiler makes one code for all layers that are
+    alike, in which torch multiplies.
+    """
+
+    kernel: LinearKernel
+    rows: range
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        # A step calls this for each layer, and what it reads has left the caches while weights
+        # came: parameters are not looked up as attributes, which takes a call of Python for each
+        own = self._parameters
+        weight: torch.Tensor = own["weight"]  # type: ignore[assignment]  # it has one
+        bias = own["bias"]
+        if (
+            torch.is_grad_enabled()
+            or torch.compiler.is_compiling()
+            or input.numel() // input.shape[-1] not in self.rows
+            or input.dtype is not weight.dtype
+        ):
+            return torch.nn.functional.linear(input, weight, bias)
+        return self.kernel(input, weight, bias)
+
+
 def multiply_by(kernel: LinearKernel, model: torch.nn.Module) -> None:
     """Have a model's plain linear layers call the kernel wherever it serves them.
 
-    Layers keep a `forward` of a subclass or of their own, as absorbed ones have. While a compiler
-    traces a layer, it calls torch.
+    Layers keep a `forward` of a subclass or of their own, as absorbed ones have.
     """
     for module in model.modules():
-        if not isinstance(module, torch.nn.Linear) or type(module) is not torch.nn.Linear:
+        if type(module) is not torch.nn.Linear or "forward" in vars(module):
             continue
         rows = kernel.rows(module.weight)
-        if "forward" not in vars(module) and rows:
-            module.forward = partial(_forward, module, kernel, rows)  # type: ignore[method-assign]  # of this instance
+        if rows:
+            module.__class__ = KernelLinear
+            vars(module).update(kernel=kernel, rows=rows)
 
 
-def leave_to_torch(model: torch.nn.Module) -> None:
-    """The inverse of `multiply_by`. Layers that are compiled have one code for all that are alike
-    only where none of their modules has a `forward` of its own."""
-    for module in model.modules():
-        own = vars(module).get("forward")
-        if isinstance(own, partial) and own.func is _forward:
-            del module.forward
-
-
-def _forward(
-    module: torch.nn.Linear, kernel: LinearKernel, rows: range, x: torch.Tensor
-) -> torch.Tensor:
-    # A step calls this for each layer, and what it reads has left the caches while weights came:
-    # parameters are not looked up as attributes, which takes a call of Python for each
-    weight: torch.Tensor = module._parameters["weight"]  # type: ignore[assignment]  # it has one
-    bias = module._parameters["bias"]
-    if (
-        torch.is_grad_enabled()
-        or torch.compiler.is_compiling()
-        or x.numel() // x.shape[-1] not in rows
-        or x.dtype is not weight.dtype
-    ):
-        return torch.nn.functional.linear(x, weight, bias)
-    return kernel(x, weight, bias)
+def is_plain(module: object) -> TypeGuard[torch.nn.Linear]:
+    """Whether a module is a linear map and no more."""
+    return type(module) in (torch.nn.Linear, KernelLinear)

@@ -13,6 +13,8 @@ from hashlib import sha256
 import torch
 from torch._inductor.custom_graph_pass import CustomGraphPass
 
+from attnmux.transformers.linears import is_plain
+
 TOGETHER = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 """Names of projections that Hugging Face's models apply to one input."""
 
@@ -74,7 +76,7 @@ def merge(layer: torch.nn.Module) -> None:
     for module in [*layer.modules()]:
         for names in TOGETHER:
             found = [getattr(module, name, None) for name in names]
-            linears = [each for each in found if type(each) is torch.nn.Linear]
+            linears = [each for each in found if is_plain(each)]
             if len(linears) == len(names) and _alike(linears):
                 _merge(module, dict(zip(names, linears, strict=True)))
 

@@ -90,9 +90,9 @@ class ModelOnBackend:
             model.compressors.keep_in(memory.compressed, self.context)
         backend = self.build(self.context)
         self.backend = backend if wrap is None else wrap(backend, decision)
-        self.linear: LinearKernel | None = shared_kernel("linear", self.context)
-        if self.linear is not None:
-            multiply_by(self.linear, self.model)
+        linear: LinearKernel | None = shared_kernel("linear", self.context)
+        if linear is not None:
+            multiply_by(linear, self.model)
         self.steps = self._step_builder(memory, capacity)
         self.graphs: GraphRunner | None = None
         """Of decode steps."""

@@ -20,7 +20,6 @@ from attnmux.core import (
 from attnmux.transformers import graph_configs
 from attnmux.transformers.images.prompt import PromptImages
 from attnmux.transformers.index_shape import NO_PICKS
-from attnmux.transformers.linears import leave_to_torch, multiply_by
 from attnmux.transformers.model_on_backend import ModelOnBackend
 from attnmux.transformers.packed_decoder import PackedDecoder
 from attnmux.transformers.sequence import check_encoder_len
@@ -46,14 +45,11 @@ class ModelRunner(ModelOnBackend):
         check_compiles(self._served)
         if not compiled.compile_layers(self.model, backend):
             raise no_layers(self._served)
-        leave_to_torch(self.model)
         self.is_compiled = True
         try:
             try_steps(self)
         except BaseException:
             compiled.undo(self.model)
-            if self.linear is not None:
-                multiply_by(self.linear, self.model)
             self.is_compiled = False
             raise
 

@@ -1,0 +1,187 @@
+"""`attnmux generate` with encoder-decoder models: texts and files of sound."""
+
+from __future__ import annotations
+
+import json
+import wave
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from click.testing import CliRunner
+from tokenizers import Tokenizer, models, pre_tokenizers, processors
+from transformers import AutoModelForSeq2SeqLM, AutoModelForSpeechSeq2Seq, PreTrainedTokenizerFast
+
+from attnmux.core.cli.verbs import verbs
+from attnmux.transformers.checkpoint import quiet_transformers
+
+DIMS = {
+    "vocab_size": 97,
+    "d_model": 32,
+    "encoder_layers": 2,
+    "decoder_layers": 2,
+    "encoder_attention_heads": 4,
+    "decoder_attention_heads": 4,
+    "encoder_ffn_dim": 48,
+    "decoder_ffn_dim": 48,
+    "pad_token_id": 1,
+    "bos_token_id": 0,
+    "eos_token_id": 2,
+    "decoder_start_token_id": 3,
+}
+RATE = 16_000
+MELS = {"feature_size": 8, "chunk_length": 1, "sampling_rate": RATE}
+NEW = 6
+
+
+def tokenizer():
+    """Words w0 to w92, of ids from 4 on. Sources end with </s>."""
+    words = ["<s>", "<pad>", "</s>", "<start>", *(f"w{index}" for index in range(93))]
+    plain = Tokenizer(models.WordLevel({word: place for place, word in enumerate(words)}))
+    plain.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    plain.post_processor = processors.TemplateProcessing("$A </s>", special_tokens=[("</s>", 2)])
+    names = {"bos_token": "<s>", "pad_token": "<pad>", "eos_token": "</s>"}
+    return PreTrainedTokenizerFast(tokenizer_object=plain, **names)
+
+
+def saved(folder, kind, config, **generation):
+    torch.manual_seed(0)
+    with quiet_transformers(progress=False):
+        model = kind.from_config(config, attn_implementation="eager").eval()
+        with torch.no_grad():
+            for parameter in model.parameters():
+                if parameter.dim() > 1:
+                    parameter.normal_(0, 0.3)
+        model.generation_config.update(**generation)
+        model.save_pretrained(folder)
+    tokenizer().save_pretrained(folder)
+    return model
+
+
+@pytest.fixture
+def bart(tmp_path):
+    folder = tmp_path / "bart"
+    config = transformers.BartConfig(**DIMS, max_position_embeddings=48, forced_eos_token_id=None)
+    return saved(folder, AutoModelForSeq2SeqLM, config, forced_bos_token_id=7), folder
+
+
+@pytest.fixture
+def whisper(tmp_path):
+    folder = tmp_path / "whisper"
+    config = transformers.WhisperConfig(
+        **DIMS,
+        num_mel_bins=8,
+        max_source_positions=50,
+        max_target_positions=48,
+        suppress_tokens=None,
+        begin_suppress_tokens=None,
+    )
+    model = saved(folder, AutoModelForSpeechSeq2Seq, config)
+    transformers.WhisperFeatureExtractor(**MELS).save_pretrained(folder)
+    return model, folder
+
+
+def sound(path, seconds, *, rate=RATE, channels=1, width=2):
+    rng = np.random.default_rng(len(path.name))
+    samples = rng.integers(-30_000, 30_000, (int(seconds * rate), channels), dtype=np.int16)
+    with wave.open(str(path), "wb") as file:
+        file.setnchannels(channels)
+        file.setsampwidth(width)
+        file.setframerate(rate)
+        file.writeframes(samples.astype("<i2").tobytes())
+    return samples.mean(axis=1).astype(np.float32) / 32768
+
+
+@torch.inference_mode()
+def answer(model, first, **source):
+    """Greedy text of the model's own forward, without a cache."""
+    ids = list(first)
+    for _ in range(NEW):
+        said = model(**source, decoder_input_ids=torch.tensor([ids]), use_cache=False)
+        ids.append(int(said.logits[0, -1].argmax()))
+        if ids[-1] == 2:
+            break
+    return ids[len(first) :]
+
+
+def generate(folder, *given):
+    options = ("--model", folder, "--max-new-tokens", NEW, "--device", "cpu")
+    return CliRunner().invoke(verbs, ["generate", *map(str, (*given, *options))])
+
+
+def ids(result):
+    assert result.exit_code == 0, result.output
+    return [one["token_ids"] for one in json.loads(result.stdout)["results"]]
+
+
+def test_texts_are_answered_as_by_transformers(bart):
+    model, folder = bart
+    texts = ["w5 w6 w7 w8 w9 w10 w11", "w30", "w50 w51 w52"]
+    encoded = [torch.tensor([tokenizer()(text)["input_ids"]]) for text in texts]
+    expected = [answer(model, [3, 7], input_ids=each) for each in encoded]
+    assert len({tuple(each) for each in expected}) > 1
+    assert ids(generate(folder, *texts, "--json")) == expected
+    assert ids(generate(folder, *texts, "--json", "--max-running", 1)) == expected
+    begun = [answer(model, [3, 24, 25], input_ids=each) for each in encoded]
+    assert ids(generate(folder, *texts, "--json", "--decoder-prompt", "w20 w21")) == begun
+    shown = generate(folder, texts[0])
+    assert shown.exit_code == 0, shown.output
+    assert tokenizer().decode(expected[0], skip_special_tokens=True) in shown.stdout
+
+
+def test_sound_is_answered_as_by_transformers(whisper, tmp_path):
+    model, folder = whisper
+    files = [tmp_path / "one.wav", tmp_path / "other.wav"]
+    samples = [sound(files[0], 0.9), sound(files[1], 0.4, channels=2)]
+    extract = transformers.WhisperFeatureExtractor(**MELS)
+    expected = [
+        answer(model, [3], **extract(each, sampling_rate=RATE, return_tensors="pt"))
+        for each in samples
+    ]
+    assert len({tuple(each) for each in expected}) == 2
+    given = [part for file in files for part in ("--audio", file)]
+    assert ids(generate(folder, *given, "--json")) == expected
+    lines = tmp_path / "lines.jsonl"
+    lines.write_text(json.dumps({"audio": str(files[1]), "max_new_tokens": 3}))
+    assert ids(generate(folder, "--prompts", lines, "--json")) == [expected[1][:3]]
+
+
+def test_mistakes_with_sound_are_told(whisper, bart, tmp_path):
+    _, folder = whisper
+    other, narrow, long = (tmp_path / name for name in ("rate.wav", "narrow.wav", "long.wav"))
+    sound(other, 0.1, rate=8000)
+    sound(narrow, 0.1, width=1)
+    sound(long, 1.5)
+    for file, words in (
+        (other, "8000 samples per second"),
+        (narrow, "8 bits"),
+        (long, "of 1.5 s"),
+        (tmp_path / "none.wav", "No such file"),
+        (folder / "config.json", "16-bit PCM"),
+    ):
+        result = generate(folder, "--audio", file)
+        assert result.exit_code == 2, result.output
+        assert words in " ".join(result.stderr.split())
+    assert "--audio FILE" in generate(folder, "w5").stderr
+    assert "reads no sound" in generate(bart[1], "--audio", long).stderr
+    (folder / "preprocessor_config.json").unlink()
+    assert "without a feature extractor" in generate(folder, "--audio", long).stderr
+
+
+def test_options_of_encoders_are_not_for_decoders(tmp_path):
+    for given in (("--audio", tmp_path / "a.wav"), ("abc", "--decoder-prompt", "b")):
+        result = CliRunner().invoke(verbs, ["generate", *map(str, given)])
+        assert result.exit_code == 2
+        assert "a decoder alone" in result.stderr
+
+
+@pytest.mark.parametrize(
+    "line", [{"audio": "a.wav", "prompt": "b"}, {"audio": "a.wav", "images": ["b.png"]}]
+)
+def test_a_line_has_sound_alone(tmp_path, line):
+    file = tmp_path / "lines.jsonl"
+    file.write_text(json.dumps(line))
+    result = CliRunner().invoke(verbs, ["generate", "--prompts", str(file)])
+    assert result.exit_code == 2
+    assert "audio alone" in result.stderr
