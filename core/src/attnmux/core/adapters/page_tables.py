@@ -255,12 +255,9 @@ def _queries_each(batch: ForwardBatch) -> int | None:
                 expected="one token a request in decode",
             )
         return 1
-    if batch.extend_seq_lens is None:
-        raise InvalidInput("extend_seq_lens", got=None, expected="lengths in an extend step")
+    batch.extend_lens()
     if batch.forward_mode.is_target_verify():
-        if batch.spec_info is None:
-            raise InvalidInput("spec_info", got=None, expected="a SpecInput in TARGET_VERIFY")
-        drafts = batch.spec_info.draft_token_num
+        drafts = batch.drafts().draft_token_num
         if batch.num_tokens != batch.batch_size * drafts:
             raise InvalidInput(
                 "out_cache_loc",

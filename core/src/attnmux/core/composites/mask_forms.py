@@ -100,9 +100,8 @@ class MaskFormsBackend(DispatchingBackend):
 
     def _in_buffers(self, batch: ForwardBatch) -> ForwardBatch:
         """The step with its mask where graphs read it, if it fits there."""
-        spec, size = batch.spec_info, batch.batch_size
+        spec, size = batch.drafts(), batch.batch_size
         form = tree_mask_of(spec)
-        assert spec is not None
         name = next(field for field, each in FORMS.items() if each == form)
         values: torch.Tensor = getattr(spec, name)
         width = spec.draft_token_num * (self.context.max_context_len + spec.draft_token_num)

@@ -263,9 +263,7 @@ def _picks(batch: ForwardBatch) -> torch.Tensor:
 
 def _rows_of_call(batch: ForwardBatch) -> torch.Tensor:
     """[T, topk] int32: rows of the call's own k, where there is no prefix."""
-    picks, new = _picks(batch), batch.extend_seq_lens
-    if new is None:
-        raise InvalidInput("extend_seq_lens", got=None, expected="lengths in an extend step")
+    picks, (new, _) = _picks(batch), batch.extend_lens()
     starts = token_rows(cu_seqlens(new)[:-1].long(), new, batch.num_tokens).int()
     return torch.where(picks < 0, -1, starts.unsqueeze(1) + picks)
 
