@@ -57,9 +57,6 @@ class MaskFormsBackend(DispatchingBackend):
         self._buffers: list[_Buffers] = []
         self._converted: ForwardBatch | None = None
 
-    def serving(self, batch: ForwardBatch) -> AttentionBackend:
-        return self.child
-
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
         self.child.init_cuda_graph_state(max_bs, max_num_tokens)
         device, drafts = self.context.device, max_num_tokens // max_bs
