@@ -128,8 +128,7 @@ def _nbytes(buffers: Iterable[torch.Tensor]) -> int:
 
 
 class MHATokenToKVPool(PairPool):
-    """Multi-head and grouped-query attention: K [slots, Hkv, D] and V [slots, Hkv, Dv] of each
-    layer, zero until written."""
+    """The memory of multi-head and grouped-query attention, zero until written."""
 
     def __init__(
         self,
@@ -212,7 +211,7 @@ class MHATokenToKVPool(PairPool):
 
 
 class MLATokenToKVPool(LatentPool):
-    """Multi-head latent attention: [slots, 1, rank + rope] of each layer, zero until written."""
+    """The memory of multi-head latent attention, zero until written."""
 
     def __init__(
         self,
