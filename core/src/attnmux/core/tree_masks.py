@@ -40,6 +40,15 @@ def masks_drafts(spec: SpecInput | None) -> bool:
     return tree_mask_of(spec) in ("qlen_only", "qlen_only_bitpacking")
 
 
+def check_unmasked(batch: ForwardBatch) -> None:
+    """Raise InvalidInput for a step with a mask, or with many items."""
+    for name in FORMS:
+        if getattr(batch.spec_info, name, None) is not None:
+            raise InvalidInput(f"spec_info.{name}", got="a mask", expected="None: drafts in chains")
+    if batch.multi_item is not None:
+        raise InvalidInput("multi_item", got="many items", expected="None")
+
+
 def pack_visible(visible: torch.Tensor) -> torch.Tensor:
     """`SpecInput.visible_bits` from `SpecInput.visible`."""
     size, drafts, _ = visible.shape

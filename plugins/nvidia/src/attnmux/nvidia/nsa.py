@@ -29,7 +29,6 @@ from attnmux.core import (
     InvalidInput,
     KernelLibrary,
     LibraryBackend,
-    check_plain,
     cu_seqlens,
     filled,
     joined,
@@ -122,7 +121,6 @@ class NSABackend(LibraryBackend[NSAKernels, NSALayer, NSAStep, tuple[()]]):
         self._lse_unit = self._measured_lse_unit()
 
     def prepare_layer(self, layer: LayerSpec) -> NSALayer:
-        check_plain(layer)
         check_bfloat16_or_fp8(self.context)
         kernel_heads = next((heads for heads in HEADS if layer.tp_q_head_num <= heads), None)
         if kernel_heads is None:
