@@ -12,7 +12,6 @@ from attnmux.core.adapters.decode_steps import with_lens as with_lens
 from attnmux.core.adapters.latent_rows import LATENT_DIM as LATENT_DIM
 from attnmux.core.adapters.latent_rows import ROPE_DIM as ROPE_DIM
 from attnmux.core.adapters.latent_rows import check_latent as check_latent
-from attnmux.core.adapters.latent_rows import check_plain as check_plain
 from attnmux.core.adapters.latent_rows import joined as joined
 from attnmux.core.adapters.latent_rows import latent_pages as latent_pages
 from attnmux.core.adapters.latent_rows import rotary as rotary
@@ -25,6 +24,9 @@ from attnmux.core.adapters.page_tables import KeyGroup as KeyGroup
 from attnmux.core.adapters.page_tables import Keys as Keys
 from attnmux.core.adapters.page_tables import PageTables as PageTables
 from attnmux.core.adapters.page_tables import fixed_buffers as fixed_buffers
+from attnmux.core.adapters.paged import HasKeys as HasKeys
+from attnmux.core.adapters.paged import PagedBackend as PagedBackend
+from attnmux.core.adapters.paged import PagedLayer as PagedLayer
 from attnmux.core.adapters.pool_views import FP8 as FP8
 from attnmux.core.adapters.pool_views import SIXTEEN_BITS as SIXTEEN_BITS
 from attnmux.core.adapters.pool_views import check_page_size as check_page_size
@@ -237,6 +239,7 @@ from attnmux.core.kv.token_pools import MLATokenToKVPool as MLATokenToKVPool
 from attnmux.core.kv.writer import KVWriter as KVWriter
 from attnmux.core.latent import UpProjection as UpProjection
 from attnmux.core.layer import LayerSpec as LayerSpec
+from attnmux.core.layer import check_features as check_features
 from attnmux.core.linear_backend import LinearAttentionBackend as LinearAttentionBackend
 from attnmux.core.linear_call import ConvCall as ConvCall
 from attnmux.core.linear_call import LinearCall as LinearCall
@@ -254,6 +257,7 @@ from attnmux.core.shared_kernels import with_shared_kernels as with_shared_kerne
 from attnmux.core.spec import SpecInput as SpecInput
 from attnmux.core.steps import NO_OPTIONS as NO_OPTIONS
 from attnmux.core.tree_masks import check_trees as check_trees
+from attnmux.core.tree_masks import check_unmasked as check_unmasked
 from attnmux.core.tree_masks import draft_depths as draft_depths
 from attnmux.core.tree_masks import limited_drafts as limited_drafts
 from attnmux.core.tree_masks import masks_drafts as masks_drafts

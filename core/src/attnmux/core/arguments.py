@@ -170,16 +170,16 @@ def check_call(call: AttentionCall, batch: ForwardBatch, *, dtype: torch.dtype |
     num_tokens, heads = batch.num_tokens, layer.tp_q_head_num
     rope_dim = layer.qk_rope_head_dim
     dtype, device = dtype or q.dtype, q.device
-    _check("q", q, (num_tokens, heads, layer.query_dim), device, dtype)
+    check_tensor("q", q, (num_tokens, heads, layer.query_dim), device, dtype)
     if rope_dim:
-        _check("q_rope", call.q_rope, (num_tokens, heads, rope_dim), device, dtype)
+        check_tensor("q_rope", call.q_rope, (num_tokens, heads, rope_dim), device, dtype)
     else:
         _check_absent("q_rope", call.q_rope, "the layer is not MLA")
     _check_new_kv(call, num_tokens, device)
     if call.out is not None:
-        _check("out", call.out, (num_tokens, heads, layer.v_head_dim), device, dtype)
+        check_tensor("out", call.out, (num_tokens, heads, layer.v_head_dim), device, dtype)
     if call.lse is not None:
-        _check("lse", call.lse, (num_tokens, heads), device, torch.float32)
+        check_tensor("lse", call.lse, (num_tokens, heads), device, torch.float32)
 
 
 def check_result(result: torch.Tensor, call: AttentionCall, backend: str) -> None:
@@ -206,22 +206,23 @@ def _check_new_kv(call: AttentionCall, num_tokens: int, device: torch.device) ->
         return
     rope_dim = layer.qk_rope_head_dim
     keys = k.shape[0] if layer.is_cross_attention and k.dim() else num_tokens
-    _check("k", k, (keys, layer.tp_k_head_num, layer.qk_head_dim - rope_dim), device)
+    check_tensor("k", k, (keys, layer.tp_k_head_num, layer.qk_head_dim - rope_dim), device)
     if rope_dim:
-        _check("k_rope", k_rope, (keys, 1, rope_dim), device)
+        check_tensor("k_rope", k_rope, (keys, 1, rope_dim), device)
         _check_absent("v", v, "MLA's V is the latent part of K")
     else:
-        _check("v", v, (keys, layer.tp_v_head_num, layer.v_head_dim), device)
+        check_tensor("v", v, (keys, layer.tp_v_head_num, layer.v_head_dim), device)
         _check_absent("k_rope", k_rope, "the layer is not MLA")
 
 
-def _check(
+def check_tensor(
     argument: str,
     tensor: torch.Tensor | None,
     shape: tuple[int, ...],
     device: torch.device,
     dtype: torch.dtype | None = None,
 ) -> None:
+    """Raise InvalidInput unless there is a tensor of that shape, device and dtype (None: any)."""
     if tensor is None:
         raise InvalidInput(argument, got=None, expected=f"shape {shape}")
     if tensor.shape != shape:
@@ -230,7 +231,7 @@ def _check(
         raise InvalidInput(argument, got=tensor.dtype, expected=str(dtype))
     if tensor.device != device:
         raise InvalidInput(
-            argument, got=f"a tensor on {tensor.device}", expected=f"one on {device}, as q is"
+            argument, got=f"a tensor on {tensor.device}", expected=f"one on {device}"
         )
 
 

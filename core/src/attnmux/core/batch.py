@@ -6,6 +6,8 @@ from dataclasses import dataclass, replace
 from enum import Enum, auto
 from typing import TYPE_CHECKING
 
+from attnmux.core.errors import InvalidInput
+
 if TYPE_CHECKING:
     import torch
 
@@ -122,6 +124,20 @@ class ForwardBatch:
         if self.extend_num_tokens is not None and self.forward_mode.is_extend():
             return self.extend_num_tokens
         return self.out_cache_loc.shape[0]
+
+    def extend_lens(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """`extend_seq_lens` and `extend_prefix_lens`. Raises InvalidInput for a step without."""
+        new, cached = self.extend_seq_lens, self.extend_prefix_lens
+        if new is None or cached is None:
+            expected = "new and cached lengths in an extend step"
+            raise InvalidInput("extend_seq_lens", got=None, expected=expected)
+        return new, cached
+
+    def drafts(self) -> SpecInput:
+        """`spec_info`. Raises InvalidInput for a step without."""
+        if self.spec_info is None:
+            raise InvalidInput("spec_info", got=None, expected="the drafts of a verify step")
+        return self.spec_info
 
     def slice(self, first: int, last: int, *, first_token: int, last_token: int) -> ForwardBatch:
         """The step of requests [first, last), whose new tokens are [first_token, last_token).

@@ -151,11 +151,7 @@ def _outside_reserved(field: str, slots: torch.Tensor, held: torch.Tensor, page_
 
 
 def _check_extend(batch: ForwardBatch) -> None:
-    new, cached = batch.extend_seq_lens, batch.extend_prefix_lens
-    if new is None or cached is None:
-        raise InvalidInput(
-            "extend_seq_lens", got=None, expected="new and cached lengths in an extend step"
-        )
+    new, cached = batch.extend_lens()
     _within("extend_seq_lens", new, batch.num_tokens + 1)
     total = int(new.sum())
     if total > batch.num_tokens:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 import torch
 
-from attnmux.core.arguments import described
+from attnmux.core.arguments import check_tensor
 from attnmux.core.errors import InvalidInput
 from attnmux.core.linear_layer import LinearLayerSpec
 
@@ -65,7 +65,7 @@ def check_linear(call: LinearCall, num_tokens: int) -> None:
         ("out", call.out, values, q.dtype),
     ):
         if tensor is not None:
-            _check(name, tensor, shape, dtype, q.device)
+            check_tensor(name, tensor, shape, q.device, dtype)
     for name, tensor in (("q", q), ("k", call.k), ("v", call.v), ("out", call.out)):
         apart = tensor.shape[-2] > 1 and tensor.stride(-2) != tensor.shape[-1]
         if tensor.stride(-1) != 1 or apart:
@@ -87,19 +87,6 @@ def check_conv(call: ConvCall, num_tokens: int) -> None:
         ("out", call.out, (num_tokens, channels)),
     ):
         if tensor is not None:
-            _check(name, tensor, shape, x.dtype, x.device)
+            check_tensor(name, tensor, shape, x.device, x.dtype)
     if x.stride(-1) != 1:
         raise InvalidInput("x", got=f"strides {x.stride()}", expected="contiguous channels")
-
-
-def _check(
-    name: str,
-    tensor: torch.Tensor,
-    shape: tuple[int, ...],
-    dtype: torch.dtype | None,
-    device: torch.device,
-) -> None:
-    if tensor.shape != shape or dtype not in (None, tensor.dtype) or tensor.device != device:
-        got = f"{described(tensor)} on {tensor.device}"
-        said = "floats" if dtype is None else str(dtype)
-        raise InvalidInput(name, got=got, expected=f"{said} of shape {shape} on {device}")

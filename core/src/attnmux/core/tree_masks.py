@@ -7,7 +7,7 @@ and does not synchronise, so that graphs can hold it.
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.nn.functional import pad
@@ -40,6 +40,15 @@ def masks_drafts(spec: SpecInput | None) -> bool:
     return tree_mask_of(spec) in ("qlen_only", "qlen_only_bitpacking")
 
 
+def check_unmasked(batch: ForwardBatch) -> None:
+    """Raise InvalidInput for a step with a mask, or with many items."""
+    for name in FORMS:
+        if getattr(batch.spec_info, name, None) is not None:
+            raise InvalidInput(f"spec_info.{name}", got="a mask", expected="None: drafts in chains")
+    if batch.multi_item is not None:
+        raise InvalidInput("multi_item", got="many items", expected="None")
+
+
 def pack_visible(visible: torch.Tensor) -> torch.Tensor:
     """`SpecInput.visible_bits` from `SpecInput.visible`."""
     size, drafts, _ = visible.shape
@@ -61,9 +70,7 @@ def visible_drafts(batch: ForwardBatch) -> torch.Tensor:
     Of a whole mask, only the columns of the drafts are read: that the prefix is visible is not
     checked. Raises InvalidInput for a step without drafts.
     """
-    spec, device = batch.spec_info, batch.seq_lens.device
-    if spec is None:
-        raise InvalidInput("spec_info", got=None, expected="the drafts of a verify step")
+    spec, device = batch.drafts(), batch.seq_lens.device
     if spec.visible is not None:
         return spec.visible
     if spec.visible_bits is not None:
@@ -110,7 +117,7 @@ def limited_drafts(
 
 def mask_starts(batch: ForwardBatch) -> torch.Tensor:
     """[B] int32: where each request's part of a whole mask starts."""
-    return mask_bounds(batch.seq_lens, _drafts(batch))[:-1]
+    return mask_bounds(batch.seq_lens, batch.drafts().draft_token_num)[:-1]
 
 
 def mask_bounds(seq_lens: torch.Tensor, drafts: int) -> torch.Tensor:
@@ -189,7 +196,7 @@ def check_trees(batch: ForwardBatch) -> None:
     if form == "full":
         found.insert(0, ("cached tokens hidden from drafts", _hides_prefix(batch)))
     if form == "qlen_only_bitpacking":
-        packed = cast("SpecInput", batch.spec_info).visible_bits
+        packed = batch.drafts().visible_bits
         assert packed is not None
         found.append(("bits after the last draft", (pack_visible(visible) != packed).any((1, 2))))
     field = next(name for name, each in FORMS.items() if each == form)
@@ -204,8 +211,8 @@ def check_trees(batch: ForwardBatch) -> None:
 
 def _hides_prefix(batch: ForwardBatch) -> torch.Tensor:
     """[B] bool: whether a whole mask hides a token of the request's prefix."""
-    spec, drafts = batch.spec_info, _drafts(batch)
-    assert spec is not None
+    spec = batch.drafts()
+    drafts = spec.draft_token_num
     assert spec.custom_mask is not None
     starts, lens = mask_starts(batch).tolist(), batch.seq_lens.tolist()
     hides = []
@@ -213,9 +220,3 @@ def _hides_prefix(batch: ForwardBatch) -> torch.Tensor:
         rows = spec.custom_mask[start : start + drafts * (length + drafts)]
         hides.append(not bool(rows.view(drafts, -1)[:, :length].all()))
     return torch.tensor(hides)
-
-
-def _drafts(batch: ForwardBatch) -> int:
-    if batch.spec_info is None:
-        raise InvalidInput("spec_info", got=None, expected="the drafts of a verify step")
-    return batch.spec_info.draft_token_num

@@ -24,21 +24,6 @@ from attnmux.testing.tape import Tape
 PREPARE, FORWARD = "init_forward_metadata_in_graph", "forward"
 
 
-class RecordedGraph(CapturedGraph):
-    """A tape of operations and the outputs that they write."""
-
-    def __init__(self, tape: Tape, outputs: object, *, inference: bool) -> None:
-        self.outputs = outputs
-        self.nbytes = tape.nbytes
-        self._tape = tape
-        self._inference = inference
-
-    def replay(self) -> None:
-        """Run the operations again. Raises GraphViolation if a tensor that they read is gone."""
-        with torch.inference_mode(self._inference), torch.no_grad():
-            self._tape.run()
-
-
 class RecordingGraphs(DeviceGraphs):
     """Graphs for tests on any device, of steps whose kernels are all torch operations.
 
@@ -54,7 +39,8 @@ class RecordingGraphs(DeviceGraphs):
         step.run()
 
     def capture(self, step: GraphStep) -> CapturedGraph:
-        """Run the step and record its operations.
+        """Run the step and record its operations. A replay runs them again, and raises
+        GraphViolation if a tensor that they read is gone.
 
         Raises GraphViolation if it synchronises, has shapes that depend on values, reads the
         host's tensors, or allocates while it prepares metadata.
@@ -77,7 +63,13 @@ class RecordingGraphs(DeviceGraphs):
                 raise GraphViolation(
                     FORWARD, "the output", "was made by no recorded torch operation"
                 )
-        return RecordedGraph(tape, outputs, inference=torch.is_inference_mode_enabled())
+        inference = torch.is_inference_mode_enabled()
+
+        def replay() -> None:
+            with torch.inference_mode(inference), torch.no_grad():
+                tape.run()
+
+        return CapturedGraph(outputs=outputs, nbytes=tape.nbytes, replay=replay)
 
 
 _READS: Mapping[object, str] = MappingProxyType(

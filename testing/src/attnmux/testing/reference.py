@@ -272,9 +272,8 @@ def _lengths(batch: ForwardBatch, request: int) -> tuple[int, int]:
     """New tokens of a request and the tokens before them."""
     if batch.forward_mode.is_decode():
         return 1, int(batch.seq_lens[request]) - 1
-    if batch.extend_seq_lens is None or batch.extend_prefix_lens is None:
-        raise InvalidInput("extend_seq_lens", got=None, expected="lengths in an extend step")
-    return int(batch.extend_seq_lens[request]), int(batch.extend_prefix_lens[request])
+    new, cached = batch.extend_lens()
+    return int(new[request]), int(cached[request])
 
 
 def _encoder_rows(batch: ForwardBatch, request: int) -> slice:

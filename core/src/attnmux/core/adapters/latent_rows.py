@@ -20,21 +20,14 @@ ROPE_DIM = 64
 
 
 def check_latent(layer: LayerSpec) -> None:
-    """Raises InvalidInput for a layer that is not MLA with a latent of 512 and a rope of 64."""
-    if layer.kind != "mla" or (layer.v_head_dim, layer.qk_rope_head_dim) != (
-        LATENT_DIM,
-        ROPE_DIM,
-    ):
+    """Raises InvalidInput for a layer that is not plain MLA with 512 dims and 64 of the rope."""
+    check_features(layer, kind="mla")
+    if (layer.v_head_dim, layer.qk_rope_head_dim) != (LATENT_DIM, ROPE_DIM):
         raise InvalidInput(
             f"layer {layer.layer_id}",
-            got=f"{layer.kind}, {layer.v_head_dim} + {layer.qk_rope_head_dim} dims",
-            expected=f"mla, {LATENT_DIM} + {ROPE_DIM}",
+            got=f"{layer.v_head_dim} + {layer.qk_rope_head_dim} dims",
+            expected=f"{LATENT_DIM} + {ROPE_DIM}",
         )
-
-
-def check_plain(layer: LayerSpec) -> None:
-    """Raises InvalidInput for a layer that is more than scaled, causal softmax attention."""
-    check_features(layer, kind=layer.kind)
 
 
 def latent_pages(layer: LayerSpec, context: BackendContext, page_size: int) -> torch.Tensor:

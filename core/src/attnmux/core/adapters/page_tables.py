@@ -3,14 +3,14 @@ paged KV take."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 import torch
 
 from attnmux.core.errors import InvalidInput
 from attnmux.core.indices import cu_seqlens, page_table, uniform_indptr, verify_kv_lens
-from attnmux.core.tree_masks import tree_mask_of
+from attnmux.core.tree_masks import check_unmasked, tree_mask_of
 
 if TYPE_CHECKING:
     from attnmux.core.batch import ForwardBatch
@@ -125,8 +125,8 @@ class PageTables:
         Raises InvalidInput for other custom masks and for many items, which no kernel serves.
         """
         is_verify = batch.forward_mode.is_target_verify()
-        is_tree = trees and is_verify and _has_mask(batch)
-        _check_served(batch, is_tree=is_tree)
+        is_tree = trees and is_verify and tree_mask_of(batch.spec_info) is not None
+        check_unmasked(replace(batch, spec_info=None) if is_tree else batch)
         longest = context.max_context_len
         known = not context.request.deterministic and not fixed
         queries_each = _queries_each(batch)
@@ -235,17 +235,6 @@ def fixed_buffers(
     }
 
 
-def _has_mask(batch: ForwardBatch) -> bool:
-    return tree_mask_of(batch.spec_info) is not None
-
-
-def _check_served(batch: ForwardBatch, *, is_tree: bool) -> None:
-    if _has_mask(batch) and not is_tree:
-        raise InvalidInput("custom_mask", got="a mask", expected="None: the kernels take no mask")
-    if batch.multi_item is not None:
-        raise InvalidInput("multi_item", got="many items", expected="None")
-
-
 def _queries_each(batch: ForwardBatch) -> int | None:
     if batch.forward_mode.is_decode():
         if batch.num_tokens != batch.batch_size:
@@ -255,12 +244,9 @@ def _queries_each(batch: ForwardBatch) -> int | None:
                 expected="one token a request in decode",
             )
         return 1
-    if batch.extend_seq_lens is None:
-        raise InvalidInput("extend_seq_lens", got=None, expected="lengths in an extend step")
+    batch.extend_lens()
     if batch.forward_mode.is_target_verify():
-        if batch.spec_info is None:
-            raise InvalidInput("spec_info", got=None, expected="a SpecInput in TARGET_VERIFY")
-        drafts = batch.spec_info.draft_token_num
+        drafts = batch.drafts().draft_token_num
         if batch.num_tokens != batch.batch_size * drafts:
             raise InvalidInput(
                 "out_cache_loc",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,10 +10,9 @@ from attnmux.core.choosing.ask.policy import Policy
 from attnmux.core.choosing.ask.request import Request
 from attnmux.core.choosing.common.plain import Plain, plain, plain_fields
 from attnmux.core.choosing.machine.platform import Platform
-from attnmux.core.choosing.measured.unverified import passed_over
+from attnmux.core.choosing.measured.unverified import doubtful
 from attnmux.core.choosing.offer.card import Offer
 from attnmux.core.choosing.offer.named import read_options
-from attnmux.core.choosing.offer.verified import doubt
 from attnmux.core.choosing.tell.decision import Decision
 from attnmux.core.cli.builds import lacking_compiler
 from attnmux.core.cli.outcomes import Outcome, outcomes, outcomes_of_refusal
@@ -79,30 +78,16 @@ def explained(asked: Asked, answer: Decision | NoBackend) -> Explanation:
         )
         return Explanation(outcomes=tuple(told), values=tuple(_stated(asked, None)), doubts=())
     told, *others = (outcomes(each, asked.offers, asked.policy) for each in answer.groups)
-    doubts = dict.fromkeys(said for each in answer.groups for said in _doubts(each, asked.offers))
+    doubts = [f"{each.offer.card.name}: {each.reason}" for each in doubtful(answer, asked.offers)]
     return Explanation(
         outcomes=told,
         values=tuple(_stated(asked, answer)),
         doubts=(
-            *doubts,
+            *dict.fromkeys(doubts),
             *lacking_compiler((offer.card for offer in asked.offers), asked.device),
         ),
         others=tuple(zip(map(str, answer.request.other_layers), others, strict=True)),
     )
-
-
-def _doubts(decision: Decision, offers: Sequence[Offer]) -> Iterator[str]:
-    """A planned backend never ran at all, which the tables say next to its name."""
-    phases: dict[str, list[str]] = {choice.address: [] for _, _, choice in decision.linear_choices}
-    for phase, choice in decision.phases.items():
-        phases.setdefault(choice.address, []).append(phase)
-    by_address = {offer.address: offer for offer in offers}
-    for address, offer in by_address.items():
-        if address in phases and offer.card.status == "available":
-            said = doubt(offer.card.verified_on, decision.platform)
-            over = passed_over(decision, offer, phases[address], by_address)
-            if said:
-                yield f"{offer.card.name}: {said}{over}"
 
 
 def _stated(asked: Asked, decision: Decision | None) -> Iterator[Stated]:

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from attnmux.core.errors import InvalidInput
 from attnmux.core.indices import cu_seqlens
 from attnmux.core.indices._segments import segment_of_place
 
@@ -46,9 +45,7 @@ class Pieces:
                 chunks=chunks,
                 ends=batch.seq_lens,
             )
-        new, cached = batch.extend_seq_lens, batch.extend_prefix_lens
-        if new is None or cached is None:
-            raise InvalidInput("extend_seq_lens", got=None, expected="lengths in an extend step")
+        new, cached = batch.extend_lens()
         first = cached // chunk_len
         last = (cached + new - 1) // chunk_len
         bounds = cu_seqlens((last - first + 1).masked_fill_(new == 0, 0).int())

@@ -84,10 +84,6 @@ class ChunkedPrefixBackend(DispatchingBackend):
         """Whether the prepared step does."""
         return bool(self._parts.parts)
 
-    def serving(self, batch: ForwardBatch) -> AttentionBackend:
-        """`absorbed`, for all calls but `forward_latent`."""
-        return self.absorbed
-
     def select(self, mode: ForwardMode) -> AttentionBackend:
         return self.absorbed.select(mode)
 

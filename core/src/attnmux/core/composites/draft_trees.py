@@ -82,9 +82,6 @@ class TreeAttnBackend(DispatchingBackend):
         self._verification: _Verification | None = None
         self._catching_up: ForwardBatch | None = None
 
-    def serving(self, batch: ForwardBatch) -> AttentionBackend:
-        return self.child
-
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
         self.child.init_cuda_graph_state(max_bs, max_num_tokens)
         self.prefixes.init_cuda_graph_state(max_bs, max_bs)

@@ -82,9 +82,6 @@ class HybridLinearAttnBackend(DispatchingBackend):
         child = self.full.select(mode)
         return self if child is self.full else HybridLinearAttnBackend(child, self._linear)
 
-    def serving(self, batch: ForwardBatch) -> AttentionBackend:
-        return self.full
-
     def parts(self, batch: ForwardBatch, *, eager: bool) -> Parts:
         return ((each, batch) for each in (self.full, *self._linear.values()))
 

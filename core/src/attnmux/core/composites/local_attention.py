@@ -20,7 +20,7 @@ from attnmux.core.composites.dispatch import CompositeBackend, Parts, Route, che
 from attnmux.core.composites.virtual_requests import StepBuffers, in_buffers, virtual_step
 from attnmux.core.errors import GraphUnsupported, InvalidInput
 from attnmux.core.kv.request_table import ReqToTokenPool
-from attnmux.core.tree_masks import tree_mask_of
+from attnmux.core.tree_masks import check_unmasked
 
 if TYPE_CHECKING:
     from attnmux.core.context import BackendContext
@@ -145,9 +145,7 @@ class LocalAttnBackend(CompositeBackend):
         if mode not in (ForwardMode.DECODE, ForwardMode.EXTEND, ForwardMode.MIXED):
             expected = "DECODE, EXTEND or MIXED in layers with attention chunks"
             raise InvalidInput("forward_mode", got=mode.name, expected=expected)
-        if batch.multi_item is not None or tree_mask_of(batch.spec_info) is not None:
-            expected = "None in layers with attention chunks"
-            raise InvalidInput("spec_info", got="a mask or many items", expected=expected)
+        check_unmasked(batch)
         table = self.local[chunk].context.req_to_token_pool.req_to_token
         engines = self.context.req_to_token_pool.req_to_token
         return virtual_step(batch, chunk, table=table, engines=engines)

@@ -57,9 +57,6 @@ class MaskFormsBackend(DispatchingBackend):
         self._buffers: list[_Buffers] = []
         self._converted: ForwardBatch | None = None
 
-    def serving(self, batch: ForwardBatch) -> AttentionBackend:
-        return self.child
-
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
         self.child.init_cuda_graph_state(max_bs, max_num_tokens)
         device, drafts = self.context.device, max_num_tokens // max_bs
@@ -100,9 +97,8 @@ class MaskFormsBackend(DispatchingBackend):
 
     def _in_buffers(self, batch: ForwardBatch) -> ForwardBatch:
         """The step with its mask where graphs read it, if it fits there."""
-        spec, size = batch.spec_info, batch.batch_size
+        spec, size = batch.drafts(), batch.batch_size
         form = tree_mask_of(spec)
-        assert spec is not None
         name = next(field for field, each in FORMS.items() if each == form)
         values: torch.Tensor = getattr(spec, name)
         width = spec.draft_token_num * (self.context.max_context_len + spec.draft_token_num)

@@ -22,7 +22,7 @@ from attnmux.core.composites.block_attention import PickedBlocks, PlainBlocks
 from attnmux.core.composites.dispatch import CompositeBackend, Parts, Route
 from attnmux.core.errors import AttnmuxError, InvalidInput
 from attnmux.core.indices.topk import token_rows
-from attnmux.core.tree_masks import tree_mask_of
+from attnmux.core.tree_masks import check_unmasked
 
 if TYPE_CHECKING:
     from attnmux.core.composites.block_attention import AttendsToBlocks
@@ -65,9 +65,7 @@ class PickedBlocksBackend(CompositeBackend):
 
     def parts(self, batch: ForwardBatch, *, eager: bool) -> Parts:
         """Raises InvalidInput for a mask and for many items: the indexer masks."""
-        if batch.multi_item is not None or tree_mask_of(batch.spec_info) is not None:
-            expected = "None in layers whose indexer picks blocks"
-            raise InvalidInput("spec_info", got="a mask or many items", expected=expected)
+        check_unmasked(batch)
         self._sees_all = eager and self._picks_all(batch)
         self._plain = replace(batch, topk_indices=None)
         return ((self.dense, self._plain),)

@@ -134,9 +134,6 @@ def _new_tokens(batch: ForwardBatch) -> list[int]:
     """Of each request."""
     if not batch.forward_mode.is_extend():
         return [1] * batch.batch_size
-    lens, mirror = batch.extend_seq_lens, batch.extend_seq_lens_cpu
-    if lens is None:
-        expected = "the new tokens of each request in an extend step"
-        raise InvalidInput("extend_seq_lens", got=None, expected=expected)
-    found: list[int] = (lens if mirror is None else mirror).tolist()
+    (new, _), mirror = batch.extend_lens(), batch.extend_seq_lens_cpu
+    found: list[int] = (new if mirror is None else mirror).tolist()
     return found

@@ -226,9 +226,8 @@ class FixedBuffers:
         not and the batch brings a mask between drafts."""
         form = tree_mask_of(batch.spec_info)
         if self._config.visible and form != "qlen_only":
-            visible, spec = visible_drafts(batch), batch.spec_info
-            assert spec is not None  # visible_drafts refuses it
-            return replace(batch, spec_info=with_mask(spec, visible=visible))
+            spec = with_mask(batch.drafts(), visible=visible_drafts(batch))
+            return replace(batch, spec_info=spec)
         if not self._config.visible and masks_drafts(batch.spec_info):
             raise InvalidInput(VISIBLE, got="a value", expected="None, as at capture")
         return batch

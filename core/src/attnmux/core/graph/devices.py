@@ -32,17 +32,16 @@ class GraphStep:
         return self.forward()
 
 
-class CapturedGraph(ABC):
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class CapturedGraph:
     """A step that can be launched again."""
 
     outputs: Any
     """The step's result, which each replay overwrites."""
     nbytes: int
     """Memory that the graph takes on the device."""
-
-    @abstractmethod
-    def replay(self) -> None:
-        """Run the captured step on the present contents of its buffers."""
+    replay: Callable[[], None]
+    """Runs the captured step on the present contents of its buffers."""
 
 
 class DeviceGraphs(ABC):
@@ -60,18 +59,6 @@ class DeviceGraphs(ABC):
     @abstractmethod
     def capture(self, step: GraphStep) -> CapturedGraph:
         """Capture the step. Raises GraphUnsupported for a step that cannot be replayed."""
-
-
-class CudaGraph(CapturedGraph):
-    """A `torch.cuda.CUDAGraph` with its outputs."""
-
-    def __init__(self, graph: torch.cuda.CUDAGraph, outputs: object, nbytes: int) -> None:
-        self.outputs = outputs
-        self.nbytes = nbytes
-        self._graph = graph
-
-    def replay(self) -> None:
-        self._graph.replay()
 
 
 class CudaGraphs(DeviceGraphs):
@@ -116,7 +103,7 @@ class CudaGraphs(DeviceGraphs):
             self._release_random_numbers()
             raise GraphUnsupported(_why(error)) from error
         left, _ = torch.cuda.mem_get_info(self._device)
-        return CudaGraph(graph, outputs, max(free - left, 0))
+        return CapturedGraph(outputs=outputs, nbytes=max(free - left, 0), replay=graph.replay)
 
     def _release_random_numbers(self) -> None:
         """Let torch's generator draw eagerly again.

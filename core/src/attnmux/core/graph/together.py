@@ -2,25 +2,24 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 from attnmux.core.graph.config import GraphConfig
 
 
-class CapturingRanks(ABC):
-    """Ranks whose graphs hold collectives of each other, as one of them sees them.
+class CapturingRanks:
+    """Ranks whose graphs hold collectives of each other, as one of them sees them: here a single
+    one, which has no other to wait for.
 
     Either all of them have graphs of the same sizes, or none has.
     """
 
     @property
-    @abstractmethod
     def rank(self) -> int:
         """This rank's number. Rank 0 shows the progress."""
+        return 0
 
-    @abstractmethod
     @contextmanager
     def session(self, config: GraphConfig) -> Iterator[None]:
         """The context of all captures and of what they allocate before.
@@ -28,25 +27,10 @@ class CapturingRanks(ABC):
         Raises GraphUnsupported on every rank if one of them raises in it, and RanksDiffer for
         ranks whose configs differ.
         """
+        yield
 
-    @abstractmethod
     def meet(self) -> None:
         """Wait for all ranks before a warm-up and before a capture. Raises as `session` does."""
 
 
-class Alone(CapturingRanks):
-    """A single rank, which has no other to wait for."""
-
-    @property
-    def rank(self) -> int:
-        return 0
-
-    @contextmanager
-    def session(self, config: GraphConfig) -> Iterator[None]:
-        yield
-
-    def meet(self) -> None:
-        """Do nothing."""
-
-
-ALONE = Alone()
+ALONE = CapturingRanks()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -10,18 +10,14 @@ from attnmux.core.arguments import check_lens, check_positive, check_table, desc
 from attnmux.core.errors import InvalidInput
 from attnmux.core.indices._segments import lay_out, page_numbers, store
 
-
-class HasColumns(Protocol):
-    """A `RequestTable`; a builder reads its columns alone."""
-
-    def columns_for(self, page_size: int) -> tuple[torch.Tensor, int]: ...
-
+if TYPE_CHECKING:
+    from attnmux.core.kv.request_table import RequestTable
 
 _INT32_MAX = torch.iinfo(torch.int32).max
 
 
 def kv_indices(
-    req_to_token: torch.Tensor | HasColumns,
+    req_to_token: torch.Tensor | RequestTable,
     req_pool_indices: torch.Tensor,
     kv_indptr: torch.Tensor,
     *,
@@ -53,7 +49,7 @@ def kv_indices(
 
 
 def _columns(
-    source: torch.Tensor | HasColumns, page_size: int, kv_start: torch.Tensor | None
+    source: torch.Tensor | RequestTable, page_size: int, kv_start: torch.Tensor | None
 ) -> tuple[torch.Tensor, int, torch.Tensor | None]:
     """The table to read, its columns from one page to the next, and kv_start in its columns."""
     check_positive("page_size", page_size)
@@ -66,7 +62,7 @@ def _columns(
 
 
 def page_table(
-    req_to_token: torch.Tensor | HasColumns,
+    req_to_token: torch.Tensor | RequestTable,
     req_pool_indices: torch.Tensor,
     kv_lens: torch.Tensor,
     *,

@@ -91,9 +91,6 @@ class ForeignRequestTable(RequestTable):
     def req_to_token(self) -> torch.Tensor:
         return self._req_to_token
 
-    def columns_for(self, page_size: int) -> tuple[torch.Tensor, int]:
-        return self._req_to_token, 1
-
 
 def _check_buffer(layer_id: int, buffer: torch.Tensor, first: torch.Tensor) -> None:
     """Raise InvalidInput unless the buffer has the slots, dtype and device of the first."""

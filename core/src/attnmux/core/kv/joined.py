@@ -4,11 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
+from typing import TYPE_CHECKING
 
 import torch
 
 from attnmux.core.errors import InvalidInput
-from attnmux.core.kv.pool import HasLayerId, KVPool, check_loc
+from attnmux.core.kv.pool import KVPool, check_loc
+
+if TYPE_CHECKING:
+    from attnmux.core.layer import LayerSpec
 
 STORAGE = ("page_size", "dtype", "device")
 """What all pools of a model have alike."""
@@ -64,7 +68,7 @@ class JoinedKVPool(KVPool):
 
     def set_kv_buffer(
         self,
-        layer: HasLayerId,
+        layer: LayerSpec,
         loc: torch.Tensor,
         k: torch.Tensor,
         v: torch.Tensor,
@@ -77,7 +81,7 @@ class JoinedKVPool(KVPool):
 
     def set_mla_kv_buffer(
         self,
-        layer: HasLayerId,
+        layer: LayerSpec,
         loc: torch.Tensor,
         k_nope: torch.Tensor,
         k_rope: torch.Tensor,

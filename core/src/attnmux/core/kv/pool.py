@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -19,14 +19,10 @@ from attnmux.core.kv.quantise import (
     checked_scale,
 )
 
+if TYPE_CHECKING:
+    from attnmux.core.layer import LayerSpec
+
 _WORDS = (torch.int64, torch.int32, torch.int16, torch.uint8)
-
-
-class HasLayerId(Protocol):
-    """A `LayerSpec`; a pool reads only its id."""
-
-    @property
-    def layer_id(self) -> int: ...
 
 
 class KVPool(ABC):
@@ -117,7 +113,7 @@ class KVPool(ABC):
 
     def set_kv_buffer(
         self,
-        layer: HasLayerId,
+        layer: LayerSpec,
         loc: torch.Tensor,
         k: torch.Tensor,
         v: torch.Tensor,
@@ -167,7 +163,7 @@ class KVPool(ABC):
 
     def set_mla_kv_buffer(
         self,
-        layer: HasLayerId,
+        layer: LayerSpec,
         loc: torch.Tensor,
         k_nope: torch.Tensor,
         k_rope: torch.Tensor,

@@ -33,7 +33,6 @@ class RequestTable(ABC):
     def req_to_token(self) -> torch.Tensor:
         """[size + 1, max_context_len] int32, at a fixed address: the slot of every token."""
 
-    @abstractmethod
     def columns_for(self, page_size: int) -> tuple[torch.Tensor, int]:
         """A table [size + 1, width] int32 at a fixed address, and the tokens of a column: 1, where
         it holds slots, or `page_size`, where it holds pages of that size.
@@ -41,15 +40,11 @@ class RequestTable(ABC):
         Index builders take the request table itself and read this. A backend that wants pages
         then reads them where the engine keeps pages.
         """
+        return self.req_to_token, 1
 
 
 class ReqToTokenPool(RequestTable):
-    """The request table and its free rows.
-
-    `req_to_token` [size + 1, max_context_len] int32 holds the slot of every token. Row 0 belongs to
-    padding: it is never handed out and its slots are 0. A row keeps its old slots after `free`;
-    the lengths of a batch say how many of its slots are valid.
-    """
+    """The request table and its free rows. A row keeps its old slots after `free`."""
 
     def __init__(self, size: int, max_context_len: int, device: torch.device | str) -> None:
         """Room for `size` requests of at most `max_context_len` tokens.
@@ -70,9 +65,6 @@ class ReqToTokenPool(RequestTable):
     @property
     def req_to_token(self) -> torch.Tensor:
         return self._req_to_token
-
-    def columns_for(self, page_size: int) -> tuple[torch.Tensor, int]:
-        return self._req_to_token, 1
 
     def available_size(self) -> int:
         """Free rows."""
@@ -214,7 +206,7 @@ class BlockTable(RequestTable):
     def columns_for(self, page_size: int) -> tuple[torch.Tensor, int]:
         if page_size == self.page_size:
             return self.block_table, page_size
-        return self.req_to_token, 1
+        return super().columns_for(page_size)
 
     def write(self, blocks: torch.Tensor, max_len: int) -> None:
         """Take the pages [B, at least the pages of max_len] int of a step's requests, whose rows

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING
 
 import torch
 
 from attnmux.core.arguments import check_positive
 from attnmux.core.kv.four_bits import BLOCK, SCALE_DTYPE, check_width, scale_bytes
 from attnmux.core.kv.four_bits import DTYPE as FP4_DTYPE
-from attnmux.core.kv.pool import HasLayerId, KVPool, check_loc, check_rows, words_of, write_rows
+from attnmux.core.kv.pool import KVPool, check_loc, check_rows, words_of, write_rows
 from attnmux.core.kv.quantise import quantise, stored_parts
+
+if TYPE_CHECKING:
+    from attnmux.core.layer import LayerSpec
 
 
 class PairPool(KVPool):
@@ -41,7 +45,7 @@ class PairPool(KVPool):
 
     def set_kv_buffer(
         self,
-        layer: HasLayerId,
+        layer: LayerSpec,
         loc: torch.Tensor,
         k: torch.Tensor,
         v: torch.Tensor,
@@ -100,7 +104,7 @@ class LatentPool(KVPool):
 
     def set_mla_kv_buffer(
         self,
-        layer: HasLayerId,
+        layer: LayerSpec,
         loc: torch.Tensor,
         k_nope: torch.Tensor,
         k_rope: torch.Tensor,
@@ -124,8 +128,7 @@ def _nbytes(buffers: Iterable[torch.Tensor]) -> int:
 
 
 class MHATokenToKVPool(PairPool):
-    """Multi-head and grouped-query attention: K [slots, Hkv, D] and V [slots, Hkv, Dv] of each
-    layer, zero until written."""
+    """The memory of multi-head and grouped-query attention, zero until written."""
 
     def __init__(
         self,
@@ -208,7 +211,7 @@ class MHATokenToKVPool(PairPool):
 
 
 class MLATokenToKVPool(LatentPool):
-    """Multi-head latent attention: [slots, 1, rank + rope] of each layer, zero until written."""
+    """The memory of multi-head latent attention, zero until written."""
 
     def __init__(
         self,

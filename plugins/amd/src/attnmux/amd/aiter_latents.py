@@ -21,7 +21,6 @@ from attnmux.core import (
     LibraryBackend,
     PageTables,
     check_latent,
-    check_plain,
     check_sixteen_bits,
     filled,
     joined,
@@ -94,7 +93,6 @@ class AiterLatentBackend(LibraryBackend[AiterKernels, LatentLayer, LatentStep, L
 
     def prepare_layer(self, layer: LayerSpec) -> LatentLayer:
         check_latent(layer)
-        check_plain(layer)
         pool = self.context.token_to_kv_pool
         if layer.layer_id not in pool.layer_ids:
             return LatentLayer(group=-1, rows=None)

@@ -6,7 +6,6 @@ It returns no LSE and takes no mask. Where a layer's call brings all keys, as an
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -18,7 +17,8 @@ from attnmux.core import (
     DecodeStep,
     InvalidInput,
     KeyGroup,
-    LibraryBackend,
+    PagedBackend,
+    PagedLayer,
     check_keys_dtype,
     check_page_size,
     check_sixteen_bits,
@@ -28,7 +28,7 @@ from attnmux.core import (
 )
 
 if TYPE_CHECKING:
-    from attnmux.core import AttentionCall, BackendContext, ForwardBatch, LayerSpec
+    from attnmux.core import AttentionCall, ForwardBatch, LayerSpec
 
 PAGE_SIZES = (16, 32, 64, 128)
 """A page is a tile of the kernel in decode: a power of two that its matrix units divide."""
@@ -36,18 +36,6 @@ HEAD_DIMS = (16, 32, 64, 128, 256)
 """`reduce_segments` of 0.1.7 compiles for powers of two alone."""
 KEY_TILE = 64
 """Keys of a tile in prefill. The kernel reads the table for all of them."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class AiterLayer:
-    """A layer's arguments that no step changes."""
-
-    arguments: dict[str, Any]
-    """Of `unified_attention`, by its names."""
-    group: KeyGroup | None = None
-    """None for a layer that the pool does not store."""
-    kv: tuple[torch.Tensor, torch.Tensor] | None = None
-    """[pages, page, Hkv, D], the pool's memory."""
 
 
 @dataclass(kw_only=True, slots=True, eq=False)
@@ -58,18 +46,10 @@ class AiterStep(DecodeStep):
     """[T, 1, 1] bool: the rows of no request. Set by `fill_step` where there may be one."""
 
 
-class AiterPagesBackend(LibraryBackend[AiterKernels, AiterLayer, AiterStep, DecodeBuffers]):
+class AiterPagesBackend(PagedBackend[AiterKernels, PagedLayer, AiterStep, DecodeBuffers]):
     """MHA and GQA; draft trees are another backend's."""
 
-    def __init__(
-        self, context: BackendContext, options: Mapping[str, object], kernels: AiterKernels
-    ) -> None:
-        """Raises InvalidInput for layers and pools that the kernels do not serve."""
-        super().__init__(context, options, kernels)
-        groups = (layer.group for layer in self._layers.values() if layer.group is not None)
-        self._groups = tuple(dict.fromkeys(groups))
-
-    def prepare_layer(self, layer: LayerSpec) -> AiterLayer:
+    def prepare_layer(self, layer: LayerSpec) -> PagedLayer:
         is_encoders = not layer.is_causal
         _check_layer(layer)
         window = layer.sliding_window_size
@@ -84,27 +64,27 @@ class AiterPagesBackend(LibraryBackend[AiterKernels, AiterLayer, AiterStep, Deco
             "v_descale": None,
         }
         if is_encoders or layer.layer_id not in self.context.token_to_kv_pool.layer_ids:
-            return AiterLayer(arguments=arguments)
+            return PagedLayer(arguments=arguments)
         check_sixteen_bits(self.context)
         check_page_size(self.context, *PAGE_SIZES)
         _check_dims(layer)
         group = KeyGroup.of(layer, self.context)
         kv = kv_pages(layer, self.context, group.page_size)
-        return AiterLayer(arguments=arguments, group=group, kv=kv)
+        return PagedLayer(arguments=arguments, group=group, kv=kv)
 
     def plan_step(self, batch: ForwardBatch, buffers: DecodeBuffers | None) -> AiterStep:
         return AiterStep.of(batch, self.context, buffers, key_tile=KEY_TILE)
 
     def fill_step(self, step: AiterStep, batch: ForwardBatch) -> None:
-        step.fill(batch, self._groups, self.context)
+        step.fill(batch, self.key_groups, self.context)
         if step.tables.queries_each is None:
             step.unowned = step.tables.unowned_rows(batch)
 
     def make_buffers(self, max_bs: int, max_num_tokens: int) -> DecodeBuffers:
-        return DecodeBuffers.of(self._groups, max_bs, self.context, key_tile=KEY_TILE)
+        return DecodeBuffers.of(self.key_groups, max_bs, self.context, key_tile=KEY_TILE)
 
     def attend(
-        self, call: AttentionCall, layer: AiterLayer, step: AiterStep, batch: ForwardBatch
+        self, call: AttentionCall, layer: PagedLayer, step: AiterStep, batch: ForwardBatch
     ) -> torch.Tensor:
         spec, q = call.layer, call.q
         out = call.out
@@ -118,7 +98,7 @@ class AiterPagesBackend(LibraryBackend[AiterKernels, AiterLayer, AiterStep, Deco
         return out if step.unowned is None else out.masked_fill_(step.unowned, 0)
 
     def _over_pool(
-        self, call: AttentionCall, out: torch.Tensor, layer: AiterLayer, step: AiterStep
+        self, call: AttentionCall, out: torch.Tensor, layer: PagedLayer, step: AiterStep
     ) -> None:
         if layer.group is None or layer.kv is None:
             raise not_in_pool(call.layer)

@@ -8,7 +8,7 @@ or skips keys outside of a window.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
@@ -21,8 +21,8 @@ from attnmux.core import (
     LibraryBackend,
     PageTables,
     aligned,
+    check_features,
     check_keys_dtype,
-    check_plain,
     check_positive,
     check_sixteen_bits,
     filled,
@@ -79,10 +79,7 @@ class WaveBackend(LibraryBackend[WaveKernels, WaveLayer, WaveStep, SlotBuffers])
         self._groups = slot_groups(context)
 
     def prepare_layer(self, layer: LayerSpec) -> WaveLayer:
-        if layer.kind != "mha":
-            got = f"kind {layer.kind}"
-            raise InvalidInput(f"layer {layer.layer_id}", got=got, expected="mha")
-        check_plain(replace(layer, logit_cap=0.0))  # the kernels do caps
+        check_features(layer, "logit_cap")
         check_sixteen_bits(self.context)
         decode, extend = self._kernels_of(layer)
         pool = self.context.token_to_kv_pool

@@ -29,11 +29,10 @@ from attnmux.core import (
     GraphUnsupported,
     InvalidInput,
     KeyGroup,
-    LibraryBackend,
+    PagedBackend,
     PageTables,
     check_latent,
     check_page_size,
-    check_plain,
     check_sixteen_bits,
     joined,
     latent_pages,
@@ -72,7 +71,7 @@ class LatentStep:
     """In other steps that have new tokens."""
 
 
-class AscendLatentBackend(LibraryBackend[NPUKernels, LatentLayer, LatentStep, None]):
+class AscendLatentBackend(PagedBackend[NPUKernels, LatentLayer, LatentStep, None]):
     """MLA; draft trees are another backend's."""
 
     def __init__(
@@ -80,13 +79,10 @@ class AscendLatentBackend(LibraryBackend[NPUKernels, LatentLayer, LatentStep, No
     ) -> None:
         """Raises InvalidInput for layers and pools that the operators do not serve."""
         super().__init__(context, options, kernels)
-        groups = (layer.group for layer in self._layers.values() if layer.group is not None)
-        self._groups = tuple(dict.fromkeys(groups))
         self._mask = causal_mask(context.device)
 
     def prepare_layer(self, layer: LayerSpec) -> LatentLayer:
         check_latent(layer)
-        check_plain(layer)
         if layer.tp_q_head_num > MOST_HEADS:
             got, expected = f"{layer.tp_q_head_num} heads", f"at most {MOST_HEADS}"
             raise InvalidInput(f"layer {layer.layer_id}", got=got, expected=expected)
@@ -114,7 +110,7 @@ class AscendLatentBackend(LibraryBackend[NPUKernels, LatentLayer, LatentStep, No
         return step
 
     def fill_step(self, step: LatentStep, batch: ForwardBatch) -> None:
-        step.tables.fill(batch, self._groups, self.context)
+        step.tables.fill(batch, self.key_groups, self.context)
 
     def make_buffers(self, max_bs: int, max_num_tokens: int) -> None:
         raise GraphUnsupported("lengths are on the host, where a replay of a graph reads none")

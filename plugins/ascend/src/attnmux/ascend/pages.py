@@ -26,7 +26,8 @@ from attnmux.core import (
     GraphUnsupported,
     InvalidInput,
     KeyGroup,
-    LibraryBackend,
+    PagedBackend,
+    PagedLayer,
     PageTables,
     check_keys_dtype,
     check_page_size,
@@ -49,17 +50,6 @@ DTYPE = torch.bfloat16
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class PagedLayer:
-    """A layer's arguments that no step changes."""
-
-    arguments: dict[str, Any]
-    group: KeyGroup | None = None
-    """None for a layer that the pool does not store."""
-    kv: tuple[torch.Tensor, torch.Tensor] | None = None
-    """[pages, page, Hkv * D], the pool's memory."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class PagedStep:
     """A step of any phase."""
 
@@ -67,7 +57,7 @@ class PagedStep:
     lens: HostLens
 
 
-class AscendPagesBackend(LibraryBackend[NPUKernels, PagedLayer, PagedStep, None]):
+class AscendPagesBackend(PagedBackend[NPUKernels, PagedLayer, PagedStep, None]):
     """MHA and GQA; draft trees are another backend's."""
 
     def __init__(
@@ -75,8 +65,6 @@ class AscendPagesBackend(LibraryBackend[NPUKernels, PagedLayer, PagedStep, None]
     ) -> None:
         """Raises InvalidInput for layers and pools that the operator does not serve."""
         super().__init__(context, options, kernels)
-        groups = (layer.group for layer in self._layers.values() if layer.group is not None)
-        self._groups = tuple(dict.fromkeys(groups))
         self._mask = causal_mask(context.device)
 
     def prepare_layer(self, layer: LayerSpec) -> PagedLayer:
@@ -106,7 +94,7 @@ class AscendPagesBackend(LibraryBackend[NPUKernels, PagedLayer, PagedStep, None]
         return PagedStep(tables=tables, lens=HostLens.of(batch))
 
     def fill_step(self, step: PagedStep, batch: ForwardBatch) -> None:
-        step.tables.fill(batch, self._groups, self.context)
+        step.tables.fill(batch, self.key_groups, self.context)
 
     def make_buffers(self, max_bs: int, max_num_tokens: int) -> None:
         raise GraphUnsupported("lengths are host lists, which a replay of a graph would not renew")

@@ -123,13 +123,10 @@ class StepLens:
         if batch.forward_mode.is_decode():
             cached = read(batch.seq_lens, batch.seq_lens_cpu) - 1
             new = torch.ones_like(cached)
-        elif batch.extend_seq_lens is None or batch.extend_prefix_lens is None:
-            raise InvalidInput(
-                "extend_seq_lens", got=None, expected="new and cached lengths in an extend step"
-            )
         else:
-            new = read(batch.extend_seq_lens, batch.extend_seq_lens_cpu)
-            cached = read(batch.extend_prefix_lens, batch.extend_prefix_lens_cpu)
+            new, cached = batch.extend_lens()
+            new = read(new, batch.extend_seq_lens_cpu)
+            cached = read(cached, batch.extend_prefix_lens_cpu)
         lens = batch.encoder_lens
         encoder = torch.zeros_like(new) if lens is None else read(lens, None)
         return cls(new=new, cached=cached, encoder=encoder)

@@ -9,7 +9,6 @@ request may reach another's result: `amx_nan.py` computes such rows again.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -21,7 +20,7 @@ from attnmux.core import (
     KernelLibrary,
     KeyGroup,
     Keys,
-    LibraryBackend,
+    PagedBackend,
     PageTables,
     filled,
     joined,
@@ -33,7 +32,7 @@ from attnmux.intel.amx_library import AMXKernels, load_kernels
 from attnmux.intel.amx_nan import replace_nan
 
 if TYPE_CHECKING:
-    from attnmux.core import AttentionCall, BackendContext, ForwardBatch, LayerSpec
+    from attnmux.core import AttentionCall, ForwardBatch, LayerSpec
 
 KEYS_PER_SPLIT = 512
 """Keys of a request that one thread reads at least in decode."""
@@ -61,16 +60,8 @@ class AMXStep:
     """[T, 1, 1] bool: rows whose result is 0, which see no key or belong to no request."""
 
 
-class AMXBackend(LibraryBackend[AMXKernels, AMXLayer, AMXStep, None]):
+class AMXBackend(PagedBackend[AMXKernels, AMXLayer, AMXStep, None]):
     """Prefill and decode of MHA, GQA and MLA over pages of any size."""
-
-    def __init__(
-        self, context: BackendContext, options: Mapping[str, object], kernels: AMXKernels
-    ) -> None:
-        """Raises InvalidInput for layers and pools that the kernels do not serve."""
-        super().__init__(context, options, kernels)
-        groups = (layer.group for layer in self._layers.values() if layer.group is not None)
-        self._groups = tuple(dict.fromkeys(groups))
 
     def prepare_layer(self, layer: LayerSpec) -> AMXLayer:
         check_layer(layer)
@@ -103,7 +94,7 @@ class AMXBackend(LibraryBackend[AMXKernels, AMXLayer, AMXStep, None]):
 
     def fill_step(self, step: AMXStep, batch: ForwardBatch) -> None:
         tables = step.tables
-        tables.fill(batch, self._groups, self.context)
+        tables.fill(batch, self.key_groups, self.context)
         step.rows = torch.arange(batch.batch_size, device=batch.seq_lens.device)
         step.seq_lens = batch.seq_lens.long()
         if batch.forward_mode.is_decode():

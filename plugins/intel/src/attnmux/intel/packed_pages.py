@@ -15,6 +15,7 @@ import torch
 from attnmux.core import (
     KeyGroup,
     Keys,
+    PagedLayer,
     aligned,
     check_keys_dtype,
     check_sixteen_bits,
@@ -30,18 +31,6 @@ if TYPE_CHECKING:
     from attnmux.intel.packed_requests import PackedRequests
 
 K = TypeVar("K")
-
-
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class PagedLayer:
-    """A layer's arguments that no step changes."""
-
-    arguments: dict[str, Any]
-    """Of the kernel, by its names."""
-    group: KeyGroup | None = None
-    """None for a layer that the pool does not store."""
-    kv: tuple[torch.Tensor, torch.Tensor] | None = None
-    """[pages, page, Hkv, D], the pool's memory."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)

@@ -2,34 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from attnmux.core import (
     DecodeStep,
     GraphUnsupported,
+    HasKeys,
     InvalidInput,
-    KeyGroup,
-    LibraryBackend,
+    PagedBackend,
     filled,
 )
 from attnmux.intel.packed_requests import PackedRequests
 
 if TYPE_CHECKING:
-    from attnmux.core import AttentionCall, BackendContext, ForwardBatch
-
-
-class StoredLayer(Protocol):
-    """A layer's arguments that no step changes."""
-
-    @property
-    def group(self) -> KeyGroup | None:
-        """None for a layer that the pool does not store."""
+    from attnmux.core import AttentionCall, ForwardBatch
 
 
 K = TypeVar("K")
-L = TypeVar("L", bound=StoredLayer)
+L = TypeVar("L", bound=HasKeys)
 
 
 @dataclass(kw_only=True, slots=True, eq=False)
@@ -40,14 +31,8 @@ class PackedStep(DecodeStep):
     """Set by `plan_step`."""
 
 
-class PackedBackend(LibraryBackend[K, L, PackedStep, None]):
+class PackedBackend(PagedBackend[K, L, PackedStep, None]):
     """Prefill and decode by kernels that write no LSE and run in no graph."""
-
-    def __init__(self, context: BackendContext, options: Mapping[str, object], kernels: K) -> None:
-        """Raises InvalidInput for layers and pools that the kernels do not serve."""
-        super().__init__(context, options, kernels)
-        groups = (layer.group for layer in self._layers.values() if layer.group is not None)
-        self._groups = tuple(dict.fromkeys(groups))
 
     def plan_packed(self, batch: ForwardBatch, *, key_tile: int = 1) -> PackedStep:
         """key_tile: rows of page tables have room for a multiple of so many keys."""
@@ -56,7 +41,7 @@ class PackedBackend(LibraryBackend[K, L, PackedStep, None]):
         return step
 
     def fill_step(self, step: PackedStep, batch: ForwardBatch) -> None:
-        step.fill(batch, self._groups, self.context)
+        step.fill(batch, self.key_groups, self.context)
 
     def make_buffers(self, max_bs: int, max_num_tokens: int) -> None:
         raise GraphUnsupported("graphs of Intel's GPUs are not captured")

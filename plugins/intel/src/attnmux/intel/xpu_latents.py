@@ -18,7 +18,6 @@ from attnmux.core import (
     aligned,
     check_latent,
     check_page_size,
-    check_plain,
     check_sixteen_bits,
     filled,
     is_writable,
@@ -59,7 +58,6 @@ class XPULatentBackend(PackedBackend[XPUKernels, LatentLayer]):
 
     def prepare_layer(self, layer: LayerSpec) -> LatentLayer:
         check_latent(layer)
-        check_plain(layer)
         if layer.tp_q_head_num > MOST_HEADS:
             got, expected = f"{layer.tp_q_head_num} heads", f"at most {MOST_HEADS}"
             raise InvalidInput(f"layer {layer.layer_id}", got=got, expected=expected)

@@ -25,7 +25,6 @@ from attnmux.core import (
     KeyGroup,
     aligned,
     check_page_size,
-    check_plain,
     check_sixteen_bits,
     filled,
     imported,
@@ -97,7 +96,6 @@ class CutlassMLABackend(
         self._num_kv_splits = _read_num_kv_splits(options)
 
     def prepare_layer(self, layer: LayerSpec) -> CutlassMLALayer:
-        check_plain(layer)
         check_page_size(self.context, PAGE)
         check_sixteen_bits(self.context)
         if layer.tp_q_head_num > MOST_HEADS:

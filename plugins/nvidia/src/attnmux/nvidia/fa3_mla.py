@@ -14,7 +14,6 @@ from attnmux.core import (
     KernelLibrary,
     aligned,
     check_latent,
-    check_plain,
     check_sixteen_bits,
     latent_pages,
     rehearse,
@@ -36,7 +35,6 @@ class FA3MLABackend(FA3Base):
         """Raises InvalidInput for a layer that is not plain MLA with 512 + 64 dims, and for latents
         of another dtype than Q's."""
         check_latent(layer)
-        check_plain(layer)
         arguments: dict[str, Any] = {
             "softmax_scale": layer.scaling,
             "causal": True,

@@ -10,7 +10,7 @@ in which the rows that no request owns keep what the allocator left.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, cast
@@ -24,12 +24,12 @@ from attnmux.core import (
     InvalidInput,
     KernelLibrary,
     KeyGroup,
-    LibraryBackend,
+    PagedBackend,
+    PagedLayer,
     PageTables,
     aligned,
     check_keys_dtype,
     check_latent,
-    check_plain,
     check_sixteen_bits,
     imported,
     kv_pages,
@@ -45,7 +45,6 @@ if TYPE_CHECKING:
     from attnmux.core import (
         AttentionBackend,
         AttentionCall,
-        BackendContext,
         ForwardBatch,
         LayerSpec,
     )
@@ -65,19 +64,6 @@ class FA4Kernels:
     output, and LSE or None."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class FA4Layer:
-    """A layer's arguments that no step changes."""
-
-    arguments: dict[str, Any]
-    """By the library's names."""
-    group: KeyGroup | None = None
-    """None for a layer that the pool does not store."""
-    kv: tuple[torch.Tensor, torch.Tensor] | None = None
-    """[pages, page, Hkv, D], the pool's memory; of MLA its rotary parts [pages, page, 1, 64] and
-    latents [pages, page, 1, 512]."""
-
-
 @dataclass(kw_only=True, slots=True, eq=False)
 class FA4Step:
     """A prefill step."""
@@ -89,18 +75,10 @@ class FA4Step:
     """[T, 1, 1] bool: the rows of no request. Set by `fill_step` where there may be one."""
 
 
-class FA4Backend(LibraryBackend[FA4Kernels, FA4Layer, FA4Step, None]):
+class FA4Backend(PagedBackend[FA4Kernels, PagedLayer, FA4Step, None]):
     """Prefill of MHA, GQA and MLA; decoding, verification and drafts are another backend's."""
 
-    def __init__(
-        self, context: BackendContext, options: Mapping[str, object], kernels: FA4Kernels
-    ) -> None:
-        """Raises InvalidInput for layers and pools that the kernels do not serve."""
-        super().__init__(context, options, kernels)
-        groups = (layer.group for layer in self._layers.values() if layer.group is not None)
-        self._groups = tuple(dict.fromkeys(groups))
-
-    def prepare_layer(self, layer: LayerSpec) -> FA4Layer:
+    def prepare_layer(self, layer: LayerSpec) -> PagedLayer:
         _check_layer(layer)
         arguments: dict[str, Any] = {
             "softmax_scale": layer.scaling,
@@ -118,7 +96,7 @@ class FA4Backend(LibraryBackend[FA4Kernels, FA4Layer, FA4Step, None]):
         elif layer.kind == "mla" and TILE % heads and heads % TILE:
             arguments["pack_gqa"] = False  # by default heads are packed, and tiles must be whole
         if layer.layer_id not in self.context.token_to_kv_pool.layer_ids:
-            return FA4Layer(arguments=arguments)
+            return PagedLayer(arguments=arguments)
         check_sixteen_bits(self.context)
         group = KeyGroup.of(layer, self.context)
         if layer.kind == "mla":
@@ -126,7 +104,7 @@ class FA4Backend(LibraryBackend[FA4Kernels, FA4Layer, FA4Step, None]):
             kv = rows[..., LATENT_DIM:], rows[..., :LATENT_DIM]
         else:
             kv = kv_pages(layer, self.context, group.page_size)
-        return FA4Layer(arguments=arguments, group=group, kv=kv)
+        return PagedLayer(arguments=arguments, group=group, kv=kv)
 
     def plan_step(self, batch: ForwardBatch, buffers: None) -> FA4Step:
         if batch.forward_mode not in (ForwardMode.EXTEND, ForwardMode.MIXED):
@@ -142,7 +120,7 @@ class FA4Backend(LibraryBackend[FA4Kernels, FA4Layer, FA4Step, None]):
         )
 
     def fill_step(self, step: FA4Step, batch: ForwardBatch) -> None:
-        step.tables.fill(batch, self._groups, self.context)
+        step.tables.fill(batch, self.key_groups, self.context)
         if step.may_pad:
             step.unowned = step.tables.unowned_rows(batch)
 
@@ -150,7 +128,7 @@ class FA4Backend(LibraryBackend[FA4Kernels, FA4Layer, FA4Step, None]):
         raise GraphUnsupported("fa4 serves prefill, which is not captured in a graph")
 
     def attend(
-        self, call: AttentionCall, layer: FA4Layer, step: FA4Step, batch: ForwardBatch
+        self, call: AttentionCall, layer: PagedLayer, step: FA4Step, batch: ForwardBatch
     ) -> torch.Tensor:
         is_latent = call.layer.kind == "mla"
         if is_latent:
@@ -175,7 +153,7 @@ class FA4Backend(LibraryBackend[FA4Kernels, FA4Layer, FA4Step, None]):
         return attended if step.unowned is None else attended.masked_fill_(step.unowned, 0)
 
 
-def _keys(call: AttentionCall, layer: FA4Layer, tables: PageTables) -> dict[str, Any]:
+def _keys(call: AttentionCall, layer: PagedLayer, tables: PageTables) -> dict[str, Any]:
     """The keys of the call, or the layer's in the pool, by the library's names."""
     k, v = (call.k_rope, call.k) if call.layer.kind == "mla" else (call.k, call.v)
     if k is not None and v is not None and not call.save_kv_cache:
@@ -201,7 +179,6 @@ def _keys(call: AttentionCall, layer: FA4Layer, tables: PageTables) -> dict[str,
 def _check_layer(layer: LayerSpec) -> None:
     if layer.kind == "mla":
         check_latent(layer)
-        check_plain(layer)
         return
     unserved = {
         "is_causal=False": not layer.is_causal,

@@ -33,7 +33,6 @@ from attnmux.core import (
     Keys,
     PageTables,
     check_page_size,
-    check_plain,
     filled,
     joined,
     latent_pages,
@@ -126,7 +125,6 @@ class FlashMLABackend(
         self._max_queries = self._most_fp8_queries() if self._is_fp8 else None
 
     def prepare_layer(self, layer: LayerSpec) -> FlashMLALayer:
-        check_plain(layer)
         check_page_size(self.context, PAGE)
         check_own_or_fp8(self.context)
         pool = self.context.token_to_kv_pool

@@ -29,7 +29,6 @@ from attnmux.core import (
     InvalidInput,
     KernelLibrary,
     LibraryBackend,
-    check_plain,
     cu_seqlens,
     filled,
     joined,
@@ -122,7 +121,6 @@ class NSABackend(LibraryBackend[NSAKernels, NSALayer, NSAStep, tuple[()]]):
         self._lse_unit = self._measured_lse_unit()
 
     def prepare_layer(self, layer: LayerSpec) -> NSALayer:
-        check_plain(layer)
         check_bfloat16_or_fp8(self.context)
         kernel_heads = next((heads for heads in HEADS if layer.tp_q_head_num <= heads), None)
         if kernel_heads is None:
@@ -263,9 +261,7 @@ def _picks(batch: ForwardBatch) -> torch.Tensor:
 
 def _rows_of_call(batch: ForwardBatch) -> torch.Tensor:
     """[T, topk] int32: rows of the call's own k, where there is no prefix."""
-    picks, new = _picks(batch), batch.extend_seq_lens
-    if new is None:
-        raise InvalidInput("extend_seq_lens", got=None, expected="lengths in an extend step")
+    picks, (new, _) = _picks(batch), batch.extend_lens()
     starts = token_rows(cu_seqlens(new)[:-1].long(), new, batch.num_tokens).int()
     return torch.where(picks < 0, -1, starts.unsqueeze(1) + picks)
 

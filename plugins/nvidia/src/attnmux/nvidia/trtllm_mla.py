@@ -23,7 +23,6 @@ from attnmux.core import (
     KernelLibrary,
     KeyGroup,
     Keys,
-    check_plain,
     filled,
     imported,
     is_writable,
@@ -141,7 +140,6 @@ class TRTLLMMLABackend(
         self._workspace = workspace(context, options, default_bytes=WORKSPACE_BYTES)
 
     def prepare_layer(self, layer: LayerSpec) -> TRTLLMMLALayer:
-        check_plain(layer)
         check_bfloat16_or_fp8(self.context)
         pool = self.context.token_to_kv_pool
         if TILE % pool.page_size:

@@ -23,8 +23,8 @@ def plain_fields(fact: Any) -> dict[str, Any]:  # noqa: ANN401  # any dataclass
 
 
 def plain(value: Any) -> Any:  # noqa: ANN401  # any value
-    """Facts and mappings as dictionaries, sequences as lists, sets as sorted lists; other values as
-    they are."""
+    """Facts and mappings as dictionaries, sequences as lists, sets as sorted lists, and any other
+    value, such as a condition, as text."""
     if type(value) in ATOMS:
         return value
     if isinstance(value, Plain):
@@ -33,4 +33,4 @@ def plain(value: Any) -> Any:  # noqa: ANN401  # any value
         return {name: plain(each) for name, each in value.items()}
     if isinstance(value, Sequence):
         return [plain(each) for each in value]
-    return sorted(value) if isinstance(value, frozenset) else value
+    return sorted(value) if isinstance(value, frozenset) else str(value)

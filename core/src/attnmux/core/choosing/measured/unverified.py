@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Unverified:
-    """A backend that was chosen on its card's word alone."""
+    """A backend that was chosen and never ran on this kind of device, by its card."""
 
     offer: Offer
     choice: Choice
@@ -37,39 +37,42 @@ class Unverified:
 def unverified(
     decision: Decision, offers: Sequence[Offer], measurements: Sequence[Measurement]
 ) -> tuple[Unverified, ...]:
-    """Backends that the user did not name and that never passed: not on this kind of device, by
-    their cards, and not here with the installed versions, by the measurements."""
-    by_address = {offer.address: offer for offer in offers}
+    """Backends that the user did not name and that never passed the suite: not on this kind of
+    device, by their cards, and not here with the installed versions, by the measurements."""
     passed = {
-        (each.backend, each.versions.get(by_address[each.backend].distribution))
+        (each.backend, name, version)
         for each in measurements
-        if each.conformant and each.backend in by_address
+        if each.conformant
+        for name, version in each.versions.items()
     }
+    return tuple(
+        each
+        for each in doubtful(decision, offers)
+        if not each.choice.origin
+        and (each.offer.address, each.offer.distribution, each.choice.version) not in passed
+    )
+
+
+def doubtful(decision: Decision, offers: Sequence[Offer]) -> Iterator[Unverified]:
+    """The chosen backends that their cards do not prove. A planned one never ran at all."""
+    by_address = {offer.address: offer for offer in offers}
     uses = [(each, "", *one) for each in decision.groups for one in each.choices]
     uses += [(decision, kind, phase, choice) for kind, phase, choice in decision.linear_choices]
-    chosen: dict[tuple[str, str, Request], tuple[Decision, list[str], Choice]] = {}
+    chosen: dict[tuple[Choice, str, Request], tuple[Decision, list[str]]] = {}
     for of, kind, phase, choice in uses:
-        if not choice.origin:
-            key = choice.address, kind, of.request
-            chosen.setdefault(key, (of, [], choice))[1].append(phase)
-    found = []
-    for (address, kind, request), (of, served, choice) in chosen.items():
-        offer = by_address[address]
+        chosen.setdefault((choice, kind, of.request), (of, []))[1].append(phase)
+    for (choice, kind, request), (of, served) in chosen.items():
+        offer = by_address[choice.address]
         reason = doubt(offer.card.verified_on, decision.platform)
-        is_new = offer.card.status == "available" and (address, choice.version) not in passed
-        if reason and is_new:
+        if reason and offer.card.status == "available":
             phases = tuple(dict.fromkeys(served))
-            reason += passed_over(of, offer, () if kind else phases, by_address)
-            found.append(
-                Unverified(
-                    offer=offer,
-                    choice=choice,
-                    request=linear_request(request, kind) if kind else request,
-                    phases=phases,
-                    reason=reason,
-                )
+            yield Unverified(
+                offer=offer,
+                choice=choice,
+                request=linear_request(request, kind) if kind else request,
+                phases=phases,
+                reason=reason + passed_over(of, offer, () if kind else phases, by_address),
             )
-    return tuple(found)
 
 
 def passed_over(

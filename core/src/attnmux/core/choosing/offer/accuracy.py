@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from attnmux.core.choosing.common.checks import NAME, Check, check_fields, whole
-from attnmux.core.choosing.common.plain import Plain, plain_fields
+from attnmux.core.choosing.common.plain import Plain
 from attnmux.core.choosing.offer.conditions import ANY, Condition
 
 CHECKS: Mapping[str, Check] = {
@@ -38,9 +37,6 @@ class ErrorBound(Plain):
 
     def __post_init__(self) -> None:
         check_fields("error bound", self, CHECKS)
-
-    def to_dict(self) -> dict[str, Any]:
-        return {**plain_fields(self), "kv_dtype": str(self.kv_dtype)}
 
     def __str__(self) -> str:
         return f"{self.max_error:g} up to {self.keys:,} keys"

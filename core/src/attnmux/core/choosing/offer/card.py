@@ -5,11 +5,12 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 from attnmux.core.choosing.ask.values import OptionValue
 from attnmux.core.choosing.common.checks import TEXT, Check, check_fields, refusal, tuple_of
 from attnmux.core.choosing.common.frozen import FrozenMapping
+from attnmux.core.choosing.common.plain import Plain, plain, plain_fields
 from attnmux.core.choosing.offer.accuracy import ErrorBound
 from attnmux.core.choosing.offer.clause import ALWAYS, LARGEST, Clause
 from attnmux.core.choosing.offer.libraries import check_range, parsed_requirement
@@ -43,7 +44,7 @@ NAME_EXPECTED = "letters, digits, _ and -"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Prior:
+class Prior(Plain):
     """How well a backend is expected to do before any measurement. Lower ranks win. From
     `LAST_RESORT` on, another way to run the model is better, where it has one.
 
@@ -65,7 +66,7 @@ class Prior:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Option:
+class Option(Plain):
     """A setting that a backend's factory receives. It must not change the results.
 
     Raises InvalidInput for a name of other characters than NAME's, and for a default or a choice of
@@ -93,9 +94,12 @@ class Option:
         if self.choices and self.default not in self.choices:
             raise refusal(f"option {self.name!r}, default", self.default, "one of its choices")
 
+    def to_dict(self) -> dict[str, Any]:
+        return {**plain_fields(self), "type": self.type.__name__}
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Build:
+class Build(Plain):
     """A backend's kernels as they were built for devices with some features.
 
     Raises InvalidInput for fields of other types.
@@ -139,7 +143,7 @@ CHECKS: Mapping[str, Check] = {
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class BackendCard:
+class BackendCard(Plain):
     """A backend, described. Importing a card must import neither torch nor a kernel library.
 
     Raises InvalidInput for a field of another type (such as a list or a bare string instead of a
@@ -217,6 +221,9 @@ class BackendCard:
         object.__setattr__(self, "sources", FrozenMapping(self.sources))
         if self.factory is None and self.status == "available":
             raise refusal(f"{owner}, factory", None, 'one, unless the status is "planned"')
+
+    def to_dict(self) -> dict[str, Any]:
+        return {**plain_fields(self), "requires": plain(self.requirements())}
 
     def requirements(self) -> tuple[tuple[str, ...], ...]:
         """`requires`, each as a tuple of alternatives."""

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 from attnmux.core.choosing.ask.values import DTYPES, KINDS, PHASES
 from attnmux.core.choosing.common.checks import refusal
+from attnmux.core.choosing.common.plain import Plain
 from attnmux.core.choosing.offer.conditions import (
     ANY,
     NONE,
@@ -54,7 +55,7 @@ OWN_KIND: Mapping[str, type[Condition]] = {
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Clause:
+class Clause(Plain):
     """Conditions that hold together, one for each axis (the table is in `judge/axes.py`).
 
     A clause refuses a request that uses a feature whose field is NONE: features must be declared.
@@ -115,6 +116,16 @@ class Clause:
             if unknown:
                 got = ", ".join(sorted(map(str, unknown)))
                 raise refusal(f"clause, {name}", got, f"some of {', '.join(words)}")
+
+    def to_dict(self) -> dict[str, str]:
+        """The axes that the clause limits or opens: no limit that admits anything, and no feature
+        that admits nothing."""
+        return {
+            axis.name: str(condition)
+            for axis in fields(self)
+            if (condition := getattr(self, axis.name)) is not NONE
+            and not (condition is ANY and axis.default is ANY)
+        }
 
 
 def _limits(axis: str, condition: object) -> bool:

@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 from attnmux.core.choosing.common.frozen import FrozenMapping, defaults
 from attnmux.core.choosing.offer.accuracy import ErrorBound
 from attnmux.core.choosing.offer.card import BackendCard, Build, Option, Prior
-from attnmux.core.choosing.offer.clause import ALWAYS, Clause
+from attnmux.core.choosing.offer.clause import Clause
 from attnmux.core.choosing.offer.conditions import (
     ANY,
     NONE,
@@ -28,9 +28,15 @@ KINDS = {kind.__name__: kind for kind in (OneOf, Excluding, Range, Includes, Ver
 TYPES = {kind.__name__: kind for kind in (bool, int, float, str)}
 """Of options."""
 
+RECORDS: Mapping[str, type[Any]] = {
+    **{"clauses": Clause, "priors": Prior, "options": Option, "builds": Build},
+    **{"verified_on": Verified, "error_bounds": ErrorBound},
+}
+"""What the tuples of a card hold, by field."""
+
 DEFAULTS: Mapping[type, Mapping[str, Any]] = {
-    kind: defaults(kind)
-    for kind in (BackendCard, Build, Clause, ErrorBound, Option, Prior, Verified)
+    BackendCard: defaults(BackendCard),
+    **{kind: defaults(kind) for kind in RECORDS.values()},
 }
 
 T = TypeVar("T")
@@ -38,44 +44,25 @@ MISSING = object()
 
 
 def to_data(cards: Sequence[BackendCard]) -> dict[str, Any]:
-    """Lists, mappings, texts, numbers and flags. Each distinct condition is written once."""
+    """Lists, mappings, texts, numbers and flags. Each distinct condition is written once, and of a
+    record the fields that differ from their defaults."""
     conditions: dict[Condition, int] = {ANY: 0, NONE: 1}
 
-    def number(condition: Condition) -> int:
-        return conditions.setdefault(condition, len(conditions))
+    def data(value: Any) -> Any:  # noqa: ANN401  # any value of a card
+        if isinstance(value, Condition):
+            return conditions.setdefault(value, len(conditions))
+        usual = DEFAULTS.get(type(value))
+        if usual is not None:
+            given = ((name, getattr(value, name)) for name in value.__slots__)
+            return {name: data(each) for name, each in given if each != usual.get(name, MISSING)}
+        if isinstance(value, tuple):
+            return [data(each) for each in value]
+        if isinstance(value, Mapping):
+            return dict(value)
+        return value.__name__ if isinstance(value, type) else value
 
-    def clause(given: Clause) -> dict[str, int]:
-        return {name: number(condition) for name, condition in _changed(given).items()}
-
-    def prior(given: Prior) -> dict[str, Any]:
-        return {**_changed(given), **({} if given.when == ALWAYS else {"when": clause(given.when)})}
-
-    rows = [
-        {
-            **_changed(card),
-            "sources": dict(card.sources),
-            "clauses": [clause(each) for each in card.clauses],
-            "priors": [prior(each) for each in card.priors],
-            "options": [{**_changed(o), "type": o.type.__name__} for o in card.options],
-            "builds": [_changed(each) for each in card.builds],
-            "verified_on": [_changed(each) for each in card.verified_on],
-            "error_bounds": [
-                {**_changed(each), "kv_dtype": number(each.kv_dtype)} for each in card.error_bounds
-            ],
-        }
-        for card in cards
-    ]
+    rows = [data(card) for card in cards]
     return {"conditions": [_condition_data(each) for each in conditions], "cards": rows}
-
-
-def _changed(record: Any) -> dict[str, Any]:  # noqa: ANN401  # any of the dataclasses
-    """The fields that differ from their defaults."""
-    usual = DEFAULTS[type(record)]
-    return {
-        name: value
-        for name in record.__slots__
-        if (value := getattr(record, name)) != usual.get(name, MISSING)
-    }
 
 
 def _condition_data(condition: Condition) -> list[Any]:
@@ -106,42 +93,27 @@ def from_data(data: Mapping[str, Any], *, checked: bool) -> tuple[BackendCard, .
     """
     if not checked:
         _check_text(data)
-    made = _unchecked if checked else _made
     conditions = [_condition(row) for row in data["conditions"]]
 
-    def clause(row: Mapping[str, int]) -> Clause:
-        return made(Clause, {name: conditions[i] for name, i in row.items()})
+    def made(kind: type[T], row: Mapping[str, Any]) -> T:
+        if kind is Clause:
+            given = {name: conditions[number] for name, number in row.items()}
+        else:
+            given = {name: value(name, each) for name, each in row.items()}
+        return _unchecked(kind, given) if checked else kind(**given)
 
-    def prior(row: Mapping[str, Any]) -> Prior:
-        when = {"when": clause(row["when"])} if "when" in row else {}
-        return made(Prior, {**row, **when})
+    def value(name: str, given: Any) -> Any:  # noqa: ANN401  # any value of a card
+        if name in RECORDS:
+            return tuple(made(RECORDS[name], row) for row in given)
+        if name == "when":
+            return made(Clause, given)
+        if name == "kv_dtype":
+            return conditions[given]
+        if name == "type":
+            return TYPES[given]
+        return FrozenMapping(given) if name == "sources" else _tuples(given)
 
-    def card(row: Mapping[str, Any]) -> BackendCard:
-        options = ({**_tupled(each), "type": TYPES[each["type"]]} for each in row["options"])
-        given = {
-            **_tupled(row),
-            "sources": FrozenMapping(row["sources"]),
-            "clauses": tuple(map(clause, row["clauses"])),
-            "priors": tuple(map(prior, row["priors"])),
-            "options": tuple(made(Option, each) for each in options),
-            "builds": tuple(made(Build, _tupled(each)) for each in row["builds"]),
-            "verified_on": tuple(made(Verified, _tupled(each)) for each in row["verified_on"]),
-            "error_bounds": tuple(
-                made(ErrorBound, {**each, "kv_dtype": conditions[each["kv_dtype"]]})
-                for each in row["error_bounds"]
-            ),
-        }
-        return made(BackendCard, given)
-
-    return tuple(map(card, data["cards"]))
-
-
-def _tupled(row: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: _tuples(value) for name, value in row.items()}
-
-
-def _made(kind: type[T], given: Mapping[str, Any]) -> T:
-    return kind(**given)
+    return tuple(made(BackendCard, row) for row in data["cards"])
 
 
 def _unchecked(kind: type[T], given: Mapping[str, Any]) -> T:

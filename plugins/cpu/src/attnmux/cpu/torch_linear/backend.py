@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch.nn.functional import conv1d, silu
 
-from attnmux.core import L2_EPS, InvalidInput, LinearAttentionBackend
+from attnmux.core import L2_EPS, LinearAttentionBackend
 from attnmux.cpu.torch_linear.chunks import CHANNEL_CHUNK, CHUNK, Chunks, run_chunks
 
 if TYPE_CHECKING:
@@ -57,10 +57,7 @@ class TorchLinearBackend(LinearAttentionBackend):
     ) -> None:
         if not batch.forward_mode.is_extend():
             return
-        new, cached = batch.extend_seq_lens, batch.extend_prefix_lens
-        if new is None or cached is None:
-            expected = "new and cached lengths in an extend step"
-            raise InvalidInput("extend_seq_lens", got=None, expected=expected)
+        new, cached = batch.extend_lens()
         mirror = batch.extend_seq_lens_cpu
         lens = (new if mirror is None else mirror).tolist()
         ends = new.long().cumsum(0)

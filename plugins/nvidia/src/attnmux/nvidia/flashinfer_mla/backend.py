@@ -20,7 +20,6 @@ from attnmux.core import (
     LibraryBackend,
     aligned,
     check_latent,
-    check_plain,
     imported,
     is_aligned,
     latent_pages,
@@ -106,7 +105,6 @@ class FlashInferMLABackend(
 
     def prepare_layer(self, layer: LayerSpec) -> FlashInferMLALayer:
         check_latent(layer)
-        check_plain(layer)
         if layer.tp_q_head_num > MOST_HEADS:
             raise InvalidInput(
                 f"layer {layer.layer_id}: tp_q_head_num",

@@ -12,9 +12,9 @@ from attnmux.core import (
     BackendContext,
     ForwardBatch,
     InvalidInput,
+    check_unmasked,
     cu_seqlens,
     kv_indptr,
-    tree_mask_of,
 )
 from attnmux.nvidia.flashinfer.shared import check_tokens, host_lens, page_indices
 
@@ -252,11 +252,6 @@ def _columns(rows: list[tuple[int, int, int]]) -> tuple[torch.Tensor, torch.Tens
 
 
 def _check_served(batch: ForwardBatch) -> None:
-    if tree_mask_of(batch.spec_info) is not None:
-        raise InvalidInput(
-            "custom_mask", got="a mask", expected="None: drafts are chains (spec_topk 1)"
-        )
-    if batch.multi_item is not None:
-        raise InvalidInput("multi_item", got="many items", expected="None")
+    check_unmasked(batch)
     if batch.topk_indices is not None:
         raise InvalidInput("topk_indices", got="picked keys", expected="None: each is attended to")
