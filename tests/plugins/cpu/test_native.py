@@ -15,7 +15,7 @@ from attnmux.core import BackendFailed, Request, Settings, load_plugins, solve
 from attnmux.core.choosing.machine.cpu import probe_cpu
 from attnmux.core.cli.verbs import verbs
 from attnmux.cpu import levels
-from attnmux.cpu.levels import COMPILERS
+from attnmux.cpu.levels import COMPILERS, serving
 from attnmux.cpu.native import library
 from attnmux.cpu.native.library import library_for, load
 from attnmux.testing import AttentionBackendTests
@@ -84,7 +84,8 @@ def test_the_library_is_compiled_once_and_nothing_else_is_left(
     library_for.cache_clear()
     load(HERE)
     caplog.clear()
-    (compiled,) = Settings.cache_folder().glob("native-*.so")
+    level = serving(HERE.arch, HERE.features).name
+    (compiled,) = Settings.cache_folder().glob(f"native-{level}-*.so")
 
     def compile_by_copying(command: list[str]) -> None:
         shutil.copy(compiled, command[-1])
