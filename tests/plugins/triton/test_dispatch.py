@@ -16,6 +16,7 @@ import triton
 
 from attnmux.triton import config_tables, dispatch
 from attnmux.triton.backend import TritonBackend
+from attnmux.triton.config_tables import ConfigTables
 from attnmux.triton.dispatch import SHARE_KERNELS, TILE_KERNELS, Dispatch, LayerTraits
 from attnmux.triton.kernels.latent_merge import HELD, merge_slices
 from attnmux.triton.operands import Keys, has_whole_rows, whole_rows
@@ -60,7 +61,7 @@ def traits(
 
 def kernels(layer: LayerTraits, arch: str = "sm90", *, hides: bool = False) -> tuple[str, str]:
     """For few new tokens, and for many."""
-    found = Dispatch(traits=layer, arch=arch, page_size=16)
+    found = Dispatch(traits=layer, arch=arch, page_size=16, tables=ConfigTables())
     return found.shares(1, hides=hides).kernel, found.tiles(hides=hides).kernel
 
 
@@ -72,12 +73,16 @@ def kernels(layer: LayerTraits, arch: str = "sm90", *, hides: bool = False) -> t
         (gqa(sinks=torch.zeros(32), sliding_window_size=5, logit_cap=3.0), "hopper", "hopper"),
         (gqa(tp_k_head_num=1, tp_v_head_num=1), "hopper", "hopper"),
         (gqa(scaling=-1.0), "hopper", "portable"),
-        (gqa(256), "portable", "portable"),
-        (gqa(96), "portable", "portable"),
-        (gqa(192, 128), "portable", "portable"),
+        (gqa(256), "portable", "hopper"),
+        (gqa(80), "portable", "hopper"),
+        (gqa(96), "portable", "hopper"),
+        (gqa(112), "portable", "hopper"),
+        (gqa(192, 128), "portable", "hopper"),
         (gqa(128, 64), "portable", "portable"),
-        (mla(), "hopper_latent", "portable"),
-        (mla(tp_q_head_num=128), "hopper_latent", "portable"),
+        (gqa(72), "portable", "portable"),
+        (gqa(48), "portable", "portable"),
+        (mla(), "hopper_latent", "hopper_latent"),
+        (mla(tp_q_head_num=128), "hopper_latent", "hopper_latent"),
         (mla(256), "portable", "portable"),
         (mla(512, 32), "portable", "portable"),
         (mla(sliding_window_size=7), "portable", "portable"),
@@ -105,7 +110,7 @@ def test_layers(layer, shares, tiles):
 )
 def test_dtypes(dtype, stored, shares, tiles, latent):
     assert kernels(traits(gqa(), dtype, stored)) == (shares, tiles)
-    assert kernels(traits(mla(), dtype, stored))[0] == latent
+    assert kernels(traits(mla(), dtype, stored)) == (latent, latent)
 
 
 @pytest.mark.parametrize("arch", ["sm80", "sm89", "sm100", "sm120", "gfx942", "xe2", ""])
@@ -129,7 +134,7 @@ def test_steps_with_masks_or_items():
 
 
 def test_latent_keys_are_looked_up_slot_by_slot():
-    assert kernels(traits(mla(), page=16))[0] == "portable"
+    assert kernels(traits(mla(), page=16)) == ("portable", "portable")
 
 
 def test_a_layer_that_no_pool_stores_has_keys_of_the_model_s_dtype():
@@ -269,7 +274,7 @@ def launched_by(step: Any, change: Any = None, **case: Any) -> dict[str, dict[st
         (decode(45, 3), MLA, "hopper_latent"),
         (verify(3, 40, 4), MLA, "hopper_latent"),
         (verify(5, 40, 4), {**MLA, **TREE}, "shares"),
-        (extend((16, 41), (0, 7)), MLA, "tiles"),
+        (extend((16, 41), (0, 7)), MLA, "hopper_latent_tiles"),
     ],
 )
 def test_the_kernel_of_a_step(step, case, kernel):

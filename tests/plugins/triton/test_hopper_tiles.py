@@ -19,6 +19,7 @@ import torch
 
 pytest.importorskip("triton")
 
+from attnmux.emulators.gluon import run as emulate
 from attnmux.triton.config_tables import HOPPER_TILES
 
 SHARED = 232448
@@ -37,6 +38,8 @@ LAUNCH = {
 PLAIN: dict[str, Any] = {
     "GROUP": 4,
     "D": 128,
+    "REAL_TAIL": 0,
+    "REAL_DV": 128,
     "PAGE": 1,
     "IS_CAUSAL": True,
     "IS_CROSS": False,
@@ -52,7 +55,7 @@ PLAIN: dict[str, Any] = {
 VARIANTS: dict[str, dict[str, Any]] = {
     "plain": {},
     "pages": {"PAGE": 16},
-    "narrow": {"D": 64},
+    "narrow": {"D": 64, "REAL_DV": 64},
     "window": {"WINDOW": 100, "HAS_SINKS": True},
     "chunk": {"CHUNK": 192, "HAS_CAP": True},
     "in call": {"IN_CALL": True, "IS_CAUSAL": False, "HAS_LSE": True},
@@ -129,73 +132,133 @@ def compile_variants(names: Sequence[str]) -> Iterator[dict[str, Any]]:
         yield {"variant": name, "shared": compiled.metadata.shared, "said": log.getvalue()}
 
 
+def of_dims(d: int, tail: int = 0, value: int | None = None) -> dict[str, Any]:
+    """Constants for rows of d + tail columns, and values of as many unless given."""
+    return {"D": d, "REAL_TAIL": tail, "REAL_DV": d + tail if value is None else value}
+
+
 RUNS: dict[str, dict[str, Any]] = {
     "causal": {"new": [300, 1, 0, 129], "cached": [0, 0, 7, 0]},
     "prefix": {"new": [65, 1, 200], "cached": [333, 128, 1000], "PAGE": 16, "HAS_LSE": True},
     "window": {"new": [300, 129], "cached": [500, 0], "WINDOW": 100},
-    "narrow": {"new": [300, 129], "cached": [500, 0], "D": 64, "GROUP": 5},
+    "narrow": {"new": [300, 129], "cached": [500, 0], **of_dims(64), "GROUP": 5},
+    "wide": {"new": [70, 129], "cached": [190, 0], **of_dims(256), "BLOCK_N": 64, "GROUP": 2},
+    "80": {"new": [70, 129], "cached": [190, 0], **of_dims(64, 16), "HAS_LSE": True},
+    "96": {"new": [70, 129], "cached": [190, 0], **of_dims(64, 32), "PAGE": 16, "GROUP": 3},
+    "112": {"new": [70, 129], "cached": [190, 0], **of_dims(64, 48), "WINDOW": 60},
+    "192/128": {"new": [70, 129], "cached": [0, 0], **of_dims(128, 64, 128), "IN_CALL": True},
+    "sinks": {"new": [70, 129], "cached": [190, 0], "HAS_SINKS": True, "HAS_CAP": True},
+    "splits": {"new": [7, 12], "cached": [900, 0], "SPLIT_BLOCKS": 2, "HAS_LSE": True},
+    "112 in splits": {
+        "new": [7, 12],
+        "cached": [900, 0],
+        **of_dims(64, 48),
+        "SPLIT_BLOCKS": 2,
+        "HAS_LSE": True,
+    },
     "in call": {"new": [300, 129], "cached": [0, 0], "IN_CALL": True, "IS_CAUSAL": False},
 }
 
 
-def run_case(changed: dict[str, Any]) -> float:
-    """The largest error compared with float64."""
-    from attnmux.triton.kernels.hopper_tiles import (  # noqa: PLC0415  # not the interpreter's
-        attend_hopper_tiles,
-    )
-    from attnmux.triton.tiles import TileKey, TilePlan  # noqa: PLC0415  # as above
+def run_case(changed: dict[str, Any], device: str) -> float:
+    """The largest error compared with float64. On a CPU, the kernel is emulated."""
+    from attnmux.triton.tiles import TileKey, TilePlan  # noqa: PLC0415  # not in both processes
 
+    torch.manual_seed(0)
     variant = {**PLAIN, **changed}
     new, cached = variant.pop("new"), variant.pop("cached")
-    width, group, heads, page = variant["D"], variant["GROUP"], 2, variant["PAGE"]
-    cuda = torch.device("cuda")
+    launch = {**LAUNCH, **{name: variant.pop(name) for name in LAUNCH if name in variant}}
+    group, heads, page = variant["GROUP"], 2, variant["PAGE"]
+    width, value_width = variant["D"] + variant["REAL_TAIL"], variant["REAL_DV"]
     tokens, batch_size = sum(new), len(new)
     lens = [both[0] + both[1] for both in zip(new, cached, strict=True)]
     pages = -(-max(lens) // page)
-    table = torch.randperm(batch_size * pages).view(batch_size, pages).to(cuda, torch.int32)
+    table = torch.randperm(batch_size * pages).view(batch_size, pages).to(device, torch.int32)
     kept = batch_size * pages * page
-    rows = tokens if variant["IN_CALL"] else kept
-    q, k, v = (
-        torch.randn(count, of, width, device=cuda, dtype=torch.bfloat16)
-        for count, of in ((tokens, heads * group), (rows, heads), (rows, heads))
-    )
-    out = torch.full_like(q, float("nan"))
-    lse = torch.empty(q.shape[:2], device=cuda) if variant["HAS_LSE"] else None
-    q_indptr = torch.tensor([0, *torch.tensor(new).cumsum(0)], dtype=torch.int32, device=cuda)
-    plan = TilePlan(TileKey(group=group, block_m=128), cuda)
-    plan.fill_for(q_indptr, batch_size, tokens)
     in_call = variant["IN_CALL"]
-    attend_hopper_tiles[heads, plan.num_tiles](
-        *(q, *q.stride()[:2], k, *k.stride()[:2], v, *v.stride()[:2], out, out.stride(0)),
-        *(lse, 0 if lse is None else lse.stride(0), None),
-        *((None, 0, None) if in_call else (table, pages, torch.arange(batch_size, device=cuda))),
-        torch.tensor(cached, dtype=torch.int32, device=cuda),
-        *(None, None, q_indptr, plan.request, plan.row),
-        *(batch_size, tokens, plan.num_tiles, 1, width**-0.5 * math.log2(math.e), 0.0, 1.0),
-        **variant,
-        **LAUNCH,
-        num_warps=4,
+    rows = tokens if in_call else kept
+    q, k, v = (
+        torch.randn(count, of, each, device=device, dtype=torch.bfloat16)
+        for count, of, each in (
+            (tokens, heads * group, width),
+            (rows, heads, width),
+            (rows, heads, value_width),
+        )
     )
-    worst = 0.0
+    num_splits = 3 if variant["SPLIT_BLOCKS"] else 1
+    out = torch.full((num_splits, tokens, heads * group, value_width), math.nan, device=device)
+    out = out if num_splits > 1 else out.bfloat16()
+    lse = torch.empty(out.shape[:3], device=device) if variant["HAS_LSE"] else None
+    sinks = torch.randn(heads * group, device=device) if variant["HAS_SINKS"] else None
+    q_indptr = torch.tensor([0, *torch.tensor(new).cumsum(0)], dtype=torch.int32, device=device)
+    plan = TilePlan(TileKey(group=group, block_m=128), torch.device(device))
+    plan.fill_for(q_indptr, batch_size, tokens)
+    scale, cap = width**-0.5, 3.0 if variant["HAS_CAP"] else 0.0
+    given = (
+        *(q, *q.stride()[:2], k, *k.stride()[:2], v, *v.stride()[:2], out, out.stride(1)),
+        *(lse, 0 if lse is None else lse.stride(1), sinks),
+        *((None, 0, None) if in_call else (table, pages, torch.arange(batch_size, device=device))),
+        torch.tensor(cached, dtype=torch.int32, device=device),
+        *(None, None, q_indptr, plan.request, plan.row),
+        *(batch_size, tokens, plan.num_tiles, num_splits),
+        *(scale if cap else scale * math.log2(math.e), cap, 1.0),
+    )
+    launch_on(device, (heads, plan.num_tiles, num_splits), given, {**variant, **launch})
+    if num_splits > 1:
+        shares = lse.softmax(0)[..., None]
+        out, lse = (out * shares).sum(0)[None], lse.logsumexp(0)[None]
+    errors: list[torch.Tensor] = []
     for request, length in enumerate(lens):
         here = slice(int(q_indptr[request]), int(q_indptr[request + 1]))
-        places = torch.arange(length, device=cuda)
+        places = torch.arange(length, device=device)
         slots = table[request].long()[places // page] * page + places % page
         keys, values = (
             (x[here] if in_call else x[slots]).double().repeat_interleave(group, 1) for x in (k, v)
         )
-        logits = torch.einsum("qhd,khd->hqk", q[here].double(), keys) * width**-0.5
-        position = torch.arange(new[request], device=cuda)[:, None] + cached[request]
-        if variant["IS_CAUSAL"]:
-            logits = logits.masked_fill(places > position, -math.inf)
-        if variant["WINDOW"] >= 0:
-            logits = logits.masked_fill(places < position - variant["WINDOW"], -math.inf)
-        expected = torch.einsum("hqk,khd->qhd", logits.softmax(-1), values)
-        differences = [(out[here] - expected).abs()]
+        logits = torch.einsum("qhd,khd->hqk", q[here].double(), keys) * scale
+        position = torch.arange(new[request], device=device)[:, None] + cached[request]
+        expected, total = attended(logits, values, position - places, variant, cap, sinks)
+        differences = [(out[0, here] - expected).abs()]
         if lse is not None:
-            differences.append((lse[here] - logits.logsumexp(-1).T).abs())
-        worst = max(worst, *(float(each.max()) if each.numel() else 0.0 for each in differences))
-    return worst
+            differences.append((lse[0, here] - total.T).abs())
+        errors += [each.flatten() for each in differences]
+    # Of tensors, which unlike Python's numbers are NaN where one value is.
+    return float(torch.cat(errors).max())
+
+
+def attended(
+    logits: torch.Tensor,
+    values: torch.Tensor,
+    distance: torch.Tensor,
+    variant: dict[str, Any],
+    cap: float,
+    sinks: torch.Tensor | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The result [T, Hq, Dv] and the LSE [Hq, T] of logits [Hq, T, keys]. distance [T, keys]: of
+    each key before each token."""
+    if cap:
+        logits = cap * torch.tanh(logits / cap)
+    if variant["IS_CAUSAL"]:
+        logits = logits.masked_fill(distance < 0, -math.inf)
+    if variant["WINDOW"] >= 0:
+        logits = logits.masked_fill(distance > variant["WINDOW"], -math.inf)
+    total = logits.logsumexp(-1)
+    if sinks is not None:
+        total = torch.logaddexp(total, sinks.double()[:, None])
+    return torch.einsum("hqk,khd->qhd", (logits - total[..., None]).exp(), values), total
+
+
+def launch_on(
+    device: str, grid: tuple[int, int, int], given: Sequence[Any], constants: dict[str, Any]
+) -> None:
+    from attnmux.triton.kernels.hopper_tiles import (  # noqa: PLC0415  # not in both processes
+        attend_hopper_tiles,
+    )
+
+    if device == "cuda":
+        attend_hopper_tiles[grid](*given, **constants, num_warps=4)
+    else:
+        emulate(attend_hopper_tiles, grid, *given, **constants)
 
 
 def test_every_variant_fits_and_overlaps(script, full):
@@ -214,6 +277,11 @@ def test_every_variant_fits_and_overlaps(script, full):
         )
 
 
+@pytest.mark.parametrize("case", RUNS)
+def test_it_attends_as_float64_does_where_it_is_emulated(case):
+    assert run_case(RUNS[case], "cpu") < 0.02
+
+
 @pytest.mark.skipif(
     not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0),
     reason="needs a Hopper GPU",
@@ -230,4 +298,4 @@ if __name__ == "__main__":
             print(json.dumps(facts))
     else:
         for case, changed in RUNS.items():
-            print(json.dumps({"case": case, "error": run_case(changed)}))
+            print(json.dumps({"case": case, "error": run_case(changed, "cuda")}))

@@ -41,6 +41,11 @@ CASES = {
     for case in CANDIDATE.cases((page_size,))
     if case.name.removesuffix(f"-page{page_size}") in NAMES
 }
+OTHER_DIMS = (96, 96), (192, 128)
+CASES |= {
+    f"dims-{k}-{v}": replace(CASES["extend-fp8_e4m3-page16"], head_dim=k, v_head_dim=v)
+    for k, v in OTHER_DIMS
+}
 
 
 @pytest.fixture
@@ -62,7 +67,7 @@ def widened(monkeypatch):
 
 
 def test_every_name_is_a_case():
-    assert len(CASES) == 2 * len(NAMES)
+    assert len(CASES) == 2 * len(NAMES) + len(OTHER_DIMS)
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from attnmux.core import TunedLaunch
 
 H200 = "H200, triton 3.6.0"
+H100 = "H100, triton 3.6.0"
 SUBJECT = ("kind", "k_dim", "v_dim", "rows", "page")
 """The fields of `TunedLaunch.subject`: "tiles" or "shares", columns of K and of V, query heads of
 a KV head, and the pool's page size."""
@@ -41,6 +42,15 @@ HOPPER_TILES = TileConfig(
     num_stages=2,
     verified_rows=33,
     constants=FrozenMapping({"COPY_WARPS": 4, "COPY_REGISTERS": 40, "REGISTERS": 232}),
+)
+HOPPER_WIDE_TILES = replace(HOPPER_TILES, block_n=64)
+HOPPER_LATENT_TILES = TileConfig(
+    kernel=HOPPER_LATENT,
+    block_m=64,
+    block_n=64,
+    num_warps=4,
+    num_stages=2,
+    constants=FrozenMapping({"COPY_REGISTERS": 72, "REGISTERS": 216}),
 )
 HOPPER_SHARES = ShareConfig(
     kernel=HOPPER,
@@ -92,8 +102,14 @@ TILES: tuple[ConfigEntry[TileConfig], ...] = (
         config=replace(_tiles(128, 128, 8, 3), verified_rows=65),
         measured=H200,
     ),
-    # The configuration of 128 columns, not measured here.
-    ConfigEntry(arch="sm90", dims=(64, 64), config=HOPPER_TILES),
+    # The configuration of 128 columns, which nobody tuned for these.
+    ConfigEntry(arch="sm90", dims=(64, 64), config=HOPPER_TILES, measured=H100),
+    ConfigEntry(arch="sm90", dims=(80, 80), config=HOPPER_TILES, measured=H100),
+    ConfigEntry(arch="sm90", dims=(96, 96), config=HOPPER_TILES, measured=H100),
+    ConfigEntry(arch="sm90", dims=(112, 112), config=HOPPER_TILES, measured=H100),
+    ConfigEntry(arch="sm90", dims=(192, 128), config=HOPPER_TILES, measured=H100),
+    ConfigEntry(arch="sm90", dims=(256, 256), config=HOPPER_WIDE_TILES, measured=H100),
+    ConfigEntry(arch="sm90", dims=(576, 512), config=HOPPER_LATENT_TILES, measured=H100),
     # A thread has 256 registers and a warp 32 threads: tiles for half as many warps of 64 spill.
     ConfigEntry(arch="gfx12", width="narrow", config=_tiles(64, 32, 8, 2)),
     ConfigEntry(arch="gfx12", width="wide", config=_tiles(32, 32, 8, 2)),

@@ -30,8 +30,11 @@ GLUON_RELEASE = "3.6."
 release."""
 SIXTEEN_BITS = (torch.bfloat16, torch.float16)
 EIGHT_BITS = (torch.float8_e4m3fn, torch.float8_e5m2)
-DIMS = (64, 128)
-"""Columns of K and V that the kernels for Hopper take."""
+SHARE_DIMS = (64, 128)
+"""Columns of K and V that the kernel for shares on Hopper takes."""
+TILE_DIMS = (64, 128, 256)
+"""The largest power of 2 in the columns of K, for the kernel for tiles on Hopper. What is left, a
+multiple of 16, is computed apart; V has as many columns as K, or only the power of 2."""
 LATENT_DIMS = (512, 64)
 NARROW_V = 32
 """The ptxas of Triton 3.6.0 miscompiles the portable kernels for SM90 where V has 8 bits and a tile
@@ -85,24 +88,31 @@ def _always(traits: LayerTraits) -> bool:
 
 
 def _serves_rows(traits: LayerTraits) -> bool:
-    """Q of 16 bits; K and V equally wide; no biases."""
-    shape, keys = traits.shape, traits.keys
+    """Q of 16 bits; whole rows of keys, not latent; no biases."""
+    layer, keys = traits.layer, traits.keys
     return (
-        traits.dtype in SIXTEEN_BITS
-        and (traits.layer.alibi_slopes is None and traits.layer.relative_bias is None)
-        and (shape.real_d in DIMS and shape.real_d == shape.real_dv)
-        and not (shape.is_latent or shape.real_tail)
+        (traits.dtype in SIXTEEN_BITS and not traits.shape.is_latent)
+        and (layer.alibi_slopes is None and layer.relative_bias is None)
         and (keys is None or (has_whole_rows(keys.k) and has_whole_rows(keys.v)))
     )
 
 
 def _serves_shares(traits: LayerTraits) -> bool:
-    return _serves_rows(traits) and traits.key_dtype in (traits.dtype, *EIGHT_BITS)
+    k_dim, v_dim = traits.shape.dims
+    has_dims = k_dim in SHARE_DIMS and v_dim == k_dim
+    return has_dims and _serves_rows(traits) and traits.key_dtype in (traits.dtype, *EIGHT_BITS)
 
 
 def _serves_tiles(traits: LayerTraits) -> bool:
+    shape = traits.shape
+    has_dims = (
+        shape.real_d in TILE_DIMS
+        and shape.real_tail % 16 == 0
+        and shape.real_dv in (shape.real_d, shape.real_d + shape.real_tail)
+    )
     # The kernel compares logits before it scales them.
-    return _serves_rows(traits) and traits.key_dtype == traits.dtype and traits.layer.scaling > 0
+    is_served = traits.key_dtype == traits.dtype and traits.layer.scaling > 0
+    return has_dims and is_served and _serves_rows(traits)
 
 
 def _serves_latent(traits: LayerTraits) -> bool:
@@ -124,6 +134,12 @@ TILE_KERNELS: Mapping[str, AttentionKernel] = {
     HOPPER: AttentionKernel(
         address=f"{KERNELS}.hopper_tiles:attend_hopper_tiles",
         serves=_serves_tiles,
+        hides=False,
+        takes_whole_rows=True,
+    ),
+    HOPPER_LATENT: AttentionKernel(
+        address=f"{KERNELS}.hopper_latent_tiles:attend_latent_tiles",
+        serves=_serves_latent,
         hides=False,
         takes_whole_rows=True,
     ),

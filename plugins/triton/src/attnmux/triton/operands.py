@@ -94,7 +94,8 @@ class Keys(NamedTuple):
 
     def whole(self, dtype: torch.dtype) -> Keys:
         """These keys as whole rows of that dtype, copied only where they are not."""
-        return Keys(whole_rows(self.k, dtype), whole_rows(self.v, dtype), self.k_rope)
+        rope = None if self.k_rope is None else whole_rows(self.k_rope, dtype)
+        return Keys(whole_rows(self.k, dtype), whole_rows(self.v, dtype), rope)
 
 
 def has_whole_rows(rows: torch.Tensor) -> bool:

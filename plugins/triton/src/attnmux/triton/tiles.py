@@ -1,6 +1,7 @@
 """Attention of many new tokens a request, in tiles of queries: the plan of a step, and the launch.
 
-The kernels are in `kernels/tiles.py` and `kernels/hopper_tiles.py`.
+The kernels are in `kernels/tiles.py`, `kernels/hopper_tiles.py` and
+`kernels/hopper_latent_tiles.py`.
 """
 
 from __future__ import annotations
@@ -132,7 +133,7 @@ class TilePlan:
 
 
 class TileAttention:
-    """A layer's launches of `attend_tiles` or of the Hopper kernel for tiles."""
+    """A layer's launches of `attend_tiles` or of a Hopper kernel for tiles."""
 
     def __init__(self, layer: TritonLayer, units: int, max_context_len: int) -> None:
         """units: programs that may share the keys of a step's tiles; 0 for one program a tile."""
@@ -169,8 +170,9 @@ class TileAttention:
         whole = results
         if num_splits > 1:
             results = self._merge.parts(num_splits, q.shape[0], q.device)
+        tail = layer.tail(q, call.q_rope)
         if TILE_KERNELS[config.kernel].takes_whole_rows:
-            q = whole_rows(q)
+            q, tail = whole_rows(q), None if tail is None else whole_rows(tail)
             if slots is None:
                 keys = keys.whole(q.dtype)
             if num_splits == 1 and not has_whole_rows(out):
@@ -199,7 +201,7 @@ class TileAttention:
                 has_splits=num_splits > 1,
                 four_bits=layer.widening(keys),
             )
-        tail, key_tail = layer.tail(q, call.q_rope), layer.key_tail(keys)
+        key_tail = layer.key_tail(keys)
         bound(
             (layer.shape.kv_heads, plan.num_tiles, num_splits),
             (

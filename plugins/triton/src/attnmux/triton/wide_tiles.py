@@ -18,7 +18,7 @@ from attnmux.triton.dispatch import EIGHT_BITS
 from attnmux.triton.kernels.widen import widen_keys
 from attnmux.triton.layer import TritonLayer
 from attnmux.triton.operands import Keys, Results
-from attnmux.triton.shapes import Shape
+from attnmux.triton.shapes import Shape, next_power_of_2
 from attnmux.triton.slots import Slots
 from attnmux.triton.step import TritonStep
 from attnmux.triton.tiles import TileAttention, TilePlan
@@ -97,8 +97,11 @@ class WideTileAttention:
         if places is None:
             return False
         shape, narrow = self._layer.shape, self._layer.required_keys()
-        rows = places.total, shape.kv_heads, shape.real_d
-        wide = Keys(call.q.new_empty(rows), call.q.new_empty(rows))
+        k_dim, v_dim = shape.dims
+        wide = Keys(
+            call.q.new_empty(places.total, shape.kv_heads, k_dim),
+            call.q.new_empty(places.total, shape.kv_heads, v_dim),
+        )
         variant = slots.page_size, slots.rows is None
         bound = self._bound.get(variant)
         if bound is None:
@@ -134,10 +137,13 @@ class WideTileAttention:
 
     def _bind(self, page_size: int) -> BoundKernel:
         shape = self._layer.shape
+        k_dim, v_dim = shape.dims
+        widths = {"D": next_power_of_2(k_dim), "DV": next_power_of_2(v_dim)}
         return BoundKernel(
             self._layer.launcher,
             widen_keys,
-            {"HEADS": shape.kv_heads, "D": shape.real_d, "PAGE": page_size, "BLOCK_N": BLOCK},
+            {"HEADS": shape.kv_heads, "REAL_D": k_dim, "REAL_DV": v_dim, **widths}
+            | {"PAGE": page_size, "BLOCK_N": BLOCK},
             tensors=("k", "v", "slots", "rows", "seq_lens", "starts", "wide_k", "wide_v"),
             numbers=("k_stride", "k_head_stride", "v_stride", "v_head_stride", "slots_stride"),
             options={"num_warps": 4},
@@ -146,7 +152,7 @@ class WideTileAttention:
 
 def row_bytes(shape: Shape) -> int:
     """Bytes of K and V of a token, with 16 bits."""
-    return 2 * shape.kv_heads * (shape.real_d + shape.real_dv)
+    return 2 * shape.kv_heads * sum(shape.dims)
 
 
 def is_worth(lens: torch.Tensor, new_lens: torch.Tensor, group: int, token_bytes: int) -> bool:

@@ -21,20 +21,32 @@ class Ring:
 
     rows: gl.shared_memory_descriptor
     """[STAGES, BLOCK_N, D]."""
+    tails: gl.shared_memory_descriptor
+    """[STAGES, BLOCK_N, TAIL]: the columns after the first D; `rows` where there are none."""
     full: gl.shared_memory_descriptor
     free: gl.shared_memory_descriptor
     STAGES: gl.constexpr
+    TAIL: gl.constexpr
+    REAL_TAIL: gl.constexpr
+    """Columns of a tail that rows have; the rest of TAIL is 0."""
 
     @gluon.constexpr_function
-    def __init__(self, rows, full, free, STAGES):
+    def __init__(self, rows, tails, full, free, STAGES, TAIL=0, REAL_TAIL=0):
         self.rows = rows
+        self.tails = tails
         self.full = full
         self.free = free
         self.STAGES = gl.constexpr(STAGES)
+        self.TAIL = gl.constexpr(TAIL)
+        self.REAL_TAIL = gl.constexpr(REAL_TAIL)
 
     @gluon.jit
     def block(self, at):
         return self.rows.index(at % self.STAGES)
+
+    @gluon.jit
+    def tail(self, at):
+        return self.tails.index(at % self.STAGES)
 
     @gluon.jit
     def await_full(self, at, pred=True):
@@ -45,9 +57,8 @@ class Ring:
         mbarrier.wait(self.free.index(at % self.STAGES), at // self.STAGES % 2 ^ 1)
 
     @gluon.jit
-    def fill(self, at, places):
-        """Begin to copy from `places`; the block is full when the copies have arrived."""
-        async_copy.async_copy_global_to_shared(self.block(at), places)
+    def fill(self, at):
+        """The block is full when this thread's copies have arrived, and those of the others."""
         async_copy.mbarrier_arrive(self.full.index(at % self.STAGES), increment_count=False)
 
     @gluon.jit
@@ -56,24 +67,56 @@ class Ring:
         mbarrier.arrive(self.free.index(at % self.STAGES))
 
 
+@gluon.constexpr_function
+def tail_width(real: int) -> int:
+    """Columns of a tail as it is computed: the next power of 2, at least 16; 0 without one."""
+    return max(16, 1 << (real - 1).bit_length()) if real else 0
+
+
+@gluon.jit
+def allocate_rows(
+    dtype: gl.constexpr, COUNT: gl.constexpr, ROWS: gl.constexpr, WIDTH: gl.constexpr
+):
+    layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, WIDTH], dtype)
+    return gl.allocate_shared_memory(dtype, [COUNT, ROWS, WIDTH], layout)
+
+
 @gluon.jit
 def make_ring(
     dtype: gl.constexpr,
     BLOCK_N: gl.constexpr,
     D: gl.constexpr,
+    REAL_TAIL: gl.constexpr,
     STAGES: gl.constexpr,
     COPIERS: gl.constexpr,
     READERS: gl.constexpr,
 ):
     """COPIERS: threads that fill it. READERS: warpgroups that release it."""
-    layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_N, D], dtype)
-    rows = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_N, D], layout)
+    TAIL: gl.constexpr = tail_width(REAL_TAIL)
+    rows = allocate_rows(dtype, STAGES, BLOCK_N, D)
+    tails = rows
+    if TAIL > 0:
+        tails = allocate_rows(dtype, STAGES, BLOCK_N, TAIL)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for stage in gl.static_range(STAGES):
         mbarrier.init(full.index(stage), COPIERS)
         mbarrier.init(free.index(stage), READERS)
-    return Ring(rows, full, free, STAGES)
+    return Ring(rows, tails, full, free, STAGES, TAIL, REAL_TAIL)
+
+
+@gluon.constexpr_function
+def copy_layout(bits: int, width: int, num_warps: int) -> gl.BlockedLayout:
+    """16 bytes a thread, whole rows first."""
+    columns = 128 // bits
+    threads = width // columns
+    return gl.BlockedLayout([1, columns], [32 // threads, threads], [num_warps, 1], [1, 0])
+
+
+@gluon.jit
+def columns_before(REAL: gl.constexpr, WIDTH: gl.constexpr, layout: gl.constexpr):
+    """[1, WIDTH] bool: the first REAL ones."""
+    return gl.arange(0, WIDTH, gl.SliceLayout(0, layout))[None, :] < REAL
 
 
 @gluon.jit
@@ -85,8 +128,8 @@ def whole_rows(base, offsets, D: gl.constexpr, layout: gl.constexpr):
 
 
 @gluon.jit
-def copy_block(base, stride, table, first_key, block, tile, ring, at, kind, layout: gl.constexpr):
-    """Begin to copy the rows of a block of keys, as the ring's at-th."""
+def slots_in_block(table, first_key, block, tile, kind, layout: gl.constexpr):
+    """Where the rows of a block of keys are."""
     keys = block * kind.BLOCK_N + gl.arange(0, kind.BLOCK_N, gl.SliceLayout(1, layout))
     # Keys after the last are copies of it.
     keys = gl.minimum(keys, tile.num_keys - 1)
@@ -96,11 +139,35 @@ def copy_block(base, stride, table, first_key, block, tile, ring, at, kind, layo
         slots = gl.load(table + keys)
     else:
         slots = gl.load(table + keys // kind.PAGE) * kind.PAGE + keys % kind.PAGE
+    # Neither is negative, and a product of unsigned numbers is one instruction.
+    return slots.to(gl.uint32).to(gl.uint64)
+
+
+@gluon.jit
+def offsets_of(slots, stride):
+    return (slots * stride.to(gl.uint32).to(gl.uint64)).to(gl.int64)
+
+
+@gluon.jit
+def copy_block(base, stride, table, first_key, block, tile, ring, at, kind):
+    """Begin to copy the rows of a block of keys, as the ring's at-th."""
+    layout: gl.constexpr = copy_layout(16, kind.D, gl.num_warps())
+    slots = slots_in_block(table, first_key, block, tile, kind, layout)
+    if ring.TAIL > 0:
+        narrow: gl.constexpr = copy_layout(16, ring.TAIL, gl.num_warps())
+        tail_slots = slots_in_block(table, first_key, block, tile, kind, narrow)
     # The slots arrive while the ring is full.
     ring.await_free(at)
-    # Neither is negative, and a product of unsigned numbers is one instruction.
-    offsets = slots.to(gl.uint32).to(gl.uint64) * stride.to(gl.uint32).to(gl.uint64)
-    ring.fill(at, whole_rows(base, offsets.to(gl.int64), kind.D, layout))
+    places = whole_rows(base, offsets_of(slots, stride), kind.D, layout)
+    async_copy.async_copy_global_to_shared(ring.block(at), places)
+    if ring.TAIL > 0:
+        places = whole_rows(base + kind.D, offsets_of(tail_slots, stride), ring.TAIL, narrow)
+        if ring.TAIL == ring.REAL_TAIL:
+            async_copy.async_copy_global_to_shared(ring.tail(at), places)
+        else:
+            is_real = columns_before(ring.REAL_TAIL, ring.TAIL, narrow)
+            async_copy.async_copy_global_to_shared(ring.tail(at), places, mask=is_real)
+    ring.fill(at)
 
 
 @gluon.jit
@@ -109,12 +176,6 @@ def copy_keys(
     rows, encoder_lens, encoder_indptr, tile, k_ring, v_ring, kind,
 ):  # fmt: skip
     """Fill the rings with the tile's blocks, from the last to the first."""
-    layout: gl.constexpr = gl.BlockedLayout(
-        [1, COLUMNS_A_COPY],
-        [32 * COLUMNS_A_COPY // kind.D, kind.D // COLUMNS_A_COPY],
-        [gl.num_warps(), 1],
-        [1, 0],
-    )
     turns = tile.stop - tile.start
     if turns > 0:
         table = slots
@@ -132,14 +193,14 @@ def copy_keys(
         k += tile.kv_head.to(gl.int64) * k_head_stride
         v += tile.kv_head.to(gl.int64) * v_head_stride
         last = tile.stop - 1
-        copy_block(k, k_stride, table, first_key, last, tile, k_ring, 0, kind, layout)
+        copy_block(k, k_stride, table, first_key, last, tile, k_ring, 0, kind)
         # A block's keys are needed a turn before its values.
         for at in range(1, turns):
             block = last - at
-            copy_block(k, k_stride, table, first_key, block, tile, k_ring, at, kind, layout)
-            copy_block(v, v_stride, table, first_key, block + 1, tile, v_ring, at - 1, kind, layout)
+            copy_block(k, k_stride, table, first_key, block, tile, k_ring, at, kind)
+            copy_block(v, v_stride, table, first_key, block + 1, tile, v_ring, at - 1, kind)
         at = turns - 1
-        copy_block(v, v_stride, table, first_key, tile.start, tile, v_ring, at, kind, layout)
+        copy_block(v, v_stride, table, first_key, tile.start, tile, v_ring, at, kind)
 
 
 @gluon.jit
@@ -157,16 +218,7 @@ def share_ring(dtype: gl.constexpr, ROWS: gl.constexpr, D: gl.constexpr, STAGES:
     for stage in gl.static_range(STAGES):
         mbarrier.init(full.index(stage), 32 * COPY_WARPS)
         mbarrier.init(free.index(stage), 1)
-    return Ring(rows, full, free, STAGES)
-
-
-@gluon.constexpr_function
-def copy_layout(bits: int, width: int) -> gl.BlockedLayout:
-    """16 bytes a thread, whole rows first."""
-    columns = 128 // bits
-    return gl.BlockedLayout(
-        [1, columns], [32 * columns // width, width // columns], [COPY_WARPS.value, 1], [1, 0]
-    )
+    return Ring(rows, rows, full, free, STAGES)
 
 
 @gluon.jit
@@ -181,7 +233,7 @@ def copy_rows(base, offsets, is_there, ring, at, D: gl.constexpr, layout: gl.con
 
 @gluon.jit
 def copy_queries(q, q_stride, q_head_stride, request, item, ring, at, kind):
-    layout: gl.constexpr = copy_layout(q.dtype.element_ty.primitive_bitwidth, kind.D)
+    layout: gl.constexpr = copy_layout(q.dtype.element_ty.primitive_bitwidth, kind.D, COPY_WARPS)
     row = item % kind.TILES * kind.BLOCK_M + gl.arange(0, kind.BLOCK_M, gl.SliceLayout(1, layout))
     # Rows after the last are not copied, but their addresses are computed.
     token, head = place_rows(gl.minimum(row, kind.ROWS - 1), request, item // kind.TILES, kind)
@@ -201,7 +253,7 @@ def copy_shares(queries, keys, table, plan, encoder_lens, q_ring, ring, kind):
     q, q_stride, q_head_stride = queries
     k, k_stride, k_head_stride, v, v_stride, v_head_stride = keys
     slots, slots_stride = table
-    layout: gl.constexpr = copy_layout(k.dtype.element_ty.primitive_bitwidth, kind.D)
+    layout: gl.constexpr = copy_layout(k.dtype.element_ty.primitive_bitwidth, kind.D, COPY_WARPS)
     key = gl.arange(0, kind.BLOCK_N, gl.SliceLayout(1, layout))
     unit, last, of_request = first_unit(plan, gl.program_id(0))
     q_at = 0

@@ -18,6 +18,10 @@ class Kind:
 
     GROUP: gl.constexpr
     D: gl.constexpr
+    """Columns of the first part of a row, of K and of V."""
+    K_TAIL: gl.constexpr
+    """Columns of the second part, 0 without one."""
+    V_TAIL: gl.constexpr
     PAGE: gl.constexpr
     IS_CAUSAL: gl.constexpr
     IS_CROSS: gl.constexpr

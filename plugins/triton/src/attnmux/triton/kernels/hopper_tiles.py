@@ -17,7 +17,15 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from attnmux.triton.kernels.hopper_copies import COLUMNS_A_COPY, copy_keys, make_ring, whole_rows
+from attnmux.triton.kernels.hopper_copies import (
+    allocate_rows,
+    columns_before,
+    copy_keys,
+    copy_layout,
+    make_ring,
+    tail_width,
+    whole_rows,
+)
 from attnmux.triton.kernels.hopper_places import Kind, place_tile, visible_range
 from attnmux.triton.kernels.hopper_weights import LOG2_E, pack, unpack, weigh
 
@@ -29,37 +37,73 @@ READERS = gl.constexpr(2)
 
 
 @gluon.jit
-def multiply_keys(q_tile, keys, layout: gl.constexpr):
+def multiply_keys(q_parts, ring, at, layout: gl.constexpr):
     """Begin to compute a block's logits [ROWS, BLOCK_N]."""
-    nothing = gl.full([ROWS, keys.shape[0]], 0.0, gl.float32, layout)
-    return warpgroup_mma(q_tile, keys.permute([1, 0]), nothing, use_acc=False, is_async=True)
+    keys = ring.block(at)
+    logits = gl.full([ROWS, keys.shape[0]], 0.0, gl.float32, layout)
+    logits = warpgroup_mma(q_parts[0], keys.permute([1, 0]), logits, use_acc=False, is_async=True)
+    if ring.TAIL > 0:
+        logits = warpgroup_mma(q_parts[1], ring.tail(at).permute([1, 0]), logits, is_async=True)
+    return logits
 
 
 @gluon.jit
-def multiply_values(pairs, values, acc):
-    """Begin to add a block's weighted values to acc [ROWS, D]."""
-    layout: gl.constexpr = gl.DotOperandLayout(0, acc.type.layout, 2)
-    weights = gl.convert_layout(unpack(pairs, values.dtype), layout)
-    return warpgroup_mma(weights, values, acc, is_async=True)
+def multiply_values(pairs, ring, at, accs):
+    """Begin to add a block's weighted values to accs: [ROWS, D] and, with a tail, [ROWS, TAIL]."""
+    values = ring.block(at)
+    weights = unpack(pairs, values.dtype)
+    acc = warpgroup_mma(as_operand(weights, accs[0]), values, accs[0], is_async=True)
+    if ring.TAIL > 0:
+        tail = accs[1]
+        tail = warpgroup_mma(as_operand(weights, tail), ring.tail(at), tail, is_async=True)
+        return acc, tail
+    else:
+        return (acc,)
 
 
 @gluon.jit
-def scaled(acc, share):
+def as_operand(weights, acc):
+    """Weights as the left operand of a product that is added to acc."""
+    return gl.convert_layout(weights, gl.DotOperandLayout(0, acc.type.layout, 2))
+
+
+@gluon.jit
+def await_values(accs, weights):
+    """The results of `multiply_values` and, computed by then, the next weights."""
+    if len(accs) == 2:
+        acc, tail, weights = warpgroup_mma_wait(0, deps=[accs[0], accs[1], weights])
+        return (acc, tail), weights
+    else:
+        acc, weights = warpgroup_mma_wait(0, deps=[accs[0], weights])
+        return (acc,), weights
+
+
+@gluon.jit
+def scaled(accs, share):
+    acc = scaled_part(accs[0], share)
+    if len(accs) == 2:
+        return acc, scaled_part(accs[1], share)
+    else:
+        return (acc,)
+
+
+@gluon.jit
+def scaled_part(acc, share):
     return acc * gl.convert_layout(share, gl.SliceLayout(1, acc.type.layout))[:, None]
 
 
 @gluon.jit
 def attend_turns(
-    acc, top, mass, pairs, turn, last_turn, q_tile, k_ring, v_ring, tile, first, end, scale, cap,
+    accs, top, mass, pairs, turn, last_turn, q_parts, k_ring, v_ring, tile, first, end, scale, cap,
     HIDES: gl.constexpr, kind,
     layout: gl.constexpr,
 ):  # fmt: skip
     """The turns of a tile after the first. Each begins with its own keys and the previous turn's
     values in shared memory, and with the previous turn's weights in registers."""
     for at in range(turn, last_turn):
-        logits = multiply_keys(q_tile, k_ring.block(at), layout)
-        acc = multiply_values(pairs, v_ring.block(at - 1), acc)
-        logits = warpgroup_mma_wait(1, deps=[logits])
+        logits = multiply_keys(q_parts, k_ring, at, layout)
+        accs = multiply_values(pairs, v_ring, at - 1, accs)
+        logits = warpgroup_mma_wait(len(accs), deps=[logits])
         k_ring.release(at)
         weights, kept_share, top, mass = weigh(
             logits, top, mass, tile.stop - 1 - at, first, end, scale, cap, HIDES, kind
@@ -69,26 +113,26 @@ def attend_turns(
         v_ring.await_full(at)
         k_ring.await_full(at + 1, at + 1 < tile.stop - tile.start)
         fence_async_shared()
-        acc, weights = warpgroup_mma_wait(0, deps=[acc, weights])
+        accs, weights = await_values(accs, weights)
         v_ring.release(at - 1)
-        acc = scaled(acc, kept_share)
-        pairs = pack(weights, q_tile.dtype)
-    return acc, top, mass, pairs
+        accs = scaled(accs, kept_share)
+        pairs = pack(weights, q_parts[0].dtype)
+    return accs, top, mass, pairs
 
 
 @gluon.jit
-def attend_tile(acc, top, mass, q_tile, k_ring, v_ring, tile, first, end, scale, cap, kind):
+def attend_tile(accs, top, mass, q_parts, k_ring, v_ring, tile, first, end, scale, cap, kind):
     """Add all of a tile's keys to the running softmax of its rows."""
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, kind.BLOCK_N, 16])
     turns = tile.stop - tile.start
     k_ring.await_full(0)
     fence_async_shared()
-    logits = warpgroup_mma_wait(0, deps=[multiply_keys(q_tile, k_ring.block(0), layout)])
+    logits = warpgroup_mma_wait(0, deps=[multiply_keys(q_parts, k_ring, 0, layout)])
     k_ring.release(0)
     weights, _, top, mass = weigh(
         logits, top, mass, tile.stop - 1, first, end, scale, cap, True, kind
     )
-    pairs = pack(weights, q_tile.dtype)
+    pairs = pack(weights, q_parts[0].dtype)
     v_ring.await_full(0)
     k_ring.await_full(1, turns > 1)
     fence_async_shared()
@@ -102,12 +146,12 @@ def attend_tile(acc, top, mass, q_tile, k_ring, v_ring, tile, first, end, scale,
             turn, last_turn = whole_turn, hiding_turn
         else:
             turn, last_turn = hiding_turn, turns
-        acc, top, mass, pairs = attend_turns(
-            acc, top, mass, pairs, turn, last_turn, q_tile, k_ring, v_ring, tile, first, end,
+        accs, top, mass, pairs = attend_turns(
+            accs, top, mass, pairs, turn, last_turn, q_parts, k_ring, v_ring, tile, first, end,
             scale, cap, part != 1, kind, layout,
         )  # fmt: skip
-    acc = multiply_values(pairs, v_ring.block(turns - 1), acc)
-    return warpgroup_mma_wait(0, deps=[acc]), top, mass
+    accs, _ = await_values(multiply_values(pairs, v_ring, turns - 1, accs), pairs)
+    return accs, top, mass
 
 
 @gluon.jit
@@ -117,39 +161,87 @@ def queries_of(tile, row, GROUP: gl.constexpr):
 
 
 @gluon.jit
+def nothing_yet(WIDTH: gl.constexpr):
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, 16])
+    return gl.zeros([ROWS, WIDTH], gl.float32, layout)
+
+
+@gluon.jit
+def load_queries(
+    q, q_stride, q_head_stride, tile, room, PART: gl.constexpr, REAL: gl.constexpr, kind
+):
+    """Copy columns of warpgroup PART's rows into shared memory, [ROWS, width]. REAL: those that q
+    has; the rest is 0."""
+    layout: gl.constexpr = copy_layout(16, room.shape[1], gl.num_warps())
+    row = tile.first_row + PART * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, layout))
+    # Rows after the last are copies of it, so that they need no other keys.
+    token, head = queries_of(tile, gl.minimum(row, tile.num_rows - 1), kind.GROUP)
+    offsets = token * q_stride + head.to(gl.int64) * q_head_stride
+    places = whole_rows(q, offsets, room.shape[1], layout)
+    if room.shape[1] == REAL:
+        room.store(gl.load(places))
+    else:
+        is_real = columns_before(REAL, room.shape[1], layout)
+        room.store(gl.load(places, mask=is_real, other=0.0))
+
+
+@gluon.jit
+def store_result(out, out_stride, acc, tile, room, PART: gl.constexpr, REAL: gl.constexpr, kind):
+    """Store columns of warpgroup PART's rows. room: shared memory that turns them into whole rows.
+    REAL: of the columns, those that out has."""
+    WIDTH: gl.constexpr = acc.shape[1]
+    V_WIDTH: gl.constexpr = kind.D + kind.V_TAIL
+    if kind.SPLIT_BLOCKS > 0:
+        layout: gl.constexpr = acc.type.layout
+        row = tile.first_row + PART * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, layout))
+        token, head = queries_of(tile, row, kind.GROUP)
+        columns = gl.arange(0, WIDTH, gl.SliceLayout(0, layout))[None, :]
+        places = out + (token * out_stride + head * V_WIDTH)[:, None] + columns
+        is_there = (row < tile.num_rows)[:, None]
+        if WIDTH > REAL:
+            is_there = is_there & (columns < REAL)
+        gl.store(places, acc, mask=is_there)
+    else:
+        wide: gl.constexpr = copy_layout(16, WIDTH, gl.num_warps())
+        room.store(acc.to(out.dtype.element_ty))
+        row = tile.first_row + PART * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, wide))
+        token, head = queries_of(tile, row, kind.GROUP)
+        places = whole_rows(out, token * out_stride + head * V_WIDTH, WIDTH, wide)
+        is_there = (row < tile.num_rows)[:, None]
+        if WIDTH > REAL:
+            is_there = is_there & columns_before(REAL, WIDTH, wide)
+        gl.store(places, room.load(wide), mask=is_there)
+
+
+@gluon.jit
 def attend_rows(
     q, q_stride, q_head_stride, out, out_stride, lse, lse_stride,
-    sinks, scale, cap, v_scale, q_tiles, k_ring, v_ring, tile, kind,
+    sinks, scale, cap, v_scale, q_tiles, q_tails, k_ring, v_ring, tile, kind,
     PART: gl.constexpr, HAS_SINKS: gl.constexpr, HAS_LSE: gl.constexpr,
 ):  # fmt: skip
     """Attend from the tile's rows that warpgroup PART has, and store the results."""
-    acc_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, kind.D, 16])
     rows_layout: gl.constexpr = gl.SliceLayout(
         1, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, kind.BLOCK_N, 16])
     )
-    wide: gl.constexpr = gl.BlockedLayout(
-        [1, COLUMNS_A_COPY],
-        [32 * COLUMNS_A_COPY // kind.D, kind.D // COLUMNS_A_COPY],
-        [4, 1],
-        [1, 0],
-    )
-    q_tile = q_tiles.index(PART)
-    wide_row = tile.first_row + PART * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, wide))
+    q_parts = (q_tiles.index(PART), q_tails.index(PART))
     row = tile.first_row + PART * ROWS + gl.arange(0, ROWS, rows_layout)
-    acc = gl.zeros([ROWS, kind.D], gl.float32, acc_layout)
+    accs = (nothing_yet(kind.D),)
+    if kind.V_TAIL > 0:
+        accs = (accs[0], nothing_yet(v_ring.TAIL))
     top = gl.full([ROWS], -float("inf"), gl.float32, rows_layout)
     mass = gl.zeros([ROWS], gl.float32, rows_layout)
     if tile.stop > tile.start:
-        # Rows after the last are copies of it, so that they need no other keys.
-        last_row = tile.num_rows - 1
-        token, head = queries_of(tile, gl.minimum(wide_row, last_row), kind.GROUP)
-        offsets = token * q_stride + head.to(gl.int64) * q_head_stride
-        q_tile.store(gl.load(whole_rows(q, offsets, kind.D, wide)))
+        load_queries(q, q_stride, q_head_stride, tile, q_parts[0], PART, kind.D, kind)
+        if kind.K_TAIL > 0:
+            of_tail = q + kind.D
+            load_queries(
+                of_tail, q_stride, q_head_stride, tile, q_parts[1], PART, kind.K_TAIL, kind
+            )
         fence_async_shared()
-        position = tile.cached + gl.minimum(row, last_row) // kind.GROUP
+        position = tile.cached + gl.minimum(row, tile.num_rows - 1) // kind.GROUP
         first, end = visible_range(position, tile.num_keys, kind.IS_CAUSAL, kind.WINDOW, kind.CHUNK)
-        acc, top, mass = attend_tile(
-            acc, top, mass, q_tile, k_ring, v_ring, tile, first, end, scale, cap, kind
+        accs, top, mass = attend_tile(
+            accs, top, mass, q_parts, k_ring, v_ring, tile, first, end, scale, cap, kind
         )
 
     token, head = queries_of(tile, row, kind.GROUP)
@@ -163,26 +255,18 @@ def attend_rows(
         base = gl.where(higher == -float("inf"), 0.0, higher)
         kept_share = gl.exp2(top - base)
         mass = mass * kept_share + gl.exp2(sink - base)
-        acc = scaled(acc, kept_share)
+        accs = scaled(accs, kept_share)
         top = higher
     has_keys = mass > 0
     mass = gl.where(has_keys, mass, 1.0)
     if HAS_LSE:
         value = gl.where(has_keys, (top + gl.log2(mass)) * LN_2, -float("inf"))
         gl.store(lse + token * lse_stride + head, value, mask=is_real)
-    acc = scaled(acc, v_scale / mass)
-    if kind.SPLIT_BLOCKS > 0:
-        row = tile.first_row + PART * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, acc_layout))
-        token, head = queries_of(tile, row, kind.GROUP)
-        columns = gl.arange(0, kind.D, gl.SliceLayout(0, acc_layout))
-        places = out + (token * out_stride + head * kind.D)[:, None] + columns[None, :]
-        gl.store(places, acc, mask=(row < tile.num_rows)[:, None])
-    else:
-        # The queries are no longer needed: their shared memory turns the result into whole rows.
-        q_tile.store(acc.to(out.dtype.element_ty))
-        token, head = queries_of(tile, wide_row, kind.GROUP)
-        places = whole_rows(out, token * out_stride + head * kind.D, kind.D, wide)
-        gl.store(places, q_tile.load(wide), mask=(wide_row < tile.num_rows)[:, None])
+    accs = scaled(accs, v_scale / mass)
+    # The queries are no longer needed: the results take their shared memory.
+    store_result(out, out_stride, accs[0], tile, q_parts[0], PART, kind.D, kind)
+    if kind.V_TAIL > 0:
+        store_result(out + kind.D, out_stride, accs[1], tile, q_parts[1], PART, kind.V_TAIL, kind)
 
 
 @gluon.jit(
@@ -194,7 +278,8 @@ def attend_hopper_tiles(
     out, out_stride, lse, lse_stride, sinks, slots, slots_stride,
     rows, cached_lens, encoder_lens, encoder_indptr, q_indptr, tile_request, tile_row, batch_size,
     num_tokens, num_tiles, num_splits, scale, cap, v_scale,
-    GROUP: gl.constexpr, D: gl.constexpr, PAGE: gl.constexpr, IS_CAUSAL: gl.constexpr,
+    GROUP: gl.constexpr, D: gl.constexpr, REAL_TAIL: gl.constexpr, REAL_DV: gl.constexpr,
+    PAGE: gl.constexpr, IS_CAUSAL: gl.constexpr,
     IS_CROSS: gl.constexpr, IN_CALL: gl.constexpr, HAS_ENCODER: gl.constexpr, WINDOW: gl.constexpr,
     CHUNK: gl.constexpr, HAS_CAP: gl.constexpr, HAS_SINKS: gl.constexpr, HAS_LSE: gl.constexpr,
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, COPY_WARPS: gl.constexpr,
@@ -202,23 +287,27 @@ def attend_hopper_tiles(
 ):  # fmt: skip
     """Grid and arguments as of `attend_tiles`; num_warps=4, BLOCK_M=128, STAGES at least 2.
 
-    q [T, Hq, D], k and v [slots, Hkv, D], out [T, Hq, D]: D is 64 or 128, all of one 16-bit dtype,
-    rows at multiples of 16 bytes. lse, sinks, slots, rows, cached_lens, encoder_lens,
+    q [T, Hq, D + REAL_TAIL], k [slots, Hkv, D + REAL_TAIL], v [slots, Hkv, REAL_DV], out [T, Hq,
+    REAL_DV]: all of one 16-bit dtype, rows at multiples of 16 bytes. D is 64, 128 or 256, and
+    REAL_DV is D or D + REAL_TAIL. lse, sinks, slots, rows, cached_lens, encoder_lens,
     encoder_indptr, q_indptr, tile_request and tile_row: as there. scale is above 0. REGISTERS and
     COPY_REGISTERS, multiples of 8: registers of each thread in the warps that multiply and in the
     COPY_WARPS that copy.
     """
     gl.static_assert(BLOCK_M == READERS * ROWS)
     kind = Kind(
-        GROUP=GROUP, D=D, PAGE=PAGE, IS_CAUSAL=IS_CAUSAL, IS_CROSS=IS_CROSS, IN_CALL=IN_CALL,
+        GROUP=GROUP, D=D, K_TAIL=REAL_TAIL, V_TAIL=REAL_DV - D, PAGE=PAGE,
+        IS_CAUSAL=IS_CAUSAL, IS_CROSS=IS_CROSS, IN_CALL=IN_CALL,
         HAS_ENCODER=HAS_ENCODER, WINDOW=WINDOW, CHUNK=CHUNK, HAS_CAP=HAS_CAP,
         SPLIT_BLOCKS=SPLIT_BLOCKS, BLOCK_M=BLOCK_M, BLOCK_N=BLOCK_N,
     )  # fmt: skip
     dtype: gl.constexpr = q.dtype.element_ty
-    layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, D], dtype)
-    q_tiles = gl.allocate_shared_memory(dtype, [READERS, ROWS, D], layout)
-    k_ring = make_ring(dtype, BLOCK_N, D, STAGES, 32 * COPY_WARPS, READERS)
-    v_ring = make_ring(dtype, BLOCK_N, D, STAGES, 32 * COPY_WARPS, READERS)
+    q_tiles = allocate_rows(dtype, READERS, ROWS, D)
+    q_tails = q_tiles
+    if REAL_TAIL > 0:
+        q_tails = allocate_rows(dtype, READERS, ROWS, tail_width(REAL_TAIL))
+    k_ring = make_ring(dtype, BLOCK_N, D, REAL_TAIL, STAGES, 32 * COPY_WARPS, READERS)
+    v_ring = make_ring(dtype, BLOCK_N, D, REAL_DV - D, STAGES, 32 * COPY_WARPS, READERS)
     tile = place_tile(
         cached_lens, encoder_lens, q_indptr, tile_request, tile_row,
         batch_size, num_tokens, num_tiles, num_splits, kind,
@@ -231,11 +320,11 @@ def attend_hopper_tiles(
         [
             (attend_rows, (
                 q, q_stride, q_head_stride, out, out_stride, lse, lse_stride, sinks, scale, cap,
-                v_scale, q_tiles, k_ring, v_ring, tile, kind, 0, HAS_SINKS, HAS_LSE,
+                v_scale, q_tiles, q_tails, k_ring, v_ring, tile, kind, 0, HAS_SINKS, HAS_LSE,
             )),
             (attend_rows, (
                 q, q_stride, q_head_stride, out, out_stride, lse, lse_stride, sinks, scale, cap,
-                v_scale, q_tiles, k_ring, v_ring, tile, kind, 1, HAS_SINKS, HAS_LSE,
+                v_scale, q_tiles, q_tails, k_ring, v_ring, tile, kind, 1, HAS_SINKS, HAS_LSE,
             )),
             (copy_keys, (
                 k, k_stride, k_head_stride, v, v_stride, v_head_stride, slots, slots_stride, rows,

@@ -12,15 +12,17 @@ from attnmux.triton.kernels.blocks import load_rows
 def widen_keys(
     k, k_stride, k_head_stride, v, v_stride, v_head_stride, slots, slots_stride, rows, seq_lens,
     starts, wide_k, wide_v,
-    HEADS: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr, BLOCK_N: tl.constexpr,
+    HEADS: tl.constexpr, REAL_D: tl.constexpr, D: tl.constexpr, REAL_DV: tl.constexpr,
+    DV: tl.constexpr, PAGE: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """Write the keys of each request side by side, one request after another.
 
-    k, v [slots, HEADS, D]: the pool's memory, of 8-bit floats. slots [R, W] int32: slots or, with
+    k [slots, HEADS, REAL_D], v [slots, HEADS, REAL_DV]: the pool's memory, of 8-bit floats. D and
+    DV: powers of 2, at least as many. slots [R, W] int32: slots or, with
     PAGE above 1, pages of each row. rows [B] int64: each request's row; None where request i has
     row i. seq_lens [B] int32: keys of each request. starts [B] int32: its first row of the results.
-    wide_k, wide_v [sum of seq_lens, HEADS, D], contiguous, of a 16-bit float dtype. Scales are not
-    applied.
+    wide_k, wide_v [sum of seq_lens, HEADS, REAL_D or REAL_DV], contiguous, of a 16-bit float dtype.
+    Scales are not applied.
 
     Grid: heads, blocks of the longest request, requests.
     """
@@ -39,9 +41,15 @@ def widen_keys(
     if PAGE > 1:
         slot = slot * PAGE + key % PAGE
     to = (tl.load(starts + request) + key).to(tl.int64) * HEADS + head
-    places = to[:, None] * D + tl.arange(0, D)[None, :]
     of_head = head.to(tl.int64)
-    keys = load_rows(k + of_head * k_head_stride, slot, k_stride, is_there, D, D, True)
-    tl.store(wide_k + places, keys.to(wide_k.dtype.element_ty), mask=is_there[:, None])
-    values = load_rows(v + of_head * v_head_stride, slot, v_stride, is_there, D, D, True)
-    tl.store(wide_v + places, values.to(wide_v.dtype.element_ty), mask=is_there[:, None])
+    _copy(k + of_head * k_head_stride, slot, k_stride, is_there, wide_k, to, REAL_D, D)
+    _copy(v + of_head * v_head_stride, slot, v_stride, is_there, wide_v, to, REAL_DV, DV)
+
+
+@triton.jit
+def _copy(base, slot, stride, is_there, wide, to, REAL_D: tl.constexpr, D: tl.constexpr):
+    rows = load_rows(base, slot, stride, is_there, D, REAL_D, True)
+    column = tl.arange(0, D)
+    is_written = is_there[:, None] & (column < REAL_D)[None, :]
+    places = to[:, None] * REAL_D + column[None, :]
+    tl.store(wide + places, rows.to(wide.dtype.element_ty), mask=is_written)

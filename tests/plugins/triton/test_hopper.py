@@ -1,0 +1,81 @@
+"""Layers on the kernels for Hopper GPUs, which are emulated here: what they compute, no more."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from attnmux.core import Platform
+from attnmux.testing import Candidate
+from attnmux.testing.runner import run_case
+from attnmux.triton.plugin import TRITON
+
+pytest.importorskip("triton")
+
+from attnmux.emulators.gluon import emulated
+from attnmux.triton import dispatch
+from attnmux.triton.backend import TritonBackend
+from attnmux.triton.kernels import latent_merge
+
+CANDIDATE = Candidate(
+    card=replace(TRITON, requires=(), status="available", factory="attnmux.triton.factory:triton"),
+    platform=Platform.parse("nvidia:sm90,cuda=13.0"),
+    device="cpu",
+    # So few programs that requests are split and programs take several.
+    factory=lambda context, options: TritonBackend(context, options, compute_units=3),
+)
+
+
+SHARES, TILES = "attend_shares", "attend_hopper_tiles"
+LATENT_SHARES, LATENT_TILES = "attend_latent", "attend_latent_tiles"
+KERNELS = {
+    "decode-uneven": {SHARES},
+    "decode-dim-64": {SHARES},
+    "decode-window-pool-padding": {SHARES},
+    "decode-sinks-lse-of-nothing": {SHARES},
+    "decode-window-cap": {SHARES},
+    "decode-deterministic": {SHARES},
+    "decode-cross": {SHARES},
+    "decode-fp8_e4m3-scales-lse": {SHARES},
+    "decode-fp8_e5m2-dim-64": {SHARES},
+    "decode-nan": {SHARES},
+    "verify-chain": {SHARES},
+    "verify-empty-prefix": {SHARES},
+    "extend-prefix": {TILES},
+    "extend-window-pool-shared-prefix": {TILES},
+    "extend-chunk": {TILES},
+    "extend-cap": {TILES},
+    "extend-sinks-lse": {TILES},
+    "extend-14x2-heads": {TILES},
+    "extend-dim-64": {TILES},
+    "extend-dim-256": {TILES},
+    "extend-dims-192-128": {TILES},
+    "extend-float16": {TILES},
+    "extend-padding": {TILES},
+    "extend-cross": {TILES},
+    "extend-nan": {TILES},
+    "mixed": {TILES},
+    "strided-extend": {TILES},
+    "mla-decode-padding": {LATENT_SHARES},
+    "mla-decode-128-heads": {LATENT_SHARES},
+    "mla-verify-chain": {LATENT_SHARES},
+    "mla-extend": {LATENT_TILES},
+    "mla-extend-nan": {LATENT_TILES},
+    "mla-unsaved": {LATENT_TILES},
+    "strided-mla-extend": {LATENT_TILES},
+    "mla-expanded-chunk": {TILES},
+}
+"""The kernels of cases of the suite."""
+CASES = {case.name.removesuffix("-page16"): case for case in CANDIDATE.cases((16,))}
+
+
+@pytest.mark.parametrize("name", KERNELS)
+def test_agrees_with_reference(name, monkeypatch):
+    monkeypatch.setattr(dispatch, "can_compile", lambda address: True)
+    # The interpreter runs one launch after the other.
+    monkeypatch.setattr(latent_merge, "gdc_wait", lambda: None)
+    with emulated() as launched:
+        outcome = run_case(CANDIDATE, CASES[name])
+    assert outcome.status == "passed", outcome.message or outcome.reasons
+    assert KERNELS[name] <= set(launched)
