@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import importlib
 import json
-import os
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from attnmux.distributed import RankGroup
+from attnmux.emulators.ranks import run_ranks
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -24,20 +25,16 @@ def test_how_much_of_the_communication_is_covered(others, expected, monkeypatch)
     assert covered([(10, 20), (50, 70)], others) == pytest.approx(expected)
 
 
+def measured(group: RankGroup, options: list[str]) -> None:
+    sys.path.insert(0, str(ROOT))
+    benchmark = importlib.import_module("benchmarks.prefill_parallel")
+    benchmark.main(options, standalone_mode=False)
+
+
 def test_ranks_are_compared_with_one_alone(tmp_path: Path) -> None:
     figures, trace = tmp_path / "figures.json", tmp_path / "trace.json"
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     options = ["--backend=torch_native", "--tokens=90", "--layers=2", "--rounds=1"]
-    files = [f"--json={figures}", f"--profile={trace}"]
-    done = subprocess.run(
-        [*launch, "-m", "benchmarks.prefill_parallel", *options, *files],
-        capture_output=True,
-        text=True,
-        check=False,
-        cwd=ROOT,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )
-    assert done.returncode == 0, done.stderr
+    run_ranks(measured, 2, tmp_path, [*options, f"--json={figures}", f"--profile={trace}"])
     rows = json.loads(figures.read_text())["rows"]
     assert [row["layers"] for row in rows] == [1, 2]
     for row in rows:

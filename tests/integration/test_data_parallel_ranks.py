@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import random
-import subprocess
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -223,17 +221,22 @@ def test_a_rank_that_dies_is_an_error_within_the_time(tiny, tmp_path: Path) -> N
     assert "exchanging numbers: another rank ended or did not arrive within 20 s" in first.value
 
 
+def commanded(group: RankGroup, options: list[str]) -> tuple[int, str, str]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TORCHELASTIC_RUN_ID", "as a launcher's ranks have it")
+        done = CliRunner().invoke(verbs, ["generate", *options])
+    return done.exit_code, done.stdout, done.stderr
+
+
 def test_generate(tmp_path: Path) -> None:
+    """On ranks that run already; `--tp` starts them in test_several_ranks.py."""
     asked = [f"The key is K{key}. ?K" for key in (77, 31, 90)]
-    command = [sys.executable, "-m", "attnmux.core", "generate", *asked]
     options = ["--tp", "2", "--dp-attention", "--page-size", "4", "--backend", "torch_native"]
-    done = subprocess.run(
-        [*command, *options], cwd=tmp_path, capture_output=True, text=True, check=False, timeout=200
-    )
-    assert done.returncode == 0, done.stderr
+    first, second = run_ranks(commanded, 2, tmp_path, [*asked, *options])
     texts = [f"==> prompt {number} <==\n{key}\n" for number, key in ((1, 77), (2, 31), (3, 90))]
-    assert done.stdout == "".join(texts)
-    assert "2 ranks: KV memory for" in done.stderr
+    assert first[:2] == (0, "".join(texts)), first[2]
+    assert "2 ranks: KV memory for" in first[2]
+    assert second == (0, "", "")
 
 
 @pytest.mark.parametrize(

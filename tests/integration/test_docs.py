@@ -32,7 +32,10 @@ BRING_UP = re.findall(
 )
 MODEL = ROOT / "tests/core/choosing/data/qwen3-0.6b"
 SHORTER = {
-    "verify": ("--device", "cpu", "--page-size", "16", "--budget", "1", "-k", "uneven|sampled-0-"),
+    "verify": (
+        *("--device", "cpu", "--page-size", "16", "--budget", "1", "-k", "uneven|sampled-0-"),
+        *("--jobs", "0"),
+    ),
     "bench": (
         *("--backend", "torch_native", "--workload", "decode:bs=2,ctx=64", "--seconds", "0.01"),
         *("--check-seconds", "1", "--platform", "cpu"),

@@ -134,7 +134,7 @@ class Statement:
     """What a head says after a path, from the tensors of its file in float64."""
 
     def __init__(self, model, folder, layers):
-        self.model, self.layers = model, layers
+        self.model, self.layers, self.known = model, layers, {}
         self.weights = {
             name: tensor.double()
             for name, tensor in load_file(folder / "model.safetensors").items()
@@ -147,6 +147,8 @@ class Statement:
 
     def target(self, ids):
         """Of each token, the outputs of the target's layers."""
+        if (key := tuple(ids)) in self.known:
+            return self.known[key]
         found = []
         hooks = [
             self.model.model.layers[number].register_forward_hook(
@@ -157,7 +159,7 @@ class Statement:
         self.model(torch.tensor([ids]))
         for hook in hooks:
             hook.remove()
-        return torch.cat(found, dim=-1).double()
+        return self.known.setdefault(key, torch.cat(found, dim=-1).double())
 
     def layer(self, tokens, features):
         def product(x, name):

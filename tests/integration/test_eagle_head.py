@@ -86,11 +86,18 @@ class Statement:
 
     def __init__(self, model, head):
         self.model, self.head = model, head
+        self.known = {}
+
+    def target(self, ids):
+        """The target's states of each token."""
+        if (key := tuple(ids)) not in self.known:
+            self.known[key] = self.model.model(torch.tensor([ids])).last_hidden_state[0]
+        return self.known[key]
 
     @torch.no_grad()
     def scores(self, ids, path):
         """Log-probabilities [vocabulary] after the tokens and a path of drafts."""
-        states = self.model.model(torch.tensor([ids[:-1]])).last_hidden_state[0]
+        states = self.target(ids[:-1])
         tokens = ids[1:]
         for token in [*path, None]:
             joined = torch.cat([self.head.model.embed_tokens(torch.tensor(tokens)), states], dim=-1)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -122,6 +122,19 @@ def mla() -> Any:
 FAMILIES: dict[str, Callable[[], Any]] = {
     family.__name__: family for family in (gqa, windows, sinks, soft_cap, alibi, mla, mixed_windows)
 }
+
+
+@pytest.fixture(scope="session", autouse=True)
+def families_are_inspected_here() -> Iterator[None]:
+    """vLLM imports itself once more, in a process, to look at each family's class without a CUDA
+    context. No GPU is used here."""
+    if find_spec("vllm") is None:
+        yield
+        return
+    with pytest.MonkeyPatch.context() as patch:
+        registry = "vllm.model_executor.models.registry"
+        patch.setattr(f"{registry}._run_in_subprocess", lambda inspect: inspect())
+        yield
 
 
 @pytest.fixture(scope="session")

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import random
 from dataclasses import dataclass
+from functools import partial
 
 import pytest
 import torch
+from transformers import PreTrainedModel
 
 from attnmux.core import Offer
 from attnmux.testing import RecordingGraphs, fake_platform, graph_card
@@ -29,6 +31,8 @@ class IndexedTexts:
     """Keys that a token sees."""
     new: int
     """Tokens that each prompt gets."""
+    known: dict[tuple[PreTrainedModel, tuple[int, ...]], tuple[int, ...]]
+    """Text that models said alone, which takes them long."""
 
     @property
     def prompts(self):
@@ -43,12 +47,15 @@ class IndexedTexts:
     @torch.no_grad()
     def alone(self, model, ids):
         """Greedy text of the model's own attention over each whole text, without a cache."""
-        ids = list(ids)
-        for _ in range(self.new):
-            ids.append(
-                int(model(input_ids=torch.tensor([ids]), use_cache=False).logits[0, -1].argmax())
-            )
-        return tuple(ids[-self.new :])
+        text = list(self.known.get((model, tuple(ids)), ()))
+        while len(text) < self.new:
+            whole = torch.tensor([[*ids, *text]])
+            text.append(int(model(input_ids=whole, use_cache=False).logits[0, -1].argmax()))
+        self.known[model, tuple(ids)] = tuple(text)
+        return tuple(text[: self.new])
+
+    def all_alone(self, model):
+        return [self.alone(model, ids) for ids in self.prompts]
 
     def texts(self, engine):
         asked = [Prompt(token_ids=ids, max_new_tokens=self.new) for ids in self.prompts]
@@ -79,5 +86,5 @@ class IndexedTexts:
 
 @pytest.fixture(scope="session")
 def indexed_texts():
-    """The class, for tests of models with indexers."""
-    return IndexedTexts
+    """The class, for tests of models with indexers, which share what models said."""
+    return partial(IndexedTexts, known={})

@@ -99,9 +99,10 @@ def said(indexed_texts):
     ],
     ids=["heads", "more", "all"],
 )
+@pytest.mark.one_of("page_size")
 def test_text_is_that_of_each_prompt_alone(blocks, run_on, more, page_size, said):
     model, folder = blocks(**more)
-    expected = [said.alone(model, ids) for ids in said.prompts]
+    expected = said.all_alone(model)
     runner = run_on(folder, page_size=page_size, **ROOM)
     request = runner.decision.request
     assert (request.kind, request.index_topk, request.index_block_size) == ("mha", TOPK, SIZE)
@@ -171,7 +172,7 @@ def test_the_kernel_replayed_from_graphs_says_the_same(blocks, said, kernels):
 def test_chains_of_drafts_leave_the_text_as_it_is(blocks, run_on, said):
     model, folder = blocks()
     engine = Engine(run_on(folder, draft_tokens=4, **ROOM), drafts=NgramProposer(draft_token_num=4))
-    assert said.texts(engine) == [said.alone(model, ids) for ids in said.prompts]
+    assert said.texts(engine) == said.all_alone(model)
     assert engine.stats.drafts.requests > 0
 
 

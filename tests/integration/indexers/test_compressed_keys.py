@@ -77,33 +77,19 @@ def compressed(tmp_path_factory):
     return make
 
 
-@pytest.fixture(scope="module")
-def texts():
-    """The text of each prompt, which eager attention takes long to say."""
-    made = {}
-
-    def make(said, model):
-        if model not in made:
-            made[model] = [said.alone(model, ids) for ids in said.prompts]
-        return made[model]
-
-    return make
-
-
 @pytest.fixture
 def said(indexed_texts):
     return indexed_texts(seed=3, picked=PICKED, new=NEW)
 
 
-@pytest.mark.parametrize("page_size", [1, 16])
 @pytest.mark.parametrize(
-    "more",
-    [{}, {"compress_rates": {SPARSE: 3, HEAVY: 16}, "sliding_window": 24}],
+    ("more", "page_size"),
+    [({}, 1), ({"compress_rates": {SPARSE: 3, HEAVY: 16}, "sliding_window": 24}, 16)],
     ids=["rates", "odd"],
 )
-def test_text_is_that_of_each_prompt_alone(compressed, run_hybrid, more, page_size, said, texts):
+def test_text_is_that_of_each_prompt_alone(compressed, run_hybrid, more, page_size, said):
     model, folder = compressed(**more)
-    expected = texts(said, model)
+    expected = said.all_alone(model)
     runner = run_hybrid(folder, page_size=page_size, **ROOM)
     assert dict(runner.decision.request.compressed_layers) == {SPARSE: 2, HEAVY: 1}
     assert said.texts(Engine(runner, prefix_cache=False)) == expected
@@ -113,11 +99,11 @@ def test_text_is_that_of_each_prompt_alone(compressed, run_hybrid, more, page_si
         engine.clear_cache()
 
 
-def test_prefixes_are_shared(compressed, run_hybrid, said, texts):
+def test_prefixes_are_shared(compressed, run_hybrid, said):
     model, folder = compressed()
     engine = Engine(run_hybrid(folder, page_size=4, **ROOM))
     for _ in range(2):
-        assert said.texts(engine) == texts(said, model)
+        assert said.texts(engine) == said.all_alone(model)
     assert engine.stats.reused_tokens > 0
 
 
@@ -125,12 +111,12 @@ def test_decode_steps_replayed_from_graphs_say_the_same(compressed, said):
     said.check_graphs(*compressed())
 
 
-def test_chains_of_drafts_leave_the_text_as_it_is(compressed, run_hybrid, said, texts):
+def test_chains_of_drafts_leave_the_text_as_it_is(compressed, run_hybrid, said):
     model, folder = compressed()
     engine = Engine(
         run_hybrid(folder, draft_tokens=4, **ROOM), drafts=NgramProposer(draft_token_num=4)
     )
-    assert said.texts(engine) == texts(said, model)
+    assert said.texts(engine) == said.all_alone(model)
     assert engine.stats.drafts.requests > 0
 
 
@@ -230,9 +216,7 @@ def test_such_a_model_drafts_for_no_other(compressed, run_hybrid):
 
 
 @pytest.mark.parametrize("page_size", [1, 4])
-def test_a_pool_of_windows_holds_what_keys_are_made_of(
-    compressed, run_hybrid, said, texts, page_size
-):
+def test_a_pool_of_windows_holds_what_keys_are_made_of(compressed, run_hybrid, said, page_size):
     """Rows of tokens that fell out of the windows are gone, their keys stay."""
     model, folder = compressed()
     runner = run_hybrid(folder, page_size=page_size, window_step_tokens=16, **ROOM)
@@ -242,5 +226,5 @@ def test_a_pool_of_windows_holds_what_keys_are_made_of(
         assert keys.pool.keys.num_slots == runner.sizes.full // page_size + 1
     engine = Engine(runner, prefill_tokens=16)
     for _ in range(2):
-        assert said.texts(engine) == texts(said, model)
+        assert said.texts(engine) == said.all_alone(model)
     assert engine.stats.reused_tokens > 0

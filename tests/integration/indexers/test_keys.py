@@ -96,7 +96,7 @@ def said(indexed_texts):
 @pytest.mark.one_of("page_size")
 def test_text_is_that_of_each_prompt_alone(sparse, run_on, name, page_size, said):
     model, folder = sparse(name)
-    expected = [said.alone(model, ids) for ids in said.prompts]
+    expected = said.all_alone(model)
     runner = run_on(folder, page_size=page_size, max_context_len=80, max_total_tokens=512)
     assert (runner.decision.request.kind, runner.decision.request.index_topk) == ("nsa", TOPK)
     assert said.texts(Engine(runner, prefix_cache=False)) == expected
@@ -168,7 +168,7 @@ def test_chains_of_drafts_leave_the_text_as_it_is(sparse, run_on, said):
     runner = run_on(folder, max_context_len=80, max_total_tokens=512, draft_tokens=4)
     drafts = NgramProposer(draft_token_num=4)
     engine = Engine(runner, drafts=drafts)
-    assert said.texts(engine) == [said.alone(model, ids) for ids in said.prompts]
+    assert said.texts(engine) == said.all_alone(model)
     assert engine.stats.drafts.requests > 0
 
 
@@ -179,7 +179,7 @@ def test_a_draft_model_proposes_chains(sparse, run_on, said):
     drafter = run_on(sparse("deepseek", index_topk=80)[1], **options)
     drafts = ModelProposer(drafter, vocabulary_size=97, steps=3)
     engine = Engine(run_on(folder, **options), drafts=drafts)
-    assert said.texts(engine) == [said.alone(model, ids) for ids in said.prompts]
+    assert said.texts(engine) == said.all_alone(model)
     assert engine.stats.drafts.accepted_tokens > 0
 
 

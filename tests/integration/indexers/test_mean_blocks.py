@@ -92,37 +92,23 @@ def blocks(tmp_path_factory):
     return make
 
 
-@pytest.fixture(scope="module")
-def texts():
-    """The text of each prompt, which eager attention takes long to say."""
-    made = {}
-
-    def make(said, model):
-        if model not in made:
-            made[model] = [said.alone(model, ids) for ids in said.prompts]
-        return made[model]
-
-    return make
-
-
 @pytest.fixture
 def said(indexed_texts):
     return indexed_texts(seed=3, picked=SIZE * TOPK, new=NEW)
 
 
-@pytest.mark.parametrize("page_size", [1, 16])
 @pytest.mark.parametrize(
-    "more",
+    ("more", "page_size"),
     [
-        {},
-        {"num_key_value_heads": 1, "indexer_compress_ratio": 3, "indexer_budget": 9},
-        NGRAMS,
+        ({}, 1),
+        ({"num_key_value_heads": 1, "indexer_compress_ratio": 3, "indexer_budget": 9}, 16),
+        (NGRAMS, 16),
     ],
     ids=["heads", "odd", "ngrams"],
 )
-def test_text_is_that_of_each_prompt_alone(blocks, run_hybrid, more, page_size, said, texts):
+def test_text_is_that_of_each_prompt_alone(blocks, run_hybrid, more, page_size, said):
     model, folder = blocks(**more)
-    expected = texts(said, model)
+    expected = said.all_alone(model)
     runner = run_hybrid(folder, page_size=page_size, **ROOM)
     request = runner.decision.request
     size = more.get("indexer_compress_ratio", SIZE)
@@ -134,12 +120,12 @@ def test_text_is_that_of_each_prompt_alone(blocks, run_hybrid, more, page_size, 
         engine.clear_cache()
 
 
-def test_prefixes_are_shared(blocks, run_hybrid, said, texts):
+def test_prefixes_are_shared(blocks, run_hybrid, said):
     model, folder = blocks(**NGRAMS)
     runner = run_hybrid(folder, page_size=4, kept_states=8, **ROOM)
     engine = Engine(runner)
     for _ in range(2):
-        assert said.texts(engine) == texts(said, model)
+        assert said.texts(engine) == said.all_alone(model)
     assert engine.stats.reused_tokens > 0
 
 
@@ -191,11 +177,11 @@ def test_decode_steps_replayed_from_graphs_say_the_same(blocks, said):
     said.check_graphs(*blocks(**ATTENTION))
 
 
-def test_chains_of_drafts_leave_the_text_as_it_is(blocks, run_hybrid, said, texts):
+def test_chains_of_drafts_leave_the_text_as_it_is(blocks, run_hybrid, said):
     model, folder = blocks(**ATTENTION)
     runner = run_hybrid(folder, draft_tokens=4, **ROOM)
     engine = Engine(runner, drafts=NgramProposer(draft_token_num=4))
-    assert said.texts(engine) == texts(said, model)
+    assert said.texts(engine) == said.all_alone(model)
     assert engine.stats.drafts.requests > 0
 
 

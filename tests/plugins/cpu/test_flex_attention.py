@@ -72,6 +72,12 @@ IN_FULL = (
 """Cases whose kernels join features of kernels that other cases compile."""
 
 
+@pytest.fixture(scope="module", autouse=True)
+def compiled_for_any_size() -> None:
+    """Forget kernels of other tests: where Dynamo was reset since, each length compiles them."""
+    kernel.cache_clear()
+
+
 def emulating(context: BackendContext, options: Mapping[str, Any]) -> AttentionBackend:
     return FlexAttentionBackend(context, options, kernels=emulated)
 
