@@ -286,7 +286,7 @@ ITEMS = MultiItem(
 @pytest.mark.parametrize(
     ("step", "fields", "argument"),
     [
-        (extend((0, 3)), {"spec_info": MASKED}, "custom_mask"),
+        (extend((0, 3)), {"spec_info": MASKED}, "spec_info.custom_mask"),
         (verify(3, 5), {"spec_info": None}, "spec_info"),
         (extend((0, 3)), {"multi_item": ITEMS}, "multi_item"),
         (extend((0, 3)), {"extend_seq_lens": None}, "extend_seq_lens"),

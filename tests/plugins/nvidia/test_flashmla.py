@@ -247,7 +247,7 @@ MASKED = prepare_step(FLASH.world(verify(3, 5), spec_topk=4), verify(3, 5)).batc
 @pytest.mark.parametrize(
     ("step", "fields", "argument"),
     [
-        (verify(3, 5), {"spec_info": MASKED}, "custom_mask"),
+        (verify(3, 5), {"spec_info": MASKED}, "spec_info.custom_mask"),
         (verify(3, 5), {"spec_info": None}, "spec_info"),
         (DRAFTS, {"extend_seq_lens": None}, "extend_seq_lens"),
     ],

@@ -336,6 +336,7 @@ PORTABLE = {
 FOUR_BITS = {"write_four_bits.write_four_bits"}
 HOPPER = {
     "hopper_latent.attend_latent",
+    "hopper_latent_tiles.attend_latent_tiles",
     "hopper_shares.attend_shares",
     "hopper_tiles.attend_hopper_tiles",
     "latent_merge.merge_latent",

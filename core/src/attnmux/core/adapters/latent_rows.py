@@ -26,7 +26,7 @@ def check_latent(layer: LayerSpec) -> None:
         raise InvalidInput(
             f"layer {layer.layer_id}",
             got=f"{layer.v_head_dim} + {layer.qk_rope_head_dim} dims",
-            expected=f"{LATENT_DIM} + {ROPE_DIM}",
+            expected=f"mla, {LATENT_DIM} + {ROPE_DIM}",
         )
 
 
