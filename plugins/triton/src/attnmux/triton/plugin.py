@@ -191,16 +191,6 @@ TRITON = BackendCard(
             date="2026-11-23",
             cases=969,
         ),
-        Verified(
-            on="NVIDIA H100 80GB HBM3",
-            platform="nvidia:sm90",
-            libraries=(
-                "torch 2.11.0+cu130",
-                "triton 3.6.0",
-            ),
-            date="2026-11-27",
-            cases=324,
-        ),
     ),
     sources={
         "arch": "the compiler of Triton 3.6 for AMD: CDNA3 alone converts e4m3fnuz natively",
