@@ -22,8 +22,6 @@ from attnmux.testing import (
 )
 
 AFTER = decode(20, 31, 5)
-IN_FULL = ("mla-unsaved-nan", "mla-extend-nan")
-"""Cases whose kernels flex_attention compiles for long, and which its suite runs emulated."""
 CROSS = extend((0, 5), (0, 9), (7, 3), encoder=(12, 4, 30))
 
 
@@ -81,16 +79,14 @@ def faked(backend: type[FakeBackend]) -> Candidate:
 
 @pytest.mark.parametrize("page", [1, 16])
 @pytest.mark.parametrize("name", ["fake", "whole pages", "torch_native", "flex_attention"])
-def test_a_correct_backend_passes(name: str, page: int, full: bool) -> None:
+def test_a_correct_backend_passes(name: str, page: int) -> None:
     if page == 1 and name == "flex_attention":
         pytest.skip("it compiles each page size for seconds")
     if name in ("torch_native", "flex_attention"):
         candidate = find_candidate(name, device="cpu")
     else:
         candidate = faked(FakeBackend if name == "fake" else LoadsWholePages)
-    left_out = IN_FULL if name == "flex_attention" and not full else ()
-    run = [case for each, case in cases(page).items() if each not in left_out]
-    outcomes = [run_case(candidate, case) for case in run]
+    outcomes = [run_case(candidate, case) for case in cases(page).values()]
     failed = [f"{each.case}: {each.message}" for each in outcomes if each.status == "failed"]
     assert not failed
     if any(each.status == "refused" for each in outcomes):
