@@ -1,4 +1,19 @@
-"""Every error that attnmux raises on purpose."""
+"""Every error that attnmux raises on purpose.
+
+AttnmuxError
+├── InvalidInput       a bad argument, refused before anything was changed (also a ValueError)
+├── PoolExhausted      the request table or the KV pool has too little room left
+├── NoBackend          no backend serves the request; carries every candidate's reasons
+├── UnknownBackend     a name that no installed plugin advertises
+├── AmbiguousPlatform  several kinds of accelerator are present and none was named
+├── GraphUnsupported   a backend without graph capture was asked to capture
+│   └── GraphViolation a captured step did what a replay would not repeat
+├── RanksDiffer        ranks that should run the same step or backend, and do not
+├── RankFailed         another rank that ended, or that did not arrive in time
+├── PluginError        a plugin that cannot be loaded or breaks the plugin contract
+│   └── BackendFailed  a backend whose library does not load or whose kernels do not compile
+└── SettingsError      a configuration file or environment variable that cannot be used
+"""
 
 from __future__ import annotations
 

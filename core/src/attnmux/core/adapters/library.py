@@ -45,7 +45,12 @@ B = TypeVar("B")
 
 
 class LibraryBackend(AttentionBackend, Generic[K, L, S, B]):
-    """The base of a backend that calls a kernel library."""
+    """The base of a backend that calls a kernel library.
+
+    A subclass prepares layers (`prepare_layer`), plans a step on the host (`plan_step`), fills its
+    tensors on the device (`fill_step`), allocates what graphs replay with (`make_buffers`) and
+    calls the library (`attend`).
+    """
 
     def __init__(
         self,

@@ -45,10 +45,19 @@ T = TypeVar("T")
 
 
 def build(decision: Decision, context: BackendContext) -> AttentionBackend:
-    """Make the backend of a decision: a single one, or those that it names in composites.
+    """Make the backend of a decision.
 
+    It is a single backend, a `HybridAttnBackend` where decode and extend differ, and a
+    `BatchSizeAttnBackend` where the decision has other backends for some sizes of decode steps. A
+    `ChunkedPrefixBackend` is around it where the decision has a backend for expanded prompts, and a
+    `TboAttnBackend` over three of all these where the request asks for two batches. A
+    `TreeAttnBackend` is around each where no backend takes the masks of the request's draft trees.
+    A `SparseAttnBackend` is around each where the request asks for chosen pages, and a
+    `PickedBlocksBackend` where an indexer picks blocks of keys.
     A context with an encoder's layers gets the backend of the phase "encoder".
     A context without a `kv_writer` gets the one that an installed plugin offers for its device.
+    A `LayerGroupsBackend` has one of these for each group of layers whose heads or dims differ.
+    A `HybridLinearAttnBackend` is around everything where the context has states of linear layers.
     Raises InvalidInput when a layer of the context has a feature or dims that the request of the
     decision lacks, or when context and decision differ in page size, KV dtype or the request.
     Raises BackendFailed when a chosen backend cannot be imported or made.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import MISSING, fields
-from typing import Any, TypeVar
+from typing import Any, TypeVar, overload
 
 V = TypeVar("V")
 
@@ -62,7 +62,13 @@ class Deferred(Sequence[V]):
             self._make = None  # releases everything that the tuple was made from
         return self._items
 
-    def __getitem__(self, index: Any) -> Any:  # noqa: ANN401  # a number or a slice
+    @overload
+    def __getitem__(self, index: int) -> V: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> tuple[V, ...]: ...
+
+    def __getitem__(self, index: int | slice) -> V | tuple[V, ...]:
         return self._all()[index]
 
     def __len__(self) -> int:
