@@ -18,7 +18,9 @@ PLAIN: dict[str, Any] = {
     "GROUP": 4,
     "QUERIES": 1,
     "LENS_SHIFT": -1,
-    "D": 128,
+    "REAL_D": 128,
+    "REAL_TAIL": 0,
+    "REAL_DV": 128,
     "PAGE": 1,
     "IS_CAUSAL": True,
     "IS_CROSS": False,
@@ -34,13 +36,15 @@ PLAIN: dict[str, Any] = {
     "PART_ROWS": 4,
     "PARTS": 8,
     "STAGES": 4,
+    "COPY_REGISTERS": 72,
 }
 EIGHT_BITS = {"BLOCK_N": 128, "STAGES": 6}
 CASES: dict[str, dict[str, Any]] = {
     "decode": {},
-    "narrow": {"D": 64},
+    "narrow": {"REAL_D": 64, "REAL_DV": 64},
+    "padded": {"REAL_D": 64, "REAL_TAIL": 16, "REAL_DV": 80},
     "e4m3": {"keys": "*fp8e4nv", **EIGHT_BITS},
-    "e5m2, narrow": {"keys": "*fp8e5", "D": 64, **EIGHT_BITS},
+    "e5m2, narrow": {"keys": "*fp8e5", "REAL_D": 64, "REAL_DV": 64, **EIGHT_BITS},
     "window in pages": {"WINDOW": 100, "PAGE": 16, "IS_FIXED": True, "HAS_CAP": True},
     "cross": {"IS_CROSS": True, "IS_CAUSAL": False, "encoder_lens": "*i32"},
     "verify": {

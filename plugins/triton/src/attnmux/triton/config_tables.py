@@ -64,9 +64,24 @@ HOPPER_SHARES = ShareConfig(
     least_share=4,
     merged_rows=32,
     # Two programs fit an SM; a launch's programs begin while those of the previous launch end.
+    constants=FrozenMapping({"COPY_REGISTERS": 72}),
     options=FrozenMapping({"maxnreg": 128, "launch_pdl": True}),
 )
 HOPPER_EIGHT_BITS = replace(HOPPER_SHARES, block_m=16, block_n=128, num_stages=6, least_share=2)
+# A ring of as many blocks leaves no room for a second program.
+HOPPER_WIDE_SHARES = replace(
+    HOPPER_SHARES,
+    programs_per_unit=1,
+    least_share=2,
+    merged_rows=16,
+    constants=FrozenMapping({"COPY_REGISTERS": 120}),
+    options=FrozenMapping({"maxnreg": 184, "launch_pdl": True}),
+)
+HOPPER_WIDE_EIGHT_BITS = replace(HOPPER_EIGHT_BITS, block_n=64, num_stages=4, merged_rows=16)
+# Rows of 64 columns and of 8 bits are half as many bytes.
+HOPPER_NARROW_SHARES = replace(HOPPER_SHARES, block_n=128)
+HOPPER_NARROW_EIGHT_BITS = replace(HOPPER_EIGHT_BITS, num_stages=4)
+HOPPER_PADDED_EIGHT_BITS = replace(HOPPER_EIGHT_BITS, block_n=64)
 HOPPER_LATENT_SHARES = ShareConfig(
     kernel=HOPPER_LATENT,
     block_m=64,
@@ -163,9 +178,30 @@ SHARES: tuple[ConfigEntry[ShareConfig], ...] = (
         least_rows=LEAST_WIDTH + 1,
         config=replace(NARROW, num_stages=5),
     ),
-    # The configurations of 128 columns, not measured here.
-    ConfigEntry(arch="sm90", dims=(64, 64), config=HOPPER_SHARES),
-    ConfigEntry(arch="sm90", dims=(64, 64), key_bits=8, config=HOPPER_EIGHT_BITS),
+    ConfigEntry(arch="sm90", dims=(64, 64), config=HOPPER_NARROW_SHARES, measured=H100),
+    ConfigEntry(
+        arch="sm90", dims=(64, 64), key_bits=8, config=HOPPER_NARROW_EIGHT_BITS, measured=H100
+    ),
+    *(
+        entry
+        for dims in ((80, 80), (96, 96), (112, 112))
+        for entry in (
+            ConfigEntry(arch="sm90", dims=dims, config=HOPPER_SHARES, measured=H100),
+            ConfigEntry(
+                arch="sm90", dims=dims, key_bits=8, config=HOPPER_PADDED_EIGHT_BITS, measured=H100
+            ),
+        )
+    ),
+    *(
+        entry
+        for dims in ((192, 128), (256, 256))
+        for entry in (
+            ConfigEntry(arch="sm90", dims=dims, config=HOPPER_WIDE_SHARES, measured=H100),
+            ConfigEntry(
+                arch="sm90", dims=dims, key_bits=8, config=HOPPER_WIDE_EIGHT_BITS, measured=H100
+            ),
+        )
+    ),
     ConfigEntry(arch="sm90", dims=(576, 512), config=HOPPER_LATENT_SHARES, measured=H200),
     # As in TILES.
     ConfigEntry(
