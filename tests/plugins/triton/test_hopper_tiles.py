@@ -157,6 +157,7 @@ RUNS: dict[str, dict[str, Any]] = {
         "HAS_LSE": True,
     },
     "in call": {"new": [300, 129], "cached": [0, 0], "IN_CALL": True, "IS_CAUSAL": False},
+    "half": {"new": [40, 17], "cached": [190, 70], "PAGE": 16, "BLOCK_M": 64, "BLOCK_N": 64},
 }
 
 
@@ -191,7 +192,7 @@ def run_case(changed: dict[str, Any], device: str) -> float:
     lse = torch.empty(out.shape[:3], device=device) if variant["HAS_LSE"] else None
     sinks = torch.randn(heads * group, device=device) if variant["HAS_SINKS"] else None
     q_indptr = torch.tensor([0, *torch.tensor(new).cumsum(0)], dtype=torch.int32, device=device)
-    plan = TilePlan(TileKey(group=group, block_m=128), torch.device(device))
+    plan = TilePlan(TileKey(group=group, block_m=launch["BLOCK_M"]), torch.device(device))
     plan.fill_for(q_indptr, batch_size, tokens)
     scale, cap = width**-0.5, 3.0 if variant["HAS_CAP"] else 0.0
     given = (

@@ -40,8 +40,14 @@ HOPPER_TILES = TileConfig(
     block_n=128,
     num_warps=4,
     num_stages=2,
-    verified_rows=33,
     constants=FrozenMapping({"COPY_WARPS": 4, "COPY_REGISTERS": 40, "REGISTERS": 232}),
+)
+HOPPER_HALF_TILES = replace(
+    HOPPER_TILES,
+    block_m=64,
+    block_n=64,
+    # Two programs fit an SM.
+    options=FrozenMapping({"maxnreg": 128}),
 )
 HOPPER_WIDE_TILES = replace(HOPPER_TILES, block_n=64)
 HOPPER_LATENT_TILES = TileConfig(
@@ -101,6 +107,7 @@ def _tiles(block_m: int, block_n: int, num_warps: int, num_stages: int) -> TileC
     return TileConfig(block_m=block_m, block_n=block_n, num_warps=num_warps, num_stages=num_stages)
 
 
+HOPPER_EIGHT_BITS_TILES = _tiles(128, 128, 8, 3)
 TILES: tuple[ConfigEntry[TileConfig], ...] = (
     ConfigEntry(width="narrow", config=_tiles(64, 64, 4, 2)),
     ConfigEntry(width="wide", config=_tiles(64, 32, 4, 2)),
@@ -114,7 +121,7 @@ TILES: tuple[ConfigEntry[TileConfig], ...] = (
         arch="sm90",
         dims=(128, 128),
         key_bits=8,
-        config=replace(_tiles(128, 128, 8, 3), verified_rows=65),
+        config=HOPPER_EIGHT_BITS_TILES,
         measured=H200,
     ),
     # The configuration of 128 columns, which nobody tuned for these.
@@ -130,6 +137,27 @@ TILES: tuple[ConfigEntry[TileConfig], ...] = (
     ConfigEntry(arch="gfx12", width="wide", config=_tiles(32, 32, 8, 2)),
     ConfigEntry(arch="gfx12", width="latent", config=_tiles(32, 16, 8, 1)),
 )
+
+CHAINS: tuple[ConfigEntry[TileConfig], ...] = (
+    *(
+        ConfigEntry(arch="sm90", dims=dims, least_rows=rows, config=config, measured=H100)
+        for dims in ((64, 64), (80, 80), (96, 96), (112, 112), (128, 128), (192, 128))
+        for rows, config in ((33, HOPPER_HALF_TILES), (65, HOPPER_TILES))
+    ),
+    ConfigEntry(
+        arch="sm90", dims=(256, 256), least_rows=33, config=HOPPER_WIDE_TILES, measured=H100
+    ),
+    ConfigEntry(
+        arch="sm90",
+        dims=(128, 128),
+        key_bits=8,
+        least_rows=65,
+        config=HOPPER_EIGHT_BITS_TILES,
+        measured=H200,
+    ),
+)
+"""Chains of drafts that are verified in tiles; `least_rows` counts query heads of a KV head times
+new tokens of a request. Others are verified in shares."""
 
 NARROW = ShareConfig(
     block_m=64,
@@ -216,10 +244,11 @@ SHARES: tuple[ConfigEntry[ShareConfig], ...] = (
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ConfigTables:
-    """TILES and SHARES, and this machine's own entries, which win over them."""
+    """TILES, CHAINS and SHARES, and this machine's own entries, which win over them."""
 
     own_tiles: Sequence[ConfigEntry[TileConfig]] = ()
     own_shares: Sequence[ConfigEntry[ShareConfig]] = ()
+    own_chains: Sequence[ConfigEntry[TileConfig]] = ()
 
     @classmethod
     def of(cls, tuned: Iterable[TunedLaunch], arch: str) -> ConfigTables:
@@ -240,6 +269,10 @@ class ConfigTables:
     def tiles(self, query: ConfigQuery) -> TileConfig:
         """For many new tokens a request; `query.rows` counts the heads alone."""
         return _best(query, self.own_tiles) or _required(query, TILES)
+
+    def chains(self, query: ConfigQuery) -> TileConfig | None:
+        """For chains of drafts; None for those that are verified in shares."""
+        return _best(query, self.own_chains) or _best(query, CHAINS)
 
     def shares(self, query: ConfigQuery) -> ShareConfig:
         """For few new tokens a request. A tile has no more rows than a request has."""

@@ -174,6 +174,11 @@ class Dispatch:
         """For many new tokens a request. hides: in steps with a custom mask or items."""
         return self._safe(self.tables.tiles(self._query(TILE_KERNELS, 1, hides=hides)))
 
+    def chains(self, queries: int) -> TileConfig | None:
+        """For chains of `queries` drafts; None for those that are verified in shares."""
+        config = self.tables.chains(self._query(TILE_KERNELS, queries, hides=False))
+        return None if config is None else self._safe(config)
+
     def shares(self, queries: int, *, hides: bool) -> ShareConfig:
         """For `queries` new tokens a request."""
         return self._safe(self.tables.shares(self._query(SHARE_KERNELS, queries, hides=hides)))
