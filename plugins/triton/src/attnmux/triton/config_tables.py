@@ -42,13 +42,9 @@ HOPPER_TILES = TileConfig(
     num_stages=2,
     constants=FrozenMapping({"COPY_WARPS": 4, "COPY_REGISTERS": 40, "REGISTERS": 232}),
 )
-HOPPER_HALF_TILES = replace(
-    HOPPER_TILES,
-    block_m=64,
-    block_n=64,
-    # Two programs fit an SM.
-    options=FrozenMapping({"maxnreg": 128}),
-)
+HOPPER_HALF_TILES = replace(HOPPER_TILES, block_m=64, options=FrozenMapping({"maxnreg": 168}))
+# Two programs fit an SM.
+HOPPER_NARROW_HALF_TILES = replace(HOPPER_HALF_TILES, options=FrozenMapping({"maxnreg": 128}))
 HOPPER_WIDE_TILES = replace(HOPPER_TILES, block_n=64)
 HOPPER_LATENT_TILES = TileConfig(
     kernel=HOPPER_LATENT,
@@ -83,7 +79,7 @@ HOPPER_WIDE_SHARES = replace(
     constants=FrozenMapping({"COPY_REGISTERS": 120}),
     options=FrozenMapping({"maxnreg": 184, "launch_pdl": True}),
 )
-HOPPER_WIDE_EIGHT_BITS = replace(HOPPER_EIGHT_BITS, block_n=64, num_stages=4, merged_rows=16)
+HOPPER_WIDE_EIGHT_BITS = replace(HOPPER_WIDE_SHARES, block_m=16, num_stages=6)
 # Rows of 64 columns and of 8 bits are half as many bytes.
 HOPPER_NARROW_SHARES = replace(HOPPER_SHARES, block_n=128)
 HOPPER_NARROW_EIGHT_BITS = replace(HOPPER_EIGHT_BITS, num_stages=4)
@@ -141,11 +137,17 @@ TILES: tuple[ConfigEntry[TileConfig], ...] = (
 CHAINS: tuple[ConfigEntry[TileConfig], ...] = (
     *(
         ConfigEntry(arch="sm90", dims=dims, least_rows=rows, config=config, measured=H100)
-        for dims in ((64, 64), (80, 80), (96, 96), (112, 112), (128, 128), (192, 128))
-        for rows, config in ((33, HOPPER_HALF_TILES), (65, HOPPER_TILES))
-    ),
-    ConfigEntry(
-        arch="sm90", dims=(256, 256), least_rows=33, config=HOPPER_WIDE_TILES, measured=H100
+        for dims, rows, config in (
+            ((64, 64), 33, HOPPER_NARROW_HALF_TILES),
+            ((64, 64), 65, HOPPER_TILES),
+            ((80, 80), 33, HOPPER_TILES),
+            ((96, 96), 33, HOPPER_TILES),
+            ((112, 112), 33, HOPPER_TILES),
+            ((128, 128), 33, HOPPER_HALF_TILES),
+            ((128, 128), 65, HOPPER_TILES),
+            ((192, 128), 33, HOPPER_TILES),
+            ((256, 256), 33, HOPPER_WIDE_TILES),
+        )
     ),
     ConfigEntry(
         arch="sm90",
@@ -220,15 +222,23 @@ SHARES: tuple[ConfigEntry[ShareConfig], ...] = (
             ),
         )
     ),
-    *(
-        entry
-        for dims in ((192, 128), (256, 256))
-        for entry in (
-            ConfigEntry(arch="sm90", dims=dims, config=HOPPER_WIDE_SHARES, measured=H100),
-            ConfigEntry(
-                arch="sm90", dims=dims, key_bits=8, config=HOPPER_WIDE_EIGHT_BITS, measured=H100
-            ),
-        )
+    ConfigEntry(arch="sm90", dims=(192, 128), config=HOPPER_WIDE_SHARES, measured=H100),
+    ConfigEntry(arch="sm90", dims=(256, 256), config=HOPPER_WIDE_SHARES, measured=H100),
+    ConfigEntry(
+        arch="sm90",
+        dims=(192, 128),
+        key_bits=8,
+        # The product with all keys of a block spills, and is yet faster.
+        config=replace(
+            HOPPER_WIDE_EIGHT_BITS,
+            block_n=128,
+            num_stages=4,
+            options=FrozenMapping({"maxnreg": 240, "launch_pdl": True}),
+        ),
+        measured=H100,
+    ),
+    ConfigEntry(
+        arch="sm90", dims=(256, 256), key_bits=8, config=HOPPER_WIDE_EIGHT_BITS, measured=H100
     ),
     ConfigEntry(arch="sm90", dims=(576, 512), config=HOPPER_LATENT_SHARES, measured=H200),
     # As in TILES.
