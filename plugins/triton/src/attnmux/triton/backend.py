@@ -56,6 +56,8 @@ class TritonBackend(AttentionBackend):
         super().__init__(context, options)
         self._splits = SplitOptions.of(options, deterministic=bool(context.request.deterministic))
         self._units = compute_units
+        self._tile_units = 0 if self._splits.deterministic else compute_units
+        """How a request's keys are split must not depend on its batch."""
         self._max_batch_size = context.max_batch_size
         self.launcher = Launcher()
         """Shared by all launches of this backend."""
@@ -89,12 +91,17 @@ class TritonBackend(AttentionBackend):
         """Of the layers whose keys may be widened first."""
         self._wide_plans: dict[int, TilePlan] = {}
         for name, layer in self._layers.items():
-            # Which kernel serves a request must not depend on its batch
-            wide = None if self._splits.deterministic else wide_layer(layer)
+            wide = wide_layer(layer)
             if wide is not None:
-                wider = WideTileAttention(layer, wide, compute_units, context.max_context_len)
-                self._wide_attention[name] = wider
-                self._wide_plans[name] = self._plan_of(wider.tiles.key(hides=False))
+                wider = self._wide_attention[name] = WideTileAttention(
+                    layer,
+                    wide,
+                    self._tile_units,
+                    context.max_context_len,
+                    # Which kernel serves a request must not depend on its batch
+                    always=self._splits.deterministic,
+                )
+                self._wide_plans[name] = self._plan_of(wider.key())
         self._sums = RunningSums(context.max_batch_size, context.device, self.launcher)
         self._kv_writer = PoolWriter(context.token_to_kv_pool, self.launcher)
         stored = [self._layers[name] for name in self._stored]
@@ -216,9 +223,7 @@ class TritonBackend(AttentionBackend):
         return self._chain_attention[key]
 
     def _tiles_of(self, layer: TritonLayer) -> TileAttention:
-        # How a request's keys are split must not depend on its batch
-        units = 0 if self._splits.deterministic else self._units
-        return TileAttention(layer, units, self.context.max_context_len)
+        return TileAttention(layer, self._tile_units, self.context.max_context_len)
 
     def _plan_of(self, key: TileKey) -> TilePlan:
         if key not in self._tiles:

@@ -98,7 +98,8 @@ def _serves_rows(traits: LayerTraits) -> bool:
 
 
 def _serves_shares(traits: LayerTraits) -> bool:
-    return traits.shape.dims in SHARE_DIMS and _serves_rows(traits) and traits.key_dtype in (traits.dtype, *EIGHT_BITS)
+    is_served = traits.shape.dims in SHARE_DIMS and traits.key_dtype in (traits.dtype, *EIGHT_BITS)
+    return is_served and _serves_rows(traits)
 
 
 def _serves_tiles(traits: LayerTraits) -> bool:

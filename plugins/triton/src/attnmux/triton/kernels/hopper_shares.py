@@ -224,9 +224,9 @@ def attend_shares(
     partial, partial_lse, arrivals, scale, cap, v_scale,
     KV_HEADS: gl.constexpr, GROUP: gl.constexpr, QUERIES: gl.constexpr, LENS_SHIFT: gl.constexpr,
     REAL_D: gl.constexpr, REAL_TAIL: gl.constexpr, REAL_DV: gl.constexpr, PAGE: gl.constexpr,
-    IS_CAUSAL: gl.constexpr, IS_CROSS: gl.constexpr, HAS_ENCODER: gl.constexpr, WINDOW: gl.constexpr, CHUNK: gl.constexpr, HAS_CAP: gl.constexpr,
-    HAS_MASK: gl.constexpr, IS_TREE: gl.constexpr, IS_FIXED: gl.constexpr,
-    BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr,
+    IS_CAUSAL: gl.constexpr, IS_CROSS: gl.constexpr, HAS_ENCODER: gl.constexpr,
+    WINDOW: gl.constexpr, CHUNK: gl.constexpr, HAS_CAP: gl.constexpr, HAS_MASK: gl.constexpr,
+    IS_TREE: gl.constexpr, IS_FIXED: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr,
     PART_ROWS: gl.constexpr, PARTS: gl.constexpr, STAGES: gl.constexpr,
     COPY_REGISTERS: gl.constexpr,
 ):  # fmt: skip
@@ -246,9 +246,9 @@ def attend_shares(
     gl.static_assert(STAGES % 2 == 0 and BLOCK_N % 64 == 0)
     kind = ShareKind(
         KV_HEADS=KV_HEADS, GROUP=GROUP, QUERIES=QUERIES, LENS_SHIFT=LENS_SHIFT,
-        REAL_D=REAL_D + REAL_TAIL, REAL_DV=REAL_DV, PAGE=PAGE, IS_CAUSAL=IS_CAUSAL, IS_CROSS=IS_CROSS, HAS_ENCODER=HAS_ENCODER, WINDOW=WINDOW,
-        CHUNK=CHUNK, HAS_CAP=HAS_CAP, HAS_MASK=HAS_MASK, IS_TREE=IS_TREE, IS_FIXED=IS_FIXED,
-        BLOCK_M=BLOCK_M, BLOCK_N=BLOCK_N,
+        REAL_D=REAL_D + REAL_TAIL, REAL_DV=REAL_DV, PAGE=PAGE, IS_CAUSAL=IS_CAUSAL,
+        IS_CROSS=IS_CROSS, HAS_ENCODER=HAS_ENCODER, WINDOW=WINDOW, CHUNK=CHUNK, HAS_CAP=HAS_CAP,
+        HAS_MASK=HAS_MASK, IS_TREE=IS_TREE, IS_FIXED=IS_FIXED, BLOCK_M=BLOCK_M, BLOCK_N=BLOCK_N,
     )  # fmt: skip
     q_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_M, kind.D], q_type)
     w_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_M, BLOCK_N], w_type)

@@ -1,8 +1,8 @@
 """`attend_tiles` for Hopper GPUs, in Gluon, with copies and products in different warps.
 
-One group of warps copies the keys' rows into shared memory, up to `STAGES` blocks ahead; one or two
-warpgroups of 64 rows each multiply and compute the softmax. While the tensor cores work on the
-values of a block, their warpgroup computes the softmax of the next one (Shah et al.,
+One group of warps copies the keys' rows into shared memory, up to `STAGES` blocks ahead; one to
+three warpgroups of 64 rows each multiply and compute the softmax. While the tensor cores work on
+the values of a block, their warpgroup computes the softmax of the next one (Shah et al.,
 FlashAttention-3, arXiv:2407.08608, section 3.2). Blocks go from the last key to the first: the
 first block's softmax overlaps with nothing, and the last keys have to be masked anyway.
 """
@@ -286,7 +286,8 @@ def attend_hopper_tiles(
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, COPY_WARPS: gl.constexpr,
     REGISTERS: gl.constexpr, COPY_REGISTERS: gl.constexpr, SPLIT_BLOCKS: gl.constexpr,
 ):  # fmt: skip
-    """Grid and arguments as of `attend_tiles`; num_warps=4, BLOCK_M 64 or 128, STAGES at least 2.
+    """Grid and arguments as of `attend_tiles`; num_warps=4, BLOCK_M 64, 128 or 192, STAGES 2 or
+    more.
 
     q [T, Hq, D + REAL_TAIL], k [slots, Hkv, D + REAL_TAIL], v [slots, Hkv, REAL_DV], out [T, Hq,
     REAL_DV]: all of one 16-bit dtype, rows at multiples of 16 bytes. D is 64, 128 or 256, and
@@ -296,7 +297,7 @@ def attend_hopper_tiles(
     COPY_WARPS that copy.
     """
     READERS: gl.constexpr = BLOCK_M // ROWS
-    gl.static_assert(BLOCK_M == ROWS or BLOCK_M == 2 * ROWS)
+    gl.static_assert(BLOCK_M == READERS * ROWS and READERS <= 3)
     kind = Kind(
         GROUP=GROUP, D=D, K_TAIL=REAL_TAIL, V_TAIL=REAL_DV - D, PAGE=PAGE,
         IS_CAUSAL=IS_CAUSAL, IS_CROSS=IS_CROSS, IN_CALL=IN_CALL,
@@ -337,7 +338,7 @@ def attend_hopper_tiles(
             [COPY_WARPS],
             [COPY_REGISTERS],
         )  # fmt: skip
-    else:
+    elif READERS == 2:
         gl.warp_specialize(
             [
                 (attend_rows, (
@@ -350,4 +351,21 @@ def attend_hopper_tiles(
             ],
             [4, COPY_WARPS],
             [REGISTERS, COPY_REGISTERS],
+        )  # fmt: skip
+    else:
+        gl.warp_specialize(
+            [
+                (attend_rows, (
+                    queries, results, sinks, factors, rooms, tile, kind, 0, HAS_SINKS, HAS_LSE,
+                )),
+                (attend_rows, (
+                    queries, results, sinks, factors, rooms, tile, kind, 1, HAS_SINKS, HAS_LSE,
+                )),
+                (attend_rows, (
+                    queries, results, sinks, factors, rooms, tile, kind, 2, HAS_SINKS, HAS_LSE,
+                )),
+                (copy_keys, copied),
+            ],
+            [4, 4, COPY_WARPS],
+            [REGISTERS, REGISTERS, COPY_REGISTERS],
         )  # fmt: skip

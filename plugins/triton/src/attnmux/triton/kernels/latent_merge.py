@@ -23,7 +23,10 @@ HELD = 4096
 
 def merge_slices(items: int, part_rows: int, compute_units: int) -> tuple[int, dict[str, int]]:
     """Slices of an item, and the constants of `merge_latent` for them: about eight programs a
-    compute unit, each of which waits for all of its parts at a time. items: of all requests together. part_rows: rows of a part."""
+    compute unit, most of which read all of their parts at once.
+
+    items: of all requests together. part_rows: rows of a part.
+    """
     whole = part_rows * WIDTH.value
     fair = next_power_of_2(items * whole // (8 * compute_units))
     each = min(max(fair, 128), HELD, whole)
