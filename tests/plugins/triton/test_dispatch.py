@@ -106,7 +106,8 @@ def test_layers(layer, shares, tiles):
         (traits(gqa(72)), 64, None),
         (traits(gqa(), stored=E4M3), 16, None),
         (traits(gqa(), stored=E4M3), 17, 128),
-        (traits(gqa(64), stored=E4M3), 17, None),
+        (traits(gqa(64), stored=E4M3), 12, None),
+        (traits(gqa(64), stored=E4M3), 13, 64),
         (traits(mla()), 64, None),
     ],
 )

@@ -20,7 +20,7 @@ import torch
 pytest.importorskip("triton")
 
 from attnmux.emulators.gluon import run as emulate
-from attnmux.triton.config_tables import HOPPER_TILES
+from attnmux.triton.config_tables import HOPPER_HIGH_TILES, HOPPER_TILES
 
 SHARED = 232448
 """Bytes of shared memory that one program may take, by NVIDIA's manual."""
@@ -52,12 +52,17 @@ PLAIN: dict[str, Any] = {
     "HAS_LSE": False,
     "SPLIT_BLOCKS": 0,
 }
-THREE = {"BLOCK_M": 192, "BLOCK_N": 64, "REGISTERS": 152}
+THREE = {
+    "BLOCK_M": HOPPER_HIGH_TILES.block_m,
+    "BLOCK_N": HOPPER_HIGH_TILES.block_n,
+    **HOPPER_HIGH_TILES.constants,
+}
 """Three warpgroups that multiply."""
 VARIANTS: dict[str, dict[str, Any]] = {
     "plain": {},
     "pages": {"PAGE": 16},
     "narrow": {"D": 64, "REAL_DV": 64, **THREE},
+    "high": {"PAGE": 16, **THREE},
     "half": {"PAGE": 16, "BLOCK_M": 64, "maxnreg": 168},
     "window": {"WINDOW": 100, "HAS_SINKS": True},
     "chunk": {"CHUNK": 192, "HAS_CAP": True},

@@ -43,7 +43,7 @@ HOPPER_TILES = TileConfig(
     constants=FrozenMapping({"COPY_WARPS": 4, "COPY_REGISTERS": 40, "REGISTERS": 232}),
 )
 # Logits of 64 keys leave the registers for a third warpgroup.
-HOPPER_NARROW_TILES = replace(
+HOPPER_HIGH_TILES = replace(
     HOPPER_TILES,
     block_m=192,
     block_n=64,
@@ -111,6 +111,7 @@ def _tiles(block_m: int, block_n: int, num_warps: int, num_stages: int) -> TileC
 
 
 HOPPER_EIGHT_BITS_TILES = _tiles(128, 128, 8, 3)
+NARROW_EIGHT_BITS_CHAINS = _tiles(64, 128, 4, 3)
 TILES: tuple[ConfigEntry[TileConfig], ...] = (
     ConfigEntry(width="narrow", config=_tiles(64, 64, 4, 2)),
     ConfigEntry(width="wide", config=_tiles(64, 32, 4, 2)),
@@ -119,7 +120,11 @@ TILES: tuple[ConfigEntry[TileConfig], ...] = (
     ConfigEntry(arch="sm", width="wide", config=_tiles(64, 64, 8, 2)),
     ConfigEntry(arch="sm", width="latent", config=_tiles(64, 16, 8, 2)),
     ConfigEntry(arch="sm90", width="latent", config=_tiles(64, 32, 8, 2)),
-    ConfigEntry(arch="sm90", dims=(128, 128), config=HOPPER_TILES, measured=H200),
+    ConfigEntry(arch="sm90", dims=(64, 64), config=HOPPER_HIGH_TILES, measured=H100),
+    ConfigEntry(arch="sm90", dims=(80, 80), config=HOPPER_TILES, measured=H100),
+    ConfigEntry(arch="sm90", dims=(96, 96), config=HOPPER_HIGH_TILES, measured=H100),
+    ConfigEntry(arch="sm90", dims=(112, 112), config=HOPPER_TILES, measured=H100),
+    ConfigEntry(arch="sm90", dims=(128, 128), config=HOPPER_HIGH_TILES, measured=H100),
     ConfigEntry(
         arch="sm90",
         dims=(128, 128),
@@ -127,11 +132,6 @@ TILES: tuple[ConfigEntry[TileConfig], ...] = (
         config=HOPPER_EIGHT_BITS_TILES,
         measured=H200,
     ),
-    ConfigEntry(arch="sm90", dims=(64, 64), config=HOPPER_NARROW_TILES, measured=H100),
-    # The configuration of 128 columns, which nobody tuned for these.
-    ConfigEntry(arch="sm90", dims=(80, 80), config=HOPPER_TILES, measured=H100),
-    ConfigEntry(arch="sm90", dims=(96, 96), config=HOPPER_TILES, measured=H100),
-    ConfigEntry(arch="sm90", dims=(112, 112), config=HOPPER_TILES, measured=H100),
     ConfigEntry(arch="sm90", dims=(192, 128), config=HOPPER_TILES, measured=H100),
     ConfigEntry(arch="sm90", dims=(256, 256), config=HOPPER_WIDE_TILES, measured=H100),
     ConfigEntry(arch="sm90", dims=(576, 512), config=HOPPER_LATENT_TILES, measured=H100),
@@ -156,13 +156,18 @@ CHAINS: tuple[ConfigEntry[TileConfig], ...] = (
             ((256, 256), 33, HOPPER_WIDE_TILES),
         )
     ),
-    ConfigEntry(
-        arch="sm90",
-        dims=(128, 128),
-        key_bits=8,
-        least_rows=65,
-        config=HOPPER_EIGHT_BITS_TILES,
-        measured=H200,
+    *(
+        ConfigEntry(
+            arch="sm90", dims=dims, key_bits=8, least_rows=rows, config=config, measured=measured
+        )
+        for dims, rows, config, measured in (
+            ((64, 64), 49, NARROW_EIGHT_BITS_CHAINS, H100),
+            ((80, 80), 49, NARROW_EIGHT_BITS_CHAINS, ""),
+            ((96, 96), 49, NARROW_EIGHT_BITS_CHAINS, H100),
+            ((112, 112), 49, NARROW_EIGHT_BITS_CHAINS, ""),
+            ((128, 128), 65, HOPPER_EIGHT_BITS_TILES, H200),
+            ((256, 256), 65, _tiles(128, 64, 8, 2), H100),
+        )
     ),
 )
 """Chains of drafts that are verified in tiles; `least_rows` counts query heads of a KV head times
