@@ -265,6 +265,9 @@ def test_the_verb_takes_third_parties_as_they_come(call) -> None:
     assert (row["backend"], row["plugin"], row["kind"]) == ("acme_attn", "acme", "mha")
     assert row["features"]["sinks"] == {"served": "yes", "where": ""}
     assert data["failures"][0]["plugin"] == "bad"
+    misspelt = call("acme_atn", offers=(third,))
+    assert misspelt.exit_code == 2
+    assert "did you mean 'acme_attn'?" in misspelt.stderr
 
 
 def test_json_has_what_markdown_has(call) -> None:

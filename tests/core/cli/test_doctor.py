@@ -19,13 +19,13 @@ from attnmux.core.choosing.ask.policy import Policy
 from attnmux.core.choosing.find import devices as probe
 from attnmux.core.choosing.find.devices import survey
 from attnmux.core.choosing.find.examine import Entry, Plugin, PluginFailure
+from attnmux.core.choosing.judge.requirements import required
 from attnmux.core.choosing.machine.platform import Platform
 from attnmux.core.choosing.offer.card import BackendCard
 from attnmux.core.choosing.offer.clause import when
 from attnmux.core.choosing.offer.conditions import includes, one_of
 from attnmux.core.choosing.offer.libraries import Distribution, EntryPoint
-from attnmux.core.cli import doctor_backends, doctor_diagnosis
-from attnmux.core.cli.doctor_backends import libraries
+from attnmux.core.cli import doctor_diagnosis
 from attnmux.core.cli.doctor_diagnosis import diagnose
 from attnmux.core.cli.verbs import verbs
 
@@ -290,6 +290,21 @@ def test_what_keeps_a_backend_from_running_here(ask, tmp_path, monkeypatch) -> N
     ]
 
 
+@pytest.mark.parametrize(
+    ("setting", "said"),
+    [
+        ('backend = "fasst"', "did you mean 'fast'? (named by backend of the configuration file)"),
+        ('deny_backends = ["fasst"]', "did you mean 'fast'? (among the backends to deny)"),
+        ("[options.fast]\nx = 1", "an option of fast"),
+    ],
+)
+def test_a_configured_name_that_nothing_has_is_a_problem(ask, tmp_path, setting, said) -> None:
+    (tmp_path / "attnmux.toml").write_text(setting)
+    result = ask(good=GOOD.format(more=""))
+    assert result.exit_code == 1
+    assert said in result.stdout
+
+
 def test_a_machine_on_which_no_backend_runs_is_a_problem(ask) -> None:
     result = ask(good=GOOD.format(more="requires=('no_such_library>=2',)"))
     assert result.exit_code == 1
@@ -395,8 +410,7 @@ def test_a_device_whose_plugin_is_broken(bare) -> None:
         ({"a": "nightly"}, "too old", "pip install 'dist[x]'"),
     ],
 )
-def test_libraries(monkeypatch, installed, state, hint) -> None:
-    monkeypatch.setattr(doctor_backends, "installed_version", installed.get)
+def test_libraries(installed, state, hint) -> None:
     card = BackendCard(
         name="fast",
         summary="",
@@ -405,7 +419,7 @@ def test_libraries(monkeypatch, installed, state, hint) -> None:
         requires=(("a>=2,<4", "b==1.*"), "c; python_version < '3'"),
         extra="x",
     )
-    (row,) = libraries(card, "dist")
+    (row,) = required(card, installed.get, "dist")
     assert (row.wanted, row.state, row.hint) == ("a>=2,<4 or b==1.*", state, hint)
     assert bool(row.installed) == bool(installed)
 

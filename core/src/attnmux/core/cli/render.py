@@ -10,11 +10,11 @@ from rich.table import Table
 from rich.text import Text
 
 from attnmux.core.choosing.ask.request import Request
-from attnmux.core.choosing.common.verdict import Reason
 from attnmux.core.choosing.machine.platform import Platform
 from attnmux.core.choosing.offer.card import Offer
-from attnmux.core.choosing.offer.proof import proven, proven_on
+from attnmux.core.choosing.offer.proof import proven_on
 from attnmux.core.choosing.tell.decision import Decision
+from attnmux.core.cli.here import LACKING, Backend
 from attnmux.core.cli.outcomes import Outcome, joined_by_first_reason
 from attnmux.core.cli.select_explained import Explanation, Stated
 from attnmux.core.errors import NoBackend
@@ -59,25 +59,21 @@ def render_platforms(platforms: Sequence[Platform], picked: str | None) -> None:
     plain_console().print(table)
 
 
-def render_backends(rows: Sequence[tuple[Offer, Sequence[Reason]]]) -> None:
+def render_backends(backends: Sequence[Backend]) -> None:
+    """A row for each backend, with the commands that install what it lacks, if nothing but
+    libraries is missing."""
     table = plain_table("backend", "plugin", "from", "proof", "here", "summary")
-    for offer, reasons in rows:
+    for backend in backends:
+        offer, here = backend.offer, backend.here
         table.add_row(
             offer.card.name,
             offer.plugin,
             f"{offer.distribution} {offer.version}".strip(),
-            proven(offer.card.verified_on, offer.card.clauses).word,
-            _here(reasons),
+            backend.proof,
+            "; ".join(reason.hint for reason in backend.reasons) if here == LACKING else here,
             offer.card.summary,
         )
     plain_console().print(table)
-
-
-def _here(reasons: Sequence[Reason]) -> str:
-    """What a backend lacks to run here. A planned backend does not run whatever is installed."""
-    if any(reason.code == "PLANNED" for reason in reasons):
-        return "planned"
-    return "; ".join(reason.hint or str(reason) for reason in reasons) or "ready"
 
 
 def render_codes(meanings: Mapping[str, str]) -> None:

@@ -9,18 +9,12 @@ from attnmux.core.choosing.ask.policy import Policy
 from attnmux.core.choosing.ask.request import Request
 from attnmux.core.choosing.common.verdict import Reason, Status, Verdict, without_hints
 from attnmux.core.choosing.judge.axes import Question, meets
+from attnmux.core.choosing.judge.requirements import install_hint, missing
 from attnmux.core.choosing.judge.shortcomings import shortcomings
 from attnmux.core.choosing.machine.platform import Platform
 from attnmux.core.choosing.offer.card import CONTRACTS, DEFAULT_RANK, BackendCard, Offer, Prior
 from attnmux.core.choosing.offer.clause import ALWAYS
-from attnmux.core.choosing.offer.libraries import (
-    Libraries,
-    Requirement,
-    assumed,
-    installed_version,
-    parsed_requirement,
-    within,
-)
+from attnmux.core.choosing.offer.libraries import Libraries, assumed, installed_version, within
 
 
 class Rank(NamedTuple):
@@ -69,50 +63,6 @@ def standing(offer: Offer, policy: Policy, libraries: Libraries) -> list[Reason]
         hint = failure.hint or install_hint(card, offer.distribution)
         bar("FAILED", "kernels", "kernels that load and compile", failure.reason, hint)
     return reasons + missing(card, libraries, offer.distribution)
-
-
-def missing(card: BackendCard, libraries: Libraries, distribution: str = "") -> list[Reason]:
-    """A reason for each requirement of the card that no installed library meets."""
-    reasons = []
-    for alternatives in card.requirements():
-        parsed = [parsed_requirement(text) for text in alternatives]
-        if any(_met(requirement, libraries) for requirement in parsed):
-            continue
-        reasons.append(
-            Reason(
-                code="LIBRARY",
-                axis="requires",
-                wanted=" or ".join(alternatives),
-                offered=", ".join(_found(requirement, libraries) for requirement in parsed),
-                hint=install_hint(card, distribution, alternatives[0]),
-            )
-        )
-    return reasons
-
-
-def install_hint(card: BackendCard, distribution: str, requirement: str = "") -> str:
-    """The pip line that installs the card's requirements; empty where there are none.
-
-    It names the extra of the card's own distribution, else `requirement` or the card's first.
-    """
-    if not requirement and card.requires:
-        requirement = card.requirements()[0][0]
-    wanted = f"{distribution}[{card.extra}]" if distribution and card.extra else requirement
-    return f"pip install '{wanted}'" if wanted else ""
-
-
-def _met(requirement: Requirement, libraries: Libraries) -> bool:
-    if requirement.marker is not None and not requirement.marker.evaluate():
-        return True
-    version = libraries(requirement.name)
-    if version is None:
-        return False
-    return not version or within(version, requirement.specifier)
-
-
-def _found(requirement: Requirement, libraries: Libraries) -> str:
-    version = libraries(requirement.name)
-    return f"{requirement.name} {version}" if version else f"{requirement.name} not installed"
 
 
 def check(
