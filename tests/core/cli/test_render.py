@@ -39,13 +39,6 @@ def test_brackets_are_no_markup(capsys) -> None:
     assert ":smile:" in said
 
 
-def test_a_planned_backend_has_nothing_to_install(capsys) -> None:
-    soon = offer("soon", status="planned", factory=None, requires=("torch>=2",), extra="torch")
-    render_backends(backends_here([soon], Policy(), ["cpu"], libraries={}.get))
-    row = capsys.readouterr().out.splitlines()[1]
-    assert row.split()[3:] == ["nothing", "planned", ":smile:"]
-
-
 def test_a_backend_says_how_it_was_proven(capsys) -> None:
     emulator = Verified(on="a library", libraries=(), date="2026-11-21")
     device = Verified(on="H200", platform="nvidia:sm90", libraries=(), date="2026-11-21")

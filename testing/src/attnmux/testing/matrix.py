@@ -22,7 +22,7 @@ INTRODUCTION = """\
 
 What each backend serves, as its card says. `attnmux matrix --markdown` prints this page; cards of
 other installed plugins are in it too. Empty cells are not served. A number leads to the limits
-under which a cell holds. A planned backend can be asked about for any machine and does not run yet.
+under which a cell holds.
 "Proof" is the strongest run of the conformance suite that the backend passed, and its last day. In
 order: "hardware", a device that the row is for; "other device", where the same kernels ran;
 "interpreted", the library's kernels without a device; "emulated", a stand-in of the library in
@@ -49,7 +49,7 @@ TITLES = {
     "conv": "Short convolution",
 }
 
-LEADING = ("backend", "plugin", "status", "machines", "phases", "page sizes", "proof")
+LEADING = ("backend", "plugin", "machines", "phases", "page sizes", "proof")
 
 
 @click.command()
@@ -138,7 +138,6 @@ def _section(title: str, rows: Sequence[Row]) -> str:
         leading = (
             f"`{row.backend}`",
             row.plugin,
-            row.status,
             "; ".join(row.machines),
             ", ".join(row.phases),
             row.page_sizes,

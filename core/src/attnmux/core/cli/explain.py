@@ -33,10 +33,6 @@ MEANINGS: Mapping[str, str] = {
     "every other phase. Name backends that share them, or one backend for all phases.",
     "PHASES_TOGETHER": "It serves some of the phases that one backend must serve together, but not "
     "all of them.",
-    "PLANNED": "It has a card and no adapter yet. It takes part only in questions about another "
-    "machine.",
-    "UNDECLARED_FEATURE": "The request uses a feature that is newer than the contract of its card. "
-    "Update its plugin.",
 }
 """The codes that do not name an axis."""
 

@@ -16,12 +16,7 @@ from attnmux.core.choosing.offer.libraries import Libraries, installed_version
 from attnmux.core.choosing.offer.proof import Proof, proven
 
 READY, ELSEWHERE, LACKING = "ready", "other hardware", "lacks libraries"
-BARRED = {
-    "CONTRACT": "other contract",
-    "PLANNED": "planned",
-    "DENIED": "denied",
-    "LIBRARY": LACKING,
-}
+BARRED = {"CONTRACT": "other contract", "DENIED": "denied", "LIBRARY": LACKING}
 """By the code of the first reason."""
 
 
@@ -57,7 +52,6 @@ class Backend:
         return {
             "name": self.offer.card.name,
             "address": self.offer.address,
-            "status": self.offer.card.status,
             "vendors": self.vendors,
             "proof": self.proof,
             "here": self.here,

@@ -45,7 +45,6 @@ class Outcome(Plain):
     """In words; empty where the reasons are enough."""
     source: str = ""
     """Where the rank of a chosen backend comes from."""
-    planned: bool = False
     proof: str = ""
     """What its card's runs prove for the machine, a word of `offer/proof.py`."""
     reasons: tuple[Reason, ...] = ()
@@ -232,7 +231,6 @@ def _outcome(
         standing=standing,
         rank=verdict.rank,
         why=why,
-        planned=offer is not None and offer.card.status == "planned",
         proof="" if offer is None else proven_on(offer.card.verified_on, platform).word,
         reasons=tuple(reasons),
     )

@@ -101,7 +101,6 @@ def render_machines(
             if choice.address in cards
         }
         notes = [f"{change.field} became {change.new}" for change in answer.coercions]
-        notes += ["planned"] * any(answer.phases[phase].factory is None for phase in phases)
         notes += [
             f"{layers}: {' and '.join(dict.fromkeys(one.backend for _, one in other.choices))}"
             for layers, other in zip(answer.request.other_layers, answer.others, strict=True)
@@ -212,26 +211,21 @@ def _candidate(outcome: Outcome, phases: int) -> tuple[str, str, str, str, str]:
 
 def _standing(outcome: Outcome) -> str:
     """The last column of the plain table."""
-    why = f"chosen: {outcome.why}" if outcome.standing == "chosen" else outcome.why
-    return f"planned; {why}" if outcome.planned else why
+    return f"chosen: {outcome.why}" if outcome.standing == "chosen" else outcome.why
 
 
 def _sourced(outcome: Outcome) -> str:
     """Why a backend was chosen, and where its rank comes from."""
-    why = f"{outcome.why} ({outcome.source})" if outcome.source else outcome.why
-    return f"planned; {why}" if outcome.planned else why
+    return f"{outcome.why} ({outcome.source})" if outcome.source else outcome.why
 
 
 def _against(outcome: Outcome, *, every: bool) -> str:
     """Why a backend lost, with all reasons on lines of their own or with the first one."""
-    said = any(reason.code == "PLANNED" for reason in outcome.reasons)
-    parts = ("planned" if outcome.planned and not said else "", outcome.why)
-    why = "; ".join(filter(None, parts))
     reasons = [str(reason) for reason in outcome.reasons]
     if every and len(reasons) > 1:
-        return "\n".join(filter(None, (why, *reasons)))
+        return "\n".join(filter(None, (outcome.why, *reasons)))
     more = f" (and {len(reasons) - 1} more: --all)" if len(reasons) > 1 else ""
-    return ": ".join(filter(None, (why, *reasons[:1]))) + more
+    return ": ".join(filter(None, (outcome.why, *reasons[:1]))) + more
 
 
 def _print_rows(

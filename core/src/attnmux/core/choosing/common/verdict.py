@@ -16,7 +16,7 @@ class Reason(Plain):
     """Why a backend does not serve a phase: one condition of its card that does not hold."""
 
     code: str
-    """Stable, for programs: "PAGE_SIZE", "LIBRARY", "UNDECLARED_FEATURE", …"""
+    """Stable, for programs: "PAGE_SIZE", "LIBRARY", "DENIED", …"""
     axis: str
     wanted: str
     offered: str

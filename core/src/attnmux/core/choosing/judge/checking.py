@@ -45,7 +45,7 @@ def prior_rank(offer: Offer, question: Question) -> Rank:
 
 
 def standing(offer: Offer, policy: Policy, libraries: Libraries) -> list[Reason]:
-    """The reasons that bar an offer from any request: contract, status, policy, libraries, …"""
+    """The reasons that bar an offer from any request: contract, policy, libraries, …"""
     card = offer.card
     reasons = []
 
@@ -54,8 +54,6 @@ def standing(offer: Offer, policy: Policy, libraries: Libraries) -> list[Reason]
 
     if not any(within(version, card.contract) for version in CONTRACTS):
         bar("CONTRACT", "contract", f"one of {', '.join(CONTRACTS)}", card.contract)
-    if card.status == "planned" and not policy.hypothetical:
-        bar("PLANNED", "status", "available", "planned")
     if not offer.admitted or not policy.admits(offer.names, offer.claims):
         bar("DENIED", "policy", "a backend that the configuration allows", card.name)
     failure = policy.failed.get(offer.address)

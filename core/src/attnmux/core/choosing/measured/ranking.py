@@ -93,7 +93,7 @@ def ranking_by(found: Current, offers: Iterable[Offer]) -> Ranking:
         }
         asked = insisted(question)
         cards = {address: by_address[address].card for address in timed}
-        serving = [a for a, card in cards.items() if admits_any(card, card.clauses, asked)]
+        serving = [a for a, card in cards.items() if admits_any(card.clauses, asked)]
         return ranks({a: prior_rank(by_address[a], question).value for a in serving}, timed)
 
     def ranking(offer: Offer, question: Question) -> Rank:
