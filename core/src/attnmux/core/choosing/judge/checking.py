@@ -12,7 +12,7 @@ from attnmux.core.choosing.judge.axes import Question, meets
 from attnmux.core.choosing.judge.requirements import install_hint, missing
 from attnmux.core.choosing.judge.shortcomings import shortcomings
 from attnmux.core.choosing.machine.platform import Platform
-from attnmux.core.choosing.offer.card import CONTRACTS, DEFAULT_RANK, BackendCard, Offer, Prior
+from attnmux.core.choosing.offer.card import CONTRACTS, DEFAULT_RANK, BackendCard, Offer
 from attnmux.core.choosing.offer.clause import ALWAYS
 from attnmux.core.choosing.offer.libraries import Libraries, assumed, installed_version, within
 
@@ -24,24 +24,20 @@ class Rank(NamedTuple):
     """Lower is better."""
     measured: bool = False
     """Whether measurements of this machine changed the prior's rank."""
+    source: str = ""
+    """Where it comes from."""
 
 
 Ranking = Callable[[Offer, Question], Rank]
 """The expected rank of a backend that serves a question."""
 
 
-def prior_for(card: BackendCard, question: Question) -> Prior | None:
-    """The card's first prior that holds."""
-    for prior in card.priors:
-        if prior.when is ALWAYS or meets(prior.when, question.demands):
-            return prior
-    return None
-
-
 def prior_rank(offer: Offer, question: Question) -> Rank:
     """The rank of the card's first prior that holds."""
-    prior = prior_for(offer.card, question)
-    return Rank(DEFAULT_RANK) if prior is None else Rank(prior.rank)
+    for prior in offer.card.priors:
+        if prior.when is ALWAYS or meets(prior.when, question.demands):
+            return Rank(prior.rank, source=prior.source)
+    return Rank(DEFAULT_RANK)
 
 
 def standing(offer: Offer, policy: Policy, libraries: Libraries) -> list[Reason]:
@@ -94,8 +90,6 @@ def verdict(
     phase: str,
     reasons: Sequence[Reason],
     rank: Rank | None,
-    *,
-    eligible: bool = False,
 ) -> Verdict:
     """The verdict on an offer: rejected without a rank, coerced with a rank and reasons."""
     fitting: Status = "coerced" if reasons else "fits"
@@ -106,6 +100,6 @@ def verdict(
         verdict="rejected" if rank is None else fitting,
         rank=None if rank is None else rank.value,
         measured=rank is not None and rank.measured,
-        eligible=eligible,
+        source="" if rank is None else rank.source,
         reasons=tuple(reasons),
     )

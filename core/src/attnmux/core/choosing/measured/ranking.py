@@ -82,6 +82,7 @@ def ranking_by(found: Current, offers: Iterable[Offer]) -> Ranking:
     """
     if not found:
         return prior_rank
+    source = "measured on this machine"
     by_address = {offer.address: offer for offer in offers}
     known: dict[tuple[str, Request], Mapping[str, int]] = {}
 
@@ -102,7 +103,7 @@ def ranking_by(found: Current, offers: Iterable[Offer]) -> Ranking:
             known[asked] = ranks_for(question)
         prior = prior_rank(offer, question)
         rank = known[asked].get(offer.address, prior.value)
-        return Rank(rank, measured=rank != prior.value)
+        return prior if rank == prior.value else Rank(rank, measured=True, source=source)
 
     return ranking
 
