@@ -107,13 +107,6 @@ def test_a_context_of_another_request() -> None:
         build(decision, plain)
 
 
-def test_a_planned_backend_is_not_built() -> None:
-    decision = decided(CASE, one={"phases": ("extend", "decode"), "card": {}})
-    phases = {phase: replace(choice, factory=None) for phase, choice in decision.phases.items()}
-    with pytest.raises(PluginError, match="planned"):
-        build(replace(decision, phases=phases), context_of(CASE))
-
-
 @pytest.mark.parametrize("factory", ["no.such.module:Backend", "attnmux.core.batch:Nothing"])
 def test_a_backend_that_cannot_be_imported(factory: str) -> None:
     decision = decided(CASE, one={"phases": ("extend", "decode"), "card": {"factory": factory}})

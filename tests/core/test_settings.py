@@ -63,6 +63,19 @@ def test_the_nearest_file_upwards(tmp_path) -> None:
     assert load(inner).backend == "fa3"
 
 
+@pytest.mark.parametrize(
+    "table",
+    [
+        '[tool]\nattnmux.backend = "fa3"',
+        'tool = {"attnmux" = {backend = "fa3"}}',
+        "[tool.'attnmux' ]\nbackend = \"fa3\"",
+    ],
+)
+def test_another_way_to_write_the_table(tmp_path, table) -> None:
+    (tmp_path / "pyproject.toml").write_text(table)
+    assert load(tmp_path).backend == "fa3"
+
+
 def test_the_environment_wins(tmp_path) -> None:
     (tmp_path / "attnmux.toml").write_text(FILE)
     settings = load(tmp_path, ATTNMUX_BACKEND="fa3")
@@ -76,7 +89,7 @@ def test_the_environment_wins(tmp_path) -> None:
         ({"ATTNMUX_DEBUG": "perhaps"}, "ATTNMUX_DEBUG: expected true or false, got 'perhaps'"),
         ({"ATTNMUX_BACKND": "x"}, "did you mean backend?"),
         ({"ATTNMUX_ZZZ": "x"}, "known: platform, backend"),
-        ({"ATTNMUX_OPTIONS": "x"}, "a table for each backend"),
+        ({"ATTNMUX_OPTIONS": "x"}, "[options.NAME] in the configuration file"),
         ({"ATTNMUX_DENY_PLUGINS": "a,,b"}, "expected a name"),
     ],
 )
@@ -114,7 +127,7 @@ def test_bytes_that_are_no_text(tmp_path) -> None:
 
 
 def test_a_tool_table_that_is_none(tmp_path) -> None:
-    (tmp_path / "pyproject.toml").write_text("[tool]\nattnmux = 3 # tool.attnmux\n")
+    (tmp_path / "pyproject.toml").write_text("[tool]\nattnmux = 3\n")
     with pytest.raises(SettingsError, match="is no table"):
         load(tmp_path)
 
@@ -193,7 +206,7 @@ def test_an_odd_file_is_a_sentence(tmp_path, make, said) -> None:
 
 
 def test_a_tool_that_is_no_table(tmp_path) -> None:
-    (tmp_path / "pyproject.toml").write_text('tool = "x" # tool.attnmux\n')
+    (tmp_path / "pyproject.toml").write_text('tool = "x" # attnmux =\n')
     with pytest.raises(SettingsError, match="tool is no table"):
         Settings.load(environ={}, directory=tmp_path)
 
@@ -235,8 +248,11 @@ def test_a_file_that_another_user_could_write_is_refused(tmp_path, monkeypatch, 
 
 
 def test_a_named_file_must_hold_settings(tmp_path) -> None:
-    with pytest.raises(SettingsError, match="holds no settings"):
-        Settings.load(environ={"ATTNMUX_CONFIG": str(tmp_path / "absent.toml")})
+    path = tmp_path / "pyproject.toml"
+    for problem in ("does not exist", "holds no settings"):
+        with pytest.raises(SettingsError, match=problem):
+            Settings.load(environ={"ATTNMUX_CONFIG": str(path)})
+        path.touch()
 
 
 @pytest.mark.parametrize(("text", "seconds"), [("0.5", 0.5), ("20", 20.0)])

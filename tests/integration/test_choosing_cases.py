@@ -10,7 +10,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -18,9 +18,6 @@ import pytest
 from click.testing import CliRunner
 
 from attnmux.core import (
-    ANY,
-    BackendCard,
-    Clause,
     Decision,
     InvalidInput,
     NoBackend,
@@ -33,7 +30,6 @@ from attnmux.core import (
     solve,
 )
 from attnmux.core.choosing.find import devices as probe
-from attnmux.core.choosing.judge import axes
 from attnmux.core.cli import run as shared
 from attnmux.core.cli.verbs import verbs
 
@@ -276,24 +272,6 @@ def test_a_user_s_page_of_32_becomes_128_only_with_consent_and_on_the_record(cho
         "user",
     )
     assert "fa4 for extend offers page_size 128" in change.because
-
-
-def test_what_a_card_cannot_have_meant_is_refused_and_not_ignored(offers, monkeypatch) -> None:
-    table = [replace(axis, since="1.1") if axis.name == "sinks" else axis for axis in axes.AXES]
-    monkeypatch.setattr(axes, "AXES", tuple(table))
-    everything = Clause(**dict.fromkeys(Clause.__dataclass_fields__, ANY))
-    card = BackendCard(
-        name="old", summary="", factory="old:Backend", contract=">=1,<1.1", clauses=(everything,)
-    )
-    old = Offer(card=card, plugin="old")
-    hopper = Platform.parse("nvidia:sm90")
-    asked, named = Request.parse(f"{DENSE},sinks=true"), replace(ASKED, backend="old")
-    assert backends(solve(asked, hopper, [old, *offers], ASKED))["decode"] == "fa3"
-    with pytest.raises(NoBackend) as caught:
-        solve(asked, hopper, [old, *offers], named)
-    assert reasons(caught.value, "old", "decode") == [("UNDECLARED_FEATURE", "")]
-    plain = solve(asked.replace(sinks=False), hopper, [old, *offers], named)
-    assert set(backends(plain).values()) == {"old"}
 
 
 def test_a_request_of_a_later_core_is_not_read_in_part() -> None:

@@ -13,15 +13,12 @@ from attnmux.core import (
     InvalidInput,
     Option,
     Platform,
-    Plugins,
     UnknownBackend,
     at_most,
     multiple_of,
     one_of,
 )
 from attnmux.core.choosing.ask.values import DTYPES
-from attnmux.core.choosing.find.examine import Entry, Plugin
-from attnmux.core.choosing.offer.libraries import Distribution, EntryPoint
 from attnmux.testing import (
     Candidate,
     FakeBackend,
@@ -30,7 +27,6 @@ from attnmux.testing import (
     find_candidate,
     make_setup,
     outside_points,
-    standard_cases,
     try_point,
 )
 
@@ -129,17 +125,6 @@ def test_finds_an_installed_backend() -> None:
     assert candidate.plugin == "cpu"
     assert candidate.platform.vendor == "cpu"
     assert find_candidate("cpu/torch_native", device="cpu").card == candidate.card
-
-
-def test_a_planned_backend_with_a_factory_is_tried() -> None:
-    card = replace(fake_card(), status="planned")
-    cards = [card, replace(card, name="unwritten", factory=None)]
-    entry = Entry(EntryPoint("fake", "fake", Distribution("")), "fake", "1")
-    plugins = Plugins((Plugin(entry=entry, cards=tuple(cards)),))
-    here = {"plugins": plugins, "platforms": [fake_platform()]}
-    case = standard_cases((16,))[0]
-    assert find_candidate("fake", **here).admits(case)
-    assert not find_candidate("unwritten", **here).admits(case)
 
 
 def test_refuses_what_is_not_there() -> None:

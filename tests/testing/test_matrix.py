@@ -80,7 +80,6 @@ def test_what_is_not_declared_is_not_served() -> None:
     row = only({})
     assert {each.served for each in row.cells} == {"no"}
     assert (row.machines, row.phases, row.page_sizes) == (("any",), ("extend", "decode"), "any")
-    assert row.status == "available"
 
 
 def test_what_every_clause_serves() -> None:
@@ -150,8 +149,6 @@ def test_sections_by_kind() -> None:
         {"phase": one_of("extend", "encoder"), "page_size": one_of(64, 16)},
         {"kind": one_of("mla"), "page_size": emulated(1), "phase": ANY},
         name="both",
-        status="planned",
-        factory=None,
     )
     mha, mla = rows_of([both])
     assert (mha.kind, mha.phases, mha.page_sizes) == ("mha", ("extend", "encoder"), "16 or 64")
@@ -160,7 +157,6 @@ def test_sections_by_kind() -> None:
     assert (mla.kind, mla.page_sizes) == ("mla", "any (1 natively)")
     assert mla.phases == ("extend", "decode", "verify", "draft")
     assert cell(mla, "encoder") == ("no", "")
-    assert {mha.status, mla.status} == {"planned"}
 
 
 def test_machines() -> None:
@@ -225,7 +221,7 @@ def test_the_page_numbers_its_limits_once() -> None:
     page = markdown(rows_of([offer(*some, name="b"), offer(*some)]))
     lines = page.partition("## Runs")[0].splitlines()
     (first, second) = [line for line in lines if line.startswith("| `")]
-    assert first.startswith("| `a` | fake | available | any | extend, decode | any |")
+    assert first.startswith("| `a` | fake | any | extend, decode | any |")
     assert second.count("yes (1)") == 2
     assert [line for line in lines if line[:2] in ("1.", "2.")] == ["1. page size 1"]
     assert len({line.count("|") for line in lines if line.startswith("|")}) == 1
@@ -257,7 +253,7 @@ def test_the_verb_takes_third_parties_as_they_come(call) -> None:
     third = offer({"vendor": one_of("acme"), "sinks": ANY}, name="acme_attn", plugin="acme")
     result = call("--markdown", offers=(third, offer()))
     assert result.exit_code == 0
-    assert "| `acme_attn` | acme | available | acme |" in result.stdout
+    assert "| `acme_attn` | acme | acme |" in result.stdout
     assert "bad" in result.stderr
     data = json.loads(call("--json", offers=(third,)).stdout)
     assert set(data) == {"rows", "failures", "warnings"}
@@ -265,6 +261,9 @@ def test_the_verb_takes_third_parties_as_they_come(call) -> None:
     assert (row["backend"], row["plugin"], row["kind"]) == ("acme_attn", "acme", "mha")
     assert row["features"]["sinks"] == {"served": "yes", "where": ""}
     assert data["failures"][0]["plugin"] == "bad"
+    misspelt = call("acme_atn", offers=(third,))
+    assert misspelt.exit_code == 2
+    assert "did you mean 'acme_attn'?" in misspelt.stderr
 
 
 def test_json_has_what_markdown_has(call) -> None:
@@ -273,7 +272,7 @@ def test_json_has_what_markdown_has(call) -> None:
     page = call("--markdown").stdout.partition("## Runs")[0]
     assert len(data["rows"]) == sum(line.startswith("| `") for line in page.splitlines())
     for row in data["rows"]:
-        assert f"| `{row['backend']}` | {row['plugin']} | {row['status']} |" in page
+        assert f"| `{row['backend']}` | {row['plugin']} |" in page
 
 
 def test_the_page_in_docs_is_the_cards() -> None:

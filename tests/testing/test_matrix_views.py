@@ -41,7 +41,7 @@ SINKS = offer(
     {"page_size": one_of(64), "logit_cap": ANY},
     sources={"sinks": "acme.h: <sinks> & more"},
 )
-PLAINER = offer("plainer", "other", {"sliding_window": at_most(4096)}, status="planned")
+PLAINER = offer("plainer", "other", {"sliding_window": at_most(4096)})
 OFFERS = (SINKS, PLAINER)
 
 
@@ -64,7 +64,7 @@ def test_no_line_is_wider_than_the_terminal(capsys, monkeypatch, width, view) ->
 def test_by_backend_limits_are_marked(capsys) -> None:
     out = shown(capsys)
     assert "with_sinks" in out
-    assert "plainer (planned)" in out
+    assert "plainer" in out
     assert "sinks*" in out  # in one of two clauses
     assert "within limits" in out
 

@@ -166,14 +166,6 @@ def test_a_backend_that_fits_only_after_a_change(offer, cpu) -> None:
     assert loser.reasons[0].hint == "page_size=64"
 
 
-def test_planned_backends_are_marked(tell, offer) -> None:
-    cards = [offer("a", rank=10, status="planned", factory=None), offer("b", rank=20)]
-    decision, told = tell("dtype=bf16", cards, hypothetical=True)
-    assert one(told, "a").planned
-    assert not one(told, "b").planned
-    assert "a (fake, planned) serves" in decision.summary()
-
-
 def test_a_card_that_is_gone_leaves_its_verdict(tell, offer) -> None:
     decision, _ = tell("dtype=bf16", [offer("a", rank=10), offer("b", rank=20, lse=NONE)])
     again = Decision.from_json(decision.to_json())

@@ -19,13 +19,13 @@ from attnmux.core.choosing.ask.policy import Policy
 from attnmux.core.choosing.find import devices as probe
 from attnmux.core.choosing.find.devices import survey
 from attnmux.core.choosing.find.examine import Entry, Plugin, PluginFailure
+from attnmux.core.choosing.judge.requirements import required
 from attnmux.core.choosing.machine.platform import Platform
 from attnmux.core.choosing.offer.card import BackendCard
 from attnmux.core.choosing.offer.clause import when
 from attnmux.core.choosing.offer.conditions import includes, one_of
 from attnmux.core.choosing.offer.libraries import Distribution, EntryPoint
-from attnmux.core.cli import doctor_backends, doctor_diagnosis
-from attnmux.core.cli.doctor_backends import libraries
+from attnmux.core.cli import doctor_diagnosis
 from attnmux.core.cli.doctor_diagnosis import diagnose
 from attnmux.core.cli.verbs import verbs
 
@@ -251,15 +251,14 @@ def test_the_report_shows_the_traceback_and_the_libraries(ask) -> None:
 def test_what_keeps_a_backend_from_running_here(ask, tmp_path, monkeypatch) -> None:
     cards = """
     return [
-        BackendCard(name=name, summary="", factory="a:b", clauses=clauses, status=status,
+        BackendCard(name=name, summary="", factory="a:b", clauses=clauses,
                     requires=("no_such_library>=2",) if needs else (), verified_on=runs)
-        for name, clauses, status, needs, runs in (
-            ("other", (when(vendor=one_of("zeta", "omega")),), "available", True, ()),
-            ("unmade", (when(vendor=one_of("acme")),), "planned", True, ()),
-            ("unwanted", (), "available", False, ()),
-            ("here", (when(vendor=ANY), when(vendor=one_of("zeta"))), "available", True,
+        for name, clauses, needs, runs in (
+            ("other", (when(vendor=one_of("zeta", "omega")),), True, ()),
+            ("unwanted", (), False, ()),
+            ("here", (when(vendor=ANY), when(vendor=one_of("zeta"))), True,
              (Verified(on="it", libraries=(), date="2026-11-21"),)),
-            ("able", (when(vendor=one_of("acme")),), "available", False,
+            ("able", (when(vendor=one_of("acme")),), False,
              (Verified(on="H", platform="zeta:z1", libraries=(), date="2026-11-21"),)),
         )
     ]
@@ -275,7 +274,6 @@ def test_what_keeps_a_backend_from_running_here(ask, tmp_path, monkeypatch) -> N
     said = {line.split()[0]: " ".join(line.split()[1:]) for line in table if "good/" in line}
     assert said == {
         "good/other": "nothing other hardware",
-        "good/unmade": "nothing planned",
         "good/unwanted": "nothing denied",
         "good/here": "emulated lacks libraries no_such_library>=2: missing",
         "good/able": "other device ready",
@@ -283,11 +281,26 @@ def test_what_keeps_a_backend_from_running_here(ask, tmp_path, monkeypatch) -> N
     assert result.stdout.count("pip install") == 1
     backends = rows(ask("--json"))["dist-good"]["backends"]
     assert [backend["vendors"] for backend in backends] == [
-        *(["omega", "zeta"], ["acme"], [], [], ["acme"]),
+        *(["omega", "zeta"], [], [], ["acme"]),
     ]
     assert [backend["proof"] for backend in backends] == [
-        *("nothing", "nothing", "nothing", "emulated", "other device"),
+        *("nothing", "nothing", "emulated", "other device"),
     ]
+
+
+@pytest.mark.parametrize(
+    ("setting", "said"),
+    [
+        ('backend = "fasst"', "did you mean 'fast'? (named by backend of the configuration file)"),
+        ('deny_backends = ["fasst"]', "did you mean 'fast'? (among the backends to deny)"),
+        ("[options.fast]\nx = 1", "an option of fast"),
+    ],
+)
+def test_a_configured_name_that_nothing_has_is_a_problem(ask, tmp_path, setting, said) -> None:
+    (tmp_path / "attnmux.toml").write_text(setting)
+    result = ask(good=GOOD.format(more=""))
+    assert result.exit_code == 1
+    assert said in result.stdout
 
 
 def test_a_machine_on_which_no_backend_runs_is_a_problem(ask) -> None:
@@ -395,8 +408,7 @@ def test_a_device_whose_plugin_is_broken(bare) -> None:
         ({"a": "nightly"}, "too old", "pip install 'dist[x]'"),
     ],
 )
-def test_libraries(monkeypatch, installed, state, hint) -> None:
-    monkeypatch.setattr(doctor_backends, "installed_version", installed.get)
+def test_libraries(installed, state, hint) -> None:
     card = BackendCard(
         name="fast",
         summary="",
@@ -405,7 +417,7 @@ def test_libraries(monkeypatch, installed, state, hint) -> None:
         requires=(("a>=2,<4", "b==1.*"), "c; python_version < '3'"),
         extra="x",
     )
-    (row,) = libraries(card, "dist")
+    (row,) = required(card, installed.get, "dist")
     assert (row.wanted, row.state, row.hint) == ("a>=2,<4 or b==1.*", state, hint)
     assert bool(row.installed) == bool(installed)
 

@@ -10,6 +10,7 @@ import pytest
 from click.testing import CliRunner
 
 import attnmux.core.choosing.solver
+from attnmux.core.choosing.ask.values import KINDS
 from attnmux.core.choosing.judge.axes import AXES
 from attnmux.core.cli.explain import AXIS_MEANINGS, MEANINGS, meanings
 from attnmux.core.cli.verbs import verbs
@@ -34,6 +35,7 @@ def test_one_code_or_all() -> None:
     assert set(one) == {"PAGE_SIZE"}
     assert "--allow-coercion" in one["PAGE_SIZE"]
     assert json.loads(call("--json").stdout) == meanings()
+    assert all(kind in meanings()["KIND"] for kind in KINDS)
     out = call("LIBRARY").stdout
     assert out.splitlines()[0].split() == ["code", "meaning"]
     assert "missing" in out

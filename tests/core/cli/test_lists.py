@@ -9,10 +9,13 @@ import pytest
 from click.testing import CliRunner
 
 from attnmux.core.choosing.find.devices import Detection
-from attnmux.core.choosing.find.examine import PluginFailure
+from attnmux.core.choosing.find.examine import Entry, Plugin, PluginFailure
 from attnmux.core.choosing.find.plugins import Plugins
 from attnmux.core.choosing.machine.platform import Platform
 from attnmux.core.choosing.offer.card import BackendCard
+from attnmux.core.choosing.offer.clause import when
+from attnmux.core.choosing.offer.conditions import one_of
+from attnmux.core.choosing.offer.libraries import Distribution, EntryPoint
 from attnmux.core.cli import run as shared
 from attnmux.core.cli.verbs import verbs
 
@@ -76,8 +79,23 @@ def test_backends(call) -> None:
     assert card["sources"]["kv_dtype"].startswith("8-bit and 4-bit floats are widened")
     (on_cpu,) = [run for run in card["verified_on"] if run["platform"] == "cpu:x86_64"]
     assert on_cpu["emulated"] is False
-    assert card["proof"] == "hardware"
+    assert (card["proof"], card["here"]) == ("hardware", "ready")
     assert "torch_native" in call("backends").stdout
+
+
+def test_a_backend_of_a_device_that_is_not_here_is_not_ready(call, monkeypatch) -> None:
+    platforms = (Platform.parse("acme:v1,device=cpu"), Platform.parse("cpu:x86_64"))
+    monkeypatch.setattr(shared, "detect", lambda plugins: Detection(platforms=platforms))
+    here = {}
+    for vendor in ("acme", "zeta"):
+        clauses = (when(vendor=one_of(vendor)),)
+        card = BackendCard(name=vendor, summary="", clauses=clauses, factory="a:b")
+        plugin = Plugin(Entry(EntryPoint("p", "", Distribution("")), "d", ""), cards=(card,))
+        monkeypatch.setattr(shared, "load_plugins", lambda p=plugin, **_: Plugins(loaded=(p,)))
+        (row,) = json.loads(call("backends", "--json").stdout)["backends"]
+        here[vendor] = row["here"]
+        assert row["here"] in call("backends").stdout
+    assert here == {"acme": "ready", "zeta": "other hardware"}
 
 
 def test_a_broken_plugin_is_a_warning_and_a_row(call, monkeypatch) -> None:

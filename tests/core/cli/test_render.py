@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from attnmux.core.choosing.ask.policy import Policy
 from attnmux.core.choosing.ask.request import Request
-from attnmux.core.choosing.judge.checking import missing, standing
 from attnmux.core.choosing.machine.platform import Platform
 from attnmux.core.choosing.offer.card import BackendCard, Offer
 from attnmux.core.choosing.offer.clause import Clause
 from attnmux.core.choosing.offer.conditions import ANY
 from attnmux.core.choosing.offer.verified import Verified
 from attnmux.core.choosing.solver import solve
+from attnmux.core.cli.here import backends_here
 from attnmux.core.cli.outcomes import outcomes
 from attnmux.core.cli.render import render_backends, render_decision
 from attnmux.core.cli.select_explained import Explanation
@@ -33,24 +33,17 @@ def test_brackets_are_no_markup(capsys) -> None:
     told = outcomes(decision, cards, Policy())
     explanation = Explanation(outcomes=told, values=(), doubts=())
     render_decision(decision, explanation, explain=True, every=True)
-    render_backends([(lacking, missing(lacking.card, {}.get, "attnmux-fake"))])
+    render_backends(backends_here([lacking], Policy(), ["cpu"], libraries={}.get))
     said = " ".join(capsys.readouterr().out.split())
     assert said.count("'attnmux-fake[torch]'") == 2
     assert ":smile:" in said
-
-
-def test_a_planned_backend_has_nothing_to_install(capsys) -> None:
-    soon = offer("soon", status="planned", factory=None, requires=("torch>=2",), extra="torch")
-    render_backends([(soon, standing(soon, Policy(), {}.get))])
-    row = capsys.readouterr().out.splitlines()[1]
-    assert row.split()[3:] == ["nothing", "planned", ":smile:"]
 
 
 def test_a_backend_says_how_it_was_proven(capsys) -> None:
     emulator = Verified(on="a library", libraries=(), date="2026-11-21")
     device = Verified(on="H200", platform="nvidia:sm90", libraries=(), date="2026-11-21")
     shown = [offer("emulated", verified_on=(emulator,)), offer("real", verified_on=(device,))]
-    render_backends([(each, []) for each in shown])
+    render_backends(backends_here(shown, Policy(), ["cpu"]))
     _, *rows = capsys.readouterr().out.splitlines()
     words = [row.split()[3:5] for row in rows]
     assert words == [["emulated", "ready"], ["hardware", "ready"]]

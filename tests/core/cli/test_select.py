@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 import shutil
 import sys
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
 
+from attnmux.core.choosing.common.verdict import Verdict
 from attnmux.core.choosing.find.devices import Detection, UnservedDevice
 from attnmux.core.choosing.find.plugins import Plugins
 from attnmux.core.choosing.machine.platform import Platform
@@ -63,8 +65,7 @@ def test_json_form(call) -> None:
     assert data["phases"]["decode"]["plugin"] == "cpu"
     assert data["platform"]["features"] == ["avx2"]
     for candidate in data["candidates"]:
-        known = {"backend", "plugin", "phase", "verdict", "rank", "measured", "eligible", "reasons"}
-        assert set(candidate) == known
+        assert set(candidate) == {field.name for field in fields(Verdict)}
     del data["warnings"]
     assert Decision.from_json(json.dumps(data)).hash == data["hash"]
 

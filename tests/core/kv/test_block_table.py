@@ -57,3 +57,19 @@ def test_refuses_what_has_no_room(rows, max_len):
     blocks, _ = tables()
     with pytest.raises(InvalidInput, match="blocks"):
         blocks.write(torch.zeros(rows, 5, dtype=torch.int32), max_len)
+
+
+@pytest.mark.parametrize(
+    "pages",
+    [
+        torch.ones(2, 1, dtype=torch.int32),  # torch would spread the column over the row
+        torch.ones(2, dtype=torch.int32),
+        torch.ones(2, 3),
+    ],
+)
+def test_refuses_pages_of_another_shape_or_dtype(pages):
+    blocks, _ = tables()
+    before = blocks.block_table.clone()
+    with pytest.raises(InvalidInput, match="blocks"):
+        blocks.write(pages, 2 * PAGE + 1)
+    assert torch.equal(blocks.block_table, before)

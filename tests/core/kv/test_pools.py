@@ -293,3 +293,19 @@ def test_slots_move_as_if_all_were_read_first(make, dtype) -> None:
             expected = old.view(torch.uint8).clone()
             expected[target] = old.view(torch.uint8)[source]
             assert torch.equal(new.view(torch.uint8), expected)
+
+
+@pytest.mark.parametrize("make", [mha, mla])
+def test_slots_that_do_not_fit_are_neither_moved_nor_zeroed(make) -> None:
+    pool = make()
+    slots = torch.tensor([7, 9])
+    for source, target, argument in (
+        (slots, slots[:1], "target"),
+        (slots.view(1, 2), slots, "source"),
+        (slots, slots.float(), "target"),
+    ):
+        with pytest.raises(InvalidInput) as caught:
+            pool.move(source, target)
+        assert caught.value.argument == argument
+    with pytest.raises(InvalidInput):
+        pool.zero(slots.int())

@@ -89,6 +89,12 @@ def test_write_nothing(pool):
         ("starts", ints(1), ints(-1), ints(2), ints(1, 2)),
         ("req_pool_indices", ints(0), ints(0), ints(1), ints(1)),
         ("req_pool_indices", ints(5), ints(0), ints(1), ints(1)),
+        ("req_pool_indices", ints(1).int(), ints(0), ints(1), ints(1)),
+        ("req_pool_indices", ints(1, 2).view(2, 1), ints(0, 0), None, ints(1, 2)),
+        ("starts", ints(1, 2), ints(0, 0).view(1, 2), None, ints(1, 2)),
+        ("lens", ints(1), ints(0), ints(1).bool(), ints(1)),
+        ("slots", ints(1), ints(0), ints(1), ints(1).float()),
+        ("slots", ints(1), ints(0), ints(2), ints(1, 2).view(1, 2)),
     ],
 )
 def test_a_write_that_is_refused_changes_nothing(pool, argument, rows, starts, lens, slots):

@@ -37,7 +37,7 @@ def candidate(kernels: NSAKernels, *, lse_unit: float | None = None) -> Candidat
         return backend
 
     return Candidate(
-        card=replace(NSA, status="available", requires=()),
+        card=replace(NSA, requires=()),
         platform=HOPPER,
         device="cpu",
         factory=factory,

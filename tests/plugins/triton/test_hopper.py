@@ -19,7 +19,7 @@ from attnmux.triton.backend import TritonBackend
 from attnmux.triton.kernels import latent_merge
 
 CANDIDATE = Candidate(
-    card=replace(TRITON, requires=(), status="available", factory="attnmux.triton.factory:triton"),
+    card=replace(TRITON, requires=(), factory="attnmux.triton.factory:triton"),
     platform=Platform.parse("nvidia:sm90,cuda=13.0"),
     device="cpu",
     # So few programs that requests are split and programs take several.

@@ -71,9 +71,7 @@ def _short_splits(monkeypatch):
 
 class TestTritonInSplits(AttentionBackendTests):
     backend = Candidate(
-        card=replace(
-            TRITON, requires=(), status="available", factory="attnmux.triton.factory:triton"
-        ),
+        card=replace(TRITON, requires=(), factory="attnmux.triton.factory:triton"),
         platform=SM90,
         device="cpu",
         factory=lambda context, options: TritonBackend(context, options, compute_units=UNITS),

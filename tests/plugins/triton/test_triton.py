@@ -33,7 +33,6 @@ CANDIDATE = Candidate(
     card=replace(
         TRITON,
         requires=(),
-        status="available",
         factory="attnmux.triton.factory:triton",
         # Another backend serves picked keys
         clauses=tuple(each for each in TRITON.clauses if not each.kind.admits("nsa")),

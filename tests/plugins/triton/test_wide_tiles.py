@@ -21,7 +21,7 @@ from attnmux.triton.wide_tiles import LEAST_ROWS, WideTileAttention, is_worth
 
 SM90 = Platform.parse("nvidia:sm90,cuda=13.0")
 CANDIDATE = Candidate(
-    card=replace(TRITON, requires=(), status="available", factory="attnmux.triton.factory:triton"),
+    card=replace(TRITON, requires=(), factory="attnmux.triton.factory:triton"),
     platform=SM90,
     device="cpu",
     factory=lambda context, options: TritonBackend(context, options, compute_units=1),

@@ -37,10 +37,6 @@ NAMED_FOR = {
 IN_GRAPHS = ("decode", "verify")
 """The phases that engines replay from device graphs."""
 
-ELSEWHERE = ("vendor", "status")
-"""Axes of refusals that say nothing about this machine: the backend is for another vendor's
-devices, or only planned."""
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Entrant:
@@ -172,7 +168,8 @@ def find_entrants(
                 )
                 continue
             reasons = _reasons(answer, offer)
-            if names or not any(reason.axis in ELSEWHERE for reason in reasons):
+            # A backend for another vendor's devices says nothing about this machine
+            if names or not any(reason.axis == "vendor" for reason in reasons):
                 refused.append(Refused(offer=offer, phase=phase, reasons=reasons))
     return entrants, refused
 

@@ -48,7 +48,7 @@ class RecordFile(Generic[R]):
         """The content, read as `add` reads it, so that obstacles show before anything is measured.
         Creates the folder. Raises what `add` raises."""
         with self._locked():
-            return records_in(self.path, self.kind, mode="r+b")
+            return records_in(self.path, self.kind, writable=True)
 
     def add(self, records: Iterable[R]) -> None:
         """Put records into the file; they replace earlier ones with the same key.
@@ -58,7 +58,7 @@ class RecordFile(Generic[R]):
         not writable, or another writer does not finish; the file is unchanged then.
         """
         with self._locked():
-            before = records_in(self.path, self.kind, mode="r+b")
+            before = records_in(self.path, self.kind, writable=True)
             kept = latest([*before.found, *records])
             data = {"format": FORMAT, self.kind.listed: [each.to_dict() for each in kept]}
             self._replace(data, set_aside=before.damaged)

@@ -203,7 +203,9 @@ def _options(where: str, value: Any) -> Mapping[str, Mapping[str, Any]]:  # noqa
         for table in value.values()
     )
     if not usable:
-        expected = "a table for each backend, such as [options.NAME] with KEY = VALUE"
+        expected = (
+            "a table for each backend, as [options.NAME] in the configuration file with KEY = VALUE"
+        )
         raise InvalidInput(where, got=repr(value), expected=expected)
     return FrozenMapping({name: FrozenMapping(table) for name, table in value.items()})
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import stat
 import sys
 from collections.abc import Mapping
@@ -15,6 +16,8 @@ from attnmux.core.errors import SettingsError, in_brief
 CONFIG = "ATTNMUX_CONFIG"
 """The variable that names the file."""
 MOST_BYTES = 1_000_000
+OWN_KEY = re.compile(r"""attnmux["']?\s*[].=]""")
+"""In every spelling that TOML has for our table."""
 
 
 def find_settings(directory: Path | None, named: str) -> tuple[Path, Mapping[str, Any]]:
@@ -24,7 +27,8 @@ def find_settings(directory: Path | None, named: str) -> tuple[Path, Mapping[str
         path = Path(named).absolute()
         table = _table(path)
         if table is None:
-            raise SettingsError(f"{CONFIG}: {path} holds no settings")
+            problem = "holds no settings" if path.exists() else "does not exist"
+            raise SettingsError(f"{CONFIG}: {path} {problem}")
         return path, table
     try:
         directory = Path.cwd() if directory is None else directory
@@ -51,8 +55,8 @@ def _table(path: Path) -> Mapping[str, Any] | None:
         return None
     except (OSError, UnicodeDecodeError) as error:
         raise SettingsError(f"{path} cannot be read: {error}") from error
-    # Parsing costs milliseconds: a pyproject.toml without our table is not parsed
-    if not own and "tool.attnmux" not in text:
+    # Parsing costs milliseconds: a pyproject.toml without a key of our name is not parsed
+    if not own and not OWN_KEY.search(text):
         return None
     if sys.version_info >= (3, 11):
         import tomllib  # noqa: PLC0415  # off the path without a configuration file

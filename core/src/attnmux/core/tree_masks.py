@@ -45,6 +45,11 @@ def check_unmasked(batch: ForwardBatch) -> None:
     for name in FORMS:
         if getattr(batch.spec_info, name, None) is not None:
             raise InvalidInput(f"spec_info.{name}", got="a mask", expected="None: drafts in chains")
+    check_no_items(batch)
+
+
+def check_no_items(batch: ForwardBatch) -> None:
+    """Raise InvalidInput for a step with many items."""
     if batch.multi_item is not None:
         raise InvalidInput("multi_item", got="many items", expected="None")
 

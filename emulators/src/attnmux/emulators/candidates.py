@@ -115,7 +115,7 @@ def _adapted(
         return library.backend(context, given, kernels)
 
     found = Candidate(
-        card=replace(card, status="available", requires=()),
+        card=replace(card, requires=()),
         plugin=library.address.partition("/")[0],
         platform=Platform.parse(platform),
         device="cpu",
@@ -150,7 +150,7 @@ def _triton() -> Candidate:
     from attnmux.triton.plugin import TRITON  # noqa: PLC0415  # as above
 
     return Candidate(
-        card=replace(TRITON, requires=(), status="available"),
+        card=replace(TRITON, requires=()),
         plugin="triton",
         platform=Platform.parse(HOPPER),
         device="cpu",

@@ -161,7 +161,7 @@ class AdapterWorld:
     def candidate(self, card: BackendCard) -> Candidate:
         """The adapter for the conformance suite; its card needs no library."""
         return Candidate(
-            card=replace(card, status="available", requires=()),
+            card=replace(card, requires=()),
             platform=self.platform,
             device="cpu",
             factory=self.backend,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pkgutil
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Literal, cast
 
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     Factory = Callable[[BackendContext, Mapping[str, OptionValue]], AttentionBackend]
 
 MACHINE_AXES = frozenset(
-    {"vendor", "arch", "version", "features", "runtime", "requires", "contract", "status", "policy"}
+    {"vendor", "arch", "version", "features", "runtime", "requires", "contract", "policy"}
 )
 """Axes whose refusals only another machine or installation can change."""
 
@@ -214,20 +214,16 @@ def find_candidate(
     The platform is that of `device` ("cpu", "cuda:1"), or by default the first on which the card
     admits a case. `plugins` and `platforms` default to those of this machine.
     launches: as `BackendContext.launches`.
-    A planned backend with a factory is treated as available.
     Raises UnknownBackend for an unknown name; InvalidInput for a name that several backends share,
     for a device that is not present, and for an option that cannot be used.
     """
     plugins = plugins or load_plugins()
     offer = _offer(name, plugins.offers())
     given = read_options({offer.address: options or {}}, plugins.offers())
-    card = offer.card
-    if card.status == "planned" and card.factory is not None:
-        card = replace(card, status="available")
     platforms = detect(plugins).platforms if platforms is None else platforms
     found = [
         Candidate(
-            card=card,
+            card=offer.card,
             plugin=offer.plugin,
             platform=platform,
             device=device,

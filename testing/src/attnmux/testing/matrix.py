@@ -10,11 +10,11 @@ import click
 from attnmux.core.choosing.ask.request import Request, parse_fields
 from attnmux.core.choosing.ask.values import KINDS
 from attnmux.core.choosing.machine.platform import GRAMMAR
+from attnmux.core.choosing.offer.named import offers_named
 from attnmux.core.choosing.offer.proof import PROOFS, Proof
 from attnmux.core.choosing.offer.verified import Verified
 from attnmux.core.cli.asking import machine
 from attnmux.core.cli.run import Run, common_options, echo_json, pass_run
-from attnmux.core.errors import InvalidInput
 from attnmux.testing.matrix_rows import COLUMNS, Cell, Row, narrowed, rows_of
 
 INTRODUCTION = """\
@@ -22,7 +22,7 @@ INTRODUCTION = """\
 
 What each backend serves, as its card says. `attnmux matrix --markdown` prints this page; cards of
 other installed plugins are in it too. Empty cells are not served. A number leads to the limits
-under which a cell holds. A planned backend can be asked about for any machine and does not run yet.
+under which a cell holds.
 "Proof" is the strongest run of the conformance suite that the backend passed, and its last day. In
 order: "hardware", a device that the row is for; "other device", where the same kernels ran;
 "interpreted", the library's kernels without a device; "emulated", a stand-in of the library in
@@ -49,7 +49,7 @@ TITLES = {
     "conv": "Short convolution",
 }
 
-LEADING = ("backend", "plugin", "status", "machines", "phases", "page sizes", "proof")
+LEADING = ("backend", "plugin", "machines", "phases", "page sizes", "proof")
 
 
 @click.command()
@@ -79,10 +79,8 @@ def matrix(
     settings = run.settings()
     plugins = run.plugins(settings)
     offers = plugins.offers()
-    if unknown := [name for name in backends if not any(name in each.names for each in offers)]:
-        known = ", ".join(sorted(offer.card.name for offer in offers))
-        raise InvalidInput("BACKEND", got=repr(unknown[0]), expected=f"one of {known}")
-    named = [offer for offer in offers if not backends or offer.names.intersection(backends)]
+    asked = [offer.address for name in backends for offer in offers_named(name, offers)]
+    named = [offer for offer in offers if not backends or offer.address in asked]
     device = machine(run, settings, plugins, platform)[0] if platform else None
     request = Request().replace(**dict(parse_fields(fields))) if fields else None
     rows = rows_of(narrowed(named, request, device))
@@ -140,7 +138,6 @@ def _section(title: str, rows: Sequence[Row]) -> str:
         leading = (
             f"`{row.backend}`",
             row.plugin,
-            row.status,
             "; ".join(row.machines),
             ", ".join(row.phases),
             row.page_sizes,

@@ -87,7 +87,6 @@ class Row:
     backend: str
     plugin: str
     distribution: str
-    status: str
     machines: tuple[str, ...]
     phases: tuple[str, ...]
     page_sizes: str
@@ -109,7 +108,6 @@ class Row:
     def to_dict(self) -> dict[str, Any]:
         return {
             **{name: getattr(self, name) for name in ("kind", "backend", "plugin", "distribution")},
-            "status": self.status,
             "machines": list(self.machines),
             "phases": list(self.phases),
             "page_sizes": self.page_sizes,
@@ -184,7 +182,6 @@ def _row(kind: str, offer: Offer, excludes: tuple[str, ...]) -> Row | None:
         backend=offer.card.name,
         plugin=offer.plugin,
         distribution=offer.distribution,
-        status=offer.card.status,
         machines=_machines(clauses),
         phases=tuple(served),
         page_sizes=union_said(union("page_size", clauses)),

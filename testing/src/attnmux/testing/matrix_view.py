@@ -49,7 +49,7 @@ def _print_by_backend(console: Console, rows: Sequence[Row]) -> None:
     """Paragraphs, since the lists are too long for the columns of a narrow terminal."""
     for row in rows:
         facts = f"  {'; '.join(row.machines)}; proof: {row.proven}"
-        console.print(Text.assemble((_named(row), "bold"), (facts, "dim")))
+        console.print(Text.assemble((row.backend, "bold"), (facts, "dim")))
         phases = [phase for phase in row.phases if phase in CACHED]
         console.print(Padding(Text(", ".join([*phases, *_features(row)])), (0, 0, 0, 4)))
 
@@ -57,13 +57,13 @@ def _print_by_backend(console: Console, rows: Sequence[Row]) -> None:
 def _print_by_feature(console: Console, rows: Sequence[Row]) -> None:
     table = plain_table("feature", "backends")
     for number, column in enumerate(COLUMNS):
-        serving = [_marked(_named(row), row.cells[number]) for row in rows]
+        serving = [_marked(row.backend, row.cells[number]) for row in rows]
         table.add_row(column.title, ", ".join(filter(None, serving)) or Text("none", style="dim"))
     console.print(table)
 
 
 def _print_in_full(console: Console, row: Row) -> None:
-    console.print(Text(f"{_named(row)} ({row.plugin})", style="bold"))
+    console.print(Text(f"{row.backend} ({row.plugin})", style="bold"))
     table = plain_table("", "")
     table.show_header = False
     for name, value in (
@@ -78,10 +78,6 @@ def _print_in_full(console: Console, row: Row) -> None:
         said = "no" if cell.served == "no" else cell.where or "yes"
         table.add_row(column.title, f"{said} [{source}]" if source else said)
     console.print(table)
-
-
-def _named(row: Row) -> str:
-    return row.backend if row.status == "available" else f"{row.backend} ({row.status})"
 
 
 def _features(row: Row) -> list[str]:

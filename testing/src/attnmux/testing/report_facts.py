@@ -120,7 +120,6 @@ def _backend(
         "backend": candidate.address,
         "distribution": each.offer.distribution,
         "version": each.offer.version,
-        "status": card.status,
         "platform": str(candidate.platform),
         "device": candidate.device,
         "reasons": [str(reason) for reason in reasons],

@@ -8,9 +8,8 @@ from functools import lru_cache
 from typing import Any
 
 from attnmux.core import ForwardMode
-from attnmux.testing.alibi_cases import alibi_cases
+from attnmux.testing.bias_cases import alibi_cases, relative_cases, relative_encoders
 from attnmux.testing.cases import Case, Step, case_of, decode, extend, longest, verify
-from attnmux.testing.relative_cases import relative_cases, relative_encoders
 from attnmux.testing.variant_cases import (
     LATENT,
     dual_chunk_cases,

@@ -239,12 +239,15 @@ def test_a_row_stays_until_the_plugin_changes(tmp_path) -> None:
         assert len(trace.read_text()) == imports
 
 
-@pytest.mark.parametrize("content", ["", "[", "[]", '{"plugins": 3}', "[" * 100_000])
+@pytest.mark.parametrize("content", ["", "[", "[]", '{"plugins": 3}', "[" * 100_000, None])
 def test_a_damaged_cache_is_an_empty_one(tmp_path, content) -> None:
     install(tmp_path, "good", GOOD)
     first = selected(tmp_path)
     for file in (tmp_path / "cache/attnmux").iterdir():
-        file.write_text(content)
+        # None: the values alone are damaged
+        values = dict.fromkeys(json.loads(file.read_text()), 3)
+        values |= {"environment": json.loads(file.read_text()).get("environment")}
+        file.write_text(json.dumps(values) if content is None else content)
     assert selected(tmp_path) == first
 
 

@@ -1,15 +1,10 @@
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 
 from attnmux.core.choosing.ask.policy import Policy
 from attnmux.core.choosing.ask.request import Request, parse_fields
-from attnmux.core.choosing.judge import axes
-from attnmux.core.choosing.judge.axes import Axis, Question
 from attnmux.core.choosing.judge.checking import check
-from attnmux.core.choosing.judge.shortcomings import is_served
 from attnmux.core.choosing.machine.platform import Platform
 from attnmux.core.choosing.offer.card import DEFAULT_RANK, Prior
 from attnmux.core.choosing.offer.clause import when
@@ -222,42 +217,21 @@ def test_another_machine_has_the_libraries_unless_told_otherwise(offer, cpu) -> 
     assert asked(hypothetical=True, without=frozenset({"flash_kernel"})) == ["LIBRARY"]
 
 
-def test_planned_denied_and_contract(offer, cpu) -> None:
+def test_denied_and_contract(offer, cpu) -> None:
     def asked(policy: Policy, **card: object) -> list[str]:
         return codes(
             check(offer("a", **card).card, "decode", Request(), cpu, policy=policy, plugin="p")
         )
 
-    planned = {"status": "planned", "factory": None}
-    assert asked(Policy(), **planned) == ["PLANNED"]
-    assert asked(Policy(hypothetical=True), **planned) == []
     assert asked(Policy(deny=("a",))) == asked(Policy(deny=("p/a",))) == ["DENIED"]
     assert asked(Policy(allow=("b",))) == ["DENIED"]
     assert asked(Policy(allow=("x", "p/a"))) == []
     assert asked(Policy(), contract=">=2") == ["CONTRACT"]
-    assert asked(Policy(deny=("a",)), contract=">=2", **planned) == [
-        "CONTRACT",
-        "PLANNED",
-        "DENIED",
-    ]
+    assert asked(Policy(deny=("a",)), contract=">=2") == ["CONTRACT", "DENIED"]
 
 
 def test_a_card_without_clauses_serves_nothing(offer, cpu) -> None:
     assert codes(check(offer("a", clauses=()).card, "decode", Request(), cpu)) == ["NO_CLAUSE"]
-
-
-def test_an_axis_that_the_card_s_contract_does_not_know(offer, cpu, monkeypatch) -> None:
-    """A later core asks about something that a card written for 1.0 alone cannot have meant."""
-    later = Axis(name="sinks", wanted=lambda q: q.request.sinks, since="1.1")
-    others = (axis for axis in axes.AXES if axis.name != "sinks")
-    monkeypatch.setattr(axes, "AXES", (*others, later))
-    old = offer("a", sinks=ANY, contract=">=1,<1.1").card
-    asked = Request.parse("sinks=true")
-    (reason,) = check(old, "decode", asked, cpu).reasons
-    assert (reason.code, reason.axis) == ("UNDECLARED_FEATURE", "sinks")
-    assert not is_served(old, Question(request=asked, platform=cpu, phase="decode"))
-    assert not check(replace(old, contract=">=1,<2"), "decode", asked, cpu).reasons
-    assert not check(old, "decode", Request(), cpu).reasons
 
 
 def test_the_first_prior_that_holds_counts(offer, cpu) -> None:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 from dataclasses import replace
 from datetime import datetime, timedelta, timezone
 from itertools import permutations, product
+from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -360,8 +362,15 @@ class TestTheFile:
         assert read_measurements(path).found == tuple(faster)
         assert (tmp_path / "measurements.json.damaged").read_bytes() == content
 
-    def test_a_folder_in_its_place(self, tmp_path) -> None:
-        assert read_measurements(tmp_path).problems
+    @pytest.mark.parametrize(
+        "make", [Path.mkdir, os.mkfifo, lambda path: path.symlink_to("/dev/zero")]
+    )
+    def test_what_is_no_file_is_neither_read_nor_replaced(self, tmp_path, faster, make) -> None:
+        path = tmp_path / "measurements.json"
+        make(path)
+        assert "no regular file" in read_measurements(path).problems[0]
+        with pytest.raises(OSError, match=r"regular file|directory"):
+            RecordFile(path, Measurement).add(faster)
 
     @pytest.mark.parametrize(
         ("field", "value"),

@@ -92,7 +92,7 @@ def test_when() -> None:
             "options: expected each name once, got ['a', 'a']",
         ),
         ({"factory": "module.Class"}, '"module:attribute"'),
-        ({"factory": None}, "planned"),
+        ({"factory": None}, '"module:attribute"'),
     ],
 )
 def test_a_card_that_cannot_be_used_is_refused(given, said) -> None:
@@ -100,14 +100,6 @@ def test_a_card_that_cannot_be_used_is_refused(given, said) -> None:
         BackendCard(**{"name": "x", "summary": "", "clauses": (), "factory": "a:b", **given})
     assert "card 'x'" in str(caught.value)
     assert said in str(caught.value)
-
-
-def test_a_planned_card_needs_no_factory() -> None:
-    card = BackendCard(
-        name="x", summary="", clauses=(), status="planned", requires=("a", ("b", "c"))
-    )
-    assert card.requirements() == (("a",), ("b", "c"))
-    assert pickle.loads(pickle.dumps(card)) == card
 
 
 def test_sources_are_kept_as_they_were_given() -> None:
@@ -140,7 +132,6 @@ def test_clauses_compare_by_their_conditions(clause) -> None:
         ({"clauses": ("any",)}, "clauses: expected a tuple of Clause"),
         ({"options": ("fast",)}, "options: expected a tuple of Option"),
         ({"priors": (3,)}, "priors: expected a tuple of Prior"),
-        ({"status": "maybe"}, "status: expected one of available, planned"),
         ({"contract": None}, "contract: expected text"),
         ({"sources": ("a header",)}, "sources: expected a mapping from axes to text"),
         ({"sources": {"pages": "a header"}}, "sources: expected axes of a clause, with text"),

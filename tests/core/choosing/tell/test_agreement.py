@@ -90,10 +90,3 @@ def test_a_difference_is_reported_once_for_all_phases(offer, cpu) -> None:
     assert said.count("fake/both does not serve extend and decode here: requires: ") == 1
     with pytest.raises(InvalidInput, match="fake/both for extend and decode is offered by no"):
         decision.check(cpu, [])
-
-
-def test_a_planned_backend_runs_nowhere(offer, cpu) -> None:
-    planned = offer("soon", status="planned", factory=None)
-    decision = solve(Request(), cpu, [planned], Policy(hypothetical=True))
-    with pytest.raises(InvalidInput, match="status: wanted available, offered planned"):
-        decision.check(cpu, [planned])

@@ -3,14 +3,14 @@ paged KV take."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import torch
 
 from attnmux.core.errors import InvalidInput
 from attnmux.core.indices import cu_seqlens, page_table, uniform_indptr, verify_kv_lens
-from attnmux.core.tree_masks import check_unmasked, tree_mask_of
+from attnmux.core.tree_masks import check_no_items, check_unmasked, tree_mask_of
 
 if TYPE_CHECKING:
     from attnmux.core.batch import ForwardBatch
@@ -126,7 +126,7 @@ class PageTables:
         """
         is_verify = batch.forward_mode.is_target_verify()
         is_tree = trees and is_verify and tree_mask_of(batch.spec_info) is not None
-        check_unmasked(replace(batch, spec_info=None) if is_tree else batch)
+        (check_no_items if is_tree else check_unmasked)(batch)
         longest = context.max_context_len
         known = not context.request.deterministic and not fixed
         queries_each = _queries_each(batch)

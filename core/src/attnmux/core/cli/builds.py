@@ -13,11 +13,7 @@ from attnmux.core.choosing.offer.card import BackendCard
 def lacking_compiler(cards: Iterable[BackendCard], platform: Platform) -> tuple[str, ...]:
     """A line if cards need a C++ compiler on the platform, which has none; else nothing."""
     would = replace(platform, features=platform.features | {"cxx_compiler"})
-    names = [
-        card.name
-        for card in cards
-        if card.status == "available" and _fits(card, would) and not _fits(card, platform)
-    ]
+    names = [card.name for card in cards if _fits(card, would) and not _fits(card, platform)]
     if not names:
         return ()
     return (

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Set
+from collections.abc import Iterator
 from typing import Any
 
 import click
@@ -11,26 +11,18 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from attnmux.core.choosing.ask.policy import Policy
 from attnmux.core.choosing.common.plain import plain
 from attnmux.core.choosing.find.examine import Entry, Plugin, PluginFailure, examine
 from attnmux.core.choosing.find.plugins import find_entries
 from attnmux.core.choosing.offer.libraries import Distribution, EntryPoint, installed_version
-from attnmux.core.cli.doctor_backends import Backend
 from attnmux.core.cli.doctor_diagnosis import Diagnosis, diagnose
+from attnmux.core.cli.here import LACKING, READY, Backend
 from attnmux.core.cli.render import WIDTH, plain_table, render_platforms
 from attnmux.core.cli.run import Run, common_options, echo_json, pass_run
 
 SECONDS, LONGEST = 15, 3600
 """For one plugin; a healthy one answers in less than one."""
 PROBLEMS = 1
-HERE = {
-    "CONTRACT": "other contract",
-    "PLANNED": "planned",
-    "DENIED": "denied",
-    "LIBRARY": "lacks libraries",
-}
-"""Why a backend cannot run here, by the code of its first reason."""
 
 
 @click.command()
@@ -56,8 +48,7 @@ def doctor(run: Run, seconds: int, as_json: bool) -> int:
         *(Plugin(_entry(failure), failures=(failure,)) for failure in unreadable),
         *examine(entries, ("cards", "platforms"), seconds),
     ]
-    policy = Policy(allow=settings.allow_backends, deny=settings.deny_backends)
-    diagnosis = diagnose(plugins, policy, settings.platform)
+    diagnosis = diagnose(plugins, settings.policy(), settings.platform)
     if as_json:
         echo_json(_as_json(diagnosis))
     else:
@@ -153,20 +144,11 @@ def _status(plugin: Plugin) -> str:
 
 def _backends(diagnosis: Diagnosis) -> Table:
     table = plain_table("backend", "proof", "here", "libraries")
-    present = {platform.vendor for platform in diagnosis.detection.platforms}
     for backend in diagnosis.backends:
-        here = _here(backend, present)
         # Installing a library helps only where nothing else is missing
-        mendable = here in ("ready", HERE["LIBRARY"])
-        lines = "\n".join(_libraries(backend)) if mendable else ""
-        table.add_row(backend.offer.address, backend.proof, here, lines)
+        lines = "\n".join(_libraries(backend)) if backend.here in (READY, LACKING) else ""
+        table.add_row(backend.offer.address, backend.proof, backend.here, lines)
     return table
-
-
-def _here(backend: Backend, present: Set[str]) -> str:
-    if backend.vendors and present.isdisjoint(backend.vendors):
-        return "other hardware"
-    return HERE.get(backend.reasons[0].code, "no") if backend.reasons else "ready"
 
 
 def _libraries(backend: Backend) -> Iterator[str]:

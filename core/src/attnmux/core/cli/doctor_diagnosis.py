@@ -6,13 +6,20 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from attnmux.core.choosing.ask.policy import Policy
+from attnmux.core.choosing.ask.request import Request
+from attnmux.core.choosing.ask.values import PHASES
 from attnmux.core.choosing.find.devices import Detection, pick_platform, survey
 from attnmux.core.choosing.find.examine import Plugin
+from attnmux.core.choosing.find.plugins import Plugins
 from attnmux.core.choosing.machine.platform import Platform
 from attnmux.core.choosing.machine.vendors import VENDORS
+from attnmux.core.choosing.offer.card import Offer
+from attnmux.core.choosing.offer.libraries import installed_version
+from attnmux.core.choosing.offer.named import read_options
+from attnmux.core.choosing.search.problem import groups_of
 from attnmux.core.cli.builds import lacking_compiler, serving_builds
-from attnmux.core.cli.doctor_backends import Backend, backends_of
-from attnmux.core.errors import AmbiguousPlatform, InvalidInput
+from attnmux.core.cli.here import Backend, backends_here
+from attnmux.core.errors import AmbiguousPlatform, InvalidInput, UnknownBackend
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -30,17 +37,19 @@ class Diagnosis:
 def diagnose(plugins: Sequence[Plugin], policy: Policy, wanted: str | None) -> Diagnosis:
     """The machine as the plugins see it, and the problems.
 
-    policy: the configured lists of backends. wanted: the configured platform.
+    policy, wanted: the configured backends and platform.
     """
-    backends = backends_of(plugins, policy)
     detection = survey(
         (platform for plugin in plugins for platform in plugin.platforms),
         loaded={plugin.distribution for plugin in plugins if not plugin.failures},
         failures=[failure for plugin in plugins for failure in plugin.failures],
     )
+    offers = Plugins(tuple(plugins)).offers()
+    backends = backends_here(offers, policy, (found.vendor for found in detection.platforms))
     problems = [
         *map(str, detection.failures),
         *_other_contracts(backends),
+        *_misnamed(policy, offers),
         *map(str, detection.unserved),
     ]
     if not plugins:
@@ -77,6 +86,16 @@ def _other_contracts(backends: Sequence[Backend]) -> Iterator[str]:
                     f"contract {reason.offered}, and this attnmux-core has {reason.wanted}: "
                     f"pip install --upgrade attnmux-core {offer.distribution}"
                 )
+
+
+def _misnamed(policy: Policy, offers: Sequence[Offer]) -> Iterator[str]:
+    """The first backend or option of the configuration that no plugin has: every decision would be
+    refused."""
+    try:
+        groups_of(Request(phases=PHASES), policy, offers, installed_version)
+        read_options(policy.options, offers)
+    except (InvalidInput, UnknownBackend) as error:
+        yield str(error)
 
 
 def _without_backend(

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 
 import click
 
+from attnmux.core.choosing.ask.values import KINDS
 from attnmux.core.choosing.common.checks import nearest
 from attnmux.core.choosing.judge.axes import AXES, Axis
 from attnmux.core.cli.run import Run, common_options, echo_json, pass_run
@@ -32,10 +33,6 @@ MEANINGS: Mapping[str, str] = {
     "every other phase. Name backends that share them, or one backend for all phases.",
     "PHASES_TOGETHER": "It serves some of the phases that one backend must serve together, but not "
     "all of them.",
-    "PLANNED": "It has a card and no adapter yet. It takes part only in questions about another "
-    "machine.",
-    "UNDECLARED_FEATURE": "The request uses a feature that is newer than the contract of its card. "
-    "Update its plugin.",
 }
 """The codes that do not name an axis."""
 
@@ -45,7 +42,7 @@ AXIS_MEANINGS: Mapping[str, str] = {
     "version": "It needs another compute capability, such as 9.0 for sm90.",
     "features": "It needs a feature that the device or its host lacks, such as avx2 or a compiler.",
     "runtime": "It needs another version of the device's runtime, such as 12.8.",
-    "kind": "It serves other kinds of attention: mha, mla, nsa, dual_chunk.",
+    "kind": f"It serves other kinds of attention, of {', '.join(KINDS)}.",
     "phase": "It does not serve this phase: extend, decode, verify, draft or encoder.",
     "num_q_heads": "Its kernels do not serve that number of query heads a rank.",
     "num_kv_heads": "Its kernels do not serve that number of KV heads a rank.",

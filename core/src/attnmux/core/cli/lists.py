@@ -7,12 +7,8 @@ from typing import Any
 import click
 
 from attnmux.core.choosing.common.plain import plain
-from attnmux.core.choosing.common.verdict import Reason
 from attnmux.core.choosing.find.devices import pick_platform
-from attnmux.core.choosing.judge.checking import standing
-from attnmux.core.choosing.offer.card import Offer
-from attnmux.core.choosing.offer.libraries import installed_version
-from attnmux.core.choosing.offer.proof import proven
+from attnmux.core.cli.here import Backend, backends_here
 from attnmux.core.cli.run import Run, common_options, echo_json, pass_run
 from attnmux.core.errors import AmbiguousPlatform, InvalidInput
 
@@ -24,12 +20,12 @@ def backends(run: Run, as_json: bool) -> None:
     """List the backends of the installed plugins, and what each lacks to run here."""
     settings = run.settings()
     plugins = run.plugins(settings)
-    policy = settings.policy()
-    rows = [(offer, standing(offer, policy, installed_version)) for offer in plugins.offers()]
+    present = (platform.vendor for platform in run.detect(plugins).platforms)
+    rows = backends_here(plugins.offers(), settings.policy(), present)
     if as_json:
         echo_json(
             {
-                "backends": [_described(offer, reasons) for offer, reasons in rows],
+                "backends": list(map(_described, rows)),
                 "failures": plain(plugins.failures),
                 "warnings": run.warnings,
             }
@@ -40,16 +36,17 @@ def backends(run: Run, as_json: bool) -> None:
     render_backends(rows)
 
 
-def _described(offer: Offer, reasons: list[Reason]) -> dict[str, Any]:
-    """An offer as JSON."""
-    card = offer.card
+def _described(backend: Backend) -> dict[str, Any]:
+    """A backend as JSON, with its whole card."""
+    offer = backend.offer
     return {
-        **card.to_dict(),
+        **offer.card.to_dict(),
         "plugin": offer.plugin,
         "distribution": offer.distribution,
         "version": offer.version,
-        "proof": proven(card.verified_on, card.clauses).word,
-        "reasons": plain(reasons),
+        "proof": backend.proof,
+        "here": backend.here,
+        "reasons": plain(backend.reasons),
     }
 
 

@@ -43,7 +43,8 @@ def lock(run: Run, output: Path, model: str | None, as_json: bool) -> None:
     if as_json:
         echo_json({"file": str(output), "distributions": len(made.distributions)})
     else:
-        click.echo(f"{output}: {len(made.distributions)} distributions")
+        count = len(made.distributions)
+        click.echo(f"{output}: {count} distribution{'s' * (count != 1)}")
 
 
 def _kept(run: Run, model: str) -> dict[str, str]:

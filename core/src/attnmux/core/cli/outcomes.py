@@ -15,15 +15,12 @@ from attnmux.core.choosing.ask.request import Request
 from attnmux.core.choosing.ask.values import PHASES
 from attnmux.core.choosing.common.plain import Plain
 from attnmux.core.choosing.common.verdict import Reason, Verdict
-from attnmux.core.choosing.judge.axes import questions_of
-from attnmux.core.choosing.judge.checking import prior_for
-from attnmux.core.choosing.judge.shortcomings import shortcomings
 from attnmux.core.choosing.machine.platform import Platform
 from attnmux.core.choosing.offer.card import Offer
 from attnmux.core.choosing.offer.proof import proven_on
-from attnmux.core.choosing.search.problem import opposed, phases_by_lead
+from attnmux.core.choosing.search.problem import phases_by_lead
 from attnmux.core.choosing.tell.decision import Decision
-from attnmux.core.choosing.tell.verdicts import effort, excluded
+from attnmux.core.choosing.tell.verdicts import effort
 
 Standing = Literal["chosen", "fits", "elsewhere", "coerced", "rejected"]
 """`fits`: at the decided page size and KV dtype. `elsewhere`: only at others. `coerced`: only with
@@ -45,7 +42,6 @@ class Outcome(Plain):
     """In words; empty where the reasons are enough."""
     source: str = ""
     """Where the rank of a chosen backend comes from."""
-    planned: bool = False
     proof: str = ""
     """What its card's runs prove for the machine, a word of `offer/proof.py`."""
     reasons: tuple[Reason, ...] = ()
@@ -104,11 +100,9 @@ class _Account:
         self.decision = decision
         self.policy = policy
         self.cards = {offer.address: offer for offer in offers}
-        self.opposed = opposed(tuple(self.cards.values()))
         self.verdicts = {(v.address, v.phase): v for v in decision.candidates}
         self.groups = phases_by_lead(decision.request)
         self.leads = _leads(self.groups)
-        self.questions = questions_of(decision.request, decision.platform, policy.hypothetical)
 
     def outcome(self, verdict: Verdict) -> Outcome:
         offer = self.cards.get(verdict.address)
@@ -118,32 +112,17 @@ class _Account:
 
         if self.decision.phases[verdict.phase].address == verdict.address:
             chosen = told("chosen", self._why_chosen(verdict))
-            return replace(chosen, source=self._source(verdict, offer))
+            return replace(chosen, source=verdict.source)
         if verdict.verdict == "rejected":
             return told("rejected", "", verdict.reasons)
-        if verdict.eligible:
+        obstacle = verdict.obstacle
+        if obstacle is None:
             return told("fits", self._why_behind(verdict))
-        phase, reasons = self._obstacle(verdict, offer)
         if verdict.verdict == "coerced":
-            return told("coerced", "not as asked", reasons)
-        serving = "" if phase == verdict.phase else f" for {phase}"
-        why = f"fits alone, but not{serving} {self._where(reasons)}"
-        return told("elsewhere", why, reasons)
-
-    def _obstacle(self, verdict: Verdict, offer: Offer | None) -> tuple[str, list[Reason]]:
-        """The phase in which the card fails as decided, and the reasons: its own phase first, then
-        those that one backend serves with it."""
-        if offer is None:
-            return verdict.phase, []
-        lead = self.leads[verdict.phase]
-        for phase in (verdict.phase, *self.groups[lead]):
-            reasons = shortcomings(offer.card, self.questions[phase])
-            if reasons:
-                return phase, reasons
-        chosen = self.decision.phases.items()
-        winners = {self.leads[phase]: self.cards.get(each.address) for phase, each in chosen}
-        serving = {other: (winner,) for other, winner in winners.items() if winner is not None}
-        return verdict.phase, excluded(self.opposed, offer, lead, serving)
+            return told("coerced", "not as asked", obstacle.reasons)
+        serving = "" if obstacle.phase == verdict.phase else f" for {obstacle.phase}"
+        why = f"fits alone, but not{serving} {self._where(obstacle.reasons)}"
+        return told("elsewhere", why, obstacle.reasons)
 
     def _where(self, reasons: Sequence[Reason]) -> str:
         axes = {reason.axis for reason in reasons}
@@ -204,13 +183,6 @@ class _Account:
         names = (verdict.backend, verdict.address) if offer is None else offer.names
         return self.policy.preference(names)
 
-    def _source(self, verdict: Verdict, offer: Offer | None) -> str:
-        """Of the prior that gave the rank, or of the measurements; else empty."""
-        if verdict.measured:
-            return "measured on this machine"
-        held = offer and prior_for(offer.card, self.questions[verdict.phase])
-        return held.source if held and held.rank == verdict.rank else ""
-
 
 def _leads(groups: Mapping[str, Sequence[str]]) -> Mapping[str, str]:
     """The leading phase of each phase."""
@@ -232,7 +204,6 @@ def _outcome(
         standing=standing,
         rank=verdict.rank,
         why=why,
-        planned=offer is not None and offer.card.status == "planned",
         proof="" if offer is None else proven_on(offer.card.verified_on, platform).word,
         reasons=tuple(reasons),
     )

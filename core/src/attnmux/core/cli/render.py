@@ -10,11 +10,11 @@ from rich.table import Table
 from rich.text import Text
 
 from attnmux.core.choosing.ask.request import Request
-from attnmux.core.choosing.common.verdict import Reason
 from attnmux.core.choosing.machine.platform import Platform
 from attnmux.core.choosing.offer.card import Offer
-from attnmux.core.choosing.offer.proof import proven, proven_on
+from attnmux.core.choosing.offer.proof import proven_on
 from attnmux.core.choosing.tell.decision import Decision
+from attnmux.core.cli.here import LACKING, Backend
 from attnmux.core.cli.outcomes import Outcome, joined_by_first_reason
 from attnmux.core.cli.select_explained import Explanation, Stated
 from attnmux.core.errors import NoBackend
@@ -59,25 +59,21 @@ def render_platforms(platforms: Sequence[Platform], picked: str | None) -> None:
     plain_console().print(table)
 
 
-def render_backends(rows: Sequence[tuple[Offer, Sequence[Reason]]]) -> None:
+def render_backends(backends: Sequence[Backend]) -> None:
+    """A row for each backend, with the commands that install what it lacks, if nothing but
+    libraries is missing."""
     table = plain_table("backend", "plugin", "from", "proof", "here", "summary")
-    for offer, reasons in rows:
+    for backend in backends:
+        offer, here = backend.offer, backend.here
         table.add_row(
             offer.card.name,
             offer.plugin,
             f"{offer.distribution} {offer.version}".strip(),
-            proven(offer.card.verified_on, offer.card.clauses).word,
-            _here(reasons),
+            backend.proof,
+            "; ".join(reason.hint for reason in backend.reasons) if here == LACKING else here,
             offer.card.summary,
         )
     plain_console().print(table)
-
-
-def _here(reasons: Sequence[Reason]) -> str:
-    """What a backend lacks to run here. A planned backend does not run whatever is installed."""
-    if any(reason.code == "PLANNED" for reason in reasons):
-        return "planned"
-    return "; ".join(reason.hint or str(reason) for reason in reasons) or "ready"
 
 
 def render_codes(meanings: Mapping[str, str]) -> None:
@@ -105,7 +101,6 @@ def render_machines(
             if choice.address in cards
         }
         notes = [f"{change.field} became {change.new}" for change in answer.coercions]
-        notes += ["planned"] * any(answer.phases[phase].factory is None for phase in phases)
         notes += [
             f"{layers}: {' and '.join(dict.fromkeys(one.backend for _, one in other.choices))}"
             for layers, other in zip(answer.request.other_layers, answer.others, strict=True)
@@ -216,26 +211,21 @@ def _candidate(outcome: Outcome, phases: int) -> tuple[str, str, str, str, str]:
 
 def _standing(outcome: Outcome) -> str:
     """The last column of the plain table."""
-    why = f"chosen: {outcome.why}" if outcome.standing == "chosen" else outcome.why
-    return f"planned; {why}" if outcome.planned else why
+    return f"chosen: {outcome.why}" if outcome.standing == "chosen" else outcome.why
 
 
 def _sourced(outcome: Outcome) -> str:
     """Why a backend was chosen, and where its rank comes from."""
-    why = f"{outcome.why} ({outcome.source})" if outcome.source else outcome.why
-    return f"planned; {why}" if outcome.planned else why
+    return f"{outcome.why} ({outcome.source})" if outcome.source else outcome.why
 
 
 def _against(outcome: Outcome, *, every: bool) -> str:
     """Why a backend lost, with all reasons on lines of their own or with the first one."""
-    said = any(reason.code == "PLANNED" for reason in outcome.reasons)
-    parts = ("planned" if outcome.planned and not said else "", outcome.why)
-    why = "; ".join(filter(None, parts))
     reasons = [str(reason) for reason in outcome.reasons]
     if every and len(reasons) > 1:
-        return "\n".join(filter(None, (why, *reasons)))
+        return "\n".join(filter(None, (outcome.why, *reasons)))
     more = f" (and {len(reasons) - 1} more: --all)" if len(reasons) > 1 else ""
-    return ": ".join(filter(None, (why, *reasons[:1]))) + more
+    return ": ".join(filter(None, (outcome.why, *reasons[:1]))) + more
 
 
 def _print_rows(

@@ -23,7 +23,7 @@ def make_backend(choice: Choice, context: BackendContext) -> AttentionBackend:
     and attention chunks as virtual requests where its card says so.
 
     Raises BackendFailed where its factory cannot be imported or fails, PluginError where the
-    backend is planned or the factory makes something else.
+    factory makes something else.
     """
 
     def make(context: BackendContext) -> AttentionBackend:
@@ -51,8 +51,6 @@ def _misfit(choice: Choice, made: object) -> PluginError:
 def _called(choice: Choice, context: BackendContext) -> object:
     """What the factory of a choice makes."""
     name = choice.address
-    if choice.factory is None:
-        raise PluginError(f"{name} is planned: it has a card and no implementation yet")
     try:
         made: object = pkgutil.resolve_name(choice.factory)(context, choice.options)
     except BackendFailed as failure:

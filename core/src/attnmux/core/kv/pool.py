@@ -137,7 +137,10 @@ class KVPool(ABC):
 
         For slots that may hold NaN or infinities, before they are freed: the next owner of a page
         may load its rest and multiply it by 0. Does not synchronise.
+        Raises InvalidInput for slots that are no vector of int64.
         """
+        if slots is not None:
+            check_vector("slots", slots, torch.int64)
         for layer_id in self.layer_ids:
             loc = None if slots is None else self.translate(slots, layer_id)
             for buffer in self.memory(layer_id):
@@ -152,7 +155,9 @@ class KVPool(ABC):
 
         All are read before one is written, so that the two may overlap. No slot is written twice.
         Does not synchronise.
+        Raises InvalidInput, before anything is written, for other dtypes and lengths.
         """
+        check_vector("target", target, torch.int64, check_vector("source", source, torch.int64))
         for layer_id in self.layer_ids:
             read, write = self.translate(source, layer_id), self.translate(target, layer_id)
             # As bytes, since 8-bit floats cannot be indexed; both first, since V may be part of K

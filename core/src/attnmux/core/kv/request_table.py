@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import torch
 
-from attnmux.core.arguments import check_positive
+from attnmux.core.arguments import check_positive, check_vector, described
 from attnmux.core.errors import InvalidInput, PoolExhausted
 from attnmux.core.kv.memory import allocate_zeroed
 
@@ -147,11 +147,12 @@ class ReqToTokenPool(RequestTable):
         request within its row.
         Raises InvalidInput, before anything is written, for arguments that do not fit together.
         """
-        batch_size, num_tokens = req_pool_indices.numel(), slots.numel()
+        batch_size = check_vector("req_pool_indices", req_pool_indices, torch.int64)
+        num_tokens = check_vector("slots", slots, torch.int64)
         for argument, values in (("starts", starts), ("lens", starts if lens is None else lens)):
-            if values.numel() != batch_size:
-                got = f"{values.numel()} values"
-                raise InvalidInput(argument, got=got, expected=f"{batch_size}, one a row")
+            if values.shape != (batch_size,) or values.dtype not in (torch.int32, torch.int64):
+                expected = f"int32 or int64 of shape ({batch_size},), one a row"
+                raise InvalidInput(argument, got=described(values), expected=expected)
         if self.device.type == "cpu" and batch_size:
             each = torch.ones_like(starts) if lens is None else lens
             self._check_cells(req_pool_indices, starts, each, num_tokens)
@@ -217,9 +218,15 @@ class BlockTable(RequestTable):
         """Take the pages [B, at least the pages of max_len] int of a step's requests, whose rows
         are 1 to B. max_len: tokens of the longest one, or more. Does not synchronise.
 
-        Raises InvalidInput for more requests or pages than there is room for.
+        Raises InvalidInput, before anything is written, for other shapes and dtypes, and for more
+        requests or pages than there is room for.
         """
-        rows, width = blocks.shape[0] + 1, -(-max_len // self.page_size)
+        width = -(-max_len // self.page_size)
+        is_table = blocks.dim() == 2 and blocks.shape[1] >= width >= 0
+        if not is_table or blocks.dtype not in (torch.int32, torch.int64):
+            expected = f"int32 or int64 [B, at least {width}] for {max_len} tokens"
+            raise InvalidInput("blocks", got=described(blocks), expected=expected)
+        rows = blocks.shape[0] + 1
         if rows > self.block_table.shape[0] or width > self.block_table.shape[1]:
             got = f"{rows - 1} requests of up to {max_len} tokens"
             expected = f"at most {self.size} of {self.max_context_len}"

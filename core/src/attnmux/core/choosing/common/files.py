@@ -10,17 +10,21 @@ from pathlib import Path
 from typing import TextIO
 
 
-def read_file(path: str, most: int) -> bytes:
-    """The bytes of a regular file. Never waits. Raises OSError for anything else, and for a file of
-    more than `most` bytes."""
+def read_file(path: str, most: int, *, writable: bool = False) -> bytes:
+    """The bytes of a regular file. Never waits. Raises OSError for anything else, for a file of
+    more than `most` bytes and, where it has to be `writable`, for one that is not."""
     # A pipe without a writer would hold up a plain open
-    descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0))
-    # Unbuffered, and without a count: `read(most)` would first allocate as much
-    with open(descriptor, "rb", buffering=0) as file:
+    how = os.O_RDWR if writable else os.O_RDONLY
+    descriptor = os.open(path, how | getattr(os, "O_NONBLOCK", 0))
+    try:
         status = os.fstat(descriptor)
         if not stat.S_ISREG(status.st_mode):
             raise OSError("it is no regular file")
-        content = b"" if status.st_size > most else file.readall()
+        # Unbuffered, and without a count: `read(most)` would first allocate as much
+        with open(descriptor, "rb", buffering=0, closefd=False) as file:
+            content = b"" if status.st_size > most else file.readall()
+    finally:
+        os.close(descriptor)
     if max(status.st_size, len(content)) > most:
         raise OSError(f"it has more than {most} bytes")
     return content

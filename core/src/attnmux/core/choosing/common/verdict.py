@@ -16,7 +16,7 @@ class Reason(Plain):
     """Why a backend does not serve a phase: one condition of its card that does not hold."""
 
     code: str
-    """Stable, for programs: "PAGE_SIZE", "LIBRARY", "UNDECLARED_FEATURE", …"""
+    """Stable, for programs: "PAGE_SIZE", "LIBRARY", "DENIED", …"""
     axis: str
     wanted: str
     offered: str
@@ -35,6 +35,16 @@ def without_hints(reasons: Iterable[Reason]) -> list[Reason]:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Obstacle(Plain):
+    """What keeps a backend from its phases as decided: with the decision's page size and KV dtype,
+    and with the backends chosen for the other phases."""
+
+    phase: str
+    """The first that fails, of those that one backend serves together."""
+    reasons: tuple[Reason, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Verdict(Plain):
     """One candidate in one phase. A rejected one has reasons, a fitting one has none."""
 
@@ -46,9 +56,11 @@ class Verdict(Plain):
     """Lower is better; None where rejected."""
     measured: bool = False
     """Whether measurements of this machine changed the prior's rank."""
+    source: str = ""
+    """Where the rank comes from."""
     eligible: bool = False
-    """Whether it serves the phase and its group as decided: with the decision's page size and KV
-    dtype, and with the backends chosen for the other phases."""
+    """Whether it serves the phase as decided: it is not rejected and has no obstacle."""
+    obstacle: Obstacle | None = None
     reasons: tuple[Reason, ...] = ()
 
     @property
@@ -58,8 +70,14 @@ class Verdict(Plain):
 
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> Verdict:
-        reasons = tuple(Reason(**reason) for reason in data["reasons"])
-        return cls(**{**data, "reasons": reasons})
+        obstacle = data["obstacle"]
+        if obstacle is not None:
+            obstacle = Obstacle(phase=obstacle["phase"], reasons=_reasons(obstacle["reasons"]))
+        return cls(**{**data, "obstacle": obstacle, "reasons": _reasons(data["reasons"])})
+
+
+def _reasons(data: Iterable[dict[str, str]]) -> tuple[Reason, ...]:
+    return tuple(Reason(**reason) for reason in data)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -144,7 +144,8 @@ def read_plugins(
     environment = _environment()
     store = Store.of(cache, "offers")
     kept = store.read()
-    rows: dict[str, Any] = kept.get("plugins", {}) if kept.get("environment") == environment else {}
+    told = kept.get("plugins") if kept.get("environment") == environment else None
+    rows: dict[str, Any] = told if isinstance(told, dict) else {}
     found = {entry.key: _kept(entry, rows[entry.key]) for entry in entries if entry.key in rows}
     new = [entry for entry in entries if found.get(entry.key) is None]
     examined = examine(new, ("cards",), seconds)

@@ -55,8 +55,6 @@ class Axis:
     """Whether the solver sets it where the request does not."""
     weight: int = 1
     """The distance that a failure adds when the nearest clause is sought."""
-    since: str = "1.0"
-    """The contract version that introduced the axis."""
 
     def condition(self, clause: Clause) -> Condition:
         condition: Condition = getattr(clause, self.name)

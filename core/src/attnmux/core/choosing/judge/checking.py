@@ -9,18 +9,12 @@ from attnmux.core.choosing.ask.policy import Policy
 from attnmux.core.choosing.ask.request import Request
 from attnmux.core.choosing.common.verdict import Reason, Status, Verdict, without_hints
 from attnmux.core.choosing.judge.axes import Question, meets
+from attnmux.core.choosing.judge.requirements import install_hint, missing
 from attnmux.core.choosing.judge.shortcomings import shortcomings
 from attnmux.core.choosing.machine.platform import Platform
-from attnmux.core.choosing.offer.card import CONTRACTS, DEFAULT_RANK, BackendCard, Offer, Prior
+from attnmux.core.choosing.offer.card import CONTRACTS, DEFAULT_RANK, BackendCard, Offer
 from attnmux.core.choosing.offer.clause import ALWAYS
-from attnmux.core.choosing.offer.libraries import (
-    Libraries,
-    Requirement,
-    assumed,
-    installed_version,
-    parsed_requirement,
-    within,
-)
+from attnmux.core.choosing.offer.libraries import Libraries, assumed, installed_version, within
 
 
 class Rank(NamedTuple):
@@ -30,28 +24,24 @@ class Rank(NamedTuple):
     """Lower is better."""
     measured: bool = False
     """Whether measurements of this machine changed the prior's rank."""
+    source: str = ""
+    """Where it comes from."""
 
 
 Ranking = Callable[[Offer, Question], Rank]
 """The expected rank of a backend that serves a question."""
 
 
-def prior_for(card: BackendCard, question: Question) -> Prior | None:
-    """The card's first prior that holds."""
-    for prior in card.priors:
-        if prior.when is ALWAYS or meets(prior.when, question.demands):
-            return prior
-    return None
-
-
 def prior_rank(offer: Offer, question: Question) -> Rank:
     """The rank of the card's first prior that holds."""
-    prior = prior_for(offer.card, question)
-    return Rank(DEFAULT_RANK) if prior is None else Rank(prior.rank)
+    for prior in offer.card.priors:
+        if prior.when is ALWAYS or meets(prior.when, question.demands):
+            return Rank(prior.rank, source=prior.source)
+    return Rank(DEFAULT_RANK)
 
 
 def standing(offer: Offer, policy: Policy, libraries: Libraries) -> list[Reason]:
-    """The reasons that bar an offer from any request: contract, status, policy, libraries, …"""
+    """The reasons that bar an offer from any request: contract, policy, libraries, …"""
     card = offer.card
     reasons = []
 
@@ -60,8 +50,6 @@ def standing(offer: Offer, policy: Policy, libraries: Libraries) -> list[Reason]
 
     if not any(within(version, card.contract) for version in CONTRACTS):
         bar("CONTRACT", "contract", f"one of {', '.join(CONTRACTS)}", card.contract)
-    if card.status == "planned" and not policy.hypothetical:
-        bar("PLANNED", "status", "available", "planned")
     if not offer.admitted or not policy.admits(offer.names, offer.claims):
         bar("DENIED", "policy", "a backend that the configuration allows", card.name)
     failure = policy.failed.get(offer.address)
@@ -69,50 +57,6 @@ def standing(offer: Offer, policy: Policy, libraries: Libraries) -> list[Reason]
         hint = failure.hint or install_hint(card, offer.distribution)
         bar("FAILED", "kernels", "kernels that load and compile", failure.reason, hint)
     return reasons + missing(card, libraries, offer.distribution)
-
-
-def missing(card: BackendCard, libraries: Libraries, distribution: str = "") -> list[Reason]:
-    """A reason for each requirement of the card that no installed library meets."""
-    reasons = []
-    for alternatives in card.requirements():
-        parsed = [parsed_requirement(text) for text in alternatives]
-        if any(_met(requirement, libraries) for requirement in parsed):
-            continue
-        reasons.append(
-            Reason(
-                code="LIBRARY",
-                axis="requires",
-                wanted=" or ".join(alternatives),
-                offered=", ".join(_found(requirement, libraries) for requirement in parsed),
-                hint=install_hint(card, distribution, alternatives[0]),
-            )
-        )
-    return reasons
-
-
-def install_hint(card: BackendCard, distribution: str, requirement: str = "") -> str:
-    """The pip line that installs the card's requirements; empty where there are none.
-
-    It names the extra of the card's own distribution, else `requirement` or the card's first.
-    """
-    if not requirement and card.requires:
-        requirement = card.requirements()[0][0]
-    wanted = f"{distribution}[{card.extra}]" if distribution and card.extra else requirement
-    return f"pip install '{wanted}'" if wanted else ""
-
-
-def _met(requirement: Requirement, libraries: Libraries) -> bool:
-    if requirement.marker is not None and not requirement.marker.evaluate():
-        return True
-    version = libraries(requirement.name)
-    if version is None:
-        return False
-    return not version or within(version, requirement.specifier)
-
-
-def _found(requirement: Requirement, libraries: Libraries) -> str:
-    version = libraries(requirement.name)
-    return f"{requirement.name} {version}" if version else f"{requirement.name} not installed"
 
 
 def check(
@@ -146,8 +90,6 @@ def verdict(
     phase: str,
     reasons: Sequence[Reason],
     rank: Rank | None,
-    *,
-    eligible: bool = False,
 ) -> Verdict:
     """The verdict on an offer: rejected without a rank, coerced with a rank and reasons."""
     fitting: Status = "coerced" if reasons else "fits"
@@ -158,6 +100,6 @@ def verdict(
         verdict="rejected" if rank is None else fitting,
         rank=None if rank is None else rank.value,
         measured=rank is not None and rank.measured,
-        eligible=eligible,
+        source="" if rank is None else rank.source,
         reasons=tuple(reasons),
     )

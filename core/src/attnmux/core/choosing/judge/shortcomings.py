@@ -9,9 +9,8 @@ from functools import lru_cache
 from attnmux.core.choosing.ask.request import Request
 from attnmux.core.choosing.common.verdict import Reason
 from attnmux.core.choosing.judge.axes import Demand, Question, failing, meets
-from attnmux.core.choosing.offer.card import CONTRACTS, BackendCard
+from attnmux.core.choosing.offer.card import BackendCard
 from attnmux.core.choosing.offer.clause import Clause
-from attnmux.core.choosing.offer.libraries import within
 
 Failure = tuple[Clause, Sequence[Demand]]
 """A clause, and the demands that it does not meet."""
@@ -19,20 +18,12 @@ Failure = tuple[Clause, Sequence[Demand]]
 
 def is_served(card: BackendCard, question: Question) -> bool:
     """Whether `shortcomings` would be empty, without the cost of the reasons."""
-    return admits_any(card, card.clauses, question.demands)
+    return admits_any(card.clauses, question.demands)
 
 
-def admits_any(card: BackendCard, clauses: Iterable[Clause], demands: Sequence[Demand]) -> bool:
-    """Whether one of the card's clauses meets the demands, and its contract knows them all."""
-    return any(meets(clause, demands) for clause in clauses) and knows(card, demands)
-
-
-def knows(card: BackendCard, demands: Iterable[Demand]) -> bool:
-    """Whether the card's contract knows every demanded axis."""
-    for axis, _ in demands:
-        if axis.since != CONTRACTS[0] and not within(axis.since, card.contract):
-            return False
-    return True
+def admits_any(clauses: Iterable[Clause], demands: Sequence[Demand]) -> bool:
+    """Whether one of the clauses meets the demands."""
+    return any(meets(clause, demands) for clause in clauses)
 
 
 def shortcomings(card: BackendCard, question: Question) -> list[Reason]:
@@ -44,7 +35,7 @@ def shortcomings(card: BackendCard, question: Question) -> list[Reason]:
     draft). Either all reasons have a hint or none has, as following only some would not help.
     """
     failures = [(clause, failing(clause, question.demands)) for clause in card.clauses]
-    return _reasons(card, question, failures)
+    return _reasons(question, failures)
 
 
 def shortcomings_by_phase(
@@ -61,33 +52,21 @@ def shortcomings_by_phase(
         for demand in failing(clause, phases):
             for phase in phases[demand]:
                 failures[phase][-1][1].append(demand)
-    return {phase: _reasons(card, questions[phase], found) for phase, found in failures.items()}
+    return {phase: _reasons(questions[phase], found) for phase, found in failures.items()}
 
 
-def _reasons(card: BackendCard, question: Question, failures: Sequence[Failure]) -> list[Reason]:
+def _reasons(question: Question, failures: Sequence[Failure]) -> list[Reason]:
     if not failures:
         return [Reason(code="NO_CLAUSE", axis="clauses", wanted="one that fits", offered="none")]
-    undeclared = [
-        Reason(
-            code="UNDECLARED_FEATURE",
-            axis=axis.name,
-            wanted=str(value),
-            offered=f"a contract ({card.contract}) that does not know it",
-        )
-        for axis, value in question.demands
-        if not knows(card, [(axis, value)])
-    ]
     clause, failed = _nearest(failures)
-    hints = {} if undeclared else _hints(failed, _changes(clause, question, failed))
-    return undeclared + [
-        axis.reason(clause, value, hints.get(axis.name, "")) for axis, value in failed
-    ]
+    hints = _hints(failed, _changes(clause, question, failed))
+    return [axis.reason(clause, value, hints.get(axis.name, "")) for axis, value in failed]
 
 
 def remedy(card: BackendCard, question: Question) -> Mapping[str, str] | None:
     """The fields to change, with their new values, so that the card serves the question: {} where
     it does already, None where no change helps."""
-    if not card.clauses or not knows(card, question.demands):
+    if not card.clauses:
         return None
     clause, failed = _nearest([(one, failing(one, question.demands)) for one in card.clauses])
     return _changes(clause, question, failed) or None if failed else {}

@@ -82,6 +82,7 @@ def ranking_by(found: Current, offers: Iterable[Offer]) -> Ranking:
     """
     if not found:
         return prior_rank
+    source = "measured on this machine"
     by_address = {offer.address: offer for offer in offers}
     known: dict[tuple[str, Request], Mapping[str, int]] = {}
 
@@ -93,7 +94,7 @@ def ranking_by(found: Current, offers: Iterable[Offer]) -> Ranking:
         }
         asked = insisted(question)
         cards = {address: by_address[address].card for address in timed}
-        serving = [a for a, card in cards.items() if admits_any(card, card.clauses, asked)]
+        serving = [a for a, card in cards.items() if admits_any(card.clauses, asked)]
         return ranks({a: prior_rank(by_address[a], question).value for a in serving}, timed)
 
     def ranking(offer: Offer, question: Question) -> Rank:
@@ -102,7 +103,7 @@ def ranking_by(found: Current, offers: Iterable[Offer]) -> Ranking:
             known[asked] = ranks_for(question)
         prior = prior_rank(offer, question)
         rank = known[asked].get(offer.address, prior.value)
-        return Rank(rank, measured=rank != prior.value)
+        return prior if rank == prior.value else Rank(rank, measured=True, source=source)
 
     return ranking
 

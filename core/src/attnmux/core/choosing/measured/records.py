@@ -14,12 +14,15 @@ from pathlib import Path
 from typing import Any, ClassVar, Generic, TypeVar
 
 from attnmux.core.choosing.common.checks import NAME, Check, by_name, check_fields, is_whole
+from attnmux.core.choosing.common.files import read_file
 from attnmux.core.choosing.common.frozen import FrozenMapping
 from attnmux.core.choosing.machine.platform import Platform
 from attnmux.core.errors import InvalidInput, in_brief
 
 FORMAT = 1
 """Of the records; other formats are not read."""
+
+MOST_BYTES = 64_000_000
 
 LEAST_GAIN = 0.02
 """The share of the time that a backend or a launch must save to replace another. Smaller
@@ -155,12 +158,10 @@ def read_records(path: Path | None, kind: type[R]) -> Records[R]:
         return Records(problems=(f"{path} cannot be read: {in_brief(error)}",), damaged=True)
 
 
-def records_in(path: Path, kind: type[R], *, mode: str = "rb") -> Records[R]:
-    """mode: of `open`; a writer's mode fails for a folder and a read-only file. Raises OSError
-    where the file exists but cannot be opened."""
+def records_in(path: Path, kind: type[R], *, writable: bool = False) -> Records[R]:
+    """Raises OSError as `read_file` does, but nothing without a file."""
     try:
-        with path.open(mode) as file:
-            data = json.load(file)
+        data = json.loads(read_file(str(path), MOST_BYTES, writable=writable))
         if data["format"] != FORMAT:
             raise ValueError(f"its format is {data['format']!r}, this version reads {FORMAT}")
         entries = list(data[kind.listed])

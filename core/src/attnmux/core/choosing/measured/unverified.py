@@ -54,7 +54,7 @@ def unverified(
 
 
 def doubtful(decision: Decision, offers: Sequence[Offer]) -> Iterator[Unverified]:
-    """The chosen backends that their cards do not prove. A planned one never ran at all."""
+    """The chosen backends that their cards do not prove."""
     by_address = {offer.address: offer for offer in offers}
     uses = [(each, "", *one) for each in decision.groups for one in each.choices]
     uses += [(decision, kind, phase, choice) for kind, phase, choice in decision.linear_choices]
@@ -64,7 +64,7 @@ def doubtful(decision: Decision, offers: Sequence[Offer]) -> Iterator[Unverified
     for (choice, kind, request), (of, served) in chosen.items():
         offer = by_address[choice.address]
         reason = doubt(offer.card.verified_on, decision.platform)
-        if reason and offer.card.status == "available":
+        if reason:
             phases = tuple(dict.fromkeys(served))
             yield Unverified(
                 offer=offer,

@@ -28,8 +28,6 @@ DEFAULT_RANK = 1000
 MOST_CLAUSES = 1000
 """Of a card. Every question reads each of them."""
 
-Status = Literal["available", "planned"]
-
 TreeMask = Literal["full", "qlen_only", "qlen_only_bitpacking"]
 """A form of a draft tree's mask, by SGLang's name: `SpecInput.custom_mask`, `visible` or
 `visible_bits`."""
@@ -114,7 +112,7 @@ class Build(Plain):
 
 
 def _is_reference(value: object) -> bool:
-    return value is None or (isinstance(value, str) and value.count(":") == 1)
+    return isinstance(value, str) and value.count(":") == 1
 
 
 CHECKS: Mapping[str, Check] = {
@@ -132,8 +130,8 @@ CHECKS: Mapping[str, Check] = {
     "excludes": tuple_of(str),
     "error_bounds": tuple_of(ErrorBound),
     "verified_on": tuple_of(Verified),
-    "status": Check(f"one of {', '.join(get_args(Status))}", get_args(Status).__contains__),
-    **dict.fromkeys(("factory", "tuner"), Check('"module:attribute"', _is_reference)),
+    "factory": Check('"module:attribute"', _is_reference),
+    "tuner": Check('"module:attribute"', lambda value: value is None or _is_reference(value)),
     "tree_masks": Check(
         f"a tuple of one or more of {', '.join(TREE_MASKS)}",
         lambda value: tuple_of(str).holds(value) and bool(value) and set(value) <= {*TREE_MASKS},
@@ -148,8 +146,7 @@ class BackendCard(Plain):
 
     Raises InvalidInput for a field of another type (such as a list or a bare string instead of a
     tuple), a name of other characters than NAME's, a version range or a requirement that cannot be
-    parsed, a factory or tuner that is not "module:attribute", a source of an unknown axis, and an
-    available card without a factory.
+    parsed, a factory or tuner that is not "module:attribute", and a source of an unknown axis.
     """
 
     name: str
@@ -160,12 +157,10 @@ class BackendCard(Plain):
     """Where the limits come from, by axis: a header, a check, a release note, a measurement."""
     aliases: tuple[str, ...] = ()
     """Other names that a user may give; an alias of several cards means the one that fits."""
-    factory: str | None = None
+    factory: str
     """"module:attribute", called as `factory(context, options)`; imported for the winner alone."""
     tuner: str | None = None
     """"module:attribute", a `Tuner` that tries the backend's launches; None: it has none."""
-    status: Status = "available"
-    """A planned backend never runs; only questions about another machine consider it."""
     contract: str = ">=1,<2"
     requires: tuple[str | tuple[str, ...], ...] = ()
     """PEP 508 requirements, all needed; an inner tuple lists alternatives, any one suffices."""
@@ -219,8 +214,6 @@ class BackendCard(Plain):
                 expected = "axes of a clause, with text"
                 raise refusal(f"{owner}, sources", f"{axis}: {source}", expected)
         object.__setattr__(self, "sources", FrozenMapping(self.sources))
-        if self.factory is None and self.status == "available":
-            raise refusal(f"{owner}, factory", None, 'one, unless the status is "planned"')
 
     def to_dict(self) -> dict[str, Any]:
         return {**plain_fields(self), "requires": plain(self.requirements())}

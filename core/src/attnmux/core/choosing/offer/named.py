@@ -64,7 +64,7 @@ def refuse_unknown(
             continue
         if name.rpartition("/")[2] not in KNOWN_BACKENDS:
             error = unknown_backend(name, offers, libraries)
-            hint = f"{error.hint} (it stands among the backends to {verb})"
+            hint = f"{error.hint} (among the backends to {verb})"
             raise UnknownBackend(name, known=error.known, hint=hint)
 
 

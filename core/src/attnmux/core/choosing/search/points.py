@@ -14,7 +14,7 @@ from typing import TypeVar
 from attnmux.core.choosing.ask.request import Request
 from attnmux.core.choosing.ask.values import DTYPES
 from attnmux.core.choosing.judge.axes import Demand, Question, Questions
-from attnmux.core.choosing.judge.shortcomings import admits_any, knows
+from attnmux.core.choosing.judge.shortcomings import admits_any
 from attnmux.core.choosing.offer.card import Offer
 from attnmux.core.choosing.offer.clause import Clause
 from attnmux.core.choosing.offer.conditions import ANY, Condition, Excluding, Range
@@ -68,8 +68,7 @@ def _serving(
     found = []
     for offer in {offer.address: offer for offer, _ in near}.values():
         served = all(offer.address in clauses for clauses in by_phase)
-        known = (knows(offer.card, questions[phase].demands) for phase in group.phases)
-        if served and all(known) and not problem.barred(offer.address):
+        if served and not problem.barred(offer.address):
             found.append((offer, tuple(clauses[offer.address] for clauses in by_phase)))
     return found
 
@@ -133,7 +132,7 @@ def feasible_points(
                     offer
                     for offer, by_phase in found
                     if all(
-                        not added[phase] or admits_any(offer.card, admitting, added[phase])
+                        not added[phase] or admits_any(admitting, added[phase])
                         for phase, admitting in zip(group.phases, by_phase, strict=True)
                     )
                 )

@@ -168,7 +168,7 @@ def _as_named(group: Group, policy: Policy, libraries: Libraries) -> Group:
     try:
         meant = offers_named(name, group.offers, libraries)
     except UnknownBackend as error:  # never for the user's names, which were checked before
-        hint = f"{error.hint} (it is {source})"
+        hint = f"{error.hint} (named by {source})"
         raise UnknownBackend(name, known=error.known, hint=hint) from None
     companions = tuple(dict.fromkeys(word for offer in meant for word in offer.card.companions))
     declared = any(

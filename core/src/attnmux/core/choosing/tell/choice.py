@@ -25,8 +25,8 @@ class Choice(Plain):
 
     backend: str
     plugin: str
-    factory: str | None
-    """"module:attribute"; None for a planned backend, chosen only for a machine elsewhere."""
+    factory: str
+    """"module:attribute"."""
     options: Mapping[str, OptionValue] = field(default_factory=FrozenMapping)
     """Every option of the backend, defaults included."""
     distribution: str = ""

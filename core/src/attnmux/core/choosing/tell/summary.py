@@ -29,9 +29,7 @@ def _said(decision: Any) -> list[str]:  # noqa: ANN401  # as above
     said = []
     for phases in served.values():
         won = decision.phases["decode" if "decode" in phases else phases[0]]
-        planned = ", planned" if won.factory is None else ""
-        who = f"{won.backend} ({won.plugin}{planned})"
-        said.append(f"{who} serves {_listed(phases)}, {_standing(decision, won, phases)}")
+        said.append(f"{_named(won)} serves {_listed(phases)}, {_standing(decision, won, phases)}")
     said += [
         f"{_named(each.choice)} serves decode of {each} requests, "
         f"saving at least {each.gain:.0%} of the time (measured)"

@@ -11,10 +11,14 @@ from dataclasses import replace
 from functools import cache
 
 from attnmux.core.choosing.ask.values import PHASES
-from attnmux.core.choosing.common.verdict import Reason, Verdict
-from attnmux.core.choosing.judge.axes import demands_of
-from attnmux.core.choosing.judge.checking import verdict
-from attnmux.core.choosing.judge.shortcomings import shortcomings_by_phase
+from attnmux.core.choosing.common.verdict import Obstacle, Reason, Verdict
+from attnmux.core.choosing.judge.axes import Questions, demands_of
+from attnmux.core.choosing.judge.checking import Rank, verdict
+from attnmux.core.choosing.judge.shortcomings import (
+    is_served,
+    shortcomings,
+    shortcomings_by_phase,
+)
 from attnmux.core.choosing.machine.vendors import VENDORS
 from attnmux.core.choosing.offer.card import Offer
 from attnmux.core.choosing.search.assignments import Assignment
@@ -121,22 +125,36 @@ class _Verdicts:
             if best is not None and problem.serves(offer, best.variant.questions, (phase,)):
                 questions = best.variant.questions
             rank = problem.ranking(offer, questions[phase])
-            return verdict(offer, phase, (), rank, eligible=self._is_eligible(group, offer))
+            return self._ranked(group, phase, offer, (), rank)
         for place, variant in enumerate(self._variants[1:], 1):
             served = problem.serves(offer, variant.questions, group.phases)
             if served and not self._excluded(group, offer, place):
                 rank = problem.ranking(offer, variant.questions[phase])
-                return verdict(
-                    offer, phase, reasons, rank, eligible=self._is_eligible(group, offer)
-                )
+                return self._ranked(group, phase, offer, reasons, rank)
         return verdict(offer, phase, reasons, None)
 
-    def _is_eligible(self, group: Group, offer: Offer) -> bool:
-        """Whether the offer could serve the group as decided, with the winners of the others."""
-        problem, best = self._problem, self._best
-        if best is None or not problem.serves(offer, best.variant.questions, group.phases):
-            return False
-        return not excluded(problem.opposed, offer, group.lead, self._winners)
+    def _ranked(
+        self, group: Group, phase: str, offer: Offer, reasons: Sequence[Reason], rank: Rank
+    ) -> Verdict:
+        """The verdict on an offer that serves the phase, at the decided point or at another."""
+        told = verdict(offer, phase, reasons, rank)
+        if self._best is None:
+            return told
+        obstacle = self._obstacle(group, phase, offer, self._best.variant.questions)
+        return replace(told, eligible=obstacle is None, obstacle=obstacle)
+
+    def _obstacle(
+        self, group: Group, phase: str, offer: Offer, decided: Questions
+    ) -> Obstacle | None:
+        """What keeps the offer from serving the group as decided, with the winners of the others:
+        its own phase's reasons first, then those of the phases that one backend serves with it."""
+        together = (phase, *group.phases)
+        failing = next((each for each in together if not is_served(offer.card, decided[each])), "")
+        if failing:
+            reasons = shortcomings(offer.card, decided[failing])
+        else:
+            reasons = excluded(self._problem.opposed, offer, group.lead, self._winners)
+        return Obstacle(phase=failing or phase, reasons=tuple(reasons)) if reasons else None
 
     def _joint_reasons(self, group: Group, offer: Offer) -> list[Reason]:
         """Why an offer that serves a phase alone cannot serve the group."""

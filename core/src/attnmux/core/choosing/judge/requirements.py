@@ -1,0 +1,98 @@
+"""The libraries that a card requires: which are here, and the reasons where one is not."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from attnmux.core.choosing.common.plain import Plain
+from attnmux.core.choosing.common.verdict import Reason
+from attnmux.core.choosing.offer.card import BackendCard
+from attnmux.core.choosing.offer.libraries import (
+    Libraries,
+    Requirement,
+    parsed_requirement,
+    specifiers,
+    within,
+)
+
+STATES = ("present", "too old", "too new", "missing")
+"""Of a required library, best first."""
+LOWER_BOUNDS = (">=", ">", "~=", "==")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Library(Plain):
+    """A requirement of a card, and the closest of its alternatives."""
+
+    wanted: str
+    installed: str
+    """Name and version; empty where it is missing."""
+    state: str
+    """One of STATES."""
+    offered: str
+    """What is installed of each alternative, in words."""
+    hint: str
+    """The command that installs it; empty where it is present."""
+
+
+def required(card: BackendCard, libraries: Libraries, distribution: str = "") -> Iterator[Library]:
+    """The requirements of the card, except those with an alternative whose marker does not hold
+    here. distribution: the card's own, for the hints."""
+    for alternatives in card.requirements():
+        parsed = [parsed_requirement(text) for text in alternatives]
+        if not all(one.marker is None or one.marker.evaluate() for one in parsed):
+            continue
+        found = [(one.name, libraries(one.name)) for one in parsed]
+        states = [_state(one, version) for one, (_, version) in zip(parsed, found, strict=True)]
+        state, closest = min(
+            zip(states, found, strict=True), key=lambda each: STATES.index(each[0])
+        )
+        is_present = state == "present"
+        yield Library(
+            wanted=" or ".join(alternatives),
+            installed="" if closest[1] is None else " ".join(filter(None, closest)),
+            state=state,
+            offered=", ".join(f"{name} {version or 'not installed'}" for name, version in found),
+            hint="" if is_present else install_hint(card, distribution, alternatives[0]),
+        )
+
+
+def missing(card: BackendCard, libraries: Libraries, distribution: str = "") -> list[Reason]:
+    """A reason for each requirement of the card that no installed library meets."""
+    return [
+        Reason(
+            code="LIBRARY",
+            axis="requires",
+            wanted=library.wanted,
+            offered=library.offered,
+            hint=library.hint,
+        )
+        for library in required(card, libraries, distribution)
+        if library.state != "present"
+    ]
+
+
+def install_hint(card: BackendCard, distribution: str, requirement: str = "") -> str:
+    """The pip line that installs the card's requirements; empty where there are none.
+
+    It names the extra of the card's own distribution, else `requirement` or the card's first.
+    """
+    if not requirement and card.requires:
+        requirement = card.requirements()[0][0]
+    wanted = f"{distribution}[{card.extra}]" if distribution and card.extra else requirement
+    return f"pip install '{wanted}'" if wanted else ""
+
+
+def _state(requirement: Requirement, version: str | None) -> str:
+    """One of STATES. The version "" is new enough, see `assumed`."""
+    if version is None:
+        return "missing"
+    if not version or within(version, requirement.specifier):
+        return "present"
+    older = any(
+        bound.operator in LOWER_BOUNDS
+        and not within(version, f">={bound.version.removesuffix('.*')}")
+        for bound in specifiers(requirement.specifier)
+    )
+    return "too old" if older else "too new"

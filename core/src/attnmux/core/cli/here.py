@@ -1,0 +1,79 @@
+"""What each backend lacks to run on this machine, as `attnmux doctor` and `backends` list it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Set
+from dataclasses import dataclass
+from typing import Any
+
+from attnmux.core.choosing.ask.policy import Policy
+from attnmux.core.choosing.common.plain import plain
+from attnmux.core.choosing.common.verdict import Reason
+from attnmux.core.choosing.judge.checking import standing
+from attnmux.core.choosing.judge.requirements import Library, required
+from attnmux.core.choosing.offer.card import Offer
+from attnmux.core.choosing.offer.libraries import Libraries, installed_version
+from attnmux.core.choosing.offer.proof import Proof, proven
+
+READY, ELSEWHERE, LACKING = "ready", "other hardware", "lacks libraries"
+BARRED = {"CONTRACT": "other contract", "DENIED": "denied", "LIBRARY": LACKING}
+"""By the code of the first reason."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Backend:
+    """A backend, the reasons that bar it from any request, and its libraries."""
+
+    offer: Offer
+    reasons: tuple[Reason, ...]
+    libraries: tuple[Library, ...]
+    present: Set[str]
+    """The vendors of this machine's devices."""
+
+    @property
+    def vendors(self) -> list[str]:
+        """Those that the card serves; empty where a clause does not list them."""
+        listed = [clause.vendor.examples() for clause in self.offer.card.clauses]
+        return sorted({str(name) for names in listed for name in names}) if all(listed) else []
+
+    @property
+    def here(self) -> str:
+        """Whether it can run on this machine: READY, ELSEWHERE or a word of BARRED."""
+        if self.vendors and self.present.isdisjoint(self.vendors):
+            return ELSEWHERE
+        return BARRED[self.reasons[0].code] if self.reasons else READY
+
+    @property
+    def proof(self) -> Proof:
+        card = self.offer.card
+        return proven(card.verified_on, card.clauses).word
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            "name": self.offer.card.name,
+            "address": self.offer.address,
+            "vendors": self.vendors,
+            "proof": self.proof,
+            "here": self.here,
+            "reasons": plain(self.reasons),
+            "libraries": plain(self.libraries),
+        }
+
+
+def backends_here(
+    offers: Iterable[Offer],
+    policy: Policy,
+    present: Iterable[str],
+    libraries: Libraries = installed_version,
+) -> tuple[Backend, ...]:
+    """The offers with what each lacks. present: the vendors of this machine's devices."""
+    vendors = frozenset(present)
+    return tuple(
+        Backend(
+            offer=offer,
+            reasons=tuple(standing(offer, policy, libraries)),
+            libraries=tuple(required(offer.card, libraries, offer.distribution)),
+            present=vendors,
+        )
+        for offer in offers
+    )
