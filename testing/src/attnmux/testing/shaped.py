@@ -47,13 +47,14 @@ def cases_in_shape(
         yield from _linear(candidate, request, phase, in_graph=in_graph)
         return
     shapes = _shapes(request)
+    kinds = (request.kind,) if request.kind == "dual_chunk" else KINDS
     seen: set[Case] = set()
     for case in candidate.cases({page_size}):
         if isinstance(case, LinearCase):
             continue
         needed = case.request
         if (
-            case.kind not in KINDS
+            case.kind not in kinds
             or phase not in case.phases
             or not {"decode", "extend", phase}.issuperset(case.phases)
             or case.dtype not in (DEFAULT_DTYPE, request.dtype)
