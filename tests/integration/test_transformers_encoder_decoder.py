@@ -523,7 +523,7 @@ REFUSED = {
             num_encoder_attention_heads=4,
             num_decoder_attention_heads=4,
         ),
-        "0 attention calls of 0 modules",
+        "a bias by distance that depends on the query",
     ),
     "mvp": (
         lambda: transformers.MvpConfig(**TEXT, use_prompt=True, prompt_length=3, prompt_mid_dim=8),

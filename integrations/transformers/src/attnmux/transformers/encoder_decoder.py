@@ -30,6 +30,7 @@ from attnmux.transformers.packed_decoder import STAND_IN, PackedDecoder, embeddi
 from attnmux.transformers.positions import count_from_own_start
 from attnmux.transformers.probe import Probe, Recorder
 from attnmux.transformers.reach import Reach
+from attnmux.transformers.unserved_attention import check_own_attention
 
 
 @dataclass(kw_only=True, slots=True)
@@ -92,6 +93,7 @@ def record_decoder(decoder: PackedDecoder, *, max_context_len: int) -> tuple[Lay
     Raises InvalidInput, with the reason, for a model whose attention the contract cannot serve.
     """
     model = decoder.model
+    check_own_attention(type(model), model.config)
     check_capacities(model)
     decoder.count_to(max_context_len)
     probe = Probe(

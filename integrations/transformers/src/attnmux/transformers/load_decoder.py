@@ -51,7 +51,7 @@ def load_decoder(
 ) -> ModelRunner:
     dtype = checkpoint.dtype(options.dtype)
     ranks = options.ranks
-    chunks = _chunks(checkpoint, options, warn)
+    chunks = _chunks(checkpoint, options)
     stated = _stated(checkpoint, chunks, options)
     if stated is not None:
         known = stated.replace(origin="model", dtype=dtype_name(dtype))
@@ -117,19 +117,16 @@ def load_decoder(
     )
     if stated is not None and stated.latent and options.mla is None:
         _warn_if_expanded(runner, latent, warn)
+    _warn_of_chunks(chunks, warn)
     return runner
 
 
-def _chunks(
-    checkpoint: Checkpoint, options: RunnerOptions, warn: Callable[[str], None]
-) -> DualChunks | None:
-    """The model's dual chunks, with a warning of them. Raises InvalidInput for them compiled."""
+def _chunks(checkpoint: Checkpoint, options: RunnerOptions) -> DualChunks | None:
+    """The model's dual chunks. Raises InvalidInput for them compiled."""
     chunks = DualChunks.of(checkpoint.config, options.max_context_len)
-    if chunks is not None:
-        if options.compile:
-            expected = "no compile: queries of dual chunks are made in Python"
-            raise InvalidInput("compile", got=True, expected=expected)
-        warn(WITHOUT.format(length=chunks.length))
+    if chunks is not None and options.compile:
+        expected = "no compile: queries of dual chunks are made in Python"
+        raise InvalidInput("compile", got=True, expected=expected)
     return chunks
 
 
@@ -244,6 +241,11 @@ def _latent_layers(
             expected="expanded: its K and V are not made by a plain linear kv_b_proj",
         )
     return latent
+
+
+def _warn_of_chunks(chunks: DualChunks | None, warn: Callable[[str], None]) -> None:
+    if chunks is not None:
+        warn(WITHOUT.format(length=chunks.length))
 
 
 def _warn_if_expanded(
