@@ -64,7 +64,7 @@ def encode(
         return Encoded(
             prompts=[_prompt(one, first, each, answering) for one, each in own],
             sources=sources,
-            encoder_len=longest_source(sources) or longest,
+            encoder_len=longest_source(checkpoint, sources) or longest,
         )
     refuse_encoder_options(checkpoint, asked, answering)
     pictured = _read_images(checkpoint, asked, answering.chat)
