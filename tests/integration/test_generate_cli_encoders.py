@@ -17,20 +17,7 @@ from attnmux.core.cli.verbs import verbs
 from attnmux.transformers import open_checkpoint
 from attnmux.transformers.checkpoint import quiet_transformers
 
-DIMS = {
-    "vocab_size": 97,
-    "d_model": 32,
-    "encoder_layers": 2,
-    "decoder_layers": 2,
-    "encoder_attention_heads": 4,
-    "decoder_attention_heads": 4,
-    "encoder_ffn_dim": 48,
-    "decoder_ffn_dim": 48,
-    "pad_token_id": 1,
-    "bos_token_id": 0,
-    "eos_token_id": 2,
-    "decoder_start_token_id": 3,
-}
+START = {"decoder_start_token_id": 3}
 RATE = 16_000
 MELS = {"feature_size": 8, "chunk_length": 1, "sampling_rate": RATE}
 NEW = 6
@@ -61,17 +48,19 @@ def saved(folder, kind, config, **generation):
 
 
 @pytest.fixture
-def bart(tmp_path):
+def bart(tmp_path, small):
     folder = tmp_path / "bart"
-    config = transformers.BartConfig(**DIMS, max_position_embeddings=48, forced_eos_token_id=None)
+    config = transformers.BartConfig(
+        **{**small, **START}, max_position_embeddings=48, forced_eos_token_id=None
+    )
     return saved(folder, AutoModelForSeq2SeqLM, config, forced_bos_token_id=7), folder
 
 
 @pytest.fixture
-def whisper(tmp_path):
+def whisper(tmp_path, small):
     folder = tmp_path / "whisper"
     config = transformers.WhisperConfig(
-        **DIMS,
+        **{**small, **START},
         num_mel_bins=8,
         max_source_positions=50,
         max_target_positions=48,
