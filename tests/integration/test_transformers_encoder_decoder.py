@@ -8,7 +8,7 @@ import transformers
 from transformers import AutoModelForSeq2SeqLM, AutoModelForSpeechSeq2Seq
 
 from attnmux.core import InvalidInput, PoolExhausted, torch_dtype
-from attnmux.transformers import Engine, SequenceState, record_layers
+from attnmux.transformers import Engine, SequenceState, encoder_batches, record_layers
 from attnmux.transformers.checkpoint import quiet_transformers
 from attnmux.transformers.encoder_decoder import record_decoder
 from attnmux.transformers.engine import scheduler
@@ -430,6 +430,52 @@ def test_the_encoder_runs_once_and_its_keys_are_written_once(made, run_on):
     for layer, keys in zip((1, 3, 5), before, strict=True):
         torch.testing.assert_close(pool.get_key_buffer(layer)[slots], keys, atol=0, rtol=0)
     assert len(calls) == 3
+
+
+PADS = {
+    *("bart", "mbart", "pegasus", "marian", "m2m_100", "t5gemma", "t5gemma2", "t5", "mt5", "umt5"),
+    "bert2roberta",
+}
+"""Those whose encoders' layers all call transformers' interface."""
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_encoders_in_one_call_give_each_request_its_own_states(made, run_on, name):
+    model, folder = made(name)
+    runner = run(run_on, folder)
+    given = encoder_inputs(name) * 2
+    batches = []
+    runner.model.model.get_encoder().register_forward_hook(
+        lambda _, args, kwargs, out: batches.append(out.last_hidden_state.shape[0]),
+        with_kwargs=True,
+    )
+    with torch.inference_mode():
+        expected = [model.get_encoder()(**each).last_hidden_state[0] for each in given]
+    if name in SPEECH:
+        assert not runner.model._encoder.pads_texts
+    else:
+        assert runner.model._encoder.pads_texts == (name in PADS)
+    del batches[:]
+    found = runner.encode_all(given)
+    assert sorted(batches) == ([6] if name in PADS or name == "whisper" else [2, 2, 2])
+    for ours, theirs in zip(found, expected, strict=True):
+        assert_same(ours, theirs)
+
+
+def test_texts_of_one_call_have_a_limit(made, run_on, monkeypatch):
+    runner = run(run_on, made("bart")[1])
+    given = encoder_inputs("bart")  # of 19, 1 and 32 tokens
+    monkeypatch.setattr(encoder_batches, "MOST_TOKENS", 40)
+    calls = []
+    runner.model.model.get_encoder().register_forward_hook(
+        lambda _, args, kwargs, out: calls.append(tuple(out.last_hidden_state.shape[:2])),
+        with_kwargs=True,
+    )
+    assert runner.model._encoder.pads_texts
+    del calls[:]
+    found = runner.encode_all(given)
+    assert calls == [(2, 19), (1, 32)]
+    assert [each.shape[0] for each in found] == [19, 1, 32]
 
 
 def test_a_released_request_runs_again_without_its_encoder(made, run_on):

@@ -2,8 +2,9 @@
 
 Self- and cross-attention of the decoder go to the backend, over one KV pool in which each has
 layer ids of its own: in a request's row the encoder's slots come first. The encoder runs with
-transformers' own scaled-dot-product attention, one request at a time: it leaves only its
-states, from which cross-attention's K and V are made in the request's first step.
+transformers' own scaled-dot-product attention, several requests in a call where `BatchedEncoder`
+can: it leaves only its states, from which cross-attention's K and V are made in the request's first
+step.
 """
 
 from __future__ import annotations

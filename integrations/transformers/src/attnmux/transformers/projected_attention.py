@@ -48,7 +48,7 @@ def attend_projected(
 
 
 def bart(module: Any, config: PreTrainedConfig) -> None:  # noqa: ANN401
-    """A decoder's module; an encoder's own code runs one request at a time."""
+    """A decoder's module; an encoder runs its own code."""
     if not module.is_decoder:
         return
 
