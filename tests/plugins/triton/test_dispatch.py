@@ -73,11 +73,11 @@ def kernels(layer: LayerTraits, arch: str = "sm90", *, hides: bool = False) -> t
         (gqa(sinks=torch.zeros(32), sliding_window_size=5, logit_cap=3.0), "hopper", "hopper"),
         (gqa(tp_k_head_num=1, tp_v_head_num=1), "hopper", "hopper"),
         (gqa(scaling=-1.0), "hopper", "portable"),
-        (gqa(256), "portable", "hopper"),
-        (gqa(80), "portable", "hopper"),
-        (gqa(96), "portable", "hopper"),
-        (gqa(112), "portable", "hopper"),
-        (gqa(192, 128), "portable", "hopper"),
+        (gqa(256), "hopper", "hopper"),
+        (gqa(80), "hopper", "hopper"),
+        (gqa(96), "hopper", "hopper"),
+        (gqa(112), "hopper", "hopper"),
+        (gqa(192, 128), "hopper", "hopper"),
         (gqa(128, 64), "portable", "portable"),
         (gqa(72), "portable", "portable"),
         (gqa(48), "portable", "portable"),
@@ -93,6 +93,27 @@ def kernels(layer: LayerTraits, arch: str = "sm90", *, hides: bool = False) -> t
 )
 def test_layers(layer, shares, tiles):
     assert kernels(traits(layer)) == (shares, tiles)
+
+
+@pytest.mark.parametrize(
+    ("layer", "queries", "rows_of_a_tile"),
+    [
+        (traits(gqa()), 8, None),
+        (traits(gqa()), 9, 64),
+        (traits(gqa()), 17, 128),
+        (traits(gqa(64)), 16, 64),
+        (traits(gqa(256)), 9, 128),
+        (traits(gqa(72)), 64, None),
+        (traits(gqa(), stored=E4M3), 16, None),
+        (traits(gqa(), stored=E4M3), 17, 128),
+        (traits(gqa(64), stored=E4M3), 17, None),
+        (traits(mla()), 64, None),
+    ],
+)
+def test_chains(layer, queries, rows_of_a_tile):
+    """Of 4 query heads a KV head; None: in shares."""
+    found = Dispatch(traits=layer, arch="sm90", page_size=16).chains(queries)
+    assert (None if found is None else found.block_m) == rows_of_a_tile
 
 
 @pytest.mark.parametrize(
@@ -334,7 +355,7 @@ def test_deterministic_slices_do_not_depend_on_the_batch():
 
 @pytest.mark.parametrize(
     ("items", "part_rows", "slices"),
-    [(1, 1, 4), (1, 16, 64), (64, 16, 4), (256, 16, 1), (1, 64, 256)],
+    [(1, 1, 4), (1, 16, 64), (64, 16, 16), (256, 16, 4), (1, 64, 256)],
 )
 def test_slices_cover_an_item(items, part_rows, slices):
     found, constants = merge_slices(items, part_rows, 132)

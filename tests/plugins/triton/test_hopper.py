@@ -32,6 +32,8 @@ LATENT_SHARES, LATENT_TILES = "attend_latent", "attend_latent_tiles"
 KERNELS = {
     "decode-uneven": {SHARES},
     "decode-dim-64": {SHARES},
+    "decode-dim-256": {SHARES},
+    "decode-dims-192-128": {SHARES},
     "decode-window-pool-padding": {SHARES},
     "decode-sinks-lse-of-nothing": {SHARES},
     "decode-window-cap": {SHARES},
@@ -68,14 +70,38 @@ KERNELS = {
 }
 """The kernels of cases of the suite."""
 CASES = {case.name.removesuffix("-page16"): case for case in CANDIDATE.cases((16,))}
+DIMS = {
+    "decode-uneven": 80,
+    "decode-sinks-lse-of-nothing": 96,
+    "decode-fp8_e4m3-scales-lse": 112,
+    "decode-fp8_e5m2-dim-64": 256,
+    "decode-deterministic": 80,
+    "verify-chain": 256,
+}
+"""Cases of the suite, and columns that it has no such case for."""
 
 
 @pytest.mark.parametrize("name", KERNELS)
-def test_agrees_with_reference(name, monkeypatch):
+def test_agrees_with_reference(name, run_emulated):
+    run_emulated(CASES[name], KERNELS[name])
+
+
+@pytest.mark.parametrize("name", DIMS)
+def test_agrees_for_other_dims(name, run_emulated):
+    case = replace(CASES[name], head_dim=DIMS[name], v_head_dim=DIMS[name])
+    run_emulated(case, KERNELS[name])
+
+
+@pytest.fixture
+def run_emulated(monkeypatch):
     monkeypatch.setattr(dispatch, "can_compile", lambda address: True)
     # The interpreter runs one launch after the other.
     monkeypatch.setattr(latent_merge, "gdc_wait", lambda: None)
-    with emulated() as launched:
-        outcome = run_case(CANDIDATE, CASES[name])
-    assert outcome.status == "passed", outcome.message or outcome.reasons
-    assert KERNELS[name] <= set(launched)
+
+    def run(case, kernels):
+        with emulated() as launched:
+            outcome = run_case(CANDIDATE, case)
+        assert outcome.status == "passed", outcome.message or outcome.reasons
+        assert kernels <= set(launched)
+
+    return run

@@ -11,14 +11,16 @@ import pytest
 
 pytest.importorskip("triton")
 
-HALF_OF_SHARED = 233472 // 2 - 1024
-"""Bytes that a program may take if two are to share an SM: sm90 has 228 KiB, and keeps 1 each."""
+SHARED = 233472
+"""Bytes of shared memory of an SM of sm90, which keeps 1 KiB of each program's."""
 PLAIN: dict[str, Any] = {
     "KV_HEADS": 8,
     "GROUP": 4,
     "QUERIES": 1,
     "LENS_SHIFT": -1,
-    "D": 128,
+    "REAL_D": 128,
+    "REAL_TAIL": 0,
+    "REAL_DV": 128,
     "PAGE": 1,
     "IS_CAUSAL": True,
     "IS_CROSS": False,
@@ -34,13 +36,19 @@ PLAIN: dict[str, Any] = {
     "PART_ROWS": 4,
     "PARTS": 8,
     "STAGES": 4,
+    "COPY_REGISTERS": 72,
 }
 EIGHT_BITS = {"BLOCK_N": 128, "STAGES": 6}
 CASES: dict[str, dict[str, Any]] = {
     "decode": {},
-    "narrow": {"D": 64},
+    "narrow": {"REAL_D": 64, "REAL_DV": 64},
+    "wide": {
+        **{"REAL_D": 256, "REAL_DV": 256, "BLOCK_M": 32, "PARTS": 4, "COPY_REGISTERS": 120},
+        **{"maxnreg": 184, "programs": 1},
+    },
+    "padded": {"REAL_D": 64, "REAL_TAIL": 16, "REAL_DV": 80},
     "e4m3": {"keys": "*fp8e4nv", **EIGHT_BITS},
-    "e5m2, narrow": {"keys": "*fp8e5", "D": 64, **EIGHT_BITS},
+    "e5m2, narrow": {"keys": "*fp8e5", "REAL_D": 64, "REAL_DV": 64, **EIGHT_BITS},
     "window in pages": {"WINDOW": 100, "PAGE": 16, "IS_FIXED": True, "HAS_CAP": True},
     "cross": {"IS_CROSS": True, "IS_CAUSAL": False, "encoder_lens": "*i32"},
     "verify": {
@@ -54,8 +62,10 @@ CASES: dict[str, dict[str, Any]] = {
         **{"mask": "*u8", "first_keys": "*i32"},
     },
 }
-SOME = ("decode", "e4m3", "window in pages", "trees")
+SOME = ("decode", "e4m3", "wide", "window in pages", "trees")
 """The cases that compile without `--full`: each size of tiles, pages, and the mask of trees."""
+OWN = ("maxnreg", "programs")
+"""What cases say of a launch and not of a kernel: registers of a thread, and programs of an SM."""
 POINTERS = {
     **dict.fromkeys(("q", "out"), "*bf16"),
     **dict.fromkeys(("partial", "partial_lse"), "*fp32"),
@@ -80,22 +90,28 @@ def main(names: Sequence[str]) -> None:
         compiled = compile_kernel(
             attend_shares,
             {**POINTERS, "k": keys, "v": keys, **optional},
-            {name: value for name, value in given.items() if name not in OPTIONAL},
-            options={"num_warps": 4, "maxnreg": 128},
+            {name: value for name, value in given.items() if name not in (*OPTIONAL, *OWN)},
+            options={"num_warps": 4, "maxnreg": given.get("maxnreg", 128)},
         )
         print(json.dumps({"case": name, **facts(compiled)}))
 
 
-def test_two_programs_share_an_sm(script, full):
+def of_dims(case: dict[str, Any]) -> tuple[int, int]:
+    """Columns of K and of V."""
+    return case["REAL_D"] + case["REAL_TAIL"], case["REAL_DV"]
+
+
+def test_programs_share_an_sm(script, full):
     names = CASES if full else SOME
     lines = script(*names)
     assert [line["case"] for line in lines] == list(names)
     for line in lines:
         case = {**PLAIN, **CASES[line["case"]]}
-        assert line["shared"] <= HALF_OF_SHARED
+        assert line["shared"] <= SHARED // case.get("programs", 2) - 1024
         # Keys times queries 16 columns at a time, values times weights 16 keys at a time.
         turns = case["BLOCK_N"] // 64
-        products = turns * case["D"] // 16 + case["BLOCK_N"] // 16 * case["D"] // 64
+        d, dv = (1 << (real - 1).bit_length() for real in of_dims(case))
+        products = turns * d // 16 + case["BLOCK_N"] // 16 * dv // 64
         assert line["matrix"] == products
         assert line["narrow copies"] == 0 < line["wide copies"]
         assert line["local memory"] == 0

@@ -59,11 +59,7 @@ VERIFIED = {
     "verify-window-pool",
 }
 IN_TILES = ConfigTables(
-    own_tiles=(
-        ConfigEntry(
-            config=TileConfig(block_m=32, block_n=32, num_warps=4, num_stages=2, verified_rows=1)
-        ),
-    )
+    own_chains=(ConfigEntry(config=TileConfig(block_m=32, block_n=32, num_warps=4, num_stages=2)),)
 )
 SM90 = Platform.parse("nvidia:sm90,cuda=13.0")
 

@@ -17,7 +17,7 @@ pytest.importorskip("triton")
 from attnmux.triton import wide_tiles
 from attnmux.triton.backend import TritonBackend
 from attnmux.triton.configs import PORTABLE
-from attnmux.triton.wide_tiles import MOST_BYTES, WideTileAttention, is_worth
+from attnmux.triton.wide_tiles import LEAST_ROWS, WideTileAttention, is_worth
 
 SM90 = Platform.parse("nvidia:sm90,cuda=13.0")
 CANDIDATE = Candidate(
@@ -46,6 +46,7 @@ CASES |= {
     f"dims-{k}-{v}": replace(CASES["extend-fp8_e4m3-page16"], head_dim=k, v_head_dim=v)
     for k, v in OTHER_DIMS
 }
+CASES["sinks"] = replace(CASES["extend-fp8_e4m3-page16"], sinks=True)
 
 
 @pytest.fixture
@@ -67,7 +68,7 @@ def widened(monkeypatch):
 
 
 def test_every_name_is_a_case():
-    assert len(CASES) == 2 * len(NAMES) + len(OTHER_DIMS)
+    assert len(CASES) == 2 * len(NAMES) + len(OTHER_DIMS) + 1
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -86,10 +87,10 @@ LONG = extend((200, 400), (0, 700))
     [
         (LONG, FP8, True),
         (LONG, {**FP8, "host_lens": False}, False),
-        (LONG, {**FP8, "deterministic": True}, False),
         (LONG, {**FP8, "kv_dtype": "bfloat16"}, False),
         (LONG, {**FP8, "windows": (64, None)}, False),
         (extend((570, 30), (660, 40)), FP8, False),
+        (extend((570, 30), (660, 40)), {**FP8, "deterministic": True}, True),
     ],
 )
 def test_steps_with_many_rows_for_each_key_are_widened(monkeypatch, step, options, is_widened):
@@ -120,11 +121,27 @@ def test_steps_with_many_rows_for_each_key_are_widened(monkeypatch, step, option
         ((8192,), (127,), False),
         ((8192, 8192), (300, 1), True),
         ((8192, 8192), (200, 1), False),
-        ((131_072,), (8192,), True),
-        ((131_073,), (8192,), False),
         ((0,), (0,), False),
     ],
 )
-def test_keys_are_widened_where_that_pays_and_fits(lens, new, expected):
+def test_keys_are_widened_where_that_pays(lens, new, expected):
     lens, new = torch.tensor(lens, dtype=torch.int32), torch.tensor(new, dtype=torch.int32)
-    assert is_worth(lens, new, 4, MOST_BYTES // 131_072) == expected
+    assert is_worth(lens, new, 4, LEAST_ROWS) == expected
+
+
+@pytest.mark.parametrize("name", ["extend-fp8_e4m3-scales-lse-page16", "sinks"])
+def test_parts_of_the_heads_are_served_in_turn(name, widened, monkeypatch):
+    """Whose results are those of all heads at a time."""
+    monkeypatch.setattr(wide_tiles, "MOST_BYTES", 1)
+    counts = []
+    serve = WideTileAttention._attend_part
+
+    def note(self, part, *args):
+        counts.append(len(part.kv_heads))
+        serve(self, part, *args)
+
+    monkeypatch.setattr(WideTileAttention, "_attend_part", note)
+    outcome = run_case(CANDIDATE, replace(CASES[name], host_lens=True))
+    assert outcome.status == "passed", outcome.message
+    assert set(counts) == {1}
+    assert len(counts) == CASES[name].num_kv_heads * len(widened) > len(widened)

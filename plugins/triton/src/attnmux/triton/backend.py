@@ -7,6 +7,7 @@ in tiles. Nothing is read back from the device, and a step's metadata is one lau
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -55,6 +56,8 @@ class TritonBackend(AttentionBackend):
         super().__init__(context, options)
         self._splits = SplitOptions.of(options, deterministic=bool(context.request.deterministic))
         self._units = compute_units
+        self._tile_units = 0 if self._splits.deterministic else compute_units
+        """How a request's keys are split must not depend on its batch."""
         self._max_batch_size = context.max_batch_size
         self.launcher = Launcher()
         """Shared by all launches of this backend."""
@@ -63,12 +66,9 @@ class TritonBackend(AttentionBackend):
             for spec in context.layers
         }
         self._share_attention = {name: ShareAttention(each) for name, each in self._layers.items()}
-        self._tile_attention = {
-            name: TileAttention(
-                each, 0 if self._splits.deterministic else compute_units, context.max_context_len
-            )
-            for name, each in self._layers.items()
-        }
+        self._tile_attention = {name: self._tiles_of(each) for name, each in self._layers.items()}
+        self._chain_attention: dict[tuple[int, int], TileAttention | None] = {}
+        """By layer and new tokens a request; None for chains that are verified in shares."""
         groups = [each.slot_group for each in self._layers.values() if each.slot_group is not None]
         self._tables = SlotTables(frozenset(groups), context, self.launcher)
         self._stored = [name for name, each in self._layers.items() if each.slot_group is not None]
@@ -76,30 +76,32 @@ class TritonBackend(AttentionBackend):
         self._shares: dict[ShareKey, SharePlan] = {}
         self._share_plans: dict[tuple[int, int, bool], SharePlan] = {}
         """By layer, new tokens a request, and whether the step hides keys."""
-        tiles: dict[TileKey, TilePlan] = {}
+        self._tiles: dict[TileKey, TilePlan] = {}
+        """Plans of tiles, which layers with equal keys share."""
         self._tile_plans: dict[tuple[int, bool], TilePlan] = {}
         """By layer, and whether the step hides keys."""
         self._plans_of_step: dict[tuple[int | None, bool], tuple[SharePlan | TilePlan, ...]] = {}
         """By new tokens a request, None where these differ, and whether the step hides keys."""
         for hides in (False, True):
             for name, attention in self._tile_attention.items():
-                key = attention.key(hides=hides)
-                if key not in tiles:
-                    tiles[key] = TilePlan(key, context.device, self.launcher)
-                self._tile_plans[name, hides] = tiles[key]
+                self._tile_plans[name, hides] = self._plan_of(attention.key(hides=hides))
         self._starts_of: dict[int, torch.Tensor] = {}
         """By new tokens a request."""
         self._wide_attention: dict[int, WideTileAttention] = {}
         """Of the layers whose keys may be widened first."""
         self._wide_plans: dict[int, TilePlan] = {}
         for name, layer in self._layers.items():
-            # Which kernel serves a request must not depend on its batch
-            wide = None if self._splits.deterministic else wide_layer(layer)
+            wide = wide_layer(layer)
             if wide is not None:
-                wider = WideTileAttention(layer, wide, compute_units, context.max_context_len)
-                key = wider.tiles.key(hides=False)
-                plan = tiles.setdefault(key, TilePlan(key, context.device, self.launcher))
-                self._wide_attention[name], self._wide_plans[name] = wider, plan
+                wider = self._wide_attention[name] = WideTileAttention(
+                    layer,
+                    wide,
+                    self._tile_units,
+                    context.max_context_len,
+                    # Which kernel serves a request must not depend on its batch
+                    always=self._splits.deterministic,
+                )
+                self._wide_plans[name] = self._plan_of(wider.key())
         self._sums = RunningSums(context.max_batch_size, context.device, self.launcher)
         self._kv_writer = PoolWriter(context.token_to_kv_pool, self.launcher)
         stored = [self._layers[name] for name in self._stored]
@@ -160,13 +162,14 @@ class TritonBackend(AttentionBackend):
         name, slots = call.layer.layer_id, None
         if over_pool:
             slots = self._tables.of(self._layers[name].required_group())
-        if (
-            slots is not None
-            and step.queries is not None
-            and not self._takes_tiles(name, step.queries, hides=step.hides)
-        ):
-            shares = self._share_plan(name, step.queries, hides=step.hides)
-            self._share_attention[name](call, step, shares, slots, results)
+        if slots is not None and step.queries is not None:
+            chains = self._chains(name, step.queries, hides=step.hides)
+            if chains is None:
+                shares = self._share_plan(name, step.queries, hides=step.hides)
+                self._share_attention[name](call, step, shares, slots, results)
+            else:
+                plan = self._plan_of(chains.key(hides=False))
+                chains(call, step, plan, slots, results)
         elif not self._attend_wide(call, step, slots, results):
             tiles = self._tile_plans[name, step.hides]
             self._tile_attention[name](call, step, tiles, slots, results)
@@ -191,27 +194,41 @@ class TritonBackend(AttentionBackend):
         """Each plan of a step's layers once."""
         plans = self._plans_of_step.get((queries, hides))
         if plans is None:
-            of_layers: list[SharePlan | TilePlan] = (
-                [
-                    *(self._tile_plans[name, hides] for name in self._layers),
-                    *self._wide_plans.values(),
-                ]
-                if queries is None
-                else [
-                    self._tile_plans[name, hides]
-                    if self._takes_tiles(name, queries, hides=hides)
-                    else self._share_plan(name, queries, hides=hides)
-                    for name in self._stored
-                ]
-            )
+            of_layers: list[SharePlan | TilePlan] = []
+            if queries is None:
+                of_layers += (self._tile_plans[name, hides] for name in self._layers)
+                of_layers += self._wide_plans.values()
+            else:
+                for name in self._stored:
+                    chains = self._chains(name, queries, hides=hides)
+                    of_layers.append(
+                        self._share_plan(name, queries, hides=hides)
+                        if chains is None
+                        else self._plan_of(chains.key(hides=False))
+                    )
             plans = self._plans_of_step[queries, hides] = tuple(dict.fromkeys(of_layers))
         return plans
 
-    def _takes_tiles(self, layer_id: int, queries: int, *, hides: bool) -> bool:
-        """Whether a step of `queries` new tokens a request takes them in tiles."""
-        layer = self._layers[layer_id]
-        least = layer.tiles.verified_rows
-        return 0 < least <= queries * layer.shape.group and queries > 1 and not hides
+    def _chains(self, layer_id: int, queries: int, *, hides: bool) -> TileAttention | None:
+        """For a step of `queries` new tokens a request that takes them in tiles."""
+        if queries == 1 or hides:
+            return None
+        key = layer_id, queries
+        if key not in self._chain_attention:
+            layer = self._layers[layer_id]
+            config = layer.dispatch.chains(queries)
+            self._chain_attention[key] = (
+                None if config is None else self._tiles_of(replace(layer, tiles=config))
+            )
+        return self._chain_attention[key]
+
+    def _tiles_of(self, layer: TritonLayer) -> TileAttention:
+        return TileAttention(layer, self._tile_units, self.context.max_context_len)
+
+    def _plan_of(self, key: TileKey) -> TilePlan:
+        if key not in self._tiles:
+            self._tiles[key] = TilePlan(key, self.context.device, self.launcher)
+        return self._tiles[key]
 
     def _starts(self, queries: int) -> torch.Tensor:
         """[max_batch_size + 1] int32: the first token of each request of `queries` ones."""

@@ -40,9 +40,18 @@ HOPPER_TILES = TileConfig(
     block_n=128,
     num_warps=4,
     num_stages=2,
-    verified_rows=33,
     constants=FrozenMapping({"COPY_WARPS": 4, "COPY_REGISTERS": 40, "REGISTERS": 232}),
 )
+# Logits of 64 keys leave the registers for a third warpgroup.
+HOPPER_NARROW_TILES = replace(
+    HOPPER_TILES,
+    block_m=192,
+    block_n=64,
+    constants=FrozenMapping({"COPY_WARPS": 4, "COPY_REGISTERS": 40, "REGISTERS": 152}),
+)
+HOPPER_HALF_TILES = replace(HOPPER_TILES, block_m=64, options=FrozenMapping({"maxnreg": 168}))
+# Two programs fit an SM.
+HOPPER_NARROW_HALF_TILES = replace(HOPPER_HALF_TILES, options=FrozenMapping({"maxnreg": 128}))
 HOPPER_WIDE_TILES = replace(HOPPER_TILES, block_n=64)
 HOPPER_LATENT_TILES = TileConfig(
     kernel=HOPPER_LATENT,
@@ -64,9 +73,24 @@ HOPPER_SHARES = ShareConfig(
     least_share=4,
     merged_rows=32,
     # Two programs fit an SM; a launch's programs begin while those of the previous launch end.
+    constants=FrozenMapping({"COPY_REGISTERS": 72}),
     options=FrozenMapping({"maxnreg": 128, "launch_pdl": True}),
 )
 HOPPER_EIGHT_BITS = replace(HOPPER_SHARES, block_m=16, block_n=128, num_stages=6, least_share=2)
+# A ring of as many blocks leaves no room for a second program.
+HOPPER_WIDE_SHARES = replace(
+    HOPPER_SHARES,
+    programs_per_unit=1,
+    least_share=2,
+    merged_rows=16,
+    constants=FrozenMapping({"COPY_REGISTERS": 120}),
+    options=FrozenMapping({"maxnreg": 184, "launch_pdl": True}),
+)
+HOPPER_WIDE_EIGHT_BITS = replace(HOPPER_WIDE_SHARES, block_m=16, num_stages=6)
+# Rows of 64 columns and of 8 bits are half as many bytes.
+HOPPER_NARROW_SHARES = replace(HOPPER_SHARES, block_n=128)
+HOPPER_NARROW_EIGHT_BITS = replace(HOPPER_EIGHT_BITS, num_stages=4)
+HOPPER_PADDED_EIGHT_BITS = replace(HOPPER_EIGHT_BITS, block_n=64)
 HOPPER_LATENT_SHARES = ShareConfig(
     kernel=HOPPER_LATENT,
     block_m=64,
@@ -86,6 +110,7 @@ def _tiles(block_m: int, block_n: int, num_warps: int, num_stages: int) -> TileC
     return TileConfig(block_m=block_m, block_n=block_n, num_warps=num_warps, num_stages=num_stages)
 
 
+HOPPER_EIGHT_BITS_TILES = _tiles(128, 128, 8, 3)
 TILES: tuple[ConfigEntry[TileConfig], ...] = (
     ConfigEntry(width="narrow", config=_tiles(64, 64, 4, 2)),
     ConfigEntry(width="wide", config=_tiles(64, 32, 4, 2)),
@@ -99,11 +124,11 @@ TILES: tuple[ConfigEntry[TileConfig], ...] = (
         arch="sm90",
         dims=(128, 128),
         key_bits=8,
-        config=replace(_tiles(128, 128, 8, 3), verified_rows=65),
+        config=HOPPER_EIGHT_BITS_TILES,
         measured=H200,
     ),
+    ConfigEntry(arch="sm90", dims=(64, 64), config=HOPPER_NARROW_TILES, measured=H100),
     # The configuration of 128 columns, which nobody tuned for these.
-    ConfigEntry(arch="sm90", dims=(64, 64), config=HOPPER_TILES, measured=H100),
     ConfigEntry(arch="sm90", dims=(80, 80), config=HOPPER_TILES, measured=H100),
     ConfigEntry(arch="sm90", dims=(96, 96), config=HOPPER_TILES, measured=H100),
     ConfigEntry(arch="sm90", dims=(112, 112), config=HOPPER_TILES, measured=H100),
@@ -115,6 +140,33 @@ TILES: tuple[ConfigEntry[TileConfig], ...] = (
     ConfigEntry(arch="gfx12", width="wide", config=_tiles(32, 32, 8, 2)),
     ConfigEntry(arch="gfx12", width="latent", config=_tiles(32, 16, 8, 1)),
 )
+
+CHAINS: tuple[ConfigEntry[TileConfig], ...] = (
+    *(
+        ConfigEntry(arch="sm90", dims=dims, least_rows=rows, config=config, measured=H100)
+        for dims, rows, config in (
+            ((64, 64), 33, HOPPER_NARROW_HALF_TILES),
+            ((64, 64), 65, HOPPER_TILES),
+            ((80, 80), 33, HOPPER_TILES),
+            ((96, 96), 33, HOPPER_TILES),
+            ((112, 112), 33, HOPPER_TILES),
+            ((128, 128), 33, HOPPER_HALF_TILES),
+            ((128, 128), 65, HOPPER_TILES),
+            ((192, 128), 33, HOPPER_TILES),
+            ((256, 256), 33, HOPPER_WIDE_TILES),
+        )
+    ),
+    ConfigEntry(
+        arch="sm90",
+        dims=(128, 128),
+        key_bits=8,
+        least_rows=65,
+        config=HOPPER_EIGHT_BITS_TILES,
+        measured=H200,
+    ),
+)
+"""Chains of drafts that are verified in tiles; `least_rows` counts query heads of a KV head times
+new tokens of a request. Others are verified in shares."""
 
 NARROW = ShareConfig(
     block_m=64,
@@ -163,9 +215,38 @@ SHARES: tuple[ConfigEntry[ShareConfig], ...] = (
         least_rows=LEAST_WIDTH + 1,
         config=replace(NARROW, num_stages=5),
     ),
-    # The configurations of 128 columns, not measured here.
-    ConfigEntry(arch="sm90", dims=(64, 64), config=HOPPER_SHARES),
-    ConfigEntry(arch="sm90", dims=(64, 64), key_bits=8, config=HOPPER_EIGHT_BITS),
+    ConfigEntry(arch="sm90", dims=(64, 64), config=HOPPER_NARROW_SHARES, measured=H100),
+    ConfigEntry(
+        arch="sm90", dims=(64, 64), key_bits=8, config=HOPPER_NARROW_EIGHT_BITS, measured=H100
+    ),
+    *(
+        entry
+        for dims in ((80, 80), (96, 96), (112, 112))
+        for entry in (
+            ConfigEntry(arch="sm90", dims=dims, config=HOPPER_SHARES, measured=H100),
+            ConfigEntry(
+                arch="sm90", dims=dims, key_bits=8, config=HOPPER_PADDED_EIGHT_BITS, measured=H100
+            ),
+        )
+    ),
+    ConfigEntry(arch="sm90", dims=(192, 128), config=HOPPER_WIDE_SHARES, measured=H100),
+    ConfigEntry(arch="sm90", dims=(256, 256), config=HOPPER_WIDE_SHARES, measured=H100),
+    ConfigEntry(
+        arch="sm90",
+        dims=(192, 128),
+        key_bits=8,
+        # The product with all keys of a block spills, and is yet faster.
+        config=replace(
+            HOPPER_WIDE_EIGHT_BITS,
+            block_n=128,
+            num_stages=4,
+            options=FrozenMapping({"maxnreg": 240, "launch_pdl": True}),
+        ),
+        measured=H100,
+    ),
+    ConfigEntry(
+        arch="sm90", dims=(256, 256), key_bits=8, config=HOPPER_WIDE_EIGHT_BITS, measured=H100
+    ),
     ConfigEntry(arch="sm90", dims=(576, 512), config=HOPPER_LATENT_SHARES, measured=H200),
     # As in TILES.
     ConfigEntry(
@@ -180,10 +261,11 @@ SHARES: tuple[ConfigEntry[ShareConfig], ...] = (
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ConfigTables:
-    """TILES and SHARES, and this machine's own entries, which win over them."""
+    """TILES, CHAINS and SHARES, and this machine's own entries, which win over them."""
 
     own_tiles: Sequence[ConfigEntry[TileConfig]] = ()
     own_shares: Sequence[ConfigEntry[ShareConfig]] = ()
+    own_chains: Sequence[ConfigEntry[TileConfig]] = ()
 
     @classmethod
     def of(cls, tuned: Iterable[TunedLaunch], arch: str) -> ConfigTables:
@@ -204,6 +286,10 @@ class ConfigTables:
     def tiles(self, query: ConfigQuery) -> TileConfig:
         """For many new tokens a request; `query.rows` counts the heads alone."""
         return _best(query, self.own_tiles) or _required(query, TILES)
+
+    def chains(self, query: ConfigQuery) -> TileConfig | None:
+        """For chains of drafts; None for those that are verified in shares."""
+        return _best(query, self.own_chains) or _best(query, CHAINS)
 
     def shares(self, query: ConfigQuery) -> ShareConfig:
         """For few new tokens a request. A tile has no more rows than a request has."""

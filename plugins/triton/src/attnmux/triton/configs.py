@@ -33,8 +33,6 @@ class TileConfig:
     num_stages: int
     """Stages of the loop over blocks. A block's slots are loaded half as many stages ahead of its
     keys."""
-    verified_rows: int = 0
-    """Rows of a request from which chains of drafts are verified in tiles; 0: always in shares."""
     constants: FrozenMapping[int] = NOTHING
     """Further constants of a kernel that is not the portable one, by name."""
     options: FrozenMapping[int] = NOTHING

@@ -30,8 +30,8 @@ GLUON_RELEASE = "3.6."
 release."""
 SIXTEEN_BITS = (torch.bfloat16, torch.float16)
 EIGHT_BITS = (torch.float8_e4m3fn, torch.float8_e5m2)
-SHARE_DIMS = (64, 128)
-"""Columns of K and V that the kernel for shares on Hopper takes."""
+SHARE_DIMS = ((64, 64), (80, 80), (96, 96), (112, 112), (128, 128), (192, 128), (256, 256))
+"""Columns of K and V for which the kernel for shares on Hopper has a configuration."""
 TILE_DIMS = (64, 128, 256)
 """The largest power of 2 in the columns of K, for the kernel for tiles on Hopper. What is left, a
 multiple of 16, is computed apart; V has as many columns as K, or only the power of 2."""
@@ -98,9 +98,8 @@ def _serves_rows(traits: LayerTraits) -> bool:
 
 
 def _serves_shares(traits: LayerTraits) -> bool:
-    k_dim, v_dim = traits.shape.dims
-    has_dims = k_dim in SHARE_DIMS and v_dim == k_dim
-    return has_dims and _serves_rows(traits) and traits.key_dtype in (traits.dtype, *EIGHT_BITS)
+    is_served = traits.shape.dims in SHARE_DIMS and traits.key_dtype in (traits.dtype, *EIGHT_BITS)
+    return is_served and _serves_rows(traits)
 
 
 def _serves_tiles(traits: LayerTraits) -> bool:
@@ -175,6 +174,11 @@ class Dispatch:
     def tiles(self, *, hides: bool) -> TileConfig:
         """For many new tokens a request. hides: in steps with a custom mask or items."""
         return self._safe(self.tables.tiles(self._query(TILE_KERNELS, 1, hides=hides)))
+
+    def chains(self, queries: int) -> TileConfig | None:
+        """For chains of `queries` drafts; None for those that are verified in shares."""
+        config = self.tables.chains(self._query(TILE_KERNELS, queries, hides=False))
+        return None if config is None else self._safe(config)
 
     def shares(self, queries: int, *, hides: bool) -> ShareConfig:
         """For `queries` new tokens a request."""

@@ -32,6 +32,7 @@ TENSORS = (*OPERANDS, "slots", "rows", "lens", "encoder_lens", "mask", "mask_ind
 MOST_PARTS = 16
 """Parts that are merged at a time: more would take registers from the loop over keys."""
 MERGE = "attnmux.triton.kernels.latent_merge"
+MERGE_WARPS = 4
 
 
 class ShareAttention:
@@ -210,6 +211,6 @@ class LatentMerge:
                 tensors=("out", "lse"),
                 numbers=("out_stride", "lse_stride"),
                 # It begins while `attend_latent` ends, and waits for its results.
-                options={"num_warps": 8, "launch_pdl": True},
+                options={"num_warps": MERGE_WARPS, "launch_pdl": True},
             )
         return self._bound[kind], slices

@@ -1,7 +1,8 @@
 """Attention of many new tokens over an 8-bit pool by the kernel for 16 bits.
 
 Every tile of queries would convert the keys that it reads. Where many tiles read each key, one
-launch converts them all first, into memory that the layer's call takes and gives back.
+launch converts them all first, into memory that the layer's call takes and gives back. Where that
+would be too much memory, KV heads are served one part after another.
 """
 
 from __future__ import annotations
@@ -21,15 +22,16 @@ from attnmux.triton.operands import Keys, Results
 from attnmux.triton.shapes import Shape, next_power_of_2
 from attnmux.triton.slots import Slots
 from attnmux.triton.step import TritonStep
-from attnmux.triton.tiles import TileAttention, TilePlan
+from attnmux.triton.tiles import TileAttention, TileKey, TilePlan
 
 WIDE_KERNELS = frozenset({HOPPER})
 """Kernels that serve 16 bits alone, and are faster than the portable one is with 8 bits."""
 LEAST_ROWS = 512
-"""Rows of queries that see a key, on average. At 3 TB/s and 500 TFLOP/s, to write and read a key
-again takes as long as a kernel that is 1.7 times as fast saves on about 360 rows."""
+"""Rows of queries that have to see a key, on average, for widening to pay. At 3 TB/s and
+500 TFLOP/s, to write and read a key again takes as long as a kernel that is 1.7 times as fast saves
+on about 360 rows."""
 MOST_BYTES = 512 << 20
-"""Of the 16-bit keys and values of one layer."""
+"""Of 16-bit keys and values at a time, unless those of one KV head are more."""
 BLOCK = 64
 """Keys that a program converts."""
 
@@ -73,16 +75,40 @@ class WidePlaces:
         return cls(starts=starts, slots=slots, longest=longest, total=total)
 
 
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class HeadPart:
+    """Some of a layer's KV heads, and the attention of their queries."""
+
+    kv_heads: range
+    q_heads: slice | None
+    """None for those of all KV heads."""
+    tiles: TileAttention
+
+
 class WideTileAttention:
     """A layer's launches of `widen_keys`, each followed by one over what it wrote."""
 
     def __init__(
-        self, layer: TritonLayer, wide: TritonLayer, units: int, max_context_len: int
+        self,
+        layer: TritonLayer,
+        wide: TritonLayer,
+        units: int,
+        max_context_len: int,
+        *,
+        always: bool = False,
     ) -> None:
-        """wide: as `wide_layer` makes it. The rest: as of `TileAttention`."""
-        self._layer = layer
-        self.tiles = TileAttention(wide, units, max_context_len)
+        """wide: as `wide_layer` makes it. units, max_context_len: as of `TileAttention`. always:
+        whether also keys that few rows see are widened, so that the bits of a request do not
+        depend on its batch."""
+        self._layer, self._wide = layer, wide
+        self._units, self._max_context_len = units, max_context_len
+        self._least_rows = 0 if always else LEAST_ROWS
+        self._parts: dict[int, tuple[HeadPart, ...]] = {}
+        """By KV heads of a part."""
         self._bound: dict[Hashable, BoundKernel] = {}
+
+    def key(self) -> TileKey:
+        return TileKey(group=self._wide.shape.group, block_m=self._wide.tiles.block_m)
 
     def __call__(
         self,
@@ -96,26 +122,71 @@ class WideTileAttention:
         places = self._places(step)
         if places is None:
             return False
-        shape, narrow = self._layer.shape, self._layer.required_keys()
-        k_dim, v_dim = shape.dims
+        for part in self._parts_of(places.total):
+            self._attend_part(part, call, step, plan, slots, results, places)
+        return True
+
+    def _attend_part(
+        self,
+        part: HeadPart,
+        call: AttentionCall,
+        step: TritonStep,
+        plan: TilePlan,
+        slots: Slots,
+        results: Results,
+        places: WidePlaces,
+    ) -> None:
+        narrow, (k_dim, v_dim) = self._layer.required_keys(), self._layer.shape.dims
+        k, v, count = narrow.k, narrow.v, len(part.kv_heads)
+        if part.q_heads is not None:
+            k, v = (each[:, part.kv_heads.start : part.kv_heads.stop] for each in (k, v))
+            lse = None if results.lse is None else results.lse[:, part.q_heads]
+            results = Results(results.out[:, part.q_heads], lse)
+            call = AttentionCall(q=call.q[:, part.q_heads], k=None, v=None, layer=call.layer)
         wide = Keys(
-            call.q.new_empty(places.total, shape.kv_heads, k_dim),
-            call.q.new_empty(places.total, shape.kv_heads, v_dim),
+            call.q.new_empty(places.total, count, k_dim),
+            call.q.new_empty(places.total, count, v_dim),
         )
-        variant = slots.page_size, slots.rows is None
+        variant = slots.page_size, slots.rows is None, count
         bound = self._bound.get(variant)
         if bound is None:
-            bound = self._bound[variant] = self._bind(slots.page_size)
-        k, v = narrow.k, narrow.v
+            bound = self._bound[variant] = self._bind(slots.page_size, count)
         bound(
-            (shape.kv_heads, -(-places.longest // BLOCK), step.batch.batch_size),
+            (count, -(-places.longest // BLOCK), step.batch.batch_size),
             (k, v, slots.table, slots.rows, step.batch.seq_lens, places.starts, wide.k, wide.v),
             (*k.stride()[:2], *v.stride()[:2], slots.table.stride()[0]),
             (),
             wide.k.dtype,
         )
-        self.tiles(call, step, plan, places.slots, results, wide)
-        return True
+        part.tiles(call, step, plan, places.slots, results, wide)
+
+    def _parts_of(self, total: int) -> tuple[HeadPart, ...]:
+        """The parts of the KV heads for a step of `total` keys. Their results do not depend on
+        their number."""
+        kv_heads = self._layer.shape.kv_heads
+        count = next(
+            (
+                each
+                for each in range(kv_heads, 0, -1)
+                if kv_heads % each == 0
+                and total * each * row_bytes(self._layer.shape) <= kv_heads * MOST_BYTES
+            ),
+            1,
+        )
+        if count not in self._parts:
+            self._parts[count] = tuple(
+                self._part(range(at, at + count)) for at in range(0, kv_heads, count)
+            )
+        return self._parts[count]
+
+    def _part(self, kv_heads: range) -> HeadPart:
+        layer, q_heads = self._wide, None
+        if len(kv_heads) < layer.shape.kv_heads:
+            group = layer.shape.group
+            q_heads = slice(kv_heads.start * group, kv_heads.stop * group)
+            layer = of_heads(layer, len(kv_heads), q_heads)
+        tiles = TileAttention(layer, self._units, self._max_context_len)
+        return HeadPart(kv_heads=kv_heads, q_heads=q_heads, tiles=tiles)
 
     def _places(self, step: TritonStep) -> WidePlaces | None:
         """None where the step's keys are better read as they are.
@@ -130,19 +201,19 @@ class WideTileAttention:
         if lens is None or new is None:
             return None
         shape = self._layer.shape
-        key = shape.group, row_bytes(shape)
+        key = shape.group, self._least_rows
         if key not in step.wide:
             step.wide[key] = WidePlaces.of(batch, lens) if is_worth(lens, new, *key) else None
         return step.wide[key]
 
-    def _bind(self, page_size: int) -> BoundKernel:
+    def _bind(self, page_size: int, kv_heads: int) -> BoundKernel:
         shape = self._layer.shape
         k_dim, v_dim = shape.dims
         widths = {"D": next_power_of_2(k_dim), "DV": next_power_of_2(v_dim)}
         return BoundKernel(
             self._layer.launcher,
             widen_keys,
-            {"HEADS": shape.kv_heads, "REAL_D": k_dim, "REAL_DV": v_dim, **widths}
+            {"HEADS": kv_heads, "REAL_D": k_dim, "REAL_DV": v_dim, **widths}
             | {"PAGE": page_size, "BLOCK_N": BLOCK},
             tensors=("k", "v", "slots", "rows", "seq_lens", "starts", "wide_k", "wide_v"),
             numbers=("k_stride", "k_head_stride", "v_stride", "v_head_stride", "slots_stride"),
@@ -155,12 +226,25 @@ def row_bytes(shape: Shape) -> int:
     return 2 * shape.kv_heads * sum(shape.dims)
 
 
-def is_worth(lens: torch.Tensor, new_lens: torch.Tensor, group: int, token_bytes: int) -> bool:
-    """Whether each key is read often enough, and all of them have room.
+def of_heads(layer: TritonLayer, kv_heads: int, q_heads: slice) -> TritonLayer:
+    """A layer of as many KV heads, whose query heads are some of those of `layer`."""
+    spec = replace(
+        layer.spec,
+        tp_q_head_num=q_heads.stop - q_heads.start,
+        tp_k_head_num=kv_heads,
+        tp_v_head_num=kv_heads,
+        sinks=None if layer.spec.sinks is None else layer.spec.sinks[q_heads],
+    )
+    return replace(layer, spec=spec, shape=replace(layer.shape, kv_heads=kv_heads))
 
-    lens, new_lens: [B] int32 on the host, keys and new tokens of each request.
+
+def is_worth(lens: torch.Tensor, new_lens: torch.Tensor, group: int, least_rows: int) -> bool:
+    """Whether each key is seen by `least_rows` rows of queries, on average.
+
+    lens, new_lens: [B] int32 on the host, keys and new tokens of each request. group: query heads
+    of a KV head.
     """
     keys = lens.long()
     total = int(keys.sum())
     rows = int((keys * new_lens).sum()) * group
-    return rows >= LEAST_ROWS * total and 0 < total * token_bytes <= MOST_BYTES
+    return total > 0 and rows >= least_rows * total

@@ -222,12 +222,17 @@ def share_ring(dtype: gl.constexpr, ROWS: gl.constexpr, D: gl.constexpr, STAGES:
 
 
 @gluon.jit
-def copy_rows(base, offsets, is_there, ring, at, D: gl.constexpr, layout: gl.constexpr):
-    """Begin to copy rows as the ring's at-th block, with 0 where is_there is False."""
-    columns = gl.arange(0, D, gl.SliceLayout(0, layout))
+def copy_rows(base, offsets, is_there, ring, at, REAL: gl.constexpr, layout: gl.constexpr):
+    """Begin to copy rows of REAL columns as the ring's at-th block, with 0 in its other columns and
+    where is_there is False."""
+    WIDTH: gl.constexpr = ring.rows.shape[2]
+    columns = gl.arange(0, WIDTH, gl.SliceLayout(0, layout))
     places = base + offsets[:, None] + columns[None, :]
+    mask = is_there[:, None]
+    if REAL < WIDTH:
+        mask = mask & columns_before(REAL, WIDTH, layout)
     ring.await_free(at)
-    async_copy.async_copy_global_to_shared(ring.block(at), places, mask=is_there[:, None])
+    async_copy.async_copy_global_to_shared(ring.block(at), places, mask=mask)
     async_copy.mbarrier_arrive(ring.full.index(at % ring.STAGES), increment_count=False)
 
 
@@ -238,7 +243,7 @@ def copy_queries(q, q_stride, q_head_stride, request, item, ring, at, kind):
     # Rows after the last are not copied, but their addresses are computed.
     token, head = place_rows(gl.minimum(row, kind.ROWS - 1), request, item // kind.TILES, kind)
     offsets = token * q_stride + head * q_head_stride
-    copy_rows(q, offsets, row < kind.ROWS, ring, at, kind.D, layout)
+    copy_rows(q, offsets, row < kind.ROWS, ring, at, kind.REAL_D, layout)
 
 
 @gluon.jit
@@ -248,12 +253,15 @@ def slots_of(table, keys, num_keys, kind):
 
 
 @gluon.jit
-def copy_shares(queries, keys, table, plan, encoder_lens, q_ring, ring, kind):
+def copy_shares(queries, keys, table, plan, encoder_lens, q_ring, rings, kind):
     """Copy each unit's queries, then its keys and values, block by block."""
     q, q_stride, q_head_stride = queries
     k, k_stride, k_head_stride, v, v_stride, v_head_stride = keys
     slots, slots_stride = table
-    layout: gl.constexpr = copy_layout(k.dtype.element_ty.primitive_bitwidth, kind.D, COPY_WARPS)
+    k_ring, v_ring = rings
+    bits: gl.constexpr = k.dtype.element_ty.primitive_bitwidth
+    layout: gl.constexpr = copy_layout(bits, kind.D, COPY_WARPS)
+    v_layout: gl.constexpr = copy_layout(bits, kind.DV, COPY_WARPS)
     key = gl.arange(0, kind.BLOCK_N, gl.SliceLayout(1, layout))
     unit, last, of_request = first_unit(plan, gl.program_id(0))
     q_at = 0
@@ -277,11 +285,16 @@ def copy_shares(queries, keys, table, plan, encoder_lens, q_ring, ring, kind):
                 slot = slot * kind.PAGE + keys_now % kind.PAGE
             is_there = keys_now < num_keys
             k_head = k + kv_head * k_head_stride
-            copy_rows(k_head, slot * k_stride, is_there, ring, at, kind.D, layout)
+            copy_rows(k_head, slot * k_stride, is_there, k_ring, at, kind.REAL_D, layout)
             v_head = v + kv_head * v_head_stride
-            copy_rows(v_head, slot * v_stride, is_there, ring, at + 1, kind.D, layout)
+            offsets = slot * v_stride
+            if kind.D != kind.DV:
+                by_key: gl.constexpr = gl.SliceLayout(1, v_layout)
+                offsets = gl.convert_layout(offsets, by_key)
+                is_there = gl.convert_layout(is_there, by_key)
+            copy_rows(v_head, offsets, is_there, v_ring, at, kind.REAL_DV, v_layout)
             keys_now += kind.BLOCK_N
             slots_now = slots_next
-            at += 2
+            at += 1
         unit += count
         of_request = after_share(unit, last, of_request, plan, encoder_lens, kind)

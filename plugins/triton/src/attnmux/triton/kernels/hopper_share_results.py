@@ -11,12 +11,12 @@ LN_2 = gl.constexpr(0.6931471805599453)
 
 @gluon.jit
 def store_rows(results, sinks, acc, top, mass, v_scale, request, item, kind):
-    """`blocks.store_rows` for the first M rows of an item's tile. acc [M, D], top and mass [M]."""
+    """`blocks.store_rows` for the first M rows of an item's tile. acc [M, DV], top and mass [M]."""
     out, out_stride, lse, lse_stride = results
     layout: gl.constexpr = acc.type.layout
     M: gl.constexpr = acc.shape[0]
     row = item % kind.TILES * kind.BLOCK_M + gl.arange(0, M, gl.SliceLayout(1, layout))
-    columns = gl.arange(0, kind.D, gl.SliceLayout(0, layout))
+    columns = gl.arange(0, kind.DV, gl.SliceLayout(0, layout))
     is_real = row < kind.ROWS
     token, head = place_rows(gl.minimum(row, kind.ROWS - 1), request, item // kind.TILES, kind)
     if sinks is not None:
@@ -31,8 +31,11 @@ def store_rows(results, sinks, acc, top, mass, v_scale, request, item, kind):
     has_keys = mass > 0
     mass = gl.where(has_keys, mass, 1.0)
     acc = acc * (v_scale / mass)[:, None]
-    places = out + (token * out_stride + head * kind.D)[:, None] + columns[None, :]
-    gl.store(places, acc.to(out.dtype.element_ty), mask=is_real[:, None])
+    places = out + (token * out_stride + head * kind.REAL_DV)[:, None] + columns[None, :]
+    is_stored = is_real[:, None]
+    if kind.REAL_DV < kind.DV:
+        is_stored = is_stored & (columns < kind.REAL_DV)[None, :]
+    gl.store(places, acc.to(out.dtype.element_ty), mask=is_stored)
     if lse is not None:
         value = gl.where(has_keys, (top + gl.log2(mass)) * LN_2, -float("inf"))
         gl.store(lse + token * lse_stride + head, value, mask=is_real)
@@ -70,11 +73,11 @@ def merge_parts(
     ROWS: gl.constexpr,
     PARTS: gl.constexpr,
 ):
-    """As `shares.merge_parts`: acc [ROWS, D], top and mass [ROWS]."""
-    D: gl.constexpr = kind.D
+    """As `shares.merge_parts`: acc [ROWS, DV], top and mass [ROWS]."""
+    D: gl.constexpr = kind.DV
     partial, partial_lse, _arrivals = parts
     layout: gl.constexpr = gl.BlockedLayout(
-        [1, 1, 4], [1, 128 // D, D // 4], [1, gl.num_warps(), 1], [2, 1, 0]
+        [1, 1, 4], [1, max(128 // D, 1), min(D // 4, 32)], [1, gl.num_warps(), 1], [2, 1, 0]
     )
     by_row: gl.constexpr = gl.SliceLayout(0, layout)
     by_part: gl.constexpr = gl.SliceLayout(2, layout)

@@ -1,6 +1,6 @@
 """`attend_shares` for Hopper GPUs, in Gluon, with copies in warps of their own.
 
-These copy a program's whole line of blocks into a ring in shared memory: neither a new item nor the
+These copy a program's whole line of blocks into rings in shared memory: neither a new item nor the
 softmax interrupts the reading of memory. In the product of keys and queries, keys are the rows and
 queries the columns: a request has few queries, and a matrix instruction has 64 rows but as few as 8
 columns.
@@ -32,12 +32,10 @@ from attnmux.triton.kernels.hopper_walk import (
 )
 from attnmux.triton.kernels.hopper_weights import capped
 
-COPY_REGISTERS = gl.constexpr(72)
-
 
 @gluon.jit
 def multiply_keys(ring, at, q, layout: gl.constexpr):
-    """The logits [BLOCK_N, BLOCK_M] of the ring's at-th block. q [D, BLOCK_M]."""
+    """The logits [BLOCK_N, BLOCK_M] of the ring's at-th block of keys. q [D, BLOCK_M]."""
     ring.await_full(at)
     fence_async_shared()
     k = ring.block(at)
@@ -58,7 +56,7 @@ def multiply_keys(ring, at, q, layout: gl.constexpr):
 
 @gluon.jit
 def multiply_values(ring, at, weights, acc):
-    """Add the values of the ring's at-th block to acc [D, BLOCK_M]. weights [BLOCK_M, BLOCK_N]."""
+    """Add the ring's at-th block of values to acc [DV, BLOCK_M]. weights [BLOCK_M, BLOCK_N]."""
     ring.await_full(at)
     fence_async_shared()
     v = ring.block(at)
@@ -86,9 +84,12 @@ def in_log2(logits, scale, cap, HAS_CAP: gl.constexpr):
 
 
 @gluon.jit
-def attend_item(q, scale, weights_tile, ring, at, start, turns, of_request, item, masks, cap, kind):
-    """The softmax over `turns` blocks of an item's keys, beginning with the ring's at-th: acc
-    [D, BLOCK_M], top and mass [BLOCK_M], as in `attend_blocks`."""
+def attend_item(
+    q, scale, weights_tile, rings, at, start, turns, of_request, item, masks, cap, kind
+):  # fmt: skip
+    """The softmax over `turns` blocks of an item's keys, beginning with the rings' at-th: acc
+    [DV, BLOCK_M], top and mass [BLOCK_M], as in `attend_blocks`."""
+    k_ring, v_ring = rings
     layout: gl.constexpr = gl.NVMMADistributedLayout(
         [3, 0], [gl.num_warps(), 1], [16, kind.BLOCK_M, 16]
     )
@@ -119,13 +120,13 @@ def attend_item(q, scale, weights_tile, ring, at, start, turns, of_request, item
         mask_rows = mask + gl.load(mask_indptr + request) + order.to(gl.int64) * num_keys
         whole_stop = 0
 
-    acc = gl.zeros([kind.D, kind.BLOCK_M], gl.float32, layout)
+    acc = gl.zeros([kind.DV, kind.BLOCK_M], gl.float32, layout)
     top = gl.full([kind.BLOCK_M], -float("inf"), gl.float32, by_row)
     # Added up at the end: a sum over keys involves all warps.
     masses = gl.zeros([kind.BLOCK_N, kind.BLOCK_M], gl.float32, layout)
     for turn in range(turns):
         block = start + turn * kind.BLOCK_N
-        logits = multiply_keys(ring, at + 2 * turn, q, layout)
+        logits = multiply_keys(k_ring, at + turn, q, layout)
         logits = in_log2(logits, scale, cap, kind.HAS_CAP)
         if (block + kind.BLOCK_N > whole_stop) | (block < whole_start):
             keys = (block + key)[:, None]
@@ -143,20 +144,20 @@ def attend_item(q, scale, weights_tile, ring, at, start, turns, of_request, item
         masses = masses * kept_share + weights
         weights_tile.permute([1, 0]).store(weights.to(weights_tile.dtype))
         fence_async_shared()
-        acc = multiply_values(ring, at + 2 * turn + 1, weights_tile, acc * kept_share)
+        acc = multiply_values(v_ring, at + turn, weights_tile, acc * kept_share)
         top = higher
     return acc, top, gl.sum(masses, 0)
 
 
 @gluon.jit
 def attend_line(
-    results, sinks, masks, plan, encoder_lens, parts, q_ring, ring, halves, weights_tile, factors,
+    results, sinks, masks, plan, encoder_lens, parts, q_ring, rings, halves, weights_tile, factors,
     PART_ROWS: gl.constexpr, PARTS: gl.constexpr, kind,
 ):  # fmt: skip
     """The softmax over the keys that `copy_shares` copies, and the merging of partial results."""
     scale, cap, v_scale = factors
     _partial, _partial_lse, arrivals = parts
-    IS_EIGHT_BITS: gl.constexpr = ring.rows.dtype.primitive_bitwidth == 8
+    IS_EIGHT_BITS: gl.constexpr = rings[0].rows.dtype.primitive_bitwidth == 8
     by_row: gl.constexpr = gl.SliceLayout(
         0, gl.NVMMADistributedLayout([3, 0], [gl.num_warps(), 1], [16, kind.BLOCK_M, 16])
     )
@@ -175,12 +176,12 @@ def attend_line(
             q_scale = (scale * store_halves(q, halves, by_row))[None, :]
             q = halves
         acc, top, mass = attend_item(
-            q.permute([1, 0]), q_scale, weights_tile, ring, at, start, turns, of_request, item,
+            q.permute([1, 0]), q_scale, weights_tile, rings, at, start, turns, of_request, item,
             masks, cap, kind,
         )  # fmt: skip
         q_ring.release(q_at)
         q_at += 1
-        at += 2 * turns
+        at += turns
         if IS_EIGHT_BITS:
             acc = order_values(acc)
         acc = acc.permute([1, 0])
@@ -222,39 +223,44 @@ def attend_shares(
     rows, lens, encoder_lens, mask, mask_indptr, first_keys, stops, unit_blocks, starts, share,
     partial, partial_lse, arrivals, scale, cap, v_scale,
     KV_HEADS: gl.constexpr, GROUP: gl.constexpr, QUERIES: gl.constexpr, LENS_SHIFT: gl.constexpr,
-    D: gl.constexpr, PAGE: gl.constexpr, IS_CAUSAL: gl.constexpr, IS_CROSS: gl.constexpr,
-    HAS_ENCODER: gl.constexpr, WINDOW: gl.constexpr, CHUNK: gl.constexpr, HAS_CAP: gl.constexpr,
-    HAS_MASK: gl.constexpr, IS_TREE: gl.constexpr, IS_FIXED: gl.constexpr,
-    BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr,
+    REAL_D: gl.constexpr, REAL_TAIL: gl.constexpr, REAL_DV: gl.constexpr, PAGE: gl.constexpr,
+    IS_CAUSAL: gl.constexpr, IS_CROSS: gl.constexpr, HAS_ENCODER: gl.constexpr,
+    WINDOW: gl.constexpr, CHUNK: gl.constexpr, HAS_CAP: gl.constexpr, HAS_MASK: gl.constexpr,
+    IS_TREE: gl.constexpr, IS_FIXED: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr,
     PART_ROWS: gl.constexpr, PARTS: gl.constexpr, STAGES: gl.constexpr,
+    COPY_REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """Grid and arguments as of the portable `attend_shares`. num_warps=4.
 
-    q [T, Hq, D] of a 16-bit dtype; k and v [slots, Hkv, D] of that dtype or of 8-bit floats; D is
-    64 or 128; rows of q, k and v at multiples of 16 bytes. out, lse, sinks, slots, rows, lens,
+    q [T, Hq, REAL_D + REAL_TAIL] of a 16-bit dtype, k [slots, Hkv, REAL_D + REAL_TAIL] and v
+    [slots, Hkv, REAL_DV] of that dtype or of 8-bit floats; 33 to 256 columns, multiples of 16. Rows
+    of q, k and v begin at multiples of 16 bytes. out, lse, sinks, slots, rows, lens,
     encoder_lens, mask, mask_indptr, first_keys, stops, unit_blocks, starts, share, partial,
     partial_lse and arrivals: as there. BLOCK_M: rows of a tile, at least 8. BLOCK_N: a multiple
-    of 64. STAGES: blocks in the ring, keys and values counted apart.
+    of 64. STAGES: blocks in the rings, keys and values counted apart.
+    COPY_REGISTERS, a multiple of 8: registers of each thread that copies.
     """
     q_type: gl.constexpr = q.dtype.element_ty
     k_type: gl.constexpr = k.dtype.element_ty
     w_type: gl.constexpr = gl.float16 if k_type.primitive_bitwidth == 8 else q_type
     gl.static_assert(STAGES % 2 == 0 and BLOCK_N % 64 == 0)
     kind = ShareKind(
-        KV_HEADS=KV_HEADS, GROUP=GROUP, QUERIES=QUERIES, LENS_SHIFT=LENS_SHIFT, D=D, PAGE=PAGE,
-        IS_CAUSAL=IS_CAUSAL, IS_CROSS=IS_CROSS, HAS_ENCODER=HAS_ENCODER, WINDOW=WINDOW,
-        CHUNK=CHUNK, HAS_CAP=HAS_CAP, HAS_MASK=HAS_MASK, IS_TREE=IS_TREE, IS_FIXED=IS_FIXED,
-        BLOCK_M=BLOCK_M, BLOCK_N=BLOCK_N,
+        KV_HEADS=KV_HEADS, GROUP=GROUP, QUERIES=QUERIES, LENS_SHIFT=LENS_SHIFT,
+        REAL_D=REAL_D + REAL_TAIL, REAL_DV=REAL_DV, PAGE=PAGE, IS_CAUSAL=IS_CAUSAL,
+        IS_CROSS=IS_CROSS, HAS_ENCODER=HAS_ENCODER, WINDOW=WINDOW, CHUNK=CHUNK, HAS_CAP=HAS_CAP,
+        HAS_MASK=HAS_MASK, IS_TREE=IS_TREE, IS_FIXED=IS_FIXED, BLOCK_M=BLOCK_M, BLOCK_N=BLOCK_N,
     )  # fmt: skip
-    q_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_M, D], q_type)
+    q_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_M, kind.D], q_type)
     w_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_M, BLOCK_N], w_type)
-    ring = share_ring(k_type, BLOCK_N, D, STAGES)
+    k_ring = share_ring(k_type, BLOCK_N, kind.D, STAGES // 2)
+    v_ring = share_ring(k_type, BLOCK_N, kind.DV, STAGES // 2)
+    rings = k_ring, v_ring
     # Room for the queries of this item and the next.
-    q_ring = share_ring(q_type, BLOCK_M, D, 2)
+    q_ring = share_ring(q_type, BLOCK_M, kind.D, 2)
     weights_tile = gl.allocate_shared_memory(w_type, [BLOCK_M, BLOCK_N], w_layout)
     halves = weights_tile
     if k_type.primitive_bitwidth == 8:
-        halves = gl.allocate_shared_memory(w_type, [BLOCK_M, D], q_layout)
+        halves = gl.allocate_shared_memory(w_type, [BLOCK_M, kind.D], q_layout)
     # The previous launch's results are visible from here on.
     gdc_wait()
     gdc_launch_dependents()
@@ -264,13 +270,13 @@ def attend_shares(
             (attend_line, (
                 (out, out_stride, lse, lse_stride), sinks, (mask, mask_indptr, first_keys), plan,
                 encoder_lens,
-                (partial, partial_lse, arrivals), q_ring, ring, halves, weights_tile,
+                (partial, partial_lse, arrivals), q_ring, rings, halves, weights_tile,
                 (scale, cap, v_scale), PART_ROWS, PARTS, kind,
             )),
             (copy_shares, (
                 (q, q_stride, q_head_stride),
                 (k, k_stride, k_head_stride, v, v_stride, v_head_stride),
-                (slots, slots_stride), plan, encoder_lens, q_ring, ring, kind,
+                (slots, slots_stride), plan, encoder_lens, q_ring, rings, kind,
             )),
         ],
         [COPY_WARPS],

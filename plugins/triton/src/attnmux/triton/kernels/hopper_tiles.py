@@ -1,8 +1,8 @@
 """`attend_tiles` for Hopper GPUs, in Gluon, with copies and products in different warps.
 
-One group of warps copies the keys' rows into shared memory, up to `STAGES` blocks ahead; two
-warpgroups of 64 rows each multiply and compute the softmax. While the tensor cores work on the
-values of a block, their warpgroup computes the softmax of the next one (Shah et al.,
+One group of warps copies the keys' rows into shared memory, up to `STAGES` blocks ahead; one to
+three warpgroups of 64 rows each multiply and compute the softmax. While the tensor cores work on
+the values of a block, their warpgroup computes the softmax of the next one (Shah et al.,
 FlashAttention-3, arXiv:2407.08608, section 3.2). Blocks go from the last key to the first: the
 first block's softmax overlaps with nothing, and the last keys have to be masked anyway.
 """
@@ -32,8 +32,6 @@ from attnmux.triton.kernels.hopper_weights import LOG2_E, pack, unpack, weigh
 LN_2 = gl.constexpr(0.6931471805599453)
 ROWS = gl.constexpr(64)
 """Rows of a warpgroup, which are those of its matrix instruction."""
-READERS = gl.constexpr(2)
-"""Warpgroups that read the keys."""
 
 
 @gluon.jit
@@ -215,11 +213,14 @@ def store_result(out, out_stride, acc, tile, room, PART: gl.constexpr, REAL: gl.
 
 @gluon.jit
 def attend_rows(
-    q, q_stride, q_head_stride, out, out_stride, lse, lse_stride,
-    sinks, scale, cap, v_scale, q_tiles, q_tails, k_ring, v_ring, tile, kind,
+    queries, results, sinks, factors, rooms, tile, kind,
     PART: gl.constexpr, HAS_SINKS: gl.constexpr, HAS_LSE: gl.constexpr,
 ):  # fmt: skip
     """Attend from the tile's rows that warpgroup PART has, and store the results."""
+    q, q_stride, q_head_stride = queries
+    out, out_stride, lse, lse_stride = results
+    scale, cap, v_scale = factors
+    q_tiles, q_tails, k_ring, v_ring = rooms
     rows_layout: gl.constexpr = gl.SliceLayout(
         1, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, kind.BLOCK_N, 16])
     )
@@ -285,7 +286,8 @@ def attend_hopper_tiles(
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, COPY_WARPS: gl.constexpr,
     REGISTERS: gl.constexpr, COPY_REGISTERS: gl.constexpr, SPLIT_BLOCKS: gl.constexpr,
 ):  # fmt: skip
-    """Grid and arguments as of `attend_tiles`; num_warps=4, BLOCK_M=128, STAGES at least 2.
+    """Grid and arguments as of `attend_tiles`; num_warps=4, BLOCK_M 64, 128 or 192, STAGES 2 or
+    more.
 
     q [T, Hq, D + REAL_TAIL], k [slots, Hkv, D + REAL_TAIL], v [slots, Hkv, REAL_DV], out [T, Hq,
     REAL_DV]: all of one 16-bit dtype, rows at multiples of 16 bytes. D is 64, 128 or 256, and
@@ -294,7 +296,8 @@ def attend_hopper_tiles(
     COPY_REGISTERS, multiples of 8: registers of each thread in the warps that multiply and in the
     COPY_WARPS that copy.
     """
-    gl.static_assert(BLOCK_M == READERS * ROWS)
+    READERS: gl.constexpr = BLOCK_M // ROWS
+    gl.static_assert(BLOCK_M == READERS * ROWS and READERS <= 3)
     kind = Kind(
         GROUP=GROUP, D=D, K_TAIL=REAL_TAIL, V_TAIL=REAL_DV - D, PAGE=PAGE,
         IS_CAUSAL=IS_CAUSAL, IS_CROSS=IS_CROSS, IN_CALL=IN_CALL,
@@ -316,21 +319,53 @@ def attend_hopper_tiles(
         split = gl.program_id(2).to(gl.int64)
         out += split * num_tokens * out_stride
         lse += split * num_tokens * lse_stride
-    gl.warp_specialize(
-        [
-            (attend_rows, (
-                q, q_stride, q_head_stride, out, out_stride, lse, lse_stride, sinks, scale, cap,
-                v_scale, q_tiles, q_tails, k_ring, v_ring, tile, kind, 0, HAS_SINKS, HAS_LSE,
-            )),
-            (attend_rows, (
-                q, q_stride, q_head_stride, out, out_stride, lse, lse_stride, sinks, scale, cap,
-                v_scale, q_tiles, q_tails, k_ring, v_ring, tile, kind, 1, HAS_SINKS, HAS_LSE,
-            )),
-            (copy_keys, (
-                k, k_stride, k_head_stride, v, v_stride, v_head_stride, slots, slots_stride, rows,
-                encoder_lens, encoder_indptr, tile, k_ring, v_ring, kind,
-            )),
-        ],
-        [4, COPY_WARPS],
-        [REGISTERS, COPY_REGISTERS],
+    queries = (q, q_stride, q_head_stride)
+    results = (out, out_stride, lse, lse_stride)
+    factors = (scale, cap, v_scale)
+    rooms = (q_tiles, q_tails, k_ring, v_ring)
+    copied = (
+        k, k_stride, k_head_stride, v, v_stride, v_head_stride, slots, slots_stride, rows,
+        encoder_lens, encoder_indptr, tile, k_ring, v_ring, kind,
     )  # fmt: skip
+    if READERS == 1:
+        gl.warp_specialize(
+            [
+                (attend_rows, (
+                    queries, results, sinks, factors, rooms, tile, kind, 0, HAS_SINKS, HAS_LSE,
+                )),
+                (copy_keys, copied),
+            ],
+            [COPY_WARPS],
+            [COPY_REGISTERS],
+        )  # fmt: skip
+    elif READERS == 2:
+        gl.warp_specialize(
+            [
+                (attend_rows, (
+                    queries, results, sinks, factors, rooms, tile, kind, 0, HAS_SINKS, HAS_LSE,
+                )),
+                (attend_rows, (
+                    queries, results, sinks, factors, rooms, tile, kind, 1, HAS_SINKS, HAS_LSE,
+                )),
+                (copy_keys, copied),
+            ],
+            [4, COPY_WARPS],
+            [REGISTERS, COPY_REGISTERS],
+        )  # fmt: skip
+    else:
+        gl.warp_specialize(
+            [
+                (attend_rows, (
+                    queries, results, sinks, factors, rooms, tile, kind, 0, HAS_SINKS, HAS_LSE,
+                )),
+                (attend_rows, (
+                    queries, results, sinks, factors, rooms, tile, kind, 1, HAS_SINKS, HAS_LSE,
+                )),
+                (attend_rows, (
+                    queries, results, sinks, factors, rooms, tile, kind, 2, HAS_SINKS, HAS_LSE,
+                )),
+                (copy_keys, copied),
+            ],
+            [4, 4, COPY_WARPS],
+            [REGISTERS, REGISTERS, COPY_REGISTERS],
+        )  # fmt: skip

@@ -95,13 +95,19 @@ def next_request(
 
 @aggregate
 class ShareKind:
-    """The constants of `hopper_shares`, named like the kernel's arguments."""
+    """The constants of `hopper_shares`, most of which are named like the kernel's arguments."""
 
     KV_HEADS: gl.constexpr
     GROUP: gl.constexpr
     QUERIES: gl.constexpr
     LENS_SHIFT: gl.constexpr
+    REAL_D: gl.constexpr
+    """Columns of K."""
+    REAL_DV: gl.constexpr
+    """Columns of V."""
     D: gl.constexpr
+    """Columns of a tile of keys: the next power of 2."""
+    DV: gl.constexpr
     PAGE: gl.constexpr
     IS_CAUSAL: gl.constexpr
     IS_CROSS: gl.constexpr
@@ -127,6 +133,8 @@ class ShareKind:
             setattr(self, name, gl.constexpr(value))
         rows = constants["QUERIES"] * constants["GROUP"]
         tiles = (rows + constants["BLOCK_M"] - 1) // constants["BLOCK_M"]
+        self.D = gl.constexpr(1 << (constants["REAL_D"] - 1).bit_length())
+        self.DV = gl.constexpr(1 << (constants["REAL_DV"] - 1).bit_length())
         self.ROWS = gl.constexpr(rows)
         self.TILES = gl.constexpr(tiles)
         self.ITEMS = gl.constexpr(tiles * constants["KV_HEADS"])

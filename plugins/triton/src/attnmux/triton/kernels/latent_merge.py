@@ -17,15 +17,18 @@ WIDTH = tl.constexpr(512)
 """Columns of a result."""
 TILE = tl.constexpr(64)
 """Rows of an item, as `hopper_latent.ROWS`."""
-HELD = 8192
+HELD = 4096
 """Values that a program holds at a time."""
 
 
 def merge_slices(items: int, part_rows: int, compute_units: int) -> tuple[int, dict[str, int]]:
-    """Slices of an item, and the constants of `merge_latent` for them: about two programs a compute
-    unit. items: of all requests together. part_rows: rows of a part."""
+    """Slices of an item, and the constants of `merge_latent` for them: about eight programs a
+    compute unit, most of which read all of their parts at once.
+
+    items: of all requests together. part_rows: rows of a part.
+    """
     whole = part_rows * WIDTH.value
-    fair = next_power_of_2(items * whole // (2 * compute_units))
+    fair = next_power_of_2(items * whole // (8 * compute_units))
     each = min(max(fair, 128), HELD, whole)
     columns = min(each, WIDTH.value)
     constants = {
