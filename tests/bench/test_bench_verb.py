@@ -199,7 +199,7 @@ def test_only_named_backends_are_timed(installed, fakes) -> None:
         (("--workload", "decode:bs=4"), "ctx=NUMBER"),
         (("--workload", "encoder:bs=4"), "decode:bs=64,ctx=4096"),
         (("--backend", "FakeBackendd"), "did you mean 'FakeBackend'"),
-        (("--request", "kind=nsa"), "kind=mha or kind=mla"),
+        (("--request", "kind=nsa"), "kind=mha or kind=mla or kind=gdn"),
         (("--request", "multi_item=yes"), "no workload has them"),
         (("--request", "phases=decode", *EXTEND), "the request's phases"),
         (("--request", "heads=4"), "heads"),

@@ -10,15 +10,16 @@ from itertools import pairwise
 import pytest
 import torch
 
-from attnmux.bench import answers, conformance, measuring
+from attnmux.bench import answers, conformance, subjects
 from attnmux.bench.answers import error_of
 from attnmux.bench.conformance import check_conformance
 from attnmux.bench.entrants import find_entrants, make_field
 from attnmux.bench.measuring import Bench
 from attnmux.bench.roofline import Ceilings, cost_of
+from attnmux.bench.shapes import completed
 from attnmux.bench.steps import make_step
 from attnmux.bench.timing import median_us
-from attnmux.bench.workload import Workload, completed
+from attnmux.bench.workload import Workload
 from attnmux.core import (
     NONE,
     GraphViolation,
@@ -192,7 +193,7 @@ def test_a_pool_too_large_for_memory(monkeypatch) -> None:
     def full(*args, **kwargs):
         raise MemoryError("no room")
 
-    monkeypatch.setattr(measuring, "make_step", full)
+    monkeypatch.setattr(subjects, "make_step", full)
     (row,) = rows([offer("right")], (DECODE,))
     assert (row.status, row.why) == ("failed", "MemoryError: no room")
 
@@ -221,7 +222,7 @@ def test_backends_with_one_page_size_share_a_step(monkeypatch) -> None:
         made.append(make_step(*args, **kwargs))
         return made[-1]
 
-    monkeypatch.setattr(measuring, "make_step", noted)
+    monkeypatch.setattr(subjects, "make_step", noted)
     offers = [offer("a"), offer("b"), offer("c", page_size=one_of(16))]
     found = rows(offers, (DECODE,))
     assert sorted((row.backend, row.page_size) for row in found) == [

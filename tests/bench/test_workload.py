@@ -9,12 +9,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from attnmux.bench.workload import (
-    Workload,
-    check_stated,
-    completed,
-    default_grid,
-)
+from attnmux.bench.grid import default_grid
+from attnmux.bench.shapes import check_stated, completed
+from attnmux.bench.workload import Workload
 from attnmux.core import InvalidInput, Platform, Request
 from attnmux.testing.reference import visibility
 
@@ -120,7 +117,7 @@ def test_default_shapes() -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["kind=gdn", "kind=nsa", "cross_attention=yes", "custom_mask=yes", "multi_item=yes"]
+    "text", ["kind=nsa", "cross_attention=yes", "custom_mask=yes", "multi_item=yes"]
 )
 def test_untimed_features_are_refused(text) -> None:
     with pytest.raises(InvalidInput, match="request"):

@@ -311,6 +311,25 @@ def run_on() -> Callable[..., ModelRunner]:
 
 
 @pytest.fixture(scope="session")
+def small():
+    """What configs of BART's family have in common, for a model of a few thousand weights."""
+    return {
+        "vocab_size": 97,
+        "d_model": 32,
+        "encoder_layers": 2,
+        "decoder_layers": 3,
+        "encoder_attention_heads": 4,
+        "decoder_attention_heads": 4,
+        "encoder_ffn_dim": 48,
+        "decoder_ffn_dim": 48,
+        "pad_token_id": 1,
+        "bos_token_id": 0,
+        "eos_token_id": 2,
+        "decoder_start_token_id": 2,
+    }
+
+
+@pytest.fixture(scope="session")
 def run_hybrid():
     """(a checkpoint's folder) to a runner on the plain backends of the CPU."""
     names = ("torch_native", "torch_linear")

@@ -14,22 +14,10 @@ from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import AutoModelForSeq2SeqLM, AutoModelForSpeechSeq2Seq, PreTrainedTokenizerFast
 
 from attnmux.core.cli.verbs import verbs
+from attnmux.transformers import open_checkpoint
 from attnmux.transformers.checkpoint import quiet_transformers
 
-DIMS = {
-    "vocab_size": 97,
-    "d_model": 32,
-    "encoder_layers": 2,
-    "decoder_layers": 2,
-    "encoder_attention_heads": 4,
-    "decoder_attention_heads": 4,
-    "encoder_ffn_dim": 48,
-    "decoder_ffn_dim": 48,
-    "pad_token_id": 1,
-    "bos_token_id": 0,
-    "eos_token_id": 2,
-    "decoder_start_token_id": 3,
-}
+START = {"decoder_start_token_id": 3}
 RATE = 16_000
 MELS = {"feature_size": 8, "chunk_length": 1, "sampling_rate": RATE}
 NEW = 6
@@ -60,17 +48,19 @@ def saved(folder, kind, config, **generation):
 
 
 @pytest.fixture
-def bart(tmp_path):
+def bart(tmp_path, small):
     folder = tmp_path / "bart"
-    config = transformers.BartConfig(**DIMS, max_position_embeddings=48, forced_eos_token_id=None)
+    config = transformers.BartConfig(
+        **{**small, **START}, max_position_embeddings=48, forced_eos_token_id=None
+    )
     return saved(folder, AutoModelForSeq2SeqLM, config, forced_bos_token_id=7), folder
 
 
 @pytest.fixture
-def whisper(tmp_path):
+def whisper(tmp_path, small):
     folder = tmp_path / "whisper"
     config = transformers.WhisperConfig(
-        **DIMS,
+        **{**small, **START},
         num_mel_bins=8,
         max_source_positions=50,
         max_target_positions=48,
@@ -145,6 +135,27 @@ def test_sound_is_answered_as_by_transformers(whisper, tmp_path):
     lines = tmp_path / "lines.jsonl"
     lines.write_text(json.dumps({"audio": str(files[1]), "max_new_tokens": 3}))
     assert ids(generate(folder, "--prompts", lines, "--json")) == [expected[1][:3]]
+
+
+def test_sound_may_have_more_tokens_than_the_text_has_positions(tmp_path):
+    """Moonshine's config limits its decoder's positions alone."""
+    folder = tmp_path / "moonshine"
+    config = transformers.MoonshineConfig(
+        **{"vocab_size": 97, "hidden_size": 32, "intermediate_size": 48},
+        **dict.fromkeys(["encoder_num_hidden_layers", "decoder_num_hidden_layers"], 2),
+        **dict.fromkeys(["encoder_num_attention_heads", "decoder_num_attention_heads"], 4),
+        max_position_embeddings=24,
+        **{"pad_token_id": 1, "bos_token_id": 0, "eos_token_id": 2, "decoder_start_token_id": 3},
+    )
+    model = saved(folder, AutoModelForSpeechSeq2Seq, config)
+    extract = transformers.Wav2Vec2FeatureExtractor(sampling_rate=RATE, do_normalize=False)
+    extract.save_pretrained(folder)
+    samples = sound(tmp_path / "long.wav", 1.5)
+    inputs = extract(samples, sampling_rate=RATE, return_tensors="pt")["input_values"]
+    assert model.get_encoder()(inputs).last_hidden_state.shape[1] > 50
+    assert open_checkpoint(folder).max_encoder_len is None
+    expected = answer(model, [3], input_values=inputs)
+    assert ids(generate(folder, "--audio", tmp_path / "long.wav", "--json")) == [expected]
 
 
 def test_mistakes_with_sound_are_told(whisper, bart, tmp_path):

@@ -8,40 +8,26 @@ import transformers
 from transformers import AutoModelForSeq2SeqLM, AutoModelForSpeechSeq2Seq
 
 from attnmux.core import InvalidInput, PoolExhausted, torch_dtype
-from attnmux.transformers import Engine, SequenceState, record_layers
+from attnmux.transformers import Engine, SequenceState, encoder_batches, record_layers
 from attnmux.transformers.checkpoint import quiet_transformers
 from attnmux.transformers.encoder_decoder import record_decoder
 from attnmux.transformers.engine import scheduler
 from attnmux.transformers.packed_decoder import PackedDecoder
 
-SHARED = {
-    "vocab_size": 97,
-    "d_model": 32,
-    "encoder_layers": 2,
-    "decoder_layers": 3,
-    "encoder_attention_heads": 4,
-    "decoder_attention_heads": 4,
-    "encoder_ffn_dim": 48,
-    "decoder_ffn_dim": 48,
-    "pad_token_id": 1,
-    "bos_token_id": 0,
-    "eos_token_id": 2,
-    "decoder_start_token_id": 2,
-}
-TEXT = {**SHARED, "max_position_embeddings": 64}
+TEXT = {"max_position_embeddings": 64}
 CONFIGS = {
-    "whisper": lambda: transformers.WhisperConfig(
-        **SHARED,
+    "whisper": lambda small: transformers.WhisperConfig(
+        **small,
         num_mel_bins=8,
         max_source_positions=21,
         max_target_positions=64,
         suppress_tokens=None,
         begin_suppress_tokens=None,
     ),
-    "bart": lambda: transformers.BartConfig(**TEXT, forced_eos_token_id=None),
-    "mbart": lambda: transformers.MBartConfig(**TEXT, forced_eos_token_id=None),
-    "pegasus": lambda: transformers.PegasusConfig(**TEXT, forced_eos_token_id=None),
-    "marian": lambda: transformers.MarianConfig(**TEXT, forced_eos_token_id=None),
+    "bart": lambda small: transformers.BartConfig(**small, **TEXT, forced_eos_token_id=None),
+    "mbart": lambda small: transformers.MBartConfig(**small, **TEXT, forced_eos_token_id=None),
+    "pegasus": lambda small: transformers.PegasusConfig(**small, **TEXT, forced_eos_token_id=None),
+    "marian": lambda small: transformers.MarianConfig(**small, **TEXT, forced_eos_token_id=None),
 }
 T5 = {
     "vocab_size": 97,
@@ -77,7 +63,6 @@ TOWER = {
     "patch_size": 8,
 }
 NLLB_MOE = {
-    **TEXT,
     "num_experts": 4,
     "encoder_sparse_step": 2,
     "decoder_sparse_step": 2,
@@ -85,8 +70,8 @@ NLLB_MOE = {
     "decoder_layerdrop": 0.0,
 }
 CONFIGS |= {
-    "m2m_100": lambda: transformers.M2M100Config(**TEXT, encoder_layerdrop=0.0),
-    "t5gemma": lambda: transformers.T5GemmaConfig(
+    "m2m_100": lambda small: transformers.M2M100Config(**small, **TEXT, encoder_layerdrop=0.0),
+    "t5gemma": lambda small: transformers.T5GemmaConfig(
         encoder=GEMMA,
         decoder=GEMMA,
         vocab_size=97,
@@ -94,7 +79,7 @@ CONFIGS |= {
         eos_token_id=2,
         bos_token_id=0,
     ),
-    "t5gemma2": lambda: transformers.T5Gemma2Config(
+    "t5gemma2": lambda small: transformers.T5Gemma2Config(
         encoder={"text_config": GEMMA, "vision_config": {**TOWER, "image_size": 16}},
         decoder=GEMMA,
         pad_token_id=1,
@@ -102,16 +87,16 @@ CONFIGS |= {
         bos_token_id=0,
         image_token_index=90,
     ),
-    "nllb_moe": lambda: transformers.NllbMoeConfig(**NLLB_MOE),
-    "t5": lambda: transformers.T5Config(**T5),
-    "mt5": lambda: transformers.MT5Config(**T5, feed_forward_proj="gated-gelu"),
-    "umt5": lambda: transformers.UMT5Config(**T5),
-    "long_t5": lambda: transformers.LongT5Config(
+    "nllb_moe": lambda small: transformers.NllbMoeConfig(**small, **TEXT, **NLLB_MOE),
+    "t5": lambda small: transformers.T5Config(**T5),
+    "mt5": lambda small: transformers.MT5Config(**T5, feed_forward_proj="gated-gelu"),
+    "umt5": lambda small: transformers.UMT5Config(**T5),
+    "long_t5": lambda small: transformers.LongT5Config(
         **T5, local_radius=4, encoder_attention_type="local"
     ),
 }
 """Requests are longer than the distance from which on biases are the same."""
-FSMT = {name: value for name, value in TEXT.items() if name not in ("vocab_size", "pad_token_id")}
+FSMT_LACKS = ("vocab_size", "pad_token_id")
 BERT = {
     "vocab_size": 97,
     "num_hidden_layers": 2,
@@ -120,17 +105,19 @@ BERT = {
     "max_position_embeddings": 66,
 }
 CONFIGS |= {
-    "mvp": lambda: transformers.MvpConfig(**TEXT, forced_eos_token_id=None),
-    "led": lambda: transformers.LEDConfig(
-        **SHARED,
+    "mvp": lambda small: transformers.MvpConfig(**small, **TEXT, forced_eos_token_id=None),
+    "led": lambda small: transformers.LEDConfig(
+        **small,
         attention_window=[4, 8],
         max_encoder_position_embeddings=64,
         max_decoder_position_embeddings=64,
     ),
-    "fsmt": lambda: transformers.FSMTConfig(
-        **FSMT, src_vocab_size=120, tgt_vocab_size=97, forced_eos_token_id=None
+    "fsmt": lambda small: transformers.FSMTConfig(
+        **{name: value for name, value in small.items() if name not in FSMT_LACKS},
+        **TEXT,
+        **{"src_vocab_size": 120, "tgt_vocab_size": 97, "forced_eos_token_id": None},
     ),
-    "bert2roberta": lambda: transformers.EncoderDecoderConfig(
+    "bert2roberta": lambda small: transformers.EncoderDecoderConfig(
         encoder=transformers.BertConfig(**BERT, hidden_size=48).to_dict(),
         decoder=transformers.RobertaConfig(
             **BERT,
@@ -143,7 +130,7 @@ CONFIGS |= {
         pad_token_id=1,
         decoder_start_token_id=2,
     ),
-    "speecht5": lambda: transformers.SpeechT5Config(
+    "speecht5": lambda small: transformers.SpeechT5Config(
         vocab_size=97,
         hidden_size=32,
         encoder_layers=2,
@@ -167,7 +154,7 @@ DECODED = 5
 
 
 @pytest.fixture(scope="module")
-def made(tmp_path_factory):
+def made(tmp_path_factory, small):
     """(the model with transformers' own eager attention, its checkpoint's folder), by name."""
     known = {}
 
@@ -176,7 +163,7 @@ def made(tmp_path_factory):
             torch.manual_seed(0)
             kind = AutoModelForSpeechSeq2Seq if name in SPEECH else AutoModelForSeq2SeqLM
             with quiet_transformers(progress=False):
-                model = kind.from_config(CONFIGS[name](), attn_implementation="eager").eval()
+                model = kind.from_config(CONFIGS[name](small), attn_implementation="eager").eval()
                 with torch.no_grad():
                     for parameter in model.parameters():
                         if parameter.dim() > 1:
@@ -445,6 +432,52 @@ def test_the_encoder_runs_once_and_its_keys_are_written_once(made, run_on):
     assert len(calls) == 3
 
 
+PADS = {
+    *("bart", "mbart", "pegasus", "marian", "m2m_100", "t5gemma", "t5gemma2", "t5", "mt5", "umt5"),
+    "bert2roberta",
+}
+"""Those whose encoders' layers all call transformers' interface."""
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_encoders_in_one_call_give_each_request_its_own_states(made, run_on, name):
+    model, folder = made(name)
+    runner = run(run_on, folder)
+    given = encoder_inputs(name) * 2
+    batches = []
+    runner.model.model.get_encoder().register_forward_hook(
+        lambda _, args, kwargs, out: batches.append(out.last_hidden_state.shape[0]),
+        with_kwargs=True,
+    )
+    with torch.inference_mode():
+        expected = [model.get_encoder()(**each).last_hidden_state[0] for each in given]
+    if name in SPEECH:
+        assert not runner.model._encoder.pads_texts
+    else:
+        assert runner.model._encoder.pads_texts == (name in PADS)
+    del batches[:]
+    found = runner.encode_all(given)
+    assert sorted(batches) == ([6] if name in PADS or name == "whisper" else [2, 2, 2])
+    for ours, theirs in zip(found, expected, strict=True):
+        assert_same(ours, theirs)
+
+
+def test_texts_of_one_call_have_a_limit(made, run_on, monkeypatch):
+    runner = run(run_on, made("bart")[1])
+    given = encoder_inputs("bart")  # of 19, 1 and 32 tokens
+    monkeypatch.setattr(encoder_batches, "MOST_TOKENS", 40)
+    calls = []
+    runner.model.model.get_encoder().register_forward_hook(
+        lambda _, args, kwargs, out: calls.append(tuple(out.last_hidden_state.shape[:2])),
+        with_kwargs=True,
+    )
+    assert runner.model._encoder.pads_texts
+    del calls[:]
+    found = runner.encode_all(given)
+    assert calls == [(2, 19), (1, 32)]
+    assert [each.shape[0] for each in found] == [19, 1, 32]
+
+
 def test_a_released_request_runs_again_without_its_encoder(made, run_on):
     model, folder = made("bart")
     runner = run(run_on, folder, page_size=16)
@@ -505,17 +538,19 @@ def test_encoder_inputs_and_states_that_cannot_be_are_refused(made, tiny, run_on
 
 REFUSED = {
     "switch_transformers": (
-        lambda: transformers.SwitchTransformersConfig(
+        lambda small: transformers.SwitchTransformersConfig(
             vocab_size=97, d_model=32, d_kv=8, d_ff=48, num_layers=2, num_heads=4
         ),
         "drops tokens beyond the capacity of an expert",
     ),
     "nllb_moe": (
-        lambda: transformers.NllbMoeConfig(**NLLB_MOE, moe_eval_capacity_token_fraction=0.5),
+        lambda small: transformers.NllbMoeConfig(
+            **small, **TEXT, **NLLB_MOE, moe_eval_capacity_token_fraction=0.5
+        ),
         "drops tokens beyond the capacity of an expert",
     ),
     "prophetnet": (
-        lambda: transformers.ProphetNetConfig(
+        lambda small: transformers.ProphetNetConfig(
             vocab_size=97,
             hidden_size=32,
             num_encoder_layers=1,
@@ -523,20 +558,22 @@ REFUSED = {
             num_encoder_attention_heads=4,
             num_decoder_attention_heads=4,
         ),
-        "0 attention calls of 0 modules",
+        "a bias by distance that depends on the query",
     ),
     "mvp": (
-        lambda: transformers.MvpConfig(**TEXT, use_prompt=True, prompt_length=3, prompt_mid_dim=8),
+        lambda small: transformers.MvpConfig(
+            **small, **TEXT, use_prompt=True, prompt_length=3, prompt_mid_dim=8
+        ),
         "attn_prompt",
     ),
 }
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_models_that_cannot_be_served_are_refused(tmp_path, run_on, name):
+def test_models_that_cannot_be_served_are_refused(tmp_path, run_on, name, small):
     config, words = REFUSED[name]
     with quiet_transformers(progress=False):
-        AutoModelForSeq2SeqLM.from_config(config()).save_pretrained(tmp_path)
+        AutoModelForSeq2SeqLM.from_config(config(small)).save_pretrained(tmp_path)
     with pytest.raises(InvalidInput, match=words):
         run(run_on, tmp_path)
 

@@ -93,7 +93,10 @@ def test_recording_leaves_the_model_as_it_was(tiny):
 @pytest.mark.parametrize(
     ("config", "words"),
     [
-        (transformers.XLMConfig(vocab_size=97, emb_dim=32, n_layers=2, n_heads=4), "by itself"),
+        (
+            transformers.XLMConfig(vocab_size=97, emb_dim=32, n_layers=2, n_heads=4),
+            "sees later ones too",
+        ),
         (
             transformers.RwkvConfig(
                 vocab_size=97, hidden_size=16, num_hidden_layers=2, attention_hidden_size=16

@@ -147,7 +147,7 @@ def test_a_backend_that_was_named_is_not_replaced(tiny):
         load(tiny("deepseek-v3")[1], GOOD, BROKEN, policy=Policy(backend="broken"))
 
 
-def test_dual_chunks_are_run_as_transformers_does_without_them(tiny, tmp_path):
+def test_a_context_within_the_first_dual_chunk_runs_without_chunks(tiny, tmp_path):
     folder = shutil.copytree(tiny("qwen3")[1], tmp_path / "chunked")
     config = json.loads((folder / "config.json").read_text())
     chunks = {"chunk_size": 8192, "local_size": 1024, "original_max_position_embeddings": 8192}

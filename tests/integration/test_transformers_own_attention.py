@@ -14,6 +14,7 @@ from attnmux.core.choosing.machine.cpu import probe_cpu
 from attnmux.transformers import RunnerOptions, SequenceState, load_runner, open_checkpoint
 from attnmux.transformers.checkpoint import quiet_transformers
 from attnmux.transformers.own_attention import ADAPTERS, has_adapter
+from attnmux.transformers.unserved_attention import UNSERVED
 
 NO_TOKENS = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None, "vocab_size": 97}
 FALCON = {**NO_TOKENS, "hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4}
@@ -66,6 +67,10 @@ MAKERS |= {
     "trocr": lambda: transformers.TrOCRConfig(**BART),
     "xglm": lambda: transformers.XGLMConfig(
         **NO_TOKENS, d_model=48, num_layers=3, attention_heads=4, ffn_dim=48
+    ),
+    "xlm": lambda: transformers.XLMConfig(
+        **{"vocab_size": 98, "emb_dim": 48, "n_layers": 3, "n_heads": 4},
+        **{"causal": True, "pad_index": 97, "max_position_embeddings": 128},
     ),
 }
 ALIBI = {"bloom", "falcon-rw", "mpt"}
@@ -125,7 +130,46 @@ def test_every_adapter_s_class_exists():
     assert not has_adapter(transformers.LlamaForCausalLM)
 
 
-def test_others_are_refused_with_the_reason(tmp_path):
-    transformers.XLNetConfig(d_model=32, n_layer=1, n_head=2).save_pretrained(tmp_path)
-    with pytest.raises(InvalidInput, match="computes attention by itself"):
+UNSERVABLE = {
+    "cpmant": (lambda: transformers.CpmAntConfig(), "each token sees later ones"),
+    "prophetnet": (
+        lambda: transformers.ProphetNetConfig(is_decoder=True, is_encoder_decoder=False),
+        "a bias by distance that depends on the query",
+    ),
+    "reformer": (
+        lambda: transformers.ReformerConfig(is_decoder=True),
+        "hashed to a query's bucket",
+    ),
+    "xlm": (lambda: transformers.XLMConfig(), "each token sees later ones.*causal=False"),
+    "xlnet": (lambda: transformers.XLNetConfig(d_model=32, n_head=2), "each token sees later ones"),
+}
+
+
+@pytest.mark.parametrize("name", UNSERVABLE)
+def test_others_are_refused_with_the_reason(tmp_path, name):
+    config, words = UNSERVABLE[name]
+    config().save_pretrained(tmp_path)
+    with pytest.raises(InvalidInput, match=words):
         open_checkpoint(tmp_path)
+
+
+def test_every_class_with_a_reason_exists():
+    files = {one.__module__ for one in transformers.MODEL_FOR_CAUSAL_LM_MAPPING.values()}
+    beside = {name for file in files for name in vars(importlib.import_module(file))}
+    assert beside.issuperset(UNSERVED)
+
+
+def test_a_padding_token_in_a_text_of_xlm_counts(tmp_path):
+    """transformers takes it for the end of the text, unless it gets a mask."""
+    config = MAKERS["xlm"]()
+    model = AutoModelForCausalLM.from_config(config).eval()
+    model.save_pretrained(tmp_path)
+    options = RunnerOptions(max_batch_size=3, max_context_len=64, max_total_tokens=192)
+    offers = [offer for offer in load_plugins().offers() if offer.card.name == "torch_native"]
+    runner = load_runner(open_checkpoint(tmp_path), probe_cpu(), offers, options)
+    ids = [5, config.pad_index, 7, 9]
+    ours = runner.extend([SequenceState(token_ids=ids)])
+    given = torch.tensor([ids])
+    with torch.inference_mode():
+        theirs = model(input_ids=given, attention_mask=torch.ones_like(given)).logits[:, -1]
+    torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=0)

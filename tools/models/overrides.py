@@ -129,6 +129,7 @@ OVERRIDES: Mapping[str, Mapping[str, object]] = {
     },
     "MoshiConfig": {"sliding_window": 128},  # the model's mask has no window
     "ReformerConfig": {"axial_pos_embds": False},
+    "XLMConfig": {"causal": True},
     "XmodConfig": {"default_language": "en_XX"},
     "Zamba2Config": SHARED_ATTENTION,
     "ZambaConfig": SHARED_ATTENTION,

@@ -109,7 +109,10 @@ def compare_logits(runner: ModelRunner, wanted: Sequence[Wanted]) -> float:
     worst = 0.0
     for one, two in zip(wanted[::2], wanted[1::2], strict=True):
         both = (one, two)
-        states = [_state(runner, each) for each in both]
+        states = [
+            SequenceState(token_ids=list(each.prompt), encoder_states=encoded)
+            for each, encoded in zip(both, _encoded(runner, both), strict=True)
+        ]
         first = [max(1, len(each.prompt) // 2) for each in both]
         if min(len(each.prompt) for each in both) > 1:
             runner.extend(states, first)
@@ -127,12 +130,10 @@ def compare_logits(runner: ModelRunner, wanted: Sequence[Wanted]) -> float:
     return worst
 
 
-def _state(runner: ModelRunner, wanted: Wanted) -> SequenceState:
-    return SequenceState(token_ids=list(wanted.prompt), encoder_states=_encoded(runner, wanted))
-
-
-def _encoded(runner: ModelRunner, wanted: Wanted) -> torch.Tensor | None:
-    return None if wanted.encoder is None else runner.encode(wanted.encoder)
+def _encoded(runner: ModelRunner, wanted: Sequence[Wanted]) -> Sequence[torch.Tensor | None]:
+    """The encoder's states of each request, from as few calls as there can be."""
+    given = [each.encoder for each in wanted if each.encoder is not None]
+    return runner.encode_all(given) if given else [None] * len(wanted)
 
 
 def _difference(wanted: Wanted, step: int, ours: torch.Tensor) -> float:
@@ -152,8 +153,8 @@ def compare_text(runner: ModelRunner, wanted: Sequence[Wanted]) -> None:
     """
     engine = Engine(runner, prefill_tokens=CHUNK)
     order = [
-        engine.add(each.prompt, max_new_tokens=NEW_TOKENS, encoder_states=_encoded(runner, each))
-        for each in wanted
+        engine.add(each.prompt, max_new_tokens=NEW_TOKENS, encoder_states=encoded)
+        for each, encoded in zip(wanted, _encoded(runner, wanted), strict=True)
     ]
     texts = {}
     while engine.has_work:

@@ -1,8 +1,13 @@
 """Times attention backends on the same steps. Importing this module imports no torch.
 
 workload.py     the steps that are timed
+shapes.py       shapes that a request leaves open
+grid.py         the steps that are timed by default
 entrants.py     which backends take part, and why the others do not
 steps.py        a workload in pools of its own
+linear_steps.py a workload of linear layers
+linear_work.py  what such a step needs
+subjects.py     how steps of attention and of linear layers are made and checked
 answers.py      whether an answer is right
 timing.py       how long calls take, several sides by turns
 roofline.py     what a step needs, and what the device reaches
@@ -24,9 +29,11 @@ if TYPE_CHECKING:
     from attnmux.bench.answers import error_of, errors_of, max_error
     from attnmux.bench.conformance import Check, check_conformance
     from attnmux.bench.entrants import Entrant, Field, Refused, find_entrants, make_field
+    from attnmux.bench.grid import default_grid
     from attnmux.bench.measuring import Bench, Row, all_layers, all_layers_in_graph
     from attnmux.bench.report import Report, facts
     from attnmux.bench.roofline import Ceilings, Cost, ceilings, cost_of
+    from attnmux.bench.shapes import completed
     from attnmux.bench.steps import Step, make_step
     from attnmux.bench.timing import (
         Times,
@@ -39,7 +46,7 @@ if TYPE_CHECKING:
         median_us,
         wall_meter,
     )
-    from attnmux.bench.workload import Workload, completed, default_grid
+    from attnmux.bench.workload import Workload
 
 _MODULES = {
     "Bench": "measuring",
@@ -58,9 +65,9 @@ _MODULES = {
     "all_layers_in_graph": "measuring",
     "ceilings": "roofline",
     "check_conformance": "conformance",
-    "completed": "workload",
+    "completed": "shapes",
     "cost_of": "roofline",
-    "default_grid": "workload",
+    "default_grid": "grid",
     "device_meter": "timing",
     "error_of": "answers",
     "errors_of": "answers",

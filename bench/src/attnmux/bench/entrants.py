@@ -7,8 +7,9 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from attnmux.bench.grid import default_grid
 from attnmux.bench.timing import graphs_of
-from attnmux.bench.workload import Workload, default_grid
+from attnmux.bench.workload import Workload
 from attnmux.core import (
     Decision,
     DeviceGraphs,
@@ -24,6 +25,7 @@ from attnmux.core import (
     value_bytes,
 )
 from attnmux.core.choosing.ask.policy import NAMING
+from attnmux.core.choosing.ask.values import LINEAR_KINDS
 from attnmux.core.choosing.offer.named import offers_named
 from attnmux.core.choosing.tell.choice import Choice
 
@@ -33,6 +35,9 @@ NAMED_FOR = {
     "verify": "prefill_backend",
 }
 """The policy's field that names the backend of one phase alone."""
+
+LINEAR_PHASES = ("decode", "extend")
+"""Those of linear layers: a state cannot be taken back to the accepted draft."""
 
 IN_GRAPHS = ("decode", "verify")
 """The phases that engines replay from device graphs."""
@@ -102,7 +107,7 @@ def make_field(
     Raises InvalidInput for a request without a phase that is timed, and for a device that torch
     does not have; NoBackend, with the reasons, where no backend serves any of the workloads.
     """
-    phases = [phase for phase in NAMED_FOR if phase in request.phases]
+    phases = [phase for phase in _timed_phases(request) if phase in request.phases]
     if not workloads:
         itemsize = value_bytes(torch_dtype(request.kv_dtype or request.dtype or ""))
         grid = default_grid(request, platform, itemsize)
@@ -110,6 +115,8 @@ def make_field(
     for workload in workloads:
         if workload.phase not in phases:
             expected = f"one of {' and '.join(phases)}, the request's phases"
+            if request.kind in LINEAR_KINDS and workload.phase == "verify":
+                expected = "decode or extend: linear layers are not rolled back to accepted drafts"
             raise InvalidInput("workload", got=str(workload), expected=expected)
         if workload.phase == "verify":
             _check_chain(workload, request)
@@ -172,6 +179,10 @@ def find_entrants(
             if names or not any(reason.axis == "vendor" for reason in reasons):
                 refused.append(Refused(offer=offer, phase=phase, reasons=reasons))
     return entrants, refused
+
+
+def _timed_phases(request: Request) -> tuple[str, ...]:
+    return LINEAR_PHASES if request.kind in LINEAR_KINDS else tuple(NAMED_FOR)
 
 
 def _check_chain(workload: Workload, request: Request) -> None:

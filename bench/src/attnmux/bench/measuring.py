@@ -10,22 +10,14 @@ from typing import Any, Literal
 
 import torch
 
-from attnmux.bench.answers import errors_of, max_error
 from attnmux.bench.entrants import Entrant
 from attnmux.bench.roofline import Ceilings, Cost, cost_of
-from attnmux.bench.steps import Step, make_step
+from attnmux.bench.subjects import Subject, TimedStep, subject_of
 from attnmux.bench.timing import Run, current, in_graph, in_turn, interleave, median_us
 from attnmux.bench.workload import Workload
-from attnmux.core import (
-    AttentionBackend,
-    DeviceGraphs,
-    RankFailed,
-    RanksDiffer,
-    TunedLaunch,
-    build,
-    in_brief,
-)
+from attnmux.core import DeviceGraphs, RankFailed, RanksDiffer, TunedLaunch, in_brief
 from attnmux.core.choosing.measured.launches import Together, alone
+from attnmux.core.steps import StepBackend
 from attnmux.testing import Errors
 
 ROUNDS = 3
@@ -107,15 +99,18 @@ class Bench:
 
     def _group(self, workload: Workload, entrants: Sequence[Entrant]) -> list[Row]:
         """Rows of backends that read the same pool."""
-        request = entrants[0].decision.request
+        decision = entrants[0].decision
+        request, subject = decision.request, subject_of(decision.request)
         self.say(f"filling the pool of {workload}")
         try:
-            step, _ = self.together(lambda: (make_step(workload, request, self.device), ()))
+            step, _ = self.together(
+                lambda: (subject.make_step(workload, decision, self.device), ())
+            )
         except (RankFailed, RanksDiffer):
             raise
         except Exception as error:  # mostly memory; any failure belongs in the rows
             return [_row(workload, each, "failed", why=in_brief(error)) for each in entrants]
-        prepared = {each.offer.address: self._prepare(step, each) for each in entrants}
+        prepared = {each.offer.address: self._prepare(subject, step, each) for each in entrants}
         ready = {name: made for name, made in prepared.items() if not isinstance(made, Row)}
         rows = [made for made in prepared.values() if isinstance(made, Row)]
         times = interleave(
@@ -153,14 +148,14 @@ class Bench:
         _, (us,) = self.together(lambda: (None, (median_us(run, self.seconds / ROUNDS),)))
         return us
 
-    def _prepare(self, step: Step, entrant: Entrant) -> _Ready | Row:
+    def _prepare(self, subject: Subject[Any], step: TimedStep, entrant: Entrant) -> _Ready | Row:
         """Build the backend and check its answer. Returns a row where that went wrong."""
         self.say(f"compiling {entrant.offer.address} for {step.workload}")
         try:
-            made, figures = self.together(lambda: self._run(step, entrant))
+            made, figures = self.together(lambda: self._run(subject, step, entrant))
             backend, run, prepare = made
             errors = Errors(*figures)
-            limit = max_error(step, fp8_products=entrant.offer.card.fp8_products)
+            limit = subject.limit(step, entrant.offer.card)
             if errors.relative > limit:
                 why = f"off by {errors.relative:.1e} of the norm, {limit:.1e} at most"
                 return _row(step.workload, entrant, "wrong", **_figures(errors), why=why)
@@ -174,21 +169,19 @@ class Bench:
             return _row(step.workload, entrant, "failed", why=in_brief(failure))
 
     def _run(
-        self, step: Step, entrant: Entrant
-    ) -> tuple[tuple[AttentionBackend, Run, Run], Errors]:
+        self, subject: Subject[Any], step: TimedStep, entrant: Entrant
+    ) -> tuple[tuple[StepBackend, Run, Run], Errors]:
         """Run the step once. Returns the backend, the run, its preparation, and the errors."""
-        decision = entrant.decision
-        context = step.context(decision.platform, decision.request, self.launches)
-        backend = build(decision, context)
-        step.out.fill_(torch.nan)
+        backend = subject.build(entrant.decision, step, self.launches)
         if entrant.in_graph and self.graphs is not None:
             run = all_layers_in_graph(backend, step, self.graphs)
             prepare = partial(backend.init_forward_metadata_out_graph, step.batch)
         else:
             run = all_layers(backend, step)
             prepare = partial(backend.init_forward_metadata, step.batch)
+        step.reset()
         run()
-        return (backend, run, prepare), errors_of(step)
+        return (backend, run, prepare), subject.errors(step)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -196,7 +189,7 @@ class _Ready:
     """A backend with a right answer, ready to be timed."""
 
     run: Run
-    backend: AttentionBackend
+    backend: StepBackend
     """Kept alive: a graph does not own the memory that it reads."""
     entrant: Entrant
     errors: Errors
@@ -207,13 +200,13 @@ def _figures(errors: Errors) -> dict[str, float]:
     return {"error": errors.relative, "rms_error": errors.rms, "worst_error": errors.worst}
 
 
-def all_layers(backend: AttentionBackend, step: Step) -> Run:
+def all_layers(backend: StepBackend, step: TimedStep) -> Run:
     """Every layer's call, one after the other, eagerly. Prepares the step, once."""
     backend.init_forward_metadata(step.batch)
     return in_turn(step.calls(backend))
 
 
-def all_layers_in_graph(backend: AttentionBackend, step: Step, graphs: DeviceGraphs) -> Run:
+def all_layers_in_graph(backend: StepBackend, step: TimedStep, graphs: DeviceGraphs) -> Run:
     """The same calls from one graph. Prepares the step, once, outside of the graph.
 
     Raises GraphUnsupported for a backend that cannot be captured.

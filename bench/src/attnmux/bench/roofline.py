@@ -9,9 +9,11 @@ from typing import Literal
 
 import torch
 
+from attnmux.bench.linear_work import linear_bytes, linear_flops
 from attnmux.bench.timing import current, median_us
 from attnmux.bench.workload import Workload, kv_width, q_width
 from attnmux.core import Request, torch_dtype, value_bytes
+from attnmux.core.choosing.ask.values import LINEAR_KINDS
 
 MOST_SECONDS = 1.5
 """Most time for both ceilings together. One product or copy that has begun is finished."""
@@ -25,7 +27,7 @@ class Cost:
     """The work of one layer's call: arithmetic, and the memory that it cannot avoid to move."""
 
     flops: int
-    """Floating-point operations of the two products."""
+    """Floating-point operations: of attention, those of the two products."""
     nbytes: int
     """Bytes read and written."""
 
@@ -56,8 +58,14 @@ def cost_of(workload: Workload, request: Request) -> Cost:
     counted. The bytes are the compulsory traffic of the roofline model (Williams, Waterman and
     Patterson 2009, doi:10.1145/1498765.1498785): each value moves once. A backend that spills
     partial results, or reads a KV head once a query head, moves more and lies lower.
+
+    `linear_work` counts linear layers.
     """
     size = torch_dtype(request.dtype or "").itemsize
+    if request.kind in LINEAR_KINDS:
+        return Cost(
+            flops=linear_flops(workload, request), nbytes=linear_bytes(workload, request, size)
+        )
     kv_size = value_bytes(torch_dtype(request.kv_dtype or ""))
     new, stored = workload.num_tokens, workload.kv_bytes(request, kv_size)
     values = new * kv_width(request)

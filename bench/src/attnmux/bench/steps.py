@@ -110,6 +110,10 @@ class Step:
             for layer in self.layers
         ]
 
+    def reset(self) -> None:
+        """Spoil the answer of an earlier run."""
+        self.out.fill_(torch.nan)
+
     def calls_in_pool(self, backend: AttentionBackend) -> list[Run]:
         """Each layer's call over K and V that are in the pool already. The result is new."""
         return [

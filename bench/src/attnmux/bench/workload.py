@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from attnmux.core import InvalidInput, Platform, Request
+from attnmux.core import InvalidInput, Request
 
 FIELDS = {
     "decode": ("bs", "ctx"),
@@ -167,99 +167,3 @@ def _seen(request: Request, place: int) -> int:
 
 def _refusal(got: str, expected: str) -> InvalidInput:
     return InvalidInput("workload", got=repr(got), expected=expected)
-
-
-GRID_CPU = (
-    *((1, 256), (1, 2048), (1, 8192), (4, 512), (16, 256)),
-    *((1, 128, 0), (2, 32, 256)),
-)
-VERIFY_CPU = ((1, 256), (4, 512))
-GRID_ACCELERATOR = (
-    *(
-        (1, 1024),
-        (1, 4096),
-        (1, 32768),
-        (1, 131072),
-        (8, 4096),
-        (32, 1024),
-        (32, 4096),
-        (32, 16384),
-    ),
-    *((128, 1024), (128, 4096), (256, 1024)),
-    *((1, 2048, 0), (1, 8192, 0), (8, 1024, 0), (4, 512, 8192)),
-)
-VERIFY_ACCELERATOR = ((1, 4096), (16, 4096), (64, 4096))
-"""(batch size, context) of decode, (batch size, new, prefix) of extend, and (batch size, prefix) of
-verification."""
-
-MEMORY_SHARE = 0.25
-"""Share of the device's memory that two layers of a default workload may take. Backends allocate
-too, and an engine may be running."""
-
-
-def default_grid(request: Request, platform: Platform, itemsize: float) -> tuple[Workload, ...]:
-    """Steps of typical sizes that fit the device's memory: decode, extend, and verification of
-    chains where the request says of how many tokens.
-
-    itemsize: bytes of a stored value.
-    """
-    on_cpu = platform.device_type == "cpu"
-    sizes: Iterable[tuple[int, ...]] = GRID_CPU if on_cpu else GRID_ACCELERATOR
-    room = platform.memory_bytes * MEMORY_SHARE or float("inf")
-    grid = [
-        Workload(phase="decode", batch_size=size[0], prefix=size[1] - 1)
-        if len(size) == 2
-        else Workload(phase="extend", batch_size=size[0], new=size[1], prefix=size[2])
-        for size in sizes
-    ]
-    if request.spec_topk == 1 and request.spec_draft_tokens:
-        new = request.spec_draft_tokens
-        grid += [
-            Workload(phase="verify", batch_size=batch_size, new=new, prefix=prefix)
-            for batch_size, prefix in (VERIFY_CPU if on_cpu else VERIFY_ACCELERATOR)
-        ]
-    return tuple(each for each in grid if 2 * each.stored_bytes(request, itemsize) <= room)
-
-
-DENSE_SHAPES = {"num_q_heads": 32, "num_kv_heads": 8, "head_dim": 128, "dtype": "bfloat16"}
-LATENT_SHAPES = {
-    **{"num_q_heads": 16, "num_kv_heads": 1, "head_dim": 192, "v_head_dim": 128},
-    **{"kv_lora_rank": 512, "qk_rope_head_dim": 64, "dtype": "bfloat16"},
-}
-"""Defaults for shapes that a request leaves open: a dense model's of 8 billion parameters, and
-DeepSeek-V3's on one of eight ranks."""
-
-UNTIMED = ("cross_attention", "custom_mask", "multi_item")
-"""Features that no workload exercises."""
-
-
-def completed(request: Request) -> Request:
-    """The request with default shapes where it leaves them open.
-
-    Raises InvalidInput for a request whose steps cannot be timed.
-    """
-    if request.kind not in ("mha", "mla"):
-        raise InvalidInput("request", got=f"kind={request.kind}", expected="kind=mha or kind=mla")
-    for name in UNTIMED:
-        if getattr(request, name):
-            expected = "none of " + ", ".join(UNTIMED) + ": no workload has them"
-            raise InvalidInput("request", got=f"{name}=yes", expected=expected)
-    unset = {name: value for name, value in _shapes(request) if getattr(request, name) is None}
-    if request.linear_layers:  # attention alone is timed
-        unset["linear_layers"] = ()
-    return request.replace(origin="default", **unset) if unset else request
-
-
-def check_stated(request: Request) -> None:
-    """Raise InvalidInput, naming them, for shapes that the request leaves open.
-
-    Measurements of default shapes say nothing about other shapes.
-    """
-    missing = [name for name, _ in _shapes(request) if getattr(request, name) is None]
-    if missing:
-        got, expected = f"no {', '.join(missing)}", "--model, or all of them in --request"
-        raise InvalidInput("request", got=got, expected=expected)
-
-
-def _shapes(request: Request) -> Iterable[tuple[str, object]]:
-    return (LATENT_SHAPES if request.latent else DENSE_SHAPES).items()

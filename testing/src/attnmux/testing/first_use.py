@@ -7,8 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import zip_longest
 from pathlib import Path
 
-from attnmux.core import BackendFailed, Decision, Measurement, Offer, Request, TunedLaunch
-from attnmux.core.choosing.ask.values import LINEAR_KINDS
+from attnmux.core import BackendFailed, Decision, Measurement, Offer, TunedLaunch
 from attnmux.core.choosing.find.store import Store
 from attnmux.core.choosing.measured.unverified import Unverified, unverified
 from attnmux.core.choosing.offer.libraries import distributions
@@ -16,7 +15,7 @@ from attnmux.testing.candidate import Candidate
 from attnmux.testing.children import Trial, run_in_children
 from attnmux.testing.kept_run import digest
 from attnmux.testing.linear_cases import AnyCase
-from attnmux.testing.shaped import cases_in_shape, linear_in_shape
+from attnmux.testing.shaped import cases_in_shape
 
 CASES = 4
 """Of each phase, from the first to the last of those in the request's shapes."""
@@ -87,20 +86,22 @@ class FirstUse:
 
 def _cases(candidate: Candidate, found: Unverified, decision: Decision) -> list[AnyCase]:
     by_phase = [
-        _spread(list(_in_shape(candidate, found.request, phase, decision.page_size)))
+        _spread(
+            list(
+                cases_in_shape(
+                    candidate,
+                    found.request,
+                    phase,
+                    page_size=decision.page_size,
+                    in_graph=False,
+                )
+            )
+        )
         for phase in found.phases
     ]
     # By turns, so that each phase has its share of the time
     mixed = [case for turn in zip_longest(*by_phase) for case in turn if case is not None]
     return list(dict.fromkeys(mixed))
-
-
-def _in_shape(
-    candidate: Candidate, request: Request, phase: str, page_size: int
-) -> Iterable[AnyCase]:
-    if request.kind in LINEAR_KINDS:
-        return linear_in_shape(candidate, request, phase)
-    return cases_in_shape(candidate, request, phase, page_size=page_size, in_graph=False)
 
 
 def _spread(cases: list[AnyCase]) -> list[AnyCase]:

@@ -85,9 +85,10 @@ def make_linear_setup(
     device: torch.device | str,
     *,
     seed: int = 0,
+    num_layers: int = 2,
     launches: tuple[TunedLaunch, ...] = (),
 ) -> LinearSetup:
-    """Two layers and the states of twice as many requests as the largest step has."""
+    """Layers and the states of twice as many requests as the largest step has."""
     device = torch.device(device)
     size = max(2, 2 * max(len(step.lens) + step.padding for step in case.steps))
     dtype = torch_dtype(case.dtype)
@@ -104,7 +105,7 @@ def make_linear_setup(
             conv_dims=case.conv_dims,
             conv_size=case.conv_size,
         )
-        for index in range(2)
+        for index in range(num_layers)
     )
     states = LinearStatePool(size=size, layers=layers, conv_dtype=dtype, device=device)
     pool = MHATokenToKVPool(

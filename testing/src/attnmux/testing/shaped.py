@@ -7,9 +7,10 @@ from dataclasses import replace
 from typing import Any
 
 from attnmux.core import Request
+from attnmux.core.choosing.ask.values import LINEAR_KINDS
 from attnmux.testing.candidate import Candidate
 from attnmux.testing.cases import Case
-from attnmux.testing.linear_cases import LinearCase
+from attnmux.testing.linear_cases import AnyCase, LinearCase
 
 DEFAULT_DTYPE = "bfloat16"
 """The dtype of cases that do not test a dtype."""
@@ -36,20 +37,24 @@ FEATURES = (
 
 def cases_in_shape(
     candidate: Candidate, request: Request, phase: str, *, page_size: int, in_graph: bool
-) -> Iterator[Case]:
+) -> Iterator[AnyCase]:
     """Yield cases of the phase and page size that need no other feature than the request, with the
     request's kind, heads and dtypes.
 
     in_graph: also those that run from graphs.
     """
+    if request.kind in LINEAR_KINDS:
+        yield from _linear(candidate, request, phase, in_graph=in_graph)
+        return
     shapes = _shapes(request)
+    kinds = (request.kind,) if request.kind == "dual_chunk" else KINDS
     seen: set[Case] = set()
     for case in candidate.cases({page_size}):
         if isinstance(case, LinearCase):
             continue
         needed = case.request
         if (
-            case.kind not in KINDS
+            case.kind not in kinds
             or phase not in case.phases
             or not {"decode", "extend", phase}.issuperset(case.phases)
             or case.dtype not in (DEFAULT_DTYPE, request.dtype)
@@ -66,15 +71,19 @@ def cases_in_shape(
             yield shaped
 
 
-def linear_in_shape(candidate: Candidate, request: Request, phase: str) -> Iterator[LinearCase]:
-    """Yield cases of linear layers in the request's kind, dims and dtype, eager ones alone."""
+def _linear(
+    candidate: Candidate, request: Request, phase: str, *, in_graph: bool
+) -> Iterator[LinearCase]:
+    """Yield cases of linear layers in the request's kind, dims and dtype."""
     shapes: dict[str, Any] = {"dtype": request.dtype or DEFAULT_DTYPE}
     if request.head_dim is not None:
         shapes["head_k_dim"] = request.head_dim
         shapes["head_v_dim"] = request.v_head_dim or request.head_dim
     seen: set[LinearCase] = set()
     for case in candidate.cases():
-        if not isinstance(case, LinearCase) or case.kind != request.kind or case.graph:
+        if not isinstance(case, LinearCase) or case.kind != request.kind:
+            continue
+        if case.graph and not in_graph:
             continue
         shaped = replace(case, **shapes)
         unnamed = replace(shaped, name="")

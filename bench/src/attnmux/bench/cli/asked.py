@@ -2,15 +2,28 @@
 
 from __future__ import annotations
 
-from attnmux.core import InvalidInput, Request
+from attnmux.core import InvalidInput, Request, linear_request
+from attnmux.core.choosing.ask.request import parse_fields
+from attnmux.core.choosing.ask.values import LINEAR_KINDS
 from attnmux.core.cli.asking import requested
 
 
 def asked_of_one_shape(model: str | None, fields: str, tp: int) -> Request:
     """The model's needs, overruled by the user's fields.
 
-    Raises InvalidInput as `requested`, and for layers of several shapes.
+    A kind of linear layers in the fields asks for the model's layers of that kind.
+    Raises InvalidInput as `requested`, for layers of several shapes, and for linear layers that the
+    model does not have.
     """
+    changes = parse_fields(fields)
+    kind = changes.get("kind", "")
+    if model is not None and kind in LINEAR_KINDS:
+        whole = Request.from_model(model, tp=tp)
+        kinds = dict(whole.linear_layers)
+        if kind not in kinds:
+            expected = f"a kind of the model's linear layers: {', '.join(kinds) or 'it has none'}"
+            raise InvalidInput("--request", got=f"kind={kind}", expected=expected)
+        return linear_request(whole, kind).replace(**changes)
     request = requested(model, fields, tp, None)
     if request.other_layers:
         got = f"layers of {len(request.other_layers) + 1} shapes"

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING
 import click
 
 from attnmux.bench.cli.asked import asked_of_one_shape
-from attnmux.bench.workload import GRAMMAR, Workload, check_stated, completed
+from attnmux.bench.shapes import check_stated, completed, kept_shape
+from attnmux.bench.workload import GRAMMAR, Workload
 from attnmux.core import InvalidInput, NoBackend
 from attnmux.core.cli.run import Run, common_options, echo_json, pass_run, writing
 
@@ -100,7 +101,7 @@ def bench(
         ) from error
     settings = run.settings()
     place = bench_run.find_place(run, settings, platform, device)
-    keeper = bench_run.Keeper.open(run, settings, asked, place) if keep else None
+    keeper = bench_run.Keeper.open(run, settings, kept_shape(asked), place) if keep else None
     from attnmux.bench.cli.progress import Bar  # noqa: PLC0415  # rich, after the refusals
 
     bar = Bar(hidden=not place.tells)

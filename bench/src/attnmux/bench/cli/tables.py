@@ -9,9 +9,11 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from attnmux.bench.linear_work import CONV_CHANNELS, dims
 from attnmux.bench.trials import by_subject, winner
 from attnmux.bench.workload import Workload
 from attnmux.core import Platform, Request, Trial, Value
+from attnmux.core.choosing.ask.values import LINEAR_KINDS
 from attnmux.core.cli.render import WIDTH, plain_table
 
 if TYPE_CHECKING:  # torch, which a table does not need
@@ -61,10 +63,20 @@ def print_bench(result: Result, kept: Kept | None) -> None:
 def shapes(request: Request) -> str:
     """The heads and dtypes that were timed: "32/8 heads of 128, bfloat16"."""
     heads = f"{request.num_q_heads}/{request.num_kv_heads} heads of {request.head_dim}"
-    if request.latent:
+    if request.kind in LINEAR_KINDS:
+        heads = _linear_shapes(request)
+    elif request.latent:
         heads = f"{request.num_q_heads} heads over a latent of {request.kv_lora_rank}"
     stored = f", KV in {request.kv_dtype}" if request.kv_dtype not in (None, request.dtype) else ""
     return f"{heads}, {request.dtype}{stored}"
+
+
+def _linear_shapes(request: Request) -> str:
+    """The layers that were timed: "gdn, 32/16 heads of 128 x 128"."""
+    if request.kind == "conv":
+        return f"conv of {CONV_CHANNELS} channels"
+    heads, k_heads, dim, v_dim = dims(request)
+    return f"{request.kind}, {heads}/{k_heads} heads of {dim} x {v_dim}"
 
 
 def _times(workload: Workload, rows: Sequence[Row], reached: Ceilings) -> Table:

@@ -29,6 +29,10 @@ MORE_KEYS = "_attnmux_more_keys"
 call, the batch, and the attention so far, [T, Hq, Dv] and its LSE [T, Hq], both float32, to which
 it adds the rest in place. Sinks are part of the rest."""
 
+QUERIES = "_attnmux_queries"
+"""The attribute of an attention module whose backend meets keys with other queries than its own: a
+function of its call and the batch that returns them, [T, Hq, layer.query_dim]."""
+
 UNMASKED = torch.empty((1, 1, 1, 0))
 """A mask for layers that index theirs whatever it is: as None, it hides nothing."""
 
@@ -71,7 +75,9 @@ def attention_forward(
     more: Callable[..., None] | None = getattr(module, MORE_KEYS, None)
     if more is None:
         check_recorded(call, layer)
-        out = step.backend.forward(call.q, call.k, call.v, layer, step.batch)
+        queries: Callable[..., torch.Tensor] | None = getattr(module, QUERIES, None)
+        q = call.q if queries is None else queries(call, step.batch)
+        out = step.backend.forward(q, call.k, call.v, layer, step.batch)
         return out.unsqueeze(0), None
     check_recorded(replace(call, sinks=None), layer)
     lse = call.q.new_empty(call.q.shape[:2], dtype=torch.float32)

@@ -74,8 +74,12 @@ class Checkpoint:
 
     @property
     def max_encoder_len(self) -> int | None:
-        """Encoder tokens that an encoder-decoder model allows; None if its config does not say."""
-        for name in ("max_source_positions", "max_position_embeddings"):
+        """Encoder tokens that an encoder-decoder model allows; None if its config does not say.
+
+        Where the encoder hears, `max_position_embeddings` are the text's alone.
+        """
+        of_both = () if self.reads_sound else ("max_position_embeddings",)
+        for name in ("max_source_positions", *of_both):
             limit = getattr(self.config, name, None)
             if limit is not None:
                 return int(limit)

@@ -4,12 +4,18 @@ and the tokens that its answers begin with."""
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from transformers import GenerationConfig
 
 from attnmux.core import InvalidInput
-from attnmux.transformers.checkpoint import Checkpoint, quiet_transformers
+from attnmux.transformers.checkpoint import (
+    LOADING,
+    Checkpoint,
+    auto_classes,
+    quiet_transformers,
+)
 from attnmux.transformers.cli_options import Answering
 from attnmux.transformers.cli_prompts import UserPrompt
 from attnmux.transformers.sounds import SoundReader
@@ -42,9 +48,24 @@ def _sound_of(number: int, asked: UserPrompt) -> str:
     return asked.audio
 
 
-def longest_source(sources: Sequence[Inputs]) -> int:
-    """The most encoder tokens of a text; 0 for sound, which the encoder shortens as it likes."""
-    return max(one["input_ids"].shape[1] if "input_ids" in one else 0 for one in sources)
+def longest_source(checkpoint: Checkpoint, sources: Sequence[Inputs]) -> int:
+    """The most encoder tokens of a source; 0 where the shapes of the encoder do not tell."""
+    if not checkpoint.reads_sound:
+        return max(one["input_ids"].shape[1] for one in sources)
+    auto: Any = auto_classes(checkpoint.config)[0]
+    try:
+        with LOADING, quiet_transformers(progress=False), torch.device("meta"):
+            encoder = auto.from_config(checkpoint.config).eval().get_encoder()
+        return max(_shape_of(encoder, one)[1] for one in sources)
+    except Exception:  # the model's code may ask for values, which no shape has
+        return 0
+
+
+@torch.inference_mode()
+def _shape_of(encoder: Any, inputs: Inputs) -> torch.Size:  # noqa: ANN401  # a model's own
+    given = {name: one.to("meta") for name, one in inputs.items() if name != "attention_mask"}
+    shape: torch.Size = encoder(**given).last_hidden_state.shape
+    return shape
 
 
 def refuse_encoder_options(

@@ -40,8 +40,11 @@ class Encoded:
         wanted = [*self.prompts]
         for index, inputs in self.pictured.items():
             wanted[index] = replace(wanted[index], images=runner.read_images(inputs))
-        for index, inputs in enumerate(self.sources):
-            wanted[index] = replace(wanted[index], encoder_states=runner.encode(inputs))
+        if self.sources:
+            states = runner.encode_all(self.sources)
+            return [
+                replace(one, encoder_states=each) for one, each in zip(wanted, states, strict=True)
+            ]
         return wanted
 
 
@@ -64,7 +67,7 @@ def encode(
         return Encoded(
             prompts=[_prompt(one, first, each, answering) for one, each in own],
             sources=sources,
-            encoder_len=longest_source(sources) or longest,
+            encoder_len=longest_source(checkpoint, sources) or longest,
         )
     refuse_encoder_options(checkpoint, asked, answering)
     pictured = _read_images(checkpoint, asked, answering.chat)

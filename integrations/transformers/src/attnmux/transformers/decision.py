@@ -93,9 +93,6 @@ def decide(
 
 def stated_ways(stated: Request, options: RunnerOptions) -> list[Request]:
     """How the model may run by its config.json, the way that is preferred first."""
-    if stated.kind == "dual_chunk":
-        # transformers runs Qwen2.5-1M as a Qwen2, without its chunks.
-        return [stated.replace(origin="model", kind="mha")]
     if stated.index_reach is not None:
         if stated.index_reach < options.max_context_len:
             return [stated]

@@ -2,8 +2,9 @@
 
 Self- and cross-attention of the decoder go to the backend, over one KV pool in which each has
 layer ids of its own: in a request's row the encoder's slots come first. The encoder runs with
-transformers' own scaled-dot-product attention, one request at a time: it leaves only its
-states, from which cross-attention's K and V are made in the request's first step.
+transformers' own scaled-dot-product attention, several requests in a call where `BatchedEncoder`
+can: it leaves only its states, from which cross-attention's K and V are made in the request's first
+step.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from attnmux.transformers.packed_decoder import STAND_IN, PackedDecoder, embeddi
 from attnmux.transformers.positions import count_from_own_start
 from attnmux.transformers.probe import Probe, Recorder
 from attnmux.transformers.reach import Reach
+from attnmux.transformers.unserved_attention import check_own_attention
 
 
 @dataclass(kw_only=True, slots=True)
@@ -92,6 +94,7 @@ def record_decoder(decoder: PackedDecoder, *, max_context_len: int) -> tuple[Lay
     Raises InvalidInput, with the reason, for a model whose attention the contract cannot serve.
     """
     model = decoder.model
+    check_own_attention(type(model), model.config)
     check_capacities(model)
     decoder.count_to(max_context_len)
     probe = Probe(

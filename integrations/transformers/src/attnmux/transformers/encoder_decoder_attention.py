@@ -108,7 +108,7 @@ def _encoder_forward(
     return out
 
 
-def _mask(**kwargs: Any) -> torch.Tensor | None:  # noqa: ANN401  # of transformers' mask functions
+def encoder_mask(**kwargs: Any) -> torch.Tensor | None:  # noqa: ANN401  # of transformers' mask functions
     """An encoder's, with its windows. A step has none, not even those that some decoders ask
     for: `UNMASKED` stands for one that a decoder joins to another."""
     if has_forward_context():
@@ -120,4 +120,4 @@ def _mask(**kwargs: Any) -> torch.Tensor | None:  # noqa: ANN401  # of transform
 
 
 AttentionInterface.register(ENCODER_DECODER, decoder_forward)
-AttentionMaskInterface.register(ENCODER_DECODER, _mask)
+AttentionMaskInterface.register(ENCODER_DECODER, encoder_mask)

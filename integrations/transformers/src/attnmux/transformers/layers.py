@@ -22,6 +22,7 @@ from attnmux.transformers.positions import count_from_own_start, take_positions
 from attnmux.transformers.probe import Probe
 from attnmux.transformers.reach import Reach
 from attnmux.transformers.repeated import has_numbered_calls, number_calls
+from attnmux.transformers.unserved_attention import check_own_attention
 
 POSITION_TOLERANCE = 0.02
 """As a share of the largest value: far above rounding in any dtype, and far below the rotation of
@@ -111,6 +112,7 @@ def check_servable(model_class: type[PreTrainedModel], config: PreTrainedConfig)
             expected="one whose memory of earlier tokens is attention's K and V, or these and the "
             "states of layers that `mixer_calls.py` knows",
         )
+    check_own_attention(model_class, config)
     # Some models call the interface without saying so
     calls = model_class._supports_attention_backend or has_attention(model_class)
     if not calls and not has_adapter(model_class):

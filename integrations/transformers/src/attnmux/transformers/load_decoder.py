@@ -23,6 +23,7 @@ from attnmux.transformers.attention import SERVED, set_attention
 from attnmux.transformers.checkpoint import Checkpoint
 from attnmux.transformers.compressors import Compressors, bound_compressors
 from attnmux.transformers.decision import decide_first, stated_ways, without
+from attnmux.transformers.dual_chunks import WITHOUT, DualChunks
 from attnmux.transformers.images.capture import ImageReader
 from attnmux.transformers.indexers import Indexers, bound_indexers
 from attnmux.transformers.layers import record_layers
@@ -50,7 +51,8 @@ def load_decoder(
 ) -> ModelRunner:
     dtype = checkpoint.dtype(options.dtype)
     ranks = options.ranks
-    stated = _stated(checkpoint, options)
+    chunks = _chunks(checkpoint, options)
+    stated = _stated(checkpoint, chunks, options)
     if stated is not None:
         known = stated.replace(origin="model", dtype=dtype_name(dtype))
         by_config = stated_ways(known, options)
@@ -65,8 +67,7 @@ def load_decoder(
     indexers = bound_indexers(model)
     compressors = bound_compressors(model)
     layers = record_layers(model, max_context_len=options.max_context_len, mixers=mixers)
-    if compressors is not None:
-        layers = compressors.mark(layers)
+    layers = _marked(layers, model, compressors, chunks)
     linear = serve(mixers)
     indexers, layers = _picking(indexers, layers, options)
     images = ImageReader(model, layers) if options.images else None
@@ -87,6 +88,7 @@ def load_decoder(
                 linear=linear,
                 indexers=indexers,
                 compressors=compressors,
+                chunks=chunks,
                 images=images,
             )
         absorb(model, layers)
@@ -115,15 +117,47 @@ def load_decoder(
     )
     if stated is not None and stated.latent and options.mla is None:
         _warn_if_expanded(runner, latent, warn)
+    _warn_of_chunks(chunks, warn)
     return runner
 
 
-def _stated(checkpoint: Checkpoint, options: RunnerOptions) -> Request | None:
-    """As `stated_request`. Raises InvalidInput where the options exclude what it asks for."""
+def _chunks(checkpoint: Checkpoint, options: RunnerOptions) -> DualChunks | None:
+    """The model's dual chunks. Raises InvalidInput for them compiled."""
+    chunks = DualChunks.of(checkpoint.config, options.max_context_len)
+    if chunks is not None and options.compile:
+        expected = "no compile: queries of dual chunks are made in Python"
+        raise InvalidInput("compile", got=True, expected=expected)
+    return chunks
+
+
+def _stated(
+    checkpoint: Checkpoint, chunks: DualChunks | None, options: RunnerOptions
+) -> Request | None:
+    """As `stated_request`, without chunks that the context does not reach.
+
+    Raises InvalidInput where the options exclude what it asks for.
+    """
     stated = stated_request(checkpoint, head_ranks=options.ranks.head_ranks)
     if stated is not None and stated.compressed_layers:
         _check_compressed(options)
+    if stated is not None and stated.kind == "dual_chunk" and chunks is None:
+        return stated.replace(origin="model", kind="mha")
     return stated
+
+
+def _marked(
+    layers: tuple[LayerSpec, ...],
+    model: PreTrainedModel,
+    compressors: Compressors | None,
+    chunks: DualChunks | None,
+) -> tuple[LayerSpec, ...]:
+    """The recorded layers as a backend serves them."""
+    if compressors is not None:
+        layers = compressors.mark(layers)
+    if chunks is not None:
+        chunks.bind(model)
+        layers = chunks.mark(layers)
+    return layers
 
 
 def _picking(
@@ -207,6 +241,11 @@ def _latent_layers(
             expected="expanded: its K and V are not made by a plain linear kv_b_proj",
         )
     return latent
+
+
+def _warn_of_chunks(chunks: DualChunks | None, warn: Callable[[str], None]) -> None:
+    if chunks is not None:
+        warn(WITHOUT.format(length=chunks.length))
 
 
 def _warn_if_expanded(

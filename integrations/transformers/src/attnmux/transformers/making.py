@@ -9,6 +9,7 @@ from transformers import PreTrainedModel
 from attnmux.core import Decision, LayerSpec, LinearLayerSpec
 from attnmux.transformers.capacity import Capacity
 from attnmux.transformers.compressors import Compressors
+from attnmux.transformers.dual_chunks import DualChunks
 from attnmux.transformers.eagle_head import EagleHead
 from attnmux.transformers.images.capture import ImageReader
 from attnmux.transformers.indexers import Indexers
@@ -27,13 +28,14 @@ def make_runner(
     linear: Sequence[LinearLayerSpec] = (),
     indexers: Indexers | None = None,
     compressors: Compressors | None = None,
+    chunks: DualChunks | None = None,
     images: ImageReader | None = None,
     head: EagleHead | None = None,
 ) -> ModelRunner:
     """The runner of `model`, whose recorded `layers` run on the decided backend.
 
-    max_encoder_len: 0 without an encoder. linear, indexers, compressors, images: those of the
-    model, bound. head: `model` itself, where it is an EAGLE head. Raises as `ModelRunner` does.
+    max_encoder_len: 0 without an encoder. linear, indexers, compressors, chunks, images: those of
+    the model, bound. head: `model` itself, where it is an EAGLE head. Raises as `ModelRunner` does.
     """
     window_step_tokens = options.window_step_tokens
     if images is not None and images.has_spans:
@@ -47,6 +49,7 @@ def make_runner(
         linear=linear,
         indexers=indexers,
         compressors=compressors,
+        chunks=chunks,
         keeps_hidden=options.hidden_states,
         hidden_layers=options.hidden_layers,
         head=head,

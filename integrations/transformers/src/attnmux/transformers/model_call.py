@@ -19,6 +19,7 @@ class ModelCall:
     def __init__(self, model: ServedModel) -> None:
         self.module: Any = model.module
         self._reads_images = model.images is not None
+        self._chunks = model.chunks
         self._keeps_logits = "logits_to_keep" in inspect.signature(self.module.forward).parameters
         self.is_compiled = False
         """Whether the model's layers run as compiled code."""
@@ -53,6 +54,8 @@ class ModelCall:
         keeps = {"logits_to_keep": keep} if keep is not None and self._keeps_logits else {}
         given = dict(inputs)
         positions = given.pop("position_ids", batch.positions)
+        if self._chunks is not None:
+            positions = self._chunks.places(positions)
         # A compiler makes other code for tensors that begin elsewhere in their memory.
         positions = positions.clone() if self.is_compiled else positions
         tokens = "input_ids"

@@ -26,6 +26,7 @@ from attnmux.transformers.projected_attention import (
     led,
     t5,
     umt5,
+    xlm,
 )
 
 SWITCH = "_can_set_attn_implementation"
@@ -243,6 +244,7 @@ ADAPTERS: Mapping[str, Callable[[Any, PreTrainedConfig], None]] = MappingProxyTy
         "TrOCRAttention": bart,
         "UMT5Attention": umt5,
         "XGLMAttention": bart,
+        "XLMModel": xlm,
         "ZambaHybridLayer": _zamba,
     }
 )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutput, Seq2SeqLMOutput
 
 from attnmux.core import InvalidInput
+from attnmux.transformers.encoder_batches import BatchedEncoder
 from attnmux.transformers.positions import PositionTable
 
 STAND_IN = 4
@@ -37,6 +38,7 @@ class PackedDecoder(torch.nn.Module):
         super().__init__()
         self.model = model
         self.config = model.config
+        self._encoder = BatchedEncoder(model)
         self.generation_config = model.generation_config
         decoder: Any = model.get_decoder()  # type: ignore[no-untyped-call]  # transformers' own
         self._hands_positions_down = takes(model, "decoder_position_ids")
@@ -84,39 +86,15 @@ class PackedDecoder(torch.nn.Module):
         return table.shape[0]
 
     @torch.inference_mode()
-    def encode(self, inputs: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        """The encoder's states [E, width] of one request.
+    def encode(self, inputs: Sequence[Mapping[str, torch.Tensor]]) -> list[torch.Tensor]:
+        """The encoder's states of each request, [E, width], from as few calls as `BatchedEncoder`
+        makes.
 
-        inputs: the encoder's arguments, with a batch dimension of 1 and without padding:
+        inputs: the encoder's arguments for each, with a batch dimension of 1 and without padding:
         `input_ids` [1, E], or `input_features` as the model's feature extractor makes them.
         Raises InvalidInput for other inputs.
         """
-        given = {name: value.to(self.device) for name, value in inputs.items()}
-        mask = given.pop("attention_mask", None)
-        if mask is not None and not bool(mask.all()):
-            raise InvalidInput(
-                "encoder", got="an attention_mask with padding", expected="inputs without any"
-            )
-        encoder: Any = self.model.get_encoder()
-        taken = inspect.signature(encoder.forward).parameters
-        for name, value in given.items():
-            if name not in taken or value.shape[:1] != (1,):
-                raise InvalidInput(
-                    "encoder",
-                    got=f"{name} of shape {tuple(value.shape)}",
-                    expected=f"some of {', '.join(taken)}, each of one request: [1, …]",
-                )
-            if value.is_floating_point():
-                given[name] = value.to(self.model.dtype)
-        if not given:
-            raise InvalidInput("encoder", got="nothing", expected="the encoder's inputs")
-        try:
-            states = encoder(**given).last_hidden_state
-        except ValueError as error:
-            # Whisper raises it for sound of another length than it takes
-            raise InvalidInput("encoder", got=str(error), expected="inputs it can read") from error
-        assert isinstance(states, torch.Tensor)
-        return states[0]
+        return self._encoder.states(inputs)
 
     def forward(
         self,

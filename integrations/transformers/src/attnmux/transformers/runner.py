@@ -112,7 +112,11 @@ class ModelRunner(ModelOnBackend):
         return self.ranks.capture(make)
 
     def encode(self, inputs: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        """`SequenceState.encoder_states` of a request: see `PackedDecoder.encode`.
+        """`SequenceState.encoder_states` of a request. Raises as `encode_all` does."""
+        return self.encode_all([inputs])[0]
+
+    def encode_all(self, inputs: Sequence[Mapping[str, torch.Tensor]]) -> list[torch.Tensor]:
+        """`SequenceState.encoder_states` of each request: see `PackedDecoder.encode`.
 
         Raises InvalidInput for a decoder-only model, and for more tokens than fit.
         """
@@ -120,12 +124,14 @@ class ModelRunner(ModelOnBackend):
             raise InvalidInput(
                 "encoder", got="inputs for an encoder", expected="none: the model has none"
             )
-        if "input_ids" in inputs:
-            ids = inputs["input_ids"].flatten().tolist()
-            longest = self.steps.max_encoder_len
-            check_prompt("encoder input_ids", ids, self.model.encoder_vocabulary, longest)
+        longest = self.steps.max_encoder_len
+        for each in inputs:
+            if "input_ids" in each:
+                ids = each["input_ids"].flatten().tolist()
+                check_prompt("encoder input_ids", ids, self.model.encoder_vocabulary, longest)
         states = self.model.encode(inputs)
-        check_encoder_len(states.shape[0], self.steps.max_encoder_len)
+        for rows in states:
+            check_encoder_len(rows.shape[0], longest)
         return states
 
     def read_images(self, inputs: Mapping[str, Any]) -> PromptImages:

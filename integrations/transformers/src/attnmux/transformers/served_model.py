@@ -9,6 +9,7 @@ from transformers import PreTrainedModel
 
 from attnmux.core import LayerSpec, LinearLayerSpec
 from attnmux.transformers.compressors import Compressors
+from attnmux.transformers.dual_chunks import DualChunks
 from attnmux.transformers.eagle_head import EagleHead
 from attnmux.transformers.images.capture import ImageReader
 from attnmux.transformers.indexers import Indexers
@@ -29,6 +30,8 @@ class ServedModel:
     """Those of the model, bound, where they pick."""
     compressors: Compressors | None = None
     """Those of the model, bound."""
+    chunks: DualChunks | None = None
+    """Those of the model, bound, where its context has several."""
     keeps_hidden: bool = False
     """Whether the hidden states of cached tokens are kept: see `HiddenStates`."""
     hidden_layers: Sequence[int] = ()

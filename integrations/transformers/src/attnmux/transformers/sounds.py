@@ -10,7 +10,8 @@ import torch
 from transformers import AutoFeatureExtractor
 
 from attnmux.core import InvalidInput, in_brief
-from attnmux.transformers.checkpoint import ALWAYS, Checkpoint, quiet_transformers
+from attnmux.transformers.checkpoint import Checkpoint
+from attnmux.transformers.processors import load_processor
 
 SAMPLE_BYTES = 2
 """Of a sample: a 16-bit integer."""
@@ -27,18 +28,13 @@ class SoundReader:
         if not checkpoint.reads_sound:
             got = f"{checkpoint.source}, which reads no sound"
             raise InvalidInput("audio", got=got, expected="an encoder-decoder model of speech")
-        try:
-            with quiet_transformers(progress=False):
-                auto: Any = AutoFeatureExtractor
-                self._extractor: Any = auto.from_pretrained(
-                    checkpoint.source, revision=checkpoint.revision, **ALWAYS
-                )
-        except Exception as error:  # each library has errors of its own
-            raise InvalidInput(
-                "audio",
-                got=f"{checkpoint.source}, without a feature extractor ({in_brief(error)})",
-                expected="a checkpoint with preprocessor_config.json",
-            ) from error
+        self._extractor = load_processor(
+            checkpoint,
+            AutoFeatureExtractor,
+            argument="audio",
+            what="a feature extractor",
+            files="preprocessor_config.json",
+        )
 
     def read(self, file: str) -> dict[str, torch.Tensor]:
         """The encoder's inputs, for `ModelRunner.encode`.

@@ -12,9 +12,11 @@ import torch
 from transformers import AutoProcessor
 
 from attnmux.core import InvalidInput, in_brief
-from attnmux.transformers.checkpoint import ALWAYS, Checkpoint, quiet_transformers
+from attnmux.transformers.checkpoint import Checkpoint
+from attnmux.transformers.processors import load_processor
 from attnmux.transformers.tokenization import TEMPLATE_SECONDS, within
 
+FILES = "preprocessor_config.json or processor_config.json"
 INSTALL = "pip install 'attnmux-transformers[images]'"
 
 
@@ -31,24 +33,19 @@ class ImageProcessor:
         checkpoint.require_tokenizer()
         self._source = checkpoint.source
         try:
-            with quiet_transformers(progress=False):
-                auto: Any = AutoProcessor
-                self._processor: Any = auto.from_pretrained(
-                    checkpoint.source, revision=checkpoint.revision, **ALWAYS
-                )
-        except Exception as error:  # each library has errors of its own
-            if "torchvision" in str(error) or "VIDEO_PROCESSOR" in str(error):
+            self._processor = load_processor(
+                checkpoint, AutoProcessor, argument="image", what="a processor", files=FILES
+            )
+        except InvalidInput as error:
+            said = str(error.__cause__)
+            if "torchvision" in said or "VIDEO_PROCESSOR" in said:
                 _require("torchvision")
-            raise InvalidInput(
-                "image",
-                got=f"{checkpoint.source}, without a processor ({in_brief(error)})",
-                expected="a checkpoint with preprocessor_config.json or processor_config.json",
-            ) from error
+            raise
         if getattr(self._processor, "image_processor", None) is None:
             raise InvalidInput(
                 "image",
                 got=f"{checkpoint.source}, whose processor takes text alone",
-                expected="a checkpoint with preprocessor_config.json or processor_config.json",
+                expected=f"a checkpoint with {FILES}",
             )
 
     def read(

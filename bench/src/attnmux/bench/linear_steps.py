@@ -1,0 +1,186 @@
+"""A workload of linear layers over a pool of states, the same for every backend, and its check."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+
+import torch
+
+from attnmux.bench.answers import HEADS, MAX_ERROR
+from attnmux.bench.linear_work import CONV_CHANNELS, CONV_SIZE, dims, linear_bytes
+from attnmux.bench.steps import COLD_BYTES, COLD_BYTES_CPU, MAX_LAYERS, MAX_LAYERS_CPU
+from attnmux.bench.workload import Workload
+from attnmux.core import (
+    Decision,
+    ForwardBatch,
+    LinearAttentionBackend,
+    LinearLayerSpec,
+    Request,
+    torch_dtype,
+)
+from attnmux.testing import Errors, decode, errors_between, extend, linear_reference
+from attnmux.testing.linear_cases import LinearCase
+from attnmux.testing.linear_runner import PRODUCTS
+from attnmux.testing.linear_setup import (
+    LinearInput,
+    LinearSetup,
+    make_linear_setup,
+    prepare_linear,
+)
+from attnmux.testing.linear_setup import LinearStep as Prepared
+
+Run = Callable[[], object]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class LinearStep:
+    """A workload's states and inputs. Each run goes on from the states that the last one left."""
+
+    workload: Workload
+    setup: LinearSetup
+    prepared: Prepared
+    start: torch.Tensor
+    """The last layer's states before the step, of the requests that are checked."""
+    answers: dict[int, torch.Tensor]
+    """By layer: the result of its last call."""
+
+    @property
+    def layers(self) -> tuple[LinearLayerSpec, ...]:
+        return self.setup.states.layers
+
+    @property
+    def batch(self) -> ForwardBatch:
+        return self.prepared.batch
+
+    @property
+    def states(self) -> torch.Tensor:
+        """The last layer's: [1 + size, Hv, K, V], for kind "conv" [1 + size, W - 1, C]."""
+        return _last_states(self.setup)
+
+    @property
+    def checked(self) -> tuple[int, ...]:
+        """Places of the requests that are checked: the first and the last."""
+        return tuple(sorted({0, self.workload.batch_size - 1}))
+
+    def calls(self, backend: LinearAttentionBackend) -> list[Run]:
+        """Each layer's recurrence; for kind "conv", its convolution."""
+        return [partial(self._call, backend, given) for given in self.prepared.inputs]
+
+    def _call(self, backend: LinearAttentionBackend, given: LinearInput) -> None:
+        layer, batch = given.layer, self.batch
+        if layer.has_state:
+            qkv = given.q, given.k, given.v
+            out = backend.forward(*qkv, layer, batch, g=given.g, beta=given.beta)
+        else:
+            ((x, weight, bias),) = given.convs
+            out = backend.convolve(x, weight, layer, batch, bias=bias, silu=given.silu)
+        self.answers[layer.layer_id] = out
+
+    def reset(self) -> None:
+        """Put back the states that are checked, and spoil the answers."""
+        self.states[self.batch.req_pool_indices[list(self.checked)]] = self.start
+        for answer in self.answers.values():
+            answer.fill_(torch.nan)
+
+
+def make_linear_step(
+    workload: Workload, decision: Decision, device: torch.device, *, seed: int = 0
+) -> LinearStep:
+    """The workload for the shapes of a decision, in layers enough to keep caches cold.
+
+    Raises PoolExhausted where memory does not suffice.
+    """
+    request = decision.request
+    case = _case(workload, request)
+    on_cpu = device.type == "cpu"
+    cold, most = (COLD_BYTES_CPU, MAX_LAYERS_CPU) if on_cpu else (COLD_BYTES, MAX_LAYERS)
+    moved = linear_bytes(workload, request, torch_dtype(case.dtype).itemsize)
+    setup = make_linear_setup(
+        case,
+        decision.platform,
+        device,
+        seed=seed,
+        num_layers=min(max(2, math.ceil(cold / moved)), most),
+    )
+    prepared = prepare_linear(setup, case.steps[0], host_lens=True)
+    rows = prepared.batch.req_pool_indices[sorted({0, workload.batch_size - 1})]
+    return LinearStep(
+        workload=workload,
+        setup=setup,
+        prepared=prepared,
+        start=_last_states(setup)[rows].clone(),
+        answers={},
+    )
+
+
+def linear_errors(step: LinearStep) -> Errors:
+    """The larger errors of the last layer: those of its answer, or of the states that it left.
+
+    Checks the first and the last request, in some heads, against `linear_reference`.
+    """
+    new, given = step.workload.new, step.prepared.inputs[-1]
+    layer, rows = given.layer, list(step.checked)
+    device = step.states.device
+    tokens = torch.cat([torch.arange(new, device=device) + row * new for row in rows])
+    out = step.answers[layer.layer_id][tokens]
+    after = step.states[step.batch.req_pool_indices[rows]]
+    start = step.start.masked_fill(
+        step.prepared.fresh[rows].view(-1, *[1] * (after.dim() - 1)), 0.0
+    )
+    counts = [new] * len(rows)
+    if layer.has_state:
+        heads = torch.arange(0, layer.num_v_heads, -(-layer.num_v_heads // HEADS), device=device)
+        shared = heads // (layer.num_v_heads // layer.num_k_heads)
+        sampled = replace(layer, num_k_heads=len(heads), num_v_heads=len(heads))
+        q, k = (each[tokens][:, shared] for each in (given.q, given.k))
+        v, g = (each[tokens][:, heads] for each in (given.v, given.g))
+        beta = None if given.beta is None else given.beta[tokens][:, heads]
+        expected, left = linear_reference.recurrence(
+            sampled, q, k, v, g, beta, start[:, heads], counts
+        )
+        out, after = out[:, heads], after[:, heads]
+    else:
+        ((x, weight, bias),) = given.convs
+        expected, left = linear_reference.convolution(
+            x[tokens], weight, bias, silu=given.silu, states=start, new=counts
+        )
+    pairs = (out, expected), (after, left)
+    errors = [errors_between(got.double(), right.double(), out.dtype) for got, right in pairs]
+    return max(errors, key=lambda each: each.relative)
+
+
+def linear_limit(step: LinearStep) -> float:
+    """The largest relative error of a right answer. Chunked kernels round products that they
+    multiply again."""
+    return PRODUCTS * MAX_ERROR[torch_dtype(step.setup.case.dtype)]
+
+
+def _last_states(setup: LinearSetup) -> torch.Tensor:
+    layer, states = setup.states.layers[-1], setup.states
+    return states.state(layer.layer_id) if layer.has_state else states.conv(layer.layer_id)
+
+
+def _case(workload: Workload, request: Request) -> LinearCase:
+    heads, k_heads, dim, v_dim = dims(request)
+    lengths = (
+        decode(*workload.lengths)
+        if workload.phase == "decode"
+        else extend(*[(workload.prefix, workload.new)] * workload.batch_size)
+    )
+    return LinearCase(
+        name=str(workload),
+        steps=(lengths,),
+        kind=request.kind,  # type: ignore[arg-type]  # one of LINEAR_KINDS
+        num_k_heads=k_heads,
+        num_v_heads=heads,
+        head_k_dim=dim,
+        head_v_dim=v_dim,
+        qk_l2norm=request.kind in ("gdn", "kda"),
+        conv_dims=(CONV_CHANNELS,) if request.kind == "conv" else (),
+        conv_size=CONV_SIZE,
+        dtype=request.dtype or "",
+        page_size=request.page_size or 1,
+    )

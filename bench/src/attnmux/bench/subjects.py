@@ -1,0 +1,94 @@
+"""What is timed: attention over a pool of K and V, or linear layers over a pool of states."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Generic, Protocol, TypeVar
+
+import torch
+
+from attnmux.bench.answers import errors_of, max_error
+from attnmux.bench.linear_steps import LinearStep, linear_errors, linear_limit, make_linear_step
+from attnmux.bench.steps import Step, make_step
+from attnmux.bench.timing import Run
+from attnmux.bench.workload import Workload
+from attnmux.core import (
+    BackendCard,
+    Decision,
+    ForwardBatch,
+    Request,
+    TunedLaunch,
+    build,
+)
+from attnmux.core.choosing.ask.values import LINEAR_KINDS
+from attnmux.core.composites.factories import make_linear
+from attnmux.core.steps import StepBackend
+from attnmux.testing import Errors
+
+
+class TimedStep(Protocol):
+    """A workload's inputs for all backends that read the same pool."""
+
+    @property
+    def workload(self) -> Workload: ...
+
+    @property
+    def batch(self) -> ForwardBatch: ...
+
+    @property
+    def layers(self) -> Sequence[object]: ...
+
+    def calls(self, backend: Any, /) -> list[Run]:  # noqa: ANN401  # of the subject
+        """Each layer's call as a model makes it."""
+
+    def reset(self) -> None:
+        """Undo what a run left, so that the next one's answer can be checked."""
+
+
+S = TypeVar("S", bound=TimedStep)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Subject(Generic[S]):
+    """How steps of some kinds are made and checked."""
+
+    make_step: Callable[[Workload, Decision, torch.device], S]
+    """Raises PoolExhausted where memory does not suffice."""
+    build: Callable[[Decision, S, tuple[TunedLaunch, ...]], StepBackend]
+    """The decided backend, for the step's context."""
+    errors: Callable[[S], Errors]
+    """Of the last run, against float64."""
+    limit: Callable[[S, BackendCard], float]
+    """The largest relative error of a right answer."""
+
+
+def subject_of(request: Request) -> Subject[Any]:
+    return LINEAR if request.kind in LINEAR_KINDS else ATTENTION
+
+
+def _build_attention(
+    decision: Decision, step: Step, launches: tuple[TunedLaunch, ...]
+) -> StepBackend:
+    return build(decision, step.context(decision.platform, decision.request, launches))
+
+
+def _build_linear(
+    decision: Decision, step: LinearStep, launches: tuple[TunedLaunch, ...]
+) -> StepBackend:
+    context = replace(step.setup.context, request=decision.request, launches=launches)
+    return make_linear(decision.phases[step.workload.phase], context)
+
+
+ATTENTION: Subject[Step] = Subject(
+    make_step=lambda workload, decision, device: make_step(workload, decision.request, device),
+    build=_build_attention,
+    errors=errors_of,
+    limit=lambda step, card: max_error(step, fp8_products=card.fp8_products),
+)
+LINEAR: Subject[LinearStep] = Subject(
+    make_step=make_linear_step,
+    build=_build_linear,
+    errors=linear_errors,
+    limit=lambda step, card: linear_limit(step),
+)
