@@ -200,9 +200,8 @@ def test_impossible_shapes_are_refused(more):
         CompressedShape(**{**GIVEN, **more})
 
 
-@pytest.mark.parametrize("page_size", [1, 4, 16])
-def test_bytes_are_those_of_a_token(page_size):
-    shape = CompressedShape(**GIVEN, index_dim=8, topk=2)
+def small_pool(shape, page_size):
+    """Of keys, and the KV pool of 64 tokens that it is for."""
     pool = MHATokenToKVPool(
         size=64,
         page_size=page_size,
@@ -212,7 +211,20 @@ def test_bytes_are_those_of_a_token(page_size):
         head_dim=4,
         device="cpu",
     )
-    found = CompressedPool(shape, pool=pool, dtype=torch.bfloat16, layer_ids=(0, 1))
+    return CompressedPool(shape, pool=pool, dtype=torch.bfloat16, layer_ids=(0, 1)), pool
+
+
+@pytest.mark.parametrize(("page_size", "tokens"), [(1, 1), (2, 2), (4, 4), (16, 4)])
+def test_the_tokens_of_a_block_share_a_slot(page_size, tokens):
+    found, pool = small_pool(CompressedShape(**GIVEN), page_size)
+    slots = found.key_slots(torch.arange(pool.num_slots))
+    assert slots.tolist() == [key for key in range(found.keys.num_slots) for _ in range(tokens)]
+
+
+@pytest.mark.parametrize("page_size", [1, 4, 16])
+def test_bytes_are_those_of_a_token(page_size):
+    shape = CompressedShape(**GIVEN, index_dim=8, topk=2)
+    found, pool = small_pool(shape, page_size)
     keys, rows = CompressedPool.bytes_per_token(
         shape, page_size=page_size, dtype=torch.bfloat16, kv_dtype=torch.float32, num_layers=2
     )

@@ -72,12 +72,6 @@ IN_FULL = (
 """Cases whose kernels join features of kernels that other cases compile."""
 
 
-@pytest.fixture(scope="module", autouse=True)
-def compiled_for_any_size() -> None:
-    """Forget kernels of other tests: where Dynamo was reset since, each length compiles them."""
-    kernel.cache_clear()
-
-
 def emulating(context: BackendContext, options: Mapping[str, Any]) -> AttentionBackend:
     return FlexAttentionBackend(context, options, kernels=emulated)
 
@@ -207,6 +201,18 @@ def test_steps_of_a_bucket_are_compiled_once():
             attend(setup, backend, steps[0])
         another = world_of(decode(500, 490, 480), kv_in_pool=True)
         attend(another, FlexAttentionBackend(another.context), decode(500, 490, 480))
+
+
+def test_what_compiles_after_a_reset_serves_pools_of_any_size():
+    step = decode(40, 3)
+    (one, first), (other, second) = (
+        (setup, FlexAttentionBackend(setup.context))
+        for setup in (world_of(step, kv_in_pool=True), world_of(decode(500, 490), kv_in_pool=True))
+    )
+    torch.compiler.reset()
+    attend(one, first, step)
+    with torch.compiler.set_stance("fail_on_recompile"):
+        attend(other, second, decode(500, 490))
 
 
 def test_keys_are_read_where_they_lie():

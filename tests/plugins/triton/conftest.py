@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,15 +15,21 @@ triton = pytest.importorskip("triton")
 Script = Callable[..., list[dict[str, Any]]]
 
 
+@pytest.fixture(scope="session")
+def compiled_kernels(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder where scripts find what others have compiled."""
+    return tmp_path_factory.mktemp("compiled")
+
+
 @pytest.fixture
-def script(request: pytest.FixtureRequest, tmp_path: Any) -> Script:
+def script(request: pytest.FixtureRequest, compiled_kernels: Path) -> Script:
     """Runs the test's own file as a script with the compiler, and returns the JSON lines that it
     prints: the interpreter and the compiler cannot share a process."""
 
     def run(*arguments: str) -> list[dict[str, Any]]:
         done = subprocess.run(
             [sys.executable, "-W", "ignore", str(request.path), *arguments],
-            env={**os.environ, "TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path)},
+            env={**os.environ, "TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(compiled_kernels)},
             capture_output=True,
             text=True,
             timeout=600,

@@ -168,6 +168,9 @@ def kernel(spec: KernelSpec) -> Kernel:
         numbers: torch.Tensor,
         given: KernelInput,
     ) -> Result:
+        # At each call: after a reset of Dynamo it is this call that compiles.
+        torch._dynamo.mark_dynamic(k, 2)
+        torch._dynamo.mark_dynamic(v, 2)
         result: Result = compiled(
             q,
             k,
@@ -292,9 +295,6 @@ def _tiny(
     v = k[..., : spec.v_head_dim]
     if not spec.latent:
         v = made((2 * spec.block, spec.num_kv_heads, spec.v_head_dim), dtype=spec.dtype)
-    k, v = heads_first(k), heads_first(v)
-    torch._dynamo.mark_dynamic(k, 2)
-    torch._dynamo.mark_dynamic(v, 2)
     of_queries = functools.partial(made, (spec.num_tiles, spec.tile_size))
     counts = made((spec.num_tiles, 1, 1), dtype=torch.int32)
 
@@ -324,4 +324,4 @@ def _tiny(
         if spec.mask_room
         else None,
     )
-    return q, k, v, made(2 + spec.num_biases) + 1, given
+    return q, heads_first(k), heads_first(v), made(2 + spec.num_biases) + 1, given
