@@ -20,7 +20,7 @@ import torch
 pytest.importorskip("triton")
 
 from attnmux.emulators.gluon import run as emulate
-from attnmux.triton.config_tables import HOPPER_HIGH_TILES, HOPPER_TILES
+from attnmux.triton.hopper_configs import HOPPER_HIGH_TILES, HOPPER_TILES
 
 SHARED = 232448
 """Bytes of shared memory that one program may take, by NVIDIA's manual."""

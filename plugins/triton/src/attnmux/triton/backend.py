@@ -114,7 +114,8 @@ class TritonBackend(AttentionBackend):
     ) -> None:
         """Note the step's shape; nothing is launched.
 
-        Raises InvalidInput for more requests than the context was made for.
+        Raises InvalidInput for more requests than the context was made for, and GraphUnsupported
+        for the capture of a prompt whose bits would be others than those of an eager step.
         """
         if batch.batch_size > self._max_batch_size:
             raise InvalidInput(
@@ -123,9 +124,15 @@ class TritonBackend(AttentionBackend):
                 expected=f"at most the context's max_batch_size, {self._max_batch_size}",
             )
         is_idle = batch.forward_mode is ForwardMode.IDLE
-        step = self._step = None if is_idle else TritonStep.of(batch, in_capture=in_capture)
+        step = None if is_idle else TritonStep.of(batch, in_capture=in_capture)
         if step is not None and step.queries is not None:
             step.indptr["queries"] = self._starts(step.queries)
+        elif step is not None and in_capture and self._splits.deterministic and self.widens:
+            raise GraphUnsupported(
+                "a deterministic prompt over 8-bit keys: its bits would be others than those of an "
+                "eager step, which widens the keys; run it eagerly"
+            )
+        self._step = step
 
     def init_forward_metadata_in_graph(self, batch: ForwardBatch) -> None:
         """Plan on the device, at replay for the lengths that the batch then holds."""

@@ -13,8 +13,6 @@ from typing import TYPE_CHECKING, Any
 
 from attnmux.core import FrozenMapping, InvalidInput
 from attnmux.triton.configs import (
-    HOPPER,
-    HOPPER_LATENT,
     PORTABLE,
     C,
     ConfigEntry,
@@ -22,6 +20,22 @@ from attnmux.triton.configs import (
     ShareConfig,
     TileConfig,
     tuned_fields,
+)
+from attnmux.triton.hopper_configs import (
+    HOPPER_EIGHT_BITS,
+    HOPPER_HALF_TILES,
+    HOPPER_HIGH_TILES,
+    HOPPER_LATENT_SHARES,
+    HOPPER_LATENT_TILES,
+    HOPPER_NARROW_EIGHT_BITS,
+    HOPPER_NARROW_HALF_TILES,
+    HOPPER_NARROW_SHARES,
+    HOPPER_PADDED_EIGHT_BITS,
+    HOPPER_SHARES,
+    HOPPER_TILES,
+    HOPPER_WIDE_EIGHT_BITS,
+    HOPPER_WIDE_SHARES,
+    HOPPER_WIDE_TILES,
 )
 from attnmux.triton.shapes import LEAST_WIDTH, next_power_of_2
 
@@ -34,83 +48,12 @@ SUBJECT = ("kind", "k_dim", "v_dim", "rows", "page")
 """The fields of `TunedLaunch.subject`: "tiles" or "shares", columns of K and of V, query heads of
 a KV head, and the pool's page size."""
 
-HOPPER_TILES = TileConfig(
-    kernel=HOPPER,
-    block_m=128,
-    block_n=128,
-    num_warps=4,
-    num_stages=2,
-    constants=FrozenMapping({"COPY_WARPS": 4, "COPY_REGISTERS": 40, "REGISTERS": 232}),
-)
-# Logits of 64 keys leave the registers for a third warpgroup.
-HOPPER_HIGH_TILES = replace(
-    HOPPER_TILES,
-    block_m=192,
-    block_n=64,
-    constants=FrozenMapping({"COPY_WARPS": 4, "COPY_REGISTERS": 40, "REGISTERS": 152}),
-)
-HOPPER_HALF_TILES = replace(HOPPER_TILES, block_m=64, options=FrozenMapping({"maxnreg": 168}))
-# Two programs fit an SM.
-HOPPER_NARROW_HALF_TILES = replace(HOPPER_HALF_TILES, options=FrozenMapping({"maxnreg": 128}))
-HOPPER_WIDE_TILES = replace(HOPPER_TILES, block_n=64)
-HOPPER_LATENT_TILES = TileConfig(
-    kernel=HOPPER_LATENT,
-    block_m=64,
-    block_n=64,
-    num_warps=4,
-    num_stages=2,
-    constants=FrozenMapping({"COPY_REGISTERS": 72, "REGISTERS": 216}),
-)
-HOPPER_SHARES = ShareConfig(
-    kernel=HOPPER,
-    # 64 rows of 128 columns spill at 128 registers
-    block_m=32,
-    least_block_m=8,
-    block_n=64,
-    num_warps=4,
-    num_stages=4,
-    programs_per_unit=2,
-    least_share=4,
-    merged_rows=32,
-    # Two programs fit an SM; a launch's programs begin while those of the previous launch end.
-    constants=FrozenMapping({"COPY_REGISTERS": 72}),
-    options=FrozenMapping({"maxnreg": 128, "launch_pdl": True}),
-)
-HOPPER_EIGHT_BITS = replace(HOPPER_SHARES, block_m=16, block_n=128, num_stages=6, least_share=2)
-# A ring of as many blocks leaves no room for a second program.
-HOPPER_WIDE_SHARES = replace(
-    HOPPER_SHARES,
-    programs_per_unit=1,
-    least_share=2,
-    merged_rows=16,
-    constants=FrozenMapping({"COPY_REGISTERS": 120}),
-    options=FrozenMapping({"maxnreg": 184, "launch_pdl": True}),
-)
-HOPPER_WIDE_EIGHT_BITS = replace(HOPPER_WIDE_SHARES, block_m=16, num_stages=6)
-# Rows of 64 columns and of 8 bits are half as many bytes.
-HOPPER_NARROW_SHARES = replace(HOPPER_SHARES, block_n=128)
-HOPPER_NARROW_EIGHT_BITS = replace(HOPPER_EIGHT_BITS, num_stages=4)
-HOPPER_PADDED_EIGHT_BITS = replace(HOPPER_EIGHT_BITS, block_n=64)
-HOPPER_LATENT_SHARES = ShareConfig(
-    kernel=HOPPER_LATENT,
-    block_m=64,
-    least_block_m=64,
-    block_n=64,
-    num_warps=4,
-    num_stages=2,
-    programs_per_unit=1,
-    least_share=2,
-    merged_rows=64,
-    meets_ends=True,
-    constants=FrozenMapping({"COPY_REGISTERS": 72, "REGISTERS": 216}),
-)
-
 
 def _tiles(block_m: int, block_n: int, num_warps: int, num_stages: int) -> TileConfig:
     return TileConfig(block_m=block_m, block_n=block_n, num_warps=num_warps, num_stages=num_stages)
 
 
-HOPPER_EIGHT_BITS_TILES = _tiles(128, 128, 8, 3)
+EIGHT_BITS_TILES = _tiles(128, 128, 8, 3)
 NARROW_EIGHT_BITS_CHAINS = _tiles(64, 128, 4, 3)
 TILES: tuple[ConfigEntry[TileConfig], ...] = (
     ConfigEntry(width="narrow", config=_tiles(64, 64, 4, 2)),
@@ -129,7 +72,7 @@ TILES: tuple[ConfigEntry[TileConfig], ...] = (
         arch="sm90",
         dims=(128, 128),
         key_bits=8,
-        config=HOPPER_EIGHT_BITS_TILES,
+        config=EIGHT_BITS_TILES,
         measured=H200,
     ),
     ConfigEntry(arch="sm90", dims=(192, 128), config=HOPPER_TILES, measured=H100),
@@ -165,7 +108,7 @@ CHAINS: tuple[ConfigEntry[TileConfig], ...] = (
             ((80, 80), 49, NARROW_EIGHT_BITS_CHAINS, ""),
             ((96, 96), 49, NARROW_EIGHT_BITS_CHAINS, H100),
             ((112, 112), 49, NARROW_EIGHT_BITS_CHAINS, ""),
-            ((128, 128), 65, HOPPER_EIGHT_BITS_TILES, H200),
+            ((128, 128), 65, EIGHT_BITS_TILES, H200),
             ((256, 256), 65, _tiles(128, 64, 8, 2), H100),
         )
     ),

@@ -1,0 +1,82 @@
+"""Launch configurations of the kernels for Hopper GPUs.
+
+`config_tables.py` says for which layers.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from attnmux.core import FrozenMapping
+from attnmux.triton.configs import HOPPER, HOPPER_LATENT, ShareConfig, TileConfig
+
+HOPPER_TILES = TileConfig(
+    kernel=HOPPER,
+    block_m=128,
+    block_n=128,
+    num_warps=4,
+    num_stages=2,
+    constants=FrozenMapping({"COPY_WARPS": 4, "COPY_REGISTERS": 40, "REGISTERS": 232}),
+)
+# Logits of 64 keys leave the registers for a third warpgroup.
+HOPPER_HIGH_TILES = replace(
+    HOPPER_TILES,
+    block_m=192,
+    block_n=64,
+    constants=FrozenMapping({"COPY_WARPS": 4, "COPY_REGISTERS": 40, "REGISTERS": 152}),
+)
+HOPPER_HALF_TILES = replace(HOPPER_TILES, block_m=64, options=FrozenMapping({"maxnreg": 168}))
+# Two programs fit an SM.
+HOPPER_NARROW_HALF_TILES = replace(HOPPER_HALF_TILES, options=FrozenMapping({"maxnreg": 128}))
+HOPPER_WIDE_TILES = replace(HOPPER_TILES, block_n=64)
+HOPPER_LATENT_TILES = TileConfig(
+    kernel=HOPPER_LATENT,
+    block_m=64,
+    block_n=64,
+    num_warps=4,
+    num_stages=2,
+    constants=FrozenMapping({"COPY_REGISTERS": 72, "REGISTERS": 216}),
+)
+HOPPER_SHARES = ShareConfig(
+    kernel=HOPPER,
+    # 64 rows of 128 columns spill at 128 registers
+    block_m=32,
+    least_block_m=8,
+    block_n=64,
+    num_warps=4,
+    num_stages=4,
+    programs_per_unit=2,
+    least_share=4,
+    merged_rows=32,
+    # Two programs fit an SM; a launch's programs begin while those of the previous launch end.
+    constants=FrozenMapping({"COPY_REGISTERS": 72}),
+    options=FrozenMapping({"maxnreg": 128, "launch_pdl": True}),
+)
+HOPPER_EIGHT_BITS = replace(HOPPER_SHARES, block_m=16, block_n=128, num_stages=6, least_share=2)
+# Rings of as many blocks leave no room for a second program.
+HOPPER_WIDE_SHARES = replace(
+    HOPPER_SHARES,
+    programs_per_unit=1,
+    least_share=2,
+    merged_rows=16,
+    constants=FrozenMapping({"COPY_REGISTERS": 120}),
+    options=FrozenMapping({"maxnreg": 184, "launch_pdl": True}),
+)
+HOPPER_WIDE_EIGHT_BITS = replace(HOPPER_WIDE_SHARES, block_m=16, num_stages=6)
+# Rows of 64 columns and of 8 bits are half as many bytes.
+HOPPER_NARROW_SHARES = replace(HOPPER_SHARES, block_n=128)
+HOPPER_NARROW_EIGHT_BITS = replace(HOPPER_EIGHT_BITS, num_stages=4)
+HOPPER_PADDED_EIGHT_BITS = replace(HOPPER_EIGHT_BITS, block_n=64)
+HOPPER_LATENT_SHARES = ShareConfig(
+    kernel=HOPPER_LATENT,
+    block_m=64,
+    least_block_m=64,
+    block_n=64,
+    num_warps=4,
+    num_stages=2,
+    programs_per_unit=1,
+    least_share=2,
+    merged_rows=64,
+    meets_ends=True,
+    constants=FrozenMapping({"COPY_REGISTERS": 72, "REGISTERS": 216}),
+)
