@@ -494,10 +494,12 @@ def test_the_backend_of_either_phase_verifies(draft, mode, verifies):
     assert "\ndrafts: " in result.stderr
 
 
-def test_backends_of_drafts_that_nothing_uses_are_refused():
+def test_options_of_drafts_that_nothing_uses_are_refused():
     mode = ["--speculative-attention-mode", "decode"]
     assert refused(attnmux(*ASK, *mode), "--speculative-attention-mode", "--draft", "got decode")
     assert refused(attnmux(*ASK, *mode[:1], "both"), "--speculative-attention-mode", "both")
+    for name, value in (("--draft-tokens", 4), ("--topk", 2), ("--steps", 3)):
+        assert refused(attnmux(*ASK, name, value), name, "--draft", f"got {value}")
     named = ["--draft-backend", "native"]
     assert refused(attnmux(*ASK, *named), "--draft-backend", "got native")
     assert refused(attnmux(*ASK, "--draft", "ngram", *named), "--draft-backend", "got native")

@@ -75,22 +75,26 @@ def test_where_the_compiler_fails_the_next_backend_serves() -> None:
     assert "install g++ 12 or later" in named.stderr
 
 
-@needs_compiler
-@pytest.mark.parametrize("kept", [True, False])
-def test_the_library_is_compiled_once_and_nothing_else_is_left(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, kept: bool
-) -> None:
-    """By a compiler that copies what other tests have compiled."""
+@pytest.fixture
+def compiled(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> Iterator[Path]:
+    """What other tests have compiled; from then on a compiler copies it."""
     library_for.cache_clear()
     load(HERE)
     caplog.clear()
     level = serving(HERE.arch, HERE.features).name
-    (compiled,) = Settings.cache_folder().glob(f"native-{level}-*.so")
+    (path,) = Settings.cache_folder().glob(f"native-{level}-*.so")
+    monkeypatch.setattr(library, "_run", lambda command: shutil.copy(path, command[-1]))
+    library_for.cache_clear()
+    yield path
+    library_for.cache_clear()
 
-    def compile_by_copying(command: list[str]) -> None:
-        shutil.copy(compiled, command[-1])
 
-    monkeypatch.setattr(library, "_run", compile_by_copying)
+@needs_compiler
+@pytest.mark.parametrize("kept", [True, False])
+@pytest.mark.usefixtures("compiled")
+def test_the_library_is_compiled_once_and_nothing_else_is_left(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, kept: bool
+) -> None:
     scratch, cache = tmp_path / "scratch", tmp_path / "cache"
     scratch.mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(scratch))
@@ -102,3 +106,19 @@ def test_the_library_is_compiled_once_and_nothing_else_is_left(
     assert not list(scratch.iterdir())
     assert [file.suffix for file in cache.glob("*")] == [".so"] * kept
     assert caplog.text.count("compiling the kernels") == 1
+
+
+@needs_compiler
+def test_a_damaged_library_is_compiled_again(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    compiled: Path,
+) -> None:
+    damaged = tmp_path / compiled.name
+    damaged.write_bytes(b"no library")
+    damaged.chmod(0o700)
+    monkeypatch.setattr(Settings, "cache_folder", lambda self: tmp_path)
+    assert callable(load(HERE))
+    assert damaged.read_bytes() == compiled.read_bytes()
+    assert f"{damaged} cannot be loaded" in caplog.text

@@ -31,8 +31,8 @@ NAMES = ("prefill_backend", "decode_backend", "mm_backend", "linear_backend")
 class Drafting:
     """The options of the command.
 
-    Raises InvalidInput for more tokens to verify than a draft model proposes, and for backends of
-    drafts where nothing drafts on one.
+    Raises InvalidInput for more tokens to verify than a draft model proposes, and for options of
+    drafts where nothing drafts.
     """
 
     draft: str | None
@@ -51,7 +51,7 @@ class Drafting:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "head", self._find_head())
-        self._check_backends()
+        self._check_unused()
         if self.draft in (None, NGRAM) or self.draft_tokens is None:
             return
         most = most_nodes(self._steps, self.topk)
@@ -60,10 +60,17 @@ class Drafting:
             expected = f"at most {most}: the prompt's last token and the guesses of {tokens}"
             raise InvalidInput("--draft-tokens", got=self.draft_tokens, expected=expected)
 
-    def _check_backends(self) -> None:
-        if self.attention_mode is not None and self.draft is None:
-            got, expected = self.attention_mode, "--draft with it: there is nothing to verify"
-            raise InvalidInput("--speculative-attention-mode", got=got, expected=expected)
+    def _check_unused(self) -> None:
+        of_drafts = {
+            "--speculative-attention-mode": self.attention_mode,
+            "--draft-tokens": self.draft_tokens,
+            "--topk": None if self.topk == 1 else self.topk,
+            "--steps": self.steps,
+        }
+        for name, value in of_drafts.items():
+            if value is not None and self.draft is None:
+                expected = "--draft with it: there is nothing to verify"
+                raise InvalidInput(name, got=value, expected=expected)
         if self.backend is not None and self.draft in (None, NGRAM):
             expected = "--draft with a model or a head, which has a backend"
             raise InvalidInput("--draft-backend", got=self.backend, expected=expected)

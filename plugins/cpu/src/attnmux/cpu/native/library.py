@@ -144,6 +144,12 @@ def _compiled_library(level: Level) -> ctypes.CDLL:
     try:
         # A loaded library outlives its file.
         with tempfile.TemporaryDirectory(prefix="attnmux-", ignore_cleanup_errors=True) as scratch:
+            path = _compiled(level, Path(scratch))
+            try:
+                return ctypes.CDLL(str(path))
+            except OSError as error:
+                LOG.warning("%s cannot be loaded (%s); it is compiled again", path, error)
+            path.unlink(missing_ok=True)
             return ctypes.CDLL(str(_compiled(level, Path(scratch))))
     except OSError as error:
         raise BackendFailed(ADDRESS, str(error), hint=HINT) from error
