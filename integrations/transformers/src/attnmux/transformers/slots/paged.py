@@ -26,6 +26,14 @@ class UndoneOnError:
             self._allocator.rewind(self._mark)
 
 
+def checked_slots(slots: torch.Tensor) -> torch.Tensor:
+    """The slots as int64. Raises InvalidInput unless they are [n] int."""
+    if slots.dim() != 1 or slots.dtype not in (torch.int32, torch.int64):
+        got = f"{str(slots.dtype).removeprefix('torch.')} {list(slots.shape)}"
+        raise InvalidInput("slots", got=got, expected="[n] of int32 or int64")
+    return slots.to(torch.int64)
+
+
 class PagedAllocator:
     """Slots of a pool of `size` tokens, as int64 tensors on `device`.
 
@@ -124,8 +132,9 @@ class PagedAllocator:
 
         Free the slots of one page in one call: a second call would free it twice.
         Finding the pages of the slots synchronises for page sizes above 1; `free_pages` does not.
+        Raises InvalidInput, changing nothing, for a tensor of another shape or dtype.
         """
-        slots = slots.to(torch.int64)
+        slots = checked_slots(slots)
         if self.debug:
             self._check_free(slots)
         self._give(self._pages_once(slots))

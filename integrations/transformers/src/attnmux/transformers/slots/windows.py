@@ -6,7 +6,7 @@ import torch
 
 from attnmux.core import InvalidInput, SWAKVPool
 from attnmux.transformers.slots.free_list import FreeList
-from attnmux.transformers.slots.paged import PagedAllocator, UndoneOnError
+from attnmux.transformers.slots.paged import PagedAllocator, UndoneOnError, checked_slots
 
 
 class SWAAllocator(PagedAllocator):
@@ -42,9 +42,9 @@ class SWAAllocator(PagedAllocator):
         Any slot of a page frees the whole page, so pass whole pages of tokens that no later token
         sees (`tokens_behind_window`).
         With `debug`, raises InvalidInput, changing nothing, for slots that are not in use and for
-        pages whose window page was freed before.
+        pages whose window page was freed before. Raises it always for other shapes and dtypes.
         """
-        slots = slots.to(torch.int64)
+        slots = checked_slots(slots)
         if self.debug:
             self._check_free(slots)
             self._check_paired(slots // self.page_size)
