@@ -119,6 +119,17 @@ def test_foreign_slots(pages, stray):
     assert pages.available_size() == 32
 
 
+@pytest.mark.parametrize(
+    "slots", [torch.tensor([[1, 2]]), torch.tensor([1.0]), torch.tensor([True])]
+)
+def test_slots_of_another_shape_or_dtype(allocator, slots):
+    allocator.alloc(8)
+    before = allocator.available_size()
+    with pytest.raises(InvalidInput, match="int32 or int64"):
+        allocator.free(slots)
+    assert allocator.available_size() == before
+
+
 def test_double_free(allocator):
     slots = allocator.alloc(8)
     allocator.free(slots)
