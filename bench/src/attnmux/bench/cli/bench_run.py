@@ -76,7 +76,7 @@ def find_place(run: Run, settings: Settings, platform: str | None, device: str) 
     if hypothetical:
         raise InvalidInput("--platform", got=platform, expected="a vendor that is on this machine")
     if device and device.partition(":")[0] != here.device_type:
-        expected = f"{here.device_type}, as torch calls {here.name or here}, or {here.device_type}:NUMBER"
+        expected = f"a device of {here.name or here}: {here.device_type}, {here.device_type}:1, …"
         raise InvalidInput("--device", got=repr(device), expected=expected)
     ranks = RankGroup.measuring(here.device_type, device)
     launches = run.launches(settings)
