@@ -67,7 +67,7 @@ class TritonBackend(AttentionBackend):
         }
         self._share_attention = {name: ShareAttention(each) for name, each in self._layers.items()}
         self._tile_attention = {name: self._tiles_of(each) for name, each in self._layers.items()}
-        self._chain_attention: dict[tuple[int, int], TileAttention | None] = {}
+        self._chain_attention: dict[tuple[int, int], tuple[TileAttention, TilePlan] | None] = {}
         """By layer and new tokens a request; None for chains that are verified in shares."""
         groups = [each.slot_group for each in self._layers.values() if each.slot_group is not None]
         self._tables = SlotTables(frozenset(groups), context, self.launcher)
@@ -83,8 +83,8 @@ class TritonBackend(AttentionBackend):
         self._plans_of_step: dict[tuple[int | None, bool], tuple[SharePlan | TilePlan, ...]] = {}
         """By new tokens a request, None where these differ, and whether the step hides keys."""
         for hides in (False, True):
-            for name, attention in self._tile_attention.items():
-                self._tile_plans[name, hides] = self._plan_of(attention.key(hides=hides))
+            for name, layer in self._layers.items():
+                self._tile_plans[name, hides] = self._plan_of(layer, hides=hides)
         self._starts_of: dict[int, torch.Tensor] = {}
         """By new tokens a request."""
         self._wide_attention: dict[int, WideTileAttention] = {}
@@ -93,7 +93,7 @@ class TritonBackend(AttentionBackend):
         for name, layer in self._layers.items():
             wide = wide_layer(layer)
             if wide is not None:
-                wider = self._wide_attention[name] = WideTileAttention(
+                self._wide_attention[name] = WideTileAttention(
                     layer,
                     wide,
                     self._tile_units,
@@ -101,7 +101,7 @@ class TritonBackend(AttentionBackend):
                     # Which kernel serves a request must not depend on its batch
                     always=self._splits.deterministic,
                 )
-                self._wide_plans[name] = self._plan_of(wider.key())
+                self._wide_plans[name] = self._plan_of(wide)
         self._sums = RunningSums(context.max_batch_size, context.device, self.launcher)
         self._kv_writer = PoolWriter(context.token_to_kv_pool, self.launcher)
         stored = [self._layers[name] for name in self._stored]
@@ -175,8 +175,8 @@ class TritonBackend(AttentionBackend):
                 shares = self._share_plan(name, step.queries, hides=step.hides)
                 self._share_attention[name](call, step, shares, slots, results)
             else:
-                plan = self._plan_of(chains.key(hides=False))
-                chains(call, step, plan, slots, results)
+                attention, plan = chains
+                attention(call, step, plan, slots, results)
         elif not self._attend_wide(call, step, slots, results):
             tiles = self._tile_plans[name, step.hides]
             self._tile_attention[name](call, step, tiles, slots, results)
@@ -211,28 +211,32 @@ class TritonBackend(AttentionBackend):
                     of_layers.append(
                         self._share_plan(name, queries, hides=hides)
                         if chains is None
-                        else self._plan_of(chains.key(hides=False))
+                        else chains[1]
                     )
             plans = self._plans_of_step[queries, hides] = tuple(dict.fromkeys(of_layers))
         return plans
 
-    def _chains(self, layer_id: int, queries: int, *, hides: bool) -> TileAttention | None:
+    def _chains(
+        self, layer_id: int, queries: int, *, hides: bool
+    ) -> tuple[TileAttention, TilePlan] | None:
         """For a step of `queries` new tokens a request that takes them in tiles."""
         if queries == 1 or hides:
             return None
         key = layer_id, queries
         if key not in self._chain_attention:
-            layer = self._layers[layer_id]
+            layer, found = self._layers[layer_id], None
             config = layer.dispatch.chains(queries)
-            self._chain_attention[key] = (
-                None if config is None else self._tiles_of(replace(layer, tiles=config))
-            )
+            if config is not None:
+                layer = replace(layer, tiles=config)
+                found = self._tiles_of(layer), self._plan_of(layer)
+            self._chain_attention[key] = found
         return self._chain_attention[key]
 
     def _tiles_of(self, layer: TritonLayer) -> TileAttention:
         return TileAttention(layer, self._tile_units, self.context.max_context_len)
 
-    def _plan_of(self, key: TileKey) -> TilePlan:
+    def _plan_of(self, layer: TritonLayer, *, hides: bool = False) -> TilePlan:
+        key = TileKey.of(layer, hides=hides)
         if key not in self._tiles:
             self._tiles[key] = TilePlan(key, self.context.device, self.launcher)
         return self._tiles[key]

@@ -86,30 +86,25 @@ TILES: tuple[ConfigEntry[TileConfig], ...] = (
 
 CHAINS: tuple[ConfigEntry[TileConfig], ...] = (
     *(
-        ConfigEntry(arch="sm90", dims=dims, least_rows=rows, config=config, measured=H100)
-        for dims, rows, config in (
-            ((64, 64), 33, HOPPER_NARROW_HALF_TILES),
-            ((64, 64), 65, HOPPER_TILES),
-            ((80, 80), 33, HOPPER_TILES),
-            ((96, 96), 33, HOPPER_TILES),
-            ((112, 112), 33, HOPPER_TILES),
-            ((128, 128), 33, HOPPER_HALF_TILES),
-            ((128, 128), 65, HOPPER_TILES),
-            ((192, 128), 33, HOPPER_TILES),
-            ((256, 256), 33, HOPPER_WIDE_TILES),
-        )
-    ),
-    *(
         ConfigEntry(
-            arch="sm90", dims=dims, key_bits=8, least_rows=rows, config=config, measured=measured
+            arch="sm90", dims=dims, key_bits=bits, least_rows=rows, config=config, measured=measured
         )
-        for dims, rows, config, measured in (
-            ((64, 64), 49, NARROW_EIGHT_BITS_CHAINS, H100),
-            ((80, 80), 49, NARROW_EIGHT_BITS_CHAINS, ""),
-            ((96, 96), 49, NARROW_EIGHT_BITS_CHAINS, H100),
-            ((112, 112), 49, NARROW_EIGHT_BITS_CHAINS, ""),
-            ((128, 128), 65, EIGHT_BITS_TILES, H200),
-            ((256, 256), 65, _tiles(128, 64, 8, 2), H100),
+        for bits, dims, rows, config, measured in (
+            (16, (64, 64), 33, HOPPER_NARROW_HALF_TILES, H100),
+            (16, (64, 64), 65, HOPPER_TILES, ""),
+            (16, (80, 80), 33, HOPPER_TILES, H100),
+            (16, (96, 96), 33, HOPPER_TILES, H100),
+            (16, (112, 112), 33, HOPPER_TILES, ""),
+            (16, (128, 128), 33, HOPPER_HALF_TILES, H100),
+            (16, (128, 128), 65, HOPPER_TILES, H100),
+            (16, (192, 128), 33, HOPPER_TILES, ""),
+            (16, (256, 256), 33, HOPPER_WIDE_TILES, H100),
+            (8, (64, 64), 49, NARROW_EIGHT_BITS_CHAINS, H100),
+            (8, (80, 80), 49, NARROW_EIGHT_BITS_CHAINS, ""),
+            (8, (96, 96), 49, NARROW_EIGHT_BITS_CHAINS, H100),
+            (8, (112, 112), 49, NARROW_EIGHT_BITS_CHAINS, ""),
+            (8, (128, 128), 65, EIGHT_BITS_TILES, H200),
+            (8, (256, 256), 65, _tiles(128, 64, 8, 2), H100),
         )
     ),
 )

@@ -69,6 +69,11 @@ class TileKey:
     block_m: int
     """Rows of a tile."""
 
+    @classmethod
+    def of(cls, layer: TritonLayer, *, hides: bool = False) -> TileKey:
+        """hides: in steps with a custom mask or items."""
+        return cls(group=layer.shape.group, block_m=layer.tile_config(hides=hides).block_m)
+
 
 class TilePlan:
     """The request and the first row of each tile. Its buffers grow with the steps."""
@@ -144,10 +149,6 @@ class TileAttention:
         """Layers of one kind have as many tiles and keys in a step."""
         self._merge = splits.SplitMerge(layer)
         self._bound: dict[Hashable, BoundKernel] = {}
-
-    def key(self, *, hides: bool) -> TileKey:
-        config = self._layer.tile_config(hides=hides)
-        return TileKey(group=self._layer.shape.group, block_m=config.block_m)
 
     def __call__(
         self,

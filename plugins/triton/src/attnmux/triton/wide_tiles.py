@@ -19,10 +19,10 @@ from attnmux.triton.dispatch import EIGHT_BITS
 from attnmux.triton.kernels.widen import widen_keys
 from attnmux.triton.layer import TritonLayer
 from attnmux.triton.operands import Keys, Results
-from attnmux.triton.shapes import Shape, next_power_of_2
+from attnmux.triton.shapes import next_power_of_2
 from attnmux.triton.slots import Slots
 from attnmux.triton.step import TritonStep
-from attnmux.triton.tiles import TileAttention, TileKey, TilePlan
+from attnmux.triton.tiles import TileAttention, TilePlan
 
 WIDE_KERNELS = frozenset({HOPPER})
 """Kernels that serve 16 bits alone, and are faster than the portable one is with 8 bits."""
@@ -107,9 +107,6 @@ class WideTileAttention:
         """By KV heads of a part."""
         self._bound: dict[Hashable, BoundKernel] = {}
 
-    def key(self) -> TileKey:
-        return TileKey(group=self._wide.shape.group, block_m=self._wide.tiles.block_m)
-
     def __call__(
         self,
         call: AttentionCall,
@@ -163,16 +160,10 @@ class WideTileAttention:
     def _parts_of(self, total: int) -> tuple[HeadPart, ...]:
         """The parts of the KV heads for a step of `total` keys. Their results do not depend on
         their number."""
-        kv_heads = self._layer.shape.kv_heads
-        count = next(
-            (
-                each
-                for each in range(kv_heads, 0, -1)
-                if kv_heads % each == 0
-                and total * each * row_bytes(self._layer.shape) <= kv_heads * MOST_BYTES
-            ),
-            1,
-        )
+        kv_heads, row_bytes = self._layer.shape.kv_heads, 2 * sum(self._layer.shape.dims)
+        count = kv_heads
+        while count > 1 and (kv_heads % count or total * count * row_bytes > MOST_BYTES):
+            count -= 1
         if count not in self._parts:
             self._parts[count] = tuple(
                 self._part(range(at, at + count)) for at in range(0, kv_heads, count)
@@ -219,11 +210,6 @@ class WideTileAttention:
             numbers=("k_stride", "k_head_stride", "v_stride", "v_head_stride", "slots_stride"),
             options={"num_warps": 4},
         )
-
-
-def row_bytes(shape: Shape) -> int:
-    """Bytes of K and V of a token, with 16 bits."""
-    return 2 * shape.kv_heads * sum(shape.dims)
 
 
 def of_heads(layer: TritonLayer, kv_heads: int, q_heads: slice) -> TritonLayer:

@@ -2,6 +2,7 @@
 
 # No annotations as strings: an aggregate reads those of its fields.
 
+from triton import next_power_of_2
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import async_copy, mbarrier
@@ -70,7 +71,7 @@ class Ring:
 @gluon.constexpr_function
 def tail_width(real: int) -> int:
     """Columns of a tail as it is computed: the next power of 2, at least 16; 0 without one."""
-    return max(16, 1 << (real - 1).bit_length()) if real else 0
+    return max(16, next_power_of_2(real)) if real else 0
 
 
 @gluon.jit

@@ -213,10 +213,10 @@ def store_result(out, out_stride, acc, tile, room, PART: gl.constexpr, REAL: gl.
 
 @gluon.jit
 def attend_rows(
-    queries, results, sinks, factors, rooms, tile, kind,
-    PART: gl.constexpr, HAS_SINKS: gl.constexpr, HAS_LSE: gl.constexpr,
+    given, HAS_SINKS: gl.constexpr, HAS_LSE: gl.constexpr, kind, PART: gl.constexpr
 ):  # fmt: skip
     """Attend from the tile's rows that warpgroup PART has, and store the results."""
+    queries, results, sinks, factors, rooms, tile = given
     q, q_stride, q_head_stride = queries
     out, out_stride, lse, lse_stride = results
     scale, cap, v_scale = factors
@@ -327,45 +327,31 @@ def attend_hopper_tiles(
         k, k_stride, k_head_stride, v, v_stride, v_head_stride, slots, slots_stride, rows,
         encoder_lens, encoder_indptr, tile, k_ring, v_ring, kind,
     )  # fmt: skip
+    given = (queries, results, sinks, factors, rooms, tile)
     if READERS == 1:
         gl.warp_specialize(
-            [
-                (attend_rows, (
-                    queries, results, sinks, factors, rooms, tile, kind, 0, HAS_SINKS, HAS_LSE,
-                )),
-                (copy_keys, copied),
-            ],
+            [(attend_rows, (given, HAS_SINKS, HAS_LSE, kind, 0)), (copy_keys, copied)],
             [COPY_WARPS],
             [COPY_REGISTERS],
-        )  # fmt: skip
+        )
     elif READERS == 2:
         gl.warp_specialize(
             [
-                (attend_rows, (
-                    queries, results, sinks, factors, rooms, tile, kind, 0, HAS_SINKS, HAS_LSE,
-                )),
-                (attend_rows, (
-                    queries, results, sinks, factors, rooms, tile, kind, 1, HAS_SINKS, HAS_LSE,
-                )),
+                (attend_rows, (given, HAS_SINKS, HAS_LSE, kind, 0)),
+                (attend_rows, (given, HAS_SINKS, HAS_LSE, kind, 1)),
                 (copy_keys, copied),
             ],
             [4, COPY_WARPS],
             [REGISTERS, COPY_REGISTERS],
-        )  # fmt: skip
+        )
     else:
         gl.warp_specialize(
             [
-                (attend_rows, (
-                    queries, results, sinks, factors, rooms, tile, kind, 0, HAS_SINKS, HAS_LSE,
-                )),
-                (attend_rows, (
-                    queries, results, sinks, factors, rooms, tile, kind, 1, HAS_SINKS, HAS_LSE,
-                )),
-                (attend_rows, (
-                    queries, results, sinks, factors, rooms, tile, kind, 2, HAS_SINKS, HAS_LSE,
-                )),
+                (attend_rows, (given, HAS_SINKS, HAS_LSE, kind, 0)),
+                (attend_rows, (given, HAS_SINKS, HAS_LSE, kind, 1)),
+                (attend_rows, (given, HAS_SINKS, HAS_LSE, kind, 2)),
                 (copy_keys, copied),
             ],
             [4, 4, COPY_WARPS],
             [REGISTERS, REGISTERS, COPY_REGISTERS],
-        )  # fmt: skip
+        )

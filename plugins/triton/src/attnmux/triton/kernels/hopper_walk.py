@@ -8,6 +8,7 @@ in the table of slots.
 
 # No annotations as strings: an aggregate reads those of its fields.
 
+from triton import next_power_of_2
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.language.core import _aggregate as aggregate
@@ -133,8 +134,8 @@ class ShareKind:
             setattr(self, name, gl.constexpr(value))
         rows = constants["QUERIES"] * constants["GROUP"]
         tiles = (rows + constants["BLOCK_M"] - 1) // constants["BLOCK_M"]
-        self.D = gl.constexpr(1 << (constants["REAL_D"] - 1).bit_length())
-        self.DV = gl.constexpr(1 << (constants["REAL_DV"] - 1).bit_length())
+        self.D = gl.constexpr(next_power_of_2(constants["REAL_D"]))
+        self.DV = gl.constexpr(next_power_of_2(constants["REAL_DV"]))
         self.ROWS = gl.constexpr(rows)
         self.TILES = gl.constexpr(tiles)
         self.ITEMS = gl.constexpr(tiles * constants["KV_HEADS"])
