@@ -100,14 +100,18 @@ def library_for(platform: Platform) -> ctypes.CDLL:
 
 
 def _installed_library(level: Level) -> ctypes.CDLL | None:
-    """What came with the wheel. Warns, and returns None, where it cannot be loaded."""
-    path = FOLDER / level.file_name
+    """What came with the wheel."""
+    return _loaded(FOLDER / level.file_name, "the kernels of the wheel are not used")
+
+
+def _loaded(path: Path, otherwise: str) -> ctypes.CDLL | None:
+    """The library in a file. Warns, and returns None, where it cannot be loaded."""
     if not path.is_file():
         return None
     try:
         return ctypes.CDLL(str(path))
     except OSError as error:
-        LOG.warning("the kernels of the wheel are not used: %s", error)
+        LOG.warning("%s: %s", otherwise, error)
         return None
 
 
@@ -141,41 +145,40 @@ def _torch_library() -> Path:
 
 
 def _compiled_library(level: Level) -> ctypes.CDLL:
+    compiler = find_compiler()
+    if compiler is None:
+        raise BackendFailed(ADDRESS, f"none of {', '.join(COMPILERS)} is on PATH", hint=HINT)
     try:
+        path = _place(level, compiler)
+        if path is not None and path.is_file() and is_own(path):
+            kept = _loaded(path, f"{path} cannot be loaded and is compiled again")
+            if kept is not None:
+                return kept
+        often = "once" if path is not None else "at each start, as no folder is there to keep them"
+        LOG.warning("compiling the kernels of native for %s, %s: about 15 s", level.name, often)
         # A loaded library outlives its file.
         with tempfile.TemporaryDirectory(prefix="attnmux-", ignore_cleanup_errors=True) as scratch:
-            path = _compiled(level, Path(scratch))
-            try:
-                return ctypes.CDLL(str(path))
-            except OSError as error:
-                LOG.warning("%s cannot be loaded (%s); it is compiled again", path, error)
-            path.unlink(missing_ok=True)
-            return ctypes.CDLL(str(_compiled(level, Path(scratch))))
+            made = Path(scratch) / level.file_name
+            _run(level.command(compiler, made))
+            return ctypes.CDLL(str(made if path is None else _kept(made, path)))
     except OSError as error:
         raise BackendFailed(ADDRESS, str(error), hint=HINT) from error
 
 
-def _compiled(level: Level, scratch: Path) -> Path:
-    """The shared library for this source, compiler and level, compiled unless it is there.
-
-    It lies in the cache folder, or in `scratch` where that cannot be written.
-    """
-    compiler = find_compiler()
-    if compiler is None:
-        raise BackendFailed(ADDRESS, f"none of {', '.join(COMPILERS)} is on PATH", hint=HINT)
-    made = scratch / level.file_name
+def _place(level: Level, compiler: str) -> Path | None:
+    """Where the cache folder has the library for this source, compiler and level, or gets it; None
+    without a folder."""
+    folder = Settings.load().cache_folder()
+    if folder is None:
+        return None
     sources = [file.read_text() for file in (SOURCE, *sorted(FOLDER.glob("*.h")))]
     parts = json.dumps([*sources, level.command(compiler, Path(level.file_name))])
-    folder = Settings.load().cache_folder()
     digest = hashlib.sha256(parts.encode()).hexdigest()[:16]
-    path = None if folder is None else folder / f"native-{level.name}-{digest}.so"
-    if path is not None and path.is_file() and is_own(path):
-        return path
-    kept = "once" if path is not None else "at each start, as no folder is there to keep them"
-    LOG.warning("compiling the kernels of native for %s, %s: about 15 s", level.name, kept)
-    _run(level.command(compiler, made))
-    if path is None:
-        return made
+    return folder / f"native-{level.name}-{digest}.so"
+
+
+def _kept(made: Path, path: Path) -> Path:
+    """Where the library is in the cache folder; `made` itself where that cannot be written."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with replacing(path, mode=0o700) as file:
