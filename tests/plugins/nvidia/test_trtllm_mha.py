@@ -66,11 +66,7 @@ WORLDS = {
 }
 HOPPER = WORLDS["sm90"]
 CANDIDATES = {
-    arch: replace(
-        world.candidate(TRTLLM_MHA),
-        platform=replace(world.platform, core_count=8),
-        options={"workspace_bytes": 16 << 20},
-    )
+    arch: world.candidate(TRTLLM_MHA, core_count=8, workspace_bytes=16 << 20)
     for arch, world in WORLDS.items()
 }
 """On devices of few processors, whose partial results take little memory."""

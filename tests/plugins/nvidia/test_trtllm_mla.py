@@ -53,11 +53,7 @@ WORLDS = {
 }
 GENERATED, XQA = WORLDS.values()
 CANDIDATES = {
-    arch: replace(
-        world.candidate(TRTLLM_MLA),
-        platform=replace(world.platform, core_count=8),
-        options={"workspace_bytes": 16 << 20},
-    )
+    arch: world.candidate(TRTLLM_MLA, core_count=8, workspace_bytes=16 << 20)
     for arch, world in WORLDS.items()
 }
 """On devices of few processors, whose partial results take little memory."""

@@ -155,7 +155,7 @@ def find_entrants(
 ) -> tuple[list[Entrant], list[Refused]]:
     """The backends that are timed, and those that refuse the request.
 
-    Planned backends and those for other vendors' devices are in neither list, unless `names` has
+    Backends for other vendors' devices are in neither list, unless `names` has
     them. names: the only backends to consider; by default, all. graphs: whether the device has
     graphs. Decode and verification are timed from one where the card declares graphs.
     Raises UnknownBackend and InvalidInput for names that cannot be used.

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -11,7 +9,8 @@ import torch
 
 from attnmux.bench.answers import HEADS, MAX_ERROR
 from attnmux.bench.linear_work import CONV_CHANNELS, CONV_SIZE, dims, linear_bytes
-from attnmux.bench.steps import COLD_BYTES, COLD_BYTES_CPU, MAX_LAYERS, MAX_LAYERS_CPU
+from attnmux.bench.steps import cold_layers
+from attnmux.bench.timing import Run
 from attnmux.bench.workload import Workload
 from attnmux.core import (
     Decision,
@@ -32,8 +31,6 @@ from attnmux.testing.linear_setup import (
 )
 from attnmux.testing.linear_setup import LinearStep as Prepared
 
-Run = Callable[[], object]
-
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class LinearStep:
@@ -42,6 +39,8 @@ class LinearStep:
     workload: Workload
     setup: LinearSetup
     prepared: Prepared
+    checked: tuple[int, ...]
+    """Places of the requests that are checked: the first and the last."""
     start: torch.Tensor
     """The last layer's states before the step, of the requests that are checked."""
     answers: dict[int, torch.Tensor]
@@ -59,11 +58,6 @@ class LinearStep:
     def states(self) -> torch.Tensor:
         """The last layer's: [1 + size, Hv, K, V], for kind "conv" [1 + size, W - 1, C]."""
         return _last_states(self.setup)
-
-    @property
-    def checked(self) -> tuple[int, ...]:
-        """Places of the requests that are checked: the first and the last."""
-        return tuple(sorted({0, self.workload.batch_size - 1}))
 
     def calls(self, backend: LinearAttentionBackend) -> list[Run]:
         """Each layer's recurrence; for kind "conv", its convolution."""
@@ -95,22 +89,22 @@ def make_linear_step(
     """
     request = decision.request
     case = _case(workload, request)
-    on_cpu = device.type == "cpu"
-    cold, most = (COLD_BYTES_CPU, MAX_LAYERS_CPU) if on_cpu else (COLD_BYTES, MAX_LAYERS)
     moved = linear_bytes(workload, request, torch_dtype(case.dtype).itemsize)
     setup = make_linear_setup(
         case,
         decision.platform,
         device,
         seed=seed,
-        num_layers=min(max(2, math.ceil(cold / moved)), most),
+        num_layers=cold_layers(moved, device),
     )
     prepared = prepare_linear(setup, case.steps[0], host_lens=True)
-    rows = prepared.batch.req_pool_indices[sorted({0, workload.batch_size - 1})]
+    checked = tuple(sorted({0, workload.batch_size - 1}))
+    rows = prepared.batch.req_pool_indices[list(checked)]
     return LinearStep(
         workload=workload,
         setup=setup,
         prepared=prepared,
+        checked=checked,
         start=_last_states(setup)[rows].clone(),
         answers={},
     )

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from attnmux.bench.timing import Run
 from attnmux.bench.workload import Workload
 from attnmux.core import (
     AttentionBackend,
@@ -49,8 +50,6 @@ MODES = {
 
 DRAWN_ROWS = 1 << 16
 """Slots that are filled at once, so that the random numbers need little memory."""
-
-Run = Callable[[], object]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -209,6 +208,13 @@ def make_step(
     )
 
 
+def cold_layers(nbytes: int, device: torch.device) -> int:
+    """Layers enough to keep caches cold, each of which reads `nbytes`."""
+    on_cpu = device.type == "cpu"
+    cold, most = (COLD_BYTES_CPU, MAX_LAYERS_CPU) if on_cpu else (COLD_BYTES, MAX_LAYERS)
+    return min(max(2, math.ceil(cold / nbytes)), most)
+
+
 def _fill(pool: KVPool, layer: LayerSpec, draw: Callable[..., torch.Tensor]) -> None:
     """Random K and V in every slot of a layer."""
     buffers = pool.get_kv_buffer(layer.layer_id)
@@ -232,10 +238,8 @@ def _layers(
 ) -> tuple[LayerSpec, ...]:
     """Layers with every feature that the request asks for."""
     if count is None:
-        on_cpu = device.type == "cpu"
-        cold, most = (COLD_BYTES_CPU, MAX_LAYERS_CPU) if on_cpu else (COLD_BYTES, MAX_LAYERS)
         itemsize = value_bytes(torch_dtype(request.kv_dtype or ""))
-        count = min(max(2, math.ceil(cold / workload.stored_bytes(request, itemsize))), most)
+        count = cold_layers(workload.stored_bytes(request, itemsize), device)
     rank, rope = request.kv_lora_rank or 0, request.qk_rope_head_dim or 0
     heads, dim = request.num_q_heads or 0, request.head_dim or 0
     given: dict[str, Any] = {

@@ -28,6 +28,7 @@ from attnmux.core import (
     Platform,
     rehearse,
 )
+from attnmux.core.choosing.ask.values import OptionValue
 from attnmux.core.graph.devices import CapturedGraph, GraphStep
 from attnmux.testing import reference
 from attnmux.testing.candidate import Candidate
@@ -158,11 +159,18 @@ class AdapterWorld:
             outputs(backend, prepared)
         return calls
 
-    def candidate(self, card: BackendCard) -> Candidate:
-        """The adapter for the conformance suite; its card needs no library."""
+    def candidate(
+        self, card: BackendCard, *, core_count: int | None = None, **options: OptionValue
+    ) -> Candidate:
+        """The adapter for the conformance suite; its card needs no library. core_count: processors
+        of the device, unless the platform's."""
+        platform = self.platform
+        if core_count is not None:
+            platform = replace(platform, core_count=core_count)
         return Candidate(
             card=replace(card, requires=()),
-            platform=self.platform,
+            platform=platform,
+            options=options,
             device="cpu",
             factory=self.backend,
         )

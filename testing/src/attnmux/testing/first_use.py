@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from itertools import zip_longest
 from pathlib import Path
 
@@ -85,20 +86,10 @@ class FirstUse:
 
 
 def _cases(candidate: Candidate, found: Unverified, decision: Decision) -> list[AnyCase]:
-    by_phase = [
-        _spread(
-            list(
-                cases_in_shape(
-                    candidate,
-                    found.request,
-                    phase,
-                    page_size=decision.page_size,
-                    in_graph=False,
-                )
-            )
-        )
-        for phase in found.phases
-    ]
+    in_shape = partial(
+        cases_in_shape, candidate, found.request, page_size=decision.page_size, in_graph=False
+    )
+    by_phase = [_spread(list(in_shape(phase))) for phase in found.phases]
     # By turns, so that each phase has its share of the time
     mixed = [case for turn in zip_longest(*by_phase) for case in turn if case is not None]
     return list(dict.fromkeys(mixed))

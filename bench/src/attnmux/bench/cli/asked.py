@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from attnmux.core import InvalidInput, Request, linear_request
+from attnmux.core import InvalidInput, Platform, Request, linear_request
 from attnmux.core.choosing.ask.request import parse_fields
 from attnmux.core.choosing.ask.values import LINEAR_KINDS
 from attnmux.core.cli.asking import requested
@@ -30,3 +30,9 @@ def asked_of_one_shape(model: str | None, fields: str, tp: int) -> Request:
         expected = "layers of one shape: state one of them with --request"
         raise InvalidInput("--model", got=got, expected=expected)
     return request
+
+
+def other_device(device: str, here: Platform) -> InvalidInput:
+    """The refusal of a --device that is none of the platform's."""
+    expected = f"a device of {here.name or here}: {here.device_type}, {here.device_type}:1, …"
+    return InvalidInput("--device", got=repr(device), expected=expected)

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from attnmux.bench.cli.asked import other_device
 from attnmux.bench.cli.progress import Bar
 from attnmux.bench.conformance import Check, check_conformance
 from attnmux.bench.entrants import Entrant, Field, make_field
@@ -76,8 +77,7 @@ def find_place(run: Run, settings: Settings, platform: str | None, device: str) 
     if hypothetical:
         raise InvalidInput("--platform", got=platform, expected="a vendor that is on this machine")
     if device and device.partition(":")[0] != here.device_type:
-        expected = f"a device of {here.name or here}: {here.device_type}, {here.device_type}:1, …"
-        raise InvalidInput("--device", got=repr(device), expected=expected)
+        raise other_device(device, here)
     ranks = RankGroup.measuring(here.device_type, device)
     launches = run.launches(settings)
     if ranks is not None:

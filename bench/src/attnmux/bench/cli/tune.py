@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from attnmux.bench.cli.asked import asked_of_one_shape
+from attnmux.bench.cli.asked import asked_of_one_shape, other_device
 from attnmux.bench.keeping import RecordFile
 from attnmux.bench.ranks import shared_trials, together_on
 from attnmux.bench.trials import by_subject, winner
@@ -163,8 +163,7 @@ def _check_device(device: str, here: Platform) -> str:
     """The device's name, the platform's first by default. torch checks its number later."""
     kind, colon, number = device.partition(":")
     if device and (kind != here.device_type or bool(colon) != number.isdecimal()):
-        expected = f"a device of {here.name or here}: {here.device_type}, {here.device_type}:1, …"
-        raise InvalidInput("--device", got=repr(device), expected=expected)
+        raise other_device(device, here)
     return device or here.device_type
 
 
