@@ -102,7 +102,8 @@ LANGUAGE: dict[str, Any] = {
     "SwizzledSharedLayout": nothing,
     "NVMMASharedLayout": types.SimpleNamespace(get_default_for=nothing),
     # Instructions of the GPU.
-    "reciprocal": elementwise(torch.reciprocal),
+    "tanh": elementwise(torch.tanh),
+    "rescaled": lambda acc, share: acc * share[:, None],
     "pack": lambda weights, dtype: weights.to(dtype),
     "unpack": lambda pairs, dtype: pairs,
 }

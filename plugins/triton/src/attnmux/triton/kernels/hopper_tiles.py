@@ -27,6 +27,7 @@ from attnmux.triton.kernels.hopper_copies import (
     whole_rows,
 )
 from attnmux.triton.kernels.hopper_places import Kind, place_tile, visible_range
+from attnmux.triton.kernels.hopper_rescaling import rescaled
 from attnmux.triton.kernels.hopper_weights import LOG2_E, pack, unpack, weigh
 
 LN_2 = gl.constexpr(0.6931471805599453)
@@ -78,16 +79,11 @@ def await_values(accs, weights):
 
 @gluon.jit
 def scaled(accs, share):
-    acc = scaled_part(accs[0], share)
+    acc = rescaled(accs[0], share)
     if len(accs) == 2:
-        return acc, scaled_part(accs[1], share)
+        return acc, rescaled(accs[1], share)
     else:
         return (acc,)
-
-
-@gluon.jit
-def scaled_part(acc, share):
-    return acc * gl.convert_layout(share, gl.SliceLayout(1, acc.type.layout))[:, None]
 
 
 @gluon.jit
