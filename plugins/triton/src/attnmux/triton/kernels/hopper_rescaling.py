@@ -1,8 +1,8 @@
 """Rescaling of a running softmax's results, which most blocks of keys do not need.
 
 A row's `top` need not be the largest of its logits so far: any number near it keeps the weights in
-range. So `raised` moves it only when a block exceeds it by far, and `rescaled` multiplies nothing in
-the warps whose rows all keep their top.
+range. So `raised` moves it only when a block exceeds it by far, and `rescaled` multiplies nothing
+in the warps whose rows all keep their top.
 """
 
 from __future__ import annotations
