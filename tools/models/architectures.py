@@ -55,8 +55,15 @@ def _all() -> Iterator[Architecture]:
         (AutoModelForSeq2SeqLM, MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING),
     ):
         for config in mapping:
-            if config not in found and default_config(config).is_encoder_decoder:
+            if config not in found and _has_encoder(config):
                 found.add(config)
                 model: Any = mapping[config]
                 name = model.__name__
                 yield Architecture(name=name, config_class=config, auto=auto, has_encoder=True)
+
+
+def _has_encoder(config: type[PreTrainedConfig]) -> bool:
+    try:
+        return bool(default_config(config).is_encoder_decoder)
+    except ValueError:  # a model of two others, whose configs it needs
+        return bool(getattr(config, "is_encoder_decoder", True))
