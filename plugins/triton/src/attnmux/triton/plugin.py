@@ -239,13 +239,14 @@ TRITON_LINEAR = BackendCard(
     clauses=tuple(
         Clause(
             vendor=anything_but("cpu", "ascend", "apple"),
-            phase=one_of("extend", "decode"),
+            phase=one_of("extend", "decode", "verify"),
             kind=one_of("gdn", "kda", "mamba2", "lightning", "conv"),
             dtype=one_of(dtype),
             kv_dtype=one_of(dtype),
             page_size=ANY,
             head_dim=multiple_of(1, most=256),
             v_head_dim=multiple_of(1, most=256),
+            spec_topk=one_of(1),
             graph=ANY,
         )
         for dtype in ("bfloat16", "float16", "float32")
