@@ -53,7 +53,7 @@ class WrongProposer:
     """Always guesses one token that the model has not generated lately."""
 
     def __init__(self, draft_token_num: int, topk: int) -> None:
-        self.draft_token_num, self._topk = draft_token_num, topk
+        self.draft_token_num, self.topk = draft_token_num, topk
 
     def propose(self, states: Sequence[SequenceState], num_tokens: int) -> DraftTree | None:
         """See `Proposer`."""
@@ -62,10 +62,10 @@ class WrongProposer:
             return None
         tokens = torch.zeros(len(states), num, dtype=torch.int64)
         tokens[:, 0] = torch.tensor([state.token_ids[-1] for state in states])
-        if self._topk == 1:
+        if self.topk == 1:
             return DraftTree.chains(tokens)
-        parents = (torch.arange(num) - 1).div(self._topk, rounding_mode="floor")
-        return DraftTree.of(tokens, parents.expand_as(tokens), topk=self._topk)
+        parents = (torch.arange(num) - 1).div(self.topk, rounding_mode="floor")
+        return DraftTree.of(tokens, parents.expand_as(tokens), topk=self.topk)
 
     def keep_only(self, states: Collection[SequenceState]) -> None:
         """Nothing is held."""

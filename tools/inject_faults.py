@@ -196,7 +196,7 @@ class HashingRunner:
 class Guesses:
     """Chains that are right up to a random node."""
 
-    draft_token_num = 6
+    draft_token_num, topk = 6, 1
 
     def __init__(self, rng: random.Random) -> None:
         self._rng = rng

@@ -70,9 +70,9 @@ def linear_offer(make_offer):
     return lambda factory: make_offer(factory, card=lambda: TORCH_LINEAR)
 
 
-def rows(here, offers, request, workloads=STEPS, *, graphs=None):
+def rows(here, offers, request, workloads=STEPS, *, graphs=None, phases=("decode", "extend")):
     entrants, refused = find_entrants(
-        request, here, offers, Policy(), phases=("decode", "extend"), graphs=graphs is not None
+        request, here, offers, Policy(), phases=phases, graphs=graphs is not None
     )
     assert not refused
     bench = Bench(
@@ -89,6 +89,38 @@ def test_every_kind_is_timed_and_right(kind, here, linear_offer) -> None:
     found = rows(here, [linear_offer(TorchLinearBackend)], small(kind))
     assert [(row.workload, row.status) for row in found] == [(each, "measured") for each in STEPS]
     assert all(row.median_us > 0 and 0 < row.error < 5e-3 for row in found)
+
+
+VERIFY = tuple(Workload.parse(f"verify:bs=3,new=4{more}") for more in (",prefix=21", ""))
+CHAINS = {"spec_topk": 1, "spec_draft_tokens": 4}
+
+
+class KeepsNoDraft(TorchLinearBackend):
+    def forward_verify(self, call, batch) -> None:
+        drafted = self.states.draft_state(call.layer.layer_id)
+        before = drafted.clone()
+        super().forward_verify(call, batch)
+        drafted.copy_(before)
+
+
+@pytest.mark.parametrize("graphs", [None, RecordingGraphs()])
+@pytest.mark.parametrize("kind", list(LINEAR_SHAPES))
+def test_drafts_are_timed_and_right(kind, graphs, here, linear_offer) -> None:
+    request = small(kind).replace(**CHAINS)
+    offers = [linear_offer(TorchLinearBackend)]
+    found = rows(here, offers, request, VERIFY, graphs=graphs, phases=("verify",))
+    assert [(row.workload, row.status) for row in found] == [(each, "measured") for each in VERIFY]
+    assert all(row.median_us > 0 and 0 < row.error < 5e-3 for row in found)
+
+
+def test_wrong_states_after_drafts_are_not_timed(here, linear_offer) -> None:
+    request = small("gdn").replace(**CHAINS)
+    offers = [linear_offer(TorchLinearBackend), linear_offer(KeepsNoDraft)]
+    found = rows(here, offers, request, VERIFY, phases=("verify",))
+    assert {(row.backend, row.status) for row in found} == {
+        ("fakes/TorchLinearBackend", "measured"),
+        ("fakes/KeepsNoDraft", "wrong"),
+    }
 
 
 @pytest.mark.parametrize(
@@ -147,12 +179,18 @@ def test_costs(kind) -> None:
     assert cost.nbytes == states + 10 * token
     fresh = cost_of(Workload.parse("extend:bs=2,new=5"), request)
     assert fresh.nbytes == cost.nbytes - states // 2
+    drafts = cost_of(Workload.parse("verify:bs=2,new=5,prefix=7"), request)
+    assert drafts.flops == cost.flops
+    assert drafts.nbytes == cost.nbytes + 4 * states // 2
 
 
 def test_the_default_grid_has_each_size_once(here) -> None:
     grid = default_grid(small("gdn"), here, 2)
     assert len({(each.batch_size, each.new) for each in grid}) == len(grid) > 3
     assert {each.phase for each in grid} == {"decode", "extend"}
+    drafting = default_grid(small("gdn").replace(**CHAINS), here, 2)
+    assert {each.new for each in drafting if each.phase == "verify"} == {4}
+    assert [each for each in drafting if each.phase != "verify"] == list(grid)
 
 
 def call(*args: str):
@@ -203,7 +241,7 @@ def test_kept_figures_change_the_choice_for_a_model(
 @pytest.mark.parametrize(
     ("args", "said"),
     [
-        (("--request", FIELDS, "--workload", "verify:bs=2,new=3"), "decode or extend: linear"),
+        (("--request", FIELDS, "--workload", "verify:bs=2,new=3"), "one of decode and extend"),
         (("--request", "kind=gdn,dtype=bf16,head_dim=16", "--keep"), "no num_q_heads"),
         (("--request", "kind=conv,dtype=bf16", "--keep"), "kind=conv to keep"),
     ],

@@ -20,17 +20,21 @@ from attnmux.core import (
     Offer,
     PluginError,
     Policy,
+    PoolExhausted,
     Request,
+    SpecInput,
     build,
+    linear_request,
     load_plugins,
     one_of,
     solve,
 )
 from attnmux.core.choosing.machine.cpu import probe_cpu
 from attnmux.core.composites.linear_hybrid import LinearByPhase
+from attnmux.core.graph.devices import GraphStep
 from attnmux.cpu.plugin import TORCH_LINEAR
 from attnmux.cpu.torch_linear import TorchLinearBackend
-from attnmux.testing import decode, extend, fake_platform
+from attnmux.testing import RecordingGraphs, decode, extend, fake_platform, verify
 from attnmux.testing.fakes import FakeBackend, fake_card
 from attnmux.testing.linear_cases import LinearCase, linear_cases
 from attnmux.testing.linear_setup import make_linear_setup, prepare_linear
@@ -154,12 +158,103 @@ def test_results_go_to_the_given_tensor(setup) -> None:
     assert out.isfinite().all()
 
 
-def test_steps_of_drafts_are_refused(setup) -> None:
+def test_states_after_drafts() -> None:
+    layers = (spec(), spec(layer_id=7, conv_dims=(6, 10), conv_size=4))
+    given = {"size": 3, "layers": layers, "conv_dtype": torch.bfloat16, "device": "cpu"}
+    pool, plain = LinearStatePool(**given, kept_size=2, draft_tokens=5), LinearStatePool(**given)
+    assert pool.draft_state(7).shape == (4, 5, 4, 8, 16)
+    assert [pool.draft_conv(7, index).shape for index in (0, 1)] == [(4, 8, 6), (4, 8, 10)]
+    assert pool.draft_nbytes == 4 * (2 * 5 * 4 * 8 * 16 * 4 + (6 + 10) * 8 * 2)
+    own = sum(buffer.nbytes for buffer in pool.buffers)
+    assert pool.nbytes == own + pool.draft_nbytes
+    assert (plain.draft_buffers, plain.draft_nbytes) == ((), 0)
+    for wrong in (lambda: plain.draft_state(7), lambda: pool.draft_conv(0)):
+        with pytest.raises(InvalidInput, match="of a pool with draft_tokens"):
+            wrong()
+    with pytest.raises(InvalidInput, match="draft_tokens"):
+        LinearStatePool(**given, draft_tokens=-1)
+    with pytest.raises(PoolExhausted, match=r"9 draft tokens .* or of draft tokens"):
+        LinearStatePool(**{**given, "size": 1 << 40}, draft_tokens=9)
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+def test_accepted_states(dtype) -> None:
+    layers = (spec(), spec(layer_id=7, conv_dims=(6,), conv_size=4))
+    pool = LinearStatePool(
+        size=4, layers=layers, conv_dtype=torch.float32, device="cpu", draft_tokens=3
+    )
+    for buffer in (*pool.buffers, *pool.draft_buffers):
+        buffer.normal_()
+    pool.state(0)[3] = torch.nan
+    before = [buffer.clone() for buffer in pool.buffers]
+    rows, counts = torch.tensor([4, 0, 1, 3]), torch.tensor([2, 1, 3, 0], dtype=dtype)
+    graphs, step = RecordingGraphs(), lambda: pool.accept(rows, counts)
+    with graphs.session():  # it neither waits for the device nor reads on the host
+        graphs.capture(GraphStep(prepare=lambda: None, forward=step))
+    for layer_id in (0, 7):
+        state, drafted = pool.state(layer_id), pool.draft_state(layer_id)
+        assert state[4].equal(drafted[4, 1])
+        assert state[1].equal(drafted[1, 2])
+    assert pool.conv(7)[4].equal(pool.draft_conv(7)[4, 2:5])
+    assert pool.conv(7)[1].equal(pool.draft_conv(7)[1, 3:6])
+    for buffer, old in zip(pool.buffers, before, strict=True):
+        assert buffer[[2, 3]].nan_to_num(7).equal(old[[2, 3]].nan_to_num(7))
+
+
+def test_what_cannot_be_accepted() -> None:
+    given = {"size": 3, "layers": (spec(),), "conv_dtype": torch.float32, "device": "cpu"}
+    rows, counts = torch.tensor([1, 2]), torch.tensor([1, 1])
+    with pytest.raises(InvalidInput, match="draft_tokens: expected"):
+        LinearStatePool(**given).accept(rows, counts)
+    pool = LinearStatePool(**given, draft_tokens=2)
+    for wrong, said in (
+        ((rows.int(), counts), "rows"),
+        ((rows, counts[:1]), "num_accepted_tokens"),
+        ((rows, counts.float()), "num_accepted_tokens"),
+        ((rows, counts.to("meta")), "one on cpu"),
+    ):
+        with pytest.raises(InvalidInput, match=said):
+            pool.accept(*wrong)
+
+
+VERIFY = replace(CASE, name="gdn-verify", steps=(verify(3, 9, 4),))
+
+
+def test_drafts_that_no_state_follows() -> None:
+    setup = make_linear_setup(VERIFY, fake_platform(), "cpu")
+    batch, given, call = prepared(setup, VERIFY.steps[0])
+    backend = TorchLinearBackend(setup.context)
+    backend.init_forward_metadata(batch)
+    tree = replace(batch.spec_info, topk=2)
+    mask = replace(batch.spec_info, visible=torch.ones(2, 3, 3, dtype=torch.bool))
+    for spec_info, said in (
+        (tree, "chains: the states of a tree's branches are not kept"),
+        (mask, "chains"),
+        (None, "the drafts of a verify step"),
+        (SpecInput(draft_token_num=5), "1 to 4, for which the LinearStatePool has room"),
+        (SpecInput(draft_token_num=2), "2 of each"),
+    ):
+        wrong = replace(batch, spec_info=spec_info)
+        with pytest.raises(InvalidInput, match=said):
+            backend.init_forward_metadata(wrong)
+        with pytest.raises(InvalidInput, match=said):
+            backend.forward(layer=given.layer, batch=wrong, **call)
+        x, weight, _ = given.convs[0]
+        with pytest.raises(InvalidInput, match=said):
+            backend.convolve(x, weight, given.layer, wrong)
+    silent = Noted(setup.context)
+    silent.init_forward_metadata(batch)
+    with pytest.raises(PluginError, match="Noted verifies no drafts"):
+        silent.forward(layer=given.layer, batch=batch, **call)
+    with pytest.raises(PluginError, match="Noted verifies no drafts"):
+        silent.convolve(x, weight, given.layer, batch)
+
+
+def test_steps_of_a_draft_model_are_refused(setup) -> None:
     batch, _, _ = prepared(setup, extend((4, 2)))
     backend = TorchLinearBackend(setup.context)
-    for mode in (ForwardMode.TARGET_VERIFY, ForwardMode.DRAFT_EXTEND):
-        with pytest.raises(InvalidInput, match="no step of drafts"):
-            backend.init_forward_metadata(replace(batch, forward_mode=mode))
+    with pytest.raises(InvalidInput, match="no step of a draft model"):
+        backend.init_forward_metadata(replace(batch, forward_mode=ForwardMode.DRAFT_EXTEND))
     with pytest.raises(InvalidInput, match="extend_seq_lens"):
         backend.init_forward_metadata(replace(batch, extend_seq_lens=None))
     with pytest.raises(InvalidInput, match="linear_states"):
@@ -204,6 +299,34 @@ def test_a_backend_for_each_phase(setup) -> None:
         both.init_cuda_graph_state(2, 2)
 
 
+class Verifies(Noted):
+    def forward_verify(self, call, batch) -> None:
+        self.said.append("verify")
+
+    def verify_conv(self, call, batch) -> None:
+        self.said.append("verify conv")
+
+    def init_cuda_graph_state(self, max_bs, max_num_tokens) -> None:
+        self.said.append("graphs")
+
+
+@pytest.mark.parametrize("mode", ["prefill", "decode"])
+def test_the_backend_that_verifies(mode) -> None:
+    setup = make_linear_setup(VERIFY, fake_platform(), "cpu")
+    request = setup.context.request.replace(speculative_attention_mode=mode)
+    context = replace(setup.context, request=request)
+    first, second = Verifies(context), Verifies(context)
+    both = LinearByPhase(extend=first, decode=second)
+    batch, given, call = prepared(setup, VERIFY.steps[0])
+    both.init_forward_metadata(batch)
+    both.forward(layer=given.layer, batch=batch, **call)
+    x, weight, _ = given.convs[0]
+    both.convolve(x, weight, given.layer, batch)
+    both.init_cuda_graph_state(2, 6)
+    said = ["prepare", "in graph", "verify", "verify conv", "graphs"]
+    assert (first.said, second.said) == ((said, ["graphs"]) if mode == "prefill" else ([], said))
+
+
 def test_a_hybrid_prepares_all_of_its_backends(setup) -> None:
     full, linear = FakeBackend(setup.context), Noted(setup.context)
     hybrid = HybridLinearAttnBackend(full, {"gdn": linear})
@@ -223,6 +346,7 @@ def test_a_hybrid_prepares_all_of_its_backends(setup) -> None:
 
 
 CPU = probe_cpu()
+DRAFTS = {"spec_topk": 1, "spec_draft_tokens": 4}
 NEEDS = {"dtype": "bfloat16", "page_size": 1, "num_q_heads": 1, "num_kv_heads": 1, "head_dim": 8}
 
 
@@ -261,6 +385,7 @@ def test_a_decision_becomes_a_hybrid(setup) -> None:
         ({"linear_head_dim": 32}, "32, as decided"),
         ({"linear_v_head_dim": 128}, "128, as decided"),
         ({"two_batches": True}, "no half of a step"),
+        (DRAFTS, "a LinearStatePool with draft_tokens=4"),
     ):
         other = decided(**wrong)
         with pytest.raises(InvalidInput, match=said):
@@ -325,6 +450,31 @@ def test_phases_may_have_backends_of_their_own() -> None:
 def test_cases_are_plain_data(case) -> None:
     assert isinstance(case, LinearCase)
     assert (case.phases, case.execution) == (("extend",), "eager")
+
+
+@pytest.mark.parametrize("mode", ["prefill", "decode"])
+def test_the_backend_of_decode_or_extend_verifies(mode) -> None:
+    """And no layer asks for the phase of a draft model."""
+    asked = Request(**NEEDS, **DRAFTS, linear_layers={"gdn": 2}, linear_head_dim=64)
+    asked = asked.replace(speculative_attention_mode=mode)
+    own = linear_request(asked, "gdn")
+    assert own.phases == ("extend", "decode", "verify")
+    assert own.speculative_attention_mode == mode
+    clauses = {
+        phases: tuple(replace(each, phase=one_of(*phases)) for each in TORCH_LINEAR.clauses)
+        for phases in (("extend", "verify"), ("decode", "verify"))
+    }
+    offers = [offer for offer in load_plugins().offers() if offer.card.name != "torch_linear"]
+    offers += [
+        Offer(
+            card=replace(TORCH_LINEAR, name=name, priors=(), clauses=clauses[phases]),
+            plugin="x",
+            distribution="x",
+        )
+        for name, phases in (("one", ("extend", "verify")), ("other", ("decode", "verify")))
+    ]
+    served = solve(asked, CPU, offers).linear["gdn"]
+    assert served["verify"] == served["extend" if mode == "prefill" else "decode"]
 
 
 def test_linear_layers_do_not_verify_trees_that_attention_verifies_in_two_parts() -> None:

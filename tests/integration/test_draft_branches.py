@@ -14,6 +14,8 @@ import torch
 from attnmux.core import (
     InvalidInput,
     KVPool,
+    LinearLayerSpec,
+    LinearStatePool,
     MHATokenToKVPool,
     ReqToTokenPool,
     current_forward_context,
@@ -311,6 +313,8 @@ def test_a_model_that_runs_few_tokens_in_a_step_drafts_for_few_requests() -> Non
 
 
 def test_linear_layers_are_refused() -> None:
-    runner = HashingDraft(4, 64, has_linear_states=True)
+    layer = LinearLayerSpec(layer_id=0, kind="conv", conv_dims=(8,), conv_size=3)
+    states = LinearStatePool(size=ROWS, layers=[layer], conv_dtype=torch.float32, device="cpu")
+    runner = HashingDraft(4, 64, linear_states=states)
     with pytest.raises(InvalidInput, match="draft: expected attention in every layer"):
         ModelProposer(runner, vocabulary_size=VOCABULARY)

@@ -199,13 +199,6 @@ def test_states_are_counted_into_the_memory(tiny, run_hybrid) -> None:
         run_hybrid(folder, max_total_tokens=None, memory=MemoryBudget(nbytes=states.nbytes))
 
 
-def test_drafts_are_refused(tiny, run_hybrid) -> None:
-    """A state cannot be taken back to the last token that was accepted."""
-    _, folder = tiny("lfm2")
-    with pytest.raises(NoBackend, match="3 conv"):
-        run_hybrid(folder, draft_tokens=4)
-
-
 def test_layers_are_not_compiled(tiny, run_hybrid) -> None:
     _, folder = tiny("lfm2")
     with pytest.raises(InvalidInput, match="linear layers"):

@@ -8,7 +8,7 @@ from itertools import islice
 import pytest
 import torch
 
-from attnmux.core import one_of
+from attnmux.core import LinearStatePool, one_of
 from attnmux.cpu.plugin import TORCH_LINEAR
 from attnmux.cpu.torch_linear import TorchLinearBackend
 from attnmux.testing import Candidate, fake_card, fake_platform, run_case
@@ -74,6 +74,63 @@ class OldMetadata(TorchLinearBackend):
             super().init_forward_metadata_out_graph(batch, in_capture)
 
 
+class VerifiesInPlace(TorchLinearBackend):
+    """Writes the requests' own states, which nobody can take back."""
+
+    def forward_verify(self, call, batch) -> None:
+        super().forward_verify(call, batch)
+        last = batch.drafts().draft_token_num - 1
+        own, drafted = (
+            each(call.layer.layer_id) for each in (self.states.state, self.states.draft_state)
+        )
+        own[batch.req_pool_indices] = drafted[batch.req_pool_indices, last]
+
+
+class ConvolvesInPlace(TorchLinearBackend):
+    def verify_conv(self, call, batch) -> None:
+        super().verify_conv(call, batch)
+        own, line = (
+            each(call.layer.layer_id, call.index)
+            for each in (self.states.conv, self.states.draft_conv)
+        )
+        own[batch.req_pool_indices] = line[batch.req_pool_indices, 1 : 1 + own.shape[1]]
+
+
+class KeepsTheLastStateAlone(TorchLinearBackend):
+    def forward_verify(self, call, batch) -> None:
+        super().forward_verify(call, batch)
+        drafted, num = self.states.draft_state(call.layer.layer_id), batch.drafts().draft_token_num
+        drafted[batch.req_pool_indices, 0] = drafted[batch.req_pool_indices, num - 1]
+
+
+class ShiftsInputs(TorchLinearBackend):
+    def verify_conv(self, call, batch) -> None:
+        super().verify_conv(call, batch)
+        line, rows = self.states.draft_conv(call.layer.layer_id, call.index), batch.req_pool_indices
+        line[rows] = line[rows].roll(1, dims=1)
+
+
+class WritesBeyondTheDrafts(TorchLinearBackend):
+    def forward_verify(self, call, batch) -> None:
+        super().forward_verify(call, batch)
+        drafted, num = self.states.draft_state(call.layer.layer_id), batch.drafts().draft_token_num
+        drafted[batch.req_pool_indices, num] += 1
+
+
+class WritesDraftsOfAnother(TorchLinearBackend):
+    def forward_verify(self, call, batch) -> None:
+        super().forward_verify(call, batch)
+        free = set(range(1, self.states.size + 1)) - set(batch.req_pool_indices.tolist())
+        self.states.draft_state(call.layer.layer_id)[min(free)] += 1
+
+
+class VerifiesFromOldStates(TorchLinearBackend):
+    """A request whose drafts are its first tokens does not start from zeros."""
+
+    def forward_verify(self, call, batch) -> None:
+        super().forward_verify(call, replace(batch, seq_lens=batch.seq_lens + 1))
+
+
 def call_fields(call, **changes):
     return [changes.get(name, getattr(call, name)) for name in call.__struct_fields__]
 
@@ -81,6 +138,10 @@ def call_fields(call, **changes):
 WRONG = (
     *(KeepsOldStates, ForgetsStates, WritesNoState, WritesAnotherRow, WritesInputs),
     *(WithoutBias, WithoutDeltaRule, OldMetadata),
+)
+WRONG_DRAFTS = (
+    *(VerifiesInPlace, ConvolvesInPlace, KeepsTheLastStateAlone, ShiftsInputs),
+    *(WritesBeyondTheDrafts, WritesDraftsOfAnother, VerifiesFromOldStates),
 )
 
 
@@ -96,6 +157,32 @@ def test_a_wrong_backend_fails(factory) -> None:
     failed = next((case for case in cases if run_case(wrong, case).status == "failed"), None)
     assert failed is not None
     assert run_case(candidate(), failed).status == "passed"
+
+
+@pytest.mark.parametrize("factory", WRONG_DRAFTS)
+def test_a_backend_that_verifies_wrongly_fails(factory) -> None:
+    wrong = candidate(factory)
+    names = ("gdn-verify", "gdn-verify-first-tokens")
+    cases = [case for case in wrong.cases() if case.name in names]
+    outcomes = [run_case(wrong, case) for case in cases]
+    failed = [one for one in outcomes if one.status == "failed"]
+    assert failed
+    assert "layer 1" in failed[0].message
+    assert {run_case(candidate(), case).status for case in cases} == {"passed"}
+
+
+def test_drafts_that_are_accepted_wrongly_fail(monkeypatch) -> None:
+    """The pool is core's; a case would tell all the same."""
+    accept = LinearStatePool.accept
+    monkeypatch.setattr(
+        LinearStatePool,
+        "accept",
+        lambda pool, rows, counts: accept(pool, rows, counts.clamp(min=1)),
+    )
+    (case,) = (one for one in candidate().cases() if one.name == "gdn-verify-padding")
+    outcomes = [run_case(candidate(), case, seed=seed) for seed in range(6)]
+    failed = [one.message for one in outcomes if one.status == "failed"]
+    assert any("without an accepted draft" in message for message in failed)
 
 
 class ReadsOnTheHost(TorchLinearBackend):

@@ -183,11 +183,13 @@ def test_linear_layers_have_backends_of_their_own(call, tmp_path) -> None:
     assert (result.exit_code, "torch_native" in result.stderr) == (3, True)
 
 
-def test_no_linear_layer_verifies_drafts(call) -> None:
-    fields = "linear_layers=gdn:3,linear_head_dim=128,dtype=bf16,spec_topk=1"
-    result = call("--platform", HERE, "--request", fields, "--json")
+def test_linear_layers_verify_chains_of_drafts(call) -> None:
+    fields = "linear_layers=gdn:3,linear_head_dim=128,dtype=bf16,spec_draft_tokens=4,spec_topk="
+    data = answer(call("--platform", HERE, "--request", f"{fields}1", "--json"))
+    assert data["linear"]["gdn"]["verify"]["backend"] == "torch_linear"
+    result = call("--platform", HERE, "--request", f"{fields}4", "--json")
     assert result.exit_code == 3
-    assert "3 of gdn" in result.stderr
+    assert "3 of gdn (with draft trees" in result.stderr
 
 
 def test_a_max_error_that_no_card_promises_is_refused(call) -> None:

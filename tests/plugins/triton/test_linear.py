@@ -24,15 +24,17 @@ CANDIDATE = Candidate(
     device="cpu",
 )
 FEW = ("decode-padding", "decode-first-token", "extend-prefix", "mixed", "extend-float32")
+DRAFTS = ("verify-padding", "verify-first-tokens")
 ENOUGH = {
-    "kda": (*FEW[:3], "extend-chunk-edges", "extend-strong-decay"),
-    "mamba2": (*FEW, "extend-chunk-edges", "extend-8-heads-over-2", "extend-strong-decay"),
-    "lightning": (*FEW, "extend-chunk-edges"),
+    "kda": (*FEW[:3], *DRAFTS, "extend-chunk-edges", "extend-strong-decay"),
+    "mamba2": (*FEW, *DRAFTS, "extend-chunk-edges", "extend-8-heads-over-2", "extend-strong-decay"),
+    "lightning": (*FEW, *DRAFTS[:1], "extend-chunk-edges"),
 }
 """Kinds of which a few cases run: gdn runs in all, and these share its kernels."""
 SLOW = {
     *("extend-long", "extend-dims-128", "extend-dims-128-64", "extend-dims-64-128"),
     *("extend-float16", "extend-one-head", "extend-host-lens"),
+    *("verify-dims-128", "verify-dims-128-64", "verify-float16", "verify-one-head"),
 }
 
 

@@ -25,7 +25,6 @@ from attnmux.core import (
     value_bytes,
 )
 from attnmux.core.choosing.ask.policy import NAMING
-from attnmux.core.choosing.ask.values import LINEAR_KINDS
 from attnmux.core.choosing.offer.named import offers_named
 from attnmux.core.choosing.tell.choice import Choice
 
@@ -35,9 +34,6 @@ NAMED_FOR = {
     "verify": "prefill_backend",
 }
 """The policy's field that names the backend of one phase alone."""
-
-LINEAR_PHASES = ("decode", "extend")
-"""Those of linear layers: a state cannot be taken back to the accepted draft."""
 
 IN_GRAPHS = ("decode", "verify")
 """The phases that engines replay from device graphs."""
@@ -107,7 +103,7 @@ def make_field(
     Raises InvalidInput for a request without a phase that is timed, and for a device that torch
     does not have; NoBackend, with the reasons, where no backend serves any of the workloads.
     """
-    phases = [phase for phase in _timed_phases(request) if phase in request.phases]
+    phases = [phase for phase in NAMED_FOR if phase in request.phases]
     if not workloads:
         itemsize = value_bytes(torch_dtype(request.kv_dtype or request.dtype or ""))
         grid = default_grid(request, platform, itemsize)
@@ -115,8 +111,6 @@ def make_field(
     for workload in workloads:
         if workload.phase not in phases:
             expected = f"one of {' and '.join(phases)}, the request's phases"
-            if request.kind in LINEAR_KINDS and workload.phase == "verify":
-                expected = "decode or extend: linear layers are not rolled back to accepted drafts"
             raise InvalidInput("workload", got=str(workload), expected=expected)
         if workload.phase == "verify":
             _check_chain(workload, request)
@@ -179,10 +173,6 @@ def find_entrants(
             if names or not any(reason.axis == "vendor" for reason in reasons):
                 refused.append(Refused(offer=offer, phase=phase, reasons=reasons))
     return entrants, refused
-
-
-def _timed_phases(request: Request) -> tuple[str, ...]:
-    return LINEAR_PHASES if request.kind in LINEAR_KINDS else tuple(NAMED_FOR)
 
 
 def _check_chain(workload: Workload, request: Request) -> None:

@@ -40,7 +40,7 @@ too, and an engine may be running."""
 def default_grid(request: Request, platform: Platform, itemsize: float) -> tuple[Workload, ...]:
     """Steps of typical sizes that fit the device's memory: decode, extend, and verification of
     chains where the request says of how many tokens. Of linear layers, whose states have one size
-    in every context, one decode step for each batch size.
+    in every context, one step for each batch size and number of new tokens.
 
     itemsize: bytes of a stored value.
     """
@@ -60,9 +60,13 @@ def default_grid(request: Request, platform: Platform, itemsize: float) -> tuple
             for batch_size, prefix in (VERIFY_CPU if on_cpu else VERIFY_ACCELERATOR)
         ]
     if request.kind in LINEAR_KINDS:
-        distinct: dict[tuple[int, int], Workload] = {}
+        distinct: dict[tuple[str, int, int], Workload] = {}
         for each in grid:
-            distinct.setdefault((each.batch_size, each.new), each)
-        grid = [each for each in distinct.values() if each.phase != "verify"]
-        return tuple(each for each in grid if 2 * state_bytes(each, request, itemsize) <= room)
+            distinct.setdefault((each.phase, each.batch_size, each.new), each)
+
+        def needed(each: Workload) -> int:
+            copies = each.new if each.phase == "verify" else 0
+            return (2 + copies) * state_bytes(each, request, itemsize)
+
+        return tuple(each for each in distinct.values() if needed(each) <= room)
     return tuple(each for each in grid if 2 * each.stored_bytes(request, itemsize) <= room)

@@ -20,7 +20,7 @@ from attnmux.core import (
     Request,
     torch_dtype,
 )
-from attnmux.testing import Errors, decode, errors_between, extend, linear_reference
+from attnmux.testing import Errors, decode, errors_between, extend, linear_reference, verify
 from attnmux.testing.linear_cases import LinearCase
 from attnmux.testing.linear_runner import PRODUCTS
 from attnmux.testing.linear_setup import (
@@ -34,7 +34,8 @@ from attnmux.testing.linear_setup import LinearStep as Prepared
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class LinearStep:
-    """A workload's states and inputs. Each run goes on from the states that the last one left."""
+    """A workload's states and inputs. Each run goes on from the states that the last one left; no
+    drafts are accepted."""
 
     workload: Workload
     setup: LinearSetup
@@ -59,6 +60,16 @@ class LinearStep:
         """The last layer's: [1 + size, Hv, K, V], for kind "conv" [1 + size, W - 1, C]."""
         return _last_states(self.setup)
 
+    @property
+    def left(self) -> torch.Tensor:
+        """What the step leaves in the place of `states`: after drafts, those after the last one."""
+        if self.workload.phase != "verify":
+            return self.states
+        layer, pool, num = self.layers[-1], self.setup.states, self.workload.new
+        if layer.has_state:
+            return pool.draft_state(layer.layer_id)[:, num - 1]
+        return pool.draft_conv(layer.layer_id)[:, num : num + layer.conv_size - 1]
+
     def calls(self, backend: LinearAttentionBackend) -> list[Run]:
         """Each layer's recurrence; for kind "conv", its convolution."""
         return [partial(self._call, backend, given) for given in self.prepared.inputs]
@@ -75,7 +86,9 @@ class LinearStep:
 
     def reset(self) -> None:
         """Put back the states that are checked, and spoil the answers."""
-        self.states[self.batch.req_pool_indices[list(self.checked)]] = self.start
+        rows = self.batch.req_pool_indices[list(self.checked)]
+        self.left[rows] = torch.nan
+        self.states[rows] = self.start
         for answer in self.answers.values():
             answer.fill_(torch.nan)
 
@@ -120,7 +133,7 @@ def linear_errors(step: LinearStep) -> Errors:
     device = step.states.device
     tokens = torch.cat([torch.arange(new, device=device) + row * new for row in rows])
     out = step.answers[layer.layer_id][tokens]
-    after = step.states[step.batch.req_pool_indices[rows]]
+    after = step.left[step.batch.req_pool_indices[rows]]
     start = step.start.masked_fill(
         step.prepared.fresh[rows].view(-1, *[1] * (after.dim() - 1)), 0.0
     )
@@ -159,11 +172,12 @@ def _last_states(setup: LinearSetup) -> torch.Tensor:
 
 def _case(workload: Workload, request: Request) -> LinearCase:
     heads, k_heads, dim, v_dim = dims(request)
-    lengths = (
-        decode(*workload.lengths)
-        if workload.phase == "decode"
-        else extend(*[(workload.prefix, workload.new)] * workload.batch_size)
-    )
+    prefixes = [workload.prefix] * workload.batch_size
+    lengths = extend(*[(prefix, workload.new) for prefix in prefixes])
+    if workload.phase == "decode":
+        lengths = decode(*workload.lengths)
+    elif workload.phase == "verify":
+        lengths = verify(workload.new, *prefixes)
     return LinearCase(
         name=str(workload),
         steps=(lengths,),

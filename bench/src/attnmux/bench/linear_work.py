@@ -37,8 +37,13 @@ def linear_flops(workload: Workload, request: Request) -> int:
 
 def linear_bytes(workload: Workload, request: Request, itemsize: float) -> int:
     """Bytes that one layer's call reads and writes: its inputs and results, and the states, which
-    are read unless the requests start."""
-    states = state_bytes(workload, request, itemsize) * (2 if workload.prefix else 1)
+    are read unless the requests start. Those after each draft token are written; of convolutions,
+    the inputs beside those before."""
+    states = state_bytes(workload, request, itemsize)
+    written = states * (workload.new if workload.phase == "verify" else 1)
+    if request.kind == "conv" and workload.phase == "verify":
+        written = states + round(workload.num_tokens * CONV_CHANNELS * itemsize)
+    states = written + (states if workload.prefix else 0)
     if request.kind == "conv":
         values = (2 * workload.num_tokens + CONV_SIZE) * CONV_CHANNELS
         return round(values * itemsize) + states

@@ -15,9 +15,10 @@ import torch
 from attnmux.core.arguments import check_fields
 from attnmux.core.batch import ForwardMode
 from attnmux.core.debug import check_batch
-from attnmux.core.errors import InvalidInput
+from attnmux.core.errors import InvalidInput, PluginError
 from attnmux.core.linear_call import ConvCall, LinearCall, check_conv, check_linear
 from attnmux.core.steps import NO_OPTIONS, StepBackend
+from attnmux.core.tree_masks import tree_mask_of
 
 if TYPE_CHECKING:
     from attnmux.core.batch import ForwardBatch
@@ -25,7 +26,10 @@ if TYPE_CHECKING:
     from attnmux.core.kv.linear_states import LinearStatePool
     from attnmux.core.linear_layer import LinearLayerSpec
 
-SERVED = (ForwardMode.EXTEND, ForwardMode.MIXED, ForwardMode.DECODE, ForwardMode.IDLE)
+SERVED = (
+    *(ForwardMode.EXTEND, ForwardMode.MIXED, ForwardMode.DECODE, ForwardMode.IDLE),
+    ForwardMode.TARGET_VERIFY,
+)
 
 
 class LinearAttentionBackend(StepBackend):
@@ -36,6 +40,10 @@ class LinearAttentionBackend(StepBackend):
     the row holds: where `extend_prefix_lens` is 0, and in a decode step where `seq_lens` is 1 or
     less. Each call leaves the rows of the step's requests with the state after their last token,
     and every other row but padding's unchanged.
+
+    A TARGET_VERIFY step changes none of these rows: it leaves the states after each draft token in
+    `draft_state` and `draft_conv` of the pool, whose `accept` then gives the requests theirs. Its
+    drafts are chains, as many for each request.
     """
 
     def __init__(self, context: BackendContext, options: Mapping[str, object] = NO_OPTIONS) -> None:
@@ -47,15 +55,17 @@ class LinearAttentionBackend(StepBackend):
         self.states: LinearStatePool = context.linear_states
 
     def init_forward_metadata(self, batch: ForwardBatch) -> None:
-        """Prepare an eager step. Raises InvalidInput for a malformed batch, and for steps of
-        drafts, since a state cannot be taken back to the accepted token."""
+        """Prepare an eager step. Raises InvalidInput for a malformed batch, for draft trees and
+        more draft tokens than the pool has room for, and for steps of a draft model."""
         check_fields(batch)
         if batch.forward_mode not in SERVED:
             raise InvalidInput(
                 "forward_mode",
                 got=batch.forward_mode.name,
-                expected=f"{', '.join(mode.name for mode in SERVED)}: no step of drafts",
+                expected=f"{', '.join(mode.name for mode in SERVED)}: no step of a draft model",
             )
+        if batch.forward_mode.is_target_verify():
+            check_drafts(self.states, batch)
         if self.context.debug and batch.forward_mode is not ForwardMode.IDLE:
             check_batch(self.context, batch)
         super().init_forward_metadata(batch)
@@ -76,7 +86,7 @@ class LinearAttentionBackend(StepBackend):
         """The recurrence of one layer: read the states, run the new tokens, write the states.
 
         Shapes as in `LinearCall`. Returns `out`, newly allocated unless given; an IDLE step leaves
-        the states alone and returns zeros.
+        the states alone and returns zeros. A TARGET_VERIFY step writes those of drafts alone.
         Raises InvalidInput, before a state is touched, for shapes, dtypes or devices that do not
         fit the layer and the batch.
         """
@@ -86,8 +96,13 @@ class LinearAttentionBackend(StepBackend):
         check_linear(call, batch.num_tokens)
         if batch.forward_mode is ForwardMode.IDLE:
             return out.zero_()
-        run = self.forward_decode if batch.forward_mode.is_decode() else self.forward_extend
-        run(call, batch)
+        if batch.forward_mode.is_target_verify():
+            check_drafts(self.states, batch)
+            self.forward_verify(call, batch)
+        elif batch.forward_mode.is_decode():
+            self.forward_decode(call, batch)
+        else:
+            self.forward_extend(call, batch)
         return out
 
     @final
@@ -112,7 +127,11 @@ class LinearAttentionBackend(StepBackend):
         check_conv(call, batch.num_tokens)
         if batch.forward_mode is ForwardMode.IDLE:
             return out.zero_()
-        self.forward_conv(call, batch)
+        if batch.forward_mode.is_target_verify():
+            check_drafts(self.states, batch)
+            self.verify_conv(call, batch)
+        else:
+            self.forward_conv(call, batch)
         return out
 
     @abstractmethod
@@ -125,5 +144,37 @@ class LinearAttentionBackend(StepBackend):
 
     @abstractmethod
     def forward_conv(self, call: ConvCall, batch: ForwardBatch) -> None:
-        """Run a convolution, in a step of any kind. Writes `call.out` and the convolution's
-        states."""
+        """Run a convolution, in a step of any kind but TARGET_VERIFY. Writes `call.out` and the
+        convolution's states."""
+
+    def forward_verify(self, call: LinearCall, batch: ForwardBatch) -> None:
+        """Run d draft tokens a request, d being `batch.drafts().draft_token_num`. Writes `call.out`
+        and the first d of `states.draft_state` in the requests' rows.
+
+        Raises PluginError unless the backend overrides it, as those do whose card has the phase
+        "verify".
+        """
+        raise PluginError(f"{type(self).__name__} verifies no drafts")
+
+    def verify_conv(self, call: ConvCall, batch: ForwardBatch) -> None:
+        """Run a convolution over d draft tokens a request. Writes `call.out` and the first
+        W - 1 + d of `states.draft_conv` in the requests' rows.
+
+        Raises as `forward_verify` does.
+        """
+        raise PluginError(f"{type(self).__name__} verifies no drafts")
+
+
+def check_drafts(states: LinearStatePool, batch: ForwardBatch) -> None:
+    """Raise InvalidInput unless a step's drafts are chains for which the pool has room."""
+    spec = batch.drafts()
+    if spec.topk > 1 or tree_mask_of(spec) is not None:
+        expected = "chains: the states of a tree's branches are not kept"
+        raise InvalidInput("spec_info", got="a draft tree", expected=expected)
+    num, most = spec.draft_token_num, states.draft_tokens
+    if not 1 <= num <= most:
+        expected = f"1 to {most}, for which the LinearStatePool has room (draft_tokens)"
+        raise InvalidInput("spec_info.draft_token_num", got=num, expected=expected)
+    if batch.num_tokens != batch.batch_size * num:
+        got = f"{batch.num_tokens} tokens of {batch.batch_size} requests"
+        raise InvalidInput("extend_num_tokens", got=got, expected=f"{num} of each")

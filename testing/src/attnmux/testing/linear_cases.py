@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from attnmux.core import ForwardMode, Request
-from attnmux.testing.cases import PHASES, Case, Step, decode, extend
+from attnmux.testing.cases import PHASES, Case, Step, decode, extend, verify
 
 SHAPES: dict[str, dict[str, Any]] = {
     "gdn": {"num_k_heads": 2, "num_v_heads": 4, "qk_l2norm": True, "conv_dims": (96,)},
@@ -52,7 +52,7 @@ class LinearCase:
     host_lens: bool = False
     """Whether batches have their host mirrors."""
     graph: bool = False
-    """Whether decode steps are captured and replayed."""
+    """Whether steps that device graphs serve are captured and replayed."""
     page_size: int = 1
     """Of the context; linear layers have no pages."""
 
@@ -69,6 +69,7 @@ class LinearCase:
     @property
     def request(self) -> Request:
         """An engine's request for these layers."""
+        drafts = [step.new[0] for step in self.steps if step.mode is ForwardMode.TARGET_VERIFY]
         return Request(
             kind=self.kind,
             num_q_heads=self.num_v_heads,
@@ -79,6 +80,8 @@ class LinearCase:
             kv_dtype=self.dtype,
             page_size=self.page_size,
             phases=self.phases,
+            spec_topk=1 if drafts else None,
+            spec_draft_tokens=max(drafts) if drafts else None,
             graph=self.graph,
         )
 
@@ -92,11 +95,11 @@ def linear_cases() -> tuple[LinearCase, ...]:
 
 
 def linear_in_graphs(cases: tuple[LinearCase, ...]) -> tuple[LinearCase, ...]:
-    """The cases of decode steps alone, as cases that run from graphs."""
+    """The cases of steps alone that graphs serve, as cases that run from graphs."""
     return tuple(
         replace(case, name=f"{case.name}-graph", graph=True)
         for case in cases
-        if all(step.mode.is_decode() for step in case.steps)
+        if all(step.can_be_captured for step in case.steps)
     )
 
 
@@ -116,6 +119,14 @@ def _of_kind(kind: str) -> Iterator[LinearCase]:
         "mixed": (extend((0, 21), (40, 1), (17, 8), (5, 1), mode=ForwardMode.MIXED),),
         "extend-then-decode": (extend((0, 30), (16, 11)), decode(31, 28)),
         "idle": (decode(7, 12), extend(mode=ForwardMode.IDLE)),
+        "verify": (verify(4, 20, 3, 70),),
+        "verify-one-token": (verify(1, 9, 40),),
+        "verify-first-tokens": (verify(3, 0, 7, 0, 2),),
+        "verify-more-than-taps": (verify(9, 1, 30),),
+        "verify-padding": (verify(5, 6, 33, padding=3),),
+        "verify-then-decode": (verify(3, 30, 11, 4), decode(31, 28), verify(3, 9, 60, 1)),
+        "verify-changing-drafts": (verify(6, 30, 11), verify(2, 31, 12), verify(6, 5, 2)),
+        "extend-then-verify": (extend((0, 30), (16, 11)), verify(4, 30, 27)),
     }
     for name, of_case in steps.items():
         yield _case(f"{kind}-{name}", kind, *of_case)
@@ -142,6 +153,7 @@ def _of_kind(kind: str) -> Iterator[LinearCase]:
     for name, given in settings.items():
         yield _case(f"{kind}-decode-{name}", kind, decode(45, 3, 17), **given)
         yield _case(f"{kind}-extend-{name}", kind, extend((0, 70), (9, 20)), **given)
+        yield _case(f"{kind}-verify-{name}", kind, verify(2, 45, 3), **given)
 
 
 def _case(name: str, kind: str, *steps: Step, **settings: Any) -> LinearCase:  # noqa: ANN401  # fields of LinearCase

@@ -9,12 +9,14 @@ from typing import Any
 from attnmux.core import ForwardMode
 from attnmux.core.choosing.ask.values import DTYPES, LINEAR_KINDS
 from attnmux.testing.candidate import Candidate
-from attnmux.testing.cases import Step, decode, extend
+from attnmux.testing.cases import Step, decode, extend, verify
 from attnmux.testing.linear_cases import SHAPES, LinearCase
 
 DIMS = (1, 8, 16, 24, 32, 64, 80, 96, 100, 128, 192, 256)
 MOST_PRODUCTS = 1 << 24
 """Of a step and layer: tokens times heads times dims. The reference takes about a second."""
+DRAFT_COST = 4
+"""Of a verified token, in tokens: the states after each are compared."""
 DRAFTS = 200
 """Refused drafts in a row after which a card is taken to admit none."""
 
@@ -54,11 +56,13 @@ def _draft(rng: Random, kind: str, number: int, most_cost: float) -> LinearCase:
         shape["conv_bias"] = rng.random() < 0.5
     dims = shape.get("head_k_dim", 64) * shape.get("head_v_dim", 64) * shape.get("num_v_heads", 1)
     tokens = max(1, int(MOST_PRODUCTS * most_cost) // max(dims, 256))
-    graph = rng.random() < 0.3
+    graph, verifies = rng.random() < 0.3, rng.random() < 0.3
     return LinearCase(
         name=f"sampled-{number}-{kind}",
         kind=kind,  # type: ignore[arg-type]  # one of LINEAR_KINDS
-        steps=tuple(_step(rng, tokens, graph=graph) for _ in range(rng.randint(1, 3))),
+        steps=tuple(
+            _step(rng, tokens, graph=graph, verifies=verifies) for _ in range(rng.randint(1, 3))
+        ),
         qk_l2norm=kind in ("gdn", "kda") and rng.random() < 0.7,
         strong_decay=rng.random() < 0.3,
         dtype=rng.choice(DTYPES[:3]),
@@ -68,8 +72,13 @@ def _draft(rng: Random, kind: str, number: int, most_cost: float) -> LinearCase:
     )
 
 
-def _step(rng: Random, tokens: int, *, graph: bool) -> Step:
+def _step(rng: Random, tokens: int, *, graph: bool, verifies: bool) -> Step:
     rows = rng.choice((1, 2, 5, rng.randint(1, 40)))
+    if verifies and rng.random() < 0.6:
+        drafts = rng.choice((1, 2, 4, rng.randint(1, 9)))
+        rows = max(1, min(rows, tokens // (DRAFT_COST * drafts)))
+        prefixes = [rng.choice((0, 1, 2, rng.randint(1, 5000))) for _ in range(rows)]
+        return verify(min(drafts, tokens), *prefixes, padding=rng.choice((0, 0, 3)))
     if graph or rng.random() < 0.4:
         lens = [rng.choice((1, 2, rng.randint(1, 5000))) for _ in range(min(rows, tokens))]
         return decode(*lens, padding=rng.choice((0, 0, 3)))

@@ -15,12 +15,16 @@ from attnmux.core import (
     MHATokenToKVPool,
     Platform,
     ReqToTokenPool,
+    SpecInput,
     TunedLaunch,
     Workspace,
     torch_dtype,
 )
 from attnmux.testing.cases import Step
 from attnmux.testing.linear_cases import LinearCase
+
+SPARE_DRAFTS = 1
+"""A step of fewer draft tokens than there is room for must leave that room alone."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -88,10 +92,12 @@ def make_linear_setup(
     num_layers: int = 2,
     launches: tuple[TunedLaunch, ...] = (),
 ) -> LinearSetup:
-    """Layers and the states of twice as many requests as the largest step has."""
+    """Layers and the states of twice as many requests as the largest step has, with room for
+    `SPARE_DRAFTS` more draft tokens than its steps verify."""
     device = torch.device(device)
     size = max(2, 2 * max(len(step.lens) + step.padding for step in case.steps))
     dtype = torch_dtype(case.dtype)
+    drafts = case.request.spec_draft_tokens
     layers = tuple(
         LinearLayerSpec(
             layer_id=2 * index + 1,
@@ -107,7 +113,13 @@ def make_linear_setup(
         )
         for index in range(num_layers)
     )
-    states = LinearStatePool(size=size, layers=layers, conv_dtype=dtype, device=device)
+    states = LinearStatePool(
+        size=size,
+        layers=layers,
+        conv_dtype=dtype,
+        device=device,
+        draft_tokens=0 if drafts is None else drafts + SPARE_DRAFTS,
+    )
     pool = MHATokenToKVPool(
         size=1, page_size=1, dtype=dtype, layer_ids=[0], num_kv_heads=1, head_dim=8, device=device
     )
@@ -131,8 +143,10 @@ def make_linear_setup(
 def prepare_linear(setup: LinearSetup, lengths: Step, *, host_lens: bool) -> LinearStep:
     """Draw states, rows and inputs. Rows of requests that start from zeros hold NaN."""
     device, is_extend = setup.context.device, lengths.mode.is_extend()
-    pads = lengths.padding
-    new = (*lengths.new, *[int(not is_extend)] * pads)
+    pads, drafts = lengths.padding, 0
+    if lengths.mode.is_target_verify():
+        drafts = lengths.new[0]
+    new = (*lengths.new, *[drafts or int(not is_extend)] * pads)
     cached = (*lengths.cached, *[0] * pads)
     count, num_tokens = len(new), sum(new) + lengths.trailing
 
@@ -142,7 +156,7 @@ def prepare_linear(setup: LinearSetup, lengths: Step, *, host_lens: bool) -> Lin
     picked = torch.randperm(setup.states.size, generator=setup.generator)[: len(lengths.new)] + 1
     rows = torch.cat([picked, torch.zeros(pads, dtype=torch.int64)]).to(device)
     new_lens, cached_lens = ints(new), ints(cached)
-    seq_lens = cached_lens + new_lens
+    seq_lens = cached_lens if drafts else cached_lens + new_lens
     zeros = torch.zeros(num_tokens, dtype=torch.int64, device=device)
     batch = ForwardBatch(
         forward_mode=lengths.mode,
@@ -157,8 +171,11 @@ def prepare_linear(setup: LinearSetup, lengths: Step, *, host_lens: bool) -> Lin
         extend_prefix_lens=cached_lens if is_extend else None,
         extend_prefix_lens_cpu=cached_lens.cpu() if is_extend and host_lens else None,
         extend_num_tokens=num_tokens if is_extend else None,
+        spec_info=SpecInput(draft_token_num=drafts) if drafts else None,
     )
     fresh = cached_lens <= 0
+    for buffer in setup.states.draft_buffers:
+        buffer.copy_(setup.random(*buffer.shape))
     for buffer in setup.states.buffers:
         buffer.copy_(setup.random(*buffer.shape))
         buffer[rows[fresh & (rows > 0)]] = torch.nan

@@ -155,6 +155,7 @@ def _raise_refusals(answers: Iterable[Decision | NoBackend]) -> None:
             raise answer
         if answer.unserved_layers:
             said = ", ".join(f"{count} of {kind}" for kind, count in answer.unserved_layers)
+            said += answer.unserved_hint
             raise NoBackend(f"no backend serves these layers of the model: {said}")
 
 

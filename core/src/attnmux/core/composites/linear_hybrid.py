@@ -24,14 +24,21 @@ if TYPE_CHECKING:
 
 
 class LinearByPhase(LinearAttentionBackend):
-    """Sends decode steps to one backend and all others to another, over the same states."""
+    """Sends decode steps to one backend and all others to another, over the same states.
+
+    Steps that verify drafts go to the one that the request's `speculative_attention_mode` names.
+    """
 
     def __init__(self, *, extend: LinearAttentionBackend, decode: LinearAttentionBackend) -> None:
         super().__init__(decode.context, decode.options)
         self.extend = extend
         self.decode = decode
+        mode = self.context.request.speculative_attention_mode
+        self.verify = decode if mode == "decode" else extend
 
     def _serving(self, batch: ForwardBatch) -> LinearAttentionBackend:
+        if batch.forward_mode.is_target_verify():
+            return self.verify
         return self.decode if batch.forward_mode.is_decode_or_idle() else self.extend
 
     def init_forward_metadata_out_graph(
@@ -44,9 +51,17 @@ class LinearByPhase(LinearAttentionBackend):
 
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
         self.decode.init_cuda_graph_state(max_bs, max_num_tokens)
+        if self.context.request.spec_topk and self.verify is self.extend:
+            self.verify.init_cuda_graph_state(max_bs, max_num_tokens)
 
     def forward_decode(self, call: LinearCall, batch: ForwardBatch) -> None:
         self.decode.forward_decode(call, batch)
+
+    def forward_verify(self, call: LinearCall, batch: ForwardBatch) -> None:
+        self.verify.forward_verify(call, batch)
+
+    def verify_conv(self, call: ConvCall, batch: ForwardBatch) -> None:
+        self.verify.verify_conv(call, batch)
 
     def forward_extend(self, call: LinearCall, batch: ForwardBatch) -> None:
         self.extend.forward_extend(call, batch)
@@ -96,8 +111,8 @@ def with_linear_layers(
     """The attention backend, which also prepares the decided backends of the linear layers.
 
     It is `attention` itself where neither the decision nor the context has linear layers. Raises
-    InvalidInput where only one of them has some, for layers of other kinds or dims, and for a
-    request of two batches.
+    InvalidInput where only one of them has some, for layers of other kinds or dims, for states
+    without room for the request's draft tokens, and for a request of two batches.
     """
     states = context.linear_states
     if states is None:
@@ -109,6 +124,11 @@ def with_linear_layers(
     if decision.request.two_batches:
         expected = "whole steps: no half of a step prepares its linear layers"
         raise InvalidInput("two_batches", got=True, expected=expected)
+    drafts = decision.request.spec_draft_tokens or 0
+    if states.draft_tokens < drafts:
+        got = f"room for the states of {states.draft_tokens} draft tokens"
+        expected = f"a LinearStatePool with draft_tokens={drafts}, as the request verifies"
+        raise InvalidInput("context.linear_states", got=got, expected=expected)
     for layer in states.layers:
         _check(layer, decision)
     made: dict[str, LinearAttentionBackend] = {

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from attnmux.core.arguments import check_positive
+from attnmux.core.arguments import check_positive, check_vector
 from attnmux.core.errors import InvalidInput
 from attnmux.core.kv.memory import allocate_zeroed
 from attnmux.core.linear_layer import LinearLayerSpec
@@ -19,6 +19,11 @@ class LinearStatePool:
     ones. A request without cached tokens starts from zeros, whatever its row
     holds, so that no row has to be cleared. A backend reads the state before the step's tokens and
     leaves the state after them.
+
+    A step that verifies drafts leaves a request's own state as it was, and writes the states after
+    each draft token beside it; `accept` then takes the one after the last accepted token. With d
+    `draft_tokens`, these take d times the recurrent states of each request, and d more inputs of
+    its convolutions.
     """
 
     def __init__(
@@ -29,49 +34,67 @@ class LinearStatePool:
         conv_dtype: torch.dtype,
         device: torch.device | str,
         kept_size: int = 0,
+        draft_tokens: int = 0,
     ) -> None:
         """Rows for `size` requests, and for `kept_size` states that outlive their request.
 
-        Raises InvalidInput for a size below 1, fewer kept states than 0 and two layers with one id,
-        and PoolExhausted when memory does not suffice.
+        draft_tokens: of a request and step that verifies them, at most; 0 where none does.
+        Raises InvalidInput for a size below 1, fewer kept states or draft tokens than 0 and two
+        layers with one id, and PoolExhausted when memory does not suffice.
         """
         check_positive("size", size)
-        if kept_size < 0:
-            raise InvalidInput("kept_size", got=kept_size, expected="at least 0")
+        for name, value in (("kept_size", kept_size), ("draft_tokens", draft_tokens)):
+            if value < 0:
+                raise InvalidInput(name, got=value, expected="at least 0")
         ids = [layer.layer_id for layer in layers]
         if len(set(ids)) != len(ids):
             raise InvalidInput("layers", got=f"ids {ids}", expected="a different id for each")
         self.size: int = size
         """Rows for requests, without padding's and those of kept states."""
         self.kept_size: int = kept_size
+        self.draft_tokens: int = draft_tokens
+        """d: the states after draft tokens for which each request has room."""
         self.layers = tuple(layers)
         self.device = torch.device(device)
         self.conv_dtype = conv_dtype
         self._states: dict[int, torch.Tensor] = {}
         self._convs: dict[tuple[int, int], torch.Tensor] = {}
+        self._draft_states: dict[int, torch.Tensor] = {}
+        self._draft_convs: dict[tuple[int, int], torch.Tensor] = {}
         rows = 1 + size + kept_size
         for layer in self.layers:
             if layer.has_state:
-                state = rows, layer.num_v_heads, layer.head_k_dim, layer.head_v_dim
-                self._states[layer.layer_id] = self._allocated(torch.float32, *state)
+                state = layer.num_v_heads, layer.head_k_dim, layer.head_v_dim
+                self._states[layer.layer_id] = self._allocated(torch.float32, rows, *state)
+                if draft_tokens:
+                    drafted = self._allocated(torch.float32, 1 + size, draft_tokens, *state)
+                    self._draft_states[layer.layer_id] = drafted
+            taps = layer.conv_size - 1
             for index, dim in enumerate(layer.conv_dims):
-                conv = self._allocated(conv_dtype, rows, layer.conv_size - 1, dim)
-                self._convs[layer.layer_id, index] = conv
+                key = layer.layer_id, index
+                self._convs[key] = self._allocated(conv_dtype, rows, taps, dim)
+                if draft_tokens:
+                    line = 1 + size, taps + draft_tokens, dim
+                    self._draft_convs[key] = self._allocated(conv_dtype, *line)
 
     def _allocated(self, dtype: torch.dtype, *shape: int) -> torch.Tensor:
-        (buffer,) = allocate_zeroed(
-            [shape],
-            dtype=dtype,
-            device=self.device,
-            what=f"linear states of {self.size} requests, and {self.kept_size} kept ones",
-            hint="lower the number of requests, or of kept states",
-        )
+        what = f"linear states of {self.size} requests, and {self.kept_size} kept ones"
+        hint = "lower the number of requests, or of kept states"
+        if self.draft_tokens:
+            what += f", with {self.draft_tokens} draft tokens of each request"
+            hint = "lower the number of requests, of kept states, or of draft tokens"
+        (buffer,) = allocate_zeroed([shape], dtype=dtype, device=self.device, what=what, hint=hint)
         return buffer
 
     @property
     def nbytes(self) -> int:
-        """Bytes held, all rows included."""
-        return sum(buffer.nbytes for buffer in self.buffers)
+        """Bytes held, all rows and those of drafts included."""
+        return sum(buffer.nbytes for buffer in self.buffers) + self.draft_nbytes
+
+    @property
+    def draft_nbytes(self) -> int:
+        """Of them, those of states after draft tokens."""
+        return sum(buffer.nbytes for buffer in self.draft_buffers)
 
     @property
     def kept_rows(self) -> range:
@@ -80,8 +103,13 @@ class LinearStatePool:
 
     @property
     def buffers(self) -> tuple[torch.Tensor, ...]:
-        """Every buffer; the first dim of each is the rows."""
+        """Every buffer but those of drafts; the first dim of each is the rows."""
         return (*self._states.values(), *self._convs.values())
+
+    @property
+    def draft_buffers(self) -> tuple[torch.Tensor, ...]:
+        """The buffers of states after draft tokens; the first dim of each is 1 + size rows."""
+        return (*self._draft_states.values(), *self._draft_convs.values())
 
     def state(self, layer_id: int) -> torch.Tensor:
         """[1 + size + kept_size, Hv, K, V] of a layer.
@@ -96,6 +124,58 @@ class LinearStatePool:
         Raises InvalidInput for a convolution that the layer does not have.
         """
         return self._found(self._convs, (layer_id, index), "a convolution of a layer")
+
+    def draft_state(self, layer_id: int) -> torch.Tensor:
+        """[1 + size, d, Hv, K, V] of a layer: the states after each draft token of a request.
+
+        Raises InvalidInput for a layer without one, and for a pool without draft tokens.
+        """
+        expected = "a layer with a recurrent state, of a pool with draft_tokens"
+        return self._found(self._draft_states, layer_id, expected)
+
+    def draft_conv(self, layer_id: int, index: int = 0) -> torch.Tensor:
+        """[1 + size, W - 1 + d, C] of a layer's convolution: the inputs before a request's draft
+        tokens, then theirs. The W - 1 from place n on are the state after n draft tokens.
+
+        Raises InvalidInput as `draft_state` does.
+        """
+        expected = "a convolution of a layer, of a pool with draft_tokens"
+        return self._found(self._draft_convs, (layer_id, index), expected)
+
+    def accept(self, rows: torch.Tensor, num_accepted_tokens: torch.Tensor) -> None:
+        """Give each request the states after the draft tokens that it keeps.
+
+        rows: [B] int64, of the step that verified them; row 0 for padding.
+        num_accepted_tokens: [B] int32 or int64, from 0 to the step's draft tokens, the root
+        included; 0 leaves the request's states as they were. Both on the pool's device, which is
+        not waited for, so that a device graph can hold the call, and whose values are not checked.
+        Engines call it after each step that verifies, before any other step of these requests.
+        Raises InvalidInput for a pool without draft tokens, and for other shapes, dtypes and
+        devices.
+        """
+        self._check_accepted(rows, num_accepted_tokens)
+        kept, last = num_accepted_tokens.long(), (num_accepted_tokens - 1).clamp(min=0)
+        for layer_id, state in self._states.items():
+            after = self._draft_states[layer_id][rows, last]
+            is_kept = (kept > 0).view(-1, 1, 1, 1)
+            state.index_copy_(0, rows, torch.where(is_kept, after, state[rows]))
+        for key, conv in self._convs.items():
+            taps = torch.arange(conv.shape[1], device=self.device)
+            after = self._draft_convs[key][rows.unsqueeze(1), kept.unsqueeze(1) + taps]
+            is_kept = (kept > 0).view(-1, 1, 1)
+            conv.index_copy_(0, rows, torch.where(is_kept, after, conv[rows]))
+
+    def _check_accepted(self, rows: torch.Tensor, counts: torch.Tensor) -> None:
+        if not self.draft_tokens:
+            expected = "draft_tokens of a LinearStatePool whose drafts are accepted"
+            raise InvalidInput("draft_tokens", got=0, expected=expected)
+        num = check_vector("rows", rows, torch.int64)
+        dtype = torch.int32 if counts.dtype is torch.int32 else torch.int64
+        check_vector("num_accepted_tokens", counts, dtype, num)
+        for name, given in (("rows", rows), ("num_accepted_tokens", counts)):
+            if given.device != self.device:
+                got, expected = f"a tensor on {given.device}", f"one on {self.device}"
+                raise InvalidInput(name, got=got, expected=expected)
 
     def copy(self, source: int, target: int) -> None:
         """Give row `target` the states of row `source`, as for a fork of a request.

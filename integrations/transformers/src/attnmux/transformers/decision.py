@@ -87,6 +87,7 @@ def decide(
     decision = options.ranks.solve(request, platform, offers, options.policy, options.measurements)
     if decision.unserved_layers:
         kinds = ", ".join(f"{count} {kind}" for kind, count in decision.unserved_layers)
+        kinds += decision.unserved_hint
         raise NoBackend(f"no backend serves these layers of the model: {kinds}")
     return decision
 

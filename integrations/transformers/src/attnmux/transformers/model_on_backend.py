@@ -112,7 +112,7 @@ class ModelOnBackend:
             max_step_tokens=fixed_row_len(self.model.config),
             max_encoder_len=capacity.max_encoder_len,
             state_tree=memory.state_tree,
-            has_linear_states=memory.linear_states is not None,
+            linear_states=memory.linear_states,
             hidden=memory.hidden,
         )
 

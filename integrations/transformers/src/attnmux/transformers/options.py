@@ -30,7 +30,8 @@ class RunnerOptions:
     topk * (steps - 1) for each request, see `ModelProposer`."""
     kept_states: int | None = None
     """Prefixes whose linear layers' states are kept, so that later prompts can begin with them;
-    None: as many as `max_batch_size`. Each takes the memory of a request's states."""
+    None: as many as `max_batch_size`. Each takes the memory of a request's states, without those of
+    drafts."""
     memory: MemoryBudget | None = None
     """What the KV pool may take, with the bounds and copies of chosen pages. Of this and
     `max_total_tokens` one is needed; of both the smaller counts."""
@@ -42,7 +43,9 @@ class RunnerOptions:
     """Whether prompts may hold images. The vision tower then runs on the backend of the phase
     "encoder"; without them a model that reads images runs text alone, and needs none."""
     draft_tokens: int | None = None
-    """Nodes of a request's draft tree, the root included; None without speculative decoding."""
+    """Nodes of a request's draft tree, the root included; None without speculative decoding. Linear
+    layers keep a request's states after each of them, which takes so many times the memory of its
+    own; their drafts are chains."""
     draft_topk: int = 1
     """Branches of a draft tree; 1 for chains."""
     speculative_attention_mode: Literal["prefill", "decode"] | None = None

@@ -132,7 +132,7 @@ def make_states(
     device: torch.device,
 ) -> LinearStatePool | None:
     """The states of a model's linear layers, for so many requests, and those that are kept; None
-    without such layers.
+    without such layers. Each request has room for those after the draft tokens of a step.
 
     Raises PoolExhausted when memory does not suffice.
     """
@@ -145,6 +145,7 @@ def make_states(
         conv_dtype=dtype,
         device=device,
         kept_size=kept_states,
+        draft_tokens=decision.request.spec_draft_tokens or 0,
     )
 
 

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 import torch
 
-from attnmux.core import InvalidInput, KVPool, ReqToTokenPool
+from attnmux.core import InvalidInput, KVPool, LinearStatePool, ReqToTokenPool
 from attnmux.transformers.hidden_states import HiddenStates
 from attnmux.transformers.prefixes import PrefixTree, StatePrefixTree, WindowPrefixTree
 from attnmux.transformers.sequence import SequenceState
@@ -30,7 +30,7 @@ class RequestMemory:
         state_tree: StatePrefixTree | None = None,
         max_step_tokens: int | None = None,
         max_encoder_len: int = 0,
-        has_linear_states: bool = False,
+        linear_states: LinearStatePool | None = None,
         hidden: HiddenStates | None = None,
     ) -> None:
         """token_to_kv_pool: holds the slots' K and V; None without any to zero.
@@ -41,7 +41,7 @@ class RequestMemory:
         max_step_tokens: T of the largest step that the model can run; None for any.
         max_encoder_len: the most encoder tokens of a request. Every row of the table has columns
         for them before its tokens. 0 for a decoder-only model.
-        has_linear_states: the model's linear layers have states in the rows of the table.
+        linear_states: those of the model's linear layers, in the rows of the table.
         hidden: the hidden states of the slots' tokens; None for a model that keeps none.
 
         `prefix_tree` starts empty and is for the caller. It owns slots of the allocator and lives
@@ -60,7 +60,7 @@ class RequestMemory:
         """The prefix tree, if the states of linear layers are kept."""
         self.max_step_tokens = max_step_tokens
         self.max_encoder_len = max_encoder_len
-        self.has_linear_states = has_linear_states
+        self.linear_states = linear_states
         self.hidden = hidden
 
     def reset(self) -> None:

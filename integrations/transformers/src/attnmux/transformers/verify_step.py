@@ -87,14 +87,19 @@ class VerifyStep:
 
         paths: nodes from the root on; empty for a request that keeps none. K and V of nodes that
         are not where the row expects them are copied, all of them at once. zero: whether to
-        overwrite the K and V of a request's rejected nodes, which may be no numbers. Call it
-        before any of the requests is released.
+        overwrite the K and V of a request's rejected nodes, which may be no numbers. Linear layers
+        get the states after the last node of each path. Call it before any of the requests is
+        released.
         """
         steps, pool = self._steps, self._steps.token_to_kv_pool
         steps.intact = False
         if pool is not None and self.tree.visible is not None:
             self._move(paths)
-        for state, num in zip(self.states, map(len, paths), strict=True):
+        counts = [len(path) for path in paths]
+        if steps.linear_states is not None:
+            accepted = torch.tensor(counts).to(steps.device, non_blocking=True)
+            steps.linear_states.accept(self.rows.indices, accepted)
+        for state, num in zip(self.states, counts, strict=True):
             state.num_cached += num
             state.num_spare -= num
         if pool is not None and any(zero):

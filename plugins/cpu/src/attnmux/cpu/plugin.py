@@ -249,13 +249,14 @@ TORCH_LINEAR = BackendCard(
     clauses=tuple(
         Clause(
             vendor=ANY,
-            phase=one_of("extend", "decode"),
+            phase=one_of("extend", "decode", "verify"),
             kind=one_of("gdn", "kda", "mamba1", "mamba2", "lightning", "conv"),
             dtype=one_of(dtype),
             kv_dtype=one_of(dtype),
             page_size=ANY,
             head_dim=ANY,
             v_head_dim=ANY,
+            spec_topk=one_of(1),
             graph=ANY,
         )
         for dtype in _UNSCALED

@@ -15,7 +15,13 @@ from attnmux.core import (
     LinearAttentionBackend,
 )
 from attnmux.triton.factory import compute_units
-from attnmux.triton.kernels.linear import convolve, convolve_one, keep_inputs, recur
+from attnmux.triton.kernels.convolutions import (
+    convolve,
+    convolve_drafts,
+    convolve_one,
+    keep_inputs,
+)
+from attnmux.triton.kernels.linear import recur
 from attnmux.triton.linear_chunks import (
     CHUNK,
     LEAST_BLOCK,
@@ -50,14 +56,19 @@ class TritonLinearBackend(LinearAttentionBackend):
     def init_forward_metadata_out_graph(
         self, batch: ForwardBatch, in_capture: bool = False
     ) -> None:
-        if batch.forward_mode.is_extend():
+        mode = batch.forward_mode
+        if mode.is_extend() and not mode.is_target_verify():
             self._step = LinearStep.of(batch)
 
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
-        """Nothing to allocate: decode steps read the batch and the states alone."""
+        """Nothing to allocate: decode steps, and those that verify drafts, read the batch and the
+        states alone."""
 
     def forward_decode(self, call: LinearCall, batch: ForwardBatch) -> None:
         self._recur(call, batch, batch.seq_lens, None)
+
+    def forward_verify(self, call: LinearCall, batch: ForwardBatch) -> None:
+        self._recur(call, batch, batch.seq_lens, None, drafts=batch.drafts().draft_token_num)
 
     def forward_extend(self, call: LinearCall, batch: ForwardBatch) -> None:
         step, known = self._step, batch.extend_prefix_lens
@@ -74,6 +85,8 @@ class TritonLinearBackend(LinearAttentionBackend):
         batch: ForwardBatch,
         known: torch.Tensor,
         starts: torch.Tensor | None,
+        *,
+        drafts: int = 0,
     ) -> None:
         layer = call.layer
         heads, k_dim, v_dim = layer.num_v_heads, layer.head_k_dim, layer.head_v_dim
@@ -88,6 +101,7 @@ class TritonLinearBackend(LinearAttentionBackend):
             None if call.beta is None else call.beta.contiguous(),
             call.out,
             self.states.state(layer.layer_id),
+            self.states.draft_state(layer.layer_id) if drafts else None,
             batch.req_pool_indices,
             known,
             starts,
@@ -102,7 +116,9 @@ class TritonLinearBackend(LinearAttentionBackend):
             BY_CHANNEL=call.g.dim() == 3,
             HAS_BETA=call.beta is not None,
             NORMED=layer.qk_l2norm,
-            IS_DECODE=starts is None,
+            IS_DECODE=starts is None and not drafts,
+            DRAFTS=drafts,
+            ROOM=self.states.draft_tokens if drafts else 0,
             num_warps=4,
         )
 
@@ -154,6 +170,29 @@ class TritonLinearBackend(LinearAttentionBackend):
                 BLOCK_W=triton.next_power_of_2(taps - 1),
                 **common,
             )
+
+    def verify_conv(self, call: ConvCall, batch: ForwardBatch) -> None:
+        layer_id, (channels, taps) = call.layer.layer_id, call.weight.shape
+        drafted, drafts = self.states.draft_conv(layer_id, call.index), batch.drafts()
+        block_c = min(BLOCK_C, triton.next_power_of_2(channels))
+        grid = (batch.batch_size, drafts.draft_token_num, triton.cdiv(channels, block_c))
+        convolve_drafts[grid](
+            *strided(call.x),
+            call.weight.contiguous(),
+            call.bias,
+            call.out,
+            self.states.conv(layer_id, call.index),
+            drafted,
+            batch.req_pool_indices,
+            batch.seq_lens,
+            C=channels,
+            W=taps,
+            HAS_BIAS=call.bias is not None,
+            SILU=call.silu,
+            BLOCK_C=block_c,
+            DRAFTS=drafts.draft_token_num,
+            ROOM=drafted.shape[1],
+        )
 
 
 def _shared_memory(device: torch.device) -> int:

@@ -230,6 +230,8 @@ TRITON_LINEAR = BackendCard(
     requires=REQUIRES,
     extra="triton",
     sources={
+        "phase": "verify has run in Triton's interpreter and is compiled for SM90 and gfx942; it "
+        "has run on no GPU",
         "dtype": "states are float32; products of float32 calls are not rounded to TF32",
         "kv_dtype": "there is no KV cache; convolution states have the dtype of the call",
         "head_dim": "the K of a chunk is one tile",
@@ -239,13 +241,14 @@ TRITON_LINEAR = BackendCard(
     clauses=tuple(
         Clause(
             vendor=anything_but("cpu", "ascend", "apple"),
-            phase=one_of("extend", "decode"),
+            phase=one_of("extend", "decode", "verify"),
             kind=one_of("gdn", "kda", "mamba2", "lightning", "conv"),
             dtype=one_of(dtype),
             kv_dtype=one_of(dtype),
             page_size=ANY,
             head_dim=multiple_of(1, most=256),
             v_head_dim=multiple_of(1, most=256),
+            spec_topk=one_of(1),
             graph=ANY,
         )
         for dtype in ("bfloat16", "float16", "float32")

@@ -126,9 +126,11 @@ def linear_request(request: Request, kind: str) -> Request:
         dtype=request.dtype,
         kv_dtype=request.dtype,
         page_size=1,
-        phases=tuple(phase for phase in request.phases if phase != "encoder"),
+        # No draft model has such layers: what it ran would have to be taken back
+        phases=tuple(phase for phase in request.phases if phase not in ("draft", "encoder")),
         spec_topk=request.spec_topk,
         spec_draft_tokens=request.spec_draft_tokens,
+        speculative_attention_mode=request.speculative_attention_mode,
         deterministic=request.deterministic,
         graph=request.graph,
     )

@@ -118,6 +118,12 @@ class Decision(Plain):
         return tuple((kind, count) for kind, count in layers if kind not in self.linear)
 
     @property
+    def unserved_hint(self) -> str:
+        """What would let `unserved_layers` be served, to follow their names; "" if unknown."""
+        trees = self.unserved_layers and self.request.has_trees
+        return " (with draft trees: their states follow chains alone, spec_topk=1)" if trees else ""
+
+    @property
     def hash(self) -> str:
         """SHA-256 of the decision: processes with the same hash run the same backends.
 

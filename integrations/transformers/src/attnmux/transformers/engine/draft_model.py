@@ -240,7 +240,7 @@ def _check_model(runner: DraftRunner, vocabulary_size: int) -> None:
         expected = f"the target model's vocabulary of {vocabulary_size}"
     elif runner.steps.window_tree is not None:
         got, expected = "a draft model with a window pool", "window_step_tokens=None for it"
-    elif runner.steps.has_linear_states:
+    elif runner.steps.linear_states is not None:
         got, expected = "a draft model with linear layers", "attention in every layer"
     elif runner.context.request.index_topk is not None:
         got = "a draft model with indexers, whose keys no branch has"

@@ -36,7 +36,7 @@ class PrefixCache:
     def __init__(self, steps: StepBuilder, *, enabled: bool) -> None:
         self._states = steps.state_tree
         # Without kept states, those of the last token are all: no prefix could be run on from
-        self.enabled = enabled and (not steps.has_linear_states or self._states is not None)
+        self.enabled = enabled and (steps.linear_states is None or self._states is not None)
         self.steps = steps
         self.allocator = steps.allocator
         self.page_size = steps.allocator.page_size

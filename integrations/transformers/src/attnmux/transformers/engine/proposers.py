@@ -21,6 +21,10 @@ class Proposer(Protocol):
     def draft_token_num(self) -> int:
         """The most nodes of a request's tree, the root included."""
 
+    @property
+    def topk(self) -> int:
+        """Branches of a tree; 1 where all trees are chains."""
+
     def propose(self, states: Sequence[SequenceState], num_tokens: int) -> DraftTree | None:
         """Trees of one size, of at most `num_tokens` nodes; None without a guess for any request.
 

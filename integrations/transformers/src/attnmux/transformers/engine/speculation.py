@@ -7,7 +7,13 @@ from functools import partial
 
 import torch
 
-from attnmux.core import AcceptThresholds, DraftTree, InvalidInput, sample_tree_target_only
+from attnmux.core import (
+    AcceptThresholds,
+    DraftTree,
+    InvalidInput,
+    LinearStatePool,
+    sample_tree_target_only,
+)
 from attnmux.transformers.engine.acceptance import HostTrees, followed_paths, sampled_paths
 from attnmux.transformers.engine.execution import StepRunner
 from attnmux.transformers.engine.prefix import PrefixCache
@@ -42,10 +48,13 @@ class Speculation:
         accept: AcceptThresholds,
         runner: StepRunner,
     ) -> None:
-        """accept: of sampled requests. Raises InvalidInput for a model with an encoder."""
+        """accept: of sampled requests. Raises InvalidInput for a model with an encoder, and for
+        drafts of which linear layers keep no states."""
         if cache.steps.max_encoder_len:
             got = "drafts for an encoder-decoder model"
             raise InvalidInput("drafts", got=got, expected="a decoder-only model")
+        if cache.steps.linear_states is not None:
+            _check_states(proposer, cache.steps.linear_states)
         self._proposer = proposer
         self._cache = cache
         self._stats = stats
@@ -154,6 +163,17 @@ class Speculation:
             end = max(request.state.num_columns + num_new, held)
             pages += -(-end // size) - -(-held // size)
         return pages * size
+
+
+def _check_states(proposer: Proposer, states: LinearStatePool) -> None:
+    num, most = proposer.draft_token_num, states.draft_tokens
+    if proposer.topk > 1:
+        got = f"trees with {proposer.topk} branches, for a model with linear layers"
+        raise InvalidInput("drafts", got=got, expected="chains (topk=1): branches have no states")
+    if num > most:
+        got = f"drafts of {num} tokens, for linear layers with states of {most}"
+        expected = f"a runner with RunnerOptions.draft_tokens={num}, or shorter drafts"
+        raise InvalidInput("drafts", got=got, expected=expected)
 
 
 def _draws(requests: Sequence[LiveRequest], tree: DraftTree) -> list[Draws]:

@@ -1,4 +1,5 @@
-"""Linear layers in plain torch: the recurrence token by token in decode, in chunks elsewhere."""
+"""Linear layers in plain torch: the recurrence token by token in decode and in steps that verify
+drafts, in chunks elsewhere."""
 
 from __future__ import annotations
 
@@ -43,11 +44,52 @@ class ExtendStep:
         return self.chunks[size]
 
 
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class OneByOne:
+    """The same number of new tokens of each request, [B, num, ...] float32."""
+
+    layer: LinearLayerSpec
+    q: torch.Tensor
+    """[B, num, Hv, K]"""
+    k: torch.Tensor
+    """[B, num, Hv, K]"""
+    v: torch.Tensor
+    """[B, num, Hv, V]"""
+    decay: torch.Tensor
+    """[B, num, Hv, 1 or K, 1]"""
+    beta: torch.Tensor | None
+    """[B, num, Hv, 1]"""
+
+    @classmethod
+    def of(cls, call: LinearCall, shape: tuple[int, int]) -> OneByOne:
+        """shape: (B, num)."""
+        q, k = (_by_value_head(each, call.layer) for each in (call.q, call.k))
+        decay = call.g.exp() if call.g.dim() == 3 else call.g.exp().unsqueeze(-1)
+        beta = None if call.beta is None else call.beta.float().unsqueeze(-1)
+        q, k, v, decay = (
+            _by_request(each, shape) for each in (q, k, call.v.float(), decay.unsqueeze(-1))
+        )
+        beta = None if beta is None else _by_request(beta, shape)
+        return cls(layer=call.layer, q=q, k=k, v=v, decay=decay, beta=beta)
+
+    def advance(self, state: torch.Tensor, place: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """The states [B, Hv, K, V] after each request's token of that place, and its outputs
+        [B, Hv, V]."""
+        q, k, added = self.q[:, place], self.k[:, place], self.v[:, place]
+        state = state * self.decay[:, place]
+        if self.layer.has_delta_rule:
+            added = added - torch.einsum("bhkv,bhk->bhv", state, k)
+        if self.beta is not None:
+            added = added * self.beta[:, place]
+        state = state + k.unsqueeze(-1) * added.unsqueeze(-2)
+        return state, torch.einsum("bhkv,bhk->bhv", state, q) * self.layer.scaling
+
+
 class TorchLinearBackend(LinearAttentionBackend):
     """Recurrences and convolutions of every kind, on any device that torch has.
 
-    Products and states are float32, whatever the dtype of the call. Decode steps can be captured in
-    device graphs.
+    Products and states are float32, whatever the dtype of the call. Decode steps, and those that
+    verify drafts, can be captured in device graphs.
     """
 
     _step: ExtendStep
@@ -55,7 +97,8 @@ class TorchLinearBackend(LinearAttentionBackend):
     def init_forward_metadata_out_graph(
         self, batch: ForwardBatch, in_capture: bool = False
     ) -> None:
-        if not batch.forward_mode.is_extend():
+        mode = batch.forward_mode
+        if not mode.is_extend() or mode.is_target_verify():
             return
         new, cached = batch.extend_lens()
         mirror = batch.extend_seq_lens_cpu
@@ -76,19 +119,22 @@ class TorchLinearBackend(LinearAttentionBackend):
     def forward_decode(self, call: LinearCall, batch: ForwardBatch) -> None:
         layer, rows = call.layer, batch.req_pool_indices
         pool = self.states.state(layer.layer_id)
-        q, k = (_by_value_head(each, layer) for each in (call.q, call.k))
-        added = call.v.float()
         state = _read(pool, rows, batch.seq_lens <= 1).float()
-        decay = call.g.exp() if call.g.dim() == 3 else call.g.exp().unsqueeze(-1)
-        state = state * decay.unsqueeze(-1)
-        if layer.has_delta_rule:
-            added = added - torch.einsum("bhkv,bhk->bhv", state, k)
-        if call.beta is not None:
-            added = added * call.beta.float().unsqueeze(-1)
-        state = state + k.unsqueeze(-1) * added.unsqueeze(-2)
-        out = torch.einsum("bhkv,bhk->bhv", state, q) * layer.scaling
+        tokens = OneByOne.of(call, (batch.batch_size, 1))
+        state, out = tokens.advance(state, 0)
         pool.index_copy_(0, rows, state.to(pool.dtype))
         call.out.copy_(out)
+
+    def forward_verify(self, call: LinearCall, batch: ForwardBatch) -> None:
+        layer, rows, num = call.layer, batch.req_pool_indices, batch.drafts().draft_token_num
+        drafted = self.states.draft_state(layer.layer_id)
+        state = _read(self.states.state(layer.layer_id), rows, batch.seq_lens <= 0).float()
+        shape = batch.batch_size, num
+        tokens, answers = OneByOne.of(call, shape), _by_request(call.out, shape)
+        for place in range(num):
+            state, out = tokens.advance(state, place)
+            drafted[:, place].index_copy_(0, rows, state.to(drafted.dtype))
+            answers[:, place].copy_(out)
 
     def forward_extend(self, call: LinearCall, batch: ForwardBatch) -> None:
         layer, rows, step = call.layer, batch.req_pool_indices, self._step
@@ -113,6 +159,19 @@ class TorchLinearBackend(LinearAttentionBackend):
     def forward_conv(self, call: ConvCall, batch: ForwardBatch) -> None:
         run = self._convolve_decode if batch.forward_mode.is_decode() else self._convolve_extend
         run(call, batch)
+        if call.silu:
+            silu(call.out, inplace=True)
+
+    def verify_conv(self, call: ConvCall, batch: ForwardBatch) -> None:
+        """All drafts of a request after its W - 1 last inputs."""
+        layer, rows, num = call.layer, batch.req_pool_indices, batch.drafts().draft_token_num
+        drafted = self.states.draft_conv(layer.layer_id, call.index)
+        history = _read(self.states.conv(layer.layer_id, call.index), rows, batch.seq_lens <= 0)
+        x = _by_request(call.x, (batch.batch_size, num))
+        line = torch.cat([history.to(x.dtype), x], dim=1)
+        drafted[:, : line.shape[1]].index_copy_(0, rows, line.to(drafted.dtype))
+        convolved = _convolved(line.transpose(1, 2), call).transpose(1, 2)
+        call.out.copy_(convolved.flatten(0, 1))
         if call.silu:
             silu(call.out, inplace=True)
 
@@ -147,6 +206,11 @@ class TorchLinearBackend(LinearAttentionBackend):
 def _convolved(windows: torch.Tensor, call: ConvCall) -> torch.Tensor:
     """[n, C, L - W + 1] of windows [n, C, L]."""
     return conv1d(windows, call.weight.unsqueeze(1), call.bias, groups=call.weight.shape[0])
+
+
+def _by_request(values: torch.Tensor, shape: tuple[int, int]) -> torch.Tensor:
+    """[B, num, ...] of values [B * num, ...], the same memory. shape: (B, num)."""
+    return values.view(*shape, *values.shape[1:])
 
 
 def _read(pool: torch.Tensor, rows: torch.Tensor, fresh: torch.Tensor) -> torch.Tensor:
