@@ -8,9 +8,12 @@ from __future__ import annotations
 import gc
 import os
 import re
+import shlex
+import shutil
 from collections import defaultdict
 from collections.abc import Collection, Iterator
 from contextlib import suppress
+from pathlib import Path
 from zlib import crc32
 
 import pytest
@@ -19,6 +22,8 @@ import pytest
 os.environ.setdefault("TRITON_INTERPRET", "1")
 # So does torch: workers fill the cores, where more threads would wait for one another
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# And inductor, which would start processes that import torch, to compile kernels of GPUs
+os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 
 
 EVERY_PAGE_SIZE = frozenset(
@@ -152,6 +157,36 @@ def pytest_collection_finish() -> None:
     gc.freeze()
 
 
+COMPILER = """#!/bin/sh
+case "$*" in *native/attend.cpp*) ;; *) exec {compiler} "$@" ;; esac
+kept={folder}/$(printf '%s\\n' "$@" | sed '$d' | sha256sum | cut -c1-16)
+for out; do :; done
+{{
+    flock 9
+    if [ ! -f "$kept" ]; then
+        {compiler} "$@" && cp "$out" "$kept.made" && mv "$kept.made" "$kept"
+    else
+        cp "$kept" "$out"
+    fi
+}} 9> "$kept.lock"
+"""
+"""Compiles the kernels of `native` once: processes with the same command but for the file that it
+writes, which comes last, wait for the first and copy what it made."""
+
+
+def put_compiler(folder: Path) -> None:
+    """Write COMPILER to the folder, which all workers of a run share."""
+    compiler = shutil.which("c++")
+    if compiler is None or not shutil.which("flock"):
+        return
+    folder.mkdir(exist_ok=True)
+    names = {"compiler": shlex.quote(compiler), "folder": shlex.quote(str(folder))}
+    mine = folder / f"c++-{os.getpid()}"
+    mine.write_text(COMPILER.format(**names))
+    mine.chmod(0o755)
+    mine.replace(folder / "c++")
+
+
 @pytest.fixture(scope="session", autouse=True)
 def unconfigured(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """Give the tests empty folders for caches and settings, and remove our variables.
@@ -159,8 +194,12 @@ def unconfigured(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     The search for a configuration file goes upwards from the working directory. An empty file above
     every test's folder ends it.
     """
-    (tmp_path_factory.getbasetemp() / "attnmux.toml").touch()
+    base = tmp_path_factory.getbasetemp()
+    (base / "attnmux.toml").touch()
+    compiler = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "compiler"
+    put_compiler(compiler)
     with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PATH", f"{compiler}{os.pathsep}{os.environ.get('PATH', '')}")
         patch.chdir(tmp_path_factory.mktemp("elsewhere"))
         for name in list(os.environ):
             if name.startswith("ATTNMUX_"):

@@ -90,7 +90,7 @@ def outside_points(candidate: Candidate) -> tuple[OutsidePoint, ...]:
     Words and features that the card serves and no case can ask for are among them.
     """
     found: dict[str, OutsidePoint] = {}
-    provable = _provable(candidate.platform)
+    provable = _provable()
     for request in _plain_requests(candidate):
         for axis in AXES:
             for point in _outside(candidate, axis, request, provable):
@@ -134,8 +134,9 @@ def _plain_requests(candidate: Candidate) -> Iterator[Request]:
 
 
 @cache
-def _provable(platform: Platform) -> frozenset[tuple[str, Value]]:
-    """The values that the suite's cases ask for, each with the name of its axis."""
+def _provable() -> frozenset[tuple[str, Value]]:
+    """The values that the suite's cases ask for, each with the name of its axis in `CHOICES`."""
+    platform = Platform(vendor="any", device_type="any", arch="any")
     standard, linear = standard_cases((1,)), linear_cases()
     cases: tuple[AnyCase, ...] = (*standard, *in_graphs(standard))
     return frozenset(
@@ -143,6 +144,7 @@ def _provable(platform: Platform) -> frozenset[tuple[str, Value]]:
         for case in (*cases, *linear, *linear_in_graphs(linear))
         for phase in case.phases
         for axis, value in Question(request=case.request, platform=platform, phase=phase).demands
+        if axis.name in CHOICES
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Literal
 
 from attnmux.core import ForwardMode, Request, TreeMask
@@ -216,37 +217,43 @@ class Case:
     @property
     def request(self) -> Request:
         """An engine's request for these steps."""
-        drafts = [step.new for step in self.steps if step.mode is ForwardMode.TARGET_VERIFY]
-        return Request(
-            kind=self.kind,
-            num_q_heads=self.num_q_heads,
-            num_kv_heads=self.num_kv_heads,
-            head_dim=self.head_dim,
-            v_head_dim=self.v_head_dim,
-            kv_lora_rank=self.kv_lora_rank,
-            qk_rope_head_dim=self.qk_rope_head_dim,
-            encoder_head_dim=self.head_dim if self.is_encoder else None,
-            dtype=self.dtype,
-            kv_dtype=self.kv_dtype or self.dtype,
-            page_size=self.page_size,
-            phases=self.phases,
-            multimodal=self.is_encoder,
-            spec_topk=self.spec_topk,
-            spec_draft_tokens=drafts[0][0] if drafts else None,
-            sliding_window=next((window for window in self.windows if window), None),
-            attention_chunk=self.attention_chunk,
-            cross_attention=self.cross_attention,
-            sinks=self.sinks,
-            alibi=self.alibi,
-            relative_bias=self.relative_reach is not None,
-            logit_cap=self.logit_cap,
-            custom_mask=self.custom_mask,
-            multi_item=self.multi_item,
-            lse=self.lse,
-            strided_kv=self.strided_kv,
-            deterministic=self.deterministic,
-            graph=self.graph,
-        )
+        return _request(self)
+
+
+@lru_cache(maxsize=8192)
+def _request(case: Case) -> Request:
+    """Each backend asks for those of the same cases."""
+    drafts = [step.new for step in case.steps if step.mode is ForwardMode.TARGET_VERIFY]
+    return Request(
+        kind=case.kind,
+        num_q_heads=case.num_q_heads,
+        num_kv_heads=case.num_kv_heads,
+        head_dim=case.head_dim,
+        v_head_dim=case.v_head_dim,
+        kv_lora_rank=case.kv_lora_rank,
+        qk_rope_head_dim=case.qk_rope_head_dim,
+        encoder_head_dim=case.head_dim if case.is_encoder else None,
+        dtype=case.dtype,
+        kv_dtype=case.kv_dtype or case.dtype,
+        page_size=case.page_size,
+        phases=case.phases,
+        multimodal=case.is_encoder,
+        spec_topk=case.spec_topk,
+        spec_draft_tokens=drafts[0][0] if drafts else None,
+        sliding_window=next((window for window in case.windows if window), None),
+        attention_chunk=case.attention_chunk,
+        cross_attention=case.cross_attention,
+        sinks=case.sinks,
+        alibi=case.alibi,
+        relative_bias=case.relative_reach is not None,
+        logit_cap=case.logit_cap,
+        custom_mask=case.custom_mask,
+        multi_item=case.multi_item,
+        lse=case.lse,
+        strided_kv=case.strided_kv,
+        deterministic=case.deterministic,
+        graph=case.graph,
+    )
 
 
 def case_of(

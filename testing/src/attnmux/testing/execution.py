@@ -21,6 +21,7 @@ from attnmux.core import (
     graph_batch_sizes,
 )
 from attnmux.core.graph.config import padded_size
+from attnmux.core.graph.devices import CapturedGraph, GraphStep
 from attnmux.testing.case_setup import CaseSetup
 from attnmux.testing.cases import Case, Step
 from attnmux.testing.comparison import Disagreement
@@ -132,7 +133,7 @@ class GraphExecution(Execution):
         super().__init__(setup, backend, host_lens=host_lens)
         self._eager = EagerExecution(setup, backend, host_lens=host_lens)
         device = setup.context.device
-        devices = RecordingGraphs() if device.type == "cpu" else device_graphs(device)
+        devices = _WarmedOnce() if device.type == "cpu" else device_graphs(device)
         captured: dict[ForwardMode, list[Step]] = {}
         for step in setup.case.steps:
             if step.can_be_captured and _rows(step) <= _most_rows(setup.case):
@@ -151,6 +152,23 @@ class GraphExecution(Execution):
         if graphs is None or step.batch.batch_size > _most_rows(self.setup.case):
             return self._eager.run(step)
         return graphs.run(step)
+
+
+class _WarmedOnce(RecordingGraphs):
+    """Runs each step once before its capture, which runs it again: on a CPU one more run on the
+    same values would compile nothing and show nothing."""
+
+    def __init__(self) -> None:
+        self._warm: GraphStep | None = None
+
+    def warm_up(self, step: GraphStep) -> None:
+        if step is not self._warm:
+            super().warm_up(step)
+            self._warm = step
+
+    def capture(self, step: GraphStep) -> CapturedGraph:
+        self._warm = None
+        return super().capture(step)
 
 
 class _Graphs:

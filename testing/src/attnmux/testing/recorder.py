@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
@@ -44,6 +45,12 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's o
         self._method = method
         self._on_host = {identity(tensor): tensor for tensor in host_tensors}
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Not to be wrapped by torch, which takes a tenth of a recording: while one is made,
+        compiled functions run eagerly."""
+        return False
+
     def __torch_dispatch__(
         self,
         func: OpOverload[..., Any],
@@ -53,94 +60,127 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's o
     ) -> Any:  # noqa: ANN401  # whatever the operation returns
         """Raises GraphViolation for an operation that a graph cannot hold."""
         kwargs = dict(kwargs or {})
-        if _has_parts(func):
+        facts = _facts_of(func)
+        if facts.has_parts:
             with self:
                 return _from_parts(func, args, kwargs)
         given = tensors((args, kwargs))
-        known = {identity(tensor) for tensor in given}
-        is_collective = collectives.is_collective(func)
-        if given and not is_collective and known <= self._on_host.keys():
+        known = set(map(identity, given))
+        if given and not facts.is_collective and known <= self._on_host.keys():
             results = func(*args, **kwargs)
             self._on_host.update((identity(tensor), tensor) for tensor in tensors(results))
             return results
-        self._refuse(func, args, kwargs, given)
+        self._refuse(func, facts, args, kwargs, given)
         # Before the call, which may change an argument's shape
         frozen = replaced(args, torch.Tensor, self._freeze)
-        frozen_kwargs = replaced(kwargs, torch.Tensor, self._freeze)
-        results = collectives.queue(func, args) if is_collective else func(*args, **kwargs)
+        frozen_kwargs = replaced(kwargs, torch.Tensor, self._freeze) if kwargs else kwargs
+        has_places = any(key not in self._tape.made and key not in self._on_host for key in known)
+        results = collectives.queue(func, args) if facts.is_collective else func(*args, **kwargs)
         if func is aten.lift_fresh.default:
-            self._tape.keep(args[0], str(func))
+            self._tape.keep(args[0], facts.name)
             return results
-        kept = tuple(self._keep(func, result, known) for result in tensors(results))
+        kept = tuple(self._keep(facts, result, known) for result in tensors(results))
         if func in UNINITIALISED:
             self._scribble(results)
-        elif is_collective or _changes_values(func) or any(result is not None for result in kept):
-            self._note(func, frozen, frozen_kwargs, kept)
+        elif facts.writes or any(result is not None for result in kept):
+            operation = Operation(
+                method=self._method,
+                name=facts.name,
+                func=collectives.replayed(func) if facts.is_collective else func,
+                args=frozen,
+                kwargs=frozen_kwargs,
+                results=kept,
+                has_places=has_places,
+            )
+            self._tape.operations.append(operation)
         return results
-
-    def _note(
-        self,
-        func: OpOverload[..., Any],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        kept: tuple[torch.Tensor | None, ...],
-    ) -> None:
-        operation = Operation(
-            method=self._method,
-            name=str(func),
-            func=collectives.replayed(func),
-            args=args,
-            kwargs=kwargs,
-            results=kept,
-        )
-        self._tape.operations.append(operation)
 
     def _freeze(self, tensor: torch.Tensor) -> torch.Tensor | Place:
         """Numbers on the host are part of a kernel's launch and stay constant."""
         return tensor.clone() if identity(tensor) in self._on_host else self._tape.freeze(tensor)
 
-    def _keep(
-        self, func: OpOverload[..., Any], result: torch.Tensor, known: set[int]
-    ) -> torch.Tensor | None:
+    def _keep(self, facts: _Facts, result: torch.Tensor, known: set[int]) -> torch.Tensor | None:
         """The result if its memory is new; None for a view or an argument."""
-        if identity(result) in known:
-            return None
-        return self._tape.keep(result, str(func))
+        return None if identity(result) in known else self._tape.keep(result, facts.name)
 
     def _scribble(self, result: torch.Tensor) -> None:
         """Uninitialised memory of a graph's pool may hold anything."""
         if result.dtype in SCRIBBLED:
             result.fill_(torch.nan)
-            place = self._tape.freeze(result)
-            self._note(aten.fill_.Scalar, (place, torch.nan), {}, (None,))
+            operation = Operation(
+                method=self._method,
+                name=str(aten.fill_.Scalar),
+                func=aten.fill_.Scalar,
+                args=(self._tape.freeze(result), torch.nan),
+                kwargs={},
+                results=(None,),
+                has_places=False,
+            )
+            self._tape.operations.append(operation)
 
     def _refuse(
         self,
         func: OpOverload[..., Any],
+        facts: _Facts,
         args: tuple[Any, ...],
         kwargs: Mapping[str, Any],
         given: Sequence[torch.Tensor],
     ) -> None:
-        reason, hint = collectives.refusal(func)
+        reason, hint = facts.refusal
         if reason:
-            raise GraphViolation(self._method, str(func), reason, hint=hint)
-        if torch.Tag.data_dependent_output in func.tags:
-            reason = "synchronises with the device"
-            hint = "read values on the host in init_forward_metadata_out_graph"
-        elif _depends_on_values(func, args, kwargs):
+            raise GraphViolation(self._method, facts.name, reason, hint=hint)
+        if facts.depends_on_values or (
+            facts.may_depend_on_values and _depends_on_values(func, args, kwargs)
+        ):
             reason, hint = "has a shape that depends on values", "keep shapes static and mask"
         elif func is aten.lift_fresh.default and given[0].dim():
             reason, hint = "copies from the host", "make constants in init_cuda_graph_state"
-        elif any(tensor.dim() and identity(tensor) in self._on_host for tensor in given):
+        elif self._on_host and any(
+            tensor.dim() and identity(tensor) in self._on_host for tensor in given
+        ):
             reason = "reads a tensor of the host, which a graph cannot follow"
             hint = "copy it to a device buffer in init_forward_metadata_out_graph"
-        elif len({tensor.device for tensor in given if tensor.dim()}) > 1:
+        elif len(given) > 1 and len({tensor.device for tensor in given if tensor.dim()}) > 1:
             reason, hint = "copies between devices", "do it in init_forward_metadata_out_graph"
         if reason:
-            raise GraphViolation(self._method, str(func), reason, hint=hint)
+            raise GraphViolation(self._method, facts.name, reason, hint=hint)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Facts:
+    """What is known of an operation before it is called."""
+
+    name: str
+    has_parts: bool
+    is_collective: bool
+    refusal: tuple[str, str]
+    """Why no graph holds it, and a hint; both are empty where a graph may."""
+    depends_on_values: bool
+    """Whether the result's shape depends on values of tensors on the device."""
+    may_depend_on_values: bool
+    """The same for some arguments."""
+    writes: bool
+    """Whether a replay repeats it though it makes no tensor."""
 
 
 @cache
+def _facts_of(func: OpOverload[..., Any]) -> _Facts:
+    refusal, is_collective = collectives.refusal(func), collectives.is_collective(func)
+    if not refusal[0] and torch.Tag.data_dependent_output in func.tags:
+        hint = "read values on the host in init_forward_metadata_out_graph"
+        refusal = "synchronises with the device", hint
+    may_depend = func in BY_INDEX or func is aten.repeat_interleave.Tensor
+    return _Facts(
+        name=str(func),
+        has_parts=_has_parts(func),
+        is_collective=is_collective,
+        refusal=refusal,
+        depends_on_values=not may_depend and torch.Tag.dynamic_output_shape in func.tags,
+        may_depend_on_values=may_depend,
+        writes=is_collective or _changes_values(func),
+    )
+
+
 def _has_parts(func: OpOverload[..., Any]) -> bool:
     """Whether an operation is made of others.
 
@@ -158,7 +198,6 @@ def _from_parts(
     return func.decompose(*args, **kwargs)
 
 
-@cache
 def _changes_values(func: OpOverload[..., Any]) -> bool:
     writes = any(
         argument.alias_info is not None and argument.alias_info.is_write
@@ -170,9 +209,7 @@ def _changes_values(func: OpOverload[..., Any]) -> bool:
 def _depends_on_values(
     func: OpOverload[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> bool:
-    """Whether the result's shape depends on values of tensors on the device."""
+    """Whether an operation that takes masks, or a length of its output, depends on values."""
     if func in BY_INDEX:
         return any(index.dtype in MASK_DTYPES for index in args[1] if index is not None)
-    if func is aten.repeat_interleave.Tensor:
-        return kwargs.get("output_size") is None
-    return torch.Tag.dynamic_output_shape in func.tags
+    return kwargs.get("output_size") is None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from functools import lru_cache
+from functools import cache, lru_cache
 from typing import Any
 
 from attnmux.core import ForwardMode
@@ -28,52 +28,53 @@ ODD_PAGE_SIZES = (3, 48)
 
 def standard_cases(page_sizes: Sequence[int] = PAGE_SIZES) -> tuple[Case, ...]:
     """Every case of the suite, in each of the page sizes."""
-    return _standard_cases(tuple(page_sizes))
-
-
-@lru_cache(maxsize=4)
-def _standard_cases(page_sizes: tuple[int, ...]) -> tuple[Case, ...]:
-    cases: list[Case] = []
-    for page in page_sizes:
-        cases += _batches(page)
-        cases += _long_requests(page)
-        cases += _speculation(page)
-        cases += _features(page)
-        cases += _shapes(page)
-        cases += mla_cases(page)
-        cases += nsa_cases(page)
-        cases += dual_chunk_cases(page)
-        cases += fp8_cases(page)
-        cases += fp4_cases(page)
-        cases += window_pool_cases(page)
-        cases += alibi_cases(page)
-        cases += relative_cases(page)
-        cases += _nan(page)
-        cases += _strided(page)
-        cases += _host_lens(page)
+    cases = [case for page in page_sizes for case in _in_pages(page)]
     for page in sorted(set(ODD_PAGE_SIZES).difference(page_sizes)):
-        cases.append(case_of("decode-uneven", page, decode(1, 70, 3, 33, 18)))
-        cases.append(case_of("extend-prefix", page, extend((page, 5), (2 * page + 1, 19))))
-    # An encoder has no KV cache, so that the page size does not matter
+        cases += _in_odd_pages(page)
+    return (*cases, *_encoders())
+
+
+# Many backends have many page sizes in common, and making a case takes longer than looking it up.
+@lru_cache(maxsize=64)
+def _in_pages(page: int) -> tuple[Case, ...]:
+    makers = (
+        *(_batches, _long_requests, _speculation, _features, _shapes),
+        *(mla_cases, nsa_cases, dual_chunk_cases, fp8_cases, fp4_cases, window_pool_cases),
+        *(alibi_cases, relative_cases, _nan, _strided, _host_lens),
+    )
+    return tuple(case for make in makers for case in make(page))
+
+
+@cache
+def _in_odd_pages(page: int) -> tuple[Case, ...]:
+    return (
+        case_of("decode-uneven", page, decode(1, 70, 3, 33, 18)),
+        case_of("extend-prefix", page, extend((page, 5), (2 * page + 1, 19))),
+    )
+
+
+@cache
+def _encoders() -> tuple[Case, ...]:
+    """An encoder has no KV cache, so that the page size does not matter."""
     encoder: dict[str, Any] = {"is_encoder": True, "save_kv_cache": False}
-    cases.append(case_of("encoder", 1, extend((0, 41), (0, 1), (0, 20)), **encoder))
-    cases.append(
-        case_of("encoder-nan", 1, extend((0, 20), (0, 5), (0, 41)), nan_request=1, **encoder)
+    return (
+        case_of("encoder", 1, extend((0, 41), (0, 1), (0, 20)), **encoder),
+        case_of("encoder-nan", 1, extend((0, 20), (0, 5), (0, 41)), nan_request=1, **encoder),
+        case_of("encoder-dim-64", 1, extend((0, 70)), head_dim=64, v_head_dim=64, **encoder),
+        *relative_encoders(encoder),
     )
-    cases.append(
-        case_of("encoder-dim-64", 1, extend((0, 70)), head_dim=64, v_head_dim=64, **encoder)
-    )
-    cases += relative_encoders(encoder)
-    return tuple(cases)
 
 
 def in_graphs(cases: Sequence[Case]) -> tuple[Case, ...]:
     """The cases with a step that a device graph can serve, as cases that run from graphs."""
-    return tuple(
-        replace(case, name=f"{case.name}-graph", graph=True)
-        for case in cases
-        if any(step.can_be_captured for step in case.steps)
-    )
+    return tuple(found for case in cases if (found := _in_graph(case)) is not None)
+
+
+@lru_cache(maxsize=8192)
+def _in_graph(case: Case) -> Case | None:
+    if not any(step.can_be_captured for step in case.steps):
+        return None
+    return replace(case, name=f"{case.name}-graph", graph=True)
 
 
 def _batches(page: int) -> Iterator[Case]:

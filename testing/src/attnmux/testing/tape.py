@@ -60,14 +60,18 @@ class Operation:
     name: str
     func: Callable[..., Any]
     args: tuple[Any, ...]
-    """Tensors, nested ones too, as a `Place`."""
+    """Tensors, nested ones too, as `Tape.freeze` gives them."""
     kwargs: dict[str, Any]
     """Likewise."""
     results: tuple[torch.Tensor | None, ...]
     """The tensors of new results; None for results that are views or arguments."""
+    has_places: bool
+    """Whether a `Place` is among the arguments."""
 
     def run(self) -> None:
-        args, kwargs = replaced((self.args, self.kwargs), Place, self._now)
+        args, kwargs = self.args, self.kwargs
+        if self.has_places:
+            args, kwargs = replaced((args, kwargs), Place, self._now)
         results = self.func(*args, **kwargs)
         for kept, new in zip(self.results, tensors(results), strict=True):
             if kept is not None:
@@ -107,9 +111,9 @@ class Tape:
     def keep(self, tensor: torch.Tensor, maker: str) -> torch.Tensor:
         """Keep memory that the step allocated. Returns the tensor that keeps it."""
         # A tensor of our own, so that other users of the memory can be counted
-        holder = tensor.detach()
-        self.made[identity(tensor)] = holder
-        self.makers[identity(tensor)] = maker
+        holder, key = tensor.detach(), identity(tensor)
+        self.made[key] = holder
+        self.makers[key] = maker
         return holder
 
     def held_elsewhere(self) -> list[tuple[str, torch.Tensor]]:
@@ -127,11 +131,14 @@ class Tape:
             if torch._C._storage_Use_Count(key) > uncounted + users[key]
         ]
 
-    def freeze(self, tensor: torch.Tensor) -> Place:
-        """The place of an operation's argument."""
+    def freeze(self, tensor: torch.Tensor) -> torch.Tensor | Place:
+        """An operation's argument for replays: its place, or a tensor of our own over memory that
+        the tape keeps anyway."""
+        key = identity(tensor)
+        if key in self.made:
+            return tensor.detach()
         place = Place.of(tensor)
-        if identity(tensor) not in self.made:
-            self.seen[identity(tensor)] = place.storage
+        self.seen[key] = place.storage
         return place
 
     def knows(self, tensor: torch.Tensor) -> bool:
@@ -158,21 +165,28 @@ def identity(tensor: torch.Tensor) -> int:
 
 def tensors(values: object) -> list[torch.Tensor]:
     """The tensors among arguments or results, in order."""
+    found: list[torch.Tensor] = []
+    _gather(values, found)
+    return found
+
+
+def _gather(values: object, found: list[torch.Tensor]) -> None:
     if isinstance(values, torch.Tensor):
-        return [values]
-    if isinstance(values, dict):
-        values = values.values()
-    elif not isinstance(values, (tuple, list)):
-        return []
-    return [tensor for value in values for tensor in tensors(value)]
+        found.append(values)
+    elif isinstance(values, (tuple, list)):
+        for value in values:
+            _gather(value, found)
+    elif isinstance(values, dict):
+        for value in values.values():
+            _gather(value, found)
 
 
 def replaced(values: Any, kind: type[T], change: Callable[[T], object]) -> Any:  # noqa: ANN401  # alike
     """Arguments, with the result of `change` for each value of a kind."""
     if isinstance(values, kind):
         return change(values)
-    if isinstance(values, dict):
-        return {name: replaced(value, kind, change) for name, value in values.items()}
     if isinstance(values, (tuple, list)):
         return type(values)([replaced(value, kind, change) for value in values])
+    if isinstance(values, dict):
+        return {name: replaced(value, kind, change) for name, value in values.items()}
     return values
