@@ -265,7 +265,7 @@ def test_what_keeps_a_backend_from_running_here(ask, tmp_path, monkeypatch) -> N
 """
     head = "from attnmux.core.choosing.offer.clause import when\n"
     head += "from attnmux.core.choosing.offer.conditions import ANY, one_of\n"
-    head += "from attnmux.core.choosing.offer.verified import Verified\n"
+    head += "from attnmux.core.choosing.offer.proof import Verified\n"
     source = head + GOOD.partition("    return [BackendCard(")[0] + cards
     monkeypatch.setenv("ATTNMUX_DENY_BACKENDS", "unwanted")
     result = ask(good=source)
