@@ -80,7 +80,7 @@ def matrix(
     offers = plugins.offers()
     asked = [offer.address for name in backends for offer in offers_named(name, offers)]
     named = [offer for offer in offers if not backends or offer.address in asked]
-    device = machine(run, settings, plugins, platform)[0] if platform else None
+    device = None if platform is None else machine(run, settings, plugins, platform)[0]
     request = Request().replace(**dict(parse_fields(fields))) if fields else None
     rows = rows_of(narrowed(named, request, device))
     if as_json:

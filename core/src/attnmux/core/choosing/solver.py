@@ -19,7 +19,7 @@ from attnmux.core.choosing.ask.derived import (
 from attnmux.core.choosing.ask.layer_group import shape_said
 from attnmux.core.choosing.ask.policy import NAMING, Policy
 from attnmux.core.choosing.ask.request import Request
-from attnmux.core.choosing.ask.sparse import check_budget
+from attnmux.core.choosing.ask.sparse import check_decidable
 from attnmux.core.choosing.ask.values import LINEAR_KINDS, PHASES, OptionValue
 from attnmux.core.choosing.common.frozen import Deferred, FrozenMapping
 from attnmux.core.choosing.common.verdict import Reason
@@ -60,12 +60,12 @@ def solve(
 
     Raises NoBackend, with every verdict, where nothing serves the request; UnknownBackend or
     InvalidInput for a name or an option in `policy` that cannot be used, for items that are not
-    offers, for two offers with the same address, and where pages
-    are chosen and the page size does not fit the budget.
+    offers, for two offers with the same address, and where pages are chosen and the dtype is open
+    or the page size does not fit the budget.
     """
     policy, offers = policy or Policy(), _in_order(offers)
     # Of the asker's request: a search tries other page sizes
-    check_budget(request.sparse_budget, request.page_size or 0)
+    check_decidable(request)
     again = partial(solve, offers=offers, libraries=libraries, ranking=ranking, accuracy=accuracy)
     problems = [
         _problem(each, platform, offers, policy, libraries, ranking, accuracy)
