@@ -352,6 +352,13 @@ def test_keep_is_refused_where_measurements_are_off(installed, file, monkeypatch
     assert bench(*EXTEND).exit_code == 0
 
 
+@pytest.mark.parametrize("option", ["--seconds", "--check-seconds"])
+def test_seconds_that_are_no_number_are_refused(option) -> None:
+    result = bench(option, "nan")
+    assert result.exit_code == 2
+    assert "nan is not a finite number" in result.stderr
+
+
 def test_an_unwritable_file_is_refused_before_timing(installed, file) -> None:
     file.mkdir()
     result = bench("--keep", *STEPS)

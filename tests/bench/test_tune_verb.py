@@ -225,7 +225,7 @@ def test_an_unwritable_file_is_refused_before_trying(installed, file) -> None:
     file.mkdir()
     result = tune()
     assert result.exit_code == 2
-    assert f"{file} cannot be written: IsADirectoryError" in result.stderr
+    assert f"{file} cannot be written: Is a directory" in result.stderr
     assert "ATTNMUX_LAUNCHES" in result.stderr
     assert jobs == []
     assert tune("--dry-run").exit_code == 0

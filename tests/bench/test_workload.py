@@ -53,6 +53,7 @@ def test_texts_round_trip(workload) -> None:
         "decode:bs=4,ctx=x",
         "decode:bs=4,ctx=-5",
         "decode:bs=4,ctx=5,new=2",
+        "decode:bs=4,ctx=5,bs=4",
         "extend:bs=4",
         "extend:bs=4,new=0",
         "verify:bs=4,prefix=3",

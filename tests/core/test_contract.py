@@ -310,6 +310,8 @@ def test_context_knows_its_layers_by_id() -> None:
         {"tp_q_head_num": 6, "tp_k_head_num": 4},
         {"tp_k_head_num": 0},
         {"tp_v_head_num": 1},
+        {"scaling": float("nan")},
+        {"logit_cap": float("inf")},
         {"sinks": torch.zeros(2)},
         {"sinks": torch.zeros(8, dtype=torch.bfloat16)},
         {"alibi_slopes": torch.zeros(2)},

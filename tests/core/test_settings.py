@@ -110,6 +110,7 @@ def test_a_bad_variable_is_named(tmp_path, environ, said) -> None:
         ("options = 3", "a table for each backend"),
         ("[options.a]\nx = [1]", "a table for each backend"),
         ('backnd = "x"', "did you mean backend?"),
+        ('[tool.attnmux]\nbackend = "x"', "without [tool.attnmux], a table of pyproject.toml"),
     ],
 )
 def test_a_bad_file_is_named(tmp_path, text, said) -> None:

@@ -360,6 +360,8 @@ def served(case) -> bool:
         ("sparse=quest,sparse_budget=64,page_size=16,kind=mla", "sparse"),
         ("sparse=quest,sparse_budget=64,page_size=16,spec_topk=1", "sparse"),
         ("sparse=quest,sparse_budget=64,page_size=16,dtype=bf16,kv_dtype=fp8_e4m3", "sparse"),
+        ("sparse=quest,sparse_budget=64,page_size=16,kv_dtype=fp8_e4m3", "sparse"),
+        ("sparse=quest,sparse_budget=64,page_size=16", "dtype"),
     ],
 )
 def test_requests_that_exclude_each_other_are_refused(fields, argument) -> None:

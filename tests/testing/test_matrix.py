@@ -24,7 +24,7 @@ from attnmux.core.choosing.offer.conditions import (
     one_of,
     versions,
 )
-from attnmux.core.choosing.offer.verified import Verified
+from attnmux.core.choosing.offer.proof import Verified
 from attnmux.core.cli import run as shared
 from attnmux.core.cli.verbs import verbs
 from attnmux.core.installed import load_plugins

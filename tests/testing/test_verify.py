@@ -174,6 +174,18 @@ def test_a_pattern_and_fail_fast_run_less(on_trial) -> None:
     assert answer["failed"] == 1
     assert answer["cases"][-1]["status"] == "failed"
     assert invoke("fake", "-k", "(").exit_code == 2
+    result = invoke("fake", "-k", "zzz", "--budget", "0")
+    assert result.exit_code == 2
+    assert "-k: expected a pattern in the name of a case, such as " in result.stderr
+
+
+@pytest.mark.parametrize("option", ["--budget", "--timeout"])
+@pytest.mark.parametrize("seconds", ["nan", "inf"])
+def test_seconds_that_never_end_are_refused(on_trial, option, seconds) -> None:
+    on_trial()
+    result = invoke("fake", option, seconds)
+    assert result.exit_code == 2
+    assert f"{seconds} is not a finite number" in result.stderr
 
 
 class Crashing(FakeBackend):

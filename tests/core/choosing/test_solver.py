@@ -8,6 +8,7 @@ import pytest
 from attnmux.core.choosing.ask.layer_group import LayerGroup
 from attnmux.core.choosing.ask.policy import Policy
 from attnmux.core.choosing.ask.request import Request
+from attnmux.core.choosing.find.plugins import Plugins
 from attnmux.core.choosing.judge.checking import Rank
 from attnmux.core.choosing.offer.card import Option, Prior
 from attnmux.core.choosing.offer.clause import when
@@ -365,6 +366,23 @@ def test_a_card_without_its_plugin_is_no_offer(offer, cpu) -> None:
         InvalidInput, match=r"load_plugins\(\).offers\(\) are, got one of type Back"
     ):
         solve(Request(), cpu, [offer("a").card])
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"request": "dtype=bf16"}, "request: expected a Request, such as Request.parse"),
+        ({"platform": "cpu:x86_64"}, "platform: expected a Platform, such as Platform.parse"),
+        ({"policy": "a"}, "policy: expected a Policy, such as Policy.backend"),
+        ({"policy": {}}, "got one of type dict"),
+        ({"offers": Plugins()}, "are, got one of type Plugins"),
+        ({"offers": None}, "are, got one of type NoneType"),
+    ],
+)
+def test_arguments_of_other_types_are_refused(offer, cpu, changes, said) -> None:
+    given = {"request": Request(), "platform": cpu, "offers": [offer("a")], "policy": None}
+    with pytest.raises(InvalidInput, match=said):
+        solve(**{**given, **changes})
 
 
 def test_a_companion_serves_the_phases_that_a_named_backend_lacks(offer, cpu) -> None:

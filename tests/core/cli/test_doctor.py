@@ -15,7 +15,6 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from attnmux.core.choosing.ask.policy import Policy
 from attnmux.core.choosing.find import devices as probe
 from attnmux.core.choosing.find.devices import survey
 from attnmux.core.choosing.find.examine import Entry, Plugin, PluginFailure
@@ -28,6 +27,7 @@ from attnmux.core.choosing.offer.libraries import Distribution, EntryPoint
 from attnmux.core.cli import doctor_diagnosis
 from attnmux.core.cli.doctor_diagnosis import diagnose
 from attnmux.core.cli.verbs import verbs
+from attnmux.core.settings import Settings
 
 GOOD = """
 from attnmux.core.choosing.offer.card import BackendCard
@@ -265,7 +265,7 @@ def test_what_keeps_a_backend_from_running_here(ask, tmp_path, monkeypatch) -> N
 """
     head = "from attnmux.core.choosing.offer.clause import when\n"
     head += "from attnmux.core.choosing.offer.conditions import ANY, one_of\n"
-    head += "from attnmux.core.choosing.offer.verified import Verified\n"
+    head += "from attnmux.core.choosing.offer.proof import Verified\n"
     source = head + GOOD.partition("    return [BackendCard(")[0] + cards
     monkeypatch.setenv("ATTNMUX_DENY_BACKENDS", "unwanted")
     result = ask(good=source)
@@ -356,24 +356,25 @@ def test_a_backend_that_lacks_a_compiler_is_a_note(bare) -> None:
     card = BackendCard(name="made", summary="", factory="a:b", clauses=(clause,))
     for platform, said in (("nvidia:sm90", True), ("nvidia:sm90,features=cxx_compiler", False)):
         plugin = examined("nvidia", platform)._replace(cards=(card,))
-        notes = diagnose([plugin], Policy(), "nvidia").notes
+        notes = diagnose([plugin], Settings(platform="nvidia")).notes
         assert [note.endswith("apt-get install g++") for note in notes] == [True] * said
 
 
 def test_two_vendors_in_one_box(bare) -> None:
     both = [examined("nvidia", "nvidia:sm90"), examined("amd", "amd:gfx942")]
-    undecided = diagnose(both, Policy(), None)
+    undecided = diagnose(both, Settings())
     assert [found.vendor for found in undecided.detection.accelerators] == ["amd", "nvidia"]
     assert undecided.picked is None
     assert "amd:gfx942 and nvidia:sm90" in undecided.problems[0]
-    decided = diagnose(both, Policy(), "amd")
+    decided = diagnose(both, Settings(platform="amd"))
     assert decided.picked == Platform.parse("amd:gfx942")
     assert decided.problems == ()
 
 
 def test_a_platform_that_is_configured_and_not_there(bare) -> None:
-    diagnosis = diagnose([examined("cpu")], Policy(), "nvidia")
+    diagnosis = diagnose([examined("cpu")], Settings(platform="nvidia"))
     assert diagnosis.picked is None
+    assert diagnosis.problems[0].startswith("platform: expected one of cpu:")
     assert "got 'nvidia'" in diagnosis.problems[0]
 
 
@@ -382,7 +383,7 @@ def test_what_core_itself_cannot_find_out_is_a_problem(bare, monkeypatch) -> Non
         raise OSError("gone")
 
     monkeypatch.setattr(probe, "probe_cpu", fails)
-    diagnosis = diagnose([examined("nvidia", "nvidia:sm90")], Policy(), None)
+    diagnosis = diagnose([examined("nvidia", "nvidia:sm90")], Settings())
     assert diagnosis.picked == Platform.parse("nvidia:sm90")
     (problem,) = diagnosis.problems
     assert "asking the CPU" in problem
@@ -392,7 +393,7 @@ def test_what_core_itself_cannot_find_out_is_a_problem(bare, monkeypatch) -> Non
 def test_a_device_whose_plugin_is_broken(bare) -> None:
     (bare / "dev").mkdir()
     (bare / "dev/nvidia0").touch()
-    diagnosis = diagnose([examined("nvidia", error="ImportError: x")], Policy(), None)
+    diagnosis = diagnose([examined("nvidia", error="ImportError: x")], Settings())
     assert "attnmux-nvidia is broken (ImportError: x)" in diagnosis.problems[1]
 
 

@@ -59,7 +59,10 @@ def test_platforms_are_listed_where_the_configured_one_is_missing(call, monkeypa
     data = json.loads(result.stdout)
     assert data["picked"] is None
     assert data["platforms"]
-    assert any("got 'acme'" in warning for warning in data["warnings"])
+    assert any(
+        warning.startswith("ATTNMUX_PLATFORM: expected one of ") and "got 'acme'" in warning
+        for warning in data["warnings"]
+    )
 
 
 def test_backends(call) -> None:

@@ -8,7 +8,7 @@ from attnmux.core.choosing.machine.platform import Platform
 from attnmux.core.choosing.offer.card import BackendCard, Offer
 from attnmux.core.choosing.offer.clause import Clause
 from attnmux.core.choosing.offer.conditions import ANY
-from attnmux.core.choosing.offer.verified import Verified
+from attnmux.core.choosing.offer.proof import Verified
 from attnmux.core.choosing.solver import solve
 from attnmux.core.cli.here import backends_here
 from attnmux.core.cli.outcomes import outcomes

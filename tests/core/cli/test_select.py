@@ -389,11 +389,16 @@ def test_an_engine_gets_the_line_that_starts_it(call, engine) -> None:
     assert "acme-serve 'my model' --page" in result.stdout
 
 
-def test_an_engine_without_an_integration_is_refused(call, engine) -> None:
+def test_an_engine_without_an_integration_is_refused(call, engine, monkeypatch) -> None:
     result = call("--platform", HERE, "--engine", "other")
     assert result.exit_code == 2
     assert "expected one of acme, bad" in result.stderr
-    assert "(pip install attnmux-other adds its engine)" in result.stderr
+    # Anybody may own that name
+    assert "pip install" not in result.stderr
+    monkeypatch.setenv("ATTNMUX_DENY_PLUGINS", "attnmux-vllm")
+    result = call("--platform", HERE, "--engine", "vllm")
+    assert "(pip install attnmux-vllm adds vllm), got vllm" in result.stderr
+    monkeypatch.delenv("ATTNMUX_DENY_PLUGINS")
     result = call("--platform", HERE, "--engine", "bad")
     assert result.exit_code == 1
     assert "RuntimeError: no such flag" in result.stderr

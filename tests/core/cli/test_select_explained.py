@@ -13,7 +13,7 @@ from click.testing import CliRunner
 from attnmux.core.choosing.offer.card import BackendCard, Offer, Option, Prior
 from attnmux.core.choosing.offer.clause import Clause
 from attnmux.core.choosing.offer.conditions import ANY, Condition, includes, one_of
-from attnmux.core.choosing.offer.verified import Verified
+from attnmux.core.choosing.offer.proof import Verified
 from attnmux.core.choosing.tell.decision import Decision
 from attnmux.core.cli import run as shared
 from attnmux.core.cli.verbs import verbs

@@ -71,4 +71,23 @@ def test_what_the_user_says_wins(call, monkeypatch) -> None:
     assert result.exit_code == 0, result.stderr
     refused = call("select", "--json")
     assert refused.exit_code == 2
-    assert "one of amd:gfx942, nvidia:sm90, cpu:x86_64" in refused.stderr
+    said = "ATTNMUX_PLATFORM: expected one of amd:gfx942, nvidia:sm90, cpu:x86_64, got 'acme'"
+    assert said in refused.stderr
+
+
+def test_a_platform_of_the_file_is_refused_with_the_file(call) -> None:
+    Path("attnmux.toml").write_text('platform = "acme"\n')
+    refused = call("select", "--json")
+    assert refused.exit_code == 2
+    assert "attnmux.toml: platform: expected one of amd:gfx942" in refused.stderr
+
+
+@pytest.mark.parametrize("wanted", ["acme", ""])
+def test_a_vendor_that_is_not_here_is_refused_with_the_words_for_another_machine(
+    call, wanted
+) -> None:
+    for verb in ("select", "matrix"):
+        refused = call(verb, "--platform", wanted)
+        assert refused.exit_code == 2
+        said = "--platform: expected one of amd:gfx942, nvidia:sm90, cpu:x86_64; or, for a machine"
+        assert f"{said} elsewhere, VENDOR:ARCH[,KEY=VALUE]…" in refused.stderr

@@ -98,12 +98,15 @@ class Workload:
         phase, _, rest = text.partition(":")
         if phase not in FIELDS:
             raise _refusal(text, GRAMMAR)
-        given = {"bs": 1, "prefix": 0}
+        given: dict[str, int] = {}
         for pair in filter(None, rest.split(",")):
             name, _, number = pair.partition("=")
             if name not in FIELDS[phase] or not number.isdecimal():
                 raise _refusal(text, f"{phase} with {', '.join(FIELDS[phase])}, as in {GRAMMAR}")
+            if name in given:
+                raise _refusal(text, f"{name} once")
             given[name] = int(number)
+        given = {"bs": 1, "prefix": 0, **given}
         needed = "ctx" if phase == "decode" else "new"
         if given.get(needed, 0) < 1:
             raise _refusal(text, f"{needed}=NUMBER, 1 at least")

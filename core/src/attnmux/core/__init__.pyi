@@ -79,7 +79,6 @@ from attnmux.core.choosing.measured.measurement import Measurement as Measuremen
 from attnmux.core.choosing.measured.measurement import read_measurements as read_measurements
 from attnmux.core.choosing.measured.ranking import accuracy_by as accuracy_by
 from attnmux.core.choosing.measured.ranking import solve_measured as solve_measured
-from attnmux.core.choosing.offer.accuracy import ErrorBound as ErrorBound
 from attnmux.core.choosing.offer.card import LAST_RESORT as LAST_RESORT
 from attnmux.core.choosing.offer.card import TREE_MASKS as TREE_MASKS
 from attnmux.core.choosing.offer.card import BackendCard as BackendCard
@@ -104,7 +103,8 @@ from attnmux.core.choosing.offer.conditions import one_of as one_of
 from attnmux.core.choosing.offer.conditions import runtimes as runtimes
 from attnmux.core.choosing.offer.conditions import versions as versions
 from attnmux.core.choosing.offer.libraries import installed_version as installed_version
-from attnmux.core.choosing.offer.verified import Verified as Verified
+from attnmux.core.choosing.offer.proof import ErrorBound as ErrorBound
+from attnmux.core.choosing.offer.proof import Verified as Verified
 from attnmux.core.choosing.solver import solve as solve
 from attnmux.core.choosing.tell.choice import Choice as Choice
 from attnmux.core.choosing.tell.decision import Decision as Decision

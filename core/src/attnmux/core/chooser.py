@@ -45,7 +45,11 @@ class Chooser:
             present = ", ".join(sorted({each.device_type for each in found.platforms}))
             raise InvalidInput("device", got=device_type, expected=f"one of {present}")
         return cls(
-            platform=pick_platform(replace(found, platforms=alike), settings.platform),
+            platform=pick_platform(
+                replace(found, platforms=alike),
+                settings.platform,
+                named=settings.where("platform"),
+            ),
             offers=tuple(plugins.offers()),
             policy=settings.policy(),
             measurements=read_measurements(settings.measurements_file()).found,

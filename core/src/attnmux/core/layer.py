@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Literal
 
@@ -70,6 +71,9 @@ class LayerSpec:
         if self.tp_v_head_num != kv_heads:
             expected = f"{kv_heads}, as in K"
             raise InvalidInput("tp_v_head_num", got=self.tp_v_head_num, expected=expected)
+        for name, factor in (("scaling", self.scaling), ("logit_cap", self.logit_cap)):
+            if not math.isfinite(factor):
+                raise InvalidInput(name, got=factor, expected="a finite number")
         for name, of_heads in (("sinks", self.sinks), ("alibi_slopes", self.alibi_slopes)):
             _check_per_head(name, of_heads, q_heads)
         self._check_relative_bias()

@@ -52,8 +52,11 @@ class Lock:
             }
             model = {str(name): str(value) for name, value in data.get("model", {}).items()}
             return cls(distributions=rows, model=model)
-        except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-            raise SettingsError(f"{path} is no lock that can be read: {in_brief(error)}") from error
+        except OSError as error:
+            raise SettingsError(f"{path} cannot be read: {error.strerror or error}") from error
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+            why = f"{path} holds no lock: {in_brief(error)}"
+            raise SettingsError(f"{why}; `attnmux lock` writes one") from error
 
     def write(self, path: Path) -> None:
         """Replace the file as a whole. Raises OSError."""

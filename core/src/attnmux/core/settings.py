@@ -105,6 +105,12 @@ class Settings:
         """Where launches that were tuned on this machine are kept, as `measurements_file`."""
         return None if self.no_launches else self._kept("launches", self.launches)
 
+    def where(self, name: str) -> str:
+        """For errors: the variable or the option that a setting comes from, or its file and name;
+        the name alone where it is not set."""
+        source = self.sources.get(name, name)
+        return f"{source}: {name}" if self._is_in_file(name) else source
+
     def locked_file(self) -> Path:
         """The lock, which is set. Raises SettingsError for a path below an unknown home
         directory."""
@@ -112,16 +118,17 @@ class Settings:
 
     def _named(self, name: str, given: str) -> Path:
         """A path in a configuration file is relative to that file."""
-        source = self.sources.get(name, PREFIX)
-        said = source.startswith((PREFIX, "--"))
         try:
             path = Path(given).expanduser()
         except RuntimeError as error:
             raise SettingsError(
-                f"{source if said else f'{source}: {name}'}: expected a file, got {given!r}, "
+                f"{self.where(name)}: expected a file, got {given!r}, "
                 "whose home directory is not known; write the whole path"
             ) from error
-        return path if said else Path(source).parent / path
+        return Path(self.sources[name]).parent / path if self._is_in_file(name) else path
+
+    def _is_in_file(self, name: str) -> bool:
+        return not self.sources.get(name, PREFIX).startswith((PREFIX, "--"))
 
     def _kept(self, name: str, given: str | None) -> Path | None:
         if given is not None:

@@ -66,6 +66,10 @@ def _table(path: Path) -> Mapping[str, Any] | None:
         table = tomllib.loads(text)
     except (ValueError, RecursionError) as error:
         raise SettingsError(f"{path} is not TOML: {in_brief(error)}") from error
+    if own and "tool" in table:
+        raise SettingsError(
+            f"{path}: write the settings without [tool.attnmux], a table of pyproject.toml"
+        )
     for key in () if own else ("tool", "attnmux"):
         if key not in table:
             return None
@@ -89,5 +93,5 @@ def _check_owner(path: Path) -> None:
         else:
             continue
         raise SettingsError(
-            f"{path} is not read, as {place} {problem}; if you trust it, say {CONFIG}={path}"
+            f"{path} is not read, as {place} {problem}; if you trust it, set {CONFIG}={path}"
         )

@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.progress import track
 
 from attnmux.core import InvalidInput, NoBackend, Plugins
-from attnmux.core.cli.run import Run, common_options, echo_json, pass_run
+from attnmux.core.cli.run import FiniteRange, Run, common_options, echo_json, pass_run
 from attnmux.testing.candidate import Candidate, Outcome, find_candidate
 from attnmux.testing.kept_run import KeptRun
 from attnmux.testing.linear_cases import AnyCase
@@ -53,7 +53,7 @@ FAILED, NOTHING_RAN = 1, 3
 @click.option("--seed", type=int, help="Seed of the sampled cases and of all tensors. [random]")
 @click.option(
     "--budget",
-    type=click.FloatRange(min=0),
+    type=FiniteRange(min=0),
     default=120.0,
     show_default=True,
     help="Seconds for cases that are sampled from the card; 0: the fixed cases alone.",
@@ -70,7 +70,7 @@ FAILED, NOTHING_RAN = 1, 3
 )
 @click.option(
     "--timeout",
-    type=click.FloatRange(min=1),
+    type=FiniteRange(min=1),
     default=300.0,
     show_default=True,
     help="Seconds after which a case in a child process has failed.",
@@ -143,6 +143,9 @@ def verify(
     trials = run_trials(candidate, plan, jobs=jobs, timeout=timeout)
     trials = stopping(kept.keeping(trials) if kept else trials, fail_fast=fail_fast)
     outcomes = list(trials if as_json else _track(trials, candidate))
+    if pattern and not outcomes and not plan.resumed:
+        expected = f"a pattern in the name of a case, such as {cases[0].name}"
+        raise InvalidInput("-k", got=repr(pattern), expected=expected)
     verification = Verification(
         candidate=candidate,
         distribution=distribution,

@@ -261,7 +261,9 @@ def load_failure(folder: Path) -> KeptFailure:
         tensors = torch.load(folder / TENSORS, map_location="cpu", weights_only=True)
     except (OSError, ValueError, RuntimeError, EOFError, UnpicklingError) as error:
         # torch's message suggests loading code
-        reason = in_brief(error) if isinstance(error, OSError) else type(error).__name__
+        reason = type(error).__name__
+        if isinstance(error, OSError):
+            reason = error.strerror or str(error)
         expected = "a folder that --keep-failures made"
         raise InvalidInput("FOLDER", got=f"{folder} ({reason})", expected=expected) from None
     if not isinstance(facts, dict) or facts.get("format") != FORMAT:

@@ -62,7 +62,8 @@ class KeptRun:
             outcomes = [_outcome(each) for each in rest]
         except (OSError, ValueError, TypeError, KeyError) as error:
             expected = "a file that `verify --resume` wrote, or none"
-            raise InvalidInput("--resume", got=f"{path}: {error}", expected=expected) from error
+            why = error.strerror or error if isinstance(error, OSError) else error
+            raise InvalidInput("--resume", got=f"{path}: {why}", expected=expected) from error
         passed = {(each.case, each.execution): each for each in outcomes}
         return cls(path=path, subject=subject, seed=drawn, passed=passed)
 

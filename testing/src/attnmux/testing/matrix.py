@@ -11,8 +11,7 @@ from attnmux.core.choosing.ask.request import Request, parse_fields
 from attnmux.core.choosing.ask.values import KINDS
 from attnmux.core.choosing.machine.platform import GRAMMAR
 from attnmux.core.choosing.offer.named import offers_named
-from attnmux.core.choosing.offer.proof import PROOFS, Proof
-from attnmux.core.choosing.offer.verified import Verified
+from attnmux.core.choosing.offer.proof import PROOFS, Proof, Verified
 from attnmux.core.cli.asking import machine
 from attnmux.core.cli.run import Run, common_options, echo_json, pass_run
 from attnmux.testing.matrix_rows import COLUMNS, Cell, Row, narrowed, rows_of
@@ -81,7 +80,7 @@ def matrix(
     offers = plugins.offers()
     asked = [offer.address for name in backends for offer in offers_named(name, offers)]
     named = [offer for offer in offers if not backends or offer.address in asked]
-    device = machine(run, settings, plugins, platform)[0] if platform else None
+    device = None if platform is None else machine(run, settings, plugins, platform)[0]
     request = Request().replace(**dict(parse_fields(fields))) if fields else None
     rows = rows_of(narrowed(named, request, device))
     if as_json:

@@ -14,7 +14,7 @@ from attnmux.core import InvalidInput, Measurement, NoBackend, Offer, Plugins, S
 from attnmux.core.choosing.common.files import replacing
 from attnmux.core.choosing.measured.measurement import versions_of
 from attnmux.core.choosing.measured.records import Device
-from attnmux.core.cli.run import Run, common_options, echo_json, pass_run, writing
+from attnmux.core.cli.run import FiniteRange, Run, common_options, echo_json, pass_run, writing
 from attnmux.testing.candidate import Candidate, find_candidate
 from attnmux.testing.report_facts import Reported, reported
 from attnmux.testing.summary import Summary, kept_file, read_summary, summarised
@@ -38,7 +38,7 @@ TIMEOUT = 300.0
 @click.option("--no-verify", is_flag=True, help="Run nothing: report kept results alone.")
 @click.option(
     "--budget",
-    type=click.FloatRange(min=0, min_open=True),
+    type=FiniteRange(min=0, min_open=True),
     default=QUICK,
     show_default=True,
     help="Seconds for the cases of one backend that has no kept run.",

@@ -437,7 +437,7 @@ def test_models_with_relative_position_biases(tmp_path, content, heads, cross_at
     ("content", "said"),
     [
         ("{", "which is not JSON"),
-        ("[]", "which holds no object"),
+        ("[]", "which is not a JSON object"),
         ({"model_type": "mystery"}, "mystery without num_attention_heads"),
         ({"model_type": "longt5", "num_heads": 8}, "longt5, whose attention has relative"),
         ({"model_type": "deberta-v2", **SMALL}, "deberta-v2, whose attention has relative"),

@@ -20,8 +20,8 @@ from attnmux.core.choosing.measured.measurement import (
 )
 from attnmux.core.choosing.measured.ranking import accuracy_by, solve_measured
 from attnmux.core.choosing.measured.records import Device
-from attnmux.core.choosing.offer.accuracy import ErrorBound
 from attnmux.core.choosing.offer.conditions import ANY, one_of
+from attnmux.core.choosing.offer.proof import ErrorBound
 from attnmux.core.choosing.solver import solve
 from attnmux.core.choosing.tell.decision import Decision
 from attnmux.core.errors import InvalidInput, NoBackend

@@ -7,12 +7,11 @@ from dataclasses import replace
 
 import pytest
 
-from attnmux.core.choosing.offer.accuracy import ErrorBound
 from attnmux.core.choosing.offer.card import BackendCard, Option, Prior
 from attnmux.core.choosing.offer.clause import when
 from attnmux.core.choosing.offer.conditions import emulated, multiple_of, one_of, versions
 from attnmux.core.choosing.offer.data import from_data, to_data
-from attnmux.core.choosing.offer.verified import Verified
+from attnmux.core.choosing.offer.proof import ErrorBound, Verified
 from attnmux.core.errors import InvalidInput
 from attnmux.core.installed import load_plugins
 

@@ -12,7 +12,7 @@ from attnmux.bench.cli.asked import asked_of_one_shape
 from attnmux.bench.shapes import check_stated, completed, kept_shape
 from attnmux.bench.workload import GRAMMAR, Workload
 from attnmux.core import InvalidInput, NoBackend
-from attnmux.core.cli.run import Run, common_options, echo_json, pass_run, writing
+from attnmux.core.cli.run import FiniteRange, Run, common_options, echo_json, pass_run, writing
 
 if TYPE_CHECKING:
     from attnmux.bench.cli.bench_run import Kept, Result
@@ -36,7 +36,7 @@ PAGE_NEEDS = "plotly", "jinja2"
 @click.option("--device", default="", help="A torch device, as in cuda:1. [default: the first]")
 @click.option(
     "--seconds",
-    type=click.FloatRange(min=0, min_open=True),
+    type=FiniteRange(min=0, min_open=True),
     default=0.3,
     show_default=True,
     help="Least time for one figure.",
@@ -48,7 +48,7 @@ PAGE_NEEDS = "plotly", "jinja2"
 )
 @click.option(
     "--check-seconds",
-    type=click.FloatRange(min=0),
+    type=FiniteRange(min=0),
     default=60,
     show_default=True,
     help="Most time to check one backend in one phase, with --keep.",

@@ -19,7 +19,7 @@ from attnmux.core.choosing.ask.derived import (
 from attnmux.core.choosing.ask.layer_group import shape_said
 from attnmux.core.choosing.ask.policy import NAMING, Policy
 from attnmux.core.choosing.ask.request import Request
-from attnmux.core.choosing.ask.sparse import check_budget
+from attnmux.core.choosing.ask.sparse import check_decidable
 from attnmux.core.choosing.ask.values import LINEAR_KINDS, PHASES, OptionValue
 from attnmux.core.choosing.common.frozen import Deferred, FrozenMapping
 from attnmux.core.choosing.common.verdict import Reason
@@ -59,13 +59,14 @@ def solve(
     order; then the fewest backends; then the page size that decode's backend prefers.
 
     Raises NoBackend, with every verdict, where nothing serves the request; UnknownBackend or
-    InvalidInput for a name or an option in `policy` that cannot be used, for items that are not
-    offers, for two offers with the same address, and where pages
-    are chosen and the page size does not fit the budget.
+    InvalidInput for a name or an option in `policy` that cannot be used, for arguments of other
+    types, for two offers with the same address, and where pages are chosen and the dtype is open or
+    the page size does not fit the budget.
     """
-    policy, offers = policy or Policy(), _in_order(offers)
+    policy, offers = Policy() if policy is None else policy, _in_order(offers)
+    _check_kinds(request, platform, policy)
     # Of the asker's request: a search tries other page sizes
-    check_budget(request.sparse_budget, request.page_size or 0)
+    check_decidable(request)
     again = partial(solve, offers=offers, libraries=libraries, ranking=ranking, accuracy=accuracy)
     problems = [
         _problem(each, platform, offers, policy, libraries, ranking, accuracy)
@@ -238,9 +239,21 @@ def _with_trees(
     )
 
 
+def _check_kinds(request: object, platform: object, policy: object) -> None:
+    """Raise InvalidInput for texts and mappings in the place of what is made of them."""
+    for name, given, kind, such_as in (
+        ("request", request, Request, 'Request.parse("dtype=bf16,page_size=16")'),
+        ("platform", platform, Platform, 'Platform.parse("nvidia:sm90")'),
+        ("policy", policy, Policy, 'Policy(backend="fa3")'),
+    ):
+        if not isinstance(given, kind):
+            expected = f"a {kind.__name__}, such as {such_as}"
+            raise InvalidInput(name, got=f"one of type {type(given).__name__}", expected=expected)
+
+
 def _in_order(offers: Iterable[Offer]) -> tuple[Offer, ...]:
     """By address, whatever the order of the plugins."""
-    given = tuple(offers)
+    given = tuple(offers) if isinstance(offers, Iterable) else (offers,)
     for offer in given:
         if not isinstance(offer, Offer):
             got = f"one of type {type(offer).__name__}"

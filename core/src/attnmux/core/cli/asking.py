@@ -9,7 +9,7 @@ from attnmux.core.choosing.ask.policy import Policy
 from attnmux.core.choosing.ask.request import Request, parse_fields
 from attnmux.core.choosing.find.devices import pick_platform
 from attnmux.core.choosing.find.plugins import Plugins
-from attnmux.core.choosing.machine.platform import Platform
+from attnmux.core.choosing.machine.platform import GRAMMAR, Platform
 from attnmux.core.choosing.machine.vendors import VENDORS
 from attnmux.core.choosing.offer.card import Offer
 from attnmux.core.choosing.offer.libraries import installed_version
@@ -40,12 +40,24 @@ def requested(model: str | None, fields: str, tp: int, mode: str | None) -> Requ
 
 
 def machine(
-    run: Run, settings: Settings, plugins: Plugins, wanted: str | None
+    run: Run, settings: Settings, plugins: Plugins, wanted: str | None, *, elsewhere: bool = True
 ) -> tuple[Platform, bool]:
-    """(the platform, whether the question is about a hypothetical machine)."""
-    if wanted is not None and ":" in wanted:
+    """(the platform, whether the question is about a hypothetical machine).
+
+    elsewhere: whether an error suggests that there are such questions.
+    """
+    if wanted is None:
+        found = run.detect(plugins)
+        return pick_platform(found, settings.platform, named=settings.where("platform")), False
+    if ":" in wanted:
         return Platform.parse(wanted), True
-    return pick_platform(run.detect(plugins), wanted or settings.platform), False
+    try:
+        return pick_platform(run.detect(plugins), wanted, named="--platform"), False
+    except InvalidInput as error:
+        if not elsewhere:
+            raise
+        expected = f"{error.expected}; or, for a machine elsewhere, {GRAMMAR}"
+        raise InvalidInput("--platform", got=error.got, expected=expected) from None
 
 
 def ask(

@@ -48,7 +48,7 @@ def doctor(run: Run, seconds: int, as_json: bool) -> int:
         *(Plugin(_entry(failure), failures=(failure,)) for failure in unreadable),
         *examine(entries, ("cards", "platforms"), seconds),
     ]
-    diagnosis = diagnose(plugins, settings.policy(), settings.platform)
+    diagnosis = diagnose(plugins, settings)
     if as_json:
         echo_json(_as_json(diagnosis))
     else:

@@ -20,6 +20,7 @@ from attnmux.core.choosing.search.problem import groups_of
 from attnmux.core.cli.builds import lacking_compiler, serving_builds
 from attnmux.core.cli.here import Backend, backends_here
 from attnmux.core.errors import AmbiguousPlatform, InvalidInput, UnknownBackend
+from attnmux.core.settings import Settings
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -34,11 +35,12 @@ class Diagnosis:
     notes: tuple[str, ...]
 
 
-def diagnose(plugins: Sequence[Plugin], policy: Policy, wanted: str | None) -> Diagnosis:
+def diagnose(plugins: Sequence[Plugin], settings: Settings) -> Diagnosis:
     """The machine as the plugins see it, and the problems.
 
-    policy, wanted: the configured backends and platform.
+    settings: the configured backends and platform.
     """
+    policy = settings.policy()
     detection = survey(
         (platform for plugin in plugins for platform in plugin.platforms),
         loaded={plugin.distribution for plugin in plugins if not plugin.failures},
@@ -59,7 +61,7 @@ def diagnose(plugins: Sequence[Plugin], policy: Policy, wanted: str | None) -> D
     picked = None
     notes = list(_ambiguous_names(backends))
     try:
-        picked = pick_platform(detection, wanted)
+        picked = pick_platform(detection, settings.platform, named=settings.where("platform"))
     except (AmbiguousPlatform, InvalidInput) as error:
         problems.append(str(error))
     else:

@@ -19,6 +19,8 @@ from attnmux.core.errors import InvalidInput, PluginError, in_brief
 from attnmux.core.settings import Settings
 
 GROUP = "attnmux.engines"
+OWN = ("sglang", "vllm")
+"""Engines of this project's integrations: no other name is suggested to pip."""
 MODEL = "MODEL"
 """Stands for the model that the user did not name."""
 
@@ -57,7 +59,8 @@ def _find(engine: str, settings: Settings) -> EntryPoint:
         if is_admitted(point.distribution.identity()[0], allow, deny)
     }
     if engine not in known:
-        others = f"one of {', '.join(sorted(known))}" if known else "an installed integration"
-        expected = f"{others} (pip install attnmux-{engine} adds its engine)"
+        expected = f"one of {', '.join(sorted(known))}" if known else "an installed integration"
+        if engine in OWN:
+            expected += f" (pip install attnmux-{engine} adds {engine})"
         raise InvalidInput("--engine", got=engine, expected=expected)
     return known[engine]

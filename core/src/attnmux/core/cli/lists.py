@@ -58,7 +58,7 @@ def platforms(run: Run, as_json: bool) -> None:
     settings = run.settings()
     detection = run.detect(run.plugins(settings))
     try:
-        picked = str(pick_platform(detection, settings.platform))
+        picked = str(pick_platform(detection, settings.platform, named=settings.where("platform")))
     except (AmbiguousPlatform, InvalidInput) as error:
         run.warn(str(error))
         picked = None

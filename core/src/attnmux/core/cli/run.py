@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import io
 import json
+import math
 import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -182,7 +183,23 @@ def writing(path: Path, *, otherwise: str) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise SettingsError(f"{path} cannot be written: {in_brief(error)}; {otherwise}") from error
+        why = error.strerror or in_brief(error)
+        raise SettingsError(f"{path} cannot be written: {why}; {otherwise}") from error
+
+
+class FiniteRange(click.FloatRange):
+    """A range of numbers without nan, which click finds in every range, and without infinity."""
+
+    def convert(
+        self,
+        value: Any,  # noqa: ANN401  # click's own signature
+        param: click.Parameter | None,
+        ctx: click.Context | None,
+    ) -> float:
+        number: float = super().convert(value, param, ctx)
+        if not math.isfinite(number):
+            self.fail(f"{number} is not a finite number.", param, ctx)
+        return number
 
 
 pass_run = click.make_pass_decorator(Run)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import click
 
-from attnmux.core.cli.run import Run, common_options, pass_run
+from attnmux.core.cli.run import FiniteRange, Run, common_options, pass_run
 from attnmux.transformers.cli_prompts import read_prompts
 from attnmux.transformers.sampling_params import SamplingParams
 
@@ -151,14 +151,14 @@ AT_LEAST_1 = click.IntRange(min=1)
 )
 @click.option(
     "--accept-threshold-single",
-    type=click.FloatRange(0, 1, min_open=True),
+    type=FiniteRange(0, 1, min_open=True),
     default=1.0,
     help="With --draft and --temperature, accept a guess of at least that probability. Below 1 the "
     "text changes.",
 )
 @click.option(
     "--accept-threshold-acc",
-    type=click.FloatRange(0, 1, min_open=True),
+    type=FiniteRange(0, 1, min_open=True),
     default=1.0,
     help="With --draft and --temperature, divide by it the probability with which a guess is "
     "accepted. Below 1 the text changes.",
@@ -219,7 +219,7 @@ AT_LEAST_1 = click.IntRange(min=1)
 @click.option("--device", help="A torch device, such as cpu or cuda:1. Default: the accelerator.")
 @click.option(
     "--canary",
-    type=click.FloatRange(0, 1),
+    type=FiniteRange(0, 1),
     default=0.0,
     metavar="SHARE",
     help="Compare that share of the steps with the reference while they run; 0.01 is cheap, 1 "

@@ -51,7 +51,10 @@ def platform_for(detection: Detection, settings: Settings, device: str | None) -
 
     Raises InvalidInput for a device that is not here, or that this build of torch cannot use.
     """
-    platform = pick_platform(detection, settings.platform) if device is None else None
+    platform = None
+    if device is None:
+        named = settings.where("platform")
+        platform = pick_platform(detection, settings.platform, named=named)
     name = device or (platform.device_type if platform is not None else "cpu")
     try:
         kind = torch.device(name).type

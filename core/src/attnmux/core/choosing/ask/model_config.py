@@ -150,7 +150,7 @@ def _load(path: Path) -> dict[str, Any]:
         got = f"{file}, which is not JSON ({error})"
         raise InvalidInput("model", got=got, expected=expected) from None
     if not isinstance(config, dict):
-        raise InvalidInput("model", got=f"{file}, which holds no object", expected=expected)
+        raise InvalidInput("model", got=f"{file}, which is not a JSON object", expected=expected)
     return config
 
 

@@ -52,6 +52,17 @@ def check_picked_blocks(asked: Any) -> None:  # noqa: ANN401  # as above
         raise InvalidInput("index_block_size", got=got, expected=expected)
 
 
+def check_decidable(asked: Any) -> None:  # noqa: ANN401  # as above
+    """Raise InvalidInput where pages are chosen and the solver would have to choose their size or
+    dtype, and for a budget that `check_budget` refuses."""
+    if asked.sparse is None:
+        return
+    check_budget(asked.sparse_budget, asked.page_size or 0)
+    if asked.dtype is None:
+        expected = "the model's dtype: pages are chosen in a KV cache of the same"
+        raise InvalidInput("dtype", got=None, expected=expected)
+
+
 def check_budget(budget: int | None, page_size: int) -> None:
     """Raise InvalidInput for a budget in tokens that is not so many whole pages, or too few."""
     if budget is None:

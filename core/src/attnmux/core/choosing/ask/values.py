@@ -108,7 +108,8 @@ def _dtype(name: str, value: Any) -> str | None:  # noqa: ANN401  # reads any va
 def _word(allowed: tuple[str, ...], name: str, value: Any) -> str:  # noqa: ANN401  # reads any value
     word = str(value).strip().lower()
     if word not in allowed:
-        raise InvalidInput(name, got=repr(value), expected=f"one of {', '.join(allowed)}")
+        expected = f"one of {', '.join(allowed)}" if len(allowed) > 1 else f"{allowed[0]}, or none"
+        raise InvalidInput(name, got=repr(value), expected=expected)
     return word
 
 

@@ -212,13 +212,15 @@ def _diagnosis(
     )
 
 
-def pick_platform(detection: Detection, wanted: str | None = None) -> Platform:
+def pick_platform(
+    detection: Detection, wanted: str | None = None, *, named: str = "platform"
+) -> Platform:
     """The platform to use: the only kind of accelerator, or the CPU where there is none.
 
-    `wanted` is the vendor, or `vendor:arch`, of a platform that was found, in any case. Raises
-    AmbiguousPlatform where several kinds of accelerator are present (or match), InvalidInput where
-    none matches. A caller that gets the CPU should show `detection.unserved` and
-    `detection.failures` prominently.
+    `wanted` is the vendor, or `vendor:arch`, of a platform that was found, in any case; `named` is
+    what it was read from, for the error. Raises AmbiguousPlatform where several kinds of
+    accelerator are present (or match), InvalidInput where none matches. A caller that gets the CPU
+    should show `detection.unserved` and `detection.failures` prominently.
     """
     if wanted is None:
         return _only(detection.accelerators or detection.platforms[-1:])
@@ -233,7 +235,7 @@ def pick_platform(detection: Detection, wanted: str | None = None) -> Platform:
     vendor = name.partition(":")[0]
     present = ", ".join(f"{found.vendor}:{found.arch}" for found in detection.platforms)
     notes = "".join(f"; {device}" for device in detection.unserved if device.vendor == vendor)
-    raise InvalidInput("platform", got=repr(wanted), expected=f"one of {present}{notes}")
+    raise InvalidInput(named, got=repr(wanted), expected=f"one of {present}{notes}")
 
 
 def _only(found: Sequence[Platform]) -> Platform:

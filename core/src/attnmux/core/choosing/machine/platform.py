@@ -138,15 +138,15 @@ class Platform(Plain):
 def _of_the_table(row: Vendor, arch: str, given: Mapping[str, str]) -> dict[str, Any]:
     """Fields of a vendor in the table, whose names may be written in any case."""
     arch = row.aliases.get(arch.lower(), arch.lower())
-    match = re.fullmatch(row.arch, arch, re.ASCII)
-    if match is None:
+    version = row.version_of(arch)
+    if version is None:
         expected = f"an architecture of {row.name}, such as {row.examples}"
         raise InvalidInput("platform", got=repr(arch), expected=expected)
     found: dict[str, Any] = {
         "vendor": row.name,
         "device_type": row.device_type,
         "arch": arch,
-        "version": row.version(match[1]),
+        "version": version,
     }
     for key, value in given.items():
         if row.runtime and key == row.runtime:

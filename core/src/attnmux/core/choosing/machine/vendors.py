@@ -87,6 +87,11 @@ class Vendor(NamedTuple):
     aliases: Mapping[str, str] = FrozenMapping()
     """Other names of architectures."""
 
+    def version_of(self, arch: str) -> tuple[int, ...] | None:
+        """The version in an architecture's name; None for a name that is not one."""
+        match = re.fullmatch(self.arch, arch, re.ASCII)
+        return None if match is None else self.version(match[1])
+
 
 def _capability(digits: str) -> tuple[int, ...]:
     """sm90 is (9, 0), sm121 is (12, 1)."""

@@ -155,7 +155,8 @@ def read_records(path: Path | None, kind: type[R]) -> Records[R]:
     try:
         return Records() if path is None else records_in(path, kind)
     except OSError as error:
-        return Records(problems=(f"{path} cannot be read: {in_brief(error)}",), damaged=True)
+        why = error.strerror or error
+        return Records(problems=(f"{path} cannot be read: {why}",), damaged=True)
 
 
 def records_in(path: Path, kind: type[R], *, writable: bool = False) -> Records[R]:

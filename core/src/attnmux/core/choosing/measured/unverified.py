@@ -7,8 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from attnmux.core.choosing.ask.derived import linear_request
-from attnmux.core.choosing.offer.proof import proven_on
-from attnmux.core.choosing.offer.verified import doubt
+from attnmux.core.choosing.offer.proof import doubt, proven_on
 
 if TYPE_CHECKING:
     from attnmux.core.choosing.ask.request import Request

@@ -6,7 +6,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
 
 from attnmux.core.choosing.common.frozen import FrozenMapping, defaults
-from attnmux.core.choosing.offer.accuracy import ErrorBound
 from attnmux.core.choosing.offer.card import BackendCard, Build, Option, Prior
 from attnmux.core.choosing.offer.clause import Clause
 from attnmux.core.choosing.offer.conditions import (
@@ -21,7 +20,7 @@ from attnmux.core.choosing.offer.conditions import (
     Runtimes,
     Versions,
 )
-from attnmux.core.choosing.offer.verified import Verified
+from attnmux.core.choosing.offer.proof import ErrorBound, Verified
 from attnmux.core.errors import InvalidInput
 
 KINDS = {kind.__name__: kind for kind in (OneOf, Excluding, Range, Includes, Versions, Runtimes)}

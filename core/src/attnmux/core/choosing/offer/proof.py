@@ -1,18 +1,134 @@
-"""How a backend was proven, in one word, by the runs on its card."""
+"""What proves a backend: the runs and the bounds that its card names, and the proof in one word."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
+from attnmux.core.choosing.common.checks import (
+    NAME,
+    TEXT,
+    Check,
+    check_fields,
+    refusal,
+    several,
+    whole,
+)
+from attnmux.core.choosing.common.plain import Plain, plain_fields
+from attnmux.core.choosing.machine.platform import Platform
 from attnmux.core.choosing.machine.vendors import VENDORS
+from attnmux.core.choosing.offer.conditions import ANY, Condition
 
 if TYPE_CHECKING:
-    from attnmux.core.choosing.machine.platform import Platform
     from attnmux.core.choosing.offer.clause import Clause
-    from attnmux.core.choosing.offer.verified import Verified
+
+PLATFORM = r"[^:,\s]+:[^:,\s]+"
+
+RUN: Mapping[str, Check] = {
+    **dict.fromkeys(("on", "platform", "date"), TEXT),
+    "interpreted": Check("true or false", lambda value: isinstance(value, bool)),
+    "cases": whole(0),
+    "libraries": several('a tuple of text, such as ("torch 2.11",)', tuple, str),
+}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Verified(Plain):
+    """A run of the conformance suite that the backend passed.
+
+    Raises InvalidInput for a field of another type, an empty `on`, a platform that is not
+    VENDOR:ARCH, an interpreted run with a platform, and a date that does not exist.
+    """
+
+    on: str
+    """The name of the device ("NVIDIA H200"), of the interpreter ("Triton's interpreter"), or of
+    the functions that an emulator stands in for."""
+    platform: str = ""
+    """Vendor and architecture of the device, as a Platform writes them: "nvidia:sm90". Empty where
+    none ran the kernels, which proves nothing about the hardware."""
+    interpreted: bool = False
+    """Whether an interpreter ran the library's own kernels. Without it and without a platform, an
+    emulator ran in their place."""
+    libraries: tuple[str, ...]
+    """With their versions; for an emulator, also the one whose signatures it was compared with."""
+    date: str
+    """The day of the run, as 2026-11-21."""
+    cases: int = 0
+    """Cases of the suite that agreed, eagerly and from graphs; 0 where they were not counted."""
+
+    def __post_init__(self) -> None:
+        check_fields("verified", self, RUN)
+        if not self.on.strip():
+            raise refusal("verified, on", self.on, "the name of a device or an emulator")
+        if self.platform and not re.fullmatch(PLATFORM, self.platform):
+            expected = "VENDOR:ARCH, or nothing for an emulator"
+            raise refusal("verified, platform", self.platform, expected)
+        if self.platform and self.interpreted:
+            expected = "nothing where the kernels were interpreted"
+            raise refusal("verified, platform", self.platform, expected)
+        from datetime import date  # noqa: PLC0415  # off the path of cards that were checked
+
+        try:
+            date.fromisoformat(self.date)
+        except ValueError:
+            raise refusal("verified, date", self.date, "a day, such as 2026-11-21") from None
+
+    @property
+    def emulated(self) -> bool:
+        """Whether a stand-in of the library ran, and none of its kernels."""
+        return not self.platform and not self.interpreted
+
+    @property
+    def vendor(self) -> str:
+        """As in `Platform`; empty without a device."""
+        return self.platform.partition(":")[0]
+
+    @property
+    def arch(self) -> str:
+        """As in `Platform`; empty without a device."""
+        return self.platform.partition(":")[2]
+
+    def __str__(self) -> str:
+        return f"an emulator of {self.on}" if self.emulated else self.on
+
+    def to_dict(self) -> dict[str, Any]:
+        return {**plain_fields(self), "emulated": self.emulated}
+
+
+BOUND: Mapping[str, Check] = {
+    "max_error": Check(
+        "a number of roundings, more than 0",
+        lambda value: type(value) in (int, float) and 0 < value < float("inf"),
+    ),
+    "keys": whole(1),
+    "kv_dtype": Check("a condition", lambda value: isinstance(value, Condition)),
+    "source": NAME,
+}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ErrorBound(Plain):
+    """The largest error of one query and head, up to a number of keys.
+
+    The unit is the rounding of the output's format, eps / 2. Raises InvalidInput for a field of
+    another type, and for an error, keys or a source that are 0 or empty.
+    """
+
+    max_error: float
+    keys: int
+    """The longest context that was tried."""
+    kv_dtype: Condition = ANY
+    source: str
+    """The test or the analysis that found the bound."""
+
+    def __post_init__(self) -> None:
+        check_fields("error bound", self, BOUND)
+
+    def __str__(self) -> str:
+        return f"{self.max_error:g} up to {self.keys:,} keys"
+
 
 Proof = Literal["hardware", "other device", "interpreted", "emulated", "nothing"]
 """What ran, the strongest first: the backend on a device that it serves; on another device alone;
@@ -62,6 +178,18 @@ def proven_on(runs: Sequence[Verified], platform: Platform) -> Proven:
     return _ordered(runs, lambda run: run.platform == kind)
 
 
+def doubt(runs: Sequence[Verified], platform: Platform) -> str:
+    """A warning where no run was on the platform's kind of device; else empty."""
+    if proven_on(runs, platform).word == "hardware":
+        return ""
+    if not runs:
+        return "its card names no machine that it was run on"
+    tried = "; ".join(
+        dict.fromkeys(f"{run} ({', '.join((*run.libraries, run.date))})" for run in runs)
+    )
+    return f"never run on {platform.vendor}:{platform.arch}, only on {tried}"
+
+
 def _ordered(runs: Sequence[Verified], is_own: Callable[[Verified], bool]) -> Proven:
     each = [(_word(run, is_own), run) for run in runs]
     return Proven(runs=tuple(sorted(each, key=lambda one: PROOFS.index(one[0]))))
@@ -86,5 +214,4 @@ def _serves(clause: Clause, run: Verified) -> bool:
 
 def _version(run: Verified) -> str:
     row = VENDORS.get(run.vendor)
-    match = None if row is None else re.fullmatch(row.arch, run.arch, re.ASCII)
-    return "" if row is None or match is None else ".".join(map(str, row.version(match[1])))
+    return "" if row is None else ".".join(map(str, row.version_of(run.arch) or ()))

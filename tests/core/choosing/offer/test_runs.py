@@ -6,7 +6,7 @@ import pytest
 
 from attnmux.core.choosing.machine.platform import Platform
 from attnmux.core.choosing.offer.card import BackendCard
-from attnmux.core.choosing.offer.verified import Verified, doubt
+from attnmux.core.choosing.offer.proof import Verified, doubt
 from attnmux.core.errors import InvalidInput
 
 H200 = Verified(
