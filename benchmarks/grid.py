@@ -9,6 +9,8 @@ V, in a graph for decode and verification. Answers are checked against float64 f
 of seeds that no change was tuned with.
 
 decode, verify, extend, mla …   Ours by the fastest other backend's that answers rightly.
+mixed                           Ours by its parts at their best: the prompts alone and the decoding
+                                requests alone, each by the fastest backend, ours included.
 fp8 …                           Ours by our own with 16 bits, one after the other.
 deterministic …                 Ours with `deterministic` by ours without, on the same steps.
 
@@ -46,6 +48,7 @@ BARS = {
     "decode": (0.95, 1.02),
     "verify": (0.95, 1.02),
     "extend": (1.05, 1.15),
+    "mixed": (None, 1.1),
     "mla decode": (None, 1.05),
     "mla extend": (None, 1.15),
     "fp8 decode": (None, 1 / 1.8),
@@ -84,32 +87,36 @@ class Grid:
 
     def found(self, draw: Draw) -> Found:
         """Both sides of a draw. A step that fails has no ratio, and a note."""
-        sides = self._sides(draw)
+        own, others = self._sides(draw)
         notes = tuple(
             f"{draw}: {row.backend}: {row.status}: {row.why}"
-            for row in [*sides[0], *sides[1]]
+            for row in [*own, *(row for part in others for row in part)]
             if row.status != "measured"
         )
-        ours = {row.backend: row.median_us for row in sides[0]}.get(OURS)
-        others = {
-            row.backend: row.median_us
-            for row in sides[1]
-            if row.median_us is not None and (len(sides[1]) == 1 or row.backend != OURS)
-        }
-        best = min(others, key=lambda name: others[name], default="-")
-        return Found(draw=draw, ours=ours, best=best, other=others.get(best), notes=notes)
+        ours = {row.backend: row.median_us for row in own}.get(OURS)
+        fastest = [_fastest(part) for part in others]
+        times = [time for _, time in fastest if time is not None]
+        return Found(
+            draw=draw,
+            ours=ours,
+            best=" + ".join(name for name, _ in fastest),
+            other=sum(times) if len(times) == len(fastest) else None,
+            notes=notes,
+        )
 
-    def _sides(self, draw: Draw) -> tuple[Sequence[Row], Sequence[Row]]:
-        """Ours, and the others'."""
+    def _sides(self, draw: Draw) -> tuple[Sequence[Row], Sequence[Sequence[Row]]]:
+        """Ours, and what it is compared with: the sum of the fastest of each part."""
         request = draw.request
         if draw.family in DETERMINISTIC:
             asked = request.replace(deterministic=True)
-            return self._rows(replace(draw, request=asked), OURS), self._rows(draw, OURS)
+            return self._rows(replace(draw, request=asked), OURS), [self._rows(draw, OURS)]
         if draw.family.startswith("fp8"):
             wide = replace(draw, request=request.replace(kv_dtype=request.dtype))
-            return self._rows(draw, OURS), self._rows(wide, OURS)
+            return self._rows(draw, OURS), [self._rows(wide, OURS)]
+        if draw.family == "mixed":
+            return self._rows(draw, OURS), [self._rows(part) for part in parts(draw)]
         rows = self._rows(draw)
-        return rows, [row for row in rows if row.backend != OURS]
+        return rows, [[row for row in rows if row.backend != OURS]]
 
     def _rows(self, draw: Draw, *names: str) -> Sequence[Row]:
         place = self.place()
@@ -144,6 +151,24 @@ def _refused(workload: Workload, why: str) -> Row:
     )
 
 
+def _fastest(rows: Sequence[Row]) -> tuple[str, float | None]:
+    """The backend with the least time, and its time."""
+    times = {row.backend: row.median_us for row in rows if row.median_us is not None}
+    best = min(times, key=lambda name: times[name], default="-")
+    return best, times.get(best)
+
+
+def parts(draw: Draw) -> tuple[Draw, Draw]:
+    """The prompts and the decoding requests of a mixed step, as steps of their own."""
+    work = draw.workload
+    prompts = replace(work, decoding=0, ctx=0)
+    decoding = Workload(phase="decode", batch_size=work.decoding, prefix=work.ctx - 1)
+    return tuple(  # type: ignore[return-value]  # two
+        replace(draw, request=draw.request.replace(phases=(each.phase,)), workload=each)
+        for each in (prompts, decoding)
+    )
+
+
 def chosen(only: Sequence[str], count: int, seed: int) -> Iterator[Draw]:
     for family in only or FAMILIES:
         of = family.removeprefix("deterministic ")
@@ -159,10 +184,11 @@ def tiny(draw: Draw) -> Draw:
         heads["spec_draft_tokens"] = min(work.new, 3)
     kv_dtype = "fp8_e5m2" if asked.kv_dtype != asked.dtype else "float16"
     new = min(work.new, 3)
+    beside = {"decoding": 2, "ctx": 21} if work.decoding else {}
     return replace(
         draw,
         request=asked.replace(dtype="float16", kv_dtype=kv_dtype, **heads),
-        workload=Workload(phase=work.phase, batch_size=2, new=new, prefix=17),
+        workload=Workload(phase=work.phase, batch_size=2, new=new, prefix=17, **beside),
     )
 
 

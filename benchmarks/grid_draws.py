@@ -6,6 +6,7 @@ import math
 import random
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from attnmux.bench import Workload
@@ -31,7 +32,8 @@ LEAST_FLOPS = 3e10
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Draw:
-    """A step, and the shapes and features of its attention."""
+    """A step, and the shapes and features of its attention. Of a mixed step, phases are those of
+    its parts."""
 
     family: str
     request: Request
@@ -55,7 +57,7 @@ class Draw:
         return ", ".join([*parts, *(["sinks"] if asked.sinks else [])])
 
 
-def _dense(rng: random.Random, phase: str) -> dict[str, Any]:
+def _dense(rng: random.Random) -> dict[str, Any]:
     dim, v_dim = rng.choice(DIMS)
     kv_heads = rng.choice(KV_HEADS)
     group = rng.choice([each for each in GROUPS if each * kv_heads <= MOST_HEADS])
@@ -71,17 +73,16 @@ def _dense(rng: random.Random, phase: str) -> dict[str, Any]:
         "sliding_window": rng.choice((None, None, None, rng.choice(WINDOWS))),
         "logit_cap": rng.choice((None, None, None, rng.choice(CAPS))),
         "sinks": rng.choice((False, False, False, True)),
-        "phases": (phase,),
     }
 
 
-def _plain(rng: random.Random, phase: str) -> dict[str, Any]:
+def _plain(rng: random.Random) -> dict[str, Any]:
     """Without features, K and V of 8 bits."""
     features = {"sliding_window": None, "logit_cap": None, "sinks": False}
-    return {**_dense(rng, phase), **features, "kv_dtype": "fp8_e4m3"}
+    return {**_dense(rng), **features, "kv_dtype": "fp8_e4m3"}
 
 
-def _latent(rng: random.Random, phase: str) -> dict[str, Any]:
+def _latent(rng: random.Random) -> dict[str, Any]:
     return {
         "kind": "mla",
         "num_q_heads": rng.choice(LATENT_HEADS),
@@ -93,7 +94,6 @@ def _latent(rng: random.Random, phase: str) -> dict[str, Any]:
         "dtype": "bfloat16",
         "kv_dtype": "bfloat16",
         "page_size": rng.choice(PAGES),
-        "phases": (phase,),
     }
 
 
@@ -117,32 +117,48 @@ def _step(
     return Workload(phase=phase, batch_size=batch_size, new=new, prefix=max(lens) - new, lens=lens)
 
 
-Shapes = Callable[[random.Random, str], dict[str, Any]]
-SPACE: Mapping[str, tuple[Shapes, tuple[range, range, range, float]]] = {
-    "decode": (_dense, (range(1, 128), range(1, 1), range(256, 65_536), 0)),
-    "verify": (_dense, (range(1, 64), range(2, 16), range(256, 32_768), 0)),
-    "extend": (_dense, (range(1, 8), range(256, 8192), range(256, 16_384), 0.5)),
-    "mla decode": (_latent, (range(1, 128), range(1, 1), range(256, 32_768), 0)),
-    "mla extend": (_latent, (range(1, 8), range(128, 4096), range(256, 8192), 0.5)),
-    "fp8 decode": (_plain, (range(1, 128), range(1, 1), range(4096, 65_536), 0)),
-    "fp8 extend": (_plain, (range(1, 8), range(256, 8192), range(256, 16_384), 0.5)),
+def _mixed(rng: random.Random, phase: str) -> Workload:
+    """One prompt, or two, beside decoding requests."""
+    prompts = rng.choice((1, 1, 2))
+    new, prefix = _between(rng, 256, 4096), rng.choice((0, _between(rng, 256, 16_384)))
+    decoding, ctx = _between(rng, 4, 64), _between(rng, 256, 32_768)
+    return Workload(
+        phase="extend", batch_size=prompts, new=new, prefix=prefix, decoding=decoding, ctx=ctx
+    )
+
+
+def _steps(sizes: range, news: range, prefixes: range, empty: float = 0.0) -> Steps:
+    return partial(_step, sizes=sizes, news=news, prefixes=prefixes, empty=empty)
+
+
+Shapes = Callable[[random.Random], dict[str, Any]]
+Steps = Callable[[random.Random, str], Workload]
+SPACE: Mapping[str, tuple[Shapes, Steps]] = {
+    "decode": (_dense, _steps(range(1, 128), range(1, 1), range(256, 65_536))),
+    "verify": (_dense, _steps(range(1, 64), range(2, 16), range(256, 32_768))),
+    "extend": (_dense, _steps(range(1, 8), range(256, 8192), range(256, 16_384), 0.5)),
+    "mixed": (_dense, _mixed),
+    "mla decode": (_latent, _steps(range(1, 128), range(1, 1), range(256, 32_768))),
+    "mla extend": (_latent, _steps(range(1, 8), range(128, 4096), range(256, 8192), 0.5)),
+    "fp8 decode": (_plain, _steps(range(1, 128), range(1, 1), range(4096, 65_536))),
+    "fp8 extend": (_plain, _steps(range(1, 8), range(256, 8192), range(256, 16_384), 0.5)),
 }
-"""By family: its shapes, and the least and the most of requests, new tokens of each and cached
-tokens of each, with the share of steps that have none. Verification is of chains of drafts."""
+"""By family: its shapes, and its steps: the least and the most of requests, new tokens of each and
+cached tokens of each, and the share of steps that have none. Verification is of chains of drafts."""
 
 
 def draws(family: str, count: int, seed: int) -> Iterator[Draw]:
     """`count` steps, the same ones for the same seed. Too large ones are drawn again."""
     rng = random.Random(f"{family} {seed}")
-    shapes, sizes = SPACE[family]
+    shapes, step = SPACE[family]
     while count:
         phase = family.rpartition(" ")[2]
-        request = Request(**shapes(rng, phase))
-        workload = _step(rng, phase, *sizes)
+        phases = ("extend", "decode") if phase == "mixed" else (phase,)
+        request, workload = Request(**shapes(rng), phases=phases), step(rng, phase)
         if phase == "verify":
             request = request.replace(spec_topk=1, spec_draft_tokens=workload.new)
         flops = workload.flops(request)
-        if flops < LEAST_FLOPS * (phase == "extend"):
+        if flops < LEAST_FLOPS * (workload.phase == "extend"):
             continue
         if flops <= MOST_FLOPS and workload.stored_bytes(request, 2) <= MOST_BYTES:
             count -= 1

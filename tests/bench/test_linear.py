@@ -26,6 +26,7 @@ DECODE, EXTEND, START = (
     Workload.parse(text)
     for text in ("decode:bs=3,ctx=21", "extend:bs=2,new=70,prefix=7", "extend:bs=2,new=5")
 )
+MIXED = Workload.parse("extend:bs=2,new=5,prefix=7,decoding=2,ctx=9")
 STEPS = (DECODE, EXTEND, START)
 FIELDS = "kind=gdn,dtype=bf16,num_q_heads=4,num_kv_heads=2,head_dim=16"
 VERB_STEPS = ("--workload", "decode:bs=2,ctx=9", "--workload", "extend:bs=1,new=3")
@@ -86,8 +87,9 @@ def rows(here, offers, request, workloads=STEPS, *, graphs=None, phases=("decode
 
 @pytest.mark.parametrize("kind", list(LINEAR_SHAPES))
 def test_every_kind_is_timed_and_right(kind, here, linear_offer) -> None:
-    found = rows(here, [linear_offer(TorchLinearBackend)], small(kind))
-    assert [(row.workload, row.status) for row in found] == [(each, "measured") for each in STEPS]
+    steps = (*STEPS, MIXED)
+    found = rows(here, [linear_offer(TorchLinearBackend)], small(kind), steps)
+    assert [(row.workload, row.status) for row in found] == [(each, "measured") for each in steps]
     assert all(row.median_us > 0 and 0 < row.error < 5e-3 for row in found)
 
 

@@ -22,6 +22,7 @@ from attnmux.bench.timing import median_us
 from attnmux.bench.workload import Workload
 from attnmux.core import (
     NONE,
+    ForwardMode,
     GraphViolation,
     InvalidInput,
     NoBackend,
@@ -275,6 +276,26 @@ def test_a_step_of_uneven_lengths() -> None:
     backend.init_forward_metadata(step.batch)
     assert error_of(step, step.calls_in_pool(backend)[0](), layer=0) < 5e-3
     assert error_of(step, step.calls_in_pool(backend)[0](), layer=1) > 0.1
+
+
+def test_a_mixed_step() -> None:
+    work = Workload.parse("extend:bs=2,new=3,prefix=4,decoding=2,ctx=9")
+    step = make_step(work, PLAIN.replace(page_size=4, kv_dtype="bfloat16"), CPU, num_layers=1)
+    batch = step.batch
+    assert batch.forward_mode is ForwardMode.MIXED
+    assert batch.seq_lens.tolist() == [7, 7, 9, 9]
+    assert batch.extend_seq_lens.tolist() == [3, 3, 1, 1]
+    assert batch.extend_prefix_lens.tolist() == [4, 4, 8, 8]
+    assert batch.positions.tolist() == [4, 5, 6, 4, 5, 6, 8, 8]
+    assert batch.out_cache_loc[7] == step.slots[3, 8]
+    backend = FakeBackend(step.context(HERE))
+    backend.init_forward_metadata(batch)
+    out = step.calls_in_pool(backend)[0]()
+    assert error_of(step, out) < 5e-3
+    for wrong in (2, 7):  # the last token of a prompt, and a decoding request's
+        spoilt = out.clone()
+        spoilt[wrong] += 1
+        assert error_of(step, spoilt) > 0.1
 
 
 def test_a_sparse_step_sees_the_picked_keys() -> None:

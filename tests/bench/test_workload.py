@@ -37,6 +37,15 @@ def test_text_of_a_workload() -> None:
         new=st.integers(1, 999),
         prefix=st.integers(0, 9999),
     )
+    | st.builds(
+        Workload,
+        phase=st.just("extend"),
+        batch_size=st.integers(1, 9),
+        new=st.integers(1, 999),
+        prefix=st.integers(0, 9999),
+        decoding=st.integers(1, 99),
+        ctx=st.integers(1, 9999),
+    )
 )
 def test_texts_round_trip(workload) -> None:
     assert Workload.parse(str(workload)) == workload
@@ -56,6 +65,11 @@ def test_texts_round_trip(workload) -> None:
         "decode:bs=4,ctx=5,bs=4",
         "extend:bs=4",
         "extend:bs=4,new=0",
+        "extend:bs=4,new=2,decoding=3",
+        "extend:bs=4,new=2,ctx=3",
+        "extend:bs=4,new=2,decoding=0,ctx=3",
+        "decode:bs=4,ctx=9,decoding=3",
+        "verify:bs=4,new=2,decoding=3,ctx=9",
         "verify:bs=4,prefix=3",
         "decode:bs=100000,ctx=100000",
     ],
@@ -141,3 +155,17 @@ def test_requests_of_different_lengths() -> None:
 def test_lengths_that_do_not_fit_the_step(lens) -> None:
     with pytest.raises(InvalidInput, match="a length for each of 3 requests"):
         Workload(phase="decode", batch_size=3, prefix=8, lens=lens)
+
+
+def test_prompts_beside_decoding_requests() -> None:
+    work = Workload.parse("extend:bs=2,new=5,prefix=7,decoding=3,ctx=40")
+    assert (work.num_requests, work.num_tokens, work.keys) == (5, 13, 40)
+    assert (work.lengths, work.new_lens) == ((12, 12, 40, 40, 40), (5, 5, 1, 1, 1))
+    prompts = Workload.parse("extend:bs=2,new=5,prefix=7")
+    decoding = Workload.parse("decode:bs=3,ctx=40")
+    request = completed(Request(sliding_window=9))
+    for size in (Workload.flops, lambda *args: Workload.kv_bytes(*args, 2)):
+        assert size(work, request) == size(prompts, request) + size(decoding, request)
+    assert work.stored_bytes(request, 2) > prompts.stored_bytes(request, 2)
+    with pytest.raises(InvalidInput, match="decode beside 2 decoding requests"):
+        Workload(phase="decode", batch_size=1, prefix=3, decoding=2, ctx=4)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from itertools import accumulate
 
 import torch
 
@@ -46,16 +47,20 @@ def errors_of(step: Step, out: torch.Tensor | None = None, *, layer: int = -1) -
     out: the step's own by default, which the last layer wrote. layer: index of the layer.
     """
     work, spec, batch = step.workload, step.layers[layer], step.batch
-    requests = sorted({0, work.batch_size // 2, work.batch_size - 1})
-    tokens = sorted({0, work.new // 2, work.new - 1})
-    device = step.q.device
-    rows = torch.tensor([r * work.new + t for r in requests for t in tokens], device=device)
+    device, news = step.q.device, work.new_lens
+    starts = (0, *accumulate(news))
+    sampled_tokens = [
+        (request, starts[request] + token)
+        for request in sorted({0, len(news) // 2, len(news) - 1})
+        for token in sorted({0, news[request] // 2, news[request] - 1})
+    ]
+    requests, rows = torch.tensor(sampled_tokens, device=device).unbind(1)
     cached = batch.positions[rows].int()
     ones = torch.ones_like(cached)
     sampled = ForwardBatch(
         forward_mode=ForwardMode.EXTEND,
         batch_size=len(rows),
-        req_pool_indices=batch.req_pool_indices[rows // work.new],
+        req_pool_indices=batch.req_pool_indices[requests],
         seq_lens=cached + ones,
         out_cache_loc=batch.out_cache_loc[rows],
         positions=cached.long(),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import accumulate
 
 import torch
 
@@ -111,7 +112,7 @@ def make_linear_step(
         num_layers=cold_layers(moved, device),
     )
     prepared = prepare_linear(setup, case.steps[0], host_lens=True)
-    checked = tuple(sorted({0, workload.batch_size - 1}))
+    checked = tuple(sorted({0, workload.num_requests - 1}))
     rows = prepared.batch.req_pool_indices[list(checked)]
     return LinearStep(
         workload=workload,
@@ -128,16 +129,16 @@ def linear_errors(step: LinearStep) -> Errors:
 
     Checks the first and the last request, in some heads, against `linear_reference`.
     """
-    new, given = step.workload.new, step.prepared.inputs[-1]
+    news, given = step.workload.new_lens, step.prepared.inputs[-1]
     layer, rows = given.layer, list(step.checked)
-    device = step.states.device
-    tokens = torch.cat([torch.arange(new, device=device) + row * new for row in rows])
+    device, starts = step.states.device, (0, *accumulate(news))
+    tokens = torch.cat([torch.arange(starts[row], starts[row + 1], device=device) for row in rows])
     out = step.answers[layer.layer_id][tokens]
     after = step.left[step.batch.req_pool_indices[rows]]
     start = step.start.masked_fill(
         step.prepared.fresh[rows].view(-1, *[1] * (after.dim() - 1)), 0.0
     )
-    counts = [new] * len(rows)
+    counts = [news[row] for row in rows]
     if layer.has_state:
         heads = torch.arange(0, layer.num_v_heads, -(-layer.num_v_heads // HEADS), device=device)
         shared = heads // (layer.num_v_heads // layer.num_k_heads)
@@ -173,7 +174,8 @@ def _last_states(setup: LinearSetup) -> torch.Tensor:
 def _case(workload: Workload, request: Request) -> LinearCase:
     heads, k_heads, dim, v_dim = dims(request)
     prefixes = [workload.prefix] * workload.batch_size
-    lengths = extend(*[(prefix, workload.new) for prefix in prefixes])
+    beside = [(workload.ctx - 1, 1)] * workload.decoding
+    lengths = extend(*[(prefix, workload.new) for prefix in prefixes], *beside)
     if workload.phase == "decode":
         lengths = decode(*workload.lengths)
     elif workload.phase == "verify":

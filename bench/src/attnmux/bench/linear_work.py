@@ -19,8 +19,8 @@ def state_bytes(workload: Workload, request: Request, itemsize: float) -> int:
     itemsize: bytes of a value of the dtype, in which convolutions keep their last inputs.
     """
     if request.kind == "conv":
-        return round(workload.batch_size * (CONV_SIZE - 1) * CONV_CHANNELS * itemsize)
-    return workload.batch_size * _state_values(request) * STATE_ITEMSIZE
+        return round(workload.num_requests * (CONV_SIZE - 1) * CONV_CHANNELS * itemsize)
+    return workload.num_requests * _state_values(request) * STATE_ITEMSIZE
 
 
 def linear_flops(workload: Workload, request: Request) -> int:

@@ -96,7 +96,7 @@ class Step:
             req_to_token_pool=self.table,
             token_to_kv_pool=self.pool,
             workspace=Workspace(self.pool.device),
-            max_batch_size=self.workload.batch_size,
+            max_batch_size=self.workload.num_requests,
             max_context_len=self.max_context_len,
             launches=launches,
         )
@@ -188,7 +188,7 @@ def make_step(
         for rows, length in zip(pages, workload.lengths, strict=True)
     ]
     longest = max_context_len or workload.keys
-    table = ReqToTokenPool(workload.batch_size, longest, device)
+    table = ReqToTokenPool(workload.num_requests, longest, device)
     rows = num_tokens, first.tp_q_head_num
     return Step(
         workload=workload,
@@ -287,24 +287,30 @@ def _batch(
     workload: Workload, table: ReqToTokenPool, slots: list[torch.Tensor], topk: int
 ) -> ForwardBatch:
     """slots: [length] int64 of each request."""
-    count, new, device = workload.batch_size, workload.new, slots[0].device
+    count, device = workload.num_requests, slots[0].device
     rows = torch.tensor(table.alloc(count), device=device)
     lens_cpu = torch.tensor(workload.lengths, dtype=torch.int32)
     lens = lens_cpu.to(device)
     table.write(rows, torch.zeros_like(lens), lens, torch.cat(slots))
-    positions = ((lens - new)[:, None] + torch.arange(new, device=device)).flatten().long()
+    new_cpu = torch.tensor(workload.new_lens, dtype=torch.int32)
+    new = new_cpu.to(device)
+    spans = zip(workload.lengths, workload.new_lens, strict=True)
+    positions = torch.cat([torch.arange(length - num, length) for length, num in spans]).to(device)
     mode, cached = MODES[workload.phase], lens_cpu
+    if workload.decoding:
+        mode = ForwardMode.MIXED
     more: dict[str, Any] = {}
     if mode is not ForwardMode.DECODE:
         more = {
-            "extend_seq_lens": torch.full_like(lens, new),
-            "extend_seq_lens_cpu": torch.full_like(lens_cpu, new),
+            "extend_seq_lens": new,
+            "extend_seq_lens_cpu": new_cpu,
             "extend_prefix_lens": lens - new,
-            "extend_prefix_lens_cpu": lens_cpu - new,
+            "extend_prefix_lens_cpu": lens_cpu - new_cpu,
             "extend_num_tokens": workload.num_tokens,
         }
     if mode is ForwardMode.TARGET_VERIFY:
-        cached, more = lens_cpu - new, {**more, "spec_info": SpecInput(draft_token_num=new)}
+        cached = lens_cpu - new_cpu
+        more["spec_info"] = SpecInput(draft_token_num=workload.new)
     return ForwardBatch(
         forward_mode=mode,
         batch_size=count,
@@ -312,7 +318,9 @@ def _batch(
         seq_lens=cached.to(device),
         seq_lens_cpu=cached,
         seq_lens_sum=int(cached.sum()),
-        out_cache_loc=torch.cat([each[-new:] for each in slots]),
+        out_cache_loc=torch.cat(
+            [each[-num:] for each, num in zip(slots, workload.new_lens, strict=True)]
+        ),
         positions=positions,
         topk_indices=_picks(positions, workload.keys, topk) if topk else None,
         **more,

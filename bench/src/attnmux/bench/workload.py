@@ -10,12 +10,15 @@ from attnmux.core import InvalidInput, Request
 
 FIELDS = {
     "decode": ("bs", "ctx"),
-    "extend": ("bs", "new", "prefix"),
+    "extend": ("bs", "new", "prefix", "decoding", "ctx"),
     "verify": ("bs", "new", "prefix"),
 }
 """The fields of a workload's text, by phase and in this order."""
 
-GRAMMAR = "decode:bs=64,ctx=4096, extend:bs=4,new=512,prefix=8192 or verify:bs=16,new=4,prefix=4096"
+GRAMMAR = (
+    "decode:bs=64,ctx=4096, extend:bs=4,new=512,prefix=8192, verify:bs=16,new=4,prefix=4096 or, "
+    "beside decoding requests, extend:bs=1,new=512,prefix=8192,decoding=63,ctx=4096"
+)
 
 MAX_TOKENS = 1 << 24
 """Tokens that the requests of a step may hold together. A typo must not allocate all memory."""
@@ -25,8 +28,9 @@ MAX_TOKENS = 1 << 24
 class Workload:
     """One step of `batch_size` requests, all of the same length unless `lens` is given.
 
-    A step of verification checks a chain of drafts of each request. Raises InvalidInput for a phase
-    that is not timed, and for impossible sizes.
+    A step of verification checks a chain of drafts of each request. One of prompts is mixed where
+    other requests decode in it. Raises InvalidInput for a phase that is not timed, and for
+    impossible sizes.
     """
 
     phase: str
@@ -38,6 +42,10 @@ class Workload:
     """New tokens of each request; 1 in decode. Of verification: the drafts and the token before."""
     lens: tuple[int, ...] = ()
     """[batch_size] tokens of each request after the step. Empty: `prefix + new` for all."""
+    decoding: int = 0
+    """Requests with one new token beside the prompts of an extend step, after them."""
+    ctx: int = 0
+    """Tokens of each decoding request after the step; 0 without any."""
 
     def __post_init__(self) -> None:
         if self.phase not in FIELDS:
@@ -49,10 +57,16 @@ class Workload:
         if self.lens and (
             len(self.lens) != self.batch_size
             or min(self.lens) < self.new
-            or max(self.lens) != self.keys
+            or max(self.lens) != self.prefix + self.new
         ):
-            expected = f"a length for each of {self.batch_size} requests, {self.keys} at most"
+            longest = self.prefix + self.new
+            expected = f"a length for each of {self.batch_size} requests, {longest} at most"
             raise _refusal(f"lens={self.lens}", expected)
+        if self.decoding < 0 or (self.decoding > 0) != (self.ctx > 0):
+            got = f"decoding={self.decoding},ctx={self.ctx}"
+            raise _refusal(got, "both or neither: requests that decode, and the tokens of each")
+        if self.decoding and self.phase != "extend":
+            raise _refusal(f"{self.phase} beside {self.decoding} decoding requests", "extend")
         if sum(self.lengths) > MAX_TOKENS:
             raise _refusal(str(self), f"at most {MAX_TOKENS} tokens in all")
 
@@ -64,18 +78,29 @@ class Workload:
 
     @property
     def keys(self) -> int:
-        """Tokens of each request after the step; of the longest with `lens`."""
-        return self.prefix + self.new
+        """Tokens of the longest request after the step."""
+        return max(self.prefix + self.new, self.ctx)
+
+    @property
+    def num_requests(self) -> int:
+        """B: `batch_size`, and the decoding requests of a mixed step."""
+        return self.batch_size + self.decoding
 
     @property
     def lengths(self) -> tuple[int, ...]:
-        """[batch_size] tokens of each request after the step."""
-        return self.lens or (self.keys,) * self.batch_size
+        """[B] tokens of each request after the step."""
+        lens = self.lens or (self.prefix + self.new,) * self.batch_size
+        return lens + (self.ctx,) * self.decoding
+
+    @property
+    def new_lens(self) -> tuple[int, ...]:
+        """[B] new tokens of each request."""
+        return (self.new,) * self.batch_size + (1,) * self.decoding
 
     @property
     def num_tokens(self) -> int:
-        """New tokens of all requests."""
-        return self.batch_size * self.new
+        """T: new tokens of all requests."""
+        return sum(self.new_lens)
 
     def __str__(self) -> str:
         """The text that `parse` reads, and that names the workload in a measurement.
@@ -85,13 +110,14 @@ class Workload:
         if self.phase == "decode":
             shortest = f"{min(self.lens)}.." if self.lens else ""
             return f"decode:bs={self.batch_size},ctx={shortest}{self.keys}"
-        return f"{self.phase}:bs={self.batch_size},new={self.new},prefix={self.prefix}"
+        beside = f",decoding={self.decoding},ctx={self.ctx}" if self.decoding else ""
+        return f"{self.phase}:bs={self.batch_size},new={self.new},prefix={self.prefix}{beside}"
 
     @classmethod
     def parse(cls, text: str) -> Workload:
         """Read "decode:bs=64,ctx=4096", where `ctx` counts the new token,
         "extend:bs=4,new=512,prefix=8192" or "verify:bs=16,new=4,prefix=4096". `bs` defaults to 1
-        and `prefix` to 0.
+        and `prefix` to 0. An extend step may have `decoding` requests of `ctx` tokens beside it.
 
         Raises InvalidInput for anything else.
         """
@@ -112,7 +138,10 @@ class Workload:
             raise _refusal(text, f"{needed}=NUMBER, 1 at least")
         new = 1 if phase == "decode" else given["new"]
         prefix = given["ctx"] - 1 if phase == "decode" else given["prefix"]
-        return cls(phase=phase, batch_size=given["bs"], prefix=prefix, new=new)
+        beside = {}
+        if phase == "extend":
+            beside = {"decoding": given.get("decoding", 0), "ctx": given.get("ctx", 0)}
+        return cls(phase=phase, batch_size=given["bs"], prefix=prefix, new=new, **beside)
 
     def kv_bytes(self, request: Request, itemsize: float) -> int:
         """Bytes of K and V in the pool that some query of the step sees, in one layer.
@@ -120,7 +149,7 @@ class Workload:
         itemsize: bytes of a stored value.
         """
         # The first new token sees the earliest key; the later ones add their own
-        seen = sum(_seen(request, length - self.new) + self.new - 1 for length in self.lengths)
+        seen = sum(_seen(request, length - new) + new - 1 for length, new in self._sizes)
         return round(seen * kv_width(request) * itemsize)
 
     def stored_bytes(self, request: Request, itemsize: float) -> int:
@@ -130,10 +159,14 @@ class Workload:
     def flops(self, request: Request) -> int:
         """Floating-point operations of one layer's two products, over the visible keys."""
         seen = sum(
-            count * sum(_seen(request, place) for place in range(length - self.new, length))
-            for length, count in Counter(self.lengths).items()
+            count * sum(_seen(request, place) for place in range(length - new, length))
+            for (length, new), count in Counter(self._sizes).items()
         )
         return 2 * seen * q_width(request)
+
+    @property
+    def _sizes(self) -> tuple[tuple[int, int], ...]:
+        return tuple(zip(self.lengths, self.new_lens, strict=True))
 
 
 def kv_width(request: Request) -> int:

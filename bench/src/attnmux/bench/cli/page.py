@@ -86,6 +86,8 @@ def curves(rows: Sequence[Row]) -> dict[str, list[Row]]:
         if work.phase != "decode":
             new = f"{work.new} new tokens each" if work.prefix else "no prefix"
             title = f"{work.phase}, {requests}, {new}"
+        if work.decoding:
+            title += f", beside {work.decoding} decoding"
         found.setdefault(title, []).append(row)
     alone = [title for title in found if len({row.workload for row in found[title]}) == 1]
     if alone:
