@@ -184,11 +184,13 @@ def tiny(draw: Draw) -> Draw:
         heads["spec_draft_tokens"] = min(work.new, 3)
     kv_dtype = "fp8_e5m2" if asked.kv_dtype != asked.dtype else "float16"
     new = min(work.new, 3)
-    beside = {"decoding": 2, "ctx": 21} if work.decoding else {}
+    decoding, ctx = (2, 21) if work.decoding else (0, 0)
     return replace(
         draw,
         request=asked.replace(dtype="float16", kv_dtype=kv_dtype, **heads),
-        workload=Workload(phase=work.phase, batch_size=2, new=new, prefix=17, **beside),
+        workload=Workload(
+            phase=work.phase, batch_size=2, new=new, prefix=17, decoding=decoding, ctx=ctx
+        ),
     )
 
 

@@ -144,7 +144,8 @@ SPACE: Mapping[str, tuple[Shapes, Steps]] = {
     "fp8 extend": (_plain, _steps(range(1, 8), range(256, 8192), range(256, 16_384), 0.5)),
 }
 """By family: its shapes, and its steps: the least and the most of requests, new tokens of each and
-cached tokens of each, and the share of steps that have none. Verification is of chains of drafts."""
+cached tokens of each, and the share of steps that have none. Verification is of chains of
+drafts."""
 
 
 def draws(family: str, count: int, seed: int) -> Iterator[Draw]:

@@ -138,10 +138,14 @@ class Workload:
             raise _refusal(text, f"{needed}=NUMBER, 1 at least")
         new = 1 if phase == "decode" else given["new"]
         prefix = given["ctx"] - 1 if phase == "decode" else given["prefix"]
-        beside = {}
-        if phase == "extend":
-            beside = {"decoding": given.get("decoding", 0), "ctx": given.get("ctx", 0)}
-        return cls(phase=phase, batch_size=given["bs"], prefix=prefix, new=new, **beside)
+        return cls(
+            phase=phase,
+            batch_size=given["bs"],
+            prefix=prefix,
+            new=new,
+            decoding=given.get("decoding", 0),
+            ctx=given.get("ctx", 0) if phase == "extend" else 0,
+        )
 
     def kv_bytes(self, request: Request, itemsize: float) -> int:
         """Bytes of K and V in the pool that some query of the step sees, in one layer.
