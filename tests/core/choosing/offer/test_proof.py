@@ -61,3 +61,15 @@ def test_on_one_machine_only_its_own_kind_of_device_is_hardware() -> None:
     assert proven_on((), sm100).word == "nothing"
     assert proven_on((H200,), sm100).is_on_a_device
     assert not proven_on((INTERPRETED,), sm100).is_on_a_device
+
+
+def test_a_run_of_some_phases_proves_no_others() -> None:
+    sm90 = Platform.parse("nvidia:sm90,cuda=13.0")
+    prompts = replace(H200, phases=("extend", "decode"))
+    assert proven_on((prompts,), sm90).word == "hardware"
+    assert proven_on((prompts,), sm90, ("decode",)).word == "hardware"
+    assert proven_on((prompts, INTERPRETED), sm90, ("decode", "verify")).word == "interpreted"
+    assert proven_on((prompts, H200), sm90, ("verify",)).word == "hardware"
+    said = "hardware: NVIDIA H200 (2026-11-21), extend and decode alone"
+    assert str(proven((prompts,), (NVIDIA,))) == said
+    assert str(proven((prompts, H200), (NVIDIA,))) == "hardware: NVIDIA H200 (2026-11-21)"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from attnmux.core.choosing.machine.platform import Platform
@@ -31,6 +33,7 @@ EMULATOR = Verified(on="acmert 3.1's functions", libraries=("torch 2.13.0",), da
         ({"cases": -1}, "verified, cases: expected a whole number, 0 or more, got -1"),
         ({"libraries": "torch 2.11"}, "verified, libraries: expected a tuple of text"),
         ({"libraries": (2.11,)}, "verified, libraries: expected a tuple of text"),
+        ({"phases": "verify"}, "verified, phases: expected a tuple of phases"),
         ({"date": "yesterday"}, "verified, date: expected a day"),
         ({"date": 20261121}, "verified, date: expected text, got 20261121"),
     ],
@@ -69,6 +72,24 @@ def test_as_json() -> None:
         "libraries": ["torch 2.11.0"],
         "date": "2026-11-21",
         "cases": 0,
+        "phases": [],
     }
     assert EMULATOR.to_dict()["emulated"] is True
     assert INTERPRETED.to_dict()["emulated"] is False
+
+
+def test_doubt_is_about_the_phases_that_are_asked_for() -> None:
+    here = Platform.parse("nvidia:sm90,cuda=13.0")
+    prompts = replace(H200, phases=("extend", "decode"))
+    assert doubt((prompts,), here, ("extend",)) == ""
+    said = "never run for verify on nvidia:sm90, "
+    assert doubt((prompts,), here, ("decode", "verify")) == f"{said}nor elsewhere"
+    assert doubt((prompts, INTERPRETED), here, ("decode", "verify")) == (
+        f"{said}only on Triton's interpreter (triton 3.6.0, 2026-11-24)"
+    )
+    drafts = replace(H200, phases=("verify",))
+    assert doubt((prompts, drafts), here, ("decode", "verify")) == ""
+    elsewhere = Platform.parse("nvidia:sm100,cuda=13.0")
+    assert doubt((prompts,), elsewhere, ("verify",)) == (
+        "never run on nvidia:sm100, only on NVIDIA H200 (torch 2.11.0, 2026-11-21)"
+    )

@@ -204,7 +204,9 @@ def _outcome(
         standing=standing,
         rank=verdict.rank,
         why=why,
-        proof="" if offer is None else proven_on(offer.card.verified_on, platform).word,
+        proof=""
+        if offer is None
+        else proven_on(offer.card.verified_on, platform, (verdict.phase,)).word,
         reasons=tuple(reasons),
     )
 

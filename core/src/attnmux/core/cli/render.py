@@ -13,6 +13,7 @@ from attnmux.core.choosing.ask.request import Request
 from attnmux.core.choosing.machine.platform import Platform
 from attnmux.core.choosing.offer.card import Offer
 from attnmux.core.choosing.offer.proof import proven_on
+from attnmux.core.choosing.tell.choice import Choice
 from attnmux.core.choosing.tell.decision import Decision
 from attnmux.core.cli.here import LACKING, Backend
 from attnmux.core.cli.outcomes import Outcome, joined_by_first_reason
@@ -95,9 +96,12 @@ def render_machines(
             table.add_row(str(device), *[""] * len(phases), "", "", note)
             continue
         chosen = [answer.phases[phase].backend for phase in phases]
+        served: dict[Choice, list[str]] = {}
+        for phase, choice in answer.phases.items():
+            served.setdefault(choice, []).append(phase)
         proofs = {
-            choice.backend: proven_on(cards[choice.address].verified_on, device).word
-            for choice in answer.phases.values()
+            choice.backend: proven_on(cards[choice.address].verified_on, device, own).word
+            for choice, own in served.items()
             if choice.address in cards
         }
         notes = [f"{change.field} became {change.new}" for change in answer.coercions]

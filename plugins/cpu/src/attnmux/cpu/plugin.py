@@ -240,6 +240,7 @@ TORCH_LINEAR = BackendCard(
             platform="cpu:x86_64",
             libraries=("torch 2.13.0+cpu",),
             date="2026-11-25",
+            phases=("extend", "decode"),
         ),
     ),
     sources={

@@ -261,6 +261,7 @@ TRITON_LINEAR = BackendCard(
             libraries=("torch 2.11.0", "triton 3.6.0"),
             date="2026-11-26",
             cases=239,
+            phases=("extend", "decode"),
         ),
     ),
 )

@@ -62,9 +62,9 @@ def doubtful(decision: Decision, offers: Sequence[Offer]) -> Iterator[Unverified
         chosen.setdefault((choice, kind, of.request), (of, []))[1].append(phase)
     for (choice, kind, request), (of, served) in chosen.items():
         offer = by_address[choice.address]
-        reason = doubt(offer.card.verified_on, decision.platform)
+        phases = tuple(dict.fromkeys(served))
+        reason = doubt(offer.card.verified_on, decision.platform, phases)
         if reason:
-            phases = tuple(dict.fromkeys(served))
             yield Unverified(
                 offer=offer,
                 choice=choice,
@@ -79,7 +79,7 @@ def passed_over(
 ) -> str:
     """The backends that fit for these phases and ran on a device, in words, where the chosen one
     ran on none; else empty. offers: by address."""
-    if proven_on(chosen.card.verified_on, decision.platform).is_on_a_device:
+    if proven_on(chosen.card.verified_on, decision.platform, phases).is_on_a_device:
         return ""
     fitting = [each for each in decision.candidates if each.phase in phases and each.eligible]
     found: dict[str, str] = {}
@@ -87,7 +87,7 @@ def passed_over(
         offer = offers.get(verdict.address)
         if offer is None or offer is chosen:
             continue
-        proof = proven_on(offer.card.verified_on, decision.platform)
+        proof = proven_on(offer.card.verified_on, decision.platform, (verdict.phase,))
         if proof.is_on_a_device:
             found[verdict.address] = f"{verdict.backend} ({proof.devices})"
     names = ", ".join(found.values())

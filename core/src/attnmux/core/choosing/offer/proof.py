@@ -31,6 +31,7 @@ RUN: Mapping[str, Check] = {
     "interpreted": Check("true or false", lambda value: isinstance(value, bool)),
     "cases": whole(0),
     "libraries": several('a tuple of text, such as ("torch 2.11",)', tuple, str),
+    "phases": several('a tuple of phases, such as ("extend", "decode")', tuple, str),
 }
 
 
@@ -57,6 +58,8 @@ class Verified(Plain):
     """The day of the run, as 2026-11-21."""
     cases: int = 0
     """Cases of the suite that agreed, eagerly and from graphs; 0 where they were not counted."""
+    phases: tuple[str, ...] = ()
+    """The phases that ran, where the card has got others since; empty for all of the card."""
 
     def __post_init__(self) -> None:
         check_fields("verified", self, RUN)
@@ -89,6 +92,10 @@ class Verified(Plain):
     def arch(self) -> str:
         """As in `Platform`; empty without a device."""
         return self.platform.partition(":")[2]
+
+    def covers(self, phase: str) -> bool:
+        """Whether the phase ran."""
+        return not self.phases or phase in self.phases
 
     def __str__(self) -> str:
         return f"an emulator of {self.on}" if self.emulated else self.on
@@ -159,12 +166,16 @@ class Proven:
         return ", ".join(dict.fromkeys(str(run) for word, run in self.runs if word == self.word))
 
     def __str__(self) -> str:
-        """The word, the devices and the last day: "hardware: NVIDIA H200 (2026-11-22)"."""
+        """The word, the devices and the last day: "hardware: NVIDIA H200 (2026-11-22)"; and the
+        phases, if no such run had all of the card."""
         if not self.runs:
             return self.word
-        day = max(run.date for word, run in self.runs if word == self.word)
+        strongest = [run for word, run in self.runs if word == self.word]
+        day = max(run.date for run in strongest)
         where = f": {self.devices}" if self.is_on_a_device else ""
-        return f"{self.word}{where} ({day})"
+        phases = dict.fromkeys(phase for run in strongest for phase in run.phases)
+        alone = f", {' and '.join(phases)} alone" if all(run.phases for run in strongest) else ""
+        return f"{self.word}{where} ({day}){alone}"
 
 
 def proven(runs: Sequence[Verified], clauses: Sequence[Clause]) -> Proven:
@@ -172,22 +183,33 @@ def proven(runs: Sequence[Verified], clauses: Sequence[Clause]) -> Proven:
     return _ordered(runs, lambda run: any(_serves(clause, run) for clause in clauses))
 
 
-def proven_on(runs: Sequence[Verified], platform: Platform) -> Proven:
-    """The proof for one machine: a run on another kind of device is one on another device."""
+def proven_on(runs: Sequence[Verified], platform: Platform, phases: Sequence[str] = ()) -> Proven:
+    """The proof for one machine: a run on another kind of device is one on another device.
+
+    phases: those that are asked for; the least proven of them counts.
+    """
     kind = f"{platform.vendor}:{platform.arch}"
-    return _ordered(runs, lambda run: run.platform == kind)
+    covering = [[run for run in runs if run.covers(phase)] for phase in phases] or [runs]
+    each = [_ordered(some, lambda run: run.platform == kind) for some in covering]
+    return max(each, key=lambda one: PROOFS.index(one.word))
 
 
-def doubt(runs: Sequence[Verified], platform: Platform) -> str:
-    """A warning where no run was on the platform's kind of device; else empty."""
-    if proven_on(runs, platform).word == "hardware":
+def doubt(runs: Sequence[Verified], platform: Platform, phases: Sequence[str] = ()) -> str:
+    """A warning where a phase never ran on the platform's kind of device; else empty."""
+    if proven_on(runs, platform, phases).word == "hardware":
         return ""
     if not runs:
         return "its card names no machine that it was run on"
-    tried = "; ".join(
-        dict.fromkeys(f"{run} ({', '.join((*run.libraries, run.date))})" for run in runs)
+    what, tried = "", runs
+    if proven_on(runs, platform).word == "hardware":
+        doubted = [one for one in phases if proven_on(runs, platform, [one]).word != "hardware"]
+        what = f" for {' and '.join(doubted)}"
+        tried = [run for run in runs if all(run.covers(phase) for phase in doubted)]
+    only = "; ".join(
+        dict.fromkeys(f"{run} ({', '.join((*run.libraries, run.date))})" for run in tried)
     )
-    return f"never run on {platform.vendor}:{platform.arch}, only on {tried}"
+    where = f"only on {only}" if only else "nor elsewhere"
+    return f"never run{what} on {platform.vendor}:{platform.arch}, {where}"
 
 
 def _ordered(runs: Sequence[Verified], is_own: Callable[[Verified], bool]) -> Proven:
