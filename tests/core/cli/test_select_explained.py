@@ -139,6 +139,8 @@ PROOFS = (
     ((INTERPRETED, EMULATED), "interpreted"),
     ((EMULATED,), "emulated"),
     ((), "nothing"),
+    ((replace(RAN, phases=("extend", "decode")),), "hardware"),
+    ((replace(RAN, phases=("verify",)), EMULATED), "emulated"),
 )
 
 

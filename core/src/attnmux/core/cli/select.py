@@ -10,9 +10,9 @@ import click
 from attnmux.core.choosing.ask.request import Request
 from attnmux.core.choosing.find.plugins import Plugins
 from attnmux.core.choosing.machine.platform import GRAMMAR, Platform
-from attnmux.core.choosing.offer.card import Offer
+from attnmux.core.choosing.offer.card import BackendCard, Offer
 from attnmux.core.choosing.offer.libraries import canonical
-from attnmux.core.choosing.offer.proof import proven_on
+from attnmux.core.choosing.offer.proof import Proof, proven_on
 from attnmux.core.choosing.tell.decision import Decision
 from attnmux.core.cli.asking import Answer, ask, requested
 from attnmux.core.cli.run import Run, common_options, pass_run
@@ -196,9 +196,18 @@ def _compare(
 def _answered(
     answer: Decision | NoBackend, request: Request, device: Platform, offers: Sequence[Offer]
 ) -> dict[str, Any]:
-    """The decision as JSON, with the proof of each backend on the machine. A refusal has the same
-    keys, with nothing decided."""
-    proof = {offer.address: proven_on(offer.card.verified_on, device).word for offer in offers}
+    """The decision as JSON, with the proof of each backend on the machine, in the phases that are
+    asked for and that it serves. A refusal has the same keys, with nothing decided."""
+
+    def proof_of(card: BackendCard) -> Proof:
+        served = [
+            phase
+            for phase in request.phases
+            if any(clause.phase.admits(phase) for clause in card.clauses)
+        ]
+        return proven_on(card.verified_on, device, served).word
+
+    proof = {offer.address: proof_of(offer.card) for offer in offers}
     if not isinstance(answer, NoBackend):
         return {**answer.to_dict(), "proof": proof}
     return {
