@@ -58,8 +58,8 @@ class Request(Plain):
     page_size: int | None = None
     """Tokens a page; None leaves it to the solver."""
     phases: tuple[str, ...] = ()
-    """Empty: extend and decode, with verify and draft when speculating, encoder if multimodal. Kinds
-    of linear layers have no draft, as no draft model has such layers."""
+    """Empty: extend and decode, with verify and draft when speculating, encoder if multimodal.
+    Kinds of linear layers have no draft, as no draft model has such layers."""
     spec_topk: int | None = None
     """Branches a draft step; 1 drafts a chain, more a tree."""
     spec_draft_tokens: int | None = None
