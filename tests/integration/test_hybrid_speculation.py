@@ -9,10 +9,11 @@ import torch
 from safetensors.torch import save_file
 from transformers import LlamaConfig
 
-from attnmux.core import DraftTree, InvalidInput, NoBackend, Offer, load_plugins
+from attnmux.core import DraftTree, InvalidInput, NoBackend, Offer, PoolExhausted, load_plugins
 from attnmux.testing import RecordingGraphs, fake_platform, graph_card
 from attnmux.transformers import (
     Engine,
+    MemoryBudget,
     ModelProposer,
     NgramProposer,
     Prompt,
@@ -223,3 +224,7 @@ def test_states_of_drafts_are_counted_into_the_memory(tiny, run_hybrid) -> None:
     # Three more states of each request, and in place of its W - 1 = 3 inputs these and 3 more
     assert drafting.draft_nbytes == 3 * recurrent + 2 * line
     assert drafting.nbytes == plain.nbytes + drafting.draft_nbytes
+    memory = MemoryBudget(nbytes=plain.nbytes + 1000)
+    run_hybrid(folder, max_total_tokens=None, memory=memory)
+    with pytest.raises(PoolExhausted, match="3 draft tokens of each request, beside a KV pool"):
+        run_hybrid(folder, max_total_tokens=None, memory=memory, draft_tokens=3)

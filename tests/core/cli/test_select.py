@@ -190,6 +190,10 @@ def test_linear_layers_verify_chains_of_drafts(call) -> None:
     result = call("--platform", HERE, "--request", f"{fields}4", "--json")
     assert result.exit_code == 3
     assert "3 of gdn (with draft trees" in result.stderr
+    own = "kind=gdn,head_dim=128,dtype=bf16,spec_topk=1,spec_draft_tokens=4"
+    data = answer(call("--platform", HERE, "--request", own, "--json"))
+    assert data["request"]["phases"] == ["extend", "decode", "verify"]
+    assert data["phases"]["verify"]["backend"] == "torch_linear"
 
 
 def test_a_max_error_that_no_card_promises_is_refused(call) -> None:

@@ -78,13 +78,18 @@ class LinearStatePool:
                     self._draft_convs[key] = self._allocated(conv_dtype, *line)
 
     def _allocated(self, dtype: torch.dtype, *shape: int) -> torch.Tensor:
-        what = f"linear states of {self.size} requests, and {self.kept_size} kept ones"
-        hint = "lower the number of requests, or of kept states"
-        if self.draft_tokens:
-            what += f", with {self.draft_tokens} draft tokens of each request"
-            hint = "lower the number of requests, of kept states, or of draft tokens"
+        what, hint = self.described
         (buffer,) = allocate_zeroed([shape], dtype=dtype, device=self.device, what=what, hint=hint)
         return buffer
+
+    @property
+    def described(self) -> tuple[str, str]:
+        """What it holds, and a hint for those who have no memory for it."""
+        what = f"linear states of {self.size} requests, and {self.kept_size} kept ones"
+        if not self.draft_tokens:
+            return what, "lower the number of requests, or of kept states"
+        what += f", with {self.draft_tokens} draft tokens of each request"
+        return what, "lower the number of requests, of kept states, or of draft tokens"
 
     @property
     def nbytes(self) -> int:

@@ -15,6 +15,7 @@ from attnmux.core import (
     LayerSpec,
     LinearStatePool,
     PageBounds,
+    PoolExhausted,
     ReqToTokenPool,
     pages_of_budget,
     torch_dtype,
@@ -190,13 +191,22 @@ def _kv_bytes(
     states: LinearStatePool | None,
     ranks: Ranks,
 ) -> int | None:
-    """What the budget leaves to the KV pool. A share is one of the memory after the states."""
+    """What the budget leaves to the KV pool. A share is one of the memory after the states.
+
+    Raises PoolExhausted where the states leave nothing.
+    """
     memory, page_size = capacity.memory, decision.page_size
     if memory is None:
         return None
-    taken = 0 if states is None or memory.nbytes is None else states.nbytes
+    given, taken = memory.resolve(model.module.device), 0
+    if states is not None and memory.nbytes is not None:
+        taken = states.nbytes
+        if taken >= given:
+            what, hint = states.described
+            what += ", beside a KV pool, in bytes"
+            raise PoolExhausted(what, wanted=taken, available=given, hint=hint)
     taken += _copies_bytes(decision, capacity, stored)
-    left = max(memory.resolve(model.module.device) - taken, 0)
+    left = max(given - taken, 0)
     ours, theirs = bytes_per_token(stored, decision) * page_size, _bounds_bytes(decision, stored)
     if model.indexers is not None:
         theirs += model.indexers.bytes_per_token(_index_dtype(model.indexers, decision)) * page_size

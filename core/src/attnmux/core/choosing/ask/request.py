@@ -10,7 +10,7 @@ from typing import Any
 
 from attnmux.core.choosing.ask.layer_group import LayerGroup
 from attnmux.core.choosing.ask.sparse import check_picked_blocks, check_sparse
-from attnmux.core.choosing.ask.values import BY_NAME, BY_TYPE, PHASES, Reader
+from attnmux.core.choosing.ask.values import BY_NAME, BY_TYPE, LINEAR_KINDS, PHASES, Reader
 from attnmux.core.choosing.common.checks import nearest
 from attnmux.core.choosing.common.frozen import FrozenMapping, defaults
 from attnmux.core.choosing.common.plain import Plain, plain_fields
@@ -58,7 +58,8 @@ class Request(Plain):
     page_size: int | None = None
     """Tokens a page; None leaves it to the solver."""
     phases: tuple[str, ...] = ()
-    """Empty: extend and decode, with verify and draft when speculating, encoder if multimodal."""
+    """Empty: extend and decode, with verify and draft when speculating, encoder if multimodal.
+    Kinds of linear layers have no draft, as no draft model has such layers."""
     spec_topk: int | None = None
     """Branches a draft step; 1 drafts a chain, more a tree."""
     spec_draft_tokens: int | None = None
@@ -161,7 +162,7 @@ class Request(Plain):
             "extend": True,
             "decode": True,
             "verify": bool(self.spec_topk),
-            "draft": bool(self.spec_topk),
+            "draft": bool(self.spec_topk) and self.kind not in LINEAR_KINDS,
             "encoder": self.multimodal,
         }
         return tuple(phase for phase in PHASES if asked[phase])
