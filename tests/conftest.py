@@ -24,6 +24,8 @@ os.environ.setdefault("TRITON_INTERPRET", "1")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 # And inductor, which would start processes that import torch, to compile kernels of GPUs
 os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
+# transformers compiles more patterns for its checkpoints than `re` keeps
+re._MAXCACHE = 8192
 
 
 EVERY_PAGE_SIZE = frozenset(
