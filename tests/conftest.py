@@ -6,6 +6,7 @@ With `--full` they also run what differs from a case that always runs by a numbe
 from __future__ import annotations
 
 import gc
+import logging
 import os
 import re
 import shlex
@@ -153,7 +154,14 @@ def pytest_sessionstart() -> None:
 
 
 def pytest_collection_finish() -> None:
-    """Leave the tests out of every later collection of garbage."""
+    """Leave the tests out of every later collection of garbage, and torch's loggers to the root.
+
+    In each test pytest gives handlers to every logger that does not propagate, six times, and torch
+    has dozens of them.
+    """
+    for name, logger in logging.Logger.manager.loggerDict.items():
+        if isinstance(logger, logging.Logger) and name.partition(".")[0] == "torch":
+            logger.propagate = True
     gc.enable()
     gc.collect()
     gc.freeze()
