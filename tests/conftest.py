@@ -6,6 +6,7 @@ With `--full` they also run what differs from a case that always runs by a numbe
 from __future__ import annotations
 
 import gc
+import logging
 import os
 import re
 import shlex
@@ -24,6 +25,8 @@ os.environ.setdefault("TRITON_INTERPRET", "1")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 # And inductor, which would start processes that import torch, to compile kernels of GPUs
 os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
+# transformers compiles more patterns for its checkpoints than `re` keeps
+re._MAXCACHE = 8192
 
 
 EVERY_PAGE_SIZE = frozenset(
@@ -151,7 +154,14 @@ def pytest_sessionstart() -> None:
 
 
 def pytest_collection_finish() -> None:
-    """Leave the tests out of every later collection of garbage."""
+    """Leave the tests out of every later collection of garbage, and torch's loggers to the root.
+
+    In each test pytest gives handlers to every logger that does not propagate, six times, and torch
+    has dozens of them.
+    """
+    for name, logger in logging.Logger.manager.loggerDict.items():
+        if isinstance(logger, logging.Logger) and name.partition(".")[0] == "torch":
+            logger.propagate = True
     gc.enable()
     gc.collect()
     gc.freeze()

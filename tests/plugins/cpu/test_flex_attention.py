@@ -125,11 +125,18 @@ class TestJoinedFeatures(AttentionBackendTests):
 pytestmark = pytest.mark.skipif(not RUNS_HERE, reason="needs a C++ compiler and AVX2")
 
 
-def announced(context: BackendContext, options: Mapping[str, Any]) -> AttentionBackend:
+def announced(
+    context: BackendContext, options: Mapping[str, Any], **kernels: Any
+) -> AttentionBackend:
     """A backend that plans decode and verify in the buffers of graphs."""
-    backend = FlexAttentionBackend(context, options)
+    backend = FlexAttentionBackend(context, options, **kernels)
     backend.init_cuda_graph_state(max_bs=8, max_num_tokens=48)
     return backend
+
+
+def planning(context: BackendContext) -> AttentionBackend:
+    """A backend that compiles nothing, for tests that run no kernel."""
+    return FlexAttentionBackend(context, kernels=emulated)
 
 
 def world_of(*steps: Step, **of_case: Any) -> CaseSetup:
@@ -151,7 +158,7 @@ def attend(setup: CaseSetup, backend: AttentionBackend, step: Step) -> list[torc
 def plan_of(step: Step, **of_case: Any) -> Plan:
     """The arguments of the first layer's kernel in a step."""
     setup = world_of(step, windows=(of_case.pop("window", None),), **of_case)
-    backend = FlexAttentionBackend(setup.context)
+    backend = planning(setup.context)
     backend.init_forward_metadata(prepare_step(setup, step).batch)
     (plan,) = backend.plans
     return plan
@@ -263,7 +270,7 @@ def test_plans_in_buffers_of_graphs(name):
 )
 def test_buffers_of_graphs_stay_where_they_are(steps):
     setup = world_of(steps[1])
-    backend = announced(setup.context, {})
+    backend = announced(setup.context, {}, kernels=emulated)
     addresses = []
     for step in steps:
         backend.init_forward_metadata_out_graph(prepare_step(setup, step).batch, in_capture=True)
@@ -279,9 +286,9 @@ def test_what_graphs_cannot_hold_is_refused():
     step = decode(3)
     setup = world_of(step, page_size=1)
     with pytest.raises(GraphUnsupported, match="multiple of 16"):
-        FlexAttentionBackend(setup.context).init_cuda_graph_state(1, 1)
+        planning(setup.context).init_cuda_graph_state(1, 1)
     setup = world_of(step)
-    backend = announced(setup.context, {})
+    backend = announced(setup.context, {}, kernels=emulated)
     batch = prepare_step(setup, extend((0, 4))).batch
     with pytest.raises(GraphUnsupported, match="DECODE"):
         backend.init_forward_metadata_out_graph(batch, in_capture=True)
@@ -303,13 +310,13 @@ def test_a_mask_that_does_not_fit_is_refused(change):
     mask = change(batch.spec_info.custom_mask)
     object.__setattr__(batch, "spec_info", SpecInput(draft_token_num=4, topk=4, custom_mask=mask))
     with pytest.raises(InvalidInput, match="custom_mask"):
-        FlexAttentionBackend(setup.context).init_forward_metadata(batch)
+        planning(setup.context).init_forward_metadata(batch)
 
 
 def test_forward_needs_a_prepared_step():
     step = decode(3)
     setup = world_of(step)
-    prepared, backend = prepare_step(setup, step), FlexAttentionBackend(setup.context)
+    prepared, backend = prepare_step(setup, step), planning(setup.context)
     one = prepared.inputs[0]
     with pytest.raises(AttnmuxError, match="init_forward_metadata"):
         backend.forward(one.q, one.k, one.v, one.layer, prepared.batch)

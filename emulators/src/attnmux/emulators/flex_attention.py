@@ -39,14 +39,15 @@ def _attend(
     seen = whole[:, blocks].unsqueeze(1) | (
         listed[:, blocks].unsqueeze(1) & _sees(given, keys, spec)
     )
-    seen = seen.repeat(1, spec.group, 1).unsqueeze(1)
-    logits = q.float() @ k.nan_to_num().float().transpose(2, 3) * numbers[0]
+    hidden = ~seen.repeat(1, spec.group, 1).unsqueeze(1)
+    # In place: the logits of every tile and key of the pool are most of the memory that is moved
+    logits = (q.float() @ k.nan_to_num().float().transpose(2, 3)).mul_(numbers[0])
     if spec.capped:
-        logits = torch.tanh(logits / numbers[1]) * numbers[1]
+        logits.div_(numbers[1]).tanh_().mul_(numbers[1])
     if spec.num_biases:
-        logits = logits + _bias(numbers[2:], given, keys, spec)
-    lse = torch.where(seen, logits, -torch.inf).logsumexp(-1)
-    weights = torch.where(seen, logits - lse.unsqueeze(-1), -torch.inf).exp()
+        logits += _bias(numbers[2:], given, keys, spec)
+    lse = logits.masked_fill_(hidden, -torch.inf).logsumexp(-1)
+    weights = logits.sub_(lse.unsqueeze(-1)).masked_fill_(hidden, -torch.inf).exp_()
     out = weights @ v.nan_to_num().float()
     is_poisoned = k.isnan().any(-1) | v.isnan().any(-1)
     loaded = (listed | whole)[:, blocks].unsqueeze(1)

@@ -3,14 +3,14 @@
 For each operation the interpreter checks, converts and broadcasts types anew, in dozens of Python
 calls, which take most of the time of a kernel on tiles as small as tests have. Which functions of
 the interpreter's builder run follows from the types and constants of the arguments: Triton decides
-it before it knows any value. An operation that reads a value is not repeated.
+it before it knows any value. An operation that reads a value is not repeated. After a few repeats a
+function of its own does what the calls do; see `triton_compiled.py`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import cache
 from operator import itemgetter
 from types import SimpleNamespace
@@ -23,12 +23,25 @@ from triton.language import core
 from triton.language.semantic import TritonSemantic
 from triton.runtime import interpreter
 
+from attnmux.emulators.triton_compiled import (
+    Call,
+    Compiler,
+    ConstantForm,
+    Form,
+    SequenceForm,
+    TensorForm,
+    built,
+)
+
 CONSTANTS = frozenset({int, bool, str, type(None)})
 SEQUENCES = frozenset({tuple, list, core.tuple})
 FOLDED = frozenset({"create_splat", "create_make_range"})
 """Functions of the builder, besides those that get a type or a number, whose results for constants
 are constants."""
 ADDRESS = np.dtype(np.uint64)
+WRITTEN_AT = 3
+"""Repeats after which an operation gets a function of its own, which takes as long to write as some
+repeats take."""
 known_np_dtype = cache(interpreter._get_np_dtype)
 AnyHandle = interpreter.TensorHandle
 
@@ -44,23 +57,32 @@ class Handle(interpreter.TensorHandle):  # type: ignore[misc]  # Triton has no t
         self.data, self.dtype, self.attr = data, dtype, attr or {}
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
 class Recording:
     """What an operation called. A register holds an argument's handle, a constant or a result."""
 
-    registers: list[Any]
-    """With the constants. The arguments' handles come first."""
-    calls: list[tuple[Callable[..., Any], tuple[int, ...], int]]
-    """A function of the builder, the registers of its arguments, and that of its result."""
-    result: Callable[[Sequence[Any]], Any]
-    """Makes the operation's result from the registers."""
+    def __init__(
+        self, *, registers: list[Any], calls: list[Call], form: Form, num_handles: int
+    ) -> None:
+        self.registers = registers
+        """With the constants. The arguments' handles come first."""
+        self.calls = calls
+        self.form = form
+        """The operation's result."""
+        self.num_handles = num_handles
+        self.repeats = 0
+        self.repeat: Callable[[list[Any]], Any] = self._repeat
+        """From the arguments' handles to the operation's result."""
 
-    def repeat(self, handles: list[Any]) -> Any:  # noqa: ANN401  # the operation's
+    def _repeat(self, handles: list[Any]) -> Any:  # noqa: ANN401  # the operation's
         registers = self.registers.copy()
         registers[: len(handles)] = handles
-        for function, places, target in self.calls:
-            registers[target] = function(*[registers[place] for place in places])
-        return self.result(registers)
+        for call in self.calls:
+            registers[call.target] = call.function(*[registers[place] for place in call.places])
+        self.repeats += 1
+        if self.repeats == WRITTEN_AT:
+            written = Compiler(self.calls, registers, self.num_handles).function(self.form, Handle)
+            self.repeat = written or self._repeat
+        return built(self.form, registers)
 
 
 class Tape:
@@ -74,7 +96,7 @@ class Tape:
         """The registers of handles, by their ids."""
         self.values: set[int] = set()
         """The registers that hold no constants."""
-        self.calls: list[tuple[Callable[..., Any], tuple[int, ...], int]] = []
+        self.calls: list[Call] = []
         for handle in handles:
             self.values.add(self.keep(handle))
 
@@ -108,15 +130,21 @@ class Tape:
         results = result if isinstance(result, tuple) else (result,)
         if options or not all(each is None or isinstance(each, AnyHandle) for each in results):
             raise NotRepeatableError
-        whole = self.called(member, places, result)
+        whole = self.called(name, member, places, result)
         if isinstance(result, tuple):
             for index, each in enumerate(result):
-                self.called(itemgetter(index), (whole,), each)
+                self.called("", itemgetter(index), (whole,), each)
 
-    def called(self, function: Callable[..., Any], places: tuple[int, ...], result: Any) -> int:  # noqa: ANN401  # as above
+    def called(
+        self,
+        name: str,
+        function: Callable[..., Any],
+        places: tuple[int, ...],
+        result: Any,  # noqa: ANN401  # as above
+    ) -> int:
         target = self.keep(result)
         self.values.add(target)
-        self.calls.append((function, places, target))
+        self.calls.append(Call(name, function, places, target))
         return target
 
     def keep(self, value: Any) -> int:  # noqa: ANN401  # as above
@@ -137,23 +165,15 @@ class Tape:
             raise NotRepeatableError
         return self.keep(value)
 
-    def maker(self, value: Any) -> Callable[[Sequence[Any]], Any]:  # noqa: ANN401  # the operation's
-        """Makes the like of an operation's result from registers."""
+    def form(self, value: Any) -> Form:  # noqa: ANN401  # the operation's
+        """How the like of an operation's result is made from registers."""
         kind = type(value)
         if kind in SEQUENCES:
-            parts = [self.maker(each) for each in value]
-            return lambda registers: kind([part(registers) for part in parts])
+            return SequenceForm(kind, tuple([self.form(each) for each in value]))
         if kind is not core.tensor:
             describe(value, [])
-            return lambda registers: value
-        place, facts = self.place(value.handle), {**vars(value), "handle": None}
-
-        def made(registers: Sequence[Any]) -> Any:  # noqa: ANN401  # as above
-            tensor = core.tensor.__new__(core.tensor)
-            tensor.__dict__ = {**facts, "handle": registers[place]}
-            return tensor
-
-        return made
+            return ConstantForm(value)
+        return TensorForm(self.place(value.handle), {**vars(value), "handle": None})
 
 
 def describe(value: Any, handles: list[Any]) -> Any:  # noqa: ANN401  # Triton's
@@ -177,6 +197,24 @@ def describe(value: Any, handles: list[Any]) -> Any:  # noqa: ANN401  # Triton's
     raise NotRepeatableError
 
 
+def key_of(args: Sequence[Any], options: dict[str, Any], handles: list[Any]) -> Any:  # noqa: ANN401  # Triton's
+    """What an operation's calls follow from. Appends the handles of its tensors."""
+    parts: list[Any] = []
+    for each in args:
+        if type(each) is core.tensor:  # most are
+            handles.append(each.handle)
+            parts.append(each.type.name)
+        else:
+            parts.append(describe(each, handles))
+    for name, each in options.items():
+        parts.append((name, describe(each, handles)))
+    if len(handles) > 1:
+        ids = list(map(id, handles))
+        if len(set(ids)) < len(ids):  # one value twice
+            parts.append(tuple(map(ids.index, ids)))
+    return tuple(parts)
+
+
 class Recorder:
     """Runs the operations of kernels."""
 
@@ -196,14 +234,9 @@ class Recorder:
                 return member(*args, **options, _semantic=self.semantic)
             handles: list[Any] = []
             try:
-                key = tuple([describe(each, handles) for each in args])
-                key += tuple([(name, describe(each, handles)) for name, each in options.items()])
+                key = key_of(args, options, handles)
             except NotRepeatableError:
                 return member(*args, **options, _semantic=self.plain)
-            if len(handles) > 1:
-                ids = list(map(id, handles))
-                if len(set(ids)) < len(ids):  # one value twice
-                    key += (tuple(map(ids.index, ids)),)
             if key not in known:
                 result, known[key] = self._record(member, args, options, handles)
                 return result
@@ -228,7 +261,7 @@ class Recorder:
         finally:
             self.tape = None
         try:
-            make = tape.maker(result)
+            form = tape.form(result)
         except NotRepeatableError:
             return result, None
         if not tape.is_repeatable:
@@ -236,7 +269,9 @@ class Recorder:
         registers = [
             None if place in tape.values else kept for place, kept in enumerate(tape.registers)
         ]
-        return result, Recording(registers=registers, calls=tape.calls, result=make)
+        return result, Recording(
+            registers=registers, calls=tape.calls, form=form, num_handles=len(handles)
+        )
 
     def reading(self, method: Callable[[Any], Any]) -> Callable[[Any], Any]:
         """A method that reads a tensor's value, on which the operation then depends."""
