@@ -52,12 +52,12 @@ def test_doubt_is_about_the_kind_of_device() -> None:
     assert doubt((EMULATOR, H200), Platform.parse("nvidia:sm90,cuda=13.0")) == ""
     elsewhere = Platform.parse("nvidia:sm100,cuda=13.0")
     assert doubt((H200,), elsewhere) == (
-        "never run on nvidia:sm100, only on NVIDIA H200 (torch 2.11.0, 2026-11-21)"
+        "it has never run on nvidia:sm100, only on NVIDIA H200 (torch 2.11.0, 2026-11-21)"
     )
     assert doubt((EMULATOR,), elsewhere).startswith(
-        "never run on nvidia:sm100, only on an emulator of acmert 3.1's functions"
+        "it has never run on nvidia:sm100, only on an emulator of acmert 3.1's functions"
     )
-    assert doubt((), elsewhere) == "its card names no machine that it was run on"
+    assert doubt((), elsewhere) == "its card names no machine that it ran on"
 
 
 def test_as_json() -> None:

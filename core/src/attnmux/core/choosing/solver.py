@@ -251,20 +251,21 @@ def _check_kinds(request: object, platform: object, policy: object) -> None:
             raise InvalidInput(name, got=f"one of type {type(given).__name__}", expected=expected)
 
 
-def _in_order(offers: Iterable[Offer]) -> tuple[Offer, ...]:
+def _in_order(given: object) -> tuple[Offer, ...]:
     """By address, whatever the order of the plugins."""
-    given = tuple(offers) if isinstance(offers, Iterable) else (offers,)
-    for offer in given:
+    offers = []
+    for offer in given if isinstance(given, Iterable) else (given,):
         if not isinstance(offer, Offer):
             got = f"one of type {type(offer).__name__}"
             expected = "offers, each a card with its plugin, as load_plugins().offers() are"
             raise InvalidInput("offers", got=got, expected=expected)
-    counts = Counter(offer.address for offer in given)
+        offers.append(offer)
+    counts = Counter(offer.address for offer in offers)
     repeated = sorted(address for address, count in counts.items() if count > 1)
     if repeated:
         got = f"{', '.join(repeated)} more than once"
         raise InvalidInput("offers", got=got, expected="each plugin/backend once")
-    return tuple(sorted(given, key=lambda offer: offer.address))
+    return tuple(sorted(offers, key=lambda offer: offer.address))
 
 
 def _decision(

@@ -183,11 +183,11 @@ def doubt(runs: Sequence[Verified], platform: Platform) -> str:
     if proven_on(runs, platform).word == "hardware":
         return ""
     if not runs:
-        return "its card names no machine that it was run on"
+        return "its card names no machine that it ran on"
     tried = "; ".join(
         dict.fromkeys(f"{run} ({', '.join((*run.libraries, run.date))})" for run in runs)
     )
-    return f"never run on {platform.vendor}:{platform.arch}, only on {tried}"
+    return f"it has never run on {platform.vendor}:{platform.arch}, only on {tried}"
 
 
 def _ordered(runs: Sequence[Verified], is_own: Callable[[Verified], bool]) -> Proven:
