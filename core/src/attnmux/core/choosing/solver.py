@@ -27,6 +27,7 @@ from attnmux.core.choosing.judge.accuracy import Accuracy, by_card
 from attnmux.core.choosing.judge.axes import Question
 from attnmux.core.choosing.judge.checking import Ranking, prior_rank, standing
 from attnmux.core.choosing.machine.platform import Platform
+from attnmux.core.choosing.machine.vendors import EXAMPLE
 from attnmux.core.choosing.offer.card import Offer
 from attnmux.core.choosing.offer.libraries import Libraries, assumed, installed_version
 from attnmux.core.choosing.offer.named import read_options
@@ -36,7 +37,7 @@ from attnmux.core.choosing.search.assignments import (
     best_together,
 )
 from attnmux.core.choosing.search.problem import Problem, Variant, groups_of, opposed
-from attnmux.core.choosing.tell.choice import choice_of
+from attnmux.core.choosing.tell.choice import Choice, choice_of
 from attnmux.core.choosing.tell.coercions import coercions
 from attnmux.core.choosing.tell.decision import Decision
 from attnmux.core.choosing.tell.verdicts import refusal, verdicts
@@ -193,7 +194,7 @@ def _with_linear(decision: Decision, policy: Policy, again: Callable[..., Decisi
     """
     request, named = decision.request, policy.linear_backend
     asked = replace(_unnamed(policy), backend=named)
-    found = {}
+    found: dict[str, Mapping[str, Choice]] = {}
     for kind, _ in request.linear_layers:
         if kind not in LINEAR_KINDS:
             continue
@@ -243,8 +244,8 @@ def _check_kinds(request: object, platform: object, policy: object) -> None:
     """Raise InvalidInput for texts and mappings in the place of what is made of them."""
     for name, given, kind, such_as in (
         ("request", request, Request, 'Request.parse("dtype=bf16,page_size=16")'),
-        ("platform", platform, Platform, 'Platform.parse("nvidia:sm90")'),
-        ("policy", policy, Policy, 'Policy(backend="fa3")'),
+        ("platform", platform, Platform, f'Platform.parse("{EXAMPLE}")'),
+        ("policy", policy, Policy, "Policy(backend=NAME)"),
     ):
         if not isinstance(given, kind):
             expected = f"a {kind.__name__}, such as {such_as}"
