@@ -129,7 +129,7 @@ def test_without_the_suite_a_warning_is_printed(acme, monkeypatch) -> None:
     monkeypatch.setattr("attnmux.transformers.cli_watching._from_testing", lambda _: None)
     result = generate()
     assert result.exit_code == 0
-    assert "acme/acme was chosen, and its card names no machine" in result.stderr
+    assert "acme/acme was chosen, but its card names no machine" in result.stderr
 
 
 @pytest.mark.parametrize(
@@ -160,7 +160,7 @@ def test_linear_layers_backends_are_tried_too(monkeypatch, tmp_path) -> None:
     request = Request(dtype="float32", head_dim=16, linear_layers={"gdn": 1}, linear_head_dim=24)
     decision = solve(request, probe_cpu(), offers)
     (found,) = unverified(decision, offers, ())
-    assert "acme/newcomer was chosen, and its card names no machine" in str(found)
+    assert "acme/newcomer was chosen, but its card names no machine" in str(found)
     assert (found.request.kind, found.phases) == ("gdn", ("extend", "decode"))
     tried = []
 

@@ -264,6 +264,7 @@ def test_dtype_and_backends_by_name():
         ([""], ["prompt 1", "empty prompt"], 2),
         (["x", "--temperature", "-1"], ["temperature"], 2),
         (["x", "--top-p", "0"], ["top_p"], 2),
+        (["x", "--canary", "nan"], ["--canary", "nan is not a finite number"], 2),
         (["x", "--max-new-tokens", "0"], ["--max-new-tokens"], 2),
         (["x", "--page-size", "0"], ["--page-size"], 2),
         (["x", "--memory", "much"], ["memory", "'much'", "2GB"], 2),

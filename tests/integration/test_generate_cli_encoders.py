@@ -195,4 +195,4 @@ def test_a_line_has_sound_alone(tmp_path, line):
     file.write_text(json.dumps(line))
     result = CliRunner().invoke(verbs, ["generate", "--prompts", str(file)])
     assert result.exit_code == 2
-    assert "audio alone" in result.stderr
+    assert "only audio" in result.stderr

@@ -322,7 +322,7 @@ def test_a_model_that_reads_images_runs_text_alone_without_an_encoder(tiny, run_
 
 def test_a_model_of_text_alone_refuses_images(tiny, run_on):
     for name in ("llama", "gemma3"):
-        with pytest.raises(InvalidInput, match="reads text alone"):
+        with pytest.raises(InvalidInput, match="reads only text"):
             run_on(tiny(name)[1], images=True)
 
 

@@ -175,7 +175,7 @@ def test_mistakes_are_told(tiny, pictures, tmp_path):
 def test_a_model_of_text_alone_is_told(tiny, pictures):
     _, folder = tiny("llama")
     for model in (("--model", folder), ()):
-        assert "reads text alone" in said(generate("w1", "--image", pictures[0], *model))
+        assert "reads only text" in said(generate("w1", "--image", pictures[0], *model))
 
 
 def test_a_checkpoint_without_a_processor(tiny, pictures):

@@ -111,3 +111,12 @@ def test_a_broken_plugin_is_a_warning_and_a_row(call, monkeypatch) -> None:
     assert "plugin bad (dist-bad 0.3): OSError: gone" in result.stderr
     (row,) = json.loads(result.stdout)["failures"]
     assert (row["plugin"], row["stage"]) == ("bad", "load")
+
+
+def test_without_a_plugin_a_warning_says_what_to_install(call, monkeypatch) -> None:
+    monkeypatch.setattr(shared, "load_plugins", lambda settings: Plugins())
+    result = call("backends", "--json")
+    assert json.loads(result.stdout)["backends"] == []
+    assert "no plugin offers a backend: pip install attnmux-cpu" in result.stderr
+    # Then another warning names the setting
+    assert "no plugin offers" not in call("backends", "--no-plugins").stderr

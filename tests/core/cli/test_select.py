@@ -264,7 +264,9 @@ def test_without_the_plugin_of_the_machine_s_vendor_the_answer_says_so(call, mon
     assert answer(call("--platform", HERE, "--json"))["warnings"] == []
     other = call("--platform", "acme:m1,device=cpu,runtime=acmert 1", "--json")
     (warning_of_doubt,) = answer(other)["warnings"]
-    assert warning_of_doubt.startswith("cpu/torch_native was chosen, and never run on acme:m1, ")
+    assert warning_of_doubt.startswith(
+        "cpu/torch_native was chosen, but it has never run on acme:m1, "
+    )
     on_a_machine(monkeypatch, platforms=(SM90, CPU))
     assert answer(call("--json"))["warnings"] == []
     refused = answer(call("--json", "--request", "kind=mla,kv_dtype=fp4_e2m1"))
@@ -284,7 +286,7 @@ def test_no_plugins(call, monkeypatch) -> None:
     assert "pip install attnmux-cpu" in result.stderr
     for platform, distribution in (("nvidia:sm90", "nvidia"), ("acme:m1,device=acme", "cpu")):
         result = call("--platform", platform, "--no-plugins")
-        assert f"(pip install attnmux-{distribution}, unless it is there" in result.stderr
+        assert f"(pip install attnmux-{distribution}, unless it is installed" in result.stderr
 
 
 def test_an_allow_list_that_nothing_is_in(call, tmp_path) -> None:

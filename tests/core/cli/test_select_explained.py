@@ -112,9 +112,9 @@ def test_what_the_winner_was_never_run_on(call, monkeypatch) -> None:
     """One line, of an available winner; none where its card names such a device."""
     where = {"libraries": ("lib 1.0",), "date": "2026-11-21"}
     emulator = Verified(on="lib 1.0's functions", **where)
-    silent = "best: its card names no machine that it was run on"
+    silent = "best: its card names no machine that it ran on"
     emulated = (
-        "best: never run on cpu:x86_64, only on an emulator of lib 1.0's functions "
+        "best: it has never run on cpu:x86_64, only on an emulator of lib 1.0's functions "
         "(lib 1.0, 2026-11-21)"
     )
     here = Verified(on="a laptop", platform="cpu:x86_64", **where)

@@ -7,11 +7,11 @@ from dataclasses import fields, replace
 import pytest
 import torch
 
+from attnmux.core import mask_indptr
 from attnmux.core.batch import ForwardBatch, ForwardMode
 from attnmux.core.errors import InvalidInput
 from attnmux.core.graph.buffers import FixedBuffers
 from attnmux.core.graph.config import GraphConfig, ModelInput
-from attnmux.core.indices import mask_indptr
 from attnmux.core.spec import SpecInput, tree_mask
 
 CPU = torch.device("cpu")

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from attnmux.core.indices import (
+from attnmux.core import (
     KVView,
     cu_seqlens,
     extend_positions,

@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from attnmux.core.errors import InvalidInput
-from attnmux.core.indices import (
+from attnmux.core import (
     KVView,
     cu_seqlens,
     extend_positions,
@@ -18,6 +17,7 @@ from attnmux.core.indices import (
     verify_kv_lens,
     window_view,
 )
+from attnmux.core.errors import InvalidInput
 
 TABLE = torch.zeros((4, 8), dtype=torch.int32)
 ROWS = torch.tensor([1, 2])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from attnmux.core.indices import (
+from attnmux.core import (
     cu_seqlens,
     extend_positions,
     kv_indices,

@@ -3,9 +3,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from attnmux.core import BlockTable, ReqToTokenPool
+from attnmux.core import BlockTable, ReqToTokenPool, kv_indices, page_table
 from attnmux.core.errors import InvalidInput
-from attnmux.core.indices import kv_indices, page_table
 from attnmux.core.indices.ragged import kv_indptr
 
 PAGE = 4

@@ -57,6 +57,7 @@ from attnmux.core.choosing.ask.derived import undrafted_request as undrafted_req
 from attnmux.core.choosing.ask.layer_group import LayerGroup as LayerGroup
 from attnmux.core.choosing.ask.policy import Policy as Policy
 from attnmux.core.choosing.ask.request import Request as Request
+from attnmux.core.choosing.ask.values import LinearKind as LinearKind
 from attnmux.core.choosing.common.files import replacing as replacing
 from attnmux.core.choosing.common.frozen import FrozenMapping as FrozenMapping
 from attnmux.core.choosing.common.verdict import Reason as Reason
@@ -244,7 +245,6 @@ from attnmux.core.linear_backend import LinearAttentionBackend as LinearAttentio
 from attnmux.core.linear_call import ConvCall as ConvCall
 from attnmux.core.linear_call import LinearCall as LinearCall
 from attnmux.core.linear_layer import L2_EPS as L2_EPS
-from attnmux.core.linear_layer import LinearKind as LinearKind
 from attnmux.core.linear_layer import LinearLayerSpec as LinearLayerSpec
 from attnmux.core.op import attention_with_output as attention_with_output
 from attnmux.core.op import current_forward_context as current_forward_context

@@ -152,7 +152,7 @@ def _check_visible(batch: ForwardBatch, spec: SpecInput) -> None:
             continue
         if not batch.forward_mode.is_target_verify():
             got = batch.forward_mode.name
-            raise InvalidInput(field, got=f"a mask in {got}", expected="one in TARGET_VERIFY alone")
+            raise InvalidInput(field, got=f"a mask in {got}", expected="one only in TARGET_VERIFY")
         shape = (batch.batch_size, drafts, width)
         if mask.shape != shape or mask.dtype != dtype:
             raise InvalidInput(field, got=described(mask), expected=f"{dtype} of shape {shape}")

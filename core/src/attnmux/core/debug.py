@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from attnmux.core.errors import InvalidInput
-from attnmux.core.indices import extend_positions
+from attnmux.core.indices.ragged import extend_positions
 from attnmux.core.tree_masks import check_trees
 
 if TYPE_CHECKING:

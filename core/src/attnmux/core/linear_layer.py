@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
 
 from attnmux.core.arguments import check_positive
+from attnmux.core.choosing.ask.values import LinearKind
 from attnmux.core.errors import InvalidInput
-
-LinearKind = Literal["gdn", "kda", "mamba1", "mamba2", "lightning", "conv"]
 
 DELTA_KINDS = frozenset({"gdn", "kda"})
 """Kinds that subtract what the state already holds for a key before they add its value."""

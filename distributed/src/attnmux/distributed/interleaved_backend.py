@@ -126,7 +126,7 @@ class InterleavedAttnBackend(AttentionBackend):
         parts = tuple(parts_of(batch, table, crossing=None, chunk_tokens=self._chunk_tokens))
         if not parts:
             expected = (
-                "DECODE, EXTEND and MIXED of text alone, or TARGET_VERIFY of the chains that were "
+                "DECODE, EXTEND and MIXED of text only, or TARGET_VERIFY of the chains that were "
                 "decided for: KV is interleaved over ranks"
             )
             raise InvalidInput("forward_mode", got=batch.forward_mode.name, expected=expected)

@@ -56,10 +56,15 @@ FAILED, NOTHING_RAN = 1, 3
     type=FiniteRange(min=0),
     default=120.0,
     show_default=True,
-    help="Seconds for cases that are sampled from the card; 0: the fixed cases alone.",
+    help="Seconds for cases that are sampled from the card; 0: only the fixed cases.",
 )
-@click.option("--quick", is_flag=True, help="The sampled cases alone, for 30 seconds at most.")
-@click.option("-k", "pattern", default="", help="Run the cases whose name has this pattern.")
+@click.option("--quick", is_flag=True, help="Run only the sampled cases, for 30 seconds at most.")
+@click.option(
+    "-k",
+    "pattern",
+    default="",
+    help="Run only the cases whose name matches this regular expression.",
+)
 @click.option("--fail-fast", is_flag=True, help="Stop after the first failure.")
 @click.option(
     "--jobs",

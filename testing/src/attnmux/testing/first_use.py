@@ -71,7 +71,7 @@ class FirstUse:
             launches=self._launches,
         )
         cases = _cases(candidate, found, decision)
-        self._say(f"{address} was chosen, and {found.reason}: {len(cases)} cases run on it first")
+        self._say(f"{address} was chosen, but {found.reason}: {len(cases)} cases run on it first")
         ran = 0
         for outcome in run_in_children(candidate, _in_time(cases), jobs=1, timeout=TIMEOUT):
             ran += outcome.status == "passed"

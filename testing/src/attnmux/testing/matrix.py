@@ -53,7 +53,9 @@ LEADING = ("backend", "plugin", "machines", "phases", "page sizes", "proof")
 
 @click.command()
 @click.argument("backends", nargs=-1, metavar="[BACKEND]...")
-@click.option("--platform", help=f"Only what serves a machine: {GRAMMAR}, or a vendor here.")
+@click.option(
+    "--platform", help=f"Only what serves a machine: {GRAMMAR}, or a vendor on this machine."
+)
 @click.option("--request", "fields", help="Only what serves a request: FIELD=VALUE,…")
 @click.option(
     "--by",

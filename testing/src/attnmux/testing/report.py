@@ -32,10 +32,10 @@ TIMEOUT = 300.0
     type=click.Path(dir_okay=False, path_type=Path),
     default=DEFAULT,
     show_default=True,
-    help="The file to write; it replaces one that is there.",
+    help="The file to write; an existing one is replaced.",
 )
 @click.option("--device", default="", help="torch's name: cpu, cuda:1, … [default: by the card]")
-@click.option("--no-verify", is_flag=True, help="Run nothing: report kept results alone.")
+@click.option("--no-verify", is_flag=True, help="Run nothing: report only kept results.")
 @click.option(
     "--budget",
     type=FiniteRange(min=0, min_open=True),

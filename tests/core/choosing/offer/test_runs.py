@@ -55,12 +55,12 @@ def test_doubt_is_about_the_kind_of_device() -> None:
     assert doubt((EMULATOR, H200), Platform.parse("nvidia:sm90,cuda=13.0")) == ""
     elsewhere = Platform.parse("nvidia:sm100,cuda=13.0")
     assert doubt((H200,), elsewhere) == (
-        "never run on nvidia:sm100, only on NVIDIA H200 (torch 2.11.0, 2026-11-21)"
+        "it has never run on nvidia:sm100, only on NVIDIA H200 (torch 2.11.0, 2026-11-21)"
     )
     assert doubt((EMULATOR,), elsewhere).startswith(
-        "never run on nvidia:sm100, only on an emulator of acmert 3.1's functions"
+        "it has never run on nvidia:sm100, only on an emulator of acmert 3.1's functions"
     )
-    assert doubt((), elsewhere) == "its card names no machine that it was run on"
+    assert doubt((), elsewhere) == "its card names no machine that it ran on"
 
 
 def test_as_json() -> None:
@@ -82,7 +82,7 @@ def test_doubt_is_about_the_phases_that_are_asked_for() -> None:
     here = Platform.parse("nvidia:sm90,cuda=13.0")
     prompts = replace(H200, phases=("extend", "decode"))
     assert doubt((prompts,), here, ("extend",)) == ""
-    said = "never run for verify on nvidia:sm90, "
+    said = "it has never run for verify on nvidia:sm90, "
     assert doubt((prompts,), here, ("decode", "verify")) == f"{said}nor elsewhere"
     assert doubt((prompts, INTERPRETED), here, ("decode", "verify")) == (
         f"{said}only on Triton's interpreter (triton 3.6.0, 2026-11-24)"
@@ -91,5 +91,5 @@ def test_doubt_is_about_the_phases_that_are_asked_for() -> None:
     assert doubt((prompts, drafts), here, ("decode", "verify")) == ""
     elsewhere = Platform.parse("nvidia:sm100,cuda=13.0")
     assert doubt((prompts,), elsewhere, ("verify",)) == (
-        "never run on nvidia:sm100, only on NVIDIA H200 (torch 2.11.0, 2026-11-21)"
+        "it has never run on nvidia:sm100, only on NVIDIA H200 (torch 2.11.0, 2026-11-21)"
     )

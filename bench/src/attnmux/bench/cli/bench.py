@@ -39,7 +39,7 @@ PAGE_NEEDS = "plotly", "jinja2"
     type=FiniteRange(min=0, min_open=True),
     default=0.3,
     show_default=True,
-    help="Least time for one figure.",
+    help="Minimum time for one figure.",
 )
 @click.option(
     "--keep",
@@ -51,7 +51,7 @@ PAGE_NEEDS = "plotly", "jinja2"
     type=FiniteRange(min=0),
     default=60,
     show_default=True,
-    help="Most time to check one backend in one phase, with --keep.",
+    help="Maximum time to check one backend in one phase, with --keep.",
 )
 @click.option(
     "--html",

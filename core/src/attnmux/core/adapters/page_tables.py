@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING
 import torch
 
 from attnmux.core.errors import InvalidInput
-from attnmux.core.indices import cu_seqlens, page_table, uniform_indptr, verify_kv_lens
+from attnmux.core.indices.keys import page_table
+from attnmux.core.indices.ragged import cu_seqlens, uniform_indptr, verify_kv_lens
 from attnmux.core.tree_masks import check_no_items, check_unmasked, tree_mask_of
 
 if TYPE_CHECKING:

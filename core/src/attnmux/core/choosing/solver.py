@@ -27,6 +27,7 @@ from attnmux.core.choosing.judge.accuracy import Accuracy, by_card
 from attnmux.core.choosing.judge.axes import Question
 from attnmux.core.choosing.judge.checking import Ranking, prior_rank, standing
 from attnmux.core.choosing.machine.platform import Platform
+from attnmux.core.choosing.machine.vendors import EXAMPLE
 from attnmux.core.choosing.offer.card import Offer
 from attnmux.core.choosing.offer.libraries import Libraries, assumed, installed_version
 from attnmux.core.choosing.offer.named import read_options
@@ -36,7 +37,7 @@ from attnmux.core.choosing.search.assignments import (
     best_together,
 )
 from attnmux.core.choosing.search.problem import Problem, Variant, groups_of, opposed
-from attnmux.core.choosing.tell.choice import choice_of
+from attnmux.core.choosing.tell.choice import Choice, choice_of
 from attnmux.core.choosing.tell.coercions import coercions
 from attnmux.core.choosing.tell.decision import Decision
 from attnmux.core.choosing.tell.verdicts import refusal, verdicts
@@ -193,7 +194,7 @@ def _with_linear(decision: Decision, policy: Policy, again: Callable[..., Decisi
     """
     request, named = decision.request, policy.linear_backend
     asked = replace(_unnamed(policy), backend=named)
-    found = {}
+    found: dict[str, Mapping[str, Choice]] = {}
     for kind, _ in request.linear_layers:
         if kind not in LINEAR_KINDS:
             continue
@@ -243,28 +244,29 @@ def _check_kinds(request: object, platform: object, policy: object) -> None:
     """Raise InvalidInput for texts and mappings in the place of what is made of them."""
     for name, given, kind, such_as in (
         ("request", request, Request, 'Request.parse("dtype=bf16,page_size=16")'),
-        ("platform", platform, Platform, 'Platform.parse("nvidia:sm90")'),
-        ("policy", policy, Policy, 'Policy(backend="fa3")'),
+        ("platform", platform, Platform, f'Platform.parse("{EXAMPLE}")'),
+        ("policy", policy, Policy, "Policy(backend=NAME)"),
     ):
         if not isinstance(given, kind):
             expected = f"a {kind.__name__}, such as {such_as}"
             raise InvalidInput(name, got=f"one of type {type(given).__name__}", expected=expected)
 
 
-def _in_order(offers: Iterable[Offer]) -> tuple[Offer, ...]:
+def _in_order(given: object) -> tuple[Offer, ...]:
     """By address, whatever the order of the plugins."""
-    given = tuple(offers) if isinstance(offers, Iterable) else (offers,)
-    for offer in given:
+    offers = []
+    for offer in given if isinstance(given, Iterable) else (given,):
         if not isinstance(offer, Offer):
             got = f"one of type {type(offer).__name__}"
             expected = "offers, each a card with its plugin, as load_plugins().offers() are"
             raise InvalidInput("offers", got=got, expected=expected)
-    counts = Counter(offer.address for offer in given)
+        offers.append(offer)
+    counts = Counter(offer.address for offer in offers)
     repeated = sorted(address for address, count in counts.items() if count > 1)
     if repeated:
         got = f"{', '.join(repeated)} more than once"
         raise InvalidInput("offers", got=got, expected="each plugin/backend once")
-    return tuple(sorted(given, key=lambda offer: offer.address))
+    return tuple(sorted(offers, key=lambda offer: offer.address))
 
 
 def _decision(

@@ -80,7 +80,7 @@ AXIS_MEANINGS: Mapping[str, str] = {
 @common_options
 @pass_run
 def explain(_: Run, as_json: bool, codes: tuple[str, ...]) -> None:
-    """Say what the codes of `select --json` mean, and what helps. Without codes, say it of all."""
+    """Explain the codes of `select --json`, and what helps. Without CODE, explain all of them."""
     known = meanings()
     for code in codes:
         if code.upper() not in known:

@@ -22,6 +22,10 @@ def backends(run: Run, as_json: bool) -> None:
     plugins = run.plugins(settings)
     present = (platform.vendor for platform in run.detect(plugins).platforms)
     rows = backends_here(plugins.offers(), settings.policy(), present)
+    if not rows and settings.plugin_filter()[0] is None:
+        run.warn(
+            "no plugin offers a backend: pip install attnmux-cpu, or that of a device's vendor"
+        )
     if as_json:
         echo_json(
             {

@@ -1,4 +1,4 @@
-"""`attnmux lock`: write down what decisions may use here."""
+"""`attnmux lock`: lock the plugins and libraries that decisions may use."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from attnmux.core.lock import Lock, content_hash
 @common_options
 @pass_run
 def lock(run: Run, output: Path, model: str | None, as_json: bool) -> None:
-    """Write name, version and hash of core, the plugins and their installed libraries.
+    """Write the name, version and hash of core, the plugins and their installed libraries.
 
     `--locked FILE`, or ATTNMUX_LOCKED=FILE, then refuses every other plugin and library, and
     `attnmux generate` every other model where one was named.

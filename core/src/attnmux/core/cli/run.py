@@ -222,7 +222,7 @@ def _set_answer(ctx: click.Context, _: click.Parameter, value: bool) -> bool:
 
 def common_options(command: F) -> F:
     """The options of every verb: --json, --no-plugins, --locked and --debug."""
-    locked = "Refuse what differs from this file of `attnmux lock`."
+    locked = "Refuse whatever differs from this lock file (see `attnmux lock`)."
     for name, said, given in (
         ("--debug", "Show the traceback of an error.", {"is_flag": True, "is_eager": True}),
         ("--no-plugins", "Load no plugin.", {"is_flag": True}),

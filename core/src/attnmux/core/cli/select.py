@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from attnmux.core.choosing.ask.request import Request
+from attnmux.core.choosing.common.frozen import defaults
+from attnmux.core.choosing.common.plain import plain
 from attnmux.core.choosing.find.plugins import Plugins
 from attnmux.core.choosing.machine.platform import GRAMMAR, Platform
 from attnmux.core.choosing.offer.card import BackendCard, Offer
@@ -23,7 +25,9 @@ if TYPE_CHECKING:
     from attnmux.core.cli.select_explained import Explanation
 
 
-PLATFORM = f"A machine, present or not, as {GRAMMAR}; or a vendor here. Several are compared."
+PLATFORM = (
+    f"A machine, present or not, as {GRAMMAR}; or a vendor on this machine. Several are compared."
+)
 SET = "An option of a backend; `attnmux backends --json` lists them."
 
 
@@ -40,14 +44,18 @@ SET = "An option of a backend; `attnmux backends --json` lists them."
 @click.option(
     "--speculative-attention-mode",
     type=click.Choice(["prefill", "decode"]),
-    help="Which of the two verifies and drafts.",
+    help="Which of the two serves verify and draft steps.",
 )
 @click.option("--set", "assignments", multiple=True, metavar="BACKEND.OPTION=VALUE", help=SET)
 @click.option("--without", multiple=True, metavar="DIST", help="Count a library as not installed.")
 @click.option("--allow-coercion", is_flag=True, help="Allow changes to values that you set.")
 @click.option("--no-measurements", is_flag=True, help="Ignore the measurements of this machine.")
-@click.option("--engine", metavar="NAME", help="Also print the line that starts it: vllm, sglang.")
-@click.option("--explain", is_flag=True, help="Say why each other lost, and who set each value.")
+@click.option(
+    "--engine", metavar="NAME", help="Also print the command that starts this engine: vllm, sglang."
+)
+@click.option(
+    "--explain", is_flag=True, help="Say why each other backend lost, and who set each value."
+)
 @click.option("--all", "every", is_flag=True, help="Like --explain, with every reason.")
 @common_options
 @pass_run
@@ -92,12 +100,12 @@ def select(
     ]
     device, policy, answer = asked[0]
     line = _launch_line(engine, answer, model, backends, settings)
-    plain = {**_answered(answer, request, device, plugins.offers()), "warnings": run.warnings}
-    plain |= {"launch": line} if line else {}
+    told = {**_answered(answer, request, device, plugins.offers()), "warnings": run.warnings}
+    told |= {"launch": line} if line else {}
     if len(asked) > 1:
         _compare(run, asked, request, plugins.offers(), as_json=as_json)
     elif as_json and not in_full:
-        run.echo_json(plain)
+        run.echo_json(told)
     else:
         # Plain JSON is for programs, which should not wait for these imports
         from attnmux.core.cli.select_explained import Asked, explained  # noqa: PLC0415
@@ -115,7 +123,7 @@ def select(
         )
         explanation = explained(question, answer)
         if as_json:
-            run.echo_json({**plain, "explanation": explanation.to_dict()})
+            run.echo_json({**told, "explanation": explanation.to_dict()})
         else:
             _print_one(answer, explanation, request, line, in_full=in_full, every=every)
     _raise_refusals([each for _, _, each in asked])
@@ -210,6 +218,8 @@ def _answered(
     proof = {offer.address: proof_of(offer.card) for offer in offers}
     if not isinstance(answer, NoBackend):
         return {**answer.to_dict(), "proof": proof}
+    undecided = {name: plain(value) for name, value in defaults(Decision).items()}
+    del undecided["is_checked"]
     return {
         "platform": device.to_dict(),
         "request": request.to_dict(),
@@ -217,14 +227,9 @@ def _answered(
         "kv_dtype": request.kv_dtype,
         "hash": None,
         "phases": {},
-        "decode_sizes": [],
-        "expanded": None,
-        "trees": None,
-        "others": [],
+        **undecided,
         "linear": {},
-        "coercions": [],
-        "notes": [],
-        "candidates": [verdict.to_dict() for verdict in answer.candidates],
+        "candidates": plain(answer.candidates),
         "proof": proof,
     }
 

@@ -22,9 +22,12 @@ GROUP = "attnmux.commands"
 
 VERBS: Mapping[str, tuple[str, str]] = {
     "backends": ("attnmux.core.cli.lists:backends", "List the backends of the installed plugins."),
-    "doctor": ("attnmux.core.cli.doctor:doctor", "Say what works here and how to fix the rest."),
-    "explain": ("attnmux.core.cli.explain:explain", "Say what a reason code means."),
-    "lock": ("attnmux.core.cli.lock:lock", "Write down what decisions may use here."),
+    "doctor": ("attnmux.core.cli.doctor:doctor", "Show what works here, and how to fix the rest."),
+    "explain": ("attnmux.core.cli.explain:explain", "Explain a reason code."),
+    "lock": (
+        "attnmux.core.cli.lock:lock",
+        "Lock the plugins and libraries that decisions may use.",
+    ),
     "platforms": ("attnmux.core.cli.lists:platforms", "List the devices of this machine."),
     "select": ("attnmux.core.cli.select:select", "Choose a backend for a request, and say why."),
 }
@@ -34,7 +37,7 @@ OPTIONAL: Mapping[str, tuple[str, str]] = {
     "generate": ("attnmux-transformers", "Generate text with a Hugging Face model."),
     "matrix": ("attnmux-testing", "Print the support matrix of all backends."),
     "replay": ("attnmux-testing", "Run a kept failure again, on any backend."),
-    "report": ("attnmux-testing", "Write down how backends did on this machine."),
+    "report": ("attnmux-testing", "Write a report on the backends of this machine."),
     "tune": ("attnmux-bench", "Try kernel launches here, and keep the fastest."),
     "verify": ("attnmux-testing", "Run the conformance suite on a backend."),
 }

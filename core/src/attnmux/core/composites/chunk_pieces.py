@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from attnmux.core.indices import cu_seqlens
 from attnmux.core.indices._segments import segment_of_place
+from attnmux.core.indices.ragged import cu_seqlens
 
 if TYPE_CHECKING:
     from attnmux.core.batch import ForwardBatch

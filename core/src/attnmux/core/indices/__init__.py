@@ -15,20 +15,3 @@ the encoder's; then build slots, with `page_size` 1, whatever the pool's page si
 
 Arguments of a wrong shape or dtype raise InvalidInput. Values are not checked.
 """
-
-from __future__ import annotations
-
-from attnmux.core.indices._segments import segment_of_place as segment_of_place
-from attnmux.core.indices.keys import kv_indices as kv_indices
-from attnmux.core.indices.keys import page_table as page_table
-from attnmux.core.indices.local import KVView as KVView
-from attnmux.core.indices.local import window_view as window_view
-from attnmux.core.indices.ragged import cu_seqlens as cu_seqlens
-from attnmux.core.indices.ragged import extend_positions as extend_positions
-from attnmux.core.indices.ragged import kv_indptr as kv_indptr
-from attnmux.core.indices.ragged import kv_last_page_len as kv_last_page_len
-from attnmux.core.indices.ragged import mask_indptr as mask_indptr
-from attnmux.core.indices.ragged import uniform_indptr as uniform_indptr
-from attnmux.core.indices.ragged import verify_kv_lens as verify_kv_lens
-from attnmux.core.indices.topk import token_rows as token_rows
-from attnmux.core.indices.topk import topk_slots as topk_slots

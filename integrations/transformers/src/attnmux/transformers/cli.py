@@ -45,7 +45,7 @@ AT_LEAST_1 = click.IntRange(min=1)
 @click.option(
     "--decoder-prompt",
     metavar="TEXT",
-    help="What the answers of an encoder-decoder model begin with, as <|en|><|transcribe|>. "
+    help="Text that an encoder-decoder model's answers begin with, such as <|en|><|transcribe|>. "
     "Default: the token that its checkpoint forces, if any.",
 )
 @click.option("--model", help="A folder or a Hugging Face hub id. Default: the shipped model.")
@@ -232,7 +232,7 @@ AT_LEAST_1 = click.IntRange(min=1)
     help="Keep a step that fails in attention, for `attnmux replay`. Needs attnmux-testing.",
 )
 @click.option(
-    "--keep-values", is_flag=True, help="Let --keep-failures keep Q, K and V too, not shapes alone."
+    "--keep-values", is_flag=True, help="Let --keep-failures keep Q, K and V too, not only shapes."
 )
 @click.option("--no-stream", is_flag=True, help="Print each text once it is complete.")
 @common_options

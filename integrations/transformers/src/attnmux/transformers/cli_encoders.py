@@ -77,7 +77,7 @@ def refuse_encoder_options(
         "--decoder-prompt": answering.decoder_prompt is not None,
     }
     for option in (option for option, is_given in given.items() if is_given):
-        got = f"{checkpoint.source}, which has a decoder alone"
+        got = f"{checkpoint.source}, which has only a decoder"
         raise InvalidInput(option, got=got, expected="an encoder-decoder model")
 
 

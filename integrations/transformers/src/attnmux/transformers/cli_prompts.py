@@ -153,7 +153,7 @@ def _from_json(name: str, line: str, value: dict[str, Any] | None) -> UserPrompt
             raise InvalidInput(f"{name}, {key}", got=f"{given!r}", expected=words)
     audio, images = value.pop("audio", None), value.pop("images", [])
     if audio is not None and ("prompt" in value or images):
-        got, expected = "a prompt or images too", "audio alone"
+        got, expected = "a prompt or images too", "only audio"
         raise InvalidInput(f"{name}, audio", got=got, expected=expected)
     prompt = value.pop("prompt", "")
     if not all(isinstance(one, str) for one in images):

@@ -81,7 +81,7 @@ def _check_images(checkpoint: Checkpoint, options: RunnerOptions) -> None:
     if not options.images:
         return
     hindrances = {
-        f"{checkpoint.source}, which reads text alone": not checkpoint.reads_images,
+        f"{checkpoint.source}, which reads only text": not checkpoint.reads_images,
         "ranks that split more than weights": not options.ranks.run_images,
         "drafts": options.draft_tokens is not None,
     }
@@ -98,10 +98,10 @@ def _check_ranks(checkpoint: Checkpoint, offers: Sequence[Offer], options: Runne
     options.ranks.check_libraries(offers)
     if options.hidden_states:
         got = f"{options.ranks.size}, with hidden states"
-        raise InvalidInput("ranks", got=got, expected="1 rank: an EAGLE head runs on one alone")
+        raise InvalidInput("ranks", got=got, expected="1 rank: an EAGLE head runs on only one")
     got = "compile" if options.compile else "an encoder-decoder model"
     if options.compile or checkpoint.config.is_encoder_decoder:
-        expected = "1 rank: layers that are compiled, and encoders, run on one alone"
+        expected = "1 rank: layers that are compiled, and encoders, run on only one"
         raise InvalidInput("ranks", got=f"{options.ranks.size}, with {got}", expected=expected)
 
 

@@ -198,7 +198,7 @@ def _ways(
     if latent is not None:
         return [latent_request(request, latent, index_topk=topk)]
     if options.ranks.head_ranks > 1:
-        expected = "1: every rank would need the picks for its own heads alone"
+        expected = "1: every rank would need only the picks for its own heads"
         raise InvalidInput("ranks", got=options.ranks.head_ranks, expected=expected)
     size = indexers.shape.block_size
     return [request.replace(origin="model", index_topk=topk, index_block_size=size)]

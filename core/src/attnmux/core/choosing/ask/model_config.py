@@ -179,7 +179,7 @@ def _unsayable(values: Mapping[str, Any], latent: bool) -> Iterator[tuple[str, s
         yield f"layer_types {unknown}", f"types of {', '.join(sorted(known))}"
     picking = [name for name in SPARSE if values.get(name)]
     if picking and not types and not latent:
-        yield f"{picking[0]} without kv_lora_rank", "sparse attention over MLA's latent alone"
+        yield f"{picking[0]} without kv_lora_rank", "sparse attention only over MLA's latent"
     differing = differing_shapes(values)
     if differing and (latent or types & PICKED_BLOCKS or not attention_layers(values)):
         expected = "one shape of latent attention, or heads and dims whose layers config.json names"

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
-from typing import Any
+from typing import Any, Literal, get_args
 
 from attnmux.core.choosing.ask.layer_group import read_groups
 from attnmux.core.choosing.common.checks import UNSET, read_flag
 from attnmux.core.errors import InvalidInput
 
 ATTENTION_KINDS = ("mha", "mla", "nsa", "dual_chunk")
-LINEAR_KINDS = ("gdn", "kda", "mamba1", "mamba2", "lightning", "conv")
+LinearKind = Literal["gdn", "kda", "mamba1", "mamba2", "lightning", "conv"]
+LINEAR_KINDS: tuple[LinearKind, ...] = get_args(LinearKind)
 KINDS = (*ATTENTION_KINDS, *LINEAR_KINDS)
 PHASES = ("extend", "decode", "verify", "draft", "encoder")
 DTYPES = (

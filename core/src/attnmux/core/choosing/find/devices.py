@@ -87,8 +87,7 @@ def detect(plugins: Plugins, *, root: Path = Path("/")) -> Detection:
                 each.entry.key: {
                     "state": state,
                     "time": now if each.entry in new else rows[each.entry.key]["time"],
-                    "platforms": [platform.to_dict() for platform in each.platforms],
-                    "failures": [failure.to_dict() for failure in each.failures],
+                    **each.to_data(),
                 }
                 for each in answers
                 if each is not None
@@ -111,12 +110,8 @@ def _kept(rows: Mapping[str, Any], entry: Entry, state: str) -> Plugin | None:
         row = rows[entry.key]
         if row["state"] != state or not 0 <= time.time() - row["time"] < FRESH_SECONDS:
             return None
-        return Plugin(
-            entry=entry,
-            platforms=tuple(map(Platform.from_dict, row["platforms"])),
-            failures=tuple(PluginFailure(**failure) for failure in row["failures"]),
-        )
-    except (KeyError, TypeError, ValueError):
+        return Plugin.of_data(entry, row)
+    except Exception:  # it is damaged
         return None
 
 

@@ -20,7 +20,7 @@ from attnmux.core.choosing.common.plain import Plain
 from attnmux.core.choosing.find.store import search_path
 from attnmux.core.choosing.machine.platform import Platform
 from attnmux.core.choosing.offer.card import BackendCard
-from attnmux.core.choosing.offer.data import from_data
+from attnmux.core.choosing.offer.data import from_data, to_data
 from attnmux.core.choosing.offer.libraries import EntryPoint, printable
 from attnmux.core.errors import InvalidInput, in_brief
 
@@ -127,6 +127,26 @@ class Plugin(NamedTuple):
     @property
     def distribution(self) -> str:
         return self.entry.distribution
+
+    def to_data(self) -> dict[str, Any]:
+        """The answers as plain data, to be kept; without the files."""
+        return {
+            "cards": to_data(self.cards),
+            "platforms": [platform.to_dict() for platform in self.platforms],
+            "probes": self.probes,
+            "failures": [failure.to_dict() for failure in self.failures],
+        }
+
+    @classmethod
+    def of_data(cls, entry: Entry, data: Mapping[str, Any]) -> Plugin:
+        """The inverse of `to_data`; raises any exception for other data."""
+        return cls(
+            entry=entry,
+            cards=from_data(data["cards"], checked=True),
+            platforms=tuple(map(Platform.from_dict, data["platforms"])),
+            probes=data["probes"],
+            failures=tuple(PluginFailure(**failure) for failure in data["failures"]),
+        )
 
 
 def examine(entries: Sequence[Entry], stages: Sequence[Stage], seconds: float) -> list[Plugin]:

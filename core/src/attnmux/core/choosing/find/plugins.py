@@ -15,7 +15,6 @@ from attnmux.core.choosing.common.checks import nearest
 from attnmux.core.choosing.find.examine import Entry, Plugin, PluginFailure, examine, failure_of
 from attnmux.core.choosing.find.store import Store
 from attnmux.core.choosing.offer.card import Offer
-from attnmux.core.choosing.offer.data import from_data, to_data
 from attnmux.core.choosing.offer.libraries import canonical, distributions, entry_points
 from attnmux.core.choosing.offer.named import KNOWN_BACKENDS
 from attnmux.core.errors import InvalidInput, PluginError
@@ -186,13 +185,7 @@ def _row(plugin: Plugin) -> dict[str, Any] | None:
     files = {name: _stamp(name) for name in plugin.files}
     if not record and not files:
         return None
-    return {
-        "record": record,
-        "files": files,
-        "cards": to_data(plugin.cards),
-        "probes": plugin.probes,
-        "failures": [failure.to_dict() for failure in plugin.failures],
-    }
+    return {"record": record, "files": files, **plugin.to_data()}
 
 
 def _kept(entry: Entry, row: dict[str, Any]) -> Plugin | None:
@@ -202,11 +195,6 @@ def _kept(entry: Entry, row: dict[str, Any]) -> Plugin | None:
             return None
         if any(_stamp(name) != stamp for name, stamp in row["files"].items()):
             return None
-        return Plugin(
-            entry=entry,
-            cards=from_data(row["cards"], checked=True),
-            probes=row["probes"],
-            failures=tuple(PluginFailure(**failure) for failure in row["failures"]),
-        )
+        return Plugin.of_data(entry, row)
     except Exception:  # it is damaged
         return None

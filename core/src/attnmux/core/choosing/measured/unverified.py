@@ -30,7 +30,7 @@ class Unverified:
 
     def __str__(self) -> str:
         address = self.offer.address
-        return f"{address} was chosen, and {self.reason}; `attnmux verify {address}` tries it"
+        return f"{address} was chosen, but {self.reason}; `attnmux verify {address}` tries it"
 
 
 def unverified(

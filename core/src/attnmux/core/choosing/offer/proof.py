@@ -199,7 +199,7 @@ def doubt(runs: Sequence[Verified], platform: Platform, phases: Sequence[str] = 
     if proven_on(runs, platform, phases).word == "hardware":
         return ""
     if not runs:
-        return "its card names no machine that it was run on"
+        return "its card names no machine that it ran on"
     what, tried = "", runs
     if proven_on(runs, platform).word == "hardware":
         doubted = [one for one in phases if proven_on(runs, platform, [one]).word != "hardware"]
@@ -209,7 +209,7 @@ def doubt(runs: Sequence[Verified], platform: Platform, phases: Sequence[str] = 
         dict.fromkeys(f"{run} ({', '.join((*run.libraries, run.date))})" for run in tried)
     )
     where = f"only on {only}" if only else "nor elsewhere"
-    return f"never run{what} on {platform.vendor}:{platform.arch}, {where}"
+    return f"it has never run{what} on {platform.vendor}:{platform.arch}, {where}"
 
 
 def _ordered(runs: Sequence[Verified], is_own: Callable[[Verified], bool]) -> Proven:

@@ -190,7 +190,7 @@ def refusal(problem: Problem, candidates: Sequence[Verdict]) -> NoBackend:
     where = platform.name or str(platform)
     if not candidates:
         line = f"pip install {VENDORS.get(platform.vendor, VENDORS['cpu']).distribution}"
-        hint = f"{line}, unless it is there and did not load or is not allowed"
+        hint = f"{line}, unless it is installed but failed to load or is not allowed"
         return NoBackend(f"no attention backend for {where}: no plugin offers one ({hint})")
     failing = [group for group in groups if not _is_served(group, candidates)]
     named = sorted({group.named for group in failing if group.named})

@@ -247,7 +247,7 @@ def _check_model(runner: DraftRunner, vocabulary_size: int) -> None:
         expected = "a max_context_len of no more tokens than they pick, or another model"
     elif runner.has_compressed_keys:
         got = "a draft model with keys of blocks of tokens, which no branch has"
-        expected = "a model whose layers see tokens alone"
+        expected = "a model whose layers see only tokens"
     if got:
         raise InvalidInput("draft", got=got, expected=expected)
 

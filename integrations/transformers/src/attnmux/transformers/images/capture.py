@@ -199,7 +199,7 @@ class ImageReader:
             raise InvalidInput(
                 "images",
                 got=f"{self._name}, in which images change the embeddings of text",
-                expected="embeddings in the places of the placeholders alone",
+                expected="embeddings only in the places of the placeholders",
             )
         return embeds[torch.tensor(places, device=embeds.device)].clone()
 

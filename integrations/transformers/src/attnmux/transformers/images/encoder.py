@@ -60,7 +60,7 @@ class VisionTower:
         or compute attention by themselves."""
         name, tower = type(model).__name__, tower_of(model)
         if tower is None:
-            raise InvalidInput("images", got=f"{name}, which reads text alone", expected="none")
+            raise InvalidInput("images", got=f"{name}, which reads only text", expected="none")
         self._tower = tower
         self._layers: list[Any] = [each for each in tower.modules() if _is_attention(each)]
         specs = {_shape_of(each) for each in self._layers}

@@ -27,7 +27,7 @@ class ImageProcessor:
         """Raises InvalidInput for a checkpoint of text alone or without files of a processor, and
         where a package that reads images is missing."""
         if not checkpoint.reads_images:
-            got = f"{checkpoint.source}, which reads text alone"
+            got = f"{checkpoint.source}, which reads only text"
             raise InvalidInput("image", got=got, expected="a model that reads images")
         _require("PIL")
         checkpoint.require_tokenizer()
@@ -44,7 +44,7 @@ class ImageProcessor:
         if getattr(self._processor, "image_processor", None) is None:
             raise InvalidInput(
                 "image",
-                got=f"{checkpoint.source}, whose processor takes text alone",
+                got=f"{checkpoint.source}, whose processor takes only text",
                 expected=f"a checkpoint with {FILES}",
             )
 

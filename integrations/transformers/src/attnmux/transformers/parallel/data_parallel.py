@@ -103,7 +103,7 @@ class TokenJoints(Joints):
         # Modules of attention find their part of a cache by this attribute
         split = {each for each in split if not hasattr(model.get_submodule(each), "layer_idx")}
         if not split:
-            got = f"{type(model).__name__}, whose tp_plan splits attention alone"
+            got = f"{type(model).__name__}, whose tp_plan splits only attention"
             expected = "a model whose other layers can be split"
             raise InvalidInput("dp_attention", got=got, expected=expected)
         return [
