@@ -185,13 +185,8 @@ def stored_rows(
 def put(buffer: torch.Tensor, slots: torch.Tensor, rows: torch.Tensor) -> None:
     """Write rows of the buffer's dtype as bytes, which torch supports for every dtype."""
     # A clone, since heads of one value have any stride in a tensor that counts as contiguous
-    rows = rows.clone(memory_format=torch.contiguous_format).view(torch.uint8)
-    held = buffer.view(torch.uint8)
-    word = torch.int64.itemsize
-    in_words = held.shape[1:].numel() % word == 0 and held.storage_offset() % word == 0
-    if in_words and held.is_contiguous():  # far fewer values to copy
-        held, rows = (each.flatten(1).view(torch.int64) for each in (held, rows))
-    held[slots] = rows
+    rows = rows.clone(memory_format=torch.contiguous_format)
+    buffer.view(torch.uint8)[slots] = rows.view(torch.uint8)
 
 
 def buffers(setup: CaseSetup, layer_id: int) -> tuple[torch.Tensor, ...]:
