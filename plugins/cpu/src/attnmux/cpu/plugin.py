@@ -242,6 +242,13 @@ TORCH_LINEAR = BackendCard(
             date="2026-11-25",
             phases=("extend", "decode"),
         ),
+        Verified(
+            on="AMD EPYC with AVX2",
+            platform="cpu:x86_64",
+            libraries=("torch 2.13.0+cpu",),
+            date="2026-11-28",
+            cases=597,
+        ),
     ),
     sources={
         "dtype": "states and products are float32, whatever the dtype of the call",
