@@ -189,7 +189,7 @@ def proven_on(runs: Sequence[Verified], platform: Platform, phases: Sequence[str
     phases: those that are asked for; the least proven of them counts.
     """
     kind = f"{platform.vendor}:{platform.arch}"
-    covering = [[run for run in runs if run.covers(phase)] for phase in phases] or [runs]
+    covering = [[run for run in runs if run.covers(phase)] for phase in phases] or [list(runs)]
     each = [_ordered(some, lambda run: run.platform == kind) for some in covering]
     return max(each, key=lambda one: PROOFS.index(one.word))
 
