@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from attnmux.core import (
     ForwardMode,
@@ -32,6 +33,7 @@ from attnmux.core import (
 from attnmux.core.choosing.machine.cpu import probe_cpu
 from attnmux.core.composites.linear_hybrid import LinearByPhase
 from attnmux.core.graph.devices import GraphStep
+from attnmux.core.kv import linear_states
 from attnmux.cpu.plugin import TORCH_LINEAR
 from attnmux.cpu.torch_linear import TorchLinearBackend
 from attnmux.testing import RecordingGraphs, decode, extend, fake_platform, verify
@@ -177,8 +179,10 @@ def test_states_after_drafts() -> None:
         LinearStatePool(**{**given, "size": 1 << 40}, draft_tokens=9)
 
 
+@pytest.mark.parametrize("copied", [1, linear_states.COPIED_BYTES])
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
-def test_accepted_states(dtype) -> None:
+def test_accepted_states(monkeypatch, dtype, copied) -> None:
+    monkeypatch.setattr(linear_states, "COPIED_BYTES", copied)
     layers = (spec(), spec(layer_id=7, conv_dims=(6,), conv_size=4))
     pool = LinearStatePool(
         size=4, layers=layers, conv_dtype=torch.float32, device="cpu", draft_tokens=3
@@ -199,6 +203,29 @@ def test_accepted_states(dtype) -> None:
     assert pool.conv(7)[1].equal(pool.draft_conv(7)[1, 3:6])
     for buffer, old in zip(pool.buffers, before, strict=True):
         assert buffer[[2, 3]].nan_to_num(7).equal(old[[2, 3]].nan_to_num(7))
+
+
+def test_layers_that_are_alike_are_copied_together() -> None:
+    def operations(count: int) -> tuple[int, int]:
+        layers = [spec(layer_id=number, conv_dims=(6, 10), conv_size=4) for number in range(count)]
+        given = {"size": 3, "layers": layers, "conv_dtype": torch.bfloat16, "device": "cpu"}
+        pool = LinearStatePool(**given, draft_tokens=3)
+        rows = torch.tensor([1, 3])
+        with Operations() as accepting:
+            pool.accept(rows, torch.tensor([2, 0]))
+        with Operations() as copying:
+            pool.copy(1, 2)
+        return accepting.count, copying.count
+
+    assert operations(12) == operations(1)
+
+
+class Operations(TorchDispatchMode):
+    count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.count += 1
+        return func(*args, **(kwargs or {}))
 
 
 def test_what_cannot_be_accepted() -> None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from typing import TypeVar
 
 import torch
 
@@ -10,6 +11,12 @@ from attnmux.core.arguments import check_positive, check_vector
 from attnmux.core.errors import InvalidInput
 from attnmux.core.kv.memory import allocate_zeroed
 from attnmux.core.linear_layer import LinearLayerSpec
+
+Key = TypeVar("Key", bound=Hashable)
+
+COPIED_BYTES = 256 << 20
+"""Of states that `accept` copies at once: layers are copied together, to take few launches, but not
+so many that the copies need much memory."""
 
 
 class LinearStatePool:
@@ -57,30 +64,47 @@ class LinearStatePool:
         self.layers = tuple(layers)
         self.device = torch.device(device)
         self.conv_dtype = conv_dtype
-        self._states: dict[int, torch.Tensor] = {}
-        self._convs: dict[tuple[int, int], torch.Tensor] = {}
-        self._draft_states: dict[int, torch.Tensor] = {}
-        self._draft_convs: dict[tuple[int, int], torch.Tensor] = {}
-        rows = 1 + size + kept_size
-        for layer in self.layers:
-            if layer.has_state:
-                state = layer.num_v_heads, layer.head_k_dim, layer.head_v_dim
-                self._states[layer.layer_id] = self._allocated(torch.float32, rows, *state)
-                if draft_tokens:
-                    drafted = self._allocated(torch.float32, 1 + size, draft_tokens, *state)
-                    self._draft_states[layer.layer_id] = drafted
-            taps = layer.conv_size - 1
-            for index, dim in enumerate(layer.conv_dims):
-                key = layer.layer_id, index
-                self._convs[key] = self._allocated(conv_dtype, rows, taps, dim)
-                if draft_tokens:
-                    line = 1 + size, taps + draft_tokens, dim
-                    self._draft_convs[key] = self._allocated(conv_dtype, *line)
+        states = {
+            layer.layer_id: (layer.num_v_heads, layer.head_k_dim, layer.head_v_dim)
+            for layer in self.layers
+            if layer.has_state
+        }
+        convs = {
+            (layer.layer_id, index): (layer.conv_size - 1, dim)
+            for layer in self.layers
+            for index, dim in enumerate(layer.conv_dims)
+        }
+        rows, d = 1 + size + kept_size, draft_tokens
+        self._states, self._state_stacks = self._stacked(
+            {key: (rows, *shape) for key, shape in states.items()}, torch.float32
+        )
+        self._convs, self._conv_stacks = self._stacked(
+            {key: (rows, *shape) for key, shape in convs.items()}, conv_dtype
+        )
+        self._draft_states, self._draft_state_stacks = self._stacked(
+            {key: (1 + size, d, *shape) for key, shape in states.items() if d}, torch.float32
+        )
+        self._draft_convs, self._draft_conv_stacks = self._stacked(
+            {key: (1 + size, taps + d, dim) for key, (taps, dim) in convs.items() if d}, conv_dtype
+        )
 
-    def _allocated(self, dtype: torch.dtype, *shape: int) -> torch.Tensor:
+    def _stacked(
+        self, shapes: Mapping[Key, tuple[int, ...]], dtype: torch.dtype
+    ) -> tuple[dict[Key, torch.Tensor], tuple[torch.Tensor, ...]]:
+        """A buffer by key, and the stacks of those that are alike, whose first dim they are."""
+        alike: dict[tuple[int, ...], list[Key]] = {}
+        for key, shape in shapes.items():
+            alike.setdefault(shape, []).append(key)
         what, hint = self.described
-        (buffer,) = allocate_zeroed([shape], dtype=dtype, device=self.device, what=what, hint=hint)
-        return buffer
+        views: dict[Key, torch.Tensor] = {}
+        stacks = []
+        for shape, keys in alike.items():
+            (stack,) = allocate_zeroed(
+                [(len(keys), *shape)], dtype=dtype, device=self.device, what=what, hint=hint
+            )
+            views |= dict(zip(keys, stack.unbind(), strict=True))
+            stacks.append(stack)
+        return {key: views[key] for key in shapes}, tuple(stacks)
 
     @property
     def described(self) -> tuple[str, str]:
@@ -160,15 +184,15 @@ class LinearStatePool:
         """
         self._check_accepted(rows, num_accepted_tokens)
         kept, last = num_accepted_tokens.long(), (num_accepted_tokens - 1).clamp(min=0)
-        for layer_id, state in self._states.items():
-            after = self._draft_states[layer_id][rows, last]
+        for states, drafted in _chunks(self._state_stacks, self._draft_state_stacks, len(rows)):
+            after = drafted[:, rows, last]
             is_kept = (kept > 0).view(-1, 1, 1, 1)
-            state.index_copy_(0, rows, torch.where(is_kept, after, state[rows]))
-        for key, conv in self._convs.items():
-            taps = torch.arange(conv.shape[1], device=self.device)
-            after = self._draft_convs[key][rows.unsqueeze(1), kept.unsqueeze(1) + taps]
+            states.index_copy_(1, rows, torch.where(is_kept, after, states[:, rows]))
+        for convs, drafted in _chunks(self._conv_stacks, self._draft_conv_stacks, len(rows)):
+            taps = torch.arange(convs.shape[2], device=self.device)
+            after = drafted[:, rows.unsqueeze(1), kept.unsqueeze(1) + taps]
             is_kept = (kept > 0).view(-1, 1, 1)
-            conv.index_copy_(0, rows, torch.where(is_kept, after, conv[rows]))
+            convs.index_copy_(1, rows, torch.where(is_kept, after, convs[:, rows]))
 
     def _check_accepted(self, rows: torch.Tensor, counts: torch.Tensor) -> None:
         if not self.draft_tokens:
@@ -191,8 +215,8 @@ class LinearStatePool:
         for name, row in (("source", source), ("target", target)):
             if not 1 <= row <= last:
                 raise InvalidInput(name, got=row, expected=f"a row from 1 to {last}")
-        for buffer in self.buffers:
-            buffer[target].copy_(buffer[source])
+        for stack in (*self._state_stacks, *self._conv_stacks):
+            stack[:, target].copy_(stack[:, source])
 
     def _found(self, buffers: dict, key: object, expected: str) -> torch.Tensor:  # type: ignore[type-arg]  # of either dict
         try:
@@ -200,3 +224,12 @@ class LinearStatePool:
         except KeyError:
             raise InvalidInput("layer_id", got=key, expected=expected) from None
         return found
+
+
+def _chunks(
+    stacks: Sequence[torch.Tensor], drafts: Sequence[torch.Tensor], num_rows: int
+) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Layers of a stack [L, rows, ...] with those after drafts, as many as are copied at once."""
+    for stack, drafted in zip(stacks, drafts, strict=True):
+        most = max(COPIED_BYTES // max(stack[0, 0].nbytes * num_rows, 1), 1)
+        yield from zip(torch.split(stack, most), torch.split(drafted, most), strict=True)
