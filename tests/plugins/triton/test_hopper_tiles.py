@@ -170,6 +170,9 @@ RUNS: dict[str, dict[str, Any]] = {
     "in call": {"new": [300, 129], "cached": [0, 0], "IN_CALL": True, "IS_CAUSAL": False},
     "three": {"new": [300, 129], "cached": [500, 0], **of_dims(64), **THREE, "HAS_LSE": True},
     "half": {"new": [40, 17], "cached": [190, 70], "PAGE": 16, "BLOCK_M": 64, "BLOCK_N": 64},
+    # From block to block by less than rows are rescaled for, and by more
+    "rising": {"new": [70, 129], "cached": [500, 0], "PAGE": 16, "HAS_LSE": True, "rise": 0.03},
+    "rising fast": {"new": [70], "cached": [500], "rise": 0.1, **of_dims(64, 32), **THREE},
 }
 
 
@@ -179,7 +182,7 @@ def run_case(changed: dict[str, Any], device: str) -> float:
 
     torch.manual_seed(0)
     variant = {**PLAIN, **changed}
-    new, cached = variant.pop("new"), variant.pop("cached")
+    new, cached, rise = variant.pop("new"), variant.pop("cached"), variant.pop("rise", 0.0)
     launch = {**LAUNCH, **{name: variant.pop(name) for name in LAUNCH if name in variant}}
     group, heads, page = variant["GROUP"], 2, variant["PAGE"]
     width, value_width = variant["D"] + variant["REAL_TAIL"], variant["REAL_DV"]
@@ -198,6 +201,13 @@ def run_case(changed: dict[str, Any], device: str) -> float:
             (rows, heads, value_width),
         )
     )
+    if rise:
+        # Logits grow by so much from key to key, the last one first, as the kernel reads them
+        q += 1
+        for request, length in enumerate(lens):
+            places = torch.arange(length, device=device)
+            slots = table[request].long()[places // page] * page + places % page
+            k[slots] += (rise * (length - places) * width**-0.5)[:, None, None].bfloat16()
     num_splits = 3 if variant["SPLIT_BLOCKS"] else 1
     out = torch.full((num_splits, tokens, heads * group, value_width), math.nan, device=device)
     out = out if num_splits > 1 else out.bfloat16()
