@@ -9,7 +9,14 @@ from typing import Any
 import pytest
 import torch
 
-from attnmux.core import BackendFailed, GraphUnsupported, InvalidInput, Platform, indices, rehearse
+from attnmux.core import (
+    BackendFailed,
+    GraphUnsupported,
+    InvalidInput,
+    Platform,
+    rehearse,
+    topk_slots,
+)
 from attnmux.emulators.nvidia.flash_mla_sparse import FlashMLA, SglKernel, sparse_prefill
 from attnmux.nvidia import nsa
 from attnmux.nvidia.cards.nsa import NSA
@@ -206,7 +213,7 @@ def test_picks_are_looked_up_by_an_offered_kernel(monkeypatch, offered) -> None:
     monkeypatch.setattr(nsa, "shared_kernel", lambda name, context: offered)
     monkeypatch.setitem(sys.modules, "flash_mla", FlashMLA)
     kernels = make(SPARSE.world(decode(3)).context).kernels
-    assert kernels.topk_slots is (offered or indices.topk_slots)
+    assert kernels.topk_slots is (offered or topk_slots)
 
 
 def test_the_emulator_s_lse() -> None:
