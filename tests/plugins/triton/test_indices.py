@@ -12,7 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import attnmux.core.indices as core
+from attnmux import core
 from attnmux.core import InvalidInput, KVView
 
 pytest.importorskip("triton")

@@ -1,4 +1,4 @@
-"""`attnmux.core.indices.topk_slots` on a device, in one launch, as every sparse layer calls it."""
+"""`attnmux.core.topk_slots` on a device, in one launch, as every sparse layer calls it."""
 
 from __future__ import annotations
 
