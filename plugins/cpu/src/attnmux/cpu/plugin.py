@@ -253,6 +253,7 @@ TORCH_LINEAR = BackendCard(
     sources={
         "dtype": "states and products are float32, whatever the dtype of the call",
         "kv_dtype": "there is no KV cache; convolution states have the dtype of the call",
+        "spec_topk": "the states of a tree's branches are not kept",
     },
     clauses=tuple(
         Clause(

@@ -230,8 +230,8 @@ TRITON_LINEAR = BackendCard(
     requires=REQUIRES,
     extra="triton",
     sources={
-        "phase": "verify has run in Triton's interpreter and is compiled for SM90 and gfx942; it "
-        "has run on no GPU",
+        "spec_topk": "the states of a tree's branches are not kept. Drafts were verified in "
+        "Triton's interpreter; these kernels compile for SM90 and gfx942 and have run on no GPU",
         "dtype": "states are float32; products of float32 calls are not rounded to TF32",
         "kv_dtype": "there is no KV cache; convolution states have the dtype of the call",
         "head_dim": "the K of a chunk is one tile",
