@@ -158,15 +158,15 @@ def _fastest(rows: Sequence[Row]) -> tuple[str, float | None]:
     return best, times.get(best)
 
 
-def parts(draw: Draw) -> tuple[Draw, Draw]:
+def parts(draw: Draw) -> list[Draw]:
     """The prompts and the decoding requests of a mixed step, as steps of their own."""
     work = draw.workload
     prompts = replace(work, decoding=0, ctx=0)
     decoding = Workload(phase="decode", batch_size=work.decoding, prefix=work.ctx - 1)
-    return tuple(  # type: ignore[return-value]  # two
+    return [
         replace(draw, request=draw.request.replace(phases=(each.phase,)), workload=each)
         for each in (prompts, decoding)
-    )
+    ]
 
 
 def chosen(only: Sequence[str], count: int, seed: int) -> Iterator[Draw]:

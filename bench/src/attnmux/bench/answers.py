@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from itertools import accumulate
 
 import torch
 
@@ -47,8 +46,7 @@ def errors_of(step: Step, out: torch.Tensor | None = None, *, layer: int = -1) -
     out: the step's own by default, which the last layer wrote. layer: index of the layer.
     """
     work, spec, batch = step.workload, step.layers[layer], step.batch
-    device, news = step.q.device, work.new_lens
-    starts = (0, *accumulate(news))
+    device, news, starts = step.q.device, work.new_lens, work.starts
     sampled_tokens = [
         (request, starts[request] + token)
         for request in sorted({0, len(news) // 2, len(news) - 1})

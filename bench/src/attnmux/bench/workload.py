@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import accumulate
 
 from attnmux.core import InvalidInput, Request
 
@@ -96,6 +97,11 @@ class Workload:
     def new_lens(self) -> tuple[int, ...]:
         """[B] new tokens of each request."""
         return (self.new,) * self.batch_size + (1,) * self.decoding
+
+    @property
+    def starts(self) -> tuple[int, ...]:
+        """[B + 1] places of each request's first new token among all, and T."""
+        return (0, *accumulate(self.new_lens))
 
     @property
     def num_tokens(self) -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -83,17 +83,30 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's o
         if func in UNINITIALISED:
             self._scribble(results)
         elif facts.writes or any(result is not None for result in kept):
-            operation = Operation(
-                method=self._method,
-                name=facts.name,
-                func=collectives.replayed(func) if facts.is_collective else func,
-                args=frozen,
-                kwargs=frozen_kwargs,
-                results=kept,
-                has_places=has_places,
-            )
-            self._tape.operations.append(operation)
+            replayed = collectives.replayed(func) if facts.is_collective else func
+            self._note(facts.name, replayed, frozen, frozen_kwargs, kept, has_places=has_places)
         return results
+
+    def _note(
+        self,
+        name: str,
+        func: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        kept: tuple[torch.Tensor | None, ...],
+        *,
+        has_places: bool,
+    ) -> None:
+        operation = Operation(
+            method=self._method,
+            name=name,
+            func=func,
+            args=args,
+            kwargs=kwargs,
+            results=kept,
+            has_places=has_places,
+        )
+        self._tape.operations.append(operation)
 
     def _freeze(self, tensor: torch.Tensor) -> torch.Tensor | Place:
         """Numbers on the host are part of a kernel's launch and stay constant."""
@@ -107,16 +120,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's o
         """Uninitialised memory of a graph's pool may hold anything."""
         if result.dtype in SCRIBBLED:
             result.fill_(torch.nan)
-            operation = Operation(
-                method=self._method,
-                name=str(aten.fill_.Scalar),
-                func=aten.fill_.Scalar,
-                args=(self._tape.freeze(result), torch.nan),
-                kwargs={},
-                results=(None,),
-                has_places=False,
-            )
-            self._tape.operations.append(operation)
+            fill, args = aten.fill_.Scalar, (self._tape.freeze(result), torch.nan)
+            self._note(str(fill), fill, args, {}, (None,), has_places=False)
 
     def _refuse(
         self,

@@ -185,14 +185,11 @@ class LinearStatePool:
         self._check_accepted(rows, num_accepted_tokens)
         kept, last = num_accepted_tokens.long(), (num_accepted_tokens - 1).clamp(min=0)
         for states, drafted in _chunks(self._state_stacks, self._draft_state_stacks, len(rows)):
-            after = drafted[:, rows, last]
-            is_kept = (kept > 0).view(-1, 1, 1, 1)
-            states.index_copy_(1, rows, torch.where(is_kept, after, states[:, rows]))
+            _put(states, rows, drafted[:, rows, last], kept > 0)
         for convs, drafted in _chunks(self._conv_stacks, self._draft_conv_stacks, len(rows)):
             taps = torch.arange(convs.shape[2], device=self.device)
             after = drafted[:, rows.unsqueeze(1), kept.unsqueeze(1) + taps]
-            is_kept = (kept > 0).view(-1, 1, 1)
-            convs.index_copy_(1, rows, torch.where(is_kept, after, convs[:, rows]))
+            _put(convs, rows, after, kept > 0)
 
     def _check_accepted(self, rows: torch.Tensor, counts: torch.Tensor) -> None:
         if not self.draft_tokens:
@@ -224,6 +221,14 @@ class LinearStatePool:
         except KeyError:
             raise InvalidInput("layer_id", got=key, expected=expected) from None
         return found
+
+
+def _put(
+    stack: torch.Tensor, rows: torch.Tensor, after: torch.Tensor, is_kept: torch.Tensor
+) -> None:
+    """Write after [L, B, ...] to the rows [B] of stack [L, rows, ...] that keep [B] a token."""
+    is_kept = is_kept.view(-1, *[1] * (stack.dim() - 2))
+    stack.index_copy_(1, rows, torch.where(is_kept, after, stack[:, rows]))
 
 
 def _chunks(

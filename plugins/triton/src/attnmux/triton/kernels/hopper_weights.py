@@ -51,7 +51,8 @@ def capped(logits, scale, cap):
 @gluon.jit
 def tanh(numbers):
     """With a relative error of at most 2^-11 (PTX ISA, "tanh"), by one instruction. With an
-    exponential and a reciprocal, which are nearer, prompts of heads of 64 take 1.3 times as long."""
+    exponential and a reciprocal, which are nearer, prompts of heads of 64 take 1.3 times as
+    long."""
     return gl.inline_asm_elementwise(
         "tanh.approx.f32 $0, $1;", "=f,f", [numbers], gl.float32, True, 1
     )
