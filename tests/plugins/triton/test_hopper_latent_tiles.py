@@ -78,7 +78,9 @@ def run_case(changed: dict[str, Any], device: str) -> float:
     lse = torch.full(out.shape[:3], math.nan, device=device)
     q_indptr = torch.tensor([0, *torch.tensor(new).cumsum(0)], dtype=torch.int32, device=device)
     plan = TilePlan(TileKey(group=group, block_m=64), torch.device(device))
-    plan.fill_for(q_indptr, batch_size, tokens)
+    plan.fill_for(
+        q_indptr, torch.tensor(cached, dtype=torch.int32, device=device), batch_size, tokens
+    )
     own = k.clone()
     keys = (own, 576, None, 0) if variant["SPLIT_BLOCKS"] else (own, 576, own[:, 512:], 576)
     given = (

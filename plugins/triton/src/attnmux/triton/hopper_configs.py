@@ -25,6 +25,14 @@ HOPPER_HIGH_TILES = replace(
     block_n=64,
     constants=FrozenMapping({"COPY_WARPS": 4, "COPY_REGISTERS": 40, "REGISTERS": 152, "HELD": 0}),
 )
+# Of queries that are held in registers, matrix instructions read half as much shared memory.
+HOPPER_HELD_TILES = replace(
+    HOPPER_TILES, constants=FrozenMapping({**HOPPER_TILES.constants, "HELD": 64})
+)
+HOPPER_HIGH_HELD_TILES = replace(
+    HOPPER_HIGH_TILES,
+    constants=FrozenMapping({"COPY_WARPS": 4, "COPY_REGISTERS": 32, "REGISTERS": 160, "HELD": 64}),
+)
 HOPPER_HALF_TILES = replace(HOPPER_TILES, block_m=64, options=FrozenMapping({"maxnreg": 168}))
 # Two programs fit an SM.
 HOPPER_NARROW_HALF_TILES = replace(HOPPER_HALF_TILES, options=FrozenMapping({"maxnreg": 128}))

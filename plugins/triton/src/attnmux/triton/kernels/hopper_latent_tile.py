@@ -270,9 +270,7 @@ def lead(start, turns, scale, tile, rooms, done, filled, passed, HELD: gl.conste
             )
         else:
             q_rope = rooms.q_rope
-        logits = warpgroup_mma(
-            q_rope, rope.permute([1, 0]), logits, use_acc=False, is_async=True
-        )
+        logits = warpgroup_mma(q_rope, rope.permute([1, 0]), logits, use_acc=False, is_async=True)
         halves = rooms.q_halves
         logits = warpgroup_mma(halves.index(0), left.permute([1, 0]), logits, is_async=True)
         mbarrier.wait(rooms.right_full.index(stage), phase)

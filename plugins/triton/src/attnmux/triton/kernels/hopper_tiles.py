@@ -209,11 +209,11 @@ def hold_queries(q_parts, HELD: gl.constexpr, kind):
     held = ()
     for part in gl.static_range(min(HELD, kind.D) // HELD_TOGETHER):
         columns = q_parts[0].slice(part * HELD_TOGETHER, HELD_TOGETHER, dim=1)
-        held = held + (pair(columns.load(layout)),)
+        held = held + (pair(columns.load(layout)),)  # noqa: RUF005  # not in Gluon
     if HELD > kind.D:
         TAIL: gl.constexpr = q_parts[1].shape[1]
         of_tail: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TAIL, 16])
-        held = held + (pair(q_parts[1].load(of_tail)),)
+        held = held + (pair(q_parts[1].load(of_tail)),)  # noqa: RUF005  # as above
     return held
 
 
