@@ -115,7 +115,8 @@ def gated_delta_rule_decode(
     count, tokens, heads, k_dim = q.shape
     assert tokens == 1, f"Decode only supports T=1, got T={tokens}"
     v_heads, v_dim = v.shape[2:]
-    assert state.shape == (count, v_heads, k_dim, v_dim)
+    expected = (count, v_heads, k_dim, v_dim)
+    assert state.shape == expected, f"Expected state shape {expected}, got {state.shape}"
     _check_recurrent(q, k, v, state, A_log, a, dt_bias, b)
     out = _output(v, output)
     decay, beta = _gates(A_log, a, dt_bias, b)
