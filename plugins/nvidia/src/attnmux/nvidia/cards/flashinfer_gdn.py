@@ -30,8 +30,7 @@ FLASHINFER_GDN = BackendCard(
     extra="flashinfer",
     verified_on=(
         Verified(
-            on="chunk_gated_delta_rule, gated_delta_rule_decode and gated_delta_rule_mtp of "
-            "flashinfer-python 0.6.13, causal_conv1d_fwd and causal_conv1d_update of "
+            on="the gated delta rule of flashinfer 0.6.13, and the convolutions of "
             "sglang-kernel 0.4.5",
             libraries=("torch 2.13.0+cpu",),
             date="2026-11-28",
@@ -40,9 +39,8 @@ FLASHINFER_GDN = BackendCard(
     sources={
         "version": "gdn_prefill_launcher.cu: SM90; kernels for SM100 are others, and not adapted",
         "runtime": 'README, "Supported CUDA Versions"',
-        "phase": "of fp16 `gated_delta_rule_decode` rounds outputs to bf16, and "
-        "`gated_delta_rule_mtp` loads bf16 alone",
-        "dtype": "`chunk_gated_delta_rule`: fp16 and bf16; states are float32",
+        "dtype": "`chunk_gated_delta_rule`: fp16 and bf16, over float32 states; of fp16 "
+        "`gated_delta_rule_decode` rounds outputs to bf16, and `gated_delta_rule_mtp` loads none",
         "kv_dtype": "there is no KV cache; convolution states have the dtype of the call",
         "head_dim": "tiles of 128: prefill_kernel_delta_rule_sm90.cuh, gdn_decode_nontranspose.py",
         "v_head_dim": "`gdn_prefill`: the dims of K and V are the same",
