@@ -2,22 +2,35 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
 
-from attnmux.core import BackendFailed, InvalidInput, LinearAttentionBackend, LinearCall
-from attnmux.emulators.candidates import CONVOLUTIONS, EMULATED, GATED, GATED_ALONE
+from attnmux.core import (
+    BackendFailed,
+    InvalidInput,
+    LinearAttentionBackend,
+    LinearCall,
+    PlainConvolutions,
+)
+from attnmux.emulators.candidates import CONVOLUTIONS, EMULATED, GATED, states_of
+from attnmux.emulators.nvidia import causal_conv1d
 from attnmux.emulators.nvidia.flashinfer import gdn as emulator
-from attnmux.nvidia.causal_convolutions import PackedRequests
+from attnmux.nvidia import flashinfer_gdn as adapter
+from attnmux.nvidia.causal_convolutions import CausalConvolutions
 from attnmux.nvidia.flashinfer_gdn import (
     FlashInferGDNBackend,
+    GDNKernels,
+    convolutions,
     decode_gates,
     draft_gates,
     make,
     normed,
 )
+from attnmux.nvidia.packed_requests import PackedRequests
 from attnmux.testing import AttentionBackendTests, decode, extend, run_case, verify
 from attnmux.testing.adapters import recorded
 from attnmux.testing.linear_cases import SHAPES, LinearCase
@@ -96,9 +109,10 @@ def test_lengths_are_taken_in_float32() -> None:
 
 def test_kernels_get_the_requests_that_have_tokens() -> None:
     kernels, calls = recorded(GATED.recurrence)
-    convolutions, convolved = recorded(CONVOLUTIONS)
+    convs, convolved = recorded(CONVOLUTIONS)
     setup = setup_of(extend((0, 3), (7, 0), (9, 2), trailing=2))
-    backend = backend_of(setup, replace(GATED, recurrence=kernels, convolutions=convolutions))
+    made = CausalConvolutions(setup.states, convs)
+    backend = backend_of(setup, GDNKernels(recurrence=kernels, convolutions=lambda _: made))
     step = prepare_linear(setup, setup.case.steps[0], host_lens=True)
     backend.init_forward_metadata(step.batch)
     call_layer(backend, step.inputs[0], step.batch)
@@ -191,14 +205,44 @@ def test_the_trial_runs_each_phase() -> None:
     assert not any(each.any() for each in rows)
 
 
-def test_without_sgl_kernel_plain_operations_convolve() -> None:
-    def missing() -> None:
-        raise ModuleNotFoundError("No module named 'sgl_kernel'")
+@pytest.fixture
+def modules(monkeypatch) -> dict[str, object]:
+    """What `import_module` finds by name; sgl_kernel is not installed."""
+    found: dict[str, object] = {"sgl_kernel": None}
+    for name, module in found.items():
+        monkeypatch.setitem(sys.modules, name, module)
+    monkeypatch.setattr(adapter, "shared_kernel", lambda name, context: found.get(name))
+    return found
 
-    providers = {"both": missing, "flashinfer": lambda: GATED_ALONE}
-    setup = setup_of(decode(4))
-    made = replace(make, providers=providers)(setup.context, {})
-    assert made._convolutions._kernels is None
+
+def test_a_plugin_s_convolutions_come_first(modules, monkeypatch) -> None:
+    context = setup_of(decode(4)).context
+    modules["short_convolutions"] = offered = PlainConvolutions(states_of(context))
+    monkeypatch.setitem(sys.modules, "sgl_kernel", causal_conv1d)
+    assert convolutions(context) is offered
+
+
+def test_convolutions_of_sgl_kernel(modules, monkeypatch) -> None:
+    context = setup_of(decode(4), extend((0, 3)), verify(2, 4)).context
+    monkeypatch.setitem(sys.modules, "sgl_kernel", causal_conv1d)
+    made = convolutions(context)
+    assert isinstance(made, CausalConvolutions)
+    assert made.states is context.linear_states
+
+
+def test_without_either_plain_operations_convolve(modules) -> None:
+    assert type(convolutions(setup_of(decode(4)).context)) is PlainConvolutions
+
+
+def test_a_damaged_sgl_kernel_is_a_warning(modules, monkeypatch) -> None:
+    def failing(*_: object) -> None:
+        raise RuntimeError("no kernel image is available for this device")
+
+    broken = SimpleNamespace(causal_conv1d_fwd=failing, causal_conv1d_update=failing)
+    monkeypatch.setitem(sys.modules, "sgl_kernel", broken)
+    with pytest.warns(UserWarning, match="plain operations: .*no kernel image"):
+        made = convolutions(setup_of(decode(4)).context)
+    assert type(made) is PlainConvolutions
 
 
 def test_a_library_that_does_not_run_is_a_reason() -> None:

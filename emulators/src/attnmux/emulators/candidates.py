@@ -17,6 +17,8 @@ from attnmux.core import (
     BackendContext,
     InvalidInput,
     KernelLibrary,
+    LinearStatePool,
+    PlainConvolutions,
     Platform,
     imported,
     one_of,
@@ -44,7 +46,7 @@ from attnmux.nvidia.cards.flashinfer_mla import FLASHINFER_MLA
 from attnmux.nvidia.cards.flashmla import FLASHMLA
 from attnmux.nvidia.cards.trtllm_mha import TRTLLM_MHA
 from attnmux.nvidia.cards.trtllm_mla import TRTLLM_MLA
-from attnmux.nvidia.causal_convolutions import ConvKernels
+from attnmux.nvidia.causal_convolutions import CausalConvolutions, ConvKernels
 from attnmux.nvidia.cutlass_mla import CutlassMLAKernels
 from attnmux.nvidia.cutlass_mla import make as cutlass
 from attnmux.nvidia.fa3 import make as fa3
@@ -180,6 +182,13 @@ def _cute(arch: int) -> FA4Kernels:
     return FA4Kernels(flash_attn_varlen_func=FlashAttnCute(arch=arch).flash_attn_varlen_func)
 
 
+def states_of(context: BackendContext) -> LinearStatePool:
+    """Raises InvalidInput for a context without linear layers."""
+    if context.linear_states is None:
+        raise InvalidInput("context.linear_states", got=None, expected="a LinearStatePool")
+    return context.linear_states
+
+
 SGL_FLASH_ATTN = imported(FA3Kernels, f"{NVIDIA}.sgl_flash_attn")
 WRAPPERS = imported(FlashInferKernels, f"{NVIDIA}.flashinfer")
 LATENT_WRAPPERS = imported(FlashInferMLAKernels, f"{NVIDIA}.flashinfer")
@@ -192,8 +201,13 @@ GENERATED_LATENT = imported(TRTLLMMLAKernels, f"{NVIDIA}.flashinfer.trtllm_mla")
 CUTLASS = imported(CutlassMLAKernels, f"{NVIDIA}.cutlass_mla")
 RECURRENCE = imported(RecurrenceKernels, f"{NVIDIA}.flashinfer.gdn")
 CONVOLUTIONS = imported(ConvKernels, f"{NVIDIA}.causal_conv1d")
-GATED = GDNKernels(recurrence=RECURRENCE, convolutions=CONVOLUTIONS)
-GATED_ALONE = GDNKernels(recurrence=RECURRENCE, convolutions=None)
+GATED = GDNKernels(
+    recurrence=RECURRENCE,
+    convolutions=lambda context: CausalConvolutions(states_of(context), CONVOLUTIONS),
+)
+GATED_ALONE = GDNKernels(
+    recurrence=RECURRENCE, convolutions=lambda context: PlainConvolutions(states_of(context))
+)
 FLASH_MLA, OF_SGL_KERNEL = from_flash_mla(flash_mla), from_sgl_kernel(sgl_kernel)
 
 EMULATED: Mapping[str, Emulation] = MappingProxyType(

@@ -23,6 +23,7 @@ transposes them where the kernel wants it.
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -33,15 +34,24 @@ import torch
 from attnmux.core import (
     ALIGNMENT,
     L2_EPS,
+    BackendFailed,
     InvalidInput,
     KernelLibrary,
     LinearAttentionBackend,
+    NewTokens,
+    PlainConvolutions,
+    ShortConvolutions,
     imported,
+    in_brief,
     is_writable,
     read_states,
+    rehearse_convolutions,
     rehearse_linear,
+    shared_kernel,
+    trying,
 )
-from attnmux.nvidia.causal_convolutions import CausalConvolutions, ConvKernels, PackedRequests
+from attnmux.nvidia.causal_convolutions import CausalConvolutions, ConvKernels
+from attnmux.nvidia.packed_requests import PackedRequests
 
 if TYPE_CHECKING:
     from attnmux.core import (
@@ -76,11 +86,10 @@ class RecurrenceKernels:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GDNKernels:
-    """The kernels of a layer."""
+    """What a layer runs on."""
 
     recurrence: RecurrenceKernels
-    convolutions: ConvKernels | None
-    """None: plain operations serve."""
+    convolutions: Callable[[BackendContext], ShortConvolutions]
 
 
 class FlashInferGDNBackend(LinearAttentionBackend):
@@ -101,7 +110,7 @@ class FlashInferGDNBackend(LinearAttentionBackend):
                     f"linear layer {layer.layer_id}", got=got, expected=f"{DIM} of K and of V"
                 )
         self.kernels = kernels.recurrence
-        self._convolutions = CausalConvolutions(self.states, kernels.convolutions)
+        self._convolutions = kernels.convolutions(context)
         heads = max((layer.num_v_heads for layer in layers), default=1)
         gates = partial(torch.full, (heads,), dtype=torch.float32, device=context.device)
         self._flat, self._steep = gates(fill_value=0.0), gates(-STEEPNESS * math.log(2))
@@ -111,7 +120,8 @@ class FlashInferGDNBackend(LinearAttentionBackend):
     ) -> None:
         mode = batch.forward_mode
         if mode.is_extend() and not mode.is_target_verify():
-            self._step = PackedRequests.of(batch)
+            self._step = PackedRequests.of(NewTokens.of(batch))
+            self._convolutions.prepare(batch)
 
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
         """Nothing to allocate: a captured step's tensors belong to its graph."""
@@ -194,8 +204,7 @@ class FlashInferGDNBackend(LinearAttentionBackend):
         step.finish(pool, rows, before, states)
 
     def forward_conv(self, call: ConvCall, batch: ForwardBatch) -> None:
-        is_decode = batch.forward_mode.is_decode()
-        self._convolutions.run(call, batch, None if is_decode else self._step)
+        self._convolutions.run(call, batch)
 
     def verify_conv(self, call: ConvCall, batch: ForwardBatch) -> None:
         self._convolutions.verify(call, batch)
@@ -258,26 +267,37 @@ def _put(call: LinearCall, out: torch.Tensor) -> None:
         call.out.copy_(out.view(call.out.shape))
 
 
-RECURRENCE = partial(imported, RecurrenceKernels, "flashinfer.gdn_prefill", "flashinfer.gdn_decode")
+def convolutions(context: BackendContext) -> ShortConvolutions:
+    """Those that a plugin offers for the device, attnmux-triton's; else sgl_kernel's, which want
+    tokens transposed; else plain ones.
+
+    Warns where sgl_kernel is installed and does not run.
+    """
+    shared: ShortConvolutions | None = shared_kernel("short_convolutions", context)
+    if shared is not None:
+        return shared
+    try:
+        kernels = imported(ConvKernels, "sgl_kernel")
+        with trying("sgl_kernel", context.device):
+            return rehearse_convolutions(partial(CausalConvolutions, kernels=kernels), context)
+    except ModuleNotFoundError:
+        pass
+    except (ImportError, OSError, AttributeError, BackendFailed) as error:
+        warnings.warn(f"convolutions are plain operations: {in_brief(error)}", stacklevel=2)
+    assert context.linear_states is not None  # the backend has checked it
+    return PlainConvolutions(context.linear_states)
 
 
-def with_convolutions() -> GDNKernels:
+def of_flashinfer() -> GDNKernels:
     """Raises ImportError and AttributeError as `imported` does."""
-    return GDNKernels(recurrence=RECURRENCE(), convolutions=imported(ConvKernels, "sgl_kernel"))
-
-
-def without_convolutions() -> GDNKernels:
-    """Raises as `with_convolutions` does."""
-    return GDNKernels(recurrence=RECURRENCE(), convolutions=None)
+    modules = "flashinfer.gdn_prefill", "flashinfer.gdn_decode"
+    return GDNKernels(recurrence=imported(RecurrenceKernels, *modules), convolutions=convolutions)
 
 
 make = KernelLibrary(
     address="nvidia/flashinfer_gdn",
     backend=FlashInferGDNBackend,
-    providers={
-        "flashinfer and sgl_kernel": with_convolutions,
-        "flashinfer": without_convolutions,
-    },
+    providers={"flashinfer": of_flashinfer},
     trial=partial(rehearse_linear, kind="gdn"),
     hint="flashinfer compiles its kernels on first use, with nvcc and ninja",
 )

@@ -76,7 +76,8 @@ def chunk_gated_delta_rule(
         if each is not None:
             _check(each.dtype == torch.float32 and each.shape == states, "state")
     for tensor in (q, k, v, out, decay, beta, after, initial_state):
-        _check(tensor is None or _is_dense(tensor), "must be contiguous")
+        is_loadable = tensor is None or (tensor.is_contiguous() and tensor.data_ptr() % 16 == 0)
+        _check(is_loadable, "must be contiguous")
     bounds = cu_seqlens.tolist()
     _check(bounds[0] == 0 and bounds[-1] <= total, "illegal memory access")
     decay = decay.clamp(min=LEAST_DECAY)
