@@ -25,11 +25,9 @@ from attnmux.nvidia.flashinfer_gdn import (
     FlashInferGDNBackend,
     GDNKernels,
     convolutions,
-    decode_gates,
-    draft_gates,
     make,
-    normed,
 )
+from attnmux.nvidia.gdn_inputs import STEEP, decode_gates, draft_gates, normed
 from attnmux.nvidia.packed_requests import PackedRequests
 from attnmux.testing import AttentionBackendTests, decode, extend, run_case, verify
 from attnmux.testing.adapters import recorded
@@ -83,7 +81,7 @@ def test_gates_are_those_of_the_call(which) -> None:
     g = -torch.cat([torch.zeros(1), torch.logspace(-9, 2.4, 400)])
     beta = torch.linspace(0, 1, len(g))
     a, b = which(gates(g, beta))
-    steep = torch.tensor([-24 * torch.log(torch.tensor(2.0))])
+    steep = torch.tensor([STEEP])
     flat = torch.zeros(1)
     decay, found = emulator._gates(steep if which is decode_gates else flat, a, flat, b)
     torch.testing.assert_close(decay.squeeze(1), g.exp(), atol=4e-7, rtol=0)

@@ -40,7 +40,7 @@ FLASHINFER_GDN = BackendCard(
         "version": "gdn_prefill_launcher.cu: SM90; kernels for SM100 are others, and not adapted",
         "runtime": 'README, "Supported CUDA Versions"',
         "dtype": "`chunk_gated_delta_rule`: fp16 and bf16, over float32 states; of fp16 "
-        "`gated_delta_rule_decode` rounds outputs to bf16, and `gated_delta_rule_mtp` loads none",
+        "`gated_delta_rule_decode` rounds outputs to bf16, `gated_delta_rule_mtp` q and k too",
         "kv_dtype": "there is no KV cache; convolution states have the dtype of the call",
         "head_dim": "tiles of 128: prefill_kernel_delta_rule_sm90.cuh, gdn_decode_nontranspose.py",
         "v_head_dim": "`gdn_prefill`: the dims of K and V are the same",
