@@ -16,7 +16,7 @@ from attnmux.core import (
     LinearCall,
     PlainConvolutions,
 )
-from attnmux.emulators.candidates import CONVOLUTIONS, EMULATED, GATED, states_of
+from attnmux.emulators.candidates import CONVOLUTIONS, EMULATED_LINEAR, GATED, states_of
 from attnmux.emulators.nvidia import causal_conv1d
 from attnmux.emulators.nvidia.flashinfer import gdn as emulator
 from attnmux.nvidia import flashinfer_gdn as adapter
@@ -35,8 +35,8 @@ from attnmux.testing.linear_cases import SHAPES, LinearCase
 from attnmux.testing.linear_execution import call_layer
 from attnmux.testing.linear_setup import LinearSetup, make_linear_setup, prepare_linear
 
-CANDIDATE = EMULATED["flashinfer_gdn"].make()
-ALONE = EMULATED["flashinfer_gdn-alone"].make()
+CANDIDATE = EMULATED_LINEAR["flashinfer_gdn"].make()
+ALONE = EMULATED_LINEAR["flashinfer_gdn-alone"].make()
 
 
 class TestFlashInferGDNEmulated(AttentionBackendTests):

@@ -44,6 +44,7 @@ from attnmux.nvidia.cards.flashinfer import FLASHINFER
 from attnmux.nvidia.cards.flashinfer_gdn import FLASHINFER_GDN
 from attnmux.nvidia.cards.flashinfer_mla import FLASHINFER_MLA
 from attnmux.nvidia.cards.flashmla import FLASHMLA
+from attnmux.nvidia.cards.sgl_conv import SGL_CONV
 from attnmux.nvidia.cards.trtllm_mha import TRTLLM_MHA
 from attnmux.nvidia.cards.trtllm_mla import TRTLLM_MLA
 from attnmux.nvidia.causal_convolutions import CausalConvolutions, ConvKernels
@@ -62,6 +63,7 @@ from attnmux.nvidia.flashinfer_mla.backend import make as latent
 from attnmux.nvidia.flashinfer_mla.planning import FlashInferMLAKernels
 from attnmux.nvidia.flashmla import from_flash_mla, from_sgl_kernel
 from attnmux.nvidia.flashmla import make as flashmla
+from attnmux.nvidia.sgl_conv import make as sgl_conv
 from attnmux.nvidia.trtllm_mha import TRTLLMMHAKernels
 from attnmux.nvidia.trtllm_mha import make as trtllm_mha
 from attnmux.nvidia.trtllm_mla import TRTLLMMLAKernels
@@ -220,8 +222,6 @@ EMULATED: Mapping[str, Emulation] = MappingProxyType(
         "fa4": _adapted(BLACKWELL, FA4, fa4, _cute(100), 16, 128),
         "fa4-hopper": _adapted(HOPPER, FA4, fa4, _cute(90), 128),
         "flashinfer": _adapted(HOPPER, FLASHINFER, flashinfer, WRAPPERS, 1, 16),
-        "flashinfer_gdn": _adapted(HOPPER, FLASHINFER_GDN, gdn, GATED),
-        "flashinfer_gdn-alone": _adapted(HOPPER, FLASHINFER_GDN, gdn, GATED_ALONE),
         "flashinfer_mla": _adapted(HOPPER, FLASHINFER_MLA, latent, LATENT_WRAPPERS, 1, 64),
         "flashmla": _adapted(HOPPER, FLASHMLA, flashmla, OF_SGL_KERNEL, 64),
         "flashmla-own": _adapted(HOPPER, FLASHMLA, flashmla, FLASH_MLA, 64),
@@ -236,4 +236,13 @@ EMULATED: Mapping[str, Emulation] = MappingProxyType(
         "vllm_xpu": Emulation(make=_vllm_xpu, page_sizes=(64,)),
     }
 )
-"""By the name of the card. After a dash: the card with another emulator."""
+"""Of attention, by the name of the card. After a dash: the card with another emulator."""
+
+EMULATED_LINEAR: Mapping[str, Emulation] = MappingProxyType(
+    {
+        "flashinfer_gdn": _adapted(HOPPER, FLASHINFER_GDN, gdn, GATED),
+        "flashinfer_gdn-alone": _adapted(HOPPER, FLASHINFER_GDN, gdn, GATED_ALONE),
+        "sgl_conv": _adapted(HOPPER, SGL_CONV, sgl_conv, CONVOLUTIONS),
+    }
+)
+"""Of linear layers, named in the same way."""
