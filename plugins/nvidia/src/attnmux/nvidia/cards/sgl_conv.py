@@ -12,9 +12,11 @@ SGL_CONV = BackendCard(
     extra="fa3",
     verified_on=(
         Verified(
-            on="the convolutions of sglang-kernel 0.4.5",
-            libraries=("torch 2.13.0+cpu",),
+            on="NVIDIA H200",
+            platform="nvidia:sm90",
+            libraries=("torch 2.11.0+cu130", "sglang-kernel 0.4.5"),
             date="2026-11-28",
+            cases=54,
         ),
     ),
     sources={
@@ -40,6 +42,10 @@ SGL_CONV = BackendCard(
         for dtype in ("bfloat16", "float16", "float32")
     ),
     priors=(
-        Prior(rank=60, source="not measured: tokens of a prompt are transposed, there and back"),
+        Prior(
+            rank=60,
+            source="2.1 to 3.9 times as long as triton_linear on an H200: tokens of a prompt are "
+            "transposed, there and back",
+        ),
     ),
 )
