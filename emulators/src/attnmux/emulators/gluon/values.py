@@ -102,7 +102,8 @@ def exact(value: Any) -> torch.Tensor | None:
     factors = value.factors if isinstance(value, Value) else None
     if factors is None:
         return None
-    return operator.mul(*(torch.as_tensor(each, dtype=torch.float64) for each in factors))
+    first, second = (torch.as_tensor(each, dtype=torch.float64) for each in factors)
+    return first * second
 
 
 def truncating(function: Callable[..., torch.Tensor], mode: str | None) -> Any:
