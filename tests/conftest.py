@@ -25,6 +25,10 @@ os.environ.setdefault("TRITON_INTERPRET", "1")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 # And inductor, which would start processes that import torch, to compile kernels of GPUs
 os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
+# And glibc in workers and children: memory that a test frees serves the next, which would fault
+# each page in again. That took a tenth of the time
+os.environ.setdefault("MALLOC_MMAP_THRESHOLD_", str(1 << 28))
+os.environ.setdefault("MALLOC_TRIM_THRESHOLD_", str(1 << 28))
 # transformers compiles more patterns for its checkpoints than `re` keeps
 re._MAXCACHE = 8192
 
@@ -92,6 +96,7 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "full: near to a case that always runs; needs --full")
     config.addinivalue_line("markers", "share(n): run one case in n without --full")
     config.addinivalue_line("markers", "one_of(parameter): run at one of its values without --full")
+    config.addinivalue_line("markers", "near(n): run one case in n of a suite, and those of pages")
     with suppress(ImportError):  # engines' own environments have none
         from hypothesis import settings  # noqa: PLC0415  # as above
 
@@ -102,7 +107,8 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Without `--full`, run each case of a suite at one page size, which its name decides, cases
-    that differ by a number without graphs alone, and no joined ones."""
+    that differ by a number without graphs alone, and no joined ones. A suite that is `near` another
+    runs a share of its cases: the same adapter runs all of them elsewhere."""
     if config.getoption("full"):
         return
     values: defaultdict[str, set[int | str]] = defaultdict(set)
@@ -122,6 +128,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             others.append((item, name, value))
         found = PAGED.fullmatch(item.nodeid)
         in_graph = found and found[4] == "-graph]"
+        if found and found[2] not in EVERY_PAGE_SIZE and (mark := item.get_closest_marker("near")):
+            left_out.update([item] if crc32(found[2].encode()) % mark.args[0] else [])
         if found and (JOINED.search(found[2]) or (in_graph and NOT_OF_GRAPHS.search(found[2]))):
             left_out.add(item)
         elif found and (in_graph or found[2] not in EVERY_PAGE_SIZE):

@@ -146,8 +146,9 @@ def test_a_request_with_nan_leaves_nothing_to_others(tiny, run_on, backend, alon
         assert all(buffer.isfinite().all() for buffer in pool.get_kv_buffer(layer.layer_id))
 
 
-def test_soak(tiny, run_on, monkeypatch, alone):
-    """300 arrivals and aborts at random; what ends has said what it says alone."""
+def test_soak(tiny, run_on, monkeypatch, alone, full):
+    """Arrivals and aborts at random; what ends has said what it says alone."""
+    num = 300 if full else 120
     monkeypatch.setattr(scheduler, "GROWTH", 1)
     rng = random.Random(12)
     model, folder = tiny("llama")
@@ -157,8 +158,8 @@ def test_soak(tiny, run_on, monkeypatch, alone):
     engine = Engine(runner, prefill_tokens=13)
     live = {}
     finished = events = 0
-    while events < 300 or live:
-        kind = rng.random() if events < 300 else 1
+    while events < num or live:
+        kind = rng.random() if events < num else 1
         if kind < 0.3 and len(live) < 9:
             index, num = rng.randrange(len(prompts)), rng.randrange(6, 13)
             live[engine.add(prompts[index], max_new_tokens=num)] = index, num
@@ -178,7 +179,7 @@ def test_soak(tiny, run_on, monkeypatch, alone):
         assert memory.free + memory.cached + memory.held == runner.steps.allocator.size
     engine.clear_cache()
     assert (engine.memory.held, engine.memory.cached) == (0, 0)
-    assert min(finished, engine.stats.retractions, engine.stats.evicted_tokens) > 10
+    assert min(finished, engine.stats.retractions, engine.stats.evicted_tokens) > num // 30
 
 
 def test_samples_are_those_of_each_prompt_alone(tiny, run_on):

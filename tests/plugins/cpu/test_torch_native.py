@@ -49,6 +49,7 @@ class TestTorchNative(AttentionBackendTests):
     device = "cpu"
 
 
+@pytest.mark.near(3)
 class TestSmallTiles(AttentionBackendTests):
     backend = SMALL_TILES
     page_sizes = (16,)

@@ -72,6 +72,7 @@ CANDIDATES = {
 """On devices of few processors, whose partial results take little memory."""
 
 
+@pytest.mark.near(3)
 class TestOnHopper(AttentionBackendTests):
     backend = CANDIDATES["sm90"]
     page_sizes = (16,)
@@ -82,6 +83,7 @@ class TestOnDatacenterBlackwell(AttentionBackendTests):
     page_sizes = (128,)
 
 
+@pytest.mark.near(3)
 class TestOnDesktopBlackwell(AttentionBackendTests):
     backend = CANDIDATES["sm120"]
     page_sizes = (64,)

@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -15,27 +16,39 @@ triton = pytest.importorskip("triton")
 Script = Callable[..., list[dict[str, Any]]]
 
 
+Server = subprocess.Popen[str]
+
+
 @pytest.fixture(scope="session")
-def compiled_kernels(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder where scripts find what others have compiled."""
-    return tmp_path_factory.mktemp("compiled")
+def script_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """A process with the compiler, which has imported what scripts import. Each script finds what
+    others have compiled."""
+    folder = str(tmp_path_factory.mktemp("compiled"))
+    server = subprocess.Popen(
+        [sys.executable, "-W", "ignore", str(Path(__file__).with_name("script_server.py"))],
+        env={**os.environ, "TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": folder},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    with server:  # which ends when its input does
+        yield server
 
 
 @pytest.fixture
-def script(request: pytest.FixtureRequest, compiled_kernels: Path) -> Script:
+def script(request: pytest.FixtureRequest, script_server: Server) -> Script:
     """Runs the test's own file as a script with the compiler, and returns the JSON lines that it
     prints: the interpreter and the compiler cannot share a process."""
 
     def run(*arguments: str) -> list[dict[str, Any]]:
-        done = subprocess.run(
-            [sys.executable, "-W", "ignore", str(request.path), *arguments],
-            env={**os.environ, "TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(compiled_kernels)},
-            capture_output=True,
-            text=True,
-            timeout=600,
-        )
-        assert done.returncode == 0, done.stderr[-4000:]
-        return [json.loads(line) for line in done.stdout.splitlines()]
+        assert script_server.stdin is not None
+        assert script_server.stdout is not None
+        with tempfile.NamedTemporaryFile() as out, tempfile.NamedTemporaryFile() as errors:
+            asked = {"argv": [str(request.path), *arguments], "files": [out.name, errors.name]}
+            print(json.dumps(asked), file=script_server.stdin, flush=True)
+            status = script_server.stdout.readline().strip()
+            assert status == "0", f"{status}: {Path(errors.name).read_text()[-4000:]}"
+            return [json.loads(line) for line in Path(out.name).read_text().splitlines()]
 
     return run
 

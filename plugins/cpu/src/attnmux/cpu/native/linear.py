@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -23,7 +24,7 @@ ROWS = {
 }
 NO_ROWS = range(0)
 UNIT = 16
-"""Values of a row that the kernel reads at a time."""
+"""Values of a row that the kernel reads at a time: two vectors of AVX2."""
 
 
 def make_linear(context: BackendContext) -> NativeLinear | None:
@@ -44,10 +45,13 @@ def make_linear(context: BackendContext) -> NativeLinear | None:
 
 
 class NativeLinear:
-    """A `LinearKernel`."""
+    """A `LinearKernel` without AVX-512, whose kernels write after the end of rows that are not
+    multiples of 32 values."""
 
     def __init__(self, context: BackendContext) -> None:
-        self._multiply = load_linear(context.platform)
+        platform = context.platform
+        usable = platform.features & {*AVX2.features, "cxx_compiler"}
+        self._multiply = load_linear(replace(platform, features=usable))
 
     def rows(self, weight: torch.Tensor) -> range:
         """The numbers of rows that the kernel multiplies by a weight [N, K] faster than torch."""
