@@ -34,10 +34,6 @@ class Prompt:
     encoder_states: torch.Tensor | None = None
     """For an encoder-decoder model, from `ModelRunner.encode`; `token_ids` are the decoder's."""
 
-    @property
-    def encoder_len(self) -> int:
-        return 0 if self.encoder_states is None else self.encoder_states.shape[0]
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Timings:
@@ -110,7 +106,7 @@ def run_prompts(
         engine.check(
             prompt.token_ids,
             prompt.max_new_tokens,
-            encoder_len=prompt.encoder_len,
+            encoder_states=prompt.encoder_states,
             images=prompt.images,
             name=f"prompt {index + 1}",
         )

@@ -130,14 +130,19 @@ class Engine:
         max_new_tokens: int,
         *,
         encoder_len: int = 0,
+        encoder_states: torch.Tensor | None = None,
         images: PromptImages | None = None,
         name: str = "token_ids",
     ) -> None:
         """Refuse a request that can never run.
 
+        encoder_len: of an encoder-decoder model's request whose states are not there yet.
         Raises InvalidInput for a prompt that the model cannot read, and PoolExhausted for one that
         does not fit into the pool even when it is alone there.
         """
+        if encoder_states is not None:
+            self.runner.steps.check_encoder_states(encoder_states)
+            encoder_len = encoder_states.shape[0]
         check_request(
             name,
             read_ids(name, token_ids),
@@ -172,8 +177,8 @@ class Engine:
         Raises as `check` does, and InvalidInput for on_text without a tokenizer.
         """
         token_ids = read_ids("token_ids", token_ids)
+        self.check(token_ids, max_new_tokens, encoder_states=encoder_states, images=images)
         state = SequenceState(token_ids=token_ids[:], encoder_states=encoder_states, images=images)
-        self.check(token_ids, max_new_tokens, encoder_len=state.encoder_len, images=images)
         if on_text is not None and self.tokenizer is None:
             raise InvalidInput("on_text", got="no tokenizer", expected="an engine with one")
         context = self.runner.steps.max_context_len

@@ -159,6 +159,8 @@ class ImageReader:
                 self._model(**given, use_cache=False)
         except _Stopped:
             pass
+        except torch.OutOfMemoryError:
+            raise
         except (ValueError, RuntimeError, TypeError, IndexError, StopIteration) as error:
             raise InvalidInput(
                 "images",
