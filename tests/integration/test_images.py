@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -13,6 +15,7 @@ from attnmux.transformers import (
     NgramProposer,
     Prompt,
     RunnerOptions,
+    SequenceState,
     load_runner,
     open_checkpoint,
     run_prompts,
@@ -374,3 +377,23 @@ def test_images_of_another_prompt_and_drafts_are_refused(tiny, run_on):
     with pytest.raises(InvalidInput, match="drafts"):
         runner_of(run_on, folder, draft_tokens=3)
     assert not engine.has_work
+
+
+def test_images_that_no_step_would_read_are_refused(tiny, run_on):
+    """Without `images=True` a step reads the ids of placeholders, which say nothing."""
+    _, folder = tiny("llava")
+    runner = runner_of(run_on, folder)
+    pictures = Pictures("llava")
+    inputs = pictures.prompt([1], pictures.image(), [2])
+    images = runner.read_images(inputs)
+    narrow = replace(images, embeds=images.embeds[:, :-1])
+    for one, given, said in (
+        (run_on(folder), images, "without images=True"),
+        (runner, narrow, "31 dims"),
+        (runner, inputs, "got a dict"),
+    ):
+        engine = Engine(one)
+        with pytest.raises(InvalidInput, match=said):
+            engine.add(images.token_ids, max_new_tokens=2, images=given)
+        with pytest.raises(InvalidInput, match=said):
+            one.extend([SequenceState(token_ids=[*images.token_ids], images=given)])

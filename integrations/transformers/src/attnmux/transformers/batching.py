@@ -140,6 +140,7 @@ class StepBuilder(RequestMemory):
         longest = self.max_context_len
         for state, count in zip(states, counts, strict=True):
             self.check_encoder_states(state.encoder_states)
+            self.check_images(state.images)
             if not 1 <= count <= state.num_pending:
                 raise InvalidInput(
                     "num_new", got=count, expected=f"1 to {state.num_pending} pending tokens"

@@ -112,6 +112,7 @@ class ModelOnBackend:
             max_step_tokens=fixed_row_len(self.model.config),
             max_encoder_len=capacity.max_encoder_len,
             encoder_like=self._encoder_like,
+            image_width=0 if self.images is None else self.images.width,
             state_tree=memory.state_tree,
             linear_states=memory.linear_states,
             hidden=memory.hidden,

@@ -140,6 +140,7 @@ class Engine:
         Raises InvalidInput for a prompt that the model cannot read, and PoolExhausted for one that
         does not fit into the pool even when it is alone there.
         """
+        self.runner.steps.check_images(images)
         if encoder_states is not None:
             self.runner.steps.check_encoder_states(encoder_states)
             encoder_len = encoder_states.shape[0]

@@ -71,6 +71,9 @@ class ImageReader:
             )
         self.token_id = token_id
         """Of the placeholders."""
+        table: Any = model.get_input_embeddings()
+        self.width = int(table.weight.shape[1])
+        """Of the input embeddings."""
         self.has_spans = bool(self._probe_spans())
         """Whether tokens of an image see each other, which needs custom masks."""
 

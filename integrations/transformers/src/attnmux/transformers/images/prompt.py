@@ -102,6 +102,24 @@ def _digest(tensors: Iterable[torch.Tensor]) -> int:
     return -1 - int.from_bytes(digest.digest(), "big")
 
 
+def check_images(images: object, width: int) -> None:
+    """Raise InvalidInput for images that a step of the model could not read.
+
+    width: of its input embeddings; 0 for a runner that reads no images.
+    """
+    if images is None:
+        return
+    if not isinstance(images, PromptImages):
+        got, expected = f"a {type(images).__name__}", "what `ModelRunner.read_images` returns"
+    elif not width:
+        got, expected = "some", "none: the runner was made without images=True"
+    elif images.embeds.shape[1] != width:
+        got, expected = f"embeddings of {images.embeds.shape[1]} dims", f"{width}, of this model"
+    else:
+        return
+    raise InvalidInput("images", got=got, expected=expected)
+
+
 def check_prompt_images(
     token_ids: Sequence[int], images: PromptImages, prefill_tokens: int
 ) -> None:
