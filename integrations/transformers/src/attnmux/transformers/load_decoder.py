@@ -24,6 +24,7 @@ from attnmux.transformers.checkpoint import Checkpoint
 from attnmux.transformers.compressors import Compressors, bound_compressors
 from attnmux.transformers.decision import decide_first, stated_ways, without
 from attnmux.transformers.dual_chunks import WITHOUT, DualChunks
+from attnmux.transformers.hidden_states import noting_states
 from attnmux.transformers.images.capture import ImageReader
 from attnmux.transformers.indexers import Indexers, bound_indexers
 from attnmux.transformers.layers import record_layers
@@ -66,7 +67,8 @@ def load_decoder(
         mixer.bind()
     indexers = bound_indexers(model)
     compressors = bound_compressors(model)
-    layers = record_layers(model, max_context_len=options.max_context_len, mixers=mixers)
+    with noting_states(model, options.hidden_layers if options.hidden_states else ()):
+        layers = record_layers(model, max_context_len=options.max_context_len, mixers=mixers)
     layers = _marked(layers, model, compressors, chunks)
     linear = serve(mixers)
     indexers, layers = _picking(indexers, layers, options)
