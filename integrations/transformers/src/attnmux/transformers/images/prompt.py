@@ -66,17 +66,27 @@ def runs_of(places: Sequence[int]) -> list[tuple[int, int]]:
 
 
 def keys_of(
-    token_ids: Sequence[int], places: Sequence[int], inputs: Mapping[str, torch.Tensor]
+    token_ids: Sequence[int],
+    places: Sequence[int],
+    inputs: Mapping[str, torch.Tensor],
+    *,
+    positions: torch.Tensor | None = None,
+    spans: Sequence[tuple[int, int]] = (),
 ) -> tuple[int, ...]:
     """`PromptImages.keys`. inputs: everything that the vision tower reads.
 
     Each run of placeholders depends on its own image, where the inputs show which that is; else on
-    all images of the prompt.
+    all images of the prompt. It also depends on its positions, and on which of its tokens see each
+    other, since a model may take both from what its caller says of the tokens.
     """
     runs, keys = runs_of(places), list(token_ids)
     parts = _by_image(inputs, len(runs))
     for (begin, end), part in zip(runs, parts, strict=True):
-        keys[begin:end] = [_digest(part)] * (end - begin)
+        inside = [span for span in spans if span[0] < end and span[1] > begin]
+        tokens = [torch.tensor(inside)]
+        if positions is not None:
+            tokens.append(positions[:, begin:end])
+        keys[begin:end] = [_digest([*part, *tokens])] * (end - begin)
     return tuple(keys)
 
 
