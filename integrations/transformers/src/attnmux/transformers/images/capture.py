@@ -139,9 +139,9 @@ class ImageReader:
             spans=tuple(spans),
         )
 
-    def _given(self, inputs: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+    def _given(self, inputs: object) -> dict[str, torch.Tensor]:
         """The tensors, on the model's device, with an attention_mask that hides nothing."""
-        found = {} if not isinstance(inputs, Mapping) else inputs
+        found: Mapping[str, object] = inputs if isinstance(inputs, Mapping) else {}
         given = {
             name: value.to(self._model.device)
             for name, value in found.items()
