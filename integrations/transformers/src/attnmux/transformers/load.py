@@ -6,8 +6,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-import torch
-
 from attnmux.core import GraphUnsupported, InvalidInput, Offer, Platform, in_brief, make_first
 from attnmux.transformers.checkpoint import LOADING, Checkpoint
 from attnmux.transformers.context_limit import check_context
@@ -115,7 +113,7 @@ def _load_encoder_decoder(
 ) -> ModelRunner:
     _check_lens(checkpoint, options)
     dtype = checkpoint.dtype(options.dtype)
-    device = torch.device(options.device or platform.device_type)
+    device = options.device_on(platform)
     model = load_model(checkpoint, dtype=dtype, device=device, progress=progress, warn=warn)
     decoder = PackedDecoder(model)
     layers = record_decoder(decoder, max_context_len=options.max_context_len)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 
-import torch
 from transformers import PreTrainedModel
 
 from attnmux.core import (
@@ -58,7 +57,7 @@ def load_decoder(
         known = stated.replace(origin="model", dtype=dtype_name(dtype))
         by_config = stated_ways(known, options)
         ranks.decided(lambda: decide_first(by_config, platform, offers, options), platform, offers)
-    device = torch.device(options.device or platform.device_type)
+    device = options.device_on(platform)
     model = load_model(
         checkpoint, dtype=dtype, device=device, split=ranks.split, progress=progress, warn=warn
     )
