@@ -238,3 +238,10 @@ def test_a_line_has_sound_alone(tmp_path, line):
     result = CliRunner().invoke(verbs, ["generate", "--prompts", str(file)])
     assert result.exit_code == 2
     assert "only audio" in result.stderr
+
+
+def test_drafts_for_an_encoder_decoder_model_are_refused_before_its_weights_are_read(bart):
+    (bart[1] / "model.safetensors").unlink()
+    result = generate(bart[1], "w5", "--draft", "ngram")
+    assert result.exit_code == 2
+    assert "expected a decoder-only model" in result.stderr

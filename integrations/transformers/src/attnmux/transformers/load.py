@@ -112,6 +112,13 @@ def _load_encoder_decoder(
     warn: Callable[[str], None],
 ) -> ModelRunner:
     _check_lens(checkpoint, options)
+    for name, is_set in (
+        ("drafts", options.draft_tokens is not None),
+        ("hidden_states", options.hidden_states),
+    ):
+        if is_set:
+            got = f"{name} for an encoder-decoder model"
+            raise InvalidInput(name, got=got, expected="a decoder-only model")
     dtype = checkpoint.dtype(options.dtype)
     device = options.device_on(platform)
     model = load_model(checkpoint, dtype=dtype, device=device, progress=progress, warn=warn)
