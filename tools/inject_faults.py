@@ -148,6 +148,9 @@ class HashingRunner:
         self.verify_graphs = self.tree_kernels = None
         self.cache = torch.full((size + page_size,), -1)
 
+    def check_drafts(self, topk: int) -> None:
+        """Steps verify any."""
+
     def idle(self) -> bool:
         return False
 

@@ -109,6 +109,9 @@ class HashingRunner:
         self.damaged = set()
         """Prompts' first tokens whose logits are no numbers."""
 
+    def check_drafts(self, topk):
+        """Steps verify any."""
+
     def idle(self):
         return False
 

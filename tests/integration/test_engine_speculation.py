@@ -108,6 +108,9 @@ class HashingRunner:
         self.tree_kernels = None
         self.steps_with_drafts = self.padded_steps = 0
 
+    def check_drafts(self, topk):
+        """Steps verify any."""
+
     def idle(self):
         return False
 
@@ -182,6 +185,7 @@ class RandomProposer:
         self.rng = random.Random(seed)
         self.draft_token_num = draft_token_num
         self.right, self.chains = right, chains
+        self.topk = 1 if chains else draft_token_num
 
     def propose(self, states, num_tokens):
         size = self.rng.randint(1, min(num_tokens, self.draft_token_num))

@@ -397,7 +397,7 @@ def test_prefixes_match_as_far_as_positions_and_masks_do(tiny, run_on, name):
     assert alone(model, [whole], 6) != alone(model, [plain], 6)
 
 
-def test_images_of_another_prompt_and_drafts_are_refused(tiny, run_on):
+def test_images_of_another_prompt_and_drafts_are_refused(tiny, run_on, monkeypatch):
     _, folder = tiny("llava")
     runner = runner_of(run_on, folder)
     pictures = Pictures("llava")
@@ -405,6 +405,9 @@ def test_images_of_another_prompt_and_drafts_are_refused(tiny, run_on):
     engine = Engine(runner)
     with pytest.raises(InvalidInput, match="another prompt"):
         engine.add([1, 2, 3], max_new_tokens=2, images=images)
+    with pytest.raises(InvalidInput, match=r"drafts.*chosen without any"):
+        Engine(runner, drafts=NgramProposer(draft_token_num=3))
+    monkeypatch.setattr(runner, "check_drafts", lambda topk: None)
     drafting = Engine(runner, drafts=NgramProposer(draft_token_num=3))
     with pytest.raises(InvalidInput, match="drafts"):
         drafting.add(images.token_ids, max_new_tokens=2, images=images)

@@ -84,6 +84,20 @@ def test_arguments_of_an_engine(tiny, run_on):
     assert not engine.has_work
 
 
+def test_drafts_that_the_backend_was_not_chosen_for(tiny, run_on):
+    """It may have no masks, or verify nothing at all."""
+    chains, trees = NgramProposer(draft_token_num=4), NgramProposer(draft_token_num=4, topk=2)
+    plain, chained = run_on(tiny("llama")[1]), run_on(tiny("llama")[1], draft_tokens=4)
+    for runner, drafts, said in (
+        (plain, chains, "a runner with RunnerOptions.draft_tokens, got drafts, .* without any"),
+        (plain, trees, "draft_tokens and draft_topk=2, got drafts, .* without any"),
+        (chained, trees, "draft_topk=2, got drafts of 2 branches, .* without so many"),
+    ):
+        with pytest.raises(InvalidInput, match=said):
+            Engine(runner, drafts=drafts)
+    Engine(chained, drafts=chains)
+
+
 def test_arguments_of_samples_and_guesses():
     for given, said in (
         ({"temperature": "1"}, "temperature: expected a number, got '1'"),

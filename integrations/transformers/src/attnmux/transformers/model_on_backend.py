@@ -159,6 +159,17 @@ class ModelOnBackend:
     def is_compiled(self, value: bool) -> None:
         self._call.is_compiled = value
 
+    def check_drafts(self, topk: int) -> None:
+        """Raise InvalidInput unless the backend was chosen to verify drafts of `topk` branches."""
+        verifies = "verify" in self.decision.phases
+        chosen = (self.decision.request.spec_topk or 0) if verifies else 0
+        if topk > chosen:
+            got = f"drafts of {topk} branches" if chosen else "drafts"
+            got += f", for a backend that was chosen without {'so many' if chosen else 'any'}"
+            expected = "a runner with RunnerOptions.draft_tokens"
+            expected += f" and draft_topk={topk}" if topk > 1 else ""
+            raise InvalidInput("drafts", got=got, expected=expected)
+
     def extend(
         self, states: Sequence[SequenceState], num_new: Sequence[int] | None = None
     ) -> torch.Tensor:

@@ -42,6 +42,9 @@ class StepRunner(Protocol):
     def tree_kernels(self) -> TreeKernels | None:
         """What the device offers for draft trees; None leaves them to plain operations."""
 
+    def check_drafts(self, topk: int) -> None:
+        """Raise InvalidInput unless steps verify drafts of up to `topk` branches."""
+
     def forward(self, step: Step, indices: torch.Tensor, laps: Laps | None = None) -> torch.Tensor:
         """The logits [n, vocabulary] after the step's tokens at `indices` [n] int64.
 

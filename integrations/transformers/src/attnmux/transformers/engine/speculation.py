@@ -55,6 +55,7 @@ class Speculation:
             raise InvalidInput("drafts", got=got, expected="a decoder-only model")
         if cache.steps.linear_states is not None:
             _check_states(proposer, cache.steps.linear_states)
+        runner.check_drafts(proposer.topk)
         self._proposer = proposer
         self._cache = cache
         self._stats = stats
