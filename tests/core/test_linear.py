@@ -244,6 +244,15 @@ def test_what_cannot_be_accepted() -> None:
             pool.accept(*wrong)
 
 
+def test_a_pool_knows_the_device_of_its_tensors() -> None:
+    # As "cuda", which is not the device "cuda:0" of a tensor
+    pool = LinearStatePool(
+        size=3, layers=(spec(),), conv_dtype=torch.float32, device="cpu:0", draft_tokens=2
+    )
+    pool.accept(torch.tensor([1, 2]), torch.tensor([1, 1]))
+    assert pool.device == pool.buffers[0].device
+
+
 VERIFY = replace(CASE, name="gdn-verify", steps=(verify(3, 9, 4),))
 
 

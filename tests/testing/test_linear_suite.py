@@ -216,3 +216,26 @@ def test_samples_are_those_of_their_seed_and_card() -> None:
     )
     assert first == again != other
     assert {case.head_k_dim for case in first if case.kind not in ("conv",)} == {64}
+
+
+def test_a_card_of_one_size_is_tested_with_every_step() -> None:
+    """Cases that are not about dims have those that the card names."""
+    clauses = tuple(
+        replace(each, kind=one_of("gdn"), head_dim=one_of(128), v_head_dim=one_of(128))
+        for each in TORCH_LINEAR.clauses
+    )
+    one_size = candidate(card=replace(TORCH_LINEAR, clauses=clauses))
+    cases = {case.name: case for case in one_size.cases() if case.kind == "gdn"}
+    refused = {name for name, case in cases.items() if not one_size.admits(case)}
+    assert refused == {
+        f"gdn-{phase}-dims-{dims}{graph}"
+        for phase in ("decode", "extend", "verify")
+        for dims in ("128-64", "64-128")
+        for graph in ("", "-graph")
+        if not (phase == "extend" and graph)
+    }
+    usual = {case.name: case for case in candidate().cases()}
+    assert {case.head_k_dim for name, case in usual.items() if name == "gdn-verify"} == {64}
+    assert usual["gdn-verify"] == replace(cases["gdn-verify"], head_k_dim=64, head_v_dim=64)
+    samples = list(islice(linear_samples(one_size, 5), 10))
+    assert {(case.head_k_dim, case.head_v_dim) for case in samples} == {(128, 128)}

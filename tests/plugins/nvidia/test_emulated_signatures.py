@@ -18,18 +18,20 @@ from typing import Any
 
 import pytest
 
-from attnmux.emulators.nvidia import cutlass_mla, flashinfer, sgl_flash_attn
+from attnmux.emulators.nvidia import causal_conv1d, cutlass_mla, flashinfer, sgl_flash_attn
 from attnmux.emulators.nvidia.flash_attn_cute import FlashAttnCute
 from attnmux.emulators.nvidia.flash_mla import flash_mla, sgl_kernel
 from attnmux.emulators.nvidia.flash_mla_sparse import FlashMLA, SglKernel
-from attnmux.emulators.nvidia.flashinfer import trtllm_decode, trtllm_mla, trtllm_prefill
+from attnmux.emulators.nvidia.flashinfer import gdn, trtllm_decode, trtllm_mla, trtllm_prefill
 
 EMULATORS: dict[str, tuple[object, ...]] = {
     "flash-attn-4-4.0.0b18": (FlashAttnCute(arch=90),),
     "flashinfer-0.6.13": (flashinfer,),
+    "flashinfer-gdn-0.6.13": (gdn,),
     "flashinfer-trtllm-0.6.13": (trtllm_decode, trtllm_prefill, trtllm_mla),
     "sglang-kernel-flash_attn-0.4.5": (sgl_flash_attn,),
     "sglang-kernel-flash_mla-0.4.5": (sgl_kernel, SglKernel),
+    "sglang-kernel-mamba-0.4.5": (causal_conv1d,),
     "sgl-flash-mla-1.0.0": (flash_mla, FlashMLA),
     "sgl-kernel-cutlass_mla-0.3.21": (cutlass_mla,),
 }

@@ -20,7 +20,7 @@ from attnmux.emulators.gluon import run as emulate
 
 SHARED = 232448
 """Bytes of shared memory that one program may take on sm90, by NVIDIA's manual."""
-LAUNCH = {"BLOCK_M": 64, "STAGES": 2, "REGISTERS": 216, "COPY_REGISTERS": 72}
+LAUNCH = {"BLOCK_M": 64, "STAGES": 2, "REGISTERS": 216, "COPY_REGISTERS": 72, "HELD": 0}
 PLAIN = {"GROUP": 16, "IN_CALL": False, "SPLIT_BLOCKS": 0}
 VARIANTS: dict[str, dict[str, Any]] = {
     "plain": {},
@@ -78,7 +78,9 @@ def run_case(changed: dict[str, Any], device: str) -> float:
     lse = torch.full(out.shape[:3], math.nan, device=device)
     q_indptr = torch.tensor([0, *torch.tensor(new).cumsum(0)], dtype=torch.int32, device=device)
     plan = TilePlan(TileKey(group=group, block_m=64), torch.device(device))
-    plan.fill_for(q_indptr, batch_size, tokens)
+    plan.fill_for(
+        q_indptr, torch.tensor(cached, dtype=torch.int32, device=device), batch_size, tokens
+    )
     own = k.clone()
     keys = (own, 576, None, 0) if variant["SPLIT_BLOCKS"] else (own, 576, own[:, 512:], 576)
     given = (

@@ -215,7 +215,9 @@ def run_case(changed: dict[str, Any], device: str) -> float:
     sinks = torch.randn(heads * group, device=device) if variant["HAS_SINKS"] else None
     q_indptr = torch.tensor([0, *torch.tensor(new).cumsum(0)], dtype=torch.int32, device=device)
     plan = TilePlan(TileKey(group=group, block_m=launch["BLOCK_M"]), torch.device(device))
-    plan.fill_for(q_indptr, batch_size, tokens)
+    plan.fill_for(
+        q_indptr, torch.tensor(cached, dtype=torch.int32, device=device), batch_size, tokens
+    )
     scale, cap = width**-0.5, 3.0 if variant["HAS_CAP"] else 0.0
     given = (
         *(q, *q.stride()[:2], k, *k.stride()[:2], v, *v.stride()[:2], out, out.stride(1)),

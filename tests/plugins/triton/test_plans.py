@@ -112,18 +112,20 @@ def test_a_fixed_split_depends_on_its_request_alone(lens, split_blocks, most):
 
 @settings(max_examples=25, deadline=None)
 @given(
-    st.lists(st.integers(0, 60), min_size=1, max_size=6),
+    st.lists(st.tuples(st.integers(0, 60), st.integers(0, 90)), min_size=1, max_size=40),
     st.sampled_from([1, 4, 7]),
     st.integers(0, 30),
 )
-def test_tiles_cover_every_row_once(new, group, trailing):
+def test_tiles_cover_every_row_once_and_the_longest_requests_are_last(lens, group, trailing):
+    new, cached = ([each[at] for each in lens] for at in (0, 1))
     indptr = torch.tensor([0, *torch.tensor(new).cumsum(0).tolist()], dtype=torch.int32)
     plan = TilePlan(TileKey(group=group, block_m=16), CPU)
-    plan.fill_for(indptr, len(new), sum(new) + trailing)
+    plan.fill_for(indptr, torch.tensor(cached, dtype=torch.int32), len(new), sum(new) + trailing)
+    order = sorted(range(len(new)), key=lambda request: (sum(lens[request]), request))
     wanted = [
         (request, row)
-        for request, tokens in enumerate([*new, trailing])
-        for row in range(0, tokens * group, 16)
+        for request in [*order, len(new)]
+        for row in range(0, [*new, trailing][request] * group, 16)
     ]
     requests, rows = (values[: plan.num_tiles].tolist() for values in (plan.request, plan.row))
     made = list(zip(requests, rows, strict=True))
@@ -134,5 +136,7 @@ def test_tiles_cover_every_row_once(new, group, trailing):
 def test_more_tiles_than_a_grid_holds_are_refused():
     plan = TilePlan(TileKey(group=128, block_m=64), CPU)
     with pytest.raises(InvalidInput, match=r"at most 32766 a step, got 32769 new tokens"):
-        plan.fill_for(torch.tensor([0, 32769], dtype=torch.int32), 1, 32769)
+        plan.fill_for(
+            torch.tensor([0, 32769], dtype=torch.int32), torch.zeros(1, dtype=torch.int32), 1, 32769
+        )
     assert plan.num_tiles == 0

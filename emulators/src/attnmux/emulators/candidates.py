@@ -39,10 +39,12 @@ from attnmux.nvidia.cards.fa3 import FA3
 from attnmux.nvidia.cards.fa3_mla import FA3_MLA
 from attnmux.nvidia.cards.fa4 import FA4
 from attnmux.nvidia.cards.flashinfer import FLASHINFER
+from attnmux.nvidia.cards.flashinfer_gdn import FLASHINFER_GDN
 from attnmux.nvidia.cards.flashinfer_mla import FLASHINFER_MLA
 from attnmux.nvidia.cards.flashmla import FLASHMLA
 from attnmux.nvidia.cards.trtllm_mha import TRTLLM_MHA
 from attnmux.nvidia.cards.trtllm_mla import TRTLLM_MLA
+from attnmux.nvidia.causal_convolutions import ConvKernels
 from attnmux.nvidia.cutlass_mla import CutlassMLAKernels
 from attnmux.nvidia.cutlass_mla import make as cutlass
 from attnmux.nvidia.fa3 import make as fa3
@@ -52,6 +54,8 @@ from attnmux.nvidia.fa4 import FA4Kernels
 from attnmux.nvidia.fa4 import make as fa4
 from attnmux.nvidia.flashinfer.backend import make as flashinfer
 from attnmux.nvidia.flashinfer.planning import FlashInferKernels
+from attnmux.nvidia.flashinfer_gdn import GDNKernels, RecurrenceKernels
+from attnmux.nvidia.flashinfer_gdn import make as gdn
 from attnmux.nvidia.flashinfer_mla.backend import make as latent
 from attnmux.nvidia.flashinfer_mla.planning import FlashInferMLAKernels
 from attnmux.nvidia.flashmla import from_flash_mla, from_sgl_kernel
@@ -104,7 +108,7 @@ def emulated(name: str) -> Iterator[Candidate]:
 def _adapted(
     platform: str,
     card: BackendCard,
-    library: KernelLibrary[Any],
+    library: KernelLibrary[Any, Any],
     kernels: object,
     *page_sizes: int,
     **options: int,
@@ -186,6 +190,10 @@ GENERATED = imported(
 )
 GENERATED_LATENT = imported(TRTLLMMLAKernels, f"{NVIDIA}.flashinfer.trtllm_mla")
 CUTLASS = imported(CutlassMLAKernels, f"{NVIDIA}.cutlass_mla")
+RECURRENCE = imported(RecurrenceKernels, f"{NVIDIA}.flashinfer.gdn")
+CONVOLUTIONS = imported(ConvKernels, f"{NVIDIA}.causal_conv1d")
+GATED = GDNKernels(recurrence=RECURRENCE, convolutions=CONVOLUTIONS)
+GATED_ALONE = GDNKernels(recurrence=RECURRENCE, convolutions=None)
 FLASH_MLA, OF_SGL_KERNEL = from_flash_mla(flash_mla), from_sgl_kernel(sgl_kernel)
 
 EMULATED: Mapping[str, Emulation] = MappingProxyType(
@@ -198,6 +206,8 @@ EMULATED: Mapping[str, Emulation] = MappingProxyType(
         "fa4": _adapted(BLACKWELL, FA4, fa4, _cute(100), 16, 128),
         "fa4-hopper": _adapted(HOPPER, FA4, fa4, _cute(90), 128),
         "flashinfer": _adapted(HOPPER, FLASHINFER, flashinfer, WRAPPERS, 1, 16),
+        "flashinfer_gdn": _adapted(HOPPER, FLASHINFER_GDN, gdn, GATED),
+        "flashinfer_gdn-alone": _adapted(HOPPER, FLASHINFER_GDN, gdn, GATED_ALONE),
         "flashinfer_mla": _adapted(HOPPER, FLASHINFER_MLA, latent, LATENT_WRAPPERS, 1, 64),
         "flashmla": _adapted(HOPPER, FLASHMLA, flashmla, OF_SGL_KERNEL, 64),
         "flashmla-own": _adapted(HOPPER, FLASHMLA, flashmla, FLASH_MLA, 64),

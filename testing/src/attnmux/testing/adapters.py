@@ -99,7 +99,7 @@ def recorded(kernels: K) -> tuple[K, list[KernelCall]]:
 class AdapterWorld:
     """How to make one adapter and the world that it attends in."""
 
-    library: KernelLibrary[Any]
+    library: KernelLibrary[Any, Any]
     kernels: Any
     """Emulated: an instance of the adapter's kernels dataclass."""
     platform: Platform

@@ -28,7 +28,7 @@ from attnmux.core.choosing.judge.checking import check, standing
 from attnmux.core.choosing.judge.shortcomings import is_served
 from attnmux.core.choosing.offer.libraries import installed_version
 from attnmux.core.choosing.offer.named import complete, offers_named, read_options
-from attnmux.testing.linear_cases import AnyCase, linear_cases, linear_in_graphs
+from attnmux.testing.linear_cases import AnyCase, in_dims_of, linear_cases, linear_in_graphs
 from attnmux.testing.standard import PAGE_SIZES, in_graphs, standard_cases
 
 if TYPE_CHECKING:
@@ -140,12 +140,13 @@ class Candidate:
         """The standard cases of the card's kinds, in the usual page sizes and those that it names.
 
         page_sizes: use these sizes instead.
+        Cases of linear layers have the dims that the card names, where it refuses the usual ones.
         If the card declares graphs, cases with a step that a graph can serve are listed twice.
         """
         with_graphs = any(clause.graph.admits(True) for clause in self.card.clauses)
         linear: tuple[AnyCase, ...] = ()
         if self._serves(LINEAR_KINDS):
-            fixed = linear_cases()
+            fixed = tuple(in_dims_of(self.card, case) for case in linear_cases())
             linear = fixed + (linear_in_graphs(fixed) if with_graphs else ())
         if linear and not self._serves(ATTENTION_KINDS):
             return linear

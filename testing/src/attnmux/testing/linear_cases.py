@@ -4,10 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from itertools import product
 from typing import Any, Literal
 
-from attnmux.core import ForwardMode, Request
+from attnmux.core import BackendCard, ForwardMode, Request
 from attnmux.testing.cases import PHASES, Case, Step, decode, extend, verify
+
+USUAL_DIM = 64
+"""Of the K and V of a head, in cases that are not about dims."""
 
 SHAPES: dict[str, dict[str, Any]] = {
     "gdn": {"num_k_heads": 2, "num_v_heads": 4, "qk_l2norm": True, "conv_dims": (96,)},
@@ -39,8 +43,8 @@ class LinearCase:
     kind: Literal["gdn", "kda", "mamba1", "mamba2", "lightning", "conv"]
     num_k_heads: int = 0
     num_v_heads: int = 0
-    head_k_dim: int = 64
-    head_v_dim: int = 64
+    head_k_dim: int = USUAL_DIM
+    head_v_dim: int = USUAL_DIM
     qk_l2norm: bool = False
     conv_dims: tuple[int, ...] = ()
     conv_size: int = 4
@@ -92,6 +96,23 @@ AnyCase = Case | LinearCase
 def linear_cases() -> tuple[LinearCase, ...]:
     """Every fixed case of linear layers, of all kinds."""
     return tuple(case for kind in SHAPES for case in _of_kind(kind))
+
+
+def in_dims_of(card: BackendCard, case: LinearCase) -> LinearCase:
+    """The case, or where the card refuses its heads and the case is not about them, the case with
+    the first dims that the card names for its kind."""
+    clauses = [clause for clause in card.clauses if clause.kind.admits(case.kind)]
+    dims = case.head_k_dim, case.head_v_dim
+    if dims != (USUAL_DIM, USUAL_DIM) or any(
+        clause.head_dim.admits(USUAL_DIM) and clause.v_head_dim.admits(USUAL_DIM)
+        for clause in clauses
+    ):
+        return case
+    for clause in clauses:
+        for k_dim, v_dim in product(clause.head_dim.examples(), clause.v_head_dim.examples()):
+            if isinstance(k_dim, int) and isinstance(v_dim, int):
+                return replace(case, head_k_dim=k_dim, head_v_dim=v_dim)
+    return case
 
 
 def linear_in_graphs(cases: tuple[LinearCase, ...]) -> tuple[LinearCase, ...]:

@@ -30,9 +30,11 @@ def linear_samples(
     """
     clauses = candidate.card.clauses
     kinds = [kind for kind in LINEAR_KINDS if any(each.kind.admits(kind) for each in clauses)]
+    dims = {kind: _dims(candidate, kind) for kind in kinds}
     rng, refused, number = Random(seed), 0, 0
     while kinds and refused < DRAFTS:
-        case = _draft(rng, rng.choice(kinds), number, most_cost)
+        kind = rng.choice(kinds)
+        case = _draft(rng, kind, number, most_cost, dims[kind])
         if not candidate.admits(case):
             refused += 1
             continue
@@ -40,7 +42,21 @@ def linear_samples(
         yield case
 
 
-def _draft(rng: Random, kind: str, number: int, most_cost: float) -> LinearCase:
+def _dims(candidate: Candidate, kind: str) -> tuple[int, ...]:
+    """Those of `DIMS` that the card admits in K and V of some head of the kind; all where it names
+    none of them."""
+    served = [
+        (clause.head_dim, clause.v_head_dim)
+        for clause in candidate.card.clauses
+        if clause.kind.admits(kind)
+    ]
+    found = (dim for dim in DIMS[1:] if any(each.admits(dim) for pair in served for each in pair))
+    return tuple(found) or DIMS[1:]
+
+
+def _draft(
+    rng: Random, kind: str, number: int, most_cost: float, dims_of_head: tuple[int, ...]
+) -> LinearCase:
     shape: dict[str, Any] = dict(SHAPES[kind])
     group = 1 if kind in ("kda", "lightning") else rng.choice((1, 1, 2, 3, 4, 8))
     if kind == "mamba1":
@@ -48,7 +64,7 @@ def _draft(rng: Random, kind: str, number: int, most_cost: float) -> LinearCase:
     elif kind != "conv":
         heads = rng.choice((1, 2, 3, 4, 8))
         shape |= {"num_k_heads": heads, "num_v_heads": heads * group}
-        shape |= {"head_k_dim": rng.choice(DIMS[1:]), "head_v_dim": rng.choice(DIMS[1:])}
+        shape |= {"head_k_dim": rng.choice(dims_of_head), "head_v_dim": rng.choice(dims_of_head)}
     if shape.get("conv_size") != 0:
         convs = rng.choice((1, 1, 2, 3))
         shape["conv_dims"] = tuple(rng.randint(1, 200) for _ in range(convs))

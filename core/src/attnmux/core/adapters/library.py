@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from attnmux.core.call import AttentionCall
     from attnmux.core.context import BackendContext
     from attnmux.core.layer import LayerSpec
+    from attnmux.core.steps import StepBackend
 
 K = TypeVar("K")
 """The kernels: a dataclass whose fields are functions of the library."""
@@ -42,6 +43,8 @@ S = TypeVar("S")
 T = TypeVar("T")
 B = TypeVar("B")
 """The buffers that graphs of a step replay with."""
+A = TypeVar("A", bound="StepBackend")
+"""The backend: of attention or of linear layers."""
 
 
 class LibraryBackend(AttentionBackend, Generic[K, L, S, B]):
@@ -161,24 +164,22 @@ def filled(tensors: T | None) -> T:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class KernelLibrary(Generic[K]):
+class KernelLibrary(Generic[K, A]):
     """Where a backend's kernels come from. It is callable: a card's `factory` names it."""
 
     address: str
     """The backend's, "plugin/name", for errors."""
-    backend: Callable[[BackendContext, Mapping[str, object], K], AttentionBackend]
+    backend: Callable[[BackendContext, Mapping[str, object], K], A]
     providers: Mapping[str, Callable[[], K]]
     """How each package that has the kernels provides them, in the order of trial. A provider
     imports the package: see `imported`."""
-    trial: Callable[[AttentionBackend], None]
+    trial: Callable[[A], None]
     """Launches the kernels once, on the smallest input: a build for other devices imports, and
     fails only when it is launched. A library that compiles its kernels compiles them here."""
     hint: str = ""
     """What to do when the trial fails."""
 
-    def __call__(
-        self, context: BackendContext, options: Mapping[str, object] = NO_OPTIONS
-    ) -> AttentionBackend:
+    def __call__(self, context: BackendContext, options: Mapping[str, object] = NO_OPTIONS) -> A:
         """The backend on the first package that is installed and runs on the context's device.
 
         Raises BackendFailed where none does, with each one's reason; InvalidInput for layers,

@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from attnmux.core.backend import AttentionBackend
     from attnmux.core.context import BackendContext
     from attnmux.core.layer import LayerSpec
+    from attnmux.core.linear_backend import LinearAttentionBackend
+    from attnmux.core.linear_layer import LinearLayerSpec
 
 MODES = {
     "extend": ForwardMode.EXTEND,
@@ -43,6 +45,25 @@ def rehearse(backend: AttentionBackend) -> None:
                 with suppress(InvalidInput):
                     _attend(backend, layer, batch)
     backend.init_forward_metadata(_batch(context, ForwardMode.IDLE, cached=0, new=0))
+
+
+def rehearse_linear(backend: LinearAttentionBackend, kind: str) -> None:
+    """Run one token in each phase of the request, once for each shape of the kind's layers.
+
+    The states are those of padding's row. Phases that the backend refuses, and those for which the
+    pool has no room, are left out. Raises what the library raises.
+    """
+    layers = {
+        (layer.num_k_heads, layer.num_v_heads, layer.conv_size, layer.conv_dims): layer
+        for layer in backend.states.layers
+        if layer.kind == kind
+    }
+    for batch in smallest_batches(backend.context):
+        with suppress(InvalidInput):
+            backend.init_forward_metadata(batch)
+            for layer in layers.values():
+                _run_linear(backend, layer, batch)
+    backend.init_forward_metadata(_batch(backend.context, ForwardMode.IDLE, cached=0, new=0))
 
 
 def smallest_batches(context: BackendContext) -> Iterator[ForwardBatch]:
@@ -151,6 +172,33 @@ def _attend(backend: AttentionBackend, layer: LayerSpec, batch: ForwardBatch) ->
     for wanted in (None, lse) if context.request.lse else (None,):
         backend.forward(
             q, k, v, layer, batch, not brings_keys, q_rope=q_rope, k_rope=k_rope, lse=wanted
+        )
+
+
+def _run_linear(
+    backend: LinearAttentionBackend, layer: LinearLayerSpec, batch: ForwardBatch
+) -> None:
+    """Call the layer's convolutions and its recurrence."""
+    states, num = backend.states, batch.num_tokens
+
+    def zeros(*shape: int, dtype: torch.dtype = states.conv_dtype) -> torch.Tensor:
+        return torch.zeros((num, *shape), dtype=dtype, device=states.device)
+
+    for index, channels in enumerate(layer.conv_dims):
+        weight = torch.zeros(
+            (channels, layer.conv_size), dtype=states.conv_dtype, device=states.device
+        )
+        backend.convolve(zeros(channels), weight, layer, batch, silu=True, index=index)
+    if layer.has_state:
+        keys = layer.num_k_heads, layer.head_k_dim
+        backend.forward(
+            zeros(*keys),
+            zeros(*keys),
+            zeros(layer.num_v_heads, layer.head_v_dim),
+            layer,
+            batch,
+            g=zeros(*layer.decay_shape, dtype=torch.float32),
+            beta=zeros(layer.num_v_heads),
         )
 
 

@@ -62,7 +62,8 @@ class LinearStatePool:
         self.draft_tokens: int = draft_tokens
         """d: the states after draft tokens for which each request has room."""
         self.layers = tuple(layers)
-        self.device = torch.device(device)
+        # That of its tensors, which have an index where "cuda" has none.
+        self.device = torch.empty(0, device=device).device
         self.conv_dtype = conv_dtype
         states = {
             layer.layer_id: (layer.num_v_heads, layer.head_k_dim, layer.head_v_dim)

@@ -105,5 +105,6 @@ LANGUAGE: dict[str, Any] = {
     "tanh": elementwise(torch.tanh),
     "rescaled": lambda acc, share: acc * share[:, None],
     "pack": lambda weights, dtype: weights.to(dtype),
+    "pair": lambda values: values,
     "unpack": lambda pairs, dtype: pairs,
 }

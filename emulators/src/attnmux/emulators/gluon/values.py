@@ -154,6 +154,9 @@ class Room:
     def permute(self, dims: Sequence[int]) -> Room:
         return Room(self.data.permute(*dims))
 
+    def slice(self, start: int, length: int, dim: int = 0) -> Room:
+        return Room(self.data.narrow(dim, start, length))
+
     def load(self, layout: object = None) -> Value:
         return Value(self.data.clone())
 

@@ -29,7 +29,7 @@ from attnmux.triton.share_plans import ShareKey, SharePlan, SplitOptions
 from attnmux.triton.shares import ShareAttention
 from attnmux.triton.slots import Slots, SlotTables
 from attnmux.triton.step import NO_STEP, RunningSums, TritonStep, fill_trees
-from attnmux.triton.tiles import TileAttention, TileKey, TilePlan
+from attnmux.triton.tiles import Plans, TileAttention, TileKey, TilePlan
 from attnmux.triton.wide_tiles import WideTileAttention, wide_layer
 from attnmux.triton.write import PoolWriter
 
@@ -67,7 +67,7 @@ class TritonBackend(AttentionBackend):
         }
         self._share_attention = {name: ShareAttention(each) for name, each in self._layers.items()}
         self._tile_attention = {name: self._tiles_of(each) for name, each in self._layers.items()}
-        self._chain_attention: dict[tuple[int, int], tuple[TileAttention, TilePlan] | None] = {}
+        self._chain_attention: dict[tuple[int, int], tuple[TileAttention, Plans] | None] = {}
         """By layer and new tokens a request; None for chains that are verified in shares."""
         groups = [each.slot_group for each in self._layers.values() if each.slot_group is not None]
         self._tables = SlotTables(frozenset(groups), context, self.launcher)
@@ -78,20 +78,20 @@ class TritonBackend(AttentionBackend):
         """By layer, new tokens a request, and whether the step hides keys."""
         self._tiles: dict[TileKey, TilePlan] = {}
         """Plans of tiles, which layers with equal keys share."""
-        self._tile_plans: dict[tuple[int, bool], TilePlan] = {}
+        self._tile_plans: dict[tuple[int, bool], Plans] = {}
         """By layer, and whether the step hides keys."""
         self._plans_of_step: dict[tuple[int | None, bool], tuple[SharePlan | TilePlan, ...]] = {}
         """By new tokens a request, None where these differ, and whether the step hides keys."""
         for hides in (False, True):
             for name, layer in self._layers.items():
-                self._tile_plans[name, hides] = self._plan_of(layer, hides=hides)
+                self._tile_plans[name, hides] = self._plans_of(layer, hides=hides)
         self._starts_of: dict[int, torch.Tensor] = {}
         """By new tokens a request."""
         self._wide_attention: dict[int, WideTileAttention] = {}
         """Of the layers whose keys may be widened first."""
-        self._wide_plans: dict[int, TilePlan] = {}
+        self._wide_plans: dict[int, Plans] = {}
         for name, layer in self._layers.items():
-            wide = wide_layer(layer)
+            wide = wide_layer(layer, deterministic=self._splits.deterministic)
             if wide is not None:
                 self._wide_attention[name] = WideTileAttention(
                     layer,
@@ -101,7 +101,7 @@ class TritonBackend(AttentionBackend):
                     # Which kernel serves a request must not depend on its batch
                     always=self._splits.deterministic,
                 )
-                self._wide_plans[name] = self._plan_of(wide)
+                self._wide_plans[name] = self._plans_of(wide)
         self._sums = RunningSums(context.max_batch_size, context.device, self.launcher)
         self._kv_writer = PoolWriter(context.token_to_kv_pool, self.launcher)
         stored = [self._layers[name] for name in self._stored]
@@ -175,12 +175,17 @@ class TritonBackend(AttentionBackend):
                 shares = self._share_plan(name, step.queries, hides=step.hides)
                 self._share_attention[name](call, step, shares, slots, results)
             else:
-                attention, plan = chains
-                attention(call, step, plan, slots, results)
+                attention, plans = chains
+                attention(call, step, plans, slots, results)
         elif not self._attend_wide(call, step, slots, results):
             tiles = self._tile_plans[name, step.hides]
             self._tile_attention[name](call, step, tiles, slots, results)
         return results.handed_to(call)
+
+    def force_short_tiles(self) -> None:
+        """Let the prepared step take short tiles where its layers have them, to rehearse them."""
+        if self._step is not None:
+            self._step = replace(self._step, takes_short_tiles=True, tiles={})
 
     @property
     def widens(self) -> bool:
@@ -203,22 +208,22 @@ class TritonBackend(AttentionBackend):
         if plans is None:
             of_layers: list[SharePlan | TilePlan] = []
             if queries is None:
-                of_layers += (self._tile_plans[name, hides] for name in self._layers)
-                of_layers += self._wide_plans.values()
+                of_tiles = [self._tile_plans[name, hides] for name in self._layers]
+                for tile_plans in (*of_tiles, *self._wide_plans.values()):
+                    of_layers += tile_plans.values()
             else:
                 for name in self._stored:
                     chains = self._chains(name, queries, hides=hides)
-                    of_layers.append(
-                        self._share_plan(name, queries, hides=hides)
-                        if chains is None
-                        else chains[1]
-                    )
+                    if chains is None:
+                        of_layers.append(self._share_plan(name, queries, hides=hides))
+                    else:
+                        of_layers += chains[1].values()
             plans = self._plans_of_step[queries, hides] = tuple(dict.fromkeys(of_layers))
         return plans
 
     def _chains(
         self, layer_id: int, queries: int, *, hides: bool
-    ) -> tuple[TileAttention, TilePlan] | None:
+    ) -> tuple[TileAttention, Plans] | None:
         """For a step of `queries` new tokens a request that takes them in tiles."""
         if queries == 1 or hides:
             return None
@@ -227,19 +232,23 @@ class TritonBackend(AttentionBackend):
             layer, found = self._layers[layer_id], None
             config = layer.dispatch.chains(queries)
             if config is not None:
-                layer = replace(layer, tiles=config)
-                found = self._tiles_of(layer), self._plan_of(layer)
+                layer = replace(layer, tiles=config, short_tiles=None)
+                found = self._tiles_of(layer), self._plans_of(layer)
             self._chain_attention[key] = found
         return self._chain_attention[key]
 
     def _tiles_of(self, layer: TritonLayer) -> TileAttention:
         return TileAttention(layer, self._tile_units, self.context.max_context_len)
 
-    def _plan_of(self, layer: TritonLayer, *, hides: bool = False) -> TilePlan:
-        key = TileKey.of(layer, hides=hides)
-        if key not in self._tiles:
-            self._tiles[key] = TilePlan(key, self.context.device, self.launcher)
-        return self._tiles[key]
+    def _plans_of(self, layer: TritonLayer, *, hides: bool = False) -> Plans:
+        keys = {
+            config.block_m: TileKey(group=layer.shape.group, block_m=config.block_m)
+            for config in layer.tile_configs(hides=hides)
+        }
+        for key in keys.values():
+            if key not in self._tiles:
+                self._tiles[key] = TilePlan(key, self.context.device, self.launcher)
+        return {height: self._tiles[key] for height, key in keys.items()}
 
     def _starts(self, queries: int) -> torch.Tensor:
         """[max_batch_size + 1] int32: the first token of each request of `queries` ones."""

@@ -24,6 +24,8 @@ from attnmux.triton.configs import (
 from attnmux.triton.hopper_configs import (
     HOPPER_EIGHT_BITS,
     HOPPER_HALF_TILES,
+    HOPPER_HELD_TILES,
+    HOPPER_HIGH_HELD_TILES,
     HOPPER_HIGH_TILES,
     HOPPER_LATENT_SHARES,
     HOPPER_LATENT_TILES,
@@ -63,10 +65,10 @@ TILES: tuple[ConfigEntry[TileConfig], ...] = (
     ConfigEntry(arch="sm", width="wide", config=_tiles(64, 64, 8, 2)),
     ConfigEntry(arch="sm", width="latent", config=_tiles(64, 16, 8, 2)),
     ConfigEntry(arch="sm90", width="latent", config=_tiles(64, 32, 8, 2)),
-    ConfigEntry(arch="sm90", dims=(64, 64), config=HOPPER_HIGH_TILES, measured=H100),
-    ConfigEntry(arch="sm90", dims=(80, 80), config=HOPPER_TILES, measured=H100),
-    ConfigEntry(arch="sm90", dims=(96, 96), config=HOPPER_HIGH_TILES, measured=H100),
-    ConfigEntry(arch="sm90", dims=(112, 112), config=HOPPER_TILES, measured=H100),
+    ConfigEntry(arch="sm90", dims=(64, 64), config=HOPPER_HIGH_HELD_TILES, measured=H200),
+    ConfigEntry(arch="sm90", dims=(80, 80), config=HOPPER_HIGH_HELD_TILES, measured=H200),
+    ConfigEntry(arch="sm90", dims=(96, 96), config=HOPPER_HIGH_HELD_TILES, measured=H200),
+    ConfigEntry(arch="sm90", dims=(112, 112), config=HOPPER_HIGH_HELD_TILES, measured=H200),
     ConfigEntry(arch="sm90", dims=(128, 128), config=HOPPER_HIGH_TILES, measured=H100),
     ConfigEntry(
         arch="sm90",
@@ -83,6 +85,15 @@ TILES: tuple[ConfigEntry[TileConfig], ...] = (
     ConfigEntry(arch="gfx12", width="wide", config=_tiles(32, 32, 8, 2)),
     ConfigEntry(arch="gfx12", width="latent", config=_tiles(32, 16, 8, 1)),
 )
+
+SHORT_TILES: tuple[ConfigEntry[TileConfig], ...] = (
+    ConfigEntry(arch="sm90", dims=(64, 64), config=HOPPER_HELD_TILES, measured=H200),
+    ConfigEntry(arch="sm90", dims=(80, 80), config=HOPPER_HELD_TILES, measured=H200),
+    ConfigEntry(arch="sm90", dims=(96, 96), config=HOPPER_TILES),
+    ConfigEntry(arch="sm90", dims=(112, 112), config=HOPPER_HELD_TILES, measured=H200),
+    ConfigEntry(arch="sm90", dims=(128, 128), config=HOPPER_TILES, measured=H200),
+)
+"""Less tall than those of TILES, for steps of few tiles: see `tile_heights.py`."""
 
 CHAINS: tuple[ConfigEntry[TileConfig], ...] = (
     *(
@@ -238,6 +249,10 @@ class ConfigTables:
     def chains(self, query: ConfigQuery) -> TileConfig | None:
         """For chains of drafts; None for those that are verified in shares."""
         return _best(query, self.own_chains) or _best(query, CHAINS)
+
+    def short_tiles(self, query: ConfigQuery) -> TileConfig | None:
+        """As `tiles`, but less tall."""
+        return _best(query, SHORT_TILES)
 
     def shares(self, query: ConfigQuery) -> ShareConfig:
         """For few new tokens a request. A tile has no more rows than a request has."""

@@ -175,6 +175,14 @@ class Dispatch:
         """For many new tokens a request. hides: in steps with a custom mask or items."""
         return self._safe(self.tables.tiles(self._query(TILE_KERNELS, 1, hides=hides)))
 
+    def short_tiles(self) -> TileConfig | None:
+        """Tiles of the same kernel that are less tall; None where there are none."""
+        query = self._query(TILE_KERNELS, 1, hides=False)
+        tall, short = self.tables.tiles(query), self.tables.short_tiles(query)
+        if short is None or short.kernel != tall.kernel or short.block_m >= tall.block_m:
+            return None
+        return short
+
     def chains(self, queries: int) -> TileConfig | None:
         """For chains of `queries` drafts; None for those that are verified in shares."""
         config = self.tables.chains(self._query(TILE_KERNELS, queries, hides=False))

@@ -16,14 +16,22 @@ HOPPER_TILES = TileConfig(
     block_n=128,
     num_warps=4,
     num_stages=2,
-    constants=FrozenMapping({"COPY_WARPS": 4, "COPY_REGISTERS": 40, "REGISTERS": 232}),
+    constants=FrozenMapping({"COPY_WARPS": 4, "COPY_REGISTERS": 40, "REGISTERS": 232, "HELD": 0}),
 )
 # Logits of 64 keys leave the registers for a third warpgroup.
 HOPPER_HIGH_TILES = replace(
     HOPPER_TILES,
     block_m=192,
     block_n=64,
-    constants=FrozenMapping({"COPY_WARPS": 4, "COPY_REGISTERS": 40, "REGISTERS": 152}),
+    constants=FrozenMapping({"COPY_WARPS": 4, "COPY_REGISTERS": 40, "REGISTERS": 152, "HELD": 0}),
+)
+# Of queries that are held in registers, matrix instructions read half as much shared memory.
+HOPPER_HELD_TILES = replace(
+    HOPPER_TILES, constants=FrozenMapping({**HOPPER_TILES.constants, "HELD": 64})
+)
+HOPPER_HIGH_HELD_TILES = replace(
+    HOPPER_HIGH_TILES,
+    constants=FrozenMapping({"COPY_WARPS": 4, "COPY_REGISTERS": 32, "REGISTERS": 160, "HELD": 64}),
 )
 HOPPER_HALF_TILES = replace(HOPPER_TILES, block_m=64, options=FrozenMapping({"maxnreg": 168}))
 # Two programs fit an SM.
@@ -35,7 +43,7 @@ HOPPER_LATENT_TILES = TileConfig(
     block_n=64,
     num_warps=4,
     num_stages=2,
-    constants=FrozenMapping({"COPY_REGISTERS": 72, "REGISTERS": 216}),
+    constants=FrozenMapping({"COPY_REGISTERS": 72, "REGISTERS": 216, "HELD": 0}),
 )
 HOPPER_SHARES = ShareConfig(
     kernel=HOPPER,
@@ -78,5 +86,5 @@ HOPPER_LATENT_SHARES = ShareConfig(
     least_share=2,
     merged_rows=64,
     meets_ends=True,
-    constants=FrozenMapping({"COPY_REGISTERS": 72, "REGISTERS": 216}),
+    constants=FrozenMapping({"COPY_REGISTERS": 72, "REGISTERS": 216, "HELD": 0}),
 )

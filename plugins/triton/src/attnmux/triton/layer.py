@@ -38,6 +38,8 @@ class TritonLayer:
     tiles: TileConfig
     hiding_tiles: TileConfig
     """For steps with a custom mask or items."""
+    short_tiles: TileConfig | None = None
+    """Less tall than `tiles`, for steps that they end earlier."""
     launcher: Launcher = field(default_factory=Launcher)
 
     @classmethod
@@ -75,13 +77,16 @@ class TritonLayer:
             keys=keys,
             scales=_scales(spec, pool, keys) if is_stored else (1.0, 1.0),
             tiles=dispatch.tiles(hides=False),
+            short_tiles=None if context.request.deterministic else dispatch.short_tiles(),
             hiding_tiles=dispatch.tiles(hides=not spec.is_cross_attention),
             launcher=launcher or Launcher(),
         )
 
-    def tile_config(self, *, hides: bool) -> TileConfig:
-        """hides: in steps with a custom mask or items."""
-        return self.hiding_tiles if hides else self.tiles
+    def tile_configs(self, *, hides: bool) -> tuple[TileConfig, ...]:
+        """One or two, the tallest last. hides: in steps with a custom mask or items."""
+        if hides:
+            return (self.hiding_tiles,)
+        return (self.tiles,) if self.short_tiles is None else (self.short_tiles, self.tiles)
 
     def share_config(self, queries: int, *, hides: bool = False) -> ShareConfig:
         return self.dispatch.shares(queries, hides=hides and not self.spec.is_cross_attention)

@@ -57,8 +57,11 @@ class TritonStep:
     trees: dict[tuple[int, int], Trees] = field(default_factory=dict)
     """Of a step whose mask is between drafts alone, by the layers' window and chunk. Written by
     `fill_trees`."""
-    splits: dict[Hashable, int] = field(default_factory=dict)
-    """How many programs share the keys of a tile, by the layers' kinds."""
+    tiles: dict[Hashable, tuple[bool, int]] = field(default_factory=dict)
+    """Whether tiles are short, and how many programs share the keys of one, by the layers'
+    kinds."""
+    takes_short_tiles: bool | None = None
+    """None where its lengths decide."""
     wide: dict[Hashable, WidePlaces | None] = field(default_factory=dict)
     """Where keys of 8 bits are written as 16 bits, by the layers' shapes."""
     in_capture: bool = False

@@ -6,7 +6,7 @@ The kernels are in `kernels/tiles.py`, `kernels/hopper_tiles.py` and
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -32,6 +32,7 @@ from attnmux.triton.operands import (
 from attnmux.triton.shapes import next_power_of_2
 from attnmux.triton.slots import Slots
 from attnmux.triton.step import TritonStep, batch_block
+from attnmux.triton.tile_heights import takes_short_tiles
 
 TILES = 16
 """Tiles that one program plans."""
@@ -69,11 +70,6 @@ class TileKey:
     block_m: int
     """Rows of a tile."""
 
-    @classmethod
-    def of(cls, layer: TritonLayer, *, hides: bool = False) -> TileKey:
-        """hides: in steps with a custom mask or items."""
-        return cls(group=layer.shape.group, block_m=layer.tile_config(hides=hides).block_m)
-
 
 class TilePlan:
     """The request and the first row of each tile. Its buffers grow with the steps."""
@@ -94,10 +90,13 @@ class TilePlan:
         """For a step with `indptr["queries"]`. Raises InvalidInput for more tiles than a launch
         takes."""
         batch = step.batch
-        self.fill_for(step.indptr["queries"], batch.batch_size, batch.num_tokens)
+        self.fill_for(step.indptr["queries"], step.lens, batch.batch_size, batch.num_tokens)
 
-    def fill_for(self, q_indptr: torch.Tensor, batch_size: int, num_tokens: int) -> None:
-        """q_indptr: [B + 1] int32. Raises as `fill`."""
+    def fill_for(
+        self, q_indptr: torch.Tensor, lens: torch.Tensor, batch_size: int, num_tokens: int
+    ) -> None:
+        """q_indptr: [B + 1] int32. lens: [B] int32, the tokens before the new ones. Raises as
+        `fill`."""
         key = self.key
         # The last tile of each request may be partly empty, and so may that of padding's tokens.
         num_tiles = num_tokens * key.group // key.block_m + batch_size + 1
@@ -117,7 +116,7 @@ class TilePlan:
             bound = self._bound[block_b] = self._bind(block_b)
         bound(
             (-(-self.num_tiles // TILES), 1, 1),
-            (q_indptr, self.request, self.row),
+            (q_indptr, lens, self.request, self.row),
             counts=(batch_size, num_tokens, self.num_tiles),
         )
 
@@ -131,10 +130,14 @@ class TilePlan:
                 "BLOCK_B": block_b,
                 "TILES": TILES,
             },
-            tensors=("q_indptr", "tile_request", "tile_row"),
+            tensors=("q_indptr", "lens", "tile_request", "tile_row"),
             counts=("batch_size", "num_tokens", "num_tiles"),
             options={"num_warps": 4},
         )
+
+
+Plans = Mapping[int, TilePlan]
+"""By the height of their tiles."""
 
 
 class TileAttention:
@@ -154,7 +157,7 @@ class TileAttention:
         self,
         call: AttentionCall,
         step: TritonStep,
-        plan: TilePlan,
+        plans: Plans,
         slots: Slots | None,
         results: Results,
         keys: Keys | None = None,
@@ -166,8 +169,8 @@ class TileAttention:
         layer, batch, q, out = self._layer, step.batch, call.q, results.out
         if keys is None:
             keys = layer.required_keys() if slots is not None else Keys.of_call(call)
-        config = layer.tile_config(hides=step.hides)
-        num_splits = 1 if slots is None else self._num_splits(step, config.block_m)
+        config, num_splits = self._choose(step, over_pool=slots is not None)
+        plan = plans[config.block_m]
         whole = results
         if num_splits > 1:
             results = self._merge.parts(num_splits, q.shape[0], q.device)
@@ -184,6 +187,7 @@ class TileAttention:
         items = None if is_cross else batch.multi_item
         has_encoder = slots is not None and slots.begins_with_encoder and not is_cross
         variant = (
+            config.block_m,
             None if slots is None else (slots.page_size, slots.rows is None),
             has_encoder,
             mask is None,
@@ -236,12 +240,41 @@ class TileAttention:
         elif results.out is not out:
             out.copy_(results.out)
 
-    def _num_splits(self, step: TritonStep, block_m: int) -> int:
-        """How many programs share the keys of a tile of a step over the pool."""
-        found = step.splits.get((self._kind, block_m))
+    def _choose(self, step: TritonStep, *, over_pool: bool) -> tuple[TileConfig, int]:
+        """The configuration for a step, and how many programs share the keys of a tile."""
+        *shorter, tall = self._layer.tile_configs(hides=step.hides)
+        key = self._kind, tall.block_m, over_pool
+        found = step.tiles.get(key)
         if found is None:
-            found = step.splits[self._kind, block_m] = self._fitting(step, block_m)
-        return found
+            num_splits = self._fitting(step, tall.block_m) if over_pool else 1
+            is_short = num_splits == 1 and any(
+                self._is_faster(step, each, tall) for each in shorter
+            )
+            found = step.tiles[key] = is_short, num_splits
+        is_short, num_splits = found
+        return (shorter[0] if is_short else tall), num_splits
+
+    def _is_faster(self, step: TritonStep, short: TileConfig, tall: TileConfig) -> bool:
+        if step.takes_short_tiles is not None:
+            return step.takes_short_tiles
+        new, lens = step.batch.extend_seq_lens_cpu, step.batch.seq_lens_cpu
+        layer = self._layer
+        if not self._units or step.in_capture or layer.spec.is_cross_attention:
+            return False
+        if new is None or lens is None:
+            return False
+        limits = [each for each in (layer.window, layer.chunk) if each > 0]
+        return takes_short_tiles(
+            new,
+            lens,
+            tall=tall.block_m,
+            short=short.block_m,
+            group=layer.shape.group,
+            kv_heads=layer.shape.kv_heads,
+            units=self._units,
+            is_causal=layer.spec.is_causal,
+            most_keys=min(limits, default=None),
+        )
 
     def _fitting(self, step: TritonStep, block_m: int) -> int:
         shape, batch = self._layer.shape, step.batch

@@ -30,26 +30,39 @@ def rehearse(backend: TritonBackend, context: BackendContext) -> None:
     for mode in modes:
         for size in _batch_sizes(context.max_batch_size):
             batch = _batch(mode, size, context)
-            backend.init_forward_metadata_out_graph(batch)
-            backend.init_forward_metadata_in_graph(batch)
+            _prepare(backend, batch)
             # Only decode's merge of partial results depends on the batch size.
             if size == 1 or mode is ForwardMode.DECODE:
-                for layer in context.layers:
-                    _call(backend, layer, batch, context)
-            if size == 1 and mode is ForwardMode.EXTEND:
-                # Without lengths on the host, a tile is split as in the longest context
-                unknown = replace(batch, seq_lens_cpu=None)
-                backend.init_forward_metadata_out_graph(unknown)
-                backend.init_forward_metadata_in_graph(unknown)
-                for layer in context.layers:
-                    _call(backend, layer, unknown, context)
+                _call_all(backend, batch, context)
+    _rehearse_tiles(backend, _batch(ForwardMode.EXTEND, 1, context), context)
     if backend.widens and not is_encoder:
-        long = _batch(ForwardMode.EXTEND, 1, context, min(LEAST_ROWS, context.max_context_len))
-        backend.init_forward_metadata(long)
-        for layer in context.layers:
-            _call(backend, layer, long, context)
+        new_tokens = min(LEAST_ROWS, context.max_context_len)
+        _rehearse_tiles(backend, _batch(ForwardMode.EXTEND, 1, context, new_tokens), context)
     # Leaves no step prepared.
     backend.init_forward_metadata_out_graph(_batch(ForwardMode.IDLE, 1, context))
+
+
+def _rehearse_tiles(backend: TritonBackend, batch: ForwardBatch, context: BackendContext) -> None:
+    """Take an extend step with tall tiles, with short ones, and with as many programs for a tile as
+    in the longest context, as without lengths on the host."""
+    _prepare(backend, batch)
+    _call_all(backend, batch, context)
+    backend.force_short_tiles()
+    _call_all(backend, batch, context)
+    unknown = replace(batch, seq_lens_cpu=None)
+    _prepare(backend, unknown)
+    _call_all(backend, unknown, context)
+
+
+def _prepare(backend: TritonBackend, batch: ForwardBatch) -> None:
+    """Without the checks of a step's values, which are made up."""
+    backend.init_forward_metadata_out_graph(batch)
+    backend.init_forward_metadata_in_graph(batch)
+
+
+def _call_all(backend: TritonBackend, batch: ForwardBatch, context: BackendContext) -> None:
+    for layer in context.layers:
+        _call(backend, layer, batch, context)
 
 
 def _batch_sizes(most: int) -> list[int]:

@@ -22,7 +22,7 @@ from attnmux.triton.operands import Keys, Results
 from attnmux.triton.shapes import next_power_of_2
 from attnmux.triton.slots import Slots
 from attnmux.triton.step import TritonStep
-from attnmux.triton.tiles import TileAttention, TilePlan
+from attnmux.triton.tiles import Plans, TileAttention
 
 WIDE_KERNELS = frozenset({HOPPER})
 """Kernels that serve 16 bits alone, and are faster than the portable one is with 8 bits."""
@@ -36,7 +36,7 @@ BLOCK = 64
 """Keys that a program converts."""
 
 
-def wide_layer(layer: TritonLayer) -> TritonLayer | None:
+def wide_layer(layer: TritonLayer, *, deterministic: bool = False) -> TritonLayer | None:
     """The layer as it is with 16-bit keys; None where no faster kernel serves these.
 
     Layers with windows or chunks see few keys, of which most would be converted in vain.
@@ -51,7 +51,8 @@ def wide_layer(layer: TritonLayer) -> TritonLayer | None:
     tiles = dispatch.tiles(hides=False)
     if tiles.kernel not in WIDE_KERNELS:
         return None
-    return replace(layer, dispatch=dispatch, keys=None, tiles=tiles)
+    short = None if deterministic else dispatch.short_tiles()
+    return replace(layer, dispatch=dispatch, keys=None, tiles=tiles, short_tiles=short)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -111,7 +112,7 @@ class WideTileAttention:
         self,
         call: AttentionCall,
         step: TritonStep,
-        plan: TilePlan,
+        plans: Plans,
         slots: Slots,
         results: Results,
     ) -> bool:
@@ -120,7 +121,7 @@ class WideTileAttention:
         if places is None:
             return False
         for part in self._parts_of(places.total):
-            self._attend_part(part, call, step, plan, slots, results, places)
+            self._attend_part(part, call, step, plans, slots, results, places)
         return True
 
     def _attend_part(
@@ -128,7 +129,7 @@ class WideTileAttention:
         part: HeadPart,
         call: AttentionCall,
         step: TritonStep,
-        plan: TilePlan,
+        plans: Plans,
         slots: Slots,
         results: Results,
         places: WidePlaces,
@@ -155,7 +156,7 @@ class WideTileAttention:
             (),
             wide.k.dtype,
         )
-        part.tiles(call, step, plan, places.slots, results, wide)
+        part.tiles(call, step, plans, places.slots, results, wide)
 
     def _parts_of(self, total: int) -> tuple[HeadPart, ...]:
         """The parts of the KV heads for a step of `total` keys. Their results do not depend on

@@ -9,6 +9,7 @@ from attnmux.nvidia.cards.fa3 import FA3
 from attnmux.nvidia.cards.fa3_mla import FA3_MLA
 from attnmux.nvidia.cards.fa4 import FA4
 from attnmux.nvidia.cards.flashinfer import FLASHINFER
+from attnmux.nvidia.cards.flashinfer_gdn import FLASHINFER_GDN
 from attnmux.nvidia.cards.flashinfer_mla import FLASHINFER_MLA
 from attnmux.nvidia.cards.flashmla import FLASHMLA
 from attnmux.nvidia.cards.nsa import NSA
@@ -27,4 +28,5 @@ CARDS: tuple[BackendCard, ...] = (
     TRTLLM_MLA,
     NSA,
     DUAL_CHUNK_FLASH_ATTN,
+    FLASHINFER_GDN,
 )

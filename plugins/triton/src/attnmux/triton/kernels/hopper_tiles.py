@@ -28,21 +28,40 @@ from attnmux.triton.kernels.hopper_copies import (
 )
 from attnmux.triton.kernels.hopper_places import Kind, place_tile, visible_range
 from attnmux.triton.kernels.hopper_rescaling import rescaled
-from attnmux.triton.kernels.hopper_weights import LOG2_E, pack, unpack, weigh
+from attnmux.triton.kernels.hopper_weights import LOG2_E, pack, pair, unpack, weigh
 
 LN_2 = gl.constexpr(0.6931471805599453)
 ROWS = gl.constexpr(64)
 """Rows of a warpgroup, which are those of its matrix instruction."""
+HELD_TOGETHER = gl.constexpr(64)
+"""Columns of queries that are held in registers together."""
 
 
 @gluon.jit
-def multiply_keys(q_parts, ring, at, layout: gl.constexpr):
-    """Begin to compute a block's logits [ROWS, BLOCK_N]."""
+def multiply_keys(q_parts, held, ring, at, layout: gl.constexpr):
+    """Begin to compute a block's logits [ROWS, BLOCK_N]. held: as `hold_queries` returns it."""
     keys = ring.block(at)
     logits = gl.full([ROWS, keys.shape[0]], 0.0, gl.float32, layout)
-    logits = warpgroup_mma(q_parts[0], keys.permute([1, 0]), logits, use_acc=False, is_async=True)
+    if len(held) == 0:
+        logits = warpgroup_mma(
+            q_parts[0], keys.permute([1, 0]), logits, use_acc=False, is_async=True
+        )
+    else:
+        for part in gl.static_range(keys.shape[1] // HELD_TOGETHER):
+            columns = keys.slice(part * HELD_TOGETHER, HELD_TOGETHER, dim=1).permute([1, 0])
+            if part < len(held):
+                operand = unpack(held[part], keys.dtype)
+                operand = gl.convert_layout(operand, gl.DotOperandLayout(0, layout, 2))
+            else:
+                operand = q_parts[0].slice(part * HELD_TOGETHER, HELD_TOGETHER, dim=1)
+            logits = warpgroup_mma(operand, columns, logits, use_acc=part > 0, is_async=True)
     if ring.TAIL > 0:
-        logits = warpgroup_mma(q_parts[1], ring.tail(at).permute([1, 0]), logits, is_async=True)
+        if len(held) * HELD_TOGETHER > keys.shape[1]:
+            operand = unpack(held[len(held) - 1], keys.dtype)
+            operand = gl.convert_layout(operand, gl.DotOperandLayout(0, layout, 2))
+        else:
+            operand = q_parts[1]
+        logits = warpgroup_mma(operand, ring.tail(at).permute([1, 0]), logits, is_async=True)
     return logits
 
 
@@ -88,14 +107,15 @@ def scaled(accs, share):
 
 @gluon.jit
 def attend_turns(
-    accs, top, mass, pairs, turn, last_turn, q_parts, k_ring, v_ring, tile, first, end, scale, cap,
+    accs, top, mass, pairs, turn, last_turn, q_parts, held, k_ring, v_ring, tile, first, end, scale,
+    cap,
     HIDES: gl.constexpr, kind,
     layout: gl.constexpr,
 ):  # fmt: skip
     """The turns of a tile after the first. Each begins with its own keys and the previous turn's
     values in shared memory, and with the previous turn's weights in registers."""
     for at in range(turn, last_turn):
-        logits = multiply_keys(q_parts, k_ring, at, layout)
+        logits = multiply_keys(q_parts, held, k_ring, at, layout)
         accs = multiply_values(pairs, v_ring, at - 1, accs)
         logits = warpgroup_mma_wait(len(accs), deps=[logits])
         k_ring.release(at)
@@ -115,13 +135,15 @@ def attend_turns(
 
 
 @gluon.jit
-def attend_tile(accs, top, mass, q_parts, k_ring, v_ring, tile, first, end, scale, cap, kind):
+def attend_tile(
+    accs, top, mass, q_parts, held, k_ring, v_ring, tile, first, end, scale, cap, kind
+):  # fmt: skip
     """Add all of a tile's keys to the running softmax of its rows."""
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, kind.BLOCK_N, 16])
     turns = tile.stop - tile.start
     k_ring.await_full(0)
     fence_async_shared()
-    logits = warpgroup_mma_wait(0, deps=[multiply_keys(q_parts, k_ring, 0, layout)])
+    logits = warpgroup_mma_wait(0, deps=[multiply_keys(q_parts, held, k_ring, 0, layout)])
     k_ring.release(0)
     weights, _, top, mass = weigh(
         logits, top, mass, tile.stop - 1, first, end, scale, cap, True, kind
@@ -141,8 +163,8 @@ def attend_tile(accs, top, mass, q_parts, k_ring, v_ring, tile, first, end, scal
         else:
             turn, last_turn = hiding_turn, turns
         accs, top, mass, pairs = attend_turns(
-            accs, top, mass, pairs, turn, last_turn, q_parts, k_ring, v_ring, tile, first, end,
-            scale, cap, part != 1, kind, layout,
+            accs, top, mass, pairs, turn, last_turn, q_parts, held, k_ring, v_ring, tile, first,
+            end, scale, cap, part != 1, kind, layout,
         )  # fmt: skip
     accs, _ = await_values(multiply_values(pairs, v_ring, turns - 1, accs), pairs)
     return accs, top, mass
@@ -180,6 +202,22 @@ def load_queries(
 
 
 @gluon.jit
+def hold_queries(q_parts, HELD: gl.constexpr, kind):
+    """The first HELD columns of a warpgroup's queries in registers, as pairs [ROWS, 32] of each 64
+    columns, and those of the tail if HELD is above D."""
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HELD_TOGETHER, 16])
+    held = ()
+    for part in gl.static_range(min(HELD, kind.D) // HELD_TOGETHER):
+        columns = q_parts[0].slice(part * HELD_TOGETHER, HELD_TOGETHER, dim=1)
+        held = held + (pair(columns.load(layout)),)  # noqa: RUF005  # not in Gluon
+    if HELD > kind.D:
+        TAIL: gl.constexpr = q_parts[1].shape[1]
+        of_tail: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TAIL, 16])
+        held = held + (pair(q_parts[1].load(of_tail)),)  # noqa: RUF005  # as above
+    return held
+
+
+@gluon.jit
 def store_result(out, out_stride, acc, tile, room, PART: gl.constexpr, REAL: gl.constexpr, kind):
     """Store columns of warpgroup PART's rows. room: shared memory that turns them into whole rows.
     REAL: of the columns, those that out has."""
@@ -209,7 +247,8 @@ def store_result(out, out_stride, acc, tile, room, PART: gl.constexpr, REAL: gl.
 
 @gluon.jit
 def attend_rows(
-    given, HAS_SINKS: gl.constexpr, HAS_LSE: gl.constexpr, kind, PART: gl.constexpr
+    given, HAS_SINKS: gl.constexpr, HAS_LSE: gl.constexpr, HELD: gl.constexpr, kind,
+    PART: gl.constexpr,
 ):  # fmt: skip
     """Attend from the tile's rows that warpgroup PART has, and store the results."""
     queries, results, sinks, factors, rooms, tile = given
@@ -235,10 +274,11 @@ def attend_rows(
                 of_tail, q_stride, q_head_stride, tile, q_parts[1], PART, kind.K_TAIL, kind
             )
         fence_async_shared()
+        held = hold_queries(q_parts, HELD, kind)
         position = tile.cached + gl.minimum(row, tile.num_rows - 1) // kind.GROUP
         first, end = visible_range(position, tile.num_keys, kind.IS_CAUSAL, kind.WINDOW, kind.CHUNK)
         accs, top, mass = attend_tile(
-            accs, top, mass, q_parts, k_ring, v_ring, tile, first, end, scale, cap, kind
+            accs, top, mass, q_parts, held, k_ring, v_ring, tile, first, end, scale, cap, kind
         )
 
     token, head = queries_of(tile, row, kind.GROUP)
@@ -281,6 +321,7 @@ def attend_hopper_tiles(
     CHUNK: gl.constexpr, HAS_CAP: gl.constexpr, HAS_SINKS: gl.constexpr, HAS_LSE: gl.constexpr,
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, COPY_WARPS: gl.constexpr,
     REGISTERS: gl.constexpr, COPY_REGISTERS: gl.constexpr, SPLIT_BLOCKS: gl.constexpr,
+    HELD: gl.constexpr,
 ):  # fmt: skip
     """Grid and arguments as of `attend_tiles`; num_warps=4, BLOCK_M 64, 128 or 192, STAGES 2 or
     more.
@@ -326,15 +367,15 @@ def attend_hopper_tiles(
     given = (queries, results, sinks, factors, rooms, tile)
     if READERS == 1:
         gl.warp_specialize(
-            [(attend_rows, (given, HAS_SINKS, HAS_LSE, kind, 0)), (copy_keys, copied)],
+            [(attend_rows, (given, HAS_SINKS, HAS_LSE, HELD, kind, 0)), (copy_keys, copied)],
             [COPY_WARPS],
             [COPY_REGISTERS],
         )
     elif READERS == 2:
         gl.warp_specialize(
             [
-                (attend_rows, (given, HAS_SINKS, HAS_LSE, kind, 0)),
-                (attend_rows, (given, HAS_SINKS, HAS_LSE, kind, 1)),
+                (attend_rows, (given, HAS_SINKS, HAS_LSE, HELD, kind, 0)),
+                (attend_rows, (given, HAS_SINKS, HAS_LSE, HELD, kind, 1)),
                 (copy_keys, copied),
             ],
             [4, COPY_WARPS],
@@ -343,9 +384,9 @@ def attend_hopper_tiles(
     else:
         gl.warp_specialize(
             [
-                (attend_rows, (given, HAS_SINKS, HAS_LSE, kind, 0)),
-                (attend_rows, (given, HAS_SINKS, HAS_LSE, kind, 1)),
-                (attend_rows, (given, HAS_SINKS, HAS_LSE, kind, 2)),
+                (attend_rows, (given, HAS_SINKS, HAS_LSE, HELD, kind, 0)),
+                (attend_rows, (given, HAS_SINKS, HAS_LSE, HELD, kind, 1)),
+                (attend_rows, (given, HAS_SINKS, HAS_LSE, HELD, kind, 2)),
                 (copy_keys, copied),
             ],
             [4, 4, COPY_WARPS],

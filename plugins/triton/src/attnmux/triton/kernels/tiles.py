@@ -17,23 +17,29 @@ from attnmux.triton.kernels.blocks import (
     part_of_range,
     slopes_of,
     store_rows,
-    take,
     tile_of_queries,
     visible_range,
 )
 
+COMPARED = tl.constexpr(16)
+"""Requests with which all are compared at a time."""
+
 
 @triton.jit(
     do_not_specialize=["batch_size", "num_tokens", "num_tiles"],
-    do_not_specialize_on_alignment=["q_indptr"],
+    do_not_specialize_on_alignment=["q_indptr", "lens"],
 )
 def plan_tiles(
-    q_indptr, tile_request, tile_row, batch_size, num_tokens, num_tiles,
+    q_indptr, lens, tile_request, tile_row, batch_size, num_tokens, num_tiles,
     GROUP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_B: tl.constexpr, TILES: tl.constexpr,
 ):  # fmt: skip
     """Find the request and the first row of TILES tiles.
 
-    q_indptr [B + 1] int32: each request's first new token. tile_request, tile_row [at least
+    Requests with fewer keys come first. Programs begin with the last tile, so that the longest run
+    first, and the device is busy to the end.
+
+    q_indptr [B + 1] int32: each request's first new token. lens [B] int32: the tokens before
+    these. tile_request, tile_row [at least
     num_tiles] int32: the results. Tokens after those of all requests belong to a request B. A tile
     that has no request gets -1. BLOCK_B: a power of 2, at least B + 1. Grid: blocks of TILES tiles.
     """
@@ -42,14 +48,26 @@ def plan_tiles(
     end = tl.load(q_indptr + request + 1, mask=request < batch_size, other=0)
     end = tl.where(request == batch_size, num_tokens, end)
     tiles = tl.where(request <= batch_size, ((end - begin) * GROUP + BLOCK_M - 1) // BLOCK_M, 0)
-    stop = tl.cumsum(tiles, 0)
+    keys = tl.load(lens + request, mask=request < batch_size, other=0) + end - begin
+    start = request * 0
+    for first in range(0, batch_size, COMPARED):
+        other = first + tl.arange(0, COMPARED)
+        is_other = other < batch_size
+        other_begin = tl.load(q_indptr + other, mask=is_other, other=0)
+        new = tl.load(q_indptr + other + 1, mask=is_other, other=0) - other_begin
+        other_keys = tl.load(lens + other, mask=is_other, other=0) + new
+        other_tiles = (new * GROUP + BLOCK_M - 1) // BLOCK_M
+        is_before = (other_keys[:, None] < keys[None, :]) | (request == batch_size)[None, :]
+        is_before |= (other_keys[:, None] == keys[None, :]) & (other[:, None] < request[None, :])
+        start += tl.sum(tl.where(is_before, other_tiles[:, None], 0), 0)
     tile = tl.program_id(0) * TILES + tl.arange(0, TILES)
-    # Requests without tiles stop where the one before them does.
-    owner = tl.sum((stop[None, :] <= tile[:, None]).to(tl.int32), 1)
-    start = take(stop - tiles, request, owner)
+    owns = (start[None, :] <= tile[:, None]) & (tile[:, None] < (start + tiles)[None, :])
+    owner = tl.sum(tl.where(owns, request[None, :], 0), 1)
+    own_start = tl.sum(tl.where(owns, start[None, :], 0), 1)
     is_tile = tile < num_tiles
-    tl.store(tile_request + tile, tl.where(owner <= batch_size, owner, -1), mask=is_tile)
-    tl.store(tile_row + tile, (tile - start) * BLOCK_M, mask=is_tile)
+    is_owned = tl.sum(owns.to(tl.int32), 1) > 0
+    tl.store(tile_request + tile, tl.where(is_owned, owner, -1), mask=is_tile)
+    tl.store(tile_row + tile, tl.where(is_owned, tile - own_start, 0) * BLOCK_M, mask=is_tile)
 
 
 @triton.jit(

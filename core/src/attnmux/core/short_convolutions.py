@@ -1,0 +1,129 @@
+"""Short causal convolutions in plain torch, and the states that they start from.
+
+Backends of linear layers call them where they have no kernel: on any device, of any number of taps.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch.nn.functional import conv1d, silu
+
+if TYPE_CHECKING:
+    from attnmux.core.batch import ForwardBatch
+    from attnmux.core.kv.linear_states import LinearStatePool
+    from attnmux.core.linear_call import ConvCall
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class NewTokens:
+    """The requests of a step with many new tokens."""
+
+    lens: list[int]
+    """New tokens of each request."""
+    fresh: torch.Tensor
+    """[B] bool: whether a request starts from zeros."""
+    starts: torch.Tensor
+    """[B] int64: each request's first token."""
+    request_of_token: torch.Tensor
+    """[tokens of all requests] int64"""
+
+    @classmethod
+    def of(cls, batch: ForwardBatch) -> NewTokens:
+        """Reads the lengths from the device where there is no host mirror. Raises InvalidInput
+        without lengths."""
+        new, cached = batch.extend_lens()
+        mirror = batch.extend_seq_lens_cpu
+        lens: list[int] = (new if mirror is None else mirror).tolist()
+        requests = torch.arange(batch.batch_size, device=new.device)
+        return cls(
+            lens=lens,
+            fresh=cached == 0,
+            starts=new.long().cumsum(0) - new,
+            request_of_token=requests.repeat_interleave(new.long(), output_size=sum(lens)),
+        )
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of all requests; a step may have padding after them."""
+        return self.request_of_token.shape[0]
+
+
+def convolve_one(call: ConvCall, batch: ForwardBatch, states: LinearStatePool) -> None:
+    """A decode step's convolution. Writes `call.out` and the convolution's states."""
+    pool, rows = states.conv(call.layer.layer_id, call.index), batch.req_pool_indices
+    history = read_states(pool, rows, batch.seq_lens <= 1)
+    window = torch.cat([history.to(call.x.dtype), call.x.unsqueeze(1)], dim=1)
+    pool.index_copy_(0, rows, window[:, 1:].to(pool.dtype))
+    call.out.copy_(_convolved(window.transpose(1, 2), call).squeeze(-1))
+    _activate(call)
+
+
+def convolve_new(
+    call: ConvCall, batch: ForwardBatch, states: LinearStatePool, tokens: NewTokens
+) -> None:
+    """An extend step's convolution: all requests as one sequence, each after its W - 1 last inputs.
+
+    Writes `call.out`, zeros for tokens of no request, and the convolution's states.
+    """
+    pool = states.conv(call.layer.layer_id, call.index)
+    before = call.layer.conv_size - 1
+    history = read_states(pool, batch.req_pool_indices, tokens.fresh).to(call.x.dtype)
+    count, num, device = batch.batch_size, tokens.num_tokens, call.x.device
+    line = call.x.new_empty((num + count * before, call.x.shape[1]))
+    places = torch.arange(num, device=device) + before * tokens.request_of_token
+    tail = torch.arange(before, device=device)
+    begins = tokens.starts + before * torch.arange(count, device=device)
+    line[places + before] = call.x[:num]
+    line[begins.unsqueeze(1) + tail] = history
+    assert batch.extend_seq_lens is not None  # the preparation has checked it
+    last = line[(begins + batch.extend_seq_lens).unsqueeze(1) + tail]
+    pool.index_copy_(0, batch.req_pool_indices, last.to(pool.dtype))
+    call.out[num:].zero_()
+    if num:
+        convolved = _convolved(line.t().unsqueeze(0), call)[0]
+        call.out[:num] = convolved[:, places].t()
+    _activate(call)
+
+
+def convolve_drafts(call: ConvCall, batch: ForwardBatch, states: LinearStatePool) -> None:
+    """A convolution over d draft tokens a request: all of them after its W - 1 last inputs. Writes
+    `call.out` and the states after drafts."""
+    line = keep_drafts(call, batch, states)
+    convolved = _convolved(line.transpose(1, 2), call).transpose(1, 2)
+    call.out.copy_(convolved.flatten(0, 1))
+    _activate(call)
+
+
+def keep_drafts(call: ConvCall, batch: ForwardBatch, states: LinearStatePool) -> torch.Tensor:
+    """Write the states after drafts, `states.draft_conv`.
+
+    Returns them in the dtype of the call: [B, W - 1 + d, C], the inputs before the drafts, zeros
+    for requests that start with them, then the drafts'.
+    """
+    layer_id, rows = call.layer.layer_id, batch.req_pool_indices
+    num, drafted = batch.drafts().draft_token_num, states.draft_conv(layer_id, call.index)
+    history = read_states(states.conv(layer_id, call.index), rows, batch.seq_lens <= 0)
+    x = call.x.view(batch.batch_size, num, call.x.shape[1])
+    line = torch.cat([history.to(x.dtype), x], dim=1)
+    drafted[:, : line.shape[1]].index_copy_(0, rows, line.to(drafted.dtype))
+    return line
+
+
+def read_states(pool: torch.Tensor, rows: torch.Tensor, fresh: torch.Tensor) -> torch.Tensor:
+    """A copy [B, ...] of the rows' states, with zeros for those that start: their rows may hold
+    NaN. fresh: [B] bool."""
+    held = pool[rows]
+    return held.masked_fill_(fresh.view(-1, *[1] * (held.dim() - 1)), 0)
+
+
+def _convolved(windows: torch.Tensor, call: ConvCall) -> torch.Tensor:
+    """[n, C, L - W + 1] of windows [n, C, L]."""
+    return conv1d(windows, call.weight.unsqueeze(1), call.bias, groups=call.weight.shape[0])
+
+
+def _activate(call: ConvCall) -> None:
+    if call.silu:
+        silu(call.out, inplace=True)

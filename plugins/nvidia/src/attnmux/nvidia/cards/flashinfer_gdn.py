@@ -1,0 +1,53 @@
+"""The card of flashinfer's gated delta rule."""
+
+from __future__ import annotations
+
+from attnmux.core import ANY, BackendCard, Clause, Prior, Verified, one_of, runtimes, versions
+
+
+def _clause(dtype: str, *phases: str) -> Clause:
+    return Clause(
+        vendor=one_of("nvidia"),
+        version=versions(">=9.0,<9.1"),
+        runtime=runtimes("cuda>=12.6"),
+        phase=one_of(*phases),
+        kind=one_of("gdn"),
+        dtype=one_of(dtype),
+        kv_dtype=one_of(dtype),
+        page_size=ANY,
+        head_dim=one_of(128),
+        v_head_dim=one_of(128),
+        spec_topk=one_of(1),
+        graph=ANY,
+    )
+
+
+FLASHINFER_GDN = BackendCard(
+    name="flashinfer_gdn",
+    summary="flashinfer's gated delta rule on SM90, with sgl_kernel's convolutions if installed",
+    factory="attnmux.nvidia.flashinfer_gdn:make",
+    requires=("torch>=2.11", "flashinfer-python>=0.6.13,<0.7"),
+    extra="flashinfer",
+    verified_on=(
+        Verified(
+            on="the gated delta rule of flashinfer 0.6.13, and the convolutions of "
+            "sglang-kernel 0.4.5",
+            libraries=("torch 2.13.0+cpu",),
+            date="2026-11-28",
+        ),
+    ),
+    sources={
+        "version": "gdn_prefill_launcher.cu: SM90; kernels for SM100 are others, and not adapted",
+        "runtime": 'README, "Supported CUDA Versions"',
+        "dtype": "`chunk_gated_delta_rule`: fp16 and bf16, over float32 states; of fp16 "
+        "`gated_delta_rule_decode` rounds outputs to bf16, and `gated_delta_rule_mtp` loads none",
+        "kv_dtype": "there is no KV cache; convolution states have the dtype of the call",
+        "head_dim": "tiles of 128: prefill_kernel_delta_rule_sm90.cuh, gdn_decode_nontranspose.py",
+        "v_head_dim": "`gdn_prefill`: the dims of K and V are the same",
+        "spec_topk": "`gated_delta_rule_mtp`: one token after another",
+    },
+    clauses=(_clause("bfloat16", "extend", "decode", "verify"), _clause("float16", "extend")),
+    priors=(
+        Prior(rank=60, source="not measured: states of a pool are copied to each call and back"),
+    ),
+)

@@ -1,0 +1,283 @@
+"""The gated delta rule on flashinfer's kernels.
+
+Facts of the kernels, from flashinfer/gdn_prefill.py, flashinfer/gdn_decode.py, gdn_kernels/ and
+data/csrc/gdn_prefill_launcher.cu of flashinfer-python 0.6.13:
+
+- `chunk_gated_delta_rule` takes packed requests: q and k [T, Hk, 128], v [T, Hv, 128], contiguous,
+  fp16 or bf16; g is the decay itself, not its logarithm, and beta, both float32 [T, Hv]. States are
+  float32 [n, Hv, V, K], those afterwards in memory of their own. On SM90 it does not look at
+  `use_qk_l2norm_in_kernel`: q and k are normalised here. A decay is at least 1e-10.
+- `gated_delta_rule_decode` takes one token of each request and states [n, Hv, K, V], which it
+  overwrites; `gated_delta_rule_mtp` takes T tokens and states [n, Hv, V, K], which it leaves, and
+  writes those after each token, [n, T, Hv, V, K]. Both compute the gates from the model's own
+  numbers, g = -exp(A_log) * softplus(a + dt_bias) and beta = sigmoid(b); see `decode_gates` and
+  `draft_gates`. They normalise q and k with the same constant as `L2_EPS`. Outputs are bf16.
+- Both are compiled for each batch size, number of tokens and scale, for the strides and dtypes of
+  their first call. A call with others is not compiled anew, so that tensors here are always dense
+  and gates always float32.
+
+The states of a pool are [rows, Hv, K, V], so that each call copies those of its requests, and
+transposes them where the kernel wants it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING
+
+import torch
+
+from attnmux.core import (
+    ALIGNMENT,
+    L2_EPS,
+    InvalidInput,
+    KernelLibrary,
+    LinearAttentionBackend,
+    imported,
+    is_writable,
+    read_states,
+    rehearse_linear,
+)
+from attnmux.nvidia.causal_convolutions import CausalConvolutions, ConvKernels, PackedRequests
+
+if TYPE_CHECKING:
+    from attnmux.core import (
+        BackendContext,
+        ConvCall,
+        ForwardBatch,
+        LinearCall,
+        LinearLayerSpec,
+    )
+
+DIM = 128
+"""Of a head of K and of V: a tile of the kernels."""
+STEEPNESS = 24
+"""softplus(x) is x, but for at most log 2. With a factor of 2^-24 that is within the rounding of
+float32, so that a = -g * 2^24 gives g."""
+MOST = 80.0
+"""Largest argument of softplus in `gated_delta_rule_mtp`: beyond 88 its exponential is infinite,
+which it multiplies by 0. A decay of exp(-80) forgets everything."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RecurrenceKernels:
+    """Functions of `flashinfer`."""
+
+    chunk_gated_delta_rule: Callable[..., tuple[torch.Tensor, torch.Tensor]]
+    """Prompts."""
+    gated_delta_rule_decode: Callable[..., tuple[torch.Tensor, torch.Tensor]]
+    """One token a request."""
+    gated_delta_rule_mtp: Callable[..., tuple[torch.Tensor, torch.Tensor]]
+    """Drafts."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GDNKernels:
+    """The kernels of a layer."""
+
+    recurrence: RecurrenceKernels
+    convolutions: ConvKernels | None
+    """None: plain operations serve."""
+
+
+class FlashInferGDNBackend(LinearAttentionBackend):
+    """Layers of kind "gdn" with heads of 128 dims on SM90. beta is at most 1."""
+
+    _step: PackedRequests
+
+    def __init__(
+        self, context: BackendContext, options: Mapping[str, object], kernels: GDNKernels
+    ) -> None:
+        """Raises InvalidInput for heads of other dims."""
+        super().__init__(context, options)
+        layers = [layer for layer in self.states.layers if layer.kind == "gdn"]
+        for layer in layers:
+            if (layer.head_k_dim, layer.head_v_dim) != (DIM, DIM):
+                got = f"heads of {layer.head_k_dim} and {layer.head_v_dim} dims"
+                raise InvalidInput(
+                    f"linear layer {layer.layer_id}", got=got, expected=f"{DIM} of K and of V"
+                )
+        self.kernels = kernels.recurrence
+        self._convolutions = CausalConvolutions(self.states, kernels.convolutions)
+        heads = max((layer.num_v_heads for layer in layers), default=1)
+        gates = partial(torch.full, (heads,), dtype=torch.float32, device=context.device)
+        self._flat, self._steep = gates(fill_value=0.0), gates(-STEEPNESS * math.log(2))
+
+    def init_forward_metadata_out_graph(
+        self, batch: ForwardBatch, in_capture: bool = False
+    ) -> None:
+        mode = batch.forward_mode
+        if mode.is_extend() and not mode.is_target_verify():
+            self._step = PackedRequests.of(batch)
+
+    def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
+        """Nothing to allocate: a captured step's tensors belong to its graph."""
+
+    def forward_decode(self, call: LinearCall, batch: ForwardBatch) -> None:
+        layer, rows, count = call.layer, batch.req_pool_indices, batch.batch_size
+        if not count:
+            return
+        _check_dtype(call, torch.bfloat16)
+        pool = self.states.state(layer.layer_id)
+        states = read_states(pool, rows, batch.seq_lens <= 1)
+        a, b = decode_gates(call)
+        self.kernels.gated_delta_rule_decode(
+            *(_by_request(each, count) for each in (call.q, call.k, call.v)),
+            states,
+            self._steep[: layer.num_v_heads],
+            _by_request(a, count),
+            self._flat[: layer.num_v_heads],
+            _by_request(b, count),
+            scale=layer.scaling,
+            output=(out := _room(call, count)),
+            use_qk_l2norm=layer.qk_l2norm,
+        )
+        _put(call, out)
+        pool.index_copy_(0, rows, states)
+
+    def forward_verify(self, call: LinearCall, batch: ForwardBatch) -> None:
+        layer, rows, count = call.layer, batch.req_pool_indices, batch.batch_size
+        if not count:
+            return
+        _check_dtype(call, torch.bfloat16)
+        num, heads = batch.drafts().draft_token_num, layer.num_v_heads
+        pool = self.states.state(layer.layer_id)
+        states = _transposed(read_states(pool, rows, batch.seq_lens <= 0))
+        after = states.new_empty((count, num, heads, DIM, DIM))
+        a, b = draft_gates(call)
+        self.kernels.gated_delta_rule_mtp(
+            *(_by_request(each, count) for each in (call.q, call.k, call.v)),
+            states,
+            torch.arange(count, dtype=torch.int32, device=rows.device),
+            self._flat[:heads],
+            _by_request(a, count),
+            self._flat[:heads],
+            _by_request(b, count),
+            scale=layer.scaling,
+            output=(out := _room(call, count)),
+            intermediate_states_buffer=after,
+            disable_state_update=True,
+            use_qk_l2norm=layer.qk_l2norm,
+        )
+        _put(call, out)
+        drafted = self.states.draft_state(layer.layer_id)
+        drafted[:, :num].index_copy_(0, rows, after.transpose(-1, -2))
+
+    def forward_extend(self, call: LinearCall, batch: ForwardBatch) -> None:
+        layer, rows, step = call.layer, batch.req_pool_indices, self._step
+        _check_dtype(call, torch.bfloat16, torch.float16)
+        num, pool = step.tokens.num_tokens, self.states.state(layer.layer_id)
+        assert call.beta is not None  # of the delta rule
+        before = step.start(pool, rows)
+        states = step.of_active(before)
+        call.out[num:].zero_()
+        if num:
+            out = call.out[:num]
+            found, after = self.kernels.chunk_gated_delta_rule(
+                normed(call.q[:num], layer),
+                normed(call.k[:num], layer),
+                _dense(call.v[:num]),
+                _dense(call.g[:num].exp()),
+                _dense(call.beta[:num].float()),
+                layer.scaling,
+                _transposed(states),
+                True,
+                step.indptr.long(),
+                output=out if is_writable(out) else None,
+            )
+            if not is_writable(out):
+                out.copy_(found)
+            states = after.transpose(-1, -2)
+        step.finish(pool, rows, before, states)
+
+    def forward_conv(self, call: ConvCall, batch: ForwardBatch) -> None:
+        is_decode = batch.forward_mode.is_decode()
+        self._convolutions.run(call, batch, None if is_decode else self._step)
+
+    def verify_conv(self, call: ConvCall, batch: ForwardBatch) -> None:
+        self._convolutions.verify(call, batch)
+
+
+def decode_gates(call: LinearCall) -> tuple[torch.Tensor, torch.Tensor]:
+    """(a, b) [T, Hv] float32 with which A_log = -24 log 2 and dt_bias = 0 give g and beta."""
+    return call.g * -(2.0**STEEPNESS), _logit(call)
+
+
+def draft_gates(call: LinearCall) -> tuple[torch.Tensor, torch.Tensor]:
+    """(a, b) [T, Hv] float32 with which A_log = dt_bias = 0 give g and beta."""
+    return (-call.g).clamp(max=MOST).expm1().log().clamp(min=-MOST), _logit(call)
+
+
+def normed(x: torch.Tensor, layer: LinearLayerSpec) -> torch.Tensor:
+    """Q or K [T, Hk, 128] end to end, each divided by its length where the layer wants it: in
+    float32, rounded once."""
+    if not layer.qk_l2norm:
+        return _dense(x)
+    squares = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.float32).square()
+    return torch.mul(x, (squares + L2_EPS).rsqrt(), out=x.new_empty(x.shape))
+
+
+def _check_dtype(call: LinearCall, *served: torch.dtype) -> None:
+    if call.q.dtype not in served:
+        expected = f"{' or '.join(map(str, served))}, as the kernel of the phase takes"
+        raise InvalidInput("q", got=call.q.dtype, expected=expected)
+
+
+def _logit(call: LinearCall) -> torch.Tensor:
+    """The number whose sigmoid is beta: infinite for 0 and 1, which its exponential bears."""
+    assert call.beta is not None  # of the delta rule
+    return call.beta.float().logit()
+
+
+def _dense(x: torch.Tensor) -> torch.Tensor:
+    """The tensor, or a copy that kernels can load: end to end, from an aligned address."""
+    is_dense = x.is_contiguous() and x.data_ptr() % ALIGNMENT == 0
+    return x if is_dense else x.clone(memory_format=torch.contiguous_format)
+
+
+def _by_request(x: torch.Tensor, count: int) -> torch.Tensor:
+    """[B, T / B, ...] of a tensor [T, ...], with the strides of its shape, even in dims of 1."""
+    return _dense(x).reshape(-1).view(count, -1, *x.shape[1:])
+
+
+def _transposed(states: torch.Tensor) -> torch.Tensor:
+    return states.transpose(-1, -2).contiguous()
+
+
+def _room(call: LinearCall, count: int) -> torch.Tensor:
+    """Where the kernel writes its output, [B, T / B, Hv, V]: `call.out` where it can."""
+    out = call.out if is_writable(call.out) else call.out.new_empty(call.out.shape)
+    return _by_request(out, count)
+
+
+def _put(call: LinearCall, out: torch.Tensor) -> None:
+    if out.data_ptr() != call.out.data_ptr():
+        call.out.copy_(out.view(call.out.shape))
+
+
+RECURRENCE = partial(imported, RecurrenceKernels, "flashinfer.gdn_prefill", "flashinfer.gdn_decode")
+
+
+def with_convolutions() -> GDNKernels:
+    """Raises ImportError and AttributeError as `imported` does."""
+    return GDNKernels(recurrence=RECURRENCE(), convolutions=imported(ConvKernels, "sgl_kernel"))
+
+
+def without_convolutions() -> GDNKernels:
+    """Raises as `with_convolutions` does."""
+    return GDNKernels(recurrence=RECURRENCE(), convolutions=None)
+
+
+make = KernelLibrary(
+    address="nvidia/flashinfer_gdn",
+    backend=FlashInferGDNBackend,
+    providers={
+        "flashinfer and sgl_kernel": with_convolutions,
+        "flashinfer": without_convolutions,
+    },
+    trial=partial(rehearse_linear, kind="gdn"),
+    hint="flashinfer compiles its kernels on first use, with nvcc and ninja",
+)
