@@ -11,7 +11,7 @@ import torch
 from click.testing import CliRunner
 from safetensors.torch import load_file, save_file
 from torch.nn.functional import linear, silu
-from transformers import LlamaConfig
+from transformers import Gemma3nForCausalLM, Gemma3nTextConfig, LlamaConfig
 
 from attnmux.core import InvalidInput, Offer
 from attnmux.core.cli.verbs import verbs
@@ -364,6 +364,24 @@ def test_a_target_without_what_the_head_reads_is_refused(tiny, run_on, head_of, 
     runner = a_target(run_on, folder, head)
     with pytest.raises(InvalidInput, match="at most the vocabulary of 40"):
         ModelProposer(drafter, vocabulary_size=VOCABULARY, steps=3, topk=41, target=runner.steps)
+
+
+def test_layers_that_return_no_state_for_each_token_are_refused(tmp_path, run_on):
+    """Gemma 3n's layers return several states of a token. Its decoder returns one."""
+    config = Gemma3nTextConfig(
+        vocab_size=VOCABULARY, vocab_size_per_layer_input=VOCABULARY, hidden_size=32,
+        hidden_size_per_layer_input=16, intermediate_size=48, num_hidden_layers=4,
+        num_attention_heads=4, num_key_value_heads=2, head_dim=8, num_kv_shared_layers=2,
+        layer_types=["sliding_attention", "full_attention"] * 2, sliding_window=5,
+        activation_sparsity_pattern=[0.95, 0.95, 0.0, 0.0], laurel_rank=16,
+        max_position_embeddings=128,
+    )  # fmt: skip
+    model = Gemma3nForCausalLM(config)
+    model.save_pretrained(tmp_path)
+    words = r"layer 1 of Gemma3nForCausalLM, which returns \[4, 1, \d+, 32\]"
+    with pytest.raises(InvalidInput, match=words):
+        run_on(tmp_path, hidden_states=True, hidden_layers=(1, 3))
+    run_on(tmp_path, hidden_states=True)
 
 
 def test_states_of_layers_count_as_memory(tiny, run_on):

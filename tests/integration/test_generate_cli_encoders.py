@@ -14,8 +14,9 @@ from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import AutoModelForSeq2SeqLM, AutoModelForSpeechSeq2Seq, PreTrainedTokenizerFast
 
 from attnmux.core.cli.verbs import verbs
-from attnmux.transformers import open_checkpoint
+from attnmux.transformers import open_checkpoint, sounds
 from attnmux.transformers.checkpoint import quiet_transformers
+from attnmux.transformers.sounds import read_samples
 
 START = {"decoder_start_token_id": 3}
 RATE = 16_000
@@ -160,14 +161,18 @@ def test_sound_may_have_more_tokens_than_the_text_has_positions(tmp_path):
 
 def test_mistakes_with_sound_are_told(whisper, bart, tmp_path):
     _, folder = whisper
-    other, narrow, long = (tmp_path / name for name in ("rate.wav", "narrow.wav", "long.wav"))
+    names = ("rate.wav", "narrow.wav", "long.wav", "cut.wav")
+    other, narrow, long, cut = (tmp_path / name for name in names)
     sound(other, 0.1, rate=8000)
     sound(narrow, 0.1, width=1)
     sound(long, 1.5)
+    sound(cut, 0.1, channels=2)
+    cut.write_bytes(cut.read_bytes()[:-3])
     for file, words in (
         (other, "8000 samples per second"),
         (narrow, "8 bits"),
         (long, "of 1.5 s"),
+        (cut, "ends after 6397 of 6400 bytes"),
         (tmp_path / "none.wav", "No such file"),
         (folder / "config.json", "16-bit PCM"),
     ):
@@ -178,6 +183,43 @@ def test_mistakes_with_sound_are_told(whisper, bart, tmp_path):
     assert "reads no sound" in generate(bart[1], "--audio", long).stderr
     (folder / "preprocessor_config.json").unlink()
     assert "without a feature extractor" in generate(folder, "--audio", long).stderr
+
+
+def test_a_sound_from_a_pipe_ends_where_its_file_does(tmp_path):
+    """Its header was written before its length was known."""
+    file = tmp_path / "pipe.wav"
+    samples = sound(file, 0.1, channels=2)
+    written = file.read_bytes()
+    at = written.index(b"data") + 4
+    file.write_bytes(written[:at] + b"\xff\xff\xff\xff" + written[at + 4 : -1])
+    read = read_samples(str(file), RATE)
+    assert read.tolist() == samples[:-1].tolist()
+
+
+class Refusing:
+    """A feature extractor that takes no sound."""
+
+    sampling_rate = RATE
+
+    def __call__(self, *args, **given):
+        raise RuntimeError("choose a window size 400 that is [2, 1]")
+
+
+def test_a_sound_that_an_extractor_cannot_take(whisper, tmp_path, monkeypatch):
+    monkeypatch.setattr(sounds, "load_processor", lambda *args, **given: Refusing())
+    sound(tmp_path / "a.wav", 0.1)
+    result = generate(whisper[1], "--audio", tmp_path / "a.wav")
+    assert result.exit_code == 2, result.output
+    words = " ".join(result.stderr.split())
+    assert "a sound that the Refusing takes" in words
+    assert "of 1600 samples (RuntimeError: choose a window size" in words
+
+
+def test_images_are_not_for_encoders(bart, whisper, tmp_path):
+    for folder in (bart[1], whisper[1]):
+        result = generate(folder, "w5", "--image", tmp_path / "a.png")
+        assert result.exit_code == 2
+        assert "given only texts and sound" in " ".join(result.stderr.split())
 
 
 def test_options_of_encoders_are_not_for_decoders(tmp_path):
@@ -196,3 +238,10 @@ def test_a_line_has_sound_alone(tmp_path, line):
     result = CliRunner().invoke(verbs, ["generate", "--prompts", str(file)])
     assert result.exit_code == 2
     assert "only audio" in result.stderr
+
+
+def test_drafts_for_an_encoder_decoder_model_are_refused_before_its_weights_are_read(bart):
+    (bart[1] / "model.safetensors").unlink()
+    result = generate(bart[1], "w5", "--draft", "ngram")
+    assert result.exit_code == 2
+    assert "expected a decoder-only model" in result.stderr

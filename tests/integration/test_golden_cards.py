@@ -144,6 +144,8 @@ SHAPES = {
     "gqa": "dtype=bf16,head_dim=128,num_q_heads=32,num_kv_heads=8",
     "mla": f"kind=mla,{LATENT}",
     "nsa": f"kind=nsa,{LATENT}",
+    "gdn": "kind=gdn,dtype=bf16,head_dim=128,v_head_dim=128,num_q_heads=32,num_kv_heads=16",
+    "conv": "kind=conv,dtype=bf16",
     "chunks": "kind=dual_chunk,dtype=bf16,head_dim=128,num_q_heads=40,num_kv_heads=8",
 }
 LIMITS = """
@@ -200,6 +202,20 @@ nvidia/nsa nvidia:sm90 decode nsa spec_topk=1 SPEC_TOPK
 nvidia/dual_chunk_flash_attn nvidia:sm80 decode chunks page_size=64 served
 nvidia/dual_chunk_flash_attn nvidia:sm100 decode chunks page_size=64 VERSION
 nvidia/dual_chunk_flash_attn nvidia:sm90 decode chunks head_dim=80 HEAD_DIM
+nvidia/flashinfer_gdn nvidia:sm90 decode gdn graph=1 served
+nvidia/flashinfer_gdn nvidia:sm100 decode gdn graph=1 VERSION
+nvidia/flashinfer_gdn nvidia:sm90 extend gdn dtype=fp16 served
+nvidia/flashinfer_gdn nvidia:sm90 decode gdn dtype=fp16 DTYPE+KV_DTYPE
+nvidia/flashinfer_gdn nvidia:sm90 verify gdn spec_topk=1,spec_draft_tokens=4 served
+nvidia/flashinfer_gdn nvidia:sm90 verify gdn spec_topk=4 SPEC_TOPK
+nvidia/flashinfer_gdn nvidia:sm90 extend gdn head_dim=64 HEAD_DIM
+nvidia/flashinfer_gdn nvidia:sm90 extend gdn v_head_dim=64 V_HEAD_DIM
+nvidia/flashinfer_gdn nvidia:sm90 decode gdn kind=kda KIND
+nvidia/sgl_conv nvidia:sm90 extend conv dtype=bf16|fp16|fp32 served
+nvidia/sgl_conv nvidia:sm90 verify conv spec_topk=1,graph=1 served
+nvidia/sgl_conv nvidia:sm90 verify conv spec_topk=4 SPEC_TOPK
+nvidia/sgl_conv nvidia:sm80 decode conv graph=1 VERSION
+nvidia/sgl_conv nvidia:sm90 decode gdn graph=1 KIND
 amd/aiter amd:gfx942 decode mla num_q_heads=48 served
 amd/aiter amd:gfx942 decode mla num_q_heads=8 served
 amd/aiter amd:gfx942 decode mla num_q_heads=144 served

@@ -179,7 +179,7 @@ def test_without_kept_states_no_prefix_is_shared(tiny, run_hybrid) -> None:
             tokens(engine, [[1, 2, 3, 4, 5, 6]] * 2, 2)
         assert engine.stats.reused_tokens == 0
         assert engine.memory.cached == 0
-    with pytest.raises(InvalidInput, match="kept_size: expected at least 0, got -1"):
+    with pytest.raises(InvalidInput, match="kept_states: expected at least 0, got -1"):
         run_hybrid(folder, kept_states=-1)
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -13,6 +15,7 @@ from attnmux.transformers import (
     NgramProposer,
     Prompt,
     RunnerOptions,
+    SequenceState,
     load_runner,
     open_checkpoint,
     run_prompts,
@@ -351,6 +354,16 @@ def wrong(change):
         (lambda one: one.pop("pixel_values"), "no pixels"),
         (lambda one: one["input_ids"].fill_(1), "0 placeholders"),
         (lambda one: one["attention_mask"][:, 0].fill_(0), "padding"),
+        (lambda one: one.update(input_ids=one["input_ids"].float()), "torch.float32"),
+        (lambda one: one.update(input_ids=one["input_ids"].tolist()), "no input_ids in a dict"),
+        (lambda one: one.update(pixel_values_videos=one["pixel_values"]), "AttributeError"),
+        (lambda one: one.update(foo=torch.ones(1)), "^foo: expected nothing"),
+        (lambda one: one.update(position_ids=one["input_ids"]), "position_ids too"),
+        (lambda one: one.update(inputs_embeds=torch.ones(1, 17, 32)), "inputs_embeds too"),
+        (
+            lambda one: one.update(mm_token_type_ids=one["mm_token_type_ids"][:, 1:]),
+            r"mm_token_type_ids \(1, 18\) for input_ids \(1, 19\)",
+        ),
         (lambda one: one.update(input_ids=one["input_ids"].expand(2, -1)), r"\[1, P\]"),
     ],
 )
@@ -358,6 +371,30 @@ def test_images_that_do_not_fit_the_prompt(tiny, run_on, change, said):
     runner = runner_of(run_on, tiny("qwen2.5-vl")[1])
     with pytest.raises(InvalidInput, match=said):
         runner.read_images(wrong(change))
+
+
+def test_inputs_that_are_none(tiny, run_on):
+    runner = runner_of(run_on, tiny("llava")[1])
+    for inputs in (None, "cat.png", torch.ones(1, 4), []):
+        with pytest.raises(InvalidInput, match=f"in a {type(inputs).__name__}"):
+            runner.read_images(inputs)
+
+
+@pytest.mark.parametrize("name", ["qwen2.5-vl", "gemma3-images"])
+def test_prefixes_match_as_far_as_positions_and_masks_do(tiny, run_on, name):
+    """Both models count and mask tokens of images as such only where a prompt says which they are;
+    else as text. Pixels and ids are the same."""
+    model, folder = tiny(name)
+    pictures = Pictures(name)
+    whole = pictures.prompt(pictures.text(3), pictures.image(), pictures.text(6))
+    plain = {key: each for key, each in whole.items() if not key.endswith("type_ids")}
+    engine = Engine(runner_of(run_on, folder))
+    for inputs in (whole, plain, whole):
+        (result,) = results(engine, [inputs], 6)
+        assert [result.token_ids] == alone(model, [inputs], 6)
+        reused = result.reused_tokens
+    assert reused == whole["input_ids"].shape[1] - 1
+    assert alone(model, [whole], 6) != alone(model, [plain], 6)
 
 
 def test_images_of_another_prompt_and_drafts_are_refused(tiny, run_on):
@@ -374,3 +411,23 @@ def test_images_of_another_prompt_and_drafts_are_refused(tiny, run_on):
     with pytest.raises(InvalidInput, match="drafts"):
         runner_of(run_on, folder, draft_tokens=3)
     assert not engine.has_work
+
+
+def test_images_that_no_step_would_read_are_refused(tiny, run_on):
+    """Without `images=True` a step reads the ids of placeholders, which say nothing."""
+    _, folder = tiny("llava")
+    runner = runner_of(run_on, folder)
+    pictures = Pictures("llava")
+    inputs = pictures.prompt([1], pictures.image(), [2])
+    images = runner.read_images(inputs)
+    narrow = replace(images, embeds=images.embeds[:, :-1])
+    for one, given, said in (
+        (run_on(folder), images, "without images=True"),
+        (runner, narrow, "31 dims"),
+        (runner, inputs, "got a dict"),
+    ):
+        engine = Engine(one)
+        with pytest.raises(InvalidInput, match=said):
+            engine.add(images.token_ids, max_new_tokens=2, images=given)
+        with pytest.raises(InvalidInput, match=said):
+            one.extend([SequenceState(token_ids=[*images.token_ids], images=given)])

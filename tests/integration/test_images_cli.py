@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 import transformers
@@ -214,3 +215,15 @@ def test_an_image_is_turned_as_its_metadata_says(tmp_path):
     metadata[0x0112] = 6  # turned by 90 degrees
     image.save(tmp_path / "turned.jpg", exif=metadata)
     assert files.read_image(str(tmp_path / "turned.jpg")).size == (2, 4)
+
+
+def test_an_image_of_16_bits_keeps_its_greys(tmp_path):
+    greys = np.array([[0, 257 * 10, 257 * 200, 65535]], dtype=np.uint16)
+    Image.fromarray(greys).save(tmp_path / "deep.png")
+    read = np.asarray(files.read_image(str(tmp_path / "deep.png")))
+    assert read[0, :, 0].tolist() == [0, 10, 200, 255]
+    assert read.shape == (1, 4, 3)
+    for name, wide in (("a.tif", greys.astype(np.int32) * 2), ("b.tif", greys / np.float32(9))):
+        Image.fromarray(wide).save(tmp_path / name)
+        with pytest.raises(InvalidInput, match=r"8 or 16 bits.*pixels from 0 to"):
+            files.read_image(str(tmp_path / name))

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from click.testing import CliRunner
 
 from attnmux.core import load_plugins
 from attnmux.core.choosing.machine.cpu import probe_cpu
@@ -101,3 +102,30 @@ def test_a_model_that_says_something_else_is_wrong(trial, offers, monkeypatch):
     outcome = trial.try_architecture("LlamaConfig", 0, probe_cpu(), offers, page_sizes=(1,))
     assert outcome.status == "wrong"
     assert "differ by" in outcome.reason
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        (["--jobs", "0"], "0 is not in the range"),
+        (["--timeout", "nan"], "not a finite number"),
+        (["--timeout", "-1"], "-1.0 is not in the range"),
+        (["--shard", "0/2"], "I from 1 to N, got '0/2'"),
+        (["--shard", "3/2"], "got '3/2'"),
+        (["--shard", "x"], "got 'x'"),
+        (["--shard", "2/2"], "--shard 2/2 has no architecture"),
+        (["--json", "no/such/folder/a.json"], "in a folder that exists"),
+        (["--platform", "no"], "platform: expected one of"),
+        (["--backend", "tritn"], "backend: expected one of"),
+        (["LlamaConfg"], "did you mean LlamaConfig"),
+    ],
+)
+def test_a_run_of_nothing_is_refused(trial, monkeypatch, given, said):
+    """A run that tries no model would pass."""
+    assert trial
+    command = importlib.import_module("tools.models.__main__")
+    monkeypatch.setattr(command, "all_names", lambda context: ["LlamaConfig"])
+    monkeypatch.setattr(command, "run_all", lambda *args, **given: pytest.fail("ran"))
+    result = CliRunner().invoke(command.main, given)
+    assert result.exit_code == 2, result.output
+    assert said in " ".join(result.output.replace("│", " ").split())

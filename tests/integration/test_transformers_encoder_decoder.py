@@ -8,7 +8,14 @@ import transformers
 from transformers import AutoModelForSeq2SeqLM, AutoModelForSpeechSeq2Seq
 
 from attnmux.core import InvalidInput, PoolExhausted, torch_dtype
-from attnmux.transformers import Engine, SequenceState, encoder_batches, record_layers
+from attnmux.transformers import (
+    Engine,
+    Prompt,
+    SequenceState,
+    encoder_batches,
+    record_layers,
+    run_prompts,
+)
 from attnmux.transformers.checkpoint import quiet_transformers
 from attnmux.transformers.encoder_decoder import record_decoder
 from attnmux.transformers.engine import scheduler
@@ -515,6 +522,11 @@ def test_encoder_inputs_and_states_that_cannot_be_are_refused(made, tiny, run_on
         ({"input_values": ids[:, :5]}, "input_ids"),
         ({"input_ids": ids[:, :2], "attention_mask": torch.tensor([[1, 0]])}, "padding"),
         ({}, "nothing"),
+        ({"input_ids": [[5, 6]]}, "a list as input_ids"),
+        ({"input_ids": ids[:, :5].float()}, "float32"),
+        ({"input_ids": ids[:, :5, None]}, r"\[1, 5, 1\]"),
+        (ids[:, :5], "a Tensor"),
+        ({"inputs_embeds": torch.zeros(1, 5, 31)}, "BartForConditionalGeneration can read"),
     ):
         with pytest.raises(InvalidInput, match=words):
             runner.encode(inputs)
@@ -534,6 +546,32 @@ def test_encoder_inputs_and_states_that_cannot_be_are_refused(made, tiny, run_on
         plain.encode(given)
     with pytest.raises(InvalidInput, match="encoder_states"):
         plain.extend([SequenceState(token_ids=[2], encoder_states=torch.zeros(5, 32))])
+
+
+def test_states_that_no_step_could_read_are_refused_before_other_requests_run(made, run_on):
+    runner = run(run_on, made("bart")[1], max_encoder_len=20)
+    engine = Engine(runner)
+    states = runner.encode({"input_ids": torch.tensor([[5, 6, 7]])})
+    running = engine.add([2], max_new_tokens=3, encoder_states=states)
+    for wrong, words in (
+        (states[None], r"\[E, 32\] in torch.float32 on cpu.*got \[1, 3, 32\]"),
+        (states[0], r"got \[32\]"),
+        (states[:, :31], r"got \[3, 31\]"),
+        (states.double(), "got .* in torch.float64"),
+        (states.tolist(), "got a list"),
+        (states[:0], "1 to 20"),
+    ):
+        with pytest.raises(InvalidInput, match=words):
+            engine.add([2], max_new_tokens=3, encoder_states=wrong)
+        asked = Prompt(token_ids=[2], max_new_tokens=3, encoder_states=wrong)
+        with pytest.raises(InvalidInput, match=words):
+            run_prompts(Engine(runner), [asked])
+        with pytest.raises(InvalidInput, match=words):
+            runner.extend([SequenceState(token_ids=[2], encoder_states=wrong)])
+    results = {}
+    while engine.has_work:
+        results |= {one.request_id: one.result for one in engine.step()}
+    assert results[running].finish_reason == "length"
 
 
 REFUSED = {

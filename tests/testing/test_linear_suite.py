@@ -11,7 +11,8 @@ import torch
 from attnmux.core import LinearStatePool, one_of
 from attnmux.cpu.plugin import TORCH_LINEAR
 from attnmux.cpu.torch_linear import TorchLinearBackend
-from attnmux.testing import Candidate, fake_card, fake_platform, run_case
+from attnmux.testing import Candidate, fake_card, fake_platform, run_case, verify
+from attnmux.testing.linear_cases import LinearCase
 from attnmux.testing.linear_sampling import linear_samples
 
 
@@ -239,3 +240,9 @@ def test_a_card_of_one_size_is_tested_with_every_step() -> None:
     assert usual["gdn-verify"] == replace(cases["gdn-verify"], head_k_dim=64, head_v_dim=64)
     samples = list(islice(linear_samples(one_size, 5), 10))
     assert {(case.head_k_dim, case.head_v_dim) for case in samples} == {(128, 128)}
+
+
+def test_drafts_of_a_convolution_of_one_channel() -> None:
+    """A request's only value there has the stride of the row that it was cut from."""
+    case = LinearCase(name="one", kind="conv", steps=(verify(4, 5),), conv_dims=(1,))
+    assert run_case(candidate(), replace(case, head_k_dim=0, head_v_dim=0)).status == "passed"

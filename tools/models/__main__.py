@@ -13,8 +13,11 @@ from __future__ import annotations
 
 import json
 import platform
+import re
 import sys
 import time
+from collections.abc import Sequence
+from difflib import get_close_matches
 from importlib.metadata import version
 from pathlib import Path
 
@@ -22,22 +25,72 @@ import click
 from rich.console import Console
 from rich.table import Table
 
-from tools.models.children import all_names, context_of_children, run_all
+from attnmux.core import AttnmuxError
+from attnmux.core.cli.run import FiniteRange
+from tools.models.children import all_names, context_of_children, machine_of, run_all
 from tools.models.outcome import Outcome, as_json, as_markdown, counts, reasons
 
 STYLES = {"served": "green", "refused": "yellow", "wrong": "red", "failed": "red"}
 
 
+FILE = click.Path(dir_okay=False, path_type=Path)
+
+
+def part_of(context: click.Context, option: click.Parameter, value: str) -> tuple[int, int]:
+    """The part that --shard names, and the number of parts."""
+    found = re.fullmatch(r"(\d+)/(\d+)", value)
+    part, parts = map(int, found.groups()) if found else (0, 0)
+    if not 1 <= part <= parts:
+        raise click.BadParameter(f"expected I/N with I from 1 to N, got {value!r}")
+    return part, parts
+
+
+def in_folder(context: click.Context, option: click.Parameter, value: Path | None) -> Path | None:
+    """The file. Its folder must be there before minutes of work."""
+    if value is not None and not value.parent.is_dir():
+        raise click.BadParameter(f"expected a file in a folder that exists, got {value}")
+    return value
+
+
+def known(asked: Sequence[str], names: Sequence[str]) -> list[str]:
+    """The names that are asked for; all, if there are none."""
+    for name in asked:
+        if name not in names:
+            near = ", ".join(get_close_matches(name, names))
+            hint = f"; did you mean {near}?" if near else ""
+            raise click.UsageError(f"transformers has no architecture {name!r}{hint}")
+    return list(asked or names)
+
+
 @click.command(help=__doc__)
 @click.argument("configs", nargs=-1, metavar="[NAME]...")
-@click.option("--jobs", default=2, show_default=True, help="Architectures at a time.")
+@click.option(
+    "--jobs",
+    type=click.IntRange(min=1),
+    default=2,
+    show_default=True,
+    help="Architectures at a time.",
+)
 @click.option("--seed", default=0, show_default=True, help="Of dims, weights and prompts.")
-@click.option("--timeout", default=120.0, show_default=True, help="Seconds for an architecture.")
+@click.option(
+    "--timeout",
+    type=FiniteRange(0, min_open=True),
+    default=120.0,
+    show_default=True,
+    help="Seconds for an architecture.",
+)
 @click.option("--platform", "device", default="cpu", show_default=True, help="Of attnmux.")
 @click.option("--backend", help="Only this backend; as a rule the solver chooses.")
-@click.option("--shard", default="1/1", show_default=True, help="Which part of all to run.")
-@click.option("--json", "path", type=click.Path(path_type=Path), help="Write the outcomes here.")
-@click.option("--markdown", type=click.Path(path_type=Path), help="Write the tables here.")
+@click.option(
+    "--shard",
+    default="1/1",
+    show_default=True,
+    callback=part_of,
+    metavar="I/N",
+    help="Which part of all to run.",
+)
+@click.option("--json", "path", type=FILE, callback=in_folder, help="Write the outcomes here.")
+@click.option("--markdown", type=FILE, callback=in_folder, help="Write the tables here.")
 def main(
     configs: tuple[str, ...],
     jobs: int,
@@ -45,16 +98,22 @@ def main(
     timeout: float,
     device: str,
     backend: str | None,
-    shard: str,
+    shard: tuple[int, int],
     path: Path | None,
     markdown: Path | None,
 ) -> None:
     context = context_of_children(device)
-    part, parts = map(int, shard.split("/"))
-    names = list(configs or all_names(context))[part - 1 :: parts]
+    part, parts = shard
+    names = known(configs, all_names(context))[part - 1 :: parts]
+    if not names:
+        raise click.UsageError(f"--shard {part}/{parts} has no architecture")
+    try:
+        machine, offers = machine_of(device, backend)
+    except AttnmuxError as error:
+        raise click.UsageError(str(error)) from error
     console, outcomes, start = Console(), [], time.monotonic()
     for outcome in run_all(
-        context, names, seed=seed, jobs=jobs, timeout=timeout, device=device, backend=backend
+        context, names, seed=seed, jobs=jobs, timeout=timeout, platform=machine, offers=offers
     ):
         outcomes.append(outcome)
         style = STYLES.get(outcome.status, "dim")

@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor, as_completed
 from multiprocessing.connection import Connection
 from typing import Any
 
-from attnmux.core import Offer, Platform, detect, load_plugins, pick_platform
+from attnmux.core import InvalidInput, Offer, Platform, detect, load_plugins, pick_platform
 from tools.models.outcome import Outcome
 
 SERVER = "forkserver"
@@ -38,6 +38,20 @@ def _names() -> list[str]:
     return architecture_names()
 
 
+def machine_of(device: str, backend: str | None) -> tuple[Platform, Sequence[Offer]]:
+    """The platform, and the backends on it; backend: the name of the only one.
+
+    Raises InvalidInput for a platform or a backend that nobody has.
+    """
+    plugins = load_plugins()
+    platform, offers = pick_platform(detect(plugins), device), tuple(plugins.offers())
+    found = tuple(offer for offer in offers if backend in (None, offer.card.name))
+    if not found:
+        names = ", ".join(sorted({offer.card.name for offer in offers}))
+        raise InvalidInput("backend", got=repr(backend), expected=f"one of {names}")
+    return platform, found
+
+
 def run_all(
     context: Any,  # noqa: ANN401  # as above
     names: Sequence[str],
@@ -45,14 +59,10 @@ def run_all(
     seed: int,
     jobs: int,
     timeout: float,
-    device: str,
-    backend: str | None,
+    platform: Platform,
+    offers: Sequence[Offer],
 ) -> Iterator[Outcome]:
     """The outcomes of architectures, as they end. timeout: seconds for each of them."""
-    plugins = load_plugins()
-    platform, offers = pick_platform(detect(plugins), device), tuple(plugins.offers())
-    if backend is not None:
-        offers = tuple(offer for offer in offers if offer.card.name == backend)
 
     def run(name: str) -> Outcome:
         ours, theirs = context.Pipe(duplex=False)

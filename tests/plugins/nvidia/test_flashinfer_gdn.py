@@ -2,30 +2,41 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
 
-from attnmux.core import BackendFailed, InvalidInput, LinearAttentionBackend, LinearCall
-from attnmux.emulators.candidates import CONVOLUTIONS, EMULATED, GATED, GATED_ALONE
+from attnmux.core import (
+    BackendFailed,
+    InvalidInput,
+    LinearAttentionBackend,
+    LinearCall,
+    PlainConvolutions,
+)
+from attnmux.emulators.candidates import CONVOLUTIONS, EMULATED_LINEAR, GATED, states_of
+from attnmux.emulators.nvidia import causal_conv1d
 from attnmux.emulators.nvidia.flashinfer import gdn as emulator
-from attnmux.nvidia.causal_convolutions import PackedRequests
+from attnmux.nvidia import flashinfer_gdn as adapter
+from attnmux.nvidia.causal_convolutions import CausalConvolutions
 from attnmux.nvidia.flashinfer_gdn import (
     FlashInferGDNBackend,
-    decode_gates,
-    draft_gates,
+    GDNKernels,
+    convolutions,
     make,
-    normed,
 )
+from attnmux.nvidia.gdn_inputs import STEEP, decode_gates, draft_gates, normed
+from attnmux.nvidia.packed_requests import PackedRequests
 from attnmux.testing import AttentionBackendTests, decode, extend, run_case, verify
 from attnmux.testing.adapters import recorded
 from attnmux.testing.linear_cases import SHAPES, LinearCase
 from attnmux.testing.linear_execution import call_layer
 from attnmux.testing.linear_setup import LinearSetup, make_linear_setup, prepare_linear
 
-CANDIDATE = EMULATED["flashinfer_gdn"].make()
-ALONE = EMULATED["flashinfer_gdn-alone"].make()
+CANDIDATE = EMULATED_LINEAR["flashinfer_gdn"].make()
+ALONE = EMULATED_LINEAR["flashinfer_gdn-alone"].make()
 
 
 class TestFlashInferGDNEmulated(AttentionBackendTests):
@@ -70,7 +81,7 @@ def test_gates_are_those_of_the_call(which) -> None:
     g = -torch.cat([torch.zeros(1), torch.logspace(-9, 2.4, 400)])
     beta = torch.linspace(0, 1, len(g))
     a, b = which(gates(g, beta))
-    steep = torch.tensor([-24 * torch.log(torch.tensor(2.0))])
+    steep = torch.tensor([STEEP])
     flat = torch.zeros(1)
     decay, found = emulator._gates(steep if which is decode_gates else flat, a, flat, b)
     torch.testing.assert_close(decay.squeeze(1), g.exp(), atol=4e-7, rtol=0)
@@ -96,9 +107,10 @@ def test_lengths_are_taken_in_float32() -> None:
 
 def test_kernels_get_the_requests_that_have_tokens() -> None:
     kernels, calls = recorded(GATED.recurrence)
-    convolutions, convolved = recorded(CONVOLUTIONS)
+    convs, convolved = recorded(CONVOLUTIONS)
     setup = setup_of(extend((0, 3), (7, 0), (9, 2), trailing=2))
-    backend = backend_of(setup, replace(GATED, recurrence=kernels, convolutions=convolutions))
+    made = CausalConvolutions(setup.states, convs)
+    backend = backend_of(setup, GDNKernels(recurrence=kernels, convolutions=lambda _: made))
     step = prepare_linear(setup, setup.case.steps[0], host_lens=True)
     backend.init_forward_metadata(step.batch)
     call_layer(backend, step.inputs[0], step.batch)
@@ -191,14 +203,44 @@ def test_the_trial_runs_each_phase() -> None:
     assert not any(each.any() for each in rows)
 
 
-def test_without_sgl_kernel_plain_operations_convolve() -> None:
-    def missing() -> None:
-        raise ModuleNotFoundError("No module named 'sgl_kernel'")
+@pytest.fixture
+def modules(monkeypatch) -> dict[str, object]:
+    """What `import_module` finds by name; sgl_kernel is not installed."""
+    found: dict[str, object] = {"sgl_kernel": None}
+    for name, module in found.items():
+        monkeypatch.setitem(sys.modules, name, module)
+    monkeypatch.setattr(adapter, "shared_kernel", lambda name, context: found.get(name))
+    return found
 
-    providers = {"both": missing, "flashinfer": lambda: GATED_ALONE}
-    setup = setup_of(decode(4))
-    made = replace(make, providers=providers)(setup.context, {})
-    assert made._convolutions._kernels is None
+
+def test_a_plugin_s_convolutions_come_first(modules, monkeypatch) -> None:
+    context = setup_of(decode(4)).context
+    modules["short_convolutions"] = offered = PlainConvolutions(states_of(context))
+    monkeypatch.setitem(sys.modules, "sgl_kernel", causal_conv1d)
+    assert convolutions(context) is offered
+
+
+def test_convolutions_of_sgl_kernel(modules, monkeypatch) -> None:
+    context = setup_of(decode(4), extend((0, 3)), verify(2, 4)).context
+    monkeypatch.setitem(sys.modules, "sgl_kernel", causal_conv1d)
+    made = convolutions(context)
+    assert isinstance(made, CausalConvolutions)
+    assert made.states is context.linear_states
+
+
+def test_without_either_plain_operations_convolve(modules) -> None:
+    assert type(convolutions(setup_of(decode(4)).context)) is PlainConvolutions
+
+
+def test_a_damaged_sgl_kernel_is_a_warning(modules, monkeypatch) -> None:
+    def failing(*_: object) -> None:
+        raise RuntimeError("no kernel image is available for this device")
+
+    broken = SimpleNamespace(causal_conv1d_fwd=failing, causal_conv1d_update=failing)
+    monkeypatch.setitem(sys.modules, "sgl_kernel", broken)
+    with pytest.warns(UserWarning, match="plain operations: .*no kernel image"):
+        made = convolutions(setup_of(decode(4)).context)
+    assert type(made) is PlainConvolutions
 
 
 def test_a_library_that_does_not_run_is_a_reason() -> None:

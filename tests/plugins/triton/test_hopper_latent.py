@@ -39,14 +39,7 @@ def compiled() -> None:
     from attnmux.triton.kernels.hopper_latent import attend_latent  # noqa: PLC0415  # as above
 
     for name, case in CASES.items():
-        given = {
-            **case,
-            "LENS_SHIFT": 0,
-            "PART_ROWS": 16,
-            "REGISTERS": 216,
-            "COPY_REGISTERS": 72,
-            "HELD": 0,
-        }
+        given = {**case, "LENS_SHIFT": 0, "PART_ROWS": 16, "REGISTERS": 216, "COPY_REGISTERS": 72}
         given["STAGES"] = 2
         made = compile_kernel(attend_latent, POINTERS, given, options={"num_warps": 4})
         print(json.dumps({"case": name, **facts(made)}))
@@ -162,14 +155,7 @@ def attended(
         lse, lse.stride(0), slots, slots.stride(0), rows, cached, stops, unit_blocks, starts,
         share, partial, partial_lse, scale * math.log2(math.e), 1.0,
     )  # fmt: skip
-    launch = {
-        **common,
-        "LENS_SHIFT": 0,
-        "STAGES": 2,
-        "REGISTERS": 216,
-        "COPY_REGISTERS": 72,
-        "HELD": 0,
-    }
+    launch = {**common, "LENS_SHIFT": 0, "STAGES": 2, "REGISTERS": 216, "COPY_REGISTERS": 72}
     slices, constants = merge_slices(batch_size * items, part_rows, programs)
     merged = (
         out, out.stride(0), lse, lse.stride(0), stops, share, partial, partial_lse, 1.0,

@@ -20,7 +20,7 @@ from attnmux.emulators.gluon import run as emulate
 
 SHARED = 232448
 """Bytes of shared memory that one program may take on sm90, by NVIDIA's manual."""
-LAUNCH = {"BLOCK_M": 64, "STAGES": 2, "REGISTERS": 216, "COPY_REGISTERS": 72, "HELD": 0}
+LAUNCH = {"BLOCK_M": 64, "STAGES": 2, "REGISTERS": 216, "COPY_REGISTERS": 72}
 PLAIN = {"GROUP": 16, "IN_CALL": False, "SPLIT_BLOCKS": 0}
 VARIANTS: dict[str, dict[str, Any]] = {
     "plain": {},

@@ -20,7 +20,7 @@ import torch
 pytest.importorskip("triton")
 
 from attnmux.emulators.gluon import run as emulate
-from attnmux.triton.hopper_configs import HOPPER_HIGH_TILES, HOPPER_TILES
+from attnmux.triton.hopper_configs import HOPPER_HIGH_HELD_TILES, HOPPER_HIGH_TILES, HOPPER_TILES
 
 SHARED = 232448
 """Bytes of shared memory that one program may take, by NVIDIA's manual."""
@@ -58,11 +58,13 @@ THREE = {
     **HOPPER_HIGH_TILES.constants,
 }
 """Three warpgroups that multiply."""
+HELD = dict(HOPPER_HIGH_HELD_TILES.constants)
 VARIANTS: dict[str, dict[str, Any]] = {
     "plain": {},
     "pages": {"PAGE": 16},
     "narrow": {"D": 64, "REAL_DV": 64, **THREE},
     "high": {"PAGE": 16, **THREE},
+    "held": {**{"D": 64, "REAL_TAIL": 48, "REAL_DV": 112, "PAGE": 16}, **THREE, **HELD},
     "half": {"PAGE": 16, "BLOCK_M": 64, "maxnreg": 168},
     "window": {"WINDOW": 100, "HAS_SINKS": True},
     "chunk": {"CHUNK": 192, "HAS_CAP": True},
@@ -70,7 +72,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "cross": {"IS_CROSS": True, "IS_CAUSAL": False},
     "splits": {"SPLIT_BLOCKS": 2, "HAS_LSE": True},
 }
-SOME = ("pages", "narrow", "chunk", "splits")
+SOME = ("pages", "narrow", "held", "chunk", "splits")
 """The variants that compile without `--full`: those with the most to keep in registers."""
 POINTERS = {
     "q": "*bf16",
@@ -170,6 +172,9 @@ RUNS: dict[str, dict[str, Any]] = {
     "in call": {"new": [300, 129], "cached": [0, 0], "IN_CALL": True, "IS_CAUSAL": False},
     "three": {"new": [300, 129], "cached": [500, 0], **of_dims(64), **THREE, "HAS_LSE": True},
     "half": {"new": [40, 17], "cached": [190, 70], "PAGE": 16, "BLOCK_M": 64, "BLOCK_N": 64},
+    "held": {"new": [40, 129], "cached": [190, 0], **of_dims(64), **THREE, "HELD": 64},
+    "half held": {"new": [70, 129], "cached": [190, 0], "HELD": 64, "PAGE": 16},
+    "96 held": {"new": [70, 129], "cached": [190, 0], **of_dims(64, 32), **THREE, "HELD": 96},
     # From block to block by less than rows are rescaled for, and by more
     "rising": {"new": [70, 129], "cached": [500, 0], "PAGE": 16, "HAS_LSE": True, "rise": 0.03},
     "rising fast": {"new": [70], "cached": [500], "rise": 0.1, **of_dims(64, 32), **THREE},
@@ -305,6 +310,43 @@ def test_every_variant_fits_and_overlaps(script, full):
 @pytest.mark.parametrize("case", RUNS)
 def test_it_attends_as_float64_does_where_it_is_emulated(case):
     assert run_case(RUNS[case], "cpu") < 0.02
+
+
+def parts_of_prompt(lens: Sequence[int], variant: dict[str, Any]) -> tuple[torch.Tensor, ...]:
+    """out and lse of a prompt that is emulated in parts of as many tokens."""
+    from attnmux.triton.tiles import TileKey, TilePlan  # noqa: PLC0415  # not in both processes
+
+    generator, total, group, width = torch.Generator().manual_seed(0), sum(lens), 4, variant["D"]
+    q, k, v = (
+        torch.randn(total, heads, width, generator=generator).bfloat16() for heads in (group, 1, 1)
+    )
+    results, cached = [], 0
+    for new in lens:
+        out, lse = torch.empty(new, group, width).bfloat16(), torch.empty(new, group)
+        q_indptr, lens_before = (torch.tensor(x, dtype=torch.int32) for x in ([0, new], [cached]))
+        plan = TilePlan(TileKey(group=group, block_m=variant["BLOCK_M"]), torch.device("cpu"))
+        plan.fill_for(q_indptr, lens_before, 1, new)
+        given = (
+            *(q[cached:], group * width, width, k, width, width, v, width, width),
+            *(out, group * width, lse, group, None),
+            *(torch.arange(total, dtype=torch.int32)[None], total, torch.zeros(1).long()),
+            *(lens_before, None, None, q_indptr, plan.request, plan.row),
+            *(1, new, plan.num_tiles, 1, width**-0.5 * math.log2(math.e), 0.0, 1.0),
+        )
+        launch_on("cpu", (1, plan.num_tiles, 1), given, variant)
+        results.append((out, lse))
+        cached += new
+    return tuple(torch.cat(parts) for parts in zip(*results, strict=True))
+
+
+@pytest.mark.parametrize("changed", [{}, {"WINDOW": 127}, {"WINDOW": 127, "HELD": 64}])
+def test_a_row_has_the_same_bits_whatever_rows_share_its_tile(changed):
+    # Rows of a tile begin to see keys at different ones: some read blocks that they do not see.
+    variant = {**PLAIN, **LAUNCH, **of_dims(64), **THREE, "HAS_LSE": True, **changed}
+    whole = parts_of_prompt([320], variant)
+    for lens in ([128, 192], [64, 192, 64]):
+        for part, expected in zip(parts_of_prompt(lens, variant), whole, strict=True):
+            assert part.equal(expected)
 
 
 @pytest.mark.skipif(

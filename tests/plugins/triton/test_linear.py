@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from attnmux.core import InvalidInput, Platform
+from attnmux.core import ConvCall, InvalidInput, Platform
 from attnmux.testing import AttentionBackendTests, Candidate, extend
 from attnmux.testing.linear_cases import linear_cases
 from attnmux.testing.linear_setup import make_linear_setup, prepare_linear
@@ -15,6 +15,7 @@ from attnmux.triton.plugin import TRITON_LINEAR
 
 pytest.importorskip("triton")
 
+from attnmux.triton.convolutions import make_convolutions
 from attnmux.triton.linear import TritonLinearBackend
 from attnmux.triton.linear_chunks import CHUNK, LinearStep
 
@@ -100,3 +101,26 @@ def test_scattered_gates_are_read_too() -> None:
         qkv = given.q, given.k, given.v
         results.append(backend.forward(*qkv, given.layer, step.batch, g=g, beta=beta))
     assert torch.equal(*results)
+
+
+def test_backends_of_other_plugins_get_the_convolutions() -> None:
+    """They are tried on states of their own."""
+    case = next(case for case in linear_cases() if case.name == "gdn-extend-then-verify")
+    setup = make_linear_setup(case, CANDIDATE.platform, "cpu")
+    setup.states.conv(1).fill_(3)
+    made = make_convolutions(setup.context)
+    assert made.states is setup.states
+    assert (setup.states.conv(1) == 3).all()
+    step = prepare_linear(setup, case.steps[0], host_lens=True)
+    given, backend = step.inputs[0], TritonLinearBackend(setup.context)
+    backend.init_forward_metadata(step.batch)
+    made.prepare(step.batch)
+    before = setup.states.conv(1).clone()
+    ((x, weight, bias),) = given.convs
+    expected = backend.convolve(x, weight, given.layer, step.batch, bias=bias)
+    after = setup.states.conv(1).clone()
+    setup.states.conv(1).copy_(before)
+    out = torch.empty_like(expected)
+    made.run(ConvCall(x, weight, bias, False, given.layer, 0, out), step.batch)
+    assert torch.equal(out, expected)
+    assert after[1:].nan_to_num(7).equal(setup.states.conv(1)[1:].nan_to_num(7))

@@ -34,6 +34,7 @@ from attnmux.core.adapters.pool_views import check_sixteen_bits as check_sixteen
 from attnmux.core.adapters.pool_views import kv_pages as kv_pages
 from attnmux.core.adapters.pool_views import not_in_pool as not_in_pool
 from attnmux.core.adapters.rehearsal import rehearse as rehearse
+from attnmux.core.adapters.rehearsal import rehearse_convolutions as rehearse_convolutions
 from attnmux.core.adapters.rehearsal import rehearse_linear as rehearse_linear
 from attnmux.core.adapters.rehearsal import smallest_batches as smallest_batches
 from attnmux.core.arguments import check_lens as check_lens
@@ -256,9 +257,8 @@ from attnmux.core.settings import Settings as Settings
 from attnmux.core.shared_kernels import shared_kernel as shared_kernel
 from attnmux.core.shared_kernels import with_shared_kernels as with_shared_kernels
 from attnmux.core.short_convolutions import NewTokens as NewTokens
-from attnmux.core.short_convolutions import convolve_drafts as convolve_drafts
-from attnmux.core.short_convolutions import convolve_new as convolve_new
-from attnmux.core.short_convolutions import convolve_one as convolve_one
+from attnmux.core.short_convolutions import PlainConvolutions as PlainConvolutions
+from attnmux.core.short_convolutions import ShortConvolutions as ShortConvolutions
 from attnmux.core.short_convolutions import keep_drafts as keep_drafts
 from attnmux.core.short_convolutions import read_states as read_states
 from attnmux.core.spec import SpecInput as SpecInput

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from operator import index
 from typing import TYPE_CHECKING
 
 import torch
@@ -26,9 +27,19 @@ def described(tensor: torch.Tensor) -> str:
 
 
 def check_positive(argument: str, value: int) -> None:
-    """Raise InvalidInput below 1."""
-    if value < 1:
-        raise InvalidInput(argument, got=value, expected="at least 1")
+    """Raise InvalidInput below 1, and for what is no whole number."""
+    check_at_least(1, argument, value)
+
+
+def check_at_least(least: int, argument: str, value: int) -> None:
+    """Raise InvalidInput below `least`, and for what is no whole number."""
+    try:
+        is_enough = index(value) >= least
+    except TypeError:
+        expected = f"a whole number, at least {least}"
+        raise InvalidInput(argument, got=repr(value), expected=expected) from None
+    if not is_enough:
+        raise InvalidInput(argument, got=value, expected=f"at least {least}")
 
 
 def check_whole_pages(size: int, page_size: int) -> None:

@@ -17,6 +17,7 @@ changes nothing. Plain torch operations serve where no kernel is offered.
 | `linear` | a `LinearKernel` of attnmux-transformers, or None |
 | `picked_blocks` | an `AttendsToBlocks`, as `PickedBlocksBackend` calls it |
 | `rank_merger` | a `RankMerger` of attnmux-distributed |
+| `short_convolutions` | a `ShortConvolutions` of the context's linear states |
 | `topk_slots` | a function with the arguments and results of `topk_slots` |
 | `draft_attention` | a `DraftAttention`, as `TreeAttnBackend` calls it |
 | `draft_trees` | `TreeKernels` |

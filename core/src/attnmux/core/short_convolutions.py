@@ -1,10 +1,8 @@
-"""Short causal convolutions in plain torch, and the states that they start from.
-
-Backends of linear layers call them where they have no kernel: on any device, of any number of taps.
-"""
+"""The short causal convolutions of linear layers, as backends share them, and in plain torch."""
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -51,50 +49,79 @@ class NewTokens:
         return self.request_of_token.shape[0]
 
 
-def convolve_one(call: ConvCall, batch: ForwardBatch, states: LinearStatePool) -> None:
-    """A decode step's convolution. Writes `call.out` and the convolution's states."""
-    pool, rows = states.conv(call.layer.layer_id, call.index), batch.req_pool_indices
-    history = read_states(pool, rows, batch.seq_lens <= 1)
-    window = torch.cat([history.to(call.x.dtype), call.x.unsqueeze(1)], dim=1)
-    pool.index_copy_(0, rows, window[:, 1:].to(pool.dtype))
-    call.out.copy_(_convolved(window.transpose(1, 2), call).squeeze(-1))
-    _activate(call)
+class ShortConvolutions(ABC):
+    """The convolutions of a backend's layers, over the states of one pool.
 
-
-def convolve_new(
-    call: ConvCall, batch: ForwardBatch, states: LinearStatePool, tokens: NewTokens
-) -> None:
-    """An extend step's convolution: all requests as one sequence, each after its W - 1 last inputs.
-
-    Writes `call.out`, zeros for tokens of no request, and the convolution's states.
+    A plugin offers its own as the shared kernel `short_convolutions`.
     """
-    pool = states.conv(call.layer.layer_id, call.index)
-    before = call.layer.conv_size - 1
-    history = read_states(pool, batch.req_pool_indices, tokens.fresh).to(call.x.dtype)
-    count, num, device = batch.batch_size, tokens.num_tokens, call.x.device
-    line = call.x.new_empty((num + count * before, call.x.shape[1]))
-    places = torch.arange(num, device=device) + before * tokens.request_of_token
-    tail = torch.arange(before, device=device)
-    begins = tokens.starts + before * torch.arange(count, device=device)
-    line[places + before] = call.x[:num]
-    line[begins.unsqueeze(1) + tail] = history
-    assert batch.extend_seq_lens is not None  # the preparation has checked it
-    last = line[(begins + batch.extend_seq_lens).unsqueeze(1) + tail]
-    pool.index_copy_(0, batch.req_pool_indices, last.to(pool.dtype))
-    call.out[num:].zero_()
-    if num:
-        convolved = _convolved(line.t().unsqueeze(0), call)[0]
-        call.out[:num] = convolved[:, places].t()
-    _activate(call)
+
+    def __init__(self, states: LinearStatePool) -> None:
+        self.states = states
+
+    @abstractmethod
+    def prepare(self, batch: ForwardBatch) -> None:
+        """Prepare an extend step, once for all layers and outside of graphs; other steps need no
+        preparation. Raises InvalidInput without lengths."""
+
+    @abstractmethod
+    def run(self, call: ConvCall, batch: ForwardBatch) -> None:
+        """As `LinearAttentionBackend.forward_conv`: a decode step's convolution, or one of the
+        extend step that was prepared last. Tokens of no request get zeros."""
+
+    @abstractmethod
+    def verify(self, call: ConvCall, batch: ForwardBatch) -> None:
+        """As `LinearAttentionBackend.verify_conv`."""
 
 
-def convolve_drafts(call: ConvCall, batch: ForwardBatch, states: LinearStatePool) -> None:
-    """A convolution over d draft tokens a request: all of them after its W - 1 last inputs. Writes
-    `call.out` and the states after drafts."""
-    line = keep_drafts(call, batch, states)
-    convolved = _convolved(line.transpose(1, 2), call).transpose(1, 2)
-    call.out.copy_(convolved.flatten(0, 1))
-    _activate(call)
+class PlainConvolutions(ShortConvolutions):
+    """In plain torch, on any device and of any number of taps."""
+
+    tokens: NewTokens
+    """Of the extend step that was prepared last."""
+
+    def prepare(self, batch: ForwardBatch) -> None:
+        self.tokens = NewTokens.of(batch)
+
+    def run(self, call: ConvCall, batch: ForwardBatch) -> None:
+        if batch.forward_mode.is_decode():
+            self._convolve_one(call, batch)
+        else:
+            self._convolve_new(call, batch)
+        _activate(call)
+
+    def verify(self, call: ConvCall, batch: ForwardBatch) -> None:
+        """All drafts of a request after its W - 1 last inputs."""
+        line = keep_drafts(call, batch, self.states)
+        convolved = _convolved(line.transpose(1, 2), call).transpose(1, 2)
+        call.out.copy_(convolved.flatten(0, 1))
+        _activate(call)
+
+    def _convolve_one(self, call: ConvCall, batch: ForwardBatch) -> None:
+        pool, rows = self.states.conv(call.layer.layer_id, call.index), batch.req_pool_indices
+        history = read_states(pool, rows, batch.seq_lens <= 1)
+        window = torch.cat([history.to(call.x.dtype), call.x.unsqueeze(1)], dim=1)
+        pool.index_copy_(0, rows, window[:, 1:].to(pool.dtype))
+        call.out.copy_(_convolved(window.transpose(1, 2), call).squeeze(-1))
+
+    def _convolve_new(self, call: ConvCall, batch: ForwardBatch) -> None:
+        """All requests as one sequence, each after its W - 1 last inputs."""
+        pool, tokens = self.states.conv(call.layer.layer_id, call.index), self.tokens
+        before = call.layer.conv_size - 1
+        history = read_states(pool, batch.req_pool_indices, tokens.fresh).to(call.x.dtype)
+        count, num, device = batch.batch_size, tokens.num_tokens, call.x.device
+        line = call.x.new_empty((num + count * before, call.x.shape[1]))
+        places = torch.arange(num, device=device) + before * tokens.request_of_token
+        tail = torch.arange(before, device=device)
+        begins = tokens.starts + before * torch.arange(count, device=device)
+        line[places + before] = call.x[:num]
+        line[begins.unsqueeze(1) + tail] = history
+        assert batch.extend_seq_lens is not None  # the preparation has checked it
+        last = line[(begins + batch.extend_seq_lens).unsqueeze(1) + tail]
+        pool.index_copy_(0, batch.req_pool_indices, last.to(pool.dtype))
+        call.out[num:].zero_()
+        if num:
+            convolved = _convolved(line.t().unsqueeze(0), call)[0]
+            call.out[:num] = convolved[:, places].t()
 
 
 def keep_drafts(call: ConvCall, batch: ForwardBatch, states: LinearStatePool) -> torch.Tensor:

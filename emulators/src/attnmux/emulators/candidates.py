@@ -17,6 +17,8 @@ from attnmux.core import (
     BackendContext,
     InvalidInput,
     KernelLibrary,
+    LinearStatePool,
+    PlainConvolutions,
     Platform,
     imported,
     one_of,
@@ -42,9 +44,10 @@ from attnmux.nvidia.cards.flashinfer import FLASHINFER
 from attnmux.nvidia.cards.flashinfer_gdn import FLASHINFER_GDN
 from attnmux.nvidia.cards.flashinfer_mla import FLASHINFER_MLA
 from attnmux.nvidia.cards.flashmla import FLASHMLA
+from attnmux.nvidia.cards.sgl_conv import SGL_CONV
 from attnmux.nvidia.cards.trtllm_mha import TRTLLM_MHA
 from attnmux.nvidia.cards.trtllm_mla import TRTLLM_MLA
-from attnmux.nvidia.causal_convolutions import ConvKernels
+from attnmux.nvidia.causal_convolutions import CausalConvolutions, ConvKernels
 from attnmux.nvidia.cutlass_mla import CutlassMLAKernels
 from attnmux.nvidia.cutlass_mla import make as cutlass
 from attnmux.nvidia.fa3 import make as fa3
@@ -60,6 +63,7 @@ from attnmux.nvidia.flashinfer_mla.backend import make as latent
 from attnmux.nvidia.flashinfer_mla.planning import FlashInferMLAKernels
 from attnmux.nvidia.flashmla import from_flash_mla, from_sgl_kernel
 from attnmux.nvidia.flashmla import make as flashmla
+from attnmux.nvidia.sgl_conv import make as sgl_conv
 from attnmux.nvidia.trtllm_mha import TRTLLMMHAKernels
 from attnmux.nvidia.trtllm_mha import make as trtllm_mha
 from attnmux.nvidia.trtllm_mla import TRTLLMMLAKernels
@@ -180,6 +184,13 @@ def _cute(arch: int) -> FA4Kernels:
     return FA4Kernels(flash_attn_varlen_func=FlashAttnCute(arch=arch).flash_attn_varlen_func)
 
 
+def states_of(context: BackendContext) -> LinearStatePool:
+    """Raises InvalidInput for a context without linear layers."""
+    if context.linear_states is None:
+        raise InvalidInput("context.linear_states", got=None, expected="a LinearStatePool")
+    return context.linear_states
+
+
 SGL_FLASH_ATTN = imported(FA3Kernels, f"{NVIDIA}.sgl_flash_attn")
 WRAPPERS = imported(FlashInferKernels, f"{NVIDIA}.flashinfer")
 LATENT_WRAPPERS = imported(FlashInferMLAKernels, f"{NVIDIA}.flashinfer")
@@ -192,8 +203,13 @@ GENERATED_LATENT = imported(TRTLLMMLAKernels, f"{NVIDIA}.flashinfer.trtllm_mla")
 CUTLASS = imported(CutlassMLAKernels, f"{NVIDIA}.cutlass_mla")
 RECURRENCE = imported(RecurrenceKernels, f"{NVIDIA}.flashinfer.gdn")
 CONVOLUTIONS = imported(ConvKernels, f"{NVIDIA}.causal_conv1d")
-GATED = GDNKernels(recurrence=RECURRENCE, convolutions=CONVOLUTIONS)
-GATED_ALONE = GDNKernels(recurrence=RECURRENCE, convolutions=None)
+GATED = GDNKernels(
+    recurrence=RECURRENCE,
+    convolutions=lambda context: CausalConvolutions(states_of(context), CONVOLUTIONS),
+)
+GATED_ALONE = GDNKernels(
+    recurrence=RECURRENCE, convolutions=lambda context: PlainConvolutions(states_of(context))
+)
 FLASH_MLA, OF_SGL_KERNEL = from_flash_mla(flash_mla), from_sgl_kernel(sgl_kernel)
 
 EMULATED: Mapping[str, Emulation] = MappingProxyType(
@@ -206,8 +222,6 @@ EMULATED: Mapping[str, Emulation] = MappingProxyType(
         "fa4": _adapted(BLACKWELL, FA4, fa4, _cute(100), 16, 128),
         "fa4-hopper": _adapted(HOPPER, FA4, fa4, _cute(90), 128),
         "flashinfer": _adapted(HOPPER, FLASHINFER, flashinfer, WRAPPERS, 1, 16),
-        "flashinfer_gdn": _adapted(HOPPER, FLASHINFER_GDN, gdn, GATED),
-        "flashinfer_gdn-alone": _adapted(HOPPER, FLASHINFER_GDN, gdn, GATED_ALONE),
         "flashinfer_mla": _adapted(HOPPER, FLASHINFER_MLA, latent, LATENT_WRAPPERS, 1, 64),
         "flashmla": _adapted(HOPPER, FLASHMLA, flashmla, OF_SGL_KERNEL, 64),
         "flashmla-own": _adapted(HOPPER, FLASHMLA, flashmla, FLASH_MLA, 64),
@@ -222,4 +236,13 @@ EMULATED: Mapping[str, Emulation] = MappingProxyType(
         "vllm_xpu": Emulation(make=_vllm_xpu, page_sizes=(64,)),
     }
 )
-"""By the name of the card. After a dash: the card with another emulator."""
+"""Of attention, by the name of the card. After a dash: the card with another emulator."""
+
+EMULATED_LINEAR: Mapping[str, Emulation] = MappingProxyType(
+    {
+        "flashinfer_gdn": _adapted(HOPPER, FLASHINFER_GDN, gdn, GATED),
+        "flashinfer_gdn-alone": _adapted(HOPPER, FLASHINFER_GDN, gdn, GATED_ALONE),
+        "sgl_conv": _adapted(HOPPER, SGL_CONV, sgl_conv, CONVOLUTIONS),
+    }
+)
+"""Of linear layers, named in the same way."""

@@ -140,4 +140,5 @@ def _values(left: _Left, real: int, first: int) -> tuple[torch.Tensor, torch.Ten
 
 def _bits(values: torch.Tensor) -> torch.Tensor:
     """Equal where values are, NaN included."""
-    return values.reshape(-1).view(torch.uint8)
+    # Of a single value, no other copy has a stride of 1.
+    return values.clone(memory_format=torch.contiguous_format).view(-1).view(torch.uint8)

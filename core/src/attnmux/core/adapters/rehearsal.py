@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -12,6 +12,9 @@ import torch
 from attnmux.core.batch import ForwardBatch, ForwardMode, MultiItem
 from attnmux.core.dtypes import torch_dtype
 from attnmux.core.errors import InvalidInput
+from attnmux.core.kv.linear_states import LinearStatePool
+from attnmux.core.linear_call import ConvCall
+from attnmux.core.linear_layer import LinearLayerSpec
 from attnmux.core.spec import SpecInput
 
 if TYPE_CHECKING:
@@ -19,7 +22,10 @@ if TYPE_CHECKING:
     from attnmux.core.context import BackendContext
     from attnmux.core.layer import LayerSpec
     from attnmux.core.linear_backend import LinearAttentionBackend
-    from attnmux.core.linear_layer import LinearLayerSpec
+    from attnmux.core.short_convolutions import ShortConvolutions
+
+CHANNELS, TAPS = 16, 4
+"""Of the convolution that is rehearsed."""
 
 MODES = {
     "extend": ForwardMode.EXTEND,
@@ -64,6 +70,40 @@ def rehearse_linear(backend: LinearAttentionBackend, kind: str) -> None:
             for layer in layers.values():
                 _run_linear(backend, layer, batch)
     backend.init_forward_metadata(_batch(backend.context, ForwardMode.IDLE, cached=0, new=0))
+
+
+def rehearse_convolutions(
+    make: Callable[[LinearStatePool], ShortConvolutions], context: BackendContext
+) -> ShortConvolutions:
+    """Run a convolution of one token in each phase of the request, over states of its own.
+
+    Returns those over the context's states. Raises InvalidInput for a context without
+    `linear_states`, and what a library or compiler raises.
+    """
+    states = context.linear_states
+    if states is None:
+        raise InvalidInput("context.linear_states", got=None, expected="a LinearStatePool")
+    layer = LinearLayerSpec(layer_id=0, kind="conv", conv_dims=(CHANNELS,), conv_size=TAPS)
+    drafts = context.request.spec_draft_tokens or 1
+    pool = LinearStatePool(
+        size=1,
+        layers=[layer],
+        conv_dtype=states.conv_dtype,
+        device=states.device,
+        draft_tokens=drafts,
+    )
+    made = make(pool)
+    weight = torch.zeros((CHANNELS, TAPS), dtype=states.conv_dtype, device=states.device)
+    for batch in smallest_batches(context):
+        x = weight.new_zeros((batch.num_tokens, CHANNELS))
+        call = ConvCall(x, weight, None, True, layer, 0, torch.empty_like(x))
+        if batch.forward_mode.is_target_verify():
+            made.verify(call, batch)
+        elif not batch.forward_mode.is_draft_extend():
+            if batch.forward_mode.is_extend():
+                made.prepare(batch)
+            made.run(call, batch)
+    return make(states)
 
 
 def smallest_batches(context: BackendContext) -> Iterator[ForwardBatch]:

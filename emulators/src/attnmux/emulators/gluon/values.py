@@ -34,8 +34,9 @@ class Value:
 
     type = Type
 
-    def __init__(self, data: torch.Tensor) -> None:
-        self.data = data
+    def __init__(self, data: torch.Tensor, factors: tuple[Any, Any] | None = None) -> None:
+        """factors: those that data is the rounded product of."""
+        self.data, self.factors = data, factors
 
     @property
     def shape(self) -> list[int]:
@@ -79,9 +80,30 @@ def binary(function: Callable[[Any, Any], Any], is_reversed: bool) -> Any:
         if isinstance(other, Pointer):
             return NotImplemented
         pair = (raw(other), self.data) if is_reversed else (self.data, raw(other))
-        return Value(torch.as_tensor(function(*pair)))
+        result = torch.as_tensor(function(*pair))
+        if result.dtype is not torch.float32:
+            return Value(result)
+        if function is operator.mul:
+            return Value(result, pair)
+        if function in (operator.add, operator.sub):
+            fused = (exact(other), pair[1]) if is_reversed else (exact(self), pair[1])
+            if fused[0] is None:
+                fused = (pair[0], exact(self if is_reversed else other))
+            if None not in fused:
+                return Value(function(*fused).float())
+        return Value(result)
 
     return method
+
+
+def exact(value: Any) -> torch.Tensor | None:
+    """The product that a value is the rounding of; None for other values. The GPU's compiler fuses
+    products into sums, which are rounded once."""
+    factors = value.factors if isinstance(value, Value) else None
+    if factors is None:
+        return None
+    first, second = (torch.as_tensor(each, dtype=torch.float64) for each in factors)
+    return first * second
 
 
 def truncating(function: Callable[..., torch.Tensor], mode: str | None) -> Any:

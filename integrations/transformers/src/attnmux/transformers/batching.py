@@ -10,7 +10,7 @@ from attnmux.core import ForwardBatch, ForwardMode, InvalidInput
 from attnmux.transformers.decode_batch import DecodeBatch
 from attnmux.transformers.images.step import images_of, mask_of, positions_of
 from attnmux.transformers.request_memory import RequestMemory
-from attnmux.transformers.sequence import SequenceState, Step, check_encoder_len, split_encoder
+from attnmux.transformers.sequence import SequenceState, Step, split_encoder
 
 
 class StepBuilder(RequestMemory):
@@ -139,7 +139,8 @@ class StepBuilder(RequestMemory):
             )
         longest = self.max_context_len
         for state, count in zip(states, counts, strict=True):
-            check_encoder_len(state.encoder_len, self.max_encoder_len)
+            self.check_encoder_states(state.encoder_states)
+            self.check_images(state.images)
             if not 1 <= count <= state.num_pending:
                 raise InvalidInput(
                     "num_new", got=count, expected=f"1 to {state.num_pending} pending tokens"

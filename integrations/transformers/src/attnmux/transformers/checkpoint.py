@@ -146,7 +146,7 @@ def _open(source: str | Path, revision: str | None, *, progress: bool) -> Checkp
     source = str(source)
     if not source:
         raise InvalidInput("model", got="an empty name", expected=CHECKPOINT)
-    path = Path(source).expanduser()
+    path = at_home(source)
     if path.exists() or path.is_absolute() or source.startswith((".", "~")):
         _check_folder(path)
         if revision is not None:
@@ -180,6 +180,14 @@ def _open(source: str | Path, revision: str | None, *, progress: bool) -> Checkp
         tokenizer_error=error,
         revision=revision,
     )
+
+
+def at_home(path: str | Path) -> Path:
+    """The path, with its ~ as the home of a user; as it is where there is no such user."""
+    try:
+        return Path(path).expanduser()
+    except RuntimeError:
+        return Path(path)
 
 
 def auto_classes(config: PreTrainedConfig) -> tuple[Any, Any]:

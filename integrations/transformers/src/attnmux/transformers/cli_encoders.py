@@ -31,8 +31,11 @@ def read_sources(
     """The encoder's inputs for each prompt: its sound, or its text.
 
     longest: tokens of the longest text. Raises InvalidInput for sound where the model reads text,
-    and for text where it reads sound.
+    for text where it reads sound, and for images.
     """
+    if any(one.images for one in asked):
+        got = f"{checkpoint.source}, whose encoder is given only texts and sound"
+        raise InvalidInput("image", got=got, expected="a decoder that reads images")
     if any(one.audio for one in asked) or checkpoint.reads_sound:
         reader = SoundReader(checkpoint)
         return [reader.read(_sound_of(number, one)) for number, one in enumerate(asked, start=1)]

@@ -29,7 +29,7 @@ from transformers import LlamaConfig, PreTrainedConfig, PreTrainedModel
 
 from attnmux.core import InvalidInput
 from attnmux.transformers.attention import SERVED
-from attnmux.transformers.checkpoint import quiet_transformers
+from attnmux.transformers.checkpoint import at_home, quiet_transformers
 from attnmux.transformers.eagle3_head import Eagle3Head
 from attnmux.transformers.eagle_head import EagleHead
 from attnmux.transformers.packed_decoder import PackedDecoder
@@ -47,7 +47,7 @@ FEWEST_LAYERS = 7
 
 def is_head(folder: str | Path) -> bool:
     """Whether a folder holds an EAGLE head rather than a model."""
-    return any(name.startswith(("fc.", *EAGLE3)) for name in _names(Path(folder).expanduser()))
+    return any(name.startswith(("fc.", *EAGLE3)) for name in _names(at_home(folder)))
 
 
 def head_folder(source: str, *, progress: bool = False) -> Path | None:
@@ -56,7 +56,7 @@ def head_folder(source: str, *, progress: bool = False) -> Path | None:
     source: a folder, or an id on the hub, from where the files of a head are downloaded. progress:
     whether to show that. Raises InvalidInput for files that cannot be read.
     """
-    path = Path(source).expanduser()
+    path = at_home(source)
     if path.exists() or path.is_absolute() or source.startswith((".", "~")):
         return path if is_head(path) else None
     with quiet_transformers(progress=progress):
@@ -82,7 +82,7 @@ def hidden_layers(folder: str | Path, target: PreTrainedConfig) -> tuple[int, ..
     the layers before layers 2, n / 2 and n - 3 of n, as of the heads of EAGLE's authors.
     Raises InvalidInput for files of something else, and for layers that the target lacks.
     """
-    path = Path(folder).expanduser()
+    path = at_home(folder)
     if not any(name.startswith(EAGLE3) for name in _names(path)):
         return ()
     own, num = _config(path), target.get_text_config(decoder=True).num_hidden_layers
@@ -109,7 +109,7 @@ def load_head(folder: str | Path, target: PreTrainedModel | PackedDecoder) -> Ea
     if isinstance(target, PackedDecoder):
         got = "a head for an encoder-decoder model"
         raise InvalidInput("draft", got=got, expected="a decoder-only model")
-    path, config = Path(folder).expanduser(), target.config.get_text_config(decoder=True)
+    path, config = at_home(folder), target.config.get_text_config(decoder=True)
     tensors, own = _tensors(path), _config(path)
     width = getattr(own, "target_hidden_size", None) or own.hidden_size
     for name, stated in (("hidden_size", width), ("vocab_size", own.vocab_size)):

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from attnmux.core import InvalidInput
+from attnmux.core import InvalidInput, in_brief
 from attnmux.transformers.encoder_decoder_attention import decoder_forward, encoder_mask
 from attnmux.transformers.probe import Recorder, recording
 
@@ -40,6 +40,7 @@ class BatchedEncoder:
 
     def __init__(self, model: PreTrainedModel) -> None:
         self._model = model
+        self._name = type(model).__name__
         self._encoder: Any = model.get_encoder()
         self._config: Any = getattr(self._encoder, "config", model.config)
 
@@ -105,9 +106,13 @@ class BatchedEncoder:
             batch = {name: torch.cat([each[name] for each in given]) for name in given[0]}
         try:
             states = self._encoder(**batch).last_hidden_state
-        except ValueError as error:
-            # Whisper raises it for sound of another length than it takes
-            raise InvalidInput("encoder", got=str(error), expected="inputs it can read") from error
+        except torch.OutOfMemoryError:
+            raise
+        except (ValueError, RuntimeError, TypeError, IndexError) as error:
+            # Encoders raise these for sound of another length or shape than they take
+            raise InvalidInput(
+                "encoder", got=in_brief(error), expected=f"inputs that {self._name} can read"
+            ) from error
         rows = states.unbind(0)
         return [row[:length] for row, length in zip(rows, lens, strict=True)] if lens else [*rows]
 
@@ -137,6 +142,21 @@ class BatchedEncoder:
             float((one - other).abs().max()) <= TOLERANCE * float(other.abs().max())
             for one, other in zip(together, alone, strict=True)
         )
+
+
+def check_inputs(inputs: object) -> None:
+    """Raise InvalidInput for inputs of an encoder that are not tensors by their names, and for ids
+    of tokens that are not [1, E]."""
+    expected = "tensors [1, …] by the names of the encoder's arguments"
+    if not isinstance(inputs, Mapping):
+        raise InvalidInput("encoder", got=f"a {type(inputs).__name__}", expected=expected)
+    for name, value in inputs.items():
+        if not isinstance(value, torch.Tensor):
+            got = f"a {type(value).__name__} as {name}"
+            raise InvalidInput("encoder", got=got, expected=expected)
+        if name == "input_ids" and (value.ndim != 2 or value.is_floating_point()):
+            got = f"input_ids {list(value.shape)} in {value.dtype}"
+            raise InvalidInput("encoder", got=got, expected="int64 [1, E]")
 
 
 def _length(inputs: Inputs) -> int:

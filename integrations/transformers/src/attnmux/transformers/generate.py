@@ -34,10 +34,6 @@ class Prompt:
     encoder_states: torch.Tensor | None = None
     """For an encoder-decoder model, from `ModelRunner.encode`; `token_ids` are the decoder's."""
 
-    @property
-    def encoder_len(self) -> int:
-        return 0 if self.encoder_states is None else self.encoder_states.shape[0]
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Timings:
@@ -102,18 +98,7 @@ def run_prompts(
     AttnmuxError where the model's logits are not numbers; RanksDiffer and RankFailed on several
     ranks.
     """
-    if not prompts:
-        raise InvalidInput("prompts", got="none", expected="at least one prompt")
-    if engine.has_work:
-        raise InvalidInput("engine", got="one with requests", expected="one without")
-    for index, prompt in enumerate(prompts):
-        engine.check(
-            prompt.token_ids,
-            prompt.max_new_tokens,
-            encoder_len=prompt.encoder_len,
-            images=prompt.images,
-            name=f"prompt {index + 1}",
-        )
+    _check_prompts(engine, prompts)
     ranks = engine.runner.ranks
     ranks.check_prompts(lambda: [prompt.token_ids for prompt in prompts])
     own = ranks.deal(range(len(prompts)))[ranks.part]
@@ -131,6 +116,26 @@ def run_prompts(
         stats.add(each)
     ordered = tuple(everyones[index] for index in range(len(prompts)))
     return Generation(results=ordered, timings=Timings.of(stats), stats=stats)
+
+
+def _check_prompts(engine: Engine, prompts: object) -> None:
+    """Raise as `run_prompts` does for prompts that can never run, and for a busy engine."""
+    if not isinstance(prompts, Sequence) or not prompts:
+        got = "none" if isinstance(prompts, Sequence) else f"a {type(prompts).__name__}"
+        raise InvalidInput("prompts", got=got, expected="a sequence of at least one Prompt")
+    if engine.has_work:
+        raise InvalidInput("engine", got="one with requests", expected="one without")
+    for index, prompt in enumerate(prompts):
+        if not isinstance(prompt, Prompt):
+            got = f"a {type(prompt).__name__}"
+            raise InvalidInput(f"prompt {index + 1}", got=got, expected="a Prompt of token ids")
+        engine.check(
+            prompt.token_ids,
+            prompt.max_new_tokens,
+            encoder_states=prompt.encoder_states,
+            images=prompt.images,
+            name=f"prompt {index + 1}",
+        )
 
 
 def _run(

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -11,6 +12,9 @@ from transformers import PreTrainedModel
 
 from attnmux.core import InvalidInput, current_forward_context
 from attnmux.transformers.decoder_layers import decoder_layers
+
+STATES_DIMS = 3
+"""[1, T, width]"""
 
 
 class HiddenStates:
@@ -31,10 +35,7 @@ class HiddenStates:
         Raises InvalidInput for a model without a decoder of its own below the output embeddings,
         and for layers that it lacks.
         """
-        decoder: Any = model.get_decoder()  # type: ignore[no-untyped-call]  # transformers' own
-        if decoder is None or decoder is model:
-            got = f"{type(model).__name__}, which has no decoder below its logits"
-            raise InvalidInput("hidden_states", got=got, expected="a model with one")
+        decoder = _decoder_of(model)
         self._width = width_of(model)
         self.states = torch.zeros(
             num_slots, width_of(model, layers), dtype=model.dtype, device=model.device
@@ -42,13 +43,8 @@ class HiddenStates:
         """[slots, width]"""
         if not layers:
             decoder.register_forward_hook(self._hook(0, lambda output: output.last_hidden_state))
-        found = {number: layer for layer, _, number in decoder_layers(decoder)}
-        lacking = set(layers) - found.keys()
-        if lacking:
-            expected = f"layers of {type(model).__name__}: 0 to {len(found) - 1}"
-            raise InvalidInput("hidden_layers", got=sorted(lacking), expected=expected)
-        for place, number in enumerate(layers):
-            found[number].register_forward_hook(self._hook(place, _first))
+        for place, layer in enumerate(_layers_of(model, layers)):
+            layer.register_forward_hook(self._hook(place, _first))
 
     def _hook(self, place: int, read: Callable[[Any], torch.Tensor]) -> Callable[..., None]:
         """Writes what `read` finds in a module's output to the states' place."""
@@ -73,6 +69,58 @@ class HiddenStates:
     def move(self, sources: torch.Tensor, targets: torch.Tensor) -> None:
         """Copy the states of slots [n] to others."""
         self.states.index_copy_(0, targets, self.at(sources))
+
+
+@contextmanager
+def noting_states(model: PreTrainedModel, layers: Sequence[int]) -> Iterator[None]:
+    """A block in which the model runs, to see whether its layers return a state for each token.
+
+    Raises InvalidInput at the end for those that return something else, and at once for layers that
+    the model lacks.
+    """
+    shapes: dict[int, tuple[int, ...]] = {}
+
+    def note(number: int, module: object, args: object, output: object) -> None:
+        shapes[number] = tuple(_first(output).shape)
+
+    hooks = [
+        layer.register_forward_hook(partial(note, number))
+        for number, layer in zip(layers, _layers_of(model, layers), strict=True)
+    ]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+    width = width_of(model)
+    for number, shape in shapes.items():
+        if len(shape) != STATES_DIMS or shape[0] != 1 or shape[2] != width:
+            got = f"layer {number} of {type(model).__name__}, which returns {list(shape)}"
+            expected = f"layers that return a state for each token: [1, T, {width}]"
+            raise InvalidInput("hidden_layers", got=got, expected=expected)
+
+
+def _decoder_of(model: PreTrainedModel) -> torch.nn.Module:
+    """What computes the last hidden states. Raises InvalidInput for a model without."""
+    decoder: Any = model.get_decoder()  # type: ignore[no-untyped-call]  # transformers' own
+    if decoder is None or decoder is model:
+        got = f"{type(model).__name__}, which has no decoder below its logits"
+        raise InvalidInput("hidden_states", got=got, expected="a model with one")
+    assert isinstance(decoder, torch.nn.Module)
+    return decoder
+
+
+def _layers_of(model: PreTrainedModel, layers: Sequence[int]) -> list[torch.nn.Module]:
+    """The layers by their numbers. Raises InvalidInput for those that the model lacks."""
+    if not layers:
+        return []
+    found = {number: layer for layer, _, number in decoder_layers(_decoder_of(model))}
+    lacking = set(layers) - found.keys()
+    if lacking:
+        numbers = ", ".join(map(str, sorted(found)))
+        expected = f"layers of {type(model).__name__} that mix tokens: {numbers or 'it has none'}"
+        raise InvalidInput("hidden_layers", got=sorted(lacking), expected=expected)
+    return [found[number] for number in layers]
 
 
 def _first(output: Any) -> torch.Tensor:  # noqa: ANN401  # transformers'

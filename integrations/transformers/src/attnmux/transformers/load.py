@@ -6,8 +6,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-import torch
-
 from attnmux.core import GraphUnsupported, InvalidInput, Offer, Platform, in_brief, make_first
 from attnmux.transformers.checkpoint import LOADING, Checkpoint
 from attnmux.transformers.context_limit import check_context
@@ -114,8 +112,15 @@ def _load_encoder_decoder(
     warn: Callable[[str], None],
 ) -> ModelRunner:
     _check_lens(checkpoint, options)
+    for name, is_set in (
+        ("drafts", options.draft_tokens is not None),
+        ("hidden_states", options.hidden_states),
+    ):
+        if is_set:
+            got = f"{name} for an encoder-decoder model"
+            raise InvalidInput(name, got=got, expected="a decoder-only model")
     dtype = checkpoint.dtype(options.dtype)
-    device = torch.device(options.device or platform.device_type)
+    device = options.device_on(platform)
     model = load_model(checkpoint, dtype=dtype, device=device, progress=progress, warn=warn)
     decoder = PackedDecoder(model)
     layers = record_decoder(decoder, max_context_len=options.max_context_len)

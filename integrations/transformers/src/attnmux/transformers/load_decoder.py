@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 
-import torch
 from transformers import PreTrainedModel
 
 from attnmux.core import (
@@ -24,6 +23,7 @@ from attnmux.transformers.checkpoint import Checkpoint
 from attnmux.transformers.compressors import Compressors, bound_compressors
 from attnmux.transformers.decision import decide_first, stated_ways, without
 from attnmux.transformers.dual_chunks import WITHOUT, DualChunks
+from attnmux.transformers.hidden_states import noting_states
 from attnmux.transformers.images.capture import ImageReader
 from attnmux.transformers.indexers import Indexers, bound_indexers
 from attnmux.transformers.layers import record_layers
@@ -57,7 +57,7 @@ def load_decoder(
         known = stated.replace(origin="model", dtype=dtype_name(dtype))
         by_config = stated_ways(known, options)
         ranks.decided(lambda: decide_first(by_config, platform, offers, options), platform, offers)
-    device = torch.device(options.device or platform.device_type)
+    device = options.device_on(platform)
     model = load_model(
         checkpoint, dtype=dtype, device=device, split=ranks.split, progress=progress, warn=warn
     )
@@ -66,7 +66,8 @@ def load_decoder(
         mixer.bind()
     indexers = bound_indexers(model)
     compressors = bound_compressors(model)
-    layers = record_layers(model, max_context_len=options.max_context_len, mixers=mixers)
+    with noting_states(model, options.hidden_layers if options.hidden_states else ()):
+        layers = record_layers(model, max_context_len=options.max_context_len, mixers=mixers)
     layers = _marked(layers, model, compressors, chunks)
     linear = serve(mixers)
     indexers, layers = _picking(indexers, layers, options)

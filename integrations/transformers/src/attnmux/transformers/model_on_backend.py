@@ -111,10 +111,19 @@ class ModelOnBackend:
             window_tree=memory.window_tree,
             max_step_tokens=fixed_row_len(self.model.config),
             max_encoder_len=capacity.max_encoder_len,
+            encoder_like=self._encoder_like,
+            image_width=0 if self.images is None else self.images.width,
             state_tree=memory.state_tree,
             linear_states=memory.linear_states,
             hidden=memory.hidden,
         )
+
+    @property
+    def _encoder_like(self) -> torch.Tensor | None:
+        model = self.model
+        if not isinstance(model, PackedDecoder):
+            return None
+        return torch.empty(0, model.width, dtype=model.model.dtype, device=model.device)
 
     def build(self, context: BackendContext) -> AttentionBackend:
         """The decided backend once more, over another request table of the same pools."""

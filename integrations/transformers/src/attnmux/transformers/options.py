@@ -2,14 +2,61 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Literal
 
-from attnmux.core import AttentionBackend, Decision, Measurement, Policy, TunedLaunch
+import torch
+
+from attnmux.core import (
+    AttentionBackend,
+    Decision,
+    InvalidInput,
+    Measurement,
+    Platform,
+    Policy,
+    TunedLaunch,
+    in_brief,
+)
+from attnmux.core.arguments import check_at_least
 from attnmux.transformers.memory_budget import MemoryBudget
 from attnmux.transformers.pools import WINDOW_STEP_TOKENS
 from attnmux.transformers.ranks import ONE_RANK, Ranks
+
+LEAST: Mapping[int, Sequence[str]] = MappingProxyType(
+    {
+        0: ("spare_pages", "kept_states"),
+        1: (
+            *("max_batch_size", "max_context_len", "max_encoder_len", "max_total_tokens"),
+            *("window_step_tokens", "page_size", "sparse_budget", "draft_topk"),
+        ),
+        2: ("draft_tokens",),
+    }
+)
+"""The least value of each option that counts something, if it is not None."""
+
+REQUIRED = frozenset({"max_batch_size", "max_context_len", "spare_pages", "draft_topk"})
+"""Those of them that are never None."""
+
+NONE = type(None)
+KINDS: Mapping[str, tuple[type, ...]] = MappingProxyType(
+    {
+        **dict.fromkeys(("dtype", "kv_dtype", "device"), (str, NONE)),
+        "memory": (MemoryBudget, NONE),
+        "policy": (Policy,),
+    }
+)
+"""The types of options that are often given as something else."""
+
+EXAMPLES: Mapping[str, str] = MappingProxyType(
+    {
+        **dict.fromkeys(("dtype", "kv_dtype"), '"bfloat16"'),
+        "device": '"cuda:1"',
+        "memory": 'MemoryBudget.parse("2GB")',
+        "policy": 'Policy(backend="triton")',
+    }
+)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -90,3 +137,34 @@ class RunnerOptions:
     BackendFailed takes the next candidate."""
     wrap: Callable[[AttentionBackend, Decision], AttentionBackend] | None = None
     """Called with the backend that was made; the runner uses what it returns, such as a canary."""
+
+    def device_on(self, platform: Platform) -> torch.device:
+        """The device to run on. Raises InvalidInput for one that torch cannot use here."""
+        name = self.device or platform.device_type
+        try:
+            device = torch.device(name)
+            torch.empty(0, device=device)
+        except (RuntimeError, AssertionError) as error:
+            got = f"{name} ({in_brief(error)})"
+            expected = "a device that torch can use here"
+            raise InvalidInput("device", got=got, expected=expected) from error
+        return device
+
+    def __post_init__(self) -> None:
+        """Raises InvalidInput for values that no model runs with, or that need another option."""
+        for least, names in LEAST.items():
+            for name in names:
+                if (value := getattr(self, name)) is not None or name in REQUIRED:
+                    check_at_least(least, name, value)
+        for name, kinds in KINDS.items():
+            if not isinstance(value := getattr(self, name), kinds):
+                kind = f"{kinds[0].__name__}, such as {EXAMPLES[name]}"
+                raise InvalidInput(name, got=repr(value), expected=f"a {kind}")
+        if self.mla not in (None, "absorbed", "expanded"):
+            raise InvalidInput("mla", got=repr(self.mla), expected='"absorbed", "expanded" or None')
+        if self.draft_topk > 1 and self.draft_tokens is None:
+            expected = "draft_tokens with it: there are no drafts"
+            raise InvalidInput("draft_topk", got=self.draft_topk, expected=expected)
+        if self.hidden_layers and not self.hidden_states:
+            expected = "hidden_states=True with it: no states are kept"
+            raise InvalidInput("hidden_layers", got=self.hidden_layers, expected=expected)

@@ -9,8 +9,9 @@ import torch
 
 from attnmux.core import InvalidInput, KVPool, LinearStatePool, ReqToTokenPool
 from attnmux.transformers.hidden_states import HiddenStates
+from attnmux.transformers.images.prompt import check_images
 from attnmux.transformers.prefixes import PrefixTree, StatePrefixTree, WindowPrefixTree
-from attnmux.transformers.sequence import SequenceState
+from attnmux.transformers.sequence import SequenceState, check_encoder_states
 from attnmux.transformers.slots import PagedAllocator
 
 
@@ -30,6 +31,8 @@ class RequestMemory:
         state_tree: StatePrefixTree | None = None,
         max_step_tokens: int | None = None,
         max_encoder_len: int = 0,
+        encoder_like: torch.Tensor | None = None,
+        image_width: int = 0,
         linear_states: LinearStatePool | None = None,
         hidden: HiddenStates | None = None,
     ) -> None:
@@ -41,6 +44,7 @@ class RequestMemory:
         max_step_tokens: T of the largest step that the model can run; None for any.
         max_encoder_len: the most encoder tokens of a request. Every row of the table has columns
         for them before its tokens. 0 for a decoder-only model.
+        encoder_like: as in `check_encoder_states`. image_width: as in `check_images`.
         linear_states: those of the model's linear layers, in the rows of the table.
         hidden: the hidden states of the slots' tokens; None for a model that keeps none.
 
@@ -60,6 +64,7 @@ class RequestMemory:
         """The prefix tree, if the states of linear layers are kept."""
         self.max_step_tokens = max_step_tokens
         self.max_encoder_len = max_encoder_len
+        self._encoder_like, self._image_width = encoder_like, image_width
         self.linear_states = linear_states
         self.hidden = hidden
 
@@ -82,6 +87,14 @@ class RequestMemory:
     def max_context_len(self) -> int:
         """Tokens of the longest request, without its encoder's."""
         return self.req_to_token_pool.max_context_len - self.max_encoder_len
+
+    def check_encoder_states(self, states: object) -> None:
+        """Raise InvalidInput for a request's encoder states that its steps could not read."""
+        check_encoder_states(states, self.max_encoder_len, self._encoder_like)
+
+    def check_images(self, images: object) -> None:
+        """Raise InvalidInput for images of a prompt that its steps could not read."""
+        check_images(images, self._image_width)
 
     def taking(self) -> Taking:
         """A block that takes rows and pages and frees none.

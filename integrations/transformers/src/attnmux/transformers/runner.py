@@ -18,6 +18,7 @@ from attnmux.core import (
     device_graphs,
 )
 from attnmux.transformers import graph_configs
+from attnmux.transformers.encoder_batches import check_inputs
 from attnmux.transformers.images.prompt import PromptImages
 from attnmux.transformers.index_shape import NO_PICKS
 from attnmux.transformers.model_on_backend import ModelOnBackend
@@ -126,6 +127,7 @@ class ModelRunner(ModelOnBackend):
             )
         longest = self.steps.max_encoder_len
         for each in inputs:
+            check_inputs(each)
             if "input_ids" in each:
                 ids = each["input_ids"].flatten().tolist()
                 check_prompt("encoder input_ids", ids, self.model.encoder_vocabulary, longest)

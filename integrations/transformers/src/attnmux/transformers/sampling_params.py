@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import sys
 from dataclasses import dataclass, replace
+from numbers import Integral, Real
 
 from attnmux.core import InvalidInput
 
@@ -13,7 +14,7 @@ from attnmux.core import InvalidInput
 class SamplingParams:
     """How a request's tokens are drawn. The default is greedy.
 
-    Raises InvalidInput for a temperature below 0 or a top_p outside (0, 1].
+    Raises InvalidInput for a temperature below 0, a top_p outside (0, 1], and what is no number.
     """
 
     temperature: float = 0.0
@@ -23,6 +24,10 @@ class SamplingParams:
     seed: int = 0
 
     def __post_init__(self) -> None:
+        for name, kind in (("temperature", Real), ("top_p", Real), ("seed", Integral)):
+            if not isinstance(value := getattr(self, name), kind):
+                words = "a whole number" if kind is Integral else "a number"
+                raise InvalidInput(name, got=repr(value), expected=words)
         if not 0 <= self.temperature <= sys.float_info.max:
             raise InvalidInput("temperature", got=self.temperature, expected="0 or more, finite")
         if not 0 < self.top_p <= 1:

@@ -139,6 +139,34 @@ def check_encoder_len(encoder_len: int, max_encoder_len: int) -> None:
         )
 
 
+def check_encoder_states(
+    states: object, max_encoder_len: int, like: torch.Tensor | None = None
+) -> None:
+    """Raise InvalidInput for a request's encoder states that its steps could not read.
+
+    like: an empty tensor of their width and dtype, on their device; None where any will do.
+    Otherwise raises as `check_encoder_len` does.
+    """
+    if states is None:
+        check_encoder_len(0, max_encoder_len)
+        return
+    fits, got = False, f"a {type(states).__name__}"
+    if isinstance(states, torch.Tensor):
+        got = f"{list(states.shape)} in {states.dtype} on {states.device}"
+        fits = states.ndim == 2
+        if like is not None:
+            fits = fits and states.shape[1:] == like.shape[1:]
+            fits = fits and (states.dtype, states.device) == (like.dtype, like.device)
+    if not fits:
+        expected = "a tensor [E, width]"
+        if like is not None:
+            expected = f"[E, {like.shape[1]}] in {like.dtype} on {like.device}"
+        expected += ", as `ModelRunner.encode` returns it"
+        raise InvalidInput("encoder_states", got=got, expected=expected)
+    assert isinstance(states, torch.Tensor)
+    check_encoder_len(states.shape[0], max_encoder_len)
+
+
 def split_encoder(
     slots: torch.Tensor, states: Sequence[SequenceState], counts: Sequence[int]
 ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:

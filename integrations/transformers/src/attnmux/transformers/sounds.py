@@ -17,6 +17,9 @@ SAMPLE_BYTES = 2
 """Of a sample: a 16-bit integer."""
 FULL_SCALE = 32768.0
 """The loudest 16-bit sample; extractors take samples from -1 to 1."""
+STREAMED = 0x7FFF0000
+"""Bytes of sound from which a header only says that their number was unknown when it was written,
+as in the output of a pipe."""
 
 
 class SoundReader:
@@ -40,7 +43,7 @@ class SoundReader:
         """The encoder's inputs, for `ModelRunner.encode`.
 
         Raises InvalidInput for a file that is no sound of the extractor's rate, and for one that is
-        longer than it takes.
+        longer than it takes, or shorter.
         """
         rate = int(self._extractor.sampling_rate)
         samples = read_samples(file, rate)
@@ -48,7 +51,12 @@ class SoundReader:
         if most is not None and len(samples) > most:
             got = f"{file}, of {len(samples) / rate:.1f} s"
             raise InvalidInput("audio", got=got, expected=f"at most {most / rate:g} s: cut it")
-        inputs = self._extractor(samples, sampling_rate=rate, return_tensors="pt")
+        try:
+            inputs = self._extractor(samples, sampling_rate=rate, return_tensors="pt")
+        except Exception as error:  # each extractor has errors of its own
+            got = f"{file}, of {len(samples)} samples ({in_brief(error)})"
+            expected = f"a sound that the {type(self._extractor).__name__} takes"
+            raise InvalidInput("audio", got=got, expected=expected) from error
         return {name: each for name, each in inputs.items() if isinstance(each, torch.Tensor)}
 
 
@@ -65,6 +73,11 @@ def read_samples(file: str, rate: int) -> np.ndarray[Any, np.dtype[np.float32]]:
     except (OSError, EOFError, wave.Error) as error:
         reason = getattr(error, "strerror", None) or in_brief(error)
         raise InvalidInput("audio", got=f"{file} ({reason})", expected=expected) from error
+    frame = facts.nchannels * facts.sampwidth
+    if len(data) < facts.nframes * frame < STREAMED:
+        got = f"{file}, which ends after {len(data)} of {facts.nframes * frame} bytes of sound"
+        raise InvalidInput("audio", got=got, expected="a whole file")
+    data = data[: len(data) // frame * frame]
     if facts.sampwidth != SAMPLE_BYTES or facts.framerate != rate or not data:
         kind = f"{8 * facts.sampwidth} bits, {facts.framerate} samples per second"
         got = f"{file}, of {kind}, {len(data)} bytes"

@@ -10,8 +10,8 @@ data/csrc/gdn_prefill_launcher.cu of flashinfer-python 0.6.13:
 - `gated_delta_rule_decode` takes one token of each request and states [n, Hv, K, V], which it
   overwrites; `gated_delta_rule_mtp` takes T tokens and states [n, Hv, V, K], which it leaves, and
   writes those after each token, [n, T, Hv, V, K]. Both compute the gates from the model's own
-  numbers, g = -exp(A_log) * softplus(a + dt_bias) and beta = sigmoid(b); see `decode_gates` and
-  `draft_gates`. They normalise q and k with the same constant as `L2_EPS`. Outputs are bf16.
+  numbers, g = -exp(A_log) * softplus(a + dt_bias) and beta = sigmoid(b); see
+  `gdn_inputs.py`. They normalise q and k with the same constant as `L2_EPS`. Outputs are bf16.
 - Both are compiled for each batch size, number of tokens and scale, for the strides and dtypes of
   their first call. A call with others is not compiled anew, so that tensors here are always dense
   and gates always float32.
@@ -22,7 +22,7 @@ transposes them where the kernel wants it.
 
 from __future__ import annotations
 
-import math
+import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -31,17 +31,33 @@ from typing import TYPE_CHECKING
 import torch
 
 from attnmux.core import (
-    ALIGNMENT,
-    L2_EPS,
+    BackendFailed,
     InvalidInput,
     KernelLibrary,
     LinearAttentionBackend,
+    NewTokens,
+    PlainConvolutions,
+    ShortConvolutions,
     imported,
+    in_brief,
     is_writable,
     read_states,
+    rehearse_convolutions,
     rehearse_linear,
+    shared_kernel,
+    trying,
 )
-from attnmux.nvidia.causal_convolutions import CausalConvolutions, ConvKernels, PackedRequests
+from attnmux.nvidia.causal_convolutions import CausalConvolutions, ConvKernels
+from attnmux.nvidia.gdn_inputs import (
+    STEEP,
+    by_request,
+    decode_gates,
+    dense,
+    draft_gates,
+    normed,
+    transposed,
+)
+from attnmux.nvidia.packed_requests import PackedRequests
 
 if TYPE_CHECKING:
     from attnmux.core import (
@@ -49,17 +65,10 @@ if TYPE_CHECKING:
         ConvCall,
         ForwardBatch,
         LinearCall,
-        LinearLayerSpec,
     )
 
 DIM = 128
 """Of a head of K and of V: a tile of the kernels."""
-STEEPNESS = 24
-"""softplus(x) is x, but for at most log 2. With a factor of 2^-24 that is within the rounding of
-float32, so that a = -g * 2^24 gives g."""
-MOST = 80.0
-"""Largest argument of softplus in `gated_delta_rule_mtp`: beyond 88 its exponential is infinite,
-which it multiplies by 0. A decay of exp(-80) forgets everything."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -76,11 +85,10 @@ class RecurrenceKernels:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GDNKernels:
-    """The kernels of a layer."""
+    """What a layer runs on."""
 
     recurrence: RecurrenceKernels
-    convolutions: ConvKernels | None
-    """None: plain operations serve."""
+    convolutions: Callable[[BackendContext], ShortConvolutions]
 
 
 class FlashInferGDNBackend(LinearAttentionBackend):
@@ -101,17 +109,18 @@ class FlashInferGDNBackend(LinearAttentionBackend):
                     f"linear layer {layer.layer_id}", got=got, expected=f"{DIM} of K and of V"
                 )
         self.kernels = kernels.recurrence
-        self._convolutions = CausalConvolutions(self.states, kernels.convolutions)
+        self._convolutions = kernels.convolutions(context)
         heads = max((layer.num_v_heads for layer in layers), default=1)
         gates = partial(torch.full, (heads,), dtype=torch.float32, device=context.device)
-        self._flat, self._steep = gates(fill_value=0.0), gates(-STEEPNESS * math.log(2))
+        self._flat, self._steep = gates(fill_value=0.0), gates(STEEP)
 
     def init_forward_metadata_out_graph(
         self, batch: ForwardBatch, in_capture: bool = False
     ) -> None:
         mode = batch.forward_mode
         if mode.is_extend() and not mode.is_target_verify():
-            self._step = PackedRequests.of(batch)
+            self._step = PackedRequests.of(NewTokens.of(batch))
+            self._convolutions.prepare(batch)
 
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
         """Nothing to allocate: a captured step's tensors belong to its graph."""
@@ -125,12 +134,12 @@ class FlashInferGDNBackend(LinearAttentionBackend):
         states = read_states(pool, rows, batch.seq_lens <= 1)
         a, b = decode_gates(call)
         self.kernels.gated_delta_rule_decode(
-            *(_by_request(each, count) for each in (call.q, call.k, call.v)),
+            *(by_request(each, count) for each in (call.q, call.k, call.v)),
             states,
             self._steep[: layer.num_v_heads],
-            _by_request(a, count),
+            by_request(a, count),
             self._flat[: layer.num_v_heads],
-            _by_request(b, count),
+            by_request(b, count),
             scale=layer.scaling,
             output=(out := _room(call, count)),
             use_qk_l2norm=layer.qk_l2norm,
@@ -145,17 +154,17 @@ class FlashInferGDNBackend(LinearAttentionBackend):
         _check_dtype(call, torch.bfloat16)
         num, heads = batch.drafts().draft_token_num, layer.num_v_heads
         pool = self.states.state(layer.layer_id)
-        states = _transposed(read_states(pool, rows, batch.seq_lens <= 0))
+        states = transposed(read_states(pool, rows, batch.seq_lens <= 0))
         after = states.new_empty((count, num, heads, DIM, DIM))
         a, b = draft_gates(call)
         self.kernels.gated_delta_rule_mtp(
-            *(_by_request(each, count) for each in (call.q, call.k, call.v)),
+            *(by_request(each, count) for each in (call.q, call.k, call.v)),
             states,
             torch.arange(count, dtype=torch.int32, device=rows.device),
             self._flat[:heads],
-            _by_request(a, count),
+            by_request(a, count),
             self._flat[:heads],
-            _by_request(b, count),
+            by_request(b, count),
             scale=layer.scaling,
             output=(out := _room(call, count)),
             intermediate_states_buffer=after,
@@ -179,11 +188,11 @@ class FlashInferGDNBackend(LinearAttentionBackend):
             found, after = self.kernels.chunk_gated_delta_rule(
                 normed(call.q[:num], layer),
                 normed(call.k[:num], layer),
-                _dense(call.v[:num]),
-                _dense(call.g[:num].exp()),
-                _dense(call.beta[:num].float()),
+                dense(call.v[:num]),
+                dense(call.g[:num].exp()),
+                dense(call.beta[:num].float()),
                 layer.scaling,
-                _transposed(states),
+                transposed(states),
                 True,
                 step.indptr.long(),
                 output=out if is_writable(out) else None,
@@ -194,30 +203,10 @@ class FlashInferGDNBackend(LinearAttentionBackend):
         step.finish(pool, rows, before, states)
 
     def forward_conv(self, call: ConvCall, batch: ForwardBatch) -> None:
-        is_decode = batch.forward_mode.is_decode()
-        self._convolutions.run(call, batch, None if is_decode else self._step)
+        self._convolutions.run(call, batch)
 
     def verify_conv(self, call: ConvCall, batch: ForwardBatch) -> None:
         self._convolutions.verify(call, batch)
-
-
-def decode_gates(call: LinearCall) -> tuple[torch.Tensor, torch.Tensor]:
-    """(a, b) [T, Hv] float32 with which A_log = -24 log 2 and dt_bias = 0 give g and beta."""
-    return call.g * -(2.0**STEEPNESS), _logit(call)
-
-
-def draft_gates(call: LinearCall) -> tuple[torch.Tensor, torch.Tensor]:
-    """(a, b) [T, Hv] float32 with which A_log = dt_bias = 0 give g and beta."""
-    return (-call.g).clamp(max=MOST).expm1().log().clamp(min=-MOST), _logit(call)
-
-
-def normed(x: torch.Tensor, layer: LinearLayerSpec) -> torch.Tensor:
-    """Q or K [T, Hk, 128] end to end, each divided by its length where the layer wants it: in
-    float32, rounded once."""
-    if not layer.qk_l2norm:
-        return _dense(x)
-    squares = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.float32).square()
-    return torch.mul(x, (squares + L2_EPS).rsqrt(), out=x.new_empty(x.shape))
 
 
 def _check_dtype(call: LinearCall, *served: torch.dtype) -> None:
@@ -226,31 +215,10 @@ def _check_dtype(call: LinearCall, *served: torch.dtype) -> None:
         raise InvalidInput("q", got=call.q.dtype, expected=expected)
 
 
-def _logit(call: LinearCall) -> torch.Tensor:
-    """The number whose sigmoid is beta: infinite for 0 and 1, which its exponential bears."""
-    assert call.beta is not None  # of the delta rule
-    return call.beta.float().logit()
-
-
-def _dense(x: torch.Tensor) -> torch.Tensor:
-    """The tensor, or a copy that kernels can load: end to end, from an aligned address."""
-    is_dense = x.is_contiguous() and x.data_ptr() % ALIGNMENT == 0
-    return x if is_dense else x.clone(memory_format=torch.contiguous_format)
-
-
-def _by_request(x: torch.Tensor, count: int) -> torch.Tensor:
-    """[B, T / B, ...] of a tensor [T, ...], with the strides of its shape, even in dims of 1."""
-    return _dense(x).reshape(-1).view(count, -1, *x.shape[1:])
-
-
-def _transposed(states: torch.Tensor) -> torch.Tensor:
-    return states.transpose(-1, -2).contiguous()
-
-
 def _room(call: LinearCall, count: int) -> torch.Tensor:
     """Where the kernel writes its output, [B, T / B, Hv, V]: `call.out` where it can."""
     out = call.out if is_writable(call.out) else call.out.new_empty(call.out.shape)
-    return _by_request(out, count)
+    return by_request(out, count)
 
 
 def _put(call: LinearCall, out: torch.Tensor) -> None:
@@ -258,26 +226,37 @@ def _put(call: LinearCall, out: torch.Tensor) -> None:
         call.out.copy_(out.view(call.out.shape))
 
 
-RECURRENCE = partial(imported, RecurrenceKernels, "flashinfer.gdn_prefill", "flashinfer.gdn_decode")
+def convolutions(context: BackendContext) -> ShortConvolutions:
+    """Those that a plugin offers for the device, attnmux-triton's; else sgl_kernel's, which want
+    tokens transposed; else plain ones.
+
+    Warns where sgl_kernel is installed and does not run.
+    """
+    shared: ShortConvolutions | None = shared_kernel("short_convolutions", context)
+    if shared is not None:
+        return shared
+    try:
+        kernels = imported(ConvKernels, "sgl_kernel")
+        with trying("sgl_kernel", context.device):
+            return rehearse_convolutions(partial(CausalConvolutions, kernels=kernels), context)
+    except ModuleNotFoundError:
+        pass
+    except (ImportError, OSError, AttributeError, BackendFailed) as error:
+        warnings.warn(f"convolutions are plain operations: {in_brief(error)}", stacklevel=2)
+    assert context.linear_states is not None  # the backend has checked it
+    return PlainConvolutions(context.linear_states)
 
 
-def with_convolutions() -> GDNKernels:
+def of_flashinfer() -> GDNKernels:
     """Raises ImportError and AttributeError as `imported` does."""
-    return GDNKernels(recurrence=RECURRENCE(), convolutions=imported(ConvKernels, "sgl_kernel"))
-
-
-def without_convolutions() -> GDNKernels:
-    """Raises as `with_convolutions` does."""
-    return GDNKernels(recurrence=RECURRENCE(), convolutions=None)
+    modules = "flashinfer.gdn_prefill", "flashinfer.gdn_decode"
+    return GDNKernels(recurrence=imported(RecurrenceKernels, *modules), convolutions=convolutions)
 
 
 make = KernelLibrary(
     address="nvidia/flashinfer_gdn",
     backend=FlashInferGDNBackend,
-    providers={
-        "flashinfer and sgl_kernel": with_convolutions,
-        "flashinfer": without_convolutions,
-    },
+    providers={"flashinfer": of_flashinfer},
     trial=partial(rehearse_linear, kind="gdn"),
     hint="flashinfer compiles its kernels on first use, with nvcc and ninja",
 )

@@ -43,7 +43,7 @@ HOPPER_LATENT_TILES = TileConfig(
     block_n=64,
     num_warps=4,
     num_stages=2,
-    constants=FrozenMapping({"COPY_REGISTERS": 72, "REGISTERS": 216, "HELD": 0}),
+    constants=FrozenMapping({"COPY_REGISTERS": 72, "REGISTERS": 216}),
 )
 HOPPER_SHARES = ShareConfig(
     kernel=HOPPER,
@@ -86,5 +86,5 @@ HOPPER_LATENT_SHARES = ShareConfig(
     least_share=2,
     merged_rows=64,
     meets_ends=True,
-    constants=FrozenMapping({"COPY_REGISTERS": 72, "REGISTERS": 216, "HELD": 0}),
+    constants=FrozenMapping({"COPY_REGISTERS": 72, "REGISTERS": 216}),
 )

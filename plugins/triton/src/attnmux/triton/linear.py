@@ -14,13 +14,8 @@ from attnmux.core import (
     BackendContext,
     LinearAttentionBackend,
 )
+from attnmux.triton.convolutions import TritonConvolutions
 from attnmux.triton.factory import compute_units
-from attnmux.triton.kernels.convolutions import (
-    convolve,
-    convolve_drafts,
-    convolve_one,
-    keep_inputs,
-)
 from attnmux.triton.kernels.linear import recur
 from attnmux.triton.linear_chunks import (
     CHUNK,
@@ -33,9 +28,6 @@ from attnmux.triton.linear_chunks import (
 
 if TYPE_CHECKING:
     from attnmux.core import ConvCall, ForwardBatch, LinearCall
-
-BLOCK_C = 256
-BLOCK_T = 16
 
 
 class TritonLinearBackend(LinearAttentionBackend):
@@ -50,6 +42,7 @@ class TritonLinearBackend(LinearAttentionBackend):
         """Raises BackendFailed where Triton cannot drive the device."""
         super().__init__(context, options)
         compute_units(context)
+        self._convolutions = TritonConvolutions(self.states)
         self._precisions = _precisions()
         self._shared_memory = _shared_memory(context.device)
 
@@ -58,7 +51,8 @@ class TritonLinearBackend(LinearAttentionBackend):
     ) -> None:
         mode = batch.forward_mode
         if mode.is_extend() and not mode.is_target_verify():
-            self._step = LinearStep.of(batch)
+            self._convolutions.prepare(batch)
+            self._step = self._convolutions.step
 
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
         """Nothing to allocate: decode steps, and those that verify drafts, read the batch and the
@@ -143,56 +137,10 @@ class TritonLinearBackend(LinearAttentionBackend):
         return max(1, min(4, self._shared_memory // chunk))
 
     def forward_conv(self, call: ConvCall, batch: ForwardBatch) -> None:
-        x, states = call.x, self.states.conv(call.layer.layer_id, call.index)
-        channels, taps = call.weight.shape
-        block_c = min(BLOCK_C, triton.next_power_of_2(channels))
-        blocks = triton.cdiv(channels, block_c)
-        common = {"C": channels, "W": taps, "BLOCK_C": block_c}
-        how = {"HAS_BIAS": call.bias is not None, "SILU": call.silu}
-        weight, rows = call.weight.contiguous(), batch.req_pool_indices
-        given = (*strided(x), weight, call.bias, call.out, states, rows)
-        if batch.forward_mode.is_decode():
-            convolve_one[(batch.batch_size, blocks)](*given, batch.seq_lens, **common, **how)
-            return
-        step, known, num_tokens = self._step, batch.extend_prefix_lens, x.shape[0]
-        if num_tokens:
-            tokens = step.starts, step.request_of, num_tokens
-            convolve[(triton.cdiv(num_tokens, BLOCK_T), blocks)](
-                *given, known, *tokens, BLOCK_T=BLOCK_T, **common, **how
-            )
-        if taps > 1:
-            keep_inputs[(batch.batch_size, blocks)](
-                *strided(x),
-                states,
-                rows,
-                known,
-                step.starts,
-                BLOCK_W=triton.next_power_of_2(taps - 1),
-                **common,
-            )
+        self._convolutions.run(call, batch)
 
     def verify_conv(self, call: ConvCall, batch: ForwardBatch) -> None:
-        layer_id, (channels, taps) = call.layer.layer_id, call.weight.shape
-        drafted, drafts = self.states.draft_conv(layer_id, call.index), batch.drafts()
-        block_c = min(BLOCK_C, triton.next_power_of_2(channels))
-        grid = (batch.batch_size, drafts.draft_token_num, triton.cdiv(channels, block_c))
-        convolve_drafts[grid](
-            *strided(call.x),
-            call.weight.contiguous(),
-            call.bias,
-            call.out,
-            self.states.conv(layer_id, call.index),
-            drafted,
-            batch.req_pool_indices,
-            batch.seq_lens,
-            C=channels,
-            W=taps,
-            HAS_BIAS=call.bias is not None,
-            SILU=call.silu,
-            BLOCK_C=block_c,
-            DRAFTS=drafts.draft_token_num,
-            ROOM=drafted.shape[1],
-        )
+        self._convolutions.verify(call, batch)
 
 
 def _shared_memory(device: torch.device) -> int:

@@ -230,8 +230,7 @@ TRITON_LINEAR = BackendCard(
     requires=REQUIRES,
     extra="triton",
     sources={
-        "spec_topk": "the states of a tree's branches are not kept. Drafts were verified in "
-        "Triton's interpreter; these kernels compile for SM90 and gfx942 and have run on no GPU",
+        "spec_topk": "the states of a tree's branches are not kept",
         "dtype": "states are float32; products of float32 calls are not rounded to TF32",
         "kv_dtype": "there is no KV cache; convolution states have the dtype of the call",
         "head_dim": "the K of a chunk is one tile",
@@ -256,12 +255,11 @@ TRITON_LINEAR = BackendCard(
     priors=(Prior(rank=25, source="no other serves a GPU but torch_linear, a last resort"),),
     verified_on=(
         Verified(
-            on="NVIDIA H100 80GB HBM3",
+            on="NVIDIA H200",
             platform="nvidia:sm90",
-            libraries=("torch 2.11.0", "triton 3.6.0"),
-            date="2026-11-26",
-            cases=239,
-            phases=("extend", "decode"),
+            libraries=("torch 2.11.0+cu130", "triton 3.6.0"),
+            date="2026-11-28",
+            cases=410,
         ),
     ),
 )

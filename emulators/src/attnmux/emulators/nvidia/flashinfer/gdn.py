@@ -15,7 +15,7 @@ gdn_kernels/ and data/csrc/gdn_prefill_launcher.cu:
   Where the argument of softplus exceeds 88 the gate is NaN.
 - Both compute g = -exp(A_log) * softplus(a + dt_bias) and beta = sigmoid(b) in float32, and write
   bf16 outputs. Tensors must have the dense strides and 16-byte alignment that the compiled kernel
-  assumes. Of fp16 inputs `gated_delta_rule_mtp` cannot be compiled.
+  assumes. `gated_delta_rule_mtp` copies q and k to registers of bf16: fp16 is refused here.
 
 Products are float32 here. The kernels of prompts round states and values to the dtype of the call
 before they multiply them. Decode and drafts read nothing on the host, in static shapes.
@@ -76,7 +76,8 @@ def chunk_gated_delta_rule(
         if each is not None:
             _check(each.dtype == torch.float32 and each.shape == states, "state")
     for tensor in (q, k, v, out, decay, beta, after, initial_state):
-        _check(tensor is None or _is_dense(tensor), "must be contiguous")
+        is_loadable = tensor is None or (tensor.is_contiguous() and tensor.data_ptr() % 16 == 0)
+        _check(is_loadable, "must be contiguous")
     bounds = cu_seqlens.tolist()
     _check(bounds[0] == 0 and bounds[-1] <= total, "illegal memory access")
     decay = decay.clamp(min=LEAST_DECAY)
@@ -153,7 +154,7 @@ def gated_delta_rule_mtp(
     v_heads, v_dim = v.shape[2:]
     assert initial_state.shape == (initial_state.shape[0], v_heads, v_dim, k_dim)
     _check_recurrent(q, k, v, initial_state, A_log, a, dt_bias, b)
-    _check(q.dtype == torch.bfloat16, "fp16 cannot be copied to registers of bf16")
+    _check(q.dtype == torch.bfloat16, "fp16 is copied to registers of bf16")
     _check(initial_state_indices.dtype == torch.int32, "indices are read as int32")
     after = intermediate_states_buffer
     if after is not None:

@@ -83,7 +83,10 @@ class Engine:
         """
         self.runner = runner
         self.tokenizer = tokenizer
-        self.stop_ids = frozenset(stop_ids)
+        self.stop_ids = frozenset(read_ids("stop_ids", stop_ids))
+        accept = AcceptThresholds() if accept is None else accept
+        if not isinstance(accept, AcceptThresholds):
+            raise InvalidInput("accept", got=repr(accept), expected="AcceptThresholds")
         self.stats = EngineStats()
         self._cache = PrefixCache(runner.steps, enabled=prefix_cache)
         self._scheduler = Scheduler(
@@ -91,13 +94,14 @@ class Engine:
         )
         self._execution = Execution(runner)
         self._speculation = None
+        if isinstance(drafts, str):
+            expected = "a Proposer, such as NgramProposer(draft_token_num=8)"
+            raise InvalidInput("drafts", got=repr(drafts), expected=expected)
         if drafts is not None and runner.ranks.num_parts > 1:
             expected = "none where ranks have requests of their own"
             raise InvalidInput("drafts", got=type(drafts).__name__, expected=expected)
         if drafts is not None:
-            self._speculation = Speculation(
-                drafts, self._cache, self.stats, accept or AcceptThresholds(), runner
-            )
+            self._speculation = Speculation(drafts, self._cache, self.stats, accept, runner)
         self._accounts = Accounts(
             cache=self._cache,
             scheduler=self._scheduler,
@@ -130,14 +134,20 @@ class Engine:
         max_new_tokens: int,
         *,
         encoder_len: int = 0,
+        encoder_states: torch.Tensor | None = None,
         images: PromptImages | None = None,
         name: str = "token_ids",
     ) -> None:
         """Refuse a request that can never run.
 
+        encoder_len: of an encoder-decoder model's request whose states are not there yet.
         Raises InvalidInput for a prompt that the model cannot read, and PoolExhausted for one that
         does not fit into the pool even when it is alone there.
         """
+        self.runner.steps.check_images(images)
+        if encoder_states is not None:
+            self.runner.steps.check_encoder_states(encoder_states)
+            encoder_len = encoder_states.shape[0]
         check_request(
             name,
             read_ids(name, token_ids),
@@ -172,8 +182,12 @@ class Engine:
         Raises as `check` does, and InvalidInput for on_text without a tokenizer.
         """
         token_ids = read_ids("token_ids", token_ids)
+        stops = self.stop_ids if stop_ids is None else frozenset(read_ids("stop_ids", stop_ids))
+        sampling = SamplingParams() if sampling is None else sampling
+        if not isinstance(sampling, SamplingParams):
+            raise InvalidInput("sampling", got=repr(sampling), expected="SamplingParams")
+        self.check(token_ids, max_new_tokens, encoder_states=encoder_states, images=images)
         state = SequenceState(token_ids=token_ids[:], encoder_states=encoder_states, images=images)
-        self.check(token_ids, max_new_tokens, encoder_len=state.encoder_len, images=images)
         if on_text is not None and self.tokenizer is None:
             raise InvalidInput("on_text", got="no tokenizer", expected="an engine with one")
         context = self.runner.steps.max_context_len
@@ -182,8 +196,8 @@ class Engine:
             prompt_len=len(token_ids),
             state=state,
             end_len=min(len(token_ids) + max_new_tokens, context + 1),
-            stop_ids=self.stop_ids if stop_ids is None else frozenset(stop_ids),
-            sampler=Sampler(sampling or SamplingParams()),
+            stop_ids=stops,
+            sampler=Sampler(sampling),
             stream=None if self.tokenizer is None else TextStream(self.tokenizer, token_ids),
             on_text=on_text,
             num_said=len(token_ids),
@@ -194,14 +208,14 @@ class Engine:
             self._scheduler.add(request)
             return self._accounts.live.setdefault(request.id, request).id
 
-    def abort(self, request_id: int) -> GenerationResult | None:
+    def abort(self, request_id: object) -> GenerationResult | None:
         """End a request now. Returns its result so far, or None if it had ended before.
 
         Its memory is free when this returns. If a step is running, or was launched ahead, it is
         free when that step ends. Both hold even if the tokenizer raises for the last piece of
         text. The request gets no further output. Raises InvalidInput for an unknown id.
         """
-        if not 0 <= request_id < self._next_id:
+        if not isinstance(request_id, int) or not 0 <= request_id < self._next_id:
             raise InvalidInput("request_id", got=request_id, expected="an id that `add` returned")
         with self._turn():
             request = self._accounts.live.get(request_id)

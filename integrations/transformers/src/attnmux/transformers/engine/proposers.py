@@ -54,8 +54,10 @@ class NgramProposer:
 
         Raises InvalidInput for numbers below 1, and for fewer than 2 nodes.
         """
-        for argument, value in (("topk", topk), ("steps", 1 if steps is None else steps)):
-            check_positive(argument, value)
+        counts = {"draft_token_num": draft_token_num, "topk": topk, "steps": steps}
+        for argument, value in counts.items():
+            if value is not None:
+                check_positive(argument, value)
         if draft_token_num < 2:
             got = draft_token_num
             raise InvalidInput("draft_token_num", got=got, expected="the root and a draft, or more")

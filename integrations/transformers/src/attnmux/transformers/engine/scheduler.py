@@ -43,9 +43,9 @@ class Scheduler:
         steps = cache.steps
         # A step runs at least one token of every decoding request.
         limits = [steps.req_to_token_pool.size, max_running, steps.max_step_tokens]
-        for argument, value in (("max_running", max_running), ("prefill_tokens", prefill_tokens)):
-            if value is not None:
-                check_positive(argument, value)
+        check_positive("prefill_tokens", prefill_tokens)
+        if max_running is not None:
+            check_positive("max_running", max_running)
         self.stats = stats
         self.waiting: list[LiveRequest] = []
         self.prefilling: list[LiveRequest] = []

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from transformers import AttentionMaskInterface, PreTrainedModel
 
-from attnmux.core import InvalidInput, LayerSpec, Request
+from attnmux.core import AttnmuxError, InvalidInput, LayerSpec, Request, in_brief
 from attnmux.transformers.images.encoder import VisionTower
 from attnmux.transformers.images.prompt import PromptImages, keys_of
 from attnmux.transformers.images.spans import read_spans
@@ -71,6 +71,9 @@ class ImageReader:
             )
         self.token_id = token_id
         """Of the placeholders."""
+        table: Any = model.get_input_embeddings()
+        self.width = int(table.weight.shape[1])
+        """Of the input embeddings."""
         self.has_spans = bool(self._probe_spans())
         """Whether tokens of an image see each other, which needs custom masks."""
 
@@ -92,15 +95,12 @@ class ImageReader:
     def read(self, inputs: Mapping[str, Any]) -> PromptImages:
         """The images of one prompt, as the model's processor returns it in torch tensors.
 
-        Raises InvalidInput for a batch, for padding, for images that do not match the placeholders,
-        and for a model whose decoder takes more than embeddings, positions and spans.
+        Raises InvalidInput for a batch, for padding, for positions of the caller's own, for images
+        that do not match the placeholders, and for a model whose decoder takes more than
+        embeddings, positions and spans.
         """
-        given = {
-            name: value.to(self._model.device)
-            for name, value in inputs.items()
-            if isinstance(value, torch.Tensor)
-        }
-        ids = self._prompt_of(given)
+        given = self._given(inputs)
+        ids = [int(token) for token in given["input_ids"][0].tolist()]
         places = [place for place, token in enumerate(ids) if token == self.token_id]
         seen = {name: value for name, value in given.items() if name not in TOKEN_INPUTS}
         pixels = [name for name, value in seen.items() if value.is_floating_point()]
@@ -133,23 +133,41 @@ class ImageReader:
             token_ids=tuple(ids),
             places=torch.tensor(places),
             embeds=self._embeds(handed, ids, places),
-            keys=keys_of(ids, places, seen),
+            keys=keys_of(ids, places, seen, positions=positions, spans=spans),
             positions=positions,
             delta=0 if positions is None else int(positions.max()) + 1 - len(ids),
             spans=tuple(spans),
         )
 
-    def _prompt_of(self, given: dict[str, torch.Tensor]) -> list[int]:
-        """The token ids. Notes that nothing is padded."""
+    def _given(self, inputs: object) -> dict[str, torch.Tensor]:
+        """The tensors, on the model's device, with an attention_mask that hides nothing."""
+        found: Mapping[str, object] = inputs if isinstance(inputs, Mapping) else {}
+        given = {
+            name: value.to(self._model.device)
+            for name, value in found.items()
+            if isinstance(value, torch.Tensor)
+        }
         ids = given.get("input_ids")
         mask = given.setdefault("attention_mask", torch.ones(1))
-        if ids is None or ids.shape[:1] != (1,) or ids.ndim != 2 or not bool(mask.all()):
-            raise InvalidInput(
-                "images",
-                got="no input_ids" if ids is None else f"input_ids {tuple(ids.shape)}, or padding",
-                expected="what the processor returns for one prompt: input_ids [1, P]",
-            )
-        return [int(token) for token in ids[0].tolist()]
+        got = f"no input_ids in a {type(inputs).__name__}"
+        if ids is not None:
+            got = f"input_ids {tuple(ids.shape)} in {ids.dtype}, or padding"
+            is_prompt = ids.ndim == 2 and len(ids) == 1 and not ids.is_floating_point()
+            # Prefixes are shared by ids and images alone
+            own = [f"{name} too" for name in ("position_ids", "inputs_embeds") if name in given]
+            own += [
+                f"{name} {tuple(given[name].shape)} for input_ids {tuple(ids.shape)}"
+                for name in TYPES
+                if name in given and given[name].shape != ids.shape
+            ]
+            if is_prompt and bool(mask.all()) and not own:
+                return given
+            got = ", ".join(own) or got
+        raise InvalidInput(
+            "images",
+            got=got,
+            expected="what the processor returns for one prompt in torch tensors: input_ids [1, P]",
+        )
 
     def _run(self, given: Mapping[str, torch.Tensor]) -> _Handed:
         handed = _Handed()
@@ -159,10 +177,12 @@ class ImageReader:
                 self._model(**given, use_cache=False)
         except _Stopped:
             pass
-        except (ValueError, RuntimeError, TypeError, IndexError, StopIteration) as error:
+        except (torch.OutOfMemoryError, AttnmuxError):
+            raise
+        except Exception as error:  # each model has errors of its own
             raise InvalidInput(
                 "images",
-                got=f"{type(error).__name__}: {error}",
+                got=in_brief(error),
                 expected=f"images that {self._name} reads, one for each placeholder",
             ) from error
         finally:

@@ -8,6 +8,7 @@ from importlib.util import find_spec
 from pkgutil import resolve_name
 from typing import Any
 
+import numpy as np
 import torch
 from transformers import AutoProcessor
 
@@ -17,6 +18,7 @@ from attnmux.transformers.processors import load_processor
 from attnmux.transformers.tokenization import TEMPLATE_SECONDS, within
 
 FILES = "preprocessor_config.json or processor_config.json"
+MOST_OF_16_BITS = 65535
 INSTALL = "pip install 'attnmux-transformers[images]'"
 
 
@@ -117,13 +119,29 @@ def read_image(file: str) -> Any:  # noqa: ANN401  # Pillow may be missing
     expected = "a file with an image"
     try:
         with pillow.open(file) as image:
-            return ops.exif_transpose(image).convert("RGB")
+            return _in_8_bits(ops.exif_transpose(image), file).convert("RGB")
     except pillow.UnidentifiedImageError as error:
         got = f"{file}, whose format Pillow does not know"
         raise InvalidInput("image", got=got, expected=expected) from error
     except (OSError, ValueError, SyntaxError, pillow.DecompressionBombError) as error:
         reason = getattr(error, "strerror", None) or in_brief(error)
         raise InvalidInput("image", got=f"{file} ({reason})", expected=expected) from error
+
+
+def _in_8_bits(image: Any, file: str) -> Any:  # noqa: ANN401  # as above
+    """The image with 8 bits a channel. Pillow's own conversion would cut more bits off, so that all
+    but the darkest pixels were white.
+
+    Raises InvalidInput for pixels without a range.
+    """
+    if not image.mode.startswith(("I", "F")):
+        return image
+    pixels = np.asarray(image)
+    if image.mode == "F" or pixels.min() < 0 or pixels.max() > MOST_OF_16_BITS:
+        got = f"{file}, of pixels from {pixels.min():g} to {pixels.max():g}"
+        raise InvalidInput("image", got=got, expected="8 or 16 bits a channel")
+    scaled = np.round(pixels.astype(np.float32) * (255 / MOST_OF_16_BITS))
+    return resolve_name("PIL.Image").fromarray(scaled.astype(np.uint8))
 
 
 def _require(module: str) -> None:

@@ -66,17 +66,27 @@ def runs_of(places: Sequence[int]) -> list[tuple[int, int]]:
 
 
 def keys_of(
-    token_ids: Sequence[int], places: Sequence[int], inputs: Mapping[str, torch.Tensor]
+    token_ids: Sequence[int],
+    places: Sequence[int],
+    inputs: Mapping[str, torch.Tensor],
+    *,
+    positions: torch.Tensor | None = None,
+    spans: Sequence[tuple[int, int]] = (),
 ) -> tuple[int, ...]:
     """`PromptImages.keys`. inputs: everything that the vision tower reads.
 
     Each run of placeholders depends on its own image, where the inputs show which that is; else on
-    all images of the prompt.
+    all images of the prompt. It also depends on its positions, and on which of its tokens see each
+    other, since a model may take both from what its caller says of the tokens.
     """
     runs, keys = runs_of(places), list(token_ids)
     parts = _by_image(inputs, len(runs))
     for (begin, end), part in zip(runs, parts, strict=True):
-        keys[begin:end] = [_digest(part)] * (end - begin)
+        inside = [span for span in spans if span[0] < end and span[1] > begin]
+        tokens = [torch.tensor(inside)]
+        if positions is not None:
+            tokens.append(positions[:, begin:end])
+        keys[begin:end] = [_digest([*part, *tokens])] * (end - begin)
     return tuple(keys)
 
 
@@ -100,6 +110,24 @@ def _digest(tensors: Iterable[torch.Tensor]) -> int:
         digest.update(f"{tensor.dtype} {tuple(tensor.shape)};".encode())
         digest.update(tensor.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes())
     return -1 - int.from_bytes(digest.digest(), "big")
+
+
+def check_images(images: object, width: int) -> None:
+    """Raise InvalidInput for images that a step of the model could not read.
+
+    width: of its input embeddings; 0 for a runner that reads no images.
+    """
+    if images is None:
+        return
+    if not isinstance(images, PromptImages):
+        got, expected = f"a {type(images).__name__}", "what `ModelRunner.read_images` returns"
+    elif not width:
+        got, expected = "some", "none: the runner was made without images=True"
+    elif images.embeds.shape[1] != width:
+        got, expected = f"embeddings of {images.embeds.shape[1]} dims", f"{width}, of this model"
+    else:
+        return
+    raise InvalidInput("images", got=got, expected=expected)
 
 
 def check_prompt_images(

@@ -3,6 +3,7 @@ drafts, in chunks elsewhere."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -10,17 +11,16 @@ import torch
 
 from attnmux.core import (
     L2_EPS,
+    NO_OPTIONS,
     LinearAttentionBackend,
     NewTokens,
-    convolve_drafts,
-    convolve_new,
-    convolve_one,
+    PlainConvolutions,
     read_states,
 )
 from attnmux.cpu.torch_linear.chunks import CHANNEL_CHUNK, CHUNK, Chunks, run_chunks
 
 if TYPE_CHECKING:
-    from attnmux.core import ConvCall, ForwardBatch, LinearCall, LinearLayerSpec
+    from attnmux.core import BackendContext, ConvCall, ForwardBatch, LinearCall, LinearLayerSpec
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -90,13 +90,18 @@ class TorchLinearBackend(LinearAttentionBackend):
 
     _step: ExtendStep
 
+    def __init__(self, context: BackendContext, options: Mapping[str, object] = NO_OPTIONS) -> None:
+        super().__init__(context, options)
+        self._convolutions = PlainConvolutions(self.states)
+
     def init_forward_metadata_out_graph(
         self, batch: ForwardBatch, in_capture: bool = False
     ) -> None:
         mode = batch.forward_mode
         if not mode.is_extend() or mode.is_target_verify():
             return
-        self._step = ExtendStep(tokens=NewTokens.of(batch), chunks={})
+        self._convolutions.prepare(batch)
+        self._step = ExtendStep(tokens=self._convolutions.tokens, chunks={})
 
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
         """Nothing to allocate: a captured step's tensors belong to its graph."""
@@ -142,13 +147,10 @@ class TorchLinearBackend(LinearAttentionBackend):
         pool.index_copy_(0, rows, states.to(pool.dtype))
 
     def forward_conv(self, call: ConvCall, batch: ForwardBatch) -> None:
-        if batch.forward_mode.is_decode():
-            convolve_one(call, batch, self.states)
-        else:
-            convolve_new(call, batch, self.states, self._step.tokens)
+        self._convolutions.run(call, batch)
 
     def verify_conv(self, call: ConvCall, batch: ForwardBatch) -> None:
-        convolve_drafts(call, batch, self.states)
+        self._convolutions.verify(call, batch)
 
 
 def _by_request(values: torch.Tensor, shape: tuple[int, int]) -> torch.Tensor:

@@ -13,6 +13,7 @@ from attnmux.nvidia.cards.flashinfer_gdn import FLASHINFER_GDN
 from attnmux.nvidia.cards.flashinfer_mla import FLASHINFER_MLA
 from attnmux.nvidia.cards.flashmla import FLASHMLA
 from attnmux.nvidia.cards.nsa import NSA
+from attnmux.nvidia.cards.sgl_conv import SGL_CONV
 from attnmux.nvidia.cards.trtllm_mha import TRTLLM_MHA
 from attnmux.nvidia.cards.trtllm_mla import TRTLLM_MLA
 
@@ -29,4 +30,5 @@ CARDS: tuple[BackendCard, ...] = (
     NSA,
     DUAL_CHUNK_FLASH_ATTN,
     FLASHINFER_GDN,
+    SGL_CONV,
 )

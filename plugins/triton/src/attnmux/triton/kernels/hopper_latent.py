@@ -109,7 +109,7 @@ def store_item(
 def attend_share(
     results, parts, scale, plan, rooms,
     PART: gl.constexpr, GROUP: gl.constexpr, QUERIES: gl.constexpr, LENS_SHIFT: gl.constexpr,
-    IS_FIXED: gl.constexpr, PART_ROWS: gl.constexpr, HELD: gl.constexpr,
+    IS_FIXED: gl.constexpr, PART_ROWS: gl.constexpr,
 ):  # fmt: skip
     """Compute and store the left or, with PART 1, the right half of every item's result."""
     ITEMS: gl.constexpr = (QUERIES * GROUP + ROWS - 1) // ROWS
@@ -127,7 +127,7 @@ def attend_share(
         tile = tile_of(item + side, of_request, GROUP, QUERIES)
         if PART == 0:
             acc, top, mass, done, filled, passed = lead(
-                start, turns, scale, tile, rooms, done, filled, passed, HELD
+                start, turns, scale, tile, rooms, done, filled, passed
             )
         else:
             acc, mass, done, passed = follow(turns, rooms, done, passed)
@@ -148,7 +148,7 @@ def attend_latent(
     rows, lens, stops, unit_blocks, starts, share, partial, partial_lse, scale, v_scale,
     GROUP: gl.constexpr, QUERIES: gl.constexpr, LENS_SHIFT: gl.constexpr, IS_FIXED: gl.constexpr,
     PART_ROWS: gl.constexpr, STAGES: gl.constexpr, REGISTERS: gl.constexpr,
-    COPY_REGISTERS: gl.constexpr, HELD: gl.constexpr,
+    COPY_REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """Grid and arguments as of `attend_shares`, planned with blocks of 64 keys. num_warps=4.
 
@@ -172,11 +172,11 @@ def attend_latent(
         [
             (attend_share, (
                 results, parts, scale, plan, rooms,
-                0, GROUP, QUERIES, LENS_SHIFT, IS_FIXED, PART_ROWS, HELD,
+                0, GROUP, QUERIES, LENS_SHIFT, IS_FIXED, PART_ROWS,
             )),
             (attend_share, (
                 results, parts, scale, plan, rooms,
-                1, GROUP, QUERIES, LENS_SHIFT, IS_FIXED, PART_ROWS, HELD,
+                1, GROUP, QUERIES, LENS_SHIFT, IS_FIXED, PART_ROWS,
             )),
             (copy_share, (
                 queries, keys, (slots, slots_stride), plan, rooms,

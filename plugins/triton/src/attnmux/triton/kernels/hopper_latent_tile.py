@@ -21,8 +21,6 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.language.core import _aggregate as aggregate
 
-from attnmux.triton.kernels.hopper_weights import pair, unpack
-
 LN_2 = gl.constexpr(0.6931471805599453)
 ROWS = gl.constexpr(64)
 """Rows of a tile, which are those of a warpgroup's matrix instruction."""
@@ -166,9 +164,10 @@ def weigh(logits, top, mass, first_key, end, least_end, scale):
         logits = gl.where(keys[None, :] < end[:, None], logits, -float("inf"))
     higher = gl.maximum(top, gl.max(logits, 1))
     # A row that has seen no key yet: inf - inf is NaN.
-    base = gl.where(higher == -float("inf"), 0.0, higher) * scale
-    weights = gl.exp2(logits * scale - base[:, None])
-    kept_share = gl.exp2(top * scale - base)
+    base = gl.where(higher == -float("inf"), 0.0, higher)
+    weights = gl.exp2(logits * scale - (base * scale)[:, None])
+    # Exactly 1 where `top` stays, which a fused top * scale - base * scale is not.
+    kept_share = gl.exp2((top - base) * scale)
     mass = mass * kept_share + gl.sum(weights, 1)
     return weights, kept_share, higher, mass
 
@@ -233,7 +232,7 @@ def copy_keys(keys, table, first_slot, start, turns, queries, tile, rooms, done,
 
 
 @gluon.jit
-def lead(start, turns, scale, tile, rooms, done, filled, passed, HELD: gl.constexpr):
+def lead(start, turns, scale, tile, rooms, done, filled, passed):
     """Compute a tile's logits and softmax, and the left half of its result.
 
     Returns acc [ROWS, HALF], top and mass [ROWS], top in units of log 2; and the blocks, queries
@@ -253,9 +252,6 @@ def lead(start, turns, scale, tile, rooms, done, filled, passed, HELD: gl.conste
     if turns > 0:
         mbarrier.wait(rooms.q_full, filled % 2)
         filled += 1
-    if HELD > 0:
-        rope_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROPE, 16])
-        q_pairs = pair(rooms.q_rope.load(rope_layout))
     for turn in range(turns):
         stage = done % rooms.STAGES
         phase = done // rooms.STAGES % 2
@@ -264,13 +260,9 @@ def lead(start, turns, scale, tile, rooms, done, filled, passed, HELD: gl.conste
         mbarrier.wait(rooms.left_full.index(stage), phase)
         fence_async_shared()
         logits = gl.zeros([ROWS, BLOCK_N], gl.float32, logits_layout)
-        if HELD > 0:
-            q_rope = gl.convert_layout(
-                unpack(q_pairs, rooms.q_rope.dtype), gl.DotOperandLayout(0, logits_layout, 2)
-            )
-        else:
-            q_rope = rooms.q_rope
-        logits = warpgroup_mma(q_rope, rope.permute([1, 0]), logits, use_acc=False, is_async=True)
+        logits = warpgroup_mma(
+            rooms.q_rope, rope.permute([1, 0]), logits, use_acc=False, is_async=True
+        )
         halves = rooms.q_halves
         logits = warpgroup_mma(halves.index(0), left.permute([1, 0]), logits, is_async=True)
         mbarrier.wait(rooms.right_full.index(stage), phase)

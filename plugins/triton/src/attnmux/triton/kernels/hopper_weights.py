@@ -35,9 +35,10 @@ def weigh(logits, top, mass, block, first, end, scale, cap, HIDES: gl.constexpr,
     if HIDES:
         # A row that has seen no key yet: inf - inf is NaN.
         base = gl.where(higher == -float("inf"), 0.0, higher)
-    base = base * scale
-    weights = gl.exp2(logits * scale - base[:, None])
-    kept_share = gl.exp2(top * scale - base)
+    weights = gl.exp2(logits * scale - (base * scale)[:, None])
+    # Exactly 1 where `top` stays. A fused top * scale - base * scale would be its rounding error,
+    # once for each block of the tile that the row does not see.
+    kept_share = gl.exp2((top - base) * scale)
     return weights, kept_share, higher, mass * kept_share + gl.sum(weights, 1)
 
 
