@@ -131,7 +131,7 @@ template <typename V> using Aligned = std::vector<V, LineAllocator<V>>;
 struct Scratch {
     Aligned<float> q, k, v, out, scores, top, sum, row, decay;
     Aligned<char> narrow_q, narrow_k, narrow_v, weights;
-    Aligned<int32_t> first, end, hidden_from, hidden_to;
+    Aligned<int32_t> first, end, hidden_from, hidden_to, pairs;
 };
 
 // The result of a query and head. top, sum: of its logits; NONE and 0 where it sees no key.

@@ -9,7 +9,7 @@
 constexpr int STREAM_KEYS = 48;  // of a block
 constexpr int DOT_KEYS = 8;      // read at a time, of K
 constexpr int MIX_KEYS = 8;      // and of V
-constexpr int AHEAD = 8;         // keys between the one that is read and the one that is fetched
+constexpr int AHEAD = FETCHES_FAR ? 16 : 8;  // keys between the one that is read and the one that is fetched
 
 // What is fetched while as many rows of one head are read: a run of bytes, or rows. Null: nothing.
 struct Next {
@@ -57,6 +57,11 @@ static inline void dot(const char* q, int64_t q_stride, const char* const* rows,
         for (int j = 0; j < J; ++j)
             for (int r = 0; r < R; ++r) sums[j][r] += more[j][r];
     const vec* flat = &sums[0][0];
+    if constexpr (R == 4 && J == 4 && W == 16) {
+        const vec all_sums = totals16(flat);
+        for (int j = 0; j < J; ++j) std::memcpy(scores + j * stride, reinterpret_cast<const char*>(&all_sums) + 16 * j, 16);
+        return;
+    }
     for (int i = 0; i < R * J; i += 4) {
         const int last = R * J - 1;
         const vec4 four = totals(flat[i], flat[std::min(i + 1, last)], flat[std::min(i + 2, last)], flat[std::min(i + 3, last)]);
@@ -95,12 +100,44 @@ static inline void mix(const float* weights, int64_t stride, const char* const* 
         for (int c = 0; c < 2 * C; ++c) store(out + r * out_width + d + c * W, sums[r][c]);
 }
 
-template <Type T, int R>
-static inline void mixes(const float* weights, int64_t stride, const char* const* rows, const Next& next, int64_t at, int num, float* out, int out_width) {
+// The same in pairs of keys, whose weights are pairs of bfloat16, for columns in the order of
+// `first_pairs` and `last_pairs`.
+template <int R, int C>
+static inline void mix_pairs(const int32_t* pairs, int64_t stride, const char* const* rows, const Next& next, int64_t at, int d, int num, float* out, int out_width) {
+    for (int c = 0; c < C; ++c) fetch<BF16, MIX_KEYS>(next, d + c * BLOCK);
+    vec sums[R][2 * C];
+    for (int r = 0; r < R; ++r)
+        for (int c = 0; c < 2 * C; ++c) sums[r][c] = load(out + r * out_width + d + c * W);
+#pragma GCC unroll 4
+    for (int j = 0; j < num; j += 2)
+        for (int c = 0; c < C; ++c) {
+            const ivec a = load_ints(rows[j] + at + 2 * (d + c * BLOCK));
+            const ivec b = j + 1 < num ? load_ints(rows[j + 1] + at + 2 * (d + c * BLOCK)) : ivec{};
+            const ivec first = first_pairs(a, b), last = last_pairs(a, b);
+            for (int r = 0; r < R; ++r) {
+                const ivec weight = pairs[j / 2 * stride + r] - ivec{};
+                sums[r][2 * c] = add_pairs(sums[r][2 * c], weight, first);
+                sums[r][2 * c + 1] = add_pairs(sums[r][2 * c + 1], weight, last);
+            }
+        }
+    for (int r = 0; r < R; ++r)
+        for (int c = 0; c < 2 * C; ++c) store(out + r * out_width + d + c * W, sums[r][c]);
+}
+
+template <Type T, bool PAIRS, int R>
+static inline void mixes(const Scratch& s, int j, int r, int64_t stride, const char* const* rows, const Next& next, int64_t at, int num, float* out, int out_width) {
     constexpr int C = (R > 2 ? 1 : R == 2 ? 2 : 4) * (W == 16 ? 2 : 1);
+    const float* weights = s.scores.data() + j * stride + r;
+    const int32_t* pairs = s.pairs.data() + j / 2 * stride + r;
     int d = 0;
-    for (; d + C * BLOCK <= out_width; d += C * BLOCK) mix<T, R, C>(weights, stride, rows, next, at, d, num, out, out_width);
-    for (; d < out_width; d += BLOCK) mix<T, R, 1>(weights, stride, rows, next, at, d, num, out, out_width);
+    for (; d + C * BLOCK <= out_width; d += C * BLOCK) {
+        if constexpr (PAIRS) mix_pairs<R, C>(pairs, stride, rows, next, at, d, num, out, out_width);
+        else mix<T, R, C>(weights, stride, rows, next, at, d, num, out, out_width);
+    }
+    for (; d < out_width; d += BLOCK) {
+        if constexpr (PAIRS) mix_pairs<R, 1>(pairs, stride, rows, next, at, d, num, out, out_width);
+        else mix<T, R, 1>(weights, stride, rows, next, at, d, num, out, out_width);
+    }
 }
 
 // Rows of a block of keys: where they lie, or copies with zeros behind them where their width is
@@ -172,6 +209,7 @@ template <Type T, bool PAIRS> struct Stream {
         s.narrow_q.resize(size_t(num_rows * q_stride));
         s.out.assign(size_t(num_rows) * out_width, 0.0f);
         s.scores.assign(size_t(STREAM_KEYS + DOT_KEYS) * padded, 0.0f);
+        if (PAIRS) s.pairs.resize(size_t(STREAM_KEYS) / 2 * padded);
         s.top.assign(padded, NONE), s.sum.assign(padded, 0.0f), s.decay.resize(padded);
         s.row.resize(std::max(width, out_width) + BLOCK);
         for (int r = 0; r < num_rows; ++r) {
@@ -210,6 +248,16 @@ template <Type T, bool PAIRS> struct Stream {
         if (PAIRS)
             for (int at = 0; at < num * padded; at += W) store(scores + at, load(scores + at) * step.scaling);
         weigh_columns(s, seen, c.cap, padded, num_rows, out_width, key, num);
+        if (PAIRS) pair_weights(num);
+    }
+    // Weights of two keys, rounded to bfloat16, as one number.
+    void pair_weights(int num) {
+        for (int j = 0; j < num; j += 2)
+            for (int r = 0; r < padded; r += W) {
+                const ivec one = (ivec)load(s.scores.data() + int64_t(j) * padded + r) + 0x8000;
+                const ivec other = j + 1 < num ? (ivec)load(s.scores.data() + int64_t(j + 1) * padded + r) + 0x8000 : ivec{};
+                *reinterpret_cast<loose_ints*>(s.pairs.data() + int64_t(j / 2) * padded + r) = (one >> 16 & 0xffff) | (other & int32_t(0xffff0000));
+            }
     }
     void gather(const Rows<T>& values, int num) {
         Ahead<T> ahead(values, step.Dv, num_heads, height);
@@ -217,7 +265,7 @@ template <Type T, bool PAIRS> struct Stream {
             for (int h = 0; h < num_heads; ++h) {
                 Next next = c.v ? ahead.next(j, h, MIX_KEYS, step.Dv) : Next();
                 by_rows(h, [&](auto R, int r) {
-                    mixes<T, decltype(R)::value>(s.scores.data() + int64_t(j) * padded + r, padded, values.of + j, next, h * values.head_bytes, std::min(MIX_KEYS, num - j), s.out.data() + int64_t(r) * out_width, out_width);
+                    mixes<T, PAIRS, decltype(R)::value>(s, j, r, padded, values.of + j, next, h * values.head_bytes, std::min(MIX_KEYS, num - j), s.out.data() + int64_t(r) * out_width, out_width);
                     next = {};
                 });
             }
@@ -238,7 +286,9 @@ template <Type T, bool PAIRS> struct Stream {
             gather(values, num);
         }
         for (int r = 0; r < num_rows; ++r) {
-            restore(T, s.out.data() + int64_t(r) * out_width, s.row.data(), out_width);
+            const float* out = s.out.data() + int64_t(r) * out_width;
+            if (PAIRS) restore_pairs(out, s.row.data(), out_width);
+            else restore(T, out, s.row.data(), out_width);
             finish(step, item, item.head + r / height, r % height, s.row.data(), s.top[r], s.sum[r]);
         }
     }

@@ -43,10 +43,18 @@ static constexpr int round_up(int n, int unit) { return (n + unit - 1) / unit * 
 // `other` where one of them is NaN.
 static inline vec higher(vec one, vec other) { return one > other ? one : other; }
 
-// Into the first cache. g++ takes a function that only prefetches for one without effects, and
+// An EPYC with AVX-512 (Zen 4) drops what the first cache has no room to wait for, and decodes 1.2 to
+// 1.6 times as fast when the second one fetches. CPUs with AVX2 or AMX were measured with the first.
+#if defined(__AVX512F__) && !defined(__AMX_BF16__)
+constexpr bool FETCHES_FAR = true;
+#else
+constexpr bool FETCHES_FAR = false;
+#endif
+
+// g++ takes a function that only prefetches for one without effects, and
 // removes the calls of it: the empty statement is an effect.
 static inline void prefetch(const void* p) {
-    __builtin_prefetch(p, 0, 3);
+    __builtin_prefetch(p, 0, FETCHES_FAR ? 2 : 3);
     asm volatile("");
 }
 
@@ -108,13 +116,38 @@ static inline vec8 halved(vec v) {
     return __builtin_shufflevector(v, v, 0, 1, 2, 3, 4, 5, 6, 7) + __builtin_shufflevector(v, v, 8, 9, 10, 11, 12, 13, 14, 15);
 }
 static inline vec4 totals(vec a, vec b, vec c, vec d) { return totals(halved(a), halved(b), halved(c), halved(d)); }
+
+// Each quarter's totals of four vectors, in its order.
+static inline vec quarter_totals(const vec* x) {
+#define PART(a, b, p, q) __builtin_shufflevector(a, b, p, 16 + p, q, 16 + q, 4 + p, 20 + p, 4 + q, 20 + q, 8 + p, 24 + p, 8 + q, 24 + q, 12 + p, 28 + p, 12 + q, 28 + q)
+    const vec ab = PART(x[0], x[1], 0, 1) + PART(x[0], x[1], 2, 3), cd = PART(x[2], x[3], 0, 1) + PART(x[2], x[3], 2, 3);
+#undef PART
+#define PART(p) __builtin_shufflevector(ab, cd, p, 1 + p, 16 + p, 17 + p, 4 + p, 5 + p, 20 + p, 21 + p, 8 + p, 9 + p, 24 + p, 25 + p, 12 + p, 13 + p, 28 + p, 29 + p)
+    return PART(0) + PART(2);
+#undef PART
+}
+// The totals of 16 vectors, in order.
+static inline vec totals16(const vec* x) {
+    const vec a = quarter_totals(x), b = quarter_totals(x + 4), c = quarter_totals(x + 8), d = quarter_totals(x + 12);
+#define PART(a, b, p, q) __builtin_shufflevector(a, b, p, 1 + p, 2 + p, 3 + p, q, 1 + q, 2 + q, 3 + q, 16 + p, 17 + p, 18 + p, 19 + p, 16 + q, 17 + q, 18 + q, 19 + q)
+    const vec ab = PART(a, b, 0, 4) + PART(a, b, 8, 12), cd = PART(c, d, 0, 4) + PART(c, d, 8, 12);
+    return PART(ab, cd, 0, 8) + PART(ab, cd, 4, 12);
+#undef PART
+}
+#else
+static inline vec totals16(const vec* x) { return x[0]; }
 #endif
 
 // A fused product of bfloat16 pairs, added to float32.
 #if defined(__AVX512BF16__) && LANES == 16
 constexpr bool HAS_PAIRS = true;
 static inline vec add_pairs(vec sum, ivec a, ivec b) { return (vec)_mm512_dpbf16_ps((__m512)sum, (__m512bh)a, (__m512bh)b); }
+// The values of two rows side by side: of each 8 columns, the first 4 and the last 4.
+static inline ivec first_pairs(ivec a, ivec b) { return (ivec)_mm512_unpacklo_epi16((__m512i)a, (__m512i)b); }
+static inline ivec last_pairs(ivec a, ivec b) { return (ivec)_mm512_unpackhi_epi16((__m512i)a, (__m512i)b); }
 #else
 constexpr bool HAS_PAIRS = false;
 static inline vec add_pairs(vec sum, ivec, ivec) { return sum; }
+static inline ivec first_pairs(ivec a, ivec) { return a; }
+static inline ivec last_pairs(ivec a, ivec) { return a; }
 #endif
