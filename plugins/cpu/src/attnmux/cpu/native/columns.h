@@ -104,3 +104,17 @@ static inline void weigh_columns(Scratch& s, const Seen& seen, float cap, int pa
     }
     scale_rows(s.out.data(), out_width, s.decay.data(), num_rows);
 }
+
+static inline void scale_scores(Scratch& s, float scaling, int num) {
+    for (int at = 0; at < num; at += W) store(s.scores.data() + at, load(s.scores.data() + at) * scaling);
+}
+
+// pairs[j / 2][r]: the weights of keys j and j + 1, rounded to bfloat16; 0 behind the last.
+static inline void pair_weights(Scratch& s, int padded, int num) {
+    for (int j = 0; j < num; j += 2)
+        for (int r = 0; r < padded; r += W) {
+            const ivec one = (ivec)load(s.scores.data() + int64_t(j) * padded + r) + 0x8000;
+            const ivec other = j + 1 < num ? (ivec)load(s.scores.data() + int64_t(j + 1) * padded + r) + 0x8000 : ivec{};
+            *reinterpret_cast<loose_ints*>(s.pairs.data() + int64_t(j / 2) * padded + r) = (one >> 16 & 0xffff) | (other & int32_t(0xffff0000));
+        }
+}

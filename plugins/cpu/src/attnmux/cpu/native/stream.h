@@ -244,20 +244,9 @@ template <Type T, bool PAIRS> struct Stream {
             }
     }
     void weigh(const Seen& seen, int key, int num) {
-        float* scores = s.scores.data();
-        if (PAIRS)
-            for (int at = 0; at < num * padded; at += W) store(scores + at, load(scores + at) * step.scaling);
+        if (PAIRS) scale_scores(s, step.scaling, num * padded);
         weigh_columns(s, seen, c.cap, padded, num_rows, out_width, key, num);
-        if (PAIRS) pair_weights(num);
-    }
-    // Weights of two keys, rounded to bfloat16, as one number.
-    void pair_weights(int num) {
-        for (int j = 0; j < num; j += 2)
-            for (int r = 0; r < padded; r += W) {
-                const ivec one = (ivec)load(s.scores.data() + int64_t(j) * padded + r) + 0x8000;
-                const ivec other = j + 1 < num ? (ivec)load(s.scores.data() + int64_t(j + 1) * padded + r) + 0x8000 : ivec{};
-                *reinterpret_cast<loose_ints*>(s.pairs.data() + int64_t(j / 2) * padded + r) = (one >> 16 & 0xffff) | (other & int32_t(0xffff0000));
-            }
+        if (PAIRS) pair_weights(s, padded, num);
     }
     void gather(const Rows<T>& values, int num) {
         Ahead<T> ahead(values, step.Dv, num_heads, height);

@@ -107,6 +107,24 @@ template <Type T> static inline void widen(const char* row, int n, int width, fl
     std::fill(out + d, out + std::max(d, width), 0.0f);
 }
 
+// A row in bfloat16; the widening of an 8-bit float is exact.
+template <Type T> static inline void copy_row(const char* from, int n, int width, char* to) {
+    if constexpr (T == BF16) {
+        std::memcpy(to, from, size_t(n) * 2);
+    } else {
+        int d = 0;
+        for (; d + W <= n; d += W)
+            *reinterpret_cast<loose_halves*>(to + 2 * d) = __builtin_convertvector((ivec)widen_bytes<T>(from + d) >> 16, halves);
+        char rest[W] = {};
+        if (d < n) {
+            std::memcpy(rest, from + d, size_t(n - d));
+            const halves last = __builtin_convertvector((ivec)widen_bytes<T>(rest) >> 16, halves);
+            std::memcpy(to + 2 * d, &last, size_t(n - d) * 2);
+        }
+    }
+    std::memset(to + 2 * n, 0, size_t(width - n) * 2);
+}
+
 // n values in their own order. `out` has room for a multiple of 2 W.
 static inline void widen_query(const char* row, Type type, int n, float* out) {
     float arranged[BLOCK], plain[BLOCK];
