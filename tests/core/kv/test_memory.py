@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import mmap
+
 import pytest
 import torch
 
@@ -55,12 +57,25 @@ def test_many_small_tensors_are_refused_as_one(machine):
         allocate([(500,)] * 4)
 
 
-def test_the_allocator_of_torch_has_the_last_word(machine):
+@pytest.mark.skipif(not hasattr(mmap, "MADV_HUGEPAGE"), reason="Linux alone is asked")
+def test_large_tensors_of_a_cpu_begin_with_a_huge_page(machine):
+    small, large, other = allocate([(5,), (3, 2**19), (2**19 + 1,)])
+    assert small.shape == (5,)
+    for tensor in (large, other):
+        assert tensor.data_ptr() % memory.HUGE_PAGE == 0
+        assert tensor.is_contiguous()
+        assert not tensor.any()
+    large.fill_(1)
+    assert large.sum() == large.numel()
+    assert not other.any()
+
+
+def test_the_allocator_has_the_last_word(machine):
     (machine / "meminfo").unlink()
     with pytest.raises(PoolExhausted, match="ask for less") as caught:
         allocate([(2**45,)])
     assert caught.value.wanted == 2**47
-    assert isinstance(caught.value.__cause__, RuntimeError)
+    assert isinstance(caught.value.__cause__, RuntimeError | OSError)
 
 
 def test_other_errors_of_torch_pass(monkeypatch):
