@@ -3,10 +3,10 @@
     python -m benchmarks.native [--rounds 9] [--threads N] [--only TEXT] [--json FILE]
 
 Every side takes its turn in each round: the backends' layers, a sum over as many bytes as K and V
-have, and a square product in float32. The bound of a case is the longer of two times: that of
-reading its bytes, and that of its products at the square product's rate. Times are of the CPU, of
-all threads together, so that other work on the machine counts little; a figure is the median of the
-rounds. `step` is the preparation of a step, whatever its layers.
+have, and square products in float32 and in the case's dtype. The bound of a case is the longer of
+two times: that of reading its bytes, and that of its products at the faster square product's rate.
+Times are of the CPU, of all threads together, so that other work on the machine counts little; a
+figure is the median of the rounds. `step` is the preparation of a step, whatever its layers.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from benchmarks.cases import (
 
 from attnmux.bench import Report, facts, in_turn, interleave
 from attnmux.bench.timing import Meter, Run
-from attnmux.core import AttentionBackend, Platform
+from attnmux.core import AttentionBackend, Platform, torch_dtype
 from attnmux.core.choosing.machine.cpu import probe_cpu
 from attnmux.testing import find_candidate
 
@@ -43,6 +43,7 @@ CASES = (
     *(decode(batch, ctx) for batch in (1, 16) for ctx in (2048, 8192)),
     decode(16, 2048, page_size=1),
     *(decode(16, 2048, q_heads=heads, kv_heads=8) for heads in (8, 64)),
+    decode(4, 2048, kind="mla", q_heads=16, kv_heads=1),
     extend(1, 2048),
 )
 COLUMNS = {
@@ -81,19 +82,21 @@ def measure(case: Case, rounds: int, here: Platform, report: Report) -> None:
     run = in_turn(step.calls_in_pool(native))
     run()
     read = torch.ones(case.kv_bytes // 4)
-    left, right = torch.randn(2, SIDE, SIDE)
+    wide = torch.randn(2, SIDE, SIDE)
+    products = {dtype: wide.to(dtype) for dtype in (torch.float32, torch_dtype(case.dtype))}
     meters = {
         "native": cpu_meter(run),
         "step": cpu_meter(partial(native.init_forward_metadata, step.batch)),
         "read": cpu_meter(partial(torch.sum, read)),
-        "product": cpu_meter(partial(torch.matmul, left, right)),
+        **{str(dtype): cpu_meter(partial(torch.matmul, *pair)) for dtype, pair in products.items()},
     }
     has_baseline = case.workload.num_tokens * case.workload.keys <= MOST_BASELINE_PAIRS
     if has_baseline:
         meters["torch_native"] = cpu_meter(in_turn(step.calls_in_pool(built("torch_native"))[:1]))
     times = interleave(meters, rounds, warm_up=1)
     native_us, read_us = times.median("native") / num_layers, times.median("read")
-    products_us = times.median("product") * case.workload.flops(case.request) / (2 * SIDE**3)
+    fastest = min(times.median(str(dtype)) for dtype in products)
+    products_us = fastest * case.workload.flops(case.request) / (2 * SIDE**3)
     report.add(
         str(case),
         native_us / 1e3,
