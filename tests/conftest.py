@@ -25,10 +25,6 @@ os.environ.setdefault("TRITON_INTERPRET", "1")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 # And inductor, which would start processes that import torch, to compile kernels of GPUs
 os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
-# And glibc in workers and children: memory that a test frees serves the next, which would fault
-# each page in again. Of a sample's page faults 4 in 10 are left
-os.environ.setdefault("MALLOC_MMAP_THRESHOLD_", str(1 << 28))
-os.environ.setdefault("MALLOC_TRIM_THRESHOLD_", str(1 << 28))
 # transformers compiles more patterns for its checkpoints than `re` keeps
 re._MAXCACHE = 8192
 
