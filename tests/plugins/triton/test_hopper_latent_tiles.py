@@ -61,7 +61,7 @@ def compiled() -> None:
 
 def run_case(changed: dict[str, Any], device: str) -> float:
     """The largest error compared with float64. On a CPU, the kernel is emulated."""
-    from attnmux.triton.tiles import TileKey, TilePlan  # noqa: PLC0415  # not in both processes
+    from attnmux.triton.tile_plans import TileKey, TilePlan  # noqa: PLC0415  # not in both processes
 
     torch.manual_seed(0)
     variant = {**PLAIN, **changed}

@@ -183,7 +183,7 @@ RUNS: dict[str, dict[str, Any]] = {
 
 def run_case(changed: dict[str, Any], device: str) -> float:
     """The largest error compared with float64. On a CPU, the kernel is emulated."""
-    from attnmux.triton.tiles import TileKey, TilePlan  # noqa: PLC0415  # not in both processes
+    from attnmux.triton.tile_plans import TileKey, TilePlan  # noqa: PLC0415  # not in both processes
 
     torch.manual_seed(0)
     variant = {**PLAIN, **changed}
@@ -314,7 +314,7 @@ def test_it_attends_as_float64_does_where_it_is_emulated(case):
 
 def parts_of_prompt(lens: Sequence[int], variant: dict[str, Any]) -> tuple[torch.Tensor, ...]:
     """out and lse of a prompt that is emulated in parts of as many tokens."""
-    from attnmux.triton.tiles import TileKey, TilePlan  # noqa: PLC0415  # not in both processes
+    from attnmux.triton.tile_plans import TileKey, TilePlan  # noqa: PLC0415  # not in both processes
 
     generator, total, group, width = torch.Generator().manual_seed(0), sum(lens), 4, variant["D"]
     q, k, v = (

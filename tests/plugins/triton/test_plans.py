@@ -13,7 +13,7 @@ from attnmux.core import InvalidInput
 from attnmux.triton.configs import ShareConfig
 from attnmux.triton.share_plans import ShareKey, SharePlan, Splitting
 from attnmux.triton.step import TritonStep
-from attnmux.triton.tiles import TileKey, TilePlan
+from attnmux.triton.tile_plans import TileKey, TilePlan
 
 BLOCK = 16
 CPU = torch.device("cpu")

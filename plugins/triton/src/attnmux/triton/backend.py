@@ -1,7 +1,7 @@
 """The contract on top of two kernels: one for few and one for many new tokens a request.
 
 Decode and verification take equal shares of all requests' keys; every other step takes its queries
-in tiles. Nothing is read back from the device, and a step's metadata is one launch or two.
+in tiles. Nothing is read back from the device, and a step's metadata is a few launches.
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ from attnmux.triton.share_plans import ShareKey, SharePlan, SplitOptions
 from attnmux.triton.shares import ShareAttention
 from attnmux.triton.slots import Slots, SlotTables
 from attnmux.triton.step import NO_STEP, RunningSums, TritonStep, fill_trees
-from attnmux.triton.tiles import Plans, TileAttention, TileKey, TilePlan
+from attnmux.triton.tile_plans import Plans, TileKey, TilePlan
+from attnmux.triton.tiles import TileAttention
 from attnmux.triton.wide_tiles import WideTileAttention, wide_layer
 from attnmux.triton.write import PoolWriter
 

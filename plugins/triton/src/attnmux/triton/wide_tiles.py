@@ -22,7 +22,8 @@ from attnmux.triton.operands import Keys, Results
 from attnmux.triton.shapes import next_power_of_2
 from attnmux.triton.slots import Slots
 from attnmux.triton.step import TritonStep
-from attnmux.triton.tiles import Plans, TileAttention
+from attnmux.triton.tile_plans import Plans
+from attnmux.triton.tiles import TileAttention
 
 WIDE_KERNELS = frozenset({HOPPER})
 """Kernels that serve 16 bits alone, and are faster than the portable one is with 8 bits."""
