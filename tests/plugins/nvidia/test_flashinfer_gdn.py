@@ -16,7 +16,7 @@ from attnmux.core import (
     LinearCall,
     PlainConvolutions,
 )
-from attnmux.emulators.candidates import CONVOLUTIONS, EMULATED_LINEAR, GATED, states_of
+from attnmux.emulators.candidates import CONVOLUTIONS, EMULATED_LINEAR, GATED
 from attnmux.emulators.nvidia import causal_conv1d
 from attnmux.emulators.nvidia.flashinfer import gdn as emulator
 from attnmux.nvidia import flashinfer_gdn as adapter
@@ -215,7 +215,7 @@ def modules(monkeypatch) -> dict[str, object]:
 
 def test_a_plugin_s_convolutions_come_first(modules, monkeypatch) -> None:
     context = setup_of(decode(4)).context
-    modules["short_convolutions"] = offered = PlainConvolutions(states_of(context))
+    modules["short_convolutions"] = offered = PlainConvolutions(context.required_linear_states())
     monkeypatch.setitem(sys.modules, "sgl_kernel", causal_conv1d)
     assert convolutions(context) is offered
 

@@ -172,9 +172,15 @@ RUNS: dict[str, dict[str, Any]] = {
     "in call": {"new": [300, 129], "cached": [0, 0], "IN_CALL": True, "IS_CAUSAL": False},
     "three": {"new": [300, 129], "cached": [500, 0], **of_dims(64), **THREE, "HAS_LSE": True},
     "half": {"new": [40, 17], "cached": [190, 70], "PAGE": 16, "BLOCK_M": 64, "BLOCK_N": 64},
-    "held": {"new": [40, 129], "cached": [190, 0], **of_dims(64), **THREE, "HELD": 64},
-    "half held": {"new": [70, 129], "cached": [190, 0], "HELD": 64, "PAGE": 16},
-    "96 held": {"new": [70, 129], "cached": [190, 0], **of_dims(64, 32), **THREE, "HELD": 96},
+    "held": {"new": [40, 129], "cached": [190, 0], **of_dims(64), **THREE, "HOLDS_QUERIES": 1},
+    "112 held": {"new": [70, 129], "cached": [190, 0], **of_dims(64, 48), "PAGE": 16, **HELD},
+    "96 held": {
+        "new": [70, 129],
+        "cached": [190, 0],
+        **of_dims(64, 32),
+        **THREE,
+        "HOLDS_QUERIES": 1,
+    },
     # From block to block by less than rows are rescaled for, and by more
     "rising": {"new": [70, 129], "cached": [500, 0], "PAGE": 16, "HAS_LSE": True, "rise": 0.03},
     "rising fast": {"new": [70], "cached": [500], "rise": 0.1, **of_dims(64, 32), **THREE},
@@ -339,7 +345,7 @@ def parts_of_prompt(lens: Sequence[int], variant: dict[str, Any]) -> tuple[torch
     return tuple(torch.cat(parts) for parts in zip(*results, strict=True))
 
 
-@pytest.mark.parametrize("changed", [{}, {"WINDOW": 127}, {"WINDOW": 127, "HELD": 64}])
+@pytest.mark.parametrize("changed", [{}, {"WINDOW": 127}, {"WINDOW": 127, "HOLDS_QUERIES": 1}])
 def test_a_row_has_the_same_bits_whatever_rows_share_its_tile(changed):
     # Rows of a tile begin to see keys at different ones: some read blocks that they do not see.
     variant = {**PLAIN, **LAUNCH, **of_dims(64), **THREE, "HAS_LSE": True, **changed}

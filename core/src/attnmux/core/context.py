@@ -62,3 +62,9 @@ class BackendContext:
         except KeyError:
             expected = f"one of {sorted(self._layer_by_id)}"
             raise InvalidInput("layer_id", got=layer_id, expected=expected) from None
+
+    def required_linear_states(self) -> LinearStatePool:
+        """Raises InvalidInput for a context without linear layers."""
+        if self.linear_states is None:
+            raise InvalidInput("context.linear_states", got=None, expected="a LinearStatePool")
+        return self.linear_states

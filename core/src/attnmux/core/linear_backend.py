@@ -48,11 +48,9 @@ class LinearAttentionBackend(StepBackend):
 
     def __init__(self, context: BackendContext, options: Mapping[str, object] = NO_OPTIONS) -> None:
         """Raises InvalidInput for a context without `linear_states`."""
-        if context.linear_states is None:
-            raise InvalidInput("context.linear_states", got=None, expected="a LinearStatePool")
+        self.states: LinearStatePool = context.required_linear_states()
         self.context = context
         self.options = options
-        self.states: LinearStatePool = context.linear_states
 
     def init_forward_metadata(self, batch: ForwardBatch) -> None:
         """Prepare an eager step. Raises InvalidInput for a malformed batch, for draft trees and

@@ -17,7 +17,6 @@ from attnmux.core import (
     BackendContext,
     InvalidInput,
     KernelLibrary,
-    LinearStatePool,
     PlainConvolutions,
     Platform,
     imported,
@@ -184,13 +183,6 @@ def _cute(arch: int) -> FA4Kernels:
     return FA4Kernels(flash_attn_varlen_func=FlashAttnCute(arch=arch).flash_attn_varlen_func)
 
 
-def states_of(context: BackendContext) -> LinearStatePool:
-    """Raises InvalidInput for a context without linear layers."""
-    if context.linear_states is None:
-        raise InvalidInput("context.linear_states", got=None, expected="a LinearStatePool")
-    return context.linear_states
-
-
 SGL_FLASH_ATTN = imported(FA3Kernels, f"{NVIDIA}.sgl_flash_attn")
 WRAPPERS = imported(FlashInferKernels, f"{NVIDIA}.flashinfer")
 LATENT_WRAPPERS = imported(FlashInferMLAKernels, f"{NVIDIA}.flashinfer")
@@ -205,10 +197,11 @@ RECURRENCE = imported(RecurrenceKernels, f"{NVIDIA}.flashinfer.gdn")
 CONVOLUTIONS = imported(ConvKernels, f"{NVIDIA}.causal_conv1d")
 GATED = GDNKernels(
     recurrence=RECURRENCE,
-    convolutions=lambda context: CausalConvolutions(states_of(context), CONVOLUTIONS),
+    convolutions=lambda context: CausalConvolutions(context.required_linear_states(), CONVOLUTIONS),
 )
 GATED_ALONE = GDNKernels(
-    recurrence=RECURRENCE, convolutions=lambda context: PlainConvolutions(states_of(context))
+    recurrence=RECURRENCE,
+    convolutions=lambda context: PlainConvolutions(context.required_linear_states()),
 )
 FLASH_MLA, OF_SGL_KERNEL = from_flash_mla(flash_mla), from_sgl_kernel(sgl_kernel)
 

@@ -80,9 +80,7 @@ def rehearse_convolutions(
     Returns those over the context's states. Raises InvalidInput for a context without
     `linear_states`, and what a library or compiler raises.
     """
-    states = context.linear_states
-    if states is None:
-        raise InvalidInput("context.linear_states", got=None, expected="a LinearStatePool")
+    states = context.required_linear_states()
     layer = LinearLayerSpec(layer_id=0, kind="conv", conv_dims=(CHANNELS,), conv_size=TAPS)
     drafts = context.request.spec_draft_tokens or 1
     pool = LinearStatePool(

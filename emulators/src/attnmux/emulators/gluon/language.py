@@ -105,6 +105,5 @@ LANGUAGE: dict[str, Any] = {
     "tanh": elementwise(torch.tanh),
     "rescaled": lambda acc, share: acc * share[:, None],
     "pack": lambda weights, dtype: weights.to(dtype),
-    "pair": lambda values: values,
     "unpack": lambda pairs, dtype: pairs,
 }

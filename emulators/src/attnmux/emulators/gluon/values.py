@@ -86,11 +86,11 @@ def binary(function: Callable[[Any, Any], Any], is_reversed: bool) -> Any:
         if function is operator.mul:
             return Value(result, pair)
         if function in (operator.add, operator.sub):
-            fused = (exact(other), pair[1]) if is_reversed else (exact(self), pair[1])
-            if fused[0] is None:
-                fused = (pair[0], exact(self if is_reversed else other))
-            if None not in fused:
-                return Value(function(*fused).float())
+            left, right = map(exact, (other, self) if is_reversed else (self, other))
+            if left is not None:
+                return Value(function(left, pair[1]).float())
+            if right is not None:
+                return Value(function(pair[0], right).float())
         return Value(result)
 
     return method
@@ -175,9 +175,6 @@ class Room:
 
     def permute(self, dims: Sequence[int]) -> Room:
         return Room(self.data.permute(*dims))
-
-    def slice(self, start: int, length: int, dim: int = 0) -> Room:
-        return Room(self.data.narrow(dim, start, length))
 
     def load(self, layout: object = None) -> Value:
         return Value(self.data.clone())

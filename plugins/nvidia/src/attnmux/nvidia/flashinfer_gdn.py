@@ -243,8 +243,7 @@ def convolutions(context: BackendContext) -> ShortConvolutions:
         pass
     except (ImportError, OSError, AttributeError, BackendFailed) as error:
         warnings.warn(f"convolutions are plain operations: {in_brief(error)}", stacklevel=2)
-    assert context.linear_states is not None  # the backend has checked it
-    return PlainConvolutions(context.linear_states)
+    return PlainConvolutions(context.required_linear_states())
 
 
 def of_flashinfer() -> GDNKernels:

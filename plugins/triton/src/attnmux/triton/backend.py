@@ -92,7 +92,7 @@ class TritonBackend(AttentionBackend):
         """Of the layers whose keys may be widened first."""
         self._wide_plans: dict[int, Plans] = {}
         for name, layer in self._layers.items():
-            wide = wide_layer(layer, deterministic=self._splits.deterministic)
+            wide = wide_layer(layer)
             if wide is not None:
                 self._wide_attention[name] = WideTileAttention(
                     layer,

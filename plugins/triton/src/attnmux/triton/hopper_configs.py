@@ -16,22 +16,28 @@ HOPPER_TILES = TileConfig(
     block_n=128,
     num_warps=4,
     num_stages=2,
-    constants=FrozenMapping({"COPY_WARPS": 4, "COPY_REGISTERS": 40, "REGISTERS": 232, "HELD": 0}),
+    constants=FrozenMapping(
+        {"COPY_WARPS": 4, "COPY_REGISTERS": 40, "REGISTERS": 232, "HOLDS_QUERIES": 0}
+    ),
 )
 # Logits of 64 keys leave the registers for a third warpgroup.
 HOPPER_HIGH_TILES = replace(
     HOPPER_TILES,
     block_m=192,
     block_n=64,
-    constants=FrozenMapping({"COPY_WARPS": 4, "COPY_REGISTERS": 40, "REGISTERS": 152, "HELD": 0}),
+    constants=FrozenMapping(
+        {"COPY_WARPS": 4, "COPY_REGISTERS": 40, "REGISTERS": 152, "HOLDS_QUERIES": 0}
+    ),
 )
 # Of queries that are held in registers, matrix instructions read half as much shared memory.
 HOPPER_HELD_TILES = replace(
-    HOPPER_TILES, constants=FrozenMapping({**HOPPER_TILES.constants, "HELD": 64})
+    HOPPER_TILES, constants=FrozenMapping({**HOPPER_TILES.constants, "HOLDS_QUERIES": 1})
 )
 HOPPER_HIGH_HELD_TILES = replace(
     HOPPER_HIGH_TILES,
-    constants=FrozenMapping({"COPY_WARPS": 4, "COPY_REGISTERS": 32, "REGISTERS": 160, "HELD": 64}),
+    constants=FrozenMapping(
+        {"COPY_WARPS": 4, "COPY_REGISTERS": 32, "REGISTERS": 160, "HOLDS_QUERIES": 1}
+    ),
 )
 HOPPER_HALF_TILES = replace(HOPPER_TILES, block_m=64, options=FrozenMapping({"maxnreg": 168}))
 # Two programs fit an SM.

@@ -68,6 +68,7 @@ class TritonLayer:
             arch=context.platform.arch,
             page_size=pool.page_size,
             tables=tables or ConfigTables(),
+            deterministic=bool(context.request.deterministic),
         )
         return cls(
             spec=spec,
@@ -77,7 +78,7 @@ class TritonLayer:
             keys=keys,
             scales=_scales(spec, pool, keys) if is_stored else (1.0, 1.0),
             tiles=dispatch.tiles(hides=False),
-            short_tiles=None if context.request.deterministic else dispatch.short_tiles(),
+            short_tiles=dispatch.short_tiles(),
             hiding_tiles=dispatch.tiles(hides=not spec.is_cross_attention),
             launcher=launcher or Launcher(),
         )

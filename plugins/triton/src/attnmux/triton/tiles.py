@@ -156,17 +156,16 @@ class TileAttention:
 
     def _choose(self, step: TritonStep, *, over_pool: bool) -> tuple[TileConfig, int]:
         """The configuration for a step, and how many programs share the keys of a tile."""
-        *shorter, tall = self._layer.tile_configs(hides=step.hides)
-        key = self._kind, tall.block_m, over_pool
+        configs = self._layer.tile_configs(hides=step.hides)
+        short, tall = configs[0], configs[-1]
+        key = self._kind, short.block_m, tall.block_m, over_pool
         found = step.tiles.get(key)
         if found is None:
             num_splits = self._fitting(step, tall.block_m) if over_pool else 1
-            is_short = num_splits == 1 and any(
-                self._is_faster(step, each, tall) for each in shorter
-            )
+            is_short = short is not tall and num_splits == 1 and self._is_faster(step, short, tall)
             found = step.tiles[key] = is_short, num_splits
         is_short, num_splits = found
-        return (shorter[0] if is_short else tall), num_splits
+        return (short if is_short else tall), num_splits
 
     def _is_faster(self, step: TritonStep, short: TileConfig, tall: TileConfig) -> bool:
         if step.takes_short_tiles is not None:

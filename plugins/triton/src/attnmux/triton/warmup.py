@@ -32,9 +32,14 @@ def rehearse(backend: TritonBackend, context: BackendContext) -> None:
             batch = _batch(mode, size, context)
             _prepare(backend, batch)
             # Only decode's merge of partial results depends on the batch size.
-            if size == 1 or mode is ForwardMode.DECODE:
+            if mode is ForwardMode.DECODE:
                 _call_all(backend, batch, context)
-    _rehearse_tiles(backend, _batch(ForwardMode.EXTEND, 1, context), context)
+    one = _batch(ForwardMode.EXTEND, 1, context)
+    _rehearse_tiles(backend, one, context)
+    # Without lengths on the host, a tile is split as in the longest context
+    unknown = replace(one, seq_lens_cpu=None)
+    _prepare(backend, unknown)
+    _call_all(backend, unknown, context)
     if backend.widens and not is_encoder:
         new_tokens = min(LEAST_ROWS, context.max_context_len)
         _rehearse_tiles(backend, _batch(ForwardMode.EXTEND, 1, context, new_tokens), context)
@@ -43,15 +48,11 @@ def rehearse(backend: TritonBackend, context: BackendContext) -> None:
 
 
 def _rehearse_tiles(backend: TritonBackend, batch: ForwardBatch, context: BackendContext) -> None:
-    """Take an extend step with tall tiles, with short ones, and with as many programs for a tile as
-    in the longest context, as without lengths on the host."""
+    """Take an extend step with tall tiles, and with short ones."""
     _prepare(backend, batch)
     _call_all(backend, batch, context)
     backend.force_short_tiles()
     _call_all(backend, batch, context)
-    unknown = replace(batch, seq_lens_cpu=None)
-    _prepare(backend, unknown)
-    _call_all(backend, unknown, context)
 
 
 def _prepare(backend: TritonBackend, batch: ForwardBatch) -> None:

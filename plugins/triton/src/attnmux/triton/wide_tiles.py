@@ -37,7 +37,7 @@ BLOCK = 64
 """Keys that a program converts."""
 
 
-def wide_layer(layer: TritonLayer, *, deterministic: bool = False) -> TritonLayer | None:
+def wide_layer(layer: TritonLayer) -> TritonLayer | None:
     """The layer as it is with 16-bit keys; None where no faster kernel serves these.
 
     Layers with windows or chunks see few keys, of which most would be converted in vain.
@@ -52,7 +52,7 @@ def wide_layer(layer: TritonLayer, *, deterministic: bool = False) -> TritonLaye
     tiles = dispatch.tiles(hides=False)
     if tiles.kernel not in WIDE_KERNELS:
         return None
-    short = None if deterministic else dispatch.short_tiles()
+    short = dispatch.short_tiles()
     return replace(layer, dispatch=dispatch, keys=None, tiles=tiles, short_tiles=short)
 
 

@@ -44,18 +44,17 @@ template <Type T, bool PAIRS> struct Panels {
     const Call& c = step.call;
     const int height = step.height(item), padded = round_up(height, PANEL), strips = round_up(height, STRIP);
     const int width = step.width, out_width = step.out_width;
-
     const int64_t k_row = int64_t(width) * (PAIRS ? 2 : 4);
 
     void prepare() {
-        s.q.assign(size_t(padded) * width, 0.0f);
-        s.k.assign(size_t(PANEL_KEYS) * width, 0.0f);
+        s.q.assign(size_t(padded) * width / (PAIRS ? 2 : 1), 0.0f);
         if (PAIRS) {
             s.narrow_k.assign(size_t(PANEL_KEYS) * k_row, 0);
             s.narrow_v.assign(size_t(PANEL_KEYS + 2) * out_width * 2, 0);
             s.pairs.assign(size_t(PANEL_KEYS / 2) * padded + STRIP, 0);
-        } else if (c.v) {
-            s.v.assign(size_t(PANEL_KEYS) * out_width, 0.0f);
+        } else {
+            s.k.assign(size_t(PANEL_KEYS) * width, 0.0f);
+            if (c.v) s.v.assign(size_t(PANEL_KEYS) * out_width, 0.0f);
         }
         s.scores.assign(size_t(PANEL_KEYS) * padded + STRIP, 0.0f);
         s.out.assign(size_t(strips) * out_width, 0.0f);

@@ -78,46 +78,35 @@ static inline void dots(const char* q, int64_t q_stride, const char* const* rows
     for (int j = 0; j < num; j += J) dot<T, PAIRS, R, J>(q, q_stride, rows + j, next.from(j, width * size_of(T)), at, width, scores + j * stride, stride);
 }
 
-// out[r] += weights[.][r] . v for R rows, C blocks of columns from the d-th on, and a few keys.
-template <Type T, int R, int C>
-static inline void mix(const float* weights, int64_t stride, const char* const* rows, const Next& next, int64_t at, int d, int num, float* out, int out_width) {
+// out[r] += weights[.][r] . v for R rows, C blocks of columns from the d-th on, and a few keys. PAIRS:
+// by pairs of keys, for columns in the order of `first_pairs` and `last_pairs`.
+template <Type T, bool PAIRS, int R, int C>
+static inline void mix(const float* weights, const int32_t* pairs, int64_t stride, const char* const* rows, const Next& next, int64_t at, int d, int num, float* out, int out_width) {
     for (int c = 0; c < C; ++c) fetch<T, MIX_KEYS>(next, d + c * BLOCK);
     vec sums[R][2 * C];
     for (int r = 0; r < R; ++r)
         for (int c = 0; c < 2 * C; ++c) sums[r][c] = load(out + r * out_width + d + c * W);
 #pragma GCC unroll 4
-    for (int j = 0; j < num; ++j)
+    for (int j = 0; j < num; j += PAIRS ? 2 : 1)
         for (int c = 0; c < C; ++c) {
-            vec a, b;
-            load_block<T>(rows[j] + at, d + c * BLOCK, a, b);
-            for (int r = 0; r < R; ++r) {
-                const vec weight = all(weights[j * stride + r]);
-                sums[r][2 * c] += weight * a;
-                sums[r][2 * c + 1] += weight * b;
-            }
-        }
-    for (int r = 0; r < R; ++r)
-        for (int c = 0; c < 2 * C; ++c) store(out + r * out_width + d + c * W, sums[r][c]);
-}
-
-// The same in pairs of keys, whose weights are pairs of bfloat16, for columns in the order of
-// `first_pairs` and `last_pairs`.
-template <int R, int C>
-static inline void mix_pairs(const int32_t* pairs, int64_t stride, const char* const* rows, const Next& next, int64_t at, int d, int num, float* out, int out_width) {
-    for (int c = 0; c < C; ++c) fetch<BF16, MIX_KEYS>(next, d + c * BLOCK);
-    vec sums[R][2 * C];
-    for (int r = 0; r < R; ++r)
-        for (int c = 0; c < 2 * C; ++c) sums[r][c] = load(out + r * out_width + d + c * W);
-#pragma GCC unroll 4
-    for (int j = 0; j < num; j += 2)
-        for (int c = 0; c < C; ++c) {
-            const ivec a = load_ints(rows[j] + at + 2 * (d + c * BLOCK));
-            const ivec b = j + 1 < num ? load_ints(rows[j + 1] + at + 2 * (d + c * BLOCK)) : ivec{};
-            const ivec first = first_pairs(a, b), last = last_pairs(a, b);
-            for (int r = 0; r < R; ++r) {
-                const ivec weight = pairs[j / 2 * stride + r] - ivec{};
-                sums[r][2 * c] = add_pairs(sums[r][2 * c], weight, first);
-                sums[r][2 * c + 1] = add_pairs(sums[r][2 * c + 1], weight, last);
+            const int block = d + c * BLOCK;
+            if constexpr (PAIRS) {
+                const ivec one = load_ints(rows[j] + at + 2 * block);
+                const ivec other = j + 1 < num ? load_ints(rows[j + 1] + at + 2 * block) : ivec{};
+                const ivec first = first_pairs(one, other), last = last_pairs(one, other);
+                for (int r = 0; r < R; ++r) {
+                    const ivec weight = pairs[j / 2 * stride + r] - ivec{};
+                    sums[r][2 * c] = add_pairs(sums[r][2 * c], weight, first);
+                    sums[r][2 * c + 1] = add_pairs(sums[r][2 * c + 1], weight, last);
+                }
+            } else {
+                vec a, b;
+                load_block<T>(rows[j] + at, block, a, b);
+                for (int r = 0; r < R; ++r) {
+                    const vec weight = all(weights[j * stride + r]);
+                    sums[r][2 * c] += weight * a;
+                    sums[r][2 * c + 1] += weight * b;
+                }
             }
         }
     for (int r = 0; r < R; ++r)
@@ -128,16 +117,10 @@ template <Type T, bool PAIRS, int R>
 static inline void mixes(const Scratch& s, int j, int r, int64_t stride, const char* const* rows, const Next& next, int64_t at, int num, float* out, int out_width) {
     constexpr int C = (R > 2 ? 1 : R == 2 ? 2 : 4) * (W == 16 ? 2 : 1);
     const float* weights = s.scores.data() + j * stride + r;
-    const int32_t* pairs = s.pairs.data() + j / 2 * stride + r;
+    const int32_t* pairs = PAIRS ? s.pairs.data() + j / 2 * stride + r : nullptr;
     int d = 0;
-    for (; d + C * BLOCK <= out_width; d += C * BLOCK) {
-        if constexpr (PAIRS) mix_pairs<R, C>(pairs, stride, rows, next, at, d, num, out, out_width);
-        else mix<T, R, C>(weights, stride, rows, next, at, d, num, out, out_width);
-    }
-    for (; d < out_width; d += BLOCK) {
-        if constexpr (PAIRS) mix_pairs<R, 1>(pairs, stride, rows, next, at, d, num, out, out_width);
-        else mix<T, R, 1>(weights, stride, rows, next, at, d, num, out, out_width);
-    }
+    for (; d + C * BLOCK <= out_width; d += C * BLOCK) mix<T, PAIRS, R, C>(weights, pairs, stride, rows, next, at, d, num, out, out_width);
+    for (; d < out_width; d += BLOCK) mix<T, PAIRS, R, 1>(weights, pairs, stride, rows, next, at, d, num, out, out_width);
 }
 
 // Rows of a block of keys: where they lie, or copies with zeros behind them where their width is

@@ -51,8 +51,8 @@ constexpr bool FETCHES_FAR = true;
 constexpr bool FETCHES_FAR = false;
 #endif
 
-// g++ takes a function that only prefetches for one without effects, and
-// removes the calls of it: the empty statement is an effect.
+// Into the first cache, or into the second. g++ takes a function that only prefetches for one without
+// effects, and removes the calls of it: the empty statement is an effect.
 static inline void prefetch(const void* p) {
     __builtin_prefetch(p, 0, FETCHES_FAR ? 2 : 3);
     asm volatile("");

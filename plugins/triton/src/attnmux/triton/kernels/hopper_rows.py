@@ -6,12 +6,10 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from attnmux.triton.kernels.hopper_copies import columns_before, copy_layout, whole_rows
-from attnmux.triton.kernels.hopper_weights import pair
+from attnmux.triton.kernels.hopper_weights import pack
 
 ROWS = gl.constexpr(64)
 """Rows of a warpgroup, which are those of its matrix instruction."""
-HELD_TOGETHER = gl.constexpr(64)
-"""Columns of queries that are held in registers together."""
 
 
 @gluon.jit
@@ -40,19 +38,10 @@ def load_queries(
 
 
 @gluon.jit
-def hold_queries(q_parts, HELD: gl.constexpr, kind):
-    """The first HELD columns of a warpgroup's queries in registers, as pairs [ROWS, 32] of each 64
-    columns, and those of the tail if HELD is above D."""
-    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HELD_TOGETHER, 16])
-    held = ()
-    for part in gl.static_range(min(HELD, kind.D) // HELD_TOGETHER):
-        columns = q_parts[0].slice(part * HELD_TOGETHER, HELD_TOGETHER, dim=1)
-        held = held + (pair(columns.load(layout)),)  # noqa: RUF005  # not in Gluon
-    if HELD > kind.D:
-        TAIL: gl.constexpr = q_parts[1].shape[1]
-        of_tail: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TAIL, 16])
-        held = held + (pair(q_parts[1].load(of_tail)),)  # noqa: RUF005  # as above
-    return held
+def hold_queries(room):
+    """A warpgroup's queries [ROWS, D] in shared memory, as pairs in registers: see `pack`."""
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, room.shape[1], 16])
+    return pack(room.load(layout).to(gl.float32), room.dtype)
 
 
 @gluon.jit

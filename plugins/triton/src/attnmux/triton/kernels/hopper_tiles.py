@@ -26,7 +26,6 @@ from attnmux.triton.kernels.hopper_copies import (
 from attnmux.triton.kernels.hopper_places import Kind, place_tile, visible_range
 from attnmux.triton.kernels.hopper_rescaling import rescaled
 from attnmux.triton.kernels.hopper_rows import (
-    HELD_TOGETHER,
     ROWS,
     hold_queries,
     load_queries,
@@ -40,29 +39,17 @@ LN_2 = gl.constexpr(0.6931471805599453)
 
 @gluon.jit
 def multiply_keys(q_parts, held, ring, at, layout: gl.constexpr):
-    """Begin to compute a block's logits [ROWS, BLOCK_N]. held: as `hold_queries` returns it."""
+    """Begin to compute a block's logits [ROWS, BLOCK_N]. held: the queries in registers,
+    instead of q_parts[0]; empty where they are in shared memory."""
     keys = ring.block(at)
     logits = gl.full([ROWS, keys.shape[0]], 0.0, gl.float32, layout)
-    if len(held) == 0:
-        logits = warpgroup_mma(
-            q_parts[0], keys.permute([1, 0]), logits, use_acc=False, is_async=True
-        )
+    if len(held) > 0:
+        operand = as_operand(unpack(held[0], keys.dtype), logits)
     else:
-        for part in gl.static_range(keys.shape[1] // HELD_TOGETHER):
-            columns = keys.slice(part * HELD_TOGETHER, HELD_TOGETHER, dim=1).permute([1, 0])
-            if part < len(held):
-                operand = unpack(held[part], keys.dtype)
-                operand = gl.convert_layout(operand, gl.DotOperandLayout(0, layout, 2))
-            else:
-                operand = q_parts[0].slice(part * HELD_TOGETHER, HELD_TOGETHER, dim=1)
-            logits = warpgroup_mma(operand, columns, logits, use_acc=part > 0, is_async=True)
+        operand = q_parts[0]
+    logits = warpgroup_mma(operand, keys.permute([1, 0]), logits, use_acc=False, is_async=True)
     if ring.TAIL > 0:
-        if len(held) * HELD_TOGETHER > keys.shape[1]:
-            operand = unpack(held[len(held) - 1], keys.dtype)
-            operand = gl.convert_layout(operand, gl.DotOperandLayout(0, layout, 2))
-        else:
-            operand = q_parts[1]
-        logits = warpgroup_mma(operand, ring.tail(at).permute([1, 0]), logits, is_async=True)
+        logits = warpgroup_mma(q_parts[1], ring.tail(at).permute([1, 0]), logits, is_async=True)
     return logits
 
 
@@ -179,7 +166,7 @@ def nothing_yet(WIDTH: gl.constexpr):
 
 @gluon.jit
 def attend_rows(
-    given, HAS_SINKS: gl.constexpr, HAS_LSE: gl.constexpr, HELD: gl.constexpr, kind,
+    given, HAS_SINKS: gl.constexpr, HAS_LSE: gl.constexpr, HOLDS_QUERIES: gl.constexpr, kind,
     PART: gl.constexpr,
 ):  # fmt: skip
     """Attend from the tile's rows that warpgroup PART has, and store the results."""
@@ -206,7 +193,9 @@ def attend_rows(
                 of_tail, q_stride, q_head_stride, tile, q_parts[1], PART, kind.K_TAIL, kind
             )
         fence_async_shared()
-        held = hold_queries(q_parts, HELD, kind)
+        held = ()
+        if HOLDS_QUERIES:
+            held = (hold_queries(q_parts[0]),)
         position = tile.cached + gl.minimum(row, tile.num_rows - 1) // kind.GROUP
         first, end = visible_range(position, tile.num_keys, kind.IS_CAUSAL, kind.WINDOW, kind.CHUNK)
         accs, top, mass = attend_tile(
@@ -253,7 +242,7 @@ def attend_hopper_tiles(
     CHUNK: gl.constexpr, HAS_CAP: gl.constexpr, HAS_SINKS: gl.constexpr, HAS_LSE: gl.constexpr,
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, COPY_WARPS: gl.constexpr,
     REGISTERS: gl.constexpr, COPY_REGISTERS: gl.constexpr, SPLIT_BLOCKS: gl.constexpr,
-    HELD: gl.constexpr,
+    HOLDS_QUERIES: gl.constexpr,
 ):  # fmt: skip
     """Grid and arguments as of `attend_tiles`; num_warps=4, BLOCK_M 64, 128 or 192, STAGES 2 or
     more.
@@ -299,15 +288,18 @@ def attend_hopper_tiles(
     given = (queries, results, sinks, factors, rooms, tile)
     if READERS == 1:
         gl.warp_specialize(
-            [(attend_rows, (given, HAS_SINKS, HAS_LSE, HELD, kind, 0)), (copy_keys, copied)],
+            [
+                (attend_rows, (given, HAS_SINKS, HAS_LSE, HOLDS_QUERIES, kind, 0)),
+                (copy_keys, copied),
+            ],
             [COPY_WARPS],
             [COPY_REGISTERS],
         )
     elif READERS == 2:
         gl.warp_specialize(
             [
-                (attend_rows, (given, HAS_SINKS, HAS_LSE, HELD, kind, 0)),
-                (attend_rows, (given, HAS_SINKS, HAS_LSE, HELD, kind, 1)),
+                (attend_rows, (given, HAS_SINKS, HAS_LSE, HOLDS_QUERIES, kind, 0)),
+                (attend_rows, (given, HAS_SINKS, HAS_LSE, HOLDS_QUERIES, kind, 1)),
                 (copy_keys, copied),
             ],
             [4, COPY_WARPS],
@@ -316,9 +308,9 @@ def attend_hopper_tiles(
     else:
         gl.warp_specialize(
             [
-                (attend_rows, (given, HAS_SINKS, HAS_LSE, HELD, kind, 0)),
-                (attend_rows, (given, HAS_SINKS, HAS_LSE, HELD, kind, 1)),
-                (attend_rows, (given, HAS_SINKS, HAS_LSE, HELD, kind, 2)),
+                (attend_rows, (given, HAS_SINKS, HAS_LSE, HOLDS_QUERIES, kind, 0)),
+                (attend_rows, (given, HAS_SINKS, HAS_LSE, HOLDS_QUERIES, kind, 1)),
+                (attend_rows, (given, HAS_SINKS, HAS_LSE, HOLDS_QUERIES, kind, 2)),
                 (copy_keys, copied),
             ],
             [4, 4, COPY_WARPS],

@@ -76,19 +76,6 @@ def pack(weights, dtype: gl.constexpr):
 
 
 @gluon.jit
-def pair(values):
-    """[M, N // 2] int32: pairs of 16-bit values, which `unpack` parts again."""
-    even, odd = (
-        values.to(gl.int16, bitcast=True)
-        .reshape([values.shape[0], values.shape[1] // 2, 2])
-        .split()
-    )
-    return gl.inline_asm_elementwise(
-        "mov.b32 $0, {$1, $2};", "=r,h,h", [even, odd], gl.int32, True, 1
-    )
-
-
-@gluon.jit
 def unpack(pairs, dtype: gl.constexpr):
     """The inverse of `pack`; it compiles to no instruction."""
     even, odd = gl.inline_asm_elementwise(
