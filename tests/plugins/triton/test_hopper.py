@@ -8,6 +8,7 @@ import pytest
 
 from attnmux.core import Platform
 from attnmux.testing import Candidate
+from attnmux.testing.cases import decode, verify
 from attnmux.testing.runner import run_case
 from attnmux.triton.plugin import TRITON
 
@@ -16,15 +17,17 @@ pytest.importorskip("triton")
 from attnmux.emulators.gluon import emulated
 from attnmux.triton import dispatch
 from attnmux.triton.backend import TritonBackend
-from attnmux.triton.kernels import latent_merge
+from attnmux.triton.kernels import hopper_share_results, latent_merge
 
-CANDIDATE = Candidate(
-    card=replace(TRITON, requires=(), factory="attnmux.triton.factory:triton"),
-    platform=Platform.parse("nvidia:sm90,cuda=13.0"),
-    device="cpu",
-    # So few programs that requests are split and programs take several.
-    factory=lambda context, options: TritonBackend(context, options, compute_units=3),
-)
+
+def candidate(units=3):
+    """units: by default so few that requests are split and programs take several."""
+    return Candidate(
+        card=replace(TRITON, requires=(), factory="attnmux.triton.factory:triton"),
+        platform=Platform.parse("nvidia:sm90,cuda=13.0"),
+        device="cpu",
+        factory=lambda context, options: TritonBackend(context, options, compute_units=units),
+    )
 
 
 SHARES, TILES = "attend_shares", "attend_hopper_tiles"
@@ -69,7 +72,7 @@ KERNELS = {
     "mla-expanded-chunk": {TILES},
 }
 """The kernels of cases of the suite."""
-CASES = {case.name.removesuffix("-page16"): case for case in CANDIDATE.cases((16,))}
+CASES = {case.name.removesuffix("-page16"): case for case in candidate().cases((16,))}
 DIMS = {
     "decode-uneven": 80,
     "decode-sinks-lse-of-nothing": 96,
@@ -92,15 +95,33 @@ def test_agrees_for_other_dims(name, run_emulated):
     run_emulated(case, KERNELS[name])
 
 
+@pytest.mark.parametrize(
+    ("name", "step"),
+    [
+        ("verify-chain", verify(4, 2600, 300)),
+        ("verify-chain", verify(8, 2600, 300)),
+        ("decode-deterministic", decode(2600, 300)),
+    ],
+)
+@pytest.mark.parametrize("most_turns", [0, 100])
+def test_merges_many_parts(name, step, most_turns, run_emulated, monkeypatch):
+    """In two steps, and in one."""
+    monkeypatch.setattr(hopper_share_results, "MOST_TURNS", most_turns)
+    case = replace(
+        CASES[name], steps=(step,), num_q_heads=4, num_kv_heads=1, max_context_len=3072, lse=True
+    )
+    run_emulated(case, {SHARES}, units=8)
+
+
 @pytest.fixture
 def run_emulated(monkeypatch):
     monkeypatch.setattr(dispatch, "can_compile", lambda address: True)
     # The interpreter runs one launch after the other.
     monkeypatch.setattr(latent_merge, "gdc_wait", lambda: None)
 
-    def run(case, kernels):
+    def run(case, kernels, units=3):
         with emulated() as launched:
-            outcome = run_case(CANDIDATE, case)
+            outcome = run_case(candidate(units), case)
         assert outcome.status == "passed", outcome.message or outcome.reasons
         assert kernels <= set(launched)
 

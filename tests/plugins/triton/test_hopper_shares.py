@@ -70,7 +70,7 @@ POINTERS = {
     **dict.fromkeys(("q", "out"), "*bf16"),
     **dict.fromkeys(("partial", "partial_lse"), "*fp32"),
     **dict.fromkeys(("slots", "lens", "stops", "unit_blocks", "starts", "share"), "*i32"),
-    "arrivals": "*i32",
+    **dict.fromkeys(("arrivals", "span_arrivals"), "*i32"),
     "rows": "*i64",
     **dict.fromkeys(("scale", "cap", "v_scale"), "fp32"),
 }

@@ -73,6 +73,7 @@ LANGUAGE: dict[str, Any] = {
     "minimum": elementwise(torch.minimum),
     "exp2": elementwise(torch.exp2),
     "log2": elementwise(torch.log2),
+    "sqrt": elementwise(torch.sqrt),
     "cdiv": lambda a, b: (a + (b - 1)) // b,
     "max": lambda value, axis: Value(value.data.amax(axis)),
     "sum": lambda value, axis: Value(value.data.sum(axis)),

@@ -186,10 +186,10 @@ class Room:
 
 def load(places: Pointer, mask: Any = None, other: Any = None, cache_modifier: str = "") -> Value:
     """Without `other`, masked values are NaN or 0: on a GPU they are anything."""
-    if mask is None:
-        return Value(places.memory[places.at])
-    is_there = torch.broadcast_to(torch.as_tensor(raw(mask)), places.at.shape)
     # What a single number picks is no copy.
+    if mask is None:
+        return Value(places.memory[places.at].clone())
+    is_there = torch.broadcast_to(torch.as_tensor(raw(mask)), places.at.shape)
     found = places.memory[torch.where(is_there, places.at, 0)].clone()
     if other is None:
         other = float("nan") if found.is_floating_point() else 0

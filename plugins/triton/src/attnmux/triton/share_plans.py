@@ -129,6 +129,7 @@ class SharePlan:
             "share": zeros(1),
             # Every launch leaves it at 0.
             "arrivals": zeros(max_batch_size * key.items),
+            "span_arrivals": zeros(places),
             "partial": zeros(places, key.part_rows, key.part_width, dtype=part_dtype),
             "partial_lse": zeros(places, key.part_rows, dtype=torch.float32),
         }

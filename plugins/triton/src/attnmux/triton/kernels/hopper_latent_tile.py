@@ -21,6 +21,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.language.core import _aggregate as aggregate
 
+from attnmux.triton.kernels.hopper_rescaling import raised, rescaled
+
 LN_2 = gl.constexpr(0.6931471805599453)
 ROWS = gl.constexpr(64)
 """Rows of a tile, which are those of a warpgroup's matrix instruction."""
@@ -162,7 +164,7 @@ def weigh(logits, top, mass, first_key, end, least_end, scale):
     if first_key + BLOCK_N > least_end:
         keys = first_key + gl.arange(0, BLOCK_N, gl.SliceLayout(0, logits.type.layout))
         logits = gl.where(keys[None, :] < end[:, None], logits, -float("inf"))
-    higher = gl.maximum(top, gl.max(logits, 1))
+    higher = raised(top, gl.max(logits, 1), scale)
     # A row that has seen no key yet: inf - inf is NaN.
     base = gl.where(higher == -float("inf"), 0.0, higher)
     weights = gl.exp2(logits * scale - (base * scale)[:, None])
@@ -281,7 +283,7 @@ def lead(start, turns, scale, tile, rooms, done, filled, passed):
         fence_async_shared()
         mbarrier.arrive(rooms.passed_full)
         passed += 1
-        acc = acc * gl.convert_layout(kept_share, acc_rows)[:, None]
+        acc = rescaled(acc, kept_share)
         operand = gl.convert_layout(weights, gl.DotOperandLayout(0, acc_layout, 2))
         acc = warpgroup_mma(operand, left, acc, is_async=True)
         acc = warpgroup_mma_wait(0, deps=[acc])
@@ -309,7 +311,7 @@ def follow(turns, rooms, done, passed):
         mbarrier.wait(rooms.right_full.index(stage), done // rooms.STAGES % 2)
         mbarrier.wait(rooms.passed_full, passed % 2)
         fence_async_shared()
-        acc = acc * rooms.factors.load(acc_rows)[:, None]
+        acc = rescaled(acc, rooms.factors.load(acc_rows))
         acc = warpgroup_mma(rooms.weights, rooms.k_right.index(stage), acc, is_async=True)
         acc = warpgroup_mma_wait(0, deps=[acc])
         mbarrier.arrive(rooms.passed_free)

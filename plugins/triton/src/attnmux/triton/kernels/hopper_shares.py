@@ -22,7 +22,15 @@ from attnmux.triton.kernels.hopper_eight_bits import (
     order_values,
     store_halves,
 )
-from attnmux.triton.kernels.hopper_share_results import arrive, leave_part, merge_parts, store_rows
+from attnmux.triton.kernels.hopper_share_results import (
+    arrive,
+    leave_part,
+    merge_parts,
+    merge_span,
+    parts_of,
+    span_of,
+    store_rows,
+)
 from attnmux.triton.kernels.hopper_walk import (
     ShareKind,
     after_share,
@@ -151,12 +159,12 @@ def attend_item(
 
 @gluon.jit
 def attend_line(
-    results, sinks, masks, plan, encoder_lens, parts, q_ring, rings, halves, weights_tile, factors,
+    results, sinks, masks, plan, encoder_lens, buffers, q_ring, rings, halves, weights_tile,
+    factors,
     PART_ROWS: gl.constexpr, PARTS: gl.constexpr, kind,
 ):  # fmt: skip
     """The softmax over the keys that `copy_shares` copies, and the merging of partial results."""
     scale, cap, v_scale = factors
-    _partial, _partial_lse, arrivals = parts
     IS_EIGHT_BITS: gl.constexpr = rings[0].rows.dtype.primitive_bitwidth == 8
     by_row: gl.constexpr = gl.SliceLayout(
         0, gl.NVMMADistributedLayout([3, 0], [gl.num_warps(), 1], [16, kind.BLOCK_M, 16])
@@ -191,18 +199,24 @@ def attend_line(
         if count == units:
             store_rows(results, sinks, acc, top, mass, v_scale, request, item, kind)
         else:
-            place = unit if kind.IS_FIXED else 2 * gl.program_id(0) + (item_begin > begin)
-            leave_part(parts, place, acc, top, mass, PART_ROWS)
-            counter = arrivals + request * kind.ITEMS + item
-            is_last, first_part, num_parts = arrive(counter, item_begin, units, taken, kind)
-            if is_last:
-                gl.store(counter, 0)
-                merged, merged_top, merged_mass = merge_parts(
-                    parts, first_part, num_parts, item_begin, taken, kind, PART_ROWS, PARTS
-                )  # fmt: skip
-                store_rows(
-                    results, sinks, merged, merged_top, merged_mass, v_scale, request, item, kind
-                )  # fmt: skip
+            counter = request * kind.ITEMS + item
+            parts = parts_of(buffers, item_begin, units, taken, counter, kind)
+            part = unit if kind.IS_FIXED else gl.program_id(0)
+            leave_part(parts, part, acc, top, mass, PART_ROWS)
+            span = span_of(parts, PARTS)
+            is_whole_span = True
+            if span > 1:
+                is_whole_span = merge_span(parts, part, span, PART_ROWS, PARTS, kind)
+            if is_whole_span:
+                spans = (parts.count + span - 1) // span
+                if arrive(parts.arrivals, spans):
+                    merged, merged_top, merged_mass = merge_parts(
+                        parts, parts.first, spans, span, PART_ROWS, PARTS, kind
+                    )
+                    store_rows(
+                        results, sinks, merged, merged_top, merged_mass, v_scale, request, item,
+                        kind,
+                    )  # fmt: skip
         unit += count
         of_request = after_share(unit, last, of_request, plan, encoder_lens, kind)
 
@@ -221,7 +235,7 @@ def attend_shares(
     q, q_stride, q_head_stride, k, k_stride, k_head_stride, v, v_stride, v_head_stride,
     out, out_stride, lse, lse_stride, sinks, slots, slots_stride,
     rows, lens, encoder_lens, mask, mask_indptr, first_keys, stops, unit_blocks, starts, share,
-    partial, partial_lse, arrivals, scale, cap, v_scale,
+    partial, partial_lse, arrivals, span_arrivals, scale, cap, v_scale,
     KV_HEADS: gl.constexpr, GROUP: gl.constexpr, QUERIES: gl.constexpr, LENS_SHIFT: gl.constexpr,
     REAL_D: gl.constexpr, REAL_TAIL: gl.constexpr, REAL_DV: gl.constexpr, PAGE: gl.constexpr,
     IS_CAUSAL: gl.constexpr, IS_CROSS: gl.constexpr, HAS_ENCODER: gl.constexpr,
@@ -236,8 +250,9 @@ def attend_shares(
     [slots, Hkv, REAL_DV] of that dtype or of 8-bit floats; 33 to 256 columns, multiples of 16. Rows
     of q, k and v begin at multiples of 16 bytes. out, lse, sinks, slots, rows, lens,
     encoder_lens, mask, mask_indptr, first_keys, stops, unit_blocks, starts, share, partial,
-    partial_lse and arrivals: as there. BLOCK_M: rows of a tile, at least 8. BLOCK_N: a multiple
-    of 64. STAGES: blocks in the rings, keys and values counted apart.
+    partial_lse and arrivals: as there. span_arrivals [places] int32: the parts of each span that
+    are done, at the place of its first part; 0 before and after. BLOCK_M: rows of a tile, at least
+    8. BLOCK_N: a multiple of 64. STAGES: blocks in the rings, keys and values counted apart.
     COPY_REGISTERS, a multiple of 8: registers of each thread that copies.
     """
     q_type: gl.constexpr = q.dtype.element_ty
@@ -270,7 +285,7 @@ def attend_shares(
             (attend_line, (
                 (out, out_stride, lse, lse_stride), sinks, (mask, mask_indptr, first_keys), plan,
                 encoder_lens,
-                (partial, partial_lse, arrivals), q_ring, rings, halves, weights_tile,
+                (partial, partial_lse, arrivals, span_arrivals), q_ring, rings, halves, weights_tile,
                 (scale, cap, v_scale), PART_ROWS, PARTS, kind,
             )),
             (copy_shares, (
