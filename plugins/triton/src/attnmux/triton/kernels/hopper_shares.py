@@ -170,7 +170,6 @@ def attend_line(
         0, gl.NVMMADistributedLayout([3, 0], [gl.num_warps(), 1], [16, kind.BLOCK_M, 16])
     )
     unit, last, of_request = first_unit(plan, gl.program_id(0))
-    begin = unit
     taken = gl.load(plan[3])
     q_at = 0
     at = 0
@@ -284,8 +283,8 @@ def attend_shares(
         [
             (attend_line, (
                 (out, out_stride, lse, lse_stride), sinks, (mask, mask_indptr, first_keys), plan,
-                encoder_lens,
-                (partial, partial_lse, arrivals, span_arrivals), q_ring, rings, halves, weights_tile,
+                encoder_lens, (partial, partial_lse, arrivals, span_arrivals),
+                q_ring, rings, halves, weights_tile,
                 (scale, cap, v_scale), PART_ROWS, PARTS, kind,
             )),
             (copy_shares, (
