@@ -111,6 +111,29 @@ def store_rows(results, sinks, acc, top, mass, v_scale, request, item, kind):
 
 
 @gluon.jit
+def pass_part(
+    results, sinks, parts, part, acc, top, mass, v_scale, request, item,
+    PART_ROWS: gl.constexpr, PARTS: gl.constexpr, kind,
+):  # fmt: skip
+    """Leave a partial result, and store the item's result if this was its last part.
+
+    acc [M, DV], top and mass [M]: after some of the item's keys, as in `attend_blocks`.
+    """
+    leave_part(parts, part, acc, top, mass, PART_ROWS)
+    span = span_of(parts, PARTS)
+    is_span = True
+    if span > 1:
+        is_span = merge_span(parts, part, span, PART_ROWS, PARTS, kind)
+    if is_span:
+        spans = (parts.count + span - 1) // span
+        if arrive(parts.arrivals, spans):
+            whole, whole_top, whole_mass = merge_parts(
+                parts, parts.first, spans, span, PART_ROWS, PARTS, kind
+            )
+            store_rows(results, sinks, whole, whole_top, whole_mass, v_scale, request, item, kind)
+
+
+@gluon.jit
 def leave_part(parts, part, acc, top, mass, PART_ROWS: gl.constexpr):
     """Store a partial result. acc [M, D], top and mass [M]; the first PART_ROWS rows are kept."""
     layout: gl.constexpr = acc.type.layout

@@ -22,15 +22,7 @@ from attnmux.triton.kernels.hopper_eight_bits import (
     order_values,
     store_halves,
 )
-from attnmux.triton.kernels.hopper_share_results import (
-    arrive,
-    leave_part,
-    merge_parts,
-    merge_span,
-    parts_of,
-    span_of,
-    store_rows,
-)
+from attnmux.triton.kernels.hopper_share_results import parts_of, pass_part, store_rows
 from attnmux.triton.kernels.hopper_walk import (
     ShareKind,
     after_share,
@@ -201,21 +193,10 @@ def attend_line(
             counter = request * kind.ITEMS + item
             parts = parts_of(buffers, item_begin, units, taken, counter, kind)
             part = unit if kind.IS_FIXED else gl.program_id(0)
-            leave_part(parts, part, acc, top, mass, PART_ROWS)
-            span = span_of(parts, PARTS)
-            is_whole_span = True
-            if span > 1:
-                is_whole_span = merge_span(parts, part, span, PART_ROWS, PARTS, kind)
-            if is_whole_span:
-                spans = (parts.count + span - 1) // span
-                if arrive(parts.arrivals, spans):
-                    merged, merged_top, merged_mass = merge_parts(
-                        parts, parts.first, spans, span, PART_ROWS, PARTS, kind
-                    )
-                    store_rows(
-                        results, sinks, merged, merged_top, merged_mass, v_scale, request, item,
-                        kind,
-                    )  # fmt: skip
+            pass_part(
+                results, sinks, parts, part, acc, top, mass, v_scale, request, item,
+                PART_ROWS, PARTS, kind,
+            )  # fmt: skip
         unit += count
         of_request = after_share(unit, last, of_request, plan, encoder_lens, kind)
 
