@@ -6,6 +6,9 @@ of two warpgroups. One leads: it computes logits and softmax, and passes the wei
 follows through shared memory; each multiplies them with its half of the values, which are columns
 of the keys. Further warps copy the rows of the keys into shared memory, `STAGES` blocks ahead, past
 the end of a tile.
+
+The one that follows begins with a block when the leading one has the logits of the next block, so
+that the tensor cores have work during the softmax of those.
 """
 
 # No annotations as strings: an aggregate reads those of its fields.
@@ -64,6 +67,8 @@ class Rooms:
     right_free: gl.shared_memory_descriptor
     passed_full: gl.shared_memory_descriptor
     passed_free: gl.shared_memory_descriptor
+    multiplied: gl.shared_memory_descriptor
+    """One phase for each block whose logits the leading warpgroup has."""
     STAGES: gl.constexpr
 
     @gluon.constexpr_function
@@ -108,6 +113,7 @@ def make_rooms(dtype: gl.constexpr, STAGES: gl.constexpr):
     copies: gl.constexpr = COPY_WARPS * 32
     q_full, q_free = turns_of(1, copies)
     passed_full, passed_free = turns_of(1, 1)
+    multiplied, _ = turns_of(1, 1)
     left_full, left_free = turns_of(STAGES, copies)
     right_full, right_free = turns_of(STAGES, copies)
     return Rooms(
@@ -127,6 +133,7 @@ def make_rooms(dtype: gl.constexpr, STAGES: gl.constexpr):
         right_free=right_free,
         passed_full=passed_full.index(0),
         passed_free=passed_free.index(0),
+        multiplied=multiplied.index(0),
     )
 
 
@@ -271,21 +278,22 @@ def lead(start, turns, scale, tile, rooms, done, filled, passed):
         fence_async_shared()
         logits = warpgroup_mma(halves.index(1), right.permute([1, 0]), logits, is_async=True)
         logits = warpgroup_mma_wait(0, deps=[logits])
+        mbarrier.arrive(rooms.multiplied)
         if turn == turns - 1:
             mbarrier.arrive(rooms.q_free)
         weights, kept_share, top, mass = weigh(
             logits, top, mass, start + turn * BLOCK_N, end, least_end, scale
         )
         weights = weights.to(rooms.q_rope.dtype)
+        acc = rescaled(acc, kept_share)
+        operand = gl.convert_layout(weights, gl.DotOperandLayout(0, acc_layout, 2))
+        acc = warpgroup_mma(operand, left, acc, is_async=True)
         mbarrier.wait(rooms.passed_free, passed % 2 ^ 1)
         rooms.weights.store(weights)
         rooms.factors.store(kept_share)
         fence_async_shared()
         mbarrier.arrive(rooms.passed_full)
         passed += 1
-        acc = rescaled(acc, kept_share)
-        operand = gl.convert_layout(weights, gl.DotOperandLayout(0, acc_layout, 2))
-        acc = warpgroup_mma(operand, left, acc, is_async=True)
         acc = warpgroup_mma_wait(0, deps=[acc])
         mbarrier.arrive(rooms.left_free.index(stage))
         done += 1
@@ -306,10 +314,11 @@ def follow(turns, rooms, done, passed):
     acc_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HALF, 16])
     acc_rows: gl.constexpr = gl.SliceLayout(1, acc_layout)
     acc = gl.zeros([ROWS, HALF], gl.float32, acc_layout)
-    for _turn in range(turns):
+    for turn in range(turns):
         stage = done % rooms.STAGES
         mbarrier.wait(rooms.right_full.index(stage), done // rooms.STAGES % 2)
         mbarrier.wait(rooms.passed_full, passed % 2)
+        mbarrier.wait(rooms.multiplied, (done + 1) % 2, pred=turn < turns - 1)
         fence_async_shared()
         acc = rescaled(acc, rooms.factors.load(acc_rows))
         acc = warpgroup_mma(rooms.weights, rooms.k_right.index(stage), acc, is_async=True)
