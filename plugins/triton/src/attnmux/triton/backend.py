@@ -29,6 +29,7 @@ from attnmux.triton.share_plans import ShareKey, SharePlan, SplitOptions
 from attnmux.triton.shares import ShareAttention
 from attnmux.triton.slots import Slots, SlotTables
 from attnmux.triton.step import NO_STEP, RunningSums, TritonStep, fill_trees
+from attnmux.triton.step_parts import StepPart, parts_of
 from attnmux.triton.tile_plans import Plans, TileKey, TilePlan
 from attnmux.triton.tiles import TileAttention
 from attnmux.triton.wide_tiles import WideTileAttention, wide_layer
@@ -105,7 +106,14 @@ class TritonBackend(AttentionBackend):
         stored = [self._layers[name] for name in self._stored]
         self._limits = {(each.window, each.chunk) for each in stored}
         """The windows and chunks of the layers that attend over the pool."""
+        self._may_part = not self._splits.deterministic and not any(
+            each.shape.is_latent for each in self._layers.values()
+        )
+        """Whether mixed steps may be two: which kernel serves a request then depends on its
+        batch."""
         self._step: TritonStep | None = None
+        self._parts: tuple[StepPart, ...] = ()
+        """Of a mixed step that is taken as two."""
 
     def init_forward_metadata_out_graph(
         self, batch: ForwardBatch, in_capture: bool = False
@@ -131,17 +139,33 @@ class TritonBackend(AttentionBackend):
                 "eager step, which widens the keys; run it eagerly"
             )
         self._step = step
+        self._parts = self._parts_of(step) if step is not None and self._may_part else ()
 
     def init_forward_metadata_in_graph(self, batch: ForwardBatch) -> None:
         """Plan on the device, at replay for the lengths that the batch then holds."""
         step = self._step
         if step is None:
             return
-        self._sums.fill(step)
         self._tables.fill(step)
+        for each in [part.step for part in self._parts] or [step]:
+            self._fill(each)
+
+    def _fill(self, step: TritonStep) -> None:
+        self._sums.fill(step)
         fill_trees(step, self._limits)
         for plan in self._plans(step.queries, hides=step.hides):
             plan.fill(step)
+
+    def _parts_of(self, step: TritonStep) -> tuple[StepPart, ...]:
+        layers = [self._layers[name] for name in self._stored]
+        if not layers:
+            return ()
+        limits = [max(each.window + 1, each.chunk) for each in layers]
+        return parts_of(
+            step,
+            max(each.shape.kv_heads for each in layers),
+            self.context.max_context_len if 0 in limits else max(limits),
+        )
 
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
         """Checks the size alone: plans have room for the context's largest batch from the start."""
@@ -164,9 +188,26 @@ class TritonBackend(AttentionBackend):
         results = Results.of(call)
         if not call.q.shape[0]:
             return results.out
-        name, slots = call.layer.layer_id, None
+        slots = None
         if over_pool:
-            slots = self._tables.of(self._layers[name].required_group())
+            slots = self._tables.of(self._layers[call.layer.layer_id].required_group())
+        elif self._parts:
+            # Tiles of the whole step serve it, and all later calls of the step.
+            self._parts = ()
+            self._fill(step)
+        if slots is None or not self._parts:
+            self._attend_step(call, step, slots, results)
+        else:
+            for part in self._parts:
+                part_slots, part_results = part.slots(slots), part.results(results)
+                self._attend_step(part.call(call), part.step, part_slots, part_results)
+        return results.handed_to(call)
+
+    def _attend_step(
+        self, call: AttentionCall, step: TritonStep, slots: Slots | None, results: Results
+    ) -> None:
+        """Attend over the pool, or over the call's own K and V where slots is None."""
+        name = call.layer.layer_id
         if slots is not None and step.queries is not None:
             chains = self._chains(name, step.queries, hides=step.hides)
             if chains is None:
@@ -178,7 +219,6 @@ class TritonBackend(AttentionBackend):
         elif not self._attend_wide(call, step, slots, results):
             tiles = self._tile_plans[name, step.hides]
             self._tile_attention[name](call, step, tiles, slots, results)
-        return results.handed_to(call)
 
     def force_short_tiles(self) -> None:
         """Let the prepared step take short tiles where its layers have them, to rehearse them."""

@@ -17,6 +17,9 @@ BLOCK = 256
 """Columns that are filled at a time. No kernel's block has more keys."""
 PROGRAMS = 8
 """Programs that share the columns of a request."""
+COLUMNS = 4
+"""Rows of tables have a multiple of these columns, 16 bytes: each begins where the compiler assumes
+that tensors do."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -84,7 +87,7 @@ class SlotTables:
         self._context = context
         self._launcher = launcher or Launcher()
         self._page_size = own_page_size(context)
-        width = -(-context.max_context_len // self._page_size)
+        width = -(-context.max_context_len // (self._page_size * COLUMNS)) * COLUMNS
         self._own = {
             group: Slots(
                 table=torch.zeros(
@@ -176,7 +179,7 @@ class SlotTables:
             max_len=self._context.max_context_len,
         )
         translate = pool.translate if self._page_size == 1 else pool.translate_pages
-        own[: batch.batch_size].copy_(translate(pages, group.layer_id))
+        own[: batch.batch_size, : pages.shape[1]].copy_(translate(pages, group.layer_id))
 
     def of(self, group: SlotGroup) -> Slots:
         """For the step that was filled last. Raises AttnmuxError where none was."""

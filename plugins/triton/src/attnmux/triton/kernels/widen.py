@@ -8,7 +8,7 @@ import triton.language as tl
 from attnmux.triton.kernels.blocks import load_rows
 
 
-@triton.jit(do_not_specialize_on_alignment=["seq_lens", "starts"])
+@triton.jit(do_not_specialize_on_alignment=["rows", "seq_lens", "starts"])
 def widen_keys(
     k, k_stride, k_head_stride, v, v_stride, v_head_stride, slots, slots_stride, rows, seq_lens,
     starts, wide_k, wide_v,

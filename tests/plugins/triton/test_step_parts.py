@@ -1,0 +1,146 @@
+"""Mixed steps that are taken as two: prompts in tiles, decoding requests in shares."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from attnmux.core import ForwardBatch, ForwardMode, Platform, SpecInput
+from attnmux.testing import Candidate
+from attnmux.testing.cases import extend
+from attnmux.testing.runner import run_case
+from attnmux.triton.plugin import TRITON
+
+pytest.importorskip("triton")
+
+from attnmux.emulators.gluon import emulated
+from attnmux.triton import dispatch, step_parts
+from attnmux.triton.backend import TritonBackend
+from attnmux.triton.step import TritonStep
+from attnmux.triton.step_parts import LEAST_KEYS, parts_of
+
+MIXED = ForwardMode.MIXED
+PROMPTS_FIRST = ((0, 21), (17, 8), (40, 1), (5, 1))
+PROMPTS_LAST = ((40, 1), (5, 1), (9, 1), (17, 8), (0, 21))
+IN_TURNS = ((17, 8), (40, 1), (5, 3))
+
+
+def step_of(*requests, in_capture=False, host=True, hides=False, trailing=0):
+    cached, new = (torch.tensor(each, dtype=torch.int32) for each in zip(*requests, strict=True))
+    count, tokens = len(requests), int(new.sum()) + trailing
+    spec = SpecInput(draft_token_num=1, custom_mask=torch.ones(9, dtype=torch.bool))
+    batch = ForwardBatch(
+        forward_mode=MIXED,
+        batch_size=count,
+        req_pool_indices=torch.arange(count),
+        seq_lens=cached + new,
+        seq_lens_cpu=cached + new if host else None,
+        out_cache_loc=torch.arange(tokens),
+        positions=torch.zeros(tokens, dtype=torch.int64),
+        extend_seq_lens=new,
+        extend_seq_lens_cpu=new if host else None,
+        extend_prefix_lens=cached,
+        extend_num_tokens=tokens,
+        spec_info=spec if hides else None,
+    )
+    return TritonStep.of(batch, in_capture=in_capture)
+
+
+LONG = LEAST_KEYS // 8
+PARTS = {
+    "decoding last": (((0, 21), (17, 8), (LONG, 1), (5, 1)), slice(2, 4), slice(29, 31)),
+    "decoding first": (((LONG, 1), (5, 1), (17, 8)), slice(0, 2), slice(0, 2)),
+    "decoding at both ends": (((5, 1), (17, 8), (LONG, 1)), slice(2, 3), slice(9, 10)),
+    "prompts of one token are no decoding": (
+        ((0, 1), (17, 8), (LONG, 1)),
+        slice(2, 3),
+        slice(9, 10),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", PARTS)
+def test_parts_of_a_mixed_step(name):
+    requests, decoding_requests, decoding_tokens = PARTS[name]
+    prompts, decoding = parts_of(step_of(*requests), kv_heads=8, most_keys=LONG)
+    assert (decoding.requests, decoding.tokens) == (decoding_requests, decoding_tokens)
+    assert (decoding.step.queries, prompts.step.queries) == (1, None)
+    tokens = prompts.step.batch.num_tokens + decoding.step.batch.num_tokens
+    assert tokens == sum(new for _, new in requests)
+    lens = [cached + 1 for cached, _ in requests[decoding_requests]]
+    assert (decoding.step.lens.tolist(), decoding.step.lens_shift) == (lens, -1)
+
+
+WHOLE = {
+    "few keys": dict(requests=((0, 21), (LONG - 2, 1))),
+    "a window leaves few keys": dict(requests=((0, 21), (LONG, 1)), most_keys=4096),
+    "decoding in the middle": dict(requests=((0, 21), (LONG, 1), (0, 21))),
+    "decoding alone": dict(requests=((LONG, 1), (LONG, 1))),
+    "prompts alone": dict(requests=((LONG, 2), (LONG, 3))),
+    "in a graph": dict(requests=((0, 21), (LONG, 1)), in_capture=True),
+    "lengths on the device": dict(requests=((0, 21), (LONG, 1)), host=False),
+    "a mask": dict(requests=((0, 21), (LONG, 1)), hides=True),
+    "padding's tokens": dict(requests=((0, 21), (LONG, 1)), trailing=2),
+}
+
+
+@pytest.mark.parametrize("name", WHOLE)
+def test_steps_that_stay_whole(name):
+    given = dict(WHOLE[name])
+    most_keys = given.pop("most_keys", LONG)
+    step = step_of(*given.pop("requests"), **given)
+    assert parts_of(step, kv_heads=8, most_keys=most_keys) == ()
+
+
+CASES = {
+    "plain": {},
+    "window pool": {"windows": (8, None), "window_pool": True, "sinks": True, "lse": True},
+    "chunks": {"attention_chunk": 16},
+    "8 bits": {"kv_dtype": "fp8_e4m3", "kv_scales": (0.5, 3.0)},
+    "dims": {"head_dim": 192, "v_head_dim": 128},
+    "padded": {"head_dim": 80, "v_head_dim": 80, "lse": True},
+}
+
+
+@pytest.mark.parametrize("requests", [PROMPTS_FIRST, PROMPTS_LAST, IN_TURNS])
+@pytest.mark.parametrize("name", CASES)
+def test_agrees_with_reference(name, requests, run_mixed):
+    parted = run_mixed(CASES[name], extend(*requests, mode=MIXED))
+    assert bool(parted) == (requests != IN_TURNS)
+
+
+def test_a_call_with_its_own_kv_takes_the_step_whole(run_mixed):
+    assert run_mixed({"save_kv_cache": False}, extend((0, 21), (0, 1), mode=MIXED)) == []
+
+
+@pytest.fixture
+def run_mixed(monkeypatch):
+    """Runs a step of the suite's plain layers on emulated kernels for Hopper; the parts that its
+    metadata had."""
+    monkeypatch.setattr(dispatch, "can_compile", lambda address: True)
+    monkeypatch.setattr(step_parts, "LEAST_KEYS", 1)
+    candidate = Candidate(
+        card=replace(TRITON, requires=(), factory="attnmux.triton.factory:triton"),
+        platform=Platform.parse("nvidia:sm90,cuda=13.0"),
+        device="cpu",
+        factory=lambda context, options: TritonBackend(context, options, compute_units=3),
+    )
+    plain = next(case for case in candidate.cases((16,)) if case.name.startswith("mixed-page16"))
+    parts, whole = [], TritonBackend._parts_of
+
+    def noted(backend, step):
+        found = whole(backend, step)
+        parts.extend(found)
+        return found
+
+    monkeypatch.setattr(TritonBackend, "_parts_of", noted)
+
+    def run(changes, step):
+        with emulated():
+            outcome = run_case(candidate, replace(plain, steps=(step,), host_lens=True, **changes))
+        assert outcome.status == "passed", outcome.message or outcome.reasons
+        return parts
+
+    return run
