@@ -11,6 +11,8 @@ from click.testing import CliRunner
 
 from attnmux.core import load_plugins
 from attnmux.core.choosing.machine.cpu import probe_cpu
+from attnmux.cpu.spans import Visibility
+from attnmux.cpu.torch_native import TorchNativeBackend
 
 ROOT = Path(__file__).resolve().parents[2]
 SAMPLE = (
@@ -87,6 +89,92 @@ def test_an_architecture_says_what_it_says_eagerly(trial, offers, index):
     name = SAMPLE[index]
     outcome = trial.try_architecture(name, 0, probe_cpu(), offers, page_sizes=page_sizes)
     assert outcome.status == "served", outcome.reason
+
+
+SIXTEEN_BITS = (
+    "DeepseekV3Config",
+    "DeepseekV4Config",
+    "Gemma3TextConfig",
+    "GlmMoeDsaConfig",
+    "GptOssConfig",
+    "KimiLinearConfig",
+    "LlamaConfig",
+    "MiniMaxM3VLTextConfig",
+    "Qwen4ExpTextConfig",
+    "T5ForConditionalGeneration",
+)
+
+
+@pytest.mark.parametrize("name", SIXTEEN_BITS)
+@pytest.mark.share(2)
+def test_in_16_bits_an_architecture_differs_no_more_than_rounding_does(trial, offers, name):
+    outcome = trial.try_architecture(
+        name, 0, probe_cpu(), offers, dtype=torch.bfloat16, page_sizes=(16,)
+    )
+    assert outcome.status == "served", outcome.reason
+    assert outcome.worst > 1e-3, "it ran in more than 16 bits"
+    assert outcome.of_bound < 0.8
+
+
+def shifted(runner):
+    """Decode steps at positions that are off by one."""
+
+    def shift(module, args, given):
+        if given["input_ids"].shape[-1] <= 2:
+            given = {**given, "position_ids": given["position_ids"] + 1}
+        return args, given
+
+    runner.model.register_forward_pre_hook(shift, with_kwargs=True)
+    return runner
+
+
+def hide_a_key(patch):
+    """Let `torch_native` see one key less than it should, in a range and among picked keys."""
+    see, places = Visibility.__init__, TorchNativeBackend._places
+
+    def see_less(self, **given):
+        see(self, **given)
+        some = self.end - self.first > 1
+        object.__setattr__(self, "first", torch.where(some, self.first + 1, self.first))
+
+    def fewer_places(self, *args, **given):
+        found = places(self, *args, **given).clone()
+        found[found[:, 1] >= 0, 0] = -1
+        return found
+
+    patch.setattr(Visibility, "__init__", see_less)
+    patch.setattr(TorchNativeBackend, "_places", fewer_places)
+
+
+@pytest.mark.parametrize("name", ["DeepseekV4Config", "GlmMoeDsaConfig", "GptOssConfig"])
+@pytest.mark.parametrize("fault", ["position", "key"])
+def test_in_16_bits_a_fault_is_found(trial, offers, monkeypatch, name, fault):
+    """A wrong position, or a key too few: also in models that pick experts and keys."""
+    make = trial.make_runner
+
+    def faulty(*args):
+        if fault == "key":
+            hide_a_key(monkeypatch)
+            return make(*args)
+        return shifted(make(*args))
+
+    monkeypatch.setattr(trial, "make_runner", faulty)
+    outcome = trial.try_architecture(
+        name, 0, probe_cpu(), offers, dtype=torch.bfloat16, page_sizes=(16,)
+    )
+    assert outcome.status == "wrong", outcome
+    assert "differ by" in outcome.reason
+
+
+def test_a_run_that_takes_too_long_says_where_it_was(trial):
+    assert trial
+    children = importlib.import_module("tools.models.children")
+    stages = children.Stages(2.0, lambda text: None)
+    stages.read(children.Stage("page size 1: loading"))
+    stages.read(children.Stack("load.py:9 load"))
+    assert stages.left() > 0
+    said = stages.too_long()
+    assert said.startswith("not done in 2 s: starting 0 s, page size 1: loading 0 s, in load.py:9")
 
 
 def test_a_model_that_says_something_else_is_wrong(trial, offers, monkeypatch):

@@ -1,11 +1,12 @@
 """Run every decoder and encoder-decoder model of the installed transformers on attnmux, each as a
 small random model.
 
-    python -m tools.models [--jobs 2] [--seed 0] [--platform cpu] [--json FILE] [NAME…]
+    python -m tools.models [--jobs 2] [--seed 0] [--platform cpu] [--dtype float32] [NAME…]
 
 A decoder has the name of its config's class, an encoder-decoder model that of its own class. Each
-gets random heads, groups, dims and windows, and random float32 weights. attnmux's engine must give
-the logits and the text of eager attention.
+gets random heads, groups, dims and windows, and random weights. attnmux's engine must give the
+logits and the text of eager attention in float32; with a 16-bit --dtype, as far as rounding lets
+the model itself.
 Exits with 1 where one is wrong or fails with an error that is not typed.
 """
 
@@ -80,6 +81,13 @@ def known(asked: Sequence[str], names: Sequence[str]) -> list[str]:
     help="Seconds for an architecture.",
 )
 @click.option("--platform", "device", default="cpu", show_default=True, help="Of attnmux.")
+@click.option(
+    "--dtype",
+    type=click.Choice(["float32", "bfloat16", "float16"]),
+    default="float32",
+    show_default=True,
+    help="Of weights and activations.",
+)
 @click.option("--backend", help="Only this backend; as a rule the solver chooses.")
 @click.option(
     "--shard",
@@ -89,6 +97,7 @@ def known(asked: Sequence[str], names: Sequence[str]) -> list[str]:
     metavar="I/N",
     help="Which part of all to run.",
 )
+@click.option("--progress", is_flag=True, help="Print each stage of an architecture as it begins.")
 @click.option("--json", "path", type=FILE, callback=in_folder, help="Write the outcomes here.")
 @click.option("--markdown", type=FILE, callback=in_folder, help="Write the tables here.")
 def main(
@@ -97,8 +106,10 @@ def main(
     seed: int,
     timeout: float,
     device: str,
+    dtype: str,
     backend: str | None,
     shard: tuple[int, int],
+    progress: bool,
     path: Path | None,
     markdown: Path | None,
 ) -> None:
@@ -112,8 +123,21 @@ def main(
     except AttnmuxError as error:
         raise click.UsageError(str(error)) from error
     console, outcomes, start = Console(), [], time.monotonic()
+
+    def say(name: str, stage: str) -> None:
+        if progress:
+            console.print(f"{time.monotonic() - start:6.0f} s  {name}: {stage}", style="dim")
+
     for outcome in run_all(
-        context, names, seed=seed, jobs=jobs, timeout=timeout, platform=machine, offers=offers
+        context,
+        names,
+        seed=seed,
+        jobs=jobs,
+        timeout=timeout,
+        platform=machine,
+        offers=offers,
+        dtype=dtype,
+        say=say,
     ):
         outcomes.append(outcome)
         style = STYLES.get(outcome.status, "dim")
@@ -124,6 +148,8 @@ def main(
         "python": platform.python_version(),
         "machine": platform.machine(),
         **{name: version(name) for name in ("torch", "transformers", "attnmux-core")},
+        "platform": device,
+        "dtype": dtype,
         "seed": seed,
         "seconds": round(time.monotonic() - start),
     }
@@ -138,10 +164,16 @@ def main(
 
 def _show(console: Console, outcomes: list[Outcome]) -> None:
     served = [each for each in outcomes if each.status == "served"]
-    table = Table("config", "backend", "worst logit", "dims", "seconds", title="Served")
+    columns = ("config", "backend", "worst logit", "of bound", "dims", "seconds")
+    table = Table(*columns, title="Served")
     for each in sorted(served, key=lambda each: each.config):
         table.add_row(
-            each.config, each.backend, f"{each.worst:.1e}", each.dims, f"{each.seconds:.1f}"
+            each.config,
+            each.backend,
+            f"{each.worst:.1e}",
+            f"{each.of_bound:.2f}",
+            each.dims,
+            f"{each.seconds:.1f}",
         )
     console.print(table)
     for status, count in counts(outcomes).items():

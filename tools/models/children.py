@@ -4,13 +4,42 @@ from __future__ import annotations
 
 import multiprocessing
 import os
-from collections.abc import Iterator, Sequence
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
+from dataclasses import dataclass
+from functools import partial
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 
 from attnmux.core import InvalidInput, Offer, Platform, detect, load_plugins, pick_platform
 from tools.models.outcome import Outcome
+
+STACK_AT = 0.95
+"""The share of a child's time after which it tells where it is."""
+STACK_CALLS = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """What a child does from now on."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Stack:
+    """The calls that a child is in."""
+
+    text: str
+
+
+def _ignore(name: str, stage: str) -> None: ...
+
 
 SERVER = "forkserver"
 """It runs one architecture, and children begin as forks of it with all that this imported."""
@@ -61,15 +90,22 @@ def run_all(
     timeout: float,
     platform: Platform,
     offers: Sequence[Offer],
+    dtype: str = "float32",
+    say: Callable[[str, str], None] = _ignore,
 ) -> Iterator[Outcome]:
-    """The outcomes of architectures, as they end. timeout: seconds for each of them."""
+    """The outcomes of architectures, as they end.
+
+    timeout: seconds for each of them. say: called with an architecture's name and each stage of
+    its run as that begins, from any thread.
+    """
 
     def run(name: str) -> Outcome:
         ours, theirs = context.Pipe(duplex=False)
-        child = context.Process(target=_run, args=(theirs, name, seed, platform, offers))
+        given = (theirs, name, seed, platform, offers, dtype, timeout)
+        child = context.Process(target=_run, args=given)
         child.start()
         theirs.close()
-        return _ended(name, child, ours, timeout)
+        return _ended(name, child, ours, Stages(timeout, partial(say, name)))
 
     with ThreadPoolExecutor(jobs) as pool:
         running = [pool.submit(run, name) for name in names]
@@ -77,11 +113,43 @@ def run_all(
             yield done.result()
 
 
-def _ended(name: str, child: Any, ours: Connection, timeout: float) -> Outcome:  # noqa: ANN401  # a process of any context
+class Stages:
+    """What a child has done so far, and for how long."""
+
+    def __init__(self, timeout: float, say: Callable[[str], None]) -> None:
+        self._timeout, self._say = timeout, say
+        self._begun = [("starting", time.monotonic())]
+        self._stack = ""
+
+    def left(self) -> float:
+        """Seconds until the child has run too long; 0.0 after that."""
+        return max(0.0, self._begun[0][1] + self._timeout - time.monotonic())
+
+    def read(self, message: Stage | Stack) -> None:
+        if isinstance(message, Stack):
+            self._stack = f", in {message.text}"
+            return
+        self._begun.append((message.text, time.monotonic()))
+        self._say(message.text)
+
+    def too_long(self) -> str:
+        """Why the child was stopped."""
+        ends = [begin for _, begin in self._begun[1:]] + [time.monotonic()]
+        spent = ", ".join(
+            f"{text} {end - begin:.0f} s"
+            for (text, begin), end in zip(self._begun, ends, strict=True)
+        )
+        return f"not done in {self._timeout:g} s: {spent}{self._stack}"
+
+
+def _ended(name: str, child: Any, ours: Connection, stages: Stages) -> Outcome:  # noqa: ANN401  # a process of any context
     try:
-        if not ours.poll(timeout):
-            return Outcome(config=name, status="failed", reason=f"not done in {timeout:g} s")
-        outcome = ours.recv()
+        while ours.poll(stages.left()):
+            message = ours.recv()
+            if isinstance(message, Outcome):
+                return message
+            stages.read(message)
+        return Outcome(config=name, status="failed", reason=stages.too_long())
     except EOFError:
         child.join()
         reason = f"the process ended with exit code {child.exitcode}"
@@ -89,16 +157,38 @@ def _ended(name: str, child: Any, ours: Connection, timeout: float) -> Outcome: 
     finally:
         child.kill()
         child.join()
-    assert isinstance(outcome, Outcome)
-    return outcome
 
 
 def _run(
-    answer: Connection, name: str, seed: int, platform: Platform, offers: Sequence[Offer]
+    answer: Connection,
+    name: str,
+    seed: int,
+    platform: Platform,
+    offers: Sequence[Offer],
+    dtype: str,
+    timeout: float,
 ) -> None:
-    from tools.models.trial import try_alone  # noqa: PLC0415  # as above
-
     silent = os.open(os.devnull, os.O_WRONLY)
     for stream in (1, 2):
         os.dup2(silent, stream)
-    answer.send(try_alone(name, seed, platform, offers))
+    turn = threading.Lock()
+
+    def send(message: Stage | Stack | Outcome) -> None:
+        with turn:
+            answer.send(message)
+
+    main = threading.get_ident()
+    watch = threading.Timer(STACK_AT * timeout, lambda: send(Stack(_innermost(main))))
+    watch.daemon = True
+    watch.start()
+    from tools.models.trial import try_alone  # noqa: PLC0415  # as above
+
+    send(try_alone(name, seed, platform, offers, dtype=dtype, say=lambda text: send(Stage(text))))
+
+
+def _innermost(thread: int) -> str:
+    """The last calls of a thread of this process."""
+    frames = traceback.extract_stack(sys._current_frames()[thread])[-STACK_CALLS:]
+    return " > ".join(
+        f"{Path(frame.filename).name}:{frame.lineno} {frame.name}" for frame in frames
+    )

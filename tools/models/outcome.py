@@ -26,6 +26,8 @@ class Outcome:
     backend: str = ""
     worst: float | None = None
     """The largest difference of logits, as a share of their spread."""
+    of_bound: float | None = None
+    """The difference that comes closest to its bound, as a share of the bound."""
     dims: str = ""
     seconds: float = 0.0
 

@@ -21,6 +21,7 @@ from transformers import (
 )
 
 from tools.models.architectures import Architecture
+from tools.models.bounds import Bounds, fixed_bounds, rounding_bounds
 from tools.models.configs import VARIANTS, random_config
 from tools.models.encoder_inputs import encoder_inputs
 
@@ -41,10 +42,19 @@ class Wanted:
     """What the encoder reads; None without one."""
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Reference:
+    """A checkpoint, and what eager attention in float32 says of it."""
+
+    config: PreTrainedConfig
+    wanted: list[Wanted]
+    bounds: Bounds
+
+
 def build(
-    architecture: Architecture, seed: int, folder: Path
-) -> tuple[PreTrainedConfig, list[Wanted]]:
-    """Write a checkpoint of random weights. Returns its config, and what it generates.
+    architecture: Architecture, seed: int, folder: Path, dtype: torch.dtype = torch.float32
+) -> Reference:
+    """Write a checkpoint of random weights, in the dtype.
 
     No text holds the padding token, which some models do not count as a token.
     """
@@ -54,11 +64,16 @@ def build(
             config = random_config(architecture.config_class, seed, variant)
             architecture = _of_whole_config(architecture, config)
             for _ in range(TRIES):
-                _write(architecture, config, folder)
-                wanted = generate(architecture, folder, seed)
+                _write(architecture, config, folder, dtype)
+                exact = _load(architecture, folder, torch.float32)
+                wanted = generate(architecture, exact, seed)
                 if not any(_padding(config) in each.tokens for each in wanted):
                     break
-            return config, wanted
+            bounds = fixed_bounds(len(wanted), NEW_TOKENS)
+            if dtype is not torch.float32:
+                rounded = _load(architecture, folder, dtype)
+                bounds = rounding_bounds(exact, rounded, wanted, seed)
+            return Reference(config=config, wanted=wanted, bounds=bounds)
         except Exception as error:  # the next variant may do
             errors.append(error)
     raise errors[-1]
@@ -78,22 +93,34 @@ def _padding(config: PreTrainedConfig) -> object:
     return getattr(config.get_text_config(decoder=True), "pad_token_id", None)
 
 
-def _write(architecture: Architecture, config: PreTrainedConfig, folder: Path) -> None:
+def _write(
+    architecture: Architecture, config: PreTrainedConfig, folder: Path, dtype: torch.dtype
+) -> None:
     model = architecture.auto.from_config(config, attn_implementation="eager", dtype=torch.float32)
-    randomise(model)
+    randomise(model, scaled=dtype is not torch.float32)
+    model.to(dtype)
     model.generation_config = GenerationConfig()
     model.save_pretrained(folder)
 
 
-def randomise(model: PreTrainedModel) -> None:
+def _load(architecture: Architecture, folder: Path, dtype: torch.dtype) -> Any:  # noqa: ANN401  # a model of transformers
+    loaded = architecture.auto.from_pretrained(folder, attn_implementation="eager", dtype=dtype)
+    return loaded.eval()
+
+
+def randomise(model: PreTrainedModel, *, scaled: bool = False) -> None:
     """Weights far from zero, so that attention is far from uniform; sinks and biases that
-    matter."""
+    matter.
+
+    scaled: weights that add up to outputs as large as inputs. Scores are smaller then, and magnify
+    the rounding of 16 bits less.
+    """
     # T5's kind does not scale its scores: larger ones would magnify float32's rounding
-    scale = 0.2 if hasattr(model.config, "relative_attention_num_buckets") else 0.3
+    fixed = 0.2 if hasattr(model.config, "relative_attention_num_buckets") else 0.3
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if parameter.dim() > 1:
-                parameter.normal_(0, scale)
+                parameter.normal_(0, parameter.shape[-1] ** -0.5 if scaled else fixed)
             elif "sink" in name:
                 parameter.normal_(0, 1)
             else:
@@ -113,11 +140,8 @@ def prompts_of(seed: int, vocabulary: int) -> list[list[int]]:
 
 
 @torch.inference_mode()
-def generate(architecture: Architecture, folder: Path, seed: int) -> list[Wanted]:
+def generate(architecture: Architecture, model: Any, seed: int) -> list[Wanted]:  # noqa: ANN401  # as above
     """Greedy text of the model's own forward over each whole text, without any cache."""
-    model: Any = architecture.auto.from_pretrained(
-        folder, attn_implementation="eager", dtype=torch.float32
-    ).eval()
     vocabulary = model.config.get_text_config(decoder=True).vocab_size
     prompts = prompts_of(seed, vocabulary)
     inputs: list[Any] = [None] * len(prompts)
