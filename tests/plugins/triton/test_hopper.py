@@ -15,9 +15,9 @@ from attnmux.triton.plugin import TRITON
 pytest.importorskip("triton")
 
 from attnmux.emulators.gluon import emulated
-from attnmux.triton import dispatch
+from attnmux.triton import dispatch, shares
 from attnmux.triton.backend import TritonBackend
-from attnmux.triton.kernels import hopper_share_results, latent_merge
+from attnmux.triton.kernels import latent_merge
 
 
 def candidate(units=3):
@@ -106,7 +106,7 @@ def test_agrees_for_other_dims(name, run_emulated):
 @pytest.mark.parametrize("most_turns", [0, 100])
 def test_merges_many_parts(name, step, most_turns, run_emulated, monkeypatch):
     """In two steps, and in one."""
-    monkeypatch.setattr(hopper_share_results, "MOST_TURNS", most_turns)
+    monkeypatch.setattr(shares, "MOST_TURNS", most_turns)
     case = replace(
         CASES[name], steps=(step,), num_q_heads=4, num_kv_heads=1, max_context_len=3072, lse=True
     )

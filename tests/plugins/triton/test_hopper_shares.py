@@ -35,6 +35,7 @@ PLAIN: dict[str, Any] = {
     "BLOCK_N": 64,
     "PART_ROWS": 4,
     "PARTS": 8,
+    "MOST_PARTS": 64,
     "STAGES": 4,
     "COPY_REGISTERS": 72,
 }
@@ -49,7 +50,13 @@ CASES: dict[str, dict[str, Any]] = {
     "padded": {"REAL_D": 64, "REAL_TAIL": 16, "REAL_DV": 80},
     "e4m3": {"keys": "*fp8e4nv", **EIGHT_BITS},
     "e5m2, narrow": {"keys": "*fp8e5", "REAL_D": 64, "REAL_DV": 64, **EIGHT_BITS},
-    "window in pages": {"WINDOW": 100, "PAGE": 16, "IS_FIXED": True, "HAS_CAP": True},
+    "window in pages": {
+        "WINDOW": 100,
+        "PAGE": 16,
+        "IS_FIXED": True,
+        "HAS_CAP": True,
+        "MOST_PARTS": 0,
+    },
     "cross": {"IS_CROSS": True, "IS_CAUSAL": False, "encoder_lens": "*i32"},
     "verify": {
         **{"QUERIES": 4, "BLOCK_M": 16, "PART_ROWS": 16, "PARTS": 2, "LENS_SHIFT": 0},

@@ -15,6 +15,7 @@ from attnmux.triton.share_plans import ShareKey, SharePlan, Splitting
 from attnmux.triton.step import TritonStep
 from attnmux.triton.tile_plans import TileKey, TilePlan
 
+LEAST_SHARE = 2
 BLOCK = 16
 CPU = torch.device("cpu")
 LENS = st.lists(st.integers(0, 400), min_size=1, max_size=7)
@@ -48,7 +49,7 @@ def planned(
         num_warps=4,
         num_stages=2,
         programs_per_unit=1,
-        least_share=2,
+        least_share=LEAST_SHARE,
         merged_rows=8,
     )
     key = ShareKey(
@@ -78,8 +79,13 @@ def blocks(length: int, window: int) -> int:
 def test_the_line_of_work_is_cut_into_equal_shares(lens, items, units, window):
     plan = planned(decoding(lens), items=items, units=units, window=window)
     each = [blocks(length, window) for length in lens]
+    expected = max(-(-sum(each) * items // units), LEAST_SHARE)
+    if max(each) <= LEAST_SHARE and len(lens) * items <= units:
+        # Each item has a program of its own.
+        expected = max(each)
+        each = [expected] * len(lens)
     total, share = sum(each) * items, int(plan.buffers["share"])
-    assert share == max(-(-total // units), 2)
+    assert share == expected
     stops = [sum(each[:count]) for count in range(len(lens) + 1)]
     assert plan.buffers["stops"][: len(lens) + 1].tolist() == stops
     for program, state in enumerate(plan.buffers["starts"].tolist()):

@@ -25,6 +25,7 @@ from attnmux.triton.hopper_configs import (
     HOPPER_EIGHT_BITS,
     HOPPER_HALF_TILES,
     HOPPER_HELD_TILES,
+    HOPPER_HIGH_EIGHT_BITS,
     HOPPER_HIGH_HELD_TILES,
     HOPPER_HIGH_TILES,
     HOPPER_LATENT_SHARES,
@@ -56,7 +57,7 @@ def _tiles(block_m: int, block_n: int, num_warps: int, num_stages: int) -> TileC
 
 
 EIGHT_BITS_TILES = _tiles(128, 128, 8, 3)
-NARROW_EIGHT_BITS_CHAINS = _tiles(64, 128, 4, 3)
+NARROW_EIGHT_BITS_CHAINS = replace(_tiles(64, 128, 4, 3), programs_per_unit=2)
 TILES: tuple[ConfigEntry[TileConfig], ...] = (
     ConfigEntry(width="narrow", config=_tiles(64, 64, 4, 2)),
     ConfigEntry(width="wide", config=_tiles(64, 32, 4, 2)),
@@ -163,6 +164,14 @@ SHARES: tuple[ConfigEntry[ShareConfig], ...] = (
     ),
     ConfigEntry(arch="sm90", dims=(128, 128), config=HOPPER_SHARES, measured=H200),
     ConfigEntry(arch="sm90", dims=(128, 128), key_bits=8, config=HOPPER_EIGHT_BITS, measured=H200),
+    ConfigEntry(
+        arch="sm90",
+        dims=(128, 128),
+        key_bits=8,
+        least_rows=17,
+        config=HOPPER_HIGH_EIGHT_BITS,
+        measured=H200,
+    ),
     # A key costs more instructions than its bytes cost time: blocks of 128 keys take 31 of a warp,
     # those of 64 take 37. 12 warps an SM then have the registers that the loop needs. Tiles of more
     # rows need more.

@@ -33,6 +33,8 @@ class TileConfig:
     num_stages: int
     """Stages of the loop over blocks. A block's slots are loaded half as many stages ahead of its
     keys."""
+    programs_per_unit: int = 1
+    """Programs that run on a compute unit at a time."""
     constants: FrozenMapping[int] = NOTHING
     """Further constants of a kernel that is not the portable one, by name."""
     options: FrozenMapping[int] = NOTHING

@@ -41,7 +41,9 @@ HOPPER_HIGH_HELD_TILES = replace(
 )
 HOPPER_HALF_TILES = replace(HOPPER_TILES, block_m=64, options=FrozenMapping({"maxnreg": 168}))
 # Two programs fit an SM.
-HOPPER_NARROW_HALF_TILES = replace(HOPPER_HALF_TILES, options=FrozenMapping({"maxnreg": 128}))
+HOPPER_NARROW_HALF_TILES = replace(
+    HOPPER_HALF_TILES, programs_per_unit=2, options=FrozenMapping({"maxnreg": 128})
+)
 HOPPER_WIDE_TILES = replace(HOPPER_TILES, block_n=64)
 HOPPER_LATENT_TILES = TileConfig(
     kernel=HOPPER_LATENT,
@@ -67,6 +69,7 @@ HOPPER_SHARES = ShareConfig(
     options=FrozenMapping({"maxnreg": 128, "launch_pdl": True}),
 )
 HOPPER_EIGHT_BITS = replace(HOPPER_SHARES, block_m=16, block_n=128, num_stages=6, least_share=2)
+HOPPER_HIGH_EIGHT_BITS = replace(HOPPER_EIGHT_BITS, block_m=32, block_n=64)
 # Rings of as many blocks leave no room for a second program.
 HOPPER_WIDE_SHARES = replace(
     HOPPER_SHARES,

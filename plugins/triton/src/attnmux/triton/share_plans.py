@@ -135,6 +135,19 @@ class SharePlan:
         }
         """By the kernels' names; their docstrings give the contents."""
 
+    @property
+    def most_parts(self) -> int:
+        """The most parts of an item."""
+        key = self.key
+        if key.splitting is not None:
+            return key.splitting.most
+        # The items of a batch of one share all programs; an item may begin and end within one.
+        most = self._in_line * self.sides // key.items + 2
+        if key.window < 0:
+            return most
+        blocks = (key.window + key.queries) // key.config.block_n + 2
+        return min(most, blocks // key.config.least_share + 2)
+
     def fill(self, step: TritonStep) -> None:
         batch, key = step.batch, self.key
         block_b = batch_block(batch.batch_size)

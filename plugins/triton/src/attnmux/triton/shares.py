@@ -31,6 +31,8 @@ from attnmux.triton.step import TritonStep
 TENSORS = (*OPERANDS, "slots", "rows", "lens", "encoder_lens", "mask", "mask_indptr", "first_keys")
 MOST_PARTS = 16
 """Parts that are merged at a time: more would take registers from the loop over keys."""
+MOST_TURNS = 8
+"""Turns of a merge in one step. Two steps of few turns each take as long as four or five more."""
 MERGE = "attnmux.triton.kernels.latent_merge"
 MERGE_WARPS = 4
 
@@ -131,6 +133,8 @@ class ShareAttention:
         layer, key, config = self._layer, plan.key, plan.key.config
         keys = layer.required_keys()
         tail = layer.key_tail(keys)
+        parts = min(max(config.merged_rows // key.part_rows, 1), MOST_PARTS)
+        at_once = MOST_TURNS * parts
         return BoundKernel(
             layer.launcher,
             kernel_at(SHARE_KERNELS[config.kernel].address),
@@ -154,7 +158,8 @@ class ShareAttention:
                 "BLOCK_M": config.block_m,
                 "BLOCK_N": config.block_n,
                 "PART_ROWS": key.part_rows,
-                "PARTS": min(max(config.merged_rows // key.part_rows, 1), MOST_PARTS),
+                "PARTS": parts,
+                "MOST_PARTS": at_once if plan.most_parts > at_once else 0,
                 "STAGES": config.num_stages,
                 **config.constants,
             },

@@ -166,7 +166,7 @@ class TileAttention:
         found = step.tiles.get(key)
         if found is None:
             may_split = over_pool and self._splits_keys
-            num_splits = self._fitting(step, tall.block_m) if may_split else 1
+            num_splits = self._fitting(step, tall) if may_split else 1
             is_short = short is not tall and num_splits == 1 and self._is_faster(step, short, tall)
             found = step.tiles[key] = is_short, num_splits
         is_short, num_splits = found
@@ -194,11 +194,12 @@ class TileAttention:
             most_keys=min(limits, default=None),
         )
 
-    def _fitting(self, step: TritonStep, block_m: int) -> int:
-        shape, batch = self._layer.shape, step.batch
+    def _fitting(self, step: TritonStep, config: TileConfig) -> int:
+        shape, batch, block_m = self._layer.shape, step.batch, config.block_m
+        units = self._units * config.programs_per_unit
         rows = batch.num_tokens * shape.group
         # One tile a request at least: steps of many need no lengths to decide
-        if max(rows // block_m, batch.batch_size) * shape.kv_heads >= self._units:
+        if max(rows // block_m, batch.batch_size) * shape.kv_heads >= units:
             return 1
         tiles, keys = rows // block_m + batch.batch_size, self._max_context_len
         if step.queries is not None:
@@ -213,7 +214,7 @@ class TileAttention:
             keys = min(keys, self._layer.window + block_m)
         if self._layer.chunk > 0:
             keys = min(keys, self._layer.chunk)
-        return splits.num_splits(tiles * shape.kv_heads, self._units, keys)
+        return splits.num_splits(tiles * shape.kv_heads, units, keys)
 
     def _bind(
         self,

@@ -1,8 +1,8 @@
 """The results of `hopper_shares`: stored, left as a partial result, or merged from those.
 
 Whichever program finishes a part last merges them. It reads a few parts at a time, so that the
-parts of many programs take as long as the attention: they are merged in two steps, first in spans
-of neighbours, each by the last program of the span, and then the spans.
+parts of many programs take as long as the attention. More than MOST_PARTS are merged in two steps:
+first in spans of neighbours, each by the last program of the span, and then the spans.
 """
 
 # No annotations as strings: an aggregate reads those of its fields.
@@ -15,8 +15,6 @@ from attnmux.triton.kernels.hopper_walk import place_rows
 
 LOG2_E = gl.constexpr(1.4426950408889634)
 LN_2 = gl.constexpr(0.6931471805599453)
-MOST_TURNS = gl.constexpr(8)
-"""Turns of a merge in one step; a second step costs about as much as four."""
 
 
 @aggregate
@@ -113,17 +111,19 @@ def store_rows(results, sinks, acc, top, mass, v_scale, request, item, kind):
 @gluon.jit
 def pass_part(
     results, sinks, parts, part, acc, top, mass, v_scale, request, item,
-    PART_ROWS: gl.constexpr, PARTS: gl.constexpr, kind,
+    PART_ROWS: gl.constexpr, PARTS: gl.constexpr, MOST_PARTS: gl.constexpr, kind,
 ):  # fmt: skip
     """Leave a partial result, and store the item's result if this was its last part.
 
     acc [M, DV], top and mass [M]: after some of the item's keys, as in `attend_blocks`.
     """
     leave_part(parts, part, acc, top, mass, PART_ROWS)
-    span = span_of(parts, PARTS)
+    span = 1
     is_span = True
-    if span > 1:
-        is_span = merge_span(parts, part, span, PART_ROWS, PARTS, kind)
+    if MOST_PARTS > 0:
+        span = span_of(parts, PARTS, MOST_PARTS)
+        if span > 1:
+            is_span = merge_span(parts, part, span, PART_ROWS, PARTS, kind)
     if is_span:
         spans = (parts.count + span - 1) // span
         if arrive(parts.arrivals, spans):
@@ -166,11 +166,11 @@ def arrive(counter, count):
 
 
 @gluon.jit
-def span_of(parts, PARTS: gl.constexpr):
+def span_of(parts, PARTS: gl.constexpr, MOST_PARTS: gl.constexpr):
     """Parts of a span: 1 where all parts are merged in one step. It depends on the number of the
     item's parts alone."""
     span = parts.count * 0 + 1
-    if parts.count > MOST_TURNS * PARTS:
+    if parts.count > MOST_PARTS:
         root = gl.sqrt(parts.count.to(gl.float32)).to(gl.int32)
         span = (root // PARTS + 1) * PARTS
     return span

@@ -153,7 +153,7 @@ def attend_item(
 def attend_line(
     results, sinks, masks, plan, encoder_lens, buffers, q_ring, rings, halves, weights_tile,
     factors,
-    PART_ROWS: gl.constexpr, PARTS: gl.constexpr, kind,
+    PART_ROWS: gl.constexpr, PARTS: gl.constexpr, MOST_PARTS: gl.constexpr, kind,
 ):  # fmt: skip
     """The softmax over the keys that `copy_shares` copies, and the merging of partial results."""
     scale, cap, v_scale = factors
@@ -195,7 +195,7 @@ def attend_line(
             part = unit if kind.IS_FIXED else gl.program_id(0)
             pass_part(
                 results, sinks, parts, part, acc, top, mass, v_scale, request, item,
-                PART_ROWS, PARTS, kind,
+                PART_ROWS, PARTS, MOST_PARTS, kind,
             )  # fmt: skip
         unit += count
         of_request = after_share(unit, last, of_request, plan, encoder_lens, kind)
@@ -221,7 +221,7 @@ def attend_shares(
     IS_CAUSAL: gl.constexpr, IS_CROSS: gl.constexpr, HAS_ENCODER: gl.constexpr,
     WINDOW: gl.constexpr, CHUNK: gl.constexpr, HAS_CAP: gl.constexpr, HAS_MASK: gl.constexpr,
     IS_TREE: gl.constexpr, IS_FIXED: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr,
-    PART_ROWS: gl.constexpr, PARTS: gl.constexpr, STAGES: gl.constexpr,
+    PART_ROWS: gl.constexpr, PARTS: gl.constexpr, MOST_PARTS: gl.constexpr, STAGES: gl.constexpr,
     COPY_REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """Grid and arguments as of the portable `attend_shares`. num_warps=4.
@@ -232,7 +232,8 @@ def attend_shares(
     encoder_lens, mask, mask_indptr, first_keys, stops, unit_blocks, starts, share, partial,
     partial_lse and arrivals: as there. span_arrivals [places] int32: the parts of each span that
     are done, at the place of its first part; 0 before and after. BLOCK_M: rows of a tile, at least
-    8. BLOCK_N: a multiple of 64. STAGES: blocks in the rings, keys and values counted apart.
+    8. BLOCK_N: a multiple of 64. MOST_PARTS: parts of an item that are merged in one step; 0 where
+    no item has more. STAGES: blocks in the rings, keys and values counted apart.
     COPY_REGISTERS, a multiple of 8: registers of each thread that copies.
     """
     q_type: gl.constexpr = q.dtype.element_ty
@@ -266,7 +267,7 @@ def attend_shares(
                 (out, out_stride, lse, lse_stride), sinks, (mask, mask_indptr, first_keys), plan,
                 encoder_lens, (partial, partial_lse, arrivals, span_arrivals),
                 q_ring, rings, halves, weights_tile,
-                (scale, cap, v_scale), PART_ROWS, PARTS, kind,
+                (scale, cap, v_scale), PART_ROWS, PARTS, MOST_PARTS, kind,
             )),
             (copy_shares, (
                 (q, q_stride, q_head_stride),

@@ -53,7 +53,7 @@ def plan_shares(
     lens, encoder_lens [B] int32, rows [B] int64: as in `attend_shares`.
     stops [B + 1] int32: the units of all requests before each, counting one item of a request.
     unit_blocks [B] int32: blocks of a unit.
-    share [1] int32: units of a program.
+    share [1] int32: units of a program, at least least_share if requests have so many.
     starts [num_programs, STATE] int32: everything that a program needs to begin, so that it waits
     for memory once. In this order: its first request, the units of the requests before that, the
     request's own units, blocks of a unit, tokens before the new ones, keys, its row in the table of
@@ -82,9 +82,16 @@ def plan_shares(
     units = tl.where(is_request, (blocks + each - 1) // each, 0)
     stop = tl.cumsum(units, 0)
     total = tl.sum(units, 0) * items
+    longest = tl.maximum(tl.max(units, 0), 1)
     taken = tl.maximum((total + num_programs - 1) // num_programs, least_share)
+    if not IS_FIXED:  # noqa: SIM102  # this one is the compiler's
+        if (longest <= least_share) & (batch_size * items <= num_programs):
+            # Each program has a whole item. Units after its last block are empty.
+            taken = longest
+            units = tl.where(is_request, longest, 0)
+            stop = tl.cumsum(units, 0)
+            total = tl.sum(units, 0) * items
     if MEETS_ENDS:
-        longest = tl.maximum(tl.max(units, 0), 1)
         shortest = tl.min(tl.where(is_request, units, longest), 0)
         whole = (taken + longest - 1) // longest * longest
         is_near = (shortest == longest) & (whole - taken <= taken // 16)
