@@ -19,7 +19,7 @@ from attnmux.emulators.gluon import emulated
 from attnmux.triton import dispatch, step_parts
 from attnmux.triton.backend import TritonBackend
 from attnmux.triton.step import TritonStep
-from attnmux.triton.step_parts import LEAST_KEYS, parts_of
+from attnmux.triton.step_parts import LEAST_VALUES, parts_of
 
 MIXED = ForwardMode.MIXED
 PROMPTS_FIRST = ((0, 21), (17, 8), (40, 1), (5, 1))
@@ -48,7 +48,8 @@ def step_of(*requests, in_capture=False, host=True, hides=False, trailing=0):
     return TritonStep.of(batch, in_capture=in_capture)
 
 
-LONG = LEAST_KEYS // 8
+VALUES = 8 * 256
+LONG = LEAST_VALUES // VALUES + 1
 PARTS = {
     "decoding last": (((0, 21), (17, 8), (LONG, 1), (5, 1)), slice(2, 4), slice(29, 31)),
     "decoding first": (((LONG, 1), (5, 1), (17, 8)), slice(0, 2), slice(0, 2)),
@@ -64,7 +65,7 @@ PARTS = {
 @pytest.mark.parametrize("name", PARTS)
 def test_parts_of_a_mixed_step(name):
     requests, decoding_requests, decoding_tokens = PARTS[name]
-    prompts, decoding = parts_of(step_of(*requests), kv_heads=8, most_keys=LONG)
+    prompts, decoding = parts_of(step_of(*requests), VALUES, most_keys=LONG)
     assert (decoding.requests, decoding.tokens) == (decoding_requests, decoding_tokens)
     assert (decoding.step.queries, prompts.step.queries) == (1, None)
     tokens = prompts.step.batch.num_tokens + decoding.step.batch.num_tokens
@@ -91,7 +92,7 @@ def test_steps_that_stay_whole(name):
     given = dict(WHOLE[name])
     most_keys = given.pop("most_keys", LONG)
     step = step_of(*given.pop("requests"), **given)
-    assert parts_of(step, kv_heads=8, most_keys=most_keys) == ()
+    assert parts_of(step, VALUES, most_keys=most_keys) == ()
 
 
 CASES = {
@@ -120,7 +121,7 @@ def run_mixed(monkeypatch):
     """Runs a step of the suite's plain layers on emulated kernels for Hopper; the parts that its
     metadata had."""
     monkeypatch.setattr(dispatch, "can_compile", lambda address: True)
-    monkeypatch.setattr(step_parts, "LEAST_KEYS", 1)
+    monkeypatch.setattr(step_parts, "LEAST_VALUES", 1)
     candidate = Candidate(
         card=replace(TRITON, requires=(), factory="attnmux.triton.factory:triton"),
         platform=Platform.parse("nvidia:sm90,cuda=13.0"),

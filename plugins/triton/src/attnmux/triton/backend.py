@@ -29,7 +29,7 @@ from attnmux.triton.share_plans import ShareKey, SharePlan, SplitOptions
 from attnmux.triton.shares import ShareAttention
 from attnmux.triton.slots import Slots, SlotTables
 from attnmux.triton.step import NO_STEP, RunningSums, TritonStep, fill_trees
-from attnmux.triton.step_parts import StepPart, parts_of
+from attnmux.triton.step_parts import WIDENED, StepPart, parts_of
 from attnmux.triton.tile_plans import Plans, TileKey, TilePlan
 from attnmux.triton.tiles import TileAttention
 from attnmux.triton.wide_tiles import WideTileAttention, wide_layer
@@ -163,7 +163,8 @@ class TritonBackend(AttentionBackend):
         limits = [max(each.window + 1, each.chunk) for each in layers]
         return parts_of(
             step,
-            max(each.shape.kv_heads for each in layers),
+            max(each.shape.kv_heads * sum(each.shape.dims) for each in layers)
+            * (WIDENED if self.widens else 1),
             self.context.max_context_len if 0 in limits else max(limits),
         )
 
