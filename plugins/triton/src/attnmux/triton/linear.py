@@ -33,8 +33,8 @@ if TYPE_CHECKING:
 SCAN_TILE = 512
 """Numbers of a state that a program of `scan_channels` holds: 16 for each thread of its warp."""
 SCAN_STAGES = 6
-"""Tokens that it loads ahead, in 11 KiB of shared memory. A token takes a warp less time than its loads
-take to arrive. Not timed on a GPU yet."""
+"""Tokens that it loads ahead, in 11 KiB of shared memory: a token takes a warp less time than its
+loads take to arrive. Not timed on a GPU yet."""
 
 
 class TritonLinearBackend(LinearAttentionBackend):
