@@ -1,6 +1,7 @@
 """Layers without softmax attention: the portable kernels, and flash-linear-attention's.
 
     python -m benchmarks.linear_layers [--kinds gdn,mamba2] [--heads 16x32,2x4] [--json FILE]
+    python -m benchmarks.linear_layers --kinds mamba1 --heads 1x8192     Falcon Mamba's and Jamba's
     python -m benchmarks.linear_layers --dry-run     on a CPU: tiny sizes, torch_linear alone
 
 A figure is device time of one layer's recurrence in microseconds, replayed from a graph. `eager`
@@ -8,8 +9,9 @@ names the sides that cannot be captured: their figures contain the host's work. 
 `triton_linear`, which reads and writes the states in the rows of a pool. `fla` is
 flash-linear-attention's function for the same, on states that lie in order: what an engine does to
 bring them there is not counted. `one by one` is `triton_linear` token by token, in prompts. `torch`
-is `torch_linear`. `ratio` is triton over fla, or over one by one where that is not installed. An
-error is the largest difference from torch_linear in float32, over its largest value.
+is `torch_linear`. `ratio` is triton over fla, or over one by one where that is not installed; in
+mamba1, which always runs one by one, over torch. An error is the largest difference from
+torch_linear in float32, over its largest value.
 """
 
 from __future__ import annotations
@@ -83,13 +85,19 @@ def main(kinds: str, heads: str, rounds: int, only: str, dry_run: bool, path: Pa
     """Print the time of a layer's recurrence in each way."""
     platform = pick_platform(detect(load_plugins()))
     device = torch.device("cpu" if dry_run else platform.device_type)
-    about = facts(device, "attnmux-core", "flash-linear-attention", "triton", dims="128 and 128")
+    dims = "128 and 128; 16 and 1 in mamba1"
+    about = facts(device, "attnmux-core", "flash-linear-attention", "triton", dims=dims)
     with torch.no_grad(), Report(COLUMNS, about, path, title="us of a layer") as report:
         for kind in kinds.split(","):
             for shape in heads.split(","):
                 for name, lengths in (TINY if dry_run else STEPS).items():
-                    if only in f"{kind} {shape} {name}":
+                    if only in f"{kind} {shape} {name}" and can_be_checked(kind, lengths):
                         measure(kind, shape, name, lengths, device, rounds, report)
+
+
+def can_be_checked(kind: str, lengths: Step) -> bool:
+    """Whether torch_linear's products of each channel fit into a device's memory."""
+    return kind != "mamba1" or sum(lengths.new) <= MOST_BY_TORCH
 
 
 def measure(
@@ -114,18 +122,21 @@ def measure(
         side: float((answer.float() - exact).abs().max() / exact.abs().max())
         for side, answer in sides.answers.items()
     }
-    other = next((side for side in ("fla", ONE_BY_ONE) if side in us), None)
-    ratio = None if other is None else times.ratio("triton", other)
+    other = next((side for side in ("fla", ONE_BY_ONE, "torch") if side in us), None)
+    ratio = times.ratio("triton", other) if other is not None and "triton" in us else None
     by_way = (us.get("triton"), us.get("fla"), us.get(ONE_BY_ONE), us.get("torch"))
     errors = error.get("triton"), error.get("fla")
     report.add(kind, shape, name, *by_way, ratio, *errors, eager)
 
 
 def case_of(kind: str, heads: str, lengths: Step) -> LinearCase:
-    """Heads as given ("16x32"), of 128 dims each; mamba2 has a state of 128 for 64 dims of x."""
+    """Heads as given ("16x32"), of 128 dims each; mamba2 has a state of 128 for 64 dims of x, and
+    mamba1 one of 16 for each of its channels, which are its V heads."""
     k_heads, v_heads = map(int, heads.split("x"))
     k_heads = v_heads if kind in ("kda", "lightning") else k_heads
     dims = {"head_k_dim": 128, "head_v_dim": 64 if kind == "mamba2" else 128}
+    if kind == "mamba1":
+        dims = {"head_k_dim": 16, "head_v_dim": 1}
     shaped: dict[str, Any] = {**SHAPES[kind], **dims}
     shaped |= {"num_k_heads": k_heads, "num_v_heads": v_heads, "conv_dims": (), "conv_size": 0}
     return LinearCase(name="benchmark", kind=kind, steps=(lengths,), **shaped)  # type: ignore[arg-type]  # a key of SHAPES
@@ -154,7 +165,7 @@ def sides_of(case: LinearCase, device: torch.device) -> Sides:
     if device.type != "cpu":
         kernels = import_module("attnmux.triton.linear").TritonLinearBackend
         add("triton", on_backend(kernels(setup.context), step, given))
-        if not step.batch.forward_mode.is_decode():
+        if not step.batch.forward_mode.is_decode() and case.kind != "mamba1":
             recurrent = kernels(setup.context)
             recurrent.few_tokens = sys.maxsize
             add(ONE_BY_ONE, on_backend(recurrent, step, given))

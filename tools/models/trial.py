@@ -12,11 +12,10 @@ from __future__ import annotations
 
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -75,9 +74,7 @@ def _tried(
     say("loading")
     try:
         runner = make()
-        outcome = replace(
-            outcome, backend=", ".join(sorted({one.backend for one in _chosen(runner)}))
-        )
+        outcome = replace(outcome, backend=", ".join(sorted(_chosen(runner))))
         say("logits")
         found = compare_logits(runner, reference)
         say("texts")
@@ -116,8 +113,12 @@ def make_runner(
     return load_runner(open_checkpoint(folder), platform, offers, options, warn=_ignore)
 
 
-def _chosen(runner: ModelRunner) -> Iterator[Any]:
-    return (choice for _, choice in runner.decision.choices)
+def _chosen(runner: ModelRunner) -> set[str]:
+    """The backends of all layers."""
+    decision = runner.decision
+    chosen = [choice for _, choice in decision.choices]
+    chosen += [choice for _, _, choice in decision.linear_choices]
+    return {choice.backend for choice in chosen}
 
 
 def in_one_line(error: BaseException) -> str:

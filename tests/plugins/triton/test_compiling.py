@@ -225,6 +225,8 @@ def main(arch: str, *, full: bool) -> None:
         }
         if arch.startswith("gfx"):
             facts["scratch"] = scratch_bytes(compiled.asm["amdgcn"])
+        elif "scan" in case:
+            facts["spills"] = compiled.asm["sass"].count("LDL") + compiled.asm["sass"].count("STL")
         print(json.dumps(facts))
 
     of_pages = (("chosen pages", launch) for launch in chosen_pages())
@@ -246,6 +248,9 @@ def main(arch: str, *, full: bool) -> None:
     for kernel, words, values in merges():
         compiled = compile_kernel(kernel, words, values, target=target, options={"num_warps": 4})
         tell("merge", kernel, compiled)
+    for name, kernel, words, values in scans():
+        compiled = compile_kernel(kernel, words, values, target=target, options={"num_warps": 1})
+        tell(name, kernel, compiled)
     for kernel, words, values, num_warps in index_kernels():
         compiled = compile_kernel(
             kernel,
@@ -256,6 +261,25 @@ def main(arch: str, *, full: bool) -> None:
             odd_strides=frozenset({"scores_stride", "scales_stride"}),
         )
         tell("indexer", kernel, compiled)
+
+
+def scans() -> Iterator[tuple[str, Any, dict[str, str], dict[str, Any]]]:
+    """(case, kernel, Triton's types, constants) of a Mamba layer of 8192 channels: a prompt, a
+    decode step, and one that verifies 4 drafts."""
+    from attnmux.triton.kernels.channel_scan import scan_channels  # noqa: PLC0415  # as above
+    from attnmux.triton.linear import SCAN_STAGES, SCAN_TILE  # noqa: PLC0415  # as above
+
+    words = {name: "*bf16" for name in ("q", "k", "v", "beta", "out")}
+    words |= {"g": "*fp32", "states": "*fp32", "rows": "*i64", "known": "*i32", "scaling": "fp32"}
+    sizes = {"HV": 8192, "GROUP": 8192, "K": 16, "BLOCK_K": 16, "BLOCK_H": SCAN_TILE // 16}
+    flags = {"HAS_BETA": True, "NORMED": False, "STAGES": SCAN_STAGES, "ROOM": 4}
+    for case, own in {
+        "extend": {"starts": "*i32", "drafted": "constexpr"},
+        "decode": {"starts": "constexpr", "drafted": "constexpr"},
+        "verify": {"starts": "constexpr", "drafted": "*fp32"},
+    }.items():
+        of_case = {"IS_DECODE": case == "decode", "DRAFTS": 4 * (case == "verify")}
+        yield f"scan, {case}", scan_channels, {**words, **own}, {**sizes, **flags, **of_case}
 
 
 def index_kernels() -> Iterator[tuple[Any, dict[str, str], dict[str, Any], int]]:
@@ -350,6 +374,7 @@ HOPPER = {
 MERGES = {"merge.merge_splits"}
 DRAFTS = {"draft_attention.attend_drafts"}
 INDEXER = {"index_scores.score_keys"}
+SCANS = {"channel_scan.scan_channels"}
 BLOCKS = {"picked_blocks.attend_picked_blocks"}
 PAGES = {
     f"chosen_pages.{name}"
@@ -370,13 +395,15 @@ def test_every_kernel_compiles_and_fits(arch, script, full):
     assert {line["case"] for line in lines} == {
         *cases_of(arch, full=full),
         *("merge", "indexer", "chosen pages", "blocks", "drafts", "drafts, latent"),
+        *("scan, extend", "scan, decode", "scan, verify"),
     }
-    expected = PORTABLE | MERGES | DRAFTS | INDEXER | PAGES | BLOCKS
+    expected = PORTABLE | MERGES | DRAFTS | INDEXER | PAGES | BLOCKS | SCANS
     expected |= HOPPER if arch == "sm90" else set()
     if any("4-bit" in name for name in cases_of(arch, full=full)):
         expected |= FOUR_BITS
     assert {line["kernel"] for line in lines} == expected
     assert [line for line in lines if line["shared"] > TARGETS[arch]] == []
+    assert not any(line.get("spills") for line in lines)
     if arch in SCRATCH:
         spilling = [line for line in lines if line["scratch"] > most_scratch(line["case"])[arch]]
         assert spilling == []

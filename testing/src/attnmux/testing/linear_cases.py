@@ -171,6 +171,14 @@ def _of_kind(kind: str) -> Iterator[LinearCase]:
             "dims-64-128": {"head_v_dim": 128},
             "8-heads-over-2": {"num_k_heads": 2, "num_v_heads": 8},
         }
+    if kind == "mamba1":
+        settings |= {
+            "100-channels": {"num_v_heads": 100},
+            "48-channels-in-3-groups": {"num_k_heads": 3, "num_v_heads": 48},
+            "state-of-5": {"head_k_dim": 5},
+            "state-of-64": {"head_k_dim": 64},
+            "normed": {"qk_l2norm": True},
+        }
     for name, given in settings.items():
         yield _case(f"{kind}-decode-{name}", kind, decode(45, 3, 17), **given)
         yield _case(f"{kind}-extend-{name}", kind, extend((0, 70), (9, 20)), **given)

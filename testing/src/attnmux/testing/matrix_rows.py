@@ -185,7 +185,7 @@ def _row(kind: str, offer: Offer, excludes: tuple[str, ...]) -> Row | None:
         machines=_machines(clauses),
         phases=tuple(served),
         page_sizes=union_said(union("page_size", clauses)),
-        proven=proven(offer.card.verified_on, clauses),
+        proven=proven(offer.card.verified_on, clauses, kind),
         cells=tuple(_cell(column, clauses, phases) for column in COLUMNS),
         excludes=excludes,
         companions=() if {"extend", "decode"}.issubset(served) else offer.card.companions,

@@ -9,7 +9,7 @@ import pytest
 from attnmux.core.choosing.machine.platform import Platform
 from attnmux.core.choosing.offer.clause import Clause
 from attnmux.core.choosing.offer.conditions import ANY, one_of, versions
-from attnmux.core.choosing.offer.proof import PROOFS, Verified, proven, proven_on
+from attnmux.core.choosing.offer.proof import PROOFS, Verified, doubt, proven, proven_on
 
 H200 = Verified(on="NVIDIA H200", platform="nvidia:sm90", libraries=(), date="2026-11-21")
 LATER = replace(H200, on="NVIDIA H100", date="2026-11-23")
@@ -73,3 +73,28 @@ def test_a_run_of_some_phases_proves_no_others() -> None:
     said = "hardware: NVIDIA H200 (2026-11-21), extend and decode alone"
     assert str(proven((prompts,), (NVIDIA,))) == said
     assert str(proven((prompts, H200), (NVIDIA,))) == "hardware: NVIDIA H200 (2026-11-21)"
+
+
+def test_a_run_of_some_kinds_of_layers_proves_those_alone() -> None:
+    sm90 = Platform.parse("nvidia:sm90,cuda=13.0")
+    some = replace(H200, kinds=("gdn", "kda"))
+    runs = (some, replace(INTERPRETED, kinds=("mamba1",)))
+    assert proven(runs, (NVIDIA,)).word == "hardware"
+    assert str(proven(runs, (NVIDIA,), "gdn")) == "hardware: NVIDIA H200 (2026-11-21)"
+    assert str(proven(runs, (NVIDIA,), "mamba1")) == "interpreted (2026-11-24)"
+    assert proven_on(runs, sm90, ["decode"], "kda").word == "hardware"
+    assert proven_on(runs, sm90, ["decode"], "mamba1").word == "interpreted"
+    assert proven_on(runs, sm90, ["decode"]).word == "hardware"
+    assert (
+        proven_on((replace(some, phases=("extend",)),), sm90, ["decode"], "gdn").word == "nothing"
+    )
+
+
+def test_a_kind_that_never_ran_is_doubted() -> None:
+    sm90 = Platform.parse("nvidia:sm90,cuda=13.0")
+    runs = (replace(H200, kinds=("gdn",)), replace(INTERPRETED, kinds=("mamba1",)))
+    assert doubt(runs, sm90, ["decode"], "gdn") == ""
+    said = doubt(runs, sm90, ["decode"], "mamba1")
+    assert said.startswith("it has never run for mamba1 on nvidia:sm90, only on Triton's interpret")
+    said = doubt((replace(H200, kinds=("gdn",), phases=("extend",)),), sm90, ["decode"], "gdn")
+    assert said.startswith("it has never run for decode on nvidia:sm90")

@@ -73,6 +73,7 @@ def test_as_json() -> None:
         "date": "2026-11-21",
         "cases": 0,
         "phases": [],
+        "kinds": [],
     }
     assert EMULATOR.to_dict()["emulated"] is True
     assert INTERPRETED.to_dict()["emulated"] is False

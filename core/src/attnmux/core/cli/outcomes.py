@@ -76,7 +76,9 @@ def outcomes_of_refusal(
         other = f"{named[1]} was named" if named else blocked
         why = "" if verdict.verdict == "rejected" else f"fits, but {other}"
         offer = cards.get(verdict.address)
-        told = _outcome(verdict, offer, platform, verdict.verdict, why, verdict.reasons)
+        told = _outcome(
+            verdict, offer, platform, request.kind, verdict.verdict, why, verdict.reasons
+        )
         found.append(told)
 
     def is_other(outcome: Outcome) -> bool:
@@ -108,7 +110,8 @@ class _Account:
         offer = self.cards.get(verdict.address)
 
         def told(standing: Standing, why: str, reasons: Sequence[Reason] = ()) -> Outcome:
-            return _outcome(verdict, offer, self.decision.platform, standing, why, reasons)
+            of = self.decision
+            return _outcome(verdict, offer, of.platform, of.request.kind, standing, why, reasons)
 
         if self.decision.phases[verdict.phase].address == verdict.address:
             chosen = told("chosen", self._why_chosen(verdict))
@@ -193,6 +196,7 @@ def _outcome(
     verdict: Verdict,
     offer: Offer | None,
     platform: Platform,
+    layers: str,
     standing: Standing,
     why: str,
     reasons: Sequence[Reason],
@@ -206,7 +210,7 @@ def _outcome(
         why=why,
         proof=""
         if offer is None
-        else proven_on(offer.card.verified_on, platform, (verdict.phase,)).word,
+        else proven_on(offer.card.verified_on, platform, (verdict.phase,), layers).word,
         reasons=tuple(reasons),
     )
 

@@ -100,7 +100,9 @@ def render_machines(
         for phase, choice in answer.phases.items():
             served.setdefault(choice, []).append(phase)
         proofs = {
-            choice.backend: proven_on(cards[choice.address].verified_on, device, own).word
+            choice.backend: proven_on(
+                cards[choice.address].verified_on, device, own, answer.request.kind
+            ).word
             for choice, own in served.items()
             if choice.address in cards
         }

@@ -213,7 +213,7 @@ def _answered(
             for phase in request.phases
             if any(clause.phase.admits(phase) for clause in card.clauses)
         ]
-        return proven_on(card.verified_on, device, served).word
+        return proven_on(card.verified_on, device, served, request.kind).word
 
     proof = {offer.address: proof_of(offer.card) for offer in offers}
     if not isinstance(answer, NoBackend):

@@ -16,6 +16,7 @@ from attnmux.core import (
 )
 from attnmux.triton.convolutions import TritonConvolutions
 from attnmux.triton.factory import compute_units
+from attnmux.triton.kernels.channel_scan import scan_channels
 from attnmux.triton.kernels.linear import recur
 from attnmux.triton.linear_chunks import (
     CHUNK,
@@ -29,12 +30,19 @@ from attnmux.triton.linear_chunks import (
 if TYPE_CHECKING:
     from attnmux.core import ConvCall, ForwardBatch, LinearCall
 
+SCAN_TILE = 512
+"""Numbers of a state that a program of `scan_channels` holds: 16 for each thread of its warp."""
+SCAN_STAGES = 6
+"""Tokens that it loads ahead, in 11 KiB of shared memory: a token takes a warp less time than its
+loads take to arrive. Not timed on a GPU yet."""
+
 
 class TritonLinearBackend(LinearAttentionBackend):
-    """The recurrences of kinds with a decay for each head, Kimi's delta rule, and convolutions."""
+    """The recurrences of every kind, and convolutions."""
 
     few_tokens = 16
-    """Steps whose requests have no more new tokens than this run token by token."""
+    """Steps whose requests have no more new tokens than this run token by token. Those of mamba1
+    always do: in chunks, a V of one dim would be a matrix of one column."""
 
     _step: LinearStep
 
@@ -68,7 +76,7 @@ class TritonLinearBackend(LinearAttentionBackend):
         step, known = self._step, batch.extend_prefix_lens
         assert known is not None  # LinearStep.of has checked it
         call.out[step.num_tokens :].zero_()
-        if step.longest <= self.few_tokens:
+        if call.layer.kind == "mamba1" or step.longest <= self.few_tokens:
             self._recur(call, batch, known, step.starts)
         else:
             self._run_chunks(call, batch, known)
@@ -85,9 +93,7 @@ class TritonLinearBackend(LinearAttentionBackend):
         layer = call.layer
         heads, k_dim, v_dim = layer.num_v_heads, layer.head_k_dim, layer.head_v_dim
         block_k = triton.next_power_of_2(k_dim)
-        block_v = min(triton.next_power_of_2(v_dim), max(8, 4096 // block_k))
-        grid = (triton.cdiv(v_dim, block_v), heads, batch.batch_size)
-        recur[grid](
+        given = (
             *strided(call.q),
             *strided(call.k),
             *strided(call.v),
@@ -100,20 +106,33 @@ class TritonLinearBackend(LinearAttentionBackend):
             known,
             starts,
             layer.scaling,
-            HV=heads,
-            GROUP=heads // layer.num_k_heads,
-            K=k_dim,
+        )
+        shape = {
+            "HV": heads,
+            "GROUP": heads // layer.num_k_heads,
+            "K": k_dim,
+            "BLOCK_K": block_k,
+            "HAS_BETA": call.beta is not None,
+            "NORMED": layer.qk_l2norm,
+            "IS_DECODE": starts is None and not drafts,
+            "DRAFTS": drafts,
+            "ROOM": self.states.draft_tokens if drafts else 0,
+        }
+        if layer.kind == "mamba1":
+            tile = max(1, SCAN_TILE // block_k)
+            scan_channels[triton.cdiv(heads, tile), batch.batch_size](
+                *given, BLOCK_H=tile, STAGES=SCAN_STAGES, num_warps=1, **shape
+            )
+            return
+        block_v = min(triton.next_power_of_2(v_dim), max(8, 4096 // block_k))
+        recur[triton.cdiv(v_dim, block_v), heads, batch.batch_size](
+            *given,
             V=v_dim,
-            BLOCK_K=block_k,
             BLOCK_V=block_v,
             HAS_DELTA_RULE=layer.has_delta_rule,
             BY_CHANNEL=call.g.dim() == 3,
-            HAS_BETA=call.beta is not None,
-            NORMED=layer.qk_l2norm,
-            IS_DECODE=starts is None and not drafts,
-            DRAFTS=drafts,
-            ROOM=self.states.draft_tokens if drafts else 0,
             num_warps=4,
+            **shape,
         )
 
     def _run_chunks(self, call: LinearCall, batch: ForwardBatch, known: torch.Tensor) -> None:

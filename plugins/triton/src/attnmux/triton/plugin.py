@@ -223,6 +223,22 @@ TRITON = BackendCard(
     ),
 )
 
+
+def _linear_clause(dtype: str, *kinds: str, v_head_dim: Condition) -> Clause:
+    return Clause(
+        vendor=anything_but("cpu", "ascend", "apple"),
+        phase=one_of("extend", "decode", "verify"),
+        kind=one_of(*kinds),
+        dtype=one_of(dtype),
+        kv_dtype=one_of(dtype),
+        page_size=ANY,
+        head_dim=multiple_of(1, most=256),
+        v_head_dim=v_head_dim,
+        spec_topk=one_of(1),
+        graph=ANY,
+    )
+
+
 TRITON_LINEAR = BackendCard(
     name="triton_linear",
     summary="portable Triton kernels of recurrent and convolutional layers, also in graphs",
@@ -234,23 +250,15 @@ TRITON_LINEAR = BackendCard(
         "dtype": "states are float32; products of float32 calls are not rounded to TF32",
         "kv_dtype": "there is no KV cache; convolution states have the dtype of the call",
         "head_dim": "the K of a chunk is one tile",
-        "v_head_dim": "as head_dim",
+        "v_head_dim": "as head_dim; in mamba1 every channel is a head with a V of one dim",
     },
-    # Not mamba1, whose heads have a V of one dim: a tile would be a column.
     clauses=tuple(
-        Clause(
-            vendor=anything_but("cpu", "ascend", "apple"),
-            phase=one_of("extend", "decode", "verify"),
-            kind=one_of("gdn", "kda", "mamba2", "lightning", "conv"),
-            dtype=one_of(dtype),
-            kv_dtype=one_of(dtype),
-            page_size=ANY,
-            head_dim=multiple_of(1, most=256),
-            v_head_dim=multiple_of(1, most=256),
-            spec_topk=one_of(1),
-            graph=ANY,
-        )
+        _linear_clause(dtype, *kinds, v_head_dim=v_head_dim)
         for dtype in ("bfloat16", "float16", "float32")
+        for kinds, v_head_dim in (
+            (("gdn", "kda", "mamba2", "lightning", "conv"), multiple_of(1, most=256)),
+            (("mamba1",), one_of(1)),
+        )
     ),
     priors=(Prior(rank=25, source="no other serves a GPU but torch_linear, a last resort"),),
     verified_on=(
@@ -260,6 +268,14 @@ TRITON_LINEAR = BackendCard(
             libraries=("torch 2.11.0+cu130", "triton 3.6.0"),
             date="2026-11-28",
             cases=410,
+            kinds=("gdn", "kda", "mamba2", "lightning", "conv"),
+        ),
+        Verified(
+            on="Triton's interpreter",
+            interpreted=True,
+            libraries=("torch 2.13.0+cpu", "triton 3.6.0"),
+            date="2026-11-28",
+            kinds=("mamba1",),
         ),
     ),
 )

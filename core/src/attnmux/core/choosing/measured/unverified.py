@@ -63,7 +63,8 @@ def doubtful(decision: Decision, offers: Sequence[Offer]) -> Iterator[Unverified
     for (choice, kind, request), (of, served) in chosen.items():
         offer = by_address[choice.address]
         phases = tuple(dict.fromkeys(served))
-        reason = doubt(offer.card.verified_on, decision.platform, phases)
+        layers = kind or request.kind
+        reason = doubt(offer.card.verified_on, decision.platform, phases, layers)
         if reason:
             yield Unverified(
                 offer=offer,
@@ -79,7 +80,8 @@ def passed_over(
 ) -> str:
     """The backends that fit for these phases and ran on a device, in words, where the chosen one
     ran on none; else empty. offers: by address."""
-    if proven_on(chosen.card.verified_on, decision.platform, phases).is_on_a_device:
+    layers = decision.request.kind
+    if proven_on(chosen.card.verified_on, decision.platform, phases, layers).is_on_a_device:
         return ""
     fitting = [each for each in decision.candidates if each.phase in phases and each.eligible]
     found: dict[str, str] = {}
@@ -87,7 +89,7 @@ def passed_over(
         offer = offers.get(verdict.address)
         if offer is None or offer is chosen:
             continue
-        proof = proven_on(offer.card.verified_on, decision.platform, (verdict.phase,))
+        proof = proven_on(offer.card.verified_on, decision.platform, (verdict.phase,), layers)
         if proof.is_on_a_device:
             found[verdict.address] = f"{verdict.backend} ({proof.devices})"
     names = ", ".join(found.values())

@@ -32,6 +32,7 @@ RUN: Mapping[str, Check] = {
     "cases": whole(0),
     "libraries": several('a tuple of text, such as ("torch 2.11",)', tuple, str),
     "phases": several('a tuple of phases, such as ("extend", "decode")', tuple, str),
+    "kinds": several('a tuple of kinds of layers, such as ("mha", "mla")', tuple, str),
 }
 
 
@@ -60,6 +61,8 @@ class Verified(Plain):
     """Cases of the suite that agreed, eagerly and from graphs; 0 where they were not counted."""
     phases: tuple[str, ...] = ()
     """The phases that ran, where the card has got others since; empty for all of the card."""
+    kinds: tuple[str, ...] = ()
+    """The kinds of layers that ran, in the same way."""
 
     def __post_init__(self) -> None:
         check_fields("verified", self, RUN)
@@ -93,9 +96,12 @@ class Verified(Plain):
         """As in `Platform`; empty without a device."""
         return self.platform.partition(":")[2]
 
-    def covers(self, phase: str) -> bool:
-        """Whether the phase ran."""
-        return not self.phases or phase in self.phases
+    def covers(self, phase: str = "", kind: str = "") -> bool:
+        """Whether the phase ran, on layers of the kind; empty for any."""
+        return all(
+            not asked or not ran or asked in ran
+            for asked, ran in ((phase, self.phases), (kind, self.kinds))
+        )
 
     def __str__(self) -> str:
         return f"an emulator of {self.on}" if self.emulated else self.on
@@ -178,33 +184,45 @@ class Proven:
         return f"{self.word}{where} ({day}){alone}"
 
 
-def proven(runs: Sequence[Verified], clauses: Sequence[Clause]) -> Proven:
-    """The proof for all machines that the clauses serve."""
-    return _ordered(runs, lambda run: any(_serves(clause, run) for clause in clauses))
+def proven(runs: Sequence[Verified], clauses: Sequence[Clause], kind: str = "") -> Proven:
+    """The proof for all machines that the clauses serve, in layers of the kind; empty for any."""
+    covering = [run for run in runs if run.covers(kind=kind)]
+    return _ordered(covering, lambda run: any(_serves(clause, run) for clause in clauses))
 
 
-def proven_on(runs: Sequence[Verified], platform: Platform, phases: Sequence[str] = ()) -> Proven:
+def proven_on(
+    runs: Sequence[Verified], platform: Platform, phases: Sequence[str] = (), layers: str = ""
+) -> Proven:
     """The proof for one machine: a run on another kind of device is one on another device.
 
-    phases: those that are asked for; the least proven of them counts.
+    phases: those that are asked for; the least proven of them counts. layers: the kind of layers
+    that is asked for; empty for any.
     """
-    kind = f"{platform.vendor}:{platform.arch}"
-    covering = [[run for run in runs if run.covers(phase)] for phase in phases] or [list(runs)]
-    each = [_ordered(some, lambda run: run.platform == kind) for some in covering]
+    own = f"{platform.vendor}:{platform.arch}"
+    covering = [[run for run in runs if run.covers(one, layers)] for one in phases or [""]]
+    each = [_ordered(some, lambda run: run.platform == own) for some in covering]
     return max(each, key=lambda one: PROOFS.index(one.word))
 
 
-def doubt(runs: Sequence[Verified], platform: Platform, phases: Sequence[str] = ()) -> str:
-    """A warning where a phase never ran on the platform's kind of device; else empty."""
-    if proven_on(runs, platform, phases).word == "hardware":
+def doubt(
+    runs: Sequence[Verified], platform: Platform, phases: Sequence[str] = (), layers: str = ""
+) -> str:
+    """A warning where a phase never ran on the platform's kind of device, in layers of the kind;
+    else empty. layers: empty for any."""
+    if proven_on(runs, platform, phases, layers).word == "hardware":
         return ""
     if not runs:
         return "its card names no machine that it ran on"
     what, tried = "", runs
     if proven_on(runs, platform).word == "hardware":
-        doubted = [one for one in phases if proven_on(runs, platform, [one]).word != "hardware"]
-        what = f" for {' and '.join(doubted)}"
-        tried = [run for run in runs if all(run.covers(phase) for phase in doubted)]
+        if proven_on(runs, platform, (), layers).word == "hardware":
+            doubted = [
+                one for one in phases if proven_on(runs, platform, [one], layers).word != "hardware"
+            ]
+            what = f" for {' and '.join(doubted)}"
+        else:
+            doubted, what = list(phases), f" for {layers}"
+        tried = [run for run in runs if all(run.covers(one, layers) for one in doubted or [""])]
     only = "; ".join(
         dict.fromkeys(f"{run} ({', '.join((*run.libraries, run.date))})" for run in tried)
     )

@@ -49,6 +49,16 @@ def load_rows(x, stride, token, is_token, head, column, D: tl.constexpr):
 
 
 @triton.jit
+def joined_in_pairs(inverse, met, row, column, level, PRECISION: tl.constexpr):
+    """M of blocks of 2 ** (level + 2) rows, from that of blocks of half as many."""
+    joined = (row >> (level + 2)) == (column >> (level + 2))
+    joined &= (row >> (level + 1)) != (column >> (level + 1))
+    part = tl.where(joined, met, 0.0)
+    part = tl.dot(inverse, part, input_precision=PRECISION)
+    return inverse - tl.dot(part, inverse, input_precision=PRECISION)
+
+
+@triton.jit
 def inverted(met, place, PRECISION: tl.constexpr):
     """The inverse of I + met, for met [64, 64] below the diagonal. place: 0 to 63.
 
@@ -58,12 +68,13 @@ def inverted(met, place, PRECISION: tl.constexpr):
     row, column = place[:, None], place[None, :]
     joined = (row // 2 == column // 2) & (row != column)
     inverse = tl.where(row == column, 1.0, 0.0) - tl.where(joined, met, 0.0)
-    for level in tl.static_range(5):
-        joined = (row >> (level + 2)) == (column >> (level + 2))
-        joined &= (row >> (level + 1)) != (column >> (level + 1))
-        part = tl.where(joined, met, 0.0)
-        part = tl.dot(inverse, part, input_precision=PRECISION)
-        inverse -= tl.dot(part, inverse, input_precision=PRECISION)
+    if PRECISION == "ieee":
+        # Unrolled, ten products without tensor cores compile for half a minute, and spill
+        for level in range(5):
+            inverse = joined_in_pairs(inverse, met, row, column, level, PRECISION)
+    else:
+        for level in tl.static_range(5):
+            inverse = joined_in_pairs(inverse, met, row, column, level, PRECISION)
     return inverse
 
 
