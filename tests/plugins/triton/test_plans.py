@@ -11,6 +11,7 @@ pytest.importorskip("triton")
 
 from attnmux.core import InvalidInput
 from attnmux.triton.configs import ShareConfig
+from attnmux.triton.kernels.shares import WHOLE_KEYS
 from attnmux.triton.share_plans import ShareKey, SharePlan, Splitting
 from attnmux.triton.step import TritonStep
 from attnmux.triton.tile_plans import TileKey, TilePlan
@@ -80,7 +81,7 @@ def test_the_line_of_work_is_cut_into_equal_shares(lens, items, units, window):
     plan = planned(decoding(lens), items=items, units=units, window=window)
     each = [blocks(length, window) for length in lens]
     expected = max(-(-sum(each) * items // units), LEAST_SHARE)
-    if max(each) <= LEAST_SHARE and len(lens) * items <= units:
+    if max(each) <= max(LEAST_SHARE, WHOLE_KEYS.value // BLOCK) and len(lens) * items <= units:
         # Each item has a program of its own.
         expected = max(each)
         each = [expected] * len(lens)

@@ -58,6 +58,8 @@ class TritonBackend(AttentionBackend):
         super().__init__(context, options)
         self._splits = SplitOptions.of(options, deterministic=bool(context.request.deterministic))
         self._units = compute_units
+        self._tile_units = 0 if self._splits.deterministic else compute_units
+        """How a request's keys are split must not depend on its batch."""
         self._max_batch_size = context.max_batch_size
         self.launcher = Launcher()
         """Shared by all launches of this backend."""
@@ -96,9 +98,10 @@ class TritonBackend(AttentionBackend):
                 self._wide_attention[name] = WideTileAttention(
                     layer,
                     wide,
-                    self._units,
+                    self._tile_units,
                     context.max_context_len,
-                    deterministic=self._splits.deterministic,
+                    # Which kernel serves a request must not depend on its batch
+                    always=self._splits.deterministic,
                 )
                 self._wide_plans[name] = self._plans_of(wide)
         self._sums = RunningSums(context.max_batch_size, context.device, self.launcher)
@@ -277,13 +280,7 @@ class TritonBackend(AttentionBackend):
         return self._chain_attention[key]
 
     def _tiles_of(self, layer: TritonLayer) -> TileAttention:
-        return TileAttention(
-            layer,
-            self._units,
-            self.context.max_context_len,
-            # How a request's keys are split must not depend on its batch.
-            splits_keys=not self._splits.deterministic,
-        )
+        return TileAttention(layer, self._tile_units, self.context.max_context_len)
 
     def _plans_of(self, layer: TritonLayer, *, hides: bool = False) -> Plans:
         keys = {

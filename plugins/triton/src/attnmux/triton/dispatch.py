@@ -171,7 +171,7 @@ class Dispatch:
     """The pool's."""
     tables: ConfigTables = field(default_factory=ConfigTables)
     deterministic: bool = False
-    """Whether a request's bits must not depend on its batch."""
+    """Whether a request's bits must not depend on its batch, as they do on the height of tiles."""
 
     def tiles(self, *, hides: bool) -> TileConfig:
         """For many new tokens a request. hides: in steps with a custom mask or items."""
@@ -179,12 +179,11 @@ class Dispatch:
 
     def short_tiles(self) -> TileConfig | None:
         """Tiles of the same kernel that are less tall; None where there are none."""
+        if self.deterministic:
+            return None
         query = self._query(TILE_KERNELS, 1, hides=False)
         tall, short = self.tables.tiles(query), self.tables.short_tiles(query)
         if short is None or short.kernel != tall.kernel or short.block_m >= tall.block_m:
-            return None
-        # A row's bits depend on the blocks of its keys.
-        if self.deterministic and short.block_n != tall.block_n:
             return None
         return short
 

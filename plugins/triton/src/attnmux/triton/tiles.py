@@ -57,13 +57,10 @@ TENSORS = (
 class TileAttention:
     """A layer's launches of `attend_tiles` or of a Hopper kernel for tiles."""
 
-    def __init__(
-        self, layer: TritonLayer, units: int, max_context_len: int, *, splits_keys: bool
-    ) -> None:
-        """units: programs that run at a time. splits_keys: whether some may share the keys of a
-        tile, as many as the step leaves idle."""
+    def __init__(self, layer: TritonLayer, units: int, max_context_len: int) -> None:
+        """units: of the device, whose idle ones may share the keys of a tile; 0 where a tile's
+        keys stay together."""
         self._layer, self._units, self._max_context_len = layer, units, max_context_len
-        self._splits_keys = splits_keys
         shape = layer.shape
         is_cross = layer.spec.is_cross_attention
         self._kind = shape.kv_heads, shape.group, layer.window, layer.chunk, is_cross
@@ -165,8 +162,7 @@ class TileAttention:
         key = self._kind, short.block_m, tall.block_m, over_pool
         found = step.tiles.get(key)
         if found is None:
-            may_split = over_pool and self._splits_keys
-            num_splits = self._fitting(step, tall) if may_split else 1
+            num_splits = self._fitting(step, tall) if over_pool else 1
             is_short = short is not tall and num_splits == 1 and self._is_faster(step, short, tall)
             found = step.tiles[key] = is_short, num_splits
         is_short, num_splits = found
@@ -177,7 +173,7 @@ class TileAttention:
             return step.takes_short_tiles
         new, lens = step.batch.extend_seq_lens_cpu, step.batch.seq_lens_cpu
         layer = self._layer
-        if step.in_capture or layer.spec.is_cross_attention:
+        if not self._units or step.in_capture or layer.spec.is_cross_attention:
             return False
         if new is None or lens is None:
             return False

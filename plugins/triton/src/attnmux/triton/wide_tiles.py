@@ -97,15 +97,14 @@ class WideTileAttention:
         units: int,
         max_context_len: int,
         *,
-        deterministic: bool = False,
+        always: bool = False,
     ) -> None:
-        """wide: as `wide_layer` makes it. units, max_context_len: as of `TileAttention`.
-        deterministic: whether the bits of a request must not depend on its batch; then also keys
-        that few rows see are widened, and no key is split."""
+        """wide: as `wide_layer` makes it. units, max_context_len: as of `TileAttention`. always:
+        whether also keys that few rows see are widened, so that the bits of a request do not
+        depend on its batch."""
         self._layer, self._wide = layer, wide
         self._units, self._max_context_len = units, max_context_len
-        self._splits_keys = not deterministic
-        self._least_rows = 0 if deterministic else LEAST_ROWS
+        self._least_rows = 0 if always else LEAST_ROWS
         self._parts: dict[int, tuple[HeadPart, ...]] = {}
         """By KV heads of a part."""
         self._bound: dict[Hashable, BoundKernel] = {}
@@ -179,9 +178,7 @@ class WideTileAttention:
             group = layer.shape.group
             q_heads = slice(kv_heads.start * group, kv_heads.stop * group)
             layer = of_heads(layer, len(kv_heads), q_heads)
-        tiles = TileAttention(
-            layer, self._units, self._max_context_len, splits_keys=self._splits_keys
-        )
+        tiles = TileAttention(layer, self._units, self._max_context_len)
         return HeadPart(kv_heads=kv_heads, q_heads=q_heads, tiles=tiles)
 
     def _places(self, step: TritonStep) -> WidePlaces | None:

@@ -32,6 +32,9 @@ STATE = tl.constexpr(8)
 """int32 values of a program's row in `starts`, see `plan_shares`."""
 TRIES = tl.constexpr(32)
 """Lengths of a share that are tried."""
+WHOLE_KEYS = tl.constexpr(256)
+"""Items of at most so many keys are not shared where each can have a program: with two in some
+programs, 33 requests with a window of 127 took 12.2 us on an H200, and 8.3 with one."""
 
 
 @triton.jit(
@@ -84,8 +87,9 @@ def plan_shares(
     total = tl.sum(units, 0) * items
     longest = tl.maximum(tl.max(units, 0), 1)
     taken = tl.maximum((total + num_programs - 1) // num_programs, least_share)
-    if not IS_FIXED:  # noqa: SIM102  # this one is the compiler's
-        if (longest <= least_share) & (batch_size * items <= num_programs):
+    if not IS_FIXED:  # this one is the compiler's
+        is_short = longest <= tl.maximum(least_share, WHOLE_KEYS // BLOCK_N)
+        if is_short & (batch_size * items <= num_programs):
             # Each program has a whole item. Units after its last block are empty.
             taken = longest
             units = tl.where(is_request, longest, 0)
