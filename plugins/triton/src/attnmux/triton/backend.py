@@ -24,15 +24,12 @@ from attnmux.core import (
 from attnmux.triton.bound_kernel import Launcher
 from attnmux.triton.config_tables import ConfigTables
 from attnmux.triton.layer import TritonLayer
+from attnmux.triton.layers_attention import LayersAttention
 from attnmux.triton.operands import Results
-from attnmux.triton.share_plans import ShareKey, SharePlan, SplitOptions
-from attnmux.triton.shares import ShareAttention
-from attnmux.triton.slots import Slots, SlotTables
+from attnmux.triton.share_plans import SplitOptions
+from attnmux.triton.slots import SlotTables
 from attnmux.triton.step import NO_STEP, RunningSums, TritonStep, fill_trees
 from attnmux.triton.step_parts import WIDENED, StepPart, parts_of
-from attnmux.triton.tile_plans import Plans, TileKey, TilePlan
-from attnmux.triton.tiles import TileAttention
-from attnmux.triton.wide_tiles import WideTileAttention, wide_layer
 from attnmux.triton.write import PoolWriter
 
 if TYPE_CHECKING:
@@ -57,9 +54,6 @@ class TritonBackend(AttentionBackend):
         """
         super().__init__(context, options)
         self._splits = SplitOptions.of(options, deterministic=bool(context.request.deterministic))
-        self._units = compute_units
-        self._tile_units = 0 if self._splits.deterministic else compute_units
-        """How a request's keys are split must not depend on its batch."""
         self._max_batch_size = context.max_batch_size
         self.launcher = Launcher()
         """Shared by all launches of this backend."""
@@ -67,48 +61,18 @@ class TritonBackend(AttentionBackend):
             spec.layer_id: TritonLayer.of(spec, context, self.launcher, tables)
             for spec in context.layers
         }
-        self._share_attention = {name: ShareAttention(each) for name, each in self._layers.items()}
-        self._tile_attention = {name: self._tiles_of(each) for name, each in self._layers.items()}
-        self._chain_attention: dict[tuple[int, int], tuple[TileAttention, Plans] | None] = {}
-        """By layer and new tokens a request; None for chains that are verified in shares."""
+        self._attention = LayersAttention(
+            self._layers, context, self._splits, compute_units=compute_units, launcher=self.launcher
+        )
         groups = [each.slot_group for each in self._layers.values() if each.slot_group is not None]
         self._tables = SlotTables(frozenset(groups), context, self.launcher)
-        self._stored = [name for name, each in self._layers.items() if each.slot_group is not None]
-        """Ids of the layers that attend over the pool."""
-        self._shares: dict[ShareKey, SharePlan] = {}
-        self._share_plans: dict[tuple[int, int, bool], SharePlan] = {}
-        """By layer, new tokens a request, and whether the step hides keys."""
-        self._tiles: dict[TileKey, TilePlan] = {}
-        """Plans of tiles, which layers with equal keys share."""
-        self._tile_plans: dict[tuple[int, bool], Plans] = {}
-        """By layer, and whether the step hides keys."""
-        self._plans_of_step: dict[tuple[int | None, bool], tuple[SharePlan | TilePlan, ...]] = {}
-        """By new tokens a request, None where these differ, and whether the step hides keys."""
-        for hides in (False, True):
-            for name, layer in self._layers.items():
-                self._tile_plans[name, hides] = self._plans_of(layer, hides=hides)
         self._starts_of: dict[int, torch.Tensor] = {}
         """By new tokens a request."""
-        self._wide_attention: dict[int, WideTileAttention] = {}
-        """Of the layers whose keys may be widened first."""
-        self._wide_plans: dict[int, Plans] = {}
-        for name, layer in self._layers.items():
-            wide = wide_layer(layer)
-            if wide is not None:
-                self._wide_attention[name] = WideTileAttention(
-                    layer,
-                    wide,
-                    self._tile_units,
-                    context.max_context_len,
-                    # Which kernel serves a request must not depend on its batch
-                    always=self._splits.deterministic,
-                )
-                self._wide_plans[name] = self._plans_of(wide)
         self._sums = RunningSums(context.max_batch_size, context.device, self.launcher)
         self._kv_writer = PoolWriter(context.token_to_kv_pool, self.launcher)
-        stored = [self._layers[name] for name in self._stored]
-        self._limits = {(each.window, each.chunk) for each in stored}
-        """The windows and chunks of the layers that attend over the pool."""
+        self._stored = [each for each in self._layers.values() if each.slot_group is not None]
+        """The layers that attend over the pool."""
+        self._limits = {(each.window, each.chunk) for each in self._stored}
         self._may_part = not self._splits.deterministic and not any(
             each.shape.is_latent for each in self._layers.values()
         )
@@ -156,20 +120,15 @@ class TritonBackend(AttentionBackend):
     def _fill(self, step: TritonStep) -> None:
         self._sums.fill(step)
         fill_trees(step, self._limits)
-        for plan in self._plans(step.queries, hides=step.hides):
-            plan.fill(step)
+        self._attention.fill(step)
 
     def _parts_of(self, step: TritonStep) -> tuple[StepPart, ...]:
-        layers = [self._layers[name] for name in self._stored]
-        if not layers:
+        if not self._stored:
             return ()
-        limits = [max(each.window + 1, each.chunk) for each in layers]
-        return parts_of(
-            step,
-            max(each.shape.kv_heads * sum(each.shape.dims) for each in layers)
-            * (WIDENED if self.widens else 1),
-            self.context.max_context_len if 0 in limits else max(limits),
-        )
+        values = max(each.shape.kv_heads * sum(each.shape.dims) for each in self._stored)
+        limits = [max(window + 1, chunk) for window, chunk in self._limits]
+        most_keys = self.context.max_context_len if 0 in limits else max(limits)
+        return parts_of(step, values * (WIDENED if self.widens else 1), most_keys)
 
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
         """Checks the size alone: plans have room for the context's largest batch from the start."""
@@ -200,29 +159,12 @@ class TritonBackend(AttentionBackend):
             self._parts = ()
             self._fill(step)
         if slots is None or not self._parts:
-            self._attend_step(call, step, slots, results)
+            self._attention(call, step, slots, results)
         else:
             for part in self._parts:
                 part_slots, part_results = part.slots(slots), part.results(results)
-                self._attend_step(part.call(call), part.step, part_slots, part_results)
+                self._attention(part.call(call), part.step, part_slots, part_results)
         return results.handed_to(call)
-
-    def _attend_step(
-        self, call: AttentionCall, step: TritonStep, slots: Slots | None, results: Results
-    ) -> None:
-        """Attend over the pool, or over the call's own K and V where slots is None."""
-        name = call.layer.layer_id
-        if slots is not None and step.queries is not None:
-            chains = self._chains(name, step.queries, hides=step.hides)
-            if chains is None:
-                shares = self._share_plan(name, step.queries, hides=step.hides)
-                self._share_attention[name](call, step, shares, slots, results)
-            else:
-                attention, plans = chains
-                attention(call, step, plans, slots, results)
-        elif not self._attend_wide(call, step, slots, results):
-            tiles = self._tile_plans[name, step.hides]
-            self._tile_attention[name](call, step, tiles, slots, results)
 
     def force_short_tiles(self) -> None:
         """Let the prepared step take short tiles where its layers have them, to rehearse them."""
@@ -232,65 +174,7 @@ class TritonBackend(AttentionBackend):
     @property
     def widens(self) -> bool:
         """Whether some steps widen the keys of some layer."""
-        return bool(self._wide_attention)
-
-    def _attend_wide(
-        self, call: AttentionCall, step: TritonStep, slots: Slots | None, results: Results
-    ) -> bool:
-        """Whether the step's keys were widened and attended over."""
-        name = call.layer.layer_id
-        attention = self._wide_attention.get(name)
-        if attention is None or slots is None or step.queries is not None:
-            return False
-        return attention(call, step, self._wide_plans[name], slots, results)
-
-    def _plans(self, queries: int | None, *, hides: bool) -> tuple[SharePlan | TilePlan, ...]:
-        """Each plan of a step's layers once."""
-        plans = self._plans_of_step.get((queries, hides))
-        if plans is None:
-            of_layers: list[SharePlan | TilePlan] = []
-            if queries is None:
-                of_tiles = [self._tile_plans[name, hides] for name in self._layers]
-                for tile_plans in (*of_tiles, *self._wide_plans.values()):
-                    of_layers += tile_plans.values()
-            else:
-                for name in self._stored:
-                    chains = self._chains(name, queries, hides=hides)
-                    if chains is None:
-                        of_layers.append(self._share_plan(name, queries, hides=hides))
-                    else:
-                        of_layers += chains[1].values()
-            plans = self._plans_of_step[queries, hides] = tuple(dict.fromkeys(of_layers))
-        return plans
-
-    def _chains(
-        self, layer_id: int, queries: int, *, hides: bool
-    ) -> tuple[TileAttention, Plans] | None:
-        """For a step of `queries` new tokens a request that takes them in tiles."""
-        if queries == 1 or hides:
-            return None
-        key = layer_id, queries
-        if key not in self._chain_attention:
-            layer, found = self._layers[layer_id], None
-            config = layer.dispatch.chains(queries)
-            if config is not None:
-                layer = replace(layer, tiles=config, short_tiles=None)
-                found = self._tiles_of(layer), self._plans_of(layer)
-            self._chain_attention[key] = found
-        return self._chain_attention[key]
-
-    def _tiles_of(self, layer: TritonLayer) -> TileAttention:
-        return TileAttention(layer, self._tile_units, self.context.max_context_len)
-
-    def _plans_of(self, layer: TritonLayer, *, hides: bool = False) -> Plans:
-        keys = {
-            config.block_m: TileKey(group=layer.shape.group, block_m=config.block_m)
-            for config in layer.tile_configs(hides=hides)
-        }
-        for key in keys.values():
-            if key not in self._tiles:
-                self._tiles[key] = TilePlan(key, self.context.device, self.launcher)
-        return {height: self._tiles[key] for height, key in keys.items()}
+        return self._attention.widens
 
     def _starts(self, queries: int) -> torch.Tensor:
         """[max_batch_size + 1] int32: the first token of each request of `queries` ones."""
@@ -298,20 +182,3 @@ class TritonBackend(AttentionBackend):
             places = torch.arange(self._max_batch_size + 1, dtype=torch.int32)
             self._starts_of[queries] = (places * queries).to(self.context.device)
         return self._starts_of[queries]
-
-    def _share_plan(self, layer_id: int, queries: int, *, hides: bool) -> SharePlan:
-        plan = self._share_plans.get((layer_id, queries, hides))
-        if plan is None:
-            key = self._share_attention[layer_id].key(queries, self._splits, hides=hides)
-            plan = self._shares.get(key)
-            if plan is None:
-                plan = self._shares[key] = SharePlan(
-                    key,
-                    self._max_batch_size,
-                    self._units,
-                    self.context.device,
-                    part_dtype=self._splits.part_dtype(key.splitting, self._dtype),
-                    launcher=self.launcher,
-                )
-            self._share_plans[layer_id, queries, hides] = plan
-        return plan
