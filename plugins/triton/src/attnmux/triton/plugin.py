@@ -267,15 +267,7 @@ TRITON_LINEAR = BackendCard(
             platform="nvidia:sm90",
             libraries=("torch 2.11.0+cu130", "triton 3.6.0"),
             date="2026-11-28",
-            cases=410,
-            kinds=("gdn", "kda", "mamba2", "lightning", "conv"),
-        ),
-        Verified(
-            on="Triton's interpreter",
-            interpreted=True,
-            libraries=("torch 2.13.0+cpu", "triton 3.6.0"),
-            date="2026-11-28",
-            kinds=("mamba1",),
+            cases=504,
         ),
     ),
 )

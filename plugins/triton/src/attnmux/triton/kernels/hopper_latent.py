@@ -127,10 +127,10 @@ def attend_share(
         tile = tile_of(item + side, of_request, GROUP, QUERIES)
         if PART == 0:
             acc, top, mass, done, filled, passed = lead(
-                start, turns, scale, tile, rooms, done, filled, passed
+                start, turns, scale, tile, rooms, done, filled, passed, False
             )
         else:
-            acc, mass, done, passed = follow(turns, rooms, done, passed)
+            acc, mass, done, passed = follow(turns, rooms, done, passed, False)
             top = mass
         is_whole = count == of_request[2]
         store_item(

@@ -7,8 +7,9 @@ follows through shared memory; each multiplies them with its half of the values,
 of the keys. Further warps copy the rows of the keys into shared memory, `STAGES` blocks ahead, past
 the end of a tile.
 
-The one that follows begins with a block when the leading one has the logits of the next block, so
-that the tensor cores have work during the softmax of those.
+Where it LAGS, the one that follows begins with a block when the leading one has the logits of the
+next block, so that the tensor cores have work during the softmax of those. That holds places in
+shared memory longer, which the memory-bound steps of decode need.
 """
 
 # No annotations as strings: an aggregate reads those of its fields.
@@ -241,7 +242,14 @@ def copy_keys(keys, table, first_slot, start, turns, queries, tile, rooms, done,
 
 
 @gluon.jit
-def lead(start, turns, scale, tile, rooms, done, filled, passed):
+def add_values(weights, kept_share, values, acc):
+    """Begin to add a block's weighted values to acc [ROWS, HALF], whose earlier ones are scaled."""
+    operand = gl.convert_layout(weights, gl.DotOperandLayout(0, acc.type.layout, 2))
+    return warpgroup_mma(operand, values, rescaled(acc, kept_share), is_async=True)
+
+
+@gluon.jit
+def lead(start, turns, scale, tile, rooms, done, filled, passed, LAGS: gl.constexpr):
     """Compute a tile's logits and softmax, and the left half of its result.
 
     Returns acc [ROWS, HALF], top and mass [ROWS], top in units of log 2; and the blocks, queries
@@ -278,22 +286,24 @@ def lead(start, turns, scale, tile, rooms, done, filled, passed):
         fence_async_shared()
         logits = warpgroup_mma(halves.index(1), right.permute([1, 0]), logits, is_async=True)
         logits = warpgroup_mma_wait(0, deps=[logits])
-        mbarrier.arrive(rooms.multiplied)
+        if LAGS:
+            mbarrier.arrive(rooms.multiplied)
         if turn == turns - 1:
             mbarrier.arrive(rooms.q_free)
         weights, kept_share, top, mass = weigh(
             logits, top, mass, start + turn * BLOCK_N, end, least_end, scale
         )
         weights = weights.to(rooms.q_rope.dtype)
-        acc = rescaled(acc, kept_share)
-        operand = gl.convert_layout(weights, gl.DotOperandLayout(0, acc_layout, 2))
-        acc = warpgroup_mma(operand, left, acc, is_async=True)
+        if LAGS:
+            acc = add_values(weights, kept_share, left, acc)
         mbarrier.wait(rooms.passed_free, passed % 2 ^ 1)
         rooms.weights.store(weights)
         rooms.factors.store(kept_share)
         fence_async_shared()
         mbarrier.arrive(rooms.passed_full)
         passed += 1
+        if not LAGS:
+            acc = add_values(weights, kept_share, left, acc)
         acc = warpgroup_mma_wait(0, deps=[acc])
         mbarrier.arrive(rooms.left_free.index(stage))
         done += 1
@@ -306,7 +316,7 @@ def lead(start, turns, scale, tile, rooms, done, filled, passed):
 
 
 @gluon.jit
-def follow(turns, rooms, done, passed):
+def follow(turns, rooms, done, passed, LAGS: gl.constexpr):
     """Compute the right half of a tile's result.
 
     Returns acc [ROWS, HALF] and mass [ROWS], and what `done` and `passed` are then, see `lead`.
@@ -318,7 +328,8 @@ def follow(turns, rooms, done, passed):
         stage = done % rooms.STAGES
         mbarrier.wait(rooms.right_full.index(stage), done // rooms.STAGES % 2)
         mbarrier.wait(rooms.passed_full, passed % 2)
-        mbarrier.wait(rooms.multiplied, (done + 1) % 2, pred=turn < turns - 1)
+        if LAGS:
+            mbarrier.wait(rooms.multiplied, (done + 1) % 2, pred=turn < turns - 1)
         fence_async_shared()
         acc = rescaled(acc, rooms.factors.load(acc_rows))
         acc = warpgroup_mma(rooms.weights, rooms.k_right.index(stage), acc, is_async=True)

@@ -43,9 +43,9 @@ def attend_half(results, scale, tile, placed, rooms, PART: gl.constexpr):
     none = gl.to_tensor(0)
     if PART == 0:
         start = placed.start * BLOCK_N
-        acc, top, mass, _, _, _ = lead(start, turns, scale, tile, rooms, none, none, none)
+        acc, top, mass, _, _, _ = lead(start, turns, scale, tile, rooms, none, none, none, True)
     else:
-        acc, mass, _, _ = follow(turns, rooms, none, none)
+        acc, mass, _, _ = follow(turns, rooms, none, none, True)
         top = mass
     store_whole(acc, top, mass, results, tile, PART)
 
