@@ -217,8 +217,6 @@ from attnmux.core.key_scores import ScoresKeys as ScoresKeys
 from attnmux.core.kv.foreign import ForeignKVPool as ForeignKVPool
 from attnmux.core.kv.foreign import ForeignMLAPool as ForeignMLAPool
 from attnmux.core.kv.foreign import ForeignRequestTable as ForeignRequestTable
-from attnmux.core.kv.four_bits import pack_rows as pack_rows
-from attnmux.core.kv.four_bits import unpack_rows as unpack_rows
 from attnmux.core.kv.joined import JoinedKVPool as JoinedKVPool
 from attnmux.core.kv.linear_states import LinearStatePool as LinearStatePool
 from attnmux.core.kv.memory import allocate_zeroed as allocate_zeroed
@@ -228,8 +226,10 @@ from attnmux.core.kv.pool import check_loc as check_loc
 from attnmux.core.kv.pool import check_rows as check_rows
 from attnmux.core.kv.pool import word_dtype as word_dtype
 from attnmux.core.kv.quantise import ACTIVATION_DTYPES as ACTIVATION_DTYPES
+from attnmux.core.kv.quantise import pack_rows as pack_rows
 from attnmux.core.kv.quantise import quantise as quantise
 from attnmux.core.kv.quantise import stored_parts as stored_parts
+from attnmux.core.kv.quantise import unpack_rows as unpack_rows
 from attnmux.core.kv.request_table import BlockTable as BlockTable
 from attnmux.core.kv.request_table import ReqToTokenPool as ReqToTokenPool
 from attnmux.core.kv.request_table import RequestTable as RequestTable

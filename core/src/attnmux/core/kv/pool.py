@@ -10,10 +10,10 @@ import torch
 
 from attnmux.core.arguments import check_vector, check_whole_pages
 from attnmux.core.errors import InvalidInput
-from attnmux.core.kv.four_bits import DTYPE as FP4_DTYPE
 from attnmux.core.kv.memory import allocate_zeroed
 from attnmux.core.kv.quantise import (
     ACTIVATION_DTYPES,
+    FP4_DTYPE,
     SCALED_DTYPES,
     STORABLE_DTYPES,
     checked_scale,
@@ -101,7 +101,7 @@ class KVPool(ABC):
         """The scales of a layer's blocks of 4-bit floats, of any strides: those of K
         [slots, Hkv, D / 16] and of V [slots, Hkv, Dv / 16], e4m3. None for other dtypes.
 
-        The heads' scales begin at multiples of 4 bytes. See `four_bits`.
+        The heads' scales begin at multiples of 4 bytes. See `quantise.py`.
         Raises InvalidInput for a layer that is not stored here.
         """
         self._layer_index(layer_id)

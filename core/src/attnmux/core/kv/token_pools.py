@@ -8,10 +8,16 @@ from typing import TYPE_CHECKING
 import torch
 
 from attnmux.core.arguments import check_positive
-from attnmux.core.kv.four_bits import BLOCK, SCALE_DTYPE, check_width, scale_bytes
-from attnmux.core.kv.four_bits import DTYPE as FP4_DTYPE
 from attnmux.core.kv.pool import KVPool, check_loc, check_rows, words_of, write_rows
-from attnmux.core.kv.quantise import quantise, stored_parts
+from attnmux.core.kv.quantise import (
+    BLOCK,
+    FP4_DTYPE,
+    SCALE_DTYPE,
+    check_width,
+    quantise,
+    scale_bytes,
+    stored_parts,
+)
 
 if TYPE_CHECKING:
     from attnmux.core.layer import LayerSpec
