@@ -89,11 +89,9 @@ class TreeAttnBackend(DispatchingBackend):
         if not any(each.fits(made) for each in self._buffers):
             self._buffers.append(made)
 
-    def init_forward_metadata(self, batch: ForwardBatch) -> None:
-        self.check_step(batch)
-        super().init_forward_metadata(batch)
-
     def parts(self, batch: ForwardBatch, *, eager: bool) -> Parts:
+        if eager:
+            self.check_step(batch)
         verifies = batch.forward_mode.is_target_verify()
         return ((self.prefixes if verifies else self.child, self._of_one(batch)),)
 

@@ -110,11 +110,9 @@ class LocalAttnBackend(CompositeBackend):
         device = self.context.device
         self._buffers.append({chunk: StepBuffers.of(max_bs, device) for chunk in self.local})
 
-    def init_forward_metadata(self, batch: ForwardBatch) -> None:
-        self.check_step(batch)
-        super().init_forward_metadata(batch)
-
     def parts(self, batch: ForwardBatch, *, eager: bool) -> Parts:
+        if eager:
+            self.check_step(batch)
         self._virtual_steps = {chunk: self._virtual(batch, chunk) for chunk in self.local}
         if not eager and batch.forward_mode.is_decode():
             for chunk, step in self._virtual_steps.items():

@@ -58,14 +58,13 @@ class PickedBlocksBackend(CompositeBackend):
         self._sees_all = False
         self._plain: ForwardBatch | None = None
 
-    def init_forward_metadata(self, batch: ForwardBatch) -> None:
-        self.check_step(batch)
-        super().init_forward_metadata(batch)
-        self._take_rows(batch)
-
     def parts(self, batch: ForwardBatch, *, eager: bool) -> Parts:
         """Raises InvalidInput for a mask and for many items: the indexer masks."""
+        if eager:
+            self.check_step(batch)
         check_unmasked(batch)
+        if eager:
+            self._take_rows(batch)
         self._sees_all = eager and self._picks_all(batch)
         self._plain = replace(batch, topk_indices=None)
         return ((self.dense, self._plain),)

@@ -70,11 +70,9 @@ class SparseAttnBackend(CompositeBackend):
         super().init_cuda_graph_state(max_bs, max_num_tokens)
         self._buffers.append(StepBuffers.of(max_bs, self.context.device))
 
-    def init_forward_metadata(self, batch: ForwardBatch) -> None:
-        self.check_step(batch)
-        super().init_forward_metadata(batch)
-
     def parts(self, batch: ForwardBatch, *, eager: bool) -> Parts:
+        if eager:
+            self.check_step(batch)
         if not self._decodes(batch):
             return ((self.whole, batch),)
         step, self._width = self._virtual(batch), self._most
@@ -105,35 +103,22 @@ class SparseAttnBackend(CompositeBackend):
             expected = "True: decoding chooses among the pages of the pool"
             raise InvalidInput("save_kv_cache", got=False, expected=expected)
         layer_id = call.layer.layer_id
-        requests, own = self._requests(batch), self.context.token_to_kv_pool
-        self._kernels.copy(
-            own.get_kv_buffer(layer_id),
-            self.chosen.context.token_to_kv_pool.get_kv_buffer(layer_id),
-            self._chosen(layer_id, call.q, requests),
-            requests,
-        )
-        return self.chosen, structs.replace(call, k=None, v=None), self._prepared()
-
-    def choose(self, layer_id: int, q: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
-        """The pages that each KV head reads: their places in the sequence, [B, Hkv, n] int64.
-
-        q: [B, Hq, D]. Ascending, so that a page that is partly filled comes last. Where a request
-        has fewer than n pages, places beyond its last page follow. Of static shape in a graph.
-        """
-        return self._chosen(layer_id, q, self._requests(batch))
-
-    def _chosen(self, layer_id: int, q: torch.Tensor, requests: RequestPages) -> torch.Tensor:
-        scores = self._kernels.score(q, *self.bounds.of(layer_id), requests)
-        return self._kernels.choose(scores, requests, self._pages)
-
-    def _requests(self, batch: ForwardBatch) -> RequestPages:
-        return RequestPages(
+        requests = RequestPages(
             table=self.context.req_to_token_pool.req_to_token,
             rows=batch.req_pool_indices,
             lens=batch.seq_lens,
             page_size=self._page_size,
             width=self._width,
         )
+        # Places in the sequence, ascending, so that a page that is partly filled comes last
+        scores = self._kernels.score(call.q, *self.bounds.of(layer_id), requests)
+        self._kernels.copy(
+            self.context.token_to_kv_pool.get_kv_buffer(layer_id),
+            self.chosen.context.token_to_kv_pool.get_kv_buffer(layer_id),
+            self._kernels.choose(scores, requests, self._pages),
+            requests,
+        )
+        return self.chosen, structs.replace(call, k=None, v=None), self._prepared()
 
     def _decodes(self, batch: ForwardBatch) -> bool:
         """Raises InvalidInput for steps of drafts."""
