@@ -218,6 +218,8 @@ from attnmux.core.kv.foreign import ForeignKVPool as ForeignKVPool
 from attnmux.core.kv.foreign import ForeignMLAPool as ForeignMLAPool
 from attnmux.core.kv.foreign import ForeignRequestTable as ForeignRequestTable
 from attnmux.core.kv.joined import JoinedKVPool as JoinedKVPool
+from attnmux.core.kv.joined import SWAKVPool as SWAKVPool
+from attnmux.core.kv.joined import tokens_behind_window as tokens_behind_window
 from attnmux.core.kv.linear_states import LinearStatePool as LinearStatePool
 from attnmux.core.kv.memory import allocate_zeroed as allocate_zeroed
 from attnmux.core.kv.memory import free_host_memory as free_host_memory
@@ -235,8 +237,6 @@ from attnmux.core.kv.request_table import ReqToTokenPool as ReqToTokenPool
 from attnmux.core.kv.request_table import RequestTable as RequestTable
 from attnmux.core.kv.rows import gather_rows as gather_rows
 from attnmux.core.kv.rows import scatter_rows as scatter_rows
-from attnmux.core.kv.swa import SWAKVPool as SWAKVPool
-from attnmux.core.kv.swa import tokens_behind_window as tokens_behind_window
 from attnmux.core.kv.token_pools import MHATokenToKVPool as MHATokenToKVPool
 from attnmux.core.kv.token_pools import MLATokenToKVPool as MLATokenToKVPool
 from attnmux.core.kv.writer import KVWriter as KVWriter
@@ -244,9 +244,9 @@ from attnmux.core.latent import UpProjection as UpProjection
 from attnmux.core.layer import LayerSpec as LayerSpec
 from attnmux.core.layer import check_features as check_features
 from attnmux.core.linear_backend import LinearAttentionBackend as LinearAttentionBackend
-from attnmux.core.linear_call import ConvCall as ConvCall
-from attnmux.core.linear_call import LinearCall as LinearCall
 from attnmux.core.linear_layer import L2_EPS as L2_EPS
+from attnmux.core.linear_layer import ConvCall as ConvCall
+from attnmux.core.linear_layer import LinearCall as LinearCall
 from attnmux.core.linear_layer import LinearLayerSpec as LinearLayerSpec
 from attnmux.core.op import attention_with_output as attention_with_output
 from attnmux.core.op import current_forward_context as current_forward_context

@@ -16,7 +16,7 @@ from attnmux.core.arguments import check_fields
 from attnmux.core.batch import ForwardMode
 from attnmux.core.debug import check_batch
 from attnmux.core.errors import InvalidInput, PluginError
-from attnmux.core.linear_call import ConvCall, LinearCall, check_conv, check_linear
+from attnmux.core.linear_layer import ConvCall, LinearCall, check_conv, check_linear
 from attnmux.core.steps import NO_OPTIONS, StepBackend
 from attnmux.core.tree_masks import tree_mask_of
 

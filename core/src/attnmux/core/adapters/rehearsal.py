@@ -13,8 +13,7 @@ from attnmux.core.batch import ForwardBatch, ForwardMode, MultiItem
 from attnmux.core.dtypes import torch_dtype
 from attnmux.core.errors import InvalidInput
 from attnmux.core.kv.linear_states import LinearStatePool
-from attnmux.core.linear_call import ConvCall
-from attnmux.core.linear_layer import LinearLayerSpec
+from attnmux.core.linear_layer import ConvCall, LinearLayerSpec
 from attnmux.core.spec import SpecInput
 
 if TYPE_CHECKING:

@@ -19,8 +19,7 @@ if TYPE_CHECKING:
     from attnmux.core.choosing.tell.choice import Choice
     from attnmux.core.choosing.tell.decision import Decision
     from attnmux.core.context import BackendContext
-    from attnmux.core.linear_call import ConvCall, LinearCall
-    from attnmux.core.linear_layer import LinearLayerSpec
+    from attnmux.core.linear_layer import ConvCall, LinearCall, LinearLayerSpec
 
 
 class LinearByPhase(LinearAttentionBackend):
