@@ -1,5 +1,4 @@
-"""One recurrent or convolutional layer: its description, its calls as `LinearAttentionBackend` passes
-them on, and their checks."""
+"""One recurrent or convolutional layer: its description, and its calls with their checks."""
 
 from __future__ import annotations
 

@@ -26,9 +26,8 @@ from attnmux.core.graph.config import (
     padded_size,
     show_progress,
 )
-from attnmux.core.graph.devices import CapturedGraph, DeviceGraphs, GraphStep
+from attnmux.core.graph.devices import ALONE, CapturedGraph, CapturingRanks, DeviceGraphs, GraphStep
 from attnmux.core.graph.outputs import FixedOutputs
-from attnmux.core.graph.together import ALONE, CapturingRanks
 from attnmux.core.op import forward_context
 from attnmux.core.spec import SpecInput
 from attnmux.core.tree_masks import masks_drafts

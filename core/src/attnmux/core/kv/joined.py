@@ -1,5 +1,4 @@
-"""Several pools as one, with one numbering of slots: a pool for each shape of layers, and models whose
-window layers keep only their last tokens, in a smaller pool."""
+"""Several pools as one: layers whose heads or dims differ, and window layers in a smaller pool."""
 
 from __future__ import annotations
 
