@@ -13,7 +13,7 @@ from attnmux.core.choosing.measured.unverified import doubtful
 from attnmux.core.choosing.offer.named import read_options
 from attnmux.core.choosing.tell.decision import Decision
 from attnmux.core.cli.asking import Asked
-from attnmux.core.cli.builds import lacking_compiler
+from attnmux.core.cli.here import lacking_compiler
 from attnmux.core.cli.outcomes import Outcome, outcomes, outcomes_of_refusal
 from attnmux.core.errors import NoBackend
 from attnmux.core.settings import PREFIX, Settings

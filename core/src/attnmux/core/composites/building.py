@@ -12,7 +12,6 @@ from attnmux.core.choosing.common.frozen import FrozenMapping
 from attnmux.core.choosing.find.devices import detect, pick_platform
 from attnmux.core.choosing.measured.measurement import read_measurements
 from attnmux.core.choosing.measured.ranking import accuracy_by
-from attnmux.core.composites.chosen_pages import sparse_context
 from attnmux.core.composites.chunked_prefix import (
     ChunkedPrefixBackend,
     expanded_context,
@@ -26,7 +25,7 @@ from attnmux.core.composites.layer_groups import LayerGroupsBackend, group_conte
 from attnmux.core.composites.linear_hybrid import with_linear_layers
 from attnmux.core.composites.part_attention import MOST_LANES
 from attnmux.core.composites.picked_blocks import PickedBlocksBackend, dense_context
-from attnmux.core.composites.sparse_pages import SparseAttnBackend
+from attnmux.core.composites.sparse_pages import SparseAttnBackend, sparse_context
 from attnmux.core.composites.two_batches import TboAttnBackend
 from attnmux.core.dtypes import dtype_name
 from attnmux.core.errors import BackendFailed, InvalidInput

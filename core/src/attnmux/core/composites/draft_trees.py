@@ -16,10 +16,13 @@ from attnmux.core.composites.draft_attention import (
     DraftAttention,
     DraftKeys,
     SeenPrefixes,
+    Trees,
+    as_heads,
     attend_to_drafts,
+    sinks_as_heads,
+    trees_of,
 )
 from attnmux.core.composites.part_attention import is_mergeable
-from attnmux.core.composites.tree_steps import Trees, as_heads, sinks_as_heads, trees_of
 from attnmux.core.errors import InvalidInput
 from attnmux.core.tree_masks import check_trees
 

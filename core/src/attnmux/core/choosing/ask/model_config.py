@@ -7,9 +7,14 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from attnmux.core.choosing.ask.layer_group import LayerGroup
-from attnmux.core.choosing.ask.model_groups import attention_layers, differing_shapes
-from attnmux.core.choosing.ask.model_heads import attention_heads, latent_heads, linear_dims, whole
+from attnmux.core.choosing.ask.model_heads import (
+    attention_heads,
+    attention_layers,
+    differing_shapes,
+    latent_heads,
+    linear_dims,
+    whole,
+)
 from attnmux.core.choosing.ask.model_layers import (
     ATTENTION,
     CHUNKED,
@@ -34,6 +39,7 @@ from attnmux.core.choosing.ask.model_types import (
     WINDOW_KV_HEADS,
     WINDOW_SINKS,
 )
+from attnmux.core.choosing.ask.values import LayerGroup
 from attnmux.core.choosing.common.files import read_file
 from attnmux.core.errors import InvalidInput
 

@@ -8,9 +8,15 @@ from dataclasses import replace as replace_fields
 from pathlib import Path
 from typing import Any
 
-from attnmux.core.choosing.ask.layer_group import LayerGroup
 from attnmux.core.choosing.ask.sparse import check_picked_blocks, check_sparse
-from attnmux.core.choosing.ask.values import BY_NAME, BY_TYPE, LINEAR_KINDS, PHASES, Reader
+from attnmux.core.choosing.ask.values import (
+    BY_NAME,
+    BY_TYPE,
+    LINEAR_KINDS,
+    PHASES,
+    LayerGroup,
+    Reader,
+)
 from attnmux.core.choosing.common.checks import nearest
 from attnmux.core.choosing.common.frozen import FrozenMapping, defaults
 from attnmux.core.choosing.common.plain import Plain, plain_fields

@@ -6,7 +6,8 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
 from attnmux.core.choosing.ask.request import Request
 from attnmux.core.choosing.common.verdict import Reason
-from attnmux.core.choosing.judge.accuracy import (
+from attnmux.core.choosing.judge.axes import Question
+from attnmux.core.choosing.judge.checking import (
     Accuracy,
     by_card,
     inaccurate,
@@ -14,7 +15,6 @@ from attnmux.core.choosing.judge.accuracy import (
     too_large,
     unbounded,
 )
-from attnmux.core.choosing.judge.axes import Question
 from attnmux.core.choosing.machine.platform import Platform
 from attnmux.core.choosing.measured.measurement import Measurement, shape_of
 from attnmux.core.choosing.offer.card import Offer

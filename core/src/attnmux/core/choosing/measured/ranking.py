@@ -14,9 +14,8 @@ from math import isqrt
 
 from attnmux.core.choosing.ask.policy import Policy
 from attnmux.core.choosing.ask.request import Request
-from attnmux.core.choosing.judge.accuracy import Accuracy
 from attnmux.core.choosing.judge.axes import Question
-from attnmux.core.choosing.judge.checking import Rank, Ranking, prior_rank, standing
+from attnmux.core.choosing.judge.checking import Accuracy, Rank, Ranking, prior_rank, standing
 from attnmux.core.choosing.judge.shortcomings import admits_any
 from attnmux.core.choosing.machine.platform import Platform
 from attnmux.core.choosing.measured.accuracy import Current, by_measurement, notes_on

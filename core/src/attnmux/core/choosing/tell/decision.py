@@ -15,12 +15,12 @@ from attnmux.core.choosing.ask.derived import (
     prefixes_request,
     undrafted_request,
 )
-from attnmux.core.choosing.ask.layer_group import LayerGroup
 from attnmux.core.choosing.ask.request import Request
+from attnmux.core.choosing.ask.values import LayerGroup
 from attnmux.core.choosing.common.frozen import FrozenMapping
 from attnmux.core.choosing.common.plain import Plain, plain_fields
 from attnmux.core.choosing.common.verdict import Coercion, Verdict
-from attnmux.core.choosing.judge.accuracy import Accuracy, by_card
+from attnmux.core.choosing.judge.checking import Accuracy, by_card
 from attnmux.core.choosing.machine.platform import Platform
 from attnmux.core.choosing.offer.card import LAST_RESORT, Offer
 from attnmux.core.choosing.offer.libraries import Libraries, installed_version
