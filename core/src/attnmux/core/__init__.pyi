@@ -226,7 +226,6 @@ from attnmux.core.kv.memory import free_host_memory as free_host_memory
 from attnmux.core.kv.pool import KVPool as KVPool
 from attnmux.core.kv.pool import check_loc as check_loc
 from attnmux.core.kv.pool import check_rows as check_rows
-from attnmux.core.kv.pool import word_dtype as word_dtype
 from attnmux.core.kv.quantise import ACTIVATION_DTYPES as ACTIVATION_DTYPES
 from attnmux.core.kv.quantise import pack_rows as pack_rows
 from attnmux.core.kv.quantise import quantise as quantise
@@ -235,11 +234,12 @@ from attnmux.core.kv.quantise import unpack_rows as unpack_rows
 from attnmux.core.kv.request_table import BlockTable as BlockTable
 from attnmux.core.kv.request_table import ReqToTokenPool as ReqToTokenPool
 from attnmux.core.kv.request_table import RequestTable as RequestTable
+from attnmux.core.kv.rows import KVWriter as KVWriter
 from attnmux.core.kv.rows import gather_rows as gather_rows
 from attnmux.core.kv.rows import scatter_rows as scatter_rows
+from attnmux.core.kv.rows import word_dtype as word_dtype
 from attnmux.core.kv.token_pools import MHATokenToKVPool as MHATokenToKVPool
 from attnmux.core.kv.token_pools import MLATokenToKVPool as MLATokenToKVPool
-from attnmux.core.kv.writer import KVWriter as KVWriter
 from attnmux.core.latent import UpProjection as UpProjection
 from attnmux.core.layer import LayerSpec as LayerSpec
 from attnmux.core.layer import check_features as check_features

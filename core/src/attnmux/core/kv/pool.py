@@ -22,8 +22,6 @@ from attnmux.core.kv.quantise import (
 if TYPE_CHECKING:
     from attnmux.core.layer import LayerSpec
 
-_WORDS = (torch.int64, torch.int32, torch.int16, torch.uint8)
-
 
 class KVPool(ABC):
     """K and V of every token, by layer and slot.
@@ -272,30 +270,3 @@ def check_rows(
         raise InvalidInput(
             argument, got=f"a tensor on {rows.device}", expected=f"one on {loc.device}, as loc is"
         )
-
-
-def word_dtype(*row_bytes: int) -> torch.dtype:
-    """The widest integer dtype whose size divides all of these row lengths in bytes.
-
-    Rows are copied as words of it: index_copy_ on a CPU copies one element after another, so that
-    few wide ones are faster, and it does not support 8-bit floats.
-    """
-    return next(word for word in _WORDS if not any(size % word.itemsize for size in row_bytes))
-
-
-def words_of(buffer: torch.Tensor) -> torch.Tensor:
-    """The buffer [slots, Hkv, D] as the widest integers that its rows and strides divide into; see
-    `word_dtype`. The dims of one slot are joined where they are contiguous."""
-    slots, heads, dim = buffer.shape
-    if heads == 1 or buffer.stride(1) == dim:
-        buffer = buffer.as_strided((slots, heads * dim), (buffer.stride(0), 1))
-    lengths = (buffer.shape[-1], int(buffer.storage_offset()), *buffer.stride()[:-1])
-    return buffer.view(word_dtype(*(length * buffer.itemsize for length in lengths)))
-
-
-def write_rows(words: torch.Tensor, loc: torch.Tensor, rows: torch.Tensor) -> None:
-    """Copy rows [T, …], already of the stored dtype, to words[loc], a view of `words_of`."""
-    rows = (rows.flatten(1) if words.dim() == 2 else rows).contiguous()
-    if rows.storage_offset() * rows.itemsize % words.itemsize:
-        rows = rows.clone()  # the slice begins in the middle of a word
-    words.index_copy_(0, loc, rows.view(words.dtype))

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from attnmux.core.arguments import check_positive
-from attnmux.core.kv.pool import KVPool, check_loc, check_rows, words_of, write_rows
+from attnmux.core.kv.pool import KVPool, check_loc, check_rows
 from attnmux.core.kv.quantise import (
     BLOCK,
     FP4_DTYPE,
@@ -18,6 +18,7 @@ from attnmux.core.kv.quantise import (
     scale_bytes,
     stored_parts,
 )
+from attnmux.core.kv.rows import words_of, write_rows
 
 if TYPE_CHECKING:
     from attnmux.core.layer import LayerSpec
