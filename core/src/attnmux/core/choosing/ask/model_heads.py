@@ -17,39 +17,39 @@ LINEAR_V_DIMS = (
 """Names of the dims of a recurrent layer's heads, in the models that have them."""
 
 
-def whole(values: Mapping[str, Any], name: str, source: str) -> int:
+def whole(values: Mapping[str, Any], name: str, where: str = "") -> int:
     number = values.get(name)
     if isinstance(number, bool) or not isinstance(number, int) or number < 1:
         absent = f"{values.get('model_type') or 'a model'} without {name}"
-        got = f"{absent if number is None else f'{name}={number!r}'} in {source}"
+        got = f"{absent if number is None else f'{name}={number!r}'}{where}"
         raise InvalidInput("model", got=got, expected=f"a positive {name} in config.json")
     return number
 
 
-def _q_heads_per_rank(values: Mapping[str, Any], source: str, tp: int) -> int:
-    heads = whole(values, "num_attention_heads", source)
+def _q_heads_per_rank(values: Mapping[str, Any], tp: int) -> int:
+    heads = whole(values, "num_attention_heads")
     if tp < 1 or heads % tp:
         raise InvalidInput("tp", got=str(tp), expected=f"a divisor of the model's {heads} heads")
     return heads // tp
 
 
-def attention_heads(values: Mapping[str, Any], source: str, tp: int) -> dict[str, Any]:
-    q_heads = _q_heads_per_rank(values, source, tp)
-    kv_heads = _kv_heads(values, source)
+def attention_heads(values: Mapping[str, Any], tp: int) -> dict[str, Any]:
+    q_heads = _q_heads_per_rank(values, tp)
+    kv_heads = _kv_heads(values)
     if kv_heads % tp and tp % kv_heads:
         expected = f"a divisor or a multiple of the model's {kv_heads} KV heads"
         raise InvalidInput("tp", got=str(tp), expected=expected)
     heads = q_heads * tp
     if heads % kv_heads:
-        got = f"{heads} heads over {kv_heads} KV heads in {source}"
+        got = f"{heads} heads over {kv_heads} KV heads"
         raise InvalidInput("model", got=got, expected="as many heads for each KV head")
     name = "hidden_size" if values.get("head_dim") is None else "head_dim"
-    dims = whole(values, name, source)
+    dims = whole(values, name)
     head_dim = dims // heads if name == "hidden_size" else dims
     if not head_dim:
-        got = f"{name}={dims} for {heads} heads in {source}"
+        got = f"{name}={dims} for {heads} heads"
         raise InvalidInput("model", got=got, expected="at least one dimension a head")
-    v_head_dim = None if values.get("v_head_dim") is None else whole(values, "v_head_dim", source)
+    v_head_dim = None if values.get("v_head_dim") is None else whole(values, "v_head_dim")
     return {
         # Qwen2.5-1M
         "kind": "dual_chunk" if values.get("dual_chunk_attention_config") else "mha",
@@ -60,25 +60,25 @@ def attention_heads(values: Mapping[str, Any], source: str, tp: int) -> dict[str
     }
 
 
-def _kv_heads(values: Mapping[str, Any], source: str) -> int:
+def _kv_heads(values: Mapping[str, Any]) -> int:
     # Falcon and StarCoder; Falcon's later layout states its groups.
     if values.get("multi_query") and not values.get("new_decoder_architecture"):
         return 1
     stated = values.get("num_key_value_heads") is not None
-    return whole(values, "num_key_value_heads" if stated else "num_attention_heads", source)
+    return whole(values, "num_key_value_heads" if stated else "num_attention_heads")
 
 
-def latent_heads(values: Mapping[str, Any], source: str, tp: int) -> dict[str, Any]:
-    rope = whole(values, "qk_rope_head_dim", source)
+def latent_heads(values: Mapping[str, Any], tp: int) -> dict[str, Any]:
+    rope = whole(values, "qk_rope_head_dim")
     sparse = values.get("index_topk") is not None
     return {
         "kind": "nsa" if sparse else "mla",
-        "index_topk": whole(values, "index_topk", source) if sparse else None,
-        "num_q_heads": _q_heads_per_rank(values, source, tp),
+        "index_topk": whole(values, "index_topk") if sparse else None,
+        "num_q_heads": _q_heads_per_rank(values, tp),
         "num_kv_heads": 1,
-        "head_dim": whole(values, "qk_nope_head_dim", source) + rope,
-        "v_head_dim": whole(values, "v_head_dim", source),
-        "kv_lora_rank": whole(values, "kv_lora_rank", source),
+        "head_dim": whole(values, "qk_nope_head_dim") + rope,
+        "v_head_dim": whole(values, "v_head_dim"),
+        "kv_lora_rank": whole(values, "kv_lora_rank"),
         "qk_rope_head_dim": rope,
     }
 

@@ -228,12 +228,15 @@ class Request(Plain):
         Raises InvalidInput where there is no usable config.json, or where `tp` does not divide.
         """
         # Most requests are fields alone
-        from attnmux.core.choosing.ask.model_config import read_model  # noqa: PLC0415
+        from attnmux.core.choosing.ask.model_config import load_config, read_model  # noqa: PLC0415
 
-        given = read_model(Path(path), tp)
+        config = load_config(Path(path))
         try:
+            given = read_model(config, tp)
             return cls(**given, origins=dict.fromkeys(given, "model"))
         except InvalidInput as error:
+            if error.argument == "tp":
+                raise
             got = f"{error.got} in {path}"
             raise InvalidInput(error.argument, got=got, expected=error.expected) from None
 
