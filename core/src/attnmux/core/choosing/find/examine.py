@@ -149,6 +149,19 @@ class Plugin(NamedTuple):
         )
 
 
+def answers_of(
+    entries: Sequence[Entry],
+    kept: Mapping[str, Plugin | None],
+    stages: Sequence[Stage],
+    seconds: float,
+) -> tuple[list[Plugin], list[Plugin]]:
+    """The answers of all entries, and of those alone that had none in `kept`, by key, and are
+    examined now."""
+    new = examine([each for each in entries if kept.get(each.key) is None], stages, seconds)
+    found = {each.entry.key: each for each in (*filter(None, kept.values()), *new)}
+    return [found[each.key] for each in entries], new
+
+
 def examine(entries: Sequence[Entry], stages: Sequence[Stage], seconds: float) -> list[Plugin]:
     """Load each plugin in a process of its own, and ask it for cards, devices or both (`stages`).
 

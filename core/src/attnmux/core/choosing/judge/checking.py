@@ -9,7 +9,7 @@ from attnmux.core.choosing.ask.policy import Policy
 from attnmux.core.choosing.ask.request import Request
 from attnmux.core.choosing.common.verdict import Reason, Status, Verdict, without_hints
 from attnmux.core.choosing.judge.axes import Question, meets
-from attnmux.core.choosing.judge.requirements import install_hint, missing
+from attnmux.core.choosing.judge.requirements import install_hint, required
 from attnmux.core.choosing.judge.shortcomings import shortcomings
 from attnmux.core.choosing.machine.platform import Platform
 from attnmux.core.choosing.offer.card import CONTRACTS, DEFAULT_RANK, BackendCard, Offer
@@ -95,7 +95,10 @@ def standing(offer: Offer, policy: Policy, libraries: Libraries) -> list[Reason]
     if failure is not None:
         hint = failure.hint or install_hint(card, offer.distribution)
         bar("FAILED", "kernels", "kernels that load and compile", failure.reason, hint)
-    return reasons + missing(card, libraries, offer.distribution)
+    for library in required(card, libraries, offer.distribution):
+        if library.state != "present":
+            bar("LIBRARY", "requires", library.wanted, library.offered, library.hint)
+    return reasons
 
 
 def check(

@@ -39,7 +39,6 @@ def solve_measured(
     policy: Policy | None = None,
     *,
     measurements: Iterable[Measurement],
-    libraries: Libraries = installed_version,
 ) -> Decision:
     """`solve` with the ranks of `ranking_by` and measured errors, then `with_batch_sizes`.
 
@@ -47,17 +46,14 @@ def solve_measured(
     the phase. Raises what `solve` raises.
     """
     offers = tuple(offers)
-    found = current_measurements(measurements, platform, offers, policy, libraries=libraries)
-    ranking = ranking_by(found, offers)
-    accuracy = by_measurement(found, platform)
-    decision = solve(
-        request, platform, offers, policy, libraries=libraries, ranking=ranking, accuracy=accuracy
-    )
+    found = current_measurements(measurements, platform, offers, policy)
+    ranking, accuracy = ranking_by(found, offers), by_measurement(found, platform)
+    decision = solve(request, platform, offers, policy, ranking=ranking, accuracy=accuracy)
     if not found:
         return decision
     groups = []
     for group in decision.groups:
-        sized = with_batch_sizes(group, offers, policy, found, libraries=libraries)
+        sized = with_batch_sizes(group, offers, policy, found)
         groups.append(replace(sized, notes=notes_on(sized, found)))
     return Decision.of_groups(groups, request.other_layers)
 
@@ -186,8 +182,6 @@ def with_batch_sizes(
     offers: Sequence[Offer],
     policy: Policy | None,
     found: Current,
-    *,
-    libraries: Libraries = installed_version,
 ) -> Decision:
     """The decision, with backends that decode some batch sizes faster than the phase's backend.
 
@@ -208,7 +202,7 @@ def with_batch_sizes(
         return decision
     rivals = _rivals(decision, offers, policy, usual)
     best = [_best(times[size], usual, rivals) for size in sizes]
-    given = read_options(policy.options, offers, libraries)
+    given = read_options(policy.options, offers)
     ranges = []
     for address, places in groupby(range(len(sizes)), key=lambda place: best[place][0]):
         if address == usual:
