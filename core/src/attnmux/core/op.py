@@ -6,17 +6,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
 import torch
 from torch.library import Library, register_fake
 
+from attnmux.core.backend import AttentionBackend
+from attnmux.core.batch import ForwardBatch
 from attnmux.core.errors import AttnmuxError, InvalidInput
-
-if TYPE_CHECKING:
-    from attnmux.core.backend import AttentionBackend
-    from attnmux.core.batch import ForwardBatch
-    from attnmux.core.layer import LayerSpec
+from attnmux.core.layer import LayerSpec
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)

@@ -5,13 +5,9 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from types import MappingProxyType
-from typing import TYPE_CHECKING
 
+from attnmux.core.batch import ForwardBatch
 from attnmux.core.errors import GraphUnsupported
-
-if TYPE_CHECKING:
-    from attnmux.core.batch import ForwardBatch
-
 
 NO_OPTIONS: Mapping[str, object] = MappingProxyType({})
 """Of a backend whose card has none, or whose defaults hold."""

@@ -7,17 +7,15 @@ and does not synchronise, so that graphs can hold it.
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch.nn.functional import pad
 
+from attnmux.core.batch import ForwardBatch
 from attnmux.core.choosing.offer.card import TreeMask
 from attnmux.core.errors import InvalidInput
 from attnmux.core.spec import SpecInput, whole_mask
-
-if TYPE_CHECKING:
-    from attnmux.core.batch import ForwardBatch
 
 FORMS: dict[str, TreeMask] = {
     "custom_mask": "full",

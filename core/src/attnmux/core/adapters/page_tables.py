@@ -4,19 +4,16 @@ paged KV take."""
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 import torch
 
+from attnmux.core.batch import ForwardBatch
+from attnmux.core.context import BackendContext
 from attnmux.core.errors import InvalidInput
 from attnmux.core.indices.keys import page_table
 from attnmux.core.indices.ragged import cu_seqlens, uniform_indptr, verify_kv_lens
+from attnmux.core.layer import LayerSpec
 from attnmux.core.tree_masks import check_no_items, check_unmasked, tree_mask_of
-
-if TYPE_CHECKING:
-    from attnmux.core.batch import ForwardBatch
-    from attnmux.core.context import BackendContext
-    from attnmux.core.layer import LayerSpec
 
 Tables = dict[tuple[bool, int], torch.Tensor]
 """Page tables before translation, by (is the encoder's, page size)."""

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 import torch
 
 from attnmux.core.adapters.library import B, K, LibraryBackend, S
 from attnmux.core.adapters.page_tables import KeyGroup, Keys, PageTables, fixed_buffers
-
-if TYPE_CHECKING:
-    from attnmux.core.batch import ForwardBatch
-    from attnmux.core.context import BackendContext
+from attnmux.core.batch import ForwardBatch
+from attnmux.core.context import BackendContext
 
 
 class HasKeys(Protocol):

@@ -7,17 +7,12 @@ token's latent and its rotary key.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 
+from attnmux.core.context import BackendContext
 from attnmux.core.dtypes import torch_dtype
 from attnmux.core.errors import AttnmuxError, InvalidInput
 from attnmux.core.layer import LayerSpec, check_features
-
-if TYPE_CHECKING:
-    from attnmux.core.context import BackendContext
-
 
 FP8 = torch.float8_e4m3fn
 """The only 8-bit float that most of the kernels read."""

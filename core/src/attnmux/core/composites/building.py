@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields, replace
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
 
 from attnmux.core.backend import AttentionBackend
 from attnmux.core.choosing.ask.derived import undrafted_request
+from attnmux.core.choosing.ask.request import Request
 from attnmux.core.choosing.common.frozen import FrozenMapping
 from attnmux.core.choosing.find.devices import detect, pick_platform
 from attnmux.core.choosing.measured.measurement import read_measurements
 from attnmux.core.choosing.measured.ranking import accuracy_by
+from attnmux.core.choosing.tell.choice import Choice, SizeRange
+from attnmux.core.choosing.tell.decision import Decision
 from attnmux.core.composites.chunked_prefix import (
     ChunkedPrefixBackend,
     expanded_context,
@@ -27,18 +30,13 @@ from attnmux.core.composites.part_attention import MOST_LANES
 from attnmux.core.composites.picked_blocks import PickedBlocksBackend, dense_context
 from attnmux.core.composites.sparse_pages import SparseAttnBackend, sparse_context
 from attnmux.core.composites.two_batches import TboAttnBackend
+from attnmux.core.context import BackendContext
 from attnmux.core.dtypes import dtype_name
 from attnmux.core.errors import BackendFailed, InvalidInput
 from attnmux.core.installed import load_plugins
+from attnmux.core.layer import LayerSpec
 from attnmux.core.settings import Settings
 from attnmux.core.shared_kernels import shared_kernel, with_shared_kernels
-
-if TYPE_CHECKING:
-    from attnmux.core.choosing.ask.request import Request
-    from attnmux.core.choosing.tell.choice import Choice, SizeRange
-    from attnmux.core.choosing.tell.decision import Decision
-    from attnmux.core.context import BackendContext
-    from attnmux.core.layer import LayerSpec
 
 T = TypeVar("T")
 

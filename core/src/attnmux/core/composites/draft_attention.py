@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 import torch
 from torch.nn.functional import pad
 
 from attnmux.core.batch import ForwardBatch
 from attnmux.core.composites.part_attention import merge_into
+from attnmux.core.kv.pool import KVPool
 from attnmux.core.kv.rows import gather_rows
+from attnmux.core.layer import LayerSpec
 from attnmux.core.tree_masks import visible_drafts
-
-if TYPE_CHECKING:
-    from attnmux.core.kv.pool import KVPool
-    from attnmux.core.layer import LayerSpec
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)

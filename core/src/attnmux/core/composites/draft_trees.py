@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
 import torch
 
@@ -23,13 +22,11 @@ from attnmux.core.composites.draft_attention import (
     trees_of,
 )
 from attnmux.core.composites.part_attention import is_mergeable
+from attnmux.core.context import BackendContext
 from attnmux.core.errors import InvalidInput
+from attnmux.core.latent import UpProjection
+from attnmux.core.layer import LayerSpec
 from attnmux.core.tree_masks import check_trees
-
-if TYPE_CHECKING:
-    from attnmux.core.context import BackendContext
-    from attnmux.core.latent import UpProjection
-    from attnmux.core.layer import LayerSpec
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)

@@ -3,23 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
 
-from attnmux.core.batch import ForwardMode
+from attnmux.core.backend import AttentionBackend
+from attnmux.core.batch import ForwardBatch, ForwardMode
+from attnmux.core.choosing.ask.request import Request
 from attnmux.core.choosing.common.frozen import FrozenMapping
+from attnmux.core.choosing.tell.choice import Choice
+from attnmux.core.choosing.tell.decision import Decision
 from attnmux.core.composites.dispatch import DispatchingBackend, Parts
 from attnmux.core.composites.factories import make_linear
+from attnmux.core.context import BackendContext
 from attnmux.core.errors import InvalidInput
 from attnmux.core.linear_backend import LinearAttentionBackend
-
-if TYPE_CHECKING:
-    from attnmux.core.backend import AttentionBackend
-    from attnmux.core.batch import ForwardBatch
-    from attnmux.core.choosing.ask.request import Request
-    from attnmux.core.choosing.tell.choice import Choice
-    from attnmux.core.choosing.tell.decision import Decision
-    from attnmux.core.context import BackendContext
-    from attnmux.core.linear_layer import ConvCall, LinearCall, LinearLayerSpec
+from attnmux.core.linear_layer import ConvCall, LinearCall, LinearLayerSpec
 
 
 class LinearByPhase(LinearAttentionBackend):

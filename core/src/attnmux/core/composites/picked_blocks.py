@@ -9,7 +9,7 @@ kernel that a plugin offers for the device, or in plain torch.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 import torch
 from msgspec import structs
@@ -19,14 +19,11 @@ from attnmux.core.backend import AttentionBackend
 from attnmux.core.batch import ForwardBatch, ForwardMode
 from attnmux.core.call import AttentionCall
 from attnmux.core.composites.dispatch import CompositeBackend, Parts, Route
+from attnmux.core.context import BackendContext
 from attnmux.core.errors import AttnmuxError, InvalidInput
 from attnmux.core.indices.topk import token_rows
+from attnmux.core.kv.pool import KVPool
 from attnmux.core.tree_masks import check_unmasked
-
-if TYPE_CHECKING:
-    from attnmux.core.context import BackendContext
-    from attnmux.core.kv.pool import KVPool
-
 
 GATHERED_VALUES = 2**22
 """Values of K that are gathered at once: 16 MiB of float32."""

@@ -9,7 +9,6 @@ whatever is chosen. Copying also lets each KV head have pages of its own.
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 import torch
 from msgspec import structs
@@ -19,18 +18,14 @@ from attnmux.core.batch import ForwardBatch
 from attnmux.core.call import AttentionCall
 from attnmux.core.choosing.ask.sparse import check_budget
 from attnmux.core.composites.dispatch import CompositeBackend, Parts, Route
-from attnmux.core.composites.page_choice import PageBounds, PlainPages, RequestPages
+from attnmux.core.composites.page_choice import PageBounds, PageKernels, PlainPages, RequestPages
 from attnmux.core.composites.virtual_requests import StepBuffers, in_buffers
+from attnmux.core.context import BackendContext
 from attnmux.core.errors import GraphUnsupported, InvalidInput
 from attnmux.core.kv.foreign import ForeignKVPool
 from attnmux.core.kv.memory import allocate_zeroed
 from attnmux.core.kv.request_table import ReqToTokenPool
-from attnmux.core.layer import check_features
-
-if TYPE_CHECKING:
-    from attnmux.core.composites.page_choice import PageKernels
-    from attnmux.core.context import BackendContext
-    from attnmux.core.layer import LayerSpec
+from attnmux.core.layer import LayerSpec, check_features
 
 
 def pages_of_budget(budget: int, *, page_size: int, max_context_len: int) -> int:

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 
 from attnmux.core.arguments import check_lens, check_positive, check_table, described
 from attnmux.core.errors import InvalidInput
 from attnmux.core.indices._segments import lay_out, page_numbers, store
-
-if TYPE_CHECKING:
-    from attnmux.core.kv.request_table import RequestTable
+from attnmux.core.kv.request_table import RequestTable
 
 _INT32_MAX = torch.iinfo(torch.int32).max
 

@@ -4,17 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
-from typing import TYPE_CHECKING
 
 import torch
 
 from attnmux.core.arguments import check_positive
 from attnmux.core.errors import InvalidInput
 from attnmux.core.kv.pool import KVPool, check_loc
-
-if TYPE_CHECKING:
-    from attnmux.core.layer import LayerSpec
-
+from attnmux.core.layer import LayerSpec
 
 STORAGE = ("page_size", "dtype", "device")
 """What all pools of a model have alike."""

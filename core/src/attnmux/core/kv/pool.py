@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import torch
 
@@ -18,9 +17,7 @@ from attnmux.core.kv.quantise import (
     STORABLE_DTYPES,
     checked_scale,
 )
-
-if TYPE_CHECKING:
-    from attnmux.core.layer import LayerSpec
+from attnmux.core.layer import LayerSpec
 
 
 class KVPool(ABC):

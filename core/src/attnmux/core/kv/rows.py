@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 import torch
 
-if TYPE_CHECKING:
-    from attnmux.core.layer import LayerSpec
+from attnmux.core.layer import LayerSpec
 
 _WORDS = (torch.int64, torch.int32, torch.int16, torch.uint8)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING
 
 import torch
 
@@ -19,9 +18,7 @@ from attnmux.core.kv.quantise import (
     stored_parts,
 )
 from attnmux.core.kv.rows import words_of, write_rows
-
-if TYPE_CHECKING:
-    from attnmux.core.layer import LayerSpec
+from attnmux.core.layer import LayerSpec
 
 
 class PairPool(KVPool):

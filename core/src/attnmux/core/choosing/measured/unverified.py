@@ -7,14 +7,14 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from attnmux.core.choosing.ask.derived import linear_request
+from attnmux.core.choosing.ask.request import Request
+from attnmux.core.choosing.offer.card import Offer
 from attnmux.core.choosing.offer.proof import doubt, proven_on
+from attnmux.core.choosing.tell.choice import Choice
+from attnmux.core.choosing.tell.decision import Decision
 
 if TYPE_CHECKING:
-    from attnmux.core.choosing.ask.request import Request
     from attnmux.core.choosing.measured.measurement import Measurement
-    from attnmux.core.choosing.offer.card import Offer
-    from attnmux.core.choosing.tell.choice import Choice
-    from attnmux.core.choosing.tell.decision import Decision
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import Any, Literal, get_args
 
 from attnmux.core.choosing.common.checks import (
     NAME,
@@ -19,10 +19,8 @@ from attnmux.core.choosing.common.checks import (
 from attnmux.core.choosing.common.plain import Plain, plain_fields
 from attnmux.core.choosing.machine.platform import Platform
 from attnmux.core.choosing.machine.vendors import VENDORS
+from attnmux.core.choosing.offer.clause import Clause
 from attnmux.core.choosing.offer.conditions import ANY, Condition
-
-if TYPE_CHECKING:
-    from attnmux.core.choosing.offer.clause import Clause
 
 PLATFORM = r"[^:,\s]+:[^:,\s]+"
 
