@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 
 from attnmux.core.arguments import check_lens, check_positive, front
-from attnmux.core.indices._segments import lay_out, page_counts, store
+from attnmux.core.indices._segments import lay_out, store
 
 
 def cu_seqlens(lens: torch.Tensor, *, out: torch.Tensor | None = None) -> torch.Tensor:
@@ -56,7 +56,8 @@ def kv_indptr(
     """
     check_lens("kv_lens", kv_lens)
     check_positive("page_size", page_size)
-    return cu_seqlens(page_counts(kv_lens, page_size), out=out)
+    pages = kv_lens if page_size == 1 else (kv_lens + (page_size - 1)) // page_size
+    return cu_seqlens(pages, out=out)
 
 
 def kv_last_page_len(

@@ -220,13 +220,10 @@ class KVPool(ABC):
         """
         return 0
 
-    def _allocate(self, rows: Sequence[tuple[int, ...]], what: str) -> list[torch.Tensor]:
-        """A zeroed buffer [slots, *row] for each row shape."""
-        return self._allocate_shapes([(self.num_slots, *row) for row in rows], self.dtype, what)
-
-    def _allocate_shapes(
+    def _allocate(
         self, shapes: Sequence[tuple[int, ...]], dtype: torch.dtype, what: str
     ) -> list[torch.Tensor]:
+        """A zeroed buffer of each shape."""
         return allocate_zeroed(
             shapes,
             dtype=dtype,

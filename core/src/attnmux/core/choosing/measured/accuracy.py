@@ -58,13 +58,9 @@ def by_measurement(found: Current, platform: Platform) -> Accuracy:
     return accuracy
 
 
-def notes_on(decision: Decision, found: Current) -> tuple[str, ...]:
-    """A line for each chosen backend whose error is more than `FACTOR` times the smallest one of
-    those that could serve the phase."""
-    return tuple(dict.fromkeys(_notes(decision, found)))
-
-
-def _notes(decision: Decision, found: Current) -> Iterator[str]:
+def notes_on(decision: Decision, found: Current) -> Iterator[str]:
+    """A line for each choice whose error is more than `FACTOR` times the smallest one of those that
+    could serve the phase."""
     for phase, choice in decision.choices:
         if phase not in TIMED:
             continue
