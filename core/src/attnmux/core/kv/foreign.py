@@ -74,10 +74,6 @@ class ForeignRequestTable(RequestTable):
         super().__init__(req_to_token.shape[0] - 1, req_to_token.shape[1], req_to_token.device)
         self._req_to_token = req_to_token
 
-    @property
-    def req_to_token(self) -> torch.Tensor:
-        return self._req_to_token
-
 
 def _storage(first: torch.Tensor, page_size: int) -> dict[str, Any]:
     """What a pool of such buffers is made with, apart from its layers."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Sequence
 
 import torch
@@ -12,12 +11,15 @@ from attnmux.core.errors import InvalidInput, PoolExhausted
 from attnmux.core.kv.memory import allocate_zeroed
 
 
-class RequestTable(ABC):
+class RequestTable:
     """The slots of every request's tokens, as backends read them.
 
     Row 0 belongs to padding: its slots are 0. The lengths of a batch say how many of a row's slots
     are valid.
     """
+
+    _req_to_token: torch.Tensor
+    """Set by a subclass, unless it derives slots."""
 
     def __init__(self, size: int, max_context_len: int, device: torch.device | str) -> None:
         """Raises InvalidInput for a size or a length below 1."""
@@ -29,9 +31,9 @@ class RequestTable(ABC):
         self.device = torch.device(device)
 
     @property
-    @abstractmethod
     def req_to_token(self) -> torch.Tensor:
         """[size + 1, max_context_len] int32, at a fixed address: the slot of every token."""
+        return self._req_to_token
 
     def columns_for(self, page_size: int) -> tuple[torch.Tensor, int]:
         """A table [size + 1, width] int32 at a fixed address, and the tokens of a column: 1, where
@@ -71,10 +73,6 @@ class ReqToTokenPool(RequestTable):
         self._available: int = size
         self._req_to_token = self._allocate(max_context_len, "tokens")
         self.clear()
-
-    @property
-    def req_to_token(self) -> torch.Tensor:
-        return self._req_to_token
 
     def available_size(self) -> int:
         """Free rows."""
