@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import itertools
 import math
-from typing import NamedTuple
 
 import torch
 
@@ -29,17 +28,11 @@ SCALE_ALIGNMENT = 4
 _HALFWAY = tuple((low + high) / 2 for low, high in itertools.pairwise(MAGNITUDES))
 
 
-class PackedRows(NamedTuple):
-    """Rows as a pool of 4-bit floats stores them."""
-
-    values: torch.Tensor
-    """[..., D / 2] of `FP4_DTYPE`."""
-    scales: torch.Tensor
-    """[..., D / BLOCK] of `SCALE_DTYPE`."""
-
-
-def pack_rows(rows: torch.Tensor, divisor: float = 1.0) -> PackedRows:
+def pack_rows(rows: torch.Tensor, divisor: float = 1.0) -> tuple[torch.Tensor, torch.Tensor]:
     """Rows [..., D] of an activation dtype in 4-bit floats. divisor: the layer's scale.
+
+    Returns values [..., D / 2] of `FP4_DTYPE` and their blocks' scales [..., D / BLOCK] of
+    `SCALE_DTYPE`.
 
     With x = rows / divisor in float32, a block's scale is the largest |x| / 6, rounded to nearest
     even and at most 448. Each value is the E2M1 number nearest to x / scale; of two as near, the
@@ -66,13 +59,13 @@ def pack_rows(rows: torch.Tensor, divisor: float = 1.0) -> PackedRows:
     codes |= torch.signbit(blocks).to(torch.uint8) << 3
     codes = codes.masked_fill_(~(unit > 0), 0).flatten(-2)
     low, high = codes[..., ::2], codes[..., 1::2]
-    return PackedRows((low | high << 4).view(FP4_DTYPE), scales)
+    return (low | high << 4).view(FP4_DTYPE), scales
 
 
 def unpack_rows(values: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
     """[..., D] float32, exact: the inverse of `pack_rows` but for the layer's scale.
 
-    values, scales: as of `PackedRows`, of any strides.
+    values, scales: as `pack_rows` returns them, of any strides.
     """
     packed = values.view(torch.uint8)
     codes = torch.stack([packed & 15, packed >> 4], dim=-1).flatten(-2)
@@ -152,7 +145,7 @@ def stored_parts(
     """
     if dtype != FP4_DTYPE:
         return (quantise(rows, dtype, scale),)
-    return tuple(pack_rows(rows, checked_scale(scale)))
+    return pack_rows(rows, checked_scale(scale))
 
 
 def checked_scale(scale: float | None) -> float:
