@@ -81,16 +81,6 @@ class Verified(Plain):
         """Whether a stand-in of the library ran, and none of its kernels."""
         return not self.platform and not self.interpreted
 
-    @property
-    def vendor(self) -> str:
-        """As in `Platform`; empty without a device."""
-        return self.platform.partition(":")[0]
-
-    @property
-    def arch(self) -> str:
-        """As in `Platform`; empty without a device."""
-        return self.platform.partition(":")[2]
-
     def covers(self, phase: str) -> bool:
         """Whether the phase ran."""
         return not self.phases or phase in self.phases
@@ -224,14 +214,11 @@ def _word(run: Verified, is_own: Callable[[Verified], bool]) -> Proof:
 def _serves(clause: Clause, run: Verified) -> bool:
     """Whether the clause admits the run's device. A version that the name does not tell, as of a
     vendor outside the table, is taken to fit."""
-    version = _version(run)
+    vendor, _, arch = run.platform.partition(":")
+    row = VENDORS.get(vendor)
+    version = "" if row is None else ".".join(map(str, row.version_of(arch) or ()))
     return (
-        clause.vendor.admits(run.vendor)
-        and clause.arch.admits(run.arch)
+        clause.vendor.admits(vendor)
+        and clause.arch.admits(arch)
         and (not version or clause.version.admits(version))
     )
-
-
-def _version(run: Verified) -> str:
-    row = VENDORS.get(run.vendor)
-    return "" if row is None else ".".join(map(str, row.version_of(run.arch) or ()))
