@@ -56,7 +56,9 @@ def doubtful(decision: Decision, offers: Sequence[Offer]) -> Iterator[Unverified
     """The chosen backends that their cards do not prove."""
     by_address = {offer.address: offer for offer in offers}
     uses = [(each, "", *one) for each in decision.groups for one in each.choices]
-    uses += [(decision, kind, phase, choice) for kind, phase, choice in decision.linear_choices]
+    uses += [
+        (decision, kind, *one) for kind in decision.linear for one in decision.linear[kind].items()
+    ]
     chosen: dict[tuple[Choice, str, Request], tuple[Decision, list[str]]] = {}
     for of, kind, phase, choice in uses:
         chosen.setdefault((choice, kind, of.request), (of, []))[1].append(phase)

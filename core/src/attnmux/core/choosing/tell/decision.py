@@ -103,15 +103,6 @@ class Decision(Plain):
         )
 
     @property
-    def linear_choices(self) -> tuple[tuple[str, str, Choice], ...]:
-        """(kind, phase, choice) of every backend in `linear`."""
-        return tuple(
-            (kind, phase, choice)
-            for kind, served in self.linear.items()
-            for phase, choice in served.items()
-        )
-
-    @property
     def unserved_layers(self) -> tuple[tuple[str, int], ...]:
         """(kind, how many) of the model's linear layers that no backend serves."""
         layers = self.request.linear_layers
