@@ -138,7 +138,6 @@ def _joined(features: list[dict[str, Any]]) -> dict[str, Any]:
 
 def load_config(path: Path) -> dict[str, Any]:
     """Raises InvalidInput for a path without a usable config.json."""
-    expected = "a folder with a Hugging Face config.json, or that file"
     file, is_folder = path, False
     try:
         is_folder = path.is_dir()
@@ -146,16 +145,16 @@ def load_config(path: Path) -> dict[str, Any]:
         config = json.loads(read_file(str(file), MOST_BYTES))
     except FileNotFoundError:
         got = f"{path}, which has no config.json" if is_folder else f"{path}: no such file"
-        raise InvalidInput("model", got=got, expected=expected) from None
     except OSError as error:
         got = f"{str(file)[:LONGEST_NAME]}: {error.strerror or error}"
-        raise InvalidInput("model", got=got, expected=expected) from None
     except (ValueError, RecursionError) as error:
         got = f"{file}, which is not JSON ({error})"
-        raise InvalidInput("model", got=got, expected=expected) from None
-    if not isinstance(config, dict):
-        raise InvalidInput("model", got=f"{file}, which is not a JSON object", expected=expected)
-    return config
+    else:
+        if isinstance(config, dict):
+            return config
+        got = f"{file}, which is not a JSON object"
+    expected = "a folder with a Hugging Face config.json, or that file"
+    raise InvalidInput("model", got=got, expected=expected)
 
 
 def _check_sayable(values: Mapping[str, Any], latent: bool) -> None:
