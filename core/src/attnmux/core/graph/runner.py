@@ -142,15 +142,11 @@ class GraphRunner:
 
     def can_run(self, batch: ForwardBatch, *, size: int | None = None) -> bool:
         """Whether a captured graph serves the batch; size: as in `replay`."""
-        try:
-            self._size_of(batch, size)
-        except InvalidInput:
-            return False
-        return True
+        return self._size_if_any(batch, size) is not None
 
     def size_for(self, batch: ForwardBatch) -> int | None:
         """The smallest captured size that serves the batch; None where no graph does."""
-        return self._size_of(batch, None) if self.can_run(batch) else None
+        return self._size_if_any(batch, None)
 
     def replay(
         self,
@@ -195,6 +191,12 @@ class GraphRunner:
         self._ranks.meet()
         graph = self._devices.capture(step)
         return _Captured(graph, batch)
+
+    def _size_if_any(self, batch: ForwardBatch, size: int | None) -> int | None:
+        try:
+            return self._size_of(batch, size)
+        except InvalidInput:
+            return None
 
     def _size_of(self, batch: ForwardBatch, size: int | None) -> int:
         """The captured size that serves the batch. Raises InvalidInput where no graph does."""

@@ -157,8 +157,9 @@ def groups_of(
     that are allowed, denied or preferred.
     """
     if offers:
-        for verb, names in policy.lists().items():
-            refuse_unknown(verb, names, offers, libraries)
+        refuse_unknown("allow", policy.allow or (), offers, libraries)
+        refuse_unknown("deny", policy.deny, offers, libraries)
+        refuse_unknown("prefer", policy.prefer, offers, libraries)
     for name in policy.said_by_user():
         offers_named(name, offers, libraries)
     return tuple(
