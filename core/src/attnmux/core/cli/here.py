@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from attnmux.core.choosing.ask.policy import Policy
-from attnmux.core.choosing.common.plain import plain
+from attnmux.core.choosing.common.frozen import plain
 from attnmux.core.choosing.common.verdict import Reason
 from attnmux.core.choosing.judge.checking import standing
 from attnmux.core.choosing.judge.requirements import Library, required

@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from attnmux.core.choosing.common.frozen import defaults
-from attnmux.core.choosing.common.plain import plain
+from attnmux.core.choosing.common.frozen import defaults, plain
 from attnmux.core.choosing.find.plugins import Plugins
 from attnmux.core.choosing.machine.platform import GRAMMAR
 from attnmux.core.choosing.offer.card import BackendCard

@@ -8,7 +8,7 @@ from typing import Any
 
 from attnmux.core.choosing.ask.policy import Policy
 from attnmux.core.choosing.ask.request import Request
-from attnmux.core.choosing.common.plain import Plain, plain, plain_fields
+from attnmux.core.choosing.common.frozen import Plain, plain, plain_fields
 from attnmux.core.choosing.measured.unverified import doubtful
 from attnmux.core.choosing.offer.named import read_options
 from attnmux.core.choosing.tell.decision import Decision

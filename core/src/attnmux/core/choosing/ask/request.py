@@ -18,8 +18,7 @@ from attnmux.core.choosing.ask.values import (
     Reader,
 )
 from attnmux.core.choosing.common.checks import nearest
-from attnmux.core.choosing.common.frozen import FrozenMapping, defaults
-from attnmux.core.choosing.common.plain import Plain, plain_fields
+from attnmux.core.choosing.common.frozen import FrozenMapping, Plain, defaults, plain_fields
 from attnmux.core.errors import InvalidInput
 
 ORIGINS = ("user", "env", "config", "model", "platform", "default")

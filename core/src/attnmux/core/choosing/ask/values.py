@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any, Literal, get_args
 
 from attnmux.core.choosing.common.checks import UNSET, is_whole, read_flag
-from attnmux.core.choosing.common.plain import Plain
+from attnmux.core.choosing.common.frozen import Plain
 from attnmux.core.errors import InvalidInput
 
 ATTENTION_KINDS = ("mha", "mla", "nsa", "dual_chunk")

@@ -12,7 +12,7 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any, TypeVar
 
-from attnmux.core.choosing.common.plain import Plain
+from attnmux.core.choosing.common.frozen import Plain
 from attnmux.core.choosing.find.examine import (
     Entry,
     Plugin,

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from attnmux.core.choosing.common.files import read_file
-from attnmux.core.choosing.common.plain import Plain
+from attnmux.core.choosing.common.frozen import Plain
 from attnmux.core.choosing.find.store import search_path
 from attnmux.core.choosing.machine.platform import Platform
 from attnmux.core.choosing.offer.card import BackendCard

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from attnmux.core.choosing.common.plain import Plain
+from attnmux.core.choosing.common.frozen import Plain
 from attnmux.core.choosing.offer.card import BackendCard
 from attnmux.core.choosing.offer.libraries import (
     Libraries,

@@ -15,8 +15,7 @@ from typing import Any, ClassVar, Generic, TypeVar
 
 from attnmux.core.choosing.common.checks import NAME, Check, by_name, check_fields, is_whole
 from attnmux.core.choosing.common.files import read_file
-from attnmux.core.choosing.common.frozen import FrozenMapping
-from attnmux.core.choosing.common.plain import Plain, plain
+from attnmux.core.choosing.common.frozen import FrozenMapping, Plain, plain
 from attnmux.core.choosing.machine.platform import Platform
 from attnmux.core.errors import InvalidInput, in_brief
 

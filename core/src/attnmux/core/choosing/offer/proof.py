@@ -16,7 +16,7 @@ from attnmux.core.choosing.common.checks import (
     several,
     whole,
 )
-from attnmux.core.choosing.common.plain import Plain, plain_fields
+from attnmux.core.choosing.common.frozen import Plain, plain_fields
 from attnmux.core.choosing.machine.platform import Platform
 from attnmux.core.choosing.machine.vendors import VENDORS
 from attnmux.core.choosing.offer.clause import Clause

@@ -8,8 +8,7 @@ from typing import Any
 
 from attnmux.core.choosing.ask.request import Request
 from attnmux.core.choosing.ask.values import OptionValue
-from attnmux.core.choosing.common.frozen import FrozenMapping
-from attnmux.core.choosing.common.plain import Plain
+from attnmux.core.choosing.common.frozen import FrozenMapping, Plain
 from attnmux.core.choosing.common.verdict import Reason
 from attnmux.core.choosing.judge.checking import Accuracy, check
 from attnmux.core.choosing.machine.platform import Platform

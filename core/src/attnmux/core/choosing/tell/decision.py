@@ -17,8 +17,7 @@ from attnmux.core.choosing.ask.derived import (
 )
 from attnmux.core.choosing.ask.request import Request
 from attnmux.core.choosing.ask.values import LayerGroup
-from attnmux.core.choosing.common.frozen import FrozenMapping
-from attnmux.core.choosing.common.plain import Plain, plain_fields
+from attnmux.core.choosing.common.frozen import FrozenMapping, Plain, plain_fields
 from attnmux.core.choosing.common.verdict import Coercion, Verdict
 from attnmux.core.choosing.judge.checking import Accuracy, by_card
 from attnmux.core.choosing.machine.platform import Platform
