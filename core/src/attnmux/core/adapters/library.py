@@ -28,7 +28,7 @@ from attnmux.core.errors import (
     in_brief,
 )
 from attnmux.core.layer import LayerSpec
-from attnmux.core.steps import NO_OPTIONS, StepBackend
+from attnmux.core.steps import NO_OPTIONS, StepBackend, prepared
 
 K = TypeVar("K")
 """The kernels: a dataclass whose fields are functions of the library."""
@@ -128,9 +128,7 @@ class LibraryBackend(AttentionBackend, Generic[K, L, S, B]):
         return self._attend(call, batch)
 
     def _attend(self, call: AttentionCall, batch: ForwardBatch) -> torch.Tensor:
-        step = self._step
-        if step is None:
-            raise AttnmuxError("no step is prepared: call init_forward_metadata(batch) first")
+        step = prepared(self._step)
         layer = self._layers.get(call.layer.layer_id)
         if layer is None:
             raise InvalidInput(

@@ -15,7 +15,7 @@ from attnmux.core.choosing.offer.libraries import canonical
 from attnmux.core.choosing.offer.proof import Proof, proven_on
 from attnmux.core.choosing.tell.decision import Decision
 from attnmux.core.cli.asking import Asked, ask, requested
-from attnmux.core.cli.run import Run, common_options, pass_run
+from attnmux.core.cli.run import Run, common_options, echo_json, pass_run
 from attnmux.core.errors import InvalidInput, NoBackend
 from attnmux.core.settings import Settings
 
@@ -102,14 +102,14 @@ def select(
     if len(asked) > 1:
         _compare(run, asked, as_json=as_json)
     elif as_json and not in_full:
-        run.echo_json(told)
+        echo_json(told)
     else:
         # Plain JSON is for programs, which should not wait for these imports
         from attnmux.core.cli.select_explained import explained  # noqa: PLC0415
 
         explanation = explained(asked[0], model=model or "", tp=tp)
         if as_json:
-            run.echo_json({**told, "explanation": explanation.to_dict()})
+            echo_json({**told, "explanation": explanation.to_dict()})
         else:
             from attnmux.core.cli.render import render_answer  # noqa: PLC0415  # rich is slow
 
@@ -158,7 +158,7 @@ def _launch_line(
 def _compare(run: Run, asked: Sequence[Asked], *, as_json: bool) -> None:
     """Print the answers of several machines: one table, or {"machines": […], "warnings": […]}."""
     if as_json:
-        run.echo_json({"machines": list(map(_answered, asked)), "warnings": run.warnings})
+        echo_json({"machines": list(map(_answered, asked)), "warnings": run.warnings})
         return
     from attnmux.core.cli.render import render_machines  # noqa: PLC0415  # rich is slow to import
 

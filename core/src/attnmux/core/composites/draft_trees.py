@@ -26,6 +26,7 @@ from attnmux.core.context import BackendContext
 from attnmux.core.errors import InvalidInput
 from attnmux.core.latent import UpProjection
 from attnmux.core.layer import LayerSpec
+from attnmux.core.steps import prepared
 from attnmux.core.tree_masks import check_trees
 
 
@@ -98,7 +99,7 @@ class TreeAttnBackend(DispatchingBackend):
     def forward_extend(self, call: AttentionCall, batch: ForwardBatch) -> torch.Tensor:
         if not batch.forward_mode.is_target_verify():
             return super().forward_extend(call, batch)
-        step, layer = self._prepared(), call.layer
+        step, layer = prepared(self._verification), call.layer
         keys = DraftKeys.of(self.context.token_to_kv_pool, layer, step.slots)
         return self._attend(
             call.q,
@@ -162,12 +163,6 @@ class TreeAttnBackend(DispatchingBackend):
             prefixes=prefixes, trees=trees, slots=batch.out_cache_loc
         )
         return prefixes
-
-    def _prepared(self) -> _Verification:
-        if self._verification is None:
-            expected = "one that init_forward_metadata prepared"
-            raise InvalidInput("batch", got="a verify step", expected=expected)
-        return self._verification
 
     def _of_prefixes(self, call: AttentionCall, step: _Verification) -> SeenPrefixes:
         layer = self.prefixes.context.layer(call.layer.layer_id)

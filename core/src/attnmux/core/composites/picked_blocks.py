@@ -20,9 +20,10 @@ from attnmux.core.batch import ForwardBatch, ForwardMode
 from attnmux.core.call import AttentionCall
 from attnmux.core.composites.dispatch import CompositeBackend, Parts, Route
 from attnmux.core.context import BackendContext
-from attnmux.core.errors import AttnmuxError, InvalidInput
+from attnmux.core.errors import InvalidInput
 from attnmux.core.indices.topk import token_rows
 from attnmux.core.kv.pool import KVPool
+from attnmux.core.steps import prepared
 from attnmux.core.tree_masks import check_unmasked
 
 GATHERED_VALUES = 2**22
@@ -115,9 +116,6 @@ def _gathered(
     return rows.masked_fill(hidden.unsqueeze(-1), 0)
 
 
-NO_STEP = "no step is prepared: call init_forward_metadata(batch) first"
-
-
 def dense_context(context: BackendContext) -> BackendContext:
     """The context of a backend that knows nothing of indexers: all layers, without theirs."""
     return replace(
@@ -171,10 +169,8 @@ class PickedBlocksBackend(CompositeBackend):
 
     def route(self, call: AttentionCall, batch: ForwardBatch) -> Route:
         """Of layers that see all of their keys."""
-        if self._plain is None:
-            raise AttnmuxError(NO_STEP)
         layer = self.dense.context.layer(call.layer.layer_id)
-        return self.dense, structs.replace(call, layer=layer), self._plain
+        return self.dense, structs.replace(call, layer=layer), prepared(self._plain)
 
     def forward_decode(self, call: AttentionCall, batch: ForwardBatch) -> torch.Tensor:
         if self._sees_all or not call.layer.index_block_size:
@@ -188,8 +184,7 @@ class PickedBlocksBackend(CompositeBackend):
 
     def _over_blocks(self, call: AttentionCall, batch: ForwardBatch) -> torch.Tensor:
         layer, picks = call.layer, batch.topk_indices
-        if self._rows is None:
-            raise AttnmuxError(NO_STEP)
+        rows = prepared(self._rows)
         if call.has_own_kv:
             expected = "True: an indexer picks blocks of the pool"
             raise InvalidInput("save_kv_cache", got=False, expected=expected)
@@ -205,7 +200,7 @@ class PickedBlocksBackend(CompositeBackend):
             picks=picks,
             size=layer.index_block_size,
             table=self.context.req_to_token_pool.req_to_token,
-            rows=self._rows,
+            rows=rows,
             positions=batch.positions,
         )
         return self._attend(call, picked)

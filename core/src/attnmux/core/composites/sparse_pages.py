@@ -26,6 +26,7 @@ from attnmux.core.kv.foreign import ForeignKVPool
 from attnmux.core.kv.memory import allocate_zeroed
 from attnmux.core.kv.request_table import ReqToTokenPool
 from attnmux.core.layer import LayerSpec, check_features
+from attnmux.core.steps import prepared
 
 
 def pages_of_budget(budget: int, *, page_size: int, max_context_len: int) -> int:
@@ -175,7 +176,7 @@ class SparseAttnBackend(CompositeBackend):
             self._kernels.choose(scores, requests, self._pages),
             requests,
         )
-        return self.chosen, structs.replace(call, k=None, v=None), self._prepared()
+        return self.chosen, structs.replace(call, k=None, v=None), prepared(self._step)
 
     def _decodes(self, batch: ForwardBatch) -> bool:
         """Raises InvalidInput for steps of drafts."""
@@ -184,12 +185,6 @@ class SparseAttnBackend(CompositeBackend):
             expected = "no drafts, where decoding chooses pages"
             raise InvalidInput("forward_mode", got=mode.name, expected=expected)
         return mode.is_decode()
-
-    def _prepared(self) -> ForwardBatch:
-        if self._step is None:
-            expected = "init_forward_metadata before the first decode step"
-            raise InvalidInput("batch", got="a step without metadata", expected=expected)
-        return self._step
 
     def _virtual(self, batch: ForwardBatch) -> ForwardBatch:
         """The decode step over the chosen pages, whose rows of the table never change."""
