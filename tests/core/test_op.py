@@ -12,8 +12,12 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from attnmux.core.errors import AttnmuxError, InvalidInput
-from attnmux.core.op import attention_with_output, current_forward_context, forward_context
-from attnmux.core.radix_attention import RadixAttention
+from attnmux.core.op import (
+    RadixAttention,
+    attention_with_output,
+    current_forward_context,
+    forward_context,
+)
 from attnmux.testing import (
     Case,
     CaseSetup,

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from attnmux.core.errors import InvalidInput
-from attnmux.core.spec import tree_mask, tree_visibility
+from attnmux.core.spec import tree_visibility, whole_mask
 
 TREE = [-1, 0, 0, 0, 1, 1]
 """0 → {1, 2, 3}, 1 → {4, 5}."""
@@ -23,7 +23,7 @@ def test_a_token_sees_itself_and_its_ancestors() -> None:
 
 def test_the_mask_is_the_prefix_and_then_the_tree() -> None:
     seq_lens = torch.tensor([3, 5])
-    mask = tree_mask(torch.tensor([TREE, TREE]), seq_lens)
+    mask = whole_mask(tree_visibility(torch.tensor([TREE, TREE])), seq_lens)
     assert len(mask) == 120
     first, second = mask[:54].view(6, 9), mask[54:].view(6, 11)
     for part, prefix in ((first, 3), (second, 5)):
@@ -59,8 +59,10 @@ def test_agrees_with_walking_up(trees: list[tuple[int, ...]]) -> None:
 
 def test_no_requests_and_no_drafts_give_no_mask() -> None:
     nothing = torch.zeros(0, dtype=torch.int64)
-    assert len(tree_mask(torch.zeros(0, 6, dtype=torch.int64), nothing)) == 0
-    assert len(tree_mask(torch.zeros(2, 0, dtype=torch.int64), torch.tensor([3, 4]))) == 0
+    no_requests = tree_visibility(torch.zeros(0, 6, dtype=torch.int64))
+    assert len(whole_mask(no_requests, nothing)) == 0
+    no_drafts = tree_visibility(torch.zeros(2, 0, dtype=torch.int64))
+    assert len(whole_mask(no_drafts, torch.tensor([3, 4]))) == 0
 
 
 @pytest.mark.parametrize("parents", [[[-1, 1]], [[-1, 2, 0]], [[0]]])

@@ -26,7 +26,7 @@ from attnmux.core import (
     RanksDiffer,
     device_graphs,
 )
-from attnmux.core.graph.together import ALONE
+from attnmux.core.graph.devices import ALONE
 from attnmux.cpu.torch_native.backend import TorchNativeBackend
 from attnmux.distributed import (
     PaddingMode,

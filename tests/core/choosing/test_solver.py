@@ -5,9 +5,9 @@ from dataclasses import replace
 
 import pytest
 
-from attnmux.core.choosing.ask.layer_group import LayerGroup
 from attnmux.core.choosing.ask.policy import Policy
 from attnmux.core.choosing.ask.request import Request
+from attnmux.core.choosing.ask.values import LayerGroup
 from attnmux.core.choosing.find.plugins import Plugins
 from attnmux.core.choosing.judge.checking import Rank
 from attnmux.core.choosing.offer.card import Option, Prior

@@ -12,7 +12,7 @@ from attnmux.core.batch import ForwardBatch, ForwardMode
 from attnmux.core.errors import InvalidInput
 from attnmux.core.graph.buffers import FixedBuffers
 from attnmux.core.graph.config import GraphConfig, ModelInput
-from attnmux.core.spec import SpecInput, tree_mask
+from attnmux.core.spec import SpecInput, tree_visibility, whole_mask
 
 CPU = torch.device("cpu")
 DRAFT = 3
@@ -46,7 +46,7 @@ def verify_batch(*prefixes: int, mask: bool = True, **changes) -> ForwardBatch:
     if mask:
         spec = replace(
             spec,
-            custom_mask=tree_mask(parents, lens),
+            custom_mask=whole_mask(tree_visibility(parents), lens),
             mask_indptr=mask_indptr(DRAFT, lens + DRAFT),
         )
     return decode_batch(

@@ -16,13 +16,13 @@ from attnmux.core.errors import GraphUnsupported, GraphViolation, InvalidInput
 from attnmux.core.graph.config import GraphConfig, ModelInput, graph_batch_sizes, show_progress
 from attnmux.core.graph.devices import (
     CapturedGraph,
+    CapturingRanks,
     CudaGraphs,
     DeviceGraphs,
     GraphStep,
     device_graphs,
 )
 from attnmux.core.graph.runner import GraphRunner
-from attnmux.core.graph.together import CapturingRanks
 from attnmux.core.op import current_forward_context, forward_context
 from attnmux.testing import (
     Case,

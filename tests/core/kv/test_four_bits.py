@@ -19,7 +19,7 @@ from attnmux.core import (
 )
 from attnmux.core.composites.draft_attention import DraftKeys
 from attnmux.core.errors import InvalidInput
-from attnmux.core.kv.four_bits import BLOCK, DTYPE, MAGNITUDES
+from attnmux.core.kv.quantise import BLOCK, FP4_DTYPE, MAGNITUDES
 from attnmux.testing.wide_rows import wide_rows
 
 E4M3 = sorted({float(v) for v in torch.arange(0x7F, dtype=torch.uint8).view(torch.float8_e4m3fn)})
@@ -44,7 +44,7 @@ def expected(block: list[float]) -> tuple[float, list[float]]:
 
 
 def pool(**changes: object) -> MHATokenToKVPool:
-    given = {"size": 32, "page_size": 4, "dtype": DTYPE, "layer_ids": [5], "num_kv_heads": 2}
+    given = {"size": 32, "page_size": 4, "dtype": FP4_DTYPE, "layer_ids": [5], "num_kv_heads": 2}
     given |= {"head_dim": 80, "v_head_dim": 32, "device": "cpu"}
     return MHATokenToKVPool(**(given | changes))
 
@@ -74,7 +74,7 @@ def test_values_are_the_nearest_to_their_scaled_numbers(spread):
     rows[:8] = torch.randint(-24, 25, (8, 3 * BLOCK)) * 0.25  # halfway, often
     rows = rows.bfloat16()
     values, scales = pack_rows(rows)
-    assert values.dtype == DTYPE
+    assert values.dtype == FP4_DTYPE
     assert values.shape == (40, 3 * BLOCK // 2)
     assert scales.shape == (40, 3)
     found = unpack_rows(values, scales).unflatten(-1, (-1, BLOCK))
@@ -161,13 +161,13 @@ def test_readers_of_whole_values_refuse_the_pool():
 def test_a_token_takes_its_values_and_whole_words_of_scales(head_dim, width):
     made = pool(head_dim=head_dim, v_head_dim=head_dim)
     shape = {"num_layers": 1, "num_kv_heads": 2, "head_dim": head_dim}
-    token = MHATokenToKVPool.bytes_per_token(dtype=DTYPE, **shape)
+    token = MHATokenToKVPool.bytes_per_token(dtype=FP4_DTYPE, **shape)
     assert token == 2 * 2 * width
     assert made.nbytes == made.num_slots * token
     scales = made.get_scale_buffers(5)
     assert scales is not None
     assert all(each.stride()[-1] == 1 and each.stride(1) % 4 == 0 for each in scales)
-    assert value_bytes(DTYPE) == 0.5625
+    assert value_bytes(FP4_DTYPE) == 0.5625
 
 
 def test_heads_that_no_blocks_divide_are_refused():
@@ -180,6 +180,6 @@ def test_heads_that_no_blocks_divide_are_refused():
 def test_latents_are_refused():
     with pytest.raises(InvalidInput, match="no 4-bit floats for MLA's latents"):
         MLATokenToKVPool(
-            size=32, page_size=4, dtype=DTYPE, layer_ids=[0], kv_lora_rank=64,
+            size=32, page_size=4, dtype=FP4_DTYPE, layer_ids=[0], kv_lora_rank=64,
             qk_rope_head_dim=16, device="cpu",
         )  # fmt: skip

@@ -14,7 +14,7 @@ import torch
 from sglang.srt.model_executor.forward_batch_info import ForwardMode as SglangMode
 
 from attnmux.core import ForwardMode, InvalidInput
-from attnmux.core.spec import tree_mask, tree_visibility
+from attnmux.core.spec import tree_visibility, whole_mask
 from attnmux.sglang import plugin
 from attnmux.sglang.draft import AttnmuxMultiStepDraftBackend
 from attnmux.sglang.steps import StepBuilder
@@ -47,7 +47,7 @@ def _batch(mode: SglangMode, lens: list[int], num_tokens: int, **given: Any) -> 
 @pytest.mark.parametrize("masked", ["whole", "draft"])
 def test_a_tree_is_verified_with_its_mask(masked: str) -> None:
     prefixes = torch.tensor(PREFIXES)
-    whole = tree_mask(PARENTS, prefixes)
+    whole = whole_mask(tree_visibility(PARENTS), prefixes)
     mask = whole if masked == "whole" else tree_visibility(PARENTS).flatten()
     spec = SimpleNamespace(draft_token_num=4, topk=2, custom_mask=mask)
     step = _builder().step(_batch(SglangMode.TARGET_VERIFY, PREFIXES, 8, spec_info=spec))

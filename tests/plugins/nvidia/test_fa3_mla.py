@@ -15,7 +15,7 @@ from attnmux.core import (
     imported,
     visible_drafts,
 )
-from attnmux.core.spec import tree_mask
+from attnmux.core.spec import tree_visibility, whole_mask
 from attnmux.nvidia.cards.fa3_mla import FA3_MLA
 from attnmux.nvidia.fa3_layers import FA3Kernels
 from attnmux.nvidia.fa3_mla import make
@@ -96,7 +96,7 @@ def test_splits(options, deterministic, splits):
 def drafted(setup: CaseSetup, **spec: Any):
     """A step of two requests with the drafts of `TREE`."""
     made = prepare_step(setup, verify(6, 9, 0))
-    mask = tree_mask(torch.tensor([TREE, TREE]), made.batch.seq_lens)
+    mask = whole_mask(tree_visibility(torch.tensor([TREE, TREE])), made.batch.seq_lens)
     info = replace(made.batch.spec_info, **{"custom_mask": mask, **spec})
     return replace(made, batch=replace(made.batch, spec_info=info))
 
@@ -141,7 +141,7 @@ def test_a_tree_is_two_calls_and_a_merge(spec, page_size):
 
 def hiding(request: int, draft: int, key: int) -> torch.Tensor:
     """The mask of `drafted`, without one value."""
-    mask = tree_mask(torch.tensor([TREE, TREE]), torch.tensor([9, 0]))
+    mask = whole_mask(tree_visibility(torch.tensor([TREE, TREE])), torch.tensor([9, 0]))
     mask[(6 * 15 if request else 0) + draft * (6 if request else 15) + key] = False
     return mask
 

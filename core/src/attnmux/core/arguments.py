@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 from operator import index
-from typing import TYPE_CHECKING
 
 import torch
 
+from attnmux.core.batch import ForwardBatch
+from attnmux.core.call import AttentionCall
 from attnmux.core.errors import InvalidInput, PluginError
-
-if TYPE_CHECKING:
-    from attnmux.core.batch import ForwardBatch
-    from attnmux.core.call import AttentionCall
-    from attnmux.core.spec import SpecInput
+from attnmux.core.spec import SpecInput
 
 _LENS = ("seq_lens", "extend_seq_lens", "extend_prefix_lens", "encoder_lens")
 """Fields of a batch that hold one int32 for each request."""

@@ -13,24 +13,21 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, final
+from typing import final
 
 import torch
 
 from attnmux.core.arguments import check_call, check_fields, check_result
-from attnmux.core.batch import ForwardMode
+from attnmux.core.batch import ForwardBatch, ForwardMode
 from attnmux.core.call import AttentionCall
+from attnmux.core.context import BackendContext
 from attnmux.core.debug import check_batch, check_picks, check_tensors
 from attnmux.core.dtypes import torch_dtype
 from attnmux.core.errors import InvalidInput
+from attnmux.core.latent import UpProjection
+from attnmux.core.layer import LayerSpec
+from attnmux.core.linear_backend import LinearAttentionBackend
 from attnmux.core.steps import NO_OPTIONS, StepBackend
-
-if TYPE_CHECKING:
-    from attnmux.core.batch import ForwardBatch
-    from attnmux.core.context import BackendContext
-    from attnmux.core.latent import UpProjection
-    from attnmux.core.layer import LayerSpec
-    from attnmux.core.linear_backend import LinearAttentionBackend
 
 
 class AttentionBackend(StepBackend):

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import msgspec
 import torch
 
-if TYPE_CHECKING:
-    from attnmux.core.layer import LayerSpec
+from attnmux.core.layer import LayerSpec
 
 
 class AttentionCall(msgspec.Struct, frozen=True, eq=False):

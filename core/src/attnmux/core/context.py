@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from attnmux.core.kv.linear_states import LinearStatePool
     from attnmux.core.kv.pool import KVPool
     from attnmux.core.kv.request_table import RequestTable
-    from attnmux.core.kv.writer import KVWriter
+    from attnmux.core.kv.rows import KVWriter
     from attnmux.core.layer import LayerSpec
     from attnmux.core.workspace import Workspace
 

@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import fields
-from typing import TYPE_CHECKING
 
 import torch
 
+from attnmux.core.batch import ForwardBatch
+from attnmux.core.call import AttentionCall
+from attnmux.core.context import BackendContext
 from attnmux.core.errors import InvalidInput
 from attnmux.core.indices.ragged import extend_positions
 from attnmux.core.tree_masks import check_trees
-
-if TYPE_CHECKING:
-    from attnmux.core.batch import ForwardBatch
-    from attnmux.core.call import AttentionCall
-    from attnmux.core.context import BackendContext
 
 
 def check_tensors(context: BackendContext, call: AttentionCall) -> None:

@@ -6,8 +6,7 @@ import torch
 
 from attnmux.core.choosing.ask.values import DTYPES, canonical_dtype
 from attnmux.core.errors import InvalidInput
-from attnmux.core.kv.four_bits import BLOCK
-from attnmux.core.kv.four_bits import DTYPE as FP4_DTYPE
+from attnmux.core.kv.quantise import BLOCK, FP4_DTYPE
 
 _TORCH_DTYPES = {
     "bfloat16": torch.bfloat16,

@@ -8,23 +8,25 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, final
+from typing import final
 
 import torch
 
 from attnmux.core.arguments import check_fields
-from attnmux.core.batch import ForwardMode
+from attnmux.core.batch import ForwardBatch, ForwardMode
+from attnmux.core.context import BackendContext
 from attnmux.core.debug import check_batch
 from attnmux.core.errors import InvalidInput, PluginError
-from attnmux.core.linear_call import ConvCall, LinearCall, check_conv, check_linear
+from attnmux.core.kv.linear_states import LinearStatePool
+from attnmux.core.linear_layer import (
+    ConvCall,
+    LinearCall,
+    LinearLayerSpec,
+    check_conv,
+    check_linear,
+)
 from attnmux.core.steps import NO_OPTIONS, StepBackend
 from attnmux.core.tree_masks import tree_mask_of
-
-if TYPE_CHECKING:
-    from attnmux.core.batch import ForwardBatch
-    from attnmux.core.context import BackendContext
-    from attnmux.core.kv.linear_states import LinearStatePool
-    from attnmux.core.linear_layer import LinearLayerSpec
 
 SERVED = (
     *(ForwardMode.EXTEND, ForwardMode.MIXED, ForwardMode.DECODE, ForwardMode.IDLE),

@@ -27,15 +27,13 @@ from __future__ import annotations
 
 import warnings
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from attnmux.core.adapters.library import trying
 from attnmux.core.choosing.offer.libraries import EntryPoint, entry_points
+from attnmux.core.context import BackendContext
 from attnmux.core.errors import BackendFailed, in_brief
 from attnmux.core.installed import load_plugins
-
-if TYPE_CHECKING:
-    from attnmux.core.context import BackendContext
 
 GROUP = "attnmux.kernels"
 

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 from torch.nn.functional import conv1d, silu
 
-if TYPE_CHECKING:
-    from attnmux.core.batch import ForwardBatch
-    from attnmux.core.kv.linear_states import LinearStatePool
-    from attnmux.core.linear_call import ConvCall
+from attnmux.core.batch import ForwardBatch
+from attnmux.core.kv.linear_states import LinearStatePool
+from attnmux.core.linear_layer import ConvCall
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)

@@ -59,25 +59,11 @@ def tree_visibility(parents: torch.Tensor) -> torch.Tensor:
     return reach > 0
 
 
-def tree_mask(
-    parents: torch.Tensor,
-    seq_lens: torch.Tensor,
-    *,
-    total: int | None = None,
-) -> torch.Tensor:
-    """The flat custom mask of TARGET_VERIFY: the whole prefix, then the token's ancestors.
-
-    parents: [B, d] int, see `tree_visibility`. seq_lens: [B] int, prefix lengths.
-    total: the number of values; without it the device is asked, which synchronises.
-    Returns flat bool of d * (seq + d) values a request.
-    """
-    return whole_mask(tree_visibility(parents), seq_lens, total=total)
-
-
 def whole_mask(
     visible: torch.Tensor, seq_lens: torch.Tensor, *, total: int | None = None
 ) -> torch.Tensor:
-    """`SpecInput.custom_mask` from `SpecInput.visible`, both on the device of seq_lens.
+    """`SpecInput.custom_mask` from `SpecInput.visible`, both on the device of seq_lens: the whole
+    prefix, then the drafts that are visible, d * (seq + d) values a request.
 
     seq_lens: [B] int, prefix lengths. total: the number of values, or more; without it the device
     is asked, which synchronises.

@@ -5,13 +5,12 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from types import MappingProxyType
-from typing import TYPE_CHECKING
+from typing import TypeVar
 
-from attnmux.core.errors import GraphUnsupported
+from attnmux.core.batch import ForwardBatch
+from attnmux.core.errors import AttnmuxError, GraphUnsupported
 
-if TYPE_CHECKING:
-    from attnmux.core.batch import ForwardBatch
-
+S = TypeVar("S")
 
 NO_OPTIONS: Mapping[str, object] = MappingProxyType({})
 """Of a backend whose card has none, or whose defaults hold."""
@@ -47,3 +46,10 @@ class StepBackend(ABC):
         eagerly. Raises GraphUnsupported unless the backend overrides it.
         """
         raise GraphUnsupported(f"{type(self).__name__} cannot be captured in a device graph")
+
+
+def prepared(step: S | None) -> S:
+    """The step that a backend keeps. Raises AttnmuxError where none is prepared."""
+    if step is None:
+        raise AttnmuxError("no step is prepared: call init_forward_metadata(batch) first")
+    return step

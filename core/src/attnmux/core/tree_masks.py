@@ -7,17 +7,15 @@ and does not synchronise, so that graphs can hold it.
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch.nn.functional import pad
 
+from attnmux.core.batch import ForwardBatch
 from attnmux.core.choosing.offer.card import TreeMask
 from attnmux.core.errors import InvalidInput
 from attnmux.core.spec import SpecInput, whole_mask
-
-if TYPE_CHECKING:
-    from attnmux.core.batch import ForwardBatch
 
 FORMS: dict[str, TreeMask] = {
     "custom_mask": "full",
@@ -86,8 +84,8 @@ def visible_drafts(batch: ForwardBatch) -> torch.Tensor:
         return causal.expand(batch.batch_size, drafts, drafts)
     order = torch.arange(drafts, device=device)
     prefix = batch.seq_lens.long().view(-1, 1, 1)
-    indptr = spec.mask_indptr
-    starts = (mask_starts(batch) if indptr is None else indptr[: batch.batch_size]).long()
+    indptr = mask_bounds(batch.seq_lens, drafts) if spec.mask_indptr is None else spec.mask_indptr
+    starts = indptr[: batch.batch_size].long()
     rows = starts.view(-1, 1, 1) + order.view(-1, 1) * (prefix + drafts)
     return spec.custom_mask[rows + prefix + order]
 
@@ -118,11 +116,6 @@ def limited_drafts(
     if window < 0 and chunk <= 0:
         return visible, first
     return visible & (position.unsqueeze(1) >= first.unsqueeze(2)), first
-
-
-def mask_starts(batch: ForwardBatch) -> torch.Tensor:
-    """[B] int32: where each request's part of a whole mask starts."""
-    return mask_bounds(batch.seq_lens, batch.drafts().draft_token_num)[:-1]
 
 
 def mask_bounds(seq_lens: torch.Tensor, drafts: int) -> torch.Tensor:
@@ -219,9 +212,8 @@ def _hides_prefix(batch: ForwardBatch) -> torch.Tensor:
     spec = batch.drafts()
     drafts = spec.draft_token_num
     assert spec.custom_mask is not None
-    starts, lens = mask_starts(batch).tolist(), batch.seq_lens.tolist()
-    hides = []
-    for start, length in zip(starts, lens, strict=True):
+    bounds, hides = mask_bounds(batch.seq_lens, drafts).tolist(), []
+    for start, length in zip(bounds, batch.seq_lens.tolist(), strict=False):
         rows = spec.custom_mask[start : start + drafts * (length + drafts)]
         hides.append(not bool(rows.view(drafts, -1)[:, :length].all()))
     return torch.tensor(hides)

@@ -8,7 +8,7 @@ from dataclasses import replace
 import torch
 
 from attnmux.core import ForwardBatch, MultiItem, SpecInput, pack_visible
-from attnmux.core.spec import tree_mask, tree_visibility
+from attnmux.core.spec import tree_visibility, whole_mask
 from attnmux.testing.case_setup import CaseSetup
 from attnmux.testing.cases import Step
 from attnmux.testing.placement import Placed
@@ -89,17 +89,17 @@ def _speculate(setup: CaseSetup, requests: list[Placed]) -> tuple[SpecInput, tor
         parents[:, token] = torch.randint(token, (len(requests),), generator=setup.generator)
         depths[:, token] = depths.gather(1, parents[:, token : token + 1]).squeeze(1) + 1
     spec_info = SpecInput(draft_token_num=num_draft_tokens, topk=case.spec_topk or 1)
+    visible = tree_visibility(parents)
     if case.tree_mask != "full":
-        visible = tree_visibility(parents).to(device)
+        visible = visible.to(device)
         if case.tree_mask == "qlen_only":
             return replace(spec_info, visible=visible), depths.to(device)
         return replace(spec_info, visible_bits=pack_visible(visible)), depths.to(device)
     widths = torch.tensor([num_draft_tokens * request.length for request in requests])
+    cached = torch.tensor([request.cached for request in requests])
     spec_info = replace(
         spec_info,
-        custom_mask=tree_mask(parents, torch.tensor([request.cached for request in requests])).to(
-            device
-        ),
+        custom_mask=whole_mask(visible, cached).to(device),
         mask_indptr=torch.nn.functional.pad(widths.cumsum(0), (1, 0)).int().to(device),
     )
     return spec_info, depths.to(device)

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from attnmux.core.choosing.find import devices as module
+from attnmux.core.choosing.find import examine as examining
 from attnmux.core.choosing.find.devices import detect, pick_platform
 from attnmux.core.choosing.find.examine import Entry, Plugin, PluginFailure, failure_of
 from attnmux.core.choosing.find.plugins import Plugins
@@ -47,7 +48,7 @@ def answered(entry: Entry) -> Plugin:
 def asked_here(monkeypatch) -> None:
     ASKED.clear()
     monkeypatch.setattr(
-        module, "examine", lambda entries, stages, seconds: list(map(answered, entries))
+        examining, "examine", lambda entries, stages, seconds: list(map(answered, entries))
     )
 
 

@@ -12,12 +12,14 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from importlib import import_module
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 import torch
 
 from attnmux.core.backend import AttentionBackend
-from attnmux.core.batch import ForwardMode
+from attnmux.core.batch import ForwardBatch, ForwardMode
+from attnmux.core.call import AttentionCall
+from attnmux.core.context import BackendContext
 from attnmux.core.errors import (
     AttnmuxError,
     BackendFailed,
@@ -25,14 +27,8 @@ from attnmux.core.errors import (
     InvalidInput,
     in_brief,
 )
-from attnmux.core.steps import NO_OPTIONS
-
-if TYPE_CHECKING:
-    from attnmux.core.batch import ForwardBatch
-    from attnmux.core.call import AttentionCall
-    from attnmux.core.context import BackendContext
-    from attnmux.core.layer import LayerSpec
-    from attnmux.core.steps import StepBackend
+from attnmux.core.layer import LayerSpec
+from attnmux.core.steps import NO_OPTIONS, StepBackend, prepared
 
 K = TypeVar("K")
 """The kernels: a dataclass whose fields are functions of the library."""
@@ -132,9 +128,7 @@ class LibraryBackend(AttentionBackend, Generic[K, L, S, B]):
         return self._attend(call, batch)
 
     def _attend(self, call: AttentionCall, batch: ForwardBatch) -> torch.Tensor:
-        step = self._step
-        if step is None:
-            raise AttnmuxError("no step is prepared: call init_forward_metadata(batch) first")
+        step = prepared(self._step)
         layer = self._layers.get(call.layer.layer_id)
         if layer is None:
             raise InvalidInput(

@@ -4,19 +4,16 @@ paged KV take."""
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 import torch
 
+from attnmux.core.batch import ForwardBatch
+from attnmux.core.context import BackendContext
 from attnmux.core.errors import InvalidInput
 from attnmux.core.indices.keys import page_table
 from attnmux.core.indices.ragged import cu_seqlens, uniform_indptr, verify_kv_lens
+from attnmux.core.layer import LayerSpec
 from attnmux.core.tree_masks import check_no_items, check_unmasked, tree_mask_of
-
-if TYPE_CHECKING:
-    from attnmux.core.batch import ForwardBatch
-    from attnmux.core.context import BackendContext
-    from attnmux.core.layer import LayerSpec
 
 Tables = dict[tuple[bool, int], torch.Tensor]
 """Page tables before translation, by (is the encoder's, page size)."""
@@ -238,24 +235,17 @@ def fixed_buffers(
 
 def _queries_each(batch: ForwardBatch) -> int | None:
     if batch.forward_mode.is_decode():
-        if batch.num_tokens != batch.batch_size:
-            raise InvalidInput(
-                "out_cache_loc",
-                got=f"{batch.num_tokens} tokens of {batch.batch_size} requests",
-                expected="one token a request in decode",
-            )
-        return 1
-    batch.extend_lens()
-    if batch.forward_mode.is_target_verify():
-        drafts = batch.drafts().draft_token_num
-        if batch.num_tokens != batch.batch_size * drafts:
-            raise InvalidInput(
-                "out_cache_loc",
-                got=f"{batch.num_tokens} tokens of {batch.batch_size} requests",
-                expected=f"{drafts} draft tokens a request",
-            )
-        return drafts
-    return None
+        each, expected = 1, "one token a request in decode"
+    else:
+        batch.extend_lens()
+        if not batch.forward_mode.is_target_verify():
+            return None
+        each = batch.drafts().draft_token_num
+        expected = f"{each} draft tokens a request"
+    if batch.num_tokens != batch.batch_size * each:
+        got = f"{batch.num_tokens} tokens of {batch.batch_size} requests"
+        raise InvalidInput("out_cache_loc", got=got, expected=expected)
+    return each
 
 
 def _encoder_lens(batch: ForwardBatch) -> torch.Tensor:

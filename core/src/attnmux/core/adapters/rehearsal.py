@@ -5,24 +5,20 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 import torch
 
+from attnmux.core.backend import AttentionBackend
 from attnmux.core.batch import ForwardBatch, ForwardMode, MultiItem
+from attnmux.core.context import BackendContext
 from attnmux.core.dtypes import torch_dtype
 from attnmux.core.errors import InvalidInput
 from attnmux.core.kv.linear_states import LinearStatePool
-from attnmux.core.linear_call import ConvCall
-from attnmux.core.linear_layer import LinearLayerSpec
+from attnmux.core.layer import LayerSpec
+from attnmux.core.linear_backend import LinearAttentionBackend
+from attnmux.core.linear_layer import ConvCall, LinearLayerSpec
+from attnmux.core.short_convolutions import ShortConvolutions
 from attnmux.core.spec import SpecInput
-
-if TYPE_CHECKING:
-    from attnmux.core.backend import AttentionBackend
-    from attnmux.core.context import BackendContext
-    from attnmux.core.layer import LayerSpec
-    from attnmux.core.linear_backend import LinearAttentionBackend
-    from attnmux.core.short_convolutions import ShortConvolutions
 
 CHANNELS, TAPS = 16, 4
 """Of the convolution that is rehearsed."""

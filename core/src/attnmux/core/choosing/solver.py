@@ -16,16 +16,14 @@ from attnmux.core.choosing.ask.derived import (
     prefixes_request,
     undrafted_request,
 )
-from attnmux.core.choosing.ask.layer_group import shape_said
 from attnmux.core.choosing.ask.policy import NAMING, Policy
 from attnmux.core.choosing.ask.request import Request
 from attnmux.core.choosing.ask.sparse import check_decidable
-from attnmux.core.choosing.ask.values import LINEAR_KINDS, PHASES, OptionValue
+from attnmux.core.choosing.ask.values import LINEAR_KINDS, PHASES, OptionValue, shape_said
 from attnmux.core.choosing.common.frozen import Deferred, FrozenMapping
 from attnmux.core.choosing.common.verdict import Reason
-from attnmux.core.choosing.judge.accuracy import Accuracy, by_card
 from attnmux.core.choosing.judge.axes import Question
-from attnmux.core.choosing.judge.checking import Ranking, prior_rank, standing
+from attnmux.core.choosing.judge.checking import Accuracy, Ranking, by_card, prior_rank, standing
 from attnmux.core.choosing.machine.platform import Platform
 from attnmux.core.choosing.machine.vendors import EXAMPLE
 from attnmux.core.choosing.offer.card import Offer
@@ -35,10 +33,10 @@ from attnmux.core.choosing.search.assignments import (
     Assignment,
     best_assignment,
     best_together,
+    coercions,
 )
 from attnmux.core.choosing.search.problem import Problem, Variant, groups_of, opposed
 from attnmux.core.choosing.tell.choice import Choice, choice_of
-from attnmux.core.choosing.tell.coercions import coercions
 from attnmux.core.choosing.tell.decision import Decision
 from attnmux.core.choosing.tell.verdicts import refusal, verdicts
 from attnmux.core.errors import InvalidInput, NoBackend

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from attnmux.core.choosing.ask.policy import Policy
 from attnmux.core.choosing.ask.request import Request, parse_fields
@@ -22,7 +22,20 @@ from attnmux.core.settings import Settings
 if TYPE_CHECKING:
     from attnmux.core.choosing.measured.measurement import Measurement
 
-Answer = tuple[Platform, Policy, "Decision | NoBackend"]
+
+class Asked(NamedTuple):
+    """A question to one machine, the settings that it read, and the answer."""
+
+    request: Request
+    device: Platform
+    policy: Policy
+    offers: tuple[Offer, ...]
+    settings: Settings
+    given: Mapping[str, Any]
+    """Fields of the policy set on the command line."""
+    platform: str | None
+    """The platform named on the command line."""
+    answer: Decision | NoBackend
 
 
 def requested(model: str | None, fields: str, tp: int, mode: str | None) -> Request:
@@ -69,20 +82,20 @@ def ask(
     given: Mapping[str, Any],
     *,
     measured: bool,
-) -> Answer:
+) -> Asked:
     """Decide for one machine, with the warnings that belong to it."""
     device, hypothetical = machine(run, settings, plugins, platform)
-    policy = settings.policy(**given, hypothetical=hypothetical)
+    policy, offers = settings.policy(**given, hypothetical=hypothetical), plugins.offers()
     answer: Decision | NoBackend
     try:
         measurements = run.measurements(settings) if measured and not hypothetical else ()
-        answer = decided(request, device, plugins.offers(), policy, measurements)
-        run.warn_of_unverified(answer, plugins.offers(), measurements)
+        answer = decided(request, device, offers, policy, measurements)
+        run.warn_of_unverified(answer, offers, measurements)
     except NoBackend as refusal:
         answer = refusal
     if hypothetical or isinstance(answer, NoBackend):
-        _warn_of_absent_plugin(run, plugins, device.vendor)
-    return device, policy, answer
+        _warn_of_absent_plugin(run, offers, device.vendor)
+    return Asked(request, device, policy, offers, settings, given, platform, answer)
 
 
 def decided(
@@ -101,10 +114,10 @@ def decided(
     return solve_measured(request, device, offers, policy, measurements=measurements)
 
 
-def _warn_of_absent_plugin(run: Run, plugins: Plugins, vendor: str) -> None:
+def _warn_of_absent_plugin(run: Run, offers: Sequence[Offer], vendor: str) -> None:
     """Without the vendor's own plugin, the answer differs from the one on a real machine."""
     row = VENDORS.get(vendor)
-    offering = {offer.distribution for offer in plugins.offers()}
+    offering = {offer.distribution for offer in offers}
     if row is not None and offering and row.distribution not in offering:
         there = installed_version(row.distribution) is not None
         fix = "is left out or broken" if there else f"is missing: pip install {row.distribution}"

@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from attnmux.core.choosing.common.plain import plain
+from attnmux.core.choosing.common.frozen import plain
 from attnmux.core.choosing.find.examine import Entry, Plugin, PluginFailure, examine
 from attnmux.core.choosing.find.plugins import find_entries
 from attnmux.core.choosing.offer.libraries import Distribution, EntryPoint, installed_version

@@ -17,8 +17,7 @@ from attnmux.core.choosing.offer.card import Offer
 from attnmux.core.choosing.offer.libraries import installed_version
 from attnmux.core.choosing.offer.named import read_options
 from attnmux.core.choosing.search.problem import groups_of
-from attnmux.core.cli.builds import lacking_compiler, serving_builds
-from attnmux.core.cli.here import Backend, backends_here
+from attnmux.core.cli.here import Backend, backends_here, lacking_compiler, serving_builds
 from attnmux.core.errors import AmbiguousPlatform, InvalidInput, UnknownBackend
 from attnmux.core.settings import Settings
 

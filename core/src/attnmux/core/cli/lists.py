@@ -6,7 +6,7 @@ from typing import Any
 
 import click
 
-from attnmux.core.choosing.common.plain import plain
+from attnmux.core.choosing.common.frozen import plain
 from attnmux.core.choosing.find.devices import pick_platform
 from attnmux.core.cli.here import Backend, backends_here
 from attnmux.core.cli.run import Run, common_options, echo_json, pass_run

@@ -13,7 +13,7 @@ from typing import Literal, get_args
 from attnmux.core.choosing.ask.policy import Policy
 from attnmux.core.choosing.ask.request import Request
 from attnmux.core.choosing.ask.values import PHASES
-from attnmux.core.choosing.common.plain import Plain
+from attnmux.core.choosing.common.frozen import Plain
 from attnmux.core.choosing.common.verdict import Reason, Verdict
 from attnmux.core.choosing.machine.platform import Platform
 from attnmux.core.choosing.offer.card import Offer

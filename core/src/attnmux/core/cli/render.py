@@ -9,12 +9,11 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from attnmux.core.choosing.ask.request import Request
 from attnmux.core.choosing.machine.platform import Platform
-from attnmux.core.choosing.offer.card import Offer
 from attnmux.core.choosing.offer.proof import proven_on
 from attnmux.core.choosing.tell.choice import Choice
 from attnmux.core.choosing.tell.decision import Decision
+from attnmux.core.cli.asking import Asked
 from attnmux.core.cli.here import LACKING, Backend
 from attnmux.core.cli.outcomes import Outcome, joined_by_first_reason
 from attnmux.core.cli.select_explained import Explanation, Stated
@@ -81,16 +80,13 @@ def render_codes(meanings: Mapping[str, str]) -> None:
     _print_rows(plain_console(), ("code", "meaning"), list(meanings.items()))
 
 
-def render_machines(
-    answers: Sequence[tuple[Platform, Decision | NoBackend]],
-    phases: Sequence[str],
-    offers: Sequence[Offer],
-) -> None:
+def render_machines(asked: Sequence[Asked]) -> None:
     """A row for each machine: the backend of each phase with its proof unless that is hardware, or
     why there is none."""
-    cards = {offer.address: offer.card for offer in offers}
+    phases = asked[0].request.phases
+    cards = {offer.address: offer.card for offer in asked[0].offers}
     table = plain_table("machine", *phases, "page", "KV", "note")
-    for device, answer in answers:
+    for device, answer in ((each.device, each.answer) for each in asked):
         if isinstance(answer, NoBackend):
             note = str(answer).partition("\n")[0]
             table.add_row(str(device), *[""] * len(phases), "", "", note)
@@ -118,21 +114,18 @@ def render_machines(
 
 
 def render_answer(
-    answer: Decision | NoBackend,
-    explanation: Explanation,
-    request: Request,
-    *,
-    explain: bool,
-    every: bool,
+    asked: Asked, explanation: Explanation, line: str, *, explain: bool, every: bool
 ) -> None:
-    """The answer of `attnmux select`. A refusal's message is on stderr: without `explain`, nothing
-    else is printed."""
-    if not isinstance(answer, NoBackend):
-        render_decision(answer, explanation, explain=explain, every=every)
+    """The answer of `attnmux select`, and the engine's command line if there is one. A refusal's
+    message is on stderr: without `explain`, nothing else is printed."""
+    if not isinstance(asked.answer, NoBackend):
+        render_decision(asked.answer, explanation, explain=explain, every=every)
     elif explain:
         console = plain_console()
-        _print_losers(console, explanation.outcomes, len(request.phases), every=every)
+        _print_losers(console, explanation.outcomes, len(asked.request.phases), every=every)
         _print_values(console, explanation.values)
+    if line:
+        print(f"\n{line}")
 
 
 def render_decision(

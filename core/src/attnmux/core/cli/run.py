@@ -144,9 +144,6 @@ class Run:
         self.warnings.append(text)
         print(f"attnmux: warning: {text}", file=sys.stderr)
 
-    def echo_json(self, answer: object) -> None:
-        print(json.dumps(answer, indent=2), file=self.answer, flush=True)
-
     def report(self, error: Exception) -> int:
         """Print the error on stderr, if asked with its traceback. Returns the exit code.
 
@@ -235,5 +232,5 @@ def common_options(command: F) -> F:
 
 
 def echo_json(answer: object) -> None:
-    run = click.get_current_context().find_object(Run)
-    (run or Run()).echo_json(answer)
+    run = click.get_current_context().find_object(Run) or Run()
+    print(json.dumps(answer, indent=2), file=run.answer, flush=True)

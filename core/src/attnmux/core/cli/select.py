@@ -7,22 +7,20 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from attnmux.core.choosing.ask.request import Request
-from attnmux.core.choosing.common.frozen import defaults
-from attnmux.core.choosing.common.plain import plain
+from attnmux.core.choosing.common.frozen import defaults, plain
 from attnmux.core.choosing.find.plugins import Plugins
-from attnmux.core.choosing.machine.platform import GRAMMAR, Platform
-from attnmux.core.choosing.offer.card import BackendCard, Offer
+from attnmux.core.choosing.machine.platform import GRAMMAR
+from attnmux.core.choosing.offer.card import BackendCard
 from attnmux.core.choosing.offer.libraries import canonical
 from attnmux.core.choosing.offer.proof import Proof, proven_on
 from attnmux.core.choosing.tell.decision import Decision
-from attnmux.core.cli.asking import Answer, ask, requested
-from attnmux.core.cli.run import Run, common_options, pass_run
+from attnmux.core.cli.asking import Asked, ask, requested
+from attnmux.core.cli.run import Run, common_options, echo_json, pass_run
 from attnmux.core.errors import InvalidInput, NoBackend
 from attnmux.core.settings import Settings
 
 if TYPE_CHECKING:
-    from attnmux.core.cli.select_explained import Explanation
+    pass
 
 
 PLATFORM = (
@@ -98,35 +96,25 @@ def select(
         ask(run, settings, plugins, request, platform, given, measured=not no_measurements)
         for platform in platforms or (None,)
     ]
-    device, policy, answer = asked[0]
-    line = _launch_line(engine, answer, model, backends, settings)
-    told = {**_answered(answer, request, device, plugins.offers()), "warnings": run.warnings}
+    line = _launch_line(engine, asked[0].answer, model, backends, settings)
+    told = {**_answered(asked[0]), "warnings": run.warnings}
     told |= {"launch": line} if line else {}
     if len(asked) > 1:
-        _compare(run, asked, request, plugins.offers(), as_json=as_json)
+        _compare(run, asked, as_json=as_json)
     elif as_json and not in_full:
-        run.echo_json(told)
+        echo_json(told)
     else:
         # Plain JSON is for programs, which should not wait for these imports
-        from attnmux.core.cli.select_explained import Asked, explained  # noqa: PLC0415
+        from attnmux.core.cli.select_explained import explained  # noqa: PLC0415
 
-        question = Asked(
-            request=request,
-            device=device,
-            policy=policy,
-            offers=plugins.offers(),
-            settings=settings,
-            given={**given, "hypothetical": policy.hypothetical},
-            platform=platforms[0] if platforms else None,
-            model=model,
-            tp=tp,
-        )
-        explanation = explained(question, answer)
+        explanation = explained(asked[0], model=model or "", tp=tp)
         if as_json:
-            run.echo_json({**told, "explanation": explanation.to_dict()})
+            echo_json({**told, "explanation": explanation.to_dict()})
         else:
-            _print_one(answer, explanation, request, line, in_full=in_full, every=every)
-    _raise_refusals([each for _, _, each in asked])
+            from attnmux.core.cli.render import render_answer  # noqa: PLC0415  # rich is slow
+
+            render_answer(asked[0], explanation, line, explain=in_full, every=every)
+    _raise_refusals([each.answer for each in asked], in_brief=in_full and not as_json)
 
 
 def _refuse_several(platforms: Sequence[str], *, in_full: bool, engine: str | None) -> None:
@@ -137,30 +125,15 @@ def _refuse_several(platforms: Sequence[str], *, in_full: bool, engine: str | No
             raise InvalidInput("--platform", got=got, expected=f"one with {option}")
 
 
-def _print_one(
-    answer: Decision | NoBackend,
-    explanation: Explanation,
-    request: Request,
-    line: str,
-    *,
-    in_full: bool,
-    every: bool,
-) -> None:
-    """Print one machine's answer, and the engine's command line if there is one."""
-    from attnmux.core.cli.render import render_answer  # noqa: PLC0415  # rich is slow to import
+def _raise_refusals(answers: Iterable[Decision | NoBackend], *, in_brief: bool) -> None:
+    """After printing: the first refusal ends the command, and so do layers without a backend.
 
-    render_answer(answer, explanation, request, explain=in_full, every=every)
-    print(f"\n{line}\n" if line else "", end="")
-    if isinstance(answer, NoBackend) and in_full:
-        # The table has shown the reasons
-        raise NoBackend(str(answer).partition("\n")[0], answer.candidates)
-
-
-def _raise_refusals(answers: Iterable[Decision | NoBackend]) -> None:
-    """After printing: the first refusal ends the command, and so do layers without a backend."""
+    in_brief: without the reasons, which a table has shown.
+    """
     for answer in answers:
         if isinstance(answer, NoBackend):
-            raise answer
+            said = str(answer).partition("\n")[0]
+            raise NoBackend(said, answer.candidates) if in_brief else answer
         if answer.unserved_layers:
             said = ", ".join(f"{count} of {kind}" for kind, count in answer.unserved_layers)
             said += answer.unserved_hint
@@ -182,30 +155,20 @@ def _launch_line(
     return launch_line(engine, answer, model=model, backends=backends, settings=settings)
 
 
-def _compare(
-    run: Run,
-    asked: Sequence[Answer],
-    request: Request,
-    offers: Sequence[Offer],
-    *,
-    as_json: bool,
-) -> None:
+def _compare(run: Run, asked: Sequence[Asked], *, as_json: bool) -> None:
     """Print the answers of several machines: one table, or {"machines": […], "warnings": […]}."""
-    answers = [(device, answer) for device, _, answer in asked]
     if as_json:
-        machines = [_answered(answer, request, device, offers) for device, answer in answers]
-        run.echo_json({"machines": machines, "warnings": run.warnings})
+        echo_json({"machines": list(map(_answered, asked)), "warnings": run.warnings})
         return
     from attnmux.core.cli.render import render_machines  # noqa: PLC0415  # rich is slow to import
 
-    render_machines(answers, request.phases, offers)
+    render_machines(asked)
 
 
-def _answered(
-    answer: Decision | NoBackend, request: Request, device: Platform, offers: Sequence[Offer]
-) -> dict[str, Any]:
+def _answered(asked: Asked) -> dict[str, Any]:
     """The decision as JSON, with the proof of each backend on the machine, in the phases that are
     asked for and that it serves. A refusal has the same keys, with nothing decided."""
+    request, device, answer = asked.request, asked.device, asked.answer
 
     def proof_of(card: BackendCard) -> Proof:
         served = [
@@ -215,7 +178,7 @@ def _answered(
         ]
         return proven_on(card.verified_on, device, served, request.kind).word
 
-    proof = {offer.address: proof_of(offer.card) for offer in offers}
+    proof = {offer.address: proof_of(offer.card) for offer in asked.offers}
     if not isinstance(answer, NoBackend):
         return {**answer.to_dict(), "proof": proof}
     undecided = {name: plain(value) for name, value in defaults(Decision).items()}

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 from attnmux.core.choosing.ask.policy import Policy
 from attnmux.core.choosing.ask.request import Request
-from attnmux.core.choosing.common.plain import Plain, plain, plain_fields
-from attnmux.core.choosing.machine.platform import Platform
+from attnmux.core.choosing.common.frozen import Plain, plain, plain_fields
 from attnmux.core.choosing.measured.unverified import doubtful
-from attnmux.core.choosing.offer.card import Offer
 from attnmux.core.choosing.offer.named import read_options
 from attnmux.core.choosing.tell.decision import Decision
-from attnmux.core.cli.builds import lacking_compiler
+from attnmux.core.cli.asking import Asked
+from attnmux.core.cli.here import lacking_compiler
 from attnmux.core.cli.outcomes import Outcome, outcomes, outcomes_of_refusal
 from attnmux.core.errors import NoBackend
 from attnmux.core.settings import PREFIX, Settings
@@ -32,23 +31,6 @@ class Stated(Plain):
     """user, env, config, model, platform or default."""
     source: str = ""
     """The variable, the file, or how a default was found."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Asked:
-    """The question of one `select` call, and the settings that it read."""
-
-    request: Request
-    device: Platform
-    policy: Policy
-    offers: tuple[Offer, ...]
-    settings: Settings
-    given: Mapping[str, Any]
-    """Fields of the policy set on the command line."""
-    platform: str | None
-    """The platform named on the command line."""
-    model: str | None
-    tp: int = 1
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -70,18 +52,20 @@ class Explanation:
         }
 
 
-def explained(asked: Asked, answer: Decision | NoBackend) -> Explanation:
-    """Explain a decision or a refusal."""
+def explained(asked: Asked, *, model: str, tp: int) -> Explanation:
+    """Explain a decision or a refusal. model: the one whose config.json was read for `tp` ranks."""
+    answer = asked.answer
     if isinstance(answer, NoBackend):
         told = outcomes_of_refusal(
             asked.request, asked.device, answer.candidates, asked.offers, asked.policy
         )
-        return Explanation(outcomes=tuple(told), values=tuple(_stated(asked, None)), doubts=())
+        values = tuple(_stated(asked, asked.request, model, tp))
+        return Explanation(outcomes=told, values=values, doubts=())
     told, *others = (outcomes(each, asked.offers, asked.policy) for each in answer.groups)
     doubts = [f"{each.offer.card.name}: {each.reason}" for each in doubtful(answer, asked.offers)]
     return Explanation(
         outcomes=told,
-        values=tuple(_stated(asked, answer)),
+        values=(*_stated(asked, answer.request, model, tp), *_options(asked, answer)),
         doubts=(
             *dict.fromkeys(doubts),
             *lacking_compiler((offer.card for offer in asked.offers), asked.device),
@@ -90,13 +74,11 @@ def explained(asked: Asked, answer: Decision | NoBackend) -> Explanation:
     )
 
 
-def _stated(asked: Asked, decision: Decision | None) -> Iterator[Stated]:
-    """Every value in force: of the platform, the request, the policy and the chosen options."""
+def _stated(asked: Asked, request: Request, model: str, tp: int) -> Iterator[Stated]:
+    """Every value in force, of the platform, the request and the policy."""
     yield _platform(asked)
-    yield from _request(asked, asked.request if decision is None else decision.request)
+    yield from _request(asked, request, model, tp)
     yield from _policy(asked)
-    if decision is not None:
-        yield from _options(asked, decision)
 
 
 def _platform(asked: Asked) -> Stated:
@@ -109,16 +91,15 @@ def _platform(asked: Asked) -> Stated:
     return Stated(name="platform", value=str(asked.device), origin=origin, source=source)
 
 
-def _request(asked: Asked, request: Request) -> Iterator[Stated]:
-    model = asked.model or ""
+def _request(asked: Asked, request: Request, model: str, tp: int) -> Iterator[Stated]:
     sources = {"user": COMMAND_LINE, "model": model}
     for name in request.__dataclass_fields__:
         origin = request.origins.get(name)
         if origin is None:
             continue
         source = sources.get(origin, "")
-        if origin == "model" and asked.tp > 1 and name in ("num_q_heads", "num_kv_heads"):
-            source = f"{model}, over {asked.tp} ranks"
+        if origin == "model" and tp > 1 and name in ("num_q_heads", "num_kv_heads"):
+            source = f"{model}, over {tp} ranks"
         if origin == "default" and getattr(asked.request, name) != getattr(request, name):
             follows = name == "kv_dtype" and request.dtype is not None
             source = "as dtype" if follows else "decided with the backends"

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields, replace
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
 
 from attnmux.core.backend import AttentionBackend
 from attnmux.core.choosing.ask.derived import undrafted_request
+from attnmux.core.choosing.ask.request import Request
 from attnmux.core.choosing.common.frozen import FrozenMapping
 from attnmux.core.choosing.find.devices import detect, pick_platform
 from attnmux.core.choosing.measured.measurement import read_measurements
 from attnmux.core.choosing.measured.ranking import accuracy_by
-from attnmux.core.composites.chosen_pages import sparse_context
+from attnmux.core.choosing.tell.choice import Choice, SizeRange
+from attnmux.core.choosing.tell.decision import Decision
 from attnmux.core.composites.chunked_prefix import (
     ChunkedPrefixBackend,
     expanded_context,
@@ -26,20 +28,15 @@ from attnmux.core.composites.layer_groups import LayerGroupsBackend, group_conte
 from attnmux.core.composites.linear_hybrid import with_linear_layers
 from attnmux.core.composites.part_attention import MOST_LANES
 from attnmux.core.composites.picked_blocks import PickedBlocksBackend, dense_context
-from attnmux.core.composites.sparse_pages import SparseAttnBackend
+from attnmux.core.composites.sparse_pages import SparseAttnBackend, sparse_context
 from attnmux.core.composites.two_batches import TboAttnBackend
+from attnmux.core.context import BackendContext
 from attnmux.core.dtypes import dtype_name
 from attnmux.core.errors import BackendFailed, InvalidInput
 from attnmux.core.installed import load_plugins
+from attnmux.core.layer import LayerSpec
 from attnmux.core.settings import Settings
 from attnmux.core.shared_kernels import shared_kernel, with_shared_kernels
-
-if TYPE_CHECKING:
-    from attnmux.core.choosing.ask.request import Request
-    from attnmux.core.choosing.tell.choice import Choice, SizeRange
-    from attnmux.core.choosing.tell.decision import Decision
-    from attnmux.core.context import BackendContext
-    from attnmux.core.layer import LayerSpec
 
 T = TypeVar("T")
 
@@ -80,8 +77,10 @@ def build(decision: Decision, context: BackendContext) -> AttentionBackend:
     groups = tuple(group_contexts(decision, context))
 
     def assembled() -> AttentionBackend:
-        made = [_of_group(*group, phases) for group in groups]
-        return made[0] if len(made) == 1 else _joined(decision, context, made)
+        first, *others = (_of_group(*group, phases) for group in groups)
+        for other, backend in zip(decision.others, others, strict=True):
+            _check_padding(first, backend, other.phases["decode"])
+        return LayerGroupsBackend(context, (first, *others)) if others else first
 
     made = assembled()
     if decision.request.two_batches:
@@ -94,8 +93,16 @@ def _of_group(
 ) -> AttentionBackend:
     """The backend of layers that are alike. phases: those of the context's layers."""
     serving = {phase: decision.phases[phase] for phase in phases if phase in decision.phases}
-    if decision.request.sparse_budget is not None and "decode" in serving:
-        return _over_chosen_pages(decision, context, serving, decision.request.sparse_budget)
+    budget = decision.request.sparse_budget
+    if budget is not None and "decode" in serving:
+        prompts = {phase: choice for phase, choice in serving.items() if phase != "decode"}
+        of_pages = sparse_context(context, budget)
+        return SparseAttnBackend(
+            context,
+            whole=_assemble(decision, context, prompts or serving),
+            chosen=_assemble(decision, of_pages, {"decode": serving["decode"]}),
+            kernels=shared_kernel("chosen_pages", context),
+        )
     if any(layer.index_block_size for layer in context.layers):
         return PickedBlocksBackend(
             context,
@@ -113,31 +120,9 @@ def _of_group(
     )
 
 
-def _over_chosen_pages(
-    decision: Decision, context: BackendContext, serving: Mapping[str, Choice], budget: int
-) -> AttentionBackend:
-    prompts = {phase: choice for phase, choice in serving.items() if phase != "decode"}
-    chosen = sparse_context(context, budget)
-    return SparseAttnBackend(
-        context,
-        whole=_assemble(decision, context, prompts or serving),
-        chosen=_assemble(decision, chosen, {"decode": serving["decode"]}),
-        kernels=shared_kernel("chosen_pages", context),
-    )
-
-
-def _joined(
-    decision: Decision, context: BackendContext, made: Sequence[AttentionBackend]
-) -> AttentionBackend:
-    """Raises BackendFailed for groups that cannot be combined, so that an automatic choice goes on
-    without the second one's backend."""
-    for other, backend in zip(decision.others, made[1:], strict=True):
-        _check_padding(made[0], backend, other.phases["decode"])
-    return LayerGroupsBackend(context, made)
-
-
 def _check_padding(first: AttentionBackend, other: AttentionBackend, choice: Choice) -> None:
-    """Raise BackendFailed where one graph runner cannot pad for both. choice: of the other one."""
+    """Raise BackendFailed where one graph runner cannot pad for both, so that an automatic choice
+    goes on without the other one. choice: of that one."""
     known, own = (each.get_cuda_graph_seq_len_fill_value() for each in (first, other))
     if own != known:
         reason = f"it has padding rows of {own} tokens, and the other backend of {known}"
@@ -186,8 +171,7 @@ def _check(decision: Decision) -> None:
 def _by_batch_size(
     usual: AttentionBackend, sizes: Sequence[tuple[SizeRange, AttentionBackend]]
 ) -> AttentionBackend:
-    """Raises BackendFailed for a backend that cannot be combined with `usual`, so that an automatic
-    choice goes on without it."""
+    """Raises BackendFailed for a backend that cannot be combined with `usual`."""
     for each, backend in sizes:
         _check_padding(usual, backend, each.choice)
     return BatchSizeAttnBackend(

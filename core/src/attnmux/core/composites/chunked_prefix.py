@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from typing import TYPE_CHECKING
 
 import torch
 
@@ -12,20 +11,16 @@ from attnmux.core.arguments import check_positive
 from attnmux.core.backend import AttentionBackend
 from attnmux.core.batch import ForwardBatch, ForwardMode
 from attnmux.core.choosing.ask.derived import parts_request
-from attnmux.core.choosing.measured.launches import current_launches
+from attnmux.core.choosing.ask.request import Request
+from attnmux.core.choosing.measured.launches import Value, current_launches
 from attnmux.core.composites.dispatch import DispatchingBackend
 from attnmux.core.composites.expanded_parts import parts_of
 from attnmux.core.composites.part_attention import PartAttention, part_context
+from attnmux.core.context import BackendContext
 from attnmux.core.errors import InvalidInput
 from attnmux.core.kv.rows import gather_rows
-from attnmux.core.latent import crossing_by_operations
-
-if TYPE_CHECKING:
-    from attnmux.core.choosing.ask.request import Request
-    from attnmux.core.choosing.measured.launches import Value
-    from attnmux.core.context import BackendContext
-    from attnmux.core.latent import UpProjection
-    from attnmux.core.layer import LayerSpec
+from attnmux.core.latent import UpProjection, crossing_by_operations
+from attnmux.core.layer import LayerSpec
 
 CHUNK_BYTES = 1 << 29
 """Memory for the expanded K and V of a chunk: 6,241 tokens of DeepSeek-V3's 128 heads in bfloat16,

@@ -5,27 +5,22 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, TypeAlias
 
 import torch
 
 from attnmux.core.backend import AttentionBackend
-from attnmux.core.batch import ForwardMode
+from attnmux.core.batch import ForwardBatch, ForwardMode
+from attnmux.core.call import AttentionCall
+from attnmux.core.context import BackendContext
 from attnmux.core.errors import InvalidInput
+from attnmux.core.latent import UpProjection
+from attnmux.core.layer import LayerSpec
+from attnmux.core.steps import StepBackend
 
-if TYPE_CHECKING:
-    from attnmux.core.batch import ForwardBatch
-    from attnmux.core.call import AttentionCall
-    from attnmux.core.context import BackendContext
-    from attnmux.core.latent import UpProjection
-    from attnmux.core.layer import LayerSpec
-    from attnmux.core.steps import StepBackend
-
-
-Parts: TypeAlias = "Iterable[tuple[StepBackend, ForwardBatch]]"
+Parts = Iterable[tuple[StepBackend, ForwardBatch]]
 """The members that a step prepares, each with the step as it gets it."""
 
-Route: TypeAlias = "tuple[AttentionBackend, AttentionCall, ForwardBatch]"
+Route = tuple[AttentionBackend, AttentionCall, ForwardBatch]
 """The member that attends in a layer, with the call and the prepared step as it gets them."""
 
 

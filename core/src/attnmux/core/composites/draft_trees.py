@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
 import torch
 
@@ -16,17 +15,19 @@ from attnmux.core.composites.draft_attention import (
     DraftAttention,
     DraftKeys,
     SeenPrefixes,
+    Trees,
+    as_heads,
     attend_to_drafts,
+    sinks_as_heads,
+    trees_of,
 )
 from attnmux.core.composites.part_attention import is_mergeable
-from attnmux.core.composites.tree_steps import Trees, as_heads, sinks_as_heads, trees_of
+from attnmux.core.context import BackendContext
 from attnmux.core.errors import InvalidInput
+from attnmux.core.latent import UpProjection
+from attnmux.core.layer import LayerSpec
+from attnmux.core.steps import prepared
 from attnmux.core.tree_masks import check_trees
-
-if TYPE_CHECKING:
-    from attnmux.core.context import BackendContext
-    from attnmux.core.latent import UpProjection
-    from attnmux.core.layer import LayerSpec
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -89,18 +90,16 @@ class TreeAttnBackend(DispatchingBackend):
         if not any(each.fits(made) for each in self._buffers):
             self._buffers.append(made)
 
-    def init_forward_metadata(self, batch: ForwardBatch) -> None:
-        self.check_step(batch)
-        super().init_forward_metadata(batch)
-
     def parts(self, batch: ForwardBatch, *, eager: bool) -> Parts:
+        if eager:
+            self.check_step(batch)
         verifies = batch.forward_mode.is_target_verify()
         return ((self.prefixes if verifies else self.child, self._of_one(batch)),)
 
     def forward_extend(self, call: AttentionCall, batch: ForwardBatch) -> torch.Tensor:
         if not batch.forward_mode.is_target_verify():
             return super().forward_extend(call, batch)
-        step, layer = self._prepared(), call.layer
+        step, layer = prepared(self._verification), call.layer
         keys = DraftKeys.of(self.context.token_to_kv_pool, layer, step.slots)
         return self._attend(
             call.q,
@@ -164,12 +163,6 @@ class TreeAttnBackend(DispatchingBackend):
             prefixes=prefixes, trees=trees, slots=batch.out_cache_loc
         )
         return prefixes
-
-    def _prepared(self) -> _Verification:
-        if self._verification is None:
-            expected = "one that init_forward_metadata prepared"
-            raise InvalidInput("batch", got="a verify step", expected=expected)
-        return self._verification
 
     def _of_prefixes(self, call: AttentionCall, step: _Verification) -> SeenPrefixes:
         layer = self.prefixes.context.layer(call.layer.layer_id)

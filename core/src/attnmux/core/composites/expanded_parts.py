@@ -4,18 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Generic, TypeVar
+from typing import Generic, TypeVar
 
 import torch
 
 from attnmux.core.batch import ForwardBatch, ForwardMode
 from attnmux.core.indices.keys import kv_indices
 from attnmux.core.indices.ragged import cu_seqlens
+from attnmux.core.kv.request_table import RequestTable
 from attnmux.core.latent import expansion_pays
-
-if TYPE_CHECKING:
-    from attnmux.core.kv.request_table import RequestTable
-
 
 K = TypeVar("K")
 

@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import pkgutil
-from typing import TYPE_CHECKING
 
 import torch
 
 from attnmux.core.backend import AttentionBackend
+from attnmux.core.choosing.tell.choice import Choice
 from attnmux.core.composites.local_attention import with_virtual_requests
 from attnmux.core.composites.mask_forms import with_mask_forms
+from attnmux.core.context import BackendContext
 from attnmux.core.errors import AttnmuxError, BackendFailed, PluginError, in_brief
 from attnmux.core.linear_backend import LinearAttentionBackend
-
-if TYPE_CHECKING:
-    from attnmux.core.choosing.tell.choice import Choice
-    from attnmux.core.context import BackendContext
 
 
 def make_backend(choice: Choice, context: BackendContext) -> AttentionBackend:

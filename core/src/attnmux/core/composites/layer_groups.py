@@ -5,22 +5,18 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from types import MappingProxyType
-from typing import TYPE_CHECKING
 
 import torch
 
 from attnmux.core.backend import AttentionBackend
-from attnmux.core.batch import ForwardMode
+from attnmux.core.batch import ForwardBatch, ForwardMode
+from attnmux.core.call import AttentionCall
+from attnmux.core.choosing.ask.request import Request
+from attnmux.core.choosing.tell.decision import Decision
 from attnmux.core.composites.dispatch import CompositeBackend, Parts, Route, check_padding
+from attnmux.core.context import BackendContext
 from attnmux.core.errors import InvalidInput
-
-if TYPE_CHECKING:
-    from attnmux.core.batch import ForwardBatch
-    from attnmux.core.call import AttentionCall
-    from attnmux.core.choosing.ask.request import Request
-    from attnmux.core.choosing.tell.decision import Decision
-    from attnmux.core.context import BackendContext
-    from attnmux.core.layer import LayerSpec
+from attnmux.core.layer import LayerSpec
 
 
 class LayerGroupsBackend(CompositeBackend):

@@ -3,24 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
 
-from attnmux.core.batch import ForwardMode
+from attnmux.core.backend import AttentionBackend
+from attnmux.core.batch import ForwardBatch, ForwardMode
 from attnmux.core.choosing.common.frozen import FrozenMapping
+from attnmux.core.choosing.tell.choice import Choice
+from attnmux.core.choosing.tell.decision import Decision
 from attnmux.core.composites.dispatch import DispatchingBackend, Parts
 from attnmux.core.composites.factories import make_linear
+from attnmux.core.context import BackendContext
 from attnmux.core.errors import InvalidInput
 from attnmux.core.linear_backend import LinearAttentionBackend
-
-if TYPE_CHECKING:
-    from attnmux.core.backend import AttentionBackend
-    from attnmux.core.batch import ForwardBatch
-    from attnmux.core.choosing.ask.request import Request
-    from attnmux.core.choosing.tell.choice import Choice
-    from attnmux.core.choosing.tell.decision import Decision
-    from attnmux.core.context import BackendContext
-    from attnmux.core.linear_call import ConvCall, LinearCall
-    from attnmux.core.linear_layer import LinearLayerSpec
+from attnmux.core.linear_layer import ConvCall, LinearCall, LinearLayerSpec
 
 
 class LinearByPhase(LinearAttentionBackend):
@@ -151,14 +145,8 @@ def _check(layer: LinearLayerSpec, decision: Decision) -> None:
     if layer.kind not in decision.linear:
         expected = f"a kind that the decision serves: {', '.join(decision.linear) or 'none'}"
         raise InvalidInput(name, got=layer.kind, expected=expected)
-    for got, asked in _dims(layer, decision.request):
+    k_dim, v_dim = decision.request.linear_head_dim, decision.request.linear_v_head_dim
+    dims = (layer.head_k_dim, k_dim), (layer.head_v_dim, v_dim or k_dim)
+    for got, asked in dims if layer.has_state else ():
         if asked is not None and got != asked:
             raise InvalidInput(name, got=f"a head of {got} dims", expected=f"{asked}, as decided")
-
-
-def _dims(layer: LinearLayerSpec, request: Request) -> tuple[tuple[int, int | None], ...]:
-    """(the layer's, the request's) dims of K and V."""
-    if not layer.has_state:
-        return ()
-    k_dim, v_dim = request.linear_head_dim, request.linear_v_head_dim
-    return (layer.head_k_dim, k_dim), (layer.head_v_dim, v_dim or k_dim)

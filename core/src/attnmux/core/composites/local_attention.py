@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 from msgspec import structs
 
@@ -18,14 +17,12 @@ from attnmux.core.batch import ForwardBatch, ForwardMode
 from attnmux.core.call import AttentionCall
 from attnmux.core.composites.dispatch import CompositeBackend, Parts, Route, check_padding
 from attnmux.core.composites.virtual_requests import StepBuffers, in_buffers, virtual_step
+from attnmux.core.context import BackendContext
 from attnmux.core.errors import GraphUnsupported, InvalidInput
 from attnmux.core.kv.request_table import ReqToTokenPool
 from attnmux.core.tree_masks import check_unmasked
 
-if TYPE_CHECKING:
-    from attnmux.core.context import BackendContext
-
-Make = Callable[["BackendContext"], AttentionBackend]
+Make = Callable[[BackendContext], AttentionBackend]
 
 
 def with_virtual_requests(make: Make, context: BackendContext) -> AttentionBackend:
@@ -110,11 +107,9 @@ class LocalAttnBackend(CompositeBackend):
         device = self.context.device
         self._buffers.append({chunk: StepBuffers.of(max_bs, device) for chunk in self.local})
 
-    def init_forward_metadata(self, batch: ForwardBatch) -> None:
-        self.check_step(batch)
-        super().init_forward_metadata(batch)
-
     def parts(self, batch: ForwardBatch, *, eager: bool) -> Parts:
+        if eager:
+            self.check_step(batch)
         self._virtual_steps = {chunk: self._virtual(batch, chunk) for chunk in self.local}
         if not eager and batch.forward_mode.is_decode():
             for chunk, step in self._virtual_steps.items():

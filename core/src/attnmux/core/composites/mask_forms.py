@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
 import torch
 
 from attnmux.core.arguments import check_fields
+from attnmux.core.backend import AttentionBackend
+from attnmux.core.batch import ForwardBatch
 from attnmux.core.choosing.offer.card import TreeMask
 from attnmux.core.composites.dispatch import DispatchingBackend, Parts
 from attnmux.core.tree_masks import FORMS, check_trees, tree_mask_of, with_form, with_mask
-
-if TYPE_CHECKING:
-    from attnmux.core.backend import AttentionBackend
-    from attnmux.core.batch import ForwardBatch
 
 
 def with_mask_forms(backend: AttentionBackend, forms: tuple[TreeMask, ...]) -> AttentionBackend:

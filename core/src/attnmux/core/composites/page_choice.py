@@ -6,14 +6,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 import torch
 
 from attnmux.core.kv.memory import allocate_zeroed
-
-if TYPE_CHECKING:
-    from attnmux.core.kv.pool import KVPool
+from attnmux.core.kv.pool import KVPool
 
 FIRST_PAGES = 1
 """Pages at the start of a sequence that are always read: they hold attention sinks."""

@@ -4,19 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Generic, TypeVar
+from typing import Generic, TypeVar
 
 import torch
 
+from attnmux.core.backend import AttentionBackend
+from attnmux.core.choosing.ask.request import Request
+from attnmux.core.composites.expanded_parts import Part
+from attnmux.core.context import BackendContext
 from attnmux.core.errors import InvalidInput
+from attnmux.core.kv.pool import KVPool
 from attnmux.core.layer import LayerSpec
-
-if TYPE_CHECKING:
-    from attnmux.core.backend import AttentionBackend
-    from attnmux.core.choosing.ask.request import Request
-    from attnmux.core.composites.expanded_parts import Part
-    from attnmux.core.context import BackendContext
-    from attnmux.core.kv.pool import KVPool
 
 K = TypeVar("K")
 """How the parts of a step name their keys."""

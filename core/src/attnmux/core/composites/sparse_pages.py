@@ -9,7 +9,6 @@ whatever is chosen. Copying also lets each KV head have pages of its own.
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 import torch
 from msgspec import structs
@@ -17,15 +16,74 @@ from msgspec import structs
 from attnmux.core.backend import AttentionBackend
 from attnmux.core.batch import ForwardBatch
 from attnmux.core.call import AttentionCall
+from attnmux.core.choosing.ask.sparse import check_budget
 from attnmux.core.composites.dispatch import CompositeBackend, Parts, Route
-from attnmux.core.composites.page_choice import PageBounds, PlainPages, RequestPages
+from attnmux.core.composites.page_choice import PageBounds, PageKernels, PlainPages, RequestPages
 from attnmux.core.composites.virtual_requests import StepBuffers, in_buffers
+from attnmux.core.context import BackendContext
 from attnmux.core.errors import GraphUnsupported, InvalidInput
+from attnmux.core.kv.foreign import ForeignKVPool
+from attnmux.core.kv.memory import allocate_zeroed
+from attnmux.core.kv.request_table import ReqToTokenPool
+from attnmux.core.layer import LayerSpec, check_features
+from attnmux.core.steps import prepared
 
-if TYPE_CHECKING:
-    from attnmux.core.composites.page_choice import PageKernels
-    from attnmux.core.context import BackendContext
-    from attnmux.core.layer import LayerSpec
+
+def pages_of_budget(budget: int, *, page_size: int, max_context_len: int) -> int:
+    """Pages of each request that a step reads: a budget of tokens, or a whole request if fewer."""
+    return min(budget // page_size, -(-max_context_len // page_size))
+
+
+def sparse_context(context: BackendContext, budget: int) -> BackendContext:
+    """The context of the backend that attends over chosen pages: `budget` tokens of each request.
+
+    Raises InvalidInput for pages of one token, a budget that is not whole pages or too few, layers
+    that are not plain and causal, and a pool with gaps or of another dtype than the model's.
+    """
+    pool = context.token_to_kv_pool
+    page_size = pool.page_size
+    check_budget(budget, page_size)
+    for layer in context.layers:
+        check_features(layer, "sinks", "logit_cap", "index_block_size")
+    if pool.is_strided or not pool.dtype.is_floating_point or pool.dtype.itemsize == 1:
+        got = f"{pool.dtype}{', with gaps' if pool.is_strided else ''}"
+        expected = "16 or 32 bits a value and no gaps between slots"
+        raise InvalidInput("token_to_kv_pool", got=got, expected=expected)
+    pages = pages_of_budget(budget, page_size=page_size, max_context_len=context.max_context_len)
+    size, width = context.max_batch_size, pages * page_size
+    table = ReqToTokenPool(size, width, context.device)
+    slots = torch.arange(size * width, dtype=torch.int32, device=context.device) + page_size
+    table.req_to_token[1:] = slots.view(size, width)
+    return replace(
+        context,
+        request=context.request.replace(
+            origin="model", sparse=None, sparse_budget=None, phases=("decode",)
+        ),
+        req_to_token_pool=table,
+        token_to_kv_pool=_pool_of(context, size * width),
+        kv_writer=None,
+        max_context_len=width,
+        # The new tokens' slots are the engine's, and the step was checked whole
+        debug=False,
+    )
+
+
+def _pool_of(context: BackendContext, tokens: int) -> ForeignKVPool:
+    """Room for copies of chosen pages. All layers share one buffer, since each fills it anew.
+
+    Raises PoolExhausted when memory does not suffice.
+    """
+    pool, layer = context.token_to_kv_pool, context.layers[0]
+    shape = (tokens + pool.page_size, layer.tp_k_head_num)
+    k, v = allocate_zeroed(
+        [(*shape, layer.qk_head_dim), (*shape, layer.v_head_dim)],
+        dtype=pool.dtype,
+        device=pool.device,
+        what=f"copies of chosen pages, {tokens} tokens",
+        hint="lower the budget, or the number of requests",
+    )
+    pairs = {each.layer_id: (k, v) for each in context.layers}
+    return ForeignKVPool(pairs, page_size=pool.page_size)
 
 
 class SparseAttnBackend(CompositeBackend):
@@ -70,11 +128,9 @@ class SparseAttnBackend(CompositeBackend):
         super().init_cuda_graph_state(max_bs, max_num_tokens)
         self._buffers.append(StepBuffers.of(max_bs, self.context.device))
 
-    def init_forward_metadata(self, batch: ForwardBatch) -> None:
-        self.check_step(batch)
-        super().init_forward_metadata(batch)
-
     def parts(self, batch: ForwardBatch, *, eager: bool) -> Parts:
+        if eager:
+            self.check_step(batch)
         if not self._decodes(batch):
             return ((self.whole, batch),)
         step, self._width = self._virtual(batch), self._most
@@ -105,35 +161,22 @@ class SparseAttnBackend(CompositeBackend):
             expected = "True: decoding chooses among the pages of the pool"
             raise InvalidInput("save_kv_cache", got=False, expected=expected)
         layer_id = call.layer.layer_id
-        requests, own = self._requests(batch), self.context.token_to_kv_pool
-        self._kernels.copy(
-            own.get_kv_buffer(layer_id),
-            self.chosen.context.token_to_kv_pool.get_kv_buffer(layer_id),
-            self._chosen(layer_id, call.q, requests),
-            requests,
-        )
-        return self.chosen, structs.replace(call, k=None, v=None), self._prepared()
-
-    def choose(self, layer_id: int, q: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
-        """The pages that each KV head reads: their places in the sequence, [B, Hkv, n] int64.
-
-        q: [B, Hq, D]. Ascending, so that a page that is partly filled comes last. Where a request
-        has fewer than n pages, places beyond its last page follow. Of static shape in a graph.
-        """
-        return self._chosen(layer_id, q, self._requests(batch))
-
-    def _chosen(self, layer_id: int, q: torch.Tensor, requests: RequestPages) -> torch.Tensor:
-        scores = self._kernels.score(q, *self.bounds.of(layer_id), requests)
-        return self._kernels.choose(scores, requests, self._pages)
-
-    def _requests(self, batch: ForwardBatch) -> RequestPages:
-        return RequestPages(
+        requests = RequestPages(
             table=self.context.req_to_token_pool.req_to_token,
             rows=batch.req_pool_indices,
             lens=batch.seq_lens,
             page_size=self._page_size,
             width=self._width,
         )
+        # Places in the sequence, ascending, so that a page that is partly filled comes last
+        scores = self._kernels.score(call.q, *self.bounds.of(layer_id), requests)
+        self._kernels.copy(
+            self.context.token_to_kv_pool.get_kv_buffer(layer_id),
+            self.chosen.context.token_to_kv_pool.get_kv_buffer(layer_id),
+            self._kernels.choose(scores, requests, self._pages),
+            requests,
+        )
+        return self.chosen, structs.replace(call, k=None, v=None), prepared(self._step)
 
     def _decodes(self, batch: ForwardBatch) -> bool:
         """Raises InvalidInput for steps of drafts."""
@@ -142,12 +185,6 @@ class SparseAttnBackend(CompositeBackend):
             expected = "no drafts, where decoding chooses pages"
             raise InvalidInput("forward_mode", got=mode.name, expected=expected)
         return mode.is_decode()
-
-    def _prepared(self) -> ForwardBatch:
-        if self._step is None:
-            expected = "init_forward_metadata before the first decode step"
-            raise InvalidInput("batch", got="a step without metadata", expected=expected)
-        return self._step
 
     def _virtual(self, batch: ForwardBatch) -> ForwardBatch:
         """The decode step over the chosen pages, whose rows of the table never change."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 from itertools import accumulate
-from typing import TYPE_CHECKING
 
 import torch
 
@@ -12,10 +11,8 @@ from attnmux.core.backend import AttentionBackend
 from attnmux.core.batch import ForwardBatch, ForwardMode, MultiItem
 from attnmux.core.composites.dispatch import DispatchingBackend, Parts, check_context, check_padding
 from attnmux.core.errors import InvalidInput
+from attnmux.core.spec import SpecInput
 from attnmux.core.tree_masks import of_requests
-
-if TYPE_CHECKING:
-    from attnmux.core.spec import SpecInput
 
 
 class TboAttnBackend(DispatchingBackend):

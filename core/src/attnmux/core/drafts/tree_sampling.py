@@ -14,6 +14,7 @@ uniform over [sum / threshold_acc, 1), and is stretched to [0, 1).
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 
@@ -119,3 +120,30 @@ def _draw(weights: torch.Tensor, coins: torch.Tensor) -> torch.Tensor:
     last = torch.where(weights > 0, torch.arange(weights.shape[1], device=weights.device), -1)
     found = torch.where(above.any(1), above.int().argmax(1), last.amax(1))
     return torch.where(total.squeeze(1) > 0, found, -1)
+
+
+class TreeKernels(Protocol):
+    """What a plugin offers as the shared kernel `draft_trees`. Nothing synchronises, so that graphs
+    can hold it."""
+
+    def build(
+        self,
+        roots: torch.Tensor,
+        scores: torch.Tensor,
+        tokens: torch.Tensor,
+        parents: torch.Tensor,
+        draft_token_num: int,
+        *,
+        topk: int,
+    ) -> DraftTree:
+        """As `organize_draft_results`, for trees with branches and float32 scores. The tree has its
+        `levels`."""
+
+    def sample(
+        self,
+        tree: DraftTree,
+        probs: torch.Tensor,
+        coins: torch.Tensor,
+        thresholds: AcceptThresholds | None = None,
+    ) -> AcceptedDrafts:
+        """As `sample_tree_target_only`."""

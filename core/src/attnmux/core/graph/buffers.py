@@ -16,12 +16,12 @@ from attnmux.core.errors import InvalidInput
 from attnmux.core.graph.config import GraphConfig, ModelInput, check_names
 from attnmux.core.graph.fields import (
     VISIBLE,
+    MaskBuffers,
     batch_fields,
     device_and_dtype,
     group_bounds,
     input_fields,
 )
-from attnmux.core.graph.masks import MaskBuffers
 from attnmux.core.spec import SpecInput
 from attnmux.core.tree_masks import (
     masks_drafts,

@@ -12,7 +12,7 @@ import torch
 from rich.console import Console
 from rich.progress import Progress as ProgressBar
 
-from attnmux.core.arguments import check_positive
+from attnmux.core.arguments import check_at_least, check_positive
 from attnmux.core.batch import ForwardBatch, ForwardMode
 from attnmux.core.errors import InvalidInput
 
@@ -100,8 +100,7 @@ class GraphConfig:
         if mode.is_draft_extend() and self.two_batches:
             raise InvalidInput("two_batches", got=True, expected="False in DRAFT_EXTEND")
         for name in ("index_topk", "index_heads"):
-            if getattr(self, name) < 0:
-                raise InvalidInput(name, got=getattr(self, name), expected="at least 0")
+            check_at_least(0, name, getattr(self, name))
         for name in ("custom_mask", "visible"):
             if getattr(self, name) and not is_verify:
                 expected = "False, except in TARGET_VERIFY"

@@ -1,4 +1,5 @@
-"""The interface of device graphs, and its implementation for CUDA and HIP."""
+"""The interface of device graphs, its implementation for CUDA and HIP, and the ranks that capture
+together."""
 
 from __future__ import annotations
 
@@ -13,6 +14,7 @@ from typing import Any
 import torch
 
 from attnmux.core.errors import GraphUnsupported
+from attnmux.core.graph.config import GraphConfig
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -152,3 +154,31 @@ def device_graphs(device: torch.device) -> DeviceGraphs:
         f"no graphs for {device.type!r} devices, only for cuda: run eagerly, or pass "
         "RecordingGraphs() to test a step without such a device"
     )
+
+
+class CapturingRanks:
+    """Ranks whose graphs hold collectives of each other, as one of them sees them: here a single
+    one, which has no other to wait for.
+
+    Either all of them have graphs of the same sizes, or none has.
+    """
+
+    @property
+    def rank(self) -> int:
+        """This rank's number. Rank 0 shows the progress."""
+        return 0
+
+    @contextmanager
+    def session(self, config: GraphConfig) -> Iterator[None]:
+        """The context of all captures and of what they allocate before.
+
+        Raises GraphUnsupported on every rank if one of them raises in it, and RanksDiffer for
+        ranks whose configs differ.
+        """
+        yield
+
+    def meet(self) -> None:
+        """Wait for all ranks before a warm-up and before a capture. Raises as `session` does."""
+
+
+ALONE = CapturingRanks()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import replace
@@ -26,9 +25,8 @@ from attnmux.core.graph.config import (
     padded_size,
     show_progress,
 )
-from attnmux.core.graph.devices import CapturedGraph, DeviceGraphs, GraphStep
+from attnmux.core.graph.devices import ALONE, CapturedGraph, CapturingRanks, DeviceGraphs, GraphStep
 from attnmux.core.graph.outputs import FixedOutputs
-from attnmux.core.graph.together import ALONE, CapturingRanks
 from attnmux.core.op import forward_context
 from attnmux.core.spec import SpecInput
 from attnmux.core.tree_masks import masks_drafts
@@ -144,11 +142,11 @@ class GraphRunner:
 
     def can_run(self, batch: ForwardBatch, *, size: int | None = None) -> bool:
         """Whether a captured graph serves the batch; size: as in `replay`."""
-        return self._refusal(batch, size) is None
+        return self._size_if_any(batch, size) is not None
 
     def size_for(self, batch: ForwardBatch) -> int | None:
         """The smallest captured size that serves the batch; None where no graph does."""
-        return padded_size(batch.batch_size, self._sizes) if self.can_run(batch) else None
+        return self._size_if_any(batch, None)
 
     def replay(
         self,
@@ -166,12 +164,7 @@ class GraphRunner:
         Raises InvalidInput for a batch that `can_run` refuses, and for tensors whose shapes or
         dtypes differ from the capture's.
         """
-        refusal = self._refusal(batch, size)
-        if refusal is not None:
-            raise refusal
-        if size is None:
-            size = self._sizes[bisect_left(self._sizes, batch.batch_size)]
-        captured = self._captured[size]
+        captured = self._captured[self._size_of(batch, size)]
         if batch.forward_mode is ForwardMode.IDLE:
             padded = self._buffers.load_padding(captured.batch)
         else:
@@ -199,49 +192,50 @@ class GraphRunner:
         graph = self._devices.capture(step)
         return _Captured(graph, batch)
 
-    def _refusal(self, batch: ForwardBatch, size: int | None) -> InvalidInput | None:
-        """Why no graph serves the batch, if so."""
+    def _size_if_any(self, batch: ForwardBatch, size: int | None) -> int | None:
+        try:
+            return self._size_of(batch, size)
+        except InvalidInput:
+            return None
+
+    def _size_of(self, batch: ForwardBatch, size: int | None) -> int:
+        """The captured size that serves the batch. Raises InvalidInput where no graph does."""
         config, mode = self.config, batch.forward_mode
         is_idle = mode is ForwardMode.IDLE
         if not is_idle and mode is not config.forward_mode:
-            return InvalidInput("forward_mode", got=mode.name, expected=config.forward_mode.name)
-        wrong_size = self._wrong_size(batch, size, is_idle=is_idle)
-        if wrong_size is not None:
-            return wrong_size
+            raise InvalidInput("forward_mode", got=mode.name, expected=config.forward_mode.name)
+        fitting = self._fitting(batch.batch_size, size, is_idle=is_idle)
         if batch.num_tokens != batch.batch_size * config.tokens_per_request:
-            return InvalidInput(
+            raise InvalidInput(
                 "out_cache_loc",
                 got=f"{batch.num_tokens} tokens",
                 expected=f"{config.tokens_per_request} for each of {batch.batch_size} requests",
             )
         if self._extends and not is_idle:
-            uneven = _uneven(batch, config.tokens_per_request)
-            if uneven is not None:
-                return uneven
-        return None if is_idle else self._other_fields(batch)
+            _check_even(batch, config.tokens_per_request)
+        if not is_idle:
+            self._check_other_fields(batch)
+        return fitting
 
-    def _wrong_size(
-        self, batch: ForwardBatch, size: int | None, *, is_idle: bool
-    ) -> InvalidInput | None:
-        """Why no captured size holds the batch, if so."""
-        count, sizes = batch.batch_size, self._sizes
+    def _fitting(self, count: int, size: int | None, *, is_idle: bool) -> int:
+        """The captured size that holds so many requests. Raises InvalidInput without one."""
+        sizes = self._sizes
         if is_idle and count:
-            return InvalidInput("batch_size", got=count, expected="0 in an IDLE step")
+            raise InvalidInput("batch_size", got=count, expected="0 in an IDLE step")
         if size is None and is_idle:
             expected = "in an IDLE step, the size that the other ranks replay"
-            return InvalidInput("size", got=None, expected=expected)
+            raise InvalidInput("size", got=None, expected=expected)
         if size is not None and (size not in self._captured or size < count):
             expected = f"a captured size that holds {count} requests: {sizes}"
-            return InvalidInput("size", got=size, expected=expected)
+            raise InvalidInput("size", got=size, expected=expected)
         fitting = padded_size(count, sizes) if size is None else size
-        no_requests = count < 1 and not is_idle
-        if no_requests or fitting is None:
+        if fitting is None or (count < 1 and not is_idle):
             expected = f"a captured size: {sizes}" if sizes else "capture() before"
-            return InvalidInput("batch_size", got=count, expected=expected)
-        return None
+            raise InvalidInput("batch_size", got=count, expected=expected)
+        return fitting
 
-    def _other_fields(self, batch: ForwardBatch) -> InvalidInput | None:
-        """How the batch's optional fields differ from the captured ones, if they do."""
+    def _check_other_fields(self, batch: ForwardBatch) -> None:
+        """Raise InvalidInput where the batch's optional fields differ from the captured ones."""
         config, spec, encoder = self.config, batch.spec_info, batch.encoder_out_cache_loc
         has_mask = spec is not None and spec.custom_mask is not None
         for name, got, expected in (
@@ -254,25 +248,23 @@ class GraphRunner:
             ("topk_indices", batch.topk_indices is not None, None if config.index_topk else False),
         ):
             if expected is not None and got is not expected:
-                return InvalidInput(
+                raise InvalidInput(
                     name,
                     got="a value" if got else None,
                     expected="a value, as at capture" if expected else "None, as at capture",
                 )
-        return None
 
 
-def _uneven(batch: ForwardBatch, num_tokens: int) -> InvalidInput | None:
-    """Why a DRAFT_EXTEND step is none of `num_tokens` for each request, if so."""
+def _check_even(batch: ForwardBatch, num_tokens: int) -> None:
+    """Raise InvalidInput unless a DRAFT_EXTEND step has `num_tokens` for each request."""
     counts = batch.extend_seq_lens_cpu
     prefixes = batch.extend_prefix_lens, batch.extend_prefix_lens_cpu
     if counts is None or prefixes[0] is None or prefixes[1] is None:
         expected = "the lengths of new tokens and prefixes, on the host too"
-        return InvalidInput("extend_seq_lens_cpu", got="a step without", expected=expected)
+        raise InvalidInput("extend_seq_lens_cpu", got="a step without", expected=expected)
     if bool((counts != num_tokens).any()):
         expected = f"{num_tokens} for each request, as at capture"
-        return InvalidInput("extend_seq_lens", got=counts.tolist(), expected=expected)
-    return None
+        raise InvalidInput("extend_seq_lens", got=counts.tolist(), expected=expected)
 
 
 def _as_verify(batch: ForwardBatch) -> ForwardBatch:

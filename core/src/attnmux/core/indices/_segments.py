@@ -57,11 +57,6 @@ def _ramp(values: torch.Tensor, step: int) -> torch.Tensor:
     return ramp if step == 1 else ramp.mul_(step)
 
 
-def page_counts(lens: torch.Tensor, page_size: int) -> torch.Tensor:
-    """Pages that hold `lens` tokens: the quotient, rounded up."""
-    return lens if page_size == 1 else (lens + (page_size - 1)) // page_size
-
-
 def page_numbers(slots: torch.Tensor, page_size: int) -> torch.Tensor:
     """The page of each slot, computed in place."""
     if page_size == 1:

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 
 from attnmux.core.arguments import check_lens, check_positive, check_table, described
 from attnmux.core.errors import InvalidInput
 from attnmux.core.indices._segments import lay_out, page_numbers, store
-
-if TYPE_CHECKING:
-    from attnmux.core.kv.request_table import RequestTable
+from attnmux.core.kv.request_table import RequestTable
 
 _INT32_MAX = torch.iinfo(torch.int32).max
 
@@ -88,7 +84,8 @@ def page_table(
     check_positive("width_multiple", width_multiple)
     width = table_width(kv_lens, page_size, max_len, width_multiple, out)
     if first is None:
-        table = _leading_pages(source, req_pool_indices, width, step)
+        # At the start of each page that begins within the table
+        table = source[:, : width * step : step].index_select(0, req_pool_indices)
     else:
         check_lens("kv_start", first, batch_size)
         table = _pages_from(source, req_pool_indices, first, width, step)
@@ -126,13 +123,6 @@ def table_width(
     if out is not None and out.shape[1] < width:
         raise InvalidInput("out", got=f"{out.shape[1]} columns", expected=f"at least {width}")
     return width
-
-
-def _leading_pages(
-    req_to_token: torch.Tensor, req_pool_indices: torch.Tensor, width: int, step: int
-) -> torch.Tensor:
-    """Values [B, up to width] at the start of each page that begins within the table."""
-    return req_to_token[:, : width * step : step].index_select(0, req_pool_indices)
 
 
 def _pages_from(

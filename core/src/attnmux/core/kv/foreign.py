@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 
@@ -30,15 +31,8 @@ class ForeignKVPool(PairPool):
         """
         if not buffers:
             raise InvalidInput("buffers", got="none", expected="K and V of at least one layer")
-        check_positive("page_size", page_size)
         first = next(iter(buffers.values()))[0]
-        super().__init__(
-            size=first.shape[0] - page_size,
-            page_size=page_size,
-            dtype=first.dtype,
-            layer_ids=tuple(buffers),
-            device=first.device,
-        )
+        super().__init__(**_storage(first, page_size), layer_ids=tuple(buffers))
         self.check_whole_bytes("the memory of an engine")
         for layer_id, pair in buffers.items():
             for buffer in pair:
@@ -60,14 +54,7 @@ class ForeignMLAPool(LatentPool):
         if first.dim() != 3 or first.shape[1] != 1 or not 0 < kv_lora_rank < first.shape[2]:
             expected = f"[slots, 1, {kv_lora_rank} + rope] of at least one layer"
             raise InvalidInput("buffers", got=described(first), expected=expected)
-        check_positive("page_size", page_size)
-        super().__init__(
-            size=first.shape[0] - page_size,
-            page_size=page_size,
-            dtype=first.dtype,
-            layer_ids=tuple(buffers),
-            device=first.device,
-        )
+        super().__init__(**_storage(first, page_size), layer_ids=tuple(buffers))
         for layer_id, rows in buffers.items():
             _check_buffer(layer_id, rows, first)
         self._hold(buffers, kv_lora_rank, first.shape[2] - kv_lora_rank)
@@ -87,9 +74,12 @@ class ForeignRequestTable(RequestTable):
         super().__init__(req_to_token.shape[0] - 1, req_to_token.shape[1], req_to_token.device)
         self._req_to_token = req_to_token
 
-    @property
-    def req_to_token(self) -> torch.Tensor:
-        return self._req_to_token
+
+def _storage(first: torch.Tensor, page_size: int) -> dict[str, Any]:
+    """What a pool of such buffers is made with, apart from its layers."""
+    check_positive("page_size", page_size)
+    size, dtype, device = first.shape[0] - page_size, first.dtype, first.device
+    return {"size": size, "page_size": page_size, "dtype": dtype, "device": device}
 
 
 def _check_buffer(layer_id: int, buffer: torch.Tensor, first: torch.Tensor) -> None:

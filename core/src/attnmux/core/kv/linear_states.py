@@ -7,7 +7,7 @@ from typing import TypeVar
 
 import torch
 
-from attnmux.core.arguments import check_positive, check_vector
+from attnmux.core.arguments import check_at_least, check_positive, check_vector
 from attnmux.core.errors import InvalidInput
 from attnmux.core.kv.memory import allocate_zeroed
 from attnmux.core.linear_layer import LinearLayerSpec
@@ -51,8 +51,7 @@ class LinearStatePool:
         """
         check_positive("size", size)
         for name, value in (("kept_size", kept_size), ("draft_tokens", draft_tokens)):
-            if value < 0:
-                raise InvalidInput(name, got=value, expected="at least 0")
+            check_at_least(0, name, value)
         ids = [layer.layer_id for layer in layers]
         if len(set(ids)) != len(ids):
             raise InvalidInput("layers", got=f"ids {ids}", expected="a different id for each")

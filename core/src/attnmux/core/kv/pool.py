@@ -4,25 +4,20 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import torch
 
 from attnmux.core.arguments import check_vector, check_whole_pages
 from attnmux.core.errors import InvalidInput
-from attnmux.core.kv.four_bits import DTYPE as FP4_DTYPE
 from attnmux.core.kv.memory import allocate_zeroed
 from attnmux.core.kv.quantise import (
     ACTIVATION_DTYPES,
+    FP4_DTYPE,
     SCALED_DTYPES,
     STORABLE_DTYPES,
     checked_scale,
 )
-
-if TYPE_CHECKING:
-    from attnmux.core.layer import LayerSpec
-
-_WORDS = (torch.int64, torch.int32, torch.int16, torch.uint8)
+from attnmux.core.layer import LayerSpec
 
 
 class KVPool(ABC):
@@ -101,7 +96,7 @@ class KVPool(ABC):
         """The scales of a layer's blocks of 4-bit floats, of any strides: those of K
         [slots, Hkv, D / 16] and of V [slots, Hkv, Dv / 16], e4m3. None for other dtypes.
 
-        The heads' scales begin at multiples of 4 bytes. See `four_bits`.
+        The heads' scales begin at multiples of 4 bytes. See `quantise.py`.
         Raises InvalidInput for a layer that is not stored here.
         """
         self._layer_index(layer_id)
@@ -225,13 +220,10 @@ class KVPool(ABC):
         """
         return 0
 
-    def _allocate(self, rows: Sequence[tuple[int, ...]], what: str) -> list[torch.Tensor]:
-        """A zeroed buffer [slots, *row] for each row shape."""
-        return self._allocate_shapes([(self.num_slots, *row) for row in rows], self.dtype, what)
-
-    def _allocate_shapes(
+    def _allocate(
         self, shapes: Sequence[tuple[int, ...]], dtype: torch.dtype, what: str
     ) -> list[torch.Tensor]:
+        """A zeroed buffer of each shape."""
         return allocate_zeroed(
             shapes,
             dtype=dtype,
@@ -272,30 +264,3 @@ def check_rows(
         raise InvalidInput(
             argument, got=f"a tensor on {rows.device}", expected=f"one on {loc.device}, as loc is"
         )
-
-
-def word_dtype(*row_bytes: int) -> torch.dtype:
-    """The widest integer dtype whose size divides all of these row lengths in bytes.
-
-    Rows are copied as words of it: index_copy_ on a CPU copies one element after another, so that
-    few wide ones are faster, and it does not support 8-bit floats.
-    """
-    return next(word for word in _WORDS if not any(size % word.itemsize for size in row_bytes))
-
-
-def words_of(buffer: torch.Tensor) -> torch.Tensor:
-    """The buffer [slots, Hkv, D] as the widest integers that its rows and strides divide into; see
-    `word_dtype`. The dims of one slot are joined where they are contiguous."""
-    slots, heads, dim = buffer.shape
-    if heads == 1 or buffer.stride(1) == dim:
-        buffer = buffer.as_strided((slots, heads * dim), (buffer.stride(0), 1))
-    lengths = (buffer.shape[-1], int(buffer.storage_offset()), *buffer.stride()[:-1])
-    return buffer.view(word_dtype(*(length * buffer.itemsize for length in lengths)))
-
-
-def write_rows(words: torch.Tensor, loc: torch.Tensor, rows: torch.Tensor) -> None:
-    """Copy rows [T, …], already of the stored dtype, to words[loc], a view of `words_of`."""
-    rows = (rows.flatten(1) if words.dim() == 2 else rows).contiguous()
-    if rows.storage_offset() * rows.itemsize % words.itemsize:
-        rows = rows.clone()  # the slice begins in the middle of a word
-    words.index_copy_(0, loc, rows.view(words.dtype))

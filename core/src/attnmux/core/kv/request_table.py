@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Sequence
 
 import torch
 
-from attnmux.core.arguments import check_positive, check_vector, described
+from attnmux.core.arguments import check_at_least, check_positive, check_vector, described
 from attnmux.core.errors import InvalidInput, PoolExhausted
 from attnmux.core.kv.memory import allocate_zeroed
 
 
-class RequestTable(ABC):
+class RequestTable:
     """The slots of every request's tokens, as backends read them.
 
     Row 0 belongs to padding: its slots are 0. The lengths of a batch say how many of a row's slots
     are valid.
     """
+
+    _req_to_token: torch.Tensor
+    """Set by a subclass, unless it derives slots."""
 
     def __init__(self, size: int, max_context_len: int, device: torch.device | str) -> None:
         """Raises InvalidInput for a size or a length below 1."""
@@ -29,9 +31,9 @@ class RequestTable(ABC):
         self.device = torch.device(device)
 
     @property
-    @abstractmethod
     def req_to_token(self) -> torch.Tensor:
         """[size + 1, max_context_len] int32, at a fixed address: the slot of every token."""
+        return self._req_to_token
 
     def columns_for(self, page_size: int) -> tuple[torch.Tensor, int]:
         """A table [size + 1, width] int32 at a fixed address, and the tokens of a column: 1, where
@@ -41,6 +43,17 @@ class RequestTable(ABC):
         then reads them where the engine keeps pages.
         """
         return self.req_to_token, 1
+
+    def _allocate(self, columns: int, what: str) -> torch.Tensor:
+        """A zeroed [size + 1, columns] int32. Raises PoolExhausted, which calls columns `what`."""
+        (table,) = allocate_zeroed(
+            [(self.size + 1, columns)],
+            dtype=torch.int32,
+            device=self.device,
+            what=f"request table of {self.size} requests of {columns} {what}",
+            hint="lower the number of requests or the context length",
+        )
+        return table
 
 
 class ReqToTokenPool(RequestTable):
@@ -58,18 +71,8 @@ class ReqToTokenPool(RequestTable):
         """
         super().__init__(size, max_context_len, device)
         self._available: int = size
-        (self._req_to_token,) = allocate_zeroed(
-            [(size + 1, max_context_len)],
-            dtype=torch.int32,
-            device=self.device,
-            what=f"request table of {size} requests of {max_context_len} tokens",
-            hint="lower the number of requests or the context length",
-        )
+        self._req_to_token = self._allocate(max_context_len, "tokens")
         self.clear()
-
-    @property
-    def req_to_token(self) -> torch.Tensor:
-        return self._req_to_token
 
     def available_size(self) -> int:
         """Free rows."""
@@ -82,8 +85,7 @@ class ReqToTokenPool(RequestTable):
         int64 tensor of them.
         Raises PoolExhausted, changing nothing, when fewer rows are free.
         """
-        if num_requests < 0:
-            raise InvalidInput("num_requests", got=num_requests, expected="at least 0")
+        check_at_least(0, "num_requests", num_requests)
         rest = self._available - num_requests
         if rest < 0:
             raise PoolExhausted(
@@ -196,7 +198,7 @@ class BlockTable(RequestTable):
         check_positive("page_size", page_size)
         super().__init__(size, max_blocks * page_size, device)
         self.page_size = page_size
-        (self.block_table,) = self._allocate(max_blocks)
+        self.block_table = self._allocate(max_blocks, "columns")
         self._slots: torch.Tensor | None = None
 
     @property
@@ -204,7 +206,7 @@ class BlockTable(RequestTable):
         if self._slots is None:
             # A tensor made in inference mode could not be written outside of it later
             with torch.inference_mode(False):
-                (self._slots,) = self._allocate(self.max_context_len)
+                self._slots = self._allocate(self.max_context_len, "columns")
                 self._offsets = torch.arange(self.page_size, dtype=torch.int32, device=self.device)
             self._derive(self.block_table.shape[0], self.block_table.shape[1])
         return self._slots
@@ -241,12 +243,3 @@ class BlockTable(RequestTable):
         slots = self._slots.view(self.size + 1, -1, self.page_size)
         first = (self.block_table[1:rows, :width] * self.page_size).unsqueeze(-1)
         torch.add(first, self._offsets, out=slots[1:rows, :width])
-
-    def _allocate(self, columns: int) -> list[torch.Tensor]:
-        return allocate_zeroed(
-            [(self.size + 1, columns)],
-            dtype=torch.int32,
-            device=self.device,
-            what=f"request table of {self.size} requests of {columns} columns",
-            hint="lower the number of requests or the context length",
-        )

@@ -1,10 +1,34 @@
-"""Reading and writing single rows of a KV buffer, in the dtype that it stores."""
+"""Rows of KV buffers, in the dtype that they store: reading, writing, and kernels that write."""
 
 from __future__ import annotations
 
+from typing import Protocol
+
 import torch
 
-from attnmux.core.kv.pool import word_dtype
+from attnmux.core.layer import LayerSpec
+
+_WORDS = (torch.int64, torch.int32, torch.int16, torch.uint8)
+
+
+class KVWriter(Protocol):
+    """Writes the new tokens' rows to a KV pool."""
+
+    def write(
+        self,
+        layer: LayerSpec,
+        loc: torch.Tensor,
+        first: torch.Tensor,
+        second: torch.Tensor,
+        *,
+        is_latent: bool,
+    ) -> None:
+        """Write rows to slots loc [T] int64, bit for bit as the pool's own method does.
+
+        first, second: K [T, Hkv, D] and V [T, Hkv, Dv]; of a latent pool the latents [T, 1, rank]
+        and the rotary keys [T, 1, rope]. Does not synchronise.
+        Raises what the pool's method raises, before anything is written.
+        """
 
 
 def gather_rows(buffer: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
@@ -25,3 +49,30 @@ def scatter_rows(buffer: torch.Tensor, slots: torch.Tensor, rows: torch.Tensor) 
         places += [int(each.storage_offset()), *each.stride()[:2]]
     word = word_dtype(*(place * buffer.itemsize for place in places))
     buffer.view(word).index_copy_(0, slots, rows.view(word))
+
+
+def word_dtype(*row_bytes: int) -> torch.dtype:
+    """The widest integer dtype whose size divides all of these row lengths in bytes.
+
+    Rows are copied as words of it: index_copy_ on a CPU copies one element after another, so that
+    few wide ones are faster, and it does not support 8-bit floats.
+    """
+    return next(word for word in _WORDS if not any(size % word.itemsize for size in row_bytes))
+
+
+def words_of(buffer: torch.Tensor) -> torch.Tensor:
+    """The buffer [slots, Hkv, D] as the widest integers that its rows and strides divide into; see
+    `word_dtype`. The dims of one slot are joined where they are contiguous."""
+    slots, heads, dim = buffer.shape
+    if heads == 1 or buffer.stride(1) == dim:
+        buffer = buffer.as_strided((slots, heads * dim), (buffer.stride(0), 1))
+    lengths = (buffer.shape[-1], int(buffer.storage_offset()), *buffer.stride()[:-1])
+    return buffer.view(word_dtype(*(length * buffer.itemsize for length in lengths)))
+
+
+def write_rows(words: torch.Tensor, loc: torch.Tensor, rows: torch.Tensor) -> None:
+    """Copy rows [T, …], already of the stored dtype, to words[loc], a view of `words_of`."""
+    rows = (rows.flatten(1) if words.dim() == 2 else rows).contiguous()
+    if rows.storage_offset() * rows.itemsize % words.itemsize:
+        rows = rows.clone()  # the slice begins in the middle of a word
+    words.index_copy_(0, loc, rows.view(words.dtype))

@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING
 
 import torch
 
 from attnmux.core.arguments import check_positive
-from attnmux.core.kv.four_bits import BLOCK, SCALE_DTYPE, check_width, scale_bytes
-from attnmux.core.kv.four_bits import DTYPE as FP4_DTYPE
-from attnmux.core.kv.pool import KVPool, check_loc, check_rows, words_of, write_rows
-from attnmux.core.kv.quantise import quantise, stored_parts
-
-if TYPE_CHECKING:
-    from attnmux.core.layer import LayerSpec
+from attnmux.core.kv.pool import KVPool, check_loc, check_rows
+from attnmux.core.kv.quantise import (
+    BLOCK,
+    FP4_DTYPE,
+    SCALE_DTYPE,
+    check_width,
+    quantise,
+    scale_bytes,
+    stored_parts,
+)
+from attnmux.core.kv.rows import words_of, write_rows
+from attnmux.core.layer import LayerSpec
 
 
 class PairPool(KVPool):
@@ -164,8 +168,8 @@ class MHATokenToKVPool(PairPool):
             scales = [self._allocate_scales(dim) for dim in dims]
             self._scales = list(zip(*scales, strict=True))
             dims = head_dim // 2, self.v_head_dim // 2
-        shapes = [(num_kv_heads, dim) for dim in dims for _ in range(layers)]
-        buffers = self._allocate(shapes, "KV pool")
+        shapes = [(self.num_slots, num_kv_heads, dim) for dim in dims for _ in range(layers)]
+        buffers = self._allocate(shapes, dtype, "KV pool")
         pairs = zip(buffers[:layers], buffers[layers:], strict=True)
         self._hold(dict(zip(self.layer_ids, pairs, strict=True)))
 
@@ -192,7 +196,7 @@ class MHATokenToKVPool(PairPool):
         """
         shape = self.num_kv_heads, self.num_slots, scale_bytes(dim)
         shapes = [shape] * len(self.layer_ids)
-        made = self._allocate_shapes(shapes, SCALE_DTYPE, "scales of the KV pool")
+        made = self._allocate(shapes, SCALE_DTYPE, "scales of the KV pool")
         return [each.transpose(0, 1)[..., : dim // BLOCK] for each in made]
 
     @property
@@ -234,8 +238,8 @@ class MLATokenToKVPool(LatentPool):
         self.check_whole_bytes("MLA's latents")
         check_positive("kv_lora_rank", kv_lora_rank)
         check_positive("qk_rope_head_dim", qk_rope_head_dim)
-        row = (1, kv_lora_rank + qk_rope_head_dim)
-        buffers = self._allocate([row] * len(self.layer_ids), "MLA KV pool")
+        shape = (self.num_slots, 1, kv_lora_rank + qk_rope_head_dim)
+        buffers = self._allocate([shape] * len(self.layer_ids), dtype, "MLA KV pool")
         rows = dict(zip(self.layer_ids, buffers, strict=True))
         self._hold(rows, kv_lora_rank, qk_rope_head_dim)
 

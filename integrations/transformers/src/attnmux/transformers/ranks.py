@@ -27,7 +27,7 @@ from attnmux.core import (
     build,
     solve_measured,
 )
-from attnmux.core.graph.together import ALONE
+from attnmux.core.graph.devices import ALONE
 from attnmux.transformers.images.prompt import PromptImages
 from attnmux.transformers.sequence import Step
 from attnmux.transformers.slots import PagedAllocator

@@ -7,9 +7,14 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from attnmux.core.choosing.ask.layer_group import LayerGroup
-from attnmux.core.choosing.ask.model_groups import attention_layers, differing_shapes
-from attnmux.core.choosing.ask.model_heads import attention_heads, latent_heads, linear_dims, whole
+from attnmux.core.choosing.ask.model_heads import (
+    attention_heads,
+    attention_layers,
+    differing_shapes,
+    latent_heads,
+    linear_dims,
+    whole,
+)
 from attnmux.core.choosing.ask.model_layers import (
     ATTENTION,
     CHUNKED,
@@ -34,6 +39,7 @@ from attnmux.core.choosing.ask.model_types import (
     WINDOW_KV_HEADS,
     WINDOW_SINKS,
 )
+from attnmux.core.choosing.ask.values import LayerGroup
 from attnmux.core.choosing.common.files import read_file
 from attnmux.core.errors import InvalidInput
 
@@ -44,13 +50,12 @@ SPARSE = ("index_topk", "index_topk_blocks", "indexer_budget", "sparse_attention
 """Values of models in which an indexer picks keys."""
 
 
-def read_model(path: Path, tp: int) -> dict[str, Any]:
+def read_model(config: Mapping[str, Any], tp: int) -> dict[str, Any]:
     """The fields of a Request that the model sets.
 
-    Raises InvalidInput for a path without a usable config.json, for attention that a request cannot
-    express, and for a `tp` that does not divide the heads.
+    Raises InvalidInput for attention that a request cannot express, and for a `tp` that does not
+    divide the heads.
     """
-    config = _load(path)
     inner = config.get("text_config")
     text = inner if isinstance(inner, dict) else config
     model_type = str(text.get("model_type", config.get("model_type", "")))
@@ -61,48 +66,51 @@ def read_model(path: Path, tp: int) -> dict[str, Any]:
     kv_heads = values.get("num_key_value_heads")
     if model_type in WINDOW_KV_HEADS and isinstance(kv_heads, int):
         values.setdefault("swa_num_key_value_heads", kv_heads * WINDOW_KV_HEADS[model_type])
-    source = str(path)
     values["model_type"] = model_type
     whole_type = str(config.get("model_type", ""))
     if not {model_type, whole_type}.isdisjoint(ENCODERS) and not values.get("is_decoder"):
-        return _encoder(config, values, source, tp)
+        return _encoder(config, values, tp)
     latent = values.get("kv_lora_rank") is not None
-    values["layer_types"] = types = layer_types(values, source)
-    _check_sayable(values, source, latent)
+    values["layer_types"] = types = layer_types(values)
+    _check_sayable(values, latent)
+    # Those layers ask for the LSE of their windows
+    compressed = compressed_layers(types)
     return {
         "linear_layers": linear_layers(types, model_type),
         **linear_dims(values, types),
-        **_compressed(types),
-        **(_latent_layers if latent else _attention)(values, source, tp),
+        **({"compressed_layers": compressed, "lse": True} if compressed else {}),
+        **_attention(values, latent_heads if latent else attention_heads, tp),
         "dtype": _dtype(text) or _dtype(config),
         "alibi": _has_alibi(values),
         "relative_bias": model_type in RELATIVE,
         "logit_cap": values.get("attn_logit_softcapping"),
         "multimodal": isinstance(config.get("vision_config"), dict),
-        "encoder_head_dim": _encoder_head_dim(config.get("vision_config"), source),
+        "encoder_head_dim": _encoder_head_dim(config.get("vision_config")),
         "cross_attention": _has_cross_attention(config, values),
     }
 
 
-def _attention(values: Mapping[str, Any], source: str, tp: int) -> dict[str, Any]:
+def _attention(
+    values: Mapping[str, Any], heads_of: Callable[..., dict[str, Any]], tp: int
+) -> dict[str, Any]:
     """Heads, dims and reach of all layers; where they differ, of each group of layers."""
     types = frozenset(values["layer_types"])
     # Those of compressed layers come after the keys of blocks, which no backend sees
     has_sinks = values["model_type"] in SINKS and not (types and types <= COMPRESSED)
     if not differing_shapes(values):
         return {
-            **attention_heads(values, source, tp),
-            **_layers(values, source),
-            **_blocks(values, source),
+            **heads_of(values, tp),
+            **_layers(values),
+            **_blocks(values),
             "sinks": has_sinks,
         }
     windowed_alone = values["model_type"] in WINDOW_SINKS
     every = []
     for kind, own in attention_layers(values):
         of_layer = {**values, **own, "layer_types": [kind] if kind else []}
-        reach = _layers(of_layer, source)
+        reach = _layers(of_layer)
         sinks = has_sinks and (reach["sliding_window"] is not None or not windowed_alone)
-        every.append((attention_heads(of_layer, source, tp), {**reach, "sinks": sinks}))
+        every.append((heads_of(of_layer, tp), {**reach, "sinks": sinks}))
     shapes = [heads for n, (heads, _) in enumerate(every) if heads not in [h for h, _ in every[:n]]]
     first, *others = (
         (shape, [features for heads, features in every if heads == shape]) for shape in shapes
@@ -128,13 +136,8 @@ def _joined(features: list[dict[str, Any]]) -> dict[str, Any]:
     }
 
 
-def _latent_layers(values: Mapping[str, Any], source: str, tp: int) -> dict[str, Any]:
-    heads, reach = latent_heads(values, source, tp), _layers(values, source)
-    return {**heads, **reach, "sinks": values["model_type"] in SINKS}
-
-
-def _load(path: Path) -> dict[str, Any]:
-    expected = "a folder with a Hugging Face config.json, or that file"
+def load_config(path: Path) -> dict[str, Any]:
+    """Raises InvalidInput for a path without a usable config.json."""
     file, is_folder = path, False
     try:
         is_folder = path.is_dir()
@@ -142,22 +145,22 @@ def _load(path: Path) -> dict[str, Any]:
         config = json.loads(read_file(str(file), MOST_BYTES))
     except FileNotFoundError:
         got = f"{path}, which has no config.json" if is_folder else f"{path}: no such file"
-        raise InvalidInput("model", got=got, expected=expected) from None
     except OSError as error:
         got = f"{str(file)[:LONGEST_NAME]}: {error.strerror or error}"
-        raise InvalidInput("model", got=got, expected=expected) from None
     except (ValueError, RecursionError) as error:
         got = f"{file}, which is not JSON ({error})"
-        raise InvalidInput("model", got=got, expected=expected) from None
-    if not isinstance(config, dict):
-        raise InvalidInput("model", got=f"{file}, which is not a JSON object", expected=expected)
-    return config
+    else:
+        if isinstance(config, dict):
+            return config
+        got = f"{file}, which is not a JSON object"
+    expected = "a folder with a Hugging Face config.json, or that file"
+    raise InvalidInput("model", got=got, expected=expected)
 
 
-def _check_sayable(values: Mapping[str, Any], source: str, latent: bool) -> None:
+def _check_sayable(values: Mapping[str, Any], latent: bool) -> None:
     """Refuse a model of whose attention a request could express only a part."""
     for what, expected in _unsayable(values, latent):
-        raise InvalidInput("model", got=f"{what} in {source}", expected=expected)
+        raise InvalidInput("model", got=what, expected=expected)
 
 
 def _unsayable(values: Mapping[str, Any], latent: bool) -> Iterator[tuple[str, str]]:
@@ -186,29 +189,29 @@ def _unsayable(values: Mapping[str, Any], latent: bool) -> Iterator[tuple[str, s
         yield f"layers that differ in {', '.join(sorted(differing))}", expected
 
 
-def _layers(values: Mapping[str, Any], source: str) -> dict[str, Any]:
+def _layers(values: Mapping[str, Any]) -> dict[str, Any]:
     """Window and chunk, where at least one layer uses them."""
     types = frozenset(values["layer_types"])
     windowed = bool(types & WINDOWED) if types else _any_layer_windowed(values)
     chunked = bool(types & CHUNKED) if types else True
     # A layer's type requires its value.
     read: Callable[..., int | None] = whole if types else _size
-    window = read(values, "sliding_window", source) if windowed else None
+    window = read(values, "sliding_window") if windowed else None
     return {
         # transformers' window of n keys includes the query's own
         "sliding_window": None if window is None else window - 1,
-        "attention_chunk": read(values, "attention_chunk_size", source) if chunked else None,
+        "attention_chunk": read(values, "attention_chunk_size") if chunked else None,
     }
 
 
-def _blocks(values: Mapping[str, Any], source: str) -> dict[str, Any]:
+def _blocks(values: Mapping[str, Any]) -> dict[str, Any]:
     """What the indexers of at least one layer pick. The later names are MiniMax-M3's own."""
     if PICKED_BLOCKS.isdisjoint(values["layer_types"]):
         return {}
     if values.get("indexer_budget"):  # Qwen4-Exp's, in keys
-        size = whole(values, "indexer_compress_ratio", source)
+        size = whole(values, "indexer_compress_ratio")
         return {
-            "index_topk": whole(values, "indexer_budget", source) // size,
+            "index_topk": whole(values, "indexer_budget") // size,
             "index_block_size": size,
         }
     own = values.get("sparse_attention_config")
@@ -218,20 +221,14 @@ def _blocks(values: Mapping[str, Any], source: str) -> dict[str, Any]:
         "index_block_size": ("index_block_size", "sparse_block_size"),
     }
     return {
-        field: whole(known, own if known.get(name) is None else name, source)
+        field: whole(known, own if known.get(name) is None else name)
         for field, (name, own) in fields.items()
     }
 
 
-def _compressed(types: list[str]) -> dict[str, Any]:
-    """What layers with keys of blocks ask for: the LSE of their windows."""
-    found = compressed_layers(types)
-    return {"compressed_layers": found, "lse": True} if found else {}
-
-
-def _size(values: Mapping[str, Any], name: str, source: str) -> int | None:
+def _size(values: Mapping[str, Any], name: str) -> int | None:
     """None where the feature is off: absent, null or 0."""
-    return whole(values, name, source) if values.get(name) else None
+    return whole(values, name) if values.get(name) else None
 
 
 def _any_layer_windowed(values: Mapping[str, Any]) -> bool:
@@ -247,18 +244,16 @@ def _dtype(config: Mapping[str, Any]) -> str | None:
     return name if isinstance(name, str) else None
 
 
-def _encoder(
-    config: Mapping[str, Any], values: Mapping[str, Any], source: str, tp: int
-) -> dict[str, Any]:
+def _encoder(config: Mapping[str, Any], values: Mapping[str, Any], tp: int) -> dict[str, Any]:
     """Fields of a model that encodes whole sequences: it has no KV cache."""
-    _check_sayable({**values, "layer_types": []}, source, latent=False)
+    _check_sayable({**values, "layer_types": []}, latent=False)
     if _has_alibi(values):
-        got = f"an encoder with a bias by distance (ALiBi) in {source}"
+        got = "an encoder with a bias by distance (ALiBi)"
         raise InvalidInput("model", got=got, expected="an encoder without a bias")
-    heads = attention_heads(values, source, tp)
-    vision = _encoder_head_dim(config.get("vision_config"), source)
+    heads = attention_heads(values, tp)
+    vision = _encoder_head_dim(config.get("vision_config"))
     if vision not in (None, heads["head_dim"]):
-        got = f"towers with head_dim {heads['head_dim']} and {vision} in {source}"
+        got = f"towers with head_dim {heads['head_dim']} and {vision}"
         raise InvalidInput("model", got=got, expected="one head_dim, or a request for each tower")
     return {
         "phases": ("encoder",),
@@ -276,12 +271,12 @@ def _has_alibi(values: Mapping[str, Any]) -> bool:
     return not (isinstance(attention, dict) and attention.get("alibi") is False)
 
 
-def _encoder_head_dim(vision: object, source: str) -> int | None:
+def _encoder_head_dim(vision: object) -> int | None:
     """None where the vision_config leaves it to its class."""
     if not isinstance(vision, dict):
         return None
     if vision.get("head_dim"):
-        return whole(vision, "head_dim", f"the vision_config of {source}")
+        return whole(vision, "head_dim", " in the vision_config")
     # Qwen2-VL's hidden_size is that of the language model.
     width = vision.get("embed_dim") or vision.get("hidden_size")
     names = ("num_attention_heads", "num_heads", "attention_heads")

@@ -58,16 +58,16 @@ PATTERN = {"M": "mamba2", "*": "attention", "-": "mlp", "E": "moe"}
 MOST_LAYERS = 10_000
 
 
-def layer_types(values: Mapping[str, Any], source: str) -> list[str]:
+def layer_types(values: Mapping[str, Any]) -> list[str]:
     """The kind of each layer; [] where the config.json leaves them to its class.
 
     Raises InvalidInput for kinds that are not text, and for a count that is missing or too large.
     """
     stated = values.get("layer_types") or values.get("layers_block_type") or []
     if not isinstance(stated, list) or not all(isinstance(name, str) for name in stated):
-        got = f"layer_types={stated!r} in {source}"
+        got = f"layer_types={stated!r}"
         raise InvalidInput("model", got=got, expected="a list of layer_types, or none")
-    derived = stated or _flagged(values) or _compressed(values, source) or _derived(values, source)
+    derived = stated or _flagged(values) or _compressed(values) or _derived(values)
     return _budgeted(derived, values)
 
 
@@ -87,39 +87,39 @@ def _flagged(values: Mapping[str, Any]) -> list[str]:
     return ["minimax_m3_sparse" if flag else "full_attention" for flag in flags or []]
 
 
-def _derived(values: Mapping[str, Any], source: str) -> list[str]:
+def _derived(values: Mapping[str, Any]) -> list[str]:
     """From the words of model types that do not list their layers."""
     model_type = str(values.get("model_type", ""))
     if isinstance(pattern := values.get("hybrid_override_pattern"), str) and pattern:
         return [PATTERN.get(letter, letter) for letter in pattern]
     if blocks := _list(values, "block_types"):  # RecurrentGemma repeats them
         known = ["sliding_attention" if each == "attention" else str(each) for each in blocks]
-        return list(islice(cycle(known), _count(values, source)))
+        return list(islice(cycle(known), _count(values)))
     if is_whole(period := values.get("attn_layer_period"), 1):  # Jamba
         offset = values.get("attn_layer_offset") or 0
-        return _placed(values, source, lambda place: place % period == offset, "mamba1")
+        return _placed(values, lambda place: place % period == offset, "mamba1")
     if (places := _list(values, "full_attn_idxs")) is not None:
-        return _placed(values, source, lambda place: place in places, "conv")  # LFM2
+        return _placed(values, lambda place: place in places, "conv")  # LFM2
     if (places := _list(values, "attn_layer_indices")) is not None:
-        return _placed(values, source, lambda place: place in places, "mamba2")  # Bamba
+        return _placed(values, lambda place: place in places, "mamba2")  # Bamba
     if kinds := _list(values, "attn_type_list"):  # MiniMax-Text-01
         return ["attention" if kind == 1 else "lightning" for kind in kinds]
     if isinstance(linear := values.get("linear_attn_config"), dict):  # Kimi-Linear counts from 1
         places = linear.get("full_attn_layers") or []
-        return _placed(values, source, lambda place: place + 1 in places, "kda")
+        return _placed(values, lambda place: place + 1 in places, "kda")
     interval = values.get("full_attention_interval") or (4 if model_type == "qwen3_next" else None)
     if is_whole(interval, 1):
-        return _placed(values, source, lambda place: (place + 1) % interval == 0, "gdn")
+        return _placed(values, lambda place: (place + 1) % interval == 0, "gdn")
     if model_type in UNIFORM:
-        return [UNIFORM[model_type]] * _count(values, source)
+        return [UNIFORM[model_type]] * _count(values)
     return []
 
 
-def _compressed(values: Mapping[str, Any], source: str) -> list[str]:
+def _compressed(values: Mapping[str, Any]) -> list[str]:
     """From DeepSeek-V4's tokens for each key of a block, or by the rule of its class."""
     if values.get("model_type") != "deepseek_v4":
         return []
-    count, (sparse, heavy) = _count(values, source), sorted(COMPRESSED)
+    count, (sparse, heavy) = _count(values), sorted(COMPRESSED)
     if (ratios := _list(values, "compress_ratios")) is not None:  # drafting layers come last
         of_ratio = {0: "sliding_attention", 4: sparse, 128: heavy}
         return [of_ratio.get(ratio, f"compress_ratios {ratio}") for ratio in ratios[:count]]
@@ -131,15 +131,15 @@ def _list(values: Mapping[str, Any], name: str) -> list[Any] | None:
     return list(found) if isinstance(found, (list, tuple)) else None
 
 
-def _placed(values: Mapping[str, Any], source: str, attends: Any, other: str) -> list[str]:  # noqa: ANN401  # a predicate of a place
-    count = _count(values, source)
+def _placed(values: Mapping[str, Any], attends: Any, other: str) -> list[str]:  # noqa: ANN401  # a predicate of a place
+    count = _count(values)
     return ["attention" if attends(place) else other for place in range(count)]
 
 
-def _count(values: Mapping[str, Any], source: str) -> int:
+def _count(values: Mapping[str, Any]) -> int:
     count = next((n for name in ("num_hidden_layers", "n_layer") if (n := values.get(name))), None)
     if not isinstance(count, int) or not is_whole(count, 1) or count > MOST_LAYERS:
-        got = f"num_hidden_layers={count!r} in {source}"
+        got = f"num_hidden_layers={count!r}"
         expected = f"a positive num_hidden_layers of {MOST_LAYERS:,} at most"
         raise InvalidInput("model", got=got, expected=expected)
     return count

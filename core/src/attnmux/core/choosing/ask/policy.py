@@ -133,10 +133,6 @@ class Policy:
                 return place
         return len(self.prefer)
 
-    def lists(self) -> Mapping[str, tuple[str, ...]]:
-        """The lists of backends, by their field."""
-        return {"allow": self.allow or (), "deny": self.deny, "prefer": self.prefer}
-
     def said_by_user(self) -> tuple[str, ...]:
         """The backends that the user named, whether or not a requested phase needs them."""
         named = [name for name in NAMING if self.origins.get(name, "user") == "user"]

@@ -8,12 +8,17 @@ from dataclasses import replace as replace_fields
 from pathlib import Path
 from typing import Any
 
-from attnmux.core.choosing.ask.layer_group import LayerGroup
 from attnmux.core.choosing.ask.sparse import check_picked_blocks, check_sparse
-from attnmux.core.choosing.ask.values import BY_NAME, BY_TYPE, LINEAR_KINDS, PHASES, Reader
+from attnmux.core.choosing.ask.values import (
+    BY_NAME,
+    BY_TYPE,
+    LINEAR_KINDS,
+    PHASES,
+    LayerGroup,
+    Reader,
+)
 from attnmux.core.choosing.common.checks import nearest
-from attnmux.core.choosing.common.frozen import FrozenMapping, defaults
-from attnmux.core.choosing.common.plain import Plain, plain_fields
+from attnmux.core.choosing.common.frozen import FrozenMapping, Plain, defaults, plain_fields
 from attnmux.core.errors import InvalidInput
 
 ORIGINS = ("user", "env", "config", "model", "platform", "default")
@@ -222,12 +227,15 @@ class Request(Plain):
         Raises InvalidInput where there is no usable config.json, or where `tp` does not divide.
         """
         # Most requests are fields alone
-        from attnmux.core.choosing.ask.model_config import read_model  # noqa: PLC0415
+        from attnmux.core.choosing.ask.model_config import load_config, read_model  # noqa: PLC0415
 
-        given = read_model(Path(path), tp)
+        config = load_config(Path(path))
         try:
+            given = read_model(config, tp)
             return cls(**given, origins=dict.fromkeys(given, "model"))
         except InvalidInput as error:
+            if error.argument == "tp":
+                raise
             got = f"{error.got} in {path}"
             raise InvalidInput(error.argument, got=got, expected=error.expected) from None
 

@@ -12,8 +12,14 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any, TypeVar
 
-from attnmux.core.choosing.common.plain import Plain
-from attnmux.core.choosing.find.examine import Entry, Plugin, PluginFailure, examine, failure_of
+from attnmux.core.choosing.common.frozen import Plain
+from attnmux.core.choosing.find.examine import (
+    Entry,
+    Plugin,
+    PluginFailure,
+    answers_of,
+    failure_of,
+)
 from attnmux.core.choosing.find.plugins import Plugins
 from attnmux.core.choosing.find.store import Store
 from attnmux.core.choosing.machine.cpu import bare_cpu, probe_cpu
@@ -73,33 +79,19 @@ def detect(plugins: Plugins, *, root: Path = Path("/")) -> Detection:
     the machine's device nodes and the environment stay the same. `root` contains /dev and /sys.
     """
     asked = [plugin.entry for plugin in plugins.loaded if plugin.probes]
-    store = Store.of(plugins.cache, "devices")
-    state = _state(root)
+    store, state = Store.of(plugins.cache, "devices"), _state(root)
     rows = store.read() if asked else {}
-    answers = [_kept(rows, entry, state) for entry in asked]
-    new = [entry for entry, answer in zip(asked, answers, strict=True) if answer is None]
-    examined = iter(examine(new, ("platforms",), plugins.seconds))
-    answers = [next(examined) if answer is None else answer for answer in answers]
+    kept = {entry.key: _kept(rows, entry, state) for entry in asked}
+    answers, new = answers_of(asked, kept, ("platforms",), plugins.seconds)
     if new and state:
-        now = time.time()
-        store.write(
-            {
-                each.entry.key: {
-                    "state": state,
-                    "time": now if each.entry in new else rows[each.entry.key]["time"],
-                    **each.to_data(),
-                }
-                for each in answers
-                if each is not None
-            }
-        )
+        rows = {key: rows[key] for key, answer in kept.items() if answer is not None}
+        for each in new:
+            rows[each.entry.key] = {"state": state, "time": time.time(), **each.to_data()}
+        store.write(rows)
     return survey(
-        (platform for each in answers if each is not None for platform in each.platforms),
+        (platform for each in answers for platform in each.platforms),
         loaded={plugin.distribution for plugin in plugins.loaded},
-        failures=[
-            *plugins.failures,
-            *(failure for each in answers if each is not None for failure in each.failures),
-        ],
+        failures=[*plugins.failures, *(failure for each in answers for failure in each.failures)],
         root=root,
     )
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from attnmux.core.choosing.common.files import read_file
-from attnmux.core.choosing.common.plain import Plain
+from attnmux.core.choosing.common.frozen import Plain
 from attnmux.core.choosing.find.store import search_path
 from attnmux.core.choosing.machine.platform import Platform
 from attnmux.core.choosing.offer.card import BackendCard
@@ -147,6 +147,19 @@ class Plugin(NamedTuple):
             probes=data["probes"],
             failures=tuple(PluginFailure(**failure) for failure in data["failures"]),
         )
+
+
+def answers_of(
+    entries: Sequence[Entry],
+    kept: Mapping[str, Plugin | None],
+    stages: Sequence[Stage],
+    seconds: float,
+) -> tuple[list[Plugin], list[Plugin]]:
+    """The answers of all entries, and of those alone that had none in `kept`, by key, and are
+    examined now."""
+    new = examine([each for each in entries if kept.get(each.key) is None], stages, seconds)
+    found = {each.entry.key: each for each in (*filter(None, kept.values()), *new)}
+    return [found[each.key] for each in entries], new
 
 
 def examine(entries: Sequence[Entry], stages: Sequence[Stage], seconds: float) -> list[Plugin]:

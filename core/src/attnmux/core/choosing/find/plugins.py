@@ -12,7 +12,13 @@ from typing import Any
 
 from attnmux.core.choosing.ask.policy import Policy
 from attnmux.core.choosing.common.checks import nearest
-from attnmux.core.choosing.find.examine import Entry, Plugin, PluginFailure, examine, failure_of
+from attnmux.core.choosing.find.examine import (
+    Entry,
+    Plugin,
+    PluginFailure,
+    answers_of,
+    failure_of,
+)
 from attnmux.core.choosing.find.store import Store
 from attnmux.core.choosing.offer.card import Offer
 from attnmux.core.choosing.offer.libraries import canonical, distributions, entry_points
@@ -145,13 +151,10 @@ def read_plugins(
     kept = store.read()
     told = kept.get("plugins") if kept.get("environment") == environment else None
     rows: dict[str, Any] = told if isinstance(told, dict) else {}
-    found = {entry.key: _kept(entry, rows[entry.key]) for entry in entries if entry.key in rows}
-    new = [entry for entry in entries if found.get(entry.key) is None]
-    examined = examine(new, ("cards",), seconds)
-    if fresh := {each.entry.key: row for each in examined if (row := _row(each))}:
+    known = {entry.key: _kept(entry, rows[entry.key]) for entry in entries if entry.key in rows}
+    answers, new = answers_of(entries, known, ("cards",), seconds)
+    if fresh := {each.entry.key: row for each in new if (row := _row(each))}:
         store.write({"environment": environment, "plugins": {**rows, **fresh}})
-    found.update((each.entry.key, each) for each in examined)
-    answers = [each for entry in entries if (each := found[entry.key]) is not None]
     return Plugins(
         loaded=tuple(each for each in answers if not each.failures),
         failures=(*failures, *(failure for each in answers for failure in each.failures)),

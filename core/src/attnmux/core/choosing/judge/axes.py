@@ -212,22 +212,6 @@ AXES: tuple[Axis, ...] = (
 )
 
 
-def questions_of(
-    request: Request, platform: Platform, hypothetical: bool, opened: Questions | None = None
-) -> Questions:
-    """A request's questions; `opened`: those before the solver set the open values."""
-    return {
-        phase: Question(
-            request=request,
-            platform=platform,
-            phase=phase,
-            hypothetical=hypothetical,
-            demands=() if opened is None else opened[phase].demands,
-        )
-        for phase in request.phases
-    }
-
-
 def demands_of(questions: Iterable[Question]) -> dict[Demand, list[str]]:
     """The phases that make each demand, in the order of the axes."""
     found: dict[Demand, list[str]] = {}

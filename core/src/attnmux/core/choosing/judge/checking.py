@@ -1,4 +1,4 @@
-"""One card in one phase: whether it serves the request, and the reasons if it does not."""
+"""One card in one phase: whether it serves the request, how accurately, and the reasons if not."""
 
 from __future__ import annotations
 
@@ -9,12 +9,51 @@ from attnmux.core.choosing.ask.policy import Policy
 from attnmux.core.choosing.ask.request import Request
 from attnmux.core.choosing.common.verdict import Reason, Status, Verdict, without_hints
 from attnmux.core.choosing.judge.axes import Question, meets
-from attnmux.core.choosing.judge.requirements import install_hint, missing
+from attnmux.core.choosing.judge.requirements import install_hint, required
 from attnmux.core.choosing.judge.shortcomings import shortcomings
 from attnmux.core.choosing.machine.platform import Platform
 from attnmux.core.choosing.offer.card import CONTRACTS, DEFAULT_RANK, BackendCard, Offer
 from attnmux.core.choosing.offer.clause import ALWAYS
 from attnmux.core.choosing.offer.libraries import Libraries, assumed, installed_version, within
+
+Accuracy = Callable[[Offer, Request], Sequence[Reason]]
+"""The reasons why an offer is not as accurate as the request asks."""
+
+UNPROVEN = "no measured error and no bound on its card (attnmux bench --keep measures it)"
+
+
+def by_card(offer: Offer, request: Request) -> list[Reason]:
+    """`max_error` needs a bound of the card. `accuracy="high"` refuses 8-bit products."""
+    return [
+        *([] if request.max_error is None else unbounded(offer.card, request, request.max_error)),
+        *([] if request.accuracy is None else rounding(offer.card, request)),
+    ]
+
+
+def unbounded(card: BackendCard, request: Request, most: float) -> list[Reason]:
+    """A reason where the card has no bound of `most` for the request's KV dtype."""
+    stored = request.kv_dtype or request.dtype or ""
+    bounds = [each for each in card.error_bounds if each.kv_dtype.admits(stored)]
+    if any(each.max_error <= most for each in bounds):
+        return []
+    return [too_large(most, " or ".join(map(str, bounds)) or UNPROVEN)]
+
+
+def rounding(card: BackendCard, request: Request) -> list[Reason]:
+    """A reason where the kernel rounds Q and the softmax's weights to an 8-bit KV dtype."""
+    stored = request.kv_dtype or ""
+    if not card.fp8_products or not stored.startswith("fp8"):
+        return []
+    return [inaccurate(f"products in {stored}")]
+
+
+def too_large(most: float, offered: str) -> Reason:
+    wanted = f"an error of {most:g} roundings at most"
+    return Reason(code="MAX_ERROR", axis="max_error", wanted=wanted, offered=offered)
+
+
+def inaccurate(offered: str) -> Reason:
+    return Reason(code="ACCURACY", axis="accuracy", wanted="high", offered=offered)
 
 
 class Rank(NamedTuple):
@@ -56,7 +95,10 @@ def standing(offer: Offer, policy: Policy, libraries: Libraries) -> list[Reason]
     if failure is not None:
         hint = failure.hint or install_hint(card, offer.distribution)
         bar("FAILED", "kernels", "kernels that load and compile", failure.reason, hint)
-    return reasons + missing(card, libraries, offer.distribution)
+    for library in required(card, libraries, offer.distribution):
+        if library.state != "present":
+            bar("LIBRARY", "requires", library.wanted, library.offered, library.hint)
+    return reasons
 
 
 def check(

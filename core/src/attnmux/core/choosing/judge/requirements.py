@@ -1,12 +1,11 @@
-"""The libraries that a card requires: which are here, and the reasons where one is not."""
+"""The libraries that a card requires, which of them are here, and how to install the others."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from attnmux.core.choosing.common.plain import Plain
-from attnmux.core.choosing.common.verdict import Reason
+from attnmux.core.choosing.common.frozen import Plain
 from attnmux.core.choosing.offer.card import BackendCard
 from attnmux.core.choosing.offer.libraries import (
     Libraries,
@@ -56,21 +55,6 @@ def required(card: BackendCard, libraries: Libraries, distribution: str = "") ->
             offered=", ".join(f"{name} {version or 'not installed'}" for name, version in found),
             hint="" if is_present else install_hint(card, distribution, alternatives[0]),
         )
-
-
-def missing(card: BackendCard, libraries: Libraries, distribution: str = "") -> list[Reason]:
-    """A reason for each requirement of the card that no installed library meets."""
-    return [
-        Reason(
-            code="LIBRARY",
-            axis="requires",
-            wanted=library.wanted,
-            offered=library.offered,
-            hint=library.hint,
-        )
-        for library in required(card, libraries, distribution)
-        if library.state != "present"
-    ]
 
 
 def install_hint(card: BackendCard, distribution: str, requirement: str = "") -> str:

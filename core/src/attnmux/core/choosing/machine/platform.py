@@ -18,8 +18,7 @@ from attnmux.core.choosing.common.checks import (
     several,
     whole,
 )
-from attnmux.core.choosing.common.frozen import defaults
-from attnmux.core.choosing.common.plain import Plain
+from attnmux.core.choosing.common.frozen import Plain, defaults
 from attnmux.core.choosing.machine.vendors import EXAMPLE, VENDORS, Vendor
 from attnmux.core.errors import InvalidInput
 

@@ -6,7 +6,8 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
 from attnmux.core.choosing.ask.request import Request
 from attnmux.core.choosing.common.verdict import Reason
-from attnmux.core.choosing.judge.accuracy import (
+from attnmux.core.choosing.judge.axes import Question
+from attnmux.core.choosing.judge.checking import (
     Accuracy,
     by_card,
     inaccurate,
@@ -14,7 +15,6 @@ from attnmux.core.choosing.judge.accuracy import (
     too_large,
     unbounded,
 )
-from attnmux.core.choosing.judge.axes import Question
 from attnmux.core.choosing.machine.platform import Platform
 from attnmux.core.choosing.measured.measurement import Measurement, shape_of
 from attnmux.core.choosing.offer.card import Offer
@@ -58,13 +58,9 @@ def by_measurement(found: Current, platform: Platform) -> Accuracy:
     return accuracy
 
 
-def notes_on(decision: Decision, found: Current) -> tuple[str, ...]:
-    """A line for each chosen backend whose error is more than `FACTOR` times the smallest one of
-    those that could serve the phase."""
-    return tuple(dict.fromkeys(_notes(decision, found)))
-
-
-def _notes(decision: Decision, found: Current) -> Iterator[str]:
+def notes_on(decision: Decision, found: Current) -> Iterator[str]:
+    """A line for each choice whose error is more than `FACTOR` times the smallest one of those that
+    could serve the phase."""
     for phase, choice in decision.choices:
         if phase not in TIMED:
             continue

@@ -14,8 +14,7 @@ from typing import Protocol, TypeVar
 from attnmux.core.choosing.ask.request import Request
 from attnmux.core.choosing.ask.values import OptionValue
 from attnmux.core.choosing.common.checks import Check, by_name, check_fields
-from attnmux.core.choosing.common.frozen import FrozenMapping
-from attnmux.core.choosing.common.plain import Plain
+from attnmux.core.choosing.common.frozen import FrozenMapping, Plain
 from attnmux.core.choosing.machine.platform import Platform
 from attnmux.core.choosing.measured.records import (
     CHECKS,

@@ -14,9 +14,8 @@ from math import isqrt
 
 from attnmux.core.choosing.ask.policy import Policy
 from attnmux.core.choosing.ask.request import Request
-from attnmux.core.choosing.judge.accuracy import Accuracy
 from attnmux.core.choosing.judge.axes import Question
-from attnmux.core.choosing.judge.checking import Rank, Ranking, prior_rank, standing
+from attnmux.core.choosing.judge.checking import Accuracy, Rank, Ranking, prior_rank, standing
 from attnmux.core.choosing.judge.shortcomings import admits_any
 from attnmux.core.choosing.machine.platform import Platform
 from attnmux.core.choosing.measured.accuracy import Current, by_measurement, notes_on
@@ -40,7 +39,6 @@ def solve_measured(
     policy: Policy | None = None,
     *,
     measurements: Iterable[Measurement],
-    libraries: Libraries = installed_version,
 ) -> Decision:
     """`solve` with the ranks of `ranking_by` and measured errors, then `with_batch_sizes`.
 
@@ -48,18 +46,15 @@ def solve_measured(
     the phase. Raises what `solve` raises.
     """
     offers = tuple(offers)
-    found = current_measurements(measurements, platform, offers, policy, libraries=libraries)
-    ranking = ranking_by(found, offers)
-    accuracy = by_measurement(found, platform)
-    decision = solve(
-        request, platform, offers, policy, libraries=libraries, ranking=ranking, accuracy=accuracy
-    )
+    found = current_measurements(measurements, platform, offers, policy)
+    ranking, accuracy = ranking_by(found, offers), by_measurement(found, platform)
+    decision = solve(request, platform, offers, policy, ranking=ranking, accuracy=accuracy)
     if not found:
         return decision
     groups = []
     for group in decision.groups:
-        sized = with_batch_sizes(group, offers, policy, found, libraries=libraries)
-        groups.append(replace(sized, notes=notes_on(sized, found)))
+        sized = with_batch_sizes(group, offers, policy, found)
+        groups.append(replace(sized, notes=tuple(dict.fromkeys(notes_on(sized, found)))))
     return Decision.of_groups(groups, request.other_layers)
 
 
@@ -187,8 +182,6 @@ def with_batch_sizes(
     offers: Sequence[Offer],
     policy: Policy | None,
     found: Current,
-    *,
-    libraries: Libraries = installed_version,
 ) -> Decision:
     """The decision, with backends that decode some batch sizes faster than the phase's backend.
 
@@ -209,7 +202,7 @@ def with_batch_sizes(
         return decision
     rivals = _rivals(decision, offers, policy, usual)
     best = [_best(times[size], usual, rivals) for size in sizes]
-    given = read_options(policy.options, offers, libraries)
+    given = read_options(policy.options, offers)
     ranges = []
     for address, places in groupby(range(len(sizes)), key=lambda place: best[place][0]):
         if address == usual:

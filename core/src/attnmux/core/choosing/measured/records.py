@@ -15,7 +15,7 @@ from typing import Any, ClassVar, Generic, TypeVar
 
 from attnmux.core.choosing.common.checks import NAME, Check, by_name, check_fields, is_whole
 from attnmux.core.choosing.common.files import read_file
-from attnmux.core.choosing.common.frozen import FrozenMapping
+from attnmux.core.choosing.common.frozen import FrozenMapping, Plain, plain
 from attnmux.core.choosing.machine.platform import Platform
 from attnmux.core.errors import InvalidInput, in_brief
 
@@ -30,7 +30,7 @@ differences count as noise."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Device:
+class Device(Plain):
     """The facts that decide whether two devices are equally fast."""
 
     vendor: str
@@ -108,9 +108,8 @@ class Record:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data, for JSON."""
-        data = {field.name: getattr(self, field.name) for field in fields(self)}
-        plain = {name: dict(value) for name, value in data.items() if isinstance(value, Mapping)}
-        return {**data, **plain, "device": asdict(self.device), "date": self.date.isoformat()}
+        data = {field.name: plain(getattr(self, field.name)) for field in fields(self)}
+        return {**data, "date": self.date.isoformat()}
 
     @classmethod
     def from_dict(cls: type[R], data: Mapping[str, Any]) -> R:

@@ -7,14 +7,14 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from attnmux.core.choosing.ask.derived import linear_request
+from attnmux.core.choosing.ask.request import Request
+from attnmux.core.choosing.offer.card import Offer
 from attnmux.core.choosing.offer.proof import doubt, proven_on
+from attnmux.core.choosing.tell.choice import Choice
+from attnmux.core.choosing.tell.decision import Decision
 
 if TYPE_CHECKING:
-    from attnmux.core.choosing.ask.request import Request
     from attnmux.core.choosing.measured.measurement import Measurement
-    from attnmux.core.choosing.offer.card import Offer
-    from attnmux.core.choosing.tell.choice import Choice
-    from attnmux.core.choosing.tell.decision import Decision
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -56,7 +56,9 @@ def doubtful(decision: Decision, offers: Sequence[Offer]) -> Iterator[Unverified
     """The chosen backends that their cards do not prove."""
     by_address = {offer.address: offer for offer in offers}
     uses = [(each, "", *one) for each in decision.groups for one in each.choices]
-    uses += [(decision, kind, phase, choice) for kind, phase, choice in decision.linear_choices]
+    uses += [
+        (decision, kind, *one) for kind in decision.linear for one in decision.linear[kind].items()
+    ]
     chosen: dict[tuple[Choice, str, Request], tuple[Decision, list[str]]] = {}
     for of, kind, phase, choice in uses:
         chosen.setdefault((choice, kind, of.request), (of, []))[1].append(phase)

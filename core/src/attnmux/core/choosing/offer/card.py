@@ -9,8 +9,7 @@ from typing import Any, Literal, get_args
 
 from attnmux.core.choosing.ask.values import OptionValue
 from attnmux.core.choosing.common.checks import TEXT, Check, check_fields, refusal, tuple_of
-from attnmux.core.choosing.common.frozen import FrozenMapping
-from attnmux.core.choosing.common.plain import Plain, plain, plain_fields
+from attnmux.core.choosing.common.frozen import FrozenMapping, Plain, plain, plain_fields
 from attnmux.core.choosing.offer.clause import ALWAYS, LARGEST, Clause
 from attnmux.core.choosing.offer.libraries import check_range, parsed_requirement
 from attnmux.core.choosing.offer.proof import ErrorBound, Verified

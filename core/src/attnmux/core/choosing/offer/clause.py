@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields
 
 from attnmux.core.choosing.ask.values import DTYPES, KINDS, PHASES
 from attnmux.core.choosing.common.checks import refusal
-from attnmux.core.choosing.common.plain import Plain
+from attnmux.core.choosing.common.frozen import Plain
 from attnmux.core.choosing.offer.conditions import (
     ANY,
     NONE,

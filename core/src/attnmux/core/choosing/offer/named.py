@@ -114,23 +114,23 @@ def read_options(
     for backend, values in given.items():
         meant = offers_named(backend, offers, libraries)
         for name, value in values.items():
-            having = [(offer, _option(offer.card, name)) for offer in meant]
-            if not any(option for _, option in having):
+            having = [
+                (offer, option)
+                for offer in meant
+                for option in offer.card.options
+                if option.name == name
+            ]
+            if not having:
                 raise _no_such(backend, name, meant)
             for offer, option in having:
-                if option is not None:
-                    read = _read(f"{backend}.{name}", value, option)
-                    found.setdefault(offer.address, {})[name] = read
+                read = _read(f"{backend}.{name}", value, option)
+                found.setdefault(offer.address, {})[name] = read
     return found
 
 
 def complete(card: BackendCard, given: Mapping[str, OptionValue]) -> Mapping[str, OptionValue]:
     """Every option of the card: as given, else its default."""
     return FrozenMapping({option.name: option.default for option in card.options} | dict(given))
-
-
-def _option(card: BackendCard, name: str) -> Option | None:
-    return next((option for option in card.options if option.name == name), None)
 
 
 def _no_such(backend: str, name: str, meant: Sequence[Offer]) -> InvalidInput:

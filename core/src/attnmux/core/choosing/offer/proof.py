@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import Any, Literal, get_args
 
 from attnmux.core.choosing.common.checks import (
     NAME,
@@ -16,13 +16,11 @@ from attnmux.core.choosing.common.checks import (
     several,
     whole,
 )
-from attnmux.core.choosing.common.plain import Plain, plain_fields
+from attnmux.core.choosing.common.frozen import Plain, plain_fields
 from attnmux.core.choosing.machine.platform import Platform
 from attnmux.core.choosing.machine.vendors import VENDORS
+from attnmux.core.choosing.offer.clause import Clause
 from attnmux.core.choosing.offer.conditions import ANY, Condition
-
-if TYPE_CHECKING:
-    from attnmux.core.choosing.offer.clause import Clause
 
 PLATFORM = r"[^:,\s]+:[^:,\s]+"
 
@@ -85,16 +83,6 @@ class Verified(Plain):
     def emulated(self) -> bool:
         """Whether a stand-in of the library ran, and none of its kernels."""
         return not self.platform and not self.interpreted
-
-    @property
-    def vendor(self) -> str:
-        """As in `Platform`; empty without a device."""
-        return self.platform.partition(":")[0]
-
-    @property
-    def arch(self) -> str:
-        """As in `Platform`; empty without a device."""
-        return self.platform.partition(":")[2]
 
     def covers(self, phase: str = "", kind: str = "") -> bool:
         """Whether the phase ran, on layers of the kind; empty for any."""
@@ -244,14 +232,11 @@ def _word(run: Verified, is_own: Callable[[Verified], bool]) -> Proof:
 def _serves(clause: Clause, run: Verified) -> bool:
     """Whether the clause admits the run's device. A version that the name does not tell, as of a
     vendor outside the table, is taken to fit."""
-    version = _version(run)
+    vendor, _, arch = run.platform.partition(":")
+    row = VENDORS.get(vendor)
+    version = "" if row is None else ".".join(map(str, row.version_of(arch) or ()))
     return (
-        clause.vendor.admits(run.vendor)
-        and clause.arch.admits(run.arch)
+        clause.vendor.admits(vendor)
+        and clause.arch.admits(arch)
         and (not version or clause.version.admits(version))
     )
-
-
-def _version(run: Verified) -> str:
-    row = VENDORS.get(run.vendor)
-    return "" if row is None else ".".join(map(str, row.version_of(run.arch) or ()))

@@ -3,16 +3,20 @@
 The outer loop is over *variants* of the request: first as it is, then with more and more coercible
 values unset. Each variant has its feasible points. At one point the groups are independent: the
 best backend of each group is the best assignment, unless two of these backends exclude each other.
+`coercions` tells what an assignment changed of what was asked.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from itertools import combinations, groupby
 from operator import itemgetter
 from typing import NamedTuple
 
+from attnmux.core.choosing.common.verdict import Coercion
 from attnmux.core.choosing.judge.axes import meets
+from attnmux.core.choosing.judge.shortcomings import shortcomings
 from attnmux.core.choosing.offer.card import Offer
 from attnmux.core.choosing.offer.conditions import Value
 from attnmux.core.choosing.search.points import (
@@ -192,3 +196,33 @@ def _fewest(ties: list[list[Offer]]) -> tuple[Offer, ...]:
         address = min(places, key=lambda name: (-len(places[name]), places[name], name))
         winners.update(dict.fromkeys(places[address], by_address[address]))
     return tuple(winners[place] for place in range(len(ties)))
+
+
+def coercions(problem: Problem, best: Assignment) -> tuple[Coercion, ...]:
+    """The named backends that companions replace, and the values that were left unset."""
+    made = [
+        replace(group.coercion, new=offer.card.name)
+        for group, offer in zip(problem.groups, best.winners, strict=True)
+        if group.coercion is not None
+    ]
+    for field in best.variant.dropped:
+        made.append(
+            Coercion(
+                field=field,
+                old=str(getattr(problem.request, field)),
+                new=str(getattr(best.variant.request, field)),
+                because=_because(problem, best, field),
+                origin=problem.request.origins[field],
+            )
+        )
+    return tuple(made)
+
+
+def _because(problem: Problem, best: Assignment, field: str) -> str:
+    asked = problem.variant(problem.request).questions
+    for group, offer in zip(problem.groups, best.winners, strict=True):
+        for phase in group.phases:
+            for reason in shortcomings(offer.card, asked[phase]):
+                if reason.axis == field:
+                    return f"{offer.card.name} for {phase} offers {field} {reason.offered}"
+    return "the backends of the phases share no other value"

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from attnmux.core.choosing.ask.policy import Policy
 from attnmux.core.choosing.ask.request import Request
 from attnmux.core.choosing.common.verdict import Coercion, Reason
-from attnmux.core.choosing.judge.axes import AXES, Questions, questions_of
+from attnmux.core.choosing.judge.axes import AXES, Question, Questions
 from attnmux.core.choosing.judge.checking import Ranking
 from attnmux.core.choosing.judge.shortcomings import is_served
 from attnmux.core.choosing.machine.platform import Platform
@@ -103,7 +103,16 @@ class Problem:
         self, request: Request, dropped: tuple[str, ...] = (), opened: Questions | None = None
     ) -> Variant:
         """The variant of a request; `opened`: the questions before the solver set open values."""
-        questions = questions_of(request, self.platform, self.policy.hypothetical, opened)
+        questions = {
+            phase: Question(
+                request=request,
+                platform=self.platform,
+                phase=phase,
+                hypothetical=self.policy.hypothetical,
+                demands=() if opened is None else opened[phase].demands,
+            )
+            for phase in request.phases
+        }
         return Variant(request, questions, dropped)
 
 
@@ -148,8 +157,9 @@ def groups_of(
     that are allowed, denied or preferred.
     """
     if offers:
-        for verb, names in policy.lists().items():
-            refuse_unknown(verb, names, offers, libraries)
+        refuse_unknown("allow", policy.allow or (), offers, libraries)
+        refuse_unknown("deny", policy.deny, offers, libraries)
+        refuse_unknown("prefer", policy.prefer, offers, libraries)
     for name in policy.said_by_user():
         offers_named(name, offers, libraries)
     return tuple(

@@ -8,11 +8,9 @@ from typing import Any
 
 from attnmux.core.choosing.ask.request import Request
 from attnmux.core.choosing.ask.values import OptionValue
-from attnmux.core.choosing.common.frozen import FrozenMapping
-from attnmux.core.choosing.common.plain import Plain
+from attnmux.core.choosing.common.frozen import FrozenMapping, Plain
 from attnmux.core.choosing.common.verdict import Reason
-from attnmux.core.choosing.judge.accuracy import Accuracy
-from attnmux.core.choosing.judge.checking import check
+from attnmux.core.choosing.judge.checking import Accuracy, check
 from attnmux.core.choosing.machine.platform import Platform
 from attnmux.core.choosing.offer.card import Offer, TreeMask
 from attnmux.core.choosing.offer.libraries import Libraries

@@ -15,12 +15,11 @@ from attnmux.core.choosing.ask.derived import (
     prefixes_request,
     undrafted_request,
 )
-from attnmux.core.choosing.ask.layer_group import LayerGroup
 from attnmux.core.choosing.ask.request import Request
-from attnmux.core.choosing.common.frozen import FrozenMapping
-from attnmux.core.choosing.common.plain import Plain, plain_fields
+from attnmux.core.choosing.ask.values import LayerGroup
+from attnmux.core.choosing.common.frozen import FrozenMapping, Plain, plain_fields
 from attnmux.core.choosing.common.verdict import Coercion, Verdict
-from attnmux.core.choosing.judge.accuracy import Accuracy, by_card
+from attnmux.core.choosing.judge.checking import Accuracy, by_card
 from attnmux.core.choosing.machine.platform import Platform
 from attnmux.core.choosing.offer.card import LAST_RESORT, Offer
 from attnmux.core.choosing.offer.libraries import Libraries, installed_version
@@ -100,15 +99,6 @@ class Decision(Plain):
             verdict.rank is not None and verdict.rank >= LAST_RESORT
             for verdict in self.candidates
             if (verdict.address, verdict.phase) in winners
-        )
-
-    @property
-    def linear_choices(self) -> tuple[tuple[str, str, Choice], ...]:
-        """(kind, phase, choice) of every backend in `linear`."""
-        return tuple(
-            (kind, phase, choice)
-            for kind, served in self.linear.items()
-            for phase, choice in served.items()
         )
 
     @property

@@ -87,7 +87,7 @@ def plan_shares(
     total = tl.sum(units, 0) * items
     longest = tl.maximum(tl.max(units, 0), 1)
     taken = tl.maximum((total + num_programs - 1) // num_programs, least_share)
-    if not IS_FIXED:  # this one is the compiler's
+    if not IS_FIXED and not MEETS_ENDS:
         is_short = longest <= tl.maximum(least_share, WHOLE_KEYS // BLOCK_N)
         if is_short & (batch_size * items <= num_programs):
             # Each program has a whole item. Units after its last block are empty.

@@ -1,0 +1,147 @@
+"""Pools and rows as kernels take them: checks, views, rows that kernels can load, and rows of MLA.
+
+Tokens of Q, K and V may be any distance apart. The libraries load 16 bytes at once without a check,
+and after a misaligned load the process cannot use the device any more. A row of MLA's cache is a
+token's latent and its rotary key.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from attnmux.core.context import BackendContext
+from attnmux.core.dtypes import torch_dtype
+from attnmux.core.errors import AttnmuxError, InvalidInput
+from attnmux.core.layer import LayerSpec, check_features
+
+FP8 = torch.float8_e4m3fn
+"""The only 8-bit float that most of the kernels read."""
+
+SIXTEEN_BITS = (torch.bfloat16, torch.float16)
+
+
+def check_page_size(context: BackendContext, *page_sizes: int) -> None:
+    """Raises InvalidInput for a pool of pages of none of the sizes."""
+    pool = context.token_to_kv_pool
+    if pool.page_size not in page_sizes:
+        raise InvalidInput(
+            "token_to_kv_pool",
+            got=f"pages of {pool.page_size} tokens",
+            expected=f"pages of {' or '.join(map(str, page_sizes))}",
+        )
+
+
+def check_sixteen_bits(context: BackendContext) -> None:
+    """Raises InvalidInput for a pool of another dtype than the queries' 16-bit one."""
+    dtype, asked = context.token_to_kv_pool.dtype, context.request.dtype
+    if dtype not in SIXTEEN_BITS or (asked is not None and dtype != torch_dtype(asked)):
+        raise InvalidInput(
+            "token_to_kv_pool",
+            got=dtype,
+            expected=f"{asked or 'bfloat16 or float16'}, as the queries are",
+        )
+
+
+def kv_pages(
+    layer: LayerSpec, context: BackendContext, page_size: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """K [pages, page_size, Hkv, D] and V [pages, page_size, Hkv, Dv]: views of the pool's buffers.
+
+    page_size: the pool's own, or one that divides it.
+    """
+    k, v = context.token_to_kv_pool.get_kv_buffer(layer.layer_id)
+    return k.view(-1, page_size, *k.shape[1:]), v.view(-1, page_size, *v.shape[1:])
+
+
+def not_in_pool(layer: LayerSpec) -> AttnmuxError:
+    """The error of a call that reads keys of a layer that the pool does not store."""
+    return AttnmuxError(
+        f"layer {layer.layer_id} is not in the KV pool: call it with its own keys and "
+        "save_kv_cache=False"
+    )
+
+
+ALIGNMENT = 16
+"""Bytes that the kernels load at once: heads of Q, K, V and output begin at multiples of it."""
+
+
+def is_aligned(rows: torch.Tensor) -> bool:
+    """Whether the kernels can load or store the rows [T, H, D] where they are."""
+    strides = rows.stride(0) | rows.stride(1)  # as aligned as the lesser, for a power of 2
+    return rows.data_ptr() % ALIGNMENT == 0 and strides * rows.element_size() % ALIGNMENT == 0
+
+
+def aligned(rows: torch.Tensor) -> torch.Tensor:
+    """The rows [T, H, D], or a copy that the kernels can load."""
+    return rows if is_aligned(rows) else rows.clone(memory_format=torch.contiguous_format)
+
+
+def is_writable(out: torch.Tensor) -> bool:
+    """Whether kernels that want rows end to end can store them in `out`."""
+    return out.is_contiguous() and is_aligned(out)
+
+
+def check_keys_dtype(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+    """Raises InvalidInput for a call's own K and V of another dtype than Q."""
+    if k.dtype != q.dtype or v.dtype != q.dtype:
+        raise InvalidInput("k", got=f"{k.dtype} and {v.dtype}", expected=f"{q.dtype}, as q is")
+
+
+LATENT_DIM = 512
+"""Dim of the latent, which is V too: every kernel for MLA is built for this one."""
+ROPE_DIM = 64
+"""Dim of the rotary part, which follows the latent in a row."""
+
+
+def check_latent(layer: LayerSpec) -> None:
+    """Raises InvalidInput for a layer that is not plain MLA with 512 dims and 64 of the rope."""
+    check_features(layer, kind="mla")
+    if (layer.v_head_dim, layer.qk_rope_head_dim) != (LATENT_DIM, ROPE_DIM):
+        raise InvalidInput(
+            f"layer {layer.layer_id}",
+            got=f"{layer.v_head_dim} + {layer.qk_rope_head_dim} dims",
+            expected=f"mla, {LATENT_DIM} + {ROPE_DIM}",
+        )
+
+
+def latent_pages(layer: LayerSpec, context: BackendContext, page_size: int) -> torch.Tensor:
+    """[pages, page_size, 1, 576]: the pool's buffer of the layer, a view.
+
+    page_size: the pool's own, or one that divides it.
+    """
+    buffer = context.token_to_kv_pool.get_key_buffer(layer.layer_id)
+    return buffer.view(-1, page_size, *buffer.shape[1:])
+
+
+def rotary(q_rope: torch.Tensor | None) -> torch.Tensor:
+    """The rotary part of the queries, [T, Hq, 64]. Raises InvalidInput where it is missing."""
+    if q_rope is None:
+        raise InvalidInput("q_rope", got=None, expected=f"the rotary part [T, Hq, {ROPE_DIM}]")
+    return q_rope
+
+
+def joined(q: torch.Tensor, q_rope: torch.Tensor | None) -> torch.Tensor:
+    """Queries [T, Hq, 576] for kernels that take both parts as one row.
+
+    Nothing is copied where the parts lie end to end in rows that kernels can load.
+
+    q: [T, Hq, 512]. q_rope: [T, Hq, 64].
+    Raises InvalidInput where q_rope is missing.
+    """
+    q_rope = rotary(q_rope)
+    if _are_one_row(q, q_rope):
+        return q.as_strided((*q.shape[:2], LATENT_DIM + ROPE_DIM), q.stride())
+    return torch.cat([q, q_rope], dim=-1)
+
+
+def _are_one_row(q: torch.Tensor, q_rope: torch.Tensor) -> bool:
+    width = LATENT_DIM + ROPE_DIM
+    strides = (q.shape[1] * width, width, 1)
+    if q.stride() != strides or q_rope.stride() != strides:
+        return False
+    # As far apart in their storages as in memory: the storage is the same.
+    return (
+        q_rope.storage_offset() == q.storage_offset() + LATENT_DIM
+        and q_rope.data_ptr() == q.data_ptr() + LATENT_DIM * q.element_size()
+        and is_aligned(q)
+    )
