@@ -279,6 +279,9 @@ def test_dtype_and_backends_by_name():
         (["x", "--chat"], ["chat template"], 2),
         (["--model", "somewhere/else"], ["Give a PROMPT"], 2),
         (["x", "--linear-backend", "torch_lineer"], ["did you mean 'torch_linear'"], 2),
+        (["x", "--linear-backend", "torch_linear"], ["--linear-backend", "linear layers"], 2),
+        (["x", "--kept-states", "2"], ["--kept-states", "linear layers"], 2),
+        (["x", "--mm-backend", "native"], ["--mm-backend", "no image", "--image"], 2),
     ],
 )
 def test_bad_input(args, words, code):

@@ -143,6 +143,7 @@ def test_texts_are_those_of_transformers(checkpoint, pictures, tmp_path):
 def test_the_chat_template_puts_images_before_the_text(checkpoint, pictures):
     model, folder, mark = checkpoint
     given = ("w4 w5", "--image", pictures[0], "--image", pictures[1], "--chat")
+    given += ("--mm-backend", "torch_native")
     found = texts(generate(*given, "--model", folder, "--max-new-tokens", 6, "--json"))
     shown = f"{mark} {mark} w4 w5 w7"
     assert found == [expected_text(model, folder, shown, pictures[:2], 6, add_special_tokens=False)]

@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, TypeVar
 
-from attnmux.core import AcceptThresholds, InvalidInput
+from attnmux.core import AcceptThresholds, Decision, InvalidInput
 from attnmux.transformers.cli_drafts import Drafting
 from attnmux.transformers.cli_ranks import Parallel
 from attnmux.transformers.memory_budget import MemoryBudget
@@ -93,6 +93,21 @@ class Options:
         )
         options._check()
         return options
+
+    def check_used(self, decision: Decision) -> None:
+        """Raises InvalidInput for options of parts that the model or the prompts do not have."""
+        given = {**self.backends, **self.running}
+        if given["mm_backend"] is not None and not any(
+            phase == "encoder" for phase, _ in decision.choices
+        ):
+            raise InvalidInput("--mm-backend", got="no image", expected="--image with it")
+        for name in ("linear_backend", "kept_states"):
+            if given[name] is not None and not decision.linear:
+                raise InvalidInput(
+                    f"--{name.replace('_', '-')}",
+                    got="a model with softmax attention in all layers",
+                    expected="one with linear layers",
+                )
 
     def _check(self) -> None:
         if not self.accept.exact and self.drafting.draft is None:

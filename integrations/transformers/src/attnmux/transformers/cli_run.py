@@ -110,6 +110,7 @@ def run_command(
         )
         load = partial(_load, run, platform, plugins)
         runner = load(checkpoint, running)
+        options.check_used(runner.decision)
         drafter = drafting.drafter(checkpoint, runner, running, load, max_total_tokens=most)
         drafts = drafting.proposer(checkpoint, runner, drafter, running, warn=run.warn)
         wanted = encoded.read_by(runner)
