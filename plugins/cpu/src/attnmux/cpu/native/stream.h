@@ -226,11 +226,6 @@ template <Type T, bool PAIRS> struct Stream {
                 });
             }
     }
-    void weigh(const Seen& seen, int key, int num) {
-        if (PAIRS) scale_scores(s, step.scaling, num * padded);
-        weigh_columns(s, seen, c.cap, padded, num_rows, out_width, key, num);
-        if (PAIRS) pair_weights(s, padded, num);
-    }
     void gather(const Rows<T>& values, int num) {
         Ahead<T> ahead(values, step.Dv, num_heads, height);
         for (int j = 0; j < num; j += MIX_KEYS)
@@ -253,13 +248,13 @@ template <Type T, bool PAIRS> struct Stream {
             values.find(step, true, slots + key, left, item.head);
             if (step.D % BLOCK) keys.pad(num, num_heads, step.D, s.narrow_k);
             multiply(keys, num);
-            weigh(seen, key, num);
+            weigh_all<PAIRS>(step, s, seen, padded, num_rows, key, num);
             if (step.Dv % BLOCK) values.pad(num, num_heads, step.Dv, s.narrow_v);
             gather(values, num);
         }
         for (int r = 0; r < num_rows; ++r) {
             const float* out = s.out.data() + int64_t(r) * out_width;
-            if (PAIRS) restore_pairs(out, s.row.data(), out_width);
+            if (PAIRS) for (int d = 0; d < out_width; d += BLOCK) restore_pairs(out + d, out + d + W, s.row.data() + d);
             else restore(T, out, s.row.data(), out_width);
             finish(step, item, item.head + r / height, r % height, s.row.data(), s.top[r], s.sum[r]);
         }

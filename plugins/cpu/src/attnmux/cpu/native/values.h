@@ -80,11 +80,12 @@ static inline void restore(Type type, const float* from, float* to, int width) {
         for (int d = 0; d < width; d += BLOCK)
             for (int i = 0; i < W; ++i) to[d + 2 * i] = from[d + i], to[d + 2 * i + 1] = from[d + W + i];
 }
-// From the order of `first_pairs` and `last_pairs`.
-static inline void restore_pairs(const float* from, float* to, int width) {
-    for (int d = 0; d < width; d += BLOCK)
-        for (int i = 0; i < W; ++i)
-            for (int half = 0; half < 2; ++half) to[d + i / 4 * 8 + half * 4 + i % 4] = from[d + half * W + i];
+// 2 W values, from the order of `first_pairs` and `last_pairs`.
+static inline void restore_pairs(const float* first, const float* last, float* to) {
+    for (int i = 0; i < W; i += 4) {
+        std::memcpy(to + 2 * i, first + i, 16);
+        std::memcpy(to + 2 * i + 4, last + i, 16);
+    }
 }
 
 // n values in the order of the type, followed by zeros up to `width`, a multiple of 2 W.

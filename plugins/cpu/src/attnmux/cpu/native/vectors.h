@@ -134,6 +134,34 @@ static inline vec totals16(const vec* x) {
     return PART(ab, cd, 0, 8) + PART(ab, cd, 4, 12);
 #undef PART
 }
+
+// The words of 16 vectors turned round.
+static inline void turn(ivec (&x)[16]) {
+    for (int i = 0; i < 16; i += 2) {
+        const ivec a = x[i], b = x[i + 1];
+        x[i] = __builtin_shufflevector(a, b, 0, 16, 2, 18, 4, 20, 6, 22, 8, 24, 10, 26, 12, 28, 14, 30);
+        x[i + 1] = __builtin_shufflevector(a, b, 1, 17, 3, 19, 5, 21, 7, 23, 9, 25, 11, 27, 13, 29, 15, 31);
+    }
+    for (int at = 0; at < 16; ++at) {
+        const int i = at, j = at + 2;
+        if (at & 2) continue;
+        const ivec a = x[i], b = x[j];
+        x[i] = __builtin_shufflevector(a, b, 0, 1, 16, 17, 4, 5, 20, 21, 8, 9, 24, 25, 12, 13, 28, 29);
+        x[j] = __builtin_shufflevector(a, b, 2, 3, 18, 19, 6, 7, 22, 23, 10, 11, 26, 27, 14, 15, 30, 31);
+    }
+    for (int at = 0; at < 16; ++at) {
+        const int i = at, j = at + 4;
+        if (at & 4) continue;
+        const ivec a = x[i], b = x[j];
+        x[i] = __builtin_shufflevector(a, b, 0, 1, 2, 3, 16, 17, 18, 19, 8, 9, 10, 11, 24, 25, 26, 27);
+        x[j] = __builtin_shufflevector(a, b, 4, 5, 6, 7, 20, 21, 22, 23, 12, 13, 14, 15, 28, 29, 30, 31);
+    }
+    for (int i = 0; i < 8; ++i) {
+        const ivec a = x[i], b = x[i + 8];
+        x[i] = __builtin_shufflevector(a, b, 0, 1, 2, 3, 4, 5, 6, 7, 16, 17, 18, 19, 20, 21, 22, 23);
+        x[i + 8] = __builtin_shufflevector(a, b, 8, 9, 10, 11, 12, 13, 14, 15, 24, 25, 26, 27, 28, 29, 30, 31);
+    }
+}
 #else
 static inline vec totals16(const vec* x) { return x[0]; }
 #endif
@@ -151,3 +179,9 @@ static inline vec add_pairs(vec sum, ivec, ivec) { return sum; }
 static inline ivec first_pairs(ivec a, ivec) { return a; }
 static inline ivec last_pairs(ivec a, ivec) { return a; }
 #endif
+
+// Words of two weights each, rounded to bfloat16.
+static inline ivec rounded_pairs(vec one, vec other) {
+    const ivec low = ((ivec)one + 0x8000) >> 16, high = ((ivec)other + 0x8000) & int32_t(0xffff0000);
+    return (low & 0xffff) | high;
+}
