@@ -68,8 +68,12 @@ struct Carried {
     // Takes the logits of a block in, and gives what the rows' earlier results are to be scaled by.
     Carried(const float* scores, int stride, int num, float* top, const float* sums, float* decay) {
         const vec old = load(top);
-        vec most = old;
-        for (int j = 0; j < num; ++j) most = higher(load(scores + int64_t(j) * stride), most);
+        vec tops[4] = {old, old, old, old};  // so that they do not wait for each other
+        int j = 0;
+        for (; j + 4 <= num; j += 4)
+            for (int i = 0; i < 4; ++i) tops[i] = higher(load(scores + int64_t(j + i) * stride), tops[i]);
+        for (; j < num; ++j) tops[0] = higher(load(scores + int64_t(j) * stride), tops[0]);
+        const vec most = higher(higher(tops[0], tops[1]), higher(tops[2], tops[3]));
         safe = most == NONE ? all(0.0f) : most;
         const vec factor = power(old - safe);
         sum = load(sums) * factor;
@@ -96,16 +100,20 @@ static inline void weigh(Scratch& s, const Seen& seen, float cap, float* logits,
         for (int j = low; j < high; ++j) store(logits + j * stride, capped(load(logits + j * stride), cap));
     seen.hide(logits, stride, r, key, low, high);
     Carried rows(logits + low * stride, stride, high - low, &s.top[r], &s.sum[r], &s.decay[r]);
-    for (int j = low; j < high; j += PAIRS ? 2 : 1) {
-        const vec one = power(load(logits + j * stride) - rows.safe);
-        rows.sum += one;
-        if (!PAIRS) {
-            store(logits + j * stride, one);
-            continue;
+    if constexpr (PAIRS) {
+        const auto weight = [&](int j) { return rough_power(load(logits + j * stride) - rows.safe); };
+        const auto keep = [&](int j, vec one, vec other) {
+            rows.sum += one + other;
+            *reinterpret_cast<loose_ints*>(pairs + j / 2 * stride) = rounded_pairs(one, other);
+        };
+        for (int j = low; j + 2 <= high; j += 2) keep(j, weight(j), weight(j + 1));
+        if (high % 2) keep(high - 1, weight(high - 1), vec{});
+    } else {
+        for (int j = low; j < high; ++j) {
+            const vec weights = power(load(logits + j * stride) - rows.safe);
+            store(logits + j * stride, weights);
+            rows.sum += weights;
         }
-        const vec other = j + 1 < high ? power(load(logits + (j + 1) * stride) - rows.safe) : vec{};
-        rows.sum += other;
-        *reinterpret_cast<loose_ints*>(pairs + j / 2 * stride) = rounded_pairs(one, other);
     }
     store(&s.sum[r], rows.sum);
 }

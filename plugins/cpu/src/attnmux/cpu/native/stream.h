@@ -254,7 +254,7 @@ template <Type T, bool PAIRS> struct Stream {
         }
         for (int r = 0; r < num_rows; ++r) {
             const float* out = s.out.data() + int64_t(r) * out_width;
-            if (PAIRS) for (int d = 0; d < out_width; d += BLOCK) restore_pairs(out + d, out + d + W, s.row.data() + d);
+            if (PAIRS) for (int d = 0; d < out_width; d += BLOCK) restore_pairs(load(out + d), load(out + d + W), s.row.data() + d);
             else restore(T, out, s.row.data(), out_width);
             finish(step, item, item.head + r / height, r % height, s.row.data(), s.top[r], s.sum[r]);
         }
