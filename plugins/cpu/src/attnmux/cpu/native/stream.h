@@ -28,6 +28,17 @@ template <Type T, int N> static inline void fetch(const Next& next, int d) {
     else if (next.rows) for (int n = 0; n < N; ++n) prefetch(next.rows[n] + next.at + at);
 }
 
+// The same lines for a loop without branches: that of row n where its byte b is read is b * step after
+// of[n]. Where nothing is fetched, it is one that is near.
+template <int N> struct Lines {
+    const char* of[N];
+    int64_t step;
+
+    Lines(const Next& next, const void* near) : step(next.run ? N : next.rows ? 1 : 0) {
+        for (int n = 0; n < N; ++n) of[n] = next.run ? next.run + n * 64 : next.rows ? next.rows[n] + next.at : static_cast<const char*>(near);
+    }
+};
+
 // scores[j][r] = q[r] . k[j] for R rows and J keys, the row of a key beginning `at` bytes on.
 template <Type T, bool PAIRS, int R, int J>
 static inline void dot(const char* q, int64_t q_stride, const char* const* rows, const Next& next, int64_t at, int width, float* scores, int64_t stride) {
@@ -82,7 +93,8 @@ static inline void dots(const char* q, int64_t q_stride, const char* const* rows
 // by pairs of keys, for columns in the order of `first_pairs` and `last_pairs`.
 template <Type T, bool PAIRS, int R, int C>
 static inline void mix(const float* weights, const int32_t* pairs, int64_t stride, const char* const* rows, const Next& next, int64_t at, int d, int num, float* out, int out_width) {
-    for (int c = 0; c < C; ++c) fetch<T, MIX_KEYS>(next, d + c * BLOCK);
+    const Lines<MIX_KEYS> lines(next, out);
+    if (!PAIRS) for (int c = 0; c < C; ++c) fetch<T, MIX_KEYS>(next, d + c * BLOCK);
     vec sums[R][2 * C];
     for (int r = 0; r < R; ++r)
         for (int c = 0; c < 2 * C; ++c) sums[r][c] = load(out + r * out_width + d + c * W);
@@ -91,6 +103,7 @@ static inline void mix(const float* weights, const int32_t* pairs, int64_t strid
         for (int c = 0; c < C; ++c) {
             const int block = d + c * BLOCK;
             if constexpr (PAIRS) {
+                for (int i = 0; i < 2; ++i) prefetch(lines.of[j + i] + 2 * block * lines.step);
                 const ivec one = load_ints(rows[j] + at + 2 * block);
                 const ivec other = j + 1 < num ? load_ints(rows[j + 1] + at + 2 * block) : ivec{};
                 const ivec first = first_pairs(one, other), last = last_pairs(one, other);
@@ -115,7 +128,7 @@ static inline void mix(const float* weights, const int32_t* pairs, int64_t strid
 
 template <Type T, bool PAIRS, int R>
 static inline void mixes(const Scratch& s, int j, int r, int64_t stride, const char* const* rows, const Next& next, int64_t at, int num, float* out, int out_width) {
-    constexpr int C = (R > 2 ? 1 : R == 2 ? 2 : 4) * (W == 16 ? 2 : 1);
+    constexpr int C = (R > 2 ? 1 : R == 2 ? 2 : 4) * (W == 16 && R < 8 ? 2 : 1);
     const float* weights = s.scores.data() + j * stride + r;
     const int32_t* pairs = PAIRS ? s.pairs.data() + j / 2 * stride + r : nullptr;
     int d = 0;
@@ -206,10 +219,11 @@ template <Type T, bool PAIRS> struct Stream {
             }
         }
     }
-    // f<R>(first row) for the rows of a KV head, 4 at a time.
-    template <typename F> void by_rows(int head, F f) {
+    // f<R>(first row) for the rows of a KV head, MOST or 4 at a time.
+    template <int MOST, typename F> void by_rows(int head, F f) {
         int r = head * height;
         const int end = r + height;
+        for (; MOST > 4 && r + MOST <= end; r += MOST) f(std::integral_constant<int, MOST>(), r);
         for (; r + 4 <= end; r += 4) f(std::integral_constant<int, 4>(), r);
         if (end - r == 3) f(std::integral_constant<int, 3>(), r);
         if (end - r == 2) f(std::integral_constant<int, 2>(), r);
@@ -220,7 +234,7 @@ template <Type T, bool PAIRS> struct Stream {
         for (int j = 0; j < num; j += DOT_KEYS)
             for (int h = 0; h < num_heads; ++h) {
                 Next next = ahead.next(j, h, DOT_KEYS, step.D);
-                by_rows(h, [&](auto R, int r) {
+                by_rows<4>(h, [&](auto R, int r) {
                     dots<T, PAIRS, decltype(R)::value>(s.narrow_q.data() + r * q_stride, q_stride, keys.of + j, next, h * keys.head_bytes, width, std::min(DOT_KEYS, num - j), s.scores.data() + int64_t(j) * padded + r, padded);
                     next = {};
                 });
@@ -231,7 +245,7 @@ template <Type T, bool PAIRS> struct Stream {
         for (int j = 0; j < num; j += MIX_KEYS)
             for (int h = 0; h < num_heads; ++h) {
                 Next next = c.v ? ahead.next(j, h, MIX_KEYS, step.Dv) : Next();
-                by_rows(h, [&](auto R, int r) {
+                by_rows<PAIRS ? 8 : 4>(h, [&](auto R, int r) {
                     mixes<T, PAIRS, decltype(R)::value>(s, j, r, padded, values.of + j, next, h * values.head_bytes, std::min(MIX_KEYS, num - j), s.out.data() + int64_t(r) * out_width, out_width);
                     next = {};
                 });
