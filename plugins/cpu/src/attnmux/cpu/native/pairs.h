@@ -11,12 +11,13 @@
 
 constexpr int PAIR_KEYS = 128;   // of a block
 constexpr int AT_ONCE = 2 * W;   // rows
-constexpr int PAIRS_AHEAD = 16;  // keys between the one that is read and the one that is fetched
+constexpr int PAIRS_AHEAD = 16;  // keys between the one that is read where it lies and the one that is fetched
 constexpr int SUMMED = 8;        // keys whose logits are summed in registers
 
-// Logits of 32 rows and SUMMED keys. BOTH: of the W rows of q and those of `below`; else of q's
-// alone, by even and odd pairs of values, so that as many sums do not wait for each other.
-template <bool BOTH>
+// Logits of SUMMED keys and 32 rows. BOTH: the W rows of q and those of `below`; else q's alone, by
+// even and odd pairs of values, so that as many sums do not wait for each other. Fetches rows of type
+// T from `next` and `more`, which may be null.
+template <Type T, bool BOTH>
 static inline void pair_logits(const int32_t* const* keys, const int32_t* q, const int32_t* below, int num, float scaling, float* logits, const char* const* next, const char* const* more) {
     constexpr int STEP = BOTH ? 1 : 2;
     const int32_t* k[SUMMED];
@@ -27,8 +28,8 @@ static inline void pair_logits(const int32_t* const* keys, const int32_t* q, con
     for (int line = 0; line < num; line += W) {
         if (next)
             for (int i = 0; i < SUMMED; ++i) {
-                prefetch(next[i] + 4 * line);
-                if (more) prefetch(more[i] + 4 * line);
+                prefetch(next[i] + 2 * size_of(T) * line);
+                if (more) prefetch(more[i] + 2 * size_of(T) * line);
             }
 #pragma GCC unroll 16
         for (int at = line; at < line + W; at += STEP) {
@@ -100,8 +101,9 @@ template <Type T> struct Pairs {
         }
         std::fill(keys + num, keys + num + SUMMED, keys[num - 1]);
         values[num] = values[num - 1];
+        const int ahead = keys[0] == reinterpret_cast<const int32_t*>(s.narrow_k.data()) ? PAIR_KEYS : PAIRS_AHEAD;
         for (int j = 0; j < PAIR_KEYS + SUMMED; ++j) {
-            const int32_t slot = slots[std::min(j + PAIRS_AHEAD, left - 1)];
+            const int32_t slot = slots[std::min(j + ahead, left - 1)];
             next_keys[j] = step.key_row(slot, item.head), next_values[j] = step.value_row(slot, item.head);
         }
     }
@@ -111,8 +113,8 @@ template <Type T> struct Pairs {
             float* logits = s.scores.data() + j * AT_ONCE;
             const char* const* next = is_first ? next_keys + j : nullptr;
             const char* const* more = is_first && c.v ? next_values + j : nullptr;
-            if (r + W < padded) pair_logits<true>(keys + j, q, below, width / 2, step.scaling, logits, next, more);
-            else pair_logits<false>(keys + j, q, nullptr, width / 2, step.scaling, logits, next, more);
+            if (r + W < padded) pair_logits<T, true>(keys + j, q, below, width / 2, step.scaling, logits, next, more);
+            else pair_logits<T, false>(keys + j, q, nullptr, width / 2, step.scaling, logits, next, more);
         }
     }
     void gather(int r, int low, int high) {
