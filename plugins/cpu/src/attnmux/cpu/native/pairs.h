@@ -151,6 +151,7 @@ template <Type T> struct Pairs {
         for (int r = 0; r < height; ++r) {
             const float* out = s.out.data() + int64_t(r / W * W) * out_width + r % W * W;
             for (int d = 0; d < out_width; d += BLOCK) restore_pairs(load(out + d * W), load(out + (d + W) * W), s.row.data() + d);
+            if (item.partial < 0 && r + SUMMED < height) step.fetch_result(item, item.head, r + SUMMED);
             finish(step, item, item.head, r, s.row.data(), s.top[r], s.sum[r]);
         }
     }

@@ -115,6 +115,14 @@ struct Step {
         const int64_t token = first_token(item) + r / group, q_head = head * group + r % group;
         return static_cast<const char*>(call.q_rope) + (token * call.rope_token + q_head * call.rope_head) * size_of(q_type);
     }
+    char* result_row(int64_t token, int64_t head) const {
+        return static_cast<char*>(call.out) + (token * call.out_token + head * call.out_head) * size_of(q_type);
+    }
+    // Fetches where the result of a row is written soon.
+    void fetch_result(const Item& item, int head, int r) const {
+        const char* to = result_row(first_token(item) + r / group, head * group + r % group);
+        for (int at = 0; at < Dv * size_of(q_type); at += 64) prefetch(to + at);
+    }
     // The query, unscaled, in `width` values.
     void query(const Item& item, int head, int r, float* out) const {
         widen_query(query_row(item, head, r), q_type, call.D, out);
@@ -159,8 +167,7 @@ static inline void write(const Step& step, int token, int head, const float* out
     const float factor = sum == 0 ? 0.0f : kept / sum * c.v_scale;
     float row[step.Dv];
     for (int d = 0; d < step.Dv; ++d) row[d] = out[d] * factor;
-    char* to = static_cast<char*>(c.out) + (token * c.out_token + head * c.out_head) * size_of(step.q_type);
-    narrow(row, to, step.q_type, step.Dv);
+    narrow(row, step.result_row(token, head), step.q_type, step.Dv);
     if (c.lse) c.lse[token * c.lse_token + head * c.lse_head] = sum == 0 ? NONE : top + std::log(sum);
 }
 
