@@ -1,11 +1,12 @@
 // Attention over a KV cache of plain rows, for CPUs. No headers of torch or Python are needed.
 //
-// plan.h cuts a step into items for the threads; stream.h, panels.h and tiles.h are three ways to do
+// plan.h cuts a step into items for the threads; stream.h, panels.h, pairs.h and tiles.h are four ways to do
 // one. Ranges of keys of the same queries are merged by their logarithms of sums in a second pass.
 
 #include <new>
 
 #include "linear.h"
+#include "pairs.h"
 #include "panels.h"
 #include "plan.h"
 #include "stream.h"
@@ -18,6 +19,7 @@ static void run_items(int64_t, int64_t, void* context) {
         const Item& item = step.items[at];
         if (item.kernel == Kernel::STREAM) stream(step, item, scratch);
         else if (item.kernel == Kernel::PANELS) panels(step, item, scratch);
+        else if (item.kernel == Kernel::PAIRS) pairs(step, item, scratch);
         else tiles(step, item, scratch);
     }
 }

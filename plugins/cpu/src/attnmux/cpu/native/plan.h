@@ -31,8 +31,8 @@ static inline std::vector<Block> blocks_of(const Step& step) {
         Kernel kernel = Kernel::STREAM;
         int tokens = num;
         if (num * int64_t(step.group) >= FEW) {
-            kernel = step.has_tiles ? Kernel::TILES : Kernel::PANELS;
-            tokens = std::max(1, (step.has_tiles ? TILE_ROWS : PANEL_ROWS) / step.group);
+            kernel = step.many;
+            tokens = std::max(1, step.many_rows / step.group);
         }
         for (int begin = 0; begin < num; begin += tokens)
             blocks.push_back(block_of(c, kernel, b, begin, std::min(begin + tokens, num)));

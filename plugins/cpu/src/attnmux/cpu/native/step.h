@@ -44,11 +44,12 @@ typedef int32_t (*ParallelFor)(int64_t, int64_t, int64_t, Body, void*);
 
 // STREAM: few queries; rows of K and V are widened in registers and meet all their queries there.
 // PANELS: many queries; rows are widened into a buffer and multiplied as matrices, in float32.
-// TILES: as PANELS, in bfloat16 on the CPU's matrix unit.
-enum class Kernel { STREAM, PANELS, TILES };
+// PAIRS, TILES: as PANELS, in bfloat16, by AVX-512-BF16 or on the CPU's matrix unit.
+enum class Kernel { STREAM, PANELS, PAIRS, TILES };
 
 constexpr int FEW = 16;           // rows of a KV head from which on they are a matrix
 constexpr int PANEL_ROWS = 96;    // of an item, unless one query has more heads
+constexpr int PAIR_ROWS = 192;
 constexpr int TILE_ROWS = 256;
 constexpr int CUT = 64;           // ranges of keys are cut at multiples of it
 
@@ -78,7 +79,8 @@ struct Step {
     Type q_type, kv_type;
     int group, D, Dv, width, out_width;
     float scaling;  // of products: `capped` divides by ln 2 too
-    bool has_tiles;
+    Kernel many;    // the kernel for many queries
+    int many_rows;  // rows of its items
 
     Step(const Call& c, bool tiles) : call(c), q_type(Type(c.q_type)), kv_type(Type(c.kv_type)) {
         group = c.num_heads / c.num_kv_heads;
@@ -87,7 +89,9 @@ struct Step {
         width = round_up(D, BLOCK);
         out_width = round_up(Dv, BLOCK);
         scaling = c.cap > 0 ? c.scaling : c.scaling * LOG2_E;
-        has_tiles = tiles && q_type == BF16 && kv_type != F32 && kv_type != F16;
+        const bool narrow = q_type == BF16 && kv_type != F32 && kv_type != F16;
+        many = narrow && tiles ? Kernel::TILES : narrow && HAS_PAIRS ? Kernel::PAIRS : Kernel::PANELS;
+        many_rows = many == Kernel::TILES ? TILE_ROWS : many == Kernel::PAIRS ? PAIR_ROWS : PANEL_ROWS;
     }
     const char* key_row(int64_t slot, int head) const {
         return static_cast<const char*>(call.k) + (slot * call.k_slot + head * call.k_head) * size_of(kv_type);
@@ -102,17 +106,33 @@ struct Step {
     }
     int first_token(const Item& item) const { return call.qo_indptr[item.request] + item.begin; }
     int height(const Item& item) const { return (item.end - item.begin) * group; }
-    // A row of an item with one KV head's rows: its query, unscaled, in `width` values.
-    void query(const Item& item, int head, int r, float* out) const {
+    // Where the r-th row of a KV head of an item has its query, and the rotary part of it.
+    const char* query_row(const Item& item, int head, int r) const {
         const int64_t token = first_token(item) + r / group, q_head = head * group + r % group;
-        const int size = size_of(q_type);
-        const char* row = static_cast<const char*>(call.q) + (token * call.q_token + q_head * call.q_head) * size;
-        widen_query(row, q_type, call.D, out);
-        if (call.rope) {
-            row = static_cast<const char*>(call.q_rope) + (token * call.rope_token + q_head * call.rope_head) * size;
-            widen_query(row, q_type, call.rope, out + call.D);
-        }
+        return static_cast<const char*>(call.q) + (token * call.q_token + q_head * call.q_head) * size_of(q_type);
+    }
+    const char* rope_row(const Item& item, int head, int r) const {
+        const int64_t token = first_token(item) + r / group, q_head = head * group + r % group;
+        return static_cast<const char*>(call.q_rope) + (token * call.rope_token + q_head * call.rope_head) * size_of(q_type);
+    }
+    char* result_row(int64_t token, int64_t head) const {
+        return static_cast<char*>(call.out) + (token * call.out_token + head * call.out_head) * size_of(q_type);
+    }
+    // Fetches where the result of a row is written soon.
+    void fetch_result(const Item& item, int head, int r) const {
+        const char* to = result_row(first_token(item) + r / group, head * group + r % group);
+        for (int at = 0; at < Dv * size_of(q_type); at += 64) prefetch(to + at);
+    }
+    // The query, unscaled, in `width` values.
+    void query(const Item& item, int head, int r, float* out) const {
+        widen_query(query_row(item, head, r), q_type, call.D, out);
+        if (call.rope) widen_query(rope_row(item, head, r), q_type, call.rope, out + call.D);
         std::fill(out + D, out + width, 0.0f);
+    }
+    // The D values of a query in bfloat16.
+    void narrow_query(const Item& item, int head, int r, char* out) const {
+        std::memcpy(out, query_row(item, head, r), size_t(call.D) * 2);
+        if (call.rope) std::memcpy(out + call.D * 2, rope_row(item, head, r), size_t(call.rope) * 2);
     }
 };
 
@@ -147,8 +167,7 @@ static inline void write(const Step& step, int token, int head, const float* out
     const float factor = sum == 0 ? 0.0f : kept / sum * c.v_scale;
     float row[step.Dv];
     for (int d = 0; d < step.Dv; ++d) row[d] = out[d] * factor;
-    char* to = static_cast<char*>(c.out) + (token * c.out_token + head * c.out_head) * size_of(step.q_type);
-    narrow(row, to, step.q_type, step.Dv);
+    narrow(row, step.result_row(token, head), step.q_type, step.Dv);
     if (c.lse) c.lse[token * c.lse_token + head * c.lse_head] = sum == 0 ? NONE : top + std::log(sum);
 }
 

@@ -4,29 +4,8 @@
 // A few rows at a time, so that they stay in L1, where rows of a power of two bytes share few sets.
 #pragma once
 
+#include "ahead.h"
 #include "columns.h"
-
-constexpr int STREAM_KEYS = 48;  // of a block
-constexpr int DOT_KEYS = 8;      // read at a time, of K
-constexpr int MIX_KEYS = 8;      // and of V
-constexpr int AHEAD = FETCHES_FAR ? 16 : 8;  // keys between the one that is read and the one that is fetched
-
-// What is fetched while as many rows of one head are read: a run of bytes, or rows. Null: nothing.
-struct Next {
-    const char* run = nullptr;
-    const char* const* rows = nullptr;
-    int64_t at = 0;  // bytes from the beginning of each of the rows on
-
-    Next from(int row, int64_t bytes) const { return {run ? run + row * bytes : nullptr, rows ? rows + row : nullptr, at}; }
-};
-
-// Fetches N lines where the d-th value of N rows begins a line.
-template <Type T, int N> static inline void fetch(const Next& next, int d) {
-    const int64_t at = int64_t(d) * size_of(T);
-    if (at % 64 >= BLOCK * size_of(T)) return;
-    if (next.run) for (int n = 0; n < N; ++n) prefetch(next.run + at / 64 * 64 * N + n * 64);
-    else if (next.rows) for (int n = 0; n < N; ++n) prefetch(next.rows[n] + next.at + at);
-}
 
 // scores[j][r] = q[r] . k[j] for R rows and J keys, the row of a key beginning `at` bytes on.
 template <Type T, bool PAIRS, int R, int J>
@@ -82,7 +61,8 @@ static inline void dots(const char* q, int64_t q_stride, const char* const* rows
 // by pairs of keys, for columns in the order of `first_pairs` and `last_pairs`.
 template <Type T, bool PAIRS, int R, int C>
 static inline void mix(const float* weights, const int32_t* pairs, int64_t stride, const char* const* rows, const Next& next, int64_t at, int d, int num, float* out, int out_width) {
-    for (int c = 0; c < C; ++c) fetch<T, MIX_KEYS>(next, d + c * BLOCK);
+    const Lines<MIX_KEYS> lines(next, out);
+    if (!PAIRS) for (int c = 0; c < C; ++c) fetch<T, MIX_KEYS>(next, d + c * BLOCK);
     vec sums[R][2 * C];
     for (int r = 0; r < R; ++r)
         for (int c = 0; c < 2 * C; ++c) sums[r][c] = load(out + r * out_width + d + c * W);
@@ -91,6 +71,7 @@ static inline void mix(const float* weights, const int32_t* pairs, int64_t strid
         for (int c = 0; c < C; ++c) {
             const int block = d + c * BLOCK;
             if constexpr (PAIRS) {
+                for (int i = 0; i < 2; ++i) prefetch(lines.of[j + i] + 2 * block * lines.step);
                 const ivec one = load_ints(rows[j] + at + 2 * block);
                 const ivec other = j + 1 < num ? load_ints(rows[j + 1] + at + 2 * block) : ivec{};
                 const ivec first = first_pairs(one, other), last = last_pairs(one, other);
@@ -115,69 +96,13 @@ static inline void mix(const float* weights, const int32_t* pairs, int64_t strid
 
 template <Type T, bool PAIRS, int R>
 static inline void mixes(const Scratch& s, int j, int r, int64_t stride, const char* const* rows, const Next& next, int64_t at, int num, float* out, int out_width) {
-    constexpr int C = (R > 2 ? 1 : R == 2 ? 2 : 4) * (W == 16 ? 2 : 1);
+    constexpr int C = (R > 2 ? 1 : R == 2 ? 2 : 4) * (W == 16 && R < 8 ? 2 : 1);
     const float* weights = s.scores.data() + j * stride + r;
     const int32_t* pairs = PAIRS ? s.pairs.data() + j / 2 * stride + r : nullptr;
     int d = 0;
     for (; d + C * BLOCK <= out_width; d += C * BLOCK) mix<T, PAIRS, R, C>(weights, pairs, stride, rows, next, at, d, num, out, out_width);
     for (; d < out_width; d += BLOCK) mix<T, PAIRS, R, 1>(weights, pairs, stride, rows, next, at, d, num, out, out_width);
 }
-
-// Rows of a block of keys: where they lie, or copies with zeros behind them where their width is
-// not what is loaded at a time.
-template <Type T> struct Rows {
-    const char* of[STREAM_KEYS + AHEAD + DOT_KEYS];
-    int64_t head_bytes;
-    bool in_order;  // most follow the one before
-
-    void find(const Step& step, bool values, const int32_t* slots, int left, int head) {
-        head_bytes = (values && step.call.v ? step.call.v_head : step.call.k_head) * size_of(T);
-        const int num = std::min(left, STREAM_KEYS + AHEAD);
-        int following = 0;
-        for (int j = 0; j < num; ++j) {
-            of[j] = values ? step.value_row(slots[j], head) : step.key_row(slots[j], head);
-            following += j && slots[j] == slots[j - 1] + 1;
-        }
-        in_order = 2 * following > num;
-        for (int j = num; j < STREAM_KEYS + AHEAD + DOT_KEYS; ++j) of[j] = of[num - 1];
-    }
-    void pad(int num, int num_heads, int n, Aligned<char>& copies) {
-        const int64_t bytes = round_up(n, BLOCK) * size_of(T);
-        num = round_up(num, DOT_KEYS);
-        copies.assign(size_t(num * num_heads * bytes), 0);
-        for (int j = 0; j < num; ++j) {
-            char* copy = copies.data() + j * num_heads * bytes;
-            for (int h = 0; h < num_heads; ++h) std::memcpy(copy + h * bytes, of[j] + h * head_bytes, size_t(n) * size_of(T));
-            of[j] = copy;
-        }
-        head_bytes = bytes;
-    }
-};
-
-// Goes ahead of the reading. Where rows follow each other it goes through them with all of their
-// heads in the order of memory, whatever the order in which heads are read: a CPU drops what it
-// cannot fetch at once, and fetches on its own what follows. It would do so in vain after a row that
-// lies alone, and is no faster so where a byte has too few products to wait for.
-template <Type T> struct Ahead {
-    const Rows<T>& rows;
-    int64_t bytes;  // of a row's part without gaps: one head, or all
-    int num_parts, row = AHEAD, part = 0;
-    int64_t at = 0;
-    bool in_order;
-
-    Ahead(const Rows<T>& of, int n, int num_heads, int height) : rows(of), bytes(int64_t(n) * size_of(T)), num_parts(num_heads), in_order(of.in_order && height > size_of(T)) {
-        if (bytes == rows.head_bytes) bytes *= num_heads, num_parts = 1;
-    }
-    // Next to rows j to j + num of a head. A run may go on beyond a part.
-    Next next(int j, int head, int num, int n) {
-        if (n % BLOCK) return {};
-        if (!in_order) return {nullptr, rows.of + j + AHEAD, head * rows.head_bytes};
-        const char* run = rows.of[row] + part * rows.head_bytes + at;
-        for (at += int64_t(num) * n * size_of(T); at >= bytes; at -= bytes)
-            if (++part == num_parts) part = 0, ++row;
-        return {run};
-    }
-};
 
 template <Type T, bool PAIRS> struct Stream {
     Step& step;
@@ -206,10 +131,11 @@ template <Type T, bool PAIRS> struct Stream {
             }
         }
     }
-    // f<R>(first row) for the rows of a KV head, 4 at a time.
-    template <typename F> void by_rows(int head, F f) {
+    // f<R>(first row) for the rows of a KV head, MOST or 4 at a time.
+    template <int MOST, typename F> void by_rows(int head, F f) {
         int r = head * height;
         const int end = r + height;
+        for (; MOST > 4 && r + MOST <= end; r += MOST) f(std::integral_constant<int, MOST>(), r);
         for (; r + 4 <= end; r += 4) f(std::integral_constant<int, 4>(), r);
         if (end - r == 3) f(std::integral_constant<int, 3>(), r);
         if (end - r == 2) f(std::integral_constant<int, 2>(), r);
@@ -220,23 +146,18 @@ template <Type T, bool PAIRS> struct Stream {
         for (int j = 0; j < num; j += DOT_KEYS)
             for (int h = 0; h < num_heads; ++h) {
                 Next next = ahead.next(j, h, DOT_KEYS, step.D);
-                by_rows(h, [&](auto R, int r) {
+                by_rows<4>(h, [&](auto R, int r) {
                     dots<T, PAIRS, decltype(R)::value>(s.narrow_q.data() + r * q_stride, q_stride, keys.of + j, next, h * keys.head_bytes, width, std::min(DOT_KEYS, num - j), s.scores.data() + int64_t(j) * padded + r, padded);
                     next = {};
                 });
             }
-    }
-    void weigh(const Seen& seen, int key, int num) {
-        if (PAIRS) scale_scores(s, step.scaling, num * padded);
-        weigh_columns(s, seen, c.cap, padded, num_rows, out_width, key, num);
-        if (PAIRS) pair_weights(s, padded, num);
     }
     void gather(const Rows<T>& values, int num) {
         Ahead<T> ahead(values, step.Dv, num_heads, height);
         for (int j = 0; j < num; j += MIX_KEYS)
             for (int h = 0; h < num_heads; ++h) {
                 Next next = c.v ? ahead.next(j, h, MIX_KEYS, step.Dv) : Next();
-                by_rows(h, [&](auto R, int r) {
+                by_rows<PAIRS ? 8 : 4>(h, [&](auto R, int r) {
                     mixes<T, PAIRS, decltype(R)::value>(s, j, r, padded, values.of + j, next, h * values.head_bytes, std::min(MIX_KEYS, num - j), s.out.data() + int64_t(r) * out_width, out_width);
                     next = {};
                 });
@@ -253,13 +174,13 @@ template <Type T, bool PAIRS> struct Stream {
             values.find(step, true, slots + key, left, item.head);
             if (step.D % BLOCK) keys.pad(num, num_heads, step.D, s.narrow_k);
             multiply(keys, num);
-            weigh(seen, key, num);
+            weigh_all<PAIRS>(step, s, seen, padded, num_rows, key, num);
             if (step.Dv % BLOCK) values.pad(num, num_heads, step.Dv, s.narrow_v);
             gather(values, num);
         }
         for (int r = 0; r < num_rows; ++r) {
             const float* out = s.out.data() + int64_t(r) * out_width;
-            if (PAIRS) restore_pairs(out, s.row.data(), out_width);
+            if (PAIRS) for (int d = 0; d < out_width; d += BLOCK) restore_pairs(load(out + d), load(out + d + W), s.row.data() + d);
             else restore(T, out, s.row.data(), out_width);
             finish(step, item, item.head + r / height, r % height, s.row.data(), s.top[r], s.sum[r]);
         }

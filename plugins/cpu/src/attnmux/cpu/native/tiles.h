@@ -97,34 +97,6 @@ template <int N> static inline void tile_mix(const char* weights, const char* v,
     }
 }
 
-// The words of 16 vectors turned round.
-static inline void turn(ivec (&x)[16]) {
-    for (int i = 0; i < 16; i += 2) {
-        const ivec a = x[i], b = x[i + 1];
-        x[i] = __builtin_shufflevector(a, b, 0, 16, 2, 18, 4, 20, 6, 22, 8, 24, 10, 26, 12, 28, 14, 30);
-        x[i + 1] = __builtin_shufflevector(a, b, 1, 17, 3, 19, 5, 21, 7, 23, 9, 25, 11, 27, 13, 29, 15, 31);
-    }
-    for (int at = 0; at < 16; ++at) {
-        const int i = at, j = at + 2;
-        if (at & 2) continue;
-        const ivec a = x[i], b = x[j];
-        x[i] = __builtin_shufflevector(a, b, 0, 1, 16, 17, 4, 5, 20, 21, 8, 9, 24, 25, 12, 13, 28, 29);
-        x[j] = __builtin_shufflevector(a, b, 2, 3, 18, 19, 6, 7, 22, 23, 10, 11, 26, 27, 14, 15, 30, 31);
-    }
-    for (int at = 0; at < 16; ++at) {
-        const int i = at, j = at + 4;
-        if (at & 4) continue;
-        const ivec a = x[i], b = x[j];
-        x[i] = __builtin_shufflevector(a, b, 0, 1, 2, 3, 16, 17, 18, 19, 8, 9, 10, 11, 24, 25, 26, 27);
-        x[j] = __builtin_shufflevector(a, b, 4, 5, 6, 7, 20, 21, 22, 23, 12, 13, 14, 15, 28, 29, 30, 31);
-    }
-    for (int i = 0; i < 8; ++i) {
-        const ivec a = x[i], b = x[i + 8];
-        x[i] = __builtin_shufflevector(a, b, 0, 1, 2, 3, 4, 5, 6, 7, 16, 17, 18, 19, 20, 21, 22, 23);
-        x[i + 8] = __builtin_shufflevector(a, b, 8, 9, 10, 11, 12, 13, 14, 15, 24, 25, 26, 27, 28, 29, 30, 31);
-    }
-}
-
 template <Type T> struct Tiles {
     Step& step;
     const Item& item;
@@ -135,20 +107,13 @@ template <Type T> struct Tiles {
     const int64_t k_row = int64_t(width) * 2, v_row = int64_t(out_width) * 2;
 
     void prepare() {
-        s.narrow_q.assign(size_t(padded) * k_row, 0);
         s.narrow_k.assign(size_t(TILE_KEYS) * k_row, 0);
         s.narrow_v.assign(size_t(TILE_KEYS + 2) * v_row, 0);
         s.weights.resize(size_t(padded) * TILE_KEYS * 2);
         s.scores.resize(size_t(padded) * TILE_KEYS);
         s.out.assign(size_t(padded) * out_width, 0.0f);
         s.top.assign(padded, NONE), s.sum.assign(padded, 0.0f), s.decay.resize(padded);
-        s.row.resize(std::max(width, step.width) + BLOCK);
-        for (int r = 0; r < height; ++r) {
-            step.query(item, item.head, r, s.row.data());
-            // Pairs of values of 16 rows beside each other
-            uint16_t* panel = reinterpret_cast<uint16_t*>(s.narrow_q.data() + int64_t(r / TILE) * TILE * k_row) + r % TILE * 2;
-            for (int d = 0; d < step.D; ++d) panel[d / 2 * PAIRED + d % 2] = to_bfloat(s.row[d]);
-        }
+        pack_queries(step, item, width, s);
     }
     void fill(const int32_t* slots, int num) {
         char *keys = s.narrow_k.data(), *packed = s.narrow_v.data(), *pair = packed + TILE_KEYS * v_row;
@@ -171,13 +136,6 @@ template <Type T> struct Tiles {
             }
         }
     }
-    void fetch(const int32_t* slots, int from, int to) const {
-        for (int j = from; j < to; ++j) {
-            const char *key = step.key_row(slots[j], item.head), *value = step.value_row(slots[j], item.head);
-            for (int at = 0; at < step.D * size_of(T); at += 64) prefetch(key + at);
-            if (c.v) for (int at = 0; at < step.Dv * size_of(T); at += 64) prefetch(value + at);
-        }
-    }
     void multiply(int num) {
         settle();
         for (int r = 0; r < padded; r += PAIRED)
@@ -196,9 +154,9 @@ template <Type T> struct Tiles {
             if (c.cap > 0) x = capped(x, c.cap);
             store(scores + at, x);
         }
-        seen.hide(scores, padded, key, num);
         for (int r = 0; r < padded; r += TILE) {
-            fetch(next, num_next * r / padded, num_next * (r + TILE) / padded);
+            fetch_rows<T>(step, item, next, num_next * r / padded, num_next * (r + TILE) / padded);
+            seen.hide(scores + r, padded, r, key, 0, num);
             Carried rows(scores + r, padded, num, &s.top[r], &s.sum[r], &s.decay[r]);
             for (int half = 0; half < num; half += PAIRED) {
                 ivec pairs[TILE];
@@ -207,8 +165,7 @@ template <Type T> struct Tiles {
                     const vec one = j < num ? power(load(scores + int64_t(j) * padded + r) - rows.safe) : vec{};
                     const vec other = j + 1 < num ? power(load(scores + int64_t(j + 1) * padded + r) - rows.safe) : vec{};
                     rows.sum += one + other;
-                    const ivec low = ((ivec)one + 0x8000) >> 16, high = ((ivec)other + 0x8000) & int32_t(0xffff0000);
-                    pairs[i] = (low & 0xffff) | high;
+                    pairs[i] = rounded_pairs(one, other);
                 }
                 turn(pairs);
                 char* tile = s.weights.data() + int64_t(r) * TILE_KEYS * 2 + half / PAIRED * 1024;

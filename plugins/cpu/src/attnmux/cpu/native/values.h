@@ -80,13 +80,6 @@ static inline void restore(Type type, const float* from, float* to, int width) {
         for (int d = 0; d < width; d += BLOCK)
             for (int i = 0; i < W; ++i) to[d + 2 * i] = from[d + i], to[d + 2 * i + 1] = from[d + W + i];
 }
-// From the order of `first_pairs` and `last_pairs`.
-static inline void restore_pairs(const float* from, float* to, int width) {
-    for (int d = 0; d < width; d += BLOCK)
-        for (int i = 0; i < W; ++i)
-            for (int half = 0; half < 2; ++half) to[d + i / 4 * 8 + half * 4 + i % 4] = from[d + half * W + i];
-}
-
 // n values in the order of the type, followed by zeros up to `width`, a multiple of 2 W.
 template <Type T> static inline void widen(const char* row, int n, int width, float* out) {
     int d = 0;
@@ -161,9 +154,19 @@ static inline uint16_t to_half(float x) {
 #endif
 }
 
+static inline void narrow_bfloats(const float* from, uint16_t* out, int n) {
+    int i = 0;
+    for (; i + W <= n; i += W) {
+        const ivec bits = (ivec)load(from + i), rounded = bits + 0x7fff + (bits >> 16 & 1);
+        const ivec narrow = (bits & 0x7fffffff) > 0x7f800000 ? bits | 0x400000 : rounded;
+        *reinterpret_cast<loose_halves*>(out + i) = __builtin_convertvector(narrow >> 16, halves);
+    }
+    for (; i < n; ++i) out[i] = to_bfloat(from[i]);
+}
+
 static inline void narrow(const float* from, void* out, Type type, int n) {
     uint16_t* halves_out = static_cast<uint16_t*>(out);
     if (type == F32) std::memcpy(out, from, size_t(n) * 4);
-    else if (type == BF16) for (int i = 0; i < n; ++i) halves_out[i] = to_bfloat(from[i]);
+    else if (type == BF16) narrow_bfloats(from, halves_out, n);
     else for (int i = 0; i < n; ++i) halves_out[i] = to_half(from[i]);
 }
