@@ -22,7 +22,8 @@ class ForwardMode(Enum):
     DECODE = auto()
     """One new token a request."""
     MIXED = auto()
-    """Extending and decoding requests in one step; a decoding one extends by a single token."""
+    """Extending and decoding requests in one step; a decoding one extends by a single token. Where
+    the decoding ones are first or last, backends can serve them as in a decode step."""
     IDLE = auto()
     """No requests on this rank, which only takes part in collectives."""
     TARGET_VERIFY = auto()
