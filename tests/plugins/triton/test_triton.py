@@ -180,7 +180,7 @@ def test_a_deterministic_result_does_not_depend_on_the_batch(options, splits, pa
     backend, setup = backend_of(step, **options)
     both = prepare_step(setup, step)
     backend.init_forward_metadata(both.batch)
-    (plan,) = backend._shares.values()
+    (plan,) = backend._attention._shares.values()
     assert plan.buffers["stops"][:3].diff().tolist() == splits
     assert plan.buffers["partial"].dtype == part_dtype
     given = both.inputs[0]
