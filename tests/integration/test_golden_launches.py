@@ -57,6 +57,8 @@ def launch(offers, platform: str, request: Request, **policy) -> Decision:
             64,
         ),
         (BLACKWELL, DEEPSEEK, {"backend": "cutlass_mla"}, "flashinfer_mla", "cutlass_mla", 128),
+        (MI300, DEEPSEEK, {"backend": "aiter_mla"}, "aiter", "aiter_mla", 1),
+        (MI300, DEEPSEEK, {}, "aiter", "aiter", 1),
         (BLACKWELL, DEEPSEEK, {"prefill_backend": "fa4"}, "fa4", "flashinfer_mla", 1),
         (
             BLACKWELL,
