@@ -212,7 +212,7 @@ FLASH_MLA, OF_SGL_KERNEL = from_flash_mla(flash_mla), from_sgl_kernel(sgl_kernel
 EMULATED: Mapping[str, Emulation] = MappingProxyType(
     {
         "aiter": Emulation(make=_aiter, page_sizes=(16,), is_interpreted=True),
-        "aiter_mla": _adapted("amd:gfx942", AITER_MLA, aiter_mla, ASSEMBLED),
+        "aiter_mla": _adapted("amd:gfx942", AITER_MLA, aiter_mla, ASSEMBLED, 1, 16),
         "ascend": _adapted("ascend:910b", ASCEND, ascend, ASCEND_KERNELS, 16, 128),
         "cutlass_mla": _adapted(BLACKWELL, CUTLASS_MLA, cutlass, CUTLASS, 128),
         "fa3": _adapted(HOPPER, FA3, fa3, SGL_FLASH_ATTN, 1, 16),

@@ -26,7 +26,7 @@ def _clause(arch: str, fp8: str) -> Clause:
         num_q_heads=one_of(16, 128),
         kv_lora_rank=one_of(512),
         qk_rope_head_dim=one_of(64),
-        spec_topk=ANY,
+        spec_topk=one_of(1),
         graph=ANY,
     )
 
@@ -39,7 +39,8 @@ AITER_MLA = BackendCard(
     extra="aiter",
     # Over e4m3 the kernels want queries in e4m3, and multiply weights in it.
     fp8_products=True,
-    companions=("aiter",),
+    # The first does not read e4m3.
+    companions=("aiter", "torch_native"),
     # Emulated only: assembly runs on AMD's devices alone.
     verified_on=(
         Verified(
@@ -59,6 +60,7 @@ AITER_MLA = BackendCard(
         "num_q_heads": "`get_meta_param` refuses any but 16 and 128",
         "kv_lora_rank": "the code objects are built for rows of 512 and 64",
         "qk_rope_head_dim": "as kv_lora_rank",
+        "spec_topk": "declared for plain decode too; verify and draft are the companion's",
     },
     clauses=(_clause("gfx942", "fp8_e4m3fnuz"), _clause("gfx950", "fp8_e4m3")),
     priors=(
