@@ -64,11 +64,12 @@ def test_other_steps(steps, stored, heads, graph) -> None:
     assert_passes(CANDIDATE, *steps, **settings, max_context_len=320, graph=graph)
 
 
-def test_requests_without_keys_alone() -> None:
-    """In 8 bits, the library fails where no key is listed."""
-    for stored in ({}, FNUZ):
-        backend, made = WORLD.prepared(decode(0, 0), host_lens=True, **stored)
-        assert not outputs(backend, made)[0].any()
+@pytest.mark.parametrize("host_lens", [False, True])
+@pytest.mark.parametrize("stored", [{}, FNUZ])
+def test_fewer_keys_than_requests(stored, host_lens) -> None:
+    """In 8 bits the library splits these into 0 parts."""
+    for step in (decode(0, 0), decode(1, 0)):
+        assert_passes(CANDIDATE, step, **SETTINGS, **stored, host_lens=host_lens)
 
 
 def test_a_scale_of_the_layer_is_a_tensor_on_the_device() -> None:

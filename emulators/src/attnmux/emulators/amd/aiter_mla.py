@@ -8,7 +8,8 @@ What the real functions do with their arguments, as far as an adapter can notice
 - The kernel reads 32 bits of a slot or a bound.
 - The number of parts lies in a tensor that `get_meta_param` keeps until it is called with other
   arguments. A launch reads it.
-- Over e4m3 as many parts as there are blocks of keys: none without keys, which is an error.
+- Over e4m3 at most as many parts as there are blocks of keys: 0 for fewer keys than requests, which
+  is an error.
 - What is returned holds no LSE: without planned work nothing writes it.
 
 Not known, since the code is assembly: whether a tile's rest loads rows of no key, with weight 0, as

@@ -190,20 +190,19 @@ class AiterMLABackend(
         if out is None or not is_writable(out):
             out = q.new_empty((*q.shape[:2], LATENT_DIM))
         cached = filled(step.cached)[layer.group]
-        if len(cached.indices):  # else the library splits 0 keys into 0 parts
-            self.kernels.mla_decode_fwd(
-                q=quantise(q, layer.rows.dtype, None),
-                kv_buffer=layer.rows,
-                o=out,
-                qo_indptr=step.bounds,
-                kv_indptr=cached.indptr,
-                kv_indices=cached.indices,
-                kv_last_page_lens=step.last_page_lens,
-                max_seqlen_q=1,
-                sm_scale=layer.scale,
-                q_scale=layer.q_scale,
-                kv_scale=layer.kv_scale,
-            )
+        self.kernels.mla_decode_fwd(
+            q=quantise(q, layer.rows.dtype, None),
+            kv_buffer=layer.rows,
+            o=out,
+            qo_indptr=step.bounds,
+            kv_indptr=cached.indptr,
+            kv_indices=_one_each(cached.indices, batch.batch_size),
+            kv_last_page_lens=step.last_page_lens,
+            max_seqlen_q=1,
+            sm_scale=layer.scale,
+            q_scale=layer.q_scale,
+            kv_scale=layer.kv_scale,
+        )
         return out if step.hidden is None else out.masked_fill_(step.hidden, 0)
 
 
@@ -211,6 +210,13 @@ def _each_one(batch_size: int, device: torch.device) -> tuple[torch.Tensor, torc
     """The bounds of one query a request, [B + 1] int32, and as many ones, [B] int32."""
     bounds = torch.arange(batch_size + 1, dtype=torch.int32, device=device)
     return bounds, torch.ones(batch_size, dtype=torch.int32, device=device)
+
+
+def _one_each(slots: torch.Tensor, batch_size: int) -> torch.Tensor:
+    """The list with room for a key of each request at least: over fewer in e4m3, `get_meta_param`
+    splits them into 0 parts and fails. Nothing reads what follows the last key."""
+    missing = batch_size - len(slots)
+    return torch.nn.functional.pad(slots, (0, missing)) if missing > 0 else slots
 
 
 def _check_dtypes(context: BackendContext) -> None:
