@@ -1,5 +1,5 @@
-"""The adapter on AITER's own `aiter.mla`: its Python, and its Triton kernel that merges parts of the
-keys, through the interpreter. A stand-in computes the parts, in place of the assembly."""
+"""The adapter on AITER's own `aiter.mla`: its Python, and its Triton kernel that merges parts of
+the keys, through the interpreter. A stand-in computes the parts, in place of the assembly."""
 
 from __future__ import annotations
 
@@ -136,10 +136,10 @@ def test_the_launch_has_the_library_s_arguments() -> None:
     spec = importlib.util.find_spec("aiter")
     assert spec is not None
     assert spec.submodule_search_locations
-    source = Path(spec.submodule_search_locations[0], "ops/attention.py").read_text(encoding="utf-8")
+    source = Path(spec.submodule_search_locations[0], "ops/attention.py")
     (found,) = (
         node
-        for node in ast.parse(source).body
+        for node in ast.parse(source.read_text(encoding="utf-8")).body
         if isinstance(node, ast.FunctionDef) and node.name == mla_decode_stage1_asm_fwd.__name__
     )
     ours = inspect.signature(mla_decode_stage1_asm_fwd).parameters
