@@ -32,6 +32,7 @@ MOST = 4
 
 WITHOUT_LSE = (
     "aiter",
+    "aiter_mla",
     "cutlass_mla",
     "intel_amx",
     "intel_xpu",

@@ -223,6 +223,17 @@ amd/aiter amd:gfx950 decode gqa head_dim=96 HEAD_DIM
 amd/aiter amd:gfx90a decode gqa head_dim=128 ARCH
 amd/aiter amd:gfx942 decode gqa sliding_window=127 served
 amd/aiter amd:gfx942 extend gqa custom_mask=1 CUSTOM_MASK
+amd/aiter_mla amd:gfx942 decode mla num_q_heads=16|128 served
+amd/aiter_mla amd:gfx942 decode mla num_q_heads=8|32|144 NUM_Q_HEADS
+amd/aiter_mla amd:gfx942 decode mla num_q_heads=16,page_size=64,graph=1 served
+amd/aiter_mla amd:gfx942 decode mla num_q_heads=16,kv_dtype=fp8_e4m3fnuz served
+amd/aiter_mla amd:gfx942 decode mla num_q_heads=16,kv_dtype=fp8_e4m3 KV_DTYPE
+amd/aiter_mla amd:gfx950 decode mla num_q_heads=16,kv_dtype=fp8_e4m3 served
+amd/aiter_mla amd:gfx950 decode mla num_q_heads=16,kv_dtype=fp8_e4m3fnuz KV_DTYPE
+amd/aiter_mla amd:gfx942 decode mla num_q_heads=16,dtype=fp16 DTYPE+KV_DTYPE
+amd/aiter_mla amd:gfx942 extend mla num_q_heads=16 PHASE
+amd/aiter_mla amd:gfx942 verify mla num_q_heads=16,spec_topk=1 PHASE
+amd/aiter_mla amd:gfx90a decode mla num_q_heads=16 ARCH
 amd/wave amd:gfx950 extend gqa head_dim=96 served
 amd/wave amd:gfx942 extend gqa head_dim=256 HEAD_DIM
 amd/wave amd:gfx90a decode gqa head_dim=128 ARCH

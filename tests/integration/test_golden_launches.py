@@ -14,7 +14,7 @@ DEEPSEEK = Request.from_model(MODELS / "deepseek-v3", tp=8)
 DEEPSEEK_V32 = Request.from_model(MODELS / "deepseek-v3.2-exp", tp=8)
 QWEN_1M = Request.from_model(MODELS / "qwen2.5-14b-1m")
 HOPPER, BLACKWELL, MI300 = "nvidia:sm90,cuda=13.0", "nvidia:sm100,cuda=13.0", "amd:gfx942"
-FP8 = "fp8_e4m3"
+FP8, FNUZ = "fp8_e4m3", "fp8_e4m3fnuz"
 
 
 @pytest.fixture(scope="module")
@@ -57,6 +57,16 @@ def launch(offers, platform: str, request: Request, **policy) -> Decision:
             64,
         ),
         (BLACKWELL, DEEPSEEK, {"backend": "cutlass_mla"}, "flashinfer_mla", "cutlass_mla", 128),
+        (MI300, DEEPSEEK, {"backend": "aiter_mla"}, "aiter", "aiter_mla", 1),
+        (
+            MI300,
+            DEEPSEEK,
+            {"backend": "aiter_mla", "kv_dtype": FNUZ},
+            "torch_native",
+            "aiter_mla",
+            1,
+        ),
+        (MI300, DEEPSEEK, {}, "aiter", "aiter", 1),
         (BLACKWELL, DEEPSEEK, {"prefill_backend": "fa4"}, "fa4", "flashinfer_mla", 1),
         (
             BLACKWELL,

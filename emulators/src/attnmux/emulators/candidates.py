@@ -8,6 +8,9 @@ from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any
 
+from attnmux.amd.aiter_mla import AiterMLAKernels
+from attnmux.amd.aiter_mla import make as aiter_mla
+from attnmux.amd.cards.aiter_mla import AITER_MLA
 from attnmux.ascend.ascend import make as ascend
 from attnmux.ascend.cards.ascend import ASCEND
 from attnmux.core import (
@@ -192,6 +195,7 @@ GENERATED = imported(
     f"{NVIDIA}.flashinfer.trtllm_prefill",
 )
 GENERATED_LATENT = imported(TRTLLMMLAKernels, f"{NVIDIA}.flashinfer.trtllm_mla")
+ASSEMBLED = imported(AiterMLAKernels, "attnmux.emulators.amd.aiter_mla")
 CUTLASS = imported(CutlassMLAKernels, f"{NVIDIA}.cutlass_mla")
 RECURRENCE = imported(RecurrenceKernels, f"{NVIDIA}.flashinfer.gdn")
 CONVOLUTIONS = imported(ConvKernels, f"{NVIDIA}.causal_conv1d")
@@ -208,6 +212,7 @@ FLASH_MLA, OF_SGL_KERNEL = from_flash_mla(flash_mla), from_sgl_kernel(sgl_kernel
 EMULATED: Mapping[str, Emulation] = MappingProxyType(
     {
         "aiter": Emulation(make=_aiter, page_sizes=(16,), is_interpreted=True),
+        "aiter_mla": _adapted("amd:gfx942", AITER_MLA, aiter_mla, ASSEMBLED, 1, 16),
         "ascend": _adapted("ascend:910b", ASCEND, ascend, ASCEND_KERNELS, 16, 128),
         "cutlass_mla": _adapted(BLACKWELL, CUTLASS_MLA, cutlass, CUTLASS, 128),
         "fa3": _adapted(HOPPER, FA3, fa3, SGL_FLASH_ATTN, 1, 16),

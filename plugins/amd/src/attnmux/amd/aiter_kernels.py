@@ -1,7 +1,7 @@
-"""The Triton kernels of AITER that the adapters call.
+"""The Triton kernels of AITER that `aiter` calls, which are checked wherever Triton runs.
 
-AITER's assembly and Composable Kernel functions are not called: they run on AMD's devices alone,
-while its Triton kernels are checked wherever Triton runs.
+AITER's assembly runs on AMD's devices alone: `aiter_mla.py` calls it, a backend of its own, whose
+proof is weaker. Its Composable Kernel functions are not called.
 """
 
 from __future__ import annotations

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from attnmux.amd.cards.aiter import AITER
+from attnmux.amd.cards.aiter_mla import AITER_MLA
 from attnmux.amd.cards.wave import WAVE
 from attnmux.core import BackendCard
 
-CARDS: tuple[BackendCard, ...] = (AITER, WAVE)
+CARDS: tuple[BackendCard, ...] = (AITER, AITER_MLA, WAVE)

@@ -1,0 +1,144 @@
+"""`mla_decode_fwd` of amd-aiter 0.1.7.post2.dev18, in plain torch, for one query a request.
+
+What the real functions do with their arguments, as far as an adapter can notice:
+
+- Q is [T, H, 576], end to end; the cache is [slots, 1, 1, 576], of whose rows the first 512 are V.
+  H is 16 or 128. Q and the cache are in bf16, or both in e4m3 with a scale of one value each.
+- `o` is bf16, end to end; a request without keys gets NaN, for 0 / 0.
+- The kernel reads 32 bits of a slot or a bound.
+- The number of parts lies in a tensor that `get_meta_param` keeps until it is called with other
+  arguments. A launch reads it.
+- Over e4m3 at most as many parts as there are blocks of keys: 0 for fewer keys than requests, which
+  is an error.
+- What is returned holds no LSE: without planned work nothing writes it.
+
+Not known, since the code is assembly: whether a tile's rest loads rows of no key, with weight 0, as
+some of AITER's later kernels did (ROCm/aiter, pull request 4245). The emulator loads none.
+
+Shapes are static and nothing is read on the host.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+
+from attnmux.emulators.nvidia.dense import attend
+
+COMPUTE_UNITS, MOST_PARTS = 304, 16
+"""Of an MI300X, and of `get_meta_param`."""
+FP8 = (torch.float8_e4m3fnuz, torch.float8_e4m3fn)
+BLOCKS = {16: (64, 128), 128: (16, 32)}
+"""By heads: the keys that a part has at least, where keys are merged and over e4m3."""
+RANK = 512
+
+
+@functools.lru_cache(maxsize=1)
+def get_meta_param(
+    num_kv_splits: int | None,
+    bs: int,
+    total_kv: int,
+    nhead: int,
+    max_seqlen_q: int,
+    dtype: torch.dtype,
+) -> tuple[int, int, torch.Tensor]:
+    """The parts of a request's keys, the keys of one at least, and [bs + 1] int32 sums of parts.
+
+    Raises AssertionError for heads that the library refuses.
+    """
+    assert nhead in BLOCKS, f"nhead={nhead} not supported"
+    least, in_8_bits = BLOCKS[nhead]
+    parts = num_kv_splits or min(MOST_PARTS, max(1, COMPUTE_UNITS // bs))
+    if dtype in FP8:
+        parts = min(parts, (total_kv // bs + in_8_bits - 1) // in_8_bits)
+    return parts, least, torch.arange(0, (bs + 1) * parts, parts, dtype=torch.int32)
+
+
+def mla_decode_fwd(
+    q: torch.Tensor,
+    kv_buffer: torch.Tensor,
+    o: torch.Tensor,
+    qo_indptr: torch.Tensor,
+    kv_indptr: torch.Tensor,
+    kv_indices: torch.Tensor,
+    kv_last_page_lens: torch.Tensor,
+    max_seqlen_q: int,
+    sm_scale: float | None = None,
+    logit_cap: float = 0.0,
+    num_kv_splits: int | None = None,
+    num_kv_splits_indptr: torch.Tensor | None = None,
+    work_meta_data: torch.Tensor | None = None,
+    work_indptr: torch.Tensor | None = None,
+    work_info_set: torch.Tensor | None = None,
+    reduce_indptr: torch.Tensor | None = None,
+    reduce_final_map: torch.Tensor | None = None,
+    reduce_partial_map: torch.Tensor | None = None,
+    q_scale: torch.Tensor | None = None,
+    kv_scale: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Write [T, H, 512] to `o`. Returns memory that holds nothing of use.
+
+    Raises AssertionError and RuntimeError for what the library refuses or would misread, and
+    NotImplementedError for what the emulator does not have.
+    """
+    assert logit_cap <= 0, f"logit_cap={logit_cap} is not support yet"
+    _, page_size, kv_heads, head_dim = kv_buffer.shape
+    if work_meta_data is not None or max_seqlen_q != 1 or page_size != 1:
+        raise NotImplementedError("planned work, several queries a request, and pages")
+    bs, (num_rows, heads, _) = len(qo_indptr) - 1, o.shape
+    # By position, as the library does: its cache tells names apart
+    parts, _, bounds = get_meta_param(
+        num_kv_splits, bs, len(kv_indices), heads, max_seqlen_q, q.dtype
+    )
+    _check(q.is_contiguous(), "only support Q.is_contiguous() for now")
+    _check(kv_heads == 1, "only support num_kv_heads==1 for now")
+    _check(q.shape[2] == head_dim, "only support head_size == KV.size(3) for now")
+    _check_dtypes(q, kv_buffer, q_scale, kv_scale)
+    _check(o.dtype == torch.bfloat16 and o.is_contiguous(), "o is written elsewhere")
+    lists = (qo_indptr, kv_indptr, kv_indices, kv_last_page_lens)
+    _check(all(each.dtype == torch.int32 for each in lists), "lists are read in 32 bits")
+    _check(len(kv_last_page_lens) == bs and len(kv_indptr) == bs + 1, "a list is read beyond")
+
+    key = torch.arange(len(kv_indices), device=q.device)
+    keep = (key >= kv_indptr[:-1, None]) & (key < kv_indptr[1:, None])
+    rows = kv_buffer[:, 0, 0][kv_indices.long()].float().where(keep.unsqueeze(2), 0).unsqueeze(2)
+    scale: float | torch.Tensor = head_dim**-0.5 if sm_scale is None else sm_scale
+    if q_scale is not None and kv_scale is not None:
+        scale = q_scale * kv_scale * scale
+    result, _ = attend(
+        q.float().unsqueeze(1),
+        rows,
+        rows[..., :RANK],
+        keep.unsqueeze(1),
+        scale=scale,
+        rounded_weights=(q.dtype, 1.0) if q.dtype in FP8 else None,
+    )
+    if kv_scale is not None:
+        result = result * kv_scale
+    one_each = (qo_indptr.diff() == 1) & (kv_last_page_lens == 1) & (bounds.diff() == parts)
+    result = result.squeeze(1).masked_fill(~(keep.any(1) & one_each)[:, None, None], torch.nan)
+    o.copy_(result)
+    merged = torch.full((num_rows, parts, heads, RANK), torch.nan, device=q.device)
+    return merged, merged[:, 0, :, 0]
+
+
+def _check_dtypes(
+    q: torch.Tensor,
+    kv: torch.Tensor,
+    q_scale: torch.Tensor | None,
+    kv_scale: torch.Tensor | None,
+) -> None:
+    _check(
+        q.dtype == kv.dtype and q.dtype in (torch.bfloat16, *FP8),
+        "unsupport current data type or shape. please refer to asm_mla.cu",
+    )
+    if q.dtype in FP8:
+        for scale in (q_scale, kv_scale):
+            assert scale is not None
+            _check(scale.dtype == torch.float32 and scale.numel() == 1, "a scale is one float32")
+
+
+def _check(condition: bool, message: str) -> None:
+    if not condition:
+        raise RuntimeError(message)

@@ -1,0 +1,73 @@
+"""The card of AITER's assembly kernels that decode MLA."""
+
+from __future__ import annotations
+
+from attnmux.core import (
+    ANY,
+    BackendCard,
+    Clause,
+    Prior,
+    Verified,
+    emulated,
+    one_of,
+)
+
+
+def _clause(arch: str, fp8: str) -> Clause:
+    return Clause(
+        vendor=one_of("amd"),
+        arch=one_of(arch),
+        phase=one_of("decode"),
+        kind=one_of("mla"),
+        dtype=one_of("bfloat16"),
+        kv_dtype=one_of("bfloat16", fp8),
+        page_size=emulated(1),
+        head_dim=ANY,
+        num_q_heads=one_of(16, 128),
+        kv_lora_rank=one_of(512),
+        qk_rope_head_dim=one_of(64),
+        spec_topk=one_of(1),
+        graph=ANY,
+    )
+
+
+AITER_MLA = BackendCard(
+    name="aiter_mla",
+    summary="AMD's AITER: its assembly kernels for decoding MLA on MI300 and MI350",
+    factory="attnmux.amd.aiter_mla:make",
+    requires=("torch>=2.11", "amd-aiter>=0.1.7.post2.dev18"),
+    extra="aiter",
+    # Over e4m3 the kernels want queries in e4m3, and multiply weights in it.
+    fp8_products=True,
+    # The first does not read e4m3.
+    companions=("aiter", "torch_native"),
+    # Emulated only: assembly runs on AMD's devices alone.
+    verified_on=(
+        Verified(
+            on="mla_decode_fwd of amd-aiter 0.1.7.post2.dev18",
+            libraries=("torch 2.13.0+cpu",),
+            date="2026-11-28",
+        ),
+    ),
+    sources={
+        "arch": "amd-aiter has code objects of MLA for gfx942 and gfx950",
+        "dtype": "asm_mla.cu refuses Q of any dtype but bf16 and e4m3; it writes bf16",
+        "kv_dtype": (
+            "asm_mla.cu: KV in the dtype of Q, unless work is planned ahead; e4m3 is the device's "
+            "own, `aiter.dtypes.fp8`"
+        ),
+        "page_size": "lists hold token slots (page size 1)",
+        "num_q_heads": "`get_meta_param` refuses any but 16 and 128",
+        "kv_lora_rank": "the code objects are built for rows of 512 and 64",
+        "qk_rope_head_dim": "as kv_lora_rank",
+        "spec_topk": "declared for plain decode too; verify and draft are the companion's",
+    },
+    clauses=(_clause("gfx942", "fp8_e4m3fnuz"), _clause("gfx950", "fp8_e4m3")),
+    priors=(
+        Prior(
+            rank=27,
+            source="SGLang 0.5.23 and vLLM decode MLA with it on AMD; here it ran only on an "
+            "emulator, so it comes after aiter and triton, whose kernels ran",
+        ),
+    ),
+)

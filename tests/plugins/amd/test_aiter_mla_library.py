@@ -1,0 +1,150 @@
+"""The adapter on AITER's own `aiter.mla`: its Python, and its Triton kernel that merges parts of
+the keys, through the interpreter. A stand-in computes the parts, in place of the assembly."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import importlib.util
+import inspect
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+
+if importlib.util.find_spec("triton") is None or importlib.util.find_spec("aiter") is None:
+    pytest.skip("needs triton and amd-aiter", allow_module_level=True)
+
+from attnmux.amd.aiter_mla import AiterMLAKernels, make
+from attnmux.amd.cards.aiter_mla import AITER_MLA
+from attnmux.core import Platform, imported
+from attnmux.emulators.amd.aiter import aiter_kernels
+from attnmux.emulators.nvidia.dense import attend
+from attnmux.testing import Candidate, decode
+from attnmux.testing.adapters import LATENT, AdapterWorld, assert_passes, check_graphs_side_by_side
+
+KEYS = {(16, torch.bfloat16): 64, (16, torch.float8_e4m3fnuz): 64}
+"""Keys of a part are a multiple of these; with 128 heads, of 16."""
+
+
+def mla_decode_stage1_asm_fwd(
+    q: torch.Tensor,
+    kv: torch.Tensor,
+    qo_indptr: torch.Tensor,
+    kv_indptr: torch.Tensor,
+    slots: torch.Tensor,
+    last_page_lens: torch.Tensor,
+    parts_indptr: torch.Tensor,
+    work_metadata: None,
+    work_indptr: None,
+    work_info_set: None,
+    max_seqlen_q: int,
+    scale: float,
+    merged: torch.Tensor,
+    lse: torch.Tensor,
+    output: torch.Tensor,
+    q_scale: torch.Tensor | None = None,
+    kv_scale: torch.Tensor | None = None,
+) -> None:
+    """The parts of each request's keys, and their LSE, by the arguments of asm_mla.cu."""
+    count, heads = merged.shape[1], q.shape[1]
+    factor = 1.0 if kv_scale is None else kv_scale
+    granule = KEYS.get((heads, q.dtype), 16)
+    length = kv_indptr.diff()
+    room = -(-length // (count * granule)) * granule
+    key = torch.arange(len(slots)) - kv_indptr[:-1, None]
+    is_own = (key >= 0) & (key < length[:, None])
+    rows = kv[:, 0, 0][slots.long()].float().where(is_own[..., None], 0).unsqueeze(2) * factor
+    for part in range(count):
+        keep = is_own & (key >= part * room[:, None]) & (key < (part + 1) * room[:, None])
+        found, own_lse = attend(
+            q.float()[:, None], rows, rows[..., :512], keep[:, None], scale=scale
+        )
+        lse[:, part, :, 0] = own_lse[:, 0]
+        if count > 1 or (heads == 16 and q.dtype == torch.bfloat16):
+            merged[:, part] = found[:, 0].to(merged.dtype)
+        else:  # the result itself, in bf16 at the front of the memory
+            first = merged.view(torch.bfloat16).flatten()[: found.numel()]
+            first.copy_(found.flatten())
+
+
+class OnHost(ModuleType):
+    """torch, whose tensors for "cuda" are on the host."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch, name)
+
+    @staticmethod
+    def arange(*args: Any, device: str, **kwargs: Any) -> torch.Tensor:
+        assert device == "cuda"
+        return torch.arange(*args, **kwargs)
+
+
+@pytest.fixture
+def kernels(interpreted: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[AiterMLAKernels]:
+    aiter_kernels()  # `aiter` without its `__init__`, which builds for a device
+    chip, dtypes = ModuleType("aiter.jit.utils.chip_info"), ModuleType("aiter.dtypes")
+    vars(chip).update(get_cu_num=lambda: 8)
+    vars(dtypes).update(fp8=torch.float8_e4m3fnuz, bf16=torch.bfloat16, fp32=torch.float32)
+    for module in (chip, dtypes, ModuleType("aiter.jit"), ModuleType("aiter.jit.utils")):
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+    aiter = sys.modules["aiter"]
+    monkeypatch.setattr(aiter, "dtypes", dtypes, raising=False)
+    monkeypatch.setattr(
+        aiter, "mla_decode_stage1_asm_fwd", mla_decode_stage1_asm_fwd, raising=False
+    )
+    monkeypatch.delitem(sys.modules, "aiter.mla", raising=False)
+    mla = importlib.import_module("aiter.mla")
+    monkeypatch.setattr(mla, "torch", OnHost("torch"))
+    yield imported(AiterMLAKernels, "aiter.mla")
+    del sys.modules["aiter.mla"]
+
+
+def world(kernels: AiterMLAKernels) -> AdapterWorld:
+    return AdapterWorld(
+        library=make,
+        kernels=kernels,
+        platform=Platform.parse("amd:gfx942"),
+        settings={**LATENT, "page_size": 1},
+    )
+
+
+def candidate(kernels: AiterMLAKernels) -> Candidate:
+    return world(kernels).candidate(AITER_MLA)
+
+
+@pytest.mark.parametrize("graph", [False, True], ids=["eager", "graph"])
+@pytest.mark.parametrize("stored", ["bfloat16", "fp8_e4m3fnuz"])
+def test_steps(kernels, stored, graph) -> None:
+    steps = (decode(45, 3, 130, 0), decode(1, 0), decode(0, 0), decode(300))
+    settings = {**LATENT, "page_size": 1, "kv_dtype": stored, "max_context_len": 320}
+    assert_passes(candidate(kernels), *steps, **settings, graph=graph)
+
+
+@pytest.mark.parametrize("stored", ["bfloat16", "fp8_e4m3fnuz"])
+def test_128_heads(kernels, stored) -> None:
+    settings = {**LATENT, "num_q_heads": 128, "page_size": 1, "kv_dtype": stored}
+    assert_passes(candidate(kernels), decode(45, 3), decode(9), **settings)
+
+
+def test_the_launch_has_the_library_s_arguments() -> None:
+    """By position, under other names."""
+    spec = importlib.util.find_spec("aiter")
+    assert spec is not None
+    assert spec.submodule_search_locations
+    source = Path(spec.submodule_search_locations[0], "ops/attention.py")
+    (found,) = (
+        node
+        for node in ast.parse(source.read_text(encoding="utf-8")).body
+        if isinstance(node, ast.FunctionDef) and node.name == mla_decode_stage1_asm_fwd.__name__
+    )
+    ours = inspect.signature(mla_decode_stage1_asm_fwd).parameters
+    assert len(ours) == len(found.args.args)
+
+
+def test_graphs_keep_the_parts_that_they_were_captured_with(kernels) -> None:
+    check_graphs_side_by_side(world(kernels), decode(9, 4), decode(5, 6, 7))
