@@ -7,6 +7,7 @@ from torch.library import Library
 
 from attnmux.ascend.npu_kernels import NPUKernels
 from attnmux.emulators.ascend import fused_infer, paged_attention, ring_mla
+from attnmux.emulators.ascend.graph_tasks import EmulatedTasks
 
 OPERATORS = {
     "npu_fused_infer_attention_score_v2": (fused_infer.SCHEMA, fused_infer.emulated),
@@ -23,4 +24,5 @@ KERNELS = NPUKernels(
     fused_infer_attention_score=torch.ops.attnmux_npu_emulated.npu_fused_infer_attention_score_v2,
     paged_attention_mla=torch.ops.attnmux_npu_emulated._npu_paged_attention_mla,
     ring_mla=torch.ops.attnmux_npu_emulated.npu_ring_mla,
+    graph_tasks=EmulatedTasks(library),
 )

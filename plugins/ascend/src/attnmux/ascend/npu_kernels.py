@@ -8,6 +8,8 @@ from importlib import import_module
 
 import torch
 
+from attnmux.ascend.graph_tasks import GraphTasks, NPUGraphTasks
+
 MOST_REQUESTS = 4096
 """Lengths of a list (docs of `npu_fused_infer_attention_score_v2`, layout TND)."""
 MASK_SIZE = 2048
@@ -32,6 +34,8 @@ class NPUKernels:
     """`npu_ring_mla`: attention of packed queries of 128 + 64 dims to packed keys, added to a
     result so far if one is given. It returns the result [T, H, 128] and its LSE, a natural
     logarithm [H, T]."""
+    graph_tasks: GraphTasks
+    """How calls of the first are captured in graphs."""
 
 
 def load_kernels() -> NPUKernels:
@@ -46,6 +50,7 @@ def load_kernels() -> NPUKernels:
         fused_infer_attention_score=torch_npu.npu_fused_infer_attention_score_v2,
         paged_attention_mla=torch_npu._npu_paged_attention_mla,
         ring_mla=torch_npu.atb.npu_ring_mla,
+        graph_tasks=NPUGraphTasks(),
     )
 
 
