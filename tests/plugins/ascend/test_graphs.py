@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from types import SimpleNamespace
@@ -15,10 +15,22 @@ import torch
 from attnmux.ascend.ascend import make
 from attnmux.ascend.cards.ascend import ASCEND
 from attnmux.ascend.graph_tasks import NPUGraphTasks
-from attnmux.core import ANY, GraphUnsupported, Platform
+from attnmux.ascend.npu_graphs import NPUGraphs
+from attnmux.core import (
+    ANY,
+    ForwardBatch,
+    GraphConfig,
+    GraphRunner,
+    GraphUnsupported,
+    ModelInput,
+    Platform,
+)
+from attnmux.core.graph.devices import GraphStep
 from attnmux.emulators.ascend import KERNELS
 from attnmux.testing import AttentionBackendTests, decode, verify
 from attnmux.testing.adapters import LATENT, AdapterWorld, assert_passes
+from attnmux.testing.recorder import Recorder
+from attnmux.testing.tape import Tape
 
 WORLD = AdapterWorld(
     library=make,
@@ -207,3 +219,85 @@ def test_results_are_those_of_the_operator() -> None:
     }
     (out, _), _ = KERNELS.graph_tasks.record(given)
     assert torch.equal(out, KERNELS.fused_infer_attention_score(**given)[0])
+
+
+class Devices:
+    """torch-npu's names that `NPUGraphs` calls. Graphs are recordings, as on a CPU."""
+
+    def __init__(self) -> None:
+        self.npu = self
+        self.given: dict[str, Any] = {}
+
+    def Stream(self, device: torch.device) -> Any:
+        return SimpleNamespace(wait_stream=lambda other: None)
+
+    current_stream = Stream
+
+    def NPUGraph(self) -> Any:
+        return SimpleNamespace(replay=lambda: self.tape.run())
+
+    def graph_pool_handle(self) -> str:
+        return "pool"
+
+    def mem_get_info(self, device: torch.device) -> tuple[int, int]:
+        return 9, 9
+
+    def empty_cache(self) -> None:
+        pass
+
+    def synchronize(self, device: torch.device) -> None:
+        pass
+
+    @contextmanager
+    def stream(self, stream: object) -> Iterator[None]:
+        yield
+
+    @contextmanager
+    def graph(self, graph: object, **given: object) -> Iterator[None]:
+        self.given, self.tape = given, Tape()
+        with Recorder(self.tape, "forward", self.host_tensors):
+            yield
+
+    host_tensors: tuple[torch.Tensor, ...] = ()
+
+
+def test_a_runner_on_npu_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It captures one batch and replays another with other lengths."""
+    library = Devices()
+    monkeypatch.setitem(sys.modules, "torch_npu", library)
+    setup = WORLD.world(decode(5, 140), decode(60, 9), kv_in_pool=True, num_q_heads=8)
+    backend = WORLD.backend(setup.context)
+    first = WORLD.prepare(setup, setup.case.steps[0])
+    layer = first.inputs[0].layer
+
+    def forward(batch: ForwardBatch, inputs: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        return backend.forward(inputs["q"], None, None, layer, batch)
+
+    runner = GraphRunner(
+        backend,
+        forward,
+        GraphConfig(batch_sizes=(4,), host_lens=True),
+        devices=NPUGraphs(torch.device("cpu")),
+        inputs={"q": ModelInput(dtype=torch.bfloat16, trailing=tuple(first.inputs[0].q.shape[1:]))},
+        progress=iter,
+    )
+    library.host_tensors = runner._buffers.host_tensors
+    runner.capture()
+    assert library.given["pool"] == "pool"
+    assert library.given["capture_error_mode"] == "thread_local"
+    for step in setup.case.steps:
+        made = WORLD.prepare(setup, step)
+        q = made.inputs[0].q
+        out = runner.replay(made.batch, {"q": q}).clone()
+        backend.init_forward_metadata(made.batch)
+        torch.testing.assert_close(out, backend.forward(q, None, None, layer, made.batch))
+
+
+def test_a_step_that_cannot_be_captured(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail() -> None:
+        raise RuntimeError("no such thing")
+
+    monkeypatch.setitem(sys.modules, "torch_npu", Devices())
+    step = GraphStep(prepare=fail, forward=fail)
+    with pytest.raises(GraphUnsupported, match="cannot be captured: no such thing"):
+        NPUGraphs(torch.device("cpu")).capture(step)

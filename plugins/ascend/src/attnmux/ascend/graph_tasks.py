@@ -2,8 +2,8 @@
 
 The operator takes lengths as lists on the host, which a captured graph keeps. A call is captured as
 a group of tasks, which `torch.npu.graph_task_update_begin` and `_end` replace before a replay: the
-operator is called again with the same tensors and other lists. The graph waits for that by an event.
-torch-npu does the same in `NPUGraph.update`, for graphs that it captured itself.
+operator is called again with the same tensors and other lists. The graph waits for an event that
+follows. torch-npu does the same in `NPUGraph.update`, for graphs that it captured itself.
 """
 
 from __future__ import annotations

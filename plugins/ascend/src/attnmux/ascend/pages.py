@@ -75,7 +75,7 @@ class AscendPagesBackend(PagedBackend[NPUKernels, PagedLayer, PagedStep, DecodeB
         """Raises InvalidInput for layers and pools that the operator does not serve."""
         super().__init__(context, options, kernels)
         self._mask = causal_mask(context.device)
-        self._captured: dict[tuple[ForwardMode, int, int], list[Any]] = {}
+        self._captured: dict[tuple[ForwardMode, int, int], tuple[torch.Tensor, list[Any]]] = {}
 
     def prepare_layer(self, layer: LayerSpec) -> PagedLayer:
         _check_layer(layer)
@@ -101,13 +101,14 @@ class AscendPagesBackend(PagedBackend[NPUKernels, PagedLayer, PagedStep, DecodeB
             expected = f"at most {MOST_REQUESTS} requests in a step"
             raise InvalidInput("batch_size", got=batch.batch_size, expected=expected)
         lens = HostLens.of(batch)
-        # A graph's batch lies at the same address in its capture and its replays
+        # A graph's batch lies at the same address in its capture and its replays. The tensor is
+        # kept, so that no other batch gets its address
         key = (batch.forward_mode, batch.batch_size, batch.seq_lens.data_ptr())
         tables = PageTables.of(batch, self.context, buffers.keys if buffers else {})
         if buffers is not None:
-            tasks = self._captured[key] = []
+            _, tasks = self._captured[key] = (batch.seq_lens, [])
             return PagedStep(tables=tables, lens=lens, buffers=buffers, tasks=tasks)
-        for task in self._captured.get(key, ()):
+        for task in self._captured[key][1] if key in self._captured else ():
             self.kernels.graph_tasks.renew(task, lens.bounds, lens.at_least_one_key)
         return PagedStep(tables=tables, lens=lens)
 

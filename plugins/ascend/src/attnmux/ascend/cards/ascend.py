@@ -65,8 +65,8 @@ ASCEND = BackendCard(
     factory="attnmux.ascend.ascend:make",
     requires=("torch>=2.11", "torch-npu>=2.13"),
     extra="npu",
-    # Lengths are host lists in `npu_fused_infer_attention_score_v2`. A replay of a graph would not
-    # renew them, so that no clause has graphs.
+    # Lengths are host lists. No clause has graphs: `device_graphs` knows none of NPUs, and
+    # `NPUGraphs`, which a runner may be given, never ran on one.
     needs_cpu_seq_lens=True,
     # Emulated only: no part of it has run on an Ascend device.
     verified_on=(
