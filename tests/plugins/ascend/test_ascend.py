@@ -18,6 +18,7 @@ from attnmux.emulators.ascend import KERNELS
 from attnmux.testing import AttentionBackendTests, decode, extend, verify
 from attnmux.testing.adapters import (
     LATENT,
+    AdapterTests,
     AdapterWorld,
     EagerAdapterTests,
     assert_passes,
@@ -48,12 +49,16 @@ class TestAscendEmulated(AttentionBackendTests):
 
 
 class UncapturedTests(EagerAdapterTests):
-    no_graphs = "lengths"
+    no_graphs = "takes lengths from the host"
 
 
-class TestPagesAdapter(UncapturedTests):
+class TestPagesAdapter(AdapterTests):
     adapter = WORLD
     step = extend((140, 3), (0, 9))
+
+
+class TestPagesInDecode(AdapterTests):
+    adapter = WORLD
 
 
 class TestLatentsAdapter(UncapturedTests):
@@ -213,11 +218,16 @@ def test_an_lse_that_the_operators_do_not_give_is_refused() -> None:
 
 def test_the_operators_are_those_of_torch_npu(monkeypatch: pytest.MonkeyPatch) -> None:
     names = ("npu_fused_infer_attention_score_v2", "_npu_paged_attention_mla")
-    functions = [lambda *_: None, lambda *_: None]
-    module = SimpleNamespace(**dict(zip(names, functions, strict=True)))
+    functions = [lambda *_: None, lambda *_: None, lambda *_: None]
+    module = SimpleNamespace(**dict(zip(names, functions, strict=False)))
+    module.atb, module.npu = SimpleNamespace(npu_ring_mla=functions[-1]), SimpleNamespace()
     monkeypatch.setitem(sys.modules, "torch_npu", module)
     kernels = load_kernels()
-    assert [kernels.fused_infer_attention_score, kernels.paged_attention_mla] == functions
+    assert [
+        kernels.fused_infer_attention_score,
+        kernels.paged_attention_mla,
+        kernels.ring_mla,
+    ] == functions
     del module._npu_paged_attention_mla
     with pytest.raises(BackendFailed, match="torch-npu: AttributeError"):
         make(WORLD.world(decode(5)).context)

@@ -164,3 +164,97 @@ def test_what_paged_attention_refuses(changes, match) -> None:
     KERNELS.paged_attention_mla(**given)
     with pytest.raises(RuntimeError, match=match):
         KERNELS.paged_attention_mla(**{**given, **changes})
+
+
+def ring(**changes: Any) -> dict[str, Any]:
+    """The new tokens of two requests, which see each other causally."""
+    given: dict[str, Any] = {
+        "q_nope": rows(5, 4, 128),
+        "q_rope": rows(5, 4, 64),
+        "k_nope": rows(5, 4, 128),
+        "k_rope": rows(5, 4, 64),
+        "value": rows(5, 4, 128),
+        "mask": torch.ones(512, 512, dtype=torch.bfloat16).triu(1),
+        "seqlen": torch.tensor([2, 3], dtype=torch.int32),
+        "head_num": 4,
+        "kv_head_num": 4,
+        "qk_scale": 0.1,
+        "kernel_type": "kernel_type_high_precision",
+        "mask_type": "mask_type_triu",
+        "input_layout": "type_bsnd",
+        "calc_type": "calc_type_first_ring",
+    }
+    return {**given, **changes}
+
+
+def prefix(**changes: Any) -> dict[str, Any]:
+    """Seven further keys, three of the first request and four of the second."""
+    out, lse = KERNELS.ring_mla(**ring())
+    given = ring(
+        k_nope=rows(7, 4, 128),
+        k_rope=rows(7, 4, 64),
+        value=rows(7, 4, 128),
+        seqlen=torch.tensor([[2, 3], [3, 4]], dtype=torch.int32),
+        mask_type="no_mask",
+        calc_type="calc_type_default",
+        pre_out=out,
+        prev_lse=lse,
+    )
+    return {**given, **changes}
+
+
+def test_ring_mla_adds_keys_to_a_result() -> None:
+    """The last query of the second request, by hand."""
+    own = ring()
+    out, lse = KERNELS.ring_mla(**own)
+    assert out.shape == (5, 4, 128)
+    assert lse.shape == (4, 5)
+    more = prefix(q_nope=own["q_nope"], q_rope=own["q_rope"], pre_out=out, prev_lse=lse)
+    both, sums = KERNELS.ring_mla(**more)
+    k, v = (
+        torch.cat([own[name][2:, 1], more[name][3:, 1]]).float() for name in ("k_nope", "value")
+    )
+    k_rope = torch.cat([own["k_rope"][2:, 1], more["k_rope"][3:, 1]]).float()
+    q, q_rope = own["q_nope"][4, 1].float(), own["q_rope"][4, 1].float()
+    logits = (k @ q + k_rope @ q_rope) * 0.1
+    torch.testing.assert_close(sums[1, 4], logits.logsumexp(0))
+    torch.testing.assert_close(both[4, 1].float(), logits.softmax(0) @ v, atol=2e-2, rtol=2e-2)
+
+
+@pytest.mark.parametrize(
+    ("changes", "match"),
+    [
+        ({"input_layout": "type_bnsd"}, "input_layout"),
+        ({"kernel_type": "kernel_type_default"}, "not emulated"),
+        ({"mask_type": None}, "mask_type"),
+        ({"mask": torch.ones(512, 512, dtype=torch.bfloat16)}, "upper triangle"),
+        ({"q_nope": rows(5, 4, 256)[..., ::2]}, "non-contiguous"),
+        ({"q_nope": rows(5, 4, 192)}, "q_nope is"),
+        ({"k_rope": rows(5, 1, 64)}, "k_rope is"),
+        ({"value": rows(5, 4, 64)}, "value is"),
+        ({"seqlen": torch.tensor([2, 3])}, "int32"),
+        ({"seqlen": torch.tensor([2, 2], dtype=torch.int32)}, "differ"),
+        ({"seqlen": torch.tensor([5, 0], dtype=torch.int32)}, "should not be 0"),
+        ({"seqlen": torch.tensor([[2, 2], [2, 3]], dtype=torch.int32)}, "differ"),
+        ({"pre_out": rows(5, 4, 128), "prev_lse": torch.zeros(4, 5)}, "takes no result"),
+    ],
+)
+def test_what_ring_mla_refuses(changes, match) -> None:
+    with pytest.raises(RuntimeError, match=match):
+        KERNELS.ring_mla(**ring(**changes))
+
+
+@pytest.mark.parametrize(
+    ("changes", "match"),
+    [
+        ({"seqlen": torch.tensor([[2, 3], [7, 0]], dtype=torch.int32)}, "without keys"),
+        ({"seqlen": torch.tensor([[2, 3], [5, 2]], dtype=torch.int32)}, "fewer than its queries"),
+        ({"mask_type": "mask_type_triu"}, "more keys than queries"),
+        ({"pre_out": None}, "takes pre_out and prev_lse"),
+        ({"prev_lse": torch.zeros(5, 4)}, "prev_lse"),
+        ({"calc_type": None}, "not emulated: calc_type"),
+    ],
+)
+def test_prefixes_that_ring_mla_refuses(changes, match) -> None:
+    with pytest.raises(RuntimeError, match=match):
+        KERNELS.ring_mla(**prefix(**changes))

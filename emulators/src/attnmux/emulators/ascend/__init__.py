@@ -6,11 +6,13 @@ import torch
 from torch.library import Library
 
 from attnmux.ascend.npu_kernels import NPUKernels
-from attnmux.emulators.ascend import fused_infer, paged_attention
+from attnmux.emulators.ascend import fused_infer, paged_attention, ring_mla
+from attnmux.emulators.ascend.graph_tasks import EmulatedTasks
 
 OPERATORS = {
     "npu_fused_infer_attention_score_v2": (fused_infer.SCHEMA, fused_infer.emulated),
     "_npu_paged_attention_mla": (paged_attention.SCHEMA, paged_attention.emulated),
+    "npu_ring_mla": (ring_mla.SCHEMA, ring_mla.emulated),
 }
 
 library = Library("attnmux_npu_emulated", "DEF")  # type: ignore[no-untyped-call]  # torch's
@@ -21,4 +23,6 @@ for name, (schema, function) in OPERATORS.items():
 KERNELS = NPUKernels(
     fused_infer_attention_score=torch.ops.attnmux_npu_emulated.npu_fused_infer_attention_score_v2,
     paged_attention_mla=torch.ops.attnmux_npu_emulated._npu_paged_attention_mla,
+    ring_mla=torch.ops.attnmux_npu_emulated.npu_ring_mla,
+    graph_tasks=EmulatedTasks(library),
 )

@@ -1,5 +1,5 @@
 """torch-npu's operators for the layers of a model: over pages for MHA and GQA, over latents for
-MLA."""
+MLA, and with expanded heads for MLA's prompts."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from attnmux.ascend.latents import AscendLatentBackend
 from attnmux.ascend.npu_kernels import NPUKernels, load_kernels
 from attnmux.ascend.pages import AscendPagesBackend
+from attnmux.ascend.ring import NOPE, ROPE, AscendRingBackend
 from attnmux.core import KernelLibrary, rehearse
 
 if TYPE_CHECKING:
@@ -21,6 +22,8 @@ def _backend(
     """Raises InvalidInput for layers and pools that the operators do not serve."""
     if any(layer.kind == "mla" for layer in context.layers):
         return AscendLatentBackend(context, options, kernels)
+    if all(layer.qk_head_dim == NOPE + ROPE for layer in context.layers):
+        return AscendRingBackend(context, options, kernels)
     return AscendPagesBackend(context, options, kernels)
 
 

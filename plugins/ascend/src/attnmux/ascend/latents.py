@@ -113,7 +113,10 @@ class AscendLatentBackend(PagedBackend[NPUKernels, LatentLayer, LatentStep, None
         step.tables.fill(batch, self.key_groups, self.context)
 
     def make_buffers(self, max_bs: int, max_num_tokens: int) -> None:
-        raise GraphUnsupported("lengths are on the host, where a replay of a graph reads none")
+        raise GraphUnsupported(
+            "_npu_paged_attention_mla takes lengths from the host, and torch-npu renews those of "
+            "other operators only: run eagerly"
+        )
 
     def attend(
         self, call: AttentionCall, layer: LatentLayer, step: LatentStep, batch: ForwardBatch

@@ -8,6 +8,8 @@ from importlib import import_module
 
 import torch
 
+from attnmux.ascend.graph_tasks import GraphTasks, NPUGraphTasks
+
 MOST_REQUESTS = 4096
 """Lengths of a list (docs of `npu_fused_infer_attention_score_v2`, layout TND)."""
 MASK_SIZE = 2048
@@ -28,12 +30,18 @@ class NPUKernels:
     paged_attention_mla: Callable[..., None]
     """`_npu_paged_attention_mla`: attention of one query a request to pages whose rows hold the
     latent and the rotary part. It writes the result to a tensor of the caller."""
+    ring_mla: Callable[..., tuple[torch.Tensor, torch.Tensor]]
+    """`npu_ring_mla`: attention of packed queries of 128 + 64 dims to packed keys, added to a
+    result so far if one is given. It returns the result [T, H, 128] and its LSE, a natural
+    logarithm [H, T]."""
+    graph_tasks: GraphTasks
+    """How calls of the first are captured in graphs."""
 
 
 def load_kernels() -> NPUKernels:
     """Import torch-npu, which registers its operators.
 
-    The second one is of NNAL, which torch-npu asks for when the operator is called.
+    All but the first are of NNAL, which torch-npu asks for when the operator is called.
     Raises ImportError where torch-npu or CANN is missing, OSError where a library does not load,
     and AttributeError where torch-npu lacks an operator.
     """
@@ -41,6 +49,8 @@ def load_kernels() -> NPUKernels:
     return NPUKernels(
         fused_infer_attention_score=torch_npu.npu_fused_infer_attention_score_v2,
         paged_attention_mla=torch_npu._npu_paged_attention_mla,
+        ring_mla=torch_npu.atb.npu_ring_mla,
+        graph_tasks=NPUGraphTasks(),
     )
 
 

@@ -2,7 +2,8 @@
 
 Layout TND: queries of all requests end to end, with the ends as a list. One call serves prefill,
 decode and drafts. Causality is `sparse_mode` 3 with a fixed mask of 2048 x 2048; without a mask the
-operator ignores the mode, and every query sees every key.
+operator ignores the mode, and every query sees every key. In graphs its lists are renewed before a
+replay (`graph_tasks.py`).
 """
 
 from __future__ import annotations
@@ -23,9 +24,11 @@ from attnmux.ascend.npu_kernels import (
     causal_mask,
 )
 from attnmux.core import (
-    GraphUnsupported,
+    DecodeBuffers,
+    ForwardMode,
     InvalidInput,
     KeyGroup,
+    KeyLens,
     PagedBackend,
     PagedLayer,
     PageTables,
@@ -49,15 +52,21 @@ DTYPE = torch.bfloat16
 """The only one of layout TND with other dims than the latent's."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+@dataclass(kw_only=True, slots=True, eq=False)
 class PagedStep:
     """A step of any phase."""
 
     tables: PageTables
     lens: HostLens
+    buffers: DecodeBuffers | None = None
+    """What a step in a graph replays with."""
+    tasks: list[Any] | None = None
+    """Captured calls; None for an eager step."""
+    key_lens: KeyLens | None = None
+    """Of a decode step in a graph, whose requests may be without keys in a replay."""
 
 
-class AscendPagesBackend(PagedBackend[NPUKernels, PagedLayer, PagedStep, None]):
+class AscendPagesBackend(PagedBackend[NPUKernels, PagedLayer, PagedStep, DecodeBuffers]):
     """MHA and GQA; draft trees are another backend's."""
 
     def __init__(
@@ -66,6 +75,7 @@ class AscendPagesBackend(PagedBackend[NPUKernels, PagedLayer, PagedStep, None]):
         """Raises InvalidInput for layers and pools that the operator does not serve."""
         super().__init__(context, options, kernels)
         self._mask = causal_mask(context.device)
+        self._captured: dict[tuple[ForwardMode, int, int], tuple[torch.Tensor, list[Any]]] = {}
 
     def prepare_layer(self, layer: LayerSpec) -> PagedLayer:
         _check_layer(layer)
@@ -86,18 +96,29 @@ class AscendPagesBackend(PagedBackend[NPUKernels, PagedLayer, PagedStep, None]):
         kv = _pages(k, pool.page_size), _pages(v, pool.page_size)
         return PagedLayer(arguments=arguments, group=KeyGroup.of(layer, self.context), kv=kv)
 
-    def plan_step(self, batch: ForwardBatch, buffers: None) -> PagedStep:
+    def plan_step(self, batch: ForwardBatch, buffers: DecodeBuffers | None) -> PagedStep:
         if batch.batch_size > MOST_REQUESTS:
             expected = f"at most {MOST_REQUESTS} requests in a step"
             raise InvalidInput("batch_size", got=batch.batch_size, expected=expected)
-        tables = PageTables.of(batch, self.context, {})
-        return PagedStep(tables=tables, lens=HostLens.of(batch))
+        lens = HostLens.of(batch)
+        # A graph's batch lies at the same address in its capture and its replays. The tensor is
+        # kept, so that no other batch gets its address
+        key = (batch.forward_mode, batch.batch_size, batch.seq_lens.data_ptr())
+        tables = PageTables.of(batch, self.context, buffers.keys if buffers else {})
+        if buffers is not None:
+            _, tasks = self._captured[key] = (batch.seq_lens, [])
+            return PagedStep(tables=tables, lens=lens, buffers=buffers, tasks=tasks)
+        for task in self._captured[key][1] if key in self._captured else ():
+            self.kernels.graph_tasks.renew(task, lens.bounds, lens.at_least_one_key)
+        return PagedStep(tables=tables, lens=lens)
 
     def fill_step(self, step: PagedStep, batch: ForwardBatch) -> None:
         step.tables.fill(batch, self.key_groups, self.context)
+        if step.buffers is not None and batch.forward_mode.is_decode():
+            step.key_lens = KeyLens.of(batch.seq_lens, step.buffers.lens)
 
-    def make_buffers(self, max_bs: int, max_num_tokens: int) -> None:
-        raise GraphUnsupported("lengths are host lists, which a replay of a graph would not renew")
+    def make_buffers(self, max_bs: int, max_num_tokens: int) -> DecodeBuffers:
+        return DecodeBuffers.of(self.key_groups, max_bs, self.context)
 
     def attend(
         self, call: AttentionCall, layer: PagedLayer, step: PagedStep, batch: ForwardBatch
@@ -112,15 +133,20 @@ class AscendPagesBackend(PagedBackend[NPUKernels, PagedLayer, PagedStep, None]):
         if q.dtype != DTYPE:
             raise InvalidInput("q", got=q.dtype, expected=str(DTYPE))
         is_causal = call.layer.is_causal and not lens.has_one_query_each
-        out, lse = self.kernels.fused_infer_attention_score(
-            q,
+        arguments = {
+            "query": q,
             **self._keys(call, layer, step),
             **layer.arguments,
-            actual_seq_qlen=lens.bounds,
-            atten_mask=self._mask if is_causal else None,
-            sparse_mode=CAUSAL if is_causal else NO_MASK,
-            return_softmax_lse=call.lse is not None,
-        )
+            "actual_seq_qlen": lens.bounds,
+            "atten_mask": self._mask if is_causal else None,
+            "sparse_mode": CAUSAL if is_causal else NO_MASK,
+            "return_softmax_lse": call.lse is not None,
+        }
+        if step.tasks is None:
+            out, lse = self.kernels.fused_infer_attention_score(**arguments)
+        else:
+            (out, lse), task = self.kernels.graph_tasks.record(arguments)
+            step.tasks += [] if task is None else [task]
         if call.lse is not None:
             call.lse[:count].copy_(lse.squeeze(-1))
         return self._completed(call, out, step)
@@ -147,6 +173,11 @@ class AscendPagesBackend(PagedBackend[NPUKernels, PagedLayer, PagedStep, None]):
     def _completed(self, call: AttentionCall, out: torch.Tensor, step: PagedStep) -> torch.Tensor:
         """The result of all tokens: 0 for those without keys and those of no request."""
         lens, rows = step.lens, call.q.shape[0]
+        if step.key_lens is not None and not call.has_own_kv:
+            step.key_lens.replace(out, 0)
+            if call.lse is not None:
+                step.key_lens.replace(call.lse, -torch.inf)
+            return out
         hidden = [] if call.has_own_kv else lens.rows_without_keys
         if hidden:
             out[hidden] = 0
