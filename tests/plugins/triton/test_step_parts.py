@@ -7,10 +7,19 @@ from dataclasses import replace
 import pytest
 import torch
 
-from attnmux.core import ForwardBatch, ForwardMode, Platform, SpecInput
+from attnmux.core import ForwardBatch, ForwardMode, Platform, SpecInput, load_plugins
 from attnmux.testing import Candidate
 from attnmux.testing.cases import extend
 from attnmux.testing.runner import run_case
+from attnmux.transformers import (
+    Engine,
+    Prompt,
+    RunnerOptions,
+    load_runner,
+    open_checkpoint,
+    recall,
+    run_prompts,
+)
 from attnmux.triton.plugin import TRITON
 
 pytest.importorskip("triton")
@@ -21,6 +30,7 @@ from attnmux.triton.backend import TritonBackend
 from attnmux.triton.step import TritonStep
 from attnmux.triton.step_parts import LEAST_VALUES, parts_of
 
+HOPPER = Platform.parse("nvidia:sm90,cuda=13.0")
 MIXED = ForwardMode.MIXED
 PROMPTS_FIRST = ((0, 21), (17, 8), (40, 1), (5, 1))
 PROMPTS_LAST = ((40, 1), (5, 1), (9, 1), (17, 8), (0, 21))
@@ -117,18 +127,57 @@ def test_a_call_with_its_own_kv_takes_the_step_whole(run_mixed):
 
 
 @pytest.fixture
-def run_mixed(monkeypatch):
+def run_mixed(monkeypatch, parted):
     """Runs a step of the suite's plain layers on emulated kernels for Hopper; the parts that its
     metadata had."""
     monkeypatch.setattr(dispatch, "can_compile", lambda address: True)
-    monkeypatch.setattr(step_parts, "LEAST_VALUES", 1)
     candidate = Candidate(
         card=replace(TRITON, requires=(), factory="attnmux.triton.factory:triton"),
-        platform=Platform.parse("nvidia:sm90,cuda=13.0"),
+        platform=HOPPER,
         device="cpu",
         factory=lambda context, options: TritonBackend(context, options, compute_units=3),
     )
     plain = next(case for case in candidate.cases((16,)) if case.name.startswith("mixed-page16"))
+
+    def run(changes, step):
+        with emulated():
+            outcome = run_case(candidate, replace(plain, steps=(step,), host_lens=True, **changes))
+        assert outcome.status == "passed", outcome.message or outcome.reasons
+        return parted
+
+    return run
+
+
+ANSWERS = {
+    "The red door opens with R417, the blue one with B92. ?R": "417",
+    "k417 x9 k22 z1 ?z": "1",
+    "a1 b2 ?b": "2",
+}
+
+
+def test_an_engine_answers_from_parted_steps(parted):
+    """Prompts run in chunks, of which later ones run beside the decoding of earlier prompts."""
+    checkpoint = open_checkpoint(recall.PATH)
+    (offer,) = (one for one in load_plugins(("triton",), ()).offers() if one.card.name == "triton")
+    card = replace(offer.card, requires=(), factory="attnmux.triton.factory:triton")
+    options = RunnerOptions(
+        max_batch_size=4, max_context_len=128, max_total_tokens=512, device="cpu", graph=False
+    )
+    runner = load_runner(checkpoint, HOPPER, [replace(offer, card=card)], options)
+    tokenizer = checkpoint.require_tokenizer()
+    engine = Engine(
+        runner, tokenizer=tokenizer, stop_ids=checkpoint.stop_ids(runner.model), prefill_tokens=24
+    )
+    prompts = [Prompt(token_ids=tokenizer(text)["input_ids"], max_new_tokens=6) for text in ANSWERS]
+    found = run_prompts(engine, prompts)
+    assert [each.text for each in found.results] == list(ANSWERS.values())
+    assert parted
+
+
+@pytest.fixture
+def parted(monkeypatch):
+    """Lets every mixed step be parted; the parts that metadata had."""
+    monkeypatch.setattr(step_parts, "LEAST_VALUES", 1)
     parts, whole = [], TritonBackend._parts_of
 
     def noted(backend, step):
@@ -137,11 +186,4 @@ def run_mixed(monkeypatch):
         return found
 
     monkeypatch.setattr(TritonBackend, "_parts_of", noted)
-
-    def run(changes, step):
-        with emulated():
-            outcome = run_case(candidate, replace(plain, steps=(step,), host_lens=True, **changes))
-        assert outcome.status == "passed", outcome.message or outcome.reasons
-        return parts
-
-    return run
+    return parts
