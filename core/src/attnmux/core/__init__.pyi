@@ -194,6 +194,7 @@ from attnmux.core.graph.config import ModelInput as ModelInput
 from attnmux.core.graph.config import graph_batch_sizes as graph_batch_sizes
 from attnmux.core.graph.devices import CapturingRanks as CapturingRanks
 from attnmux.core.graph.devices import DeviceGraphs as DeviceGraphs
+from attnmux.core.graph.devices import StreamGraphs as StreamGraphs
 from attnmux.core.graph.devices import device_graphs as device_graphs
 from attnmux.core.graph.runner import GraphRunner as GraphRunner
 from attnmux.core.indices._segments import segment_of_place as segment_of_place

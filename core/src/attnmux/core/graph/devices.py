@@ -63,37 +63,38 @@ class DeviceGraphs(ABC):
         """Capture the step. Raises GraphUnsupported for a step that cannot be replayed."""
 
 
-class CudaGraphs(DeviceGraphs):
-    """Graphs of CUDA, and of HIP, which torch calls CUDA too."""
+class StreamGraphs(DeviceGraphs):
+    """Graphs that a device's part of torch captures on a stream."""
 
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]  # torch's own
-        self._pool = torch.cuda.graph_pool_handle()
+    def __init__(self, device: torch.device, api: Any, graph: Callable[[], Any]) -> None:  # noqa: ANN401  # a module
+        """api: what `torch.cuda` is to CUDA. graph: makes an empty graph."""
+        self._device, self._api, self._graph = device, api, graph
+        self._stream = api.Stream(device)
+        self._pool = api.graph_pool_handle()
 
     @contextmanager
     def session(self) -> Iterator[None]:
-        current = torch.cuda.current_stream(self._device)
+        current = self._api.current_stream(self._device)
         self._stream.wait_stream(current)
         try:
-            with torch.cuda.stream(self._stream), _no_garbage_collection():
+            with self._api.stream(self._stream), _no_garbage_collection():
                 yield
         finally:
             # After a failure, kernels that still run share memory with eager steps
             current.wait_stream(self._stream)
 
     def warm_up(self, step: GraphStep) -> None:
-        torch.cuda.synchronize(self._device)
+        self._api.synchronize(self._device)
         step.run()
-        torch.cuda.synchronize(self._device)
+        self._api.synchronize(self._device)
 
     def capture(self, step: GraphStep) -> CapturedGraph:
-        graph = torch.cuda.CUDAGraph()
+        api, graph = self._api, self._graph()
         # Otherwise torch's cache of the warm-ups would hide the memory that the graph takes
-        torch.cuda.empty_cache()
-        free, _ = torch.cuda.mem_get_info(self._device)
+        api.empty_cache()
+        free, _ = api.mem_get_info(self._device)
         try:
-            with torch.cuda.graph(
+            with api.graph(
                 graph,
                 pool=self._pool,
                 stream=self._stream,
@@ -102,12 +103,22 @@ class CudaGraphs(DeviceGraphs):
             ):
                 outputs = step.run()
         except RuntimeError as error:
-            self._release_random_numbers()
+            self.recover()
             raise GraphUnsupported(_why(error)) from error
-        left, _ = torch.cuda.mem_get_info(self._device)
+        left, _ = api.mem_get_info(self._device)
         return CapturedGraph(outputs=outputs, nbytes=max(free - left, 0), replay=graph.replay)
 
-    def _release_random_numbers(self) -> None:
+    def recover(self) -> None:
+        """Called after a capture that failed."""
+
+
+class CudaGraphs(StreamGraphs):
+    """Graphs of CUDA, and of HIP, which torch calls CUDA too."""
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__(device, torch.cuda, torch.cuda.CUDAGraph)
+
+    def recover(self) -> None:
         """Let torch's generator draw eagerly again.
 
         After a failed capture it still believes to be captured, and every later draw raises. An
