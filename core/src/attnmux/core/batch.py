@@ -140,6 +140,26 @@ class ForwardBatch:
             raise InvalidInput("spec_info", got=None, expected="the drafts of a verify step")
         return self.spec_info
 
+    def queries_each(self) -> int | None:
+        """New tokens of each request, where its mode gives all requests equally many: 1 in DECODE,
+        the drafts in TARGET_VERIFY; None in other steps.
+
+        Raises InvalidInput for a step of another number of tokens, and for one without the lengths
+        or the drafts of its mode.
+        """
+        if self.forward_mode.is_decode():
+            each, expected = 1, "one token a request in decode"
+        else:
+            self.extend_lens()
+            if not self.forward_mode.is_target_verify():
+                return None
+            each = self.drafts().draft_token_num
+            expected = f"{each} draft tokens a request"
+        if self.num_tokens != self.batch_size * each:
+            got = f"{self.num_tokens} tokens of {self.batch_size} requests"
+            raise InvalidInput("out_cache_loc", got=got, expected=expected)
+        return each
+
     def slice(self, first: int, last: int, *, first_token: int, last_token: int) -> ForwardBatch:
         """The step of requests [first, last), whose new tokens are [first_token, last_token).
 

@@ -127,7 +127,7 @@ class PageTables:
         (check_no_items if is_tree else check_unmasked)(batch)
         longest = context.max_context_len
         known = not context.request.deterministic and not fixed
-        queries_each = _queries_each(batch)
+        queries_each = batch.queries_each()
         max_seqlen_k = longest
         if known and batch.seq_lens_cpu is not None:
             max_seqlen_k = _largest(batch.seq_lens_cpu)
@@ -231,21 +231,6 @@ def fixed_buffers(
         group: Keys.zeros(max_batch_size, -(-longest // group.page_size), device)
         for group in groups
     }
-
-
-def _queries_each(batch: ForwardBatch) -> int | None:
-    if batch.forward_mode.is_decode():
-        each, expected = 1, "one token a request in decode"
-    else:
-        batch.extend_lens()
-        if not batch.forward_mode.is_target_verify():
-            return None
-        each = batch.drafts().draft_token_num
-        expected = f"{each} draft tokens a request"
-    if batch.num_tokens != batch.batch_size * each:
-        got = f"{batch.num_tokens} tokens of {batch.batch_size} requests"
-        raise InvalidInput("out_cache_loc", got=got, expected=expected)
-    return each
 
 
 def _encoder_lens(batch: ForwardBatch) -> torch.Tensor:

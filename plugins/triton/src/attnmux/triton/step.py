@@ -72,49 +72,18 @@ class TritonStep:
         """Raises InvalidInput for a batch without the lengths of its mode, and for lengths, rows or
         masks that are not contiguous."""
         _check_contiguous(batch)
-        if batch.forward_mode.is_decode():
-            if batch.num_tokens != batch.batch_size:
-                raise InvalidInput(
-                    "out_cache_loc",
-                    got=f"{batch.num_tokens} tokens of {batch.batch_size} requests",
-                    expected="one token a request in decode",
-                )
-            return cls(batch=batch, queries=1, lens=batch.seq_lens, lens_shift=-1)
-        if batch.extend_seq_lens is None or batch.extend_prefix_lens is None:
-            raise InvalidInput(
-                "extend_seq_lens", got=None, expected="new and cached lengths in an extend step"
-            )
-        if not batch.forward_mode.is_target_verify():
-            return cls(
-                batch=batch,
-                queries=None,
-                lens=batch.extend_prefix_lens,
-                lens_shift=0,
-                in_capture=in_capture,
-            )
-        if batch.spec_info is None:
-            raise InvalidInput("spec_info", got=None, expected="a SpecInput in TARGET_VERIFY")
-        drafts = batch.spec_info.draft_token_num
-        if batch.num_tokens != batch.batch_size * drafts:
-            raise InvalidInput(
-                "out_cache_loc",
-                got=f"{batch.num_tokens} tokens of {batch.batch_size} requests",
-                expected=f"{drafts} draft tokens a request",
-            )
+        queries = batch.queries_each()
         return cls(
             batch=batch,
-            queries=drafts,
-            lens=batch.seq_lens,
-            lens_shift=0,
+            queries=queries,
+            lens=batch.extend_lens()[1] if queries is None else batch.seq_lens,
+            lens_shift=-1 if batch.forward_mode.is_decode() else 0,
             in_capture=in_capture,
         )
 
     def new_lens(self) -> torch.Tensor:
         """[B] int32: new tokens. Raises InvalidInput in decode, which has no such tensor."""
-        lens = self.batch.extend_seq_lens
-        if lens is None:
-            raise InvalidInput("extend_seq_lens", got=None, expected="lengths in an extend step")
-        return lens
+        return self.batch.extend_lens()[0]
 
     def key_lens(self) -> torch.Tensor:
         """[B] int32: keys of each request without the encoder's."""
