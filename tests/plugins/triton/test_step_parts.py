@@ -25,7 +25,7 @@ from attnmux.triton.plugin import TRITON
 pytest.importorskip("triton")
 
 from attnmux.emulators.gluon import emulated
-from attnmux.triton import dispatch, step_parts
+from attnmux.triton import backend, dispatch, step_parts
 from attnmux.triton.backend import TritonBackend
 from attnmux.triton.step import TritonStep
 from attnmux.triton.step_parts import LEAST_VALUES, parts_of
@@ -178,12 +178,12 @@ def test_an_engine_answers_from_parted_steps(parted):
 def parted(monkeypatch):
     """Lets every mixed step be parted; the parts that metadata had."""
     monkeypatch.setattr(step_parts, "LEAST_VALUES", 1)
-    parts, whole = [], TritonBackend._parts_of
+    parts = []
 
-    def noted(backend, step):
-        found = whole(backend, step)
+    def noted(*given):
+        found = parts_of(*given)
         parts.extend(found)
         return found
 
-    monkeypatch.setattr(TritonBackend, "_parts_of", noted)
+    monkeypatch.setattr(backend, "parts_of", noted)
     return parts

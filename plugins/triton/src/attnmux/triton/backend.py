@@ -70,14 +70,18 @@ class TritonBackend(AttentionBackend):
         """By new tokens a request."""
         self._sums = RunningSums(context.max_batch_size, context.device, self.launcher)
         self._kv_writer = PoolWriter(context.token_to_kv_pool, self.launcher)
-        self._stored = [each for each in self._layers.values() if each.slot_group is not None]
-        """The layers that attend over the pool."""
-        self._limits = {(each.window, each.chunk) for each in self._stored}
-        self._may_part = not self._splits.deterministic and not any(
-            each.shape.is_latent for each in self._layers.values()
-        )
-        """Whether mixed steps may be two: which kernel serves a request then depends on its
-        batch."""
+        stored = [each for each in self._layers.values() if each.slot_group is not None]
+        self._limits = {(each.window, each.chunk) for each in stored}
+        """The windows and chunks of the layers that attend over the pool."""
+        reaches = [max(window + 1, chunk) for window, chunk in self._limits]
+        self._most_keys = context.max_context_len if 0 in reaches else max(reaches, default=0)
+        """Those that a token sees at most."""
+        is_latent = any(each.shape.is_latent for each in self._layers.values())
+        # In parts, the kernel that serves a request depends on its batch.
+        may_part = not self._splits.deterministic and not is_latent
+        widest = max((each.shape.kv_heads * sum(each.shape.dims) for each in stored), default=0)
+        self._key_values = may_part * widest * (WIDENED if self.widens else 1)
+        """Values of a key by which mixed steps are parted; 0 where they stay whole."""
         self._step: TritonStep | None = None
         self._parts: tuple[StepPart, ...] = ()
         """Of a mixed step that is taken as two."""
@@ -106,7 +110,7 @@ class TritonBackend(AttentionBackend):
                 "eager step, which widens the keys; run it eagerly"
             )
         self._step = step
-        self._parts = self._parts_of(step) if step is not None and self._may_part else ()
+        self._parts = () if step is None else parts_of(step, self._key_values, self._most_keys)
 
     def init_forward_metadata_in_graph(self, batch: ForwardBatch) -> None:
         """Plan on the device, at replay for the lengths that the batch then holds."""
@@ -121,14 +125,6 @@ class TritonBackend(AttentionBackend):
         self._sums.fill(step)
         fill_trees(step, self._limits)
         self._attention.fill(step)
-
-    def _parts_of(self, step: TritonStep) -> tuple[StepPart, ...]:
-        if not self._stored:
-            return ()
-        values = max(each.shape.kv_heads * sum(each.shape.dims) for each in self._stored)
-        limits = [max(window + 1, chunk) for window, chunk in self._limits]
-        most_keys = self.context.max_context_len if 0 in limits else max(limits)
-        return parts_of(step, values * (WIDENED if self.widens else 1), most_keys)
 
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
         """Checks the size alone: plans have room for the context's largest batch from the start."""
@@ -151,19 +147,19 @@ class TritonBackend(AttentionBackend):
         results = Results.of(call)
         if not call.q.shape[0]:
             return results.out
-        slots = None
-        if over_pool:
-            slots = self._tables.of(self._layers[call.layer.layer_id].required_group())
-        elif self._parts:
-            # Tiles of the whole step serve it, and all later calls of the step.
-            self._parts = ()
-            self._fill(step)
-        if slots is None or not self._parts:
+        if not over_pool:
+            if self._parts:
+                # Tiles of the whole step serve it, and all later calls of the step.
+                self._parts = ()
+                self._fill(step)
+            self._attention(call, step, None, results)
+            return results.handed_to(call)
+        slots = self._tables.of(self._layers[call.layer.layer_id].required_group())
+        for part in self._parts:
+            part_slots, part_results = part.slots(slots), part.results(results)
+            self._attention(part.call(call), part.step, part_slots, part_results)
+        if not self._parts:
             self._attention(call, step, slots, results)
-        else:
-            for part in self._parts:
-                part_slots, part_results = part.slots(slots), part.results(results)
-                self._attention(part.call(call), part.step, part_slots, part_results)
         return results.handed_to(call)
 
     def force_short_tiles(self) -> None:
