@@ -10,7 +10,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from attnmux.triton.kernels.linear import normed
+from attnmux.triton.kernels.linear import normed, tokens_of
 
 
 @triton.jit
@@ -52,16 +52,7 @@ def scan_channels(
     is_there = is_channel[:, None] & is_column[None, :]
     within = channel[:, None] * K + column[None, :]
     row = tl.load(rows + request)
-    if IS_DECODE:
-        first, count = request, 1
-        is_fresh = tl.load(known + request) <= 1
-    elif DRAFTS > 0:
-        first, count = request * DRAFTS, DRAFTS
-        is_fresh = tl.load(known + request) <= 0
-    else:
-        first = tl.load(starts + request)
-        count = tl.load(starts + request + 1) - first
-        is_fresh = tl.load(known + request) == 0
+    first, count, is_fresh = tokens_of(request, known, starts, IS_DECODE, DRAFTS)
     places = states + row * (HV * K) + within
     state = tl.load(places, mask=is_there & (is_fresh == 0), other=0.0).to(tl.float32)
     for step in tl.range(count, num_stages=STAGES):

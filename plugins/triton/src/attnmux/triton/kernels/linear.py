@@ -30,6 +30,22 @@ def normed(x):
 
 
 @triton.jit
+def tokens_of(request, known, starts, IS_DECODE: tl.constexpr, DRAFTS: tl.constexpr):
+    """A request's first token, its number of tokens, and whether it starts from zeros."""
+    if IS_DECODE:
+        first, count = request, 1
+        is_fresh = tl.load(known + request) <= 1
+    elif DRAFTS > 0:
+        first, count = request * DRAFTS, DRAFTS
+        is_fresh = tl.load(known + request) <= 0
+    else:
+        first = tl.load(starts + request)
+        count = tl.load(starts + request + 1) - first
+        is_fresh = tl.load(known + request) == 0
+    return first, count, is_fresh
+
+
+@triton.jit
 def recur(
     q, q_stride, k, k_stride, v, v_stride, g, beta, out, states, drafted, rows, known, starts,
     scaling,
@@ -49,16 +65,7 @@ def recur(
     channel = tl.arange(0, BLOCK_K)
     is_channel, is_column = channel < K, column < V
     row = tl.load(rows + request)
-    if IS_DECODE:
-        first, count = request, 1
-        is_fresh = tl.load(known + request) <= 1
-    elif DRAFTS > 0:
-        first, count = request * DRAFTS, DRAFTS
-        is_fresh = tl.load(known + request) <= 0
-    else:
-        first = tl.load(starts + request)
-        count = tl.load(starts + request + 1) - first
-        is_fresh = tl.load(known + request) == 0
+    first, count, is_fresh = tokens_of(request, known, starts, IS_DECODE, DRAFTS)
     places = states + ((row * HV + head) * K + channel[:, None]) * V + column[None, :]
     is_there = is_channel[:, None] & is_column[None, :]
     state = tl.load(places, mask=is_there & (is_fresh == 0), other=0.0).to(tl.float32)
