@@ -18,6 +18,12 @@ FP8 = torch.float8_e4m3fn
 """The only 8-bit float that most of the kernels read."""
 
 SIXTEEN_BITS = (torch.bfloat16, torch.float16)
+ALIGNMENT = 16
+"""Bytes that the kernels load at once: heads of Q, K, V and output begin at multiples of it."""
+LATENT_DIM = 512
+"""Dim of the latent, which is V too: every kernel for MLA is built for this one."""
+ROPE_DIM = 64
+"""Dim of the rotary part, which follows the latent in a row."""
 
 
 def check_page_size(context: BackendContext, *page_sizes: int) -> None:
@@ -61,10 +67,6 @@ def not_in_pool(layer: LayerSpec) -> AttnmuxError:
     )
 
 
-ALIGNMENT = 16
-"""Bytes that the kernels load at once: heads of Q, K, V and output begin at multiples of it."""
-
-
 def is_aligned(rows: torch.Tensor) -> bool:
     """Whether the kernels can load or store the rows [T, H, D] where they are."""
     strides = rows.stride(0) | rows.stride(1)  # as aligned as the lesser, for a power of 2
@@ -85,12 +87,6 @@ def check_keys_dtype(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
     """Raises InvalidInput for a call's own K and V of another dtype than Q."""
     if k.dtype != q.dtype or v.dtype != q.dtype:
         raise InvalidInput("k", got=f"{k.dtype} and {v.dtype}", expected=f"{q.dtype}, as q is")
-
-
-LATENT_DIM = 512
-"""Dim of the latent, which is V too: every kernel for MLA is built for this one."""
-ROPE_DIM = 64
-"""Dim of the rotary part, which follows the latent in a row."""
 
 
 def check_latent(layer: LayerSpec) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 
@@ -18,10 +18,6 @@ from attnmux.core.cli.asking import Asked, ask, requested
 from attnmux.core.cli.run import Run, common_options, echo_json, pass_run
 from attnmux.core.errors import InvalidInput, NoBackend
 from attnmux.core.settings import Settings
-
-if TYPE_CHECKING:
-    pass
-
 
 PLATFORM = (
     f"A machine, present or not, as {GRAMMAR}; or a vendor on this machine. Several are compared."
