@@ -44,12 +44,15 @@ class TritonLinearBackend(LinearAttentionBackend):
     """Steps whose requests have no more new tokens than this run token by token. Those of mamba1
     always do: in chunks, a V of one dim would be a matrix of one column."""
 
+    least_span = 16
+    """Chunks that a program goes through at least where a long prompt is cut into spans."""
+
     _step: LinearStep
 
     def __init__(self, context: BackendContext, options: Mapping[str, object] = NO_OPTIONS) -> None:
         """Raises BackendFailed where Triton cannot drive the device."""
         super().__init__(context, options)
-        compute_units(context)
+        self._compute_units = compute_units(context)
         self._convolutions = TritonConvolutions(self.states)
         self._precisions = _precisions()
         self._shared_memory = _shared_memory(context.device)
@@ -147,6 +150,8 @@ class TritonLinearBackend(LinearAttentionBackend):
             block_k=block_k,
             precision=self._precisions[dtype is torch.float32],
             num_stages=self._stages(block_k, dtype.itemsize),
+            compute_units=self._compute_units,
+            least_span=self.least_span,
         ).run()
 
     def _stages(self, block_k: int, itemsize: int) -> int:

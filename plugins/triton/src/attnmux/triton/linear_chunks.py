@@ -14,7 +14,8 @@ from attnmux.triton.kernels.channel_chunks import (
     solve_channel_chunks,
     weigh_channel_chunks,
 )
-from attnmux.triton.kernels.linear_chunks import chunk_outputs, pass_states, solve_chunks
+from attnmux.triton.kernels.chunk_states import join_spans, pass_states, weigh_spans
+from attnmux.triton.kernels.linear_chunks import chunk_outputs, solve_chunks
 
 if TYPE_CHECKING:
     from attnmux.core import ForwardBatch, LinearCall
@@ -26,6 +27,16 @@ wrong rows for all but the first warp on SM90."""
 STATE_BLOCK = 32
 """Columns of a state that one program passes from chunk to chunk: fewer would be more programs, and
 more would be fewer passes over W."""
+LAUNCHES: dict[str, dict[str, int]] = {
+    "solve": {"BLOCK_V": LEAST_BLOCK, "num_warps": 4},
+    "outputs": {"BLOCK_V": LEAST_BLOCK, "num_warps": 4},
+    "pass": {"BLOCK_V": STATE_BLOCK, "num_warps": 4},
+    "weigh": {"BLOCK_V": STATE_BLOCK, "num_warps": 4},
+    "join": {"BLOCK_V": STATE_BLOCK, "num_warps": 4},
+    "weigh_channels": {"num_warps": 4},
+    "solve_channels": {"BLOCK_V": LEAST_BLOCK, "num_warps": 4},
+    "channel_outputs": {"BLOCK_V": LEAST_BLOCK, "num_warps": 4},
+}
 CHANNELS = 64
 """Of a chunk with a decay for each channel that a program holds at once."""
 
@@ -98,6 +109,9 @@ class ChunkRun:
     precision: str
     num_stages: int
     """Of the loop over a request's chunks."""
+    compute_units: int
+    least_span: int
+    """Chunks of a span, at least."""
 
     def run(self) -> None:
         """Write the outputs and the states."""
@@ -116,7 +130,6 @@ class ChunkRun:
             "BLOCK_T": CHUNK,
             "BLOCK_K": self.block_k,
             "PRECISION": self.precision,
-            "num_warps": 4,
         }
 
     @property
@@ -156,12 +169,12 @@ class ChunkRun:
                 left,
                 last,
                 *self._chunks,
-                BLOCK_V=LEAST_BLOCK,
+                **LAUNCHES["solve"],
                 **self._shape,
                 **self._heads,
             )
         kept = self._pass_states(g, beta, w, left, last, new)
-        chunk_outputs[(triton.cdiv(layer.head_v_dim, LEAST_BLOCK), heads, num_chunks)](
+        chunk_outputs[(triton.cdiv(layer.head_v_dim, LAUNCHES["outputs"]["BLOCK_V"]), heads, num_chunks)](
             *strided(call.q),
             *strided(call.k),
             g,
@@ -170,7 +183,7 @@ class ChunkRun:
             call.out,
             *self._chunks,
             layer.scaling,
-            BLOCK_V=LEAST_BLOCK,
+            **LAUNCHES["outputs"],
             **self._shape,
             **self._heads,
         )
@@ -195,6 +208,7 @@ class ChunkRun:
             left,
             last,
             *self._chunks,
+            **LAUNCHES["weigh_channels"],
             **{name: value for name, value in shape.items() if name != "V"},
         )
         solve_channel_chunks[(num_chunks, heads)](
@@ -205,11 +219,11 @@ class ChunkRun:
             w,
             new,
             *self._chunks,
-            BLOCK_V=LEAST_BLOCK,
+            **LAUNCHES["solve_channels"],
             **shape,
         )
         kept = self._pass_states(g, beta, w, left, last, new)
-        channel_outputs[(triton.cdiv(layer.head_v_dim, LEAST_BLOCK), heads, num_chunks)](
+        channel_outputs[(triton.cdiv(layer.head_v_dim, LAUNCHES["channel_outputs"]["BLOCK_V"]), heads, num_chunks)](
             seen,
             asked,
             new,
@@ -217,7 +231,7 @@ class ChunkRun:
             call.out,
             *self._chunks,
             layer.scaling,
-            BLOCK_V=LEAST_BLOCK,
+            **LAUNCHES["channel_outputs"],
             **self._shape,
         )
 
@@ -231,34 +245,53 @@ class ChunkRun:
         new: torch.Tensor,
     ) -> torch.Tensor:
         """The states before each chunk, [N, Hv, K, V] in the dtype of the call."""
-        call, layer = self.call, self.call.layer
-        heads, num_chunks = layer.num_v_heads, len(self.step.chunk_first)
-        kept = call.v.new_empty((num_chunks, heads, layer.head_k_dim, layer.head_v_dim))
-        grid = (triton.cdiv(layer.head_v_dim, STATE_BLOCK), heads, len(self.rows))
-        pass_states[grid](
-            *strided(call.k),
-            *strided(call.v),
-            g,
-            beta,
-            w,
-            left,
-            last,
-            new,
-            kept,
-            self.states,
-            self.rows,
-            self.known,
-            self.step.chunk_indptr,
-            *self._chunks,
-            BLOCK_V=STATE_BLOCK,
-            HAS_DELTA_RULE=layer.has_delta_rule,
-            BY_CHANNEL=call.g.dim() == 3,
-            HAS_BETA=beta is not None,
-            num_stages=self.num_stages,
+        call, layer, step = self.call, self.call.layer, self.step
+        heads, k_dim, v_dim = layer.num_v_heads, layer.head_k_dim, layer.head_v_dim
+        requests, blocks = len(self.rows), triton.cdiv(v_dim, LAUNCHES["pass"]["BLOCK_V"])
+        longest = triton.cdiv(step.longest, CHUNK)
+        spans = self._spans(longest, requests * heads * blocks)
+        span = triton.cdiv(longest, spans)
+        kept = call.v.new_empty((len(step.chunk_first), heads, k_dim, v_dim))
+        given = (*strided(call.k), *strided(call.v), g, beta, w, left, last, new)
+        places = self.step.chunk_indptr, self.step.starts, span
+        states = self.states, self.rows, self.known
+        options = {
+            "HAS_DELTA_RULE": layer.has_delta_rule,
+            "BY_CHANNEL": call.g.dim() == 3,
+            "HAS_BETA": beta is not None,
+            "SPANS": spans,
+            "num_stages": self.num_stages,
             **self._shape,
             **self._heads,
-        )
+        }
+        joined = None
+        if spans > 1:
+            parts = heads, requests * spans
+            effects = g.new_empty((parts[1], heads, k_dim, v_dim + k_dim))
+            joined = g.new_empty((parts[1], heads, k_dim, v_dim))
+            columns = triton.cdiv(v_dim + k_dim, LAUNCHES["weigh"]["BLOCK_V"])
+            weigh_spans[(columns, *parts)](*given, effects, *places, **LAUNCHES["weigh"], **options)
+            names = "HV", "K", "V", "BLOCK_K", "PRECISION", "SPANS"
+            join_spans[(triton.cdiv(v_dim, LAUNCHES["join"]["BLOCK_V"]), heads, requests)](
+                effects,
+                *states,
+                joined,
+                step.chunk_indptr,
+                span,
+                **{name: options[name] for name in names},
+                **LAUNCHES["join"],
+            )
+        grid = blocks, heads, requests * spans
+        pass_states[grid](*given, kept, *states, joined, *places, **LAUNCHES["pass"], **options)
         return kept
+
+    def _spans(self, longest: int, programs: int) -> int:
+        """Of the longest request, whose chunks are `longest`, if there are `programs` without.
+
+        Chunks in spans are gone through three times, once for each half of their effects.
+        """
+        spans = min(self.compute_units // programs, longest // self.least_span)
+        return spans if spans > 3 else 1
 
 
 def strided(x: torch.Tensor) -> tuple[torch.Tensor, int]:

@@ -24,7 +24,15 @@ import triton
 import triton.language as tl
 
 from attnmux.triton.kernels.linear import over_lengths
-from attnmux.triton.kernels.linear_chunks import LEAST, inverted, load_rows, store_new_values
+from attnmux.triton.kernels.linear_chunks import (
+    LEAST,
+    chunk_of,
+    inverted,
+    load_rows,
+    load_state,
+    store_new_values,
+    store_rows,
+)
 
 NEAR = tl.constexpr(8)
 """Up to half as many rows are away from the middle, so that sums of g, cut off at -20, are at least
@@ -34,19 +42,20 @@ HALVINGS = tl.constexpr(3)
 
 
 @triton.jit
-def unit_of(x, stride, token, is_token, head, channel, D: tl.constexpr, NORMED: tl.constexpr):
-    """[T]: what makes unit vectors of Q or K, or 1."""
-    factor = tl.full(token.shape, 1.0, tl.float32)
+def unit_of(x, stride, place, is_token, channel, D: tl.constexpr, NORMED: tl.constexpr):
+    """[T]: what makes unit vectors of a chunk's Q or K, whose first row x is; or 1."""
+    factor = tl.full(place.shape, 1.0, tl.float32)
     if NORMED:
-        rows = load_rows(x, stride, token, is_token, head, channel, D).to(tl.float32)
+        rows = load_rows(x, stride, place, is_token, channel, D).to(tl.float32)
         factor = over_lengths(rows)
     return factor
 
 
 @triton.jit
-def running_decays(g, token, is_token, head, channel, HV: tl.constexpr, K: tl.constexpr):
-    """G [T, channels] of a chunk. A place without a token adds nothing."""
-    decays = load_rows(g, HV * K, token, is_token, head, channel, K)
+def running_decays(g, place, is_token, channel, HV: tl.constexpr, K: tl.constexpr):
+    """G [T, channels] of a chunk and head, whose first row g is. A place without a token adds
+    nothing."""
+    decays = load_rows(g, HV * K, place, is_token, channel, K)
     return tl.cumsum(tl.maximum(decays, LEAST), axis=0)
 
 
@@ -95,33 +104,31 @@ def weigh_channel_chunks(
     """
     chunk, head = tl.program_id(0), tl.program_id(1)
     place = tl.arange(0, BLOCK_T)
-    is_token = place < tl.load(chunk_count + chunk)
-    token = (tl.load(chunk_first + chunk) + place).to(tl.int64)
-    key_head = head // GROUP
+    first, is_token = chunk_of(chunk, chunk_first, chunk_count, place)
+    row = first * HV + head
+    q += first * q_stride + head // GROUP * K
+    k += first * k_stride + head // GROUP * K
     kind = seen.dtype.element_ty
-    row = token * HV + head
     every = tl.arange(0, BLOCK_K)
-    unit_q = unit_of(q, q_stride, token, is_token, key_head, every, K, NORMED)
-    unit_k = unit_of(k, k_stride, token, is_token, key_head, every, K, NORMED)
+    unit_q = unit_of(q, q_stride, place, is_token, every, K, NORMED)
+    unit_k = unit_of(k, k_stride, place, is_token, every, K, NORMED)
     weights = tl.zeros((BLOCK_T, BLOCK_T), tl.float32)
     for start in tl.range(0, K, BLOCK_C, num_stages=1):
         channel = start + tl.arange(0, BLOCK_C)
-        queries = load_rows(q, q_stride, token, is_token, key_head, channel, K).to(tl.float32)
+        queries = load_rows(q, q_stride, place, is_token, channel, K).to(tl.float32)
         queries *= unit_q[:, None]
-        keys = load_rows(k, k_stride, token, is_token, key_head, channel, K).to(tl.float32)
+        keys = load_rows(k, k_stride, place, is_token, channel, K).to(tl.float32)
         keys *= unit_k[:, None]
-        within = running_decays(g, token, is_token, head, channel, HV, K)
+        within = running_decays(g + row * K, place, is_token, channel, HV, K)
         weights = met_by(queries, keys, within, place, weights, kind, PRECISION)
         end = tl.min(within, axis=0)
-        is_channel = channel < K
-        is_there = is_token[:, None] & is_channel[None, :]
-        places = row[:, None] * K + channel[None, :]
-        tl.store(asked + places, (queries * tl.exp(within)).to(kind), mask=is_there)
-        kept = (keys * tl.exp(end[None, :] - within)).to(kind)
-        tl.store(left + places, kept, mask=is_there)
-        tl.store(last + (chunk.to(tl.int64) * HV + head) * K + channel, end, mask=is_channel)
-    places = row[:, None] * BLOCK_T + place[None, :]
-    tl.store(seen + places, weights.to(kind), mask=is_token[:, None])
+        queries *= tl.exp(within)
+        store_rows(asked + row * K, queries, HV * K, place, is_token, channel, K)
+        keys *= tl.exp(end[None, :] - within)
+        store_rows(left + row * K, keys, HV * K, place, is_token, channel, K)
+        of_last = (chunk.to(tl.int64) * HV + head) * K + channel
+        tl.store(last + of_last, end, mask=channel < K)
+    store_rows(seen + row * BLOCK_T, weights, HV * BLOCK_T, place, is_token, place, BLOCK_T)
 
 
 @triton.jit
@@ -134,36 +141,32 @@ def solve_channel_chunks(
     """W [T, Hv, K] and U [T, Hv, V] of a chunk and head. Grid (N, Hv)."""
     chunk, head = tl.program_id(0), tl.program_id(1)
     place = tl.arange(0, BLOCK_T)
-    is_token = place < tl.load(chunk_count + chunk)
-    token = (tl.load(chunk_first + chunk) + place).to(tl.int64)
-    key_head = head // GROUP
+    first, is_token = chunk_of(chunk, chunk_first, chunk_count, place)
+    row = first * HV + head
+    k += first * k_stride + head // GROUP * K
     kind = w.dtype.element_ty
-    row = token * HV + head
-    rate = tl.load(beta + row, mask=is_token, other=0.0).to(tl.float32)
-    every = tl.arange(0, BLOCK_K)
-    unit = unit_of(k, k_stride, token, is_token, key_head, every, K, NORMED)
+    rate = tl.load(beta + row + place * HV, mask=is_token, other=0.0).to(tl.float32)
+    unit = unit_of(k, k_stride, place, is_token, tl.arange(0, BLOCK_K), K, NORMED)
     met = tl.zeros((BLOCK_T, BLOCK_T), tl.float32)
     for start in tl.range(0, K, BLOCK_C, num_stages=1):
         channel = start + tl.arange(0, BLOCK_C)
-        keys = load_rows(k, k_stride, token, is_token, key_head, channel, K).to(tl.float32)
+        keys = load_rows(k, k_stride, place, is_token, channel, K).to(tl.float32)
         keys *= unit[:, None]
-        within = running_decays(g, token, is_token, head, channel, HV, K)
+        within = running_decays(g + row * K, place, is_token, channel, HV, K)
         met = met_by(keys, keys, within, place, met, kind, PRECISION)
     met = tl.where(place[:, None] > place[None, :], met * rate[:, None], 0.0)
-    inverse = inverted(met, place, PRECISION).to(kind)
+    inverse = inverted(met, place, NORMED, PRECISION).to(kind)
     for start in tl.range(0, K, BLOCK_C, num_stages=1):
         channel = start + tl.arange(0, BLOCK_C)
-        keys = load_rows(k, k_stride, token, is_token, key_head, channel, K).to(tl.float32)
-        within = running_decays(g, token, is_token, head, channel, HV, K)
+        keys = load_rows(k, k_stride, place, is_token, channel, K).to(tl.float32)
+        within = running_decays(g + row * K, place, is_token, channel, HV, K)
         keys = (keys * tl.exp(within) * (unit * rate)[:, None]).to(kind)
-        tl.store(
-            w + row[:, None] * K + channel[None, :],
-            tl.dot(inverse, keys, input_precision=PRECISION).to(kind),
-            mask=is_token[:, None] & (channel < K)[None, :],
-        )
+        keys = tl.dot(inverse, keys, input_precision=PRECISION)
+        store_rows(w + row * K, keys, HV * K, place, is_token, channel, K)
     store_new_values(
-        inverse, v, v_stride, rate, u, token, is_token, head, HV, V, BLOCK_V, PRECISION
-    )
+        inverse, v + first * v_stride + head * V, v_stride, rate, u + row * V, place, is_token,
+        HV, V, BLOCK_V, PRECISION,
+    )  # fmt: skip
 
 
 @triton.jit
@@ -179,23 +182,13 @@ def channel_outputs(
     chunk = tl.program_id(2)
     channel = tl.arange(0, BLOCK_K)
     place = tl.arange(0, BLOCK_T)
-    is_token = place < tl.load(chunk_count + chunk)
-    token = (tl.load(chunk_first + chunk) + place).to(tl.int64)
-    queries = load_rows(asked, HV * K, token, is_token, head, channel, K)
-    state = tl.load(
-        kept + (chunk.to(tl.int64) * HV + head) * (K * V)
-        + channel[:, None] * V + column[None, :],
-        mask=(channel < K)[:, None] & (column < V)[None, :],
-        other=0.0,
-    )  # fmt: skip
+    first, is_token = chunk_of(chunk, chunk_first, chunk_count, place)
+    row = first * HV + head
+    queries = load_rows(asked + row * K, HV * K, place, is_token, channel, K)
+    state = load_state(kept, chunk, head, channel, column, HV, K, V)
     result = tl.dot(queries, state, input_precision=PRECISION)
-    places = (token * HV + head)[:, None] * BLOCK_T + place[None, :]
-    is_seen = is_token[:, None] & (place[:, None] >= place[None, :])
-    weights = tl.load(seen + places, mask=is_seen, other=0.0)
-    added = load_rows(new, HV * V, token, is_token, head, column, V)
+    weights = load_rows(seen + row * BLOCK_T, HV * BLOCK_T, place, is_token, place, BLOCK_T)
+    weights = tl.where(place[:, None] >= place[None, :], weights, 0.0)
+    added = load_rows(new + row * V, HV * V, place, is_token, column, V)
     result += tl.dot(weights, added, input_precision=PRECISION)
-    tl.store(
-        out + (token * HV + head)[:, None] * V + column[None, :],
-        (result * scaling).to(out.dtype.element_ty),
-        mask=is_token[:, None] & (column < V)[None, :],
-    )
+    store_rows(out + row * V, result * scaling, HV * V, place, is_token, column, V)

@@ -1,4 +1,4 @@
-"""Linear layers in chunks of 64 tokens, for prompts: three kernels of matrix products.
+"""Linear layers in chunks of 64 tokens, for prompts: the products of all chunks at once.
 
 With G the running sum of g within a chunk, S the state before it, and a decay for each head:
 
@@ -7,8 +7,8 @@ With G the running sum of g within a chunk, S the state before it, and a decay f
     S' = exp(G_last) S + (exp(G_last - G) K)^T N
     O = scaling * (exp(G) Q S + M N)                        M_ij = exp(G_i - G_j) q_i . k_j, j <= i
 
-`solve_chunks` makes W and U of all chunks at once, `pass_states` goes from chunk to chunk and keeps
-each chunk's S and N, and `chunk_outputs` makes O of all chunks at once. Source: Yang et al., Gated
+`solve_chunks` makes W and U, `pass_states` of `chunk_states` goes from chunk to chunk and keeps each
+chunk's S and N, and `chunk_outputs` makes O. Source: Yang et al., Gated
 Delta Networks, arXiv:2412.06464, section 3.3.
 
 `chunk_first`, `chunk_count` [N] int32: first token and number of tokens of each chunk. G is summed
@@ -26,9 +26,17 @@ LEAST = tl.constexpr(-20.0)
 
 
 @triton.jit
-def running_decay(g, token, is_token, head, HV: tl.constexpr):
-    """G [T] of a chunk. A place without a token adds nothing."""
-    decay = tl.load(g + token * HV + head, mask=is_token, other=0.0)
+def chunk_of(chunk, chunk_first, chunk_count, place):
+    """A chunk's first token, and which places have a token. Places count from the first token in 32
+    bits, which take half the registers of 64."""
+    first = tl.load(chunk_first + chunk).to(tl.int64)
+    return first, place < tl.load(chunk_count + chunk)
+
+
+@triton.jit
+def running_decay(g, place, is_token, HV: tl.constexpr):
+    """G [T] of a chunk and head, whose first g is given. A place without a token adds nothing."""
+    decay = tl.load(g + place * HV, mask=is_token, other=0.0)
     return tl.cumsum(tl.maximum(decay, LEAST), axis=0)
 
 
@@ -39,31 +47,46 @@ def between(decay, is_kept):
 
 
 @triton.jit
-def load_rows(x, stride, token, is_token, head, column, D: tl.constexpr):
-    """[T, columns] of a head: x [tokens, heads, D], whose tokens are `stride` apart."""
+def load_rows(x, stride, place, is_token, column, D: tl.constexpr):
+    """[T, columns] of a chunk and head, whose first row x is, and the others `stride` apart."""
     return tl.load(
-        x + token[:, None] * stride + head * D + column[None, :],
+        x + place[:, None] * stride + column[None, :],
         mask=is_token[:, None] & (column < D)[None, :],
         other=0.0,
     )
 
 
 @triton.jit
-def joined_in_pairs(inverse, met, row, column, level, PRECISION: tl.constexpr):
-    """M of blocks of 2 ** (level + 2) rows, from that of blocks of half as many."""
-    joined = (row >> (level + 2)) == (column >> (level + 2))
-    joined &= (row >> (level + 1)) != (column >> (level + 1))
-    part = tl.where(joined, met, 0.0)
-    part = tl.dot(inverse, part, input_precision=PRECISION)
-    return inverse - tl.dot(part, inverse, input_precision=PRECISION)
+def store_rows(x, rows, stride, place, is_token, column, D: tl.constexpr):
+    """Writes `rows` [T, columns] where `load_rows` reads them."""
+    tl.store(
+        x + place[:, None] * stride + column[None, :],
+        rows.to(x.dtype.element_ty),
+        mask=is_token[:, None] & (column < D)[None, :],
+    )
 
 
 @triton.jit
-def inverted(met, place, PRECISION: tl.constexpr):
+def joined_in_pairs(inverse, met, row, column, level, kind: tl.constexpr, PRECISION: tl.constexpr):
+    """M of blocks of 2 ** (level + 2) rows, from that of blocks of half as many."""
+    joined = (row >> (level + 2)) == (column >> (level + 2))
+    joined &= (row >> (level + 1)) != (column >> (level + 1))
+    part = tl.where(joined, met, 0.0).to(kind)
+    factor = inverse.to(kind)
+    part = tl.dot(factor, part, input_precision=PRECISION).to(kind)
+    return inverse - tl.dot(part, factor, input_precision=PRECISION)
+
+
+@triton.jit
+def inverted(met, place, IS_BOUNDED: tl.constexpr, PRECISION: tl.constexpr):
     """The inverse of I + met, for met [64, 64] below the diagonal. place: 0 to 63.
 
     It grows from blocks of 1 to blocks of 64: with M the inverse of the diagonal blocks of s rows
     and A the part that joins them in pairs, that of blocks of 2 s is M - M A M.
+
+    IS_BOUNDED: keys are unit vectors. An element of the inverse is then at most beta, which is 2 at
+    most: product by product, keys are turned and shortened. So float16 holds all, in as many digits
+    as TF32 has, and is multiplied twice as fast.
     """
     row, column = place[:, None], place[None, :]
     joined = (row // 2 == column // 2) & (row != column)
@@ -71,29 +94,28 @@ def inverted(met, place, PRECISION: tl.constexpr):
     if PRECISION == "ieee":
         # Unrolled, ten products without tensor cores compile for half a minute, and spill
         for level in range(5):
-            inverse = joined_in_pairs(inverse, met, row, column, level, PRECISION)
+            inverse = joined_in_pairs(inverse, met, row, column, level, tl.float32, PRECISION)
     else:
+        kind: tl.constexpr = tl.float16 if IS_BOUNDED else tl.float32
         for level in tl.static_range(5):
-            inverse = joined_in_pairs(inverse, met, row, column, level, PRECISION)
+            inverse = joined_in_pairs(inverse, met, row, column, level, kind, PRECISION)
     return inverse
 
 
 @triton.jit
 def store_new_values(
-    inverse, v, v_stride, rate, u, token, is_token, head,
+    inverse, v, v_stride, rate, u, place, is_token,
     HV: tl.constexpr, V: tl.constexpr, BLOCK_V: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """U [T, Hv, V] of a chunk and head: inverse [T, T] times beta V, with beta `rate` [T]."""
+    """U of a chunk and head: inverse [T, T] times beta V, with beta `rate` [T]. v, u: the first row
+    of each."""
     kind = u.dtype.element_ty
     for start in tl.static_range(0, V, BLOCK_V):
         column = start + tl.arange(0, BLOCK_V)
-        values = load_rows(v, v_stride, token, is_token, head, column, V)
+        values = load_rows(v, v_stride, place, is_token, column, V)
         values = (values.to(tl.float32) * rate[:, None]).to(kind)
-        tl.store(
-            u + (token * HV + head)[:, None] * V + column[None, :],
-            tl.dot(inverse, values, input_precision=PRECISION).to(kind),
-            mask=is_token[:, None] & (column < V)[None, :],
-        )
+        values = tl.dot(inverse, values, input_precision=PRECISION)
+        store_rows(u, values, HV * V, place, is_token, column, V)
 
 
 @triton.jit
@@ -108,93 +130,30 @@ def solve_chunks(
     """
     chunk, head = tl.program_id(0), tl.program_id(1)
     place = tl.arange(0, BLOCK_T)
-    is_token = place < tl.load(chunk_count + chunk)
-    token = (tl.load(chunk_first + chunk) + place).to(tl.int64)
+    first, is_token = chunk_of(chunk, chunk_first, chunk_count, place)
+    row = first * HV + head
+    key_head = head // GROUP
     channel = tl.arange(0, BLOCK_K)
-    keys = load_rows(k, k_stride, token, is_token, head // GROUP, channel, K)
+    keys = load_rows(k + first * k_stride + key_head * K, k_stride, place, is_token, channel, K)
     kind = keys.dtype
     if NORMED:
         keys = normed(keys.to(tl.float32)).to(kind)
-    decay = running_decay(g, token, is_token, head, HV)
-    rate = tl.load(beta + token * HV + head, mask=is_token, other=0.0).to(tl.float32)
+    decay = running_decay(g + row, place, is_token, HV)
+    end = tl.min(decay, axis=0)
+    kept = keys.to(tl.float32) * tl.exp(end - decay)[:, None]
+    store_rows(left + row * K, kept, HV * K, place, is_token, channel, K)
+    tl.store(last + chunk * HV + head, end)
+    rate = tl.load(beta + row + place * HV, mask=is_token, other=0.0).to(tl.float32)
     met = tl.dot(keys, tl.trans(keys), input_precision=PRECISION)
     met *= between(decay, place[:, None] > place[None, :]) * rate[:, None]
-    inverse = inverted(met, place, PRECISION).to(kind)
+    inverse = inverted(met, place, NORMED, PRECISION).to(kind)
     grown = (keys.to(tl.float32) * (rate * tl.exp(decay))[:, None]).to(kind)
-    place_w = w + (token * HV + head)[:, None] * K + channel[None, :]
-    is_there = is_token[:, None] & (channel < K)[None, :]
-    solved = tl.dot(inverse, grown, input_precision=PRECISION)
-    tl.store(place_w, solved.to(kind), mask=is_there)
-    end = tl.min(decay, axis=0)
-    tl.store(last + chunk * HV + head, end)
-    kept = (keys.to(tl.float32) * tl.exp(end - decay)[:, None]).to(kind)
-    tl.store(left + (token * HV + head)[:, None] * K + channel[None, :], kept, mask=is_there)
+    grown = tl.dot(inverse, grown, input_precision=PRECISION)
+    store_rows(w + row * K, grown, HV * K, place, is_token, channel, K)
     store_new_values(
-        inverse, v, v_stride, rate, u, token, is_token, head, HV, V, BLOCK_V, PRECISION
-    )
-
-
-@triton.jit
-def pass_states(
-    k, k_stride, v, v_stride, g, beta, w, left, last, new, kept, states, rows, known,
-    chunk_indptr, chunk_first, chunk_count,
-    HV: tl.constexpr, GROUP: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
-    BLOCK_T: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
-    HAS_DELTA_RULE: tl.constexpr, BY_CHANNEL: tl.constexpr, HAS_BETA: tl.constexpr,
-    NORMED: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
-    """S before each chunk, `kept` [N, Hv, K, V], and its N, `new` [T, Hv, V], which holds U first
-    where there is a delta rule. Writes the states. chunk_indptr [B + 1] int32: each request's
-    first chunk. `last` [N, Hv], or [N, Hv, K] with a decay for each channel. Grid (blocks of V, Hv,
-    B).
-    """
-    column = tl.program_id(0) * BLOCK_V + tl.arange(0, BLOCK_V)
-    head = tl.program_id(1)
-    request = tl.program_id(2)
-    channel = tl.arange(0, BLOCK_K)
-    place = tl.arange(0, BLOCK_T)
-    is_there = (channel < K)[:, None] & (column < V)[None, :]
-    row = tl.load(rows + request)
-    within = channel[:, None] * V + column[None, :]
-    places = states + (row * HV + head) * (K * V) + within
-    is_known = tl.load(known + request) != 0
-    state = tl.load(places, mask=is_there & is_known, other=0.0).to(tl.float32)
-    kind = kept.dtype.element_ty
-    first_chunk = tl.load(chunk_indptr + request)
-    for rank in range(tl.load(chunk_indptr + request + 1) - first_chunk):
-        chunk = first_chunk + rank
-        before = state.to(kind)
-        tl.store(kept + (chunk.to(tl.int64) * HV + head) * (K * V) + within, before, mask=is_there)
-        is_token = place < tl.load(chunk_count + chunk)
-        token = (tl.load(chunk_first + chunk) + place).to(tl.int64)
-        of_new = (token * HV + head)[:, None] * V + column[None, :]
-        is_new = is_token[:, None] & (column < V)[None, :]
-        if HAS_DELTA_RULE:
-            added = tl.load(new + of_new, mask=is_new, other=0.0).to(tl.float32)
-            known_keys = load_rows(w, HV * K, token, is_token, head, channel, K)
-            added -= tl.dot(known_keys, before, input_precision=PRECISION)
-            keys = load_rows(left, HV * K, token, is_token, head, channel, K)
-            if BY_CHANNEL:
-                of_last = (chunk * HV + head) * K + channel
-                end = tl.load(last + of_last, mask=channel < K, other=0.0)[:, None]
-            else:
-                end = tl.load(last + chunk * HV + head)
-        else:
-            decay = running_decay(g, token, is_token, head, HV)
-            end = tl.min(decay, axis=0)
-            keys = load_rows(k, k_stride, token, is_token, head // GROUP, channel, K)
-            keys = keys.to(tl.float32)
-            if NORMED:
-                keys = normed(keys)
-            keys = (keys * tl.exp(end - decay)[:, None]).to(kind)
-            added = load_rows(v, v_stride, token, is_token, head, column, V).to(tl.float32)
-            if HAS_BETA:
-                rate = tl.load(beta + token * HV + head, mask=is_token, other=0.0)
-                added *= rate.to(tl.float32)[:, None]
-        added = added.to(kind)
-        tl.store(new + of_new, added, mask=is_new)
-        state = state * tl.exp(end) + tl.dot(tl.trans(keys), added, input_precision=PRECISION)
-    tl.store(places, state.to(states.dtype.element_ty), mask=is_there)
+        inverse, v + first * v_stride + head * V, v_stride, rate, u + row * V, place, is_token,
+        HV, V, BLOCK_V, PRECISION,
+    )  # fmt: skip
 
 
 @triton.jit
@@ -210,28 +169,32 @@ def chunk_outputs(
     chunk = tl.program_id(2)
     channel = tl.arange(0, BLOCK_K)
     place = tl.arange(0, BLOCK_T)
-    is_token = place < tl.load(chunk_count + chunk)
-    token = (tl.load(chunk_first + chunk) + place).to(tl.int64)
-    queries = load_rows(q, q_stride, token, is_token, head // GROUP, channel, K)
-    keys = load_rows(k, k_stride, token, is_token, head // GROUP, channel, K)
+    first, is_token = chunk_of(chunk, chunk_first, chunk_count, place)
+    row = first * HV + head
+    key_head = head // GROUP
+    queries = load_rows(q + first * q_stride + key_head * K, q_stride, place, is_token, channel, K)
+    keys = load_rows(k + first * k_stride + key_head * K, k_stride, place, is_token, channel, K)
     kind = keys.dtype
     if NORMED:
         queries = normed(queries.to(tl.float32)).to(kind)
         keys = normed(keys.to(tl.float32)).to(kind)
-    decay = running_decay(g, token, is_token, head, HV)
-    state = tl.load(
-        kept + (chunk.to(tl.int64) * HV + head) * (K * V)
-        + channel[:, None] * V + column[None, :],
-        mask=(channel < K)[:, None] & (column < V)[None, :],
-        other=0.0,
-    )  # fmt: skip
+    decay = running_decay(g + row, place, is_token, HV)
+    state = load_state(kept, chunk, head, channel, column, HV, K, V)
     result = tl.dot(queries, state, input_precision=PRECISION) * tl.exp(decay)[:, None]
     met = tl.dot(queries, tl.trans(keys), input_precision=PRECISION)
     met *= between(decay, place[:, None] >= place[None, :])
-    added = load_rows(new, HV * V, token, is_token, head, column, V)
+    added = load_rows(new + row * V, HV * V, place, is_token, column, V)
     result += tl.dot(met.to(kind), added, input_precision=PRECISION)
-    tl.store(
-        out + (token * HV + head)[:, None] * V + column[None, :],
-        (result * scaling).to(kind),
-        mask=is_token[:, None] & (column < V)[None, :],
+    store_rows(out + row * V, result * scaling, HV * V, place, is_token, column, V)
+
+
+@triton.jit
+def load_state(
+    kept, chunk, head, channel, column, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr
+):
+    """[channels, columns] of the state before a chunk; kept [N, Hv, K, V]."""
+    return tl.load(
+        kept + (chunk.to(tl.int64) * HV + head) * (K * V) + channel[:, None] * V + column[None, :],
+        mask=(channel < K)[:, None] & (column < V)[None, :],
+        other=0.0,
     )
