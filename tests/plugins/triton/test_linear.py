@@ -7,7 +7,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from attnmux.core import ConvCall, InvalidInput, Platform
+from attnmux.core import ConvCall, InvalidInput, LinearAttentionBackend, Platform
+from attnmux.cpu.torch_linear import TorchLinearBackend
 from attnmux.testing import AttentionBackendTests, Candidate, extend
 from attnmux.testing.linear_cases import linear_cases
 from attnmux.testing.linear_setup import make_linear_setup, prepare_linear
@@ -15,9 +16,14 @@ from attnmux.triton.plugin import TRITON_LINEAR
 
 pytest.importorskip("triton")
 
+import triton
+import triton.language as tl
+
 from attnmux.triton.convolutions import make_convolutions
+from attnmux.triton.kernels.linear_chunks import inverted
 from attnmux.triton.linear import TritonLinearBackend
-from attnmux.triton.linear_chunks import CHUNK, LinearStep
+from attnmux.triton.linear_device import LinearDevice
+from attnmux.triton.linear_step import CHUNK, LinearStep
 
 CANDIDATE = Candidate(
     card=replace(TRITON_LINEAR, requires=()),
@@ -124,3 +130,51 @@ def test_backends_of_other_plugins_get_the_convolutions() -> None:
     made.run(ConvCall(x, weight, bias, False, given.layer, 0, out), step.batch)
     assert torch.equal(out, expected)
     assert after[1:].nan_to_num(7).equal(setup.states.conv(1)[1:].nan_to_num(7))
+
+
+@pytest.mark.parametrize("name", ["gdn-extend", "kda-extend", "lightning-extend"])
+def test_long_prompts_of_few_heads_go_in_spans(name) -> None:
+    case = next(case for case in linear_cases() if case.name == name)
+    lengths = extend((3, 330), (0, 0), (0, 64), (5, 450), trailing=2)
+    case = replace(case, dtype="float32", num_k_heads=1, num_v_heads=1, steps=(lengths,))
+    setup = make_linear_setup(case, CANDIDATE.platform, "cpu")
+    step = prepare_linear(setup, lengths, host_lens=True)
+    given = step.inputs[0]
+    states = setup.states.state(given.layer.layer_id)
+    start = states.clone()
+
+    def answer(backend: LinearAttentionBackend) -> tuple[torch.Tensor, torch.Tensor]:
+        states.copy_(start)
+        backend.init_forward_metadata(step.batch)
+        qkv = given.q, given.k, given.v
+        out = backend.forward(*qkv, given.layer, step.batch, g=given.g, beta=given.beta)
+        return out, states.clone()
+
+    exact = answer(TorchLinearBackend(setup.context))
+    backend = TritonLinearBackend(setup.context)
+    backend.least_span = 1
+    for compute_units in (1, 32, 1000):
+        backend.device = LinearDevice(compute_units=compute_units)
+        torch.testing.assert_close(answer(backend), exact, rtol=1e-5, atol=1e-5)
+
+
+@triton.jit
+def invert(met, inverse, IS_BOUNDED: tl.constexpr):
+    place = tl.arange(0, 64)
+    places = place[:, None] * 64 + place[None, :]
+    tl.store(inverse + places, inverted(tl.load(met + places), place, IS_BOUNDED, "tf32"))
+
+
+@pytest.mark.parametrize("beta", [0.5, 1.0, 2.0])
+def test_unit_keys_are_inverted_in_float16(beta) -> None:
+    keys = torch.randn(64, 32)
+    keys[32:] += 4 * keys[:32]  # Some are nearly the same
+    keys /= keys.norm(dim=1, keepdim=True)
+    met = torch.tril(beta * keys @ keys.T, -1)
+    found = {bounded: torch.empty(64, 64) for bounded in (True, False)}
+    for is_bounded, inverse in found.items():
+        invert[(1,)](met, inverse, is_bounded)
+    exact = torch.linalg.inv(torch.eye(64, dtype=torch.float64) + met.double())
+    assert exact.abs().max() <= max(1, beta) + 1e-5
+    torch.testing.assert_close(found[False].double(), exact, rtol=0, atol=1e-4)
+    torch.testing.assert_close(found[True].double(), exact, rtol=0, atol=0.01)

@@ -14,7 +14,7 @@ from attnmux.triton.kernels.convolutions import (
     convolve_one,
     keep_inputs,
 )
-from attnmux.triton.linear_chunks import LinearStep, strided
+from attnmux.triton.linear_step import LinearStep, strided
 
 if TYPE_CHECKING:
     from attnmux.core import BackendContext, ConvCall, ForwardBatch

@@ -1,4 +1,4 @@
-"""The chunks of a step of linear layers, and their kernels in order."""
+"""The kernels of linear layers in chunks, in order."""
 
 from __future__ import annotations
 
@@ -8,89 +8,28 @@ from typing import TYPE_CHECKING, Any
 import torch
 import triton
 
-from attnmux.core import InvalidInput, cu_seqlens
+from attnmux.triton.chunk_states import StatePass
 from attnmux.triton.kernels.channel_chunks import (
     channel_outputs,
     solve_channel_chunks,
     weigh_channel_chunks,
 )
-from attnmux.triton.kernels.chunk_states import join_spans, pass_states, weigh_spans
 from attnmux.triton.kernels.linear_chunks import chunk_outputs, solve_chunks
+from attnmux.triton.linear_step import CHUNK, LinearStep, strided
 
 if TYPE_CHECKING:
-    from attnmux.core import ForwardBatch, LinearCall
+    from attnmux.core import LinearCall
+    from attnmux.triton.linear_device import LinearDevice
 
-CHUNK = 64
 LEAST_BLOCK = 64
 """Columns of a product whose left side is another product. With 32 and four warps, Triton 3.6 gives
 wrong rows for all but the first warp on SM90."""
-STATE_BLOCK = 32
-"""Columns of a state that one program passes from chunk to chunk: fewer would be more programs, and
-more would be fewer passes over W."""
-LAUNCHES: dict[str, dict[str, int]] = {
-    "solve": {"BLOCK_V": LEAST_BLOCK, "num_warps": 4},
-    "outputs": {"BLOCK_V": LEAST_BLOCK, "num_warps": 4},
-    "pass": {"BLOCK_V": STATE_BLOCK, "num_warps": 4},
-    "weigh": {"BLOCK_V": STATE_BLOCK, "num_warps": 4},
-    "join": {"BLOCK_V": STATE_BLOCK, "num_warps": 4},
-    "weigh_channels": {"num_warps": 4},
-    "solve_channels": {"BLOCK_V": LEAST_BLOCK, "num_warps": 4},
-    "channel_outputs": {"BLOCK_V": LEAST_BLOCK, "num_warps": 4},
-}
+WIDE_BLOCK = 128
 CHANNELS = 64
 """Of a chunk with a decay for each channel that a program holds at once."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class LinearStep:
-    """What the kernels read of a step with many new tokens."""
-
-    starts: torch.Tensor
-    """[B + 1] int32"""
-    num_tokens: int
-    """Tokens of all requests; a step may have padding after them."""
-    longest: int
-    """New tokens of the longest request."""
-    request_of: torch.Tensor
-    """[T] int32; -1 for padding."""
-    chunk_indptr: torch.Tensor
-    """[B + 1] int32"""
-    chunk_first: torch.Tensor
-    """[N] int32"""
-    chunk_count: torch.Tensor
-    """[N] int32"""
-
-    @classmethod
-    def of(cls, batch: ForwardBatch) -> LinearStep:
-        """Raises InvalidInput without lengths. Reads them from the device where there is no host
-        mirror."""
-        new = batch.extend_seq_lens
-        if new is None or batch.extend_prefix_lens is None:
-            expected = "new and cached lengths in an extend step"
-            raise InvalidInput("extend_seq_lens", got=None, expected=expected)
-        mirror = batch.extend_seq_lens_cpu
-        lens = (new.cpu() if mirror is None else mirror).long()
-        total, device = int(lens.sum()), new.device
-        counts = (lens + CHUNK - 1) // CHUNK
-        chunk_request = torch.arange(len(lens)).repeat_interleave(counts)
-        rank = torch.arange(len(chunk_request)) - (counts.cumsum(0) - counts)[chunk_request]
-        first = (lens.cumsum(0) - lens)[chunk_request] + rank * CHUNK
-        count = (lens[chunk_request] - rank * CHUNK).clamp(max=CHUNK)
-        request_of = torch.arange(len(lens)).repeat_interleave(lens)
-        padding = torch.full((batch.num_tokens - total,), -1)
-        parts = [first, count, counts.cumsum(0), request_of, padding]
-        packed = torch.cat(parts).to(torch.int32).to(device)
-        sizes = [len(part) for part in parts]
-        chunk_first, chunk_count, ends, *tokens = packed.split(sizes)  # type: ignore[no-untyped-call]  # torch's own
-        return cls(
-            starts=cu_seqlens(new),
-            num_tokens=total,
-            longest=int(lens.max()) if len(lens) else 0,
-            request_of=torch.cat(tokens),
-            chunk_indptr=torch.cat([ends.new_zeros(1), ends]),
-            chunk_first=chunk_first,
-            chunk_count=chunk_count,
-        )
+SOLVE_REGISTERS = 168
+"""Of a thread that inverts a chunk: three programs fit a multiprocessor of an H200, and take 0.9
+times as long as two (with a decay for each channel 0.8 times)."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -105,11 +44,7 @@ class ChunkRun:
     """[B] int64"""
     known: torch.Tensor
     """[B] int32: cached tokens of each request."""
-    block_k: int
-    precision: str
-    num_stages: int
-    """Of the loop over a request's chunks."""
-    compute_units: int
+    device: LinearDevice
     least_span: int
     """Chunks of a span, at least."""
 
@@ -128,8 +63,9 @@ class ChunkRun:
             "K": layer.head_k_dim,
             "V": layer.head_v_dim,
             "BLOCK_T": CHUNK,
-            "BLOCK_K": self.block_k,
-            "PRECISION": self.precision,
+            "BLOCK_K": max(LEAST_BLOCK, triton.next_power_of_2(layer.head_k_dim)),
+            "PRECISION": self.device.precision(self.call.v.dtype),
+            "num_warps": 4,
         }
 
     @property
@@ -169,12 +105,14 @@ class ChunkRun:
                 left,
                 last,
                 *self._chunks,
-                **LAUNCHES["solve"],
+                BLOCK_V=LEAST_BLOCK,
+                **self.device.registers(SOLVE_REGISTERS),
                 **self._shape,
                 **self._heads,
             )
         kept = self._pass_states(g, beta, w, left, last, new)
-        chunk_outputs[(triton.cdiv(layer.head_v_dim, LAUNCHES["outputs"]["BLOCK_V"]), heads, num_chunks)](
+        block_v = self._output_block
+        chunk_outputs[(triton.cdiv(layer.head_v_dim, block_v), heads, num_chunks)](
             *strided(call.q),
             *strided(call.k),
             g,
@@ -183,7 +121,7 @@ class ChunkRun:
             call.out,
             *self._chunks,
             layer.scaling,
-            **LAUNCHES["outputs"],
+            BLOCK_V=block_v,
             **self._shape,
             **self._heads,
         )
@@ -198,7 +136,7 @@ class ChunkRun:
         asked, left, w = self._by_key(3)
         seen = call.v.new_empty((call.v.shape[0], heads, CHUNK))
         last = g.new_empty((num_chunks, heads, layer.head_k_dim))
-        shape = {**self._shape, **self._heads, "BLOCK_C": min(self.block_k, CHANNELS)}
+        shape = {**self._shape, **self._heads, "BLOCK_C": CHANNELS}
         weigh_channel_chunks[(num_chunks, heads)](
             *strided(call.q),
             *strided(call.k),
@@ -208,7 +146,6 @@ class ChunkRun:
             left,
             last,
             *self._chunks,
-            **LAUNCHES["weigh_channels"],
             **{name: value for name, value in shape.items() if name != "V"},
         )
         solve_channel_chunks[(num_chunks, heads)](
@@ -219,11 +156,13 @@ class ChunkRun:
             w,
             new,
             *self._chunks,
-            **LAUNCHES["solve_channels"],
+            BLOCK_V=LEAST_BLOCK,
+            **self.device.registers(SOLVE_REGISTERS),
             **shape,
         )
         kept = self._pass_states(g, beta, w, left, last, new)
-        channel_outputs[(triton.cdiv(layer.head_v_dim, LAUNCHES["channel_outputs"]["BLOCK_V"]), heads, num_chunks)](
+        block_v = self._output_block
+        channel_outputs[(triton.cdiv(layer.head_v_dim, block_v), heads, num_chunks)](
             seen,
             asked,
             new,
@@ -231,9 +170,19 @@ class ChunkRun:
             call.out,
             *self._chunks,
             layer.scaling,
-            **LAUNCHES["channel_outputs"],
+            BLOCK_V=block_v,
             **self._shape,
         )
+
+    @property
+    def _output_block(self) -> int:
+        """Columns of V that one program makes: all of 128 where what it reads of them fits, so that
+        the weights of a chunk are made once."""
+        block_k = self._shape["BLOCK_K"]
+        read = 2 * CHUNK * block_k + WIDE_BLOCK * (block_k + CHUNK)
+        fits = read * self.call.v.dtype.itemsize <= self.device.shared_memory
+        is_wide = self.call.layer.head_v_dim > LEAST_BLOCK and block_k <= WIDE_BLOCK
+        return WIDE_BLOCK if fits and is_wide else LEAST_BLOCK
 
     def _pass_states(
         self,
@@ -245,55 +194,19 @@ class ChunkRun:
         new: torch.Tensor,
     ) -> torch.Tensor:
         """The states before each chunk, [N, Hv, K, V] in the dtype of the call."""
-        call, layer, step = self.call, self.call.layer, self.step
-        heads, k_dim, v_dim = layer.num_v_heads, layer.head_k_dim, layer.head_v_dim
-        requests, blocks = len(self.rows), triton.cdiv(v_dim, LAUNCHES["pass"]["BLOCK_V"])
-        longest = triton.cdiv(step.longest, CHUNK)
-        spans = self._spans(longest, requests * heads * blocks)
-        span = triton.cdiv(longest, spans)
-        kept = call.v.new_empty((len(step.chunk_first), heads, k_dim, v_dim))
-        given = (*strided(call.k), *strided(call.v), g, beta, w, left, last, new)
-        places = self.step.chunk_indptr, self.step.starts, span
-        states = self.states, self.rows, self.known
-        options = {
-            "HAS_DELTA_RULE": layer.has_delta_rule,
-            "BY_CHANNEL": call.g.dim() == 3,
-            "HAS_BETA": beta is not None,
-            "SPANS": spans,
-            "num_stages": self.num_stages,
-            **self._shape,
-            **self._heads,
-        }
-        joined = None
-        if spans > 1:
-            parts = heads, requests * spans
-            effects = g.new_empty((parts[1], heads, k_dim, v_dim + k_dim))
-            joined = g.new_empty((parts[1], heads, k_dim, v_dim))
-            columns = triton.cdiv(v_dim + k_dim, LAUNCHES["weigh"]["BLOCK_V"])
-            weigh_spans[(columns, *parts)](*given, effects, *places, **LAUNCHES["weigh"], **options)
-            names = "HV", "K", "V", "BLOCK_K", "PRECISION", "SPANS"
-            join_spans[(triton.cdiv(v_dim, LAUNCHES["join"]["BLOCK_V"]), heads, requests)](
-                effects,
-                *states,
-                joined,
-                step.chunk_indptr,
-                span,
-                **{name: options[name] for name in names},
-                **LAUNCHES["join"],
-            )
-        grid = blocks, heads, requests * spans
-        pass_states[grid](*given, kept, *states, joined, *places, **LAUNCHES["pass"], **options)
-        return kept
-
-    def _spans(self, longest: int, programs: int) -> int:
-        """Of the longest request, whose chunks are `longest`, if there are `programs` without.
-
-        Chunks in spans are gone through three times, once for each half of their effects.
-        """
-        spans = min(self.compute_units // programs, longest // self.least_span)
-        return spans if spans > 3 else 1
-
-
-def strided(x: torch.Tensor) -> tuple[torch.Tensor, int]:
-    """A tensor of tokens, and the stride of these."""
-    return x, x.stride(0)
+        call = self.call
+        return StatePass(
+            step=self.step,
+            read=(*strided(call.k), *strided(call.v), g, beta, w, left, last),
+            new=new,
+            states=(self.states, self.rows, self.known),
+            options={
+                **self._shape,
+                **self._heads,
+                "HAS_DELTA_RULE": call.layer.has_delta_rule,
+                "BY_CHANNEL": g.dim() == 3,
+                "HAS_BETA": beta is not None,
+            },
+            device=self.device,
+            least_span=self.least_span,
+        ).run()

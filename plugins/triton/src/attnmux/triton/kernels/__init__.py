@@ -13,7 +13,9 @@ Portable, in Triton:
     chosen_pages.py    bounds, scores, choice and copies of the pages that a decode step reads
     index_scores.py    an indexer's scores of the keys that each token sees
     linear.py   recurrent layers token by token, and short convolutions
-    linear_chunks.py   recurrent layers in chunks
+    linear_chunks.py   recurrent layers in chunks, with channel_chunks.py (a decay for each channel)
+                       and chunk_states.py (states from chunk to chunk)
+    channel_scan.py    recurrent layers whose every channel is a head
 
 For Hopper GPUs, in Gluon, Triton's lower level language:
     hopper_tiles.py    as tiles.py, with hopper_places.py (a program's rows and keys) and

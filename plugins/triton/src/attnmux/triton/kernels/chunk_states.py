@@ -149,16 +149,16 @@ def weigh_spans(
     HAS_DELTA_RULE: tl.constexpr, BY_CHANNEL: tl.constexpr, HAS_BETA: tl.constexpr,
     NORMED: tl.constexpr, PRECISION: tl.constexpr, SPANS: tl.constexpr,
 ):  # fmt: skip
-    """B and A of each span but the requests' last, `effects` [B * SPANS, Hv, K, V + K] float32: what
-    it makes of zeros, and with no new values of the unit matrix. Grid (blocks of V + K, Hv,
-    B * SPANS).
+    """B and A of each span but the requests' last, `effects` [B * SPANS, Hv, K, V + K] float32.
+    Columns from V on start as the unit matrix and have no values, which makes them A. Grid (blocks
+    of V + K, Hv, B * SPANS).
     """
     column = tl.program_id(0) * BLOCK_V + tl.arange(0, BLOCK_V)
     head = tl.program_id(1)
     program = tl.program_id(2)
     channel = tl.arange(0, BLOCK_K)
     place = tl.arange(0, BLOCK_T)
-    request, chunk, chunks, first, until = span_of(chunk_indptr, starts, program, span, SPANS)
+    _, chunk, chunks, first, until = span_of(chunk_indptr, starts, program, span, SPANS)
     if chunks > span:
         state = tl.where(column[None, :] == V + channel[:, None], 1.0, 0.0)
         end = 0.0
@@ -169,7 +169,7 @@ def weigh_spans(
             if HAS_DELTA_RULE:
                 after = end_of(last, chunk + rank + 1, True, head, channel, HV, K, BY_CHANNEL)
             token = first + rank * BLOCK_T
-            state, added = through_chunk(
+            state, _added = through_chunk(
                 state, end, k, k_stride, v, v_stride, g, beta, w, left, new,
                 token, place, place < until - token, head, column, channel,
                 HV, GROUP, K, V, HAS_DELTA_RULE, HAS_BETA, NORMED, PRECISION,
@@ -208,7 +208,7 @@ def join_spans(
     chunks = tl.load(chunk_indptr + request + 1) - tl.load(chunk_indptr + request)
     number = (request * SPANS).to(tl.int64) * HV + head
     tl.store(joined + number * (K * V) + within, state, mask=is_there)
-    for rank in range(tl.cdiv(chunks, span) - 1):
+    for _rank in range(tl.cdiv(chunks, span) - 1):
         tl.debug_barrier()
         before = joined + number * (K * V)
         effect = effects + number * K * (V + K) + channel[:, None] * (V + K)

@@ -7,9 +7,9 @@ With G the running sum of g within a chunk, S the state before it, and a decay f
     S' = exp(G_last) S + (exp(G_last - G) K)^T N
     O = scaling * (exp(G) Q S + M N)                        M_ij = exp(G_i - G_j) q_i . k_j, j <= i
 
-`solve_chunks` makes W and U, `pass_states` of `chunk_states` goes from chunk to chunk and keeps each
-chunk's S and N, and `chunk_outputs` makes O. Source: Yang et al., Gated
-Delta Networks, arXiv:2412.06464, section 3.3.
+`solve_chunks` makes W and U, `pass_states` (in `chunk_states`) goes from chunk to chunk and keeps
+each chunk's S and N, and `chunk_outputs` makes O. Source: Yang et al., Gated Delta Networks,
+arXiv:2412.06464, section 3.3.
 
 `chunk_first`, `chunk_count` [N] int32: first token and number of tokens of each chunk. G is summed
 from g cut off at -20, where exp is 2e-9: longer sums would have no digits left for what follows.
