@@ -1,7 +1,8 @@
 """Run every decoder and encoder-decoder model of the installed transformers on attnmux, each as a
 small random model.
 
-    python -m tools.models [--jobs 2] [--seed 0] [--platform cpu] [--dtype float32] [NAME…]
+    python -m tools.models [--jobs 2] [--seed 0] [--platform cpu] [--dtype float32]
+                           [--dims small] [NAME…]
 
 A decoder has the name of its config's class, an encoder-decoder model that of its own class. Each
 gets random heads, groups, dims and windows, and random weights. attnmux's engine must give the
@@ -21,6 +22,7 @@ from collections.abc import Sequence
 from difflib import get_close_matches
 from importlib.metadata import version
 from pathlib import Path
+from typing import get_args
 
 import click
 from rich.console import Console
@@ -30,6 +32,7 @@ from attnmux.core import AttnmuxError
 from attnmux.core.cli.run import FiniteRange
 from tools.models.children import all_names, context_of_children, machine_of, run_all
 from tools.models.outcome import Outcome, as_json, as_markdown, counts, reasons
+from tools.models.rules import DimsKind
 
 STYLES = {"served": "green", "refused": "yellow", "wrong": "red", "failed": "red"}
 
@@ -88,6 +91,13 @@ def known(asked: Sequence[str], names: Sequence[str]) -> list[str]:
     show_default=True,
     help="Of weights and activations.",
 )
+@click.option(
+    "--dims",
+    type=click.Choice(get_args(DimsKind)),
+    default="small",
+    show_default=True,
+    help="Small ones, or those that kernels are written for.",
+)
 @click.option("--backend", help="Only this backend; as a rule the solver chooses.")
 @click.option(
     "--shard",
@@ -107,6 +117,7 @@ def main(
     timeout: float,
     device: str,
     dtype: str,
+    dims: DimsKind,
     backend: str | None,
     shard: tuple[int, int],
     progress: bool,
@@ -137,6 +148,7 @@ def main(
         platform=machine,
         offers=offers,
         dtype=dtype,
+        dims=dims,
         say=say,
     ):
         outcomes.append(outcome)
@@ -150,6 +162,7 @@ def main(
         **{name: version(name) for name in ("torch", "transformers", "attnmux-core")},
         "platform": device,
         "dtype": dtype,
+        "dims": dims,
         "seed": seed,
         "seconds": round(time.monotonic() - start),
     }

@@ -18,6 +18,7 @@ from typing import Any
 
 from attnmux.core import InvalidInput, Offer, Platform, detect, load_plugins, pick_platform
 from tools.models.outcome import Outcome
+from tools.models.rules import DimsKind
 
 STACK_AT = 0.95
 """The share of a child's time after which it tells where it is."""
@@ -91,6 +92,7 @@ def run_all(
     platform: Platform,
     offers: Sequence[Offer],
     dtype: str = "float32",
+    dims: DimsKind = "small",
     say: Callable[[str, str], None] = _ignore,
 ) -> Iterator[Outcome]:
     """The outcomes of architectures, as they end.
@@ -101,7 +103,7 @@ def run_all(
 
     def run(name: str) -> Outcome:
         ours, theirs = context.Pipe(duplex=False)
-        given = (theirs, name, seed, platform, offers, dtype, timeout)
+        given = (theirs, name, seed, platform, offers, dtype, dims, timeout)
         child = context.Process(target=_run, args=given)
         child.start()
         theirs.close()
@@ -166,6 +168,7 @@ def _run(
     platform: Platform,
     offers: Sequence[Offer],
     dtype: str,
+    dims: DimsKind,
     timeout: float,
 ) -> None:
     silent = os.open(os.devnull, os.O_WRONLY)
@@ -183,7 +186,10 @@ def _run(
     watch.start()
     from tools.models.trial import try_alone  # noqa: PLC0415  # as above
 
-    send(try_alone(name, seed, platform, offers, dtype=dtype, say=lambda text: send(Stage(text))))
+    def say(text: str) -> None:
+        send(Stage(text))
+
+    send(try_alone(name, seed, platform, offers, dtype=dtype, dims=dims, say=say))
 
 
 def _innermost(thread: int) -> str:

@@ -16,7 +16,7 @@ from typing import Any
 from transformers import PreTrainedConfig
 
 from tools.models.overrides import OVERRIDES
-from tools.models.rules import OFTEN_NONE, ROPE_THETA, RULES, TOWER, Dims
+from tools.models.rules import OFTEN_NONE, ROPE_THETA, RULES, TOWER, Dims, DimsKind
 
 VARIANTS = (
     {"tied": False, "grouped": True},
@@ -31,14 +31,17 @@ PARTS = ("is_decoder", "add_cross_attention")
 
 
 def random_config(
-    config_class: type[PreTrainedConfig], seed: int, variant: Mapping[str, bool]
+    config_class: type[PreTrainedConfig],
+    seed: int,
+    variant: Mapping[str, bool],
+    kind: DimsKind = "small",
 ) -> PreTrainedConfig:
     """A small config of a class. variant: one of VARIANTS.
 
     Raises whatever the class raises for dims that it does not accept.
     """
     rng = random.Random(f"{config_class.__name__} {seed}")
-    dims = Dims.drawn(rng, **variant)
+    dims = Dims.drawn(rng, **variant, kind=kind)
     given = _values(config_class, dims)
     return _made(config_class, given)
 

@@ -24,6 +24,7 @@ from tools.models.architectures import Architecture
 from tools.models.bounds import Bounds, fixed_bounds, rounding_bounds
 from tools.models.configs import VARIANTS, random_config
 from tools.models.encoder_inputs import encoder_inputs
+from tools.models.rules import DimsKind
 
 NEW_TOKENS = 4
 TRIES = 5
@@ -52,19 +53,24 @@ class Reference:
 
 
 def build(
-    architecture: Architecture, seed: int, folder: Path, dtype: torch.dtype = torch.float32
+    architecture: Architecture,
+    seed: int,
+    folder: Path,
+    dtype: torch.dtype = torch.float32,
+    dims: DimsKind = "small",
 ) -> Reference:
     """Write a checkpoint of random weights, in the dtype.
 
     No text holds the padding token, which some models do not count as a token.
     """
+    is_scaled = dims == "real" or dtype is not torch.float32
     errors = []
     for variant in VARIANTS:
         try:
-            config = random_config(architecture.config_class, seed, variant)
+            config = random_config(architecture.config_class, seed, variant, dims)
             architecture = _of_whole_config(architecture, config)
             for _ in range(TRIES):
-                _write(architecture, config, folder, dtype)
+                _write(architecture, config, folder, dtype, scaled=is_scaled)
                 exact = _load(architecture, folder, torch.float32)
                 wanted = generate(architecture, exact, seed)
                 if not any(_padding(config) in each.tokens for each in wanted):
@@ -94,10 +100,15 @@ def _padding(config: PreTrainedConfig) -> object:
 
 
 def _write(
-    architecture: Architecture, config: PreTrainedConfig, folder: Path, dtype: torch.dtype
+    architecture: Architecture,
+    config: PreTrainedConfig,
+    folder: Path,
+    dtype: torch.dtype,
+    *,
+    scaled: bool,
 ) -> None:
     model = architecture.auto.from_config(config, attn_implementation="eager", dtype=torch.float32)
-    randomise(model, scaled=dtype is not torch.float32)
+    randomise(model, scaled=scaled)
     model.to(dtype)
     model.generation_config = GenerationConfig()
     model.save_pretrained(folder)

@@ -5,8 +5,12 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Literal
 
 MAX_POSITIONS = 128
+DimsKind = Literal["small", "real"]
+"""Dims that no deployed model has, which find what is taken for granted, or those that kernels
+written for a few of them serve: heads of 64 and 128, latents of 512 and 64."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -27,9 +31,15 @@ class Dims:
     has_encoder: bool = False
 
     @classmethod
-    def drawn(cls, rng: random.Random, *, tied: bool, grouped: bool) -> Dims:
+    def drawn(
+        cls, rng: random.Random, *, tied: bool, grouped: bool, kind: DimsKind = "small"
+    ) -> Dims:
         """tied: the hidden size is that of all heads. grouped: heads may share K and V."""
-        kv_heads, head_dim = rng.choice((1, 2, 3)), rng.choice((8, 16, 32))
+        is_small = kind == "small"
+        kv_heads, head_dim = (
+            rng.choice((1, 2, 3)),
+            rng.choice((8, 16, 32) if is_small else (64, 128)),
+        )
         heads = max(2, kv_heads * rng.choice((1, 2, 4)))
         if not grouped:
             heads = kv_heads = rng.choice((2, 4))
@@ -42,8 +52,8 @@ class Dims:
             inner=rng.choice((32, 48, 64)),
             window=rng.randint(4, 9),
             experts=rng.choice((4, 6)),
-            rank=rng.choice((16, 24)),
-            rope_dim=rng.choice((4, 8)),
+            rank=rng.choice((16, 24)) if is_small else 512,
+            rope_dim=rng.choice((4, 8)) if is_small else 64,
             vocab=rng.choice((97, 128, 150)),
         )
 

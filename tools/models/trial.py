@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -26,8 +26,10 @@ from tools.models.architectures import architecture_of
 from tools.models.compare import WrongAnswer, compare_logits, compare_text
 from tools.models.outcome import Outcome, Status
 from tools.models.reference import Reference, build, dims_of
+from tools.models.rules import DimsKind
 
-PAGE_SIZES = (1, 16)
+PAGE_SIZES: Mapping[DimsKind, Sequence[int]] = {"small": (1, 16), "real": (16, 64)}
+"""Kernels for latents read pages of 64."""
 
 
 def _ignore(text: str) -> None: ...
@@ -40,7 +42,8 @@ def try_architecture(
     offers: Sequence[Offer],
     *,
     dtype: torch.dtype = torch.float32,
-    page_sizes: Sequence[int] = PAGE_SIZES,
+    dims: DimsKind = "small",
+    page_sizes: Sequence[int] | None = None,
     say: Callable[[str], None] = _ignore,
 ) -> Outcome:
     """Build, serve and compare an architecture. say: called with each stage as it begins."""
@@ -48,11 +51,11 @@ def try_architecture(
     with tempfile.TemporaryDirectory() as folder, quiet_transformers(progress=False):
         say("eager attention")
         try:
-            reference = build(architecture_of(name), seed, Path(folder), dtype)
+            reference = build(architecture_of(name), seed, Path(folder), dtype, dims)
         except Exception as error:  # transformers' models raise anything
             return Outcome(config=name, status="not built", reason=in_one_line(error))
         outcome = Outcome(config=name, status="served", dims=dims_of(reference.config))
-        for page_size in page_sizes:
+        for page_size in page_sizes or PAGE_SIZES[dims]:
 
             def say_where(text: str, page_size: int = page_size) -> None:
                 say(f"page size {page_size}: {text}")
@@ -132,10 +135,13 @@ def try_alone(
     offers: Sequence[Offer],
     *,
     dtype: str = "float32",
+    dims: DimsKind = "small",
     say: Callable[[str], None] = _ignore,
 ) -> Outcome:
     """The same in a process of its own, on one thread, as small tensors want it."""
     torch.set_num_threads(1)
     start = time.monotonic()
-    outcome = try_architecture(name, seed, platform, offers, dtype=torch_dtype(dtype), say=say)
+    outcome = try_architecture(
+        name, seed, platform, offers, dtype=torch_dtype(dtype), dims=dims, say=say
+    )
     return replace(outcome, seconds=time.monotonic() - start)
