@@ -135,30 +135,36 @@ class ChunkRun:
         new = torch.empty_like(call.v, memory_format=torch.contiguous_format)
         asked, left, w = self._by_key(3)
         seen = call.v.new_empty((call.v.shape[0], heads, CHUNK))
+        # Products of unit vectors fit float16
+        is_short = layer.qk_l2norm and call.v.dtype is not torch.float32
+        met = seen.new_empty(seen.shape, dtype=torch.float16 if is_short else torch.float32)
         last = g.new_empty((num_chunks, heads, layer.head_k_dim))
-        shape = {**self._shape, **self._heads, "BLOCK_C": CHANNELS}
         weigh_channel_chunks[(num_chunks, heads)](
             *strided(call.q),
             *strided(call.k),
             g,
             seen,
+            met,
             asked,
+            w,
             left,
             last,
             *self._chunks,
-            **{name: value for name, value in shape.items() if name != "V"},
+            BLOCK_C=CHANNELS,
+            **without(self._shape, "V"),
+            **self._heads,
         )
         solve_channel_chunks[(num_chunks, heads)](
-            *strided(call.k),
             *strided(call.v),
-            g,
             beta,
+            met,
             w,
             new,
             *self._chunks,
             BLOCK_V=LEAST_BLOCK,
+            NORMED=layer.qk_l2norm,
             **self.device.registers(SOLVE_REGISTERS),
-            **shape,
+            **self._shape,
         )
         kept = self._pass_states(g, beta, w, left, last, new)
         block_v = self._output_block
@@ -210,3 +216,7 @@ class ChunkRun:
             device=self.device,
             least_span=self.least_span,
         ).run()
+
+
+def without(options: dict[str, Any], name: str) -> dict[str, Any]:
+    return {key: value for key, value in options.items() if key != name}

@@ -14,8 +14,8 @@ One product serves all halves of a length. Rows of one NEAR meet by way of a pla
 up to which sums of g have exponentials that float32 holds. Source: Kimi Linear, arXiv:2510.26692,
 section 3; Yang et al., Gated Linear Attention, arXiv:2312.06635, section 4.3.
 
-`weigh_channel_chunks` makes M and all that depends on G alone, `solve_channel_chunks` W and U of
-all chunks, `pass_states` goes from chunk to chunk, and `channel_outputs` makes O.
+`weigh_channel_chunks` makes M, L and all that depends on G alone, `solve_channel_chunks` W and U,
+`pass_states` goes from chunk to chunk, and `channel_outputs` makes O.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ from attnmux.triton.kernels.linear_chunks import (
     inverted,
     load_rows,
     load_state,
-    store_new_values,
     store_rows,
+    store_solved,
 )
 
 NEAR = tl.constexpr(8)
@@ -67,40 +67,51 @@ def since(within, place, span, middle):
 
 
 @triton.jit
-def met_by(rows, keys, within, place, products, kind: tl.constexpr, PRECISION: tl.constexpr):
-    """products [T, T] and the sums over channels of rows_i exp(G_i - G_j) keys_j, for j <= i.
+def met_by(
+    queries, keys, within, place, of_queries, of_keys, kind: tl.constexpr, PRECISION: tl.constexpr
+):
+    """of_queries, of_keys [T, T] and the sums over channels of x_i exp(G_i - G_j) k_j for j <= i,
+    with x of queries, and of keys.
 
-    rows, keys, within (G) [T, channels] float32. What is above the diagonal has no meaning, and may
-    be no number.
+    queries, keys, within (G) [T, channels] float32. What is above the diagonal has no meaning, and
+    may be no number.
     """
     reached = since(within, place, NEAR, NEAR // 2 - 1)
     others = tl.trans(keys * tl.exp(-reached))
-    found = tl.dot(rows * tl.exp(reached), others, input_precision=PRECISION)
+    factor = tl.exp(reached)
     is_near = place[:, None] // NEAR == place[None, :] // NEAR
-    products += tl.where(is_near, found, 0.0)
+    found = tl.dot(queries * factor, others, input_precision=PRECISION)
+    of_queries += tl.where(is_near, found, 0.0)
+    found = tl.dot(keys * factor, others, input_precision=PRECISION)
+    of_keys += tl.where(is_near, found, 0.0)
     for halving in tl.range(HALVINGS, num_stages=1):
         half = NEAR << halving
         reached = since(within, place, 2 * half, half - 1)
         is_second = (place // half % 2 == 1)[:, None]
-        # Apart from rounding, both are at most 0 where they are used
-        earlier = tl.where(is_second, 0.0, keys * tl.exp(tl.minimum(-reached, 0.0))).to(kind)
-        later = tl.where(is_second, rows * tl.exp(tl.minimum(reached, 0.0)), 0.0).to(kind)
-        found = tl.dot(later, tl.trans(earlier), input_precision=PRECISION)
+        # Apart from rounding, at most 0
+        factor = tl.exp(tl.minimum(tl.where(is_second, reached, -reached), 0.0))
+        reached_keys = keys * factor
+        earlier = tl.trans(tl.where(is_second, 0.0, reached_keys).to(kind))
         is_pair = place[:, None] // (2 * half) == place[None, :] // (2 * half)
-        products += tl.where(is_pair, found, 0.0)
-    return products
+        later = tl.where(is_second, queries * factor, 0.0).to(kind)
+        found = tl.dot(later, earlier, input_precision=PRECISION)
+        of_queries += tl.where(is_pair, found, 0.0)
+        later = tl.where(is_second, reached_keys, 0.0).to(kind)
+        found = tl.dot(later, earlier, input_precision=PRECISION)
+        of_keys += tl.where(is_pair, found, 0.0)
+    return of_queries, of_keys
 
 
 @triton.jit
 def weigh_channel_chunks(
-    q, q_stride, k, k_stride, g, seen, asked, left, last, chunk_first, chunk_count,
+    q, q_stride, k, k_stride, g, seen, met, asked, grown, left, last, chunk_first, chunk_count,
     HV: tl.constexpr, GROUP: tl.constexpr, K: tl.constexpr,
     BLOCK_T: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_C: tl.constexpr,
     NORMED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Of a chunk and head: M, `seen` [T, Hv, BLOCK_T]; exp(G) Q, `asked`, and exp(G_last - G) K,
-    `left`, both [T, Hv, K]; and G_last, `last` [N, Hv, K] float32. Channels go by in blocks of
-    BLOCK_C. Grid (N, Hv).
+    """Of a chunk and head: M, `seen`, and L, `met`, both [T, Hv, BLOCK_T]; exp(G) Q, `asked`,
+    exp(G) K, `grown`, and exp(G_last - G) K, `left`, all [T, Hv, K]; and G_last, `last` [N, Hv, K]
+    float32. Channels go by in blocks of BLOCK_C. Grid (N, Hv).
     """
     chunk, head = tl.program_id(0), tl.program_id(1)
     place = tl.arange(0, BLOCK_T)
@@ -108,11 +119,11 @@ def weigh_channel_chunks(
     row = first * HV + head
     q += first * q_stride + head // GROUP * K
     k += first * k_stride + head // GROUP * K
-    kind = seen.dtype.element_ty
     every = tl.arange(0, BLOCK_K)
     unit_q = unit_of(q, q_stride, place, is_token, every, K, NORMED)
     unit_k = unit_of(k, k_stride, place, is_token, every, K, NORMED)
-    weights = tl.zeros((BLOCK_T, BLOCK_T), tl.float32)
+    of_queries = tl.zeros((BLOCK_T, BLOCK_T), tl.float32)
+    of_keys = tl.zeros((BLOCK_T, BLOCK_T), tl.float32)
     for start in tl.range(0, K, BLOCK_C, num_stages=1):
         channel = start + tl.arange(0, BLOCK_C)
         queries = load_rows(q, q_stride, place, is_token, channel, K).to(tl.float32)
@@ -120,52 +131,45 @@ def weigh_channel_chunks(
         keys = load_rows(k, k_stride, place, is_token, channel, K).to(tl.float32)
         keys *= unit_k[:, None]
         within = running_decays(g + row * K, place, is_token, channel, HV, K)
-        weights = met_by(queries, keys, within, place, weights, kind, PRECISION)
+        of_queries, of_keys = met_by(
+            queries, keys, within, place, of_queries, of_keys, asked.dtype.element_ty, PRECISION
+        )
         end = tl.min(within, axis=0)
-        queries *= tl.exp(within)
-        store_rows(asked + row * K, queries, HV * K, place, is_token, channel, K)
+        factor = tl.exp(within)
+        store_rows(asked + row * K, queries * factor, HV * K, place, is_token, channel, K)
+        store_rows(grown + row * K, keys * factor, HV * K, place, is_token, channel, K)
         keys *= tl.exp(end[None, :] - within)
         store_rows(left + row * K, keys, HV * K, place, is_token, channel, K)
         of_last = (chunk.to(tl.int64) * HV + head) * K + channel
         tl.store(last + of_last, end, mask=channel < K)
-    store_rows(seen + row * BLOCK_T, weights, HV * BLOCK_T, place, is_token, place, BLOCK_T)
+    stride = HV * BLOCK_T
+    store_rows(seen + row * BLOCK_T, of_queries, stride, place, is_token, place, BLOCK_T)
+    # Above the diagonal may be what float16 does not hold
+    of_keys = tl.where(place[:, None] > place[None, :], of_keys, 0.0)
+    store_rows(met + row * BLOCK_T, of_keys, stride, place, is_token, place, BLOCK_T)
 
 
 @triton.jit
 def solve_channel_chunks(
-    k, k_stride, v, v_stride, g, beta, w, u, chunk_first, chunk_count,
-    HV: tl.constexpr, GROUP: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
-    BLOCK_T: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_V: tl.constexpr,
+    v, v_stride, beta, met, w, u, chunk_first, chunk_count,
+    HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
+    BLOCK_T: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
     NORMED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """W [T, Hv, K] and U [T, Hv, V] of a chunk and head. Grid (N, Hv)."""
+    """W [T, Hv, K], which holds `grown` first, and U [T, Hv, V] of a chunk and head. Grid (N, Hv)."""
     chunk, head = tl.program_id(0), tl.program_id(1)
     place = tl.arange(0, BLOCK_T)
     first, is_token = chunk_of(chunk, chunk_first, chunk_count, place)
     row = first * HV + head
-    k += first * k_stride + head // GROUP * K
-    kind = w.dtype.element_ty
     rate = tl.load(beta + row + place * HV, mask=is_token, other=0.0).to(tl.float32)
-    unit = unit_of(k, k_stride, place, is_token, tl.arange(0, BLOCK_K), K, NORMED)
-    met = tl.zeros((BLOCK_T, BLOCK_T), tl.float32)
-    for start in tl.range(0, K, BLOCK_C, num_stages=1):
-        channel = start + tl.arange(0, BLOCK_C)
-        keys = load_rows(k, k_stride, place, is_token, channel, K).to(tl.float32)
-        keys *= unit[:, None]
-        within = running_decays(g + row * K, place, is_token, channel, HV, K)
-        met = met_by(keys, keys, within, place, met, kind, PRECISION)
-    met = tl.where(place[:, None] > place[None, :], met * rate[:, None], 0.0)
-    inverse = inverted(met, place, NORMED, PRECISION).to(kind)
-    for start in tl.range(0, K, BLOCK_C, num_stages=1):
-        channel = start + tl.arange(0, BLOCK_C)
-        keys = load_rows(k, k_stride, place, is_token, channel, K).to(tl.float32)
-        within = running_decays(g + row * K, place, is_token, channel, HV, K)
-        keys = (keys * tl.exp(within) * (unit * rate)[:, None]).to(kind)
-        keys = tl.dot(inverse, keys, input_precision=PRECISION)
-        store_rows(w + row * K, keys, HV * K, place, is_token, channel, K)
-    store_new_values(
-        inverse, v + first * v_stride + head * V, v_stride, rate, u + row * V, place, is_token,
-        HV, V, BLOCK_V, PRECISION,
+    of_keys = load_rows(met + row * BLOCK_T, HV * BLOCK_T, place, is_token, place, BLOCK_T)
+    kind = w.dtype.element_ty
+    inverse = inverted(of_keys.to(tl.float32) * rate[:, None], place, NORMED, PRECISION).to(kind)
+    channel = tl.arange(0, BLOCK_K)
+    grown = load_rows(w + row * K, HV * K, place, is_token, channel, K).to(tl.float32)
+    store_solved(
+        inverse, grown, rate, w + row * K, v + first * v_stride + head * V, v_stride, u + row * V,
+        place, is_token, HV, K, V, BLOCK_K, BLOCK_V, PRECISION,
     )  # fmt: skip
 
 

@@ -103,13 +103,16 @@ def inverted(met, place, IS_BOUNDED: tl.constexpr, PRECISION: tl.constexpr):
 
 
 @triton.jit
-def store_new_values(
-    inverse, v, v_stride, rate, u, place, is_token,
-    HV: tl.constexpr, V: tl.constexpr, BLOCK_V: tl.constexpr, PRECISION: tl.constexpr,
+def store_solved(
+    inverse, grown, rate, w, v, v_stride, u, place, is_token,
+    HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
+    BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """U of a chunk and head: inverse [T, T] times beta V, with beta `rate` [T]. v, u: the first row
-    of each."""
+    """W and U of a chunk and head: inverse [T, T] times beta exp(G) K and beta V, with beta `rate`
+    [T] and exp(G) K `grown` [T, K] float32. w, v, u: the first row of each."""
     kind = u.dtype.element_ty
+    grown = tl.dot(inverse, (grown * rate[:, None]).to(kind), input_precision=PRECISION)
+    store_rows(w, grown, HV * K, place, is_token, tl.arange(0, BLOCK_K), K)
     for start in tl.static_range(0, V, BLOCK_V):
         column = start + tl.arange(0, BLOCK_V)
         values = load_rows(v, v_stride, place, is_token, column, V)
@@ -147,12 +150,10 @@ def solve_chunks(
     met = tl.dot(keys, tl.trans(keys), input_precision=PRECISION)
     met *= between(decay, place[:, None] > place[None, :]) * rate[:, None]
     inverse = inverted(met, place, NORMED, PRECISION).to(kind)
-    grown = (keys.to(tl.float32) * (rate * tl.exp(decay))[:, None]).to(kind)
-    grown = tl.dot(inverse, grown, input_precision=PRECISION)
-    store_rows(w + row * K, grown, HV * K, place, is_token, channel, K)
-    store_new_values(
-        inverse, v + first * v_stride + head * V, v_stride, rate, u + row * V, place, is_token,
-        HV, V, BLOCK_V, PRECISION,
+    store_solved(
+        inverse, keys.to(tl.float32) * tl.exp(decay)[:, None], rate, w + row * K,
+        v + first * v_stride + head * V, v_stride, u + row * V, place, is_token,
+        HV, K, V, BLOCK_K, BLOCK_V, PRECISION,
     )  # fmt: skip
 
 
