@@ -27,7 +27,6 @@ wrong rows for all but the first warp on SM90."""
 WIDE_BLOCK = 128
 CHANNELS = 64
 """Of a chunk with a decay for each channel that a program holds at once."""
-WEIGH_WARPS = 4
 SOLVE_REGISTERS = 168
 """Of a thread that inverts a chunk: three programs fit a multiprocessor of an H200, and take 0.9
 times as long as two (with a decay for each channel 0.8 times)."""
@@ -152,7 +151,7 @@ class ChunkRun:
             last,
             *self._chunks,
             BLOCK_C=CHANNELS,
-            **{**without(self._shape, "V"), "num_warps": WEIGH_WARPS},
+            **{name: value for name, value in self._shape.items() if name != "V"},
             **self._heads,
         )
         solve_channel_chunks[(num_chunks, heads)](
@@ -217,7 +216,3 @@ class ChunkRun:
             device=self.device,
             least_span=self.least_span,
         ).run()
-
-
-def without(options: dict[str, Any], name: str) -> dict[str, Any]:
-    return {key: value for key, value in options.items() if key != name}
