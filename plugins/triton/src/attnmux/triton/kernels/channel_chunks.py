@@ -156,7 +156,7 @@ def solve_channel_chunks(
     BLOCK_T: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
     NORMED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """W [T, Hv, K], in whose place `grown` is, and U [T, Hv, V] of a chunk and head. Grid (N, Hv)."""
+    """W [T, Hv, K], over `grown`, and U [T, Hv, V] of a chunk and head. Grid (N, Hv)."""
     chunk, head = tl.program_id(0), tl.program_id(1)
     place = tl.arange(0, BLOCK_T)
     first, is_token = chunk_of(chunk, chunk_first, chunk_count, place)
