@@ -299,7 +299,10 @@ amd/aiter amd:gfx950 decode mla dtype=fp16,graph=1 served
 amd/wave amd:gfx942 decode gqa dtype=fp16,graph=1,logit_cap=30 served
 ascend/ascend ascend:910c decode gqa lse=1 served
 ascend/ascend ascend:910b decode gqa sinks=1,head_dim=64 served
-ascend/ascend ascend:910b decode gqa graph=1 GRAPH
+ascend/ascend ascend:910b decode gqa graph=1 served
+ascend/ascend ascend:910b decode gqa graph=1,sinks=1 served
+ascend/ascend ascend:910b verify gqa graph=1,spec_topk=1 served
+ascend/ascend ascend:910b decode mla graph=1 GRAPH
 ascend/ascend ascend:910b decode gqa deterministic=1 DETERMINISTIC
 ascend/ascend ascend:910b decode gqa dtype=fp16 DTYPE+KV_DTYPE
 ascend/ascend ascend:910b verify gqa spec_topk=1 served
