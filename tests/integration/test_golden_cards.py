@@ -232,7 +232,15 @@ amd/aiter_mla amd:gfx950 decode mla num_q_heads=16,kv_dtype=fp8_e4m3 served
 amd/aiter_mla amd:gfx950 decode mla num_q_heads=16,kv_dtype=fp8_e4m3fnuz KV_DTYPE
 amd/aiter_mla amd:gfx942 decode mla num_q_heads=16,dtype=fp16 DTYPE+KV_DTYPE
 amd/aiter_mla amd:gfx942 extend mla num_q_heads=16 PHASE
-amd/aiter_mla amd:gfx942 verify mla num_q_heads=16,spec_topk=1 PHASE
+amd/aiter_mla amd:gfx942 verify mla num_q_heads=16,spec_topk=1,spec_draft_tokens=7 served
+amd/aiter_mla amd:gfx942 verify mla num_q_heads=16,spec_topk=2 SPEC_TOPK
+amd/aiter_mla amd:gfx950 verify mla kv_dtype=fp8_e4m3,spec_topk=1,spec_draft_tokens=4 served
+amd/aiter_mla amd:gfx950 verify mla kv_dtype=fp8_e4m3,spec_topk=1,spec_draft_tokens=3 KV_DTYPE
+amd/aiter_mla amd:gfx950 draft mla kv_dtype=fp8_e4m3,spec_topk=1 KV_DTYPE
+amd/aiter_mla_prefill amd:gfx950 extend mla num_q_heads=16|128 served
+amd/aiter_mla_prefill amd:gfx942 extend mla num_q_heads=32 NUM_Q_HEADS
+amd/aiter_mla_prefill amd:gfx942 extend mla kv_dtype=fp8_e4m3fnuz KV_DTYPE
+amd/aiter_mla_prefill amd:gfx942 decode mla num_q_heads=16 PHASE
 amd/aiter_mla amd:gfx90a decode mla num_q_heads=16 ARCH
 amd/wave amd:gfx950 extend gqa head_dim=96 served
 amd/wave amd:gfx942 extend gqa head_dim=256 HEAD_DIM

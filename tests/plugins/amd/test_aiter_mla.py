@@ -14,6 +14,7 @@ import torch
 
 from attnmux.amd.aiter_mla import AiterMLAKernels, make
 from attnmux.amd.cards.aiter_mla import AITER_MLA
+from attnmux.amd.cards.aiter_mla_prefill import AITER_MLA_PREFILL
 from attnmux.core import ForwardMode, InvalidInput, Platform, imported
 from attnmux.emulators.amd import aiter_mla as emulator
 from attnmux.testing import AttentionBackendTests, decode, extend, prepare_step, verify
@@ -21,8 +22,10 @@ from attnmux.testing.adapters import (
     LATENT,
     AdapterWorld,
     LatentDecodeTests,
+    LatentTests,
     assert_passes,
     check_graphs_side_by_side,
+    check_layers_outside_the_pool,
     outputs,
     recorded,
 )
@@ -34,6 +37,7 @@ WORLD = AdapterWorld(
 )
 MI350 = replace(WORLD, platform=Platform.parse("amd:gfx950"))
 CANDIDATE = WORLD.candidate(AITER_MLA)
+PREFILL = WORLD.candidate(AITER_MLA_PREFILL)
 FNUZ, E4M3 = {"kv_dtype": "fp8_e4m3fnuz"}, {"kv_dtype": "fp8_e4m3"}
 
 
@@ -47,8 +51,18 @@ class TestAiterMLAOnMI350(AttentionBackendTests):
     page_sizes = (16,)
 
 
-class TestAiterMLAAdapter(LatentDecodeTests):
+class TestAiterMLAPrefill(AttentionBackendTests):
+    backend = PREFILL
+    page_sizes = (1, 64)
+
+
+class TestAiterMLAAdapter(LatentTests):
     adapter = WORLD
+
+
+class TestAiterMLAAdapterInPrefill(LatentTests):
+    adapter = WORLD
+    step = extend((20, 3), (0, 18))
 
 
 class TestAiterMLAAdapterInEightBits(LatentDecodeTests):
@@ -105,11 +119,64 @@ def test_a_capture_finds_the_parts_that_were_made_before_it() -> None:
     assert emulator.get_meta_param.cache_info().misses == before
 
 
-@pytest.mark.parametrize("step", [verify(3, 5), extend((9, 2), mode=ForwardMode.DRAFT_EXTEND)])
-def test_drafts_are_refused(step) -> None:
-    world = WORLD.world(step, spec_topk=1)
-    with pytest.raises(InvalidInput, match="forward_mode: expected DECODE"):
+@pytest.mark.parametrize("graph", [False, True], ids=["eager", "graph"])
+@pytest.mark.parametrize(
+    ("stored", "drafts"), [({}, 1), ({}, 3), ({}, 4), ({}, 7), (FNUZ, 1), (FNUZ, 2), (FNUZ, 4)]
+)
+@pytest.mark.parametrize("heads", [16, 128])
+def test_chains(heads, stored, drafts, graph) -> None:
+    settings = {**SETTINGS, **stored, "num_q_heads": heads, "max_context_len": 320}
+    steps = verify(drafts, 40, 0, 5), verify(drafts, 3, 300)
+    assert_passes(CANDIDATE, *steps, **settings, spec_topk=1, graph=graph)
+
+
+@pytest.mark.parametrize("host_lens", [False, True])
+@pytest.mark.parametrize(
+    "step",
+    [
+        extend((0, 150), (37, 3), (0, 0), (9, 1)),
+        extend((0, 30), (200, 1), (5, 1), mode=ForwardMode.MIXED),
+        extend((90, 2), (4, 3), mode=ForwardMode.DRAFT_EXTEND),
+    ],
+)
+def test_prompts(step, host_lens) -> None:
+    settings = {**SETTINGS, "max_context_len": 320, "spec_topk": 1, "host_lens": host_lens}
+    assert_passes(PREFILL, step, **settings)
+
+
+def test_the_call_s_own_keys_are_all_keys() -> None:
+    check_layers_outside_the_pool(WORLD, extend((0, 21), (0, 4)))
+
+
+@pytest.mark.parametrize(
+    ("heads", "drafts", "stored", "name"),
+    [
+        (16, 4, {}, "mla_decode_fwd"),
+        (16, 5, {}, "mla_prefill_fwd"),
+        (128, 2, {}, "mla_prefill_fwd"),
+        (128, 2, FNUZ, "mla_decode_fwd"),
+    ],
+)
+def test_the_kernel_of_a_chain(heads, drafts, stored, name) -> None:
+    settings = {**SETTINGS, **stored, "num_q_heads": heads, "kv_in_pool": True}
+    calls = WORLD.calls(verify(drafts, 9, 4), spec_topk=1, **settings)
+    assert {call.name for call in calls} == {name}
+    assert calls[0].kwargs["max_seqlen_q"] == drafts
+
+
+@pytest.mark.parametrize(
+    "step", [verify(3, 5), verify(5, 5), extend((9, 2), mode=ForwardMode.DRAFT_EXTEND)]
+)
+def test_drafts_are_refused_in_eight_bits(step) -> None:
+    world = WORLD.world(step, spec_topk=1, **FNUZ)
+    with pytest.raises(InvalidInput, match="forward_mode: expected DECODE or chains"):
         WORLD.backend(world.context).init_forward_metadata(prepare_step(world, step).batch)
+
+
+def test_trees_are_refused() -> None:
+    world = WORLD.world(verify(3, 5), spec_topk=2)
+    with pytest.raises(InvalidInput, match="custom_mask"):
+        WORLD.backend(world.context).init_forward_metadata(prepare_step(world, verify(3, 5)).batch)
 
 
 @pytest.mark.parametrize(
@@ -179,7 +246,8 @@ def test_the_emulator_writes_nan_without_keys(dtype) -> None:
         ({"kv_indices": torch.zeros(3, dtype=torch.int64)}, RuntimeError),
         ({"kv_last_page_lens": torch.ones(1, dtype=torch.int32)}, RuntimeError),
         ({"logit_cap": 30.0}, AssertionError),
-        ({"max_seqlen_q": 2}, NotImplementedError),
+        ({"max_seqlen_q": 2}, RuntimeError),
+        ({"work_meta_data": torch.zeros(2)}, NotImplementedError),
         (arguments(heads=32), AssertionError),
         ({**arguments(torch.float8_e4m3fn), "q_scale": None}, AssertionError),
         (
@@ -194,6 +262,42 @@ def test_the_emulator_writes_nan_without_keys(dtype) -> None:
 def test_what_the_library_refuses(changes, error) -> None:
     with pytest.raises(error):
         emulator.mla_decode_fwd(**{**arguments(), **changes})
+
+
+def in_prefill(**changes: Any) -> dict[str, Any]:
+    """The first request has 2 queries, and row 2 is of no request."""
+    given = arguments()
+    more = {"q": torch.randn(3, 16, 576).bfloat16(), "o": torch.full((3, 16, 512), 7).bfloat16()}
+    bounds = torch.tensor([0, 2, 2], dtype=torch.int32)
+    for name in ("q_scale", "kv_scale"):
+        del given[name]
+    given = {**given, **more, "qo_indptr": bounds, "max_seqlen_q": 2, "sm_scale": 0.1}
+    return {**given, **changes}
+
+
+def test_emulated_prefill_writes_the_rows_of_requests_alone() -> None:
+    given = in_prefill()
+    emulator.mla_prefill_fwd(**given)
+    assert given["o"][:2].isfinite().all()
+    assert (given["o"][2] == 7).all()
+    short = in_prefill(max_seqlen_q=1)
+    emulator.mla_prefill_fwd(**short)
+    assert short["o"][0].isnan().all()
+
+
+@pytest.mark.parametrize(
+    ("changes", "error"),
+    [
+        ({"sm_scale": None}, UnboundLocalError),
+        ({"logit_cap": 30.0}, AssertionError),
+        ({"q": torch.zeros(3, 32, 576).bfloat16()}, RuntimeError),
+        ({"kv_buffer": torch.zeros(5, 1, 1, 576).to(torch.float8_e4m3fnuz)}, RuntimeError),
+        ({"kv_indptr": torch.tensor([0, 3], dtype=torch.int32)}, RuntimeError),
+    ],
+)
+def test_what_prefill_refuses(changes, error) -> None:
+    with pytest.raises(error):
+        emulator.mla_prefill_fwd(**in_prefill(**changes))
 
 
 @pytest.mark.parametrize("name", AiterMLAKernels.__dataclass_fields__)
