@@ -224,7 +224,10 @@ amd/aiter amd:gfx90a decode gqa head_dim=128 ARCH
 amd/aiter amd:gfx942 decode gqa sliding_window=127 served
 amd/aiter amd:gfx942 extend gqa custom_mask=1 CUSTOM_MASK
 amd/aiter_mla amd:gfx942 decode mla num_q_heads=16|128 served
-amd/aiter_mla amd:gfx942 decode mla num_q_heads=8|32|144 NUM_Q_HEADS
+amd/aiter_mla amd:gfx942 decode mla num_q_heads=8|40|144 NUM_Q_HEADS
+amd/aiter_mla amd:gfx942 decode mla num_q_heads=32|64|112,graph=1 served
+amd/aiter_mla amd:gfx950 decode mla num_q_heads=32,kv_dtype=fp8_e4m3 served
+amd/aiter_mla amd:gfx942 verify mla num_q_heads=32,spec_topk=1 NUM_Q_HEADS
 amd/aiter_mla amd:gfx942 decode mla num_q_heads=16,page_size=64,graph=1 served
 amd/aiter_mla amd:gfx942 decode mla num_q_heads=16,kv_dtype=fp8_e4m3fnuz served
 amd/aiter_mla amd:gfx942 decode mla num_q_heads=16,kv_dtype=fp8_e4m3 KV_DTYPE

@@ -51,6 +51,10 @@ class TestAiterMLAOnMI350(AttentionBackendTests):
     page_sizes = (16,)
 
 
+class TestAiterMLAAdapterWithPlans(LatentDecodeTests):
+    adapter = replace(WORLD, settings={**SETTINGS, "num_q_heads": 64})
+
+
 class TestAiterMLAPrefill(AttentionBackendTests):
     backend = PREFILL
     page_sizes = (1, 64)
@@ -76,6 +80,39 @@ class TestAiterMLAAdapterInEightBits(LatentDecodeTests):
 def test_other_steps(steps, stored, heads, graph) -> None:
     settings = {**SETTINGS, **stored, "num_q_heads": heads}
     assert_passes(CANDIDATE, *steps, **settings, max_context_len=320, graph=graph)
+
+
+@pytest.mark.parametrize("graph", [False, True], ids=["eager", "graph"])
+@pytest.mark.parametrize("heads", [32, 64, 112])
+@pytest.mark.parametrize("stored", [{}, FNUZ], ids=["bfloat16", "e4m3fnuz"])
+def test_work_that_is_planned_ahead(stored, heads, graph) -> None:
+    settings = {**SETTINGS, **stored, "num_q_heads": heads, "max_context_len": 320}
+    steps = decode(1, 0, 130), decode(0, 0, 3), decode(45, 3, 300)
+    assert_passes(CANDIDATE, *steps, **settings, graph=graph)
+
+
+def test_graphs_keep_their_own_plans() -> None:
+    check_graphs_side_by_side(WORLD, decode(9, 40), decode(5, 60, 7), num_q_heads=32)
+
+
+def test_a_plan_is_made_once_a_step() -> None:
+    kernels, calls = recorded(EMULATED)
+    backend, made = WORLD.prepared(decode(9, 40), kernels=kernels, num_q_heads=32)
+    outputs(backend, made)
+    names = [call.name for call in calls]
+    assert names.count("get_mla_metadata_v1") == 1
+    assert names.count("mla_decode_fwd") == len(made.inputs)
+
+
+def test_tables_of_a_plan_in_each_other_s_place_are_refused() -> None:
+    """As the names of the library's Python have them."""
+    shapes = emulator.get_mla_metadata_info_v1(
+        2, 1, 32, torch.bfloat16, torch.bfloat16, is_sparse=False
+    )
+    tables = [torch.zeros(shape, dtype=dtype) for shape, dtype in shapes]
+    bounds = torch.tensor([0, 1, 2], dtype=torch.int32)
+    with pytest.raises(RuntimeError, match="beyond a table"):
+        emulator.get_mla_metadata_v1(bounds, bounds, 32, 1, True, *tables, 16, 1, 1)
 
 
 @pytest.mark.parametrize("host_lens", [False, True])
@@ -182,7 +219,8 @@ def test_trees_are_refused() -> None:
 @pytest.mark.parametrize(
     ("adapter", "settings", "argument"),
     [
-        (WORLD, {"num_q_heads": 32}, "layer 1"),
+        (WORLD, {"num_q_heads": 8}, "layer 1"),
+        (WORLD, {"num_q_heads": 144}, "layer 1"),
         (WORLD, {"dtype": "float16"}, "dtype"),
         (WORLD, {"kv_dtype": "float16"}, "token_to_kv_pool"),
         (WORLD, E4M3, "token_to_kv_pool"),
@@ -247,7 +285,8 @@ def test_the_emulator_writes_nan_without_keys(dtype) -> None:
         ({"kv_last_page_lens": torch.ones(1, dtype=torch.int32)}, RuntimeError),
         ({"logit_cap": 30.0}, AssertionError),
         ({"max_seqlen_q": 2}, RuntimeError),
-        ({"work_meta_data": torch.zeros(2)}, NotImplementedError),
+        ({"work_meta_data": torch.zeros(2)}, AssertionError),
+        ({"kv_buffer": torch.zeros(5, 2, 1, 576).bfloat16()}, NotImplementedError),
         (arguments(heads=32), AssertionError),
         ({**arguments(torch.float8_e4m3fn), "q_scale": None}, AssertionError),
         (
@@ -300,18 +339,26 @@ def test_what_prefill_refuses(changes, error) -> None:
         emulator.mla_prefill_fwd(**in_prefill(**changes))
 
 
+MLA_PLANS = "ops/attention.py"
+
+
 @pytest.mark.parametrize("name", AiterMLAKernels.__dataclass_fields__)
 def test_the_emulator_has_the_library_s_signature(name) -> None:
     """`import aiter` needs an AMD device, so the signature is read from the file."""
     spec = importlib.util.find_spec("aiter")
     if spec is None or not spec.submodule_search_locations:
         pytest.skip("needs amd-aiter")
-    tree = ast.parse(Path(spec.submodule_search_locations[0], "mla.py").read_text(encoding="utf-8"))
+    files = (Path(spec.submodule_search_locations[0], each) for each in ("mla.py", MLA_PLANS))
     (found,) = (
-        node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name == name
+        node
+        for file in files
+        for node in ast.parse(file.read_text(encoding="utf-8")).body
+        if isinstance(node, ast.FunctionDef) and node.name == name
     )
     scope: dict[str, Any] = {}
-    exec(f"def {name}({ast.unparse(found.args)}): pass", scope)  # a signature without its body
+    # A signature without its body
+    head = "from __future__ import annotations\n"
+    exec(f"{head}def {name}({ast.unparse(found.args)}): pass", scope)
     ours, theirs = map(inspect.signature, (getattr(emulator, name), scope[name]))
     assert [(each.name, each.kind, each.default) for each in ours.parameters.values()] == [
         (each.name, each.kind, each.default) for each in theirs.parameters.values()

@@ -25,6 +25,7 @@ from attnmux.amd.cards.aiter_mla_prefill import AITER_MLA_PREFILL
 from attnmux.core import Platform, imported
 from attnmux.emulators.amd import aiter_mla as emulator
 from attnmux.emulators.amd.aiter import aiter_kernels
+from attnmux.emulators.amd.aiter_mla_work import merge, work
 from attnmux.emulators.nvidia.dense import attend
 from attnmux.testing import Candidate, decode, extend, verify
 from attnmux.testing.adapters import LATENT, AdapterWorld, assert_passes, check_graphs_side_by_side
@@ -40,10 +41,10 @@ def mla_decode_stage1_asm_fwd(
     kv_indptr: torch.Tensor,
     slots: torch.Tensor,
     last_page_lens: torch.Tensor,
-    parts_indptr: torch.Tensor,
-    work_metadata: None,
-    work_indptr: None,
-    work_info_set: None,
+    parts_indptr: torch.Tensor | None,
+    work_metadata: torch.Tensor | None,
+    work_indptr: torch.Tensor | None,
+    work_info_set: torch.Tensor | None,
     max_seqlen_q: int,
     scale: float,
     merged: torch.Tensor,
@@ -53,6 +54,11 @@ def mla_decode_stage1_asm_fwd(
     kv_scale: torch.Tensor | None = None,
 ) -> None:
     """The parts of each request's keys, and their LSE, by the arguments of asm_mla.cu."""
+    if work_metadata is not None:
+        assert parts_indptr is None
+        plan = work_metadata, work_indptr, work_info_set
+        work(q, kv, slots, *plan, scale, merged, lse, output, q_scale, kv_scale)  # type: ignore[arg-type]  # with one, all are there
+        return
     count, heads = merged.shape[1], q.shape[1]
     factor = 1.0 if kv_scale is None else kv_scale
     granule = KEYS.get((heads, q.dtype), 16) if max_seqlen_q == 1 else 16
@@ -102,9 +108,25 @@ def mla_prefill_asm_fwd(
     )
 
 
+def mla_reduce_v1(
+    parts: torch.Tensor,
+    lse: torch.Tensor,
+    reduce_indptr: torch.Tensor,
+    final_map: torch.Tensor,
+    partial_map: torch.Tensor,
+    output: torch.Tensor,
+    final_lse: torch.Tensor | None = None,
+) -> None:
+    merge(parts, lse, reduce_indptr, final_map, partial_map, output)
+
+
 LAUNCHES = {
-    function.__name__: function for function in (mla_decode_stage1_asm_fwd, mla_prefill_asm_fwd)
+    function.__name__: function
+    for function in (mla_decode_stage1_asm_fwd, mla_prefill_asm_fwd, mla_reduce_v1)
 }
+
+
+PLANS = "get_mla_metadata_info_v1", "get_mla_metadata_v1"
 
 
 class OnHost(ModuleType):
@@ -129,12 +151,13 @@ def kernels(interpreted: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[Aite
         monkeypatch.setitem(sys.modules, module.__name__, module)
     aiter = sys.modules["aiter"]
     monkeypatch.setattr(aiter, "dtypes", dtypes, raising=False)
-    for name, function in LAUNCHES.items():
+    plans = {name: getattr(emulator, name) for name in PLANS}
+    for name, function in {**LAUNCHES, **plans}.items():
         monkeypatch.setattr(aiter, name, function, raising=False)
     monkeypatch.delitem(sys.modules, "aiter.mla", raising=False)
     mla = importlib.import_module("aiter.mla")
     monkeypatch.setattr(mla, "torch", OnHost("torch"))
-    yield imported(AiterMLAKernels, "aiter.mla")
+    yield imported(AiterMLAKernels, "aiter.mla", "aiter")
     del sys.modules["aiter.mla"]
 
 
@@ -185,6 +208,14 @@ def test_chains(kernels, heads, stored, drafts, graph) -> None:
         "max_context_len": 320,
     }
     assert_passes(candidate(kernels), *steps, **settings, spec_topk=1, graph=graph)
+
+
+@pytest.mark.parametrize("graph", [False, True], ids=["eager", "graph"])
+@pytest.mark.parametrize("stored", ["bfloat16", "fp8_e4m3fnuz"])
+def test_work_that_is_planned_ahead(kernels, stored, graph) -> None:
+    steps = decode(45, 3, 130, 0), decode(300)
+    settings = {**LATENT, "page_size": 1, "kv_dtype": stored, "num_q_heads": 64}
+    assert_passes(candidate(kernels), *steps, **settings, max_context_len=320, graph=graph)
 
 
 def test_prompts(kernels) -> None:

@@ -3,7 +3,8 @@
 What the real functions do with their arguments, as far as an adapter can notice:
 
 - Q is [T, H, 576], end to end; the cache is [slots, 1, 1, 576], of whose rows the first 512 are V.
-  H is 16 or 128. Q and the cache are in bf16, or both in e4m3 with a scale of one value each.
+  H is 16 or 128, or another multiple of 16 with planned work (`aiter_mla_work.py`). Q and the cache
+  are in bf16, or both in e4m3 with a scale of one value each.
 - `o` is bf16, end to end; a request without keys gets NaN, for 0 / 0.
 - The kernel reads 32 bits of a slot or a bound.
 - The number of parts lies in a tensor that `get_meta_param` keeps until it is called with other
@@ -28,6 +29,11 @@ import functools
 
 import torch
 
+from attnmux.emulators.amd.aiter_mla_work import (
+    get_mla_metadata_info_v1 as get_mla_metadata_info_v1,
+)
+from attnmux.emulators.amd.aiter_mla_work import get_mla_metadata_v1 as get_mla_metadata_v1
+from attnmux.emulators.amd.aiter_mla_work import merge, work
 from attnmux.emulators.nvidia.dense import attend, padded, unpadded
 
 COMPUTE_UNITS, MOST_PARTS = 304, 16
@@ -88,9 +94,35 @@ def mla_decode_fwd(
     """
     assert logit_cap <= 0, f"logit_cap={logit_cap} is not support yet"
     _, page_size, _, head_dim = kv_buffer.shape
-    if work_meta_data is not None or page_size != 1:
-        raise NotImplementedError("planned work, and pages")
+    if page_size != 1:
+        raise NotImplementedError("pages")
     bs, (num_rows, heads, _) = len(qo_indptr) - 1, o.shape
+    if work_meta_data is not None:
+        _check_launch(q, kv_buffer, o, (qo_indptr, kv_indptr, kv_indices, kv_last_page_lens))
+        _check_dtypes(q, kv_buffer, q_scale, kv_scale)
+        assert heads in range(32, 128, 16), f"nhead={heads} and {max_seqlen_q} not supported"
+        assert max_seqlen_q == 1, f"nhead={heads} and {max_seqlen_q} not supported"
+        tables = (work_indptr, work_info_set, reduce_indptr, reduce_final_map, reduce_partial_map)
+        assert all(each is not None for each in tables)
+        count = len(reduce_partial_map)  # type: ignore[arg-type]  # not None, as the line above says
+        parts_of = q.new_full((count, 1, 16, RANK), torch.nan, dtype=torch.float32)
+        lse = parts_of[..., :1].clone()
+        whole = o.view(-1, 16, RANK)
+        work(
+            q.view(-1, 16, head_dim),
+            kv_buffer,
+            kv_indices,
+            work_meta_data,
+            *tables[:2],  # type: ignore[arg-type]  # as above
+            head_dim**-0.5 if sm_scale is None else sm_scale,
+            parts_of,
+            lse,
+            whole,
+            q_scale,
+            kv_scale,
+        )
+        merge(parts_of, lse, *tables[2:], whole)  # type: ignore[arg-type]  # as above
+        return parts_of, parts_of[..., 0]
     # By position, as the library does: its cache tells names apart
     parts, _, bounds = get_meta_param(
         num_kv_splits, bs, len(kv_indices), heads, max_seqlen_q, q.dtype

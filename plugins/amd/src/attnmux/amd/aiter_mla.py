@@ -3,6 +3,7 @@
 `mla_decode_fwd` splits the keys of decode steps and of chains of a few drafts. It takes 16 or 128
 query heads of 512 + 64 dims, in bfloat16 or, with the pool, in the device's e4m3. Other steps are
 `mla_prefill_fwd`, in bfloat16 alone. Both write NaN for a request without keys, and fill no LSE.
+Decode takes other multiples of 16 heads where its work is planned ahead (`aiter_mla_work.py`).
 
 How many parts it splits keys into lies in a tensor of `get_meta_param`, whose cache forgets all but
 the last: a captured launch would read memory that others use. It is made before the capture, which
@@ -25,6 +26,8 @@ from attnmux.amd.aiter_mla_steps import (
     AiterMLAStep,
     one_each,
 )
+from attnmux.amd.aiter_mla_work import HEADS as PLANNED_HEADS
+from attnmux.amd.aiter_mla_work import PlannedWork
 from attnmux.amd.slot_lists import SlotLists, slot_groups, slot_lists, without_keys
 from attnmux.core import (
     LATENT_DIM,
@@ -48,7 +51,7 @@ if TYPE_CHECKING:
     from attnmux.core import AttentionCall, BackendContext, ForwardBatch, LayerSpec
 
 HEADS = (16, 128)
-"""`get_meta_param` refuses other numbers."""
+"""`get_meta_param` refuses other numbers; for some of them, work is planned ahead."""
 DRAFTS: Mapping[tuple[int, bool], Collection[int]] = MappingProxyType(
     {(16, True): range(1, 5), (16, False): (1, 2, 4), (128, False): (1, 2, 4)}
 )
@@ -64,7 +67,7 @@ stay below: what the kernels do beyond is not known."""
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AiterMLAKernels:
-    """Functions of `aiter.mla`."""
+    """Functions of `aiter.mla`, and two of `aiter` that plan its work."""
 
     mla_decode_fwd: Callable[..., Any]
     """Attention of as many packed queries of each request to latents by their slots; writes `o`."""
@@ -72,6 +75,10 @@ class AiterMLAKernels:
     """The same for any number of queries of each request."""
     get_meta_param: Callable[..., Any]
     """The parts of each request's keys, which `mla_decode_fwd` asks for too."""
+    get_mla_metadata_info_v1: Callable[..., Any]
+    """Shapes and dtypes of a plan."""
+    get_mla_metadata_v1: Callable[..., Any]
+    """Plans on the device."""
 
 
 class AiterMLABackend(
@@ -96,11 +103,11 @@ class AiterMLABackend(
 
     def prepare_layer(self, layer: LayerSpec) -> AiterMLALayer:
         check_latent(layer)
-        if layer.tp_q_head_num not in HEADS:
+        if layer.tp_q_head_num not in (*HEADS, *PLANNED_HEADS):
             raise InvalidInput(
                 f"layer {layer.layer_id}",
                 got=f"{layer.tp_q_head_num} query heads",
-                expected=" or ".join(map(str, HEADS)),
+                expected="a multiple of 16, at most 128",
             )
         pool = self.context.token_to_kv_pool
         if layer.layer_id not in pool.layer_ids:
@@ -131,26 +138,39 @@ class AiterMLABackend(
         splits = mode.is_decode()
         if mode.is_target_verify() and queries is not None:
             splits = queries in DRAFTS.get((self._heads, dtype == torch.bfloat16), ())
-        if not splits and dtype != torch.bfloat16:
+        if not splits and (dtype != torch.bfloat16 or self._heads not in HEADS):
             raise InvalidInput(
                 "forward_mode",
                 got=mode.name if queries is None else f"{mode.name} with {queries} tokens each",
-                expected="DECODE or chains of 1, 2 or 4 drafts over e4m3: other steps are for the "
-                "backends of their phases",
+                expected="DECODE or chains of 1, 2 or 4 drafts over e4m3, DECODE alone with other "
+                "heads than 16 or 128: other steps are for the backends of their phases",
             )
         if buffers is None:
             ones = torch.ones(batch_size, dtype=torch.int32, device=self.context.device)
             return AiterMLAStep(tables=tables, splits=splits, buffers=None, last_page_lens=ones)
-        if splits:
+        if self._heads in HEADS and splits:
             # With the arguments of `mla_decode_fwd`, so that it finds them in the cache
             room = len(buffers.slots.slots)
-            buffers.parts.append(
+            buffers.kept.append(
                 self.kernels.get_meta_param(
                     None, batch_size, room, self._heads, tables.max_seqlen_q, dtype
                 )
             )
-        ones = buffers.ones[:batch_size]
-        return AiterMLAStep(tables=tables, splits=splits, buffers=buffers, last_page_lens=ones)
+        buffers.kept.append(work := self._room_for_work(batch_size))
+        return AiterMLAStep(
+            tables=tables,
+            splits=splits,
+            buffers=buffers,
+            last_page_lens=buffers.ones[:batch_size],
+            work=work,
+        )
+
+    def _room_for_work(self, batch_size: int) -> PlannedWork | None:
+        if self._heads in HEADS or not batch_size:
+            return None
+        shapes_of, context = self.kernels.get_mla_metadata_info_v1, self.context
+        dtype = context.token_to_kv_pool.dtype
+        return PlannedWork.of(shapes_of, batch_size, self._heads, dtype, context.device)
 
     def fill_step(self, step: AiterMLAStep, batch: ForwardBatch) -> None:
         step.tables.fill(batch, (), self.context)
@@ -158,8 +178,12 @@ class AiterMLABackend(
         step.cached = slot_lists(batch, self.context, self._groups, of_slots, with_new=True)
         if batch.forward_mode.is_decode():
             step.hidden = without_keys(batch, of_slots)
+            step.work = step.work or self._room_for_work(batch.batch_size)
         elif step.tables.queries_each is None:
             step.hidden = step.tables.unowned_rows(batch)
+        if step.work is not None:
+            lists = next(iter(step.cached.values()))  # all groups have the same lengths
+            step.work.fill(self.kernels.get_mla_metadata_v1, lists.indptr, self._heads)
 
     def make_buffers(self, max_bs: int, max_num_tokens: int) -> AiterMLABuffers:
         return AiterMLABuffers.of(max_bs, self.context)
@@ -185,8 +209,9 @@ class AiterMLABackend(
             "sm_scale": layer.scale,
         }
         if step.splits:
-            scales = {"q_scale": layer.q_scale, "kv_scale": layer.kv_scale}
-            self.kernels.mla_decode_fwd(**arguments, **scales)
+            more = {"q_scale": layer.q_scale, "kv_scale": layer.kv_scale}
+            planned = {} if step.work is None else step.work.arguments()
+            self.kernels.mla_decode_fwd(**arguments, **more, **planned)
         else:
             self.kernels.mla_prefill_fwd(**arguments)
         return out if step.hidden is None else out.masked_fill_(step.hidden, 0)
@@ -220,7 +245,7 @@ def _check_dtypes(context: BackendContext) -> None:
 make = KernelLibrary(
     address="amd/aiter_mla",
     backend=AiterMLABackend,
-    providers={"aiter": partial(imported, AiterMLAKernels, "aiter.mla")},
+    providers={"aiter": partial(imported, AiterMLAKernels, "aiter.mla", "aiter")},
     trial=rehearse,
     hint="AITER needs ROCm's PyTorch and Triton, and builds its launcher with hipcc; "
     "pip install 'attnmux-amd[aiter]'",

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from attnmux.amd.aiter_mla_work import PlannedWork
 from attnmux.amd.slot_lists import SlotBuffers, SlotLists
 
 if TYPE_CHECKING:
@@ -35,8 +36,8 @@ class AiterMLABuffers:
     slots: SlotBuffers
     ones: torch.Tensor
     """[max_bs] int32."""
-    parts: list[object] = field(default_factory=list)
-    """What `get_meta_param` returned for each capture."""
+    kept: list[object] = field(default_factory=list)
+    """What `get_meta_param` returned for each capture, or its planned work."""
 
     @classmethod
     def of(cls, max_bs: int, context: BackendContext) -> AiterMLABuffers:
@@ -55,6 +56,8 @@ class AiterMLAStep:
     buffers: AiterMLABuffers | None
     last_page_lens: torch.Tensor
     """[B] int32: a page of the kernel is a token."""
+    work: PlannedWork | None = None
+    """Of heads that need one; of an eager step set by `fill_step`."""
     cached: dict[int, SlotLists] | None = None
     """By group of the pool; set by `fill_step`."""
     hidden: torch.Tensor | None = None

@@ -13,8 +13,16 @@ from attnmux.core import (
     one_of,
 )
 
+_NATIVE, _PLANNED = one_of(16, 128), one_of(*range(32, 128, 16))
 
-def clause(arch: str, kv_dtype: str, *phases: str, drafts: Condition = ANY) -> Clause:
+
+def clause(
+    arch: str,
+    kv_dtype: str,
+    *phases: str,
+    heads: Condition = _NATIVE,
+    drafts: Condition = ANY,
+) -> Clause:
     """What the assembly serves on one architecture, in these phases."""
     return Clause(
         vendor=one_of("amd"),
@@ -25,7 +33,7 @@ def clause(arch: str, kv_dtype: str, *phases: str, drafts: Condition = ANY) -> C
         kv_dtype=one_of(kv_dtype),
         page_size=emulated(1),
         head_dim=ANY,
-        num_q_heads=one_of(16, 128),
+        num_q_heads=heads,
         kv_lora_rank=one_of(512),
         qk_rope_head_dim=one_of(64),
         spec_topk=one_of(1),
@@ -40,6 +48,8 @@ def _clauses(arch: str, fp8: str) -> tuple[Clause, ...]:
         clause(arch, "bfloat16", "decode", "verify", "draft"),
         clause(arch, fp8, "decode"),
         clause(arch, fp8, "verify", drafts=one_of(1, 2, 4)),
+        # 64 and 32 heads are DeepSeek's on two and four ranks.
+        *(clause(arch, kv_dtype, "decode", heads=_PLANNED) for kv_dtype in ("bfloat16", fp8)),
     )
 
 
@@ -69,7 +79,10 @@ AITER_MLA = BackendCard(
             "own, `aiter.dtypes.fp8`"
         ),
         "page_size": "lists hold token slots (page size 1)",
-        "num_q_heads": "`get_meta_param` and asm_mla.cu refuse any but 16 and 128",
+        "num_q_heads": (
+            "`get_meta_param` and asm_mla.cu refuse any but 16 and 128; with work that is planned "
+            "ahead, `mla_decode_fwd` takes others as requests of 16, for one query each"
+        ),
         "kv_lora_rank": "the code objects are built for rows of 512 and 64",
         "qk_rope_head_dim": "as kv_lora_rank",
         "spec_topk": "causal over a chain, without a mask",
