@@ -72,6 +72,7 @@ NOT_OF_GRAPHS = re.compile(
 change, or join two that run in graphs."""
 JOINED = re.compile(
     r"fp8_e5m2-(?!scales$)|(verify|(mla|nsa)-\w+)-fp8_e5m2|empty-prefix-.+-host-lens|"
+    r"mixed-(window|chunk|sinks|kv-in-pool|deterministic|fp8|dims).*-host-lens|"
     r"(alibi|relative)-extend-long|mla-unsaved-long|mixed-long-chunk|long-chunk-empty-prefix|"
     r"alibi-(decode|extend)-(\d|dim|float|scale|fp8|deterministic|sinks|chunk)|"
     r"relative-(decode|extend)-(\d|float|fp8|deterministic|sinks|chunk|strided|reach-128)|"

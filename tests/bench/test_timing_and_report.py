@@ -8,6 +8,7 @@ import json
 import subprocess
 import sys
 import weakref
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -27,7 +28,7 @@ from attnmux.bench import (
     interleave,
     wall_meter,
 )
-from attnmux.core.graph.devices import CapturedGraph, GraphStep
+from attnmux.core import CapturedGraph, GraphStep, GraphUnsupported
 from attnmux.testing import RecordingGraphs
 
 ROOT = Path(__file__).parents[2]
@@ -113,6 +114,24 @@ def test_a_replay_keeps_the_memory_that_its_graph_reads() -> None:
     gc.collect()
     replay()
     assert kept() is not None
+
+
+def test_a_graph_that_waits_for_preparations_gets_one_before_each_replay() -> None:
+    class Graphs(RecordingGraphs):
+        def capture(self, step: GraphStep) -> CapturedGraph:
+            return replace(super().capture(step), repeats=False)
+
+    total, called = torch.zeros(1), []
+    run = partial(total.add_, 1)
+    replay = in_graph(run, Graphs(), renew=lambda: called.append(total.item()))
+    total.zero_()
+    replay()
+    replay()
+    assert called == [0, 1]
+    with pytest.raises(GraphUnsupported, match="cannot run twice"):
+        in_graph(run, Graphs())
+    in_graph(run, RecordingGraphs(), renew=lambda: called.append(0))()
+    assert called == [0, 1]
 
 
 def test_a_report_is_a_table_and_a_file(tmp_path, capsys) -> None:

@@ -33,6 +33,7 @@ MOST = 4
 WITHOUT_LSE = (
     "aiter",
     "aiter_mla",
+    "aiter_mla_prefill",
     "cutlass_mla",
     "intel_amx",
     "intel_xpu",

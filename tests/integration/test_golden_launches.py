@@ -61,6 +61,14 @@ def launch(offers, platform: str, request: Request, **policy) -> Decision:
         (
             MI300,
             DEEPSEEK,
+            {"backend": "aiter_mla_prefill"},
+            "aiter_mla_prefill",
+            "aiter_mla",
+            1,
+        ),
+        (
+            MI300,
+            DEEPSEEK,
             {"backend": "aiter_mla", "kv_dtype": FNUZ},
             "torch_native",
             "aiter_mla",

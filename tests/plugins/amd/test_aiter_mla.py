@@ -14,6 +14,7 @@ import torch
 
 from attnmux.amd.aiter_mla import AiterMLAKernels, make
 from attnmux.amd.cards.aiter_mla import AITER_MLA
+from attnmux.amd.cards.aiter_mla_prefill import AITER_MLA_PREFILL
 from attnmux.core import ForwardMode, InvalidInput, Platform, imported
 from attnmux.emulators.amd import aiter_mla as emulator
 from attnmux.testing import AttentionBackendTests, decode, extend, prepare_step, verify
@@ -21,8 +22,10 @@ from attnmux.testing.adapters import (
     LATENT,
     AdapterWorld,
     LatentDecodeTests,
+    LatentTests,
     assert_passes,
     check_graphs_side_by_side,
+    check_layers_outside_the_pool,
     outputs,
     recorded,
 )
@@ -34,6 +37,7 @@ WORLD = AdapterWorld(
 )
 MI350 = replace(WORLD, platform=Platform.parse("amd:gfx950"))
 CANDIDATE = WORLD.candidate(AITER_MLA)
+PREFILL = WORLD.candidate(AITER_MLA_PREFILL)
 FNUZ, E4M3 = {"kv_dtype": "fp8_e4m3fnuz"}, {"kv_dtype": "fp8_e4m3"}
 
 
@@ -47,8 +51,22 @@ class TestAiterMLAOnMI350(AttentionBackendTests):
     page_sizes = (16,)
 
 
-class TestAiterMLAAdapter(LatentDecodeTests):
+class TestAiterMLAAdapterWithPlans(LatentDecodeTests):
+    adapter = replace(WORLD, settings={**SETTINGS, "num_q_heads": 64})
+
+
+class TestAiterMLAPrefill(AttentionBackendTests):
+    backend = PREFILL
+    page_sizes = (1, 64)
+
+
+class TestAiterMLAAdapter(LatentTests):
     adapter = WORLD
+
+
+class TestAiterMLAAdapterInPrefill(LatentTests):
+    adapter = WORLD
+    step = extend((20, 3), (0, 18))
 
 
 class TestAiterMLAAdapterInEightBits(LatentDecodeTests):
@@ -62,6 +80,39 @@ class TestAiterMLAAdapterInEightBits(LatentDecodeTests):
 def test_other_steps(steps, stored, heads, graph) -> None:
     settings = {**SETTINGS, **stored, "num_q_heads": heads}
     assert_passes(CANDIDATE, *steps, **settings, max_context_len=320, graph=graph)
+
+
+@pytest.mark.parametrize("graph", [False, True], ids=["eager", "graph"])
+@pytest.mark.parametrize("heads", [32, 64, 112])
+@pytest.mark.parametrize("stored", [{}, FNUZ], ids=["bfloat16", "e4m3fnuz"])
+def test_work_that_is_planned_ahead(stored, heads, graph) -> None:
+    settings = {**SETTINGS, **stored, "num_q_heads": heads, "max_context_len": 320}
+    steps = decode(1, 0, 130), decode(0, 0, 3), decode(45, 3, 300)
+    assert_passes(CANDIDATE, *steps, **settings, graph=graph)
+
+
+def test_graphs_keep_their_own_plans() -> None:
+    check_graphs_side_by_side(WORLD, decode(9, 40), decode(5, 60, 7), num_q_heads=32)
+
+
+def test_a_plan_is_made_once_a_step() -> None:
+    kernels, calls = recorded(EMULATED)
+    backend, made = WORLD.prepared(decode(9, 40), kernels=kernels, num_q_heads=32)
+    outputs(backend, made)
+    names = [call.name for call in calls]
+    assert names.count("get_mla_metadata_v1") == 1
+    assert names.count("mla_decode_fwd") == len(made.inputs)
+
+
+def test_tables_of_a_plan_in_each_other_s_place_are_refused() -> None:
+    """As the names of the library's Python have them."""
+    shapes = emulator.get_mla_metadata_info_v1(
+        2, 1, 32, torch.bfloat16, torch.bfloat16, is_sparse=False
+    )
+    tables = [torch.zeros(shape, dtype=dtype) for shape, dtype in shapes]
+    bounds = torch.tensor([0, 1, 2], dtype=torch.int32)
+    with pytest.raises(RuntimeError, match="beyond a table"):
+        emulator.get_mla_metadata_v1(bounds, bounds, 32, 1, True, *tables, 16, 1, 1)
 
 
 @pytest.mark.parametrize("host_lens", [False, True])
@@ -105,17 +156,71 @@ def test_a_capture_finds_the_parts_that_were_made_before_it() -> None:
     assert emulator.get_meta_param.cache_info().misses == before
 
 
-@pytest.mark.parametrize("step", [verify(3, 5), extend((9, 2), mode=ForwardMode.DRAFT_EXTEND)])
-def test_drafts_are_refused(step) -> None:
-    world = WORLD.world(step, spec_topk=1)
-    with pytest.raises(InvalidInput, match="forward_mode: expected DECODE"):
+@pytest.mark.parametrize("graph", [False, True], ids=["eager", "graph"])
+@pytest.mark.parametrize(
+    ("stored", "drafts"), [({}, 1), ({}, 3), ({}, 4), ({}, 7), (FNUZ, 1), (FNUZ, 2), (FNUZ, 4)]
+)
+@pytest.mark.parametrize("heads", [16, 128])
+def test_chains(heads, stored, drafts, graph) -> None:
+    settings = {**SETTINGS, **stored, "num_q_heads": heads, "max_context_len": 320}
+    steps = verify(drafts, 40, 0, 5), verify(drafts, 3, 300)
+    assert_passes(CANDIDATE, *steps, **settings, spec_topk=1, graph=graph)
+
+
+@pytest.mark.parametrize("host_lens", [False, True])
+@pytest.mark.parametrize(
+    "step",
+    [
+        extend((0, 150), (37, 3), (0, 0), (9, 1)),
+        extend((0, 30), (200, 1), (5, 1), mode=ForwardMode.MIXED),
+        extend((90, 2), (4, 3), mode=ForwardMode.DRAFT_EXTEND),
+    ],
+)
+def test_prompts(step, host_lens) -> None:
+    settings = {**SETTINGS, "max_context_len": 320, "spec_topk": 1, "host_lens": host_lens}
+    assert_passes(PREFILL, step, **settings)
+
+
+def test_the_call_s_own_keys_are_all_keys() -> None:
+    check_layers_outside_the_pool(WORLD, extend((0, 21), (0, 4)))
+
+
+@pytest.mark.parametrize(
+    ("heads", "drafts", "stored", "name"),
+    [
+        (16, 4, {}, "mla_decode_fwd"),
+        (16, 5, {}, "mla_prefill_fwd"),
+        (128, 2, {}, "mla_prefill_fwd"),
+        (128, 2, FNUZ, "mla_decode_fwd"),
+    ],
+)
+def test_the_kernel_of_a_chain(heads, drafts, stored, name) -> None:
+    settings = {**SETTINGS, **stored, "num_q_heads": heads, "kv_in_pool": True}
+    calls = WORLD.calls(verify(drafts, 9, 4), spec_topk=1, **settings)
+    assert {call.name for call in calls} == {name}
+    assert calls[0].kwargs["max_seqlen_q"] == drafts
+
+
+@pytest.mark.parametrize(
+    "step", [verify(3, 5), verify(5, 5), extend((9, 2), mode=ForwardMode.DRAFT_EXTEND)]
+)
+def test_drafts_are_refused_in_eight_bits(step) -> None:
+    world = WORLD.world(step, spec_topk=1, **FNUZ)
+    with pytest.raises(InvalidInput, match="forward_mode: expected DECODE or chains"):
         WORLD.backend(world.context).init_forward_metadata(prepare_step(world, step).batch)
+
+
+def test_trees_are_refused() -> None:
+    world = WORLD.world(verify(3, 5), spec_topk=2)
+    with pytest.raises(InvalidInput, match="custom_mask"):
+        WORLD.backend(world.context).init_forward_metadata(prepare_step(world, verify(3, 5)).batch)
 
 
 @pytest.mark.parametrize(
     ("adapter", "settings", "argument"),
     [
-        (WORLD, {"num_q_heads": 32}, "layer 1"),
+        (WORLD, {"num_q_heads": 8}, "layer 1"),
+        (WORLD, {"num_q_heads": 144}, "layer 1"),
         (WORLD, {"dtype": "float16"}, "dtype"),
         (WORLD, {"kv_dtype": "float16"}, "token_to_kv_pool"),
         (WORLD, E4M3, "token_to_kv_pool"),
@@ -179,7 +284,9 @@ def test_the_emulator_writes_nan_without_keys(dtype) -> None:
         ({"kv_indices": torch.zeros(3, dtype=torch.int64)}, RuntimeError),
         ({"kv_last_page_lens": torch.ones(1, dtype=torch.int32)}, RuntimeError),
         ({"logit_cap": 30.0}, AssertionError),
-        ({"max_seqlen_q": 2}, NotImplementedError),
+        ({"max_seqlen_q": 2}, RuntimeError),
+        ({"work_meta_data": torch.zeros(2)}, AssertionError),
+        ({"kv_buffer": torch.zeros(5, 2, 1, 576).bfloat16()}, NotImplementedError),
         (arguments(heads=32), AssertionError),
         ({**arguments(torch.float8_e4m3fn), "q_scale": None}, AssertionError),
         (
@@ -196,18 +303,62 @@ def test_what_the_library_refuses(changes, error) -> None:
         emulator.mla_decode_fwd(**{**arguments(), **changes})
 
 
+def in_prefill(**changes: Any) -> dict[str, Any]:
+    """The first request has 2 queries, and row 2 is of no request."""
+    given = arguments()
+    more = {"q": torch.randn(3, 16, 576).bfloat16(), "o": torch.full((3, 16, 512), 7).bfloat16()}
+    bounds = torch.tensor([0, 2, 2], dtype=torch.int32)
+    for name in ("q_scale", "kv_scale"):
+        del given[name]
+    given = {**given, **more, "qo_indptr": bounds, "max_seqlen_q": 2, "sm_scale": 0.1}
+    return {**given, **changes}
+
+
+def test_emulated_prefill_writes_the_rows_of_requests_alone() -> None:
+    given = in_prefill()
+    emulator.mla_prefill_fwd(**given)
+    assert given["o"][:2].isfinite().all()
+    assert (given["o"][2] == 7).all()
+    short = in_prefill(max_seqlen_q=1)
+    emulator.mla_prefill_fwd(**short)
+    assert short["o"][0].isnan().all()
+
+
+@pytest.mark.parametrize(
+    ("changes", "error"),
+    [
+        ({"sm_scale": None}, UnboundLocalError),
+        ({"logit_cap": 30.0}, AssertionError),
+        ({"q": torch.zeros(3, 32, 576).bfloat16()}, RuntimeError),
+        ({"kv_buffer": torch.zeros(5, 1, 1, 576).to(torch.float8_e4m3fnuz)}, RuntimeError),
+        ({"kv_indptr": torch.tensor([0, 3], dtype=torch.int32)}, RuntimeError),
+    ],
+)
+def test_what_prefill_refuses(changes, error) -> None:
+    with pytest.raises(error):
+        emulator.mla_prefill_fwd(**in_prefill(**changes))
+
+
+MLA_PLANS = "ops/attention.py"
+
+
 @pytest.mark.parametrize("name", AiterMLAKernels.__dataclass_fields__)
 def test_the_emulator_has_the_library_s_signature(name) -> None:
     """`import aiter` needs an AMD device, so the signature is read from the file."""
     spec = importlib.util.find_spec("aiter")
     if spec is None or not spec.submodule_search_locations:
         pytest.skip("needs amd-aiter")
-    tree = ast.parse(Path(spec.submodule_search_locations[0], "mla.py").read_text(encoding="utf-8"))
+    files = (Path(spec.submodule_search_locations[0], each) for each in ("mla.py", MLA_PLANS))
     (found,) = (
-        node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name == name
+        node
+        for file in files
+        for node in ast.parse(file.read_text(encoding="utf-8")).body
+        if isinstance(node, ast.FunctionDef) and node.name == name
     )
     scope: dict[str, Any] = {}
-    exec(f"def {name}({ast.unparse(found.args)}): pass", scope)  # a signature without its body
+    # A signature without its body
+    head = "from __future__ import annotations\n"
+    exec(f"{head}def {name}({ast.unparse(found.args)}): pass", scope)
     ours, theirs = map(inspect.signature, (getattr(emulator, name), scope[name]))
     assert [(each.name, each.kind, each.default) for each in ours.parameters.values()] == [
         (each.name, each.kind, each.default) for each in theirs.parameters.values()

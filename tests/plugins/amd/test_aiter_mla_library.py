@@ -21,14 +21,17 @@ if importlib.util.find_spec("triton") is None or importlib.util.find_spec("aiter
 
 from attnmux.amd.aiter_mla import AiterMLAKernels, make
 from attnmux.amd.cards.aiter_mla import AITER_MLA
+from attnmux.amd.cards.aiter_mla_prefill import AITER_MLA_PREFILL
 from attnmux.core import Platform, imported
+from attnmux.emulators.amd import aiter_mla as emulator
 from attnmux.emulators.amd.aiter import aiter_kernels
+from attnmux.emulators.amd.aiter_mla_work import merge, work
 from attnmux.emulators.nvidia.dense import attend
-from attnmux.testing import Candidate, decode
+from attnmux.testing import Candidate, decode, extend, verify
 from attnmux.testing.adapters import LATENT, AdapterWorld, assert_passes, check_graphs_side_by_side
 
 KEYS = {(16, torch.bfloat16): 64, (16, torch.float8_e4m3fnuz): 64}
-"""Keys of a part are a multiple of these; with 128 heads, of 16."""
+"""Keys of a part are a multiple of these; with 128 heads or several queries each, of 16."""
 
 
 def mla_decode_stage1_asm_fwd(
@@ -38,10 +41,10 @@ def mla_decode_stage1_asm_fwd(
     kv_indptr: torch.Tensor,
     slots: torch.Tensor,
     last_page_lens: torch.Tensor,
-    parts_indptr: torch.Tensor,
-    work_metadata: None,
-    work_indptr: None,
-    work_info_set: None,
+    parts_indptr: torch.Tensor | None,
+    work_metadata: torch.Tensor | None,
+    work_indptr: torch.Tensor | None,
+    work_info_set: torch.Tensor | None,
     max_seqlen_q: int,
     scale: float,
     merged: torch.Tensor,
@@ -51,25 +54,79 @@ def mla_decode_stage1_asm_fwd(
     kv_scale: torch.Tensor | None = None,
 ) -> None:
     """The parts of each request's keys, and their LSE, by the arguments of asm_mla.cu."""
+    if work_metadata is not None:
+        assert parts_indptr is None
+        plan = work_metadata, work_indptr, work_info_set
+        work(q, kv, slots, *plan, scale, merged, lse, output, q_scale, kv_scale)  # type: ignore[arg-type]  # with one, all are there
+        return
     count, heads = merged.shape[1], q.shape[1]
     factor = 1.0 if kv_scale is None else kv_scale
-    granule = KEYS.get((heads, q.dtype), 16)
+    granule = KEYS.get((heads, q.dtype), 16) if max_seqlen_q == 1 else 16
     length = kv_indptr.diff()
     room = -(-length // (count * granule)) * granule
     key = torch.arange(len(slots)) - kv_indptr[:-1, None]
     is_own = (key >= 0) & (key < length[:, None])
     rows = kv[:, 0, 0][slots.long()].float().where(is_own[..., None], 0).unsqueeze(2) * factor
+    last = length[:, None] - max_seqlen_q + torch.arange(max_seqlen_q)
+    is_seen = is_own[:, None] & (key[:, None] <= last[..., None])
+    queries = q.float().unflatten(0, (len(length), max_seqlen_q))  # type: ignore[no-untyped-call]  # torch's
     for part in range(count):
-        keep = is_own & (key >= part * room[:, None]) & (key < (part + 1) * room[:, None])
-        found, own_lse = attend(
-            q.float()[:, None], rows, rows[..., :512], keep[:, None], scale=scale
-        )
-        lse[:, part, :, 0] = own_lse[:, 0]
-        if count > 1 or (heads == 16 and q.dtype == torch.bfloat16):
-            merged[:, part] = found[:, 0].to(merged.dtype)
+        is_in_part = (key >= part * room[:, None]) & (key < (part + 1) * room[:, None])
+        keep = is_seen & is_in_part[:, None]
+        found, own_lse = attend(queries, rows, rows[..., :512], keep, scale=scale)
+        lse[:, part, :, 0] = own_lse.flatten(0, 1)
+        if count > 1 or (heads == 16 and q.dtype == torch.bfloat16 and max_seqlen_q == 1):
+            merged[:, part] = found.flatten(0, 1).to(merged.dtype)
         else:  # the result itself, in bf16 at the front of the memory
             first = merged.view(torch.bfloat16).flatten()[: found.numel()]
             first.copy_(found.flatten())
+
+
+def mla_prefill_asm_fwd(
+    q: torch.Tensor,
+    kv: torch.Tensor,
+    qo_indptr: torch.Tensor,
+    kv_indptr: torch.Tensor,
+    slots: torch.Tensor,
+    last_page_lens: torch.Tensor,
+    max_seqlen_q: int,
+    scale: float,
+    merged: torch.Tensor,
+    lse: torch.Tensor,
+) -> None:
+    """The result itself, in bf16 where the caller has it."""
+    emulator.mla_prefill_fwd(
+        q,
+        kv,
+        merged.squeeze(1),
+        qo_indptr,
+        kv_indptr,
+        slots,
+        last_page_lens,
+        max_seqlen_q,
+        sm_scale=scale,
+    )
+
+
+def mla_reduce_v1(
+    parts: torch.Tensor,
+    lse: torch.Tensor,
+    reduce_indptr: torch.Tensor,
+    final_map: torch.Tensor,
+    partial_map: torch.Tensor,
+    output: torch.Tensor,
+    final_lse: torch.Tensor | None = None,
+) -> None:
+    merge(parts, lse, reduce_indptr, final_map, partial_map, output)
+
+
+LAUNCHES = {
+    function.__name__: function
+    for function in (mla_decode_stage1_asm_fwd, mla_prefill_asm_fwd, mla_reduce_v1)
+}
+
+
+PLANS = "get_mla_metadata_info_v1", "get_mla_metadata_v1"
 
 
 class OnHost(ModuleType):
@@ -94,13 +151,13 @@ def kernels(interpreted: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[Aite
         monkeypatch.setitem(sys.modules, module.__name__, module)
     aiter = sys.modules["aiter"]
     monkeypatch.setattr(aiter, "dtypes", dtypes, raising=False)
-    monkeypatch.setattr(
-        aiter, "mla_decode_stage1_asm_fwd", mla_decode_stage1_asm_fwd, raising=False
-    )
+    plans = {name: getattr(emulator, name) for name in PLANS}
+    for name, function in {**LAUNCHES, **plans}.items():
+        monkeypatch.setattr(aiter, name, function, raising=False)
     monkeypatch.delitem(sys.modules, "aiter.mla", raising=False)
     mla = importlib.import_module("aiter.mla")
     monkeypatch.setattr(mla, "torch", OnHost("torch"))
-    yield imported(AiterMLAKernels, "aiter.mla")
+    yield imported(AiterMLAKernels, "aiter.mla", "aiter")
     del sys.modules["aiter.mla"]
 
 
@@ -131,7 +188,43 @@ def test_128_heads(kernels, stored) -> None:
     assert_passes(candidate(kernels), decode(45, 3), decode(9), **settings)
 
 
-def test_the_launch_has_the_library_s_arguments() -> None:
+@pytest.mark.parametrize("graph", [False, True], ids=["eager", "graph"])
+@pytest.mark.parametrize(
+    ("heads", "stored", "drafts"),
+    [
+        *((16, "bfloat16", drafts) for drafts in (1, 2, 3, 4, 6)),
+        *((16, "fp8_e4m3fnuz", drafts) for drafts in (2, 4)),
+        (128, "bfloat16", 2),
+        (128, "fp8_e4m3fnuz", 2),
+    ],
+)
+def test_chains(kernels, heads, stored, drafts, graph) -> None:
+    steps = verify(drafts, 45, 0, 130), verify(drafts, 3)
+    settings = {
+        **LATENT,
+        "page_size": 1,
+        "kv_dtype": stored,
+        "num_q_heads": heads,
+        "max_context_len": 320,
+    }
+    assert_passes(candidate(kernels), *steps, **settings, spec_topk=1, graph=graph)
+
+
+@pytest.mark.parametrize("graph", [False, True], ids=["eager", "graph"])
+@pytest.mark.parametrize("stored", ["bfloat16", "fp8_e4m3fnuz"])
+def test_work_that_is_planned_ahead(kernels, stored, graph) -> None:
+    steps = decode(45, 3, 130, 0), decode(300)
+    settings = {**LATENT, "page_size": 1, "kv_dtype": stored, "num_q_heads": 64}
+    assert_passes(candidate(kernels), *steps, **settings, max_context_len=320, graph=graph)
+
+
+def test_prompts(kernels) -> None:
+    step = extend((0, 60), (37, 3), (0, 0), (9, 1))
+    assert_passes(world(kernels).candidate(AITER_MLA_PREFILL), step, **LATENT, page_size=1)
+
+
+@pytest.mark.parametrize("name", LAUNCHES)
+def test_the_launch_has_the_library_s_arguments(name) -> None:
     """By position, under other names."""
     spec = importlib.util.find_spec("aiter")
     assert spec is not None
@@ -140,9 +233,9 @@ def test_the_launch_has_the_library_s_arguments() -> None:
     (found,) = (
         node
         for node in ast.parse(source.read_text(encoding="utf-8")).body
-        if isinstance(node, ast.FunctionDef) and node.name == mla_decode_stage1_asm_fwd.__name__
+        if isinstance(node, ast.FunctionDef) and node.name == name
     )
-    ours = inspect.signature(mla_decode_stage1_asm_fwd).parameters
+    ours = inspect.signature(LAUNCHES[name]).parameters
     assert len(ours) == len(found.args.args)
 
 

@@ -6,8 +6,10 @@ import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
-from types import SimpleNamespace
+from functools import partial
+from types import ModuleType, SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -16,21 +18,21 @@ from attnmux.ascend.ascend import make
 from attnmux.ascend.cards.ascend import ASCEND
 from attnmux.ascend.graph_tasks import NPUGraphTasks
 from attnmux.ascend.npu_graphs import NPUGraphs
+from attnmux.ascend.npu_kernels import NPUKernels, load_kernels
 from attnmux.core import (
-    ANY,
     ForwardBatch,
     GraphConfig,
     GraphRunner,
     GraphUnsupported,
     ModelInput,
     Platform,
+    device_graphs,
 )
 from attnmux.core.graph.devices import GraphStep
 from attnmux.emulators.ascend import KERNELS
+from attnmux.emulators.ascend.torch_npu import torch_npu
 from attnmux.testing import AttentionBackendTests, decode, verify
 from attnmux.testing.adapters import LATENT, AdapterWorld, assert_passes
-from attnmux.testing.recorder import Recorder
-from attnmux.testing.tape import Tape
 
 WORLD = AdapterWorld(
     library=make,
@@ -39,20 +41,59 @@ WORLD = AdapterWorld(
     host_lens=True,
     settings={"page_size": 128, "max_context_len": 256},
 )
-PAGED = tuple(
-    replace(each, graph=ANY)
-    for each in ASCEND.clauses
-    if each.kind.admits("mha") and each.head_dim.admits(128)
+CANDIDATE = WORLD.candidate(ASCEND)
+
+
+def kernels_of(library: ModuleType) -> NPUKernels:
+    """What the adapter loads of an emulated torch-npu, with its own way to capture calls."""
+    with patch.dict(sys.modules, torch_npu=library):
+        return load_kernels()
+
+
+TORCH_NPU = torch_npu()
+IN_NPU_GRAPHS = replace(
+    CANDIDATE,
+    factory=replace(WORLD, kernels=kernels_of(TORCH_NPU)).backend,
+    graphs=partial(device_graphs, device_type="npu"),
 )
-CANDIDATE = WORLD.candidate(replace(ASCEND, clauses=PAGED))
 
 
-class TestGraphsEmulated(AttentionBackendTests):
-    """The suite's steps in graphs. The card offers none: no such graph ran on a device."""
+@pytest.fixture
+def installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch-npu, emulated."""
+    monkeypatch.setitem(sys.modules, "torch_npu", TORCH_NPU)
 
-    backend = CANDIDATE
+
+@pytest.mark.usefixtures("installed")
+class TestNPUGraphsEmulated(AttentionBackendTests):
+    """Graphs of the class that the plugin names, over an emulated torch-npu. Recordings, which see
+    reads of the host's lengths too, are the other suite's."""
+
+    backend = IN_NPU_GRAPHS
     page_sizes = (128,)
     executions = ("graph",)
+
+
+def test_a_replay_without_renewal_would_wait_for_ever(installed) -> None:
+    class Forgetful(NPUGraphTasks):
+        def renew(self, task: Any, new_ends: list[int], key_lens: list[int]) -> None:
+            pass
+
+    kernels = replace(kernels_of(TORCH_NPU), graph_tasks=Forgetful())
+    candidate = replace(IN_NPU_GRAPHS, factory=replace(WORLD, kernels=kernels).backend)
+    settings = {"max_context_len": 256, "page_size": 128, "graph": True}
+    with pytest.raises(AssertionError, match="tasks that nothing renewed"):
+        assert_passes(candidate, decode(5, 140, 30), **settings)
+
+
+def test_graphs_of_an_npu_are_the_plugin_s(installed) -> None:
+    assert type(device_graphs(torch.device("cpu"), "npu")) is NPUGraphs
+
+
+def test_without_torch_npu_there_are_no_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "torch_npu", None)
+    with pytest.raises(GraphUnsupported, match="attnmux-ascend's graphs of 'npu' devices: Module"):
+        device_graphs(torch.device("cpu"), "npu")
 
 
 @pytest.mark.parametrize(
@@ -221,52 +262,18 @@ def test_results_are_those_of_the_operator() -> None:
     assert torch.equal(out, KERNELS.fused_infer_attention_score(**given)[0])
 
 
-class Devices:
-    """torch-npu's names that `NPUGraphs` calls. Graphs are recordings, as on a CPU."""
-
-    def __init__(self) -> None:
-        self.npu = self
-        self.given: dict[str, Any] = {}
-
-    def Stream(self, device: torch.device) -> Any:
-        return SimpleNamespace(wait_stream=lambda other: None)
-
-    current_stream = Stream
-
-    def NPUGraph(self) -> Any:
-        return SimpleNamespace(replay=lambda: self.tape.run())
-
-    def graph_pool_handle(self) -> str:
-        return "pool"
-
-    def mem_get_info(self, device: torch.device) -> tuple[int, int]:
-        return 9, 9
-
-    def empty_cache(self) -> None:
-        pass
-
-    def synchronize(self, device: torch.device) -> None:
-        pass
-
-    @contextmanager
-    def stream(self, stream: object) -> Iterator[None]:
-        yield
-
-    @contextmanager
-    def graph(self, graph: object, **given: object) -> Iterator[None]:
-        self.given, self.tape = given, Tape()
-        with Recorder(self.tape, "forward", self.host_tensors):
-            yield
-
-    host_tensors: tuple[torch.Tensor, ...] = ()
-
-
-def test_a_runner_on_npu_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_runner_on_npu_graphs(installed, monkeypatch: pytest.MonkeyPatch) -> None:
     """It captures one batch and replays another with other lengths."""
-    library = Devices()
-    monkeypatch.setitem(sys.modules, "torch_npu", library)
+    given: list[dict[str, Any]] = []
+    captured = TORCH_NPU.npu.graph
+
+    def noted(graph: object, **more: Any) -> Any:
+        given.append(more)
+        return captured(graph, **more)
+
+    monkeypatch.setattr(TORCH_NPU.npu, "graph", noted)
     setup = WORLD.world(decode(5, 140), decode(60, 9), kv_in_pool=True, num_q_heads=8)
-    backend = WORLD.backend(setup.context)
+    backend = WORLD.backend(setup.context, kernels=kernels_of(TORCH_NPU))
     first = WORLD.prepare(setup, setup.case.steps[0])
     layer = first.inputs[0].layer
 
@@ -277,14 +284,13 @@ def test_a_runner_on_npu_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
         backend,
         forward,
         GraphConfig(batch_sizes=(4,), host_lens=True),
-        devices=NPUGraphs(torch.device("cpu")),
+        devices=device_graphs(torch.device("cpu"), "npu"),
         inputs={"q": ModelInput(dtype=torch.bfloat16, trailing=tuple(first.inputs[0].q.shape[1:]))},
         progress=iter,
     )
-    library.host_tensors = runner._buffers.host_tensors
     runner.capture()
-    assert library.given["pool"] == "pool"
-    assert library.given["capture_error_mode"] == "thread_local"
+    (how,) = given
+    assert how["capture_error_mode"] == "thread_local"
     for step in setup.case.steps:
         made = WORLD.prepare(setup, step)
         q = made.inputs[0].q
@@ -293,11 +299,10 @@ def test_a_runner_on_npu_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
         torch.testing.assert_close(out, backend.forward(q, None, None, layer, made.batch))
 
 
-def test_a_step_that_cannot_be_captured(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_step_that_cannot_be_captured(installed) -> None:
     def fail() -> None:
         raise RuntimeError("no such thing")
 
-    monkeypatch.setitem(sys.modules, "torch_npu", Devices())
     step = GraphStep(prepare=fail, forward=fail)
     with pytest.raises(GraphUnsupported, match="cannot be captured: no such thing"):
         NPUGraphs(torch.device("cpu")).capture(step)

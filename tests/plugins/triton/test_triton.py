@@ -25,6 +25,7 @@ from attnmux.triton.plugin import TRITON
 
 pytest.importorskip("triton")
 
+from attnmux.triton import step_parts
 from attnmux.triton.backend import TritonBackend
 from attnmux.triton.layer import TritonLayer
 from attnmux.triton.share_plans import SplitOptions
@@ -115,6 +116,21 @@ class TestTritonOnCDNA3(AttentionBackendTests):
 
     def wants(self, case: Case) -> bool:
         return "fnuz" in case.name
+
+
+class TestMixedStepsInParts(AttentionBackendTests):
+    """With as few keys as the suite's, mixed steps would stay whole."""
+
+    backend = CANDIDATE
+    page_sizes = (16,)
+    executions = ("eager",)
+
+    @pytest.fixture(autouse=True)
+    def few_keys(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(step_parts, "LEAST_VALUES", 1)
+
+    def wants(self, case: Case) -> bool:
+        return "mixed" in case.name and case.host_lens
 
 
 class TestTritonInterpretedInGraphs(AttentionBackendTests):

@@ -207,7 +207,8 @@ def all_layers(backend: StepBackend, step: TimedStep) -> Run:
 
 
 def all_layers_in_graph(backend: StepBackend, step: TimedStep, graphs: DeviceGraphs) -> Run:
-    """The same calls from one graph. Prepares the step, once, outside of the graph.
+    """The same calls from one graph. Prepares the step, once, outside of the graph; before each
+    replay, where the device's graphs want that.
 
     Raises GraphUnsupported for a backend that cannot be captured.
     """
@@ -216,7 +217,11 @@ def all_layers_in_graph(backend: StepBackend, step: TimedStep, graphs: DeviceGra
         backend.init_cuda_graph_state(batch.batch_size, batch.num_tokens)
         backend.init_forward_metadata_out_graph(batch, in_capture=True)
         backend.init_forward_metadata_in_graph(batch)
-        replay = in_graph(in_turn(step.calls(backend)), graphs)
+        replay = in_graph(
+            in_turn(step.calls(backend)),
+            graphs,
+            renew=lambda: backend.init_forward_metadata_out_graph(batch),
+        )
     backend.init_forward_metadata_out_graph(batch)
     backend.init_forward_metadata_in_graph(batch)
     return replay

@@ -154,14 +154,18 @@ class _Replay:
 
     captured: CapturedGraph
     run: Run
+    renew: Run | None
 
     def __call__(self) -> None:
+        if self.renew is not None:
+            self.renew()
         self.captured.replay()
 
 
-def in_graph(run: Run, graphs: DeviceGraphs | None) -> Run:
+def in_graph(run: Run, graphs: DeviceGraphs | None, renew: Run | None = None) -> Run:
     """The replay of one graph of the run; the run itself for a device without graphs.
 
+    renew: called before each replay of a graph that cannot run twice without.
     Raises GraphUnsupported for a run that cannot be captured.
     """
     if graphs is None:
@@ -170,7 +174,10 @@ def in_graph(run: Run, graphs: DeviceGraphs | None) -> Run:
     with torch.inference_mode(False), graphs.session():
         for _ in range(NUM_WARM_UPS):
             graphs.warm_up(step)
-        return _Replay(captured=graphs.capture(step), run=run)
+        captured = graphs.capture(step)
+    if renew is None and not captured.repeats:
+        raise GraphUnsupported("the graph cannot run twice without another preparation between")
+    return _Replay(captured=captured, run=run, renew=None if captured.repeats else renew)
 
 
 def graphs_of(device: torch.device) -> DeviceGraphs | None:

@@ -192,8 +192,10 @@ from attnmux.core.errors import in_brief as in_brief
 from attnmux.core.graph.config import GraphConfig as GraphConfig
 from attnmux.core.graph.config import ModelInput as ModelInput
 from attnmux.core.graph.config import graph_batch_sizes as graph_batch_sizes
+from attnmux.core.graph.devices import CapturedGraph as CapturedGraph
 from attnmux.core.graph.devices import CapturingRanks as CapturingRanks
 from attnmux.core.graph.devices import DeviceGraphs as DeviceGraphs
+from attnmux.core.graph.devices import GraphStep as GraphStep
 from attnmux.core.graph.devices import StreamGraphs as StreamGraphs
 from attnmux.core.graph.devices import device_graphs as device_graphs
 from attnmux.core.graph.runner import GraphRunner as GraphRunner

@@ -14,6 +14,7 @@ from attnmux.core.choosing.find.plugins import (
     read_plugins,
     several_names,
 )
+from attnmux.core.choosing.offer.libraries import EntryPoint, entry_points
 from attnmux.core.errors import PluginError, SettingsError
 from attnmux.core.settings import Settings
 
@@ -50,6 +51,17 @@ def load_plugins(
     return replace(
         plugins, policy=Policy(allow=settings.allow_backends, deny=settings.deny_backends)
     )
+
+
+def admitted_points(group: str, name: str) -> dict[str, EntryPoint]:
+    """The group's entry points of that name, by distribution, of plugins that the configuration
+    admits."""
+    points = [point for point in entry_points(group)[0] if point.name == name]
+    if not points:
+        return {}
+    admitted = {plugin.distribution for plugin in load_plugins().loaded}
+    found = {point.distribution.identity()[0]: point for point in points}
+    return {owner: point for owner, point in sorted(found.items()) if owner in admitted}
 
 
 def _read(settings: Settings, allow: Iterable[str] | None, deny: Iterable[str]) -> Plugins:

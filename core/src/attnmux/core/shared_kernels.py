@@ -30,10 +30,9 @@ from dataclasses import replace
 from typing import Any
 
 from attnmux.core.adapters.library import trying
-from attnmux.core.choosing.offer.libraries import EntryPoint, entry_points
 from attnmux.core.context import BackendContext
 from attnmux.core.errors import BackendFailed, in_brief
-from attnmux.core.installed import load_plugins
+from attnmux.core.installed import admitted_points
 
 GROUP = "attnmux.kernels"
 
@@ -46,25 +45,22 @@ def shared_kernel(name: str, context: BackendContext) -> Any:  # noqa: ANN401  #
     installed offers nothing.
     """
     wanted = f"{name}.{context.device.type}"
-    points = [point for point in entry_points(GROUP)[0] if point.name == wanted]
-    if not points:
-        return None
-    admitted = {plugin.distribution for plugin in load_plugins().loaded}
-    points = [point for point in points if _owner(point) in admitted]
+    points = admitted_points(GROUP, wanted)
     if len(points) > 1:
-        owners = " and ".join(sorted(map(_owner, points)))
+        owners = " and ".join(points)
         _warn(wanted, f"{owners} both offer it: deny one of them (deny_plugins)")
     if len(points) != 1:
         return None
+    ((owner, point),) = points.items()
     try:
-        factory: Any = points[0].load()
+        factory: Any = point.load()
     except ModuleNotFoundError:
         return None
     except Exception as error:  # a plugin's module may raise anything
-        _warn(wanted, f"{_owner(points[0])}: {in_brief(error)}")
+        _warn(wanted, f"{owner}: {in_brief(error)}")
         return None
     try:
-        with trying(_owner(points[0]), context.device):
+        with trying(owner, context.device):
             return factory(context)
     except BackendFailed as error:
         _warn(wanted, str(error))
@@ -77,10 +73,6 @@ def with_shared_kernels(context: BackendContext) -> BackendContext:
         return context
     writer = shared_kernel("kv_writer", context)
     return context if writer is None else replace(context, kv_writer=writer)
-
-
-def _owner(point: EntryPoint) -> str:
-    return point.distribution.identity()[0]
 
 
 def _warn(wanted: str, reason: str) -> None:

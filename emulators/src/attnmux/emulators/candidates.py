@@ -11,6 +11,7 @@ from typing import Any
 from attnmux.amd.aiter_mla import AiterMLAKernels
 from attnmux.amd.aiter_mla import make as aiter_mla
 from attnmux.amd.cards.aiter_mla import AITER_MLA
+from attnmux.amd.cards.aiter_mla_prefill import AITER_MLA_PREFILL
 from attnmux.ascend.ascend import make as ascend
 from attnmux.ascend.cards.ascend import ASCEND
 from attnmux.core import (
@@ -213,6 +214,7 @@ EMULATED: Mapping[str, Emulation] = MappingProxyType(
     {
         "aiter": Emulation(make=_aiter, page_sizes=(16,), is_interpreted=True),
         "aiter_mla": _adapted("amd:gfx942", AITER_MLA, aiter_mla, ASSEMBLED, 1, 16),
+        "aiter_mla_prefill": _adapted("amd:gfx942", AITER_MLA_PREFILL, aiter_mla, ASSEMBLED, 1, 16),
         "ascend": _adapted("ascend:910b", ASCEND, ascend, ASCEND_KERNELS, 16, 128),
         "cutlass_mla": _adapted(BLACKWELL, CUTLASS_MLA, cutlass, CUTLASS, 128),
         "fa3": _adapted(HOPPER, FA3, fa3, SGL_FLASH_ATTN, 1, 16),

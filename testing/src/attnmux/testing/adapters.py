@@ -364,8 +364,8 @@ class AdapterTests:
         assert isinstance(backend, AttentionBackend)
 
 
-class LatentDecodeTests(AdapterTests):
-    """Those of adapters that decode over latents and leave prefill to another backend."""
+class LatentTests(AdapterTests):
+    """Those of adapters over latents that leave expanded layers to another backend."""
 
     def test_layers_of_the_expanded_prefill_are_left_to_others(self) -> None:
         world = self.adapter.world(self.step, kv_in_pool=True)
@@ -389,17 +389,6 @@ class LatentDecodeTests(AdapterTests):
             backend.forward(q, None, None, expanded, prepared.batch)
 
     @pytest.mark.parametrize(
-        "step", [extend((0, 3)), extend((0, 3), (4, 1), mode=ForwardMode.MIXED)]
-    )
-    def test_prefill_is_refused(self, step: Step) -> None:
-        world = self.adapter.world(step, spec_topk=1, kv_in_pool=True)
-        backend, prepared = self.adapter.backend(world.context), prepare_step(world, step)
-        with pytest.raises(InvalidInput, match="forward_mode: expected DECODE"):
-            backend.init_forward_metadata(prepared.batch)
-        with pytest.raises(AttnmuxError, match="no step is prepared"):
-            outputs(backend, prepared)
-
-    @pytest.mark.parametrize(
         ("settings", "argument"),
         [
             ({"kv_lora_rank": 256}, "layer 1"),
@@ -416,6 +405,21 @@ class LatentDecodeTests(AdapterTests):
         with pytest.raises(InvalidInput) as refusal:
             self.adapter.backend(world.context)
         assert refusal.value.argument == argument
+
+
+class LatentDecodeTests(LatentTests):
+    """Those of adapters that leave prefill to another backend."""
+
+    @pytest.mark.parametrize(
+        "step", [extend((0, 3)), extend((0, 3), (4, 1), mode=ForwardMode.MIXED)]
+    )
+    def test_prefill_is_refused(self, step: Step) -> None:
+        world = self.adapter.world(step, spec_topk=1, kv_in_pool=True)
+        backend, prepared = self.adapter.backend(world.context), prepare_step(world, step)
+        with pytest.raises(InvalidInput, match="forward_mode: expected DECODE"):
+            backend.init_forward_metadata(prepared.batch)
+        with pytest.raises(AttnmuxError, match="no step is prepared"):
+            outputs(backend, prepared)
 
 
 class EagerAdapterTests(AdapterTests):

@@ -33,6 +33,7 @@ from attnmux.testing.standard import PAGE_SIZES, in_graphs, standard_cases
 
 if TYPE_CHECKING:
     from attnmux.core import AttentionBackend, BackendContext, LinearAttentionBackend
+    from attnmux.testing.execution import Graphs
 
     Factory = Callable[[BackendContext, Mapping[str, OptionValue]], AttentionBackend]
 
@@ -101,6 +102,8 @@ class Candidate:
     """Called instead of the card's factory."""
     launches: tuple[TunedLaunch, ...] = ()
     """As `BackendContext.launches`."""
+    graphs: Graphs | None = None
+    """Makes the graphs of cases with attention; by default the device's, on a CPU recordings."""
 
     def __post_init__(self) -> None:
         if not self.device:

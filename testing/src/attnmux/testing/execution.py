@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from types import MappingProxyType
+from typing import TypeAlias
 
 import torch
 
@@ -28,6 +29,9 @@ from attnmux.testing.comparison import Disagreement
 from attnmux.testing.prepared import LayerInput, PreparedStep, prepare_step
 from attnmux.testing.recording import RecordingGraphs
 
+Graphs: TypeAlias = Callable[[torch.device], DeviceGraphs]
+"""Makes the graphs of a device."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class LayerOutput:
@@ -42,8 +46,16 @@ class LayerOutput:
 class Execution(ABC):
     """Runs the steps of one case on one backend."""
 
-    def __init__(self, setup: CaseSetup, backend: AttentionBackend, *, host_lens: bool) -> None:
-        """Made before the first step is prepared. host_lens: batches have host mirrors."""
+    def __init__(
+        self,
+        setup: CaseSetup,
+        backend: AttentionBackend,
+        *,
+        host_lens: bool,
+        graphs: Graphs | None = None,
+    ) -> None:
+        """Made before the first step is prepared. host_lens: batches have host mirrors. graphs: as
+        in `Candidate`."""
         self.setup = setup
         self.backend = backend
 
@@ -129,11 +141,17 @@ class GraphExecution(Execution):
     steps are padded to.
     """
 
-    def __init__(self, setup: CaseSetup, backend: AttentionBackend, *, host_lens: bool) -> None:
+    def __init__(
+        self,
+        setup: CaseSetup,
+        backend: AttentionBackend,
+        *,
+        host_lens: bool,
+        graphs: Graphs | None = None,
+    ) -> None:
         super().__init__(setup, backend, host_lens=host_lens)
         self._eager = EagerExecution(setup, backend, host_lens=host_lens)
-        device = setup.context.device
-        devices = _WarmedOnce() if device.type == "cpu" else device_graphs(device)
+        devices = (graphs or _graphs_of)(setup.context.device)
         captured: dict[ForwardMode, list[Step]] = {}
         for step in setup.case.steps:
             if step.can_be_captured and _rows(step) <= _most_rows(setup.case):
@@ -152,6 +170,10 @@ class GraphExecution(Execution):
         if graphs is None or step.batch.batch_size > _most_rows(self.setup.case):
             return self._eager.run(step)
         return graphs.run(step)
+
+
+def _graphs_of(device: torch.device) -> DeviceGraphs:
+    return _WarmedOnce() if device.type == "cpu" else device_graphs(device)
 
 
 class _WarmedOnce(RecordingGraphs):

@@ -62,7 +62,9 @@ def _run(candidate: Candidate, case: Case, seed: int) -> tuple[float, tuple[Step
     )
     backend = candidate.build(setup.context)
     host_lens = case.host_lens or candidate.card.needs_cpu_seq_lens
-    execution = EXECUTIONS[case.execution](setup, backend, host_lens=host_lens)
+    execution = EXECUTIONS[case.execution](
+        setup, backend, host_lens=host_lens, graphs=candidate.graphs
+    )
     max_error = 0.0
     figures: list[StepFigures] = []
     kept: list[tuple[torch.Tensor, torch.Tensor]] = []

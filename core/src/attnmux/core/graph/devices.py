@@ -1,5 +1,5 @@
-"""The interface of device graphs, its implementation for CUDA and HIP, and the ranks that capture
-together."""
+"""The interface of device graphs, its implementation for CUDA and HIP, how plugins provide those of
+other devices, and the ranks that capture together."""
 
 from __future__ import annotations
 
@@ -13,8 +13,12 @@ from typing import Any
 
 import torch
 
-from attnmux.core.errors import GraphUnsupported
+from attnmux.core.errors import GraphUnsupported, in_brief
 from attnmux.core.graph.config import GraphConfig
+from attnmux.core.installed import admitted_points
+
+GROUP = "attnmux.graphs"
+"""Entry points named after a type of torch device: what makes a device's `DeviceGraphs`."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -44,6 +48,8 @@ class CapturedGraph:
     """Memory that the graph takes on the device."""
     replay: Callable[[], None]
     """Runs the captured step on the present contents of its buffers."""
+    repeats: bool = True
+    """Whether replays may follow each other without `init_forward_metadata_out_graph` between."""
 
 
 class DeviceGraphs(ABC):
@@ -157,14 +163,32 @@ def _no_garbage_collection() -> Iterator[None]:
             gc.enable()
 
 
-def device_graphs(device: torch.device) -> DeviceGraphs:
-    """The graphs of a device. Raises GraphUnsupported for a device without graphs."""
-    if device.type == "cuda":
+def device_graphs(device: torch.device, device_type: str | None = None) -> DeviceGraphs:
+    """The graphs of a device: of CUDA here, of another type those that a plugin provides.
+
+    device_type: whose graphs, where tensors of an emulated device lie on another one.
+    Raises GraphUnsupported for a device without graphs, or whose graphs cannot be made.
+    """
+    kind = device_type or device.type
+    if kind == "cuda":
         return CudaGraphs(device)
-    raise GraphUnsupported(
-        f"no graphs for {device.type!r} devices, only for cuda: run eagerly, or pass "
-        "RecordingGraphs() to test a step without such a device"
-    )
+    offered = admitted_points(GROUP, kind)
+    if len(offered) != 1:
+        owners = " and ".join(offered)
+        raise GraphUnsupported(
+            f"{owners} both provide graphs of {kind!r} devices: deny one of them (deny_plugins)"
+            if offered
+            else f"no graphs for {kind!r} devices, only for cuda and where a plugin provides them: "
+            "run eagerly, or pass RecordingGraphs() to test a step without such a device"
+        )
+    ((owner, point),) = offered.items()
+    try:
+        make: Any = point.load()
+        graphs: DeviceGraphs = make(device)
+    except Exception as error:  # a plugin may raise anything
+        said = f"{owner}'s graphs of {kind!r} devices: {in_brief(error)}"
+        raise GraphUnsupported(said) from error
+    return graphs
 
 
 class CapturingRanks:

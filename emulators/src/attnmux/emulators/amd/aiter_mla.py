@@ -1,9 +1,10 @@
-"""`mla_decode_fwd` of amd-aiter 0.1.7.post2.dev18, in plain torch, for one query a request.
+"""`mla_decode_fwd` and `mla_prefill_fwd` of amd-aiter 0.1.7.post2.dev18, in plain torch.
 
 What the real functions do with their arguments, as far as an adapter can notice:
 
 - Q is [T, H, 576], end to end; the cache is [slots, 1, 1, 576], of whose rows the first 512 are V.
-  H is 16 or 128. Q and the cache are in bf16, or both in e4m3 with a scale of one value each.
+  H is 16 or 128, or another multiple of 16 with planned work (`aiter_mla_work.py`). Q and the cache
+  are in bf16, or both in e4m3 with a scale of one value each.
 - `o` is bf16, end to end; a request without keys gets NaN, for 0 / 0.
 - The kernel reads 32 bits of a slot or a bound.
 - The number of parts lies in a tensor that `get_meta_param` keeps until it is called with other
@@ -11,6 +12,10 @@ What the real functions do with their arguments, as far as an adapter can notice
 - Over e4m3 at most as many parts as there are blocks of keys: 0 for fewer keys than requests, which
   is an error.
 - What is returned holds no LSE: without planned work nothing writes it.
+- Q's requests lie `max_seqlen_q` rows apart in decode, so that all have as many. A query sees the
+  keys up to its own, the last one all of them. So does prefill's, over a prefix too, as a test of
+  SGLang has it (aiter_mla, prompts cut in zigzag), and AITER's own without one.
+- Prefill takes any number of queries of each request, in bf16 alone.
 
 Not known, since the code is assembly: whether a tile's rest loads rows of no key, with weight 0, as
 some of AITER's later kernels did (ROCm/aiter, pull request 4245). The emulator loads none.
@@ -24,7 +29,12 @@ import functools
 
 import torch
 
-from attnmux.emulators.nvidia.dense import attend
+from attnmux.emulators.amd.aiter_mla_work import (
+    get_mla_metadata_info_v1 as get_mla_metadata_info_v1,
+)
+from attnmux.emulators.amd.aiter_mla_work import get_mla_metadata_v1 as get_mla_metadata_v1
+from attnmux.emulators.amd.aiter_mla_work import merge, work
+from attnmux.emulators.nvidia.dense import attend, padded, unpadded
 
 COMPUTE_UNITS, MOST_PARTS = 304, 16
 """Of an MI300X, and of `get_meta_param`."""
@@ -83,44 +93,130 @@ def mla_decode_fwd(
     NotImplementedError for what the emulator does not have.
     """
     assert logit_cap <= 0, f"logit_cap={logit_cap} is not support yet"
-    _, page_size, kv_heads, head_dim = kv_buffer.shape
-    if work_meta_data is not None or max_seqlen_q != 1 or page_size != 1:
-        raise NotImplementedError("planned work, several queries a request, and pages")
+    _, page_size, _, head_dim = kv_buffer.shape
+    if page_size != 1:
+        raise NotImplementedError("pages")
     bs, (num_rows, heads, _) = len(qo_indptr) - 1, o.shape
+    if work_meta_data is not None:
+        _check_launch(q, kv_buffer, o, (qo_indptr, kv_indptr, kv_indices, kv_last_page_lens))
+        _check_dtypes(q, kv_buffer, q_scale, kv_scale)
+        assert heads in range(32, 128, 16), f"nhead={heads} and {max_seqlen_q} not supported"
+        assert max_seqlen_q == 1, f"nhead={heads} and {max_seqlen_q} not supported"
+        tables = (work_indptr, work_info_set, reduce_indptr, reduce_final_map, reduce_partial_map)
+        assert all(each is not None for each in tables)
+        count = len(reduce_partial_map)  # type: ignore[arg-type]  # not None, as the line above says
+        parts_of = q.new_full((count, 1, 16, RANK), torch.nan, dtype=torch.float32)
+        lse = parts_of[..., :1].clone()
+        whole = o.view(-1, 16, RANK)
+        work(
+            q.view(-1, 16, head_dim),
+            kv_buffer,
+            kv_indices,
+            work_meta_data,
+            *tables[:2],  # type: ignore[arg-type]  # as above
+            head_dim**-0.5 if sm_scale is None else sm_scale,
+            parts_of,
+            lse,
+            whole,
+            q_scale,
+            kv_scale,
+        )
+        merge(parts_of, lse, *tables[2:], whole)  # type: ignore[arg-type]  # as above
+        return parts_of, parts_of[..., 0]
     # By position, as the library does: its cache tells names apart
     parts, _, bounds = get_meta_param(
         num_kv_splits, bs, len(kv_indices), heads, max_seqlen_q, q.dtype
     )
-    _check(q.is_contiguous(), "only support Q.is_contiguous() for now")
-    _check(kv_heads == 1, "only support num_kv_heads==1 for now")
-    _check(q.shape[2] == head_dim, "only support head_size == KV.size(3) for now")
+    _check_launch(q, kv_buffer, o, (qo_indptr, kv_indptr, kv_indices, kv_last_page_lens))
     _check_dtypes(q, kv_buffer, q_scale, kv_scale)
-    _check(o.dtype == torch.bfloat16 and o.is_contiguous(), "o is written elsewhere")
-    lists = (qo_indptr, kv_indptr, kv_indices, kv_last_page_lens)
-    _check(all(each.dtype == torch.int32 for each in lists), "lists are read in 32 bits")
-    _check(len(kv_last_page_lens) == bs and len(kv_indptr) == bs + 1, "a list is read beyond")
-
-    key = torch.arange(len(kv_indices), device=q.device)
-    keep = (key >= kv_indptr[:-1, None]) & (key < kv_indptr[1:, None])
-    rows = kv_buffer[:, 0, 0][kv_indices.long()].float().where(keep.unsqueeze(2), 0).unsqueeze(2)
+    has_masks = max_seqlen_q <= (4 if q.dtype in FP8 or heads == 16 else 1)
+    _check(has_masks and num_rows == bs * max_seqlen_q, "as many queries each, at most 4")
     scale: float | torch.Tensor = head_dim**-0.5 if sm_scale is None else sm_scale
     if q_scale is not None and kv_scale is not None:
         scale = q_scale * kv_scale * scale
+    rows, keep = _keys(kv_buffer, kv_indptr, kv_indices, qo_indptr.diff(), max_seqlen_q)
     result, _ = attend(
-        q.float().unsqueeze(1),
+        q.float().unflatten(0, (bs, max_seqlen_q)),  # type: ignore[no-untyped-call]  # torch's
         rows,
         rows[..., :RANK],
-        keep.unsqueeze(1),
+        keep,
         scale=scale,
         rounded_weights=(q.dtype, 1.0) if q.dtype in FP8 else None,
     )
     if kv_scale is not None:
         result = result * kv_scale
-    one_each = (qo_indptr.diff() == 1) & (kv_last_page_lens == 1) & (bounds.diff() == parts)
-    result = result.squeeze(1).masked_fill(~(keep.any(1) & one_each)[:, None, None], torch.nan)
-    o.copy_(result)
+    is_right = (qo_indptr.diff() == max_seqlen_q) & (kv_last_page_lens == 1)
+    is_right = (is_right & (bounds.diff() == parts))[:, None] & keep.any(2)
+    o.copy_(result.masked_fill(~is_right[..., None, None], torch.nan).flatten(0, 1))
     merged = torch.full((num_rows, parts, heads, RANK), torch.nan, device=q.device)
     return merged, merged[:, 0, :, 0]
+
+
+def mla_prefill_fwd(
+    q: torch.Tensor,
+    kv_buffer: torch.Tensor,
+    o: torch.Tensor,
+    qo_indptr: torch.Tensor,
+    kv_indptr: torch.Tensor,
+    kv_indices: torch.Tensor,
+    kv_last_page_lens: torch.Tensor,
+    max_seqlen_q: int,
+    sm_scale: float | None = None,
+    logit_cap: float = 0.0,
+    num_kv_splits: int | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Write [T, H, 512] to `o`, but not the rows of no request. Returns it, and an LSE that nobody
+    promises.
+
+    Raises as `mla_decode_fwd`, and UnboundLocalError without `sm_scale`.
+    """
+    assert logit_cap <= 0, f"logit_cap={logit_cap} is not support yet"
+    if sm_scale is None:
+        raise UnboundLocalError("the library reads qk_head_dim before it has it")
+    _check_launch(q, kv_buffer, o, (qo_indptr, kv_indptr, kv_indices, kv_last_page_lens))
+    _check(q.shape[1] in BLOCKS, "only support num_q_heads/num_kv_heads==16 or 128 for now")
+    _check(q.dtype == kv_buffer.dtype == torch.bfloat16, " unsupport current Q_type")
+    num_queries = qo_indptr.diff()
+    rows, keep = _keys(kv_buffer, kv_indptr, kv_indices, num_queries, max_seqlen_q)
+    result, _ = attend(
+        padded(q.float(), qo_indptr, max_seqlen_q), rows, rows[..., :RANK], keep, scale=sm_scale
+    )
+    is_right = (num_queries <= max_seqlen_q) & (kv_last_page_lens == 1)
+    is_right = is_right[:, None] & keep.any(2)
+    result = result.masked_fill(~is_right[..., None, None], torch.nan)
+    o.copy_(unpadded(result, qo_indptr, o))
+    return o, torch.full((len(o), 1, q.shape[1], 1), torch.nan, device=q.device)
+
+
+def _keys(
+    kv: torch.Tensor,
+    indptr: torch.Tensor,
+    slots: torch.Tensor,
+    num_queries: torch.Tensor,
+    most: int,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rows [B, S, 1, 576] of all requests' keys, and which of them each query sees, [B, most, S]:
+    its last one is the last query's own."""
+    key = torch.arange(len(slots), device=kv.device)
+    is_own = (key >= indptr[:-1, None]) & (key < indptr[1:, None])
+    query = torch.arange(most, device=kv.device)
+    last = indptr[1:, None] - num_queries[:, None] + query
+    keep = is_own[:, None] & (key <= last[..., None]) & (query < num_queries[:, None])[..., None]
+    rows = kv[:, 0, 0][slots.long()].float().where(is_own.unsqueeze(2), 0).unsqueeze(2)
+    return rows, keep
+
+
+def _check_launch(
+    q: torch.Tensor, kv: torch.Tensor, o: torch.Tensor, lists: tuple[torch.Tensor, ...]
+) -> None:
+    """lists: bounds of queries, bounds of keys, slots, and lengths of last pages."""
+    _check(q.is_contiguous(), "only support Q.is_contiguous() for now")
+    _check(kv.shape[2] == 1, "only support num_kv_heads==1 for now")
+    _check(q.shape[2] == kv.shape[3], "only support head_size == KV.size(3) for now")
+    _check(o.dtype == torch.bfloat16 and o.is_contiguous(), "o is written elsewhere")
+    _check(all(each.dtype == torch.int32 for each in lists), "lists are read in 32 bits")
+    bounds, key_bounds, _, last_pages = lists
+    _check(len(last_pages) + 1 == len(key_bounds) == len(bounds), "a list is read beyond")
 
 
 def _check_dtypes(

@@ -1,7 +1,9 @@
-"""AITER's assembly kernels that decode MLA, by the slots of the keys, whatever the page size.
+"""AITER's assembly kernels for MLA, by the slots of the keys, whatever the page size.
 
-`mla_decode_fwd` takes 16 or 128 query heads of 512 + 64 dims, in bfloat16 or, with the pool, in the
-device's e4m3. It writes NaN for a request without keys, and fills no LSE.
+`mla_decode_fwd` splits the keys of decode steps and of chains of a few drafts. It takes 16 or 128
+query heads of 512 + 64 dims, in bfloat16 or, with the pool, in the device's e4m3. Other steps are
+`mla_prefill_fwd`, in bfloat16 alone. Both write NaN for a request without keys, and fill no LSE.
+Decode takes other multiples of 16 heads where its work is planned ahead (`aiter_mla_work.py`).
 
 How many parts it splits keys into lies in a tensor of `get_meta_param`, whose cache forgets all but
 the last: a captured launch would read memory that others use. It is made before the capture, which
@@ -10,26 +12,37 @@ then finds it in the cache, and kept for as long as the graph.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
 from functools import partial
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from attnmux.amd.slot_lists import SlotBuffers, SlotLists, slot_groups, slot_lists, without_keys
+from attnmux.amd.aiter_mla_steps import (
+    AiterMLABuffers,
+    AiterMLALayer,
+    AiterMLAStep,
+    one_each,
+)
+from attnmux.amd.aiter_mla_work import HEADS as PLANNED_HEADS
+from attnmux.amd.aiter_mla_work import PlannedWork
+from attnmux.amd.slot_lists import SlotLists, slot_groups, slot_lists, without_keys
 from attnmux.core import (
     LATENT_DIM,
-    ForwardMode,
     InvalidInput,
     KernelLibrary,
     LibraryBackend,
+    PageTables,
+    check_keys_dtype,
     check_latent,
     filled,
     imported,
     is_writable,
     joined,
     latent_pages,
+    not_in_pool,
     quantise,
     rehearse,
 )
@@ -38,7 +51,13 @@ if TYPE_CHECKING:
     from attnmux.core import AttentionCall, BackendContext, ForwardBatch, LayerSpec
 
 HEADS = (16, 128)
-"""`get_meta_param` refuses other numbers."""
+"""`get_meta_param` refuses other numbers; for some of them, work is planned ahead."""
+DRAFTS: Mapping[tuple[int, bool], Collection[int]] = MappingProxyType(
+    {(16, True): range(1, 5), (16, False): (1, 2, 4), (128, False): (1, 2, 4)}
+)
+"""By heads, and whether rows are bfloat16: queries of each request that `mla_decode_fwd` takes, by
+the names of the code objects that asm_mla.cu launches. That of 128 heads in bfloat16 has no mask in
+its name, and asm_mla.cu sends 3 queries over e4m3 to the code object of 4."""
 FP8 = {"gfx942": torch.float8_e4m3fnuz, "gfx950": torch.float8_e4m3fn}
 """`aiter.dtypes.fp8`: the matrix units of each read their own e4m3."""
 MOST_BYTES = 1 << 32
@@ -48,66 +67,24 @@ stay below: what the kernels do beyond is not known."""
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AiterMLAKernels:
-    """Functions of `aiter.mla`."""
+    """Functions of `aiter.mla`, and two of `aiter` that plan its work."""
 
     mla_decode_fwd: Callable[..., Any]
-    """Attention of packed queries to latents by their slots; writes `o`."""
+    """Attention of as many packed queries of each request to latents by their slots; writes `o`."""
+    mla_prefill_fwd: Callable[..., Any]
+    """The same for any number of queries of each request."""
     get_meta_param: Callable[..., Any]
     """The parts of each request's keys, which `mla_decode_fwd` asks for too."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class AiterMLALayer:
-    """A layer's arguments that no step changes."""
-
-    group: int
-    """The result of `KVPool.group_of`."""
-    rows: torch.Tensor
-    """[slots, 1, 1, 576], the pool's memory."""
-    scale: float
-    q_scale: torch.Tensor | None
-    """[1] float32 on the device, 1; None in bfloat16."""
-    kv_scale: torch.Tensor | None
-    """[1] float32 on the device, what rows are multiplied by; None in bfloat16."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class AiterMLABuffers:
-    """What graphs replay with."""
-
-    slots: SlotBuffers
-    bounds: torch.Tensor
-    """[max_bs + 1] int32: 0, 1, 2, …"""
-    ones: torch.Tensor
-    """[max_bs] int32."""
-    parts: list[object] = field(default_factory=list)
-    """What `get_meta_param` returned for each capture."""
-
-    @classmethod
-    def of(cls, max_bs: int, context: BackendContext) -> AiterMLABuffers:
-        bounds, ones = _each_one(max_bs, context.device)
-        return cls(slots=SlotBuffers.of(max_bs, context), bounds=bounds, ones=ones)
-
-
-@dataclass(kw_only=True, slots=True, eq=False)
-class AiterMLAStep:
-    """A decode step."""
-
-    buffers: AiterMLABuffers | None
-    bounds: torch.Tensor
-    """[B + 1] int32, where each request's query begins."""
-    last_page_lens: torch.Tensor
-    """[B] int32: a page of the kernel is a token."""
-    cached: dict[int, SlotLists] | None = None
-    """By group of the pool; set by `fill_step`."""
-    hidden: torch.Tensor | None = None
-    """[B, 1, 1] bool: requests without keys; set by `fill_step`."""
+    get_mla_metadata_info_v1: Callable[..., Any]
+    """Shapes and dtypes of a plan."""
+    get_mla_metadata_v1: Callable[..., Any]
+    """Plans on the device."""
 
 
 class AiterMLABackend(
     LibraryBackend[AiterMLAKernels, AiterMLALayer, AiterMLAStep, AiterMLABuffers]
 ):
-    """Decoding of MLA; prefill, verification and drafts are another backend's."""
+    """MLA; draft trees, and over e4m3 prompts, are another backend's."""
 
     def __init__(
         self, context: BackendContext, options: Mapping[str, object], kernels: AiterMLAKernels
@@ -126,13 +103,15 @@ class AiterMLABackend(
 
     def prepare_layer(self, layer: LayerSpec) -> AiterMLALayer:
         check_latent(layer)
-        if layer.tp_q_head_num not in HEADS:
+        if layer.tp_q_head_num not in (*HEADS, *PLANNED_HEADS):
             raise InvalidInput(
                 f"layer {layer.layer_id}",
                 got=f"{layer.tp_q_head_num} query heads",
-                expected=" or ".join(map(str, HEADS)),
+                expected="a multiple of 16, at most 128",
             )
         pool = self.context.token_to_kv_pool
+        if layer.layer_id not in pool.layer_ids:
+            return AiterMLALayer(group=-1, rows=None, scale=layer.scaling)
         rows = latent_pages(layer, self.context, 1)
         if (nbytes := rows.shape[0] * rows.stride(0) * rows.element_size()) > MOST_BYTES:
             raise InvalidInput(
@@ -153,30 +132,58 @@ class AiterMLABackend(
         )
 
     def plan_step(self, batch: ForwardBatch, buffers: AiterMLABuffers | None) -> AiterMLAStep:
-        mode, batch_size = batch.forward_mode, batch.batch_size
-        if mode is not ForwardMode.DECODE:
+        tables = PageTables.of(batch, self.context, {})
+        mode, batch_size, queries = batch.forward_mode, batch.batch_size, tables.queries_each
+        dtype = self.context.token_to_kv_pool.dtype
+        splits = mode.is_decode()
+        if mode.is_target_verify() and queries is not None:
+            splits = queries in DRAFTS.get((self._heads, dtype == torch.bfloat16), ())
+        if not splits and (dtype != torch.bfloat16 or self._heads not in HEADS):
             raise InvalidInput(
                 "forward_mode",
-                got=mode.name,
-                expected="DECODE: other steps are for the backends of their phases",
+                got=mode.name if queries is None else f"{mode.name} with {queries} tokens each",
+                expected="DECODE or chains of 1, 2 or 4 drafts over e4m3, DECODE alone with other "
+                "heads than 16 or 128: other steps are for the backends of their phases",
             )
         if buffers is None:
-            bounds, ones = _each_one(batch_size, self.context.device)
-            return AiterMLAStep(buffers=None, bounds=bounds, last_page_lens=ones)
-        # With the arguments of `mla_decode_fwd`, so that it finds them in the cache
-        room, dtype = len(buffers.slots.slots), self.context.token_to_kv_pool.dtype
-        parts = self.kernels.get_meta_param(None, batch_size, room, self._heads, 1, dtype)
-        buffers.parts.append(parts)
+            ones = torch.ones(batch_size, dtype=torch.int32, device=self.context.device)
+            return AiterMLAStep(tables=tables, splits=splits, buffers=None, last_page_lens=ones)
+        if self._heads in HEADS and splits:
+            # With the arguments of `mla_decode_fwd`, so that it finds them in the cache
+            room = len(buffers.slots.slots)
+            buffers.kept.append(
+                self.kernels.get_meta_param(
+                    None, batch_size, room, self._heads, tables.max_seqlen_q, dtype
+                )
+            )
+        buffers.kept.append(work := self._room_for_work(batch_size))
         return AiterMLAStep(
+            tables=tables,
+            splits=splits,
             buffers=buffers,
-            bounds=buffers.bounds[: batch_size + 1],
             last_page_lens=buffers.ones[:batch_size],
+            work=work,
         )
 
+    def _room_for_work(self, batch_size: int) -> PlannedWork | None:
+        if self._heads in HEADS or not batch_size:
+            return None
+        shapes_of, context = self.kernels.get_mla_metadata_info_v1, self.context
+        dtype = context.token_to_kv_pool.dtype
+        return PlannedWork.of(shapes_of, batch_size, self._heads, dtype, context.device)
+
     def fill_step(self, step: AiterMLAStep, batch: ForwardBatch) -> None:
+        step.tables.fill(batch, (), self.context)
         of_slots = step.buffers.slots if step.buffers else None
-        step.cached = slot_lists(batch, self.context, self._groups, of_slots)
-        step.hidden = without_keys(batch, of_slots)
+        step.cached = slot_lists(batch, self.context, self._groups, of_slots, with_new=True)
+        if batch.forward_mode.is_decode():
+            step.hidden = without_keys(batch, of_slots)
+            step.work = step.work or self._room_for_work(batch.batch_size)
+        elif step.tables.queries_each is None:
+            step.hidden = step.tables.unowned_rows(batch)
+        if step.work is not None:
+            lists = next(iter(step.cached.values()))  # all groups have the same lengths
+            step.work.fill(self.kernels.get_mla_metadata_v1, lists.indptr, self._heads)
 
     def make_buffers(self, max_bs: int, max_num_tokens: int) -> AiterMLABuffers:
         return AiterMLABuffers.of(max_bs, self.context)
@@ -189,34 +196,40 @@ class AiterMLABackend(
         q, out = joined(call.q, call.q_rope), call.out
         if out is None or not is_writable(out):
             out = q.new_empty((*q.shape[:2], LATENT_DIM))
-        cached = filled(step.cached)[layer.group]
-        self.kernels.mla_decode_fwd(
-            q=quantise(q, layer.rows.dtype, None),
-            kv_buffer=layer.rows,
-            o=out,
-            qo_indptr=step.bounds,
-            kv_indptr=cached.indptr,
-            kv_indices=_one_each(cached.indices, batch.batch_size),
-            kv_last_page_lens=step.last_page_lens,
-            max_seqlen_q=1,
-            sm_scale=layer.scale,
-            q_scale=layer.q_scale,
-            kv_scale=layer.kv_scale,
-        )
+        rows, cached = self._keys(call, layer, step)
+        arguments = {
+            "q": quantise(q, rows.dtype, None),
+            "kv_buffer": rows,
+            "o": out,
+            "qo_indptr": step.tables.query_bounds(out.device),
+            "kv_indptr": cached.indptr,
+            "kv_indices": one_each(cached.indices, batch.batch_size),
+            "kv_last_page_lens": step.last_page_lens,
+            "max_seqlen_q": step.tables.max_seqlen_q,
+            "sm_scale": layer.scale,
+        }
+        if step.splits:
+            more = {"q_scale": layer.q_scale, "kv_scale": layer.kv_scale}
+            planned = {} if step.work is None else step.work.arguments()
+            self.kernels.mla_decode_fwd(**arguments, **more, **planned)
+        else:
+            self.kernels.mla_prefill_fwd(**arguments)
         return out if step.hidden is None else out.masked_fill_(step.hidden, 0)
 
-
-def _each_one(batch_size: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """The bounds of one query a request, [B + 1] int32, and as many ones, [B] int32."""
-    bounds = torch.arange(batch_size + 1, dtype=torch.int32, device=device)
-    return bounds, torch.ones(batch_size, dtype=torch.int32, device=device)
-
-
-def _one_each(slots: torch.Tensor, batch_size: int) -> torch.Tensor:
-    """The list with room for a key of each request at least: over fewer in e4m3, `get_meta_param`
-    splits them into 0 parts and fails. Nothing reads what follows the last key."""
-    missing = batch_size - len(slots)
-    return torch.nn.functional.pad(slots, (0, missing)) if missing > 0 else slots
+    def _keys(
+        self, call: AttentionCall, layer: AiterMLALayer, step: AiterMLAStep
+    ) -> tuple[torch.Tensor, SlotLists]:
+        """[slots, 1, 1, 576], and the rows of each request: of the pool, or the call's own."""
+        if not call.has_own_kv:
+            if layer.rows is None:
+                raise not_in_pool(call.layer)
+            return layer.rows, filled(step.cached)[layer.group]
+        if call.k is None or call.k_rope is None:
+            raise not_in_pool(call.layer)
+        check_keys_dtype(call.q, call.k, call.k_rope)
+        own = joined(call.k, call.k_rope).unsqueeze(1)
+        numbers = torch.arange(len(own), dtype=torch.int32, device=own.device)
+        return own, SlotLists(indptr=step.tables.query_bounds(own.device), indices=numbers)
 
 
 def _check_dtypes(context: BackendContext) -> None:
@@ -232,7 +245,7 @@ def _check_dtypes(context: BackendContext) -> None:
 make = KernelLibrary(
     address="amd/aiter_mla",
     backend=AiterMLABackend,
-    providers={"aiter": partial(imported, AiterMLAKernels, "aiter.mla")},
+    providers={"aiter": partial(imported, AiterMLAKernels, "aiter.mla", "aiter")},
     trial=rehearse,
     hint="AITER needs ROCm's PyTorch and Triton, and builds its launcher with hipcc; "
     "pip install 'attnmux-amd[aiter]'",

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from attnmux.core import InvalidInput, kv_indices, kv_indptr
+from attnmux.core import InvalidInput, kv_indices, kv_indptr, verify_kv_lens
 
 if TYPE_CHECKING:
     from attnmux.core import BackendContext, ForwardBatch
@@ -57,19 +57,24 @@ def slot_lists(
     groups: Mapping[int, int],
     buffers: SlotBuffers | None,
     dtype: torch.dtype = torch.int32,
+    *,
+    with_new: bool = False,
 ) -> dict[int, SlotLists]:
-    """By group of the pool: the keys that are cached before the step; in decode, also of the new
-    token.
+    """By group of the pool: the keys that are cached before the step; in decode, and with
+    `with_new` in every step, also those of new tokens.
 
     groups: as `slot_groups` finds them. dtype: of slots. Raises InvalidInput for an extend step
     without lengths.
     """
     mode = batch.forward_mode
-    has_prefix_lens = not mode.is_decode() and not mode.is_target_verify()
+    has_prefix_lens = not with_new and not mode.is_decode() and not mode.is_target_verify()
     lens = batch.extend_prefix_lens if has_prefix_lens else batch.seq_lens
     on_host = batch.extend_prefix_lens_cpu if has_prefix_lens else batch.seq_lens_cpu
     if lens is None:
         raise InvalidInput("extend_prefix_lens", got=None, expected="lengths in an extend step")
+    if with_new and mode.is_target_verify():
+        drafts = batch.queries_each() or 0
+        lens, on_host = verify_kv_lens(lens, drafts), None if on_host is None else on_host + drafts
     indptr = kv_indptr(lens, out=buffers.indptr if buffers else None)
     slots = kv_indices(
         context.req_to_token_pool,

@@ -6,28 +6,50 @@ from attnmux.core import (
     ANY,
     BackendCard,
     Clause,
+    Condition,
     Prior,
     Verified,
     emulated,
     one_of,
 )
 
+_NATIVE, _PLANNED = one_of(16, 128), one_of(*range(32, 128, 16))
 
-def _clause(arch: str, fp8: str) -> Clause:
+
+def clause(
+    arch: str,
+    kv_dtype: str,
+    *phases: str,
+    heads: Condition = _NATIVE,
+    drafts: Condition = ANY,
+) -> Clause:
+    """What the assembly serves on one architecture, in these phases."""
     return Clause(
         vendor=one_of("amd"),
         arch=one_of(arch),
-        phase=one_of("decode"),
+        phase=one_of(*phases),
         kind=one_of("mla"),
         dtype=one_of("bfloat16"),
-        kv_dtype=one_of("bfloat16", fp8),
+        kv_dtype=one_of(kv_dtype),
         page_size=emulated(1),
         head_dim=ANY,
-        num_q_heads=one_of(16, 128),
+        num_q_heads=heads,
         kv_lora_rank=one_of(512),
         qk_rope_head_dim=one_of(64),
         spec_topk=one_of(1),
+        spec_draft_tokens=drafts,
         graph=ANY,
+    )
+
+
+def _clauses(arch: str, fp8: str) -> tuple[Clause, ...]:
+    """Over e4m3, steps in which a draft model catches up are another backend's."""
+    return (
+        clause(arch, "bfloat16", "decode", "verify", "draft"),
+        clause(arch, fp8, "decode"),
+        clause(arch, fp8, "verify", drafts=one_of(1, 2, 4)),
+        # 64 and 32 heads are DeepSeek's on two and four ranks.
+        *(clause(arch, kv_dtype, "decode", heads=_PLANNED) for kv_dtype in ("bfloat16", fp8)),
     )
 
 
@@ -44,7 +66,7 @@ AITER_MLA = BackendCard(
     # Emulated only: assembly runs on AMD's devices alone.
     verified_on=(
         Verified(
-            on="mla_decode_fwd of amd-aiter 0.1.7.post2.dev18",
+            on="mla_decode_fwd and mla_prefill_fwd of amd-aiter 0.1.7.post2.dev18",
             libraries=("torch 2.13.0+cpu",),
             date="2026-11-28",
         ),
@@ -57,12 +79,19 @@ AITER_MLA = BackendCard(
             "own, `aiter.dtypes.fp8`"
         ),
         "page_size": "lists hold token slots (page size 1)",
-        "num_q_heads": "`get_meta_param` refuses any but 16 and 128",
+        "num_q_heads": (
+            "`get_meta_param` and asm_mla.cu refuse any but 16 and 128; with work that is planned "
+            "ahead, `mla_decode_fwd` takes others as requests of 16, for one query each"
+        ),
         "kv_lora_rank": "the code objects are built for rows of 512 and 64",
         "qk_rope_head_dim": "as kv_lora_rank",
-        "spec_topk": "declared for plain decode too; verify and draft are the companion's",
+        "spec_topk": "causal over a chain, without a mask",
+        "spec_draft_tokens": (
+            "asm_mla.cu refuses more than 4 queries a request over e4m3, and has code objects for "
+            "1, 2 and 4. In bf16, `mla_prefill_fwd` takes what `mla_decode_fwd` does not"
+        ),
     },
-    clauses=(_clause("gfx942", "fp8_e4m3fnuz"), _clause("gfx950", "fp8_e4m3")),
+    clauses=(*_clauses("gfx942", "fp8_e4m3fnuz"), *_clauses("gfx950", "fp8_e4m3")),
     priors=(
         Prior(
             rank=27,

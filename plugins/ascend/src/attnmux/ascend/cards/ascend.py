@@ -65,8 +65,7 @@ ASCEND = BackendCard(
     factory="attnmux.ascend.ascend:make",
     requires=("torch>=2.11", "torch-npu>=2.13"),
     extra="npu",
-    # Lengths are host lists. No clause has graphs: `device_graphs` knows none of NPUs, and
-    # `NPUGraphs`, which a runner may be given, never ran on one.
+    # Lengths are host lists.
     needs_cpu_seq_lens=True,
     # Emulated only: no part of it has run on an Ascend device.
     verified_on=(
@@ -106,11 +105,12 @@ ASCEND = BackendCard(
         "spec_topk": "a tree needs a mask of its own, which layout TND does not take",
     },
     clauses=(
-        _mha(*_PHASES, head_dim=one_of(128, 64), spec_topk=one_of(1), lse=ANY),
+        _mha(*_PHASES, head_dim=one_of(128, 64), spec_topk=one_of(1), lse=ANY, graph=ANY),
         # `learnable_sink`, for V of 64 or 128. The docs do not say whether its LSE has them.
-        _mha(*_PHASES, head_dim=one_of(128, 64), spec_topk=one_of(1), sinks=ANY),
+        _mha(*_PHASES, head_dim=one_of(128, 64), spec_topk=one_of(1), sinks=ANY, graph=ANY),
         _mha("encoder", head_dim=one_of(128, 64)),
-        # No LSE: layout TND has none with a latent, `_npu_paged_attention_mla` none at all.
+        # No LSE: layout TND has none with a latent, `_npu_paged_attention_mla` none at all. No
+        # graphs: torch-npu does not renew the latter's lengths.
         _mla("bfloat16"),
         _mla("float16"),
         # `npu_ring_mla`: prompts of MLA with expanded heads, in parts or over keys of a pool.
