@@ -135,10 +135,12 @@ def models(session: nox.Session) -> None:
 @nox.session
 def build(session: nox.Session) -> None:
     """Build every wheel into dist/, those of the examples into dist/examples/."""
-    session.install(*CONSTRAINTS, "build", "hatchling")
+    session.install(*CONSTRAINTS, "hatchling")
     shutil.rmtree(ROOT / "dist", ignore_errors=True)
     for folder, sources in (("dist", MEMBERS), ("dist/examples", EXAMPLES)):
         for source in sources:
-            build = ["python", "-m", "build", "--wheel", "--no-isolation", "--outdir", folder]
-            # attnmux-cpu compiles the kernels of `native` into its wheel.
-            session.run(*build, source, env={"HATCH_BUILD_HOOKS_ENABLE": "true"})
+            with session.chdir(ROOT / source):
+                build = ["hatchling", "build", "--target", "wheel", "--directory"]
+                # attnmux-cpu compiles the kernels of `native` into its wheel.
+                env = {"HATCH_BUILD_HOOKS_ENABLE": "true"}
+                session.run(*build, str(ROOT / folder), env=env)

@@ -22,8 +22,9 @@ Server = subprocess.Popen[str]
 @pytest.fixture(scope="session")
 def script_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     """A process with the compiler, which has imported what scripts import. Each script finds what
-    others have compiled."""
-    folder = str(tmp_path_factory.mktemp("compiled"))
+    others have compiled, also those of other workers."""
+    base = tmp_path_factory.getbasetemp()
+    folder = str((base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "compiled")
     server = subprocess.Popen(
         [sys.executable, "-W", "ignore", str(Path(__file__).with_name("script_server.py"))],
         env={**os.environ, "TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": folder},

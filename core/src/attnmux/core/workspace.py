@@ -6,6 +6,8 @@ import math
 
 import torch
 
+from attnmux.core.kv.memory import zeros
+
 
 class Workspace:
     """Named byte buffers on one device, which are reused and grow on demand.
@@ -32,10 +34,10 @@ class Workspace:
         if buffer is None or buffer.numel() < nbytes:
             if buffer is not None:
                 nbytes = max(nbytes, buffer.numel() * 5 // 4)
-            make = torch.zeros if zeroed else torch.empty
+            make = zeros if zeroed else torch.empty
             # A tensor made in inference mode could not be written outside of it later
             with torch.inference_mode(False):
-                buffer = make(nbytes, dtype=torch.uint8, device=self.device)
+                buffer = make((nbytes,), dtype=torch.uint8, device=self.device)
             self._buffers[name] = buffer
             self._views.pop(name, None)
         return buffer

@@ -42,7 +42,6 @@ def allocate_zeroed(
         for shape in shapes:
             # As bytes: torch does not fill 4-bit floats
             raw = torch.uint8 if dtype.itemsize == 1 else dtype
-            zeros = _zeros_on_cpu if device.type == "cpu" else torch.zeros
             tensors.append(zeros(shape, dtype=raw, device=device).view(dtype))
     except (RuntimeError, OSError) as error:
         if not _is_out_of_memory(error):
@@ -52,15 +51,14 @@ def allocate_zeroed(
     return tensors
 
 
-def _zeros_on_cpu(
-    shape: tuple[int, ...], *, dtype: torch.dtype, device: torch.device
-) -> torch.Tensor:
-    """As `torch.zeros`, in pages of 2 MiB where Linux gives them to those who ask.
+def zeros(shape: tuple[int, ...], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """As `torch.zeros`, on CPUs in pages of 2 MiB where Linux gives them to those who ask.
 
-    Rows of a pool lie apart: with pages of 4 KiB, nearly each read would look up another one.
+    Rows of a pool lie apart: with pages of 4 KiB, nearly each read would look up another one. A
+    page takes memory and time when it is first written.
     """
     size = math.prod(shape) * dtype.itemsize
-    if size < HUGE_PAGE or not hasattr(mmap, "MADV_HUGEPAGE"):
+    if device.type != "cpu" or size < HUGE_PAGE or not hasattr(mmap, "MADV_HUGEPAGE"):
         return torch.zeros(shape, dtype=dtype, device=device)
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
     memory = mmap.mmap(-1, size + HUGE_PAGE, flags=flags)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from dataclasses import replace as replace_fields
 from pathlib import Path
 from typing import Any
 
@@ -186,7 +185,9 @@ class Request(Plain):
         """A copy with `changes`, each recorded as set by `origin`."""
         _check_names(changes)
         origins = {**self.origins, **dict.fromkeys(changes, origin)}
-        return replace_fields(self, **changes, origins=origins)  # type: ignore[arg-type]  # read by __post_init__
+        # Each value that is set has an origin
+        given: dict[str, Any] = {name: getattr(self, name) for name in self.origins}
+        return Request(**{**given, **changes}, origins=origins)
 
     @property
     def has_trees(self) -> bool:

@@ -32,11 +32,10 @@ class Question:
     def __post_init__(self) -> None:
         before = self.demands
         demands = list(before)
-        for axis in AXES:
-            if not before or axis.decided:
-                value = axis.wanted(self)
-                if value is not None and value is not False and (axis, value) not in before:
-                    demands.append((axis, value))
+        for axis in DECIDED if before else AXES:
+            value = axis.wanted(self)
+            if value is not None and value is not False and (axis, value) not in before:
+                demands.append((axis, value))
         object.__setattr__(self, "demands", tuple(demands))
 
 
@@ -210,6 +209,7 @@ AXES: tuple[Axis, ...] = (
     Axis(name="lse", wanted=_cached("lse"), settable=True),
     Axis(name="strided_kv", wanted=_cached("strided_kv")),
 )
+DECIDED = tuple(axis for axis in AXES if axis.decided)
 
 
 def demands_of(questions: Iterable[Question]) -> dict[Demand, list[str]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
 
 from attnmux.core.choosing.common.frozen import Plain
 from attnmux.core.choosing.offer.card import BackendCard
@@ -38,23 +39,31 @@ class Library(Plain):
 def required(card: BackendCard, libraries: Libraries, distribution: str = "") -> Iterator[Library]:
     """The requirements of the card, except those with an alternative whose marker does not hold
     here. distribution: the card's own, for the hints."""
-    for alternatives in card.requirements():
-        parsed = [parsed_requirement(text) for text in alternatives]
-        if not all(one.marker is None or one.marker.evaluate() for one in parsed):
-            continue
+    for alternatives, parsed in _needed_here(card.requirements()):
         found = [(one.name, libraries(one.name)) for one in parsed]
         states = [_state(one, version) for one, (_, version) in zip(parsed, found, strict=True)]
-        state, closest = min(
-            zip(states, found, strict=True), key=lambda each: STATES.index(each[0])
-        )
-        is_present = state == "present"
+        state = min(states, key=STATES.index)
+        name, version = found[states.index(state)]
         yield Library(
             wanted=" or ".join(alternatives),
-            installed="" if closest[1] is None else " ".join(filter(None, closest)),
+            installed="" if version is None else f"{name} {version}".strip(),
             state=state,
             offered=", ".join(f"{name} {version or 'not installed'}" for name, version in found),
-            hint="" if is_present else install_hint(card, distribution, alternatives[0]),
+            hint="" if state == "present" else install_hint(card, distribution, alternatives[0]),
         )
+
+
+@cache
+def _needed_here(
+    requirements: tuple[tuple[str, ...], ...],
+) -> list[tuple[tuple[str, ...], list[Requirement]]]:
+    """The alternatives whose markers hold here, as text and parsed."""
+    found = [(texts, [parsed_requirement(text) for text in texts]) for texts in requirements]
+    return [
+        (texts, parsed)
+        for texts, parsed in found
+        if all(one.marker is None or one.marker.evaluate() for one in parsed)
+    ]
 
 
 def install_hint(card: BackendCard, distribution: str, requirement: str = "") -> str:

@@ -30,6 +30,7 @@ MOST_BYTES = 16_000_000
 """Of a metadata file. RECORD of the largest packages has a tenth of it."""
 
 
+@lru_cache(maxsize=4096)
 def canonical(name: str) -> str:
     """A distribution's name as PEP 503 normalises it."""
     return re.sub(r"[-_.]+", "-", name).lower()
