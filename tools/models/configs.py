@@ -11,11 +11,12 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from types import MappingProxyType
 from typing import Any
 
 from transformers import PreTrainedConfig
 
-from tools.models.overrides import OVERRIDES
+from tools.models.overrides import OVERRIDES, REAL_OVERRIDES
 from tools.models.rules import OFTEN_NONE, ROPE_THETA, RULES, TOWER, Dims, DimsKind
 
 VARIANTS = (
@@ -43,11 +44,17 @@ def random_config(
     rng = random.Random(f"{config_class.__name__} {seed}")
     dims = Dims.drawn(rng, **variant, kind=kind)
     given = _values(config_class, dims)
-    return _made(config_class, given)
+    return _made(config_class, given, REAL_OVERRIDES if kind == "real" else {})
 
 
-def _made(config_class: type[PreTrainedConfig], given: Mapping[str, object]) -> PreTrainedConfig:
+def _made(
+    config_class: type[PreTrainedConfig],
+    given: Mapping[str, object],
+    later: Mapping[str, object] = MappingProxyType({}),
+) -> PreTrainedConfig:
+    """later: of the fields given here, those that have other values than in OVERRIDES."""
     fields: dict[str, Any] = {**given, **OVERRIDES.get(config_class.__name__, {})}
+    fields |= {name: value for name, value in later.items() if name in fields}
     return config_class(**fields)
 
 
