@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 from click.testing import CliRunner
 
 from attnmux.core import BackendFailed, Request, Settings, load_plugins, solve
@@ -17,7 +18,7 @@ from attnmux.core.cli.verbs import verbs
 from attnmux.cpu import levels
 from attnmux.cpu.levels import COMPILERS, serving
 from attnmux.cpu.native import library
-from attnmux.cpu.native.library import library_for, load
+from attnmux.cpu.native.library import TYPES, Call, Keys, library_for, load
 from attnmux.testing import AttentionBackendTests
 
 HERE = probe_cpu()
@@ -31,6 +32,32 @@ needs_compiler = pytest.mark.skipif(
 class TestNative(AttentionBackendTests):
     backend = "native"
     device = "cpu"
+
+
+@needs_compiler
+@pytest.mark.parametrize("tokens", [1, 3, 7, 12, 20])
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2], ids=str)
+def test_each_8_bit_float_is_read_exactly(dtype: torch.dtype, tokens: int) -> None:
+    stored = torch.arange(256, dtype=torch.uint8).view(dtype).to(torch.bfloat16)
+    stored = stored.where(stored.isfinite(), 0)
+    values, keys = stored.to(dtype).view(1, 1, 256), torch.zeros(1, 1, 256).to(dtype)
+    q, out = torch.zeros(2, tokens, 1, 256, dtype=torch.bfloat16)
+    qo_indptr, ones = torch.tensor([0, tokens], dtype=torch.int32), torch.ones(tokens).long()
+    span_indptr, zeros = torch.tensor([0, 1], dtype=torch.int32), torch.zeros(tokens).long()
+    places = {"span_start": zeros.int(), "slots": zeros.int(), "first": zeros, "end": ones}
+    places |= {"qo_indptr": qo_indptr, "span_indptr": span_indptr}
+    pointers = {name: each.data_ptr() for name, each in places.items()}
+    load(HERE)(
+        Call(
+            keys=Keys(num_requests=1, **pointers),
+            **{name: each.data_ptr() for name, each in zip("qkv", (q, keys, values), strict=True)},
+            **{name: 256 for name in ("q_token", "q_head", "k_slot", "k_head", "v_slot", "v_head")},
+            **{"out": out.data_ptr(), "out_token": 256, "out_head": 256, "num_tokens": tokens},
+            **{"num_heads": 1, "num_kv_heads": 1, "D": 256, "Dv": 256, "num_threads": 1},
+            **{"q_type": TYPES[q.dtype], "kv_type": TYPES[dtype], "scaling": 1.0, "v_scale": 1.0},
+        )
+    )
+    assert out.equal(stored.expand_as(out))
 
 
 @pytest.fixture

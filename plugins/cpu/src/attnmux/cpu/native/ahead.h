@@ -6,6 +6,7 @@
 constexpr int STREAM_KEYS = 48;  // of a block
 constexpr int DOT_KEYS = 8;      // read at a time, of K
 constexpr int MIX_KEYS = 8;      // and of V
+constexpr int MOST_KEYS = 16;    // of either
 constexpr int AHEAD = FETCHES_FAR ? 16 : 8;  // keys between the one that is read and the one that is fetched
 
 // What is fetched while as many rows of one head are read: a run of bytes, or rows. Null: nothing.
@@ -39,7 +40,7 @@ template <int N> struct Lines {
 // Rows of a block of keys: where they lie, or copies with zeros behind them where their width is
 // not what is loaded at a time.
 template <Type T> struct Rows {
-    const char* of[STREAM_KEYS + AHEAD + DOT_KEYS];
+    const char* of[STREAM_KEYS + AHEAD + MOST_KEYS];
     int64_t head_bytes;
     bool in_order;  // most follow the one before
 
@@ -52,7 +53,7 @@ template <Type T> struct Rows {
             following += j && slots[j] == slots[j - 1] + 1;
         }
         in_order = 2 * following > num;
-        for (int j = num; j < STREAM_KEYS + AHEAD + DOT_KEYS; ++j) of[j] = of[num - 1];
+        for (int j = num; j < STREAM_KEYS + AHEAD + MOST_KEYS; ++j) of[j] = of[num - 1];
     }
     void pad(int num, int num_heads, int n, Aligned<char>& copies) {
         const int64_t bytes = round_up(n, BLOCK) * size_of(T);

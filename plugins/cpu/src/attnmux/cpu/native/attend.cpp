@@ -1,10 +1,11 @@
 // Attention over a KV cache of plain rows, for CPUs. No headers of torch or Python are needed.
 //
-// plan.h cuts a step into items for the threads; stream.h, panels.h, pairs.h and tiles.h are four ways to do
-// one. Ranges of keys of the same queries are merged by their logarithms of sums in a second pass.
+// plan.h cuts a step into items for the threads; stream.h, few.h, panels.h, pairs.h and tiles.h are
+// five ways to do one. Ranges of keys of the same queries are merged by their logarithms of sums in a second pass.
 
 #include <new>
 
+#include "few.h"
 #include "linear.h"
 #include "pairs.h"
 #include "panels.h"
@@ -17,7 +18,8 @@ static void run_items(int64_t, int64_t, void* context) {
     Scratch scratch;
     for (int64_t at; (at = step.next.fetch_add(1)) < int64_t(step.items.size());) {
         const Item& item = step.items[at];
-        if (item.kernel == Kernel::STREAM) stream(step, item, scratch);
+        if (item.kernel == Kernel::FEW) few(step, item, scratch);
+        else if (item.kernel == Kernel::STREAM) stream(step, item, scratch);
         else if (item.kernel == Kernel::PANELS) panels(step, item, scratch);
         else if (item.kernel == Kernel::PAIRS) pairs(step, item, scratch);
         else tiles(step, item, scratch);

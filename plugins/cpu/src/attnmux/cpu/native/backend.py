@@ -91,8 +91,10 @@ class NativeBackend(AttentionBackend):
         self._kernel = load(context.platform)
         self._split = FIXED_SPLIT if context.request.deterministic else 0
         self._lens: StepLens | None = None
-        self._ranges: dict[tuple[KeyRule, int], Ranges] = {}
-        self._rules: dict[tuple[int, bool], tuple[LayerSpec, KeyRule]] = {}
+        self._ranges: dict[int, Ranges] = {}
+        self._rules: dict[tuple[int, bool], tuple[LayerSpec, KeyRule, int]] = {}
+        # Rules are numbered, as their hash takes longer than the rest of a look-up in each call.
+        self._numbers: dict[tuple[KeyRule, int], int] = {}
 
     def init_forward_metadata_out_graph(
         self, batch: ForwardBatch, in_capture: bool = False
@@ -168,15 +170,16 @@ class NativeBackend(AttentionBackend):
             raise AttnmuxError("no step is prepared: call init_forward_metadata(batch) first")
         found = self._rules.get((layer.layer_id, in_call))
         if found is None or found[0] is not layer:
-            found = layer, KeyRule.of(layer, in_call=in_call)
-            self._rules[layer.layer_id, in_call] = found
-        rule = found[1]
-        # The call's own k and v have no slots, so their group does not matter.
-        group = 0 if in_call else self.context.token_to_kv_pool.group_of(layer.layer_id)
-        ranges = self._ranges.get((rule, group))
+            rule = KeyRule.of(layer, in_call=in_call)
+            # The call's own k and v have no slots, so their group does not matter.
+            group = 0 if in_call else self.context.token_to_kv_pool.group_of(layer.layer_id)
+            number = self._numbers.setdefault((rule, group), len(self._numbers))
+            found = self._rules[layer.layer_id, in_call] = layer, rule, number
+        _, rule, number = found
+        ranges = self._ranges.get(number)
         if ranges is None:
             ranges = Ranges.of(rule, layer, batch, self._lens, self.context)
-            self._ranges[rule, group] = ranges
+            self._ranges[number] = ranges
         return ranges
 
 

@@ -118,15 +118,9 @@ static inline void weigh(Scratch& s, const Seen& seen, float cap, float* logits,
     store(&s.sum[r], rows.sum);
 }
 
-static inline void scale_scores(Scratch& s, float scaling, int num) {
-    for (int at = 0; at < num; at += W) store(s.scores.data() + at, load(s.scores.data() + at) * scaling);
-}
-
-// All rows of a block's logits [num][padded], and what the rows have so far. PAIRS: unscaled logits.
-template <bool PAIRS>
+// All rows of a block's logits [num][padded], and what the rows have so far.
 static inline void weigh_all(const Step& step, Scratch& s, const Seen& seen, int padded, int num_rows, int key, int num) {
-    if (PAIRS) scale_scores(s, step.scaling, num * padded);
-    for (int r = 0; r < padded; r += W) weigh<PAIRS>(s, seen, step.call.cap, s.scores.data() + r, padded, r, key, 0, num, s.pairs.data() + r);
+    for (int r = 0; r < padded; r += W) weigh<false>(s, seen, step.call.cap, s.scores.data() + r, padded, r, key, 0, num);
     scale_rows(s.out.data(), step.out_width, s.decay.data(), num_rows);
 }
 

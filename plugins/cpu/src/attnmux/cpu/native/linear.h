@@ -60,7 +60,7 @@ template <Type T> struct Product {
         const auto query = [&](int r) { return reinterpret_cast<const char*>(x.data() + int64_t(r) * width); };
         const auto some = [&](auto R, int r) {
             for (int j = 0; j < num; j += DOT_KEYS)
-                dots<T, false, decltype(R)::value>(query(r), int64_t(width) * 4, rows + j, r ? Next() : Next{rows[j + DOT_KEYS]}, 0, width, DOT_KEYS, sums + j * FEW_ROWS + r, FEW_ROWS);
+                dots<T, decltype(R)::value>(query(r), int64_t(width) * 4, rows + j, r ? Next() : Next{rows[j + DOT_KEYS]}, 0, width, DOT_KEYS, sums + j * FEW_ROWS + r, FEW_ROWS);
         };
         int r = 0;
         for (; r + 4 <= num_rows; r += 4) some(std::integral_constant<int, 4>(), r);
@@ -68,7 +68,7 @@ template <Type T> struct Product {
         if (num_rows - r == 2) some(std::integral_constant<int, 2>(), r);
         if (num_rows - r == 1 && (num_rows > 1 || width > NARROW)) some(std::integral_constant<int, 1>(), r);
         else if (num_rows == 1)
-            for (int j = 0; j < num; ++j) dot<T, false, 1, 1>(query(0), 0, rows + j, Next{rows[j + DOT_KEYS / 2]}, 0, width, sums + j * FEW_ROWS, FEW_ROWS);
+            for (int j = 0; j < num; ++j) dot<T, 1, 1>(query(0), 0, rows + j, Next{rows[j + DOT_KEYS / 2]}, 0, width, sums + j * FEW_ROWS, FEW_ROWS);
         for (int r = 0; r < num_rows; ++r) write(r, n, sums + r, FEW_ROWS, num);
     }
     void pack(int64_t panel) {

@@ -97,7 +97,7 @@ template <Type T> struct Panels {
             const int num = std::min(PANEL_KEYS, item.key_end - key), left = item.key_end - key - num;
             fill(slots + key, num);
             multiply(seen, key, num, slots + key + num, std::min(PANEL_KEYS, left));
-            weigh_all<false>(step, s, seen, padded, height, key, num);
+            weigh_all(step, s, seen, padded, height, key, num);
             gather(seen, key, num);
         }
         for (int r = 0; r < height; ++r) {

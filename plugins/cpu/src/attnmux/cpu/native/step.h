@@ -43,9 +43,10 @@ typedef int32_t (*ParallelFor)(int64_t, int64_t, int64_t, Body, void*);
 }
 
 // STREAM: few queries; rows of K and V are widened in registers and meet all their queries there.
+// FEW: as STREAM, in bfloat16, by AVX-512-BF16.
 // PANELS: many queries; rows are widened into a buffer and multiplied as matrices, in float32.
 // PAIRS, TILES: as PANELS, in bfloat16, by AVX-512-BF16 or on the CPU's matrix unit.
-enum class Kernel { STREAM, PANELS, PAIRS, TILES };
+enum class Kernel { STREAM, FEW, PANELS, PAIRS, TILES };
 
 constexpr int FEW = 16;           // rows of a KV head from which on they are a matrix
 constexpr int PANEL_ROWS = 96;    // of an item, unless one query has more heads
@@ -79,7 +80,8 @@ struct Step {
     Type q_type, kv_type;
     int group, D, Dv, width, out_width;
     float scaling;  // of products: `capped` divides by ln 2 too
-    Kernel many;    // the kernel for many queries
+    Kernel few;  // the kernel for few queries
+    Kernel many;    // and for many
     int many_rows;  // rows of its items
 
     Step(const Call& c, bool tiles) : call(c), q_type(Type(c.q_type)), kv_type(Type(c.kv_type)) {
@@ -90,6 +92,7 @@ struct Step {
         out_width = round_up(Dv, BLOCK);
         scaling = c.cap > 0 ? c.scaling : c.scaling * LOG2_E;
         const bool narrow = q_type == BF16 && kv_type != F32 && kv_type != F16;
+        few = narrow && HAS_PAIRS ? Kernel::FEW : Kernel::STREAM;
         many = narrow && tiles ? Kernel::TILES : narrow && HAS_PAIRS ? Kernel::PAIRS : Kernel::PANELS;
         many_rows = many == Kernel::TILES ? TILE_ROWS : many == Kernel::PAIRS ? PAIR_ROWS : PANEL_ROWS;
     }

@@ -7,6 +7,7 @@
 
 #include <algorithm>
 
+#include "bytes.h"
 #include "vectors.h"
 
 enum Type : int32_t { F32, BF16, F16, E4M3, E5M2 };
@@ -105,6 +106,9 @@ template <Type T> static inline void copy_row(const char* from, int n, int width
     if constexpr (T == BF16) {
         std::memcpy(to, from, size_t(n) * 2);
     } else {
+#if defined(__AVX512BF16__) && LANES == 16
+        if (LOOKS_BYTES_UP) return look_rows_up(T == E4M3 ? E4M3_TABLE : E5M2_TABLE, &from, 1, 0, n, width, to);
+#endif
         int d = 0;
         for (; d + W <= n; d += W)
             *reinterpret_cast<loose_halves*>(to + 2 * d) = __builtin_convertvector((ivec)widen_bytes<T>(from + d) >> 16, halves);
