@@ -199,6 +199,9 @@ nvidia/cutlass_mla nvidia:sm100 decode mla kv_dtype=fp8_e4m3 KV_DTYPE
 nvidia/nsa nvidia:sm100 extend nsa page_size=64 served
 nvidia/nsa nvidia:sm120 extend nsa page_size=64 VERSION
 nvidia/nsa nvidia:sm90 decode nsa spec_topk=1 SPEC_TOPK
+nvidia/nsa_fa3 nvidia:sm90 extend nsa page_size=1|16|64 served
+nvidia/nsa_fa3 nvidia:sm100 extend nsa page_size=64 VERSION
+nvidia/nsa_fa3 nvidia:sm90 decode nsa spec_topk=1 SPEC_TOPK
 nvidia/dual_chunk_flash_attn nvidia:sm80 decode chunks page_size=64 served
 nvidia/dual_chunk_flash_attn nvidia:sm100 decode chunks page_size=64 VERSION
 nvidia/dual_chunk_flash_attn nvidia:sm90 decode chunks head_dim=80 HEAD_DIM
@@ -301,6 +304,9 @@ nvidia/trtllm_mha nvidia:sm120 extend gqa dtype=bf16,sinks=1 served
 nvidia/cutlass_mla nvidia:sm100 decode mla dtype=fp16,graph=1 served
 nvidia/nsa nvidia:sm90 decode nsa graph=1 served
 nvidia/nsa nvidia:sm90 decode nsa dtype=fp16,kv_dtype=bf16 DTYPE
+nvidia/nsa_fa3 nvidia:sm90 decode nsa graph=1,lse=1,deterministic=1 served
+nvidia/nsa_fa3 nvidia:sm90 decode nsa dtype=fp16,kv_dtype=fp16 served
+nvidia/nsa_fa3 nvidia:sm90 decode nsa kv_dtype=fp8_e4m3 KV_DTYPE
 nvidia/dual_chunk_flash_attn nvidia:sm90 decode chunks head_dim=64|96|128|192|256 served
 nvidia/dual_chunk_flash_attn nvidia:sm90 decode chunks dtype=fp16,graph=1 served
 amd/aiter amd:gfx942 decode gqa head_dim=64|128|256 served

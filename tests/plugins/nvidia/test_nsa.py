@@ -18,7 +18,7 @@ from attnmux.core import (
     topk_slots,
 )
 from attnmux.emulators.nvidia.flash_mla_sparse import FlashMLA, SglKernel, sparse_prefill
-from attnmux.nvidia import nsa
+from attnmux.nvidia import picked
 from attnmux.nvidia.cards.nsa import NSA
 from attnmux.nvidia.nsa import (
     NSABackend,
@@ -210,7 +210,7 @@ def test_the_factory_takes_the_first_package_that_runs(monkeypatch) -> None:
 
 @pytest.mark.parametrize("offered", [None, lambda table, rows, picks: picks])
 def test_picks_are_looked_up_by_an_offered_kernel(monkeypatch, offered) -> None:
-    monkeypatch.setattr(nsa, "shared_kernel", lambda name, context: offered)
+    monkeypatch.setattr(picked, "shared_kernel", lambda name, context: offered)
     monkeypatch.setitem(sys.modules, "flash_mla", FlashMLA)
     kernels = make(SPARSE.world(decode(3)).context).kernels
     assert kernels.topk_slots is (offered or topk_slots)

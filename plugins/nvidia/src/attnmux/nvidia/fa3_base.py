@@ -11,7 +11,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -32,16 +32,20 @@ from attnmux.core import (
     quantise,
     visible_drafts,
 )
-from attnmux.nvidia.fa3_layers import KV, FA3Cache, FA3Kernels, FA3Layer, FA3Schedule
+from attnmux.nvidia.fa3_layers import (
+    KV,
+    FA3Cache,
+    FA3Kernels,
+    FA3Layer,
+    FA3Schedule,
+    read_num_splits,
+)
 from attnmux.nvidia.fa3_trees import draft_keys
 from attnmux.nvidia.kernel_rows import by_request, store_lse
 from attnmux.nvidia.packed_values import bounded
 
 if TYPE_CHECKING:
     from attnmux.core import AttentionCall, BackendContext, ForwardBatch
-
-MOST_SPLITS = 256
-"""Parts of a request's keys that the library merges."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -74,7 +78,7 @@ class FA3Base(LibraryBackend[FA3Kernels, FA3Layer, FA3Step, FA3Buffers]):
         self, context: BackendContext, options: Mapping[str, object], kernels: FA3Kernels
     ) -> None:
         """Raises InvalidInput for options, layers and pools that the kernels do not serve."""
-        self._num_splits = _read_num_splits(context, options)
+        self._num_splits = read_num_splits(context, options)
         super().__init__(context, options, kernels)
         caches = [layer.cache for layer in self._layers.values() if layer.cache is not None]
         self._groups = tuple(dict.fromkeys(cache.group for cache in caches))
@@ -306,14 +310,3 @@ def _store_lse(source: torch.Tensor, call: AttentionCall, each: int | None) -> N
     if call.layer.sinks is not None:
         # The kernels leave the sink out where a row has no keys.
         call.lse.copy_(torch.where(call.lse.isneginf(), call.layer.sinks, call.lse))
-
-
-def _read_num_splits(context: BackendContext, options: Mapping[str, object]) -> int:
-    """Parts of a request's keys; 0 lets the library choose by shapes, which graphs can capture.
-
-    Its choice counts the requests, so results that must not depend on the batch take one part.
-    """
-    num_splits = cast("int", options.get("num_splits", 0))
-    if not 0 <= num_splits <= MOST_SPLITS:
-        raise InvalidInput("num_splits", got=num_splits, expected=f"0 to {MOST_SPLITS}")
-    return 1 if context.request.deterministic else num_splits

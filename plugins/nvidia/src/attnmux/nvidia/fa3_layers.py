@@ -1,21 +1,23 @@
-"""The kernels of FlashAttention 3, and a layer as they take it, for `fa3` and `fa3_mla`."""
+"""FlashAttention 3's kernels, and layers as they take them: `fa3`, `fa3_mla` and `nsa_fa3`."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
-from attnmux.core import KeyGroup, PageTables, imported
+from attnmux.core import LATENT_DIM, InvalidInput, KeyGroup, PageTables, imported, latent_pages
 
 if TYPE_CHECKING:
     from attnmux.core import BackendContext, LayerSpec
 
 KV = tuple[torch.Tensor, torch.Tensor]
 """K and V [pages, page, Hkv, D] as the kernels take them: views of the pool's memory."""
+MOST_SPLITS = 256
+"""Parts of a request's keys that the library merges."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -134,3 +136,20 @@ class FA3Layer:
         layer = self.layer
         hides = layer.sliding_window_size >= 0 or layer.attention_chunk_size > 0
         return not hides and layer.sinks is None and not layer.is_cross_attention
+
+
+def rotary_and_latent(layer: LayerSpec, context: BackendContext, page_size: int) -> KV:
+    """[pages, page, 1, 64] and [pages, page, 1, 512], in rows of 576 values."""
+    rows = latent_pages(layer, context, page_size)
+    return rows[..., LATENT_DIM:], rows[..., :LATENT_DIM]
+
+
+def read_num_splits(context: BackendContext, options: Mapping[str, object]) -> int:
+    """Parts of a request's keys; 0 lets the library choose by shapes, which graphs can capture.
+
+    Its choice counts the requests, so results that must not depend on the batch take one part.
+    """
+    num_splits = cast("int", options.get("num_splits", 0))
+    if not 0 <= num_splits <= MOST_SPLITS:
+        raise InvalidInput("num_splits", got=num_splits, expected=f"0 to {MOST_SPLITS}")
+    return 1 if context.request.deterministic else num_splits

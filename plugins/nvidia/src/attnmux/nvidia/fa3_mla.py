@@ -9,23 +9,21 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from attnmux.core import (
-    LATENT_DIM,
     ROPE_DIM,
     KernelLibrary,
     aligned,
     check_latent,
     check_sixteen_bits,
-    latent_pages,
     rehearse,
     rotary,
 )
 from attnmux.nvidia.fa3_base import FA3Base, FA3Step
-from attnmux.nvidia.fa3_layers import KV, PROVIDERS, FA3Cache, FA3Layer
+from attnmux.nvidia.fa3_layers import KV, PROVIDERS, FA3Cache, FA3Layer, rotary_and_latent
 
 if TYPE_CHECKING:
     import torch
 
-    from attnmux.core import AttentionCall, BackendContext, LayerSpec
+    from attnmux.core import AttentionCall, LayerSpec
 
 
 class FA3MLABackend(FA3Base):
@@ -46,7 +44,7 @@ class FA3MLABackend(FA3Base):
         if layer.layer_id not in self.context.token_to_kv_pool.layer_ids:
             return FA3Layer(layer=layer, arguments=arguments, cache=None)
         check_sixteen_bits(self.context)
-        cache = FA3Cache.of(layer, self.context, _rotary_and_latent, arguments, headdim=ROPE_DIM)
+        cache = FA3Cache.of(layer, self.context, rotary_and_latent, arguments, headdim=ROPE_DIM)
         return FA3Layer(layer=layer, arguments=arguments, cache=cache)
 
     def queries(self, call: AttentionCall) -> tuple[torch.Tensor, torch.Tensor]:
@@ -56,12 +54,6 @@ class FA3MLABackend(FA3Base):
         if call.save_kv_cache or call.k is None or call.k_rope is None:
             return None
         return call.k_rope, call.k
-
-
-def _rotary_and_latent(layer: LayerSpec, context: BackendContext, page_size: int) -> KV:
-    """[pages, page, 1, 64] and [pages, page, 1, 512], in rows of 576 values."""
-    rows = latent_pages(layer, context, page_size)
-    return rows[..., LATENT_DIM:], rows[..., :LATENT_DIM]
 
 
 make = KernelLibrary(

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-import torch
-
 from attnmux.core import KeyGroup, Keys
+from attnmux.nvidia.listed_keys import listed
 
 if TYPE_CHECKING:
+    import torch
+
     from attnmux.core import BackendContext, ForwardBatch
 
 
@@ -25,15 +26,5 @@ def draft_keys(
     """
     batch_size, count, _ = visible.shape
     slots = context.token_to_kv_pool.translate(batch.out_cache_loc, group.layer_id).int()
-    places = visible.cumsum(-1) - 1
-    # Hidden drafts go to an extra column, which is then cut off.
-    table = slots.new_zeros((batch_size, count, count + 1))
-    table.scatter_(
-        2,
-        places.masked_fill(~visible, count),
-        slots.view(batch_size, 1, count).expand(-1, count, -1),
-    )
-    return Keys(
-        page_table=table[..., :count].flatten(0, 1),
-        lens=visible.sum(-1, dtype=torch.int32).flatten(),
-    )
+    table, lens = listed(slots.view(batch_size, 1, count).expand(-1, count, -1), visible)
+    return Keys(page_table=table.flatten(0, 1), lens=lens.flatten())

@@ -25,24 +25,18 @@ from attnmux.core import (
     LATENT_DIM,
     ROPE_DIM,
     BackendFailed,
-    GraphUnsupported,
     InvalidInput,
     KernelLibrary,
-    LibraryBackend,
-    cu_seqlens,
-    filled,
     joined,
     rehearse,
     rotary,
-    shared_kernel,
-    token_rows,
     topk_slots,
-    tree_mask_of,
 )
 from attnmux.nvidia.kernel_rows import check_bfloat16_or_fp8, latent_layers
+from attnmux.nvidia.picked import PickedBackend, lookup_arguments
 
 if TYPE_CHECKING:
-    from attnmux.core import AttentionCall, BackendContext, ForwardBatch, LayerSpec
+    from attnmux.core import AttentionCall, BackendContext, LayerSpec
 
 WIDTH = LATENT_DIM + ROPE_DIM
 """Of a row of Q and of the cache."""
@@ -98,15 +92,7 @@ class NSALayer:
         return rows
 
 
-@dataclass(kw_only=True, slots=True, eq=False)
-class NSAStep:
-    """A prepared step."""
-
-    rows: torch.Tensor | None = None
-    """[T] int64: each token's row of the request table. Set by `fill_step`."""
-
-
-class NSABackend(LibraryBackend[NSAKernels, NSALayer, NSAStep, tuple[()]]):
+class NSABackend(PickedBackend[NSAKernels, NSALayer]):
     """Prefill and decoding of MLA over the keys that an indexer picks."""
 
     def __init__(
@@ -139,36 +125,12 @@ class NSABackend(LibraryBackend[NSAKernels, NSALayer, NSAStep, tuple[()]]):
             kv_scale=kv_scale,
         )
 
-    def plan_step(self, batch: ForwardBatch, buffers: tuple[()] | None) -> NSAStep:
-        if tree_mask_of(batch.spec_info) is not None:
-            raise InvalidInput("custom_mask", got="a mask", expected="None: the indexer masks")
-        if buffers is not None and not batch.forward_mode.is_decode():
-            raise GraphUnsupported(
-                f"{batch.forward_mode.name} runs without a graph: only decode steps are captured"
-            )
-        return NSAStep()
-
-    def fill_step(self, step: NSAStep, batch: ForwardBatch) -> None:
-        step.rows = batch.req_pool_indices
-        if batch.extend_seq_lens is not None:
-            step.rows = token_rows(step.rows, batch.extend_seq_lens, batch.num_tokens)
-
-    def make_buffers(self, max_bs: int, max_num_tokens: int) -> tuple[()]:
-        """A decode step reads only the batch's own tensors."""
-        return ()
-
-    def attend(
-        self, call: AttentionCall, layer: NSALayer, step: NSAStep, batch: ForwardBatch
-    ) -> torch.Tensor:
-        if call.has_own_kv and not batch.forward_mode.is_decode():
-            assert call.k is not None  # as has_own_kv says
-            return self._attend_to(call, layer, joined(call.k, call.k_rope), _rows_of_call(batch))
-        table, pool = self.context.req_to_token_pool.req_to_token, self.context.token_to_kv_pool
-        slots = self.kernels.topk_slots(table, filled(step.rows), _picks(batch))
-        translated = pool.translate(slots, call.layer.layer_id)
-        if translated is not slots:
-            slots = torch.where(slots < 0, -1, translated)
+    def over_pool(self, call: AttentionCall, layer: NSALayer, slots: torch.Tensor) -> torch.Tensor:
         return self._attend_to(call, layer, layer.cache, slots)
+
+    def over_call(self, call: AttentionCall, layer: NSALayer, rows: torch.Tensor) -> torch.Tensor:
+        assert call.k is not None  # as has_own_kv says
+        return self._attend_to(call, layer, joined(call.k, call.k_rope), rows)
 
     def _attend_to(
         self, call: AttentionCall, layer: NSALayer, cache: torch.Tensor, places: torch.Tensor
@@ -249,23 +211,6 @@ def _picked(
         yield slice(start, start + len(part)), rows.bfloat16(), own
 
 
-def _picks(batch: ForwardBatch) -> torch.Tensor:
-    if batch.topk_indices is None:
-        raise InvalidInput(
-            "topk_indices",
-            got=None,
-            expected="the keys that the indexer picked: the model writes them before each layer",
-        )
-    return batch.topk_indices
-
-
-def _rows_of_call(batch: ForwardBatch) -> torch.Tensor:
-    """[T, topk] int32: rows of the call's own k, where there is no prefix."""
-    picks, (new, _) = _picks(batch), batch.extend_lens()
-    starts = token_rows(cu_seqlens(new)[:-1].long(), new, batch.num_tokens).int()
-    return torch.where(picks < 0, -1, starts.unsqueeze(1) + picks)
-
-
 def from_flash_mla(library: Any) -> NSAKernels:  # noqa: ANN401  # a module
     """`flash_mla`, of sgl-flash-mla: its legacy half reads rows of 576."""
     return NSAKernels(
@@ -285,9 +230,7 @@ def _with_lookup(
     context: BackendContext, options: Mapping[str, object], kernels: NSAKernels
 ) -> NSABackend:
     backend = NSABackend(context, options, kernels)  # first, since it may not run here
-    fused = shared_kernel("topk_slots", context)
-    if fused is not None:
-        backend.kernels = replace(kernels, topk_slots=fused)
+    backend.kernels = replace(kernels, **lookup_arguments(context))
     return backend
 
 

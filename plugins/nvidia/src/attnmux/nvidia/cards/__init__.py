@@ -13,6 +13,7 @@ from attnmux.nvidia.cards.flashinfer_gdn import FLASHINFER_GDN
 from attnmux.nvidia.cards.flashinfer_mla import FLASHINFER_MLA
 from attnmux.nvidia.cards.flashmla import FLASHMLA
 from attnmux.nvidia.cards.nsa import NSA
+from attnmux.nvidia.cards.nsa_fa3 import NSA_FA3
 from attnmux.nvidia.cards.sgl_conv import SGL_CONV
 from attnmux.nvidia.cards.trtllm_mha import TRTLLM_MHA
 from attnmux.nvidia.cards.trtllm_mla import TRTLLM_MLA
@@ -28,6 +29,7 @@ CARDS: tuple[BackendCard, ...] = (
     TRTLLM_MHA,
     TRTLLM_MLA,
     NSA,
+    NSA_FA3,
     DUAL_CHUNK_FLASH_ATTN,
     FLASHINFER_GDN,
     SGL_CONV,
