@@ -101,6 +101,7 @@ def launch(offers, platform: str, request: Request, **policy) -> Decision:
             64,
         ),
         (HOPPER, DEEPSEEK_V32, {"backend": "dsa"}, "nsa", "nsa", 64),
+        (HOPPER, DEEPSEEK_V32, {"backend": "nsa_fa3"}, "nsa_fa3", "nsa_fa3", 1),
         ("ascend:910b", LLAMA, {"backend": "ascend"}, "ascend", "ascend", 128),
         ("intel:xe2", LLAMA, {"backend": "intel_xpu"}, "intel_xpu", "intel_xpu", 128),
         (MI300, LLAMA, {"backend": "wave"}, "wave", "wave", 1),
