@@ -61,7 +61,7 @@ SPREAD = {
         *("gdn, spans, float32", "gdn, decode, 64", "kda, spans", "lightning, decode"),
         *("mamba1, verify", "mamba2, spans, 64"),
     ),
-    "gfx950": ("gdn, spans", "kda, spans", "mamba1, extend", "mamba2, verify"),
+    "gfx950": ("gdn, spans", "gdn, spans, 64", "kda, spans", "mamba1, extend", "mamba2, verify"),
     "gfx1201": (
         *("gdn, spans", "kda, spans", "kda, decode", "mamba1, extend"),
         *("mamba2, extend", "conv, verify"),
