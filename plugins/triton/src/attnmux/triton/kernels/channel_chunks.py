@@ -164,7 +164,9 @@ def solve_channel_chunks(
     rate = tl.load(beta + row + place * HV, mask=is_token, other=0.0).to(tl.float32)
     of_keys = load_rows(met + row * BLOCK_T, HV * BLOCK_T, place, is_token, place, BLOCK_T)
     kind = w.dtype.element_ty
-    inverse = inverted(of_keys.to(tl.float32) * rate[:, None], place, NORMED, PRECISION).to(kind)
+    is_bounded: tl.constexpr = NORMED and kind != tl.float32
+    of_keys = of_keys.to(tl.float32) * rate[:, None]
+    inverse = inverted(of_keys, place, is_bounded, PRECISION).to(kind)
     channel = tl.arange(0, BLOCK_K)
     grown = load_rows(w + row * K, HV * K, place, is_token, channel, K).to(tl.float32)
     store_solved(

@@ -84,14 +84,14 @@ def inverted(met, place, IS_BOUNDED: tl.constexpr, PRECISION: tl.constexpr):
     It grows from blocks of 1 to blocks of 64: with M the inverse of the diagonal blocks of s rows
     and A the part that joins them in pairs, that of blocks of 2 s is M - M A M.
 
-    IS_BOUNDED: keys are unit vectors. An element of the inverse is then at most beta, which is 2 at
-    most: product by product, keys are turned and shortened. So float16 holds all, in as many digits
-    as TF32 has, and is multiplied twice as fast.
+    IS_BOUNDED: keys are unit vectors, and the inverse will be rounded to 16 bits. An element of it
+    is then at most beta, which is 2 at most: product by product, keys are turned and shortened. So
+    float16 holds all, in as many digits as TF32 has, and is multiplied twice as fast.
     """
     row, column = place[:, None], place[None, :]
     joined = (row // 2 == column // 2) & (row != column)
     inverse = tl.where(row == column, 1.0, 0.0) - tl.where(joined, met, 0.0)
-    if PRECISION == "ieee":
+    if PRECISION == "ieee" and not IS_BOUNDED:
         # Unrolled, ten products without tensor cores compile for half a minute, and spill
         for level in range(5):
             inverse = joined_in_pairs(inverse, met, row, column, level, tl.float32, PRECISION)
@@ -149,7 +149,8 @@ def solve_chunks(
     rate = tl.load(beta + row + place * HV, mask=is_token, other=0.0).to(tl.float32)
     met = tl.dot(keys, tl.trans(keys), input_precision=PRECISION)
     met *= between(decay, place[:, None] > place[None, :]) * rate[:, None]
-    inverse = inverted(met, place, NORMED, PRECISION).to(kind)
+    is_bounded: tl.constexpr = NORMED and kind != tl.float32
+    inverse = inverted(met, place, is_bounded, PRECISION).to(kind)
     store_solved(
         inverse, keys.to(tl.float32) * tl.exp(decay)[:, None], rate, w + row * K,
         v + first * v_stride + head * V, v_stride, u + row * V, place, is_token,
