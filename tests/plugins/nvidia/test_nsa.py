@@ -11,7 +11,6 @@ import torch
 
 from attnmux.core import (
     BackendFailed,
-    GraphUnsupported,
     InvalidInput,
     Platform,
     rehearse,
@@ -27,8 +26,9 @@ from attnmux.nvidia.nsa import (
     from_sgl_kernel,
     make,
 )
-from attnmux.testing import AttentionBackendTests, Candidate, Case, decode, extend, run_case, verify
-from attnmux.testing.adapters import LATENT, AdapterTests, AdapterWorld, outputs, recorded
+from attnmux.testing import AttentionBackendTests, Candidate, Case, decode, extend, run_case
+from attnmux.testing.adapters import LATENT, recorded
+from attnmux.testing.picked_adapters import PickedAdapterTests, PickedWorld
 
 EMULATED = {"sgl_kernel": from_sgl_kernel(SglKernel), "flash_mla": from_flash_mla(FlashMLA)}
 HOPPER = Platform.parse("nvidia:sm90,cuda=13.0")
@@ -90,16 +90,7 @@ def test_agrees_with_reference(library, name) -> None:
     assert outcome.status == "passed", outcome.message
 
 
-class SparseWorld(AdapterWorld):
-    """The batch has the first layer's picks."""
-
-    def prepared(self, *args, **more):
-        backend, step = super().prepared(*args, **more)
-        step.batch.topk_indices.copy_(step.inputs[0].topk_indices)
-        return backend, step
-
-
-SPARSE = SparseWorld(
+SPARSE = PickedWorld(
     library=replace(make, backend=NSABackend),
     kernels=EMULATED["sgl_kernel"],
     platform=HOPPER,
@@ -107,15 +98,8 @@ SPARSE = SparseWorld(
 )
 
 
-class TestNSAAdapter(AdapterTests):
+class TestNSAAdapter(PickedAdapterTests):
     adapter = SPARSE
-
-    def test_metadata_is_made_once_a_step(self) -> None:
-        """Only the tokens' rows of the request table: picks are looked up in each layer."""
-        backend, prepared = SPARSE.prepared(extend((20, 3), (0, 9)))
-        before = outputs(backend, prepared)
-        prepared.batch.req_pool_indices.zero_()
-        torch.testing.assert_close(outputs(backend, prepared), before, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize(("library", "unit"), [("sgl_kernel", LN2), ("flash_mla", 1.0)])
@@ -168,19 +152,6 @@ def test_the_wrong_unit_shows() -> None:
 def test_refuses_what_is_not_on_the_card(settings, said) -> None:
     with pytest.raises(InvalidInput, match=said):
         SPARSE.backend(SPARSE.world(decode(3), **settings).context)
-
-
-def test_steps_that_are_refused() -> None:
-    backend, prepared = SPARSE.prepared(decode(3), spec_topk=4)
-    unpicked = replace(prepared, batch=replace(prepared.batch, topk_indices=None))
-    with pytest.raises(InvalidInput, match="topk_indices: expected the keys that the indexer"):
-        outputs(backend, unpicked)
-    extending = SPARSE.prepared(extend((0, 3)))[1].batch
-    backend.init_cuda_graph_state(4, 4)
-    with pytest.raises(GraphUnsupported, match="EXTEND runs without a graph"):
-        backend.init_forward_metadata_out_graph(extending, in_capture=True)
-    with pytest.raises(InvalidInput, match="custom_mask"):
-        SPARSE.prepared(verify(3, 7), spec_topk=4)
 
 
 def test_the_factory_takes_the_first_package_that_runs(monkeypatch) -> None:

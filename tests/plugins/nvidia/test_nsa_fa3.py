@@ -8,21 +8,20 @@ from typing import Any
 import pytest
 import torch
 
-from attnmux.core import BackendFailed, GraphUnsupported, InvalidInput, Platform, topk_slots
+from attnmux.core import BackendFailed, InvalidInput, Platform, topk_slots
 from attnmux.emulators.nvidia import sgl_flash_attn
 from attnmux.nvidia import picked
 from attnmux.nvidia.cards.nsa_fa3 import NSA_FA3
 from attnmux.nvidia.listed_keys import listed
 from attnmux.nvidia.nsa_fa3 import NSAFA3Backend, from_sgl_kernel, make
-from attnmux.testing import AttentionBackendTests, decode, extend, verify
+from attnmux.testing import AttentionBackendTests, decode, extend
 from attnmux.testing.adapters import (
     LATENT,
-    AdapterTests,
-    AdapterWorld,
     assert_passes,
     outputs,
     recorded,
 )
+from attnmux.testing.picked_adapters import PickedAdapterTests, PickedWorld
 
 EMULATED = from_sgl_kernel(sgl_flash_attn)
 PAGED = "flash_attn_with_kvcache"
@@ -35,16 +34,7 @@ SETTINGS: dict[str, Any] = {
 }
 
 
-class SparseWorld(AdapterWorld):
-    """The batch has the first layer's picks."""
-
-    def prepared(self, *args, **more):
-        backend, step = super().prepared(*args, **more)
-        step.batch.topk_indices.copy_(step.inputs[0].topk_indices)
-        return backend, step
-
-
-WORLD = SparseWorld(
+WORLD = PickedWorld(
     library=replace(make, backend=NSAFA3Backend),
     kernels=EMULATED,
     platform=Platform.parse("nvidia:sm90,cuda=13.0"),
@@ -57,15 +47,8 @@ class TestNSAFA3(AttentionBackendTests):
     page_sizes = (1, 16, 64)
 
 
-class TestNSAFA3Adapter(AdapterTests):
+class TestNSAFA3Adapter(PickedAdapterTests):
     adapter = WORLD
-
-    def test_metadata_is_made_once_a_step(self) -> None:
-        """Only the tokens' rows of the request table: picks are looked up in each layer."""
-        backend, prepared = WORLD.prepared(extend((20, 3), (0, 9)))
-        before = outputs(backend, prepared)
-        prepared.batch.req_pool_indices.zero_()
-        torch.testing.assert_close(outputs(backend, prepared), before, rtol=0, atol=0)
 
 
 FP16: dict[str, Any] = {"dtype": "float16", "kv_dtype": "float16"}
@@ -183,19 +166,9 @@ def test_refuses_what_is_not_on_the_card(settings, said) -> None:
         WORLD.backend(WORLD.world(decode(3), **settings).context)
 
 
-def test_steps_and_options_that_are_refused() -> None:
+def test_options_that_are_refused() -> None:
     with pytest.raises(InvalidInput, match="num_splits: expected 0 to 256"):
         WORLD.backend(WORLD.world(decode(3)).context, {"num_splits": 257})
-    backend, prepared = WORLD.prepared(decode(3), spec_topk=4)
-    unpicked = replace(prepared, batch=replace(prepared.batch, topk_indices=None))
-    with pytest.raises(InvalidInput, match="topk_indices: expected the keys that the indexer"):
-        outputs(backend, unpicked)
-    extending = WORLD.prepared(extend((0, 3)))[1].batch
-    backend.init_cuda_graph_state(4, 4)
-    with pytest.raises(GraphUnsupported, match="EXTEND runs without a graph"):
-        backend.init_forward_metadata_out_graph(extending, in_capture=True)
-    with pytest.raises(InvalidInput, match="custom_mask"):
-        WORLD.prepared(verify(3, 7), spec_topk=4)
 
 
 @pytest.mark.parametrize("offered", [None, lambda table, rows, picks: picks])
