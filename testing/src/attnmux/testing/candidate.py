@@ -33,7 +33,7 @@ from attnmux.testing.standard import PAGE_SIZES, in_graphs, standard_cases
 
 if TYPE_CHECKING:
     from attnmux.core import AttentionBackend, BackendContext, LinearAttentionBackend
-    from attnmux.testing.execution import Graphs
+    from attnmux.testing.case_setup import Graphs
 
     Factory = Callable[[BackendContext, Mapping[str, OptionValue]], AttentionBackend]
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import TypeAlias
 
 import torch
 
 from attnmux.core import (
     BackendContext,
+    DeviceGraphs,
     ForeignKVPool,
     ForeignMLAPool,
     KVPool,
@@ -29,6 +32,9 @@ GAP = 64
 SPARE_PAGES = 5
 """Pages of a pool that no request of a step uses, without the reserved one."""
 
+Graphs: TypeAlias = Callable[[torch.device], DeviceGraphs]
+"""Makes the graphs of a device."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class CaseSetup:
@@ -40,6 +46,8 @@ class CaseSetup:
     case: Case
     context: BackendContext
     generator: torch.Generator = field(repr=False)
+    graphs: Graphs | None = None
+    """As in `Candidate`."""
 
     def random(self, *shape: int) -> torch.Tensor:
         """Standard normal values of the case's dtype, on the device."""
@@ -54,11 +62,12 @@ def make_setup(
     *,
     seed: int = 0,
     launches: tuple[TunedLaunch, ...] = (),
+    graphs: Graphs | None = None,
 ) -> CaseSetup:
     """The setup of a case: pools with room for each of its steps, and a context over them.
 
     device: torch's name of the device for all tensors. seed: of all random numbers. launches: as
-    `BackendContext.launches`.
+    `BackendContext.launches`. graphs: as in `Candidate`.
     """
     device = torch.device(device)
     generator = torch.Generator().manual_seed(seed)
@@ -77,7 +86,7 @@ def make_setup(
         max_context_len=case.max_context_len,
         launches=launches,
     )
-    return CaseSetup(case=case, context=context, generator=generator)
+    return CaseSetup(case=case, context=context, generator=generator, graphs=graphs)
 
 
 def make_layers(

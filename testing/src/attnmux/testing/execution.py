@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from types import MappingProxyType
-from typing import TypeAlias
 
 import torch
 
@@ -29,9 +28,6 @@ from attnmux.testing.comparison import Disagreement
 from attnmux.testing.prepared import LayerInput, PreparedStep, prepare_step
 from attnmux.testing.recording import RecordingGraphs
 
-Graphs: TypeAlias = Callable[[torch.device], DeviceGraphs]
-"""Makes the graphs of a device."""
-
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class LayerOutput:
@@ -46,16 +42,8 @@ class LayerOutput:
 class Execution(ABC):
     """Runs the steps of one case on one backend."""
 
-    def __init__(
-        self,
-        setup: CaseSetup,
-        backend: AttentionBackend,
-        *,
-        host_lens: bool,
-        graphs: Graphs | None = None,
-    ) -> None:
-        """Made before the first step is prepared. host_lens: batches have host mirrors. graphs: as
-        in `Candidate`."""
+    def __init__(self, setup: CaseSetup, backend: AttentionBackend, *, host_lens: bool) -> None:
+        """Made before the first step is prepared. host_lens: batches have host mirrors."""
         self.setup = setup
         self.backend = backend
 
@@ -141,17 +129,10 @@ class GraphExecution(Execution):
     steps are padded to.
     """
 
-    def __init__(
-        self,
-        setup: CaseSetup,
-        backend: AttentionBackend,
-        *,
-        host_lens: bool,
-        graphs: Graphs | None = None,
-    ) -> None:
+    def __init__(self, setup: CaseSetup, backend: AttentionBackend, *, host_lens: bool) -> None:
         super().__init__(setup, backend, host_lens=host_lens)
         self._eager = EagerExecution(setup, backend, host_lens=host_lens)
-        devices = (graphs or _graphs_of)(setup.context.device)
+        devices = (setup.graphs or _graphs_of)(setup.context.device)
         captured: dict[ForwardMode, list[Step]] = {}
         for step in setup.case.steps:
             if step.can_be_captured and _rows(step) <= _most_rows(setup.case):

@@ -58,13 +58,16 @@ def run_case(candidate: Candidate, case: AnyCase, *, seed: int = 0) -> Outcome:
 def _run(candidate: Candidate, case: Case, seed: int) -> tuple[float, tuple[StepFigures, ...]]:
     """The largest absolute error, and the figures of the steps."""
     setup = make_setup(
-        case, candidate.platform, candidate.device, seed=seed, launches=candidate.launches
+        case,
+        candidate.platform,
+        candidate.device,
+        seed=seed,
+        launches=candidate.launches,
+        graphs=candidate.graphs,
     )
     backend = candidate.build(setup.context)
     host_lens = case.host_lens or candidate.card.needs_cpu_seq_lens
-    execution = EXECUTIONS[case.execution](
-        setup, backend, host_lens=host_lens, graphs=candidate.graphs
-    )
+    execution = EXECUTIONS[case.execution](setup, backend, host_lens=host_lens)
     max_error = 0.0
     figures: list[StepFigures] = []
     kept: list[tuple[torch.Tensor, torch.Tensor]] = []

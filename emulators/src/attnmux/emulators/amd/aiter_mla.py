@@ -97,32 +97,15 @@ def mla_decode_fwd(
     if page_size != 1:
         raise NotImplementedError("pages")
     bs, (num_rows, heads, _) = len(qo_indptr) - 1, o.shape
+    scale: float | torch.Tensor = head_dim**-0.5 if sm_scale is None else sm_scale
     if work_meta_data is not None:
         _check_launch(q, kv_buffer, o, (qo_indptr, kv_indptr, kv_indices, kv_last_page_lens))
         _check_dtypes(q, kv_buffer, q_scale, kv_scale)
         assert heads in range(32, 128, 16), f"nhead={heads} and {max_seqlen_q} not supported"
         assert max_seqlen_q == 1, f"nhead={heads} and {max_seqlen_q} not supported"
         tables = (work_indptr, work_info_set, reduce_indptr, reduce_final_map, reduce_partial_map)
-        assert all(each is not None for each in tables)
-        count = len(reduce_partial_map)  # type: ignore[arg-type]  # not None, as the line above says
-        parts_of = q.new_full((count, 1, 16, RANK), torch.nan, dtype=torch.float32)
-        lse = parts_of[..., :1].clone()
-        whole = o.view(-1, 16, RANK)
-        work(
-            q.view(-1, 16, head_dim),
-            kv_buffer,
-            kv_indices,
-            work_meta_data,
-            *tables[:2],  # type: ignore[arg-type]  # as above
-            head_dim**-0.5 if sm_scale is None else sm_scale,
-            parts_of,
-            lse,
-            whole,
-            q_scale,
-            kv_scale,
-        )
-        merge(parts_of, lse, *tables[2:], whole)  # type: ignore[arg-type]  # as above
-        return parts_of, parts_of[..., 0]
+        of_keys = kv_buffer, kv_indices, work_meta_data
+        return _planned(q, o, of_keys, tables, scale, (q_scale, kv_scale))
     # By position, as the library does: its cache tells names apart
     parts, _, bounds = get_meta_param(
         num_kv_splits, bs, len(kv_indices), heads, max_seqlen_q, q.dtype
@@ -131,7 +114,6 @@ def mla_decode_fwd(
     _check_dtypes(q, kv_buffer, q_scale, kv_scale)
     has_masks = max_seqlen_q <= (4 if q.dtype in FP8 or heads == 16 else 1)
     _check(has_masks and num_rows == bs * max_seqlen_q, "as many queries each, at most 4")
-    scale: float | torch.Tensor = head_dim**-0.5 if sm_scale is None else sm_scale
     if q_scale is not None and kv_scale is not None:
         scale = q_scale * kv_scale * scale
     rows, keep = _keys(kv_buffer, kv_indptr, kv_indices, qo_indptr.diff(), max_seqlen_q)
@@ -150,6 +132,31 @@ def mla_decode_fwd(
     o.copy_(result.masked_fill(~is_right[..., None, None], torch.nan).flatten(0, 1))
     merged = torch.full((num_rows, parts, heads, RANK), torch.nan, device=q.device)
     return merged, merged[:, 0, :, 0]
+
+
+def _planned(
+    q: torch.Tensor,
+    o: torch.Tensor,
+    of_keys: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    tables: tuple[torch.Tensor | None, ...],
+    scale: float | torch.Tensor,
+    scales: tuple[torch.Tensor | None, torch.Tensor | None],
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """What `mla_decode_fwd` does with a plan, 16 heads at a time.
+
+    of_keys: rows, their indices, and where the plan lies. tables: of the parts, and of merging
+    them. scales: of q and of the rows.
+    """
+    assert all(each is not None for each in tables)
+    indptr, info, reduce_indptr, final_map, partial_map = tables
+    count = len(partial_map)  # type: ignore[arg-type]  # not None, as the line above says
+    parts = q.new_full((count, 1, 16, RANK), torch.nan, dtype=torch.float32)
+    lse = parts[..., :1].clone()
+    whole = o.view(-1, 16, RANK)
+    heads = q.view(-1, 16, q.shape[-1])
+    work(heads, *of_keys, indptr, info, scale, parts, lse, whole, *scales)  # type: ignore[arg-type]  # as above
+    merge(parts, lse, reduce_indptr, final_map, partial_map, whole)  # type: ignore[arg-type]  # as above
+    return parts, parts[..., 0]
 
 
 def mla_prefill_fwd(

@@ -56,14 +56,14 @@ def required(card: BackendCard, libraries: Libraries, distribution: str = "") ->
 @cache
 def _needed_here(
     requirements: tuple[tuple[str, ...], ...],
-) -> list[tuple[tuple[str, ...], list[Requirement]]]:
+) -> tuple[tuple[tuple[str, ...], tuple[Requirement, ...]], ...]:
     """The alternatives whose markers hold here, as text and parsed."""
-    found = [(texts, [parsed_requirement(text) for text in texts]) for texts in requirements]
-    return [
+    found = [(texts, tuple(map(parsed_requirement, texts))) for texts in requirements]
+    return tuple(
         (texts, parsed)
         for texts, parsed in found
         if all(one.marker is None or one.marker.evaluate() for one in parsed)
-    ]
+    )
 
 
 def install_hint(card: BackendCard, distribution: str, requirement: str = "") -> str:

@@ -68,7 +68,7 @@ def through_chunk(
 
 
 @triton.jit
-def span_of(chunk_indptr, starts, program, span, SPANS: tl.constexpr):
+def span_of(chunk_indptr, starts, program, span, SPANS: tl.constexpr, BLOCK_T: tl.constexpr):
     """Of a program's span, the `program % SPANS`-th of request `program // SPANS`: the request, the
     first chunk, the chunks from there to the request's end, the first token, and the end of tokens.
     """
@@ -76,7 +76,7 @@ def span_of(chunk_indptr, starts, program, span, SPANS: tl.constexpr):
     skipped = program % SPANS * span
     first_chunk = tl.load(chunk_indptr + request) + skipped
     chunks = tl.load(chunk_indptr + request + 1) - first_chunk
-    first = tl.load(starts + request).to(tl.int64) + skipped * 64
+    first = tl.load(starts + request).to(tl.int64) + skipped * BLOCK_T
     return request, first_chunk, chunks, first, tl.load(starts + request + 1)
 
 
@@ -108,7 +108,9 @@ def pass_states(
     program = tl.program_id(2)
     channel = tl.arange(0, BLOCK_K)
     place = tl.arange(0, BLOCK_T)
-    request, chunk, chunks, first, until = span_of(chunk_indptr, starts, program, span, SPANS)
+    request, chunk, chunks, first, until = span_of(
+        chunk_indptr, starts, program, span, SPANS, BLOCK_T
+    )
     if (chunks > 0) | (program % SPANS == 0):
         is_there = (channel < K)[:, None] & (column < V)[None, :]
         within = channel[:, None] * V + column[None, :]
@@ -158,7 +160,7 @@ def weigh_spans(
     program = tl.program_id(2)
     channel = tl.arange(0, BLOCK_K)
     place = tl.arange(0, BLOCK_T)
-    _, chunk, chunks, first, until = span_of(chunk_indptr, starts, program, span, SPANS)
+    _, chunk, chunks, first, until = span_of(chunk_indptr, starts, program, span, SPANS, BLOCK_T)
     if chunks > span:
         state = tl.where(column[None, :] == V + channel[:, None], 1.0, 0.0)
         end = 0.0
