@@ -271,6 +271,8 @@ def test_a_runner_on_npu_graphs(installed, monkeypatch: pytest.MonkeyPatch) -> N
         given.append(more)
         return captured(graph, **more)
 
+    pool = 3, 7
+    monkeypatch.setattr(TORCH_NPU.npu, "graph_pool_handle", lambda: pool)
     monkeypatch.setattr(TORCH_NPU.npu, "graph", noted)
     setup = WORLD.world(decode(5, 140), decode(60, 9), kv_in_pool=True, num_q_heads=8)
     backend = WORLD.backend(setup.context, kernels=kernels_of(TORCH_NPU))
@@ -290,6 +292,7 @@ def test_a_runner_on_npu_graphs(installed, monkeypatch: pytest.MonkeyPatch) -> N
     )
     runner.capture()
     (how,) = given
+    assert how["pool"] is pool
     assert how["capture_error_mode"] == "thread_local"
     for step in setup.case.steps:
         made = WORLD.prepare(setup, step)
