@@ -10,6 +10,8 @@ from attnmux.transformers.linears import multiply_by
 class Doubled:
     """A kernel that can be told from torch's."""
 
+    op = None
+
     def rows(self, weight: torch.Tensor) -> range:
         return range(2, 4) if weight.shape[1] == 16 else range(0)
 
@@ -40,3 +42,43 @@ def test_plain_layers_that_the_kernel_serves_call_it() -> None:
     with torch.no_grad():
         compiled = torch.compile(plain, backend="eager", fullgraph=True)
         torch.testing.assert_close(compiled(x), x @ plain.weight.T + plain.bias)
+
+
+@torch.library.custom_op("attnmux_test::tripled", mutates_args=())
+def tripled(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    return 3 * torch.nn.functional.linear(x, weight, bias)
+
+
+@tripled.register_fake
+def _(x, weight, bias):
+    return x.new_empty((*x.shape[:-1], weight.shape[0]))
+
+
+class DoubledOrTripled(Doubled):
+    """In compiled code it can be told from eager code."""
+
+    op = torch.ops.attnmux_test.tripled.default
+
+    def rows(self, weight: torch.Tensor) -> range:
+        return range(1, 2)
+
+
+def test_compiled_code_calls_the_kernels_op() -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(16, 4))
+    multiply_by(DoubledOrTripled(), model)
+    graphs = []
+
+    def keep(graph, _):
+        graphs.append(graph)
+        return graph.forward
+
+    compiled = torch.compile(model, backend=keep, fullgraph=True, dynamic=True)
+    x = torch.randn(1, 5, 16)
+    with torch.no_grad():
+        by_torch = x @ model[0].weight.T + model[0].bias
+        torch.testing.assert_close(model(x[:, :1]), 2 * by_torch[:, :1])
+        for num_rows in (1, 2, 3, 5, 1):
+            factor = 3 if num_rows == 1 else 1
+            rows = slice(0, num_rows)
+            torch.testing.assert_close(compiled(x[:, rows]), factor * by_torch[:, rows])
+    assert len(graphs) == 2  # one row, and more

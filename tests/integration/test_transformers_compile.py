@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from typing import ClassVar
 
 import pytest
 import torch
@@ -20,7 +21,7 @@ from attnmux.transformers import (
     open_checkpoint,
 )
 from attnmux.transformers.compiled import compile_layers, undo
-from attnmux.transformers.linears import KernelLinear
+from attnmux.transformers.linears import KernelLinear, multiply_by
 
 OP = torch.ops.attnmux.attention_with_output
 
@@ -197,6 +198,57 @@ def test_inductor(tiny, run_on):
     plain = generated(run_on(folder, page_size=16, **ENGINE_STEPS))
     runner = run_on(folder, page_size=16, compile=True, **ENGINE_STEPS)
     assert runner.is_compiled
+    assert generated(runner) == plain
+
+
+@torch.library.custom_op("attnmux_test::one_row", mutates_args=())
+def one_row(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    OneRow.shapes.append(tuple(weight.shape))
+    return torch.nn.functional.linear(x, weight, bias)
+
+
+@one_row.register_fake
+def _(x, weight, bias):
+    return x.new_empty((*x.shape[:-1], weight.shape[0]))
+
+
+class OneRow:
+    """A kernel for steps of one token that notes the weights that it reads."""
+
+    op = torch.ops.attnmux_test.one_row.default
+    shapes: ClassVar[list[tuple[int, ...]]] = []
+
+    def rows(self, weight):
+        return range(1, 2)
+
+    def __call__(self, x, weight, bias):
+        return one_row(x, weight, bias)
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="Inductor needs a C++ compiler")
+def test_merged_projections_are_one_call_of_a_kernel(tiny, run_on):
+    folder = tiny("llama")[1]
+    runner = run_on(folder, page_size=16, **ENGINE_STEPS)
+    plain = generated(runner)
+    for layer in runner.model.modules():
+        if isinstance(layer, KernelLinear):  # of this CPU
+            layer.__class__ = torch.nn.Linear
+    multiply_by(OneRow(), runner.model)
+    runner.compile()
+    state = SequenceState(token_ids=prompts()[0])
+    state.token_ids.append(int(runner.extend([state]).argmax()))
+    OneRow.shapes.clear()
+    runner.decode([state])
+    runner.release([state])
+    config = runner.model.config
+    outputs = [
+        (config.num_attention_heads + 2 * config.num_key_value_heads) * config.head_dim,
+        config.hidden_size,
+        2 * config.intermediate_size,
+        config.hidden_size,
+    ]
+    every = [rows for rows, _ in OneRow.shapes]
+    assert every == [*outputs * config.num_hidden_layers, config.vocab_size]
     assert generated(runner) == plain
 
 

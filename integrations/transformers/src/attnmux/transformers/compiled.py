@@ -10,6 +10,7 @@ import torch
 
 from attnmux.transformers.decoder_layers import decoder_layers
 from attnmux.transformers.layer_call import mark_layer
+from attnmux.transformers.linears import product_ops
 from attnmux.transformers.merged import ShareProducts, merge, split
 
 
@@ -19,7 +20,9 @@ def compile_layers(model: torch.nn.Module, backend: str = "inductor") -> int:
     backend: as `torch.compile` takes it.
     """
     layers = list(decoder_layers(model))
-    options = {"post_grad_custom_pre_pass": ShareProducts()} if backend == "inductor" else None
+    options = None
+    if backend == "inductor":
+        options = {"post_grad_custom_pre_pass": ShareProducts(product_ops(model))}
     for layer, attention, layer_id in layers:
         mark_layer(attention, layer_id)
         merge(layer)

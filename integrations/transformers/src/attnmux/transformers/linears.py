@@ -5,10 +5,15 @@ from __future__ import annotations
 from typing import Protocol, TypeGuard
 
 import torch
+from torch._ops import OpOverload
 
 
 class LinearKernel(Protocol):
     """Products of linear layers on one device, without gradients."""
+
+    @property
+    def op(self) -> OpOverload | None:
+        """The same as a torch op, for compiled code, in which torch multiplies if it is None."""
 
     def rows(self, weight: torch.Tensor) -> range:
         """The numbers of rows of x that it multiplies by a weight [N, K], where torch is slower."""
@@ -23,7 +28,7 @@ class KernelLinear(torch.nn.Linear):
     """A linear layer that calls the kernel for rows that it serves.
 
     A class and not a `forward` of each layer: a compiler makes one code for all layers that are
-    alike, in which torch multiplies.
+    alike.
     """
 
     kernel: LinearKernel
@@ -35,14 +40,27 @@ class KernelLinear(torch.nn.Linear):
         own = self._parameters
         weight: torch.Tensor = own["weight"]  # type: ignore[assignment]  # it has one
         bias = own["bias"]
-        if (
-            torch.is_grad_enabled()
-            or torch.compiler.is_compiling()
-            or input.numel() // input.shape[-1] not in self.rows
-            or input.dtype is not weight.dtype
-        ):
-            return torch.nn.functional.linear(input, weight, bias)
-        return self.kernel(input, weight, bias)
+        return multiply(self.kernel, self.rows, input, weight, bias)
+
+
+def multiply(
+    kernel: LinearKernel,
+    rows: range,
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+) -> torch.Tensor:
+    """The product by the kernel if x has one of `rows` as its number of rows, else by torch."""
+    product = kernel.op if torch.compiler.is_compiling() else kernel
+    if (
+        product is None
+        or torch.is_grad_enabled()
+        or not rows.start <= x.numel() // x.shape[-1] < rows.stop
+        or x.dtype is not weight.dtype
+    ):
+        return torch.nn.functional.linear(x, weight, bias)
+    result: torch.Tensor = product(x, weight, bias)
+    return result
 
 
 def multiply_by(kernel: LinearKernel, model: torch.nn.Module) -> None:
@@ -57,6 +75,12 @@ def multiply_by(kernel: LinearKernel, model: torch.nn.Module) -> None:
         if rows:
             module.__class__ = KernelLinear
             vars(module).update(kernel=kernel, rows=rows)
+
+
+def product_ops(model: torch.nn.Module) -> frozenset[OpOverload]:
+    """The ops that multiply in the model's compiled layers, beside torch's own."""
+    kernels = {layer.kernel for layer in model.modules() if isinstance(layer, KernelLinear)}
+    return frozenset(kernel.op for kernel in kernels if kernel.op is not None)
 
 
 def is_plain(module: object) -> TypeGuard[torch.nn.Linear]:

@@ -12,8 +12,9 @@ from hashlib import sha256
 
 import torch
 from torch._inductor.custom_graph_pass import CustomGraphPass
+from torch._ops import OpOverload
 
-from attnmux.transformers.linears import is_plain
+from attnmux.transformers.linears import KernelLinear, is_plain, multiply
 
 TOGETHER = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 """Names of projections that Hugging Face's models apply to one input."""
@@ -33,10 +34,14 @@ SHARED = (
 class ShareProducts(CustomGraphPass):
     """A pass of Inductor that computes equal products once, which it does in training alone."""
 
+    def __init__(self, products: frozenset[OpOverload] = frozenset()) -> None:
+        """products: ops of linear layers beside torch's own."""
+        self._shared = products.union(SHARED)
+
     def __call__(self, graph: torch.fx.Graph) -> None:
         first: dict[object, torch.fx.Node] = {}
         for node in [*graph.nodes]:
-            if node.op == "call_function" and node.target in SHARED:
+            if node.op == "call_function" and node.target in self._shared:
                 key = (node.target, str(node.args), str(node.kwargs))
                 if key in first:
                     node.replace_all_uses_with(first[key])
@@ -46,7 +51,8 @@ class ShareProducts(CustomGraphPass):
 
     def uuid(self) -> bytes:
         """Changes with this class, so that compiled code of other passes is not taken for its."""
-        return sha256(inspect.getsource(type(self)).encode()).digest()
+        ops = sorted(map(str, self._shared))
+        return sha256(f"{inspect.getsource(type(self))} {ops}".encode()).digest()
 
 
 class MergedLinear(torch.nn.Module):
@@ -64,9 +70,15 @@ class MergedLinear(torch.nn.Module):
         self.original = original
         self.all_weights, self.all_biases = weight, bias
         self.start, self.stop = start, start + original.out_features
+        self.kernel = original.kernel if isinstance(original, KernelLinear) else None
+        self.rows = range(0) if self.kernel is None else self.kernel.rows(weight)
 
     def forward(self, rows: torch.Tensor) -> torch.Tensor:
-        every = torch.nn.functional.linear(rows, self.all_weights, self.all_biases)
+        operands = rows, self.all_weights, self.all_biases
+        if self.kernel is None:
+            every = torch.nn.functional.linear(*operands)
+        else:
+            every = multiply(self.kernel, self.rows, *operands)
         return every[..., self.start : self.stop]
 
 

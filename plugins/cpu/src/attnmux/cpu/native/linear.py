@@ -48,6 +48,8 @@ class NativeLinear:
     """A `LinearKernel` without AVX-512, whose kernels write after the end of rows that are not
     multiples of 32 values."""
 
+    op = None
+
     def __init__(self, context: BackendContext) -> None:
         platform = context.platform
         usable = platform.features & {*AVX2.features, "cxx_compiler"}

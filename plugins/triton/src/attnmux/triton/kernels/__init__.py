@@ -8,6 +8,7 @@ Portable, in Triton:
     write.py    writes K and V of new tokens to their slots
     trees.py    builds draft trees, follows them greedily, and samples them
     indices.py  builds from lengths and the request table what other kernels read
+    one_row.py  the product of one row with a weight matrix
     picked.py   attention of each token over rows that an indexer picked
     picked_blocks.py   attention of each token over blocks of keys that an indexer picked
     chosen_pages.py    bounds, scores, choice and copies of the pages that a decode step reads
