@@ -21,7 +21,7 @@ from attnmux.core import (
     GraphUnsupported,
     InvalidInput,
 )
-from attnmux.triton.bound_kernel import Launcher
+from attnmux.triton.bound_kernel import Launcher, overlaps_launches
 from attnmux.triton.config_tables import ConfigTables
 from attnmux.triton.layer import TritonLayer
 from attnmux.triton.layers_attention import LayersAttention
@@ -69,7 +69,9 @@ class TritonBackend(AttentionBackend):
         self._starts_of: dict[int, torch.Tensor] = {}
         """By new tokens a request."""
         self._sums = RunningSums(context.max_batch_size, context.device, self.launcher)
-        self._kv_writer = PoolWriter(context.token_to_kv_pool, self.launcher)
+        self._kv_writer = PoolWriter(
+            context.token_to_kv_pool, self.launcher, overlaps=overlaps_launches(context.platform)
+        )
         stored = [each for each in self._layers.values() if each.slot_group is not None]
         self._limits = {(each.window, each.chunk) for each in stored}
         """The windows and chunks of the layers that attend over the pool."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from triton import knobs
@@ -21,6 +21,9 @@ from triton.errors import TritonError
 from triton.runtime import driver
 
 from attnmux.core import BackendFailed, in_brief
+
+if TYPE_CHECKING:
+    from attnmux.core import Platform
 
 ALIGNMENT = 16
 """Bytes. The compiler distinguishes addresses that are a multiple of this from others."""
@@ -224,6 +227,14 @@ class BoundKernel:
         # The interpreter compiles nothing.
         if compiled is not None:
             self.keep(key, compiled, values, tensors)
+
+
+def overlaps_launches(platform: Platform) -> bool:
+    """Whether kernels may begin while the previous one ends (programmatic dependent launch).
+
+    CUDA has it from SM90 on; it was measured there.
+    """
+    return platform.arch == "sm90"
 
 
 def current(device: torch.device) -> AbstractContextManager[object]:

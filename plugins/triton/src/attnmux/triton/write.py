@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from attnmux.core import check_loc, check_rows, torch_dtype
-from attnmux.triton.bound_kernel import BoundKernel, Launcher
+from attnmux.triton.bound_kernel import BoundKernel, Launcher, overlaps_launches
 from attnmux.triton.kernels.write import write_kv
 from attnmux.triton.kernels.write_four_bits import write_four_bits
 from attnmux.triton.shapes import next_power_of_2
@@ -62,6 +62,8 @@ class LayerWriter:
     """Of the blocks of 4-bit floats, as bytes, [slots, H, n]; `first` and `second` are then bytes
     of two values."""
     launcher: Launcher = field(default_factory=Launcher)
+    overlaps: bool = False
+    """Whether a launch may begin before the previous one ends."""
     _bound: dict[tuple[float, float], BoundKernel] = field(default_factory=dict, init=False)
     """By scales."""
 
@@ -75,6 +77,7 @@ class LayerWriter:
         *,
         is_latent: bool,
         launcher: Launcher | None = None,
+        overlaps: bool = False,
     ) -> LayerWriter:
         """A writer for rows like k at slots like loc.
 
@@ -109,6 +112,7 @@ class LayerWriter:
             if scales is None
             else (scales[0].view(torch.uint8), scales[1].view(torch.uint8)),
             launcher=launcher or Launcher(),
+            overlaps=overlaps,
         )
 
     def write(
@@ -164,6 +168,8 @@ class LayerWriter:
         for name, each in zip(("first_scales", "second_scales"), self.scales or (), strict=False):
             strides = {f"{name}_stride": each.stride(0), f"{name}_head_stride": each.stride(1)}
             of_blocks |= {name: each, **strides}
+        # Only `write_kv` waits for what the previous launch has written.
+        overlaps = self.overlaps and self.first.is_cuda and self.scales is None
         return BoundKernel(
             self.launcher,
             write_kv if self.scales is None else write_four_bits,
@@ -191,6 +197,7 @@ class LayerWriter:
                 "IS_SCALED": scales != (1.0, 1.0),
                 "BLOCK_T": block_t,
                 "BLOCK_W": block_w,
+                "OVERLAPS": overlaps,
             },
             tensors=("first", "second", "loc"),
             numbers=(
@@ -203,7 +210,7 @@ class LayerWriter:
                 "loc_stride",
             ),
             counts=("num_tokens",),
-            options={"num_warps": 4},
+            options={"num_warps": 4, "launch_pdl": True} if overlaps else {"num_warps": 4},
         )
 
 
@@ -217,8 +224,11 @@ class PoolWriter:
     """Writes to all layers of a pool: the `KVWriter` of a context. Each layer's writer is made when
     it is first needed."""
 
-    def __init__(self, pool: KVPool, launcher: Launcher | None = None) -> None:
-        self._pool = pool
+    def __init__(
+        self, pool: KVPool, launcher: Launcher | None = None, *, overlaps: bool = False
+    ) -> None:
+        """overlaps: as of `LayerWriter`."""
+        self._pool, self._overlaps = pool, overlaps
         self._launcher = launcher or Launcher()
         self._writers: dict[tuple[int, bool], LayerWriter] = {}
 
@@ -236,7 +246,13 @@ class PoolWriter:
         writer = self._writers.get(key)
         if writer is None:
             writer = self._writers[key] = LayerWriter.of(
-                self._pool, layer, loc, first, is_latent=is_latent, launcher=self._launcher
+                self._pool,
+                layer,
+                loc,
+                first,
+                is_latent=is_latent,
+                launcher=self._launcher,
+                overlaps=self._overlaps,
             )
         writer.write(layer, loc, first, second)
 
@@ -258,7 +274,7 @@ def make_writer(context: BackendContext) -> PoolWriter | None:
     stored = [layer for layer in context.layers if layer.layer_id in pool.layer_ids]
     if not stored:
         return None
-    writer = PoolWriter(pool)
+    writer = PoolWriter(pool, overlaps=overlaps_launches(context.platform))
     dtype = context.request.dtype
     writer.warm_up(stored[0], torch.bfloat16 if dtype is None else torch_dtype(dtype))
     return writer

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 
 @triton.jit
@@ -71,7 +72,7 @@ def write_kv(
     FIRST_D: tl.constexpr, FIRST_WIDTH: tl.constexpr, SECOND_D: tl.constexpr,
     SECOND_WIDTH: tl.constexpr, MANTISSA: tl.constexpr, BIAS: tl.constexpr,
     LARGEST: tl.constexpr, NAN: tl.constexpr, IS_SCALED: tl.constexpr, BLOCK_T: tl.constexpr,
-    BLOCK_W: tl.constexpr,
+    BLOCK_W: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
     """Write two tensors, K and V or latent and rotary key, to the same slots.
 
@@ -82,11 +83,15 @@ def write_kv(
     loc [T] int64: the tokens' slots. slot_map [num_mapped] int32 or int64: the pool's slot for each
     of them; None where they are the same.
     first_scale, second_scale float32: divided by where IS_SCALED. The format: as
-    `round_to_8_bits`.
+    `round_to_8_bits`. OVERLAPS: the launch begins before the previous one ends and waits for its
+    results, and lets the next launch begin.
 
     Grid: blocks of BLOCK_T tokens, blocks of BLOCK_W columns. Slots that the pool does not have are
     skipped.
     """
+    if OVERLAPS:
+        gdc_wait()
+        gdc_launch_dependents()
     token = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
     is_token = token < num_tokens
     slot = tl.load(loc + token.to(tl.int64) * loc_stride, mask=is_token, other=0)
