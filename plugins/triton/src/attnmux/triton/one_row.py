@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 DTYPES = torch.bfloat16, torch.float16
 ONE_ROW, NO_ROWS = range(1, 2), range(0)
 """torch is as fast with more rows. See benchmarks/results/one-row-h200.md."""
-BLOCK_N, BLOCK_K, STAGES, WARPS = 8, 512, 4, 4
+BLOCK_N, BLOCK_K, STAGES, WARPS = 8, 256, 4, 4
 
 
 @torch.library.custom_op("attnmux_triton::multiply_row", mutates_args=())

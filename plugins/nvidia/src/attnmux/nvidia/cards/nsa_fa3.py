@@ -14,6 +14,7 @@ from attnmux.core import (
     versions,
 )
 from attnmux.nvidia.cards.fa3 import NUM_SPLITS
+from attnmux.nvidia.cards.runs import on_h200
 
 NSA_FA3 = BackendCard(
     name="nsa_fa3",
@@ -24,6 +25,7 @@ NSA_FA3 = BackendCard(
     extra="fa3",
     options=(NUM_SPLITS,),
     verified_on=(
+        on_h200("sglang-kernel 0.4.5", date="2026-11-28", cases=75),
         Verified(
             on="flash_attn_with_kvcache of sglang-kernel 0.4.5",
             libraries=("torch 2.13.0+cpu",),
@@ -62,8 +64,8 @@ NSA_FA3 = BackendCard(
     priors=(
         Prior(
             rank=27,
-            source="SGLang 0.5.23 has it among its kernels for sparse MLA; here it ran only on an "
-            "emulator, so it comes after nsa and triton, whose kernels ran",
+            source="SGLang 0.5.23 has it among its kernels for sparse MLA; its speed was not "
+            "measured here, so it comes after nsa and triton",
         ),
     ),
 )
