@@ -235,8 +235,9 @@ class PoolWriter:
         key = layer.layer_id, is_latent
         writer = self._writers.get(key)
         if writer is None:
+            pool = self._pool.of_layers((layer.layer_id,))
             writer = self._writers[key] = LayerWriter.of(
-                self._pool, layer, loc, first, is_latent=is_latent, launcher=self._launcher
+                pool, layer, loc, first, is_latent=is_latent, launcher=self._launcher
             )
         writer.write(layer, loc, first, second)
 

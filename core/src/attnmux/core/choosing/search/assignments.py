@@ -14,6 +14,7 @@ from itertools import combinations, groupby
 from operator import itemgetter
 from typing import NamedTuple
 
+from attnmux.core.choosing.ask.request import Request
 from attnmux.core.choosing.common.verdict import Coercion
 from attnmux.core.choosing.judge.axes import meets
 from attnmux.core.choosing.judge.shortcomings import shortcomings
@@ -38,6 +39,9 @@ Key = tuple[object, ...]
 """Of an assignment; the smallest wins."""
 
 Scored = Sequence[tuple[Merit, Offer]]
+
+Storage = tuple[int | None, str | None]
+"""(page size, KV dtype); None for a KV dtype that is not shared."""
 
 
 class Assignment(NamedTuple):
@@ -67,8 +71,8 @@ def best_together(
     problems: Sequence[Problem], variants: Sequence[Sequence[Variant]]
 ) -> tuple[Assignment, ...] | None:
     """The best assignment of each problem, all at one page size and one KV dtype, with the fewest
-    coercions; then with the best merits, those of earlier problems first. None where no page size
-    and KV dtype serves all of them.
+    coercions; then with the best merits, those of earlier problems first. Problems whose KV dtype
+    the model sets share only the page size. None where no page size and KV dtype serves all.
 
     variants: of each problem.
     """
@@ -84,25 +88,35 @@ def best_together(
     ]
     by_storage = []
     for problem, each in zip(problems, found, strict=True):
-        best: dict[tuple[int | None, str | None], tuple[Key, Assignment]] = {}
+        best: dict[Storage, tuple[Key, Assignment]] = {}
         for variant, candidates in each:
             for point in feasible_points(problem, variant, candidates, clauses):
-                stored = point[0].request.page_size, point[0].request.kv_dtype
+                stored = _shared(problem, point[0].request)
                 for (merits, *rest), assignment in _assignments(problem, point):
                     key = (len(variant.dropped), merits, rest)
                     if stored not in best or key < best[stored][0]:
                         best[stored] = key, assignment
         by_storage.append(best)
-    shared = [stored for stored in by_storage[0] if all(stored in best for best in by_storage)]
+    all_at = [
+        [best.get(stored) or best.get((stored[0], None)) for best in by_storage]
+        for stored in by_storage[0]
+    ]
+    shared = [[each for each in found if each] for found in all_at if all(found)]
     if not shared:
         return None
 
-    def together(stored: tuple[int | None, str | None]) -> Key:
-        dropped, merits, rest = zip(*(best[stored][0] for best in by_storage), strict=True)
+    def together(found: Sequence[tuple[Key, Assignment]]) -> Key:
+        dropped, merits, rest = zip(*(key for key, _ in found), strict=True)
         return sum(dropped), merits, rest
 
-    winner = min(shared, key=together)
-    return tuple(best[winner][1] for best in by_storage)
+    return tuple(assignment for _, assignment in min(shared, key=together))
+
+
+def _shared(problem: Problem, request: Request) -> Storage:
+    """What all problems have alike at a point. A KV dtype that the model sets is a problem's own:
+    its layers keep another one than the user asks of the rest."""
+    is_own = problem.request.origins.get("kv_dtype") == "model"
+    return request.page_size, None if is_own else request.kv_dtype
 
 
 def _assignments(problem: Problem, point: Point) -> Iterator[tuple[Key, Assignment]]:
