@@ -201,10 +201,16 @@ def _max_num_reqs(config: VllmConfig, spec: KVCacheSpec) -> int:
 
 
 def _layers(config: VllmConfig, spec: KVCacheSpec) -> list[Any]:
-    """The layers that attnmux serves with caches of that kind."""
+    """The layers that attnmux serves with caches of that kind and dtype, which vLLM sets by layer
+    (`kv_cache_dtype_skip_layers`)."""
     found = get_layers_from_vllm_config(config, AttentionLayerBase).values()
     ours = [each for each in found if issubclass(each.get_attn_backend(), AttnmuxBackend)]
-    return [each for each in ours if type(each.get_kv_cache_spec(config)) is type(spec)] or ours
+    return [each for each in ours if _is_alike(each.get_kv_cache_spec(config), spec)] or ours
+
+
+def _is_alike(one: KVCacheSpec | None, spec: KVCacheSpec) -> bool:
+    """Whether two caches are of one kind and dtype."""
+    return type(one) is type(spec) and getattr(one, "dtype", None) == getattr(spec, "dtype", None)
 
 
 class Impl(AttentionImplBase):

@@ -36,9 +36,7 @@ def kept_layers(
         raise InvalidInput(ARGUMENT, got=got, expected=expected)
     alike = sorted(set(kinds.values()).difference(KINDS))
     if alike or not kinds:
-        raise no_kept_layers(
-            f"{alike[0]} layers" if alike else "layers that config.json leaves open"
-        )
+        raise no_kept_layers(f"{alike[0]} layers" if alike else "a model that lists no layers")
     kept = frozenset().union(*(_named(word.strip(), kinds) for word in skip.split(",")))
     if len(kept) == len(kinds):
         expected = f"a layer left for {kv_dtype}: name fewer, or leave kv_dtype unset"

@@ -14,7 +14,6 @@ from itertools import combinations, groupby
 from operator import itemgetter
 from typing import NamedTuple
 
-from attnmux.core.choosing.ask.request import Request
 from attnmux.core.choosing.common.verdict import Coercion
 from attnmux.core.choosing.judge.axes import meets
 from attnmux.core.choosing.judge.shortcomings import shortcomings
@@ -41,7 +40,7 @@ Key = tuple[object, ...]
 Scored = Sequence[tuple[Merit, Offer]]
 
 Storage = tuple[int | None, str | None]
-"""(page size, KV dtype); None for a KV dtype that is not shared."""
+"""(page size, KV dtype); None for the KV dtype that a problem's request sets."""
 
 
 class Assignment(NamedTuple):
@@ -71,8 +70,8 @@ def best_together(
     problems: Sequence[Problem], variants: Sequence[Sequence[Variant]]
 ) -> tuple[Assignment, ...] | None:
     """The best assignment of each problem, all at one page size and one KV dtype, with the fewest
-    coercions; then with the best merits, those of earlier problems first. Problems whose KV dtype
-    the model sets share only the page size. None where no page size and KV dtype serves all.
+    coercions; then with the best merits, those of earlier problems first. Problems whose request
+    sets the KV dtype share only the page size. None where no page size and KV dtype serves all.
 
     variants: of each problem.
     """
@@ -91,7 +90,9 @@ def best_together(
         best: dict[Storage, tuple[Key, Assignment]] = {}
         for variant, candidates in each:
             for point in feasible_points(problem, variant, candidates, clauses):
-                stored = _shared(problem, point[0].request)
+                request = point[0].request
+                is_open = problem.request.kv_dtype is None
+                stored = request.page_size, request.kv_dtype if is_open else None
                 for (merits, *rest), assignment in _assignments(problem, point):
                     key = (len(variant.dropped), merits, rest)
                     if stored not in best or key < best[stored][0]:
@@ -110,13 +111,6 @@ def best_together(
         return sum(dropped), merits, rest
 
     return tuple(assignment for _, assignment in min(shared, key=together))
-
-
-def _shared(problem: Problem, request: Request) -> Storage:
-    """What all problems have alike at a point. A KV dtype that the model sets is a problem's own:
-    its layers keep another one than the user asks of the rest."""
-    is_own = problem.request.origins.get("kv_dtype") == "model"
-    return request.page_size, None if is_own else request.kv_dtype
 
 
 def _assignments(problem: Problem, point: Point) -> Iterator[tuple[Key, Assignment]]:
