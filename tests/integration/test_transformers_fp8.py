@@ -34,7 +34,7 @@ def logits_of(runner, ids):
     steps = [runner.extend([state])]
     for token in ids[6:]:
         state.token_ids.append(token)
-        steps.append(runner.decode([state]))
+        steps.append(runner.decode([state]).clone())  # a graph writes its own again
     return torch.cat(steps)
 
 
