@@ -219,3 +219,18 @@ def test_one_graph_holds_layers_of_both_dtypes(tiny):
     captured.capture_graphs(batch_sizes=[1], devices=RecordingGraphs())
     ours, theirs = logits_of(captured, IDS), logits_of(eager, IDS)
     torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=1e-3)
+
+
+def test_layers_of_other_kinds_keep_their_numbers(tiny, run_hybrid, monkeypatch):
+    """Jamba's attention layers are 1 and 3."""
+    folder = tiny("jamba")[1]
+    mixed = run_hybrid(folder, **FP8, kv_dtype_skip="0-2")
+    pool = mixed.context.token_to_kv_pool
+    assert [pool.get_key_buffer(number).itemsize for number in (1, 3)] == [4, 1]
+    exact = run_hybrid(folder)
+    round_what_is_written(
+        exact.context.token_to_kv_pool, torch.float8_e4m3fn, monkeypatch, kept={1}
+    )
+    torch.testing.assert_close(logits_of(mixed, IDS), logits_of(exact, IDS), atol=1e-4, rtol=1e-3)
+    with pytest.raises(InvalidInput, match=r"layers from 1 to 3, .* got '2'"):
+        run_hybrid(folder, **FP8, kv_dtype_skip="2")
