@@ -134,6 +134,61 @@ def test_each_layer_runs_on_its_group_s_backend() -> None:
     assert (narrow.calls, wide.calls) == ([0, 2], [1])
 
 
+def test_layers_of_one_shape_may_keep_another_kv_dtype() -> None:
+    """Each group's backend gets the pool of its own dtype."""
+    request = Request(num_q_heads=4, num_kv_heads=2, head_dim=8, dtype="float32", page_size=4)
+    kept = LayerGroup(layers=1, num_q_heads=4, num_kv_heads=2, head_dim=8, kv_dtype=torch.float32)
+    asked = request.replace(kv_dtype="fp8_e4m3", other_layers=[kept])
+    card = replace(fake_card(), factory=f"{__name__}:Recorded")
+    decision = solve(asked, fake_platform(), [Offer(card=card, plugin="fakes")])
+    assert [each.kv_dtype for each in decision.groups] == ["fp8_e4m3", "float32"]
+    layers = layer(0), layer(1, kv_dtype="float32"), layer(2)
+    given = {"size": 64, "page_size": 4, "num_kv_heads": 2, "head_dim": 8, "device": CPU}
+    low = MHATokenToKVPool(dtype=torch.float8_e4m3fn, layer_ids=[0, 2], **given)
+    high = MHATokenToKVPool(dtype=torch.float32, layer_ids=[1], **given)
+    pool = JoinedKVPool([low, high])
+    whole = replace(context(decision, *layers), token_to_kv_pool=pool)
+    backend = build(decision, whole)
+    assert [one.context.token_to_kv_pool.dtype for one in backend.members] == [
+        low.dtype,
+        high.dtype,
+    ]
+    batch = step(backend)
+    backend.init_forward_metadata(batch)
+    for one in layers:
+        q, k, v = torch.rand(1, 4, 8), *torch.rand(2, 1, 2, 8)
+        out = backend.forward(q, k, v, one, batch)
+        seen = v if one.layer_id == 1 else v.to(low.dtype).float()
+        torch.testing.assert_close(out, seen.repeat_interleave(2, dim=1))
+    assert [one.calls for one in backend.members] == [[0, 2], [1]]
+    for wrong, said in (
+        (
+            MHATokenToKVPool(dtype=torch.float32, layer_ids=[0, 1, 2], **given),
+            "KV dtype, fp8_e4m3, got float32",
+        ),
+        (
+            JoinedKVPool([low, MHATokenToKVPool(dtype=torch.float16, layer_ids=[1], **given)]),
+            "KV dtype, float32, got float16",
+        ),
+    ):
+        with pytest.raises(InvalidInput, match=said):
+            build(decision, replace(whole, token_to_kv_pool=wrong))
+    plain = solve(
+        request.replace(kv_dtype="fp8_e4m3"), fake_platform(), [Offer(card=card, plugin="fakes")]
+    )
+    with pytest.raises(
+        InvalidInput, match="layer 1: expected fp8_e4m3, as decided, got kv_dtype float32"
+    ):
+        build(
+            plain,
+            replace(
+                whole,
+                request=plain.request,
+                token_to_kv_pool=MHATokenToKVPool(dtype=low.dtype, layer_ids=[0, 1, 2], **given),
+            ),
+        )
+
+
 def test_two_halves_have_groups_each() -> None:
     decision = decided(two_batches=True)
     backend = build(decision, context(decision))
@@ -146,7 +201,8 @@ def test_two_halves_have_groups_each() -> None:
 @pytest.mark.parametrize(
     ("layers", "said"),
     [
-        ([layer(0), layer(1, kv_heads=4)], "layer 1: expected the heads and dims of one"),
+        ([layer(0), layer(1, kv_heads=4)], "layer 1: expected the heads, dims and KV dtype of one"),
+        ([layer(0), layer(1, **WIDE, kv_dtype="bf16")], "layer 1: .* 16, KV in bfloat16"),
         ([layer(0), layer(1)], "context.layers: expected layers of each group"),
         ([layer(0), layer(1, **WIDE, sliding_window_size=3)], "layer 1: expected the heads"),
         ([layer(0), layer(1, **WIDE, logit_cap=2.0)], "choose again with logit_cap set"),

@@ -248,6 +248,16 @@ def test_dtype_and_backends_by_name():
     assert "KV in float32" in result.stderr
 
 
+def test_layers_that_keep_the_model_s_dtype():
+    given = ("--dtype", "fp32", "--kv-dtype", "fp8_e4m3", "--kv-dtype-skip", "0")
+    result = attnmux(*ASK, *given)
+    assert result.stdout == "417\n"
+    assert "of 1 layer with 4/2 heads of 64, KV in float32" in result.stderr
+    assert "bytes in pools of 2 shapes or KV dtypes" in result.stderr
+    (other,) = json.loads(attnmux(*ASK, *given, "--json").stdout)["decision"]["others"]
+    assert (other["layers"], other["kv_dtype"]) == (1, "float32")
+
+
 @pytest.mark.parametrize(
     ("args", "words", "code"),
     [
@@ -257,6 +267,8 @@ def test_dtype_and_backends_by_name():
         (["x", "--backend", "fa3"], ["fa3", "vendor: wanted cpu"], 3),
         (["x", "--kv-dtype", "fp4", "--backend", "native"], ["kv_dtype", "native"], 3),
         (["x", "--kv-dtype", "int3"], ["kv_dtype", "int3"], 2),
+        (["x", "--kv-dtype-skip", "0"], ["kv_dtype_skip", "a kv_dtype with it"], 2),
+        (["x", "--kv-dtype", "fp16", "--kv-dtype-skip", "9"], ["kv_dtype_skip", "got '9'"], 2),
         (["x", "--dtype", "int8"], ["dtype", "int8"], 2),
         (["x", "--dtype", "fp4_e2m1"], ["dtype", "fp4_e2m1", "torch_native"], 3),
         (["x", "--context", "4096"], ["--context", "2048"], 2),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from copy import deepcopy
+from dataclasses import replace
 
 import pytest
 import torch
@@ -18,11 +19,17 @@ from transformers.masking_utils import (
 )
 
 from attnmux.core import InvalidInput, LayerSpec, Request
-from attnmux.transformers import IMPLEMENTATION, layers, record_layers, request_of
+from attnmux.transformers import (
+    IMPLEMENTATION,
+    RunnerOptions,
+    layers,
+    record_layers,
+    request_of,
+)
 from attnmux.transformers.checkpoint import quiet_transformers
 from attnmux.transformers.probe import Probe
 from attnmux.transformers.reach import Reach, read_reach
-from attnmux.transformers.requests import check_against_config
+from attnmux.transformers.requests import check_against_config, with_kept_dtype
 
 SMALL = {"vocab_size": 97, "hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4}
 LLAMA_LIKE = {**SMALL, "intermediate_size": 48, "num_key_value_heads": 2}
@@ -264,6 +271,21 @@ def test_layers_of_other_shapes_are_groups_of_their_own():
     assert (request.head_dim, request.sliding_window) == (16, None)
     (group,) = request.other_layers
     assert (group.layers, group.head_dim, group.v_head_dim, group.sliding_window) == (2, 32, 16, 7)
+
+
+def test_layers_that_keep_the_dtype_are_groups_of_their_own():
+    """The request's fields are those of the others, even where the first layer is kept."""
+    options = RunnerOptions(max_batch_size=1, max_context_len=8, max_total_tokens=8)
+    options = replace(options, kv_dtype="fp8_e5m2", kv_dtype_skip="0,sliding_window")
+    specs = [spec(0), spec(1), spec(2, sliding_window_size=7), spec(3)]
+    kept = with_kept_dtype(specs, torch.float16, options)
+    assert [each.kv_dtype for each in kept] == ["float16", None, "float16", None]
+    request = request_of(kept, torch.float16)
+    assert (request.sliding_window, request.kv_dtype) == (None, None)
+    (group,) = request.other_layers
+    assert (group.layers, group.sliding_window, group.kv_dtype) == (2, 7, "float16")
+    with pytest.raises(InvalidInput, match="got cross_attention layers"):
+        with_kept_dtype([spec(0), spec(1, is_cross_attention=True)], torch.float16, options)
 
 
 def test_latent_layers_of_different_shapes_are_refused():

@@ -673,6 +673,46 @@ def test_groups_that_nothing_serves_are_named(offer, cpu) -> None:
         solve(grouped(), cpu, [narrow, wide])
 
 
+def keeping(kept: str | None = "bfloat16", **changes) -> Request:
+    """8-bit layers, and two of the same shape that keep another dtype."""
+    others = [LayerGroup(layers=2, num_q_heads=8, num_kv_heads=2, head_dim=64, kv_dtype=kept)]
+    given = {"num_q_heads": 8, "num_kv_heads": 2, "head_dim": 64, "dtype": "bfloat16"}
+    return Request(other_layers=others, **{**given, "kv_dtype": "fp8_e4m3", **changes})
+
+
+def test_layers_that_keep_a_kv_dtype_have_a_backend_for_it(offer, cpu) -> None:
+    cards = [
+        offer("low", rank=10, kv_dtype=one_of("fp8_e4m3"), page_size=one_of(1, 16)),
+        offer("high", rank=10, kv_dtype=one_of("bfloat16"), page_size=multiple_of(16)),
+        offer("slow", rank=90, kv_dtype=ANY),
+    ]
+    decision = solve(keeping(), cpu, cards)
+    assert by_group(decision) == ["low", "high"]
+    assert [each.kv_dtype for each in decision.groups] == ["fp8_e4m3", "bfloat16"]
+    assert (decision.kv_dtype, decision.page_size) == ("fp8_e4m3", 16)
+    assert "for 2 layers with 8/2 heads of 64, KV in bfloat16: high" in decision.summary()
+    assert by_group(solve(keeping(page_size=1), cpu, cards)) == ["low", "slow"]
+    assert by_group(solve(keeping(kept=None), cpu, cards)) == ["low", "low"]
+    read = Decision.from_json(decision.to_json())
+    assert (read.hash, read.groups[1].kv_dtype) == (decision.hash, "bfloat16")
+
+
+def test_kv_dtypes_that_nothing_serves_together_are_named(offer, cpu) -> None:
+    low = offer("low", kv_dtype=one_of("fp8_e4m3"), page_size=one_of(1))
+    with pytest.raises(NoBackend, match=r"^2 layers with 8/2 heads of 64, KV in bfloat16: no"):
+        solve(keeping(), cpu, [low])
+    high = offer("high", kv_dtype=one_of("bfloat16"), page_size=one_of(16))
+    both = "layers with 8/2 heads of 64, KV in fp8_e4m3 and 2 layers .* 64, KV in bfloat16"
+    with pytest.raises(NoBackend, match=f"no page size and KV dtype serves {both}"):
+        solve(keeping(), cpu, [low, high])
+
+
+@pytest.mark.parametrize("given", [{"layers": 1, "kv_dtype": "int3"}, {"layers": 1, "kv_dtype": 5}])
+def test_a_group_s_kv_dtype_is_a_dtype(given) -> None:
+    with pytest.raises(InvalidInput, match="kv_dtype: expected one of bfloat16"):
+        Request(other_layers=[given])
+
+
 def test_a_decision_of_groups_survives_json_and_is_checked(offer, cpu) -> None:
     cards = [offer("a", sliding_window=ANY), offer("b", rank=10, head_dim=one_of(512))]
     decision = solve(grouped(), cpu, cards, libraries=NO_LIBRARIES)

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from attnmux.core.choosing.ask.policy import Policy
 from attnmux.core.choosing.ask.request import Request, parse_fields
-from attnmux.core.choosing.ask.values import DTYPES
+from attnmux.core.choosing.ask.values import DTYPES, LayerGroup
 from attnmux.core.choosing.common.verdict import Verdict
 from attnmux.core.choosing.judge.checking import check
 from attnmux.core.choosing.machine.platform import Platform
@@ -312,6 +312,42 @@ def test_a_base_name_is_the_same_name_for_both_phases(request, found, policy) ->
     if isinstance(one, Decision):
         assert one.hash == other.hash
         assert one.to_json() == other.to_json()
+
+
+@given(requests, offers, st.sampled_from(STORED), st.booleans())
+def test_groups_are_the_best_there_are_at_a_shared_page_size(request, found, own, keeps) -> None:
+    """Against trying every page size: each group alone at it, and with its own KV dtype."""
+    request = request.replace(kind="mha", spec_topk=None, multimodal=False, dtype="bfloat16")
+    found = [replace(one, card=replace(one.card, excludes=())) for one in found]
+    group = LayerGroup(layers=1, kv_dtype=own if keeps else None)
+    decided = outcome(request.replace(other_layers=[group]), found, Policy())
+    kept = request.replace(origin="model", kv_dtype=own) if keeps else request
+    # Without these, as the group has none of its own
+    kept = kept.replace(origin="model", sliding_window=None, sinks=False)
+    pages = [request.page_size] if request.page_size else (1, 2, 16, 24, 32, 48, 64, 96, 192)
+    best = None
+    for page_size in pages:
+        each = [
+            outcome(one.replace(page_size=page_size), found, Policy()) for one in (request, kept)
+        ]
+        if all(isinstance(one, Decision) for one in each):
+            merits = tuple(map(merits_of, each))
+            best = merits if best is None else min(best, merits)
+    assert isinstance(decided, Decision) == (best is not None)
+    if isinstance(decided, Decision):
+        stored = [each.kv_dtype for each in decided.groups]
+        first = request.kv_dtype or "bfloat16"
+        assert stored == [first, own if keeps else first]
+        assert len({each.page_size for each in decided.groups}) == 1
+        assert tuple(map(merits_of, decided.groups)) == best
+
+
+def merits_of(decided: Decision) -> tuple[int, ...]:
+    """The ranks of the winners, decode's first."""
+    ranks = {(one.plugin, one.phase): one.rank for one in decided.candidates}
+    chosen = decided.phases
+    order = [phase for phase in ("decode", "extend") if phase in chosen]
+    return tuple(ranks[chosen[phase].plugin, phase] for phase in order)
 
 
 def excluding(one, other) -> bool:

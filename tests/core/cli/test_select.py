@@ -440,6 +440,48 @@ def test_a_model_whose_layers_differ(call, tmp_path) -> None:
     assert "1 layer with 8/4 heads of 512: torch_native" in " ".join(table.split())
 
 
+def test_layers_that_keep_the_model_s_dtype(call) -> None:
+    model = str(MODELS / "gemma-3-1b-it")
+    given = ("--model", model, "--platform", HERE, "--request", "kv_dtype=fp8_e4m3")
+    skip = ("--kv-dtype-skip", "5,sliding_window")
+    data = answer(call(*given, *skip, "--json"))
+    (other,) = data["others"]
+    assert (data["kv_dtype"], other["kv_dtype"]) == ("fp8_e4m3", "bfloat16")
+    assert data["request"]["other_layers"][0]["layers"] == 23
+    assert other["page_size"] == data["page_size"]
+    said = call(*given, *skip).stdout
+    assert "for 23 layers with 4/1 heads of 256 and a window of 511, KV in bfloat16" in " ".join(
+        said.split()
+    )
+    values = answer(call(*given, *skip, "--explain", "--json"))["explanation"]["values"]
+    assert {
+        "name": "kv_dtype_skip",
+        "value": "5,sliding_window",
+        "origin": "user",
+        "source": "command line",
+    } in values
+    wide = answer(call(*given[:5], "dtype=fp16,kv_dtype=fp8_e4m3", *skip, "--json"))
+    assert wide["others"][0]["kv_dtype"] == "float16"
+
+
+@pytest.mark.parametrize(
+    ("args", "said"),
+    [
+        (["--kv-dtype-skip", "0"], "--kv-dtype-skip: expected --model, whose layers it names"),
+        (["--kv-dtype-skip", "0", "--model", "llama-3.1-8b"], "expected a kv_dtype with it"),
+        (["--kv-dtype-skip", "0", "--model", "deepseek-v3"], "got mla layers"),
+        (["--kv-dtype-skip", "32", "--model", "llama-3.1-8b"], "from 0 to 31, or full_attention"),
+    ],
+)
+def test_layers_that_cannot_be_skipped(call, args, said) -> None:
+    given = [str(MODELS / arg) if (MODELS / arg).is_dir() else arg for arg in args]
+    if "a kv_dtype with it" not in said:
+        given += ["--request", "kv_dtype=fp8_e4m3"]
+    result = call("--platform", HERE, *given)
+    assert result.exit_code == 2, result.output
+    assert said in " ".join(result.stderr.split())
+
+
 def test_a_group_of_layers_that_nobody_serves(call, tmp_path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({**GEMMA4, "global_head_dim": 100_000}))
     given = ("--model", str(tmp_path), "--platform", "nvidia:sm90", "--backend", "flashinfer")

@@ -122,11 +122,23 @@ def test_quantised_and_latent_pools():
     assert (pool.get_key_buffer(1)[pool.translate(loc, 1)] == 1).all()
 
 
+def test_window_layers_of_another_dtype_are_translated_in_their_part():
+    pool = SWAKVPool(full=mha(FULL_LAYERS, dtype=torch.float8_e4m3fn), swa=mha(WINDOW_LAYERS))
+    part = pool.of_layers(WINDOW_LAYERS)
+    loc = SWAAllocator(pool).alloc(1)
+    rows = torch.rand(1, 2, 4)
+    part.set_kv_buffer(Layer(7), loc, rows, rows)
+    assert (part.dtype, part.read_scales(2.0, 2.0)) == (torch.float32, (1.0, 1.0))
+    assert pool.of_layers(FULL_LAYERS).read_scales(2.0, 2.0) == (2.0, 2.0)
+    moved = part.translate(loc, 7)
+    assert torch.equal(moved, pool.translate(loc, 7))
+    assert torch.equal(pool.get_key_buffer(7)[moved], rows)
+
+
 @pytest.mark.parametrize(
     ("argument", "changes"),
     [
         ("swa.page_size", {"page_size": 2}),
-        ("swa.dtype", {"dtype": torch.float16}),
         ("swa.device", {"device": "meta"}),
         ("layer_ids", {"layer_ids": (0, 5)}),
     ],

@@ -84,14 +84,25 @@ END = 256
     [
         ("ATTNMUX", {"block_size": 16}),
         ("ATTNMUX", {"kv_cache_dtype": "fp8"}),
+        ("ATTNMUX", {"kv_cache_dtype": "fp8", "kv_cache_dtype_skip_layers": ["0"]}),
         ("CUSTOM", {"enforce_eager": False, "dtype": "bfloat16"}),
     ],
-    ids=["pages-of-16", "fp8", "compiled"],
+    ids=["pages-of-16", "fp8", "fp8-but-for-a-layer", "compiled"],
 )
 def test_the_shipped_checkpoint(backend, engine, recalled):
     prompts, right = zip(*recalled, strict=True)
     found = texts(recall.PATH, backend, prompts, max_model_len=512, rounds=2, **CHUNKED | engine)
     assert answers(found) == list(right) * 2
+
+
+@pytest.mark.parametrize("skip", [["0", "1", "2", "3"], ["sliding_window", "1", "3"]])
+def test_layers_that_vllm_skips_are_not_quantised(checkpoint, prompts, skip):
+    """All of them here, so that the text is that of a cache in the model's dtype."""
+    model, quantised = checkpoint("mixed_windows"), {"kv_cache_dtype": "fp8"}
+    plain = texts(model, "ATTNMUX", prompts)
+    assert texts(model, "ATTNMUX", prompts, **quantised, kv_cache_dtype_skip_layers=skip) == plain
+    some = texts(model, "ATTNMUX", prompts, **quantised, kv_cache_dtype_skip_layers=skip[:1])
+    assert some != plain
 
 
 def test_workers_in_processes_of_their_own(recalled, monkeypatch):

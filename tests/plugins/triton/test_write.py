@@ -243,6 +243,21 @@ def test_a_pool_that_translates_slots(make, layer_id):
         assert_same(pool, expected, stored)
 
 
+@pytest.mark.parametrize("layer_id", [5, 6])
+def test_a_pool_of_several_dtypes(layer_id):
+    """Each layer is rounded and scaled as its own dtype is."""
+
+    def pools() -> SWAKVPool:
+        return SWAKVPool(full=mha(torch.float8_e4m3fn, 5), swa=mha(torch.float32, 6))
+
+    pool, expected = pools(), pools()
+    layer = layer_of(pool, layer_id, k_scale=0.37, v_scale=2.5)
+    loc, rows = slots(11), rows_of(layer, 11, torch.float32)
+    PoolWriter(pool).write(layer, loc, *rows, is_latent=False)
+    as_the_pool_does(expected, layer, loc, rows)
+    assert_same(pool, expected, layer_id)
+
+
 def test_slots_that_there_are_not():
     """They are skipped, and no memory after the pool changes. Padding writes to slot 0."""
     room = torch.zeros(NUM_SLOTS + 8, 3, 10)

@@ -8,6 +8,7 @@ from typing import Literal
 
 import torch
 
+from attnmux.core.choosing.ask.values import canonical_dtype
 from attnmux.core.errors import InvalidInput
 
 
@@ -58,12 +59,17 @@ class LayerSpec:
     value for j - i clipped to [-R, R]; the first column is that of -R, and the last that of R, or
     of 0 in a causal layer. i and j are places in the sequence. Only self attention of kind "mha"
     without a cap has it."""
+    kv_dtype: str | None = None
+    """Of its K and V in the pool, as requests name it, where the layer keeps another dtype than the
+    decision's: see `LayerGroup`. None: the decision's."""
     k_scale: float | None = None
     v_scale: float | None = None
     """Factors for quantised K and V when they are read: see `KVPool.read_scales`. K and V that a
     pool stores unquantised, or that come with the call, have no scale."""
 
     def __post_init__(self) -> None:
+        if self.kv_dtype is not None:
+            object.__setattr__(self, "kv_dtype", canonical_dtype(self.kv_dtype, "kv_dtype"))
         q_heads, kv_heads = self.tp_q_head_num, self.tp_k_head_num
         if kv_heads < 1 or q_heads % kv_heads:
             got = f"{q_heads} query heads over {kv_heads} KV heads"

@@ -122,7 +122,8 @@ class CheckedStep:
         self, call: AttentionCall, batch: ForwardBatch, draws: random.Random
     ) -> Iterator[CanaryFinding]:
         """The pool holds K and V of the new tokens; of many tokens, of `STORED_ROWS`."""
-        layer, pool = call.layer, self.context.token_to_kv_pool
+        layer = call.layer
+        pool = self.context.token_to_kv_pool.of_layers((layer.layer_id,))
         assert call.k is not None
         loc = batch.encoder_out_cache_loc if layer.is_cross_attention else batch.out_cache_loc
         if loc is None or layer.layer_id not in pool.layer_ids:
@@ -173,7 +174,8 @@ class CheckedStep:
     ) -> Iterator[CanaryFinding]:
         """Output and LSE of one new token and one query head agree with the reference."""
         context, layer, token = self.context, call.layer, request.first_token + offset
-        table, pool = context.req_to_token_pool.req_to_token, context.token_to_kv_pool
+        table = context.req_to_token_pool.req_to_token
+        pool = context.token_to_kv_pool.of_layers((layer.layer_id,))
         q = call.q[token, head]
         if call.q_rope is not None:
             q = torch.cat([q, call.q_rope[token, head]])

@@ -142,8 +142,9 @@ class FailureKeeper(WrappingBackend):
     def _facts(
         self, error: Exception, method: str, batch: ForwardBatch, call: AttentionCall | None
     ) -> dict[str, Any]:
-        context, pool = self.context, self.context.token_to_kv_pool
+        context = self.context
         layer = context.layers[0] if call is None else call.layer
+        pool = context.token_to_kv_pool.of_layers((layer.layer_id,))
         shown = "".join(traceback.format_exception(type(error), error, error.__traceback__))
         return {
             "format": FORMAT,

@@ -100,8 +100,8 @@ def solve(
 
 
 def _decided(request: Request, problems: Sequence[Problem], libraries: Libraries) -> Decision:
-    """A decision for each group of layers that are alike, all with one page size and one KV dtype:
-    each phase has a backend whose card admits all of it.
+    """A decision for each group of layers that are alike, all with one page size and, but for
+    groups that have their own, one KV dtype: each phase has a backend whose card admits all of it.
 
     Raises NoBackend for the first group that nothing serves, and where no page size and KV dtype
     serves all groups.

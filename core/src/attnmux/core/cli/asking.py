@@ -38,15 +38,26 @@ class Asked(NamedTuple):
     answer: Decision | NoBackend
 
 
-def requested(model: str | None, fields: str, tp: int, mode: str | None) -> Request:
-    """The model's needs, overruled by the user's fields.
+def requested(
+    model: str | None, fields: str, tp: int, mode: str | None, *, skip: str | None = None
+) -> Request:
+    """The model's needs, overruled by the user's fields. skip: layers without the KV dtype.
 
-    Raises InvalidInput for a model or fields that cannot be read, and for `tp` without a model.
+    Raises InvalidInput for a model or fields that cannot be read, for layers that cannot be
+    skipped, and for `tp` and `skip` without a model.
     """
     if model is None and tp > 1:
         raise InvalidInput("--tp", got=str(tp), expected="--model, whose heads it divides")
-    request = Request() if model is None else Request.from_model(model, tp=tp)
+    if model is None and skip is not None:
+        raise InvalidInput("--kv-dtype-skip", got=skip, expected="--model, whose layers it names")
     changes = dict(parse_fields(fields))
+    request = Request()
+    if model is not None:
+        named = {name: changes[name] for name in ("dtype", "kv_dtype") if name in changes}
+        known = Request().replace(**named)
+        request = Request.from_model(
+            model, tp=tp, dtype=known.dtype, kv_dtype=known.kv_dtype, kv_dtype_skip=skip
+        )
     if mode is not None:
         changes["speculative_attention_mode"] = mode
     return request.replace(**changes)

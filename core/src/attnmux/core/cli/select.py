@@ -22,6 +22,10 @@ from attnmux.core.settings import Settings
 PLATFORM = (
     f"A machine, present or not, as {GRAMMAR}; or a vendor on this machine. Several are compared."
 )
+SKIP = (
+    "Layers of --model that keep its dtype, with --request kv_dtype=…: numbers, ranges and the "
+    "kinds sliding_window, attention_chunk and full_attention, such as 0-1,31,sliding_window."
+)
 SET = "An option of a backend; `attnmux backends --json` lists them."
 
 
@@ -30,6 +34,7 @@ SET = "An option of a backend; `attnmux backends --json` lists them."
 @click.option("--request", "fields", default="", help="FIELD=VALUE,…: page_size=16,spec_topk=4")
 @click.option("--model", help="A folder with a Hugging Face config.json.")
 @click.option("--tp", type=click.IntRange(min=1), default=1, help="Ranks that share the heads.")
+@click.option("--kv-dtype-skip", "skip", metavar="LAYERS", help=SKIP)
 @click.option("--backend", help="The backend for extend and decode.")
 @click.option("--prefill-backend", help="The backend for extend.")
 @click.option("--decode-backend", help="The backend for decode.")
@@ -61,6 +66,7 @@ def select(
     fields: str,
     model: str | None,
     tp: int,
+    skip: str | None,
     speculative_attention_mode: str | None,
     assignments: tuple[str, ...],
     without: tuple[str, ...],
@@ -76,7 +82,7 @@ def select(
     Exits with 0 when decided, 2 for a request that cannot be read, 3 when nothing fits
     or the model has layers that no backend serves.
     """
-    request = requested(model, fields, tp, speculative_attention_mode)
+    request = requested(model, fields, tp, speculative_attention_mode, skip=skip)
     in_full = explain or every
     _refuse_several(platforms, in_full=in_full, engine=engine)
     settings = run.settings()
@@ -103,7 +109,7 @@ def select(
         # Plain JSON is for programs, which should not wait for these imports
         from attnmux.core.cli.select_explained import explained  # noqa: PLC0415
 
-        explanation = explained(asked[0], model=model or "", tp=tp)
+        explanation = explained(asked[0], model=model or "", tp=tp, skip=skip)
         if as_json:
             echo_json({**told, "explanation": explanation.to_dict()})
         else:

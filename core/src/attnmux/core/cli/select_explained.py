@@ -52,20 +52,26 @@ class Explanation:
         }
 
 
-def explained(asked: Asked, *, model: str, tp: int) -> Explanation:
-    """Explain a decision or a refusal. model: the one whose config.json was read for `tp` ranks."""
+def explained(asked: Asked, *, model: str, tp: int, skip: str | None = None) -> Explanation:
+    """Explain a decision or a refusal. model: the one whose config.json was read for `tp` ranks.
+    skip: its layers that keep the model's dtype."""
     answer = asked.answer
+    skipped = [
+        Stated(name="kv_dtype_skip", value=each, origin="user", source=COMMAND_LINE)
+        for each in (skip,)
+        if each is not None
+    ]
     if isinstance(answer, NoBackend):
         told = outcomes_of_refusal(
             asked.request, asked.device, answer.candidates, asked.offers, asked.policy
         )
-        values = tuple(_stated(asked, asked.request, model, tp))
+        values = (*_stated(asked, asked.request, model, tp), *skipped)
         return Explanation(outcomes=told, values=values, doubts=())
     told, *others = (outcomes(each, asked.offers, asked.policy) for each in answer.groups)
     doubts = [f"{each.offer.card.name}: {each.reason}" for each in doubtful(answer, asked.offers)]
     return Explanation(
         outcomes=told,
-        values=(*_stated(asked, answer.request, model, tp), *_options(asked, answer)),
+        values=(*_stated(asked, answer.request, model, tp), *skipped, *_options(asked, answer)),
         doubts=(
             *dict.fromkeys(doubts),
             *lacking_compiler((offer.card for offer in asked.offers), asked.device),

@@ -53,7 +53,8 @@ def build(decision: Decision, context: BackendContext) -> AttentionBackend:
     `PickedBlocksBackend` where an indexer picks blocks of keys.
     A context with an encoder's layers gets the backend of the phase "encoder".
     A context without a `kv_writer` gets the one that an installed plugin offers for its device.
-    A `LayerGroupsBackend` has one of these for each group of layers whose heads or dims differ.
+    A `LayerGroupsBackend` has one of these for each group of layers whose heads, dims or KV dtype
+    differ; each reads its layers' part of the pool (`KVPool.of_layers`).
     A `HybridLinearAttnBackend` is around everything where the context has states of linear layers.
     Raises InvalidInput when a layer of the context has a feature or dims that the request of the
     decision lacks, or when context and decision differ in page size, KV dtype or the request.
@@ -188,13 +189,7 @@ def _check_context(decision: Decision, context: BackendContext) -> None:
             got="none, or an encoder's and a decoder's together",
             expected="the layers of one or the other: each gets a backend of its own",
         )
-    for got, what, expected in (
-        (pool.page_size, "page size", decision.page_size),
-        (dtype_name(pool.dtype), "KV dtype", decision.kv_dtype),
-    ):
-        if got != expected:
-            expected = f"the decision's {what}, {expected}"
-            raise InvalidInput("context.token_to_kv_pool", got=got, expected=expected)
+    _check_pool("page size", pool.page_size, decision.page_size)
     if pool.is_strided and not decision.request.strided_kv:
         raise InvalidInput(
             "context.token_to_kv_pool",
@@ -202,14 +197,23 @@ def _check_context(decision: Decision, context: BackendContext) -> None:
             expected="none, as the request says: choose again with strided_kv set",
         )
     for group, own in group_contexts(decision, context):
+        for dtype in own.token_to_kv_pool.dtypes:
+            _check_pool("KV dtype", dtype_name(dtype), group.kv_dtype)
         _check_layers(own.layers, group.request)
+
+
+def _check_pool(what: str, got: object, decided: object) -> None:
+    if got != decided:
+        expected = f"the decision's {what}, {decided}"
+        raise InvalidInput("context.token_to_kv_pool", got=got, expected=expected)
 
 
 def _check_layers(layers: Sequence[LayerSpec], request: Request) -> None:
     """Refuse layers with dims or features that the request of their group lacks."""
     for layer in layers:
         name = f"layer {layer.layer_id}"
-        for field, has, asked in _dims(layer, request):
+        own = "kv_dtype", layer.kv_dtype or request.kv_dtype, request.kv_dtype
+        for field, has, asked in (own, *_dims(layer, request)):
             if asked is not None and has != asked:
                 raise InvalidInput(name, got=f"{field} {has}", expected=f"{asked}, as decided")
         for feature in _unasked(layer, request):

@@ -1,4 +1,4 @@
-"""Layers that differ in heads or dims: a backend for each group of layers that are alike."""
+"""Layers that differ in heads, dims or KV dtype: a backend for each group that is alike."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from attnmux.core.backend import AttentionBackend
 from attnmux.core.batch import ForwardBatch, ForwardMode
 from attnmux.core.call import AttentionCall
 from attnmux.core.choosing.ask.request import Request
+from attnmux.core.choosing.ask.values import shape_said
 from attnmux.core.choosing.tell.decision import Decision
 from attnmux.core.composites.dispatch import CompositeBackend, Parts, Route, check_padding
 from attnmux.core.context import BackendContext
@@ -68,10 +69,11 @@ class LayerGroupsBackend(CompositeBackend):
 def group_contexts(
     decision: Decision, context: BackendContext
 ) -> Iterator[tuple[Decision, BackendContext]]:
-    """Each group of the decision, with the context of its layers: the whole context where all
-    layers are alike.
+    """Each group of the decision, with the context of its layers and their pool: the whole context
+    where all layers are alike.
 
-    Raises InvalidInput for a layer of no group's heads and dims, and for a group without layers.
+    Raises InvalidInput for a layer of no group's heads, dims and KV dtype, and for a group without
+    layers.
     """
     if not decision.others:
         yield decision, context
@@ -79,25 +81,34 @@ def group_contexts(
     groups = decision.groups
     own: list[list[LayerSpec]] = [[] for _ in groups]
     for layer in context.layers:
-        place = next((n for n, one in enumerate(groups) if _fits(layer, one.request)), None)
+        stored = layer.kv_dtype or decision.kv_dtype
+        fitting = (n for n, one in enumerate(groups) if _fits(layer, stored, one.request))
+        place = next(fitting, None)
         if place is None:
             shape = f"{layer.tp_q_head_num}/{layer.tp_k_head_num} heads of {layer.qk_head_dim}"
-            expected = "the heads and dims of one of the decision's groups"
+            shape += f", KV in {stored}"
+            expected = "the heads, dims and KV dtype of one of the decision's groups"
             raise InvalidInput(f"layer {layer.layer_id}", got=shape, expected=expected)
         own[place].append(layer)
     for one, layers in zip(groups, own, strict=True):
         if not layers:
-            expected = f"layers of each group: {one.request.num_kv_heads} KV heads"
+            expected = f"layers of each group: {shape_said(one.request)}"
             raise InvalidInput("context.layers", got="none of a group", expected=expected)
-        yield one, replace(context, request=one.request, layers=tuple(layers))
+        pool = context.token_to_kv_pool.of_layers([layer.layer_id for layer in layers])
+        own_context = replace(
+            context, request=one.request, layers=tuple(layers), token_to_kv_pool=pool
+        )
+        yield one, own_context
 
 
-def _fits(layer: LayerSpec, request: Request) -> bool:
-    """Whether the layer has the heads, the dims and the reach of the request's."""
+def _fits(layer: LayerSpec, stored: str, request: Request) -> bool:
+    """Whether the layer has the heads, the dims and the reach of the request's. stored: the KV
+    dtype of the layer."""
     return (
         (layer.tp_q_head_num, layer.tp_k_head_num) == (request.num_q_heads, request.num_kv_heads)
         and (layer.qk_head_dim, layer.v_head_dim)
         == (request.head_dim, request.v_head_dim or request.head_dim)
+        and stored == request.kv_dtype
         and (layer.sliding_window_size < 0 or request.sliding_window is not None)
         and (layer.attention_chunk_size == 0 or request.attention_chunk is not None)
     )

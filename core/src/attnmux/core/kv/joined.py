@@ -1,8 +1,10 @@
-"""Several pools as one: layers whose heads or dims differ, and window layers in a smaller pool."""
+"""Several pools as one: layers whose heads, dims or KV dtype differ, and window layers in a smaller
+pool."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from copy import copy
 from types import MappingProxyType
 
 import torch
@@ -12,12 +14,13 @@ from attnmux.core.errors import InvalidInput
 from attnmux.core.kv.pool import KVPool, check_loc
 from attnmux.core.layer import LayerSpec
 
-STORAGE = ("page_size", "dtype", "device")
+STORAGE = ("page_size", "device")
 """What all pools of a model have alike."""
 
 
 class JoinedKVPool(KVPool):
-    """Several pools as one, each with layers of its own. `size` is that of the first pool.
+    """Several pools as one, each with layers of its own. `size` and `dtype` are those of the first
+    pool; where dtypes differ, readers take the pool `of_layers` of one dtype.
 
     A request has the same slots in all of them, so that one request table and one allocator serve
     the whole model. `SWAKVPool` is the one whose pools differ in size.
@@ -25,7 +28,7 @@ class JoinedKVPool(KVPool):
 
     def __init__(self, pools: Sequence[KVPool]) -> None:
         """Raises InvalidInput without pools, and for pools that share a layer or differ in page
-        size, dtype, device or size."""
+        size, device or size."""
         if not pools:
             raise InvalidInput("pools", got="none", expected="at least one")
         self._check_alike(pools)
@@ -54,6 +57,22 @@ class JoinedKVPool(KVPool):
     @property
     def nbytes(self) -> int:
         return sum(pool.nbytes for pool in self.pools)
+
+    @property
+    def dtypes(self) -> frozenset[torch.dtype]:
+        return frozenset().union(*(pool.dtypes for pool in self.pools))
+
+    def of_layers(self, layer_ids: Iterable[int]) -> KVPool:
+        wanted = set(layer_ids)
+        if len(self.dtypes) == 1 or wanted.isdisjoint(self.layer_ids):
+            return self
+        part = copy(self)
+        part._number([layer_id for layer_id in self.layer_ids if layer_id in wanted])
+        part.pools = tuple(
+            pool.of_layers(wanted) for pool in self.pools if not wanted.isdisjoint(pool.layer_ids)
+        )
+        part.dtype = part.pools[0].dtype
+        return part
 
     def get_key_buffer(self, layer_id: int) -> torch.Tensor:
         return self._pool_of(layer_id).get_key_buffer(layer_id)
@@ -90,6 +109,10 @@ class JoinedKVPool(KVPool):
         pool.set_mla_kv_buffer(layer, loc, k_nope, k_rope, k_scale)
 
     def read_scales(self, k_scale: float | None, v_scale: float | None) -> tuple[float, float]:
+        if len(self.dtypes) > 1:
+            names = ", ".join(sorted(str(each).removeprefix("torch.") for each in self.dtypes))
+            expected = "one KV dtype: take the pool `of_layers` of one"
+            raise InvalidInput("pool", got=names, expected=expected)
         return self.pools[0].read_scales(k_scale, v_scale)
 
     def _pool_of(self, layer_id: int) -> KVPool:
@@ -120,8 +143,7 @@ class SWAKVPool(JoinedKVPool):
     def __init__(self, *, full: KVPool, swa: KVPool) -> None:
         """Combine two pools. `swa` needs room for the windows of all requests.
 
-        Raises InvalidInput for pools that differ in page size, dtype or device, or that share a
-        layer.
+        Raises InvalidInput for pools that differ in page size or device, or that share a layer.
         """
         super().__init__((full, swa))
         self.full = full

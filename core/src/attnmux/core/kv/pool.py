@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 
@@ -51,13 +51,16 @@ class KVPool(ABC):
         self.page_size = page_size
         self.dtype = dtype
         self.device = torch.device(device)
-        self.layer_ids = tuple(layer_ids)
-        """Ids of the layers stored here; they may start above 0 and have gaps."""
-        self._index_by_layer = {layer_id: index for index, layer_id in enumerate(self.layer_ids)}
+        self._number(layer_ids)
         if len(self._index_by_layer) != len(self.layer_ids):
             raise InvalidInput(
                 "layer_ids", got=f"{list(self.layer_ids)}", expected="a different id for each"
             )
+
+    def _number(self, layer_ids: Sequence[int]) -> None:
+        self.layer_ids = tuple(layer_ids)
+        """Ids of the layers stored here; they may start above 0 and have gaps."""
+        self._index_by_layer = {layer_id: index for index, layer_id in enumerate(self.layer_ids)}
 
     @property
     def num_slots(self) -> int:
@@ -73,6 +76,16 @@ class KVPool(ABC):
     @abstractmethod
     def nbytes(self) -> int:
         """Bytes that the buffers take."""
+
+    @property
+    def dtypes(self) -> frozenset[torch.dtype]:
+        """The dtypes of all layers: `dtype`, and in a `JoinedKVPool` perhaps others."""
+        return frozenset((self.dtype,))
+
+    def of_layers(self, layer_ids: Iterable[int]) -> KVPool:
+        """The same memory as the pool of these layers, so that `dtype` is theirs. A pool of one
+        dtype returns itself, with all its layers."""
+        return self
 
     @abstractmethod
     def get_key_buffer(self, layer_id: int) -> torch.Tensor:

@@ -13,10 +13,14 @@ if TYPE_CHECKING:
 def launch(decision: Decision, model: str) -> list[str]:
     """The server with the decision's page size and, where it is not the model's, KV dtype.
 
-    Raises InvalidInput for 4-bit K and V.
+    Raises InvalidInput for 4-bit K and V, and for layers that keep another KV dtype.
     """
     words = ["python", "-m", "sglang.launch_server", "--model-path", model]
     words += ["--attention-backend", "attnmux", "--page-size", str(decision.page_size)]
+    stored = sorted({each.kv_dtype for each in decision.groups})
+    if len(stored) > 1:
+        expected = "one: pools of SGLang have one KV dtype"
+        raise InvalidInput("kv_dtype_skip", got=f"KV in {' and '.join(stored)}", expected=expected)
     if decision.kv_dtype == "fp4_e2m1":
         expected = "8 bits or more: no 4-bit floats in the pools of SGLang"
         raise InvalidInput("kv_dtype", got=decision.kv_dtype, expected=expected)

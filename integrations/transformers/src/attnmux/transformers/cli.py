@@ -86,6 +86,12 @@ AT_LEAST_1 = click.IntRange(min=1)
     "--page-size", type=AT_LEAST_1, help="Tokens per KV page. Default: chosen with the backend."
 )
 @click.option("--kv-dtype", help="Dtype of the KV cache. Default: the model's.")
+@click.option(
+    "--kv-dtype-skip",
+    metavar="LAYERS",
+    help="Layers that keep the model's dtype, with --kv-dtype: numbers, ranges and the kinds "
+    "sliding_window, attention_chunk and full_attention, such as 0-1,31,sliding_window.",
+)
 @click.option("--dtype", help="Dtype of the model. Default: the checkpoint's.")
 @click.option(
     "--mla",

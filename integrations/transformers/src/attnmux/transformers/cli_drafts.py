@@ -193,6 +193,7 @@ class Drafting:
             mla=None,
             page_size=None,
             kv_dtype=None,
+            kv_dtype_skip=None,
             policy=self._policy(options.policy),
             wrap=None,
             ranks=ONE_RANK,

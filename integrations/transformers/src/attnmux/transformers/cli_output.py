@@ -134,6 +134,7 @@ def _decided(runner: ModelRunner) -> dict[str, Any]:
         "others": [
             {
                 **group.to_dict(),
+                "kv_dtype": each.kv_dtype,
                 "phases": {
                     phase: {"backend": choice.backend, "plugin": choice.plugin}
                     for phase, choice in each.phases.items()
@@ -188,10 +189,12 @@ def closing_line(
             "on each"
         )
     elif runner.decision.others:
-        shapes = len(by_shape(runner.context.layers, *STORED))
-        nbytes = runner.context.token_to_kv_pool.nbytes
+        count = len(by_shape(runner.context.layers, *STORED))
+        pool = runner.context.token_to_kv_pool
+        differing = "shapes" if len(pool.dtypes) == 1 else "shapes or KV dtypes"
         parts.append(
-            f"KV memory for {runner.kv_tokens} tokens, {nbytes:,} bytes in pools of {shapes} shapes"
+            f"KV memory for {runner.kv_tokens} tokens, {pool.nbytes:,} bytes in pools of {count} "
+            f"{differing}"
         )
     if runner.sizes.swa is not None:
         parts.append(

@@ -17,7 +17,7 @@ from attnmux.transformers.load_decoder import load_decoder
 from attnmux.transformers.making import make_runner
 from attnmux.transformers.options import RunnerOptions
 from attnmux.transformers.packed_decoder import PackedDecoder
-from attnmux.transformers.requests import request_of
+from attnmux.transformers.requests import request_of, with_kept_dtype
 from attnmux.transformers.runner import ModelRunner
 from attnmux.transformers.weights import load_model, warn_in_python
 
@@ -66,6 +66,7 @@ def load_head_runner(
     """The runner of an EAGLE head, on the backend that fits. Raises as `load_runner` does."""
     with LOADING:
         layers = record_layers(head, max_context_len=options.max_context_len)
+        layers = with_kept_dtype(layers, head.dtype, options)
         request = request_of(layers, head.dtype)
         return make_first(
             lambda failed: decide(request, platform, offers, without(failed, options)),
@@ -124,6 +125,7 @@ def _load_encoder_decoder(
     model = load_model(checkpoint, dtype=dtype, device=device, progress=progress, warn=warn)
     decoder = PackedDecoder(model)
     layers = record_decoder(decoder, max_context_len=options.max_context_len)
+    layers = with_kept_dtype(layers, dtype, options)
     request = request_of(layers, dtype).replace(origin="model", lse=decoder.joins_attention)
     max_encoder_len = (
         options.max_encoder_len or checkpoint.max_encoder_len or options.max_context_len

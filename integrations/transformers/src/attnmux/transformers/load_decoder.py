@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 
+import torch
 from transformers import PreTrainedModel
 
 from attnmux.core import (
@@ -14,7 +15,6 @@ from attnmux.core import (
     Offer,
     Platform,
     Request,
-    dtype_name,
     make_first,
 )
 from attnmux.transformers.absorbed import absorb, absorbed_layers, expand
@@ -36,6 +36,7 @@ from attnmux.transformers.requests import (
     latent_request,
     request_of,
     stated_request,
+    with_kept_dtype,
 )
 from attnmux.transformers.runner import ModelRunner
 from attnmux.transformers.weights import load_model
@@ -52,10 +53,9 @@ def load_decoder(
     dtype = checkpoint.dtype(options.dtype)
     ranks = options.ranks
     chunks = _chunks(checkpoint, options)
-    stated = _stated(checkpoint, chunks, options)
+    stated = _stated(checkpoint, chunks, options, dtype)
     if stated is not None:
-        known = stated.replace(origin="model", dtype=dtype_name(dtype))
-        by_config = stated_ways(known, options)
+        by_config = stated_ways(stated, options)
         ranks.decided(lambda: decide_first(by_config, platform, offers, options), platform, offers)
     device = options.device_on(platform)
     model = load_model(
@@ -71,6 +71,7 @@ def load_decoder(
     layers = _marked(layers, model, compressors, chunks)
     linear = serve(mixers)
     indexers, layers = _picking(indexers, layers, options)
+    layers = with_kept_dtype(layers, dtype, options)
     images = ImageReader(model, layers) if options.images else None
     request = _with_images(request_of(layers, dtype, linear), images)
     if stated is not None:
@@ -132,13 +133,13 @@ def _chunks(checkpoint: Checkpoint, options: RunnerOptions) -> DualChunks | None
 
 
 def _stated(
-    checkpoint: Checkpoint, chunks: DualChunks | None, options: RunnerOptions
+    checkpoint: Checkpoint, chunks: DualChunks | None, options: RunnerOptions, dtype: torch.dtype
 ) -> Request | None:
     """As `stated_request`, without chunks that the context does not reach.
 
     Raises InvalidInput where the options exclude what it asks for.
     """
-    stated = stated_request(checkpoint, head_ranks=options.ranks.head_ranks)
+    stated = stated_request(checkpoint, options, dtype=dtype)
     if stated is not None and stated.compressed_layers:
         _check_compressed(options)
     if stated is not None and stated.kind == "dual_chunk" and chunks is None:

@@ -42,7 +42,7 @@ REQUIRED = frozenset({"max_batch_size", "max_context_len", "spare_pages", "draft
 NONE = type(None)
 KINDS: Mapping[str, tuple[type, ...]] = MappingProxyType(
     {
-        **dict.fromkeys(("dtype", "kv_dtype", "device"), (str, NONE)),
+        **dict.fromkeys(("dtype", "kv_dtype", "kv_dtype_skip", "device"), (str, NONE)),
         "memory": (MemoryBudget, NONE),
         "policy": (Policy,),
     }
@@ -52,6 +52,7 @@ KINDS: Mapping[str, tuple[type, ...]] = MappingProxyType(
 EXAMPLES: Mapping[str, str] = MappingProxyType(
     {
         **dict.fromkeys(("dtype", "kv_dtype"), '"bfloat16"'),
+        "kv_dtype_skip": '"0-1,sliding_window"',
         "device": '"cuda:1"',
         "memory": 'MemoryBudget.parse("2GB")',
         "policy": 'Policy(backend="triton")',
@@ -116,6 +117,9 @@ class RunnerOptions:
     first start. Where they cannot be, they run as they are, with a warning."""
     dtype: str | None = None
     kv_dtype: str | None = None
+    kv_dtype_skip: str | None = None
+    """Layers that keep K and V in the model's dtype instead: numbers, ranges and kinds, such as
+    "0-1,31,sliding_window". The kinds are sliding_window, attention_chunk and full_attention."""
     mla: Literal["absorbed", "expanded"] | None = None
     """How latent attention runs. Absorbed, the KV cache holds the latent; expanded, every head's
     K and V. None: absorbed where a backend serves it, unless only as a last resort (see

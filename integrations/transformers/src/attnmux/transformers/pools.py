@@ -185,8 +185,8 @@ def make_pool(
 ) -> KVPool:
     """A pool for `size` tokens, in whole pages and the KV dtype of the decision.
 
-    It is an MLA pool for latent layers, else one of K and V; where heads or dims differ, it joins
-    a pool for each shape. Every layer has a buffer of `size` tokens, also in an encoder-decoder
+    It is an MLA pool for latent layers, else one of K and V; where heads, dims or KV dtype differ,
+    it joins a pool for each. Every layer has a buffer of `size` tokens, also in an encoder-decoder
     model, where a layer uses only one kind of token.
     Raises InvalidInput for layers that one pool cannot hold, and PoolExhausted when the memory
     does not suffice.
@@ -206,8 +206,8 @@ def _pool_like(
     size: int,
     device: torch.device,
 ) -> KVPool:
-    """A pool for layers of the shape of `first`."""
-    dtype = torch_dtype(decision.kv_dtype)
+    """A pool for layers of the shape and the KV dtype of `first`."""
+    dtype = torch_dtype(first.kv_dtype or decision.kv_dtype)
     if first.kind == "mla":
         return MLATokenToKVPool(
             size=size,
@@ -240,7 +240,8 @@ def bytes_per_token(layers: Sequence[LayerSpec], decision: Decision) -> int:
 
 def _shape_bytes(layers: Sequence[LayerSpec], decision: Decision) -> int:
     """Of layers of one shape."""
-    dtype, first = torch_dtype(decision.kv_dtype), layers[0]
+    first = layers[0]
+    dtype = torch_dtype(first.kv_dtype or decision.kv_dtype)
     if first.kind == "mla":
         return MLATokenToKVPool.bytes_per_token(
             dtype=dtype,

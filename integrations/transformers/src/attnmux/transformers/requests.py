@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +21,36 @@ from attnmux.core import (
     expanded_request,
     group_requests,
 )
+from attnmux.core.choosing.ask.kept_layers import kept_layers
+from attnmux.core.choosing.ask.values import canonical_dtype
 from attnmux.transformers.checkpoint import Checkpoint
+from attnmux.transformers.options import RunnerOptions
 from attnmux.transformers.shapes import SHAPE, STORED, by_shape
+
+
+def with_kept_dtype(
+    layers: Sequence[LayerSpec], dtype: torch.dtype, options: RunnerOptions
+) -> tuple[LayerSpec, ...]:
+    """The layers, of which those that `RunnerOptions.kv_dtype_skip` names store K and V in `dtype`.
+
+    Raises InvalidInput as `kept_layers` does.
+    """
+    if options.kv_dtype_skip is None:
+        return tuple(layers)
+    own, kinds = dtype_name(dtype), {layer.layer_id: _kind(layer) for layer in layers}
+    kv_dtype = options.kv_dtype and canonical_dtype(options.kv_dtype, "kv_dtype")
+    kept = kept_layers(options.kv_dtype_skip, kinds, dtype=own, kv_dtype=kv_dtype)
+    return tuple(
+        replace(layer, kv_dtype=own) if layer.layer_id in kept else layer for layer in layers
+    )
+
+
+def _kind(layer: LayerSpec) -> str:
+    """The word of `kept_layers` for a layer."""
+    if layer.kind != "mha":
+        return layer.kind
+    others = ("index_block_size", "cross_attention", "sliding_window", "attention_chunk")
+    return next((name for name in others if name in layer.features), "full_attention")
 
 
 def request_of(
@@ -30,14 +59,19 @@ def request_of(
     """What the layers need, every value with the origin "model".
 
     Where windows or chunks differ between layers of the same heads and dims, the largest is asked
-    for. Layers of other heads or dims than the first are the request's `other_layers`.
+    for. Layers of other heads or dims than the first, or with a KV dtype of their own, are the
+    request's `other_layers`.
     Raises InvalidInput where latent layers or linear layers of a kind differ.
     """
-    first, *others = by_shape(layers, *SHAPE)
+    alike = by_shape(layers, *SHAPE)
+    first, *others = sorted(alike, key=lambda group: group[0].kv_dtype is not None)
     given: dict[str, object] = {
         "kind": first[0].kind,
         **_needs(first),
-        "other_layers": [LayerGroup(layers=len(each), **_needs(each)) for each in others],
+        "other_layers": [
+            LayerGroup(layers=len(each), kv_dtype=each[0].kv_dtype, **_needs(each))
+            for each in others
+        ],
         "dtype": dtype_name(dtype),
         "cross_attention": any(layer.is_cross_attention for layer in layers),
         "alibi": any(layer.alibi_slopes is not None for layer in layers),
@@ -147,18 +181,28 @@ def _compare(name: str, recorded: object, stated: object) -> None:
         )
 
 
-def stated_request(checkpoint: Checkpoint, *, head_ranks: int = 1) -> Request | None:
+def stated_request(
+    checkpoint: Checkpoint, options: RunnerOptions, *, dtype: torch.dtype
+) -> Request | None:
     """What config.json says of the model's attention; None where it says it in words of its own.
 
-    Such models (GPT-2's `n_head`) are known only once they run. head_ranks: ranks that the heads
-    are split over. Raises InvalidInput for heads that these do not divide.
+    Such models (GPT-2's `n_head`) are known only once they run. dtype: of the model.
+    Raises InvalidInput for heads that the ranks do not divide, and for layers that cannot be
+    skipped.
     """
     file = cached_file(checkpoint.source, "config.json", revision=checkpoint.revision)
     if file is None:
         return None
     try:
-        return Request.from_model(Path(file), tp=head_ranks)
+        known = Request.from_model(
+            Path(file),
+            tp=options.ranks.head_ranks,
+            dtype=dtype_name(dtype),
+            kv_dtype=options.kv_dtype,
+            kv_dtype_skip=options.kv_dtype_skip,
+        )
+        return known.replace(origin="model", dtype=dtype_name(dtype))
     except InvalidInput as error:
-        if error.argument == "tp":
+        if error.argument in ("tp", "kv_dtype_skip"):
             raise
         return None

@@ -7,7 +7,7 @@ from typing import NoReturn
 
 from attnmux.core import InvalidInput, LayerSpec
 
-STORED = ("kind", "tp_k_head_num", "qk_head_dim", "v_head_dim")
+STORED = ("kind", "tp_k_head_num", "qk_head_dim", "v_head_dim", "kv_dtype")
 """What a pool's layers have in common."""
 
 SHAPE = (*STORED, "tp_q_head_num")

@@ -146,20 +146,13 @@ class AttnmuxMetadataBuilder(AttentionMetadataBuilder[Step]):
     ) -> AttentionCGSupport:
         """Decode steps of one token a request where a backend's card declares graphs, and without
         debugging, whose checks synchronise."""
-        layers = _layers(vllm_config, kv_cache_spec)
-        asked = Asked(
-            head_size=kv_cache_spec.head_size,
-            dtype=vllm_config.model_config.dtype,
-            cache_dtype=layers[0].kv_cache_dtype,
-            block_size=kv_cache_spec.block_size,
-            use_mla=vllm_config.model_config.use_mla,
-            has_sink=any(getattr(layer, "has_sink", False) for layer in layers),
-            has_sliding_window=any(layer.sliding_window is not None for layer in layers),
-            batch_invariant=bool(envs.VLLM_BATCH_INVARIANT),
-        )
         chooser = Chooser.here(vllm_config.device_config.device_type)
+        # Layers of other heads or KV dtypes may share a group, whose spec then has one for each
+        specs = getattr(kv_cache_spec, "kv_cache_specs", {"": kv_cache_spec}).values()
         try:
-            chooser.decide(asked.request(vllm_config).replace(origin="model", graph=True))
+            for spec in set(specs):
+                asked = _asked(vllm_config, spec).request(vllm_config)
+                chooser.decide(asked.replace(origin="model", graph=True))
         except NoBackend:
             return AttentionCGSupport.NEVER
         if chooser.debug:
@@ -192,6 +185,21 @@ class AttnmuxMetadataBuilder(AttentionMetadataBuilder[Step]):
         return self._group
 
 
+def _asked(config: VllmConfig, spec: KVCacheSpec) -> Asked:
+    """What the layers with such caches ask for."""
+    layers = _layers(config, spec)
+    return Asked(
+        head_size=spec.head_size,
+        dtype=config.model_config.dtype,
+        cache_dtype=layers[0].kv_cache_dtype,
+        block_size=spec.block_size,
+        use_mla=config.model_config.use_mla,
+        has_sink=any(getattr(layer, "has_sink", False) for layer in layers),
+        has_sliding_window=any(layer.sliding_window is not None for layer in layers),
+        batch_invariant=bool(envs.VLLM_BATCH_INVARIANT),
+    )
+
+
 def _max_num_reqs(config: VllmConfig, spec: KVCacheSpec) -> int:
     """Requests of a step. vLLM cuts those of chunked attention at the ends of chunks."""
     scheduler = config.scheduler_config
@@ -201,10 +209,16 @@ def _max_num_reqs(config: VllmConfig, spec: KVCacheSpec) -> int:
 
 
 def _layers(config: VllmConfig, spec: KVCacheSpec) -> list[Any]:
-    """The layers that attnmux serves with caches of that kind."""
+    """The layers that attnmux serves with caches of that kind and dtype, which vLLM sets by layer
+    (`kv_cache_dtype_skip_layers`)."""
     found = get_layers_from_vllm_config(config, AttentionLayerBase).values()
     ours = [each for each in found if issubclass(each.get_attn_backend(), AttnmuxBackend)]
-    return [each for each in ours if type(each.get_kv_cache_spec(config)) is type(spec)] or ours
+    return [each for each in ours if _is_alike(each.get_kv_cache_spec(config), spec)] or ours
+
+
+def _is_alike(one: KVCacheSpec | None, spec: KVCacheSpec) -> bool:
+    """Whether two caches are of one kind and dtype."""
+    return type(one) is type(spec) and getattr(one, "dtype", None) == getattr(spec, "dtype", None)
 
 
 class Impl(AttentionImplBase):

@@ -245,8 +245,9 @@ class PoolWriter:
         key = layer.layer_id, is_latent
         writer = self._writers.get(key)
         if writer is None:
+            pool = self._pool.of_layers((layer.layer_id,))
             writer = self._writers[key] = LayerWriter.of(
-                self._pool,
+                pool,
                 layer,
                 loc,
                 first,

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+from attnmux.core.choosing.ask.kept_layers import kept_layers, no_kept_layers
+from attnmux.core.choosing.ask.model_groups import layer_groups
 from attnmux.core.choosing.ask.model_heads import (
     attention_heads,
     attention_layers,
@@ -17,13 +20,10 @@ from attnmux.core.choosing.ask.model_heads import (
 )
 from attnmux.core.choosing.ask.model_layers import (
     ATTENTION,
-    CHUNKED,
-    COMPRESSED,
     INDEXED,
     LINEAR,
     NO_MIXING,
     PICKED_BLOCKS,
-    WINDOWED,
     compressed_layers,
     layer_types,
     linear_layers,
@@ -34,12 +34,10 @@ from attnmux.core.choosing.ask.model_types import (
     ENCODERS,
     NAMES,
     RELATIVE,
-    SINKS,
     UNSAYABLE,
     WINDOW_KV_HEADS,
-    WINDOW_SINKS,
 )
-from attnmux.core.choosing.ask.values import LayerGroup
+from attnmux.core.choosing.ask.values import canonical_dtype
 from attnmux.core.choosing.common.files import read_file
 from attnmux.core.errors import InvalidInput
 
@@ -50,11 +48,18 @@ SPARSE = ("index_topk", "index_topk_blocks", "indexer_budget", "sparse_attention
 """Values of models in which an indexer picks keys."""
 
 
-def read_model(config: Mapping[str, Any], tp: int) -> dict[str, Any]:
-    """The fields of a Request that the model sets.
+def read_model(
+    config: Mapping[str, Any],
+    tp: int,
+    *,
+    dtype: str | None = None,
+    kv_dtype: str | None = None,
+    kv_dtype_skip: str | None = None,
+) -> dict[str, Any]:
+    """The fields of a Request that the model sets; dtype and so on as in `Request.from_model`.
 
-    Raises InvalidInput for attention that a request cannot express, and for a `tp` that does not
-    divide the heads.
+    Raises InvalidInput for attention that a request cannot express, for a `tp` that does not
+    divide the heads, and for layers that cannot be skipped.
     """
     inner = config.get("text_config")
     text = inner if isinstance(inner, dict) else config
@@ -68,71 +73,39 @@ def read_model(config: Mapping[str, Any], tp: int) -> dict[str, Any]:
         values.setdefault("swa_num_key_value_heads", kv_heads * WINDOW_KV_HEADS[model_type])
     values["model_type"] = model_type
     whole_type = str(config.get("model_type", ""))
-    if not {model_type, whole_type}.isdisjoint(ENCODERS) and not values.get("is_decoder"):
+    has_cross_attention = _has_cross_attention(config, values)
+    is_encoder = not {model_type, whole_type}.isdisjoint(ENCODERS) and not values.get("is_decoder")
+    if kv_dtype_skip is not None and (is_encoder or has_cross_attention):
+        raise no_kept_layers("an encoder" if is_encoder else "layers of cross attention")
+    if is_encoder:
         return _encoder(config, values, tp)
     latent = values.get("kv_lora_rank") is not None
     values["layer_types"] = types = layer_types(values)
     _check_sayable(values, latent)
     # Those layers ask for the LSE of their windows
     compressed = compressed_layers(types)
+    own_dtype, kept = _dtype(text) or _dtype(config), None
+    if kv_dtype_skip is not None:
+        dtype = dtype or (own_dtype and canonical_dtype(own_dtype))
+        kept = partial(kept_layers, kv_dtype_skip, dtype=dtype, kv_dtype=kv_dtype)
     return {
         "linear_layers": linear_layers(types, model_type),
         **linear_dims(values, types),
         **({"compressed_layers": compressed, "lse": True} if compressed else {}),
-        **_attention(values, latent_heads if latent else attention_heads, tp),
-        "dtype": _dtype(text) or _dtype(config),
+        **layer_groups(
+            values,
+            latent_heads if latent else attention_heads,
+            tp,
+            dtype=dtype,
+            kept=kept,
+        ),
+        "dtype": own_dtype,
         "alibi": _has_alibi(values),
         "relative_bias": model_type in RELATIVE,
         "logit_cap": values.get("attn_logit_softcapping"),
         "multimodal": isinstance(config.get("vision_config"), dict),
         "encoder_head_dim": _encoder_head_dim(config.get("vision_config")),
-        "cross_attention": _has_cross_attention(config, values),
-    }
-
-
-def _attention(
-    values: Mapping[str, Any], heads_of: Callable[..., dict[str, Any]], tp: int
-) -> dict[str, Any]:
-    """Heads, dims and reach of all layers; where they differ, of each group of layers."""
-    types = frozenset(values["layer_types"])
-    # Those of compressed layers come after the keys of blocks, which no backend sees
-    has_sinks = values["model_type"] in SINKS and not (types and types <= COMPRESSED)
-    if not differing_shapes(values):
-        return {
-            **heads_of(values, tp),
-            **_layers(values),
-            **_blocks(values),
-            "sinks": has_sinks,
-        }
-    windowed_alone = values["model_type"] in WINDOW_SINKS
-    every = []
-    for kind, own in attention_layers(values):
-        of_layer = {**values, **own, "layer_types": [kind] if kind else []}
-        reach = _layers(of_layer)
-        sinks = has_sinks and (reach["sliding_window"] is not None or not windowed_alone)
-        every.append((heads_of(of_layer, tp), {**reach, "sinks": sinks}))
-    shapes = [heads for n, (heads, _) in enumerate(every) if heads not in [h for h, _ in every[:n]]]
-    first, *others = (
-        (shape, [features for heads, features in every if heads == shape]) for shape in shapes
-    )
-    cap = values.get("attn_logit_softcapping")
-    groups = [
-        LayerGroup(
-            layers=len(features),
-            logit_cap=cap,
-            **{name: shape[name] for name in shape if name != "kind"},
-            **_joined(features),
-        )
-        for shape, features in others
-    ]
-    return {**first[0], **_joined(first[1]), "other_layers": tuple(groups)}
-
-
-def _joined(features: list[dict[str, Any]]) -> dict[str, Any]:
-    """What layers of one shape ask for together: windows and chunks have one size in a model."""
-    return {
-        name: next((each[name] for each in features if each[name]), unset)
-        for name, unset in (("sliding_window", None), ("attention_chunk", None), ("sinks", False))
+        "cross_attention": has_cross_attention,
     }
 
 
@@ -187,55 +160,6 @@ def _unsayable(values: Mapping[str, Any], latent: bool) -> Iterator[tuple[str, s
     if differing and (latent or types & PICKED_BLOCKS or not attention_layers(values)):
         expected = "one shape of latent attention, or heads and dims whose layers config.json names"
         yield f"layers that differ in {', '.join(sorted(differing))}", expected
-
-
-def _layers(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Window and chunk, where at least one layer uses them."""
-    types = frozenset(values["layer_types"])
-    windowed = bool(types & WINDOWED) if types else _any_layer_windowed(values)
-    chunked = bool(types & CHUNKED) if types else True
-    # A layer's type requires its value.
-    read: Callable[..., int | None] = whole if types else _size
-    window = read(values, "sliding_window") if windowed else None
-    return {
-        # transformers' window of n keys includes the query's own
-        "sliding_window": None if window is None else window - 1,
-        "attention_chunk": read(values, "attention_chunk_size") if chunked else None,
-    }
-
-
-def _blocks(values: Mapping[str, Any]) -> dict[str, Any]:
-    """What the indexers of at least one layer pick. The later names are MiniMax-M3's own."""
-    if PICKED_BLOCKS.isdisjoint(values["layer_types"]):
-        return {}
-    if values.get("indexer_budget"):  # Qwen4-Exp's, in keys
-        size = whole(values, "indexer_compress_ratio")
-        return {
-            "index_topk": whole(values, "indexer_budget") // size,
-            "index_block_size": size,
-        }
-    own = values.get("sparse_attention_config")
-    known = {**own, **values} if isinstance(own, dict) else values
-    fields = {
-        "index_topk": ("index_topk_blocks", "sparse_topk_blocks"),
-        "index_block_size": ("index_block_size", "sparse_block_size"),
-    }
-    return {
-        field: whole(known, own if known.get(name) is None else name)
-        for field, (name, own) in fields.items()
-    }
-
-
-def _size(values: Mapping[str, Any], name: str) -> int | None:
-    """None where the feature is off: absent, null or 0."""
-    return whole(values, name) if values.get(name) else None
-
-
-def _any_layer_windowed(values: Mapping[str, Any]) -> bool:
-    if values.get("use_sliding_window") is False:
-        return False
-    first, layers = values.get("max_window_layers"), values.get("num_hidden_layers")
-    return not (isinstance(first, int) and isinstance(layers, int)) or first < layers
 
 
 def _dtype(config: Mapping[str, Any]) -> str | None:

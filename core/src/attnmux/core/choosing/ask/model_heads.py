@@ -155,16 +155,17 @@ def differing_shapes(values: Mapping[str, Any]) -> set[str]:
     return differing | ({"num_key_value_heads"} if len(groups - {None}) > 1 else set())
 
 
-def attention_layers(values: Mapping[str, Any]) -> list[LayerValues]:
-    """Each attention layer, in order; [] where config.json does not say which layer has what."""
+def attention_layers(values: Mapping[str, Any]) -> dict[int, LayerValues]:
+    """Each attention layer by its number in the model, in order; {} where config.json does not say
+    which layer has what."""
     types: Sequence[str] = values["layer_types"]
     count = _count(values)
     by_type = any(values.get(name) is not None for name in (*OF_FULL_LAYERS, *OF_WINDOW_LAYERS))
     if count is None or ((by_type or "attention_other_setting" in values) and not types):
-        return []
+        return {}
     kinds = list(types) or [""] * count
     stated, blocks = _stated(values), _pruned(values)
-    found: list[LayerValues] = []
+    found: dict[int, LayerValues] = {}
     for place, kind in enumerate(kinds):
         own = {**_of_type(values, kind), **_listed(values, place), **stated.get(place, {})}
         block = blocks[place] if blocks else {}
@@ -173,7 +174,7 @@ def attention_layers(values: Mapping[str, Any]) -> list[LayerValues]:
             own["num_key_value_heads"] = heads // group
         attends = not blocks or group is not None
         if attends and (not kind or kind in ATTENTION):
-            found.append((kind, {name: own[name] for name in own if name in SHAPES}))
+            found[place] = kind, {name: own[name] for name in own if name in SHAPES}
     return found
 
 

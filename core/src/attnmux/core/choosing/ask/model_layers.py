@@ -52,6 +52,16 @@ UNIFORM = {
 }
 """Model types all of whose layers are of one kind that their config.json does not state."""
 
+PERIODS = {
+    "gemma2": (2, "sliding_attention", "sliding_window"),
+    "gemma3_text": (6, "sliding_attention", "sliding_window"),
+    "cohere2": (4, "sliding_attention", "sliding_window"),
+    "llama4_text": (4, "chunked_attention", "attention_chunk_size"),
+}
+"""Model types that may leave their layers to their class: the layers of a period, of which the
+last sees everything, the kind of the others, and the value that limits them. Source: their
+configurations in transformers 5.23."""
+
 PATTERN = {"M": "mamba2", "*": "attention", "-": "mlp", "E": "moe"}
 """Letters of Nemotron-H's pattern."""
 
@@ -67,7 +77,8 @@ def layer_types(values: Mapping[str, Any]) -> list[str]:
     if not isinstance(stated, list) or not all(isinstance(name, str) for name in stated):
         got = f"layer_types={stated!r}"
         raise InvalidInput("model", got=got, expected="a list of layer_types, or none")
-    derived = stated or _flagged(values) or _compressed(values) or _derived(values)
+    derived = stated or _flagged(values) or _compressed(values) or _periodic(values)
+    derived = derived or _derived(values)
     return _budgeted(derived, values)
 
 
@@ -113,6 +124,17 @@ def _derived(values: Mapping[str, Any]) -> list[str]:
     if model_type in UNIFORM:
         return [UNIFORM[model_type]] * _count(values)
     return []
+
+
+def _periodic(values: Mapping[str, Any]) -> list[str]:
+    """By PERIODS, where the config.json states the size of windows or chunks."""
+    period, kind, size = PERIODS.get(str(values.get("model_type")), (0, "", ""))
+    if not values.get(size) or not is_whole(values.get("num_hidden_layers"), 1):
+        return []
+    stated = values.get("sliding_window_pattern")
+    period = stated if isinstance(stated, int) and is_whole(stated, 1) else period
+    count = _count(values)
+    return ["full_attention" if (place + 1) % period == 0 else kind for place in range(count)]
 
 
 def _compressed(values: Mapping[str, Any]) -> list[str]:

@@ -15,6 +15,7 @@ from attnmux.core.choosing.ask.values import (
     PHASES,
     LayerGroup,
     Reader,
+    canonical_dtype,
 )
 from attnmux.core.choosing.common.checks import nearest
 from attnmux.core.choosing.common.frozen import FrozenMapping, Plain, defaults, plain_fields
@@ -102,8 +103,9 @@ class Request(Plain):
     """The slots or heads of the KV cache have gaps between them, as in an engine that keeps K and V
     of a slot side by side."""
     other_layers: tuple[LayerGroup, ...] = ()
-    """Attention layers whose heads, dims or features are not those of the fields above, as where
-    window layers have more KV heads. Each group has a backend of its own, see `Decision.others`."""
+    """Attention layers whose heads, dims, features or KV dtype are not those of the fields above,
+    as where window layers have more KV heads. Each group has a backend of its own, see
+    `Decision.others`."""
     compressed_layers: tuple[tuple[str, int], ...] = ()
     """(kind, how many) of the attention layers that also see keys of blocks of tokens, which are
     merged with the backend's by LSE. They demand nothing besides `lse`; see `CompressedKeys`."""
@@ -221,21 +223,35 @@ class Request(Plain):
         return cls().replace(origin=origin, **parse_fields(text))
 
     @classmethod
-    def from_model(cls, path: str | Path, *, tp: int = 1) -> Request:
+    def from_model(
+        cls,
+        path: str | Path,
+        *,
+        tp: int = 1,
+        dtype: str | None = None,
+        kv_dtype: str | None = None,
+        kv_dtype_skip: str | None = None,
+    ) -> Request:
         """The model's needs, read from its Hugging Face `config.json` alone.
 
         `path` is the folder or the file; `tp` divides the heads (KV heads replicate below one).
-        Raises InvalidInput where there is no usable config.json, or where `tp` does not divide.
+        `dtype` and `kv_dtype` replace the model's own. `kv_dtype_skip` names layers that keep K and
+        V in the model's dtype: numbers, ranges and kinds, such as "0-1,31,sliding_window" (see
+        `kept_layers.py`). They become groups of `other_layers`.
+        Raises InvalidInput where there is no usable config.json, where `tp` does not divide, and
+        for layers that cannot be skipped.
         """
         # Most requests are fields alone
         from attnmux.core.choosing.ask.model_config import load_config, read_model  # noqa: PLC0415
 
-        config = load_config(Path(path))
+        config, dtypes = load_config(Path(path)), {"dtype": dtype, "kv_dtype": kv_dtype}
+        asked = {name: canonical_dtype(one, name) for name, one in dtypes.items() if one}
         try:
-            given = read_model(config, tp)
-            return cls(**given, origins=dict.fromkeys(given, "model"))
+            given = read_model(config, tp, **asked, kv_dtype_skip=kv_dtype_skip)
+            request = cls(**given, origins=dict.fromkeys(given, "model"))
+            return request.replace(**asked) if asked else request
         except InvalidInput as error:
-            if error.argument == "tp":
+            if error.argument in ("tp", "kv_dtype_skip"):
                 raise
             got = f"{error.got} in {path}"
             raise InvalidInput(error.argument, got=got, expected=error.expected) from None

@@ -63,23 +63,31 @@ class LayerGroup(Plain):
     attention_chunk: int | None = None
     sinks: bool = False
     logit_cap: float | None = None
+    kv_dtype: str | None = None
+    """None: as the request's. Another makes a group of layers whose shape may be the same."""
+
+    def __post_init__(self) -> None:
+        if self.kv_dtype is not None:
+            object.__setattr__(self, "kv_dtype", canonical_dtype(str(self.kv_dtype), "kv_dtype"))
 
     def __str__(self) -> str:
         return f"{self.layers} layer{'s' * (self.layers > 1)} with {shape_said(self)}"
 
     def needs(self) -> dict[str, Any]:
-        """The fields of a request for these layers."""
-        return {name: getattr(self, name) for name in NEEDS}
+        """The fields of a request for these layers, without those that stay the request's."""
+        given = {name: getattr(self, name) for name in NEEDS}
+        return given if self.kv_dtype is None else {**given, "kv_dtype": self.kv_dtype}
 
 
 def shape_said(one: Any) -> str:  # noqa: ANN401  # a group or a request
-    """Heads, dims and window of layers, in words."""
+    """Heads, dims, window and own KV dtype of layers, in words."""
     dims = one.head_dim if one.v_head_dim is None else f"{one.head_dim}/{one.v_head_dim}"
     window = "" if one.sliding_window is None else f" and a window of {one.sliding_window}"
-    return f"{one.num_q_heads}/{one.num_kv_heads} heads of {dims}{window}"
+    stored = "" if one.kv_dtype is None else f", KV in {one.kv_dtype}"
+    return f"{one.num_q_heads}/{one.num_kv_heads} heads of {dims}{window}{stored}"
 
 
-NEEDS = tuple(name for name in LayerGroup.__slots__ if name != "layers")
+NEEDS = tuple(name for name in LayerGroup.__slots__ if name not in ("layers", "kv_dtype"))
 
 
 def read_groups(name: str, value: Any) -> tuple[LayerGroup, ...]:  # noqa: ANN401  # reads any value

@@ -39,6 +39,9 @@ Key = tuple[object, ...]
 
 Scored = Sequence[tuple[Merit, Offer]]
 
+Storage = tuple[int | None, str | None]
+"""(page size, KV dtype); None for the KV dtype that a problem's request sets."""
+
 
 class Assignment(NamedTuple):
     """A backend for each group, at one point."""
@@ -67,8 +70,8 @@ def best_together(
     problems: Sequence[Problem], variants: Sequence[Sequence[Variant]]
 ) -> tuple[Assignment, ...] | None:
     """The best assignment of each problem, all at one page size and one KV dtype, with the fewest
-    coercions; then with the best merits, those of earlier problems first. None where no page size
-    and KV dtype serves all of them.
+    coercions; then with the best merits, those of earlier problems first. Problems whose request
+    sets the KV dtype share only the page size. None where no page size and KV dtype serves all.
 
     variants: of each problem.
     """
@@ -84,25 +87,30 @@ def best_together(
     ]
     by_storage = []
     for problem, each in zip(problems, found, strict=True):
-        best: dict[tuple[int | None, str | None], tuple[Key, Assignment]] = {}
+        best: dict[Storage, tuple[Key, Assignment]] = {}
         for variant, candidates in each:
             for point in feasible_points(problem, variant, candidates, clauses):
-                stored = point[0].request.page_size, point[0].request.kv_dtype
+                request = point[0].request
+                is_open = problem.request.kv_dtype is None
+                stored = request.page_size, request.kv_dtype if is_open else None
                 for (merits, *rest), assignment in _assignments(problem, point):
                     key = (len(variant.dropped), merits, rest)
                     if stored not in best or key < best[stored][0]:
                         best[stored] = key, assignment
         by_storage.append(best)
-    shared = [stored for stored in by_storage[0] if all(stored in best for best in by_storage)]
+    all_at = [
+        [best.get(stored) or best.get((stored[0], None)) for best in by_storage]
+        for stored in by_storage[0]
+    ]
+    shared = [[each for each in found if each] for found in all_at if all(found)]
     if not shared:
         return None
 
-    def together(stored: tuple[int | None, str | None]) -> Key:
-        dropped, merits, rest = zip(*(best[stored][0] for best in by_storage), strict=True)
+    def together(found: Sequence[tuple[Key, Assignment]]) -> Key:
+        dropped, merits, rest = zip(*(key for key, _ in found), strict=True)
         return sum(dropped), merits, rest
 
-    winner = min(shared, key=together)
-    return tuple(best[winner][1] for best in by_storage)
+    return tuple(assignment for _, assignment in min(shared, key=together))
 
 
 def _assignments(problem: Problem, point: Point) -> Iterator[tuple[Key, Assignment]]:

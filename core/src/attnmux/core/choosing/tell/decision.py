@@ -52,8 +52,8 @@ class Decision(Plain):
     """Where no backend takes the masks of the request's draft trees: the backend that attends to
     the prefixes. What the drafts add is merged by LSE; see `TreeAttnBackend`."""
     others: tuple[Decision, ...] = ()
-    """For each of `Request.other_layers`, the decision about these layers. Page size and KV dtype
-    are the same in all."""
+    """For each of `Request.other_layers`, the decision about these layers. The page size is the
+    same in all, and so is the KV dtype but for groups that have their own."""
     linear: Mapping[str, Mapping[str, Choice]] = field(default_factory=FrozenMapping)
     """By kind of `Request.linear_layers` and phase: the backends of layers without softmax
     attention. A kind that no backend serves is absent, see `unserved_layers`."""
