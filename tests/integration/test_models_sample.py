@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import shutil
 from pathlib import Path
 
 import pytest
@@ -70,10 +71,28 @@ pytestmark = pytest.mark.filterwarnings("ignore")  # transformers' models warn o
 
 
 @pytest.fixture(scope="module")
-def trial():
+def trial(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(ROOT)
-        yield importlib.import_module("tools.models.trial")
+        trial = importlib.import_module("tools.models.trial")
+        patch.setattr(trial, "build", built_once(trial.build, tmp_path_factory.mktemp("models")))
+        yield trial
+
+
+def built_once(build, kept):
+    """As `build`. A checkpoint that another test has built is copied."""
+    references = {}
+
+    def built(architecture, recipe, folder):
+        if (architecture, recipe) not in references:
+            references[architecture, recipe] = build(architecture, recipe, folder)
+            shutil.copytree(folder, kept / f"{architecture.name}-{recipe.dtype}")
+        else:
+            saved = kept / f"{architecture.name}-{recipe.dtype}"
+            shutil.copytree(saved, folder, dirs_exist_ok=True)
+        return references[architecture, recipe]
+
+    return built
 
 
 @pytest.fixture(scope="module")
@@ -86,8 +105,9 @@ def offers():
 @pytest.mark.share(2)
 def test_an_architecture_says_what_it_says_eagerly(trial, offers, index):
     page_sizes = (1,) if index % 2 else (16,)
-    name = SAMPLE[index]
-    outcome = trial.try_architecture(name, 0, probe_cpu(), offers, page_sizes=page_sizes)
+    outcome = trial.try_architecture(
+        SAMPLE[index], trial.Recipe(), probe_cpu(), offers, page_sizes=page_sizes
+    )
     assert outcome.status == "served", outcome.reason
 
 
@@ -109,7 +129,7 @@ SIXTEEN_BITS = (
 @pytest.mark.share(2)
 def test_in_16_bits_an_architecture_differs_no_more_than_rounding_does(trial, offers, name):
     outcome = trial.try_architecture(
-        name, 0, probe_cpu(), offers, dtype=torch.bfloat16, page_sizes=(16,)
+        name, trial.Recipe(dtype="bfloat16"), probe_cpu(), offers, page_sizes=(16,)
     )
     assert outcome.status == "served", outcome.reason
     assert outcome.worst > 1e-3, "it ran in more than 16 bits"
@@ -160,7 +180,7 @@ def test_in_16_bits_a_fault_is_found(trial, offers, monkeypatch, name, fault):
 
     monkeypatch.setattr(trial, "make_runner", faulty)
     outcome = trial.try_architecture(
-        name, 0, probe_cpu(), offers, dtype=torch.bfloat16, page_sizes=(16,)
+        name, trial.Recipe(dtype="bfloat16"), probe_cpu(), offers, page_sizes=(16,)
     )
     assert outcome.status == "wrong", outcome
     assert "differ by" in outcome.reason
@@ -187,7 +207,9 @@ def test_a_model_that_says_something_else_is_wrong(trial, offers, monkeypatch):
         return runner
 
     monkeypatch.setattr(trial, "make_runner", spoilt)
-    outcome = trial.try_architecture("LlamaConfig", 0, probe_cpu(), offers, page_sizes=(1,))
+    outcome = trial.try_architecture(
+        "LlamaConfig", trial.Recipe(), probe_cpu(), offers, page_sizes=(1,)
+    )
     assert outcome.status == "wrong"
     assert "differ by" in outcome.reason
 

@@ -19,6 +19,7 @@ import re
 import sys
 import time
 from collections.abc import Sequence
+from dataclasses import asdict
 from difflib import get_close_matches
 from importlib.metadata import version
 from pathlib import Path
@@ -32,7 +33,7 @@ from attnmux.core import AttnmuxError
 from attnmux.core.cli.run import FiniteRange
 from tools.models.children import all_names, context_of_children, machine_of, run_all
 from tools.models.outcome import Outcome, as_json, as_markdown, counts, reasons
-from tools.models.rules import DimsKind
+from tools.models.recipe import DimsKind, Recipe
 
 STYLES = {"served": "green", "refused": "yellow", "wrong": "red", "failed": "red"}
 
@@ -133,6 +134,7 @@ def main(
         machine, offers = machine_of(device, backend)
     except AttnmuxError as error:
         raise click.UsageError(str(error)) from error
+    recipe = Recipe(seed=seed, dtype=dtype, dims=dims)
     console, outcomes, start = Console(), [], time.monotonic()
 
     def say(name: str, stage: str) -> None:
@@ -142,13 +144,11 @@ def main(
     for outcome in run_all(
         context,
         names,
-        seed=seed,
+        recipe,
         jobs=jobs,
         timeout=timeout,
         platform=machine,
         offers=offers,
-        dtype=dtype,
-        dims=dims,
         say=say,
     ):
         outcomes.append(outcome)
@@ -161,9 +161,7 @@ def main(
         "machine": platform.machine(),
         **{name: version(name) for name in ("torch", "transformers", "attnmux-core")},
         "platform": device,
-        "dtype": dtype,
-        "dims": dims,
-        "seed": seed,
+        **asdict(recipe),
         "seconds": round(time.monotonic() - start),
     }
     _show(console, outcomes)

@@ -5,8 +5,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 from transformers import (
@@ -35,19 +36,31 @@ class Architecture:
 
 
 def architecture_of(name: str) -> Architecture:
-    return next(one for one in _all() if one.name == name)
+    return _all()[name]
 
 
 def architecture_names() -> list[str]:
     """All decoders and encoder-decoder models that transformers has, once each."""
-    return list(dict.fromkeys(one.name for one in _all()))
+    return list(_all())
 
 
-def _all() -> Iterator[Architecture]:
+@cache
+def _all() -> Mapping[str, Architecture]:
+    """The architectures by name; of those with the same name, the first."""
+    found: dict[str, Architecture] = {}
+    for one in (*_decoders(), *_with_encoders()):
+        found.setdefault(one.name, one)
+    return found
+
+
+def _decoders() -> Iterator[Architecture]:
     for config in MODEL_FOR_CAUSAL_LM_MAPPING:
         yield Architecture(
             name=config.__name__, config_class=config, auto=AutoModelForCausalLM, has_encoder=False
         )
+
+
+def _with_encoders() -> Iterator[Architecture]:
     found = set()
     for auto, mapping in (
         # A model of both speech and text loads as one of speech

@@ -18,7 +18,7 @@ from typing import Any
 
 from attnmux.core import InvalidInput, Offer, Platform, detect, load_plugins, pick_platform
 from tools.models.outcome import Outcome
-from tools.models.rules import DimsKind
+from tools.models.recipe import Recipe
 
 STACK_AT = 0.95
 """The share of a child's time after which it tells where it is."""
@@ -85,14 +85,12 @@ def machine_of(device: str, backend: str | None) -> tuple[Platform, Sequence[Off
 def run_all(
     context: Any,  # noqa: ANN401  # as above
     names: Sequence[str],
+    recipe: Recipe,
     *,
-    seed: int,
     jobs: int,
     timeout: float,
     platform: Platform,
     offers: Sequence[Offer],
-    dtype: str = "float32",
-    dims: DimsKind = "small",
     say: Callable[[str, str], None] = _ignore,
 ) -> Iterator[Outcome]:
     """The outcomes of architectures, as they end.
@@ -103,7 +101,7 @@ def run_all(
 
     def run(name: str) -> Outcome:
         ours, theirs = context.Pipe(duplex=False)
-        given = (theirs, name, seed, platform, offers, dtype, dims, timeout)
+        given = (theirs, name, recipe, platform, offers, timeout)
         child = context.Process(target=_run, args=given)
         child.start()
         theirs.close()
@@ -164,11 +162,9 @@ def _ended(name: str, child: Any, ours: Connection, stages: Stages) -> Outcome: 
 def _run(
     answer: Connection,
     name: str,
-    seed: int,
+    recipe: Recipe,
     platform: Platform,
     offers: Sequence[Offer],
-    dtype: str,
-    dims: DimsKind,
     timeout: float,
 ) -> None:
     silent = os.open(os.devnull, os.O_WRONLY)
@@ -189,7 +185,7 @@ def _run(
     def say(text: str) -> None:
         send(Stage(text))
 
-    send(try_alone(name, seed, platform, offers, dtype=dtype, dims=dims, say=say))
+    send(try_alone(name, recipe, platform, offers, say))
 
 
 def _innermost(thread: int) -> str:

@@ -17,7 +17,8 @@ from typing import Any
 from transformers import PreTrainedConfig
 
 from tools.models.overrides import OVERRIDES, REAL_OVERRIDES
-from tools.models.rules import OFTEN_NONE, ROPE_THETA, RULES, TOWER, Dims, DimsKind
+from tools.models.recipe import Recipe
+from tools.models.rules import OFTEN_NONE, ROPE_THETA, RULES, TOWER, Dims
 
 VARIANTS = (
     {"tied": False, "grouped": True},
@@ -32,19 +33,16 @@ PARTS = ("is_decoder", "add_cross_attention")
 
 
 def random_config(
-    config_class: type[PreTrainedConfig],
-    seed: int,
-    variant: Mapping[str, bool],
-    kind: DimsKind = "small",
+    config_class: type[PreTrainedConfig], recipe: Recipe, variant: Mapping[str, bool]
 ) -> PreTrainedConfig:
     """A small config of a class. variant: one of VARIANTS.
 
     Raises whatever the class raises for dims that it does not accept.
     """
-    rng = random.Random(f"{config_class.__name__} {seed}")
-    dims = Dims.drawn(rng, **variant, kind=kind)
+    rng = random.Random(f"{config_class.__name__} {recipe.seed}")
+    dims = Dims.drawn(rng, **variant, kind=recipe.dims)
     given = _values(config_class, dims)
-    return _made(config_class, given, REAL_OVERRIDES if kind == "real" else {})
+    return _made(config_class, given, REAL_OVERRIDES if recipe.dims == "real" else {})
 
 
 def _made(

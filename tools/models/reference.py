@@ -20,11 +20,12 @@ from transformers import (
     PreTrainedModel,
 )
 
+from attnmux.core import torch_dtype
 from tools.models.architectures import Architecture
 from tools.models.bounds import Bounds, fixed_bounds, rounding_bounds
 from tools.models.configs import VARIANTS, random_config
 from tools.models.encoder_inputs import encoder_inputs
-from tools.models.rules import DimsKind
+from tools.models.recipe import Recipe
 
 NEW_TOKENS = 4
 TRIES = 5
@@ -52,22 +53,17 @@ class Reference:
     bounds: Bounds
 
 
-def build(
-    architecture: Architecture,
-    seed: int,
-    folder: Path,
-    dtype: torch.dtype = torch.float32,
-    dims: DimsKind = "small",
-) -> Reference:
-    """Write a checkpoint of random weights, in the dtype.
+def build(architecture: Architecture, recipe: Recipe, folder: Path) -> Reference:
+    """Write a checkpoint of random weights, in the recipe's dtype.
 
     No text holds the padding token, which some models do not count as a token.
     """
-    is_scaled = dims == "real" or dtype is not torch.float32
+    seed, dtype = recipe.seed, torch_dtype(recipe.dtype)
+    is_scaled = recipe.dims == "real" or dtype is not torch.float32
     errors = []
     for variant in VARIANTS:
         try:
-            config = random_config(architecture.config_class, seed, variant, dims)
+            config = random_config(architecture.config_class, recipe, variant)
             architecture = _of_whole_config(architecture, config)
             for _ in range(TRIES):
                 _write(architecture, config, folder, dtype, scaled=is_scaled)

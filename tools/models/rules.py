@@ -5,12 +5,10 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Literal
+
+from tools.models.recipe import DimsKind
 
 MAX_POSITIONS = 128
-DimsKind = Literal["small", "real"]
-"""Dims that no deployed model has, which find what is taken for granted, or those that kernels
-written for a few of them serve: heads of 64 and 128, latents of 512 and 64."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -31,9 +29,7 @@ class Dims:
     has_encoder: bool = False
 
     @classmethod
-    def drawn(
-        cls, rng: random.Random, *, tied: bool, grouped: bool, kind: DimsKind = "small"
-    ) -> Dims:
+    def drawn(cls, rng: random.Random, *, tied: bool, grouped: bool, kind: DimsKind) -> Dims:
         """tied: the hidden size is that of all heads. grouped: heads may share K and V."""
         is_small = kind == "small"
         kv_heads, head_dim = (

@@ -19,14 +19,14 @@ from pathlib import Path
 
 import torch
 
-from attnmux.core import AttnmuxError, Offer, Platform, dtype_name, torch_dtype
+from attnmux.core import AttnmuxError, Offer, Platform
 from attnmux.transformers import ModelRunner, RunnerOptions, load_runner, open_checkpoint
 from attnmux.transformers.checkpoint import quiet_transformers
 from tools.models.architectures import architecture_of
 from tools.models.compare import WrongAnswer, compare_logits, compare_text
 from tools.models.outcome import Outcome, Status
+from tools.models.recipe import DimsKind, Recipe
 from tools.models.reference import Reference, build, dims_of
-from tools.models.rules import DimsKind
 
 PAGE_SIZES: Mapping[DimsKind, Sequence[int]] = {"small": (1, 16), "real": (16, 64)}
 """Kernels for latents read pages of 64."""
@@ -37,30 +37,28 @@ def _ignore(text: str) -> None: ...
 
 def try_architecture(
     name: str,
-    seed: int,
+    recipe: Recipe,
     platform: Platform,
     offers: Sequence[Offer],
     *,
-    dtype: torch.dtype = torch.float32,
-    dims: DimsKind = "small",
     page_sizes: Sequence[int] | None = None,
     say: Callable[[str], None] = _ignore,
 ) -> Outcome:
     """Build, serve and compare an architecture. say: called with each stage as it begins."""
-    torch.manual_seed(seed)
+    torch.manual_seed(recipe.seed)
     with tempfile.TemporaryDirectory() as folder, quiet_transformers(progress=False):
         say("eager attention")
         try:
-            reference = build(architecture_of(name), seed, Path(folder), dtype, dims)
+            reference = build(architecture_of(name), recipe, Path(folder))
         except Exception as error:  # transformers' models raise anything
             return Outcome(config=name, status="not built", reason=in_one_line(error))
         outcome = Outcome(config=name, status="served", dims=dims_of(reference.config))
-        for page_size in page_sizes or PAGE_SIZES[dims]:
+        for page_size in page_sizes or PAGE_SIZES[recipe.dims]:
 
             def say_where(text: str, page_size: int = page_size) -> None:
                 say(f"page size {page_size}: {text}")
 
-            make = partial(make_runner, Path(folder), page_size, platform, offers, dtype)
+            make = partial(make_runner, Path(folder), page_size, platform, offers, recipe.dtype)
             outcome = _tried(outcome, make, reference, say_where)
             if outcome.status != "served":
                 return replace(outcome, reason=f"{outcome.reason} (page size {page_size})")
@@ -99,11 +97,7 @@ def _tried(
 
 
 def make_runner(
-    folder: Path,
-    page_size: int,
-    platform: Platform,
-    offers: Sequence[Offer],
-    dtype: torch.dtype = torch.float32,
+    folder: Path, page_size: int, platform: Platform, offers: Sequence[Offer], dtype: str
 ) -> ModelRunner:
     options = RunnerOptions(
         max_batch_size=4,
@@ -111,7 +105,7 @@ def make_runner(
         max_total_tokens=1024,
         window_step_tokens=16,
         page_size=page_size,
-        dtype=dtype_name(dtype),
+        dtype=dtype,
     )
     return load_runner(open_checkpoint(folder), platform, offers, options, warn=_ignore)
 
@@ -130,18 +124,13 @@ def in_one_line(error: BaseException) -> str:
 
 def try_alone(
     name: str,
-    seed: int,
+    recipe: Recipe,
     platform: Platform,
     offers: Sequence[Offer],
-    *,
-    dtype: str = "float32",
-    dims: DimsKind = "small",
     say: Callable[[str], None] = _ignore,
 ) -> Outcome:
     """The same in a process of its own, on one thread, as small tensors want it."""
     torch.set_num_threads(1)
     start = time.monotonic()
-    outcome = try_architecture(
-        name, seed, platform, offers, dtype=torch_dtype(dtype), dims=dims, say=say
-    )
+    outcome = try_architecture(name, recipe, platform, offers, say=say)
     return replace(outcome, seconds=time.monotonic() - start)

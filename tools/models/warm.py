@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from attnmux.core import load_plugins
 from attnmux.core.choosing.machine.cpu import probe_cpu
+from tools.models.recipe import Recipe
 from tools.models.trial import try_alone
 
-try_alone("GPT2Config", 0, probe_cpu(), tuple(load_plugins().offers()))
+try_alone("GPT2Config", Recipe(), probe_cpu(), tuple(load_plugins().offers()))
