@@ -15,8 +15,8 @@ import torch
 from attnmux.core import BackendFailed, InvalidInput, Platform
 from attnmux.core.choosing.machine.cpu import probe_cpu
 from attnmux.cpu import levels
-from attnmux.cpu.levels import COMPILERS
-from attnmux.cpu.native.linear import NativeLinear, make_linear
+from attnmux.cpu.levels import AMX, AVX2, BASELINE, COMPILERS, Level, levels_of
+from attnmux.cpu.native.linear import SERVED, NativeLinear, make_linear
 
 pytestmark = pytest.mark.skipif(
     not any(map(shutil.which, COMPILERS)), reason="the kernels are compiled here"
@@ -28,10 +28,16 @@ def on(platform: Platform) -> Any:
     return SimpleNamespace(platform=platform)
 
 
-@pytest.fixture(scope="module")
-def linear() -> NativeLinear:
+@pytest.fixture(scope="module", params=SERVED)
+def linear(request: pytest.FixtureRequest) -> NativeLinear:
+    """Of a level that this CPU has."""
+    cpu = probe_cpu()
+    level = next(level for level in levels_of(cpu.arch) if level.name == request.param)
+    if not cpu.features >= set(level.features):
+        pytest.skip(f"this CPU is no {level.name}")
+    features = cpu.features & {*level.features, "cxx_compiler"}
     try:
-        return NativeLinear(on(probe_cpu()))
+        return NativeLinear(on(replace(cpu, features=features)))
     except BackendFailed as error:
         pytest.skip(str(error))
 
@@ -43,9 +49,11 @@ def linear() -> NativeLinear:
         (1, 896, 100),
         (1, 2080, 33),
         (3, 32, 7),
-        (8, 528, 48),
-        (9, 912, 130),
-        (17, 272, 96),
+        (4, 96, 30),
+        (8, 544, 48),
+        (9, 928, 130),
+        (17, 288, 96),
+        (40, 64, 11),
         (260, 288, 50),
     ],
 )
@@ -60,7 +68,7 @@ def test_products(
 def test_random_shapes(linear: NativeLinear, dtype: torch.dtype) -> None:
     rng = random.Random()
     for _ in range(12):
-        shape = rng.randint(1, 300), 16 * rng.randint(1, 80), rng.randint(1, 300)
+        shape = rng.randint(1, 300), 32 * rng.randint(1, 40), rng.randint(1, 300)
         assert_right(linear, dtype, *shape, biased=rng.random() < 0.5)
 
 
@@ -85,8 +93,8 @@ def test_rows_that_are_slices_of_others_and_any_number_of_dims(linear: NativeLin
 def test_refusals(linear: NativeLinear) -> None:
     weight = torch.randn(24, 64).bfloat16()
     assert 1 in linear.rows(weight)
-    assert 1 not in linear.rows(weight.float())
     assert 2 in linear.rows(weight.float())
+    assert 1 not in SERVED[AVX2.name].rows[torch.float32]
     assert not linear.rows(weight.double())
     assert not linear.rows(weight[:, :50].contiguous())
     assert not linear.rows(weight.T)
@@ -96,12 +104,21 @@ def test_refusals(linear: NativeLinear) -> None:
         linear(torch.randn(1, 65).bfloat16(), weight, None)
 
 
-@pytest.mark.parametrize(
-    "features", [("cxx_compiler",), ("cxx_compiler", "avx2", "avx512"), ("avx2",)], ids=str
-)
+def test_widths_of_whole_vectors_alone_are_served(linear: NativeLinear) -> None:
+    weight, bias = torch.randn(24, 528).bfloat16(), torch.randn(24).bfloat16()
+    if not linear.rows(weight):
+        assert linear.rows(weight[:, :512])
+        return
+    x = torch.randn(5, 528).bfloat16()
+    expected = torch.nn.functional.linear(x.float(), weight.float(), bias.float()).bfloat16()
+    torch.testing.assert_close(linear(x, weight, bias), expected)
+
+
+@pytest.mark.parametrize("level", [BASELINE, AVX2, AMX], ids=lambda level: level.name)
 def test_not_offered_where_it_was_not_found_faster(
-    features: tuple[str, ...], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    level: Level, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(levels, "FOLDER", tmp_path)  # no kernels came with the wheel
+    features = {*level.features} if level is AVX2 else {*level.features, "cxx_compiler"}
     platform = replace(Platform.parse("cpu:x86_64"), features=frozenset(features))
     assert make_linear(on(platform)) is None

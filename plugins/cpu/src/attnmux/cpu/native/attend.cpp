@@ -6,7 +6,7 @@
 #include <new>
 
 #include "few.h"
-#include "linear.h"
+#include "linear_pairs.h"
 #include "pairs.h"
 #include "panels.h"
 #include "plan.h"

@@ -1,5 +1,5 @@
-// out = x . weight^T + bias, for a CPU whose library multiplies narrow values slowly: weights are
-// widened to float32 where they are read.
+// out = x . weight^T + bias, for what a CPU's library multiplies slowly: few rows, and narrow values.
+// Weights are widened to float32 where they are read.
 //
 // A few rows of x read the weights once, as few queries read keys. More are a matrix product in
 // registers, over a block of weights that was widened once for many rows.
@@ -20,12 +20,24 @@ struct Linear {
 };
 }
 
-constexpr int FEW_ROWS = 8;             // of x, which read the weights as they lie
+constexpr int FEW_ROWS = W == 16 ? 32 : 8;  // of x, which read the weights as they lie
 constexpr int STREAM_OUT = 4 * DOT_KEYS;  // weights' rows of an item
 constexpr int NARROW = 2048;           // width up to which one row reads one of the weights at a time
 constexpr int PRODUCT_OUT = 8 * STRIP;
 constexpr int PRODUCT_ROWS = 16 * PANEL;  // of x
 constexpr int DEPTH = 256;              // columns that are widened at a time
+
+// Row r of the result from its n-th value on. values: `step` floats from one to the next.
+template <Type T> static inline void write_products(const Linear& call, int64_t r, int64_t n, const float* values, int64_t step, int num) {
+    float sums[PRODUCT_OUT];
+    for (int i = 0; i < num; ++i) sums[i] = values[i * step];
+    if (call.bias) {
+        float bias[round_up(PRODUCT_OUT, BLOCK)];
+        widen_query(static_cast<const char*>(call.bias) + n * size_of(T), T, num, bias);
+        for (int i = 0; i < num; ++i) sums[i] += bias[i];
+    }
+    narrow(sums, static_cast<char*>(call.out) + (r * call.out_row + n) * size_of(T), T, num);
+}
 
 template <Type T> struct Product {
     const Linear& call;
@@ -40,17 +52,7 @@ template <Type T> struct Product {
         const int size = is_few() ? STREAM_OUT : PRODUCT_OUT;
         return (call.num_out + size - 1) / size * blocks_of_rows();
     }
-    // Row r of the result from its n-th value on. values: `step` floats from one to the next.
-    void write(int64_t r, int64_t n, const float* values, int64_t step, int num) const {
-        float sums[PRODUCT_OUT];
-        for (int i = 0; i < num; ++i) sums[i] = values[i * step];
-        if (call.bias) {
-            float bias[round_up(PRODUCT_OUT, BLOCK)];
-            widen_query(row(call.bias, 1, n), T, num, bias);
-            for (int i = 0; i < num; ++i) sums[i] += bias[i];
-        }
-        narrow(sums, static_cast<char*>(call.out) + (r * call.out_row + n) * size_of(T), T, num);
-    }
+    void write(int64_t r, int64_t n, const float* values, int64_t step, int num) const { write_products<T>(call, r, n, values, step, num); }
     void few(int64_t item) const {
         const int64_t n = item * STREAM_OUT;
         const int num = int(std::min<int64_t>(STREAM_OUT, call.num_out - n)), num_rows = int(call.num_rows);
@@ -133,17 +135,3 @@ template <Type T> struct Product {
         parallel_for(0, std::min<int64_t>(call.num_threads, num_items()), 1, work, this);
     }
 };
-
-// Returns 0; 1 where memory is short.
-extern "C" int linear(const Linear* call, ParallelFor parallel_for) {
-    try {
-        switch (call->type) {
-        case BF16: Product<BF16>{*call}.run(parallel_for); break;
-        case F16: Product<F16>{*call}.run(parallel_for); break;
-        default: Product<F32>{*call}.run(parallel_for);
-        }
-    } catch (const std::bad_alloc&) {
-        return 1;
-    }
-    return 0;
-}

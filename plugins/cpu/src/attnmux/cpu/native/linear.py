@@ -1,65 +1,89 @@
-"""Linear layers on CPUs whose torch has no fast products of narrow values."""
+"""Linear layers on CPUs, for the numbers of rows that torch multiplies more slowly."""
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import torch
 
 from attnmux.core import InvalidInput
-from attnmux.cpu.levels import AVX2, AVX512, serving, shipped
+from attnmux.cpu.levels import AVX2, AVX512, BF16, serving, shipped
 from attnmux.cpu.native.library import TYPES, Linear, load_linear
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from attnmux.core import BackendContext
 
-NARROW_ROWS = range(1, 1 << 31)
-WIDE_ROWS = range(2, 17)
-"""torch is as fast with others. See benchmarks/results/native-cpu.md."""
-ROWS = {
-    torch.bfloat16: NARROW_ROWS,
-    torch.float16: NARROW_ROWS,
-    torch.float32: WIDE_ROWS,
-}
 NO_ROWS = range(0)
-UNIT = 16
-"""Values of a row that the kernel reads at a time: two vectors of AVX2."""
+EVERY = range(1, 1 << 31)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Served:
+    """What the kernels of a level multiply faster than torch: benchmarks/results/native-cpu.md."""
+
+    unit: int
+    """Values of a row that the kernel reads at a time: two vectors."""
+    rows: Mapping[torch.dtype, range] = field(default_factory=dict)
+    """Rows of x, by the dtype."""
+
+
+SERVED = {
+    AVX2.name: Served(
+        unit=16,
+        rows={torch.bfloat16: EVERY, torch.float16: EVERY, torch.float32: range(2, 17)},
+    ),
+    AVX512.name: Served(
+        unit=32,
+        rows={
+            torch.bfloat16: EVERY,
+            torch.float16: range(2, 1 << 31),
+            torch.float32: range(1, 33),
+        },
+    ),
+    BF16.name: Served(
+        unit=32,
+        rows={
+            torch.bfloat16: range(1, 129),
+            torch.float16: range(2, 1 << 31),
+            torch.float32: range(1, 33),
+        },
+    ),
+}
+"""By the level's name. Others were not found to be faster."""
 
 
 def make_linear(context: BackendContext) -> NativeLinear | None:
     """The products of the context's CPU; None where torch's own are not slower, or where there are
     no kernels and no compiler.
 
-    torch multiplies bfloat16 by the CPU's own instructions, or in wide blocks, from AVX-512 on.
     Raises BackendFailed where the kernels cannot be compiled.
     """
     platform = context.platform
     has_kernels = "cxx_compiler" in platform.features or bool(shipped(platform.arch))
-    is_slow = platform.features >= set(AVX2.features) and not (
-        platform.features >= set(AVX512.features)
-    )
-    if not has_kernels or not is_slow or serving(platform.arch, platform.features) is not AVX2:
+    if not has_kernels or serving(platform.arch, platform.features).name not in SERVED:
         return None
     return NativeLinear(context)
 
 
 class NativeLinear:
-    """A `LinearKernel` without AVX-512, whose kernels write after the end of rows that are not
-    multiples of 32 values."""
+    """A `LinearKernel`."""
 
     op = None
 
     def __init__(self, context: BackendContext) -> None:
         platform = context.platform
-        usable = platform.features & {*AVX2.features, "cxx_compiler"}
-        self._multiply = load_linear(replace(platform, features=usable))
+        self._served = SERVED[serving(platform.arch, platform.features).name]
+        self._multiply = load_linear(platform)
 
     def rows(self, weight: torch.Tensor) -> range:
         """The numbers of rows that the kernel multiplies by a weight [N, K] faster than torch."""
-        fits = weight.dim() == 2 and weight.stride(-1) == 1 and weight.shape[-1] % UNIT == 0
+        unit = self._served.unit
+        fits = weight.dim() == 2 and weight.stride(-1) == 1 and weight.shape[-1] % unit == 0
         is_served = fits and weight.is_cpu and weight.numel() > 0
-        return ROWS.get(weight.dtype, NO_ROWS) if is_served else NO_ROWS
+        return self._served.rows.get(weight.dtype, NO_ROWS) if is_served else NO_ROWS
 
     def __call__(
         self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
