@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -16,6 +17,8 @@ from attnmux.core import InvalidInput
 pytest.importorskip("triton")
 
 from attnmux.triton.one_row import OneRowProducts, make_linear  # where there is a Triton
+
+OVERLAP = "attnmux.triton.kernels.overlap"
 
 
 def operands(num_out: int, width: int, dtype: torch.dtype, *, gap: int = 0):
@@ -80,6 +83,13 @@ def test_the_compiled_kernel_copies_ahead_without_spills(script) -> None:
     (facts,) = script()
     assert facts["wide copies"] > 0
     assert facts["local memory"] == 0
+    assert (facts["waits"], facts["lets begin"]) == (1, 1)
+
+
+def test_a_triton_without_nvidias_backend(monkeypatch) -> None:
+    monkeypatch.setitem(sys.modules, "triton.language.extra.cuda", None)
+    monkeypatch.delitem(sys.modules, OVERLAP)
+    importlib.import_module(OVERLAP).await_previous[(1,)](True)
 
 
 def test_the_benchmark_runs_in_small(monkeypatch, tmp_path) -> None:
@@ -112,7 +122,12 @@ def main() -> None:
         },
         options={"num_warps": WARPS, "launch_pdl": True},
     )
-    print(json.dumps(facts(compiled)))
+    ptx = compiled.asm["ptx"]
+    begins = {
+        "waits": ptx.count("griddepcontrol.wait"),
+        "lets begin": ptx.count("griddepcontrol.launch_dependents"),
+    }
+    print(json.dumps({**facts(compiled), **begins}))
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ Portable, in Triton:
     shares.py   attention of few new tokens a request, over equal shares of all keys
     merge.py    merges two partial results
     write.py    writes K and V of new tokens to their slots
+    overlap.py  lets launches of write.py and one_row.py begin before the previous one ends
     trees.py    builds draft trees, follows them greedily, and samples them
     indices.py  builds from lengths and the request table what other kernels read
     one_row.py  the product of one row with a weight matrix

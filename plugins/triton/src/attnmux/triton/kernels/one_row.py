@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from attnmux.triton.kernels.overlap import await_previous
 
 
 @triton.jit(do_not_specialize=["num_out"])
@@ -26,9 +27,7 @@ def multiply_row(
     is_row = row < num_out
     # Rows beyond the last repeat it, which spares a mask.
     weights = weight + tl.minimum(row, num_out - 1).to(tl.int64)[:, None] * weight_stride
-    if OVERLAPS:
-        gdc_wait()
-        gdc_launch_dependents()
+    await_previous(OVERLAPS)
     # Added up once at the end: a sum over the columns of each block would exchange values of warps.
     sums = tl.zeros([BLOCK_N, BLOCK_K], tl.float32)
     for start in tl.range(0, width, BLOCK_K, num_stages=STAGES):

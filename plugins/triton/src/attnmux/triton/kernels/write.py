@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from attnmux.triton.kernels.overlap import await_previous
 
 
 @triton.jit
@@ -89,9 +90,7 @@ def write_kv(
     Grid: blocks of BLOCK_T tokens, blocks of BLOCK_W columns. Slots that the pool does not have are
     skipped.
     """
-    if OVERLAPS:
-        gdc_wait()
-        gdc_launch_dependents()
+    await_previous(OVERLAPS)
     token = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
     is_token = token < num_tokens
     slot = tl.load(loc + token.to(tl.int64) * loc_stride, mask=is_token, other=0)
