@@ -76,7 +76,7 @@ class PrefillParallelRanks(GroupRanks):
     ) -> Decision:
         unfit = {
             "linear layers": request.linear_layers,
-            "layers of several shapes": request.other_layers,
+            "layers of several shapes or KV dtypes": request.other_layers,
             "a deterministic request": request.deterministic,
         }
         got = next((what for what, is_asked in unfit.items() if is_asked), "")
