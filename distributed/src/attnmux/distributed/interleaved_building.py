@@ -193,7 +193,7 @@ def _check_request(request: Request) -> None:
         expected = "8 bits or more: KV is interleaved over ranks"
         raise InvalidInput("kv_dtype", got=request.kv_dtype, expected=expected)
     if request.other_layers:
-        got = f"{len(request.other_layers) + 1} shapes of layers"
+        got = f"{len(request.other_layers) + 1} groups of layers"
         raise InvalidInput("other_layers", got=got, expected="one: KV is interleaved over ranks")
     if request.spec_topk is not None:
         _check_drafts(request)

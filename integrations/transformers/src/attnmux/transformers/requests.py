@@ -146,7 +146,7 @@ def check_against_config(recorded: Request, config: Request, *, max_context_len:
     stated = expanded_request(config) if config.latent else config
     groups, said = group_requests(recorded), group_requests(stated)
     if len(groups) != len(said):
-        got = f"{len(groups)} shapes of layers when the model runs"
+        got = f"{len(groups)} groups of layers when the model runs"
         raise InvalidInput("layers", got=got, expected=f"{len(said)}, by config.json")
     for ran, told in zip(groups, said, strict=True):
         _check_group(ran, told, max_context_len)

@@ -76,13 +76,14 @@ class PrefillParallelRanks(GroupRanks):
     ) -> Decision:
         unfit = {
             "linear layers": request.linear_layers,
-            "layers of several shapes": request.other_layers,
+            "layers of several shapes or KV dtypes": request.other_layers,
             "a deterministic request": request.deterministic,
         }
         got = next((what for what, is_asked in unfit.items() if is_asked), "")
         if got:
             expected = (
-                "attention in every layer, of one shape, and sums that may depend on a step's size"
+                "attention in every layer, of one shape and KV dtype, and sums that may depend on a "
+                "step's size"
             )
             raise InvalidInput("pcp", got=got, expected=f"{expected}: prompts are split over ranks")
         check_whole_keys(request, "pcp")
