@@ -19,7 +19,7 @@ from safetensors.torch import load_file, save_file
 
 from attnmux.core.choosing.machine.cpu import probe_cpu
 from attnmux.core.cli.verbs import verbs
-from attnmux.transformers import cli, cli_prompts, recall
+from attnmux.transformers import cli, cli_prompts, cli_run, recall
 from attnmux.transformers.engine import PREFILL_TOKENS
 
 USUAL = "native" if "cxx_compiler" in probe_cpu().features else "torch_native"
@@ -291,13 +291,31 @@ def test_layers_that_keep_the_model_s_dtype():
         (["x", "--chat"], ["chat template"], 2),
         (["--model", "somewhere/else"], ["Give a PROMPT"], 2),
         (["x", "--linear-backend", "torch_lineer"], ["did you mean 'torch_linear'"], 2),
-        (["x", "--linear-backend", "torch_linear"], ["--linear-backend", "linear layers"], 2),
-        (["x", "--kept-states", "2"], ["--kept-states", "linear layers"], 2),
-        (["x", "--mm-backend", "native"], ["--mm-backend", "no image", "--image"], 2),
     ],
 )
 def test_bad_input(args, words, code):
     assert refused(attnmux(*args), *words, code=code)
+
+
+@pytest.mark.parametrize(
+    ("args", "words"),
+    [
+        (["--linear-backend", "torch_linear"], ["--linear-backend", "linear layers"]),
+        (["--kept-states", "2"], ["--kept-states", "linear layers"]),
+        (["--mm-backend", "native"], ["--mm-backend", "no image", "--image"]),
+    ],
+)
+def test_options_of_parts_that_a_model_lacks_are_refused_before_it_is_loaded(
+    monkeypatch, args, words
+):
+    monkeypatch.setattr(cli_run, "load_runner", lambda *_, **__: pytest.fail("loaded"))
+    assert refused(attnmux("x", *args), *words)
+
+
+@pytest.mark.parametrize("args", [["--linear-backend", "torch_linear"], ["--kept-states", "2"]])
+def test_a_model_whose_config_says_nothing_is_asked_for_its_layers(monkeypatch, args):
+    monkeypatch.setattr(cli_run, "stated_request", lambda checkpoint: None)
+    assert refused(attnmux("x", *args), args[0], "linear layers")
 
 
 def test_a_folder_without_a_config(tmp_path):

@@ -53,6 +53,7 @@ OF_OTHER_PAGES = (
     "decode-uneven-page64",
     "extend-prefix-page64",
     "encoder-page1",
+    "encoder-nan-page1",
 )
 RARE = (
     *("8x1", "8x8", "14x2", "16x2", "128-heads", "dim-64", "dim-256", "mla-verify", "expanded"),
@@ -69,7 +70,20 @@ IN_FULL = (
     *("alibi-decode-strided", "alibi-extend-strided", "strided-extend", "strided-verify"),
     "strided-mla-decode",
 )
-"""Cases whose kernels join features of kernels that other cases compile."""
+"""Cases whose kernels join features of kernels that other cases compile. Those with NaN run."""
+NAN: dict[str, Any] = {"nan_request": 1, "page_size": 16}
+CROSS = extend((0, 5), (0, 9), (7, 3), encoder=(12, 4, 30))
+WITH_NAN = (
+    Case(
+        name="window-pool",
+        steps=(decode(45, 17, 3), decode(20, 31, 5)),
+        windows=(None, 8),
+        window_pool=True,
+        **NAN,
+    ),
+    Case(name="cross", steps=(CROSS, CROSS.varied(128)), **NAN),
+)
+"""Cases of `test_nan` that are not in the suite."""
 
 
 def emulating(context: BackendContext, options: Mapping[str, Any]) -> AttentionBackend:
@@ -106,9 +120,8 @@ class TestFlexAttention(AttentionBackendTests):
         """The cases that there is time for."""
         if case.name in OF_OTHER_PAGES:
             return True
-        return case.name.endswith("-page16") and not any(
-            rare in case.name for rare in (*RARE, *IN_FULL)
-        )
+        left_out = RARE if "nan" in case.name else (*RARE, *IN_FULL)
+        return case.name.endswith("-page16") and not any(rare in case.name for rare in left_out)
 
 
 @pytest.mark.full
@@ -117,8 +130,10 @@ class TestJoinedFeatures(AttentionBackendTests):
     page_sizes = (16,)
 
     def wants(self, case: Case) -> bool:
-        return any(name in case.name for name in IN_FULL) and not any(
-            rare in case.name for rare in RARE
+        return (
+            any(name in case.name for name in IN_FULL)
+            and "nan" not in case.name
+            and not any(rare in case.name for rare in RARE)
         )
 
 
@@ -168,6 +183,12 @@ def blocks_of(plan: Plan) -> int:
     """Blocks that all tiles read."""
     assert plan.given.num_whole is not None
     return int(plan.given.num_partial.sum() + plan.given.num_whole.sum())
+
+
+@pytest.mark.parametrize("case", WITH_NAN, ids=lambda case: case.name)
+def test_nan_stays_within_a_request(case: Case) -> None:
+    outcome = run_case(WHOLE, case)
+    assert outcome.status == "passed", (outcome.message, outcome.reasons)
 
 
 @settings(max_examples=10, deadline=None)

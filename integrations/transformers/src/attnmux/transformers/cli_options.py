@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, TypeVar
 
-from attnmux.core import AcceptThresholds, Decision, InvalidInput
+from attnmux.core import AcceptThresholds, InvalidInput, Offer, Request
+from attnmux.core.choosing.offer.named import offers_named
 from attnmux.transformers.cli_drafts import Drafting
 from attnmux.transformers.cli_ranks import Parallel
 from attnmux.transformers.memory_budget import MemoryBudget
@@ -94,15 +95,25 @@ class Options:
         options._check()
         return options
 
-    def check_used(self, decision: Decision) -> None:
-        """Raises InvalidInput for options of parts that the model or the prompts do not have."""
-        given = {**self.backends, **self.running}
-        if given["mm_backend"] is not None and not any(
-            phase == "encoder" for phase, _ in decision.choices
-        ):
+    def check_used(self, offers: Sequence[Offer], stated: Request | None, *, images: bool) -> None:
+        """Refuse options of parts that the model or the prompts do not have, before it is loaded.
+
+        stated: what the model's config says; None where `check_linear` must ask the loaded model.
+        Raises InvalidInput, and UnknownBackend for a backend that no plugin offers.
+        """
+        for name in (self.backends["mm_backend"], self.backends["linear_backend"]):
+            if name is not None:
+                offers_named(name, offers)
+        if self.backends["mm_backend"] is not None and not images:
             raise InvalidInput("--mm-backend", got="no image", expected="--image with it")
+        if stated is not None:
+            self.check_linear(bool(stated.linear_layers))
+
+    def check_linear(self, has_linear: bool) -> None:
+        """Raise InvalidInput for options of linear layers, unless the model has some."""
+        given = {**self.backends, **self.running}
         for name in ("linear_backend", "kept_states"):
-            if given[name] is not None and not decision.linear:
+            if given[name] is not None and not has_linear:
                 raise InvalidInput(
                     f"--{name.replace('_', '-')}",
                     got="a model with softmax attention in all layers",

@@ -42,6 +42,7 @@ from attnmux.transformers.engine import Engine
 from attnmux.transformers.generate import Generation, Prompt, run_prompts
 from attnmux.transformers.load import load_head_runner, load_runner
 from attnmux.transformers.options import RunnerOptions
+from attnmux.transformers.requests import stated_request
 from attnmux.transformers.runner import ModelRunner
 from attnmux.transformers.sampling_params import SamplingParams
 
@@ -91,6 +92,8 @@ def run_command(
         context = context_of(checkpoint, answering.context)
         encoded = encode(checkpoint, asked, answering, sampling, context)
         plugins = run.plugins(settings)
+        stated = stated_request(checkpoint)
+        options.check_used(plugins.offers(), stated, images=bool(encoded.pictured))
         platform = platform_for(run.detect(plugins), settings, options.running["device"])
         ranks = options.parallel.ranks(platform.device_type, checkpoint.config)
         stack.enter_context(only_first(ranks))
@@ -110,7 +113,7 @@ def run_command(
         )
         load = partial(_load, run, platform, plugins)
         runner = load(checkpoint, running)
-        options.check_used(runner.decision)
+        options.check_linear(bool(runner.decision.linear))
         drafter = drafting.drafter(checkpoint, runner, running, load, max_total_tokens=most)
         drafts = drafting.proposer(checkpoint, runner, drafter, running, warn=run.warn)
         wanted = encoded.read_by(runner)

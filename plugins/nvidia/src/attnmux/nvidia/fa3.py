@@ -18,8 +18,9 @@ from attnmux.core import (
     kv_pages,
     rehearse,
 )
-from attnmux.nvidia.fa3_base import FA3Base, FA3Step
+from attnmux.nvidia.fa3_base import FA3Base
 from attnmux.nvidia.fa3_layers import KV, PROVIDERS, FA3Cache, FA3Layer
+from attnmux.nvidia.fa3_steps import FA3Step
 from attnmux.nvidia.kernel_rows import check_own_or_fp8
 
 if TYPE_CHECKING:

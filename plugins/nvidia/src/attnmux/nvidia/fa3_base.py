@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,19 +17,16 @@ import torch
 from attnmux.core import (
     FP8,
     InvalidInput,
-    KeyGroup,
     Keys,
     LibraryBackend,
     PageTables,
     aligned,
     check_keys_dtype,
     check_trees,
-    fixed_buffers,
     is_aligned,
     is_writable,
     not_in_pool,
     quantise,
-    visible_drafts,
 )
 from attnmux.nvidia.fa3_layers import (
     KV,
@@ -40,35 +36,12 @@ from attnmux.nvidia.fa3_layers import (
     FA3Schedule,
     read_num_splits,
 )
-from attnmux.nvidia.fa3_trees import draft_keys
+from attnmux.nvidia.fa3_steps import FA3Buffers, FA3Step
 from attnmux.nvidia.kernel_rows import by_request, store_lse
 from attnmux.nvidia.packed_values import bounded
 
 if TYPE_CHECKING:
     from attnmux.core import AttentionCall, BackendContext, ForwardBatch
-
-
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class FA3Buffers:
-    """What graphs replay with."""
-
-    keys: dict[KeyGroup, Keys]
-    schedules: dict[FA3Schedule, torch.Tensor]
-    max_num_tokens: int
-    drafts: dict[tuple[KeyGroup, int], Keys] = field(default_factory=dict)
-    """Of draft trees, by the number of drafts of a request: allocated by the first capture."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class FA3Step:
-    """A step. `fill_step` fills its dictionaries."""
-
-    tables: PageTables
-    buffers: FA3Buffers | None
-    schedules: dict[int, torch.Tensor] = field(default_factory=dict)
-    """By layer id, which hashes faster than an `FA3Schedule`."""
-    drafts: dict[KeyGroup, Keys] = field(default_factory=dict)
-    """Of a draft tree: a row for each draft token."""
 
 
 class FA3Base(LibraryBackend[FA3Kernels, FA3Layer, FA3Step, FA3Buffers]):
@@ -104,39 +77,21 @@ class FA3Base(LibraryBackend[FA3Kernels, FA3Layer, FA3Step, FA3Buffers]):
         if tables.is_tree:
             self._check_tree(batch)
             if buffers:
-                self._reserve_drafts(buffers, tables.max_seqlen_q)
+                buffers.reserve_drafts(self._groups, tables.max_seqlen_q, self.context.device)
         return FA3Step(tables=tables, buffers=buffers)
 
     def fill_step(self, step: FA3Step, batch: ForwardBatch) -> None:
-        tables, buffers = step.tables, step.buffers
+        tables = step.tables
         tables.fill(batch, self._groups, self.context)
         if tables.is_tree:
-            visible = visible_drafts(batch)
-            for group in self._groups:
-                keys = draft_keys(batch, visible, group, self.context)
-                if buffers:
-                    keys = keys.copied_to(buffers.drafts[group, tables.max_seqlen_q])
-                step.drafts[group] = keys
+            step.fill_drafts(batch, self._groups, self.context)
         elif tables.batch_size and tables.queries_each is not None:
             # Packed queries have none: how the library splits them depends on their number, which
             # `get_scheduler_metadata` does not take. A launch for no requests ends the process.
-            for schedule, layers in self._schedules.items():
-                made = schedule.compute(self.kernels, tables)
-                if buffers:
-                    made = buffers.schedules[schedule][: made.shape[0]].copy_(made)
-                step.schedules.update(dict.fromkeys(layers, made))
+            step.fill_schedules(self.kernels, self._schedules)
 
     def make_buffers(self, max_bs: int, max_num_tokens: int) -> FA3Buffers:
-        size = 4 * (-(-max_bs // 4) * 4) + 1
-        device = self.context.device
-        return FA3Buffers(
-            keys=fixed_buffers(self._groups, max_bs, self.context),
-            schedules={
-                schedule: torch.zeros(size, dtype=torch.int32, device=device)
-                for schedule in self._schedules
-            },
-            max_num_tokens=max_num_tokens,
-        )
+        return FA3Buffers.of(self._groups, self._schedules, self.context, max_bs, max_num_tokens)
 
     def attend(
         self, call: AttentionCall, layer: FA3Layer, step: FA3Step, batch: ForwardBatch
@@ -295,12 +250,6 @@ class FA3Base(LibraryBackend[FA3Kernels, FA3Layer, FA3Step, FA3Buffers]):
             )
         if self.context.debug:
             check_trees(batch)
-
-    def _reserve_drafts(self, buffers: FA3Buffers, drafts: int) -> None:
-        for group in self._groups:
-            if (group, drafts) not in buffers.drafts:
-                keys = Keys.zeros(buffers.max_num_tokens, drafts, self.context.device)
-                buffers.drafts[group, drafts] = keys
 
 
 def _store_lse(source: torch.Tensor, call: AttentionCall, each: int | None) -> None:

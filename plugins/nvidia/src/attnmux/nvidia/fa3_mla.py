@@ -17,8 +17,9 @@ from attnmux.core import (
     rehearse,
     rotary,
 )
-from attnmux.nvidia.fa3_base import FA3Base, FA3Step
+from attnmux.nvidia.fa3_base import FA3Base
 from attnmux.nvidia.fa3_layers import KV, PROVIDERS, FA3Cache, FA3Layer, rotary_and_latent
+from attnmux.nvidia.fa3_steps import FA3Step
 
 if TYPE_CHECKING:
     import torch
