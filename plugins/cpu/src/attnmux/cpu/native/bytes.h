@@ -37,21 +37,31 @@ static inline bool looks_bytes_up() {
 }
 static const bool LOOKS_BYTES_UP = looks_bytes_up();
 
+// What the look-ups need, in registers.
+struct ByteTables {
+    __m512i low_one, low_other, high_one, high_other, sign;
+
+    explicit ByteTables(const ByteTable& table)
+        : low_one(_mm512_load_si512(table.low)), low_other(_mm512_load_si512(table.low + 64)), high_one(_mm512_load_si512(table.high)), high_other(_mm512_load_si512(table.high + 64)), sign(_mm512_set1_epi8(char(0x80))) {}
+    // Both bytes of 64 values. The sign's bit is not read by look-ups.
+    __attribute__((target("avx512vbmi"))) void find(__m512i bytes, __m512i& low, __m512i& high) const {
+        low = _mm512_permutex2var_epi8(low_one, bytes, low_other);
+        high = _mm512_ternarylogic_epi64(_mm512_permutex2var_epi8(high_one, bytes, high_other), bytes, sign, 0xf8);  // size | (bytes & sign)
+    }
+};
+
 // The n values of each row `offset` bytes on, then zeros up to `width`, a multiple of 32.
 __attribute__((target("avx512f,avx512bw,avx512vbmi"))) static inline void look_rows_up(const ByteTable& table, const char* const* rows, int num, int64_t offset, int n, int width, char* to) {
-    const __m512i low_one = _mm512_load_si512(table.low), low_other = _mm512_load_si512(table.low + 64);
-    const __m512i high_one = _mm512_load_si512(table.high), high_other = _mm512_load_si512(table.high + 64);
+    const ByteTables tables(table);
     const __m512i apart = _mm512_setr_epi64(0, 4, 1, 5, 2, 6, 3, 7);  // so that the halves of 128 bits unpack in order
-    const __m512i sign = _mm512_set1_epi8(char(0x80));
     for (int j = 0; j < num; ++j, to += 2 * width) {
         const char* from = rows[j] + offset;
         for (int d = 0; d < width; d += 64) {
             const int left = std::max(n - d, 0);
             const __m512i plain = left >= 64 ? _mm512_loadu_si512(from + d) : _mm512_maskz_loadu_epi8((__mmask64(1) << left) - 1, from + d);
             const __m512i bytes = _mm512_permutexvar_epi64(apart, plain);
-            const __m512i low = _mm512_permutex2var_epi8(low_one, bytes, low_other);  // the sign's bit is not read
-            const __m512i size = _mm512_permutex2var_epi8(high_one, bytes, high_other);
-            const __m512i high = _mm512_ternarylogic_epi64(size, bytes, sign, 0xf8);  // size | (bytes & sign)
+            __m512i low, high;
+            tables.find(bytes, low, high);
             _mm512_storeu_si512(to + 2 * d, _mm512_unpacklo_epi8(low, high));
             if (d + 32 < width) _mm512_storeu_si512(to + 2 * d + 64, _mm512_unpackhi_epi8(low, high));
         }

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from attnmux.core import InvalidInput
-from attnmux.cpu.levels import AVX2, AVX512, BF16, serving, shipped
+from attnmux.cpu.levels import AMX, AVX2, AVX512, BF16, serving, shipped
 from attnmux.cpu.native.library import TYPES, Linear, load_linear
 
 if TYPE_CHECKING:
@@ -41,6 +41,14 @@ SERVED = {
             torch.bfloat16: EVERY,
             torch.float16: range(2, 1 << 31),
             torch.float32: range(1, 33),
+        },
+    ),
+    AMX.name: Served(
+        unit=32,
+        rows={
+            torch.bfloat16: range(1, 9),
+            torch.float16: range(2, 9),
+            torch.float32: range(4, 9),
         },
     ),
     BF16.name: Served(
