@@ -92,8 +92,6 @@ def run_command(
         context = context_of(checkpoint, answering.context)
         encoded = encode(checkpoint, asked, answering, sampling, context)
         plugins = run.plugins(settings)
-        stated = stated_request(checkpoint)
-        options.check_used(plugins.offers(), stated, images=bool(encoded.pictured))
         platform = platform_for(run.detect(plugins), settings, options.running["device"])
         ranks = options.parallel.ranks(platform.device_type, checkpoint.config)
         stack.enter_context(only_first(ranks))
@@ -111,6 +109,8 @@ def run_command(
             **_of_machine(run, settings, options, plugins, platform),
             **options.running,
         )
+        stated = stated_request(checkpoint, running, dtype=checkpoint.dtype(running.dtype))
+        options.check_used(plugins.offers(), stated, images=bool(encoded.pictured))
         load = partial(_load, run, platform, plugins)
         runner = load(checkpoint, running)
         options.check_linear(bool(runner.decision.linear))
