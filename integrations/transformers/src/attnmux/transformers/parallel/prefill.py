@@ -82,8 +82,8 @@ class PrefillParallelRanks(GroupRanks):
         got = next((what for what, is_asked in unfit.items() if is_asked), "")
         if got:
             expected = (
-                "attention in every layer, of one shape and KV dtype, and sums that may depend on a "
-                "step's size"
+                "attention in every layer, of one shape and KV dtype, and sums that may depend on "
+                "a step's size"
             )
             raise InvalidInput("pcp", got=got, expected=f"{expected}: prompts are split over ranks")
         check_whole_keys(request, "pcp")
