@@ -176,6 +176,24 @@ def pytest_collection_finish() -> None:
     gc.freeze()
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_fixture_setup() -> Iterator[None]:
+    hide_current_test()
+    return (yield)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_pyfunc_call() -> Iterator[None]:
+    hide_current_test()
+    return (yield)
+
+
+def hide_current_test() -> None:
+    """Devices are probed again, in a new process, whenever the environment has changed. So it does
+    not say which test runs."""
+    os.environ.pop("PYTEST_CURRENT_TEST", None)
+
+
 COMPILER = """#!/bin/sh
 case "$*" in *native/attend.cpp*) ;; *) exec {compiler} "$@" ;; esac
 kept={folder}/$(printf '%s\\n' "$@" | sed '$d' | sha256sum | cut -c1-16)

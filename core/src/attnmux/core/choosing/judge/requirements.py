@@ -36,7 +36,7 @@ class Library(Plain):
     """The command that installs it; empty where it is present."""
 
 
-def required(card: BackendCard, libraries: Libraries, distribution: str = "") -> Iterator[Library]:
+def required(card: BackendCard, libraries: Libraries, distribution: str) -> Iterator[Library]:
     """The requirements of the card, except those with an alternative whose marker does not hold
     here. distribution: the card's own, for the hints."""
     for alternatives, parsed in _needed_here(card.requirements()):

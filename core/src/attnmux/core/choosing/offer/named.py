@@ -68,9 +68,7 @@ def refuse_unknown(
             raise UnknownBackend(name, known=error.known, hint=hint)
 
 
-def unknown_backend(
-    name: str, offers: Sequence[Offer], libraries: Libraries = installed_version
-) -> UnknownBackend:
+def unknown_backend(name: str, offers: Sequence[Offer], libraries: Libraries) -> UnknownBackend:
     """The error for a name that no plugin offers, with the nearest name and how to install it."""
     offered = sorted({word for o in offers for word in (o.card.name, o.address, *o.card.aliases)})
     bare = name.rpartition("/")[2]
