@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from attnmux.transformers.linears import multiply_by
 
@@ -82,3 +83,29 @@ def test_compiled_code_calls_the_kernels_op() -> None:
             rows = slice(0, num_rows)
             torch.testing.assert_close(compiled(x[:, rows]), factor * by_torch[:, rows])
     assert len(graphs) == 2  # one row, and more
+
+
+class Records(TorchDispatchMode):
+    """Notes operations, as what repeats them does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ops = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.ops.append(func)
+        return func(*args, **(kwargs or {}))
+
+
+def test_recorded_operations_include_the_product() -> None:
+    x = torch.randn(1, 16)
+    for kernel, factor in ((DoubledOrTripled(), 3), (Doubled(), 1)):
+        model = torch.nn.Sequential(torch.nn.Linear(16, 4))
+        multiply_by(kernel, model)
+        rows = x.repeat(kernel.rows(model[0].weight).start, 1)
+        with torch.no_grad(), Records() as records:
+            found = model(rows)
+        by_torch = rows @ model[0].weight.T + model[0].bias
+        torch.testing.assert_close(found, factor * by_torch)
+        product = kernel.op or torch.ops.aten.addmm.default
+        assert product in records.ops

@@ -6,6 +6,7 @@ from typing import Protocol, TypeGuard
 
 import torch
 from torch._ops import OpOverload
+from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 
 class LinearKernel(Protocol):
@@ -13,7 +14,8 @@ class LinearKernel(Protocol):
 
     @property
     def op(self) -> OpOverload | None:
-        """The same as a torch op, for compiled code, in which torch multiplies if it is None."""
+        """The same as a torch op, for code that is compiled or whose operations are recorded, in
+        which torch multiplies if it is None."""
 
     def rows(self, weight: torch.Tensor) -> range:
         """The numbers of rows of x that it multiplies by a weight [N, K], where torch is slower."""
@@ -51,7 +53,8 @@ def multiply(
     bias: torch.Tensor | None,
 ) -> torch.Tensor:
     """The product by the kernel if x has one of `rows` as its number of rows, else by torch."""
-    product = kernel.op if torch.compiler.is_compiling() else kernel
+    sees_ops = torch.compiler.is_compiling() or is_in_torch_dispatch_mode()
+    product = kernel.op if sees_ops else kernel
     if (
         product is None
         or torch.is_grad_enabled()
