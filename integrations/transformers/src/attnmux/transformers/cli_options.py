@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, TypeVar
 
-from attnmux.core import AcceptThresholds, InvalidInput, Offer, Request
+from attnmux.core import AcceptThresholds, InvalidInput, Offer
 from attnmux.core.choosing.offer.named import offers_named
 from attnmux.transformers.cli_drafts import Drafting
 from attnmux.transformers.cli_ranks import Parallel
@@ -95,10 +95,9 @@ class Options:
         options._check()
         return options
 
-    def check_used(self, offers: Sequence[Offer], stated: Request | None, *, images: bool) -> None:
-        """Refuse options of parts that the model or the prompts do not have, before it is loaded.
+    def check_used(self, offers: Sequence[Offer], *, images: bool) -> None:
+        """Refuse options of parts that the prompts do not have, before a model is loaded.
 
-        stated: what the model's config says; None where `check_linear` must ask the loaded model.
         Raises InvalidInput, and UnknownBackend for a backend that no plugin offers.
         """
         for name in (self.backends["mm_backend"], self.backends["linear_backend"]):
@@ -106,14 +105,15 @@ class Options:
                 offers_named(name, offers)
         if self.backends["mm_backend"] is not None and not images:
             raise InvalidInput("--mm-backend", got="no image", expected="--image with it")
-        if stated is not None:
-            self.check_linear(bool(stated.linear_layers))
 
-    def check_linear(self, has_linear: bool) -> None:
-        """Raise InvalidInput for options of linear layers, unless the model has some."""
+    def check_linear(self, may_have_linear: Callable[[], bool]) -> None:
+        """Raise InvalidInput for options of linear layers, unless the model may have some.
+
+        may_have_linear: asked only where such an option is given.
+        """
         given = {**self.backends, **self.running}
         for name in ("linear_backend", "kept_states"):
-            if given[name] is not None and not has_linear:
+            if given[name] is not None and not may_have_linear():
                 raise InvalidInput(
                     f"--{name.replace('_', '-')}",
                     got="a model with softmax attention in all layers",

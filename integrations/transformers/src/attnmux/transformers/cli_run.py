@@ -92,6 +92,7 @@ def run_command(
         context = context_of(checkpoint, answering.context)
         encoded = encode(checkpoint, asked, answering, sampling, context)
         plugins = run.plugins(settings)
+        options.check_used(plugins.offers(), images=bool(encoded.pictured))
         platform = platform_for(run.detect(plugins), settings, options.running["device"])
         ranks = options.parallel.ranks(platform.device_type, checkpoint.config)
         stack.enter_context(only_first(ranks))
@@ -109,11 +110,10 @@ def run_command(
             **_of_machine(run, settings, options, plugins, platform),
             **options.running,
         )
-        stated = stated_request(checkpoint, running, dtype=checkpoint.dtype(running.dtype))
-        options.check_used(plugins.offers(), stated, images=bool(encoded.pictured))
+        options.check_linear(partial(_may_have_linear, checkpoint, running))
         load = partial(_load, run, platform, plugins)
         runner = load(checkpoint, running)
-        options.check_linear(bool(runner.decision.linear))
+        options.check_linear(lambda: bool(runner.decision.linear))
         drafter = drafting.drafter(checkpoint, runner, running, load, max_total_tokens=most)
         drafts = drafting.proposer(checkpoint, runner, drafter, running, warn=run.warn)
         wanted = encoded.read_by(runner)
@@ -145,6 +145,12 @@ def _open(answering: Answering, settings: Settings) -> Checkpoint:
     if settings.locked is not None:
         revision = Lock.read(settings.locked_file()).model_revision(str(source), revision)
     return open_checkpoint(source, revision=revision, progress=sys.stderr.isatty())
+
+
+def _may_have_linear(checkpoint: Checkpoint, options: RunnerOptions) -> bool:
+    """Whether the model's config says so, or says nothing of layers."""
+    stated = stated_request(checkpoint, options, dtype=checkpoint.dtype(options.dtype))
+    return stated is None or bool(stated.linear_layers)
 
 
 def _of_drafts(options: Options, checkpoint: Checkpoint) -> dict[str, Any]:

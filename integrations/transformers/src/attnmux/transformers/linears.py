@@ -42,28 +42,17 @@ class KernelLinear(torch.nn.Linear):
         own = self._parameters
         weight: torch.Tensor = own["weight"]  # type: ignore[assignment]  # it has one
         bias = own["bias"]
-        return multiply(self.kernel, self.rows, input, weight, bias)
-
-
-def multiply(
-    kernel: LinearKernel,
-    rows: range,
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-) -> torch.Tensor:
-    """The product by the kernel if x has one of `rows` as its number of rows, else by torch."""
-    sees_ops = torch.compiler.is_compiling() or is_in_torch_dispatch_mode()
-    product = kernel.op if sees_ops else kernel
-    if (
-        product is None
-        or torch.is_grad_enabled()
-        or not rows.start <= x.numel() // x.shape[-1] < rows.stop
-        or x.dtype is not weight.dtype
-    ):
-        return torch.nn.functional.linear(x, weight, bias)
-    result: torch.Tensor = product(x, weight, bias)
-    return result
+        sees_ops = torch.compiler.is_compiling() or is_in_torch_dispatch_mode()
+        product = self.kernel.op if sees_ops else self.kernel
+        if (
+            product is None
+            or torch.is_grad_enabled()
+            or not self.rows.start <= input.numel() // input.shape[-1] < self.rows.stop
+            or input.dtype is not weight.dtype
+        ):
+            return torch.nn.functional.linear(input, weight, bias)
+        result: torch.Tensor = product(input, weight, bias)
+        return result
 
 
 def multiply_by(kernel: LinearKernel, model: torch.nn.Module) -> None:

@@ -14,7 +14,7 @@ import torch
 from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch._ops import OpOverload
 
-from attnmux.transformers.linears import KernelLinear, is_plain, multiply
+from attnmux.transformers.linears import KernelLinear, is_plain, multiply_by
 
 TOGETHER = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 """Names of projections that Hugging Face's models apply to one input."""
@@ -58,27 +58,14 @@ class ShareProducts(CustomGraphPass):
 class MergedLinear(torch.nn.Module):
     """The columns from `start` to `stop` of a product that other projections share."""
 
-    def __init__(
-        self,
-        original: torch.nn.Linear,
-        weight: torch.nn.Parameter,
-        bias: torch.nn.Parameter | None,
-        start: int,
-    ) -> None:
-        """weight [sum of the outputs, inputs], bias [sum of the outputs]: of all of them."""
+    def __init__(self, original: torch.nn.Linear, whole: torch.nn.Linear, start: int) -> None:
+        """whole: the product of all of them."""
         super().__init__()
-        self.original = original
-        self.all_weights, self.all_biases = weight, bias
+        self.original, self.whole = original, whole
         self.start, self.stop = start, start + original.out_features
-        self.kernel = original.kernel if isinstance(original, KernelLinear) else None
-        self.rows = range(0) if self.kernel is None else self.kernel.rows(weight)
 
     def forward(self, rows: torch.Tensor) -> torch.Tensor:
-        operands = rows, self.all_weights, self.all_biases
-        if self.kernel is None:
-            every = torch.nn.functional.linear(*operands)
-        else:
-            every = multiply(self.kernel, self.rows, *operands)
+        every: torch.Tensor = self.whole(rows)
         return every[..., self.start : self.stop]
 
 
@@ -111,13 +98,24 @@ def _alike(linears: list[torch.nn.Linear]) -> bool:
 
 
 def _merge(module: torch.nn.Module, linears: dict[str, torch.nn.Linear]) -> None:
-    sizes = [each.out_features for each in linears.values()]
-    starts = [0, *itertools.accumulate(sizes)]
-    weight = _joined([each.weight for each in linears.values()])
-    biased = next(iter(linears.values())).bias is not None
-    bias = _joined([each.bias for each in linears.values()]) if biased else None
+    whole = _whole([*linears.values()])
+    starts = [0, *itertools.accumulate(each.out_features for each in linears.values())]
     for start, (name, linear) in zip(starts, linears.items(), strict=False):
-        setattr(module, name, MergedLinear(linear, weight, bias, start))
+        setattr(module, name, MergedLinear(linear, whole, start))
+
+
+def _whole(linears: list[torch.nn.Linear]) -> torch.nn.Linear:
+    """One linear layer for all, by the kernel that the first one calls."""
+    first = linears[0]
+    size = sum(each.out_features for each in linears)
+    biased = first.bias is not None
+    whole = torch.nn.Linear(first.in_features, size, bias=biased, device="meta")
+    whole.weight = _joined([each.weight for each in linears])
+    if biased:
+        whole.bias = _joined([each.bias for each in linears])
+    if isinstance(first, KernelLinear):
+        multiply_by(first.kernel, whole)
+    return whole
 
 
 def _joined(parts: list[torch.Tensor]) -> torch.nn.Parameter:
