@@ -55,7 +55,7 @@ class TritonBackend(AttentionBackend):
         super().__init__(context, options)
         self._splits = SplitOptions.of(options, deterministic=bool(context.request.deterministic))
         self._max_batch_size = context.max_batch_size
-        self.launcher = Launcher()
+        self.launcher = Launcher(overlaps=overlaps_launches(context.platform))
         """Shared by all launches of this backend."""
         self._layers = {
             spec.layer_id: TritonLayer.of(spec, context, self.launcher, tables)
@@ -69,9 +69,7 @@ class TritonBackend(AttentionBackend):
         self._starts_of: dict[int, torch.Tensor] = {}
         """By new tokens a request."""
         self._sums = RunningSums(context.max_batch_size, context.device, self.launcher)
-        self._kv_writer = PoolWriter(
-            context.token_to_kv_pool, self.launcher, overlaps=overlaps_launches(context.platform)
-        )
+        self._kv_writer = PoolWriter(context.token_to_kv_pool, self.launcher)
         stored = [each for each in self._layers.values() if each.slot_group is not None]
         self._limits = {(each.window, each.chunk) for each in stored}
         """The windows and chunks of the layers that attend over the pool."""

@@ -66,9 +66,11 @@ class RehearsedLaunch:
 
 
 class Launcher:
-    """Shared by the launches of a backend: whether they take place or are only noted."""
+    """Shared by the launches of a backend: whether they take place or are only noted, and whether
+    they may begin while the previous one ends."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, overlaps: bool = False) -> None:
+        self.overlaps = overlaps
         self.notes: dict[tuple[BoundKernel, Key], RehearsedLaunch] | None = None
 
     def rehearse(self, steps: Callable[[], object]) -> list[RehearsedLaunch]:

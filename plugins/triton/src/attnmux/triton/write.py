@@ -62,8 +62,6 @@ class LayerWriter:
     """Of the blocks of 4-bit floats, as bytes, [slots, H, n]; `first` and `second` are then bytes
     of two values."""
     launcher: Launcher = field(default_factory=Launcher)
-    overlaps: bool = False
-    """Whether a launch may begin before the previous one ends."""
     _bound: dict[tuple[float, float], BoundKernel] = field(default_factory=dict, init=False)
     """By scales."""
 
@@ -77,7 +75,6 @@ class LayerWriter:
         *,
         is_latent: bool,
         launcher: Launcher | None = None,
-        overlaps: bool = False,
     ) -> LayerWriter:
         """A writer for rows like k at slots like loc.
 
@@ -112,7 +109,6 @@ class LayerWriter:
             if scales is None
             else (scales[0].view(torch.uint8), scales[1].view(torch.uint8)),
             launcher=launcher or Launcher(),
-            overlaps=overlaps,
         )
 
     def write(
@@ -169,7 +165,7 @@ class LayerWriter:
             strides = {f"{name}_stride": each.stride(0), f"{name}_head_stride": each.stride(1)}
             of_blocks |= {name: each, **strides}
         # Only `write_kv` waits for what the previous launch has written.
-        overlaps = self.overlaps and self.first.is_cuda and self.scales is None
+        overlaps = self.launcher.overlaps and self.first.is_cuda and self.scales is None
         return BoundKernel(
             self.launcher,
             write_kv if self.scales is None else write_four_bits,
@@ -224,11 +220,8 @@ class PoolWriter:
     """Writes to all layers of a pool: the `KVWriter` of a context. Each layer's writer is made when
     it is first needed."""
 
-    def __init__(
-        self, pool: KVPool, launcher: Launcher | None = None, *, overlaps: bool = False
-    ) -> None:
-        """overlaps: as of `LayerWriter`."""
-        self._pool, self._overlaps = pool, overlaps
+    def __init__(self, pool: KVPool, launcher: Launcher | None = None) -> None:
+        self._pool = pool
         self._launcher = launcher or Launcher()
         self._writers: dict[tuple[int, bool], LayerWriter] = {}
 
@@ -253,7 +246,6 @@ class PoolWriter:
                 first,
                 is_latent=is_latent,
                 launcher=self._launcher,
-                overlaps=self._overlaps,
             )
         writer.write(layer, loc, first, second)
 
@@ -275,7 +267,7 @@ def make_writer(context: BackendContext) -> PoolWriter | None:
     stored = [layer for layer in context.layers if layer.layer_id in pool.layer_ids]
     if not stored:
         return None
-    writer = PoolWriter(pool, overlaps=overlaps_launches(context.platform))
+    writer = PoolWriter(pool, Launcher(overlaps=overlaps_launches(context.platform)))
     dtype = context.request.dtype
     writer.warm_up(stored[0], torch.bfloat16 if dtype is None else torch_dtype(dtype))
     return writer

@@ -132,7 +132,8 @@ def _periodic(values: Mapping[str, Any]) -> list[str]:
     if not values.get(size) or not is_whole(values.get("num_hidden_layers"), 1):
         return []
     stated = values.get("sliding_window_pattern")
-    period = stated if isinstance(stated, int) and is_whole(stated, 1) else period
+    if isinstance(stated, int) and is_whole(stated, 1):
+        period = stated
     count = _count(values)
     return ["full_attention" if (place + 1) % period == 0 else kind for place in range(count)]
 

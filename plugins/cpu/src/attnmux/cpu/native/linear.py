@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
@@ -26,7 +26,7 @@ class Served:
 
     unit: int
     """Values of a row that the kernel reads at a time: two vectors."""
-    rows: Mapping[torch.dtype, range] = field(default_factory=dict)
+    rows: Mapping[torch.dtype, range]
     """Rows of x, by the dtype."""
 
 
