@@ -14,12 +14,16 @@ from attnmux.testing import Case, decode, make_setup
 
 pytest.importorskip("triton")
 
-from attnmux.triton import tuning
-from attnmux.triton.config_tables import ConfigTables
-from attnmux.triton.configs import PORTABLE, ConfigQuery, ShareConfig, TileConfig
+from attnmux.triton import dispatch, tuning
+from attnmux.triton.config_tables import CHAINS, SHORT_TILES, ConfigTables
+from attnmux.triton.config_tables import SHARES as SHARES_TABLE
+from attnmux.triton.config_tables import TILES as TILES_TABLE
+from attnmux.triton.configs import HOPPER, PORTABLE, ConfigQuery, ShareConfig, TileConfig
 from attnmux.triton.factory import ADDRESS, triton
+from attnmux.triton.hopper_configs import HOPPER_SHARES
 from attnmux.triton.plugin import TRITON
 from attnmux.triton.shapes import Shape
+from attnmux.triton.tuned_configs import VARIANTS, Variants, config_of, values_of
 from attnmux.triton.tuning_loads import Load, layer_of
 
 HERE = replace(Platform.parse("nvidia:sm90,cuda=13.0"), name="NVIDIA H200", core_count=3)
@@ -28,6 +32,7 @@ REQUEST = Request.parse(
 )
 JOB = Job(request=REQUEST, platform=HERE, device="cpu", options={})
 DECODE, EXTEND = Load(batch_size=2, keys=40), Load(batch_size=2, keys=40, new=8)
+VERIFY = replace(EXTEND, verifies=True)
 LATENT = replace(
     JOB,
     request=Request.parse(
@@ -37,17 +42,22 @@ LATENT = replace(
 )
 
 
+def portable(axes):
+    return {(PORTABLE, kind): Variants(axes=axes) for kind in (TileConfig, ShareConfig)}
+
+
 @pytest.mark.parametrize("job", [JOB, LATENT], ids=["gqa", "latent"])
 @pytest.mark.parametrize(
     ("load", "axes", "kind"),
     [
         (DECODE, {"block_n": (16, 64), "num_warps": (4,)}, "shares"),
+        (VERIFY, {"least_share": (1, 4)}, "shares"),
         (EXTEND, {"block_m": (16, 32)}, "tiles"),
     ],
-    ids=["decode", "extend"],
+    ids=["decode", "verify", "extend"],
 )
 def test_today_s_config_and_others_are_tried(job, load, axes, kind):
-    trials = list(tuning.tried(job, (load,), axes))
+    trials = list(tuning.tried(job, (load,), portable(axes)))
     assert [trial.is_current for trial in trials] == [True] + [False] * (len(trials) - 1)
     assert len(trials) >= 2
     for trial in trials:
@@ -70,7 +80,7 @@ def test_a_config_that_fails_or_computes_something_else_has_no_time(monkeypatch)
         return found if len(calls) == 1 else replace(found, outs=outs)
 
     monkeypatch.setattr(tuning, "_timed", failing)
-    today, unable, wrong = tuning.tried(JOB, (DECODE,), {"block_n": (16, 32)})
+    today, unable, wrong = tuning.tried(JOB, (DECODE,), portable({"block_n": (16, 32)}))
     assert today.is_current
     assert (unable.median_us, wrong.median_us) == (None, None)
     assert "out of resource" in unable.error
@@ -105,8 +115,8 @@ def tuned(config, **changes):
         "backend": ADDRESS,
         "device": Device.of(HERE),
         "versions": {},
-        "subject": {"kind": kind, "k_dim": 32, "v_dim": 32, "rows": 2, "page": 16},
-        "values": tuning._values(config),
+        "subject": {"kind": kind, "k_dim": 32, "v_dim": 32, "rows": 2, "page": 16, "key_bits": 16},
+        "values": values_of(config),
         "median_us": 5.0,
         "date": datetime(2026, 5, 1, tzinfo=timezone.utc),
     }
@@ -144,13 +154,31 @@ def test_the_factory_takes_its_own_from_the_context(changes, is_used):
 @pytest.mark.parametrize(
     "changes",
     [
-        {"values": {**tuning._values(SHARES), "block_n": 0}},
-        {"values": {**tuning._values(SHARES), "block_n": "64"}},
-        {"values": {**tuning._values(SHARES), "color": 3}},
-        {"values": {**tuning._values(SHARES), "kernel": "hopper"}},
-        {"values": tuning._values(TILES)},
-        {"subject": {"kind": "shares", "k_dim": 32, "v_dim": 32, "rows": True, "page": 16}},
-        {"subject": {"kind": "shapes", "k_dim": 32, "v_dim": 32, "rows": 2, "page": 16}},
+        {"values": {**values_of(SHARES), "block_n": 0}},
+        {"values": {**values_of(SHARES), "block_n": "64"}},
+        {"values": {**values_of(SHARES), "color": 3}},
+        {"values": {**values_of(SHARES), "kernel": "hopper"}},
+        {"values": values_of(TILES)},
+        {
+            "subject": {
+                "kind": "shares",
+                "k_dim": 32,
+                "v_dim": 32,
+                "rows": True,
+                "page": 16,
+                "key_bits": 16,
+            }
+        },
+        {
+            "subject": {
+                "kind": "shapes",
+                "k_dim": 32,
+                "v_dim": 32,
+                "rows": 2,
+                "page": 16,
+                "key_bits": 16,
+            }
+        },
         {"subject": {}},
     ],
 )
@@ -158,3 +186,67 @@ def test_a_launch_that_no_kernel_takes_is_left_out(changes):
     with pytest.warns(UserWarning, match="a tuned launch is left out"):
         tables = ConfigTables.of([tuned(SHARES, **changes), tuned(TILES)], "sm90")
     assert (len(tables.own_shares), len(tables.own_tiles)) == (0, 1)
+
+
+def variants():
+    for (_, kind), of_kernel in VARIANTS.items():
+        for base in of_kernel.bases:
+            yield kind, base
+            for axis, numbers in of_kernel.axes.items():
+                yield from ((kind, replace(base, **{axis: number})) for number in numbers)
+
+
+def in_tables():
+    for table in (TILES_TABLE, SHORT_TILES, CHAINS, SHARES_TABLE):
+        yield from ((type(entry.config), entry.config) for entry in table)
+
+
+@pytest.mark.parametrize("configs", [variants, in_tables])
+def test_every_config_is_read_as_it_was_written(configs):
+    for kind, config in configs():
+        assert config_of(kind, values_of(config)) == config
+
+
+@pytest.mark.parametrize("changes", [{"num_stages": 5}, {"COPY_REGISTERS": 80}, {"num_warps": 8}])
+def test_a_hopper_kernel_takes_no_other_numbers(changes):
+    with pytest.raises(InvalidInput, match="one that `tune` tries"):
+        config_of(ShareConfig, {**values_of(HOPPER_SHARES), **changes})
+
+
+def test_a_launch_serves_keys_of_the_bits_that_it_was_tuned_for():
+    tables = ConfigTables.of([tuned(SHARES)], "sm90")
+    narrow = replace(query(16), key_bits=8)
+    assert tables.whole_shares(query(16)) == SHARES
+    assert tables.whole_shares(narrow) == ConfigTables().whole_shares(narrow)
+
+
+def test_chains_of_drafts_have_launches_of_their_own():
+    launch = tuned(TILES)
+    chains = replace(launch, subject={**launch.subject, "kind": "chains", "rows": 8})
+    tables = ConfigTables.of([chains], "sm90")
+    assert tables.chains(query(16, queries=8)) == TILES
+    assert tables.chains(query(16, queries=2)) is None
+    assert tables.tiles(query(16)) == ConfigTables().tiles(query(16))
+
+
+def test_the_whole_configs_of_a_hopper_kernel_are_tried_first(monkeypatch):
+    """Then single fields of the fastest, here the third; the times are made up."""
+    monkeypatch.setattr(dispatch, "can_compile", lambda address: True)
+    monkeypatch.setattr(dispatch, "_is_importable", lambda address: True)
+    tried = []
+
+    def timed(job, setups, tables):
+        tried.append(tables)
+        us = 5.0 if len(tried) == 3 else 9.0
+        return tuning.Timed(median_us=us, outs=(torch.ones(1),))
+
+    monkeypatch.setattr(tuning, "_timed", timed)
+    request = replace(REQUEST, head_dim=128, v_head_dim=128)
+    today, *others = tuning.tried(replace(JOB, request=request), (DECODE,))
+    bases = [base for base in VARIANTS[HOPPER, ShareConfig].bases if base != HOPPER_SHARES]
+    assert today.values == values_of(HOPPER_SHARES)
+    assert [trial.values for trial in others[: len(bases)]] == [values_of(base) for base in bases]
+    for trial in others[len(bases) :]:
+        best, given = values_of(bases[1]), dict(trial.values)
+        assert len(best.items() - given.items()) == 1
+    assert len({tuple(trial.values.items()) for trial in others}) == len(others)

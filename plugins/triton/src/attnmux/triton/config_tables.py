@@ -13,13 +13,11 @@ from typing import TYPE_CHECKING, Any
 
 from attnmux.core import FrozenMapping, InvalidInput
 from attnmux.triton.configs import (
-    PORTABLE,
     C,
     ConfigEntry,
     ConfigQuery,
     ShareConfig,
     TileConfig,
-    tuned_fields,
 )
 from attnmux.triton.hopper_configs import (
     HOPPER_EIGHT_BITS,
@@ -35,21 +33,20 @@ from attnmux.triton.hopper_configs import (
     HOPPER_NARROW_SHARES,
     HOPPER_PADDED_EIGHT_BITS,
     HOPPER_SHARES,
+    HOPPER_TAIL_EIGHT_BITS,
     HOPPER_TILES,
     HOPPER_WIDE_EIGHT_BITS,
     HOPPER_WIDE_SHARES,
     HOPPER_WIDE_TILES,
 )
-from attnmux.triton.shapes import LEAST_WIDTH, next_power_of_2
+from attnmux.triton.shapes import LEAST_WIDTH
+from attnmux.triton.tuned_configs import KINDS, entry_of
 
 if TYPE_CHECKING:
     from attnmux.core import TunedLaunch
 
 H200 = "H200, triton 3.6.0"
 H100 = "H100, triton 3.6.0"
-SUBJECT = ("kind", "k_dim", "v_dim", "rows", "page")
-"""The fields of `TunedLaunch.subject`: "tiles" or "shares", columns of K and of V, query heads of
-a KV head, and the pool's page size."""
 
 
 def _tiles(block_m: int, block_n: int, num_warps: int, num_stages: int) -> TileConfig:
@@ -200,17 +197,7 @@ SHARES: tuple[ConfigEntry[ShareConfig], ...] = (
     ConfigEntry(arch="sm90", dims=(192, 128), config=HOPPER_WIDE_SHARES, measured=H100),
     ConfigEntry(arch="sm90", dims=(256, 256), config=HOPPER_WIDE_SHARES, measured=H100),
     ConfigEntry(
-        arch="sm90",
-        dims=(192, 128),
-        key_bits=8,
-        # The product with all keys of a block spills, and is yet faster.
-        config=replace(
-            HOPPER_WIDE_EIGHT_BITS,
-            block_n=128,
-            num_stages=4,
-            options=FrozenMapping({"maxnreg": 240, "launch_pdl": True}),
-        ),
-        measured=H100,
+        arch="sm90", dims=(192, 128), key_bits=8, config=HOPPER_TAIL_EIGHT_BITS, measured=H100
     ),
     ConfigEntry(
         arch="sm90", dims=(256, 256), key_bits=8, config=HOPPER_WIDE_EIGHT_BITS, measured=H100
@@ -239,17 +226,15 @@ class ConfigTables:
     def of(cls, tuned: Iterable[TunedLaunch], arch: str) -> ConfigTables:
         """The tables with the launches that were tuned on this machine. Leaves out, with a warning,
         those that no kernel here takes."""
-        tiles: list[ConfigEntry[TileConfig]] = []
-        shares: list[ConfigEntry[ShareConfig]] = []
+        found: dict[str, list[ConfigEntry[Any]]] = {kind: [] for kind in KINDS}
         for each in tuned:
             try:
-                if each.subject.get("kind") == "tiles":
-                    tiles.append(_entry(each, arch, TileConfig))
-                else:
-                    shares.append(_entry(each, arch, ShareConfig))
+                kind, entry = entry_of(each, arch)
             except InvalidInput as error:
                 warnings.warn(f"a tuned launch is left out: {error}", stacklevel=2)
-        return cls(own_tiles=tuple(tiles), own_shares=tuple(shares))
+            else:
+                found[kind].append(entry)
+        return cls(**{f"own_{kind}": tuple(entries) for kind, entries in found.items()})
 
     def tiles(self, query: ConfigQuery) -> TileConfig:
         """For many new tokens a request; `query.rows` counts the heads alone."""
@@ -265,9 +250,11 @@ class ConfigTables:
 
     def shares(self, query: ConfigQuery) -> ShareConfig:
         """For few new tokens a request. A tile has no more rows than a request has."""
-        config = _best(query, self.own_shares) or _required(query, SHARES)
-        rows = max(next_power_of_2(query.rows), config.least_block_m)
-        return replace(config, block_m=min(rows, config.block_m))
+        return self.whole_shares(query).for_rows(query.rows)
+
+    def whole_shares(self, query: ConfigQuery) -> ShareConfig:
+        """As `shares`, with the entry's rows of a tile."""
+        return _best(query, self.own_shares) or _required(query, SHARES)
 
 
 def _best(query: ConfigQuery, entries: Sequence[ConfigEntry[C]]) -> C | None:
@@ -282,26 +269,3 @@ def _required(query: ConfigQuery, entries: Sequence[ConfigEntry[C]]) -> C:
     if config is None:
         raise LookupError(f"no launch configuration for {query}")
     return config
-
-
-def _entry(tuned: TunedLaunch, arch: str, kind: type[C]) -> ConfigEntry[C]:
-    subject = dict(tuned.subject)
-    values: dict[str, Any] = dict(tuned.values)
-    numbers = [subject.get(name) for name in SUBJECT[1:]]
-    named = "tiles" if kind is TileConfig else "shares"
-    if subject.pop("kind", None) != named or not all(type(n) is int and n > 0 for n in numbers):
-        raise InvalidInput("launch, subject", got=dict(tuned.subject), expected=f"{SUBJECT}")
-    known = tuned_fields(kind)
-    sizes = {name: value for name, value in values.items() if name != "kernel"}
-    is_ours = values.get("kernel", PORTABLE) == PORTABLE and sizes.keys() == known
-    if not is_ours or not all(type(n) is int and n > 0 for n in sizes.values()):
-        raise InvalidInput("launch, values", got=values, expected=f"numbers: {sorted(known)}")
-    k_dim, v_dim, rows, page = (int(n) for n in numbers if n is not None)
-    return ConfigEntry(
-        arch=arch,
-        dims=(k_dim, v_dim),
-        least_rows=rows,
-        page=page,
-        config=kind(**values),
-        measured=f"{tuned.device.name or tuned.device.arch}, {tuned.date:%Y-%m-%d}",
-    )

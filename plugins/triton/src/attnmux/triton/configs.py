@@ -6,11 +6,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import MISSING, dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Generic, TypeVar
 
 from attnmux.core import FrozenMapping
-from attnmux.triton.shapes import LEAST_WIDTH, Shape, Width
+from attnmux.triton.shapes import LEAST_WIDTH, Shape, Width, next_power_of_2
 
 PORTABLE = "portable"
 """The kernels that Triton compiles for any GPU. `dispatch.py` lists the others."""
@@ -69,13 +69,18 @@ class ShareConfig:
     options: FrozenMapping[int] = NOTHING
     """As `TileConfig.options`."""
 
+    def for_rows(self, rows: int) -> ShareConfig:
+        """With tiles of no more rows than a request has."""
+        most = max(next_power_of_2(rows), self.least_block_m)
+        return replace(self, block_m=min(most, self.block_m))
+
 
 C = TypeVar("C", TileConfig, ShareConfig)
 
 
-def tuned_fields(kind: type[TileConfig] | type[ShareConfig]) -> frozenset[str]:
-    """The fields without a default, which are those that a tuner varies."""
-    return frozenset(field.name for field in fields(kind) if field.default is MISSING)
+def number_fields(kind: type[TileConfig] | type[ShareConfig]) -> frozenset[str]:
+    """The fields that hold one number."""
+    return frozenset(field.name for field in fields(kind) if field.type == "int")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

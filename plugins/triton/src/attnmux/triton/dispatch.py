@@ -196,6 +196,10 @@ class Dispatch:
         """For `queries` new tokens a request."""
         return self._safe(self.tables.shares(self._query(SHARE_KERNELS, queries, hides=hides)))
 
+    def whole_shares(self, queries: int) -> ShareConfig:
+        """As `shares`, with the table's rows of a tile, which a tuner varies."""
+        return self.tables.whole_shares(self._query(SHARE_KERNELS, queries, hides=False))
+
     def _safe(self, config: C) -> C:
         """The configuration with tiles that are compiled correctly, see NARROW_V."""
         traits = self.traits

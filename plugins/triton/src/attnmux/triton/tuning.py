@@ -1,7 +1,8 @@
 """The tuner: tries launch configurations for a request's shapes, one by one, on the device.
 
-It starts from today's configuration, varies one field after the other and keeps the fastest value
-of each: the fields hardly depend on each other, and all combinations would take hours.
+It starts from today's configuration, tries the kernel's other whole ones, then varies one field of
+the fastest after the other and keeps the fastest value of each: the fields hardly depend on each
+other, and all combinations would take hours.
 """
 
 from __future__ import annotations
@@ -16,36 +17,27 @@ from typing import Any
 import torch
 import triton
 
-from attnmux.core import BackendFailed, Job, Trial, Value, current_launches, in_brief
+from attnmux.core import BackendFailed, Job, Trial, current_launches, in_brief
 from attnmux.triton.backend import TritonBackend
 from attnmux.triton.config_tables import ConfigTables
-from attnmux.triton.configs import PORTABLE, ConfigEntry, ShareConfig, TileConfig, tuned_fields
+from attnmux.triton.configs import ConfigEntry
+from attnmux.triton.dispatch import Dispatch
 from attnmux.triton.factory import ADDRESS, compute_units
 from attnmux.triton.layer import TritonLayer
-from attnmux.triton.shapes import Shape
+from attnmux.triton.tuned_configs import VARIANTS, Config, Variants, subject_of, values_of
 from attnmux.triton.tuning_loads import Load, Setup, make_setup
 from attnmux.triton.warmup import compile_ahead
+from attnmux.triton.wide_tiles import wide_layer
 
-SHARE_AXES: Mapping[str, Sequence[int]] = {
-    "block_n": (16, 32, 64, 128),
-    "num_warps": (4, 8),
-    "num_stages": (2, 3, 5, 7),
-    "programs_per_unit": (1, 2, 3, 4),
-    "least_share": (1, 2, 4),
-}
-TILE_AXES: Mapping[str, Sequence[int]] = {
-    "block_m": (32, 64, 128),
-    "block_n": (16, 32, 64, 128),
-    "num_warps": (4, 8),
-    "num_stages": (2, 3, 5),
-}
 TOLERANCE = 1e-2
 """The most that a result may differ from today's, as a share of the norm of today's."""
 
 DECODE = (Load(batch_size=1, keys=8192), Load(batch_size=64, keys=4096))
+VERIFY = (
+    Load(batch_size=1, keys=8200, new=8, verifies=True),
+    Load(batch_size=32, keys=4104, new=8, verifies=True),
+)
 EXTEND = (Load(batch_size=1, keys=4096, new=4096), Load(batch_size=4, keys=4608, new=512))
-
-Config = TileConfig | ShareConfig
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -57,56 +49,69 @@ class Timed:
 
 
 def tune(job: Job) -> Iterator[Trial]:
-    """Decode's configurations, then extend's. Raises InvalidInput for a request without dims or
-    heads."""
-    yield from tried(job, DECODE, SHARE_AXES)
-    yield from tried(job, EXTEND, TILE_AXES)
+    """The configurations of decode, of chains of drafts, and of prompts. Raises InvalidInput for a
+    request without dims or heads."""
+    for loads in (DECODE, VERIFY, EXTEND):
+        yield from tried(job, loads)
 
 
-def tried(job: Job, loads: Sequence[Load], axes: Mapping[str, Sequence[int]]) -> Iterator[Trial]:
-    """Today's configuration of the kernel that serves `loads`, then others, on the same inputs.
-
-    Only the portable kernels have others: a kernel for one architecture may hang in some.
-    """
+def tried(
+    job: Job, loads: Sequence[Load], variants: Mapping[Any, Variants] = VARIANTS
+) -> Iterator[Trial]:
+    """Today's configuration of the kernel that serves `loads`, then others, on the same inputs."""
     setups = [make_setup(job, load) for load in loads]
-    context = setups[0].context
-    layer, arch = context.layers[0], job.platform.arch
-    shape, page = Shape.of(layer), context.token_to_kv_pool.page_size
-    tables = ConfigTables.of(current_launches(job.launches, ADDRESS, job.platform), arch)
-    served = TritonLayer.of(layer, context, tables=tables)
-    today: Config = served.share_config(1) if loads[0].new == 1 else served.tiles
-    k_dim, v_dim = shape.dims
-    kind = "tiles" if isinstance(today, TileConfig) else "shares"
-    subject: dict[str, Value] = {
-        "kind": kind,
-        "k_dim": k_dim,
-        "v_dim": v_dim,
-        "rows": shape.group,
-        "page": page,
-    }
-    trial = partial(Trial, subject=subject)
-    reference = _together(job, partial(_timed, job, setups, tables))
-    yield trial(values=_values(today), median_us=reference.median_us, is_current=True)
-    if today.kernel != PORTABLE:
-        return
+    kind, dispatch, today = _served(job, loads[0], setups[0])
+    queries = loads[0].new
+    trial = partial(Trial, subject=subject_of(kind, dispatch.traits, dispatch.page_size, queries))
+    reference = _together(job, partial(_timed, job, setups, dispatch.tables))
+    yield trial(values=values_of(today), median_us=reference.median_us, is_current=True)
     best, least = today, reference.median_us
-    for axis, numbers in axes.items():
+    of_kernel = variants[today.kernel, type(today)]
+    for configs in _turns(of_kernel):
         start = best
-        for number in numbers:
-            if number == getattr(start, axis):
-                continue
-            changed: dict[str, Any] = {axis: number}
-            config = replace(start, **changed)
-            values = _values(config)
+        for config in configs(start):
+            tables = _alone(kind, config, dispatch)
             try:
-                measure = partial(_checked, job, setups, config, shape, arch, reference)
-                found = _together(job, measure)
+                found = _together(job, partial(_checked, job, setups, tables, reference))
             except BackendFailed as failure:
-                yield trial(values=values, median_us=None, error=failure.reason)
+                yield trial(values=values_of(config), median_us=None, error=failure.reason)
                 continue
-            yield trial(values=values, median_us=found.median_us)
+            yield trial(values=values_of(config), median_us=found.median_us)
             if found.median_us < least:
                 best, least = config, found.median_us
+
+
+def _served(job: Job, load: Load, setup: Setup) -> tuple[str, Dispatch, Config]:
+    """What a load's step runs: a kind of configuration, the layer's dispatch, and its own one."""
+    (spec,) = setup.context.layers
+    arch = job.platform.arch
+    tables = ConfigTables.of(current_launches(job.launches, ADDRESS, job.platform), arch)
+    layer = TritonLayer.of(spec, setup.context, tables=tables)
+    if load.new > 1 and not load.verifies:
+        # Prompts over keys of 8 bits run where these are widened
+        dispatch = (wide_layer(layer) or layer).dispatch
+        return "tiles", dispatch, dispatch.tiles(hides=False)
+    chains = layer.dispatch.chains(load.new) if load.verifies else None
+    if chains is not None:
+        return "chains", layer.dispatch, chains
+    return "shares", layer.dispatch, layer.dispatch.whole_shares(load.new)
+
+
+def _turns(variants: Variants) -> Iterator[Callable[[Config], Iterator[Config]]]:
+    """For each turn, the configurations to try besides the fastest so far."""
+
+    def others(start: Config) -> Iterator[Config]:
+        return (base for base in variants.bases if base != start)
+
+    def along(axis: str, start: Config) -> Iterator[Config]:
+        for number in variants.axes[axis]:
+            changed: dict[str, Any] = {axis: number}
+            if number != getattr(start, axis):
+                yield replace(start, **changed)
+
+    yield others
+    for axis in variants.axes:
+        yield partial(along, axis)
 
 
 def _together(job: Job, measure: Callable[[], Timed]) -> Timed:
@@ -120,17 +125,11 @@ def _together(job: Job, measure: Callable[[], Timed]) -> Timed:
     return replace(found, median_us=slowest)
 
 
-def _values(config: Config) -> dict[str, Value]:
-    sizes = {name: getattr(config, name) for name in sorted(tuned_fields(type(config)))}
-    return {"kernel": config.kernel, **sizes}
-
-
-def _alone(config: Config, shape: Shape, arch: str) -> ConfigTables:
+def _alone(kind: str, config: Config, dispatch: Dispatch) -> ConfigTables:
     """Tables in which this configuration wins."""
-    entry: dict[str, Any] = {"arch": arch, "dims": shape.dims, "config": config}
-    if isinstance(config, TileConfig):
-        return ConfigTables(own_tiles=(ConfigEntry(**entry),))
-    return ConfigTables(own_shares=(ConfigEntry(**entry),))
+    fields: dict[str, Any] = {"arch": dispatch.arch, "dims": dispatch.traits.shape.dims}
+    own: dict[str, Any] = {f"own_{kind}": (ConfigEntry(**fields, config=config),)}  # type: ignore[type-var]
+    return ConfigTables(**own)
 
 
 def _timed(job: Job, setups: Sequence[Setup], tables: ConfigTables) -> Timed:
@@ -155,16 +154,9 @@ def _timed(job: Job, setups: Sequence[Setup], tables: ConfigTables) -> Timed:
     return Timed(median_us=math.exp(logs / len(medians)), outs=tuple(outs))
 
 
-def _checked(
-    job: Job,
-    setups: Sequence[Setup],
-    config: Config,
-    shape: Shape,
-    arch: str,
-    reference: Timed,
-) -> Timed:
+def _checked(job: Job, setups: Sequence[Setup], tables: ConfigTables, reference: Timed) -> Timed:
     """Raises BackendFailed for a configuration that does not run, or has another result."""
-    found = _timed(job, setups, _alone(config, shape, arch))
+    found = _timed(job, setups, tables)
     if not _agrees(found, reference):
         raise BackendFailed("triton", "another result")
     return found

@@ -17,6 +17,7 @@ from attnmux.core import (
     MHATokenToKVPool,
     MLATokenToKVPool,
     ReqToTokenPool,
+    SpecInput,
     Workspace,
     torch_dtype,
 )
@@ -32,6 +33,8 @@ class Load:
     batch_size: int
     keys: int
     new: int = 1
+    verifies: bool = False
+    """Whether the queries are drafts that are verified."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -133,16 +136,19 @@ def _batch(load: Load, table: ReqToTokenPool, slots: torch.Tensor) -> ForwardBat
     lens = torch.full((load.batch_size,), load.keys, dtype=torch.int32, device=device)
     table.write(rows, torch.zeros_like(lens), lens, slots.flatten())
     new = torch.full_like(lens, load.new)
-    extends = load.new > 1
+    extends, mode = load.new > 1, ForwardMode.DECODE
+    if extends:
+        mode = ForwardMode.TARGET_VERIFY if load.verifies else ForwardMode.EXTEND
     places = torch.arange(load.keys - load.new, load.keys, device=device)
     return ForwardBatch(
-        forward_mode=ForwardMode.EXTEND if extends else ForwardMode.DECODE,
+        forward_mode=mode,
         batch_size=load.batch_size,
         req_pool_indices=rows,
-        seq_lens=lens,
+        seq_lens=lens - new if load.verifies else lens,
         out_cache_loc=slots[:, -load.new :].flatten().contiguous(),
         positions=places.repeat(load.batch_size),
         extend_seq_lens=new if extends else None,
         extend_prefix_lens=lens - new if extends else None,
         extend_num_tokens=load.batch_size * load.new if extends else None,
+        spec_info=SpecInput(draft_token_num=load.new) if load.verifies else None,
     )
