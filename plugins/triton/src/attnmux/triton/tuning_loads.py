@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -131,24 +131,34 @@ def _pool(layer: LayerSpec, request: Request, size: int, device: torch.device) -
 
 def _batch(load: Load, table: ReqToTokenPool, slots: torch.Tensor) -> ForwardBatch:
     """slots: [B, keys] int64, of each request's tokens."""
-    device = table.device
-    rows = torch.tensor(table.alloc(load.batch_size), device=device)
-    lens = torch.full((load.batch_size,), load.keys, dtype=torch.int32, device=device)
+    device, count = table.device, load.batch_size
+    rows = torch.tensor(table.alloc(count), device=device)
+    lens_cpu = torch.full((count,), load.keys, dtype=torch.int32)
+    new_cpu = torch.full_like(lens_cpu, load.new)
+    lens, new = lens_cpu.to(device), new_cpu.to(device)
     table.write(rows, torch.zeros_like(lens), lens, slots.flatten())
-    new = torch.full_like(lens, load.new)
-    extends, mode = load.new > 1, ForwardMode.DECODE
-    if extends:
-        mode = ForwardMode.TARGET_VERIFY if load.verifies else ForwardMode.EXTEND
     places = torch.arange(load.keys - load.new, load.keys, device=device)
+    mode, cached = ForwardMode.DECODE, lens_cpu
+    more: dict[str, Any] = {}
+    if load.new > 1:
+        mode = ForwardMode.EXTEND
+        more = {
+            "extend_seq_lens": new,
+            "extend_seq_lens_cpu": new_cpu,
+            "extend_prefix_lens": lens - new,
+            "extend_prefix_lens_cpu": lens_cpu - new_cpu,
+            "extend_num_tokens": count * load.new,
+        }
+    if load.verifies:
+        mode, cached = ForwardMode.TARGET_VERIFY, lens_cpu - new_cpu
+        more["spec_info"] = SpecInput(draft_token_num=load.new)
     return ForwardBatch(
         forward_mode=mode,
-        batch_size=load.batch_size,
+        batch_size=count,
         req_pool_indices=rows,
-        seq_lens=lens - new if load.verifies else lens,
+        seq_lens=cached.to(device),
+        seq_lens_cpu=cached,
         out_cache_loc=slots[:, -load.new :].flatten().contiguous(),
-        positions=places.repeat(load.batch_size),
-        extend_seq_lens=new if extends else None,
-        extend_prefix_lens=lens - new if extends else None,
-        extend_num_tokens=load.batch_size * load.new if extends else None,
-        spec_info=SpecInput(draft_token_num=load.new) if load.verifies else None,
+        positions=places.repeat(count),
+        **more,
     )
