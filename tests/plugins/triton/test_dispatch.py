@@ -186,7 +186,7 @@ def test_keys_of_8_bits_have_an_entry_of_their_own():
         )
         for stored in (BF16, E4M3)
     ]
-    assert [(config.block_n, config.num_stages) for config in found] == [(64, 4), (128, 6)]
+    assert [(config.block_n, config.num_stages) for config in found] == [(64, 4), (128, 4)]
 
 
 @pytest.mark.parametrize(

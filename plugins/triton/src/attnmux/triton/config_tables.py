@@ -28,7 +28,6 @@ from attnmux.triton.hopper_configs import (
     HOPPER_HIGH_TILES,
     HOPPER_LATENT_SHARES,
     HOPPER_LATENT_TILES,
-    HOPPER_NARROW_EIGHT_BITS,
     HOPPER_NARROW_HALF_TILES,
     HOPPER_NARROW_SHARES,
     HOPPER_PADDED_EIGHT_BITS,
@@ -181,9 +180,7 @@ SHARES: tuple[ConfigEntry[ShareConfig], ...] = (
         config=replace(NARROW, num_stages=5),
     ),
     ConfigEntry(arch="sm90", dims=(64, 64), config=HOPPER_NARROW_SHARES, measured=H100),
-    ConfigEntry(
-        arch="sm90", dims=(64, 64), key_bits=8, config=HOPPER_NARROW_EIGHT_BITS, measured=H100
-    ),
+    ConfigEntry(arch="sm90", dims=(64, 64), key_bits=8, config=HOPPER_EIGHT_BITS, measured=H100),
     *(
         entry
         for dims in ((80, 80), (96, 96), (112, 112))

@@ -68,8 +68,8 @@ HOPPER_SHARES = ShareConfig(
     constants=FrozenMapping({"COPY_REGISTERS": 72}),
     options=FrozenMapping({"maxnreg": 128, "launch_pdl": True}),
 )
-HOPPER_EIGHT_BITS = replace(HOPPER_SHARES, block_m=16, block_n=128, num_stages=6, least_share=2)
-HOPPER_HIGH_EIGHT_BITS = replace(HOPPER_EIGHT_BITS, block_m=32, block_n=64)
+HOPPER_EIGHT_BITS = replace(HOPPER_SHARES, block_m=16, block_n=128, num_stages=4, least_share=2)
+HOPPER_HIGH_EIGHT_BITS = replace(HOPPER_EIGHT_BITS, block_m=32, block_n=64, num_stages=6)
 # Rings of as many blocks leave no room for a second program.
 HOPPER_WIDE_SHARES = replace(
     HOPPER_SHARES,
@@ -89,8 +89,7 @@ HOPPER_TAIL_EIGHT_BITS = replace(
 )
 # Rows of 64 columns and of 8 bits are half as many bytes.
 HOPPER_NARROW_SHARES = replace(HOPPER_SHARES, block_n=128)
-HOPPER_NARROW_EIGHT_BITS = replace(HOPPER_EIGHT_BITS, num_stages=4)
-HOPPER_PADDED_EIGHT_BITS = replace(HOPPER_EIGHT_BITS, block_n=64)
+HOPPER_PADDED_EIGHT_BITS = replace(HOPPER_EIGHT_BITS, block_n=64, num_stages=6)
 HOPPER_LATENT_SHARES = ShareConfig(
     kernel=HOPPER_LATENT,
     block_m=64,
