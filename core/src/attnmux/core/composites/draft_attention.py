@@ -39,22 +39,6 @@ class Trees:
             visible=torch.ones(batch_size, width, width, dtype=torch.bool, device=device),
         )
 
-    def fits(self, other: Trees) -> bool:
-        """Whether there is room for a copy of `other`."""
-        enough = other.visible.numel() <= self.visible.numel()
-        return len(other.lens) <= len(self.lens) and enough
-
-    def copy(self, other: Trees) -> Trees:
-        """A copy of `other`, in views of these tensors."""
-        size, visible = len(other.lens), other.visible
-        flat = self.visible.view(-1)[: visible.numel()]
-        return Trees(
-            lens=self.lens[:size].copy_(other.lens),
-            positions=self.positions[:size].copy_(other.positions),
-            sees_prefix=self.sees_prefix[:size].copy_(other.sees_prefix),
-            visible=flat.view_as(visible).copy_(visible),
-        )
-
 
 def as_heads(q: torch.Tensor, groups: int, width: int, drafts: int) -> torch.Tensor:
     """[B * width, Hq, D] to [B, drafts * Hq, D], the heads of one KV head together; absent drafts

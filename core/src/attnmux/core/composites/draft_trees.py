@@ -26,7 +26,7 @@ from attnmux.core.context import BackendContext
 from attnmux.core.errors import InvalidInput
 from attnmux.core.latent import UpProjection
 from attnmux.core.layer import LayerSpec
-from attnmux.core.steps import prepared
+from attnmux.core.steps import FixedTensors, prepared
 from attnmux.core.tree_masks import check_trees
 
 
@@ -79,7 +79,7 @@ class TreeAttnBackend(DispatchingBackend):
         self.prefixes = prefixes
         self._attend = attend
         self._drafts = drafts or 1
-        self._buffers: list[Trees] = []
+        self._fixed = FixedTensors()
         self._verification: _Verification | None = None
         self._catching_up: ForwardBatch | None = None
 
@@ -87,8 +87,7 @@ class TreeAttnBackend(DispatchingBackend):
         self.child.init_cuda_graph_state(max_bs, max_num_tokens)
         self.prefixes.init_cuda_graph_state(max_bs, max_bs)
         made = Trees.blank(max_bs, max_num_tokens // max_bs, self.context.device)
-        if not any(each.fits(made) for each in self._buffers):
-            self._buffers.append(made)
+        self._fixed.add(**{name: getattr(made, name) for name in Trees.__slots__})
 
     def parts(self, batch: ForwardBatch, *, eager: bool) -> Parts:
         if eager:
@@ -140,13 +139,11 @@ class TreeAttnBackend(DispatchingBackend):
             return batch
         if self.context.debug:
             check_trees(batch)
-        trees = trees_of(batch)
+        trees = self._fixed.holding(trees_of(batch))
         width = trees.visible.shape[1]
         if width > self._drafts:
             expected = f"at most {self._drafts}, the request's spec_draft_tokens"
             raise InvalidInput("spec_info.draft_token_num", got=width, expected=expected)
-        room = next((each for each in self._buffers if each.fits(trees)), None)
-        trees = trees if room is None else room.copy(trees)
         lens_cpu = None if batch.seq_lens_cpu is None else batch.seq_lens_cpu.clamp(min=1)
         prefixes = ForwardBatch(
             forward_mode=ForwardMode.DECODE,

@@ -16,10 +16,11 @@ from attnmux.core.backend import AttentionBackend
 from attnmux.core.batch import ForwardBatch, ForwardMode
 from attnmux.core.call import AttentionCall
 from attnmux.core.composites.dispatch import CompositeBackend, Parts, Route, check_padding
-from attnmux.core.composites.virtual_requests import StepBuffers, in_buffers, virtual_step
+from attnmux.core.composites.virtual_requests import room_for_decoding, virtual_step
 from attnmux.core.context import BackendContext
 from attnmux.core.errors import GraphUnsupported, InvalidInput
 from attnmux.core.kv.request_table import ReqToTokenPool
+from attnmux.core.steps import FixedTensors
 from attnmux.core.tree_masks import check_unmasked
 
 Make = Callable[[BackendContext], AttentionBackend]
@@ -98,14 +99,14 @@ class LocalAttnBackend(CompositeBackend):
             if layer.attention_chunk_size > 0
         }
         self._virtual_steps: dict[int, ForwardBatch] = {}
-        self._buffers: list[dict[int, StepBuffers]] = []
+        self._fixed = {chunk: FixedTensors() for chunk in self.local}
 
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
         if max_num_tokens > max_bs:
             raise GraphUnsupported("drafts in layers with attention chunks are not captured")
         super().init_cuda_graph_state(max_bs, max_num_tokens)
-        device = self.context.device
-        self._buffers.append({chunk: StepBuffers.of(max_bs, device) for chunk in self.local})
+        for fixed in self._fixed.values():
+            fixed.add(**room_for_decoding(max_bs, self.context.device))
 
     def parts(self, batch: ForwardBatch, *, eager: bool) -> Parts:
         if eager:
@@ -113,8 +114,7 @@ class LocalAttnBackend(CompositeBackend):
         self._virtual_steps = {chunk: self._virtual(batch, chunk) for chunk in self.local}
         if not eager and batch.forward_mode.is_decode():
             for chunk, step in self._virtual_steps.items():
-                fixed = in_buffers(step, (each[chunk] for each in self._buffers))
-                self._virtual_steps[chunk] = fixed
+                self._virtual_steps[chunk] = self._fixed[chunk].holding(step)
         whole = () if self.whole is None else ((self.whole, batch),)
         return (*whole, *((self.local[c], step) for c, step in self._virtual_steps.items()))
 

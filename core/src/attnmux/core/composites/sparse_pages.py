@@ -19,14 +19,14 @@ from attnmux.core.call import AttentionCall
 from attnmux.core.choosing.ask.sparse import check_budget
 from attnmux.core.composites.dispatch import CompositeBackend, Parts, Route
 from attnmux.core.composites.page_choice import PageBounds, PageKernels, PlainPages, RequestPages
-from attnmux.core.composites.virtual_requests import StepBuffers, in_buffers
+from attnmux.core.composites.virtual_requests import room_for_decoding
 from attnmux.core.context import BackendContext
 from attnmux.core.errors import GraphUnsupported, InvalidInput
 from attnmux.core.kv.foreign import ForeignKVPool
 from attnmux.core.kv.memory import allocate_zeroed
 from attnmux.core.kv.request_table import ReqToTokenPool
 from attnmux.core.layer import LayerSpec, check_features
-from attnmux.core.steps import prepared
+from attnmux.core.steps import FixedTensors, prepared
 
 
 def pages_of_budget(budget: int, *, page_size: int, max_context_len: int) -> int:
@@ -120,13 +120,13 @@ class SparseAttnBackend(CompositeBackend):
         self._most = -(-context.max_context_len // self._page_size)
         self._width = self._most
         self._step: ForwardBatch | None = None
-        self._buffers: list[StepBuffers] = []
+        self._fixed = FixedTensors()
 
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
         if max_num_tokens > max_bs:
             raise GraphUnsupported("drafts over chosen pages are not captured")
         super().init_cuda_graph_state(max_bs, max_num_tokens)
-        self._buffers.append(StepBuffers.of(max_bs, self.context.device))
+        self._fixed.add(**room_for_decoding(max_bs, self.context.device))
 
     def parts(self, batch: ForwardBatch, *, eager: bool) -> Parts:
         if eager:
@@ -135,7 +135,7 @@ class SparseAttnBackend(CompositeBackend):
             return ((self.whole, batch),)
         step, self._width = self._virtual(batch), self._most
         if not eager:
-            step = in_buffers(step, self._buffers)
+            step = self._fixed.holding(step)
         elif batch.seq_lens_cpu is not None and batch.batch_size:
             longest = -(-int(batch.seq_lens_cpu.max()) // self._page_size)
             self._width = min(max(longest, self._pages), self._most)
