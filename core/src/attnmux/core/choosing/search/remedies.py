@@ -13,7 +13,7 @@ from attnmux.core.choosing.judge.shortcomings import changed, remedy
 from attnmux.core.choosing.offer.card import Offer
 from attnmux.core.choosing.search.assignments import is_compatible
 from attnmux.core.choosing.search.points import Candidate, Point, candidates_of, feasible_points
-from attnmux.core.choosing.search.problem import CACHED_LEADS, Problem, Variant, opponents
+from attnmux.core.choosing.search.problem import CACHED_LEADS, Problem, Variant
 
 Changes = tuple[tuple[str, str], ...]
 """Fields of the request and their new values, as text."""
@@ -70,7 +70,7 @@ class Remedies:
         if other == place:
             return {address: None}
         groups = self._original.groups
-        barred = opponents(self._original.opposed, address, groups[place].lead)
+        barred = self._original.opponents(address, groups[place].lead)
         if not barred or groups[other].lead not in CACHED_LEADS:
             return self._addresses[other]
         return {one: None for one in self._addresses[other] if one not in barred}
