@@ -98,7 +98,6 @@ class LocalAttnBackend(CompositeBackend):
             for layer in context.layers
             if layer.attention_chunk_size > 0
         }
-        self._virtual_steps: dict[int, ForwardBatch] = {}
         self._fixed = {chunk: FixedTensors() for chunk in self.local}
 
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
@@ -111,12 +110,13 @@ class LocalAttnBackend(CompositeBackend):
     def parts(self, batch: ForwardBatch, *, eager: bool) -> Parts:
         if eager:
             self.check_step(batch)
-        self._virtual_steps = {chunk: self._virtual(batch, chunk) for chunk in self.local}
-        if not eager and batch.forward_mode.is_decode():
-            for chunk, step in self._virtual_steps.items():
-                self._virtual_steps[chunk] = self._fixed[chunk].holding(step)
-        whole = () if self.whole is None else ((self.whole, batch),)
-        return (*whole, *((self.local[c], step) for c, step in self._virtual_steps.items()))
+        if self.whole is not None:
+            yield self.whole, batch
+        for chunk, backend in self.local.items():
+            step = self._virtual(batch, chunk)
+            if not eager and batch.forward_mode.is_decode():
+                step = self._fixed[chunk].holding(step)
+            yield backend, step
 
     def route(self, call: AttentionCall, batch: ForwardBatch) -> Route:
         chunk = self._chunks.get(call.layer.layer_id)
@@ -130,7 +130,7 @@ class LocalAttnBackend(CompositeBackend):
             raise InvalidInput("save_kv_cache", got=False, expected=expected)
         backend = self.local[chunk]
         layer = backend.context.layer(call.layer.layer_id)
-        return backend, structs.replace(call, layer=layer), self._virtual_steps[chunk]
+        return backend, structs.replace(call, layer=layer), self.step_of(backend)
 
     def _virtual(self, batch: ForwardBatch, chunk: int) -> ForwardBatch:
         """The step's virtual requests, whose rows of the table are filled."""

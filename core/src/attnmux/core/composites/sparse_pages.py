@@ -26,7 +26,7 @@ from attnmux.core.kv.foreign import ForeignKVPool
 from attnmux.core.kv.memory import allocate_zeroed
 from attnmux.core.kv.request_table import ReqToTokenPool
 from attnmux.core.layer import LayerSpec, check_features
-from attnmux.core.steps import FixedTensors, prepared
+from attnmux.core.steps import FixedTensors
 
 
 def pages_of_budget(budget: int, *, page_size: int, max_context_len: int) -> int:
@@ -119,7 +119,6 @@ class SparseAttnBackend(CompositeBackend):
         self._pages = chosen.context.max_context_len // self._page_size
         self._most = -(-context.max_context_len // self._page_size)
         self._width = self._most
-        self._step: ForwardBatch | None = None
         self._fixed = FixedTensors()
 
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
@@ -139,7 +138,6 @@ class SparseAttnBackend(CompositeBackend):
         elif batch.seq_lens_cpu is not None and batch.batch_size:
             longest = -(-int(batch.seq_lens_cpu.max()) // self._page_size)
             self._width = min(max(longest, self._pages), self._most)
-        self._step = step
         return ((self.chosen, step),)
 
     def save_kv(
@@ -176,7 +174,7 @@ class SparseAttnBackend(CompositeBackend):
             self._kernels.choose(scores, requests, self._pages),
             requests,
         )
-        return self.chosen, structs.replace(call, k=None, v=None), prepared(self._step)
+        return self.chosen, structs.replace(call, k=None, v=None), self.step_of(self.chosen)
 
     def _decodes(self, batch: ForwardBatch) -> bool:
         """Raises InvalidInput for steps of drafts."""
