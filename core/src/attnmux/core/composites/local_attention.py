@@ -93,11 +93,6 @@ class LocalAttnBackend(CompositeBackend):
         check_padding("local", *self.members)
         self.whole = whole
         self.local = dict(local)
-        self._chunks = {
-            layer.layer_id: layer.attention_chunk_size
-            for layer in context.layers
-            if layer.attention_chunk_size > 0
-        }
         self._fixed = {chunk: FixedTensors() for chunk in self.local}
 
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
@@ -119,17 +114,15 @@ class LocalAttnBackend(CompositeBackend):
             yield backend, step
 
     def route(self, call: AttentionCall, batch: ForwardBatch) -> Route:
-        chunk = self._chunks.get(call.layer.layer_id)
-        if chunk is None:
-            if self.whole is None:
-                got, expected = call.layer.layer_id, f"one of {sorted(self._chunks)}"
-                raise InvalidInput("layer", got=got, expected=expected)
+        layer_id = call.layer.layer_id
+        backend = self.local.get(self.context.layer(layer_id).attention_chunk_size)
+        if backend is None:
+            assert self.whole is not None  # made where a layer has no chunks
             return self.whole, call, batch
         if call.has_own_kv and not _has_no_prefix(batch):
             expected = "True where requests have a prefix, or their mirrors do not say"
             raise InvalidInput("save_kv_cache", got=False, expected=expected)
-        backend = self.local[chunk]
-        layer = backend.context.layer(call.layer.layer_id)
+        layer = backend.context.layer(layer_id)
         return backend, structs.replace(call, layer=layer), self.step_of(backend)
 
     def _virtual(self, batch: ForwardBatch, chunk: int) -> ForwardBatch:

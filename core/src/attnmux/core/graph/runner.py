@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-from torch.utils import _pytree as pytree
 
 from attnmux.core.backend import AttentionBackend
 from attnmux.core.batch import ForwardBatch, ForwardMode
@@ -32,18 +31,11 @@ from attnmux.core.spec import SpecInput
 from attnmux.core.tree_masks import masks_drafts
 
 
-class _Captured:
-    """A graph with its batch and its outputs."""
+class _Captured(NamedTuple):
+    """A graph with its batch."""
 
-    def __init__(self, graph: CapturedGraph, batch: ForwardBatch) -> None:
-        self.graph = graph
-        self.batch = batch
-        self._leaves, self._spec = pytree.tree_flatten(graph.outputs)
-
-    def outputs(self, num_tokens: int) -> Any:  # noqa: ANN401  # as the model's call returned it
-        """The first rows of the outputs."""
-        rows = [None if leaf is None else leaf[:num_tokens] for leaf in self._leaves]
-        return pytree.tree_unflatten(rows, self._spec)
+    graph: CapturedGraph
+    batch: ForwardBatch
 
 
 class GraphRunner:
@@ -172,7 +164,7 @@ class GraphRunner:
             padded = self._buffers.load(held, inputs, captured.batch)
         self._backend.init_forward_metadata_out_graph(padded)
         captured.graph.replay()
-        return captured.outputs(batch.num_tokens)
+        return self._outputs.rows(batch.num_tokens)
 
     def _capture(self, batch: ForwardBatch, inputs: Mapping[str, torch.Tensor]) -> _Captured:
         def run_model() -> Any:  # noqa: ANN401  # as the model's call returns it
