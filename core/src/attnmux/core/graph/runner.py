@@ -134,11 +134,15 @@ class GraphRunner:
 
     def can_run(self, batch: ForwardBatch, *, size: int | None = None) -> bool:
         """Whether a captured graph serves the batch; size: as in `replay`."""
-        return self._size_if_any(batch, size) is not None
+        return self.size_for(batch, size=size) is not None
 
-    def size_for(self, batch: ForwardBatch) -> int | None:
-        """The smallest captured size that serves the batch; None where no graph does."""
-        return self._size_if_any(batch, None)
+    def size_for(self, batch: ForwardBatch, *, size: int | None = None) -> int | None:
+        """The smallest captured size that serves the batch, or `size` as in `replay`; None where no
+        graph does."""
+        try:
+            return self._size_of(batch, size)
+        except InvalidInput:
+            return None
 
     def replay(
         self,
@@ -183,12 +187,6 @@ class GraphRunner:
         self._ranks.meet()
         graph = self._devices.capture(step)
         return _Captured(graph, batch)
-
-    def _size_if_any(self, batch: ForwardBatch, size: int | None) -> int | None:
-        try:
-            return self._size_of(batch, size)
-        except InvalidInput:
-            return None
 
     def _size_of(self, batch: ForwardBatch, size: int | None) -> int:
         """The captured size that serves the batch. Raises InvalidInput where no graph does."""
