@@ -38,7 +38,8 @@ def sparse_context(context: BackendContext, budget: int) -> BackendContext:
     """The context of the backend that attends over chosen pages: `budget` tokens of each request.
 
     Raises InvalidInput for pages of one token, a budget that is not whole pages or too few, layers
-    that are not plain and causal, and a pool with gaps or of another dtype than the model's.
+    that are not plain and causal, and a pool with gaps or of another dtype than the model's;
+    PoolExhausted when memory for the pages' copies does not suffice.
     """
     pool = context.token_to_kv_pool
     page_size = pool.page_size
@@ -54,36 +55,29 @@ def sparse_context(context: BackendContext, budget: int) -> BackendContext:
     table = ReqToTokenPool(size, width, context.device)
     slots = torch.arange(size * width, dtype=torch.int32, device=context.device) + page_size
     table.req_to_token[1:] = slots.view(size, width)
-    return replace(
-        context,
-        request=context.request.replace(
-            origin="model", sparse=None, sparse_budget=None, phases=("decode",)
-        ),
-        req_to_token_pool=table,
-        token_to_kv_pool=_pool_of(context, size * width),
-        kv_writer=None,
-        max_context_len=width,
-        # The new tokens' slots are the engine's, and the step was checked whole
-        debug=False,
-    )
-
-
-def _pool_of(context: BackendContext, tokens: int) -> ForeignKVPool:
-    """Room for copies of chosen pages. All layers share one buffer, since each fills it anew.
-
-    Raises PoolExhausted when memory does not suffice.
-    """
-    pool, layer = context.token_to_kv_pool, context.layers[0]
-    shape = (tokens + pool.page_size, layer.tp_k_head_num)
-    k, v = allocate_zeroed(
+    layer, tokens = context.layers[0], size * width
+    shape = (tokens + page_size, layer.tp_k_head_num)
+    copies = allocate_zeroed(
         [(*shape, layer.qk_head_dim), (*shape, layer.v_head_dim)],
         dtype=pool.dtype,
         device=pool.device,
         what=f"copies of chosen pages, {tokens} tokens",
         hint="lower the budget, or the number of requests",
     )
-    pairs = {each.layer_id: (k, v) for each in context.layers}
-    return ForeignKVPool(pairs, page_size=pool.page_size)
+    # All layers share one buffer, since each fills it anew
+    pairs = {each.layer_id: (copies[0], copies[1]) for each in context.layers}
+    return replace(
+        context,
+        request=context.request.replace(
+            origin="model", sparse=None, sparse_budget=None, phases=("decode",)
+        ),
+        req_to_token_pool=table,
+        token_to_kv_pool=ForeignKVPool(pairs, page_size=page_size),
+        kv_writer=None,
+        max_context_len=width,
+        # The new tokens' slots are the engine's, and the step was checked whole
+        debug=False,
+    )
 
 
 class SparseAttnBackend(CompositeBackend):

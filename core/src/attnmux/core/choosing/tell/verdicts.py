@@ -12,7 +12,7 @@ from functools import cache
 
 from attnmux.core.choosing.ask.values import PHASES
 from attnmux.core.choosing.common.verdict import Obstacle, Reason, Verdict
-from attnmux.core.choosing.judge.axes import Questions, demands_of
+from attnmux.core.choosing.judge.axes import demands_of
 from attnmux.core.choosing.judge.checking import Rank, verdict
 from attnmux.core.choosing.judge.shortcomings import (
     is_served,
@@ -129,21 +129,17 @@ class _Verdicts:
         told = verdict(offer, phase, reasons, rank)
         if self._best is None:
             return told
-        obstacle = self._obstacle(group, phase, offer, self._best.variant.questions)
-        return replace(told, eligible=obstacle is None, obstacle=obstacle)
-
-    def _obstacle(
-        self, group: Group, phase: str, offer: Offer, decided: Questions
-    ) -> Obstacle | None:
-        """What keeps the offer from serving the group as decided, with the winners of the others:
-        its own phase's reasons first, then those of the phases that one backend serves with it."""
-        together = (phase, *group.phases)
+        # What keeps it from serving as decided, with the winners of the others: its own phase's
+        # reasons first, then those of the phases that one backend serves with it
+        together, decided = (phase, *group.phases), self._best.variant.questions
         failing = next((each for each in together if not is_served(offer.card, decided[each])), "")
         if failing:
-            reasons = shortcomings(offer.card, decided[failing])
+            against = shortcomings(offer.card, decided[failing])
         else:
-            reasons = self._excluded(group, offer, None)
-        return Obstacle(phase=failing or phase, reasons=tuple(reasons)) if reasons else None
+            against = self._excluded(group, offer, None)
+        if not against:
+            return replace(told, eligible=True)
+        return replace(told, obstacle=Obstacle(phase=failing or phase, reasons=tuple(against)))
 
     def _joint_reasons(self, group: Group, offer: Offer) -> list[Reason]:
         """Why an offer that serves a phase alone cannot serve the group."""
