@@ -19,13 +19,12 @@ from attnmux.core.composites.draft_attention import (
     as_heads,
     attend_to_drafts,
     sinks_as_heads,
-    trees_of,
 )
 from attnmux.core.composites.part_attention import is_mergeable
 from attnmux.core.context import BackendContext
 from attnmux.core.errors import InvalidInput
 from attnmux.core.steps import FixedTensors, prepared
-from attnmux.core.tree_masks import check_trees
+from attnmux.core.tree_masks import check_trees, visible_drafts
 
 
 class TreeAttnBackend(DispatchingBackend):
@@ -105,7 +104,16 @@ class TreeAttnBackend(DispatchingBackend):
             return batch
         if self.context.debug:
             check_trees(batch)
-        trees = self._fixed.holding(trees_of(batch))
+        # An empty prefix gets a token, because each request of a decode step has one. Its share of
+        # the answer is dropped
+        lens = batch.seq_lens.clamp(min=1)
+        made = Trees(
+            lens=lens,
+            positions=lens.long() - 1,
+            sees_prefix=batch.seq_lens > 0,
+            visible=visible_drafts(batch),
+        )
+        trees = self._fixed.holding(made)
         width = trees.visible.shape[1]
         if width > self._drafts:
             expected = f"at most {self._drafts}, the request's spec_draft_tokens"
