@@ -66,6 +66,7 @@ class ReqToTokenPool(RequestTable):
         Raises InvalidInput for a size below 1 and PoolExhausted when memory does not suffice.
         """
         super().__init__(size, max_context_len, device)
+        self._available: int = size
         self._req_to_token = self._allocate(max_context_len, "tokens")
         self.clear()
 
@@ -126,7 +127,7 @@ class ReqToTokenPool(RequestTable):
         """Free every row."""
         self._stack = list(range(self.size, 0, -1))
         self._in_use = [False] * (self.size + 1)
-        self._available: int = self.size
+        self._available = self.size
 
     def write(
         self,
