@@ -32,7 +32,7 @@ from attnmux.core import (
 )
 from attnmux.core.batch import ForwardMode
 from attnmux.core.choosing.machine.cpu import probe_cpu
-from attnmux.core.composites import draft_attention
+from attnmux.core.composites import draft_trees
 from attnmux.cpu.torch_native import TorchNativeBackend
 from attnmux.nvidia.fa3 import FA3Backend
 from attnmux.nvidia.fa3_layers import FA3Kernels
@@ -176,9 +176,9 @@ def test_flash_attention_verifies_trees_on_pages(page_size, seed) -> None:
 
 def test_a_wrong_link_is_seen(seed, monkeypatch) -> None:
     """The suite fails if drafts see their siblings."""
-    right = draft_attention.visible_drafts
+    right = draft_trees.visible_drafts
     monkeypatch.setattr(
-        draft_attention, "visible_drafts", lambda batch: torch.ones_like(right(batch)).tril()
+        draft_trees, "visible_drafts", lambda batch: torch.ones_like(right(batch)).tril()
     )
     case = Case(name="trees", steps=(verify(6, 9, 4),), spec_topk=3)
     assert run_case(candidate(), case, seed=seed).status == "failed"

@@ -127,8 +127,8 @@ def check_fields(batch: ForwardBatch) -> None:
         lens = getattr(batch, field)
         if lens is not None:
             check_lens(field, lens, size)
-            if field in _MIRRORS and not lens.is_cpu:
-                raise InvalidInput(field, got=f"a tensor on {lens.device}", expected="one on cpu")
+            if field in _MIRRORS:
+                check_device(field, lens, torch.device("cpu"))
     if batch.topk_indices is not None:
         of_blocks = batch.topk_indices.dim() == 3
         (check_picked_blocks if of_blocks else check_picks)(batch.topk_indices, num_tokens)
@@ -164,9 +164,7 @@ def _check_visible(batch: ForwardBatch, spec: SpecInput) -> None:
         shape = (batch.batch_size, drafts, width)
         if mask.shape != shape or mask.dtype != dtype:
             raise InvalidInput(field, got=described(mask), expected=f"{dtype} of shape {shape}")
-        if mask.device != batch.seq_lens.device:
-            got = f"a tensor on {mask.device}"
-            raise InvalidInput(field, got=got, expected=f"one on {batch.seq_lens.device}")
+        check_device(field, mask, batch.seq_lens.device)
 
 
 def check_call(call: AttentionCall, batch: ForwardBatch, *, dtype: torch.dtype | None) -> None:
@@ -237,10 +235,15 @@ def check_tensor(
         raise InvalidInput(argument, got=f"shape {tuple(tensor.shape)}", expected=f"shape {shape}")
     if dtype is not None and tensor.dtype != dtype:
         raise InvalidInput(argument, got=tensor.dtype, expected=str(dtype))
+    if tensor.device != device:  # each layer of each step comes here: no call where all is well
+        check_device(argument, tensor, device)
+
+
+def check_device(argument: str, tensor: torch.Tensor, device: torch.device) -> None:
+    """Raise InvalidInput for a tensor on another device."""
     if tensor.device != device:
-        raise InvalidInput(
-            argument, got=f"a tensor on {tensor.device}", expected=f"one on {device}"
-        )
+        got = f"a tensor on {tensor.device}"
+        raise InvalidInput(argument, got=got, expected=f"one on {device}")
 
 
 def _check_absent(argument: str, tensor: torch.Tensor | None, reason: str) -> None:

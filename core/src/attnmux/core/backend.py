@@ -43,7 +43,6 @@ class AttentionBackend(StepBackend):
         self._kv_writer = context.kv_writer
 
     def init_forward_metadata(self, batch: ForwardBatch) -> None:
-        """Prepare an eager step. Raises InvalidInput for a malformed batch."""
         self.check_step(batch)
         super().init_forward_metadata(batch)
 

@@ -6,6 +6,7 @@ from dataclasses import fields
 
 import torch
 
+from attnmux.core.arguments import check_device
 from attnmux.core.batch import ForwardBatch
 from attnmux.core.call import AttentionCall
 from attnmux.core.context import BackendContext
@@ -20,8 +21,7 @@ def check_tensors(context: BackendContext, call: AttentionCall) -> None:
     Raises InvalidInput with the argument.
     """
     device = context.req_to_token_pool.req_to_token.device
-    if call.q.device != device:
-        raise InvalidInput("q", got=f"a tensor on {call.q.device}", expected=f"one on {device}")
+    check_device("q", call.q, device)
     for name, tensor in (("out", call.out), ("lse", call.lse)):
         if tensor is not None and any(
             stride == 0 and size > 1
@@ -36,9 +36,8 @@ def _check_devices(context: BackendContext, batch: ForwardBatch) -> None:
     for field in fields(batch):
         value = getattr(batch, field.name)
         expected = torch.device("cpu") if field.name.endswith("_cpu") else device
-        if isinstance(value, torch.Tensor) and value.device != expected:
-            got = f"a tensor on {value.device}"
-            raise InvalidInput(field.name, got=got, expected=f"one on {expected}")
+        if isinstance(value, torch.Tensor):
+            check_device(field.name, value, expected)
 
 
 def check_batch(context: BackendContext, batch: ForwardBatch) -> None:

@@ -1,19 +1,4 @@
-"""Every error that attnmux raises on purpose.
-
-AttnmuxError
-├── InvalidInput       a bad argument, refused before anything was changed (also a ValueError)
-├── PoolExhausted      the request table or the KV pool has too little room left
-├── NoBackend          no backend serves the request; carries every candidate's reasons
-├── UnknownBackend     a name that no installed plugin advertises
-├── AmbiguousPlatform  several kinds of accelerator are present and none was named
-├── GraphUnsupported   a backend without graph capture was asked to capture
-│   └── GraphViolation a captured step did what a replay would not repeat
-├── RanksDiffer        ranks that should run the same step or backend, and do not
-├── RankFailed         another rank that ended, or that did not arrive in time
-├── PluginError        a plugin that cannot be loaded or breaks the plugin contract
-│   └── BackendFailed  a backend whose library does not load or whose kernels do not compile
-└── SettingsError      a configuration file or environment variable that cannot be used
-"""
+"""Every error that attnmux raises on purpose: AttnmuxError, and below it a class for each kind."""
 
 from __future__ import annotations
 
@@ -29,9 +14,9 @@ class AttnmuxError(Exception):
 
 
 class InvalidInput(AttnmuxError, ValueError):
-    """An argument that cannot be used.
+    """An argument that cannot be used; also a ValueError.
 
-    Raised before a kernel runs and before the KV pool is touched.
+    Raised before a kernel runs and before anything is changed, such as the KV pool.
     """
 
     def __init__(self, argument: str, *, got: object, expected: str) -> None:
@@ -42,7 +27,8 @@ class InvalidInput(AttnmuxError, ValueError):
 
 
 class PoolExhausted(AttnmuxError):
-    """An allocation that does not fit. Nothing was allocated."""
+    """An allocation that does not fit the request table, a pool or the device. Nothing was
+    allocated."""
 
     def __init__(self, what: str, *, wanted: int, available: int, hint: str = "") -> None:
         self.what = what

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
+from dataclasses import replace
 from types import MappingProxyType
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from attnmux.core.batch import ForwardBatch
 from attnmux.core.errors import AttnmuxError, GraphUnsupported
+
+if TYPE_CHECKING:
+    import torch
 
 S = TypeVar("S")
 
@@ -53,3 +57,36 @@ def prepared(step: S | None) -> S:
     if step is None:
         raise AttnmuxError("no step is prepared: call init_forward_metadata(batch) first")
     return step
+
+
+class FixedTensors:
+    """Fields of steps where captured graphs read them.
+
+    Graphs keep reading earlier sets, so that sets are added and never moved. A step takes the first
+    one with room, at capture and at every replay.
+    """
+
+    def __init__(self) -> None:
+        self._sets: list[dict[str, torch.Tensor]] = []
+
+    def add(self, **tensors: torch.Tensor) -> None:
+        """Another set, by the names of the fields, unless a known one has as much room."""
+        if not any(_fits(tensors, known) for known in self._sets):
+            self._sets.append(tensors)
+
+    def holding(self, step: S) -> S:
+        """The step, a dataclass, with copies of its fields in views of a set. Without room it stays
+        where it is."""
+        for room in self._sets:
+            given = {name: getattr(step, name) for name in room}
+            if _fits(given, room):
+                held = {
+                    name: room[name].view(-1)[: each.numel()].view_as(each).copy_(each)
+                    for name, each in given.items()
+                }
+                return replace(step, **held)  # type: ignore[type-var]  # a dataclass
+        return step
+
+
+def _fits(given: Mapping[str, torch.Tensor], room: Mapping[str, torch.Tensor]) -> bool:
+    return all(each.numel() <= room[name].numel() for name, each in given.items())

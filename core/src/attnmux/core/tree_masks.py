@@ -137,8 +137,13 @@ def with_form(batch: ForwardBatch, form: TreeMask, *, max_context_len: int) -> F
         return replace(batch, spec_info=with_mask(spec, visible=visible))
     if form == "qlen_only_bitpacking":
         return replace(batch, spec_info=with_mask(spec, visible_bits=pack_visible(visible)))
-    total = whole_size(batch, drafts, max_context_len)
-    mask = whole_mask(visible, batch.seq_lens, total=total)
+    size, total = batch.batch_size, batch.seq_lens_sum
+    lens = batch.seq_lens if batch.seq_lens.is_cpu else batch.seq_lens_cpu
+    if lens is not None:
+        total = int(lens.sum())
+    if total is None:
+        total = size * max_context_len
+    mask = whole_mask(visible, batch.seq_lens, total=drafts * (total + size * drafts))
     bounds = mask_bounds(batch.seq_lens, drafts)
     return replace(batch, spec_info=with_mask(spec, custom_mask=mask, mask_indptr=bounds))
 
@@ -159,17 +164,6 @@ def of_requests(spec: SpecInput, first: int, last: int) -> SpecInput:
         visible=None if visible is None else visible[first:last],
         visible_bits=None if bits is None else bits[first:last],
     )
-
-
-def whole_size(batch: ForwardBatch, drafts: int, max_context_len: int) -> int:
-    """The values of a step's whole mask, or room for them where the host does not know."""
-    size, total = batch.batch_size, batch.seq_lens_sum
-    lens = batch.seq_lens if batch.seq_lens.is_cpu else batch.seq_lens_cpu
-    if lens is not None:
-        total = int(lens.sum())
-    if total is None:
-        total = size * max_context_len
-    return drafts * (total + size * drafts)
 
 
 def check_trees(batch: ForwardBatch) -> None:

@@ -6,7 +6,7 @@ backend that fits alone may not fit at the page size and KV dtype that were deci
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
@@ -53,7 +53,7 @@ def outcomes(decision: Decision, offers: Iterable[Offer], policy: Policy) -> tup
     `offers` and `policy` are those that the decision was made with. Without its card among them, a
     candidate's outcome is limited to its verdict.
     """
-    account = _Account(decision, offers, policy)
+    account = _Decided(decision, offers, policy)
     return _joined(account.outcome(verdict) for verdict in decision.candidates)
 
 
@@ -65,25 +65,20 @@ def outcomes_of_refusal(
     policy: Policy,
 ) -> tuple[Outcome, ...]:
     """The outcomes where nothing was decided: each candidate's reasons, named backends first."""
-    cards = {offer.address: offer for offer in offers}
-    leads = _leads(phases_by_lead(request))
+    account = _Account(request, platform, offers, policy)
     served = {verdict.phase for verdict in candidates if verdict.verdict != "rejected"}
     unserved = [phase for phase in request.phases if phase not in served]
     blocked = f"nothing serves {', '.join(unserved)}" if unserved else "others do not"
     found = []
     for verdict in candidates:
-        named = policy.named_for(leads[verdict.phase])
+        named = policy.named_for(account.leads[verdict.phase])
         other = f"{named[1]} was named" if named else blocked
         why = "" if verdict.verdict == "rejected" else f"fits, but {other}"
-        offer = cards.get(verdict.address)
-        told = _outcome(
-            verdict, offer, platform, request.kind, verdict.verdict, why, verdict.reasons
-        )
-        found.append(told)
+        found.append(account.told(verdict, verdict.verdict, why, verdict.reasons))
 
     def is_other(outcome: Outcome) -> bool:
-        offer = cards.get(f"{outcome.plugin}/{outcome.backend}")
-        names = (policy.named_for(leads[phase]) for phase in outcome.phases)
+        offer = account.cards.get(f"{outcome.plugin}/{outcome.backend}")
+        names = (policy.named_for(account.leads[phase]) for phase in outcome.phases)
         return offer is None or not any(named and named[1] in offer.names for named in names)
 
     return tuple(sorted(_joined(found), key=is_other))
@@ -96,36 +91,59 @@ def joined_by_first_reason(told: Iterable[Outcome]) -> tuple[Outcome, ...]:
 
 
 class _Account:
+    """A request's platform, with the cards and the policy that its candidates were judged by."""
+
+    def __init__(
+        self, request: Request, platform: Platform, offers: Iterable[Offer], policy: Policy
+    ) -> None:
+        self.request = request
+        self.platform = platform
+        self.policy = policy
+        self.cards = {offer.address: offer for offer in offers}
+        self.groups = phases_by_lead(request)
+        self.leads = {phase: lead for lead, phases in self.groups.items() for phase in phases}
+
+    def told(
+        self, verdict: Verdict, standing: Standing, why: str, reasons: Sequence[Reason] = ()
+    ) -> Outcome:
+        offer, proof = self.cards.get(verdict.address), ""
+        if offer is not None:
+            runs = offer.card.verified_on
+            proof = proven_on(runs, self.platform, (verdict.phase,), self.request.kind).word
+        return Outcome(
+            backend=verdict.backend,
+            plugin=verdict.plugin,
+            phases=(verdict.phase,),
+            standing=standing,
+            rank=verdict.rank,
+            why=why,
+            proof=proof,
+            reasons=tuple(reasons),
+        )
+
+
+class _Decided(_Account):
     """A decision with the cards and the policy that it was made with."""
 
     def __init__(self, decision: Decision, offers: Iterable[Offer], policy: Policy) -> None:
+        super().__init__(decision.request, decision.platform, offers, policy)
         self.decision = decision
-        self.policy = policy
-        self.cards = {offer.address: offer for offer in offers}
         self.verdicts = {(v.address, v.phase): v for v in decision.candidates}
-        self.groups = phases_by_lead(decision.request)
-        self.leads = _leads(self.groups)
 
     def outcome(self, verdict: Verdict) -> Outcome:
-        offer = self.cards.get(verdict.address)
-
-        def told(standing: Standing, why: str, reasons: Sequence[Reason] = ()) -> Outcome:
-            of = self.decision
-            return _outcome(verdict, offer, of.platform, of.request.kind, standing, why, reasons)
-
         if self.decision.phases[verdict.phase].address == verdict.address:
-            chosen = told("chosen", self._why_chosen(verdict))
+            chosen = self.told(verdict, "chosen", self._why_chosen(verdict))
             return replace(chosen, source=verdict.source)
         if verdict.verdict == "rejected":
-            return told("rejected", "", verdict.reasons)
+            return self.told(verdict, "rejected", "", verdict.reasons)
         obstacle = verdict.obstacle
         if obstacle is None:
-            return told("fits", self._why_behind(verdict))
+            return self.told(verdict, "fits", self._why_behind(verdict))
         if verdict.verdict == "coerced":
-            return told("coerced", "not as asked", obstacle.reasons)
+            return self.told(verdict, "coerced", "not as asked", obstacle.reasons)
         serving = "" if obstacle.phase == verdict.phase else f" for {obstacle.phase}"
         why = f"fits alone, but not{serving} {self._where(obstacle.reasons)}"
-        return told("elsewhere", why, obstacle.reasons)
+        return self.told(verdict, "elsewhere", why, obstacle.reasons)
 
     def _where(self, reasons: Sequence[Reason]) -> str:
         axes = {reason.axis for reason in reasons}
@@ -185,34 +203,6 @@ class _Account:
         offer = self.cards.get(verdict.address)
         names = (verdict.backend, verdict.address) if offer is None else offer.names
         return self.policy.preference(names)
-
-
-def _leads(groups: Mapping[str, Sequence[str]]) -> Mapping[str, str]:
-    """The leading phase of each phase."""
-    return {phase: lead for lead, phases in groups.items() for phase in phases}
-
-
-def _outcome(
-    verdict: Verdict,
-    offer: Offer | None,
-    platform: Platform,
-    layers: str,
-    standing: Standing,
-    why: str,
-    reasons: Sequence[Reason],
-) -> Outcome:
-    return Outcome(
-        backend=verdict.backend,
-        plugin=verdict.plugin,
-        phases=(verdict.phase,),
-        standing=standing,
-        rank=verdict.rank,
-        why=why,
-        proof=""
-        if offer is None
-        else proven_on(offer.card.verified_on, platform, (verdict.phase,), layers).word,
-        reasons=tuple(reasons),
-    )
 
 
 def _joined(each: Iterable[Outcome]) -> tuple[Outcome, ...]:

@@ -16,7 +16,7 @@ from attnmux.core.cli.asking import Asked
 from attnmux.core.cli.here import lacking_compiler
 from attnmux.core.cli.outcomes import Outcome, outcomes, outcomes_of_refusal
 from attnmux.core.errors import NoBackend
-from attnmux.core.settings import PREFIX, Settings
+from attnmux.core.settings import PREFIX
 
 COMMAND_LINE = "command line"
 
@@ -56,22 +56,20 @@ def explained(asked: Asked, *, model: str, tp: int, skip: str | None = None) -> 
     """Explain a decision or a refusal. model: the one whose config.json was read for `tp` ranks.
     skip: its layers that keep the model's dtype."""
     answer = asked.answer
-    skipped = [
-        Stated(name="kv_dtype_skip", value=each, origin="user", source=COMMAND_LINE)
-        for each in (skip,)
-        if each is not None
-    ]
+    request = asked.request if isinstance(answer, NoBackend) else answer.request
+    values = [_platform(asked), *_request(asked, request, model, tp), *_policy(asked)]
+    if skip is not None:
+        values.append(_stated("kv_dtype_skip", skip, "user", COMMAND_LINE))
     if isinstance(answer, NoBackend):
         told = outcomes_of_refusal(
             asked.request, asked.device, answer.candidates, asked.offers, asked.policy
         )
-        values = (*_stated(asked, asked.request, model, tp), *skipped)
-        return Explanation(outcomes=told, values=values, doubts=())
+        return Explanation(outcomes=told, values=tuple(values), doubts=())
     told, *others = (outcomes(each, asked.offers, asked.policy) for each in answer.groups)
     doubts = [f"{each.offer.card.name}: {each.reason}" for each in doubtful(answer, asked.offers)]
     return Explanation(
         outcomes=told,
-        values=(*_stated(asked, answer.request, model, tp), *skipped, *_options(asked, answer)),
+        values=(*values, *_options(asked, answer)),
         doubts=(
             *dict.fromkeys(doubts),
             *lacking_compiler((offer.card for offer in asked.offers), asked.device),
@@ -80,21 +78,14 @@ def explained(asked: Asked, *, model: str, tp: int, skip: str | None = None) -> 
     )
 
 
-def _stated(asked: Asked, request: Request, model: str, tp: int) -> Iterator[Stated]:
-    """Every value in force, of the platform, the request and the policy."""
-    yield _platform(asked)
-    yield from _request(asked, request, model, tp)
-    yield from _policy(asked)
+def _stated(name: str, value: object, origin: str, source: str) -> Stated:
+    return Stated(name=name, value=_said(value), origin=origin, source=source)
 
 
 def _platform(asked: Asked) -> Stated:
-    if asked.platform is not None:
-        origin, source = "user", COMMAND_LINE
-    elif "platform" in asked.settings.sources:
-        origin, source = _configured(asked.settings, "platform")
-    else:
-        origin, source = "platform", "found on this machine"
-    return Stated(name="platform", value=str(asked.device), origin=origin, source=source)
+    named = asked.platform is not None
+    origin, source = _set_by(asked, named, "platform", ("platform", "found on this machine"))
+    return _stated("platform", asked.device, origin, source)
 
 
 def _request(asked: Asked, request: Request, model: str, tp: int) -> Iterator[Stated]:
@@ -109,7 +100,7 @@ def _request(asked: Asked, request: Request, model: str, tp: int) -> Iterator[St
         if origin == "default" and getattr(asked.request, name) != getattr(request, name):
             follows = name == "kv_dtype" and request.dtype is not None
             source = "as dtype" if follows else "decided with the backends"
-        yield Stated(name=name, value=_said(getattr(request, name)), origin=origin, source=source)
+        yield _stated(name, getattr(request, name), origin, source)
 
 
 def _policy(asked: Asked) -> Iterator[Stated]:
@@ -117,14 +108,9 @@ def _policy(asked: Asked) -> Iterator[Stated]:
     names = {"allow": "allow_backends", "deny": "deny_backends", "prefer": "prefer_backends"}
     for field in Policy.__dataclass_fields__:
         value = getattr(asked.policy, field)
-        setting = names.get(field, field)
-        if field in ("options", "failed", "origins", "hypothetical") or not value:
-            continue
-        if asked.given.get(field):
-            origin, source = "user", COMMAND_LINE
-        else:
-            origin, source = _configured(asked.settings, setting)
-        yield Stated(name=setting, value=_said(value), origin=origin, source=source)
+        if value and field not in ("options", "failed", "origins", "hypothetical"):
+            setting = names.get(field, field)
+            yield _stated(setting, value, *_set_by(asked, asked.given.get(field), setting))
 
 
 def _options(asked: Asked, decision: Decision) -> Iterator[Stated]:
@@ -134,20 +120,22 @@ def _options(asked: Asked, decision: Decision) -> Iterator[Stated]:
     chosen = {choice.address: choice for _, choice in decision.choices}
     for address, choice in chosen.items():
         for name, value in choice.options.items():
-            origin, source = "default", "the card's"
-            if name in user.get(address, {}):
-                origin, source = "user", COMMAND_LINE
-            elif name in file.get(address, {}):
-                origin, source = _configured(asked.settings, "options")
-            said = _said(value)
-            yield Stated(name=f"{choice.backend}.{name}", value=said, origin=origin, source=source)
+            is_users, is_set = (name in given.get(address, {}) for given in (user, file))
+            setting = "options" if is_set else ""
+            origin, source = _set_by(asked, is_users, setting, ("default", "the card's"))
+            yield _stated(f"{choice.backend}.{name}", value, origin, source)
 
 
-def _configured(settings: Settings, name: str) -> tuple[str, str]:
-    """(origin, source) of a setting: the environment, the file, or a default."""
-    source = settings.sources.get(name, "")
+def _set_by(
+    asked: Asked, by_user: object, setting: str, unset: tuple[str, str] = ("default", "")
+) -> tuple[str, str]:
+    """(origin, source) of a value: the user, a setting of the environment or the file, or neither,
+    which is `unset`."""
+    source = asked.settings.sources.get(setting, "")
+    if by_user:
+        return "user", COMMAND_LINE
     if not source:
-        return "default", ""
+        return unset
     return "env" if source.startswith(PREFIX) else "config", source
 
 

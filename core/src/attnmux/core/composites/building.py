@@ -13,7 +13,7 @@ from attnmux.core.choosing.common.frozen import FrozenMapping
 from attnmux.core.choosing.find.devices import detect, pick_platform
 from attnmux.core.choosing.measured.measurement import read_measurements
 from attnmux.core.choosing.measured.ranking import accuracy_by
-from attnmux.core.choosing.tell.choice import Choice, SizeRange
+from attnmux.core.choosing.tell.choice import Choice
 from attnmux.core.choosing.tell.decision import Decision
 from attnmux.core.composites.chunked_prefix import (
     ChunkedPrefixBackend,
@@ -149,7 +149,11 @@ def _assemble(
     else:
         made = next(iter(leaves.values()))
     if "decode" in serving and decision.decode_sizes:
-        made = _by_batch_size(made, [(each, leaf(each.choice)) for each in decision.decode_sizes])
+        sizes = []
+        for each in decision.decode_sizes:
+            _check_padding(made, leaf(each.choice), each.choice)
+            sizes.append(Sizes(least=each.least, most=each.most, backend=leaf(each.choice)))
+        made = BatchSizeAttnBackend(usual=made, sizes=sizes)
     if decision.expanded is None or "extend" not in serving:
         return made
     of_prompts = expanded_context(context)
@@ -167,18 +171,6 @@ def _check(decision: Decision) -> None:
     platform, offers = pick_platform(detect(plugins), wanted), plugins.offers()
     measurements = read_measurements(settings.measurements_file()).found
     decision.check(platform, offers, accuracy=accuracy_by(measurements, platform, offers))
-
-
-def _by_batch_size(
-    usual: AttentionBackend, sizes: Sequence[tuple[SizeRange, AttentionBackend]]
-) -> AttentionBackend:
-    """Raises BackendFailed for a backend that cannot be combined with `usual`."""
-    for each, backend in sizes:
-        _check_padding(usual, backend, each.choice)
-    return BatchSizeAttnBackend(
-        usual=usual,
-        sizes=[Sizes(least=each.least, most=each.most, backend=leaf) for each, leaf in sizes],
-    )
 
 
 def _check_context(decision: Decision, context: BackendContext) -> None:

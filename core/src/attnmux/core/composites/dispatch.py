@@ -15,7 +15,7 @@ from attnmux.core.context import BackendContext
 from attnmux.core.errors import InvalidInput
 from attnmux.core.latent import UpProjection
 from attnmux.core.layer import LayerSpec
-from attnmux.core.steps import StepBackend
+from attnmux.core.steps import StepBackend, prepared
 
 Parts = Iterable[tuple[StepBackend, ForwardBatch]]
 """The members that a step prepares, each with the step as it gets it."""
@@ -43,6 +43,10 @@ class CompositeBackend(AttentionBackend):
     @abstractmethod
     def route(self, call: AttentionCall, batch: ForwardBatch) -> Route:
         """Who attends in a layer of a prepared step."""
+
+    def step_of(self, member: AttentionBackend) -> ForwardBatch:
+        """The prepared step as the member gets it."""
+        return prepared(next((step for each, step in self._steps if each is member), None))
 
     def init_forward_metadata(self, batch: ForwardBatch) -> None:
         self._steps = tuple(self.parts(batch, eager=True))
@@ -97,7 +101,8 @@ class DispatchingBackend(CompositeBackend):
     """Sends each step to the backend that `serving` returns."""
 
     def serving(self, batch: ForwardBatch) -> AttentionBackend:
-        """The backend of a step: the first member, unless overridden."""
+        """The backend of a step: the first member, unless overridden. Itself where its own methods
+        attend; then the first member writes K and V."""
         return self.members[0]
 
     def as_served(self, batch: ForwardBatch) -> ForwardBatch:
@@ -119,7 +124,9 @@ class DispatchingBackend(CompositeBackend):
         *,
         k_rope: torch.Tensor | None = None,
     ) -> None:
-        self.serving(batch).save_kv(k, v, layer, batch, k_rope=k_rope)
+        serving = self.serving(batch)
+        writing = self.members[0] if serving is self else serving
+        writing.save_kv(k, v, layer, batch, k_rope=k_rope)
 
     def forward_latent(
         self,
@@ -131,7 +138,8 @@ class DispatchingBackend(CompositeBackend):
         projection: UpProjection,
     ) -> torch.Tensor:
         serving, served = self.serving(batch), self.as_served(batch)
-        return serving.forward_latent(q, latent, k_rope, layer, served, projection)
+        attend = super().forward_latent if serving is self else serving.forward_latent
+        return attend(q, latent, k_rope, layer, served, projection)
 
 
 class HybridAttnBackend(DispatchingBackend):

@@ -8,12 +8,10 @@ from typing import Protocol
 import torch
 from torch.nn.functional import pad
 
-from attnmux.core.batch import ForwardBatch
 from attnmux.core.composites.part_attention import merge_into
 from attnmux.core.kv.pool import KVPool
 from attnmux.core.kv.rows import gather_rows
 from attnmux.core.layer import LayerSpec
-from attnmux.core.tree_masks import visible_drafts
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -39,22 +37,6 @@ class Trees:
             visible=torch.ones(batch_size, width, width, dtype=torch.bool, device=device),
         )
 
-    def fits(self, other: Trees) -> bool:
-        """Whether there is room for a copy of `other`."""
-        enough = other.visible.numel() <= self.visible.numel()
-        return len(other.lens) <= len(self.lens) and enough
-
-    def copy(self, other: Trees) -> Trees:
-        """A copy of `other`, in views of these tensors."""
-        size, visible = len(other.lens), other.visible
-        flat = self.visible.view(-1)[: visible.numel()]
-        return Trees(
-            lens=self.lens[:size].copy_(other.lens),
-            positions=self.positions[:size].copy_(other.positions),
-            sees_prefix=self.sees_prefix[:size].copy_(other.sees_prefix),
-            visible=flat.view_as(visible).copy_(visible),
-        )
-
 
 def as_heads(q: torch.Tensor, groups: int, width: int, drafts: int) -> torch.Tensor:
     """[B * width, Hq, D] to [B, drafts * Hq, D], the heads of one KV head together; absent drafts
@@ -77,21 +59,6 @@ def sinks_as_heads(sinks: torch.Tensor, groups: int, drafts: int) -> torch.Tenso
     """The sinks [Hq] of each of `drafts` tokens, [drafts * Hq] in the order of `as_heads`."""
     by_group = sinks.view(groups, 1, -1)
     return by_group.expand(-1, drafts, -1).reshape(-1)
-
-
-def trees_of(batch: ForwardBatch) -> Trees:
-    """Those of a TARGET_VERIFY step.
-
-    An empty prefix gets a token, because each request of a decode step has one. Its share of the
-    answer is dropped. Raises InvalidInput for a step without drafts.
-    """
-    lens = batch.seq_lens.clamp(min=1)
-    return Trees(
-        lens=lens,
-        positions=lens.long() - 1,
-        sees_prefix=batch.seq_lens > 0,
-        visible=visible_drafts(batch),
-    )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)

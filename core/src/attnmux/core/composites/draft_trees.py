@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 
@@ -19,26 +19,12 @@ from attnmux.core.composites.draft_attention import (
     as_heads,
     attend_to_drafts,
     sinks_as_heads,
-    trees_of,
 )
 from attnmux.core.composites.part_attention import is_mergeable
 from attnmux.core.context import BackendContext
 from attnmux.core.errors import InvalidInput
-from attnmux.core.latent import UpProjection
-from attnmux.core.layer import LayerSpec
-from attnmux.core.steps import prepared
-from attnmux.core.tree_masks import check_trees
-
-
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class _Verification:
-    """A step that verifies trees, as both of its parts see it."""
-
-    prefixes: ForwardBatch
-    """The decode step over the prefixes."""
-    trees: Trees
-    slots: torch.Tensor
-    """[B * d] int64: where the pool has the drafts' K and V."""
+from attnmux.core.steps import FixedTensors, prepared
+from attnmux.core.tree_masks import check_trees, visible_drafts
 
 
 class TreeAttnBackend(DispatchingBackend):
@@ -79,16 +65,14 @@ class TreeAttnBackend(DispatchingBackend):
         self.prefixes = prefixes
         self._attend = attend
         self._drafts = drafts or 1
-        self._buffers: list[Trees] = []
-        self._verification: _Verification | None = None
-        self._catching_up: ForwardBatch | None = None
+        self._fixed = FixedTensors()
+        self._trees: Trees | None = None
 
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
         self.child.init_cuda_graph_state(max_bs, max_num_tokens)
         self.prefixes.init_cuda_graph_state(max_bs, max_bs)
         made = Trees.blank(max_bs, max_num_tokens // max_bs, self.context.device)
-        if not any(each.fits(made) for each in self._buffers):
-            self._buffers.append(made)
+        self._fixed.add(**{name: getattr(made, name) for name in Trees.__slots__})
 
     def parts(self, batch: ForwardBatch, *, eager: bool) -> Parts:
         if eager:
@@ -99,56 +83,44 @@ class TreeAttnBackend(DispatchingBackend):
     def forward_extend(self, call: AttentionCall, batch: ForwardBatch) -> torch.Tensor:
         if not batch.forward_mode.is_target_verify():
             return super().forward_extend(call, batch)
-        step, layer = prepared(self._verification), call.layer
-        keys = DraftKeys.of(self.context.token_to_kv_pool, layer, step.slots)
-        return self._attend(
-            call.q,
-            keys,
-            self._of_prefixes(call, step),
-            step.trees,
-            layer,
-            q_rope=call.q_rope,
-            lse=call.lse,
-        )
+        trees, layer = prepared(self._trees), call.layer
+        keys = DraftKeys.of(self.context.token_to_kv_pool, layer, batch.out_cache_loc)
+        seen = self._of_prefixes(call, trees.visible.shape[1])
+        return self._attend(call.q, keys, seen, trees, layer, q_rope=call.q_rope, lse=call.lse)
 
-    def forward_latent(
-        self,
-        q: torch.Tensor,
-        latent: torch.Tensor,
-        k_rope: torch.Tensor,
-        layer: LayerSpec,
-        batch: ForwardBatch,
-        projection: UpProjection,
-    ) -> torch.Tensor:
-        if batch.forward_mode.is_target_verify():
-            return AttentionBackend.forward_latent(
-                self, q, latent, k_rope, layer, batch, projection
-            )
-        return super().forward_latent(q, latent, k_rope, layer, batch, projection)
+    def serving(self, batch: ForwardBatch) -> AttentionBackend:
+        return self if batch.forward_mode.is_target_verify() else self.child
 
     def as_served(self, batch: ForwardBatch) -> ForwardBatch:
-        return self._catching_up or batch
+        return self.step_of(self.child) if batch.forward_mode.is_draft_extend() else batch
 
     def _of_one(self, batch: ForwardBatch) -> ForwardBatch:
         """The step that one of the backends prepares. None was chosen for drafts, so that those of
         a draft model's own steps come as plain prompts."""
-        self._verification = self._catching_up = None
+        self._trees = None
         if batch.forward_mode.is_draft_extend():
-            self._catching_up = replace(batch, forward_mode=ForwardMode.EXTEND, spec_info=None)
-            return self._catching_up
+            return replace(batch, forward_mode=ForwardMode.EXTEND, spec_info=None)
         if not batch.forward_mode.is_target_verify():
             return batch
         if self.context.debug:
             check_trees(batch)
-        trees = trees_of(batch)
+        # An empty prefix gets a token, because each request of a decode step has one. Its share of
+        # the answer is dropped
+        lens = batch.seq_lens.clamp(min=1)
+        made = Trees(
+            lens=lens,
+            positions=lens.long() - 1,
+            sees_prefix=batch.seq_lens > 0,
+            visible=visible_drafts(batch),
+        )
+        trees = self._fixed.holding(made)
         width = trees.visible.shape[1]
         if width > self._drafts:
             expected = f"at most {self._drafts}, the request's spec_draft_tokens"
             raise InvalidInput("spec_info.draft_token_num", got=width, expected=expected)
-        room = next((each for each in self._buffers if each.fits(trees)), None)
-        trees = trees if room is None else room.copy(trees)
         lens_cpu = None if batch.seq_lens_cpu is None else batch.seq_lens_cpu.clamp(min=1)
-        prefixes = ForwardBatch(
+        self._trees = trees
+        return ForwardBatch(
             forward_mode=ForwardMode.DECODE,
             actual_forward_mode=ForwardMode.TARGET_VERIFY,
             batch_size=batch.batch_size,
@@ -159,20 +131,17 @@ class TreeAttnBackend(DispatchingBackend):
             seq_lens_cpu=lens_cpu,
             seq_lens_sum=None if lens_cpu is None else int(lens_cpu.sum()),
         )
-        self._verification = _Verification(
-            prefixes=prefixes, trees=trees, slots=batch.out_cache_loc
-        )
-        return prefixes
 
-    def _of_prefixes(self, call: AttentionCall, step: _Verification) -> SeenPrefixes:
+    def _of_prefixes(self, call: AttentionCall, width: int) -> SeenPrefixes:
+        """width: drafts of each request."""
         layer = self.prefixes.context.layer(call.layer.layer_id)
-        groups, width = call.layer.tp_k_head_num, step.trees.visible.shape[1]
+        groups, step = call.layer.tp_k_head_num, self.step_of(self.prefixes)
         q = as_heads(call.q, groups, width, self._drafts)
         q_rope = call.q_rope
         q_rope = None if q_rope is None else as_heads(q_rope, groups, width, self._drafts)
         lse = q.new_empty(q.shape[:2], dtype=torch.float32)
         prefix = AttentionCall(q, None, None, layer, save_kv_cache=False, q_rope=q_rope, lse=lse)
-        return SeenPrefixes(out=self.prefixes.forward_decode(prefix, step.prefixes), lse=lse)
+        return SeenPrefixes(out=self.prefixes.forward_decode(prefix, step), lse=lse)
 
 
 def prefix_context(context: BackendContext) -> BackendContext:

@@ -16,10 +16,11 @@ from attnmux.core.backend import AttentionBackend
 from attnmux.core.batch import ForwardBatch, ForwardMode
 from attnmux.core.call import AttentionCall
 from attnmux.core.composites.dispatch import CompositeBackend, Parts, Route, check_padding
-from attnmux.core.composites.virtual_requests import StepBuffers, in_buffers, virtual_step
+from attnmux.core.composites.virtual_requests import room_for_decoding, virtual_step
 from attnmux.core.context import BackendContext
 from attnmux.core.errors import GraphUnsupported, InvalidInput
 from attnmux.core.kv.request_table import ReqToTokenPool
+from attnmux.core.steps import FixedTensors
 from attnmux.core.tree_masks import check_unmasked
 
 Make = Callable[[BackendContext], AttentionBackend]
@@ -92,45 +93,37 @@ class LocalAttnBackend(CompositeBackend):
         check_padding("local", *self.members)
         self.whole = whole
         self.local = dict(local)
-        self._chunks = {
-            layer.layer_id: layer.attention_chunk_size
-            for layer in context.layers
-            if layer.attention_chunk_size > 0
-        }
-        self._virtual_steps: dict[int, ForwardBatch] = {}
-        self._buffers: list[dict[int, StepBuffers]] = []
+        self._fixed = {chunk: FixedTensors() for chunk in self.local}
 
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
         if max_num_tokens > max_bs:
             raise GraphUnsupported("drafts in layers with attention chunks are not captured")
         super().init_cuda_graph_state(max_bs, max_num_tokens)
-        device = self.context.device
-        self._buffers.append({chunk: StepBuffers.of(max_bs, device) for chunk in self.local})
+        for fixed in self._fixed.values():
+            fixed.add(**room_for_decoding(max_bs, self.context.device))
 
     def parts(self, batch: ForwardBatch, *, eager: bool) -> Parts:
         if eager:
             self.check_step(batch)
-        self._virtual_steps = {chunk: self._virtual(batch, chunk) for chunk in self.local}
-        if not eager and batch.forward_mode.is_decode():
-            for chunk, step in self._virtual_steps.items():
-                fixed = in_buffers(step, (each[chunk] for each in self._buffers))
-                self._virtual_steps[chunk] = fixed
-        whole = () if self.whole is None else ((self.whole, batch),)
-        return (*whole, *((self.local[c], step) for c, step in self._virtual_steps.items()))
+        if self.whole is not None:
+            yield self.whole, batch
+        for chunk, backend in self.local.items():
+            step = self._virtual(batch, chunk)
+            if not eager and batch.forward_mode.is_decode():
+                step = self._fixed[chunk].holding(step)
+            yield backend, step
 
     def route(self, call: AttentionCall, batch: ForwardBatch) -> Route:
-        chunk = self._chunks.get(call.layer.layer_id)
-        if chunk is None:
-            if self.whole is None:
-                got, expected = call.layer.layer_id, f"one of {sorted(self._chunks)}"
-                raise InvalidInput("layer", got=got, expected=expected)
+        layer_id = call.layer.layer_id
+        backend = self.local.get(self.context.layer(layer_id).attention_chunk_size)
+        if backend is None:
+            assert self.whole is not None  # made where a layer has no chunks
             return self.whole, call, batch
         if call.has_own_kv and not _has_no_prefix(batch):
             expected = "True where requests have a prefix, or their mirrors do not say"
             raise InvalidInput("save_kv_cache", got=False, expected=expected)
-        backend = self.local[chunk]
-        layer = backend.context.layer(call.layer.layer_id)
-        return backend, structs.replace(call, layer=layer), self._virtual_steps[chunk]
+        layer = backend.context.layer(layer_id)
+        return backend, structs.replace(call, layer=layer), self.step_of(backend)
 
     def _virtual(self, batch: ForwardBatch, chunk: int) -> ForwardBatch:
         """The step's virtual requests, whose rows of the table are filled."""

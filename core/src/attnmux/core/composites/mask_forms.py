@@ -52,7 +52,6 @@ class MaskFormsBackend(DispatchingBackend):
         self.child = child
         self.forms = forms
         self._buffers: list[_Buffers] = []
-        self._converted: ForwardBatch | None = None
 
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
         self.child.init_cuda_graph_state(max_bs, max_num_tokens)
@@ -69,7 +68,6 @@ class MaskFormsBackend(DispatchingBackend):
             self._buffers.append(_Buffers(values=values, bounds=bounds))
 
     def parts(self, batch: ForwardBatch, *, eager: bool) -> Parts:
-        self._converted = None
         if not self._is_foreign(batch):
             return ((self.child, batch),)
         exact = batch
@@ -81,16 +79,14 @@ class MaskFormsBackend(DispatchingBackend):
             exact = replace(batch, seq_lens_sum=int(batch.seq_lens.sum()))
         longest = self.context.max_context_len
         made = with_form(exact, self.forms[0], max_context_len=longest)
-        self._converted = made if eager else self._in_buffers(made)
-        return ((self.child, self._converted),)
+        return ((self.child, made if eager else self._in_buffers(made)),)
 
     def _is_foreign(self, batch: ForwardBatch) -> bool:
         form = tree_mask_of(batch.spec_info)
         return form is not None and form not in self.forms and batch.forward_mode.is_target_verify()
 
     def as_served(self, batch: ForwardBatch) -> ForwardBatch:
-        converted = self._converted
-        return batch if converted is None or not self._is_foreign(batch) else converted
+        return self.step_of(self.child) if self._is_foreign(batch) else batch
 
     def _in_buffers(self, batch: ForwardBatch) -> ForwardBatch:
         """The step with its mask where graphs read it, if it fits there."""

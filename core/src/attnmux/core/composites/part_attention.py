@@ -39,14 +39,13 @@ class PartAttention(Generic[K]):
         for each in contexts:
             self.layers = part_layers(layers, each)
         self.backends = tuple(backends)
-        self.parts: tuple[Part[K], ...] = ()
-        self._prepared: list[Part[K] | None] = [None] * len(self.backends)
+        self.begin(())
 
     def begin(self, parts: Iterable[Part[K]]) -> None:
         """Take the parts of a new step, of which the first has every new token, and its own keys.
         None: the step has no tokens, or is not run in parts."""
-        self.parts = tuple(parts)
-        self._prepared = [None] * len(self.backends)
+        self.parts: tuple[Part[K], ...] = tuple(parts)
+        self._prepared: list[Part[K] | None] = [None] * len(self.backends)
 
     def attend(
         self,

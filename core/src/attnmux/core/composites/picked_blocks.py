@@ -141,7 +141,6 @@ class PickedBlocksBackend(CompositeBackend):
         self._attend = PlainBlocks(context.token_to_kv_pool) if attend is None else attend
         self._rows: torch.Tensor | None = None
         self._sees_all = False
-        self._plain: ForwardBatch | None = None
 
     def parts(self, batch: ForwardBatch, *, eager: bool) -> Parts:
         """Raises InvalidInput for a mask and for many items: the indexer masks."""
@@ -151,8 +150,7 @@ class PickedBlocksBackend(CompositeBackend):
         if eager:
             self._take_rows(batch)
         self._sees_all = eager and self._picks_all(batch)
-        self._plain = replace(batch, topk_indices=None)
-        return ((self.dense, self._plain),)
+        return ((self.dense, replace(batch, topk_indices=None)),)
 
     def init_forward_metadata_in_graph(self, batch: ForwardBatch) -> None:
         super().init_forward_metadata_in_graph(batch)
@@ -170,7 +168,7 @@ class PickedBlocksBackend(CompositeBackend):
     def route(self, call: AttentionCall, batch: ForwardBatch) -> Route:
         """Of layers that see all of their keys."""
         layer = self.dense.context.layer(call.layer.layer_id)
-        return self.dense, structs.replace(call, layer=layer), prepared(self._plain)
+        return self.dense, structs.replace(call, layer=layer), self.step_of(self.dense)
 
     def forward_decode(self, call: AttentionCall, batch: ForwardBatch) -> torch.Tensor:
         if self._sees_all or not call.layer.index_block_size:

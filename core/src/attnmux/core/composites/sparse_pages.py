@@ -19,14 +19,14 @@ from attnmux.core.call import AttentionCall
 from attnmux.core.choosing.ask.sparse import check_budget
 from attnmux.core.composites.dispatch import CompositeBackend, Parts, Route
 from attnmux.core.composites.page_choice import PageBounds, PageKernels, PlainPages, RequestPages
-from attnmux.core.composites.virtual_requests import StepBuffers, in_buffers
+from attnmux.core.composites.virtual_requests import room_for_decoding
 from attnmux.core.context import BackendContext
 from attnmux.core.errors import GraphUnsupported, InvalidInput
 from attnmux.core.kv.foreign import ForeignKVPool
 from attnmux.core.kv.memory import allocate_zeroed
 from attnmux.core.kv.request_table import ReqToTokenPool
 from attnmux.core.layer import LayerSpec, check_features
-from attnmux.core.steps import prepared
+from attnmux.core.steps import FixedTensors
 
 
 def pages_of_budget(budget: int, *, page_size: int, max_context_len: int) -> int:
@@ -38,7 +38,8 @@ def sparse_context(context: BackendContext, budget: int) -> BackendContext:
     """The context of the backend that attends over chosen pages: `budget` tokens of each request.
 
     Raises InvalidInput for pages of one token, a budget that is not whole pages or too few, layers
-    that are not plain and causal, and a pool with gaps or of another dtype than the model's.
+    that are not plain and causal, and a pool with gaps or of another dtype than the model's;
+    PoolExhausted when memory for the pages' copies does not suffice.
     """
     pool = context.token_to_kv_pool
     page_size = pool.page_size
@@ -54,36 +55,29 @@ def sparse_context(context: BackendContext, budget: int) -> BackendContext:
     table = ReqToTokenPool(size, width, context.device)
     slots = torch.arange(size * width, dtype=torch.int32, device=context.device) + page_size
     table.req_to_token[1:] = slots.view(size, width)
-    return replace(
-        context,
-        request=context.request.replace(
-            origin="model", sparse=None, sparse_budget=None, phases=("decode",)
-        ),
-        req_to_token_pool=table,
-        token_to_kv_pool=_pool_of(context, size * width),
-        kv_writer=None,
-        max_context_len=width,
-        # The new tokens' slots are the engine's, and the step was checked whole
-        debug=False,
-    )
-
-
-def _pool_of(context: BackendContext, tokens: int) -> ForeignKVPool:
-    """Room for copies of chosen pages. All layers share one buffer, since each fills it anew.
-
-    Raises PoolExhausted when memory does not suffice.
-    """
-    pool, layer = context.token_to_kv_pool, context.layers[0]
-    shape = (tokens + pool.page_size, layer.tp_k_head_num)
-    k, v = allocate_zeroed(
+    layer, tokens = context.layers[0], size * width
+    shape = (tokens + page_size, layer.tp_k_head_num)
+    copies = allocate_zeroed(
         [(*shape, layer.qk_head_dim), (*shape, layer.v_head_dim)],
         dtype=pool.dtype,
         device=pool.device,
         what=f"copies of chosen pages, {tokens} tokens",
         hint="lower the budget, or the number of requests",
     )
-    pairs = {each.layer_id: (k, v) for each in context.layers}
-    return ForeignKVPool(pairs, page_size=pool.page_size)
+    # All layers share one buffer, since each fills it anew
+    pairs = {each.layer_id: (copies[0], copies[1]) for each in context.layers}
+    return replace(
+        context,
+        request=context.request.replace(
+            origin="model", sparse=None, sparse_budget=None, phases=("decode",)
+        ),
+        req_to_token_pool=table,
+        token_to_kv_pool=ForeignKVPool(pairs, page_size=page_size),
+        kv_writer=None,
+        max_context_len=width,
+        # The new tokens' slots are the engine's, and the step was checked whole
+        debug=False,
+    )
 
 
 class SparseAttnBackend(CompositeBackend):
@@ -119,14 +113,13 @@ class SparseAttnBackend(CompositeBackend):
         self._pages = chosen.context.max_context_len // self._page_size
         self._most = -(-context.max_context_len // self._page_size)
         self._width = self._most
-        self._step: ForwardBatch | None = None
-        self._buffers: list[StepBuffers] = []
+        self._fixed = FixedTensors()
 
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
         if max_num_tokens > max_bs:
             raise GraphUnsupported("drafts over chosen pages are not captured")
         super().init_cuda_graph_state(max_bs, max_num_tokens)
-        self._buffers.append(StepBuffers.of(max_bs, self.context.device))
+        self._fixed.add(**room_for_decoding(max_bs, self.context.device))
 
     def parts(self, batch: ForwardBatch, *, eager: bool) -> Parts:
         if eager:
@@ -135,11 +128,10 @@ class SparseAttnBackend(CompositeBackend):
             return ((self.whole, batch),)
         step, self._width = self._virtual(batch), self._most
         if not eager:
-            step = in_buffers(step, self._buffers)
+            step = self._fixed.holding(step)
         elif batch.seq_lens_cpu is not None and batch.batch_size:
             longest = -(-int(batch.seq_lens_cpu.max()) // self._page_size)
             self._width = min(max(longest, self._pages), self._most)
-        self._step = step
         return ((self.chosen, step),)
 
     def save_kv(
@@ -176,7 +168,7 @@ class SparseAttnBackend(CompositeBackend):
             self._kernels.choose(scores, requests, self._pages),
             requests,
         )
-        return self.chosen, structs.replace(call, k=None, v=None), prepared(self._step)
+        return self.chosen, structs.replace(call, k=None, v=None), self.step_of(self.chosen)
 
     def _decodes(self, batch: ForwardBatch) -> bool:
         """Raises InvalidInput for steps of drafts."""

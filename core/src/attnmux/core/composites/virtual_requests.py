@@ -6,7 +6,6 @@ is read on the host; surplus pieces are empty.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 import torch
@@ -77,36 +76,13 @@ def most_pieces(batch: ForwardBatch, chunk_len: int) -> int:
     return 2 * batch.batch_size + batch.num_tokens // chunk_len + 1
 
 
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class StepBuffers:
-    """What graphs of decode steps over virtual requests read, [max_bs]."""
-
-    rows: torch.Tensor
-    lens: torch.Tensor
-    positions: torch.Tensor
-
-    @classmethod
-    def of(cls, max_bs: int, device: torch.device) -> StepBuffers:
-        return cls(
-            rows=torch.arange(1, max_bs + 1, device=device),
-            lens=torch.ones(max_bs, dtype=torch.int32, device=device),
-            positions=torch.zeros(max_bs, dtype=torch.int64, device=device),
-        )
-
-
-def in_buffers(step: ForwardBatch, each: Iterable[StepBuffers]) -> ForwardBatch:
-    """A decode step in the first buffers with room: at capture and at every replay. Without room it
-    stays where it is."""
-    size = step.batch_size
-    buffers = next((one for one in each if size <= len(one.rows)), None)
-    if buffers is None:
-        return step
-    return replace(
-        step,
-        req_pool_indices=buffers.rows[:size],
-        seq_lens=buffers.lens[:size].copy_(step.seq_lens),
-        positions=buffers.positions[:size].copy_(step.positions),
-    )
+def room_for_decoding(max_bs: int, device: torch.device) -> dict[str, torch.Tensor]:
+    """What graphs of decode steps over virtual requests read, for `FixedTensors.add`."""
+    return {
+        "req_pool_indices": torch.arange(1, max_bs + 1, device=device),
+        "seq_lens": torch.ones(max_bs, dtype=torch.int32, device=device),
+        "positions": torch.zeros(max_bs, dtype=torch.int64, device=device),
+    }
 
 
 def virtual_step(

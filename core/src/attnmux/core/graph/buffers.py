@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from functools import partial
 from operator import attrgetter
 
 import torch
@@ -58,19 +57,18 @@ class FixedBuffers:
             # A fused copy takes tensors of one device and dtype
             fields.sort(key=device_and_dtype)
             self._fields = tuple(fields)
-            self._masks = None
-            self._masks_of_halves: tuple[MaskBuffers, ...] = ()
-            if config.custom_mask:
-                masks = partial(
-                    MaskBuffers,
+            parts = _parts(max_bs, config) if config.custom_mask else ()
+            self._masks = tuple(
+                MaskBuffers(
                     config,
+                    last - first,
                     seq_len_fill=seq_len_fill,
                     max_len=max_context_len,
                     device=device,
                 )
-                self._masks = masks(max_bs)
-                if config.two_batches:
-                    self._masks_of_halves = (masks(max_bs // 2), masks(max_bs - max_bs // 2))
+                for first, last in parts
+            )
+            """Of whole steps, then of their halves."""
             # The captured model writes these itself, so `load` does not
             self._topk_indices = None
             if config.index_topk:
@@ -138,9 +136,7 @@ class FixedBuffers:
         for field, source, target in zip(self._fields, sources, targets, strict=True):
             if source.shape != target.shape or source.dtype != target.dtype:
                 raise InvalidInput(field.name, got=described(source), expected=described(target))
-        if self._masks is not None:
-            self._masks.load(batch, padded.batch_size)
-            self._load_masks_of_halves(batch, padded)
+        self._load_masks(batch, padded.batch_size)
         # Before the copies: if they are interrupted, the next load makes these rows padding
         self._used = max(self._used, size)
         for first, last in self._groups:
@@ -154,20 +150,17 @@ class FixedBuffers:
     def load_padding(self, padded: ForwardBatch) -> ForwardBatch:
         """Make every row padding, for an IDLE step. Returns what `load` returns."""
         self._pad_after(0)
-        if self._masks is not None:
-            self._masks.load_padding(padded.batch_size)
-            bounds = _halves(padded.batch_size)
-            for masks, (first, last) in zip(self._masks_of_halves, bounds, strict=False):
-                masks.load_padding(last - first)
+        parts = _parts(padded.batch_size, self._config)
+        for masks, (first, last) in zip(self._masks, parts, strict=False):
+            masks.load_padding(last - first)
         total = padded.batch_size * self._fill if self._config.host_lens else None
         return self._with_host_values(padded, total, ForwardMode.IDLE)
 
     def clear(self) -> None:
         """Make every row padding."""
         self._pad_after(0)
-        if self._masks is not None:
-            for masks in (self._masks, *self._masks_of_halves):
-                masks.clear()
+        for masks in self._masks:
+            masks.clear()
 
     def _pad_after(self, size: int) -> None:
         """Make the rows after `size` padding. Those after the previous batch already are."""
@@ -189,23 +182,23 @@ class FixedBuffers:
             return batch
         tokens, spec = self._config.tokens_per_request, batch.spec_info
         halves = []
-        for number, (first, last) in enumerate(_halves(batch.batch_size)):
+        for number, (first, last) in enumerate(_parts(batch.batch_size, self._config)[1:], 1):
             half = batch.slice(first, last, first_token=first * tokens, last_token=last * tokens)
-            if self._masks_of_halves and spec is not None:
-                mask, indptr = self._masks_of_halves[number].views(last - first)
+            if self._masks and spec is not None:
+                mask, indptr = self._masks[number].views(last - first)
                 half = replace(half, spec_info=replace(spec, custom_mask=mask, mask_indptr=indptr))
             elif spec is not None:
                 half = replace(half, spec_info=of_requests(spec, first, last))
             halves.append(half)
         return replace(batch, tbo_children=tuple(halves))
 
-    def _load_masks_of_halves(self, batch: ForwardBatch, padded: ForwardBatch) -> None:
+    def _load_masks(self, batch: ForwardBatch, padded_size: int) -> None:
         tokens, size = self._config.tokens_per_request, batch.batch_size
-        bounds = _halves(padded.batch_size)
-        for masks, (first, last) in zip(self._masks_of_halves, bounds, strict=False):
+        parts = _parts(padded_size, self._config)
+        for number, (masks, (first, last)) in enumerate(zip(self._masks, parts, strict=False)):
             start, stop = min(first, size), min(last, size)
-            half = half_of(batch, start, stop, start * tokens, stop * tokens)
-            masks.load(half, last - first)
+            part = half_of(batch, start, stop, start * tokens, stop * tokens) if number else batch
+            masks.load(part, last - first)
 
     def _sources(
         self, batch: ForwardBatch, inputs: Mapping[str, torch.Tensor]
@@ -236,7 +229,7 @@ class FixedBuffers:
         config = self._config
         if not config.forward_mode.is_target_verify():
             return None
-        mask, indptr = (None, None) if self._masks is None else self._masks.views(size)
+        mask, indptr = self._masks[0].views(size) if self._masks else (None, None)
         return SpecInput(
             draft_token_num=config.tokens_per_request,
             topk=config.spec_topk,
@@ -246,6 +239,7 @@ class FixedBuffers:
         )
 
 
-def _halves(size: int) -> tuple[tuple[int, int], tuple[int, int]]:
-    """The rows of both halves of a padded batch."""
-    return (0, size // 2), (size // 2, size)
+def _parts(size: int, config: GraphConfig) -> tuple[tuple[int, int], ...]:
+    """The rows of a padded batch and, where it comes as two, those of both halves."""
+    halves = (0, size // 2), (size // 2, size)
+    return ((0, size), *halves) if config.two_batches else ((0, size),)

@@ -49,10 +49,16 @@ class FixedOutputs:
                 expected=f"rows of {', '.join(map(_said, self._buffers))}, as for the largest "
                 "batch",
             )
-        views = []
         for leaf, buffer in zip(leaves, self._buffers, strict=True):
-            views.append(None if buffer is None else buffer[:num_tokens].copy_(leaf))
-        return pytree.tree_unflatten(views, structure)
+            if buffer is not None:
+                buffer[:num_tokens].copy_(leaf)
+        return self.rows(num_tokens)
+
+    def rows(self, num_tokens: int) -> Any:  # noqa: ANN401  # as the model's call returns it
+        """The first rows of what was stored last, as views."""
+        assert self._structure is not None  # something was stored
+        views = [None if buffer is None else buffer[:num_tokens] for buffer in self._buffers]
+        return pytree.tree_unflatten(views, self._structure)
 
 
 def _has_rows(leaf: object, num_tokens: int) -> bool:

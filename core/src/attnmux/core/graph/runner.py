@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-from torch.utils import _pytree as pytree
 
 from attnmux.core.backend import AttentionBackend
 from attnmux.core.batch import ForwardBatch, ForwardMode
@@ -32,18 +31,11 @@ from attnmux.core.spec import SpecInput
 from attnmux.core.tree_masks import masks_drafts
 
 
-class _Captured:
-    """A graph with its batch and its outputs."""
+class _Captured(NamedTuple):
+    """A graph with its batch."""
 
-    def __init__(self, graph: CapturedGraph, batch: ForwardBatch) -> None:
-        self.graph = graph
-        self.batch = batch
-        self._leaves, self._spec = pytree.tree_flatten(graph.outputs)
-
-    def outputs(self, num_tokens: int) -> Any:  # noqa: ANN401  # as the model's call returned it
-        """The first rows of the outputs."""
-        rows = [None if leaf is None else leaf[:num_tokens] for leaf in self._leaves]
-        return pytree.tree_unflatten(rows, self._spec)
+    graph: CapturedGraph
+    batch: ForwardBatch
 
 
 class GraphRunner:
@@ -142,11 +134,15 @@ class GraphRunner:
 
     def can_run(self, batch: ForwardBatch, *, size: int | None = None) -> bool:
         """Whether a captured graph serves the batch; size: as in `replay`."""
-        return self._size_if_any(batch, size) is not None
+        return self.size_for(batch, size=size) is not None
 
-    def size_for(self, batch: ForwardBatch) -> int | None:
-        """The smallest captured size that serves the batch; None where no graph does."""
-        return self._size_if_any(batch, None)
+    def size_for(self, batch: ForwardBatch, *, size: int | None = None) -> int | None:
+        """The smallest captured size that serves the batch, or `size` as in `replay`; None where no
+        graph does."""
+        try:
+            return self._size_of(batch, size)
+        except InvalidInput:
+            return None
 
     def replay(
         self,
@@ -172,7 +168,7 @@ class GraphRunner:
             padded = self._buffers.load(held, inputs, captured.batch)
         self._backend.init_forward_metadata_out_graph(padded)
         captured.graph.replay()
-        return captured.outputs(batch.num_tokens)
+        return self._outputs.rows(batch.num_tokens)
 
     def _capture(self, batch: ForwardBatch, inputs: Mapping[str, torch.Tensor]) -> _Captured:
         def run_model() -> Any:  # noqa: ANN401  # as the model's call returns it
@@ -191,12 +187,6 @@ class GraphRunner:
         self._ranks.meet()
         graph = self._devices.capture(step)
         return _Captured(graph, batch)
-
-    def _size_if_any(self, batch: ForwardBatch, size: int | None) -> int | None:
-        try:
-            return self._size_of(batch, size)
-        except InvalidInput:
-            return None
 
     def _size_of(self, batch: ForwardBatch, size: int | None) -> int:
         """The captured size that serves the batch. Raises InvalidInput where no graph does."""

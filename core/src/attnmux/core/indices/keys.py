@@ -88,7 +88,11 @@ def page_table(
         table = source[:, : width * step : step].index_select(0, req_pool_indices)
     else:
         check_lens("kv_start", first, batch_size)
-        table = _pages_from(source, req_pool_indices, first, width, step)
+        steps = torch.arange(0, width * step, step, device=first.device)
+        # Columns past the row's end repeat its last value, until the end of requests is set to 0
+        places = (first.unsqueeze(1) + steps).clamp_(max=source.shape[1] - 1)
+        cells = places + (req_pool_indices * source.shape[1]).unsqueeze(1)
+        table = source.view(-1).index_select(0, cells.view(-1)).view(cells.shape)
     columns = torch.arange(
         0, table.shape[1] * page_size, page_size, dtype=torch.int32, device=table.device
     )
@@ -123,21 +127,3 @@ def table_width(
     if out is not None and out.shape[1] < width:
         raise InvalidInput("out", got=f"{out.shape[1]} columns", expected=f"at least {width}")
     return width
-
-
-def _pages_from(
-    req_to_token: torch.Tensor,
-    req_pool_indices: torch.Tensor,
-    kv_start: torch.Tensor,
-    width: int,
-    step: int,
-) -> torch.Tensor:
-    """Values [B, width] at the start of each page from column kv_start on.
-
-    Columns past the row's end repeat its last value; `page_table` sets them to 0.
-    """
-    max_context = req_to_token.shape[1]
-    steps = torch.arange(0, width * step, step, device=kv_start.device)
-    columns = (kv_start.unsqueeze(1) + steps).clamp_(max=max_context - 1)
-    cells = columns + (req_pool_indices * max_context).unsqueeze(1)
-    return req_to_token.view(-1).index_select(0, cells.view(-1)).view(cells.shape)

@@ -7,7 +7,7 @@ from typing import TypeVar
 
 import torch
 
-from attnmux.core.arguments import check_at_least, check_positive, check_vector
+from attnmux.core.arguments import check_at_least, check_device, check_positive, check_vector
 from attnmux.core.errors import InvalidInput
 from attnmux.core.kv.memory import allocate_zeroed
 from attnmux.core.linear_layer import LinearLayerSpec
@@ -199,9 +199,7 @@ class LinearStatePool:
         dtype = torch.int32 if counts.dtype is torch.int32 else torch.int64
         check_vector("num_accepted_tokens", counts, dtype, num)
         for name, given in (("rows", rows), ("num_accepted_tokens", counts)):
-            if given.device != self.device:
-                got, expected = f"a tensor on {given.device}", f"one on {self.device}"
-                raise InvalidInput(name, got=got, expected=expected)
+            check_device(name, given, self.device)
 
     def copy(self, source: int, target: int) -> None:
         """Give row `target` the states of row `source`, as for a fork of a request.

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 
 import torch
 
-from attnmux.core.arguments import check_vector, check_whole_pages
+from attnmux.core.arguments import check_device, check_vector, check_whole_pages
 from attnmux.core.errors import InvalidInput
 from attnmux.core.kv.memory import allocate_zeroed
 from attnmux.core.kv.quantise import (
@@ -273,7 +273,4 @@ def check_rows(
         raise InvalidInput(argument, got=f"shape {tuple(rows.shape)}", expected=f"shape {shape}")
     if rows.dtype not in ACTIVATION_DTYPES:
         raise InvalidInput(argument, got=rows.dtype, expected="bfloat16, float16 or float32")
-    if rows.device != loc.device:
-        raise InvalidInput(
-            argument, got=f"a tensor on {rows.device}", expected=f"one on {loc.device}, as loc is"
-        )
+    check_device(argument, rows, loc.device)

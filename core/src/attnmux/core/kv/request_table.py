@@ -57,12 +57,8 @@ class RequestTable:
 
 
 class ReqToTokenPool(RequestTable):
-    """The request table and its free rows.
-
-    `req_to_token` [size + 1, max_context_len] int32 holds the slot of every token. Row 0 belongs to
-    padding: it is never handed out and its slots are 0. A row keeps its old slots after `free`;
-    the lengths of a batch say how many of its slots are valid.
-    """
+    """The request table and its free rows, of which row 0 is none. A row keeps its old slots after
+    `free`."""
 
     def __init__(self, size: int, max_context_len: int, device: torch.device | str) -> None:
         """Room for `size` requests of at most `max_context_len` tokens.

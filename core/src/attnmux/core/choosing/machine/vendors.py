@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -16,49 +17,37 @@ DISPLAY_UNITS = 2
 """Compute units of the display-only GPUs in desktop processors, which are ignored."""
 
 
-def any_path(*patterns: str) -> Evidence:
+def any_path(patterns: Sequence[str], root: Path) -> str:
     """The first path that matches one of the glob patterns."""
-
-    def found(root: Path) -> str:
-        for pattern in patterns:
-            for path in sorted(root.glob(pattern.lstrip("/"))):
-                return f"/{path.relative_to(root)}"
-        return ""
-
-    return found
+    for pattern in patterns:
+        for path in sorted(root.glob(pattern.lstrip("/"))):
+            return f"/{path.relative_to(root)}"
+    return ""
 
 
-def render_node(pci_vendor: str) -> Evidence:
+def render_node(pci_vendor: str, root: Path) -> str:
     """A render node of the PCI vendor, except for a GPU in the CPU's own package."""
-
-    def found(root: Path) -> str:
-        for node in sorted(root.glob("sys/class/drm/renderD*/device")):
-            address = node.resolve().name
-            # Device 2 of bus 0 is in the package; its other functions are virtual shares
-            own = re.fullmatch(r"0000:00:02\.[0-7]", address)
-            if own is None and _read(node / "vendor") == pci_vendor:
-                return f"PCI {address}"
-        return ""
-
-    return found
+    for node in sorted(root.glob("sys/class/drm/renderD*/device")):
+        address = node.resolve().name
+        # Device 2 of bus 0 is in the package; its other functions are virtual shares
+        own = re.fullmatch(r"0000:00:02\.[0-7]", address)
+        if own is None and _read(node / "vendor") == pci_vendor:
+            return f"PCI {address}"
+    return ""
 
 
-def compute_node(pci_vendor: int) -> Evidence:
+def compute_node(pci_vendor: int, root: Path) -> str:
     """A GPU of the PCI vendor in the kernel's compute topology (drivers/gpu/drm/amd/amdkfd).
 
     The driver creates its device node, and lists the CPU, even without a GPU. A GPU that this
     container may not use cannot be read.
     """
-
-    def found(root: Path) -> str:
-        for node in sorted(root.glob("sys/class/kfd/kfd/topology/nodes/*")):
-            facts = dict(re.findall(r"^(\w+) (\d+)$", _read(node / "properties"), re.MULTILINE))
-            units = int(facts.get("simd_count", 0)) // (int(facts.get("simd_per_cu", 0)) or 1)
-            if int(facts.get("vendor_id", 0)) == pci_vendor and units > DISPLAY_UNITS:
-                return f"/{node.relative_to(root)}"
-        return ""
-
-    return found
+    for node in sorted(root.glob("sys/class/kfd/kfd/topology/nodes/*")):
+        facts = dict(re.findall(r"^(\w+) (\d+)$", _read(node / "properties"), re.MULTILINE))
+        units = int(facts.get("simd_count", 0)) // (int(facts.get("simd_per_cu", 0)) or 1)
+        if int(facts.get("vendor_id", 0)) == pci_vendor and units > DISPLAY_UNITS:
+            return f"/{node.relative_to(root)}"
+    return ""
 
 
 def _read(path: Path) -> str:
@@ -120,7 +109,7 @@ VENDORS: Mapping[str, Vendor] = {
             version=_capability,
             distribution="attnmux-nvidia",
             # Linux guests of Windows have no device nodes, but this library
-            evidence=any_path("/dev/nvidia[0-9]*", "/usr/lib/wsl/lib/libnvidia-ml.so.1"),
+            evidence=partial(any_path, ("/dev/nvidia[0-9]*", "/usr/lib/wsl/lib/libnvidia-ml.so.1")),
         ),
         Vendor(
             name="amd",
@@ -130,7 +119,7 @@ VENDORS: Mapping[str, Vendor] = {
             examples="gfx90a, gfx942 or gfx1100",
             version=_gfx,
             distribution="attnmux-amd",
-            evidence=compute_node(0x1002),
+            evidence=partial(compute_node, 0x1002),
         ),
         Vendor(
             name="intel",
@@ -140,7 +129,7 @@ VENDORS: Mapping[str, Vendor] = {
             examples="xe2, xe_hpg or xe_hpc",
             version=_generation,
             distribution="attnmux-intel",
-            evidence=render_node("0x8086"),
+            evidence=partial(render_node, "0x8086"),
         ),
         Vendor(
             name="ascend",
@@ -150,7 +139,7 @@ VENDORS: Mapping[str, Vendor] = {
             examples="910b, 910_93 or 310p",
             version=_generation,
             distribution="attnmux-ascend",
-            evidence=any_path("/dev/davinci[0-9]*"),
+            evidence=partial(any_path, ("/dev/davinci[0-9]*",)),
         ),
         Vendor(
             name="cpu",
@@ -160,7 +149,7 @@ VENDORS: Mapping[str, Vendor] = {
             examples="x86_64 or aarch64",
             version=_generation,
             distribution="attnmux-cpu",
-            evidence=any_path(),
+            evidence=lambda _: "",
             aliases={"amd64": "x86_64", "arm64": "aarch64"},
         ),
     )

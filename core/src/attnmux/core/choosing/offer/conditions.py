@@ -16,8 +16,9 @@ Value = str | int | float | bool | frozenset[str]
 class Condition(ABC):
     """A set of values that a backend serves. Read-only; equal parts make equal conditions.
 
-    The kinds in this module are all there are: a card is data, so it brings no code to run. They
-    are not dataclasses: generating their code would slow every start of the command.
+    The kinds in this module are all there are: a card is data, so it brings no code to run. The
+    functions below make them, and say what they admit. They are not dataclasses: generating their
+    code would slow every start of the command.
     """
 
     __slots__ = ()
@@ -102,8 +103,6 @@ def _check(condition: str, given: Iterable[object], types: Sequence[type], expec
 
 
 class OneOf(Condition):
-    """Exactly these values, the preferred one first."""
-
     __slots__ = ("values",)
     values: tuple[Value, ...]
 
@@ -174,8 +173,6 @@ class Range(Condition):
 
 
 class Emulated(Condition):
-    """Any page size: the kernel reads `native` ones, and token indices for the others."""
-
     __slots__ = ("native",)
     native: Condition
 
@@ -203,8 +200,6 @@ class Includes(Condition):
 
 
 class Versions(Condition):
-    """A PEP 440 range that a bare version meets: ">=9.0,<10"."""
-
     __slots__ = ("specifier",)
     specifier: str
 
@@ -217,8 +212,6 @@ class Versions(Condition):
 
 
 class Runtimes(Condition):
-    """One of several runtimes with a range, ("cuda>=12.3", "rocm>=6"), met by "cuda 13.0"."""
-
     __slots__ = ("requirements",)
     requirements: tuple[str, ...]
 

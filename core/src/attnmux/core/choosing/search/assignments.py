@@ -26,7 +26,7 @@ from attnmux.core.choosing.search.points import (
     clauses_of,
     feasible_points,
 )
-from attnmux.core.choosing.search.problem import CACHED_LEADS, Problem, Variant, opponents
+from attnmux.core.choosing.search.problem import CACHED_LEADS, Problem, Variant
 
 FALLBACK_PAGE_SIZE = 1
 """Where neither the request nor the winner has a preference."""
@@ -162,7 +162,7 @@ def _compatible(
 def _clash(problem: Problem, winners: Sequence[Offer]) -> tuple[int, ...]:
     """The places of two winners that exclude each other; empty where none do."""
     for one, other in combinations(range(len(winners)), 2):
-        barred = opponents(problem.opposed, winners[one].address, problem.groups[one].lead)
+        barred = problem.opponents(winners[one].address, problem.groups[one].lead)
         if problem.groups[other].lead in CACHED_LEADS and winners[other].address in barred:
             return one, other
     return ()

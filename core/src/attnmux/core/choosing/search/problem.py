@@ -78,6 +78,10 @@ class Problem:
     ranking: Ranking
     opposed: Opposed
 
+    def opponents(self, address: str, lead: str) -> frozenset[str]:
+        """Addresses of the backends that may not serve the other of decode and extend."""
+        return self.opposed.get(address, frozenset()) if lead in CACHED_LEADS else frozenset()
+
     def serves(self, offer: Offer, questions: Questions, phases: Iterable[str]) -> bool:
         """Whether the offer serves all of `phases`."""
         served = all(is_served(offer.card, questions[phase]) for phase in phases)
@@ -140,11 +144,6 @@ def opposed(offers: Sequence[Offer]) -> Opposed:
                 found.setdefault(offer.address, set()).add(other.address)
                 found.setdefault(other.address, set()).add(offer.address)
     return {address: frozenset(others) for address, others in found.items()}
-
-
-def opponents(opposed: Opposed, address: str, lead: str) -> frozenset[str]:
-    """Addresses of the backends that may not serve the other of decode and extend."""
-    return opposed.get(address, frozenset()) if lead in CACHED_LEADS else frozenset()
 
 
 def groups_of(

@@ -13,7 +13,7 @@ from attnmux.core.choosing.judge.shortcomings import changed, remedy
 from attnmux.core.choosing.offer.card import Offer
 from attnmux.core.choosing.search.assignments import is_compatible
 from attnmux.core.choosing.search.points import Candidate, Point, candidates_of, feasible_points
-from attnmux.core.choosing.search.problem import CACHED_LEADS, Problem, Variant, opponents
+from attnmux.core.choosing.search.problem import CACHED_LEADS, Problem, Variant
 
 Changes = tuple[tuple[str, str], ...]
 """Fields of the request and their new values, as text."""
@@ -62,15 +62,21 @@ class Remedies:
                     for way in helping
                     if way and dict(changes).keys().isdisjoint(dict(way))
                 )
-        again = tee(points)[1]
-        return any(_is_served(problem, fitting, allowed) for _, fitting in again)
+        for _, fitting in tee(points)[1]:
+            left = [
+                [offer for offer in offers if offer.address in wanted]
+                for offers, wanted in zip(fitting, allowed, strict=True)
+            ]
+            if all(left) and (not problem.opposed or is_compatible(problem, left)):
+                return True
+        return False
 
     def _allowed(self, other: int, place: int, address: str) -> Addresses:
         """The offers that may serve the group `other` where this one serves the group `place`."""
         if other == place:
             return {address: None}
         groups = self._original.groups
-        barred = opponents(self._original.opposed, address, groups[place].lead)
+        barred = self._original.opponents(address, groups[place].lead)
         if not barred or groups[other].lead not in CACHED_LEADS:
             return self._addresses[other]
         return {one: None for one in self._addresses[other] if one not in barred}
@@ -116,14 +122,3 @@ class Remedies:
         """The reasons against an offer that installing a library does not remove."""
         reasons = self._original.barred(address)
         return () if all(reason.hint for reason in reasons) else reasons
-
-
-def _is_served(
-    problem: Problem, fitting: Sequence[Sequence[Offer]], allowed: Sequence[Addresses]
-) -> bool:
-    """Whether allowed offers serve all groups at a point, without two that exclude each other."""
-    left = [
-        [offer for offer in offers if offer.address in wanted]
-        for offers, wanted in zip(fitting, allowed, strict=True)
-    ]
-    return all(left) and (not problem.opposed or is_compatible(problem, left))

@@ -12,7 +12,7 @@ from functools import cache
 
 from attnmux.core.choosing.ask.values import PHASES
 from attnmux.core.choosing.common.verdict import Obstacle, Reason, Verdict
-from attnmux.core.choosing.judge.axes import Questions, demands_of
+from attnmux.core.choosing.judge.axes import demands_of
 from attnmux.core.choosing.judge.checking import Rank, verdict
 from attnmux.core.choosing.judge.shortcomings import (
     is_served,
@@ -22,14 +22,7 @@ from attnmux.core.choosing.judge.shortcomings import (
 from attnmux.core.choosing.machine.vendors import VENDORS
 from attnmux.core.choosing.offer.card import Offer
 from attnmux.core.choosing.search.assignments import Assignment
-from attnmux.core.choosing.search.problem import (
-    CACHED_LEADS,
-    Group,
-    Opposed,
-    Problem,
-    Variant,
-    opponents,
-)
+from attnmux.core.choosing.search.problem import CACHED_LEADS, Group, Problem, Variant
 from attnmux.core.choosing.search.remedies import Remedies
 from attnmux.core.errors import NoBackend
 
@@ -47,24 +40,6 @@ def verdicts(
         return PHASES.index(one.phase), one.rank is None, one.rank or 0, one.backend, one.plugin
 
     return tuple(sorted(found, key=order))
-
-
-def excluded(opposed: Opposed, offer: Offer, lead: str, serving: Serving) -> list[Reason]:
-    """A reason where `offer` for `lead` excludes all that serve the other of decode and extend."""
-    barred = opponents(opposed, offer.address, lead)
-    for other in CACHED_LEADS if barred else ():
-        others = serving.get(other, ()) if other != lead else ()
-        if others and barred.issuperset(one.address for one in others):
-            names = " or ".join(one.card.name for one in others)
-            return [
-                Reason(
-                    code="EXCLUDED",
-                    axis="backend",
-                    wanted=f"a backend for {lead} next to {names} for {other}",
-                    offered=f"{offer.card.name}, which never shares a KV cache with {names}",
-                )
-            ]
-    return []
 
 
 class _Verdicts:
@@ -105,10 +80,24 @@ class _Verdicts:
             for group in self._problem.groups
         }
 
-    def _excluded(self, group: Group, offer: Offer, variant: int = 0) -> list[Reason]:
-        if not opponents(self._problem.opposed, offer.address, group.lead):
-            return []
-        return excluded(self._problem.opposed, offer, group.lead, self._serving(variant))
+    def _excluded(self, group: Group, offer: Offer, variant: int | None = 0) -> list[Reason]:
+        """A reason where the offer excludes all that serve the other of decode and extend: in a
+        variant, or, for None, as decided."""
+        barred = self._problem.opponents(offer.address, group.lead)
+        for other in CACHED_LEADS if barred else ():
+            serving = self._winners if variant is None else self._serving(variant)
+            others = serving.get(other, ()) if other != group.lead else ()
+            if others and barred.issuperset(one.address for one in others):
+                names = " or ".join(one.card.name for one in others)
+                return [
+                    Reason(
+                        code="EXCLUDED",
+                        axis="backend",
+                        wanted=f"a backend for {group.lead} next to {names} for {other}",
+                        offered=f"{offer.card.name}, which never shares a KV cache with {names}",
+                    )
+                ]
+        return []
 
     def _verdict(self, group: Group, phase: str, offer: Offer, reasons: list[Reason]) -> Verdict:
         """`reasons` keep the offer from the phase alone; either all have a hint or none has."""
@@ -140,21 +129,17 @@ class _Verdicts:
         told = verdict(offer, phase, reasons, rank)
         if self._best is None:
             return told
-        obstacle = self._obstacle(group, phase, offer, self._best.variant.questions)
-        return replace(told, eligible=obstacle is None, obstacle=obstacle)
-
-    def _obstacle(
-        self, group: Group, phase: str, offer: Offer, decided: Questions
-    ) -> Obstacle | None:
-        """What keeps the offer from serving the group as decided, with the winners of the others:
-        its own phase's reasons first, then those of the phases that one backend serves with it."""
-        together = (phase, *group.phases)
+        # What keeps it from serving as decided, with the winners of the others: its own phase's
+        # reasons first, then those of the phases that one backend serves with it
+        together, decided = (phase, *group.phases), self._best.variant.questions
         failing = next((each for each in together if not is_served(offer.card, decided[each])), "")
         if failing:
-            reasons = shortcomings(offer.card, decided[failing])
+            against = shortcomings(offer.card, decided[failing])
         else:
-            reasons = excluded(self._problem.opposed, offer, group.lead, self._winners)
-        return Obstacle(phase=failing or phase, reasons=tuple(reasons)) if reasons else None
+            against = self._excluded(group, offer, None)
+        if not against:
+            return replace(told, eligible=True)
+        return replace(told, obstacle=Obstacle(phase=failing or phase, reasons=tuple(against)))
 
     def _joint_reasons(self, group: Group, offer: Offer) -> list[Reason]:
         """Why an offer that serves a phase alone cannot serve the group."""
