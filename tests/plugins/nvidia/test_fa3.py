@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 import torch
 
-from attnmux.core import ANY, AttnmuxError, ForwardMode, InvalidInput, MultiItem, Platform, imported
+from attnmux.core import ANY, AttnmuxError, ForwardMode, InvalidInput, MultiItem, Platform
+from attnmux.emulators.candidates import SGL_FLASH_ATTN as EMULATED
 from attnmux.nvidia.cards.fa3 import FA3
 from attnmux.nvidia.fa3 import make
-from attnmux.nvidia.fa3_layers import FA3Kernels
 from attnmux.testing import (
     AttentionBackendTests,
     Case,
@@ -20,6 +20,7 @@ from attnmux.testing import (
     run_case,
     verify,
 )
+from attnmux.testing.adapter_checks import check_large_queries_saturate
 from attnmux.testing.adapters import (
     AdapterTests,
     AdapterWorld,
@@ -31,7 +32,6 @@ from attnmux.testing.adapters import (
     recorded,
 )
 
-EMULATED = imported(FA3Kernels, "attnmux.emulators.nvidia.sgl_flash_attn")
 HOPPER = Platform.parse("nvidia:sm90,cuda=13.0")
 WORLD = AdapterWorld(
     library=make, kernels=EMULATED, platform=HOPPER, settings={"max_context_len": 256}
@@ -98,8 +98,8 @@ def test_an_option_fixes_the_splits():
 
 @pytest.mark.parametrize("num_splits", [-1, 257])
 def test_splits_that_are_refused(num_splits):
-    with pytest.raises(InvalidInput, match="num_splits: expected 0 to 256"):
-        WORLD.backend(WORLD.world(decode(3)).context, {"num_splits": num_splits})
+    given = {"num_splits": num_splits}
+    WORLD.refuses("num_splits: expected 0 to 256", decode(3), options=given)
 
 
 @pytest.mark.parametrize(
@@ -110,8 +110,7 @@ def test_sinks_of_many_heads(heads, sinks, served):
     outcome = run_case(CANDIDATE, Case(name="heads", steps=(decode(5),), **settings))
     assert outcome.status == ("passed" if served else "refused")
     if not served:
-        with pytest.raises(InvalidInput, match="layer 1: expected at most 64, got sinks of 72"):
-            WORLD.backend(WORLD.world(decode(5), **settings).context)
+        WORLD.refuses("layer 1: expected at most 64, got sinks of 72", decode(5), **settings)
 
 
 def test_a_schedule_serves_the_layers_of_a_kind():
@@ -194,15 +193,9 @@ def test_lse_of_batched_and_of_packed_queries():
 
 def test_a_captured_table_is_as_wide_as_the_longest_context():
     """The library splits keys by the table's width, and a graph keeps what it chose."""
-    kernels, calls = recorded(EMULATED)
-    backend, made = WORLD.prepared(decode(5, 6), kernels=kernels, page_size=16)
-    backend.init_cuda_graph_state(2, 2)
-    backend.init_forward_metadata_out_graph(made.batch, in_capture=True)
-    backend.init_forward_metadata_in_graph(made.batch)
-    outputs(backend, made)
-    call = attentions(calls)[0].kwargs
-    assert call["page_table"].shape == (2, 256 // 16)
-    assert call["num_splits"] == 0
+    _, calls = WORLD.captured(decode(5, 6), page_size=16)
+    assert calls[-1].kwargs["page_table"].shape == (2, 256 // 16)
+    assert attentions(calls)[0].kwargs["num_splits"] == 0
 
 
 def test_layers_outside_the_pool():
@@ -210,9 +203,7 @@ def test_layers_outside_the_pool():
 
 
 def test_queries_beyond_the_range_of_fp8_saturate():
-    backend, made = WORLD.prepared(decode(5), kv_dtype="fp8_e4m3")
-    inputs = tuple(replace(given, q=given.q * 1e4) for given in made.inputs)
-    assert all(out.isfinite().all() for out in outputs(backend, replace(made, inputs=inputs)))
+    check_large_queries_saturate(WORLD, kv_dtype="fp8_e4m3")
 
 
 @pytest.mark.parametrize("sinks", [False, True])
@@ -294,10 +285,7 @@ ITEMS = MultiItem(
     ],
 )
 def test_steps_that_are_refused(step, fields, argument):
-    backend, made = WORLD.prepared(step, spec_topk=1)
-    with pytest.raises(InvalidInput) as refusal:
-        backend.init_forward_metadata(replace(made.batch, **fields))
-    assert refusal.value.argument == argument
+    WORLD.refuses(f"^{argument}: ", step, batch=fields, spec_topk=1, kv_in_pool=True)
 
 
 @pytest.mark.parametrize(
@@ -312,9 +300,7 @@ def test_steps_that_are_refused(step, fields, argument):
     ],
 )
 def test_pools_and_layers_that_are_refused(settings, argument):
-    with pytest.raises(InvalidInput) as refusal:
-        WORLD.backend(WORLD.world(decode(3), **settings).context)
-    assert refusal.value.argument == argument
+    WORLD.refuses(f"^{argument}: ", decode(3), **settings)
 
 
 def test_keys_of_another_dtype_are_refused():

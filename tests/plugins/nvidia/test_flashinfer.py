@@ -11,7 +11,6 @@ import pytest
 import torch
 
 from attnmux.core import (
-    BackendFailed,
     ForwardMode,
     GraphConfig,
     GraphRunner,
@@ -22,14 +21,13 @@ from attnmux.core import (
     Platform,
     Policy,
     Request,
-    imported,
     rehearse,
     solve,
 )
+from attnmux.emulators.candidates import WRAPPERS as EMULATED
 from attnmux.nvidia.cards.flashinfer import FLASHINFER
 from attnmux.nvidia.flashinfer.backend import make
 from attnmux.nvidia.flashinfer.layers import PlanGroup
-from attnmux.nvidia.flashinfer.planning import FlashInferKernels
 from attnmux.nvidia.flashinfer.settings import graph_plan_bytes, graph_workspace_bytes
 from attnmux.nvidia.flashinfer.shared import MIB, Staging
 from attnmux.nvidia.flashinfer.step import LONGEST, Items
@@ -46,17 +44,16 @@ from attnmux.testing import (
     run_case,
     verify,
 )
+from attnmux.testing.adapter_checks import check_rows_are_copied, check_runners_of_two_modes
 from attnmux.testing.adapters import (
     AdapterTests,
     AdapterWorld,
     KernelCall,
     assert_passes,
-    misaligned,
     outputs,
     recorded,
 )
 
-EMULATED = imported(FlashInferKernels, "attnmux.emulators.nvidia.flashinfer")
 HOPPER = Platform.parse("nvidia:sm90,cuda=13.0")
 ADAPTER = AdapterWorld(
     library=make,
@@ -299,8 +296,7 @@ def test_tokens_that_are_not_the_requests_are_refused(step, num_tokens) -> None:
     ],
 )
 def test_options_that_no_kernel_serves(settings, options, option) -> None:
-    with pytest.raises(InvalidInput, match=option):
-        ADAPTER.backend(ADAPTER.world(decode(5), **settings).context, options)
+    ADAPTER.refuses(option, decode(5), options=options, **settings)
 
 
 @pytest.mark.parametrize("settings", [{"spec_topk": 1}, {"spec_topk": 4}])
@@ -311,16 +307,12 @@ def test_drafts_and_masks_are_not_given_to_fa3(settings) -> None:
 
 
 def test_a_kernel_that_does_not_compile_is_a_reason_with_a_hint() -> None:
-    def no_compiler(*args: object, **kwargs: object) -> object:
-        raise RuntimeError("Could not find nvcc and default cuda_home='/usr/local/cuda'\nmore")
-
-    kernels = replace(EMULATED, **{DECODE: no_compiler})
-    library = replace(make, providers={"flashinfer": lambda: kernels})
-    with pytest.raises(BackendFailed, match="Could not find nvcc") as failed:
-        library(ADAPTER.world(decode(5)).context)
-    assert failed.value.address == "nvidia/flashinfer"
-    assert "pip install 'attnmux-nvidia[flashinfer]'" in str(failed.value)
-    assert "more" not in str(failed.value)
+    error = RuntimeError("Could not find nvcc and default cuda_home='/usr/local/cuda'\nmore")
+    failed = ADAPTER.fails(error, DECODE, step=decode(5))
+    assert failed.address == "nvidia/flashinfer"
+    assert "Could not find nvcc" in str(failed)
+    assert "pip install 'attnmux-nvidia[flashinfer]'" in str(failed)
+    assert "more" not in str(failed)
 
 
 @pytest.mark.parametrize(
@@ -355,16 +347,7 @@ def test_more_heads_than_a_block_of_the_merge_holds() -> None:
 
 @pytest.mark.parametrize("step", [extend((0, 9), (0, 4)), UNEVEN, decode(9, 4)])
 def test_rows_that_the_kernels_cannot_load_are_copied(step) -> None:
-    backend, prepared = ADAPTER.prepared(step, kv_in_pool=False)
-    first = prepared.inputs[0]
-    lse = torch.zeros(first.q.shape[:2])
-    expected = outputs(backend, replace(prepared, inputs=(first,)), lse=lse)[0]
-    odd = replace(first, q=misaligned(first.q), k=misaligned(first.k), v=misaligned(first.v))
-    out, apart = misaligned(torch.full_like(first.q, 7)), torch.zeros_like(lse.t()).t()
-    found = outputs(backend, replace(prepared, inputs=(odd,)), out=out, lse=apart)[0]
-    assert found is out
-    assert torch.equal(out, expected)
-    assert torch.equal(apart, lse)
+    check_rows_are_copied(*ADAPTER.prepared(step, kv_in_pool=False))
 
 
 def test_a_merge_writes_where_the_caller_wants() -> None:
@@ -546,8 +529,7 @@ def test_sinks_of_any_size(step, sink) -> None:
     ],
 )
 def test_sinks_that_no_kernel_looks_at_are_refused(step, settings, argument) -> None:
-    with pytest.raises(InvalidInput, match=argument):
-        ADAPTER.backend(ADAPTER.world(step, sinks=True, **settings).context)
+    ADAPTER.refuses(argument, step, sinks=True, **settings)
 
 
 def test_sinks_over_the_calls_keys_are_refused() -> None:
@@ -603,31 +585,7 @@ def test_graphs_of_trees_that_spec_topk_alone_asks_for(page_size) -> None:
 
 def test_graphs_of_two_modes_on_one_backend() -> None:
     """The second runner's sizes do not take the buffers of the first."""
-    steps = (decode(5, 30), verify(4, 9, 20))
-    setup = ADAPTER.world(*steps, spec_topk=1, kv_in_pool=True)
-    backend = ADAPTER.backend(setup.context)
-
-    def runner(step: Step, mode: ForwardMode, tokens: int) -> tuple[GraphRunner, Any]:
-        prepared = ADAPTER.prepare(setup, step)
-
-        def forward(batch: Any, inputs: Any) -> list[torch.Tensor]:
-            return outputs(backend, replace(prepared, batch=batch))
-
-        config = GraphConfig(
-            batch_sizes=(2,), forward_mode=mode, tokens_per_request=tokens, host_lens=True
-        )
-        made = GraphRunner(backend, forward, config, devices=RecordingGraphs(), progress=iter)
-        made.capture(prepared.batch)
-        return made, prepared
-
-    runners = [
-        runner(steps[0], ForwardMode.DECODE, 1),
-        runner(steps[1], ForwardMode.TARGET_VERIFY, 4),
-    ]
-    for made, prepared in runners:
-        replayed = [out.clone() for out in made.replay(prepared.batch)]
-        backend.init_forward_metadata(prepared.batch)
-        torch.testing.assert_close(replayed, outputs(backend, prepared), equal_nan=True)
+    check_runners_of_two_modes(ADAPTER)
 
 
 @pytest.mark.parametrize(
