@@ -15,7 +15,10 @@ constexpr int SPARE_KEYS = W;  // after a block's, as products take several at a
 
 // V vectors of P rows for each KV head.
 template <Type T, int P, int V> struct Few {
-    static constexpr int L = W / P, J = DOT_KEYS, SIZE = size_of(T), KEYS = SIZE == 1 ? 16 : 8;
+    // With few products for each line of 16-bit rows, reading is what bounds: then fetches are held back,
+    // and a line of each of 16 rows is read before the next line of them.
+    static constexpr bool HELD = FETCHES_FAR && size_of(T) == 2 && P * V <= 4;
+    static constexpr int L = W / P, J = DOT_KEYS, SIZE = size_of(T), KEYS = SIZE == 1 || HELD ? 16 : 8, FAR = HELD ? MOST_AHEAD : AHEAD;
     static constexpr int LOGITS = (STREAM_KEYS + SPARE_KEYS) * P, WORDS = LOGITS / 2;  // of a vector of rows
     Step& step;
     const Item& item;
@@ -30,6 +33,7 @@ template <Type T, int P, int V> struct Few {
     const bool copies_v = (T != BF16 && !mixes_bytes) || step.Dv % BLOCK;
     const int num_vectors = num_heads * V;
     const char* copied[STREAM_KEYS + SPARE_KEYS];
+    Pace<HELD> pace = {};
 
     // A row's sums of the 32 columns from the d-th on: blocks of columns, [height][BLOCK] each.
     float* out_of(int h, int r, int d) const { return s.out.data() + int64_t(h) * height * out_width + int64_t(d) * height + r * BLOCK; }
@@ -69,7 +73,7 @@ template <Type T, int P, int V> struct Few {
         if constexpr (R > 1) dot_bytes<R - 1>(rows, offset, h, j, next);
     }
     void multiply(const Rows<T>& keys, int num) {
-        Ahead<T> ahead(keys, step.D, num_heads, height);
+        Ahead<T, FAR> ahead(keys, step.D, num_heads, height);
         for (int j = 0; j < num; j += J)
             for (int h = 0; h < num_heads; ++h) {
                 const Next next = ahead.next(j, h, J, step.D);
@@ -80,7 +84,7 @@ template <Type T, int P, int V> struct Few {
                         continue;
                     }
                 const char* const* rows = copies_k ? narrowed(keys.of + j, std::min(J, num - j), offset, step.D, width, s.narrow_k) : keys.of + j;
-                few_logits<T, P, V, J>(rows, copies_k ? 0 : offset, s.narrow_q.data() + int64_t(h) * V * P * width * 2, width, step.scaling, s.scores.data() + h * V * LOGITS + j * P, LOGITS, next);
+                few_logits<T, P, V, J, HELD>(rows, copies_k ? 0 : offset, s.narrow_q.data() + int64_t(h) * V * P * width * 2, width, step.scaling, s.scores.data() + h * V * LOGITS + j * P, LOGITS, next, pace);
             }
     }
     // Removes what rows do not see, in all lanes of a head.
@@ -130,7 +134,7 @@ template <Type T, int P, int V> struct Few {
         for (int d = 0; d < out_width; d += BLOCK, out += height * BLOCK) store(out, load(out) * decay), store(out + W, load(out + W) * decay);
     }
     template <int R> void mix(const char* const* rows, int64_t offset, int h, int r, int j, int num_groups, const Lines<KEYS>& lines) {
-        constexpr int C = R > 4 ? 1 : R > 2 ? 2 : 4;
+        constexpr int C = HELD || R > 4 ? 1 : R > 2 ? 2 : 4;
         const int32_t* words = s.pairs.data() + (h * V + r / P) * WORDS + j / 2 * P;
         const int64_t block = int64_t(height) * BLOCK;
         if constexpr (SIZE == 1)
@@ -141,15 +145,15 @@ template <Type T, int P, int V> struct Few {
                 return;
             }
         int d = 0;
-        for (; d + C * BLOCK <= out_width; d += C * BLOCK) few_mix<P, R, C>(rows, offset, words, WORDS, num_groups, out_of(h, r, d), block, d, lines);
-        for (; d < out_width; d += BLOCK) few_mix<P, R, 1>(rows, offset, words, WORDS, num_groups, out_of(h, r, d), block, d, lines);
+        for (; d + C * BLOCK <= out_width; d += C * BLOCK) few_mix<P, R, C>(rows, offset, words, WORDS, num_groups, out_of(h, r, d), block, d, lines, pace);
+        for (; d < out_width; d += BLOCK) few_mix<P, R, 1>(rows, offset, words, WORDS, num_groups, out_of(h, r, d), block, d, lines, pace);
     }
     template <int R> void mix_rows(const char* const* rows, int64_t offset, int h, int r, int left, int j, int num_groups, const Lines<KEYS>& lines) {
         if (left == R) return mix<R>(rows, offset, h, r, j, num_groups, lines);
         if constexpr (R > 1) mix_rows<R - 1>(rows, offset, h, r, left, j, num_groups, lines);
     }
     void gather(const Rows<T>& values, int num) {
-        Ahead<T> ahead(values, step.Dv, num_heads, height);
+        Ahead<T, FAR> ahead(values, step.Dv, num_heads, height);
         for (int j = 0; j < num; j += KEYS) {
             const int now = std::min(KEYS, num - j), num_groups = round_up(now, L) / L;
             for (int h = 0; h < num_heads; ++h) {
@@ -164,11 +168,15 @@ template <Type T, int P, int V> struct Few {
         prepare();
         const Seen seen(step, item, s, W);
         const int32_t* slots = step.slots(item);
+        // The item that is likely to be this thread's next
+        const Item* then = step.coming();
+        const int32_t* then_slots = then ? step.slots(*then) + then->key : nullptr;
+        const int num_then = then ? then->key_end - then->key : 0;
         Rows<T> keys, values;
         for (int key = item.key; key < item.key_end; key += STREAM_KEYS) {
             const int left = item.key_end - key, num = std::min(STREAM_KEYS, left), num_groups = round_up(num, L) / L;
-            keys.find(step, false, slots + key, left, item.head);
-            values.find(step, true, slots + key, left, item.head);
+            keys.find(step, false, slots + key, left, item.head, then_slots, num_then);
+            values.find(step, true, slots + key, left, item.head, then_slots, num_then);
             multiply(keys, num);
             const bool whole = seen.whole(key, num) && num % L == 0;
             for (int v = 0; v < num_vectors; ++v) weigh(seen, v, key, num, num_groups, whole);
