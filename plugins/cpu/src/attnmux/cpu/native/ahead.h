@@ -8,7 +8,7 @@ constexpr int DOT_KEYS = 8;      // read at a time, of K
 constexpr int MIX_KEYS = 8;      // and of V
 constexpr int MOST_KEYS = 16;    // of either
 constexpr int AHEAD = FETCHES_FAR ? 16 : 8;  // keys between the one that is read and the one that is fetched
-constexpr int MOST_AHEAD = 2 * AHEAD;
+constexpr int MOST_AHEAD = FETCHES_FAR ? STREAM_KEYS : AHEAD;
 
 // What is fetched while as many rows of one head are read: a run of bytes, or rows. Null: nothing.
 struct Next {
@@ -59,19 +59,22 @@ template <Type T> struct Rows {
     int64_t head_bytes;
     bool in_order;  // most follow the one before
 
-    // then: slots of the keys that are read after those that are left, so that they are fetched too.
+    // then: slots of the keys that are read after those that are left, so that they are fetched too. They
+    // begin after the rows that are read as a multiple of MOST_KEYS, which must be the request's own.
     void find(const Step& step, bool values, const int32_t* slots, int left, int head, const int32_t* then = nullptr, int num_then = 0) {
         head_bytes = (values && step.call.v ? step.call.v_head : step.call.k_head) * size_of(T);
         const auto row = [&](int32_t slot) { return values ? step.value_row(slot, head) : step.key_row(slot, head); };
-        const int most = STREAM_KEYS + MOST_AHEAD, num = std::min(left, most), known = num + std::min(num_then, most - num);
+        constexpr int MOST = STREAM_KEYS + MOST_AHEAD;
+        const int num = std::min(left, MOST), own = std::min(round_up(num, MOST_KEYS), MOST), known = std::min(own + num_then, MOST);
         int following = 0;
         for (int j = 0; j < num; ++j) {
             of[j] = row(slots[j]);
             following += j && slots[j] == slots[j - 1] + 1;
         }
         in_order = 2 * following > num;
-        for (int j = num; j < known; ++j) of[j] = row(then[j - num]);
-        for (int j = known; j < most + MOST_KEYS; ++j) of[j] = of[known - 1];
+        for (int j = num; j < own; ++j) of[j] = of[num - 1];
+        for (int j = own; j < known; ++j) of[j] = row(then[j - own]);
+        for (int j = known; j < MOST + MOST_KEYS; ++j) of[j] = of[known - 1];
     }
     void pad(int num, int num_heads, int n, Aligned<char>& copies) {
         const int64_t bytes = round_up(n, BLOCK) * size_of(T);

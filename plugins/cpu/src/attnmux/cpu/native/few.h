@@ -7,7 +7,7 @@
 #pragma once
 
 #include "columns.h"
-#include "few_products.h"
+#include "few_blocks.h"
 
 #if defined(__AVX512BF16__) && LANES == 16
 
@@ -18,7 +18,9 @@ template <Type T, int P, int V> struct Few {
     // With few products for each line of 16-bit rows, reading is what bounds: then fetches are held back,
     // and a line of each of 16 rows is read before the next line of them.
     static constexpr bool HELD = FETCHES_FAR && size_of(T) == 2 && P * V <= 4;
-    static constexpr int L = W / P, J = DOT_KEYS, SIZE = size_of(T), KEYS = SIZE == 1 || HELD ? 16 : 8, FAR = HELD ? MOST_AHEAD : AHEAD;
+    static constexpr int L = W / P, J = DOT_KEYS, SIZE = size_of(T), KEYS = SIZE == 1 || HELD ? 16 : 8, FAR = HELD ? 2 * AHEAD : AHEAD;
+    // With more of them V is read head by head, all keys of a block.
+    static constexpr bool BY_BLOCKS = FETCHES_FAR && !HELD && P * V <= 8;
     static constexpr int LOGITS = (STREAM_KEYS + SPARE_KEYS) * P, WORDS = LOGITS / 2;  // of a vector of rows
     Step& step;
     const Item& item;
@@ -31,6 +33,7 @@ template <Type T, int P, int V> struct Few {
     const bool mixes_bytes = SIZE == 1 && LOOKS_BYTES_UP && step.Dv % (2 * BLOCK) == 0;
     const bool copies_k = (T != BF16 && !dots_bytes) || step.D % BLOCK;
     const bool copies_v = (T != BF16 && !mixes_bytes) || step.Dv % BLOCK;
+    const bool by_blocks = BY_BLOCKS && c.v && (SIZE == 1 ? mixes_bytes && height > 1 : !copies_v);
     const int num_vectors = num_heads * V;
     const char* copied[STREAM_KEYS + SPARE_KEYS];
     Pace<HELD> pace = {};
@@ -128,6 +131,7 @@ template <Type T, int P, int V> struct Few {
         }
         store(&s.top[v * W], top), store(&s.sum[v * W], sum), store(&s.decay[v * W], factor);
     }
+    float decay_of(int h, int r) const { return s.decay[(h * V + r / P) * W + r % P * L]; }
     void scale(int h, int r, float decay) {
         if (decay == 1.0f) return;
         float* out = out_of(h, r, 0);
@@ -164,6 +168,31 @@ template <Type T, int P, int V> struct Few {
             }
         }
     }
+    template <int R, bool RUN> void mix_block(const Rows<T>& values, Ahead<T, STREAM_KEYS>& ahead, int h, int num) {
+        constexpr int COLUMNS = SIZE == 1 ? 2 * BLOCK : BLOCK;
+        const int64_t offset = h * values.head_bytes, block = int64_t(height) * BLOCK;
+        const int32_t* words = s.pairs.data() + h * V * WORDS;
+        float decay[R];
+        for (int r = 0; r < R; ++r) decay[r] = decay_of(h, r);
+        const char* runs[STREAM_KEYS / 8];
+        for (int d = 0; d < out_width; d += COLUMNS) {
+            if constexpr (RUN)
+                for (int j = 0; j < num; j += 8) runs[j / 8] = ahead.next(j, h, 8, COLUMNS).run;
+            const Course<RUN> course = {RUN ? runs : values.of + STREAM_KEYS, offset + d * SIZE};
+            if constexpr (SIZE == 1) {
+                constexpr int PARTS = R > 4 ? 1 : 2;
+                for (int part = 0; part < 2; part += PARTS) byte_block_mix<T, P, R, PARTS, RUN>(values.of, offset + d, words, WORDS, num, decay, out_of(h, 0, d + part * BLOCK), block, part, course);
+            } else block_mix<P, R, 1, RUN>(values.of, offset + 2 * d, words, WORDS, num, decay, out_of(h, 0, d), block, course);
+        }
+    }
+    template <int R> void mix_block_rows(const Rows<T>& values, Ahead<T, STREAM_KEYS>& ahead, int h, int num) {
+        if (height == R) return ahead.in_order ? mix_block<R, true>(values, ahead, h, num) : mix_block<R, false>(values, ahead, h, num);
+        if constexpr (R > 1) mix_block_rows<R - 1>(values, ahead, h, num);
+    }
+    void gather_block(const Rows<T>& values, int num) {
+        Ahead<T, STREAM_KEYS> ahead(values, step.Dv, num_heads, height);
+        for (int h = 0; h < num_heads; ++h) mix_block_rows<P * V>(values, ahead, h, round_up(num, 8));
+    }
     void run() {
         prepare();
         const Seen seen(step, item, s, W);
@@ -174,14 +203,19 @@ template <Type T, int P, int V> struct Few {
         const int num_then = then ? then->key_end - then->key : 0;
         Rows<T> keys, values;
         for (int key = item.key; key < item.key_end; key += STREAM_KEYS) {
-            const int left = item.key_end - key, num = std::min(STREAM_KEYS, left), num_groups = round_up(num, L) / L;
+            const int left = item.key_end - key, num = std::min(STREAM_KEYS, left), num_groups = round_up(num, 8) / L;
             keys.find(step, false, slots + key, left, item.head, then_slots, num_then);
             values.find(step, true, slots + key, left, item.head, then_slots, num_then);
             multiply(keys, num);
-            const bool whole = seen.whole(key, num) && num % L == 0;
+            const bool whole = seen.whole(key, num) && num % 8 == 0;
             for (int v = 0; v < num_vectors; ++v) weigh(seen, v, key, num, num_groups, whole);
+            if constexpr (BY_BLOCKS)
+                if (by_blocks) {
+                    gather_block(values, num);
+                    continue;
+                }
             for (int h = 0; h < num_heads; ++h)
-                for (int r = 0; r < height; ++r) scale(h, r, s.decay[(h * V + r / P) * W + r % P * L]);
+                for (int r = 0; r < height; ++r) scale(h, r, decay_of(h, r));
             gather(values, num);
         }
         for (int h = 0; h < num_heads; ++h)
