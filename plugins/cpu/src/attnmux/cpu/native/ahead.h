@@ -3,7 +3,7 @@
 
 #include "step.h"
 
-constexpr int STREAM_KEYS = 48;  // of a block
+constexpr int STREAM_KEYS = FETCHES_FAR ? 64 : 48;  // of a block
 constexpr int DOT_KEYS = 8;      // read at a time, of K
 constexpr int MIX_KEYS = 8;      // and of V
 constexpr int MOST_KEYS = 16;    // of either
