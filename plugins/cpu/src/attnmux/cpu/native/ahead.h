@@ -3,11 +3,12 @@
 
 #include "step.h"
 
-constexpr int STREAM_KEYS = 48;  // of a block
+constexpr int STREAM_KEYS = FETCHES_FAR ? 64 : 48;  // of a block
 constexpr int DOT_KEYS = 8;      // read at a time, of K
 constexpr int MIX_KEYS = 8;      // and of V
 constexpr int MOST_KEYS = 16;    // of either
 constexpr int AHEAD = FETCHES_FAR ? 16 : 8;  // keys between the one that is read and the one that is fetched
+constexpr int MOST_AHEAD = FETCHES_FAR ? STREAM_KEYS : AHEAD;
 
 // What is fetched while as many rows of one head are read: a run of bytes, or rows. Null: nothing.
 struct Next {
@@ -37,23 +38,43 @@ template <int N> struct Lines {
     }
 };
 
+// Holds fetches back, so that one follows the other after 6 cycles or more. A loop with few products for
+// each line runs ahead of memory, its fetches come in bursts, and the CPU drops those for which it has
+// no room. `after` is 0, known as late as that.
+template <bool HELD> struct Pace {
+    int64_t after = 0;
+
+    void wait() {
+#if defined(__x86_64__)
+        if constexpr (HELD)
+            for (int i = 0; i < 2; ++i) asm volatile("imul $1, %0, %0" : "+r"(after) : : "cc");
+#endif
+    }
+};
+
 // Rows of a block of keys: where they lie, or copies with zeros behind them where their width is
 // not what is loaded at a time.
 template <Type T> struct Rows {
-    const char* of[STREAM_KEYS + AHEAD + MOST_KEYS];
+    const char* of[STREAM_KEYS + MOST_AHEAD + MOST_KEYS];
     int64_t head_bytes;
     bool in_order;  // most follow the one before
 
-    void find(const Step& step, bool values, const int32_t* slots, int left, int head) {
+    // then: slots of the keys that are read after those that are left, so that they are fetched too. They
+    // begin after the rows that are read as a multiple of MOST_KEYS, which must be the request's own.
+    void find(const Step& step, bool values, const int32_t* slots, int left, int head, const int32_t* then = nullptr, int num_then = 0) {
         head_bytes = (values && step.call.v ? step.call.v_head : step.call.k_head) * size_of(T);
-        const int num = std::min(left, STREAM_KEYS + AHEAD);
+        const auto row = [&](int32_t slot) { return values ? step.value_row(slot, head) : step.key_row(slot, head); };
+        constexpr int MOST = STREAM_KEYS + MOST_AHEAD;
+        const int num = std::min(left, MOST), own = std::min(round_up(num, MOST_KEYS), MOST), known = std::min(own + num_then, MOST);
         int following = 0;
         for (int j = 0; j < num; ++j) {
-            of[j] = values ? step.value_row(slots[j], head) : step.key_row(slots[j], head);
+            of[j] = row(slots[j]);
             following += j && slots[j] == slots[j - 1] + 1;
         }
         in_order = 2 * following > num;
-        for (int j = num; j < STREAM_KEYS + AHEAD + MOST_KEYS; ++j) of[j] = of[num - 1];
+        for (int j = num; j < own; ++j) of[j] = of[num - 1];
+        for (int j = own; j < known; ++j) of[j] = row(then[j - own]);
+        for (int j = known; j < MOST + MOST_KEYS; ++j) of[j] = of[known - 1];
     }
     void pad(int num, int num_heads, int n, Aligned<char>& copies) {
         const int64_t bytes = round_up(n, BLOCK) * size_of(T);
@@ -72,10 +93,10 @@ template <Type T> struct Rows {
 // heads in the order of memory, whatever the order in which heads are read: a CPU drops what it
 // cannot fetch at once, and fetches on its own what follows. It would do so in vain after a row that
 // lies alone, and is no faster so where a byte has too few products to wait for.
-template <Type T> struct Ahead {
+template <Type T, int KEYS = AHEAD> struct Ahead {
     const Rows<T>& rows;
     int64_t bytes;  // of a row's part without gaps: one head, or all
-    int num_parts, row = AHEAD, part = 0;
+    int num_parts, row = KEYS, part = 0;
     int64_t at = 0;
     bool in_order;
 
@@ -85,7 +106,7 @@ template <Type T> struct Ahead {
     // Next to rows j to j + num of a head. A run may go on beyond a part.
     Next next(int j, int head, int num, int n) {
         if (n % BLOCK) return {};
-        if (!in_order) return {nullptr, rows.of + j + AHEAD, head * rows.head_bytes};
+        if (!in_order) return {nullptr, rows.of + j + KEYS, head * rows.head_bytes};
         const char* run = rows.of[row] + part * rows.head_bytes + at;
         for (at += int64_t(num) * n * size_of(T); at >= bytes; at -= bytes)
             if (++part == num_parts) part = 0, ++row;

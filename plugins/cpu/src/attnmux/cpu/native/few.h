@@ -7,7 +7,7 @@
 #pragma once
 
 #include "columns.h"
-#include "few_products.h"
+#include "few_blocks.h"
 
 #if defined(__AVX512BF16__) && LANES == 16
 
@@ -15,7 +15,12 @@ constexpr int SPARE_KEYS = W;  // after a block's, as products take several at a
 
 // V vectors of P rows for each KV head.
 template <Type T, int P, int V> struct Few {
-    static constexpr int L = W / P, J = DOT_KEYS, SIZE = size_of(T), KEYS = SIZE == 1 ? 16 : 8;
+    // With few products for each line of 16-bit rows, reading is what bounds: then fetches are held back,
+    // and a line of each of 16 rows is read before the next line of them.
+    static constexpr bool HELD = FETCHES_FAR && size_of(T) == 2 && P * V <= 4;
+    static constexpr int L = W / P, J = DOT_KEYS, SIZE = size_of(T), KEYS = SIZE == 1 || HELD ? 16 : 8, FAR = HELD ? 2 * AHEAD : AHEAD;
+    // With more of them V is read head by head, all keys of a block.
+    static constexpr bool BY_BLOCKS = FETCHES_FAR && !HELD && P * V <= 8;
     static constexpr int LOGITS = (STREAM_KEYS + SPARE_KEYS) * P, WORDS = LOGITS / 2;  // of a vector of rows
     Step& step;
     const Item& item;
@@ -28,8 +33,10 @@ template <Type T, int P, int V> struct Few {
     const bool mixes_bytes = SIZE == 1 && LOOKS_BYTES_UP && step.Dv % (2 * BLOCK) == 0;
     const bool copies_k = (T != BF16 && !dots_bytes) || step.D % BLOCK;
     const bool copies_v = (T != BF16 && !mixes_bytes) || step.Dv % BLOCK;
+    const bool by_blocks = BY_BLOCKS && c.v && (SIZE == 1 ? mixes_bytes && height > 1 : !copies_v);
     const int num_vectors = num_heads * V;
     const char* copied[STREAM_KEYS + SPARE_KEYS];
+    Pace<HELD> pace = {};
 
     // A row's sums of the 32 columns from the d-th on: blocks of columns, [height][BLOCK] each.
     float* out_of(int h, int r, int d) const { return s.out.data() + int64_t(h) * height * out_width + int64_t(d) * height + r * BLOCK; }
@@ -69,7 +76,7 @@ template <Type T, int P, int V> struct Few {
         if constexpr (R > 1) dot_bytes<R - 1>(rows, offset, h, j, next);
     }
     void multiply(const Rows<T>& keys, int num) {
-        Ahead<T> ahead(keys, step.D, num_heads, height);
+        Ahead<T, FAR> ahead(keys, step.D, num_heads, height);
         for (int j = 0; j < num; j += J)
             for (int h = 0; h < num_heads; ++h) {
                 const Next next = ahead.next(j, h, J, step.D);
@@ -80,7 +87,7 @@ template <Type T, int P, int V> struct Few {
                         continue;
                     }
                 const char* const* rows = copies_k ? narrowed(keys.of + j, std::min(J, num - j), offset, step.D, width, s.narrow_k) : keys.of + j;
-                few_logits<T, P, V, J>(rows, copies_k ? 0 : offset, s.narrow_q.data() + int64_t(h) * V * P * width * 2, width, step.scaling, s.scores.data() + h * V * LOGITS + j * P, LOGITS, next);
+                few_logits<T, P, V, J, HELD>(rows, copies_k ? 0 : offset, s.narrow_q.data() + int64_t(h) * V * P * width * 2, width, step.scaling, s.scores.data() + h * V * LOGITS + j * P, LOGITS, next, pace);
             }
     }
     // Removes what rows do not see, in all lanes of a head.
@@ -124,13 +131,14 @@ template <Type T, int P, int V> struct Few {
         }
         store(&s.top[v * W], top), store(&s.sum[v * W], sum), store(&s.decay[v * W], factor);
     }
+    float decay_of(int h, int r) const { return s.decay[(h * V + r / P) * W + r % P * L]; }
     void scale(int h, int r, float decay) {
         if (decay == 1.0f) return;
         float* out = out_of(h, r, 0);
         for (int d = 0; d < out_width; d += BLOCK, out += height * BLOCK) store(out, load(out) * decay), store(out + W, load(out + W) * decay);
     }
     template <int R> void mix(const char* const* rows, int64_t offset, int h, int r, int j, int num_groups, const Lines<KEYS>& lines) {
-        constexpr int C = R > 4 ? 1 : R > 2 ? 2 : 4;
+        constexpr int C = HELD || R > 4 ? 1 : R > 2 ? 2 : 4;
         const int32_t* words = s.pairs.data() + (h * V + r / P) * WORDS + j / 2 * P;
         const int64_t block = int64_t(height) * BLOCK;
         if constexpr (SIZE == 1)
@@ -141,15 +149,15 @@ template <Type T, int P, int V> struct Few {
                 return;
             }
         int d = 0;
-        for (; d + C * BLOCK <= out_width; d += C * BLOCK) few_mix<P, R, C>(rows, offset, words, WORDS, num_groups, out_of(h, r, d), block, d, lines);
-        for (; d < out_width; d += BLOCK) few_mix<P, R, 1>(rows, offset, words, WORDS, num_groups, out_of(h, r, d), block, d, lines);
+        for (; d + C * BLOCK <= out_width; d += C * BLOCK) few_mix<P, R, C>(rows, offset, words, WORDS, num_groups, out_of(h, r, d), block, d, lines, pace);
+        for (; d < out_width; d += BLOCK) few_mix<P, R, 1>(rows, offset, words, WORDS, num_groups, out_of(h, r, d), block, d, lines, pace);
     }
     template <int R> void mix_rows(const char* const* rows, int64_t offset, int h, int r, int left, int j, int num_groups, const Lines<KEYS>& lines) {
         if (left == R) return mix<R>(rows, offset, h, r, j, num_groups, lines);
         if constexpr (R > 1) mix_rows<R - 1>(rows, offset, h, r, left, j, num_groups, lines);
     }
     void gather(const Rows<T>& values, int num) {
-        Ahead<T> ahead(values, step.Dv, num_heads, height);
+        Ahead<T, FAR> ahead(values, step.Dv, num_heads, height);
         for (int j = 0; j < num; j += KEYS) {
             const int now = std::min(KEYS, num - j), num_groups = round_up(now, L) / L;
             for (int h = 0; h < num_heads; ++h) {
@@ -160,20 +168,54 @@ template <Type T, int P, int V> struct Few {
             }
         }
     }
+    template <int R, bool RUN> void mix_block(const Rows<T>& values, Ahead<T, STREAM_KEYS>& ahead, int h, int num) {
+        constexpr int COLUMNS = SIZE == 1 ? 2 * BLOCK : BLOCK;
+        const int64_t offset = h * values.head_bytes, block = int64_t(height) * BLOCK;
+        const int32_t* words = s.pairs.data() + h * V * WORDS;
+        float decay[R];
+        for (int r = 0; r < R; ++r) decay[r] = decay_of(h, r);
+        const char* runs[STREAM_KEYS / 8];
+        for (int d = 0; d < out_width; d += COLUMNS) {
+            if constexpr (RUN)
+                for (int j = 0; j < num; j += 8) runs[j / 8] = ahead.next(j, h, 8, COLUMNS).run;
+            const Course<RUN> course = {RUN ? runs : values.of + STREAM_KEYS, offset + d * SIZE};
+            if constexpr (SIZE == 1) {
+                constexpr int PARTS = R > 4 ? 1 : 2;
+                for (int part = 0; part < 2; part += PARTS) byte_block_mix<T, P, R, PARTS, RUN>(values.of, offset + d, words, WORDS, num, decay, out_of(h, 0, d + part * BLOCK), block, part, course);
+            } else block_mix<P, R, 1, RUN>(values.of, offset + 2 * d, words, WORDS, num, decay, out_of(h, 0, d), block, course);
+        }
+    }
+    template <int R> void mix_block_rows(const Rows<T>& values, Ahead<T, STREAM_KEYS>& ahead, int h, int num) {
+        if (height == R) return ahead.in_order ? mix_block<R, true>(values, ahead, h, num) : mix_block<R, false>(values, ahead, h, num);
+        if constexpr (R > 1) mix_block_rows<R - 1>(values, ahead, h, num);
+    }
+    void gather_block(const Rows<T>& values, int num) {
+        Ahead<T, STREAM_KEYS> ahead(values, step.Dv, num_heads, height);
+        for (int h = 0; h < num_heads; ++h) mix_block_rows<P * V>(values, ahead, h, round_up(num, 8));
+    }
     void run() {
         prepare();
         const Seen seen(step, item, s, W);
         const int32_t* slots = step.slots(item);
+        // The item that is likely to be this thread's next
+        const Item* then = step.coming();
+        const int32_t* then_slots = then ? step.slots(*then) + then->key : nullptr;
+        const int num_then = then ? then->key_end - then->key : 0;
         Rows<T> keys, values;
         for (int key = item.key; key < item.key_end; key += STREAM_KEYS) {
-            const int left = item.key_end - key, num = std::min(STREAM_KEYS, left), num_groups = round_up(num, L) / L;
-            keys.find(step, false, slots + key, left, item.head);
-            values.find(step, true, slots + key, left, item.head);
+            const int left = item.key_end - key, num = std::min(STREAM_KEYS, left), num_groups = round_up(num, 8) / L;
+            keys.find(step, false, slots + key, left, item.head, then_slots, num_then);
+            values.find(step, true, slots + key, left, item.head, then_slots, num_then);
             multiply(keys, num);
-            const bool whole = seen.whole(key, num) && num % L == 0;
+            const bool whole = seen.whole(key, num) && num % 8 == 0;
             for (int v = 0; v < num_vectors; ++v) weigh(seen, v, key, num, num_groups, whole);
+            if constexpr (BY_BLOCKS)
+                if (by_blocks) {
+                    gather_block(values, num);
+                    continue;
+                }
             for (int h = 0; h < num_heads; ++h)
-                for (int r = 0; r < height; ++r) scale(h, r, s.decay[(h * V + r / P) * W + r % P * L]);
+                for (int r = 0; r < height; ++r) scale(h, r, decay_of(h, r));
             gather(values, num);
         }
         for (int h = 0; h < num_heads; ++h)

@@ -19,8 +19,8 @@ template <int P> static inline ivec repeated(const char* p) {
 }
 
 // Logits of J keys and V vectors of rows, those of the second vector `stride` on.
-template <Type T, int P, int V, int J>
-static inline void few_logits(const char* const* rows, int64_t offset, const char* q, int width, float scaling, float* logits, int64_t stride, const Next& next) {
+template <Type T, int P, int V, int J, bool HELD>
+static inline void few_logits(const char* const* rows, int64_t offset, const char* q, int width, float scaling, float* logits, int64_t stride, const Next& next, Pace<HELD>& pace) {
     constexpr int L = W / P, SIZE = size_of(T);
     const char* k[J];
     for (int i = 0; i < J; ++i) k[i] = rows[i] + offset;
@@ -30,11 +30,15 @@ static inline void few_logits(const char* const* rows, int64_t offset, const cha
 #pragma GCC unroll 16
         for (int i = 0; i < J; ++i) sums[v][i] = vec{};
     const Lines<J> lines(next, q);
+    Pace<HELD> waits = pace;
     for (int at = 0; at < 2 * width; at += 64) {
 #pragma GCC unroll 16
         for (int part = 0; part < P; ++part) {
 #pragma GCC unroll 16
-            for (int i = part * J / P; i < (part + 1) * J / P; ++i) prefetch(lines.of[i] + at * SIZE / 2 * lines.step);
+            for (int i = part * J / P; i < (part + 1) * J / P; ++i) {
+                waits.wait();
+                prefetch(lines.of[i] + at * SIZE / 2 * lines.step + waits.after);
+            }
             ivec query[V];
             for (int v = 0; v < V; ++v) query[v] = load_ints(q + (int64_t(at) * P + part * 64) * V + v * 64);
 #pragma GCC unroll 16
@@ -44,6 +48,7 @@ static inline void few_logits(const char* const* rows, int64_t offset, const cha
             }
         }
     }
+    pace = waits;
 #pragma GCC unroll 2
     for (int v = 0; v < V; ++v)
 #pragma GCC unroll 16
@@ -97,8 +102,8 @@ __attribute__((target("avx512vbmi"))) static void byte_logits(const char* const*
 
 // out[r] += weights[r] . V for R rows and C blocks of columns from the d-th on, those of the second
 // block `block` floats on. num: groups of L keys.
-template <int P, int R, int C, int N>
-static inline void few_mix(const char* const* rows, int64_t offset, const int32_t* weights, int64_t stride, int num, float* out, int64_t block, int d, const Lines<N>& lines) {
+template <int P, int R, int C, int N, bool HELD>
+static inline void few_mix(const char* const* rows, int64_t offset, const int32_t* weights, int64_t stride, int num, float* out, int64_t block, int d, const Lines<N>& lines, Pace<HELD>& pace) {
     constexpr int L = W / P, GROUP = L / 2;
     vec sums[R][2 * C];
 #pragma GCC unroll 8
@@ -106,13 +111,17 @@ static inline void few_mix(const char* const* rows, int64_t offset, const int32_
 #pragma GCC unroll 8
         for (int c = 0; c < 2 * C; ++c) sums[r][c] = load(out + c / 2 * block + r * BLOCK + c % 2 * W);
     const char* const* of = lines.of;
+    Pace<HELD> waits = pace;
     for (int g = 0; g < num; ++g, weights += GROUP * P)
 #pragma GCC unroll 8
         for (int p = 0; p < GROUP; ++p, rows += 2, of += 2) {
             const char *one = rows[0] + offset + 2 * d, *other = rows[1] + offset + 2 * d;
 #pragma GCC unroll 8
             for (int c = 0; c < C; ++c)
-                for (int i = 0; i < 2; ++i) prefetch(of[i] + 2 * (d + c * BLOCK) * lines.step);
+                for (int i = 0; i < 2; ++i) {
+                    waits.wait();
+                    prefetch(of[i] + 2 * (d + c * BLOCK) * lines.step + waits.after);
+                }
             ivec weight[R];
 #pragma GCC unroll 8
             for (int r = 0; r < R; ++r) weight[r] = (ivec)_mm512_set1_epi32(weights[r / P * stride + r % P * GROUP + p]);
@@ -126,6 +135,7 @@ static inline void few_mix(const char* const* rows, int64_t offset, const int32_
                 }
             }
         }
+    pace = waits;
 #pragma GCC unroll 8
     for (int r = 0; r < R; ++r)
 #pragma GCC unroll 8

@@ -107,6 +107,11 @@ struct Step {
     const int32_t* slots(const Item& item) const {
         return call.slots + call.span_indptr[item.request] - call.span_start[item.request];
     }
+    // The next item that a thread takes; null: none.
+    const Item* coming() const {
+        const int64_t at = next.load(std::memory_order_relaxed);
+        return at < int64_t(items.size()) ? &items[at] : nullptr;
+    }
     int first_token(const Item& item) const { return call.qo_indptr[item.request] + item.begin; }
     int height(const Item& item) const { return (item.end - item.begin) * group; }
     // Where the r-th row of a KV head of an item has its query, and the rotary part of it.
