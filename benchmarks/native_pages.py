@@ -24,6 +24,7 @@ from benchmarks.cases import json_option, rounds_option
 from benchmarks.native import CPU, cpu_meter
 
 from attnmux.bench import Report, facts, interleave
+from attnmux.core.kv.memory import zeros
 from attnmux.cpu.levels import BF16, find_compiler
 
 SOURCE = Path(__file__).with_suffix(".cpp")
@@ -53,14 +54,9 @@ def compiled(folder: Path) -> ctypes.CDLL:
     return ctypes.CDLL(str(library))
 
 
-def pool() -> tuple[torch.Tensor, int]:
-    """K or V, in huge pages where the system grants them, and its address."""
-    size, huge = NUM_PAGES * PAGE_ROWS * ROW, 1 << 21
-    memory = torch.empty(size + huge, dtype=torch.uint8)
-    start = -(-memory.data_ptr() // huge) * huge
-    ctypes.CDLL(None).madvise(ctypes.c_void_p(start), ctypes.c_size_t(size), 14)
-    memory.zero_()
-    return memory, start
+def pool() -> torch.Tensor:
+    """K or V, in huge pages where the system grants them."""
+    return zeros((NUM_PAGES * PAGE_ROWS * ROW,), dtype=torch.uint8, device=CPU).fill_(0)
 
 
 @click.command()
@@ -70,13 +66,12 @@ def main(rounds: int, path: Path | None) -> None:
     """Print the times of orders of reading."""
     torch.set_num_threads(1)
     pools = pool(), pool()
+    starts = [each.data_ptr() for each in pools]
     page_bytes = PAGE_ROWS * ROW
     scattered = [
-        start + page * page_bytes
-        for page in torch.randperm(NUM_PAGES).tolist()
-        for _, start in pools
+        start + page * page_bytes for page in torch.randperm(NUM_PAGES).tolist() for start in starts
     ]
-    in_order = [start + page * page_bytes for _, start in pools for page in range(NUM_PAGES)]
+    in_order = [start + page * page_bytes for start in starts for page in range(NUM_PAGES)]
     sums = (ctypes.c_float * 1)()
     with tempfile.TemporaryDirectory() as folder:
         read_pages = compiled(Path(folder)).read_pages
