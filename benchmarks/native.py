@@ -3,8 +3,9 @@
     python -m benchmarks.native [--rounds 9] [--threads N] [--only TEXT] [--json FILE]
 
 Every side takes its turn in each round: the backends' layers, a sum over as many bytes as K and V
-have, and square products in float32 and in the case's dtype. The bound of a case is the longer of
-two times: that of reading its bytes, and that of its products at the faster square product's rate.
+have, in huge pages as pools are, and square products in float32 and in the case's dtype. The bound
+of a case is the longer of two times: that of reading its bytes, and that of its products at the
+faster square product's rate.
 Times are of the CPU, of all threads together, so that other work on the machine counts little; a
 figure is the median of the rounds. `step` is the preparation of a step, whatever its layers.
 """
@@ -31,6 +32,7 @@ from attnmux.bench import Report, facts, in_turn, interleave
 from attnmux.bench.timing import Meter, Run
 from attnmux.core import AttentionBackend, Platform, torch_dtype
 from attnmux.core.choosing.machine.cpu import probe_cpu
+from attnmux.core.kv.memory import zeros
 from attnmux.testing import find_candidate
 
 CPU = torch.device("cpu")
@@ -81,7 +83,7 @@ def measure(case: Case, rounds: int, here: Platform, report: Report) -> None:
     native = built("native")
     run = in_turn(step.calls_in_pool(native))
     run()
-    read = torch.ones(case.kv_bytes // 4)
+    read = zeros((case.kv_bytes // 4,), dtype=torch.float32, device=CPU).fill_(1)
     wide = torch.randn(2, SIDE, SIDE)
     products = {dtype: wide.to(dtype) for dtype in (torch.float32, torch_dtype(case.dtype))}
     meters = {
