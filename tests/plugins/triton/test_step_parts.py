@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -28,7 +29,7 @@ from attnmux.emulators.gluon import emulated
 from attnmux.triton import backend, dispatch, step_parts
 from attnmux.triton.backend import TritonBackend
 from attnmux.triton.step import TritonStep
-from attnmux.triton.step_parts import LEAST_VALUES, parts_of
+from attnmux.triton.step_parts import StepCosts, parts_of
 
 HOPPER = Platform.parse("nvidia:sm90,cuda=13.0")
 MIXED = ForwardMode.MIXED
@@ -58,8 +59,58 @@ def step_of(*requests, in_capture=False, host=True, hides=False, trailing=0):
     return TritonStep.of(batch, in_capture=in_capture)
 
 
-VALUES = 8 * 256
-LONG = LEAST_VALUES // VALUES + 1
+LONG = 9_000
+"""Keys of a decoding request that is worth a launch of its own beside a few tiles."""
+COSTS = StepCosts(group=4, kv_heads=8, columns=256, bits=16, height=192, units=1, most_keys=1 << 20)
+
+
+def costs(heads: str, columns: int, *, height: int, **changed: Any) -> StepCosts:
+    """heads: of queries and of keys, as in "32/8"."""
+    q_heads, kv_heads = map(int, heads.split("/"))
+    fields = {"group": q_heads // kv_heads, "kv_heads": kv_heads, "columns": columns}
+    return replace(COSTS, units=132, height=height, **fields, **changed)
+
+
+MEASURED = {
+    "63 on 8,192": (((0, 2048), *[(8191, 1)] * 63), costs("32/8", 256, height=192), True),
+    "16 on 2,000": (((0, 4096), *[(1999, 1)] * 16), costs("32/8", 256, height=192), True),
+    "30 on 3,000": (((4096, 1024), *[(2999, 1)] * 30), costs("16/4", 128, height=192), False),
+    "8 on 1,000": (((0, 512), *[(999, 1)] * 8), costs("32/8", 256, height=192), False),
+    "8 bits": (
+        (*[(1211, 1563)] * 2, *[(680, 1)] * 18),
+        costs("32/8", 320, height=128, bits=8, widens=True),
+        True,
+    ),
+    "50 on 10,850": (((356, 2956), *[(10849, 1)] * 50), costs("32/2", 192, height=192), True),
+    "7 on 1,094": ((*[(0, 1525)] * 2, *[(1093, 1)] * 7), costs("64/32", 160, height=192), True),
+    "7 on 12,175": (((5049, 1241), *[(12174, 1)] * 7), costs("32/4", 512, height=128), False),
+    "a window of 4,095": (
+        ((409, 2452), *[(13807, 1)] * 6),
+        costs("8/4", 512, height=128, most_keys=4096),
+        True,
+    ),
+    "6 on 7,240": (((0, 1167), *[(7239, 1)] * 6), costs("56/8", 512, height=128), True),
+    "24 on 10,898": (
+        (*[(3889, 1275)] * 2, *[(10897, 1)] * 24),
+        costs("40/8", 160, height=192),
+        True,
+    ),
+    "19 on 273, 8 bits": (
+        (*[(0, 1612)] * 2, *[(272, 1)] * 19),
+        costs("64/8", 192, height=192, bits=8, widens=True),
+        True,
+    ),
+    "6 on 9,695": (((7328, 2929), *[(9694, 1)] * 6), costs("7/1", 224, height=192), False),
+}
+"""Steps of an H200, and whether two launches were faster: benchmarks/results/grid-h200.md."""
+
+
+@pytest.mark.parametrize("name", MEASURED)
+def test_the_faster_way_is_taken(name):
+    requests, costs, is_parted = MEASURED[name]
+    assert bool(parts_of(step_of(*requests), costs)) == is_parted
+
+
 PARTS = {
     "decoding last": (((0, 21), (17, 8), (LONG, 1), (5, 1)), slice(2, 4), slice(29, 31)),
     "decoding first": (((LONG, 1), (5, 1), (17, 8)), slice(0, 2), slice(0, 2)),
@@ -75,7 +126,7 @@ PARTS = {
 @pytest.mark.parametrize("name", PARTS)
 def test_parts_of_a_mixed_step(name):
     requests, decoding_requests, decoding_tokens = PARTS[name]
-    prompts, decoding = parts_of(step_of(*requests), VALUES, most_keys=LONG)
+    prompts, decoding = parts_of(step_of(*requests), COSTS)
     assert (decoding.requests, decoding.tokens) == (decoding_requests, decoding_tokens)
     assert (decoding.step.queries, prompts.step.queries) == (1, None)
     tokens = prompts.step.batch.num_tokens + decoding.step.batch.num_tokens
@@ -85,8 +136,8 @@ def test_parts_of_a_mixed_step(name):
 
 
 WHOLE = {
-    "few keys": dict(requests=((0, 21), (LONG - 2, 1))),
-    "a window leaves few keys": dict(requests=((0, 21), (LONG, 1)), most_keys=4096),
+    "few keys": dict(requests=((0, 21), (30, 1))),
+    "a window leaves few keys": dict(requests=((0, 21), (LONG, 1)), most_keys=31),
     "decoding in the middle": dict(requests=((0, 21), (LONG, 1), (0, 21))),
     "decoding alone": dict(requests=((LONG, 1), (LONG, 1))),
     "prompts alone": dict(requests=((LONG, 2), (LONG, 3))),
@@ -100,9 +151,9 @@ WHOLE = {
 @pytest.mark.parametrize("name", WHOLE)
 def test_steps_that_stay_whole(name):
     given = dict(WHOLE[name])
-    most_keys = given.pop("most_keys", LONG)
+    most_keys = given.pop("most_keys", COSTS.most_keys)
     step = step_of(*given.pop("requests"), **given)
-    assert parts_of(step, VALUES, most_keys=most_keys) == ()
+    assert parts_of(step, replace(COSTS, most_keys=most_keys)) == ()
 
 
 CASES = {
@@ -178,6 +229,7 @@ def test_an_engine_answers_from_parted_steps(parted):
 def parted(monkeypatch):
     """Lets every mixed step be parted; the parts that metadata had."""
     monkeypatch.setattr(step_parts, "LEAST_VALUES", 1)
+    monkeypatch.setattr(step_parts, "SECOND_LAUNCH_US", -1e9)
     parts = []
 
     def noted(*given):

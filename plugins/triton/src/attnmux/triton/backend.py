@@ -6,7 +6,7 @@ in tiles. Nothing is read back from the device, and a step's metadata is a few l
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -29,7 +29,7 @@ from attnmux.triton.operands import Results
 from attnmux.triton.share_plans import SplitOptions
 from attnmux.triton.slots import SlotTables
 from attnmux.triton.step import NO_STEP, RunningSums, TritonStep, fill_trees
-from attnmux.triton.step_parts import WIDENED, StepPart, parts_of
+from attnmux.triton.step_parts import StepCosts, StepPart, parts_of
 from attnmux.triton.write import PoolWriter
 
 if TYPE_CHECKING:
@@ -73,15 +73,8 @@ class TritonBackend(AttentionBackend):
         stored = [each for each in self._layers.values() if each.slot_group is not None]
         self._limits = {(each.window, each.chunk) for each in stored}
         """The windows and chunks of the layers that attend over the pool."""
-        reaches = [max(window + 1, chunk) for window, chunk in self._limits]
-        self._most_keys = context.max_context_len if 0 in reaches else max(reaches, default=0)
-        """Those that a token sees at most."""
-        is_latent = any(each.shape.is_latent for each in self._layers.values())
-        # In parts, the kernel that serves a request depends on its batch.
-        may_part = not self._splits.deterministic and not is_latent
-        widest = max((each.shape.kv_heads * sum(each.shape.dims) for each in stored), default=0)
-        self._key_values = may_part * widest * (WIDENED if self.widens else 1)
-        """Values of a key by which mixed steps are parted; 0 where they stay whole."""
+        self._costs = self._costs_of(stored, compute_units)
+        """Where mixed steps may be parted."""
         self._step: TritonStep | None = None
         self._parts: tuple[StepPart, ...] = ()
         """Of a mixed step that is taken as two."""
@@ -110,7 +103,8 @@ class TritonBackend(AttentionBackend):
                 "eager step, which widens the keys; run it eagerly"
             )
         self._step = step
-        self._parts = () if step is None else parts_of(step, self._key_values, self._most_keys)
+        costs = self._costs
+        self._parts = () if step is None or costs is None else parts_of(step, costs)
 
     def init_forward_metadata_in_graph(self, batch: ForwardBatch) -> None:
         """Plan on the device, at replay for the lengths that the batch then holds."""
@@ -161,6 +155,29 @@ class TritonBackend(AttentionBackend):
         if not self._parts:
             self._attention(call, step, slots, results)
         return results.handed_to(call)
+
+    def _costs_of(self, layers: Sequence[TritonLayer], compute_units: int) -> StepCosts | None:
+        """What parting a mixed step costs and saves, of the layer with the widest keys; None where
+        steps stay whole: in parts, the kernel that serves a request depends on its batch."""
+        if self._splits.deterministic or any(each.shape.is_latent for each in layers):
+            return None
+        widest = max(
+            layers, key=lambda each: each.shape.kv_heads * sum(each.shape.dims), default=None
+        )
+        if widest is None:
+            return None
+        reaches = [max(window + 1, chunk) for window, chunk in self._limits]
+        shape, tiles = widest.shape, widest.tiles
+        return StepCosts(
+            group=shape.group,
+            kv_heads=shape.kv_heads,
+            columns=sum(shape.dims),
+            bits=widest.dispatch.traits.key_bits,
+            height=tiles.block_m,
+            units=compute_units * tiles.programs_per_unit,
+            most_keys=self.context.max_context_len if 0 in reaches else max(reaches),
+            widens=self.widens,
+        )
 
     def force_short_tiles(self) -> None:
         """Let the prepared step take short tiles where its layers have them, to rehearse them."""

@@ -8,16 +8,67 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+import torch
+
 from attnmux.core import AttentionCall, ForwardBatch
 from attnmux.triton.operands import Results
 from attnmux.triton.slots import Slots
 from attnmux.triton.step import TritonStep
+from attnmux.triton.tile_heights import FIXED_KEYS, least_makespan, tile_keys
 
-LEAST_VALUES = 50_000_000
-"""Values of K and V that the decoding requests have in a layer. With fewer, one launch is faster:
-on an H200, 46 million took 98 us in one launch and 108 in two, and 66 million 330 and 316."""
-WIDENED = 3
-"""What a value of 8 bits counts that tiles widen first: 31 million took 319 us, and 294 in two."""
+LEAST_VALUES = 4_000_000
+"""Of K and V, which the decoding requests have in a layer; fewer are not worth the estimate."""
+SECOND_LAUNCH_US = 8.0
+"""What shares cost besides reading their keys."""
+BYTES_A_US = 4.2e6
+"""Of K and V, as shares read them on an H200, and as keys of 8 bits are widened there."""
+WIDENED_BYTES = 5
+"""Read and written of a value of 8 bits that tiles widen first."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepCosts:
+    """Estimates of how long a step's requests take in tiles and in shares, for one layer.
+
+    In 13 of 13 mixed steps on H200s the way with the lower estimate was the faster one
+    (benchmarks/results/grid-h200.md). The estimates themselves were up to 41 % too low, with soft
+    caps and heads of 80 columns.
+    """
+
+    group: int
+    kv_heads: int
+    columns: int
+    """Of K and V in a KV head."""
+    bits: int
+    """Of a value in the pool."""
+    height: int
+    """Rows of a tile."""
+    units: int
+    """Programs of tiles that the device runs at a time."""
+    most_keys: int
+    """Those that a token sees at most."""
+    widens: bool = False
+    """Whether tiles read 8-bit keys that are widened first."""
+
+    @property
+    def values(self) -> int:
+        """Of a key, in all KV heads."""
+        return self.kv_heads * self.columns
+
+    def tiles_us(self, new: torch.Tensor, lens: torch.Tensor) -> float:
+        """new, lens: [B] int32 on the host, the new tokens and all keys of each request."""
+        keys = tile_keys(new.long() * self.group, lens.long(), self.height, self.group)
+        keys = keys.clamp(max=self.most_keys + self.height // self.group) + FIXED_KEYS
+        longest = max(float(keys.max()), least_makespan(keys, self.kv_heads, self.units))
+        # A turn of 64 keys took 0.91 us with heads of 64 columns, 1.34 with 128, 1.82 with 256
+        us = longest * (0.011 + 36e-6 * self.columns)
+        widened = int(lens.sum()) * self.values * WIDENED_BYTES * self.widens
+        return us + widened / BYTES_A_US
+
+    def shares_us(self, lens: torch.Tensor) -> float:
+        """lens: [B] int32 on the host, the keys of decoding requests."""
+        keys = int(lens.clamp(max=self.most_keys).sum())
+        return SECOND_LAUNCH_US + keys * self.values * self.bits / 8 / BYTES_A_US
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -43,12 +94,12 @@ class StepPart:
         return whole._replace(rows=whole.rows[self.requests])
 
 
-def parts_of(step: TritonStep, values: int, most_keys: int) -> tuple[StepPart, ...]:
+def parts_of(step: TritonStep, costs: StepCosts) -> tuple[StepPart, ...]:
     """The prompts and the decoding requests of a step; none for a step that stays whole.
 
     That is one without lengths on the host, one that hides keys, is captured in a graph or has an
-    encoder, and one without many keys in the decoding requests that lie side by side at one of its
-    ends. values: of a key, in a layer. most_keys: those that a token sees at most.
+    encoder, and one that ends no earlier in two parts. Decoding requests are those that lie side by
+    side at one end of the step.
     """
     batch = step.batch
     new, lens = batch.extend_seq_lens_cpu, batch.seq_lens_cpu
@@ -60,18 +111,24 @@ def parts_of(step: TritonStep, values: int, most_keys: int) -> tuple[StepPart, .
     if all(decodes):
         return ()
     first, last = decodes.index(False), batch.batch_size - decodes[::-1].index(False)
-    keys = lens.clamp(max=most_keys)
+    keys = lens.clamp(max=costs.most_keys)
     before, after = int(keys[:first].sum()), int(keys[last:].sum())
-    if max(before, after) * values < LEAST_VALUES:
+    if max(before, after) * costs.values < LEAST_VALUES:
         return ()
-    if before >= after:
-        decoding, prompts = _parts_at(batch, first, tokens=first)
-    else:
+    decoding, others = slice(first), slice(first, None)
+    if after > before:
+        decoding, others = slice(last, None), slice(last)
+    parted = costs.tiles_us(new[others], lens[others]) + costs.shares_us(lens[decoding])
+    if parted >= costs.tiles_us(new, lens):
+        return ()
+    if after > before:
         tokens = batch.num_tokens - (batch.batch_size - last)
-        prompts, decoding = _parts_at(batch, last, tokens=tokens)
+        prompts, part = _parts_at(batch, last, tokens=tokens)
+    else:
+        part, prompts = _parts_at(batch, first, tokens=first)
     # As a decode step has them, so that the same compiled kernels serve both.
-    decode = replace(decoding.step, queries=1, lens=decoding.step.batch.seq_lens, lens_shift=-1)
-    return prompts, replace(decoding, step=decode)
+    decode = replace(part.step, queries=1, lens=part.step.batch.seq_lens, lens_shift=-1)
+    return prompts, replace(part, step=decode)
 
 
 def _parts_at(batch: ForwardBatch, requests: int, *, tokens: int) -> tuple[StepPart, StepPart]:
