@@ -3,7 +3,7 @@
 // A vector of Q has P rows of L words (of two values), P * L = 16. L words of a key are broadcast, for
 // all vectors of Q, so that a logit is the sum of L lanes: those of L keys become one vector, lane =
 // row * L + key. V is paired key by key. A few keys at a time meet all heads, as rows are fetched in
-// the order of memory.
+// the order of memory, or all keys of a block meet one head after another (few_blocks.h).
 #pragma once
 
 #include "columns.h"
