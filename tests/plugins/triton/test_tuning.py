@@ -220,6 +220,17 @@ def test_a_launch_serves_keys_of_the_bits_that_it_was_tuned_for():
     assert tables.whole_shares(narrow) == ConfigTables().whole_shares(narrow)
 
 
+def test_what_was_tuned_for_decode_leaves_drafts_to_entries_for_more_rows():
+    decode = tuned(SHARES)
+    subject = {**decode.subject, "k_dim": 128, "v_dim": 128, "rows": 4, "key_bits": 8}
+    tables = ConfigTables.of([replace(decode, subject=subject)], "sm90")
+    kernels = {PORTABLE, HOPPER}
+    at = replace(query(16), dims=(128, 128), rows=4, key_bits=8, kernels=frozenset(kernels))
+    assert tables.whole_shares(at) == SHARES
+    drafts = replace(at, rows=32)
+    assert tables.whole_shares(drafts) == ConfigTables().whole_shares(drafts) != SHARES
+
+
 def test_chains_of_drafts_have_launches_of_their_own():
     launch = tuned(TILES)
     chains = replace(launch, subject={**launch.subject, "kind": "chains", "rows": 8})

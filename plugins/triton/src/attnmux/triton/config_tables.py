@@ -213,7 +213,11 @@ SHARES: tuple[ConfigEntry[ShareConfig], ...] = (
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ConfigTables:
-    """TILES, CHAINS and SHARES, and this machine's own entries, which win over them."""
+    """TILES, CHAINS and SHARES, and this machine's own entries, which win over them.
+
+    An entry of CHAINS or SHARES for more rows wins over an own one for fewer: what was tuned for
+    decode says nothing about drafts.
+    """
 
     own_tiles: Sequence[ConfigEntry[TileConfig]] = ()
     own_shares: Sequence[ConfigEntry[ShareConfig]] = ()
@@ -239,7 +243,7 @@ class ConfigTables:
 
     def chains(self, query: ConfigQuery) -> TileConfig | None:
         """For chains of drafts; None for those that are verified in shares."""
-        return _best(query, self.own_chains) or _best(query, CHAINS)
+        return _best(query, (*CHAINS, *self.own_chains))
 
     def short_tiles(self, query: ConfigQuery) -> TileConfig | None:
         """As `tiles`, but less tall."""
@@ -251,7 +255,7 @@ class ConfigTables:
 
     def whole_shares(self, query: ConfigQuery) -> ShareConfig:
         """As `shares`, with the entry's rows of a tile."""
-        return _best(query, self.own_shares) or _required(query, SHARES)
+        return _required(query, (*SHARES, *self.own_shares))
 
 
 def _best(query: ConfigQuery, entries: Sequence[ConfigEntry[C]]) -> C | None:

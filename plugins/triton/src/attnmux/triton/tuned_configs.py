@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, cast
 
 from attnmux.core import FrozenMapping, InvalidInput, Value
+from attnmux.triton import hopper_configs
 from attnmux.triton.configs import (
     HOPPER,
     HOPPER_LATENT,
@@ -15,25 +16,6 @@ from attnmux.triton.configs import (
     ShareConfig,
     TileConfig,
     number_fields,
-)
-from attnmux.triton.hopper_configs import (
-    HOPPER_EIGHT_BITS,
-    HOPPER_HALF_TILES,
-    HOPPER_HELD_TILES,
-    HOPPER_HIGH_EIGHT_BITS,
-    HOPPER_HIGH_HELD_TILES,
-    HOPPER_HIGH_TILES,
-    HOPPER_LATENT_SHARES,
-    HOPPER_LATENT_TILES,
-    HOPPER_NARROW_HALF_TILES,
-    HOPPER_NARROW_SHARES,
-    HOPPER_PADDED_EIGHT_BITS,
-    HOPPER_SHARES,
-    HOPPER_TAIL_EIGHT_BITS,
-    HOPPER_TILES,
-    HOPPER_WIDE_EIGHT_BITS,
-    HOPPER_WIDE_SHARES,
-    HOPPER_WIDE_TILES,
 )
 
 if TYPE_CHECKING:
@@ -79,6 +61,12 @@ class Variants:
         return None
 
 
+def _listed(kernel: str, kind: type[Config]) -> tuple[Config, ...]:
+    """A kernel's configurations in `hopper_configs`."""
+    every = vars(hopper_configs).values()
+    return tuple(each for each in every if isinstance(each, kind) and each.kernel == kernel)
+
+
 VARIANTS: Mapping[tuple[str, type[Config]], Variants] = {
     (PORTABLE, ShareConfig): Variants(
         axes={
@@ -98,39 +86,19 @@ VARIANTS: Mapping[tuple[str, type[Config]], Variants] = {
         }
     ),
     (HOPPER, ShareConfig): Variants(
-        bases=(
-            HOPPER_SHARES,
-            HOPPER_NARROW_SHARES,
-            HOPPER_WIDE_SHARES,
-            HOPPER_EIGHT_BITS,
-            HOPPER_HIGH_EIGHT_BITS,
-            HOPPER_PADDED_EIGHT_BITS,
-            HOPPER_WIDE_EIGHT_BITS,
-            HOPPER_TAIL_EIGHT_BITS,
-        ),
+        bases=_listed(HOPPER, ShareConfig),
         axes={
             "num_stages": (2, 4, 6),
             "least_share": (1, 2, 4, 8),
             "merged_rows": (16, 32, 64),
         },
     ),
-    (HOPPER, TileConfig): Variants(
-        bases=(
-            HOPPER_TILES,
-            HOPPER_HELD_TILES,
-            HOPPER_HIGH_TILES,
-            HOPPER_HIGH_HELD_TILES,
-            HOPPER_HALF_TILES,
-            HOPPER_NARROW_HALF_TILES,
-            HOPPER_WIDE_TILES,
-        ),
-        axes={"num_stages": (2, 3)},
-    ),
+    (HOPPER, TileConfig): Variants(bases=_listed(HOPPER, TileConfig), axes={"num_stages": (2, 3)}),
     (HOPPER_LATENT, ShareConfig): Variants(
-        bases=(HOPPER_LATENT_SHARES,), axes={"least_share": (1, 2, 4, 6, 8)}
+        bases=_listed(HOPPER_LATENT, ShareConfig), axes={"least_share": (1, 2, 4, 6, 8)}
     ),
     # Two blocks of the latent fill the shared memory.
-    (HOPPER_LATENT, TileConfig): Variants(bases=(HOPPER_LATENT_TILES,)),
+    (HOPPER_LATENT, TileConfig): Variants(bases=_listed(HOPPER_LATENT, TileConfig)),
 }
 """By kernel and kind of configuration."""
 
