@@ -20,7 +20,7 @@ from attnmux.triton.configs import (
 
 if TYPE_CHECKING:
     from attnmux.core import TunedLaunch
-    from attnmux.triton.dispatch import LayerTraits
+    from attnmux.triton.shapes import Shape
 
 Config = TileConfig | ShareConfig
 KINDS: Mapping[str, type[Config]] = {
@@ -129,11 +129,13 @@ def config_of(kind: type[Config], values: Mapping[str, Value]) -> Config:
     return kind(**numbers, options=FrozenMapping(options))
 
 
-def subject_of(kind: str, traits: LayerTraits, page_size: int, queries: int) -> dict[str, Value]:
+def subject_of(
+    kind: str, shape: Shape, *, page_size: int, key_bits: int, queries: int
+) -> dict[str, Value]:
     """`TunedLaunch.subject` for a layer and `queries` new tokens of a request."""
-    k_dim, v_dim = traits.shape.dims
-    rows = traits.shape.group * (1 if kind == "tiles" else queries)
-    numbers = (k_dim, v_dim, rows, page_size, traits.key_bits)
+    k_dim, v_dim = shape.dims
+    rows = shape.group * (1 if kind == "tiles" else queries)
+    numbers = (k_dim, v_dim, rows, page_size, key_bits)
     return {"kind": kind, **dict(zip(NUMBERS, numbers, strict=True))}
 
 

@@ -61,8 +61,15 @@ def tried(
     """Today's configuration of the kernel that serves `loads`, then others, on the same inputs."""
     setups = [make_setup(job, load) for load in loads]
     kind, dispatch, today = _served(job, loads[0], setups[0])
-    queries = loads[0].new
-    trial = partial(Trial, subject=subject_of(kind, dispatch.traits, dispatch.page_size, queries))
+    traits = dispatch.traits
+    subject = subject_of(
+        kind,
+        traits.shape,
+        page_size=dispatch.page_size,
+        key_bits=traits.key_bits,
+        queries=loads[0].new,
+    )
+    trial = partial(Trial, subject=subject)
     reference = _together(job, partial(_timed, job, setups, dispatch.tables))
     yield trial(values=values_of(today), median_us=reference.median_us, is_current=True)
     best, least = today, reference.median_us
