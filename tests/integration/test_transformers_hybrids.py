@@ -25,7 +25,7 @@ from attnmux.transformers import (
 )
 from attnmux.transformers.engine import scheduler
 from attnmux.transformers.layers import TOKEN_COUNTER, record_layers
-from attnmux.transformers.mixers import has_mixers, mixers_of
+from attnmux.transformers.mixers import bind, has_mixers, mixers_of
 
 KINDS = {
     "qwen3-next": {"gdn": 3},
@@ -227,7 +227,7 @@ def test_positions_are_checked_without_attention_too(tiny) -> None:
     model = copy.deepcopy(model)
     mixers = mixers_of(model)
     for mixer in mixers:
-        mixer.bind()
+        bind(mixer)
     assert record_layers(model, max_context_len=64, mixers=mixers) == (TOKEN_COUNTER,)
 
     def add_places(module, args, out):
@@ -241,7 +241,7 @@ def test_positions_are_checked_without_attention_too(tiny) -> None:
 def test_a_recurrence_among_padding_is_refused(tiny) -> None:
     model, _ = tiny("minimax")
     (mixer, *_) = mixers_of(copy.deepcopy(model))
-    mixer.bind()
+    bind(mixer)
     with pytest.raises(InvalidInput, match="nothing is padded"):
         mixer.module(torch.ones(1, 2, 32), attention_mask=torch.ones(1, 2))
 
@@ -275,6 +275,6 @@ def test_what_the_contract_does_not_know_is_refused(asked, x, said) -> None:
     module = Strange(**asked)
     assert has_mixers(Strange)
     (mixer,) = mixers_of(module)
-    mixer.bind()
+    bind(mixer)
     with pytest.raises(InvalidInput, match=said):
         module(x)

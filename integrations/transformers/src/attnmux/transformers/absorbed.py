@@ -24,7 +24,7 @@ from transformers import AttentionInterface, PreTrainedModel
 from attnmux.core import LayerSpec, UpProjection, attention_with_output, current_forward_context
 from attnmux.transformers.attention import SERVED, check_recorded, refuse_mask
 from attnmux.transformers.layer_call import LayerCall, read_call, traced_layer_id
-from attnmux.transformers.mixers import Mixer
+from attnmux.transformers.mixer import Mixer
 from attnmux.transformers.probe import Probe, Recorder
 from attnmux.transformers.repeated import has_numbered_calls
 

@@ -16,7 +16,8 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from attnmux.core import InvalidInput, LayerSpec, dtype_name
 from attnmux.transformers.compressors import has_compressors
 from attnmux.transformers.layer_call import LayerCall
-from attnmux.transformers.mixers import Mixer, has_attention, has_mixers
+from attnmux.transformers.mixer import Mixer
+from attnmux.transformers.mixers import has_attention, has_mixers
 from attnmux.transformers.own_attention import adapt, has_adapter
 from attnmux.transformers.positions import count_from_own_start, take_positions
 from attnmux.transformers.probe import Probe

@@ -28,7 +28,8 @@ from attnmux.transformers.images.capture import ImageReader
 from attnmux.transformers.indexers import Indexers, bound_indexers
 from attnmux.transformers.layers import record_layers
 from attnmux.transformers.making import make_runner
-from attnmux.transformers.mixers import Mixer, mixers_of, serve
+from attnmux.transformers.mixer import Mixer
+from attnmux.transformers.mixers import bind, mixers_of, serve
 from attnmux.transformers.options import RunnerOptions
 from attnmux.transformers.pools import bytes_per_token
 from attnmux.transformers.requests import (
@@ -63,7 +64,7 @@ def load_decoder(
     )
     mixers = mixers_of(model)
     for mixer in mixers:
-        mixer.bind()
+        bind(mixer)
     indexers = bound_indexers(model)
     compressors = bound_compressors(model)
     with noting_states(model, options.hidden_layers if options.hidden_states else ()):

@@ -6,43 +6,16 @@ Each function here has the arguments of one of transformers', after the mixer th
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from attnmux.core import InvalidInput, LinearKind
 from attnmux.transformers.layer_call import NOT_ATTENTION
-
-if TYPE_CHECKING:
-    from attnmux.transformers.mixers import Mixer
+from attnmux.transformers.mixer import Convolution, Mixer, Recurrence
 
 ACTIVATIONS = (None, "silu", "swish")
-
-
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class Recurrence:
-    """What a mixer asks for, in the contract's terms: see `LinearCall`."""
-
-    kind: LinearKind
-    q: torch.Tensor
-    k: torch.Tensor
-    v: torch.Tensor
-    g: torch.Tensor
-    beta: torch.Tensor | None
-    scaling: float
-    qk_l2norm: bool
-
-
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class Convolution:
-    """The same for `ConvCall`."""
-
-    x: torch.Tensor
-    weight: torch.Tensor
-    bias: torch.Tensor | None
-    silu: bool
 
 
 def _convolve(

@@ -15,79 +15,44 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from types import FunctionType
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from attnmux.core import L2_EPS, InvalidInput, LinearLayerSpec, current_forward_context
-from attnmux.transformers.mixer_calls import FUNCTIONS, Convolution, Recurrence
+from attnmux.transformers.mixer import Convolution, Mixer, Recurrence
+from attnmux.transformers.mixer_calls import FUNCTIONS
 from attnmux.transformers.own_recurrences import ADAPTERS
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
 
-class Runs(Protocol):
-    """Whoever runs the calls of mixers."""
+def bind(mixer: Mixer) -> None:
+    """Give the module a forward that calls ours."""
+    adapter = ADAPTERS.get(type(mixer.module).__name__)
+    forward = _rebound(mixer) if adapter is None else adapter(mixer)
 
-    def recur(self, mixer: Mixer, asked: Recurrence) -> torch.Tensor:
-        """[T, Hv, V]"""
+    def call(*args: object, **kwargs: object) -> object:
+        mixer.num_convs = 0
+        return forward(*args, **kwargs)
 
-    def convolve(self, mixer: Mixer, asked: Convolution, index: int) -> torch.Tensor:
-        """[T, C]; index: of the convolution among the layer's."""
+    mixer.module.forward = call  # an instance's own, which goes before its class's
 
 
-@dataclass(kw_only=True, slots=True, eq=False)
-class Mixer:
-    """One module that calls a function of FUNCTIONS, or has an adapter."""
-
-    number: int
-    """Its `LinearLayerSpec.layer_id`."""
-    name: str
-    """Of the module in the model."""
-    module: torch.nn.Module
-    runs: Runs | None = None
-    spec: LinearLayerSpec | None = None
-    """Known once it was recorded."""
-    num_convs: int = 0
-    """Convolutions of the running call so far."""
-
-    def bind(self) -> None:
-        """Give the module a forward that calls ours."""
-        adapter = ADAPTERS.get(type(self.module).__name__)
-        forward = self._rebound() if adapter is None else adapter(self)
-
-        def call(*args: object, **kwargs: object) -> object:
-            self.num_convs = 0
-            return forward(*args, **kwargs)
-
-        self.module.forward = call  # an instance's own, which goes before its class's
-
-    def _rebound(self) -> Callable[..., Any]:
-        """The module's own code, in which the functions' names are ours."""
-        own = inspect.unwrap(type(self.module).forward)
-        ours = {name: _bound(self, run) for name, run in FUNCTIONS.items() if _calls(own, name)}
-        forward = FunctionType(
-            own.__code__,
-            {**own.__globals__, **ours},
-            own.__name__,
-            own.__defaults__,
-            own.__closure__,
-        )
-        forward.__kwdefaults__ = own.__kwdefaults__
-        return partial(forward, self.module)
-
-    def recur(self, asked: Recurrence) -> torch.Tensor:
-        return self._running().recur(self, asked)
-
-    def convolve(self, asked: Convolution) -> torch.Tensor:
-        index, self.num_convs = self.num_convs, self.num_convs + 1
-        return self._running().convolve(self, asked, index)
-
-    def _running(self) -> Runs:
-        if self.runs is None:
-            raise InvalidInput(self.name, got="a call of the model itself", expected="its runner's")
-        return self.runs
+def _rebound(mixer: Mixer) -> Callable[..., Any]:
+    """The module's own code, in which the functions' names are ours."""
+    own = inspect.unwrap(type(mixer.module).forward)
+    ours = {name: _bound(mixer, run) for name, run in FUNCTIONS.items() if _calls(own, name)}
+    forward = FunctionType(
+        own.__code__,
+        {**own.__globals__, **ours},
+        own.__name__,
+        own.__defaults__,
+        own.__closure__,
+    )
+    forward.__kwdefaults__ = own.__kwdefaults__
+    return partial(forward, mixer.module)
 
 
 def mixers_of(model: torch.nn.Module) -> tuple[Mixer, ...]:

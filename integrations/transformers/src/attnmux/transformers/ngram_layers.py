@@ -7,14 +7,12 @@ model holds exactly, by convolutions that only delay.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
-from attnmux.transformers.mixer_calls import Convolution, refuse_padding, row_of
-
-if TYPE_CHECKING:
-    from attnmux.transformers.mixers import Mixer
+from attnmux.transformers.mixer import Convolution, Mixer
+from attnmux.transformers.mixer_calls import refuse_padding, row_of
 
 BASE = 256
 

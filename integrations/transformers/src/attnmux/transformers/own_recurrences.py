@@ -11,22 +11,18 @@ import sys
 from collections.abc import Callable, Mapping
 from functools import partial
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from attnmux.core import InvalidInput
+from attnmux.transformers.mixer import Convolution, Mixer, Recurrence
 from attnmux.transformers.mixer_calls import (
     ACTIVATIONS,
-    Convolution,
-    Recurrence,
     refuse_padding,
     row_of,
 )
 from attnmux.transformers.ngram_layers import ngram_features
-
-if TYPE_CHECKING:
-    from attnmux.transformers.mixers import Mixer
 
 
 def _lightning(mixer: Mixer) -> Callable[..., Any]:

@@ -13,7 +13,8 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 from attnmux.core import AttnmuxError, InvalidInput
 from attnmux.transformers.attention import no_mask, set_attention
 from attnmux.transformers.layer_call import LayerCall, read_call
-from attnmux.transformers.mixers import Mixer, MixerRecorder
+from attnmux.transformers.mixer import Mixer
+from attnmux.transformers.mixers import MixerRecorder
 from attnmux.transformers.mixers import recording as recording_mixers
 from attnmux.transformers.reach import MaskFunction, Reach, read_reach
 

@@ -9,10 +9,9 @@ from typing import TYPE_CHECKING
 from attnmux.core import AttentionCall
 from attnmux.triton.bound_kernel import Launcher
 from attnmux.triton.layer import TritonLayer
-from attnmux.triton.operands import Results
+from attnmux.triton.operands import Results, Slots
 from attnmux.triton.share_plans import ShareKey, SharePlan, SplitOptions
 from attnmux.triton.shares import ShareAttention
-from attnmux.triton.slots import Slots
 from attnmux.triton.step import TritonStep
 from attnmux.triton.tile_plans import Plans, TileKey, TilePlan
 from attnmux.triton.tiles import TileAttention

@@ -7,7 +7,6 @@ from typing import NamedTuple
 import torch
 
 from attnmux.core import AttentionCall, KVPool, LayerSpec
-from attnmux.triton.slots import Slots
 
 OPERANDS = "q", "q_tail", "out", "lse"
 """The tensors of every call, by the kernels' names."""
@@ -36,6 +35,18 @@ ALIGNED_BYTES = 16
 """Triton tells a compiler whether an address is a multiple of this."""
 ALIGNED_ELEMENTS = 16
 """The same for strides."""
+
+
+class Slots(NamedTuple):
+    """A table of slots or pages, and each request's row in it."""
+
+    table: torch.Tensor
+    """[R, W] int32."""
+    rows: torch.Tensor | None
+    """[at least B] int64; None where request i of the batch has row i."""
+    page_size: int
+    begins_with_encoder: bool
+    """Whether the decoder's keys follow the encoder's; else they begin in column 0."""
 
 
 class Results(NamedTuple):

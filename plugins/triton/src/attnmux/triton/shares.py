@@ -19,13 +19,13 @@ from attnmux.triton.operands import (
     OPERANDS,
     STRIDES,
     Results,
+    Slots,
     key_strides,
     strides,
     whole_rows,
 )
 from attnmux.triton.shapes import next_power_of_2
 from attnmux.triton.share_plans import ShareKey, SharePlan, SplitOptions
-from attnmux.triton.slots import Slots
 from attnmux.triton.step import TritonStep
 
 TENSORS = (*OPERANDS, "slots", "rows", "lens", "encoder_lens", "mask", "mask_indptr", "first_keys")

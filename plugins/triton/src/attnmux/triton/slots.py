@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Hashable
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 import torch
 
 from attnmux.core import AttnmuxError, BackendContext, LayerSpec, page_table
 from attnmux.triton.bound_kernel import BoundKernel, Launcher
 from attnmux.triton.kernels.indices import fill_seen_pages
+from attnmux.triton.operands import Slots
 from attnmux.triton.step import NO_STEP, TritonStep
 
 BLOCK = 256
@@ -60,18 +60,6 @@ def own_page_size(context: BackendContext) -> int:
     # With an encoder, the decoder's keys may begin in the middle of a page.
     has_encoder = any(layer.is_cross_attention for layer in context.layers)
     return 1 if has_encoder else context.token_to_kv_pool.page_size
-
-
-class Slots(NamedTuple):
-    """A table of slots or pages, and each request's row in it."""
-
-    table: torch.Tensor
-    """[R, W] int32."""
-    rows: torch.Tensor | None
-    """[at least B] int64; None where request i of the batch has row i."""
-    page_size: int
-    begins_with_encoder: bool
-    """Whether the decoder's keys follow the encoder's; else they begin in column 0."""
 
 
 class SlotTables:

@@ -22,7 +22,7 @@ from attnmux.triton.kernels.indices import sum_lens
 from attnmux.triton.shapes import next_power_of_2
 
 if TYPE_CHECKING:
-    from attnmux.triton.wide_tiles import WidePlaces
+    from attnmux.triton.wide_places import WidePlaces
 
 BLOCK = 1024
 """Lengths that `sum_lens` adds up at a time."""

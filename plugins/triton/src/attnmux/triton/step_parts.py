@@ -11,8 +11,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from attnmux.core import AttentionCall, ForwardBatch
-from attnmux.triton.operands import Results
-from attnmux.triton.slots import Slots
+from attnmux.triton.operands import Results, Slots
 from attnmux.triton.step import TritonStep
 from attnmux.triton.tile_heights import FIXED_KEYS, least_makespan, tile_keys
 

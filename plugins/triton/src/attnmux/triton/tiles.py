@@ -22,12 +22,12 @@ from attnmux.triton.operands import (
     STRIDES,
     Keys,
     Results,
+    Slots,
     has_whole_rows,
     key_strides,
     strides,
     whole_rows,
 )
-from attnmux.triton.slots import Slots
 from attnmux.triton.step import TritonStep
 from attnmux.triton.tile_heights import takes_short_tiles
 from attnmux.triton.tile_plans import Plans

@@ -12,18 +12,18 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from attnmux.core import AttentionCall, ForwardBatch
+from attnmux.core import AttentionCall
 from attnmux.triton.bound_kernel import BoundKernel
 from attnmux.triton.configs import HOPPER
 from attnmux.triton.dispatch import EIGHT_BITS
 from attnmux.triton.kernels.widen import widen_keys
 from attnmux.triton.layer import TritonLayer
-from attnmux.triton.operands import Keys, Results
+from attnmux.triton.operands import Keys, Results, Slots
 from attnmux.triton.shapes import next_power_of_2
-from attnmux.triton.slots import Slots
 from attnmux.triton.step import TritonStep
 from attnmux.triton.tile_plans import Plans
 from attnmux.triton.tiles import TileAttention
+from attnmux.triton.wide_places import WidePlaces
 
 WIDE_KERNELS = frozenset({HOPPER})
 """Kernels that serve 16 bits alone, and are faster than the portable one is with 8 bits."""
@@ -54,27 +54,6 @@ def wide_layer(layer: TritonLayer) -> TritonLayer | None:
         return None
     short = dispatch.short_tiles()
     return replace(layer, dispatch=dispatch, keys=None, tiles=tiles, short_tiles=short)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class WidePlaces:
-    """Where the 16-bit keys of a step are, and how many there are."""
-
-    starts: torch.Tensor
-    """[B] int32: each request's first row."""
-    slots: Slots
-    longest: int
-    total: int
-
-    @classmethod
-    def of(cls, batch: ForwardBatch, lens: torch.Tensor) -> WidePlaces:
-        """lens: [B] int32 on the host."""
-        longest, total = int(lens.max()), int(lens.sum())
-        ends = batch.seq_lens.cumsum(0, dtype=torch.int32)
-        starts = ends - batch.seq_lens
-        table = starts[:, None] + torch.arange(longest, dtype=torch.int32, device=starts.device)
-        slots = Slots(table=table, rows=None, page_size=1, begins_with_encoder=False)
-        return cls(starts=starts, slots=slots, longest=longest, total=total)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
