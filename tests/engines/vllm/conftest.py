@@ -6,9 +6,12 @@ mask, page, scale or sink changes the text.
 
 from __future__ import annotations
 
+import gc
+import importlib
 import os
 import random
 from collections.abc import Callable, Iterator
+from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -124,17 +127,38 @@ FAMILIES: dict[str, Callable[[], Any]] = {
 }
 
 
+FREEZE = gc.freeze
+
+
 @pytest.fixture(scope="session", autouse=True)
-def families_are_inspected_here() -> Iterator[None]:
+def engines_share_the_process() -> Iterator[None]:
     """vLLM imports itself once more, in a process, to look at each family's class without a CUDA
-    context. No GPU is used here."""
+    context. No GPU is used here.
+
+    Each engine searches all modules for kernels to replace, also where an earlier one has replaced
+    them. It unfreezes what is imported and searches it for garbage ten times, which takes longer
+    than all else that it does, and freezes itself, so that it would never be freed.
+    """
     if find_spec("vllm") is None:
         yield
         return
+    platform = importlib.import_module("vllm.platforms.cpu").CpuPlatform
+    replacing = "register_triton_kernel_overrides"
     with pytest.MonkeyPatch.context() as patch:
         registry = "vllm.model_executor.models.registry"
         patch.setattr(f"{registry}._run_in_subprocess", lambda inspect: inspect())
+        patch.setattr(platform, replacing, staticmethod(cache(getattr(platform, replacing))))
+        for name in ("freeze", "unfreeze"):
+            patch.setattr(gc, name, lambda: None)
         yield
+
+
+@pytest.fixture(autouse=True)
+def imports_are_frozen() -> Iterator[None]:
+    """Also those of the test."""
+    yield
+    gc.collect()
+    FREEZE()
 
 
 @pytest.fixture(scope="session")

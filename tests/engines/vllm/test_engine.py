@@ -95,11 +95,16 @@ def test_the_shipped_checkpoint(backend, engine, recalled):
     assert answers(found) == list(right) * 2
 
 
+@pytest.fixture(scope="module")
+def plain(checkpoint, prompts) -> list[list[int]]:
+    """The text of a cache in the model's dtype."""
+    return texts(checkpoint("mixed_windows"), "ATTNMUX", prompts)
+
+
 @pytest.mark.parametrize("skip", [["0", "1", "2", "3"], ["sliding_window", "1", "3"]])
-def test_layers_that_vllm_skips_are_not_quantised(checkpoint, prompts, skip):
+def test_layers_that_vllm_skips_are_not_quantised(checkpoint, prompts, plain, skip):
     """All of them here, so that the text is that of a cache in the model's dtype."""
     model, quantised = checkpoint("mixed_windows"), {"kv_cache_dtype": "fp8"}
-    plain = texts(model, "ATTNMUX", prompts)
     assert texts(model, "ATTNMUX", prompts, **quantised, kv_cache_dtype_skip_layers=skip) == plain
     some = texts(model, "ATTNMUX", prompts, **quantised, kv_cache_dtype_skip_layers=skip[:1])
     assert some != plain
