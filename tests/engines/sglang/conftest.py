@@ -1,11 +1,12 @@
 """SGLang's engine in a child process for each run.
 
 SGLang ends the process that started an engine whose scheduler fails, so that a test needs one of
-its own. Children are forked from this process, which has imported SGLang once.
+its own. Children are forked from this process, which has imported SGLang and its models once.
 """
 
 from __future__ import annotations
 
+import importlib
 import multiprocessing
 import os
 import sys
@@ -78,12 +79,22 @@ def _child(connection: Connection, log: Path, rounds: Sequence[Asked], given: An
     engine.shutdown()
 
 
-@pytest.fixture
-def run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Run:
-    """`run(folder, backend, rounds, **arguments)` serves the rounds one after the other and returns
-    the answers of each, and the engine's log. Raises EngineFailed."""
+@pytest.fixture(scope="session")
+def imported() -> None:
+    """What an engine and its scheduler import, which takes longer than to serve a few prompts."""
     pytest.importorskip("sglang")
     pytest.importorskip("sglang_plain_cpu")
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in ENVIRONMENT.items():
+            patch.setenv(name, value)
+        for name in ("entrypoints.engine", "models.registry"):
+            importlib.import_module(f"sglang.srt.{name}")
+
+
+@pytest.fixture
+def run(imported: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Run:
+    """`run(folder, backend, rounds, **arguments)` serves the rounds one after the other and returns
+    the answers of each, and the engine's log. Raises EngineFailed."""
     for name, value in ENVIRONMENT.items():
         monkeypatch.setenv(name, value)
 
