@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -11,6 +12,8 @@ from triton.compiler import ASTSource
 from triton.experimental.gluon._runtime import GluonASTSource
 
 SM90 = GPUTarget("cuda", 90, 32)
+FRAME = re.compile(rb"\x04\x11\x08\x00.{4}(.{4})", re.DOTALL)
+"""EIATTR_FRAME_SIZE in a cubin: a symbol, and the bytes of local memory that its code takes."""
 
 
 def compile_kernel(
@@ -43,11 +46,23 @@ def compile_kernel(
 
 def facts(compiled: Any) -> dict[str, int]:
     """Bytes of shared memory, and how often some instructions occur."""
-    ptx, sass = compiled.asm["ptx"], compiled.asm["sass"]
+    ptx = compiled.asm["ptx"]
     return {
         "shared": compiled.metadata.shared,
         "matrix": ptx.count("wgmma.mma_async"),
         "wide copies": ptx.count("cp.async.cg"),
         "narrow copies": ptx.count("cp.async.ca"),
-        "local memory": sass.count("LDL") + sass.count("STL"),
+        "local memory": local_memory(compiled),
     }
+
+
+def local_memory(compiled: Any) -> int:
+    """The instructions that load and store registers that spilled.
+
+    Only code with a frame is disassembled, which takes longer than to compile it.
+    """
+    frames = FRAME.findall(compiled.asm["cubin"])
+    if frames and not any(map(any, frames)):
+        return 0
+    sass = compiled.asm["sass"]
+    return int(sass.count("LDL") + sass.count("STL"))

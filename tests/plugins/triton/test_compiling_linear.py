@@ -141,7 +141,7 @@ def launches(case: LinearCase, arch: str, target: Any, most_shared: int) -> list
 
 
 def main(arch: str, *, full: bool) -> None:
-    from compile_kernel import compile_kernel  # noqa: PLC0415  # not the interpreter's
+    from compile_kernel import compile_kernel, local_memory  # noqa: PLC0415  # not the interpreter's
     from test_compiling import TARGETS, scratch_bytes, target_of, word  # noqa: PLC0415  # as above
 
     target = target_of(arch)
@@ -166,8 +166,7 @@ def main(arch: str, *, full: bool) -> None:
             if arch.startswith("gfx"):
                 facts["scratch"] = scratch_bytes(compiled.asm["amdgcn"])
             else:
-                sass = compiled.asm["sass"]
-                facts["spills"] = sass.count("LDL") + sass.count("STL")
+                facts["spills"] = local_memory(compiled)
             print(json.dumps(facts))
 
 
