@@ -44,6 +44,8 @@ WRITTEN_AT = 3
 repeats take."""
 known_np_dtype = cache(interpreter._get_np_dtype)
 AnyHandle = interpreter.TensorHandle
+Tensor, Constexpr = core.tensor, core.constexpr
+UNKNOWN: Any = object()
 
 
 class NotRepeatableError(Exception):
@@ -179,10 +181,10 @@ class Tape:
 def describe(value: Any, handles: list[Any]) -> Any:  # noqa: ANN401  # Triton's
     """A key of the value's types and constants. Appends the handles of its tensors."""
     kind = type(value)
-    if kind is core.tensor:
+    if kind is Tensor:
         handles.append(value.handle)
         return value.type.name
-    if kind is core.constexpr:
+    if kind is Constexpr:
         return kind, describe(value.value, handles)
     if kind in CONSTANTS:
         return kind, value
@@ -201,16 +203,23 @@ def key_of(args: Sequence[Any], options: dict[str, Any], handles: list[Any]) -> 
     """What an operation's calls follow from. Appends the handles of its tensors."""
     parts: list[Any] = []
     for each in args:
-        if type(each) is core.tensor:  # most are
+        kind = type(each)
+        if kind is Tensor:  # most are
             handles.append(each.handle)
             parts.append(each.type.name)
+        elif kind in CONSTANTS:
+            parts.append((kind, each))
         else:
             parts.append(describe(each, handles))
     for name, each in options.items():
         parts.append((name, describe(each, handles)))
-    if len(handles) > 1:
+    # One value twice
+    if len(handles) == 2:
+        if handles[0] is handles[1]:
+            parts.append((0, 0))
+    elif len(handles) > 2:
         ids = list(map(id, handles))
-        if len(set(ids)) < len(ids):  # one value twice
+        if len(set(ids)) < len(ids):
             parts.append(tuple(map(ids.index, ids)))
     return tuple(parts)
 
@@ -237,10 +246,10 @@ class Recorder:
                 key = key_of(args, options, handles)
             except NotRepeatableError:
                 return member(*args, **options, _semantic=self.plain)
-            if key not in known:
+            recording = known.get(key, UNKNOWN)
+            if recording is UNKNOWN:
                 result, known[key] = self._record(member, args, options, handles)
                 return result
-            recording = known[key]
             if recording is None:
                 return member(*args, **options, _semantic=self.plain)
             return recording.repeat(handles)
