@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from attnmux.core import ForwardMode, GraphUnsupported, InvalidInput, Platform
-from attnmux.emulators.nvidia import cutlass_mla as emulator
+from attnmux.emulators.candidates import CUTLASS as EMULATED
 from attnmux.nvidia.cards.cutlass_mla import CUTLASS_MLA
-from attnmux.nvidia.cutlass_mla import CutlassMLAKernels, make
+from attnmux.nvidia.cutlass_mla import make
 from attnmux.testing import (
     AttentionBackendTests,
     Case,
@@ -28,10 +28,6 @@ from attnmux.testing.adapters import (
     recorded,
 )
 
-EMULATED = CutlassMLAKernels(
-    cutlass_mla_decode=emulator.cutlass_mla_decode,
-    cutlass_mla_get_workspace_size=emulator.cutlass_mla_get_workspace_size,
-)
 BLACKWELL = Platform.parse("nvidia:sm100,cuda=13.0")
 SETTINGS: dict[str, Any] = {**LATENT, "page_size": 128, "max_context_len": 640}
 CUTLASS = AdapterWorld(library=make, kernels=EMULATED, platform=BLACKWELL, settings=SETTINGS)
@@ -129,9 +125,7 @@ def test_a_request_without_keys_is_given_one() -> None:
 
 @pytest.mark.parametrize("step", [verify(3, 5), extend((9, 2), mode=ForwardMode.DRAFT_EXTEND)])
 def test_drafts_are_refused(step) -> None:
-    world = CUTLASS.world(step, spec_topk=1)
-    with pytest.raises(InvalidInput, match="forward_mode: expected DECODE"):
-        CUTLASS.backend(world.context).init_forward_metadata(prepare_step(world, step).batch)
+    CUTLASS.refuses("forward_mode: expected DECODE", step, batch={}, spec_topk=1)
 
 
 @pytest.mark.parametrize(
@@ -145,16 +139,13 @@ def test_drafts_are_refused(step) -> None:
     ],
 )
 def test_pools_and_heads_that_are_refused(settings, argument) -> None:
-    world = CUTLASS.world(decode(3), **settings)
-    with pytest.raises(InvalidInput) as refusal:
-        CUTLASS.backend(world.context)
-    assert refusal.value.argument == argument
+    CUTLASS.refuses(f"^{argument}: ", decode(3), **settings)
 
 
 @pytest.mark.parametrize("splits", [0, -2, 257, "4"])
 def test_options_that_are_refused(splits) -> None:
-    with pytest.raises(InvalidInput, match=r"num_kv_splits: expected 1 to 256, or -1"):
-        CUTLASS.backend(CUTLASS.world(decode(3)).context, {"num_kv_splits": splits})
+    reason, options = "num_kv_splits: expected 1 to 256, or -1", {"num_kv_splits": splits}
+    CUTLASS.refuses(reason, decode(3), options=options)
 
 
 def test_there_is_no_lse() -> None:

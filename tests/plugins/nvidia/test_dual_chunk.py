@@ -10,7 +10,6 @@ import torch
 
 from attnmux.core import (
     GraphUnsupported,
-    InvalidInput,
     MultiItem,
     Pieces,
     Platform,
@@ -230,15 +229,11 @@ def test_layers_outside_the_pool():
     ],
 )
 def test_layers_that_are_refused(changes):
-    context = WORLD.world(decode(5), windows=ONE_LAYER).context
-    layer = replace(context.layers[0], **changes)
-    with pytest.raises(InvalidInput, match="layer 1: expected"):
-        WORLD.backend(replace(context, layers=(layer,)))
+    WORLD.refuses("layer 1: expected", decode(5), layer=changes, windows=ONE_LAYER)
 
 
 def test_8_bit_pools_are_refused():
-    with pytest.raises(InvalidInput, match="token_to_kv_pool"):
-        WORLD.backend(WORLD.world(decode(5), kv_dtype="fp8_e4m3").context)
+    WORLD.refuses("token_to_kv_pool", decode(5), kv_dtype="fp8_e4m3")
 
 
 NOTHING = torch.zeros(1, dtype=torch.int32)
@@ -257,11 +252,7 @@ NOTHING = torch.zeros(1, dtype=torch.int32)
     ],
 )
 def test_steps_that_are_refused(step, fields, argument):
-    world = WORLD.world(step, spec_topk=1)
-    batch = replace(prepare_step(world, step).batch, **fields)
-    with pytest.raises(InvalidInput) as refusal:
-        WORLD.backend(world.context).init_forward_metadata(batch)
-    assert refusal.value.argument == argument
+    WORLD.refuses(f"^{argument}: ", step, batch=fields, spec_topk=1)
 
 
 def test_only_decode_is_captured():

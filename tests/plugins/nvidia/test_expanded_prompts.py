@@ -20,18 +20,16 @@ from attnmux.core import (
     UpProjection,
     build,
     expanded_context,
-    imported,
     load_plugins,
     solve,
 )
+from attnmux.emulators.candidates import SGL_FLASH_ATTN as FA3
 from attnmux.nvidia.fa3 import FA3Backend
-from attnmux.nvidia.fa3_layers import FA3Kernels
 from attnmux.nvidia.fa3_mla import make as make_fa3_mla
 from attnmux.testing import Case, extend, make_setup
 from attnmux.testing.adapters import LATENT, AdapterWorld
 
 HOPPER = Platform.parse("nvidia:sm90,cuda=13.0")
-FA3 = imported(FA3Kernels, "attnmux.emulators.nvidia.sgl_flash_attn")
 DEEPSEEK = Request.parse(
     "kind=mla,dtype=bf16,num_q_heads=16,num_kv_heads=1,head_dim=192,v_head_dim=128,"
     "kv_lora_rank=512,qk_rope_head_dim=64,chunked_prefix=true"

@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 import torch
 
-from attnmux.core import ANY, AttnmuxError, ForwardMode, InvalidInput, MultiItem, Platform, imported
+from attnmux.core import ANY, AttnmuxError, ForwardMode, InvalidInput, MultiItem, Platform
+from attnmux.emulators.candidates import SGL_FLASH_ATTN as EMULATED
 from attnmux.nvidia.cards.fa3 import FA3
 from attnmux.nvidia.fa3 import make
-from attnmux.nvidia.fa3_layers import FA3Kernels
 from attnmux.testing import (
     AttentionBackendTests,
     Case,
@@ -31,7 +31,6 @@ from attnmux.testing.adapters import (
     recorded,
 )
 
-EMULATED = imported(FA3Kernels, "attnmux.emulators.nvidia.sgl_flash_attn")
 HOPPER = Platform.parse("nvidia:sm90,cuda=13.0")
 WORLD = AdapterWorld(
     library=make, kernels=EMULATED, platform=HOPPER, settings={"max_context_len": 256}
@@ -98,8 +97,8 @@ def test_an_option_fixes_the_splits():
 
 @pytest.mark.parametrize("num_splits", [-1, 257])
 def test_splits_that_are_refused(num_splits):
-    with pytest.raises(InvalidInput, match="num_splits: expected 0 to 256"):
-        WORLD.backend(WORLD.world(decode(3)).context, {"num_splits": num_splits})
+    given = {"num_splits": num_splits}
+    WORLD.refuses("num_splits: expected 0 to 256", decode(3), options=given)
 
 
 @pytest.mark.parametrize(
@@ -110,8 +109,7 @@ def test_sinks_of_many_heads(heads, sinks, served):
     outcome = run_case(CANDIDATE, Case(name="heads", steps=(decode(5),), **settings))
     assert outcome.status == ("passed" if served else "refused")
     if not served:
-        with pytest.raises(InvalidInput, match="layer 1: expected at most 64, got sinks of 72"):
-            WORLD.backend(WORLD.world(decode(5), **settings).context)
+        WORLD.refuses("layer 1: expected at most 64, got sinks of 72", decode(5), **settings)
 
 
 def test_a_schedule_serves_the_layers_of_a_kind():
@@ -294,10 +292,7 @@ ITEMS = MultiItem(
     ],
 )
 def test_steps_that_are_refused(step, fields, argument):
-    backend, made = WORLD.prepared(step, spec_topk=1)
-    with pytest.raises(InvalidInput) as refusal:
-        backend.init_forward_metadata(replace(made.batch, **fields))
-    assert refusal.value.argument == argument
+    WORLD.refuses(f"^{argument}: ", step, batch=fields, spec_topk=1, kv_in_pool=True)
 
 
 @pytest.mark.parametrize(
@@ -312,9 +307,7 @@ def test_steps_that_are_refused(step, fields, argument):
     ],
 )
 def test_pools_and_layers_that_are_refused(settings, argument):
-    with pytest.raises(InvalidInput) as refusal:
-        WORLD.backend(WORLD.world(decode(3), **settings).context)
-    assert refusal.value.argument == argument
+    WORLD.refuses(f"^{argument}: ", decode(3), **settings)
 
 
 def test_keys_of_another_dtype_are_refused():

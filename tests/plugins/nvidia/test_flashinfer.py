@@ -11,7 +11,6 @@ import pytest
 import torch
 
 from attnmux.core import (
-    BackendFailed,
     ForwardMode,
     GraphConfig,
     GraphRunner,
@@ -22,14 +21,13 @@ from attnmux.core import (
     Platform,
     Policy,
     Request,
-    imported,
     rehearse,
     solve,
 )
+from attnmux.emulators.candidates import WRAPPERS as EMULATED
 from attnmux.nvidia.cards.flashinfer import FLASHINFER
 from attnmux.nvidia.flashinfer.backend import make
 from attnmux.nvidia.flashinfer.layers import PlanGroup
-from attnmux.nvidia.flashinfer.planning import FlashInferKernels
 from attnmux.nvidia.flashinfer.settings import graph_plan_bytes, graph_workspace_bytes
 from attnmux.nvidia.flashinfer.shared import MIB, Staging
 from attnmux.nvidia.flashinfer.step import LONGEST, Items
@@ -56,7 +54,6 @@ from attnmux.testing.adapters import (
     recorded,
 )
 
-EMULATED = imported(FlashInferKernels, "attnmux.emulators.nvidia.flashinfer")
 HOPPER = Platform.parse("nvidia:sm90,cuda=13.0")
 ADAPTER = AdapterWorld(
     library=make,
@@ -299,8 +296,7 @@ def test_tokens_that_are_not_the_requests_are_refused(step, num_tokens) -> None:
     ],
 )
 def test_options_that_no_kernel_serves(settings, options, option) -> None:
-    with pytest.raises(InvalidInput, match=option):
-        ADAPTER.backend(ADAPTER.world(decode(5), **settings).context, options)
+    ADAPTER.refuses(option, decode(5), options=options, **settings)
 
 
 @pytest.mark.parametrize("settings", [{"spec_topk": 1}, {"spec_topk": 4}])
@@ -311,16 +307,12 @@ def test_drafts_and_masks_are_not_given_to_fa3(settings) -> None:
 
 
 def test_a_kernel_that_does_not_compile_is_a_reason_with_a_hint() -> None:
-    def no_compiler(*args: object, **kwargs: object) -> object:
-        raise RuntimeError("Could not find nvcc and default cuda_home='/usr/local/cuda'\nmore")
-
-    kernels = replace(EMULATED, **{DECODE: no_compiler})
-    library = replace(make, providers={"flashinfer": lambda: kernels})
-    with pytest.raises(BackendFailed, match="Could not find nvcc") as failed:
-        library(ADAPTER.world(decode(5)).context)
-    assert failed.value.address == "nvidia/flashinfer"
-    assert "pip install 'attnmux-nvidia[flashinfer]'" in str(failed.value)
-    assert "more" not in str(failed.value)
+    error = RuntimeError("Could not find nvcc and default cuda_home='/usr/local/cuda'\nmore")
+    failed = ADAPTER.fails(error, DECODE, step=decode(5))
+    assert failed.address == "nvidia/flashinfer"
+    assert "Could not find nvcc" in str(failed)
+    assert "pip install 'attnmux-nvidia[flashinfer]'" in str(failed)
+    assert "more" not in str(failed)
 
 
 @pytest.mark.parametrize(
@@ -546,8 +538,7 @@ def test_sinks_of_any_size(step, sink) -> None:
     ],
 )
 def test_sinks_that_no_kernel_looks_at_are_refused(step, settings, argument) -> None:
-    with pytest.raises(InvalidInput, match=argument):
-        ADAPTER.backend(ADAPTER.world(step, sinks=True, **settings).context)
+    ADAPTER.refuses(argument, step, sinks=True, **settings)
 
 
 def test_sinks_over_the_calls_keys_are_refused() -> None:

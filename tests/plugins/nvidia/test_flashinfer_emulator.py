@@ -8,16 +8,14 @@ from typing import Any
 import pytest
 import torch
 
-from attnmux.core import imported
 from attnmux.core.graph.devices import GraphStep
+from attnmux.emulators.candidates import WRAPPERS
 from attnmux.emulators.nvidia import flashinfer as emulator
 from attnmux.nvidia.flashinfer.backend import merge, store_natural
 from attnmux.nvidia.flashinfer.layers import merged_heads
-from attnmux.nvidia.flashinfer.planning import FlashInferKernels
 from attnmux.nvidia.flashinfer.shared import writable_lse
 from attnmux.testing import RecordingGraphs
 
-KERNELS = imported(FlashInferKernels, "attnmux.emulators.nvidia.flashinfer")
 DECODE = emulator.BatchDecodeWithPagedKVCacheWrapper
 PAGED = emulator.BatchPrefillWithPagedKVCacheWrapper
 RAGGED = emulator.BatchPrefillWithRaggedKVCacheWrapper
@@ -170,7 +168,7 @@ def test_merge_is_attention_over_both_parts(num_heads, head_dim) -> None:
         for _ in range(2)
     )
     out, lse = copied(one)
-    merge(KERNELS, merged_heads(num_heads, head_dim, 2), (out, lse), other)
+    merge(WRAPPERS, merged_heads(num_heads, head_dim, 2), (out, lse), other)
     both = torch.stack([one[1], other[1]]).double() * math.log(2)
     weights = both.softmax(0).unsqueeze(-1)
     expected = weights[0] * one[0] + weights[1] * other[0]
@@ -182,13 +180,13 @@ def test_merge_of_nothing_is_nothing() -> None:
     empty = torch.zeros(3, 4, 64), torch.full((3, 4), -5e4)
     full = torch.randn(3, 4, 64), torch.randn(3, 4)
     out, lse = copied(empty)
-    merge(KERNELS, 4, (out, lse), empty)
+    merge(WRAPPERS, 4, (out, lse), empty)
     store_natural(lse, lse)
     assert not out.any()
     assert lse.isneginf().all()
     for one, other in ((empty, full), (full, empty)):
         out, lse = copied(one)
-        merge(KERNELS, 4, (out, lse), other)
+        merge(WRAPPERS, 4, (out, lse), other)
         torch.testing.assert_close(out, full[0])
         torch.testing.assert_close(lse, full[1])
 

@@ -19,18 +19,14 @@ from attnmux.core import (
     InvalidInput,
     MultiItem,
     Platform,
-    imported,
 )
+from attnmux.emulators.candidates import LATENT_WRAPPERS as EMULATED
 from attnmux.emulators.nvidia import flashinfer as emulator
 from attnmux.nvidia.cards.flashinfer_mla import FLASHINFER_MLA
 from attnmux.nvidia.flashinfer.shared import MIB, Staging
 from attnmux.nvidia.flashinfer_mla import planning
 from attnmux.nvidia.flashinfer_mla import step as steps_module
-from attnmux.nvidia.flashinfer_mla.backend import (
-    LEAST_WORKSPACE_BYTES,
-    make,
-)
-from attnmux.nvidia.flashinfer_mla.planning import FlashInferMLAKernels
+from attnmux.nvidia.flashinfer_mla.backend import LEAST_WORKSPACE_BYTES, make
 from attnmux.testing import (
     AttentionBackendTests,
     Case,
@@ -54,7 +50,6 @@ from attnmux.testing.adapters import (
     recorded,
 )
 
-EMULATED = imported(FlashInferMLAKernels, "attnmux.emulators.nvidia.flashinfer")
 HOPPER = Platform.parse("nvidia:sm90,cuda=13.0")
 SETTINGS = {**LATENT, "page_size": 16}
 ADAPTER = AdapterWorld(
@@ -416,16 +411,12 @@ def test_decode_needs_lengths_on_the_host() -> None:
     ],
 )
 def test_layers_that_are_refused(changes, says) -> None:
-    context = ADAPTER.world(decode(5)).context
-    layers = (replace(context.layers[0], **changes),)
-    with pytest.raises(InvalidInput, match=says):
-        ADAPTER.backend(replace(context, layers=layers))
+    ADAPTER.refuses(says, decode(5), layer=changes)
 
 
 @pytest.mark.parametrize("settings", [{"dtype": "float32"}, {"kv_dtype": "fp8_e5m2"}])
 def test_dtypes_that_are_refused(settings) -> None:
-    with pytest.raises(InvalidInput, match=r"dtype|token_to_kv_pool"):
-        ADAPTER.backend(ADAPTER.world(decode(5), **settings).context)
+    ADAPTER.refuses("dtype|token_to_kv_pool", decode(5), **settings)
 
 
 def test_keys_of_another_dtype_are_refused() -> None:

@@ -11,7 +11,6 @@ import torch
 
 from attnmux.core import (
     BackendFailed,
-    InvalidInput,
     Platform,
     rehearse,
     topk_slots,
@@ -150,8 +149,7 @@ def test_the_wrong_unit_shows() -> None:
     ],
 )
 def test_refuses_what_is_not_on_the_card(settings, said) -> None:
-    with pytest.raises(InvalidInput, match=said):
-        SPARSE.backend(SPARSE.world(decode(3), **settings).context)
+    SPARSE.refuses(said, decode(3), **settings)
 
 
 def test_the_factory_takes_the_first_package_that_runs(monkeypatch) -> None:

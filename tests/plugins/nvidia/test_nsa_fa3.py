@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from attnmux.core import BackendFailed, InvalidInput, Platform, topk_slots
+from attnmux.core import BackendFailed, Platform, topk_slots
 from attnmux.emulators.nvidia import sgl_flash_attn
 from attnmux.nvidia import picked
 from attnmux.nvidia.cards.nsa_fa3 import NSA_FA3
@@ -162,13 +162,11 @@ def test_splits(options, deterministic, splits) -> None:
     ],
 )
 def test_refuses_what_is_not_on_the_card(settings, said) -> None:
-    with pytest.raises(InvalidInput, match=said):
-        WORLD.backend(WORLD.world(decode(3), **settings).context)
+    WORLD.refuses(said, decode(3), **settings)
 
 
 def test_options_that_are_refused() -> None:
-    with pytest.raises(InvalidInput, match="num_splits: expected 0 to 256"):
-        WORLD.backend(WORLD.world(decode(3)).context, {"num_splits": 257})
+    WORLD.refuses("num_splits: expected 0 to 256", decode(3), options={"num_splits": 257})
 
 
 @pytest.mark.parametrize("offered", [None, lambda table, rows, picks: picks])

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from typing import Any
 
@@ -7,14 +8,13 @@ import pytest
 import torch
 
 from attnmux.core import (
-    BackendFailed,
     ForwardMode,
     GraphUnsupported,
     InvalidInput,
     Platform,
     rehearse,
 )
-from attnmux.emulators.nvidia.flashinfer import trtllm_decode, trtllm_prefill
+from attnmux.emulators.candidates import GENERATED as EMULATED
 from attnmux.nvidia.cards.trtllm_mha import TRTLLM_MHA
 from attnmux.nvidia.trtllm_mha import TRTLLMMHABackend, TRTLLMMHAKernels, make
 from attnmux.nvidia.trtllm_mha.decode import chain_mask
@@ -38,15 +38,7 @@ from attnmux.testing.adapters import (
     recorded,
 )
 
-EMULATED = TRTLLMMHAKernels(
-    xqa_batch_decode_with_kv_cache=trtllm_decode.xqa_batch_decode_with_kv_cache,
-    trtllm_batch_decode_with_kv_cache=trtllm_decode.trtllm_batch_decode_with_kv_cache,
-    trtllm_fmha_v2_prefill=trtllm_prefill.trtllm_fmha_v2_prefill,
-    trtllm_batch_context_with_kv_cache=trtllm_prefill.trtllm_batch_context_with_kv_cache,
-)
 OPTIONS = {"workspace_bytes": 64 << 20}
-
-
 SETTINGS: dict[str, Any] = {"max_context_len": 256, "page_size": 16}
 
 
@@ -312,21 +304,20 @@ def test_prefill_is_not_captured(arch):
     ],
 )
 def test_pools_and_layers_that_are_refused(settings, argument):
-    with pytest.raises(InvalidInput) as refusal:
-        HOPPER.backend(HOPPER.world(decode(3), **settings).context)
-    assert refusal.value.argument == argument
+    HOPPER.refuses(f"^{argument}: ", decode(3), **settings)
 
 
 def test_a_platform_without_kernels():
     old = replace(HOPPER, platform=Platform.parse("nvidia:sm80,cuda=13.0"))
-    with pytest.raises(InvalidInput, match="capability 9, 10 or 12, got sm80"):
-        old.backend(old.world(decode(3)).context)
+    old.refuses("capability 9, 10 or 12, got sm80", decode(3))
 
 
 def test_a_workspace_that_is_too_small():
-    context = HOPPER.world(decode(3)).context
-    with pytest.raises(InvalidInput, match=r"workspace_bytes: expected \d+ or more.* too few"):
-        HOPPER.backend(context, {"workspace_bytes": 9 << 20})
+    reason, options = (
+        r"workspace_bytes: expected \d+ or more.* too few",
+        {"workspace_bytes": 9 << 20},
+    )
+    HOPPER.refuses(reason, decode(3), options=options)
 
 
 def test_many_drafts_take_more_workspace():
@@ -390,10 +381,6 @@ def test_the_trial_leaves_out_what_another_backend_serves():
 
 
 def test_kernels_that_do_not_run_here():
-    def fails(*args, **kwargs):
-        raise RuntimeError("Ninja build failed\nmore lines")
-
-    kernels = replace(EMULATED, xqa_batch_decode_with_kv_cache=fails)
-    library = replace(HOPPER.library, providers={"flashinfer": lambda: kernels})
-    with pytest.raises(BackendFailed, match=r"nvidia/trtllm_mha .*Ninja build failed; .*nvcc"):
-        library(HOPPER.world(decode(3)).context)
+    error = RuntimeError("Ninja build failed\nmore lines")
+    said = str(HOPPER.fails(error, "xqa_batch_decode_with_kv_cache", step=decode(3)))
+    assert re.search(r"nvidia/trtllm_mha .*Ninja build failed; .*nvcc", said)

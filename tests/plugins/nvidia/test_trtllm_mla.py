@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from typing import Any
 
@@ -7,16 +8,15 @@ import pytest
 import torch
 
 from attnmux.core import (
-    BackendFailed,
     ForwardMode,
     GraphUnsupported,
     InvalidInput,
     Platform,
     rehearse,
 )
-from attnmux.emulators.nvidia.flashinfer import trtllm_mla
+from attnmux.emulators.candidates import GENERATED_LATENT as EMULATED
 from attnmux.nvidia.cards.trtllm_mla import TRTLLM_MLA
-from attnmux.nvidia.trtllm_mla import Padding, TRTLLMMLAKernels, make
+from attnmux.nvidia.trtllm_mla import Padding, make
 from attnmux.testing import (
     AttentionBackendTests,
     Step,
@@ -34,12 +34,6 @@ from attnmux.testing.adapters import (
     outputs,
     recorded,
 )
-
-EMULATED = TRTLLMMLAKernels(
-    trtllm_batch_decode_with_kv_cache_mla=trtllm_mla.trtllm_batch_decode_with_kv_cache_mla,
-    xqa_batch_decode_with_kv_cache_mla=trtllm_mla.xqa_batch_decode_with_kv_cache_mla,
-)
-
 
 SETTINGS: dict[str, Any] = {**LATENT, "max_context_len": 256, "page_size": 32}
 WORLDS = {
@@ -172,20 +166,16 @@ def test_out_is_written_where_it_lies(step):
     ],
 )
 def test_pools_that_are_refused(settings, argument):
-    with pytest.raises(InvalidInput) as refusal:
-        GENERATED.backend(GENERATED.world(decode(3), **settings).context)
-    assert refusal.value.argument == argument
+    GENERATED.refuses(f"^{argument}: ", decode(3), **settings)
 
 
 def test_a_platform_without_kernels():
     old = replace(GENERATED, platform=Platform.parse("nvidia:sm90,cuda=13.0"))
-    with pytest.raises(InvalidInput, match="capability 10 or 12, got sm90"):
-        old.backend(old.world(decode(3)).context)
+    old.refuses("capability 10 or 12, got sm90", decode(3))
 
 
 def test_a_workspace_that_is_too_small():
-    with pytest.raises(InvalidInput, match="too few"):
-        GENERATED.backend(GENERATED.world(decode(3)).context, {"workspace_bytes": 64 << 20})
+    GENERATED.refuses("too few", decode(3), options={"workspace_bytes": 64 << 20})
 
 
 def test_drafts_have_no_kernel_on_desktop_blackwell():
@@ -215,10 +205,6 @@ def test_the_trial_launches_what_is_served():
 
 
 def test_kernels_that_do_not_run_here():
-    def fails(*args, **kwargs):
-        raise RuntimeError("Missing TRTLLM-GEN kernel\nmore lines")
-
-    kernels = replace(EMULATED, trtllm_batch_decode_with_kv_cache_mla=fails)
-    library = replace(make, providers={"flashinfer": lambda: kernels})
-    with pytest.raises(BackendFailed, match=r"nvidia/trtllm_mla .*Missing TRTLLM-GEN .*nvcc"):
-        library(GENERATED.world(decode(3)).context)
+    error = RuntimeError("Missing TRTLLM-GEN kernel\nmore lines")
+    said = str(GENERATED.fails(error, "trtllm_batch_decode_with_kv_cache_mla", step=decode(3)))
+    assert re.search(r"nvidia/trtllm_mla .*Missing TRTLLM-GEN .*nvcc", said)

@@ -159,6 +159,46 @@ class AdapterWorld:
             outputs(backend, prepared)
         return calls
 
+    def refuses(
+        self,
+        reason: str,
+        *steps: Step,
+        layer: Mapping[str, Any] | None = None,
+        batch: Mapping[str, Any] | None = None,
+        options: Mapping[str, object] | None = None,
+        **settings: Any,  # noqa: ANN401  # fields of Case
+    ) -> None:
+        """Assert that the adapter refuses the world, the first layer alone with fields of `layer`,
+        or the first step with fields of `batch`, which is not prepared without them.
+
+        reason: a pattern of the message, which begins with the argument's name.
+        """
+        world = self.world(*steps, **settings)
+        context = world.context
+        if layer is not None:
+            context = replace(context, layers=(replace(context.layers[0], **layer),))
+        if batch is None:
+            with pytest.raises(InvalidInput, match=reason):
+                self.backend(context, options)
+            return
+        backend, step = self.backend(context, options), self.prepare(world, steps[0])
+        with pytest.raises(InvalidInput, match=reason):
+            backend.init_forward_metadata(replace(step.batch, **batch))
+        with pytest.raises(AttnmuxError, match=r"no step is prepared|init_forward_metadata"):
+            outputs(backend, step)
+
+    def fails(self, error: Exception, *names: str, step: Step, **settings: Any) -> BackendFailed:  # noqa: ANN401  # as above
+        """What the trial of the library says if its functions of these names raise the error."""
+
+        def failing(*_: object, **__: object) -> None:
+            raise error
+
+        broken = replace(self.kernels, **dict.fromkeys(names, failing))
+        library = replace(self.library, providers={"broken": lambda: broken})
+        with pytest.raises(BackendFailed) as failed:
+            library(self.world(step, **settings).context, {})
+        return failed.value
+
     def candidate(
         self, card: BackendCard, *, core_count: int | None = None, **options: OptionValue
     ) -> Candidate:
@@ -345,18 +385,12 @@ class AdapterTests:
         assert torch.equal(out, expected)
 
     def test_a_library_that_does_not_run_is_a_reason(self) -> None:
-        def failing(*_: object, **__: object) -> None:
-            raise RuntimeError("no kernel image is available for this device\nand much more")
-
-        names = [each.name for each in fields(self.adapter.kernels)]
-        broken = replace(
-            self.adapter.kernels,
-            **{name: failing for name in names if callable(getattr(self.adapter.kernels, name))},
-        )
-        library = replace(self.adapter.library, providers={"broken": lambda: broken})
-        context = self.adapter.world(self.step).context
-        with pytest.raises(BackendFailed, match="no kernel image is available for this device"):
-            library(context, {})
+        kernels = self.adapter.kernels
+        names = [each.name for each in fields(kernels) if callable(getattr(kernels, each.name))]
+        error = RuntimeError("no kernel image is available for this device\nand much more")
+        said = str(self.adapter.fails(error, *names, step=self.step))
+        assert "no kernel image is available for this device" in said
+        assert "much more" not in said
 
     def test_a_library_that_runs_is_taken(self) -> None:
         library = replace(self.adapter.library, providers={"ours": lambda: self.adapter.kernels})
