@@ -20,6 +20,7 @@ from attnmux.testing import (
     run_case,
     verify,
 )
+from attnmux.testing.adapter_checks import check_large_queries_saturate
 from attnmux.testing.adapters import (
     AdapterTests,
     AdapterWorld,
@@ -192,15 +193,9 @@ def test_lse_of_batched_and_of_packed_queries():
 
 def test_a_captured_table_is_as_wide_as_the_longest_context():
     """The library splits keys by the table's width, and a graph keeps what it chose."""
-    kernels, calls = recorded(EMULATED)
-    backend, made = WORLD.prepared(decode(5, 6), kernels=kernels, page_size=16)
-    backend.init_cuda_graph_state(2, 2)
-    backend.init_forward_metadata_out_graph(made.batch, in_capture=True)
-    backend.init_forward_metadata_in_graph(made.batch)
-    outputs(backend, made)
-    call = attentions(calls)[0].kwargs
-    assert call["page_table"].shape == (2, 256 // 16)
-    assert call["num_splits"] == 0
+    _, calls = WORLD.captured(decode(5, 6), page_size=16)
+    assert calls[-1].kwargs["page_table"].shape == (2, 256 // 16)
+    assert attentions(calls)[0].kwargs["num_splits"] == 0
 
 
 def test_layers_outside_the_pool():
@@ -208,9 +203,7 @@ def test_layers_outside_the_pool():
 
 
 def test_queries_beyond_the_range_of_fp8_saturate():
-    backend, made = WORLD.prepared(decode(5), kv_dtype="fp8_e4m3")
-    inputs = tuple(replace(given, q=given.q * 1e4) for given in made.inputs)
-    assert all(out.isfinite().all() for out in outputs(backend, replace(made, inputs=inputs)))
+    check_large_queries_saturate(WORLD, kv_dtype="fp8_e4m3")
 
 
 @pytest.mark.parametrize("sinks", [False, True])

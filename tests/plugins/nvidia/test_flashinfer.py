@@ -44,12 +44,12 @@ from attnmux.testing import (
     run_case,
     verify,
 )
+from attnmux.testing.adapter_checks import check_rows_are_copied, check_runners_of_two_modes
 from attnmux.testing.adapters import (
     AdapterTests,
     AdapterWorld,
     KernelCall,
     assert_passes,
-    misaligned,
     outputs,
     recorded,
 )
@@ -347,16 +347,7 @@ def test_more_heads_than_a_block_of_the_merge_holds() -> None:
 
 @pytest.mark.parametrize("step", [extend((0, 9), (0, 4)), UNEVEN, decode(9, 4)])
 def test_rows_that_the_kernels_cannot_load_are_copied(step) -> None:
-    backend, prepared = ADAPTER.prepared(step, kv_in_pool=False)
-    first = prepared.inputs[0]
-    lse = torch.zeros(first.q.shape[:2])
-    expected = outputs(backend, replace(prepared, inputs=(first,)), lse=lse)[0]
-    odd = replace(first, q=misaligned(first.q), k=misaligned(first.k), v=misaligned(first.v))
-    out, apart = misaligned(torch.full_like(first.q, 7)), torch.zeros_like(lse.t()).t()
-    found = outputs(backend, replace(prepared, inputs=(odd,)), out=out, lse=apart)[0]
-    assert found is out
-    assert torch.equal(out, expected)
-    assert torch.equal(apart, lse)
+    check_rows_are_copied(*ADAPTER.prepared(step, kv_in_pool=False))
 
 
 def test_a_merge_writes_where_the_caller_wants() -> None:
@@ -594,31 +585,7 @@ def test_graphs_of_trees_that_spec_topk_alone_asks_for(page_size) -> None:
 
 def test_graphs_of_two_modes_on_one_backend() -> None:
     """The second runner's sizes do not take the buffers of the first."""
-    steps = (decode(5, 30), verify(4, 9, 20))
-    setup = ADAPTER.world(*steps, spec_topk=1, kv_in_pool=True)
-    backend = ADAPTER.backend(setup.context)
-
-    def runner(step: Step, mode: ForwardMode, tokens: int) -> tuple[GraphRunner, Any]:
-        prepared = ADAPTER.prepare(setup, step)
-
-        def forward(batch: Any, inputs: Any) -> list[torch.Tensor]:
-            return outputs(backend, replace(prepared, batch=batch))
-
-        config = GraphConfig(
-            batch_sizes=(2,), forward_mode=mode, tokens_per_request=tokens, host_lens=True
-        )
-        made = GraphRunner(backend, forward, config, devices=RecordingGraphs(), progress=iter)
-        made.capture(prepared.batch)
-        return made, prepared
-
-    runners = [
-        runner(steps[0], ForwardMode.DECODE, 1),
-        runner(steps[1], ForwardMode.TARGET_VERIFY, 4),
-    ]
-    for made, prepared in runners:
-        replayed = [out.clone() for out in made.replay(prepared.batch)]
-        backend.init_forward_metadata(prepared.batch)
-        torch.testing.assert_close(replayed, outputs(backend, prepared), equal_nan=True)
+    check_runners_of_two_modes(ADAPTER)
 
 
 @pytest.mark.parametrize(

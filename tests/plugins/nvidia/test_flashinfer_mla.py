@@ -13,8 +13,6 @@ from attnmux.core import (
     BackendFailed,
     ForwardBatch,
     ForwardMode,
-    GraphConfig,
-    GraphRunner,
     GraphUnsupported,
     InvalidInput,
     MultiItem,
@@ -30,7 +28,6 @@ from attnmux.nvidia.flashinfer_mla.backend import LEAST_WORKSPACE_BYTES, make
 from attnmux.testing import (
     AttentionBackendTests,
     Case,
-    RecordingGraphs,
     Step,
     decode,
     extend,
@@ -39,13 +36,13 @@ from attnmux.testing import (
     run_case,
     verify,
 )
+from attnmux.testing.adapter_checks import check_rows_are_copied, check_runners_of_two_modes
 from attnmux.testing.adapters import (
     LATENT,
     AdapterTests,
     AdapterWorld,
     KernelCall,
     assert_passes,
-    misaligned,
     outputs,
     recorded,
 )
@@ -225,17 +222,8 @@ def test_results_go_where_the_caller_wants() -> None:
 
 @pytest.mark.parametrize("save", [True, False])
 def test_rows_that_the_kernels_cannot_load_are_copied(save) -> None:
-    settings = {"kv_in_pool": False, "save_kv_cache": save}
-    backend, prepared = ADAPTER.prepared(extend((0, 9), (0, 4)), **settings)
-    first = prepared.inputs[0]
-    lse = torch.zeros(first.q.shape[:2])
-    expected = outputs(backend, replace(prepared, inputs=(first,)), lse=lse)[0]
-    names = ("q", "q_rope", "k", "k_rope")
-    moved = replace(first, **{name: misaligned(getattr(first, name)) for name in names})
-    out, apart = misaligned(torch.full_like(first.q, 7)), torch.zeros_like(lse.t()).t()
-    assert outputs(backend, replace(prepared, inputs=(moved,)), out=out, lse=apart)[0] is out
-    assert torch.equal(out, expected)
-    assert torch.equal(apart, lse)
+    step = extend((0, 9), (0, 4))
+    check_rows_are_copied(*ADAPTER.prepared(step, kv_in_pool=False, save_kv_cache=save))
 
 
 WIDENED: dict[str, Any] = {"kv_dtype": "fp8_e4m3", "lse": True}
@@ -278,46 +266,7 @@ def test_a_length_of_0_and_rows_after_the_requests() -> None:
 @pytest.mark.parametrize("sizes", [(3, 4), (4, 3)])
 def test_graphs_of_two_modes_on_one_backend(sizes) -> None:
     """What the second runner allocates does not take the place of what the first one captured."""
-    steps = (decode(5, 30), verify(4, 9, 20))
-    world = ADAPTER.world(*steps, spec_topk=1, page_size=1)
-    backend = ADAPTER.backend(world.context)
-
-    def runner(step: Step, mode: ForwardMode, tokens: int, size: int) -> tuple[GraphRunner, Any]:
-        prepared = ADAPTER.prepare(world, step)
-        queries = [
-            [torch.nn.functional.pad(q, (0, 0, 0, 0, 0, size * tokens)) for q in (x.q, x.q_rope)]
-            for x in prepared.inputs
-        ]
-
-        def call(batch: Any, inputs: Any) -> list[torch.Tensor]:
-            rows = slice(batch.num_tokens)
-            return [
-                backend.forward(q[rows], None, None, x.layer, batch, q_rope=q_rope[rows])
-                for x, (q, q_rope) in zip(prepared.inputs, queries, strict=True)
-            ]
-
-        config = GraphConfig(
-            batch_sizes=(2, size), forward_mode=mode, tokens_per_request=tokens, host_lens=True
-        )
-        made = GraphRunner(backend, call, config, devices=RecordingGraphs(), progress=iter)
-        made.capture(prepared.batch)
-        return made, prepared
-
-    runners = [
-        runner(steps[0], ForwardMode.DECODE, 1, sizes[0]),
-        runner(steps[1], ForwardMode.TARGET_VERIFY, 4, sizes[1]),
-    ]
-    # The second step took the place of what the first one put into the pool.
-    pool, table = world.context.token_to_kv_pool, world.context.req_to_token_pool.req_to_token
-    for layer in world.context.layers:
-        pool.get_key_buffer(layer.layer_id).normal_(generator=world.generator)
-    table.random_(1, pool.num_slots, generator=world.generator)
-    for made, prepared in (*runners, *runners):
-        replayed = [out.clone() for out in made.replay(prepared.batch)]
-        backend.init_forward_metadata(prepared.batch)
-        for out, x in zip(replayed, prepared.inputs, strict=True):
-            eager = backend.forward(x.q, None, None, x.layer, prepared.batch, q_rope=x.q_rope)
-            torch.testing.assert_close(out, eager)
+    check_runners_of_two_modes(ADAPTER, sizes=sizes)
 
 
 @pytest.mark.parametrize("room", [5, 1 << 14])

@@ -28,6 +28,7 @@ from attnmux.testing import (
     run_case,
     verify,
 )
+from attnmux.testing.adapter_checks import check_large_queries_saturate
 from attnmux.testing.adapters import (
     AdapterTests,
     AdapterWorld,
@@ -191,12 +192,7 @@ def test_lengths_are_the_batchs_own_where_no_request_is_empty(settings, given):
 @pytest.mark.parametrize("sinks", [False, True])
 def test_requests_without_keys_cost_xqa_no_launch(sinks):
     """A sink makes their rows 0: a layer's own, or one below every logit."""
-    kernels, calls = recorded(EMULATED)
-    backend, made = HOPPER.prepared(decode(40, 7), kernels=kernels, sinks=sinks)
-    backend.init_cuda_graph_state(2, 2)
-    backend.init_forward_metadata_out_graph(made.batch, in_capture=True)
-    backend.init_forward_metadata_in_graph(made.batch)
-    outputs(backend, made)
+    made, calls = HOPPER.captured(decode(40, 7), sinks=sinks)
     for call, given in zip(calls, made.inputs, strict=True):
         assert call.args[4] is made.batch.seq_lens
         assert (call.kwargs["sinks"] is given.layer.sinks) == sinks
@@ -259,9 +255,7 @@ def test_staged_keys_are_those_of_the_step_alone():
 
 @pytest.mark.parametrize("arch", ["sm90", "sm100"])
 def test_queries_beyond_the_range_of_fp8_saturate(arch):
-    backend, made = WORLDS[arch].prepared(decode(5), kv_dtype="fp8_e4m3")
-    given = made.inputs[0]
-    assert backend.forward(given.q * 1e4, None, None, given.layer, made.batch).isfinite().all()
+    check_large_queries_saturate(WORLDS[arch], kv_dtype="fp8_e4m3")
 
 
 @pytest.mark.parametrize("drafts", [2, 16, 17, 33])

@@ -159,6 +159,18 @@ class AdapterWorld:
             outputs(backend, prepared)
         return calls
 
+    def captured(self, step: Step, **settings: Any) -> tuple[PreparedStep, list[KernelCall]]:  # noqa: ANN401  # fields of Case
+        """The step, prepared as in a capture, and the calls of its layers; K and V are in the
+        pool."""
+        kernels, calls = recorded(self.kernels)
+        backend, made = self.prepared(step, kernels=kernels, **settings)
+        calls.clear()
+        backend.init_cuda_graph_state(made.batch.batch_size, made.batch.num_tokens)
+        backend.init_forward_metadata_out_graph(made.batch, in_capture=True)
+        backend.init_forward_metadata_in_graph(made.batch)
+        outputs(backend, made)
+        return made, calls
+
     def refuses(
         self,
         reason: str,
