@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from attnmux.core import (
-    GraphUnsupported,
     MultiItem,
     Pieces,
     Platform,
@@ -256,7 +255,4 @@ def test_steps_that_are_refused(step, fields, argument):
 
 
 def test_only_decode_is_captured():
-    backend, made = WORLD.prepared(extend((40, 9), (0, 4)))
-    backend.init_cuda_graph_state(16, 16)
-    with pytest.raises(GraphUnsupported, match="EXTEND steps cannot be captured"):
-        backend.init_forward_metadata_out_graph(made.batch, in_capture=True)
+    WORLD.captures_no("EXTEND steps cannot be captured", extend((40, 9), (0, 4)))

@@ -20,7 +20,10 @@ from attnmux.testing import (
     run_case,
     verify,
 )
-from attnmux.testing.adapter_checks import check_large_queries_saturate
+from attnmux.testing.adapter_checks import (
+    check_keys_of_another_dtype_are_refused,
+    check_large_queries_saturate,
+)
 from attnmux.testing.adapters import (
     AdapterTests,
     AdapterWorld,
@@ -304,10 +307,7 @@ def test_pools_and_layers_that_are_refused(settings, argument):
 
 
 def test_keys_of_another_dtype_are_refused():
-    backend, made = WORLD.prepared(extend((0, 3)), save_kv_cache=False, kv_in_pool=False)
-    given = replace(made.inputs[0], k=made.inputs[0].k.half())
-    with pytest.raises(InvalidInput, match=r"k: expected torch\.bfloat16"):
-        outputs(backend, replace(made, inputs=(given,)))
+    check_keys_of_another_dtype_are_refused(WORLD, r"k: expected torch\.bfloat16")
 
 
 def test_scale_and_cap_are_the_layers():

@@ -27,6 +27,7 @@ from attnmux.testing import (
     reference,
     verify,
 )
+from attnmux.testing.adapter_checks import check_keys_of_another_dtype_are_refused
 from attnmux.testing.adapters import (
     LATENT,
     AdapterTests,
@@ -216,11 +217,7 @@ def test_layers_outside_the_pool():
 
 
 def test_latents_of_another_dtype_are_refused():
-    backend, made = WORLD.prepared(extend((0, 3)), save_kv_cache=False, kv_in_pool=False)
-    given = made.inputs[0]
-    halved = replace(given, k=given.k.half(), k_rope=given.k_rope.half())
-    with pytest.raises(InvalidInput, match=r"k: expected torch\.bfloat16"):
-        outputs(backend, replace(made, inputs=(halved,)))
+    check_keys_of_another_dtype_are_refused(WORLD, r"k: expected torch\.bfloat16")
 
 
 @pytest.mark.parametrize("name", [PAGED, "merge_state_v2"])

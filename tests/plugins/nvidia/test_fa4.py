@@ -9,7 +9,6 @@ import torch
 
 from attnmux.core import (
     ForwardMode,
-    InvalidInput,
     Platform,
 )
 from attnmux.emulators.nvidia.flash_attn_cute import FlashAttnCute
@@ -21,6 +20,7 @@ from attnmux.testing import (
     extend,
     verify,
 )
+from attnmux.testing.adapter_checks import check_keys_of_another_dtype_are_refused
 from attnmux.testing.adapters import (
     LATENT,
     AdapterWorld,
@@ -199,10 +199,7 @@ def test_pools_and_layers_that_are_refused(settings, argument) -> None:
 
 
 def test_keys_of_another_dtype_are_refused() -> None:
-    backend, made = WORLD.prepared(extend((0, 3)), save_kv_cache=False, kv_in_pool=False)
-    given = replace(made.inputs[0], k=made.inputs[0].k.half())
-    with pytest.raises(InvalidInput, match=r"k: expected torch\.bfloat16"):
-        outputs(backend, replace(made, inputs=(given,)))
+    check_keys_of_another_dtype_are_refused(WORLD, r"k: expected torch\.bfloat16")
 
 
 def compiled(context: Any) -> list[KernelCall]:

@@ -89,13 +89,6 @@ def given(calls: list[KernelCall], name: str, keyword: str) -> list[Any]:
     return [call.kwargs[keyword] for call in calls if call.name == name]
 
 
-def rehearsed(step: Step, options: Any = None, **settings: Any) -> list[KernelCall]:
-    """The calls of the trial of a backend for the step's phase."""
-    kernels, calls = recorded(EMULATED)
-    rehearse(ADAPTER.backend(ADAPTER.world(step, **settings).context, options, kernels))
-    return calls
-
-
 def groups_of(**settings: Any) -> tuple[PlanGroup, ...]:
     context = ADAPTER.world(decode(1), **settings).context
     return tuple(dict.fromkeys(PlanGroup.of(layer, context) for layer in context.layers))
@@ -210,7 +203,7 @@ def test_keys_of_another_dtype_are_read_as_the_pool_casts_them() -> None:
 def test_tensor_cores_from_four_heads_on_and_with_fp8(settings, expected) -> None:
     off = expected and bool(settings.get("deterministic"))
     for option, used in (("auto", expected), ("on", True), ("off", off)):
-        calls = rehearsed(decode(5), {"use_tensor_cores": option}, **settings)
+        calls = ADAPTER.rehearsed(decode(5), options={"use_tensor_cores": option}, **settings)
         assert given(calls, DECODE, "use_tensor_cores") == [used]
 
 
@@ -270,9 +263,7 @@ def test_deterministic_decode_is_not_captured() -> None:
 
 
 def test_a_batch_without_host_lengths_is_refused() -> None:
-    setup = ADAPTER.world(decode(5))
-    with pytest.raises(InvalidInput, match="seq_lens_cpu"):
-        ADAPTER.backend(setup.context).init_forward_metadata(prepare_step(setup, decode(5)).batch)
+    ADAPTER.refuses("seq_lens_cpu", decode(5), batch={"seq_lens_cpu": None})
 
 
 @pytest.mark.parametrize(
@@ -302,7 +293,7 @@ def test_options_that_no_kernel_serves(settings, options, option) -> None:
 @pytest.mark.parametrize("settings", [{"spec_topk": 1}, {"spec_topk": 4}])
 def test_drafts_and_masks_are_not_given_to_fa3(settings) -> None:
     """The library keeps its first choice for "auto", and fa3 would drop the mask."""
-    calls = rehearsed(verify(4, 9, 20), {"prefill_backend": "fa3"}, **settings)
+    calls = ADAPTER.rehearsed(verify(4, 9, 20), options={"prefill_backend": "fa3"}, **settings)
     assert given(calls, PAGED, "backend") == ["fa2"]
 
 
@@ -328,7 +319,7 @@ def test_a_kernel_that_does_not_compile_is_a_reason_with_a_hint() -> None:
 )
 def test_the_trial_runs_the_kernels_of_the_steps(step, settings, expected) -> None:
     """Each phase that the request asks for, so that no step compiles anything."""
-    calls = rehearsed(step, **settings)
+    calls = ADAPTER.rehearsed(step, **settings)
     assert {call.name.removesuffix(".run") for call in calls if "plan" not in call.name} == expected
     kernels, calls = recorded(EMULATED)
     setup = ADAPTER.world(step, **settings)
@@ -421,7 +412,7 @@ def test_items_are_planned_once_a_step_and_for_fa2() -> None:
     assert plans[0]["token_pos_in_items_len"] == 31
     assert plans[0]["max_item_len_ptr"].tolist() == [128, 128, 128]
     assert RAGGED not in {call.name for call in calls}
-    calls = rehearsed(ITEMS, {"prefill_backend": "fa3"})
+    calls = ADAPTER.rehearsed(ITEMS, options={"prefill_backend": "fa3"})
     assert given(calls, PAGED, "backend") == ["fa3", "fa2"]
 
 
@@ -494,7 +485,7 @@ def test_sinks_are_compiled_into_the_paged_kernels() -> None:
     assert counts(calls) == {
         "get_batch_prefill_attention_sink_uri": 2, f"{PAGED}.plan": 2, f"{PAGED}.run": 2,
     }  # fmt: skip
-    calls = rehearsed(extend((3, 5)), windows=(8, None), sinks=True)
+    calls = ADAPTER.rehearsed(extend((3, 5)), windows=(8, None), sinks=True)
     assert given(calls, PAGED, "backend") == ["fa2", "fa2"]
     windowed, full = given(calls, PAGED, "jit_args")
     assert windowed[0] != full[0]

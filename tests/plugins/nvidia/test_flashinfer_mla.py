@@ -31,12 +31,15 @@ from attnmux.testing import (
     Step,
     decode,
     extend,
-    prepare_step,
     reference,
     run_case,
     verify,
 )
-from attnmux.testing.adapter_checks import check_rows_are_copied, check_runners_of_two_modes
+from attnmux.testing.adapter_checks import (
+    check_keys_of_another_dtype_are_refused,
+    check_rows_are_copied,
+    check_runners_of_two_modes,
+)
 from attnmux.testing.adapters import (
     LATENT,
     AdapterTests,
@@ -292,10 +295,7 @@ def test_one_wrapper_serves_all_captured_sizes() -> None:
 
 @pytest.mark.parametrize("mode", [ForwardMode.DRAFT_EXTEND, ForwardMode.EXTEND])
 def test_steps_of_requests_of_many_lengths_are_in_no_graph(mode) -> None:
-    backend, prepared = ADAPTER.prepared(extend((9, 3), (5, 1), mode=mode))
-    backend.init_cuda_graph_state(2, 8)
-    with pytest.raises(GraphUnsupported, match=f"{mode.name}.*eagerly"):
-        backend.init_forward_metadata_out_graph(prepared.batch, in_capture=True)
+    ADAPTER.captures_no(f"{mode.name}.*eagerly", extend((9, 3), (5, 1), mode=mode))
 
 
 def test_widened_keys_are_in_no_graph() -> None:
@@ -341,10 +341,7 @@ def test_steps_that_are_refused(field) -> None:
 
 
 def test_decode_needs_lengths_on_the_host() -> None:
-    world = ADAPTER.world(decode(5))
-    batch = prepare_step(world, decode(5)).batch
-    with pytest.raises(InvalidInput, match="seq_lens_cpu"):
-        ADAPTER.backend(world.context).init_forward_metadata(batch)
+    ADAPTER.refuses("seq_lens_cpu", decode(5), batch={"seq_lens_cpu": None})
 
 
 @pytest.mark.parametrize(
@@ -369,11 +366,7 @@ def test_dtypes_that_are_refused(settings) -> None:
 
 
 def test_keys_of_another_dtype_are_refused() -> None:
-    settings = {"kv_in_pool": False, "save_kv_cache": False}
-    backend, prepared = ADAPTER.prepared(extend((0, 5)), **settings)
-    wide = [replace(given, k=given.k.float()) for given in prepared.inputs]
-    with pytest.raises(InvalidInput, match="float32"):
-        outputs(backend, replace(prepared, inputs=tuple(wide)))
+    check_keys_of_another_dtype_are_refused(ADAPTER, "float32")
 
 
 def test_workspace_bytes() -> None:

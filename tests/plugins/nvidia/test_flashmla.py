@@ -12,7 +12,6 @@ from attnmux.core import (
     ANY,
     BackendFailed,
     ForwardMode,
-    GraphUnsupported,
     InvalidInput,
     Platform,
     rehearse,
@@ -224,11 +223,7 @@ def test_a_result_is_of_the_dtype_of_the_queries() -> None:
 
 
 def test_drafts_of_different_numbers_are_not_captured() -> None:
-    world = FLASH.world(DRAFTS, spec_topk=1)
-    backend = FLASH.backend(world.context)
-    backend.init_cuda_graph_state(8, 16)
-    with pytest.raises(GraphUnsupported, match="DRAFT_EXTEND eagerly"):
-        backend.init_forward_metadata_out_graph(prepare_step(world, DRAFTS).batch, in_capture=True)
+    FLASH.captures_no("DRAFT_EXTEND eagerly", DRAFTS, spec_topk=1)
 
 
 MASKED = prepare_step(FLASH.world(verify(3, 5), spec_topk=4), verify(3, 5)).batch.spec_info

@@ -9,10 +9,8 @@ import torch
 
 from attnmux.core import (
     ForwardMode,
-    GraphUnsupported,
     InvalidInput,
     Platform,
-    rehearse,
 )
 from attnmux.emulators.candidates import GENERATED as EMULATED
 from attnmux.nvidia.cards.trtllm_mha import TRTLLM_MHA
@@ -32,7 +30,6 @@ from attnmux.testing.adapter_checks import check_large_queries_saturate
 from attnmux.testing.adapters import (
     AdapterTests,
     AdapterWorld,
-    KernelCall,
     assert_passes,
     check_graphs_side_by_side,
     outputs,
@@ -277,10 +274,7 @@ def test_graphs_of_several_modes_live_side_by_side(arch):
 
 @pytest.mark.parametrize("arch", CANDIDATES)
 def test_prefill_is_not_captured(arch):
-    backend, prepared = WORLDS[arch].prepared(extend((0, 3)))
-    backend.init_cuda_graph_state(8, 8)
-    with pytest.raises(GraphUnsupported, match="EXTEND runs without a graph"):
-        backend.init_forward_metadata_out_graph(prepared.batch, in_capture=True)
+    WORLDS[arch].captures_no("EXTEND runs without a graph", extend((0, 3)))
 
 
 @pytest.mark.parametrize(
@@ -351,26 +345,19 @@ def test_trees_are_refused():
         HOPPER.prepared(verify(3, 5), spec_topk=4)
 
 
-def rehearsed(*steps: Step, **settings: Any) -> list[KernelCall]:
-    kernels, calls = recorded(EMULATED)
-    context = HOPPER.world(*steps, **settings).context
-    rehearse(HOPPER.backend(context, kernels=kernels))
-    return calls
-
-
 def test_the_trial_launches_every_kernel_that_is_needed():
-    calls = rehearsed(decode(3), verify(3, 5), extend((0, 3)), spec_topk=1)
+    calls = HOPPER.rehearsed(decode(3), verify(3, 5), extend((0, 3)), spec_topk=1)
     assert {(call.name, call.kwargs.get("q_len_per_req")) for call in calls} == {
         ("xqa_batch_decode_with_kv_cache", 1),
         ("xqa_batch_decode_with_kv_cache", 3),
         ("trtllm_fmha_v2_prefill", None),
     }
-    calls = rehearsed(decode(3), windows=(None, 8, 21))
+    calls = HOPPER.rehearsed(decode(3), windows=(None, 8, 21))
     assert [call.kwargs["window_left"] for call in calls] == [-1, 8]
 
 
 def test_the_trial_leaves_out_what_another_backend_serves():
-    calls = rehearsed(decode(3), extend((0, 3)), kv_dtype="fp8_e4m3")
+    calls = HOPPER.rehearsed(decode(3), extend((0, 3)), kv_dtype="fp8_e4m3")
     assert {call.name for call in calls} == {"xqa_batch_decode_with_kv_cache"}
 
 

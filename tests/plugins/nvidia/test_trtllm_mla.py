@@ -9,10 +9,8 @@ import torch
 
 from attnmux.core import (
     ForwardMode,
-    GraphUnsupported,
     InvalidInput,
     Platform,
-    rehearse,
 )
 from attnmux.emulators.candidates import GENERATED_LATENT as EMULATED
 from attnmux.nvidia.cards.trtllm_mla import TRTLLM_MLA
@@ -22,7 +20,6 @@ from attnmux.testing import (
     Step,
     decode,
     extend,
-    prepare_step,
     verify,
 )
 from attnmux.testing.adapters import (
@@ -190,17 +187,11 @@ def test_there_is_no_lse():
 
 def test_drafts_of_different_numbers_are_not_captured():
     step = extend((5, 1), mode=ForwardMode.DRAFT_EXTEND)
-    world = GENERATED.world(step, spec_topk=1)
-    backend = GENERATED.backend(world.context)
-    backend.init_cuda_graph_state(1, 1)
-    with pytest.raises(GraphUnsupported, match="DRAFT_EXTEND eagerly"):
-        backend.init_forward_metadata_out_graph(prepare_step(world, step).batch, in_capture=True)
+    GENERATED.captures_no("DRAFT_EXTEND eagerly", step, spec_topk=1)
 
 
 def test_the_trial_launches_what_is_served():
-    kernels, calls = recorded(EMULATED)
-    world = GENERATED.world(decode(3), verify(3, 5), extend((0, 3)), spec_topk=1)
-    rehearse(GENERATED.backend(world.context, kernels=kernels))
+    calls = GENERATED.rehearsed(decode(3), verify(3, 5), extend((0, 3)), spec_topk=1)
     assert [call.args[0].shape[1] for call in calls] == [1, 3]
 
 

@@ -5,11 +5,12 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+import pytest
 import torch
 
-from attnmux.core import AttentionBackend, ForwardBatch, GraphConfig, GraphRunner
+from attnmux.core import AttentionBackend, ForwardBatch, GraphConfig, GraphRunner, InvalidInput
 from attnmux.testing.adapters import AdapterWorld, misaligned, outputs
-from attnmux.testing.cases import Step, decode, verify
+from attnmux.testing.cases import Step, decode, extend, verify
 from attnmux.testing.placement import buffers
 from attnmux.testing.prepared import PreparedStep
 from attnmux.testing.recording import RecordingGraphs
@@ -29,6 +30,17 @@ def check_rows_are_copied(backend: AttentionBackend, prepared: PreparedStep) -> 
     assert outputs(backend, replace(prepared, inputs=(odd,)), out=out, lse=apart)[0] is out
     assert torch.equal(out, expected)
     assert torch.equal(apart, lse)
+
+
+def check_keys_of_another_dtype_are_refused(adapter: AdapterWorld, reason: str) -> None:
+    """Keys of the call, in float32. reason: a pattern."""
+    backend, made = adapter.prepared(extend((0, 5)), kv_in_pool=False, save_kv_cache=False)
+    given = made.inputs[0]
+    assert given.k is not None
+    k_rope = None if given.k_rope is None else given.k_rope.float()
+    wide = replace(given, k=given.k.float(), k_rope=k_rope)
+    with pytest.raises(InvalidInput, match=reason):
+        outputs(backend, replace(made, inputs=(wide,)))
 
 
 def check_large_queries_saturate(

@@ -159,6 +159,17 @@ class AdapterWorld:
             outputs(backend, prepared)
         return calls
 
+    def rehearsed(
+        self,
+        *steps: Step,
+        options: Mapping[str, object] | None = None,
+        **settings: Any,  # noqa: ANN401  # fields of Case
+    ) -> list[KernelCall]:
+        """The calls of a trial for the steps' phases."""
+        kernels, calls = recorded(self.kernels)
+        rehearse(self.backend(self.world(*steps, **settings).context, options, kernels))
+        return calls
+
     def captured(self, step: Step, **settings: Any) -> tuple[PreparedStep, list[KernelCall]]:  # noqa: ANN401  # fields of Case
         """The step, prepared as in a capture, and the calls of its layers; K and V are in the
         pool."""
@@ -198,6 +209,14 @@ class AdapterWorld:
             backend.init_forward_metadata(replace(step.batch, **batch))
         with pytest.raises(AttnmuxError, match=r"no step is prepared|init_forward_metadata"):
             outputs(backend, step)
+
+    def captures_no(self, reason: str, step: Step, **settings: Any) -> None:  # noqa: ANN401  # fields of Case
+        """Assert that the adapter refuses to capture the step; reason: a pattern."""
+        world = self.world(step, **{"kv_in_pool": True, **settings})
+        backend, batch = self.backend(world.context), self.prepare(world, step).batch
+        backend.init_cuda_graph_state(batch.batch_size, batch.num_tokens)
+        with pytest.raises(GraphUnsupported, match=reason):
+            backend.init_forward_metadata_out_graph(batch, in_capture=True)
 
     def fails(self, error: Exception, *names: str, step: Step, **settings: Any) -> BackendFailed:  # noqa: ANN401  # as above
         """What the trial of the library says if its functions of these names raise the error."""
