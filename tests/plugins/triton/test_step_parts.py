@@ -140,6 +140,7 @@ WHOLE = {
     "a window leaves few keys": dict(requests=((0, 21), (LONG, 1)), most_keys=31),
     "decoding in the middle": dict(requests=((0, 21), (LONG, 1), (0, 21))),
     "decoding alone": dict(requests=((LONG, 1), (LONG, 1))),
+    "decoding and a request without new tokens": dict(requests=((9, 0), (LONG, 1), (LONG, 1))),
     "prompts alone": dict(requests=((LONG, 2), (LONG, 3))),
     "in a graph": dict(requests=((0, 21), (LONG, 1)), in_capture=True),
     "lengths on the device": dict(requests=((0, 21), (LONG, 1)), host=False),

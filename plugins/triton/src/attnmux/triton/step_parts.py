@@ -16,13 +16,13 @@ from attnmux.triton.step import TritonStep
 from attnmux.triton.tile_heights import FIXED_KEYS, least_makespan, tile_keys
 
 LEAST_VALUES = 4_000_000
-"""Of K and V, which the decoding requests have in a layer; fewer are not worth the estimate."""
+"""Values of K and V that decoding requests need for an estimate to be worth its time."""
 SECOND_LAUNCH_US = 8.0
 """What shares cost besides reading their keys."""
 BYTES_A_US = 4.2e6
-"""Of K and V, as shares read them on an H200, and as keys of 8 bits are widened there."""
+"""Bytes of K and V that shares read in a microsecond on an H200, and that widening moves there."""
 WIDENED_BYTES = 5
-"""Read and written of a value of 8 bits that tiles widen first."""
+"""Bytes that widening a value of 8 bits reads and writes, with the tiles' own reading."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -37,21 +37,21 @@ class StepCosts:
     group: int
     kv_heads: int
     columns: int
-    """Of K and V in a KV head."""
+    """Columns of K and V together in a KV head."""
     bits: int
-    """Of a value in the pool."""
+    """Bits of a value in the pool."""
     height: int
     """Rows of a tile."""
     units: int
     """Programs of tiles that the device runs at a time."""
     most_keys: int
-    """Those that a token sees at most."""
+    """The most keys that a token sees."""
     widens: bool = False
     """Whether tiles read 8-bit keys that are widened first."""
 
     @property
     def values(self) -> int:
-        """Of a key, in all KV heads."""
+        """Values of a key in all KV heads."""
         return self.kv_heads * self.columns
 
     def tiles_us(self, new: torch.Tensor, lens: torch.Tensor) -> float:
@@ -107,7 +107,7 @@ def parts_of(step: TritonStep, costs: StepCosts) -> tuple[StepPart, ...]:
     if new is None or lens is None or int(new.sum()) != batch.num_tokens:
         return ()
     decodes = ((new == 1) & (lens > 1)).tolist()
-    if all(decodes):
+    if sum(decodes) == batch.num_tokens:  # besides, requests without new tokens
         return ()
     first, last = decodes.index(False), batch.batch_size - decodes[::-1].index(False)
     keys = lens.clamp(max=costs.most_keys)
