@@ -151,8 +151,9 @@ def _assemble(
     if "decode" in serving and decision.decode_sizes:
         sizes = []
         for each in decision.decode_sizes:
-            _check_padding(made, leaf(each.choice), each.choice)
-            sizes.append(Sizes(least=each.least, most=each.most, backend=leaf(each.choice)))
+            backend = leaf(each.choice)
+            _check_padding(made, backend, each.choice)
+            sizes.append(Sizes(least=each.least, most=each.most, backend=backend))
         made = BatchSizeAttnBackend(usual=made, sizes=sizes)
     if decision.expanded is None or "extend" not in serving:
         return made

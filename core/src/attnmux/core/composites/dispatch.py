@@ -101,8 +101,7 @@ class DispatchingBackend(CompositeBackend):
     """Sends each step to the backend that `serving` returns."""
 
     def serving(self, batch: ForwardBatch) -> AttentionBackend:
-        """The backend of a step: the first member, unless overridden. Itself where its own methods
-        attend; then the first member writes K and V."""
+        """The backend of a step: the first member, unless overridden."""
         return self.members[0]
 
     def as_served(self, batch: ForwardBatch) -> ForwardBatch:
@@ -124,9 +123,7 @@ class DispatchingBackend(CompositeBackend):
         *,
         k_rope: torch.Tensor | None = None,
     ) -> None:
-        serving = self.serving(batch)
-        writing = self.members[0] if serving is self else serving
-        writing.save_kv(k, v, layer, batch, k_rope=k_rope)
+        self.serving(batch).save_kv(k, v, layer, batch, k_rope=k_rope)
 
     def forward_latent(
         self,
@@ -138,8 +135,7 @@ class DispatchingBackend(CompositeBackend):
         projection: UpProjection,
     ) -> torch.Tensor:
         serving, served = self.serving(batch), self.as_served(batch)
-        attend = super().forward_latent if serving is self else serving.forward_latent
-        return attend(q, latent, k_rope, layer, served, projection)
+        return serving.forward_latent(q, latent, k_rope, layer, served, projection)
 
 
 class HybridAttnBackend(DispatchingBackend):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import fields, replace
 
 import torch
 
@@ -23,6 +23,8 @@ from attnmux.core.composites.draft_attention import (
 from attnmux.core.composites.part_attention import is_mergeable
 from attnmux.core.context import BackendContext
 from attnmux.core.errors import InvalidInput
+from attnmux.core.latent import UpProjection
+from attnmux.core.layer import LayerSpec
 from attnmux.core.steps import FixedTensors, prepared
 from attnmux.core.tree_masks import check_trees, visible_drafts
 
@@ -72,7 +74,7 @@ class TreeAttnBackend(DispatchingBackend):
         self.child.init_cuda_graph_state(max_bs, max_num_tokens)
         self.prefixes.init_cuda_graph_state(max_bs, max_bs)
         made = Trees.blank(max_bs, max_num_tokens // max_bs, self.context.device)
-        self._fixed.add(**{name: getattr(made, name) for name in Trees.__slots__})
+        self._fixed.add(**{field.name: getattr(made, field.name) for field in fields(made)})
 
     def parts(self, batch: ForwardBatch, *, eager: bool) -> Parts:
         if eager:
@@ -88,8 +90,20 @@ class TreeAttnBackend(DispatchingBackend):
         seen = self._of_prefixes(call, trees.visible.shape[1])
         return self._attend(call.q, keys, seen, trees, layer, q_rope=call.q_rope, lse=call.lse)
 
-    def serving(self, batch: ForwardBatch) -> AttentionBackend:
-        return self if batch.forward_mode.is_target_verify() else self.child
+    def forward_latent(
+        self,
+        q: torch.Tensor,
+        latent: torch.Tensor,
+        k_rope: torch.Tensor,
+        layer: LayerSpec,
+        batch: ForwardBatch,
+        projection: UpProjection,
+    ) -> torch.Tensor:
+        if batch.forward_mode.is_target_verify():
+            return AttentionBackend.forward_latent(
+                self, q, latent, k_rope, layer, batch, projection
+            )
+        return super().forward_latent(q, latent, k_rope, layer, batch, projection)
 
     def as_served(self, batch: ForwardBatch) -> ForwardBatch:
         return self.step_of(self.child) if batch.forward_mode.is_draft_extend() else batch
@@ -113,13 +127,12 @@ class TreeAttnBackend(DispatchingBackend):
             sees_prefix=batch.seq_lens > 0,
             visible=visible_drafts(batch),
         )
-        trees = self._fixed.holding(made)
-        width = trees.visible.shape[1]
+        width = made.visible.shape[1]
         if width > self._drafts:
             expected = f"at most {self._drafts}, the request's spec_draft_tokens"
             raise InvalidInput("spec_info.draft_token_num", got=width, expected=expected)
+        self._trees = trees = self._fixed.holding(made)
         lens_cpu = None if batch.seq_lens_cpu is None else batch.seq_lens_cpu.clamp(min=1)
-        self._trees = trees
         return ForwardBatch(
             forward_mode=ForwardMode.DECODE,
             actual_forward_mode=ForwardMode.TARGET_VERIFY,

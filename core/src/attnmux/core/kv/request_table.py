@@ -57,8 +57,8 @@ class RequestTable:
 
 
 class ReqToTokenPool(RequestTable):
-    """The request table and its free rows, of which row 0 is none. A row keeps its old slots after
-    `free`."""
+    """The request table and its free rows. Row 0 is never handed out, and a row keeps its old slots
+    after `free`."""
 
     def __init__(self, size: int, max_context_len: int, device: torch.device | str) -> None:
         """Room for `size` requests of at most `max_context_len` tokens.

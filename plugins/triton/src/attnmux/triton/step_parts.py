@@ -6,14 +6,16 @@ decoding requests have many keys ends earlier if their keys are shared as in dec
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 
 from attnmux.core import AttentionCall, ForwardBatch
 from attnmux.triton.operands import Results, Slots
 from attnmux.triton.step import TritonStep
-from attnmux.triton.tile_heights import FIXED_KEYS, least_makespan, tile_keys
+from attnmux.triton.tile_heights import FIXED_KEYS
 
 LEAST_VALUES = 4_000_000
 """Values of K and V that decoding requests need for an estimate to be worth its time."""
@@ -23,6 +25,17 @@ BYTES_A_US = 4.2e6
 """Bytes of K and V that shares read in a microsecond on an H200, and that widening moves there."""
 WIDENED_BYTES = 5
 """Bytes that widening a value of 8 bits reads and writes, with the tiles' own reading."""
+
+
+class TilesOfRequest(NamedTuple):
+    """What tiles of one KV head read of a request, in keys."""
+
+    total: float
+    """By all tiles, with the fixed costs of each."""
+    longest: int
+    """By the last tile."""
+    lens: int
+    """Keys that the request has."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -54,14 +67,22 @@ class StepCosts:
         """Values of a key in all KV heads."""
         return self.kv_heads * self.columns
 
-    def tiles_us(self, new: torch.Tensor, lens: torch.Tensor) -> float:
+    def tiles_of(self, new: torch.Tensor, lens: torch.Tensor) -> list[TilesOfRequest]:
         """new, lens: [B] int32 on the host, the new tokens and all keys of each request."""
-        keys = tile_keys(new.long() * self.group, lens.long(), self.height, self.group)
-        keys = keys.clamp(max=self.most_keys + self.height // self.group) + FIXED_KEYS
-        longest = max(float(keys.max()), least_makespan(keys, self.kv_heads, self.units))
+        tokens = self.height // self.group
+        last = lens.clamp(max=self.most_keys + tokens)
+        first = (lens - new + tokens).minimum(last)
+        count = (new * self.group + self.height - 1) // self.height
+        total = count * ((first + last) / 2 + FIXED_KEYS)
+        each = zip(total.tolist(), last.tolist(), lens.tolist(), strict=True)
+        return [TilesOfRequest(*numbers) for numbers in each]
+
+    def tiles_us(self, requests: Sequence[TilesOfRequest]) -> float:
+        total = sum(each.total for each in requests) * self.kv_heads / self.units
+        longest = max(each.longest for each in requests) + FIXED_KEYS
         # A turn of 64 keys took 0.91 us with heads of 64 columns, 1.34 with 128, 1.82 with 256
-        us = longest * (0.011 + 36e-6 * self.columns)
-        widened = int(lens.sum()) * self.values * WIDENED_BYTES * self.widens
+        us = max(longest, total) * (0.011 + 36e-6 * self.columns)
+        widened = sum(each.lens for each in requests) * self.values * WIDENED_BYTES * self.widens
         return us + widened / BYTES_A_US
 
     def shares_us(self, lens: torch.Tensor) -> float:
@@ -117,8 +138,8 @@ def parts_of(step: TritonStep, costs: StepCosts) -> tuple[StepPart, ...]:
     decoding, others = slice(first), slice(first, None)
     if after > before:
         decoding, others = slice(last, None), slice(last)
-    parted = costs.tiles_us(new[others], lens[others]) + costs.shares_us(lens[decoding])
-    if parted >= costs.tiles_us(new, lens):
+    tiles = costs.tiles_of(new, lens)
+    if costs.tiles_us(tiles[others]) + costs.shares_us(lens[decoding]) >= costs.tiles_us(tiles):
         return ()
     if after > before:
         tokens = batch.num_tokens - (batch.batch_size - last)

@@ -74,9 +74,8 @@ def tried(
     yield trial(values=values_of(today), median_us=reference.median_us, is_current=True)
     best, least = today, reference.median_us
     of_kernel = variants[today.kernel, type(today)]
-    for configs in _turns(of_kernel):
-        start = best
-        for config in configs(start):
+    for axis in (None, *of_kernel.axes):
+        for config in _others(of_kernel, best, axis):
             tables = _alone(kind, config, dispatch)
             try:
                 found = _together(job, partial(_checked, job, setups, tables, reference))
@@ -104,21 +103,13 @@ def _served(job: Job, load: Load, setup: Setup) -> tuple[str, Dispatch, Config]:
     return "shares", layer.dispatch, layer.dispatch.whole_shares(load.new)
 
 
-def _turns(variants: Variants) -> Iterator[Callable[[Config], Iterator[Config]]]:
-    """For each turn, the configurations to try besides the fastest so far."""
-
-    def others(start: Config) -> Iterator[Config]:
-        return (base for base in variants.bases if base != start)
-
-    def along(axis: str, start: Config) -> Iterator[Config]:
-        for number in variants.axes[axis]:
-            changed: dict[str, Any] = {axis: number}
-            if number != getattr(start, axis):
-                yield replace(start, **changed)
-
-    yield others
-    for axis in variants.axes:
-        yield partial(along, axis)
+def _others(variants: Variants, start: Config, axis: str | None) -> list[Config]:
+    """The other whole configurations; with an axis, those that differ from `start` in this field
+    alone."""
+    if axis is None:
+        return [base for base in variants.bases if base != start]
+    changes: list[dict[str, Any]] = [{axis: number} for number in variants.axes[axis]]
+    return [replace(start, **each) for each in changes if each != {axis: getattr(start, axis)}]
 
 
 def _together(job: Job, measure: Callable[[], Timed]) -> Timed:

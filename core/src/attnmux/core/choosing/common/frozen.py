@@ -74,10 +74,13 @@ class Deferred(Sequence[V]):
     def __len__(self) -> int:
         return len(self._all())
 
+    def __iter__(self) -> Iterator[V]:
+        return iter(self._all())
+
     def __eq__(self, other: object) -> bool:
-        return (
-            self._all() == tuple(other) if isinstance(other, (Deferred, tuple)) else NotImplemented
-        )
+        if isinstance(other, Deferred):
+            return self._all() == other._all()
+        return self._all() == other if isinstance(other, tuple) else NotImplemented
 
     def __hash__(self) -> int:
         return hash(self._all())
