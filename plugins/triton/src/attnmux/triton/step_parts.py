@@ -43,8 +43,8 @@ class StepCosts:
     """Estimates of how long a step's requests take in tiles and in shares, for one layer.
 
     In 13 of 13 mixed steps on H200s the way with the lower estimate was the faster one
-    (benchmarks/results/grid-h200.md). The estimates themselves were up to 41 % too low, with soft
-    caps and heads of 80 columns.
+    (benchmarks/results/grid-h200.md). The estimates were from 13 % too high to 37 % too low, and
+    less than half where a step waits for the host.
     """
 
     group: int
