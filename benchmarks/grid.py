@@ -83,6 +83,7 @@ class Grid:
     platform: str | None
     seconds: float
     """Least time for one figure."""
+    ours_only: bool = False
     tiny: bool = False
 
     def found(self, draw: Draw) -> Found:
@@ -100,13 +101,15 @@ class Grid:
             draw=draw,
             ours=ours,
             best=" + ".join(name for name, _ in fastest),
-            other=sum(times) if len(times) == len(fastest) else None,
+            other=sum(times) if fastest and len(times) == len(fastest) else None,
             notes=notes,
         )
 
     def _sides(self, draw: Draw) -> tuple[Sequence[Row], Sequence[Sequence[Row]]]:
         """Ours, and what it is compared with: the sum of the fastest of each part."""
         request = draw.request
+        if self.ours_only:
+            return self._rows(draw, OURS), []
         if draw.family in DETERMINISTIC:
             asked = request.replace(deterministic=True)
             return self._rows(replace(draw, request=asked), OURS), [self._rows(draw, OURS)]
@@ -221,6 +224,7 @@ def summary(family: str, found: Sequence[Found]) -> str:
 @click.option("--seconds", default=0.3, show_default=True, help="Least time for one figure.")
 @click.option("--jobs", type=click.IntRange(0), default=0, help="Processes that compile first.")
 @click.option("--platform", help="A vendor, if the machine has devices of several.")
+@click.option("--ours-only", is_flag=True, help="Time the Triton backend alone; see releases.py.")
 @click.option("--tiny", "is_tiny", is_flag=True, help="Tiny steps: figures mean nothing.")
 @json_option
 def main(
@@ -231,13 +235,16 @@ def main(
     seconds: float,
     jobs: int,
     platform: str | None,
+    ours_only: bool,
     is_tiny: bool,
     path: Path | None,
 ) -> None:
     """Print each step's ratio, and each family's geometric mean and worst."""
     if is_tiny and not triton.knobs.runtime.interpret:
         raise click.UsageError("--tiny runs kernels in Triton's interpreter: TRITON_INTERPRET=1")
-    grid = Grid(without=without, platform=platform, seconds=seconds, tiny=is_tiny)
+    grid = Grid(
+        without=without, platform=platform, seconds=seconds, ours_only=ours_only, tiny=is_tiny
+    )
     steps = list(chosen(only, count, seed))
     if is_tiny:
         steps = [tiny(draw) for draw in steps]

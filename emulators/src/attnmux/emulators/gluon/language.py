@@ -18,7 +18,14 @@ from attnmux.emulators.gluon.values import (
     raw,
     store,
 )
-from attnmux.emulators.gluon.warps import HERE, AsyncCopy, Barriers, MBarrier, warp_specialize
+from attnmux.emulators.gluon.warps import (
+    HERE,
+    AsyncCopy,
+    Barriers,
+    MBarrier,
+    copy_to_shared,
+    warp_specialize,
+)
 
 
 def allocate(dtype: DType, shape: Sequence[int], layout: object) -> Any:
@@ -83,7 +90,8 @@ LANGUAGE: dict[str, Any] = {
     "load": load,
     "store": store,
     "atomic_add": add_atomically,
-    "thread_barrier": nothing,
+    "barrier": nothing,
+    "copy_to_shared": copy_to_shared,
     "multiple_of": multiple_of,
     "max_contiguous": lambda places, numbers: places,
     "allocate_shared_memory": allocate,

@@ -72,11 +72,11 @@ class MBarrier:
                 barrier.changed.notify_all()
 
 
-class AsyncCopy:
-    @staticmethod
-    def async_copy_global_to_shared(to: Room, places: Pointer, mask: Any = None) -> None:
-        to.store(load(places, mask, None if mask is None else 0.0))
+def copy_to_shared(to: Room, places: Pointer, mask: Any = None) -> None:
+    to.store(load(places, mask, None if mask is None else 0.0))
 
+
+class AsyncCopy:
     @staticmethod
     def mbarrier_arrive(barrier: Barrier, increment_count: bool = True) -> None:
         assert not increment_count

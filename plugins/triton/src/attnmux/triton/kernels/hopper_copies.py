@@ -8,6 +8,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import async_copy, mbarrier
 from triton.language.core import _aggregate as aggregate
 
+from attnmux.triton.kernels.gluon_names import copy_to_shared
 from attnmux.triton.kernels.hopper_walk import after_share, first_unit, place_rows, place_share
 
 COLUMNS_A_COPY = gl.constexpr(8)
@@ -160,14 +161,14 @@ def copy_block(base, stride, table, first_key, block, tile, ring, at, kind):
     # The slots arrive while the ring is full.
     ring.await_free(at)
     places = whole_rows(base, offsets_of(slots, stride), kind.D, layout)
-    async_copy.async_copy_global_to_shared(ring.block(at), places)
+    copy_to_shared(ring.block(at), places)
     if ring.TAIL > 0:
         places = whole_rows(base + kind.D, offsets_of(tail_slots, stride), ring.TAIL, narrow)
         if ring.TAIL == ring.REAL_TAIL:
-            async_copy.async_copy_global_to_shared(ring.tail(at), places)
+            copy_to_shared(ring.tail(at), places)
         else:
             is_real = columns_before(ring.REAL_TAIL, ring.TAIL, narrow)
-            async_copy.async_copy_global_to_shared(ring.tail(at), places, mask=is_real)
+            copy_to_shared(ring.tail(at), places, mask=is_real)
     ring.fill(at)
 
 
@@ -233,7 +234,7 @@ def copy_rows(base, offsets, is_there, ring, at, REAL: gl.constexpr, layout: gl.
     if REAL < WIDTH:
         mask = mask & columns_before(REAL, WIDTH, layout)
     ring.await_free(at)
-    async_copy.async_copy_global_to_shared(ring.block(at), places, mask=mask)
+    copy_to_shared(ring.block(at), places, mask=mask)
     async_copy.mbarrier_arrive(ring.full.index(at % ring.STAGES), increment_count=False)
 
 

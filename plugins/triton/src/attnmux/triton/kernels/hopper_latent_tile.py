@@ -25,6 +25,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.language.core import _aggregate as aggregate
 
+from attnmux.triton.kernels.gluon_names import copy_to_shared
 from attnmux.triton.kernels.hopper_rescaling import raised, rescaled
 
 LN_2 = gl.constexpr(0.6931471805599453)
@@ -158,9 +159,9 @@ def copy_columns(base, offsets, is_there, to, WIDTH: gl.constexpr, layout: gl.co
     places = base + gl.max_contiguous(gl.multiple_of(places, [1, 8]), [1, 8])
     places = gl.max_contiguous(gl.multiple_of(places, [1, 16]), [1, 8])
     if is_there is None:
-        async_copy.async_copy_global_to_shared(to, places)
+        copy_to_shared(to, places)
     else:
-        async_copy.async_copy_global_to_shared(to, places, mask=is_there[:, None])
+        copy_to_shared(to, places, mask=is_there[:, None])
 
 
 @gluon.jit

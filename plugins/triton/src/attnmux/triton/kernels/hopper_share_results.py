@@ -11,6 +11,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.language.core import _aggregate as aggregate
 
+from attnmux.triton.kernels.gluon_names import barrier
 from attnmux.triton.kernels.hopper_walk import place_rows
 
 LOG2_E = gl.constexpr(1.4426950408889634)
@@ -158,7 +159,7 @@ def arrive(counter, count):
     """Count one of `count` results as stored. Returns whether it was the last one, and sets the
     counter back then."""
     # All threads have written their rows before the program counts as arrived.
-    gl.thread_barrier()
+    barrier()
     is_last = gl.atomic_add(counter, 1, sem="acq_rel", scope="gpu") == count - 1
     if is_last:
         gl.store(counter, 0)
@@ -185,7 +186,7 @@ def merge_span(parts, part, span, PART_ROWS: gl.constexpr, PARTS: gl.constexpr, 
     if is_last:
         acc, top, mass = merge_parts(parts, first, count, 1, PART_ROWS, PARTS, kind)
         # All threads have read the part that is overwritten.
-        gl.thread_barrier()
+        barrier()
         leave_part(parts, first, acc, top, mass, PART_ROWS)
     return is_last
 

@@ -1,0 +1,16 @@
+"""Functions of Gluon whose names differ between the releases of Triton that are served."""
+
+from __future__ import annotations
+
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import async_copy
+
+try:
+    barrier = gl.barrier
+except AttributeError:  # before Triton 3.7
+    barrier = gl.thread_barrier
+
+try:
+    copy_to_shared = async_copy.async_load
+except AttributeError:  # before Triton 3.8
+    copy_to_shared = async_copy.async_copy_global_to_shared
