@@ -56,8 +56,10 @@ def main(old: tuple[Path, ...], new: tuple[Path, ...]) -> None:
         some = [ratio for step, ratio in ratios.items() if step[0] == family]
         click.echo(f"{family}: geometric mean {geometric_mean(some):.3f}, worst {max(some):.3f}")
     above = [step for step, ratio in ratios.items() if ratio > MOST]
-    click.echo(f"{len(above)} of {len(ratios)} steps above {MOST}; without a ratio: "
-               f"{len(before) - len(ratios)}")
+    click.echo(
+        f"{len(above)} of {len(ratios)} steps above {MOST}; without a ratio: "
+        f"{len(before) - len(ratios)}"
+    )
 
 
 if __name__ == "__main__":

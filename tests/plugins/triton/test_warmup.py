@@ -17,6 +17,13 @@ from attnmux.testing import Case, decode, extend, make_setup, prepare_step
 
 pytest.importorskip("triton")
 
+CROSS = Case(
+    name="cross",
+    steps=(extend((0, 5), (0, 33), encoder=(7, 9)),),
+    kv_dtype="fp8_e4m3",
+    max_context_len=64,
+)
+"""On an SM90 its keys are widened, which is rehearsed with many new tokens."""
 CASE = Case(name="plain", steps=(extend((0, 5), (0, 33)), decode(6, 34)), windows=(None, None))
 
 
@@ -60,15 +67,18 @@ def main(case: str) -> None:
     from attnmux.triton import bound_kernel  # noqa: PLC0415  # not in the interpreter's process
     from attnmux.triton.factory import triton as made  # noqa: PLC0415  # as above
 
-    device = Driver(232448 if case == "fits" else 4096)
+    device = Driver(4096 if case == "does not fit" else 232448)
     if case != "no driver":
         driver.set_active(device)
     platform = replace(Platform.parse("nvidia:sm90,cuda=13.0"), core_count=3)
-    setup = make_setup(CASE, platform, "cpu")
+    setup = make_setup(CROSS if case == "cross" else CASE, platform, "cpu")
     try:
         backend = made(setup.context, {})
     except BackendFailed as failure:
         print(json.dumps({"failed": failure.reason}))
+        return
+    if case == "cross":
+        print(json.dumps({"widens": backend.widens}))
         return
     compiled: list[str] = []
     triton.knobs.runtime.jit_post_compile_hook = lambda *, fn, **_: compiled.append(fn.name)
@@ -102,6 +112,10 @@ def test_no_step_waits_for_a_compiler(script):
 
 def test_a_kernel_that_needs_more_than_the_device_has_fails_when_the_backend_is_made(script):
     assert "out of resource: shared memory" in script("does not fit")[-1]["failed"]
+
+
+def test_cross_attention_over_eight_bits_is_rehearsed(script):
+    assert script("cross")[-1] == {"widens": True}
 
 
 def test_a_triton_that_drives_no_device_fails_too(script):

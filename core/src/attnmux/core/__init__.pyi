@@ -86,6 +86,7 @@ from attnmux.core.choosing.offer.card import LAST_RESORT as LAST_RESORT
 from attnmux.core.choosing.offer.card import TREE_MASKS as TREE_MASKS
 from attnmux.core.choosing.offer.card import BackendCard as BackendCard
 from attnmux.core.choosing.offer.card import Build as Build
+from attnmux.core.choosing.offer.card import Caveat as Caveat
 from attnmux.core.choosing.offer.card import Offer as Offer
 from attnmux.core.choosing.offer.card import Option as Option
 from attnmux.core.choosing.offer.card import Prior as Prior

@@ -6,7 +6,7 @@ from attnmux.core.choosing.ask.policy import Policy
 from attnmux.core.choosing.ask.request import Request, parse_fields
 from attnmux.core.choosing.judge.checking import check
 from attnmux.core.choosing.machine.platform import Platform
-from attnmux.core.choosing.offer.card import DEFAULT_RANK, Prior
+from attnmux.core.choosing.offer.card import DEFAULT_RANK, Caveat, Prior
 from attnmux.core.choosing.offer.clause import when
 from attnmux.core.choosing.offer.conditions import (
     ANY,
@@ -18,6 +18,7 @@ from attnmux.core.choosing.offer.conditions import (
     runtimes,
     versions,
 )
+from attnmux.core.choosing.solver import solve
 
 
 def codes(verdict) -> list[str]:
@@ -203,6 +204,27 @@ def test_one_of_several_libraries_is_enough(offer, cpu) -> None:
     (reason,) = check(card, "decode", Request(), cpu, libraries={"new-kernel": "0.9"}.get).reasons
     assert reason.wanted == "new-kernel>=1 or old_kernel"
     assert reason.offered == "new-kernel 0.9, old_kernel not installed"
+
+
+@pytest.mark.parametrize(
+    ("arch", "installed", "notes"),
+    [
+        ("x86_64", "1.4", ("fast: slow before 2 (here: lib 1.4)",)),
+        ("x86_64", None, ("fast: slow before 2 (here: lib is missing)",)),
+        ("x86_64", "2.0", ()),
+        ("x86_64", "", ()),  # as another machine's, which count as new enough
+        ("aarch64", "1.4", ()),
+    ],
+)
+def test_a_decision_notes_what_a_backend_could_do_better(offer, arch, installed, notes) -> None:
+    caveat = Caveat(text="slow before 2", unless=("lib>=2",), arch=("x86_64",))
+    decision = solve(
+        Request(page_size=1, kv_dtype="bfloat16"),
+        Platform.parse(f"cpu:{arch}"),
+        [offer("fast", 1, caveats=(caveat,))],
+        libraries=lambda name: installed,
+    )
+    assert decision.notes == notes
 
 
 def test_another_machine_has_the_libraries_unless_told_otherwise(offer, cpu) -> None:

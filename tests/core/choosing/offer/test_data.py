@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from attnmux.core.choosing.offer.card import BackendCard, Option, Prior
+from attnmux.core.choosing.offer.card import BackendCard, Caveat, Option, Prior
 from attnmux.core.choosing.offer.clause import when
 from attnmux.core.choosing.offer.conditions import emulated, multiple_of, one_of, versions
 from attnmux.core.choosing.offer.data import from_data, to_data
@@ -31,6 +31,7 @@ CARD = BackendCard(
         Prior(rank=7, when=when(vendor=one_of("acme")), source="here"),
         Prior(rank=9, source="there"),
     ),
+    caveats=(Caveat(text="slow", unless=("x>=2",), arch=("m2",)),),
     verified_on=(
         Verified(on="Acme M2", platform="acme:m2", libraries=("x 1",), date="2026-01-01"),
     ),

@@ -24,6 +24,7 @@ from attnmux.core.choosing.common.frozen import Deferred, FrozenMapping
 from attnmux.core.choosing.common.verdict import Reason
 from attnmux.core.choosing.judge.axes import Question
 from attnmux.core.choosing.judge.checking import Accuracy, Ranking, by_card, prior_rank, standing
+from attnmux.core.choosing.judge.requirements import caveats
 from attnmux.core.choosing.machine.platform import Platform
 from attnmux.core.choosing.machine.vendors import EXAMPLE
 from attnmux.core.choosing.offer.card import Offer
@@ -159,6 +160,7 @@ def _problem(
         barred=cache(barred),
         ranking=ranking,
         opposed=opposed(offers),
+        libraries=known,
     )
 
 
@@ -289,5 +291,10 @@ def _decision(
         kv_dtype=request.kv_dtype,
         phases=FrozenMapping({phase: chosen[phase] for phase in PHASES if phase in chosen}),
         coercions=coercions(problem, best),
+        notes=tuple(
+            note
+            for offer in dict.fromkeys(best.winners)
+            for note in caveats(offer.card, problem.platform, problem.libraries)
+        ),
         candidates=Deferred(partial(verdicts, problem, variants, best)),
     )

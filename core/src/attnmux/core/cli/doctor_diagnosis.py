@@ -11,13 +11,14 @@ from attnmux.core.choosing.ask.values import PHASES
 from attnmux.core.choosing.find.devices import Detection, pick_platform, survey
 from attnmux.core.choosing.find.examine import Plugin
 from attnmux.core.choosing.find.plugins import Plugins
+from attnmux.core.choosing.judge.requirements import caveats
 from attnmux.core.choosing.machine.platform import Platform
 from attnmux.core.choosing.machine.vendors import VENDORS
 from attnmux.core.choosing.offer.card import Offer
 from attnmux.core.choosing.offer.libraries import installed_version
 from attnmux.core.choosing.offer.named import read_options
 from attnmux.core.choosing.search.problem import groups_of
-from attnmux.core.cli.here import Backend, backends_here, lacking_compiler, serving_builds
+from attnmux.core.cli.here import READY, Backend, backends_here, lacking_compiler, serving_builds
 from attnmux.core.errors import AmbiguousPlatform, InvalidInput, UnknownBackend
 from attnmux.core.settings import Settings
 
@@ -67,6 +68,8 @@ def diagnose(plugins: Sequence[Plugin], settings: Settings) -> Diagnosis:
         problems += _without_backend(plugins, backends, picked)
         cards = [card for plugin in plugins for card in plugin.cards]
         notes += [*serving_builds(cards, picked), *lacking_compiler(cards, picked)]
+        ready = [each.offer.card for each in backends if each.here == READY]
+        notes += [note for card in ready for note in caveats(card, picked, installed_version)]
     return Diagnosis(
         detection=detection,
         plugins=tuple(plugins),

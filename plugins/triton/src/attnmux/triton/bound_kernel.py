@@ -105,7 +105,8 @@ class BoundKernel:
         `do_not_specialize`. Names that the kernel has no argument for are ignored: a kernel that
         serves less takes less, and calls pass None for the tensors that it lacks.
         """
-        self.kernel, self.options = kernel, dict(options)
+        # Triton 3.9 warns that 3.10 will no longer fuse products with sums unless it is told to
+        self.kernel, self.options = kernel, {"enable_fp_fusion": True, **options}
         self._launcher = launcher
         places = {name: place for place, name in enumerate(kernel.arg_names)}
         self._fixed = [fixed.get(name) for name in places]

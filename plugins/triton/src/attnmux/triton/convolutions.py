@@ -82,6 +82,7 @@ class TritonConvolutions(ShortConvolutions):
             BLOCK_C=block_c,
             DRAFTS=drafts.draft_token_num,
             ROOM=drafted.shape[1],
+            enable_fp_fusion=True,
         )
 
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 import triton
+from packaging.specifiers import SpecifierSet
 
 from attnmux.core import LayerSpec
 from attnmux.triton.config_tables import ConfigTables
@@ -23,11 +24,9 @@ from attnmux.triton.configs import (
     TileConfig,
 )
 from attnmux.triton.operands import Keys, has_whole_rows
+from attnmux.triton.plugin import HOPPER_RELEASES
 from attnmux.triton.shapes import Shape
 
-GLUON_RELEASES = ("3.6.", "3.7.", "3.8.", "3.9.")
-"""Releases of Triton that compile the kernels for Hopper and ran them on an H200. They are written
-in Gluon, which is experimental and changes with each release."""
 SIXTEEN_BITS = (torch.bfloat16, torch.float16)
 EIGHT_BITS = (torch.float8_e4m3fn, torch.float8_e5m2)
 SHARE_DIMS = ((64, 64), (80, 80), (96, 96), (112, 112), (128, 128), (192, 128), (256, 256))
@@ -228,7 +227,7 @@ def can_compile(address: str) -> bool:
     # The interpreter has none.
     return (
         not triton.knobs.runtime.interpret
-        and triton.__version__.startswith(GLUON_RELEASES)
+        and SpecifierSet(HOPPER_RELEASES).contains(triton.__version__, prereleases=True)
         and _is_importable(address)
     )
 

@@ -13,6 +13,7 @@ from attnmux.core import (
     NONE,
     TREE_MASKS,
     BackendCard,
+    Caveat,
     Clause,
     Condition,
     ErrorBound,
@@ -29,6 +30,10 @@ from attnmux.core import (
 REQUIRES = ("torch>=2.11", ("triton>=3.6", "triton-rocm>=3.6", "triton-xpu>=3.6"))
 """torch brings Triton, under other names for AMD and Intel: 2.11 pins 3.6 on NVIDIA and AMD, 3.7 on
 Intel."""
+
+HOPPER_RELEASES = ">=3.6,<3.10"
+"""Releases of Triton that the kernels for Hopper compile with and ran on an H200 with. They are
+written in Gluon, which is experimental and changes with each release."""
 
 TOKENS = emulated(1)
 """The kernels gather by token index: to them a page of any size is a list of tokens."""
@@ -171,6 +176,14 @@ TRITON = BackendCard(
     requires=REQUIRES,
     extra="triton",
     options=OPTIONS,
+    caveats=(
+        Caveat(
+            text=f"the kernels for Hopper need Triton {HOPPER_RELEASES}; the portable ones serve, "
+            "which take up to three times as long",
+            unless=(f"triton{HOPPER_RELEASES}",),
+            arch=("sm90",),
+        ),
+    ),
     tuner="attnmux.triton.tuning:tune",
     error_bounds=(
         ErrorBound(

@@ -97,7 +97,7 @@ def _batch(
         extend_prefix_lens=zeros(torch.int32) if extends else None,
         extend_num_tokens=num_tokens if extends else None,
         encoder_lens=lens if has_encoder else None,
-        encoder_out_cache_loc=zeros(torch.int64) if has_encoder else None,
+        encoder_out_cache_loc=zeros(torch.int64, num_tokens) if has_encoder else None,
     )
 
 

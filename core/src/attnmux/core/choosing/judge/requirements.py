@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from functools import cache
 
 from attnmux.core.choosing.common.frozen import Plain
+from attnmux.core.choosing.machine.platform import Platform
 from attnmux.core.choosing.offer.card import BackendCard
 from attnmux.core.choosing.offer.libraries import (
     Libraries,
@@ -64,6 +65,19 @@ def _needed_here(
         for texts, parsed in found
         if all(one.marker is None or one.marker.evaluate() for one in parsed)
     )
+
+
+def caveats(card: BackendCard, platform: Platform, libraries: Libraries) -> Iterator[str]:
+    """The card's caveats that hold on the platform with the installed libraries."""
+    for caveat in card.caveats:
+        if caveat.arch and platform.arch not in caveat.arch:
+            continue
+        parsed = [parsed_requirement(text) for text in caveat.unless]
+        versions = [(one.name, libraries(one.name)) for one in parsed]
+        states = [_state(one, version) for one, (_, version) in zip(parsed, versions, strict=True)]
+        if "present" not in states:
+            installed = ", ".join(f"{name} {version or 'is missing'}" for name, version in versions)
+            yield f"{card.name}: {caveat.text} (here: {installed})"
 
 
 def install_hint(card: BackendCard, distribution: str, requirement: str = "") -> str:

@@ -54,7 +54,9 @@ def solve_measured(
     groups = []
     for group in decision.groups:
         sized = with_batch_sizes(group, offers, policy, found)
-        groups.append(replace(sized, notes=tuple(dict.fromkeys(notes_on(sized, found)))))
+        groups.append(
+            replace(sized, notes=tuple(dict.fromkeys((*sized.notes, *notes_on(sized, found)))))
+        )
     return Decision.of_groups(groups, request.other_layers)
 
 

@@ -109,6 +109,25 @@ class Build(Plain):
         check_fields("build", self, {"name": TEXT, "features": tuple_of(str)})
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Caveat(Plain):
+    """What `select` and `doctor` say about a backend that runs, but not as it could.
+
+    Raises InvalidInput for fields of other types and a requirement that cannot be parsed.
+    """
+
+    text: str
+    unless: tuple[str, ...]
+    """PEP 508 requirements. Nothing is said if any one of them is met."""
+    arch: tuple[str, ...] = ()
+    """The architectures that it holds for, as `Platform.arch`. Empty: all."""
+
+    def __post_init__(self) -> None:
+        checks = {"text": TEXT, "unless": tuple_of(str), "arch": tuple_of(str)}
+        check_fields("caveat", self, checks)
+        _check_requirement("caveat, unless", self.unless)
+
+
 def _is_reference(value: object) -> bool:
     return isinstance(value, str) and value.count(":") == 1
 
@@ -124,6 +143,7 @@ CHECKS: Mapping[str, Check] = {
     "options": tuple_of(Option),
     "priors": tuple_of(Prior),
     "builds": tuple_of(Build),
+    "caveats": tuple_of(Caveat),
     "companions": tuple_of(str),
     "excludes": tuple_of(str),
     "error_bounds": tuple_of(ErrorBound),
@@ -169,6 +189,7 @@ class BackendCard(Plain):
     """The first whose conditions hold counts."""
     builds: tuple[Build, ...] = ()
     """The best first: the first whose features the device has serves. Empty: there is but one."""
+    caveats: tuple[Caveat, ...] = ()
     companions: tuple[str, ...] = ()
     """Backends for the phases that this one does not serve, where a user names only this one."""
     excludes: tuple[str, ...] = ()

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
 
 from attnmux.core.choosing.common.frozen import FrozenMapping, defaults
-from attnmux.core.choosing.offer.card import BackendCard, Build, Option, Prior
+from attnmux.core.choosing.offer.card import BackendCard, Build, Caveat, Option, Prior
 from attnmux.core.choosing.offer.clause import Clause
 from attnmux.core.choosing.offer.conditions import (
     ANY,
@@ -29,7 +29,7 @@ TYPES = {kind.__name__: kind for kind in (bool, int, float, str)}
 
 RECORDS: Mapping[str, type[Any]] = {
     **{"clauses": Clause, "priors": Prior, "options": Option, "builds": Build},
-    **{"verified_on": Verified, "error_bounds": ErrorBound},
+    **{"verified_on": Verified, "error_bounds": ErrorBound, "caveats": Caveat},
 }
 """What the tuples of a card hold, by field."""
 

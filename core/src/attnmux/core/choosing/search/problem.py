@@ -77,6 +77,7 @@ class Problem:
     libraries: it is called last, for offers whose clauses fit."""
     ranking: Ranking
     opposed: Opposed
+    libraries: Libraries
 
     def opponents(self, address: str, lead: str) -> frozenset[str]:
         """Addresses of the backends that may not serve the other of decode and extend."""
