@@ -115,7 +115,25 @@ WIDE = {
         host_lens=True,
     ),
 }
-EVERY = {**CASES, **NARROW, **WIDE, **CDNA3}
+ON_HOPPER = {
+    f"{name}, {dim}/{v_dim}": replace(CASES[name], head_dim=dim, v_head_dim=v_dim)
+    for name in ("decode", "decode, 8-bit", "extend", "extend, window")
+    for dim, v_dim in ((80, 80), (96, 96), (112, 112), (192, 128), (256, 256))
+} | {
+    f"chain of {drafts}, {dim}/{v_dim}": Case(
+        name="chain",
+        steps=(verify(drafts, 40),),
+        spec_topk=1,
+        num_q_heads=16,
+        num_kv_heads=2,
+        head_dim=dim,
+        v_head_dim=v_dim,
+    )
+    for drafts in (3, 5, 9)
+    for dim, v_dim in ((64, 64), (96, 96), (128, 128), (192, 128), (256, 256))
+}
+"""Widths and rows for which the kernels for Hopper have configurations of their own."""
+EVERY = {**CASES, **NARROW, **WIDE, **CDNA3, **ON_HOPPER}
 SPREAD = {
     "sm80": ("decode, sinks", "decode, 4-bit", "extend, 8-bit", "decode, latent", "decode, 256"),
     "sm90": (
@@ -138,7 +156,7 @@ def cases_of(arch: str, *, full: bool) -> dict[str, Case]:
     some = {name: EVERY[name] for name in (*SPREAD[arch], "decode, picked latent")}
     if not full or arch in ("gfx950", "gfx1201"):
         return some
-    return {**CASES, **(NARROW if arch == "sm90" else {}), **some}
+    return {**CASES, **(NARROW | ON_HOPPER if arch == "sm90" else {}), **some}
 
 
 def platform_of(arch: str) -> Platform:
