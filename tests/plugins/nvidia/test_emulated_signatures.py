@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from attnmux.emulators.nvidia import causal_conv1d, cutlass_mla, flashinfer, sgl_flash_attn
 from attnmux.emulators.nvidia.flash_attn_cute import FlashAttnCute
@@ -26,12 +27,12 @@ from attnmux.emulators.nvidia.flashinfer import gdn, trtllm_decode, trtllm_mla, 
 
 EMULATORS: dict[str, tuple[object, ...]] = {
     "flash-attn-4-4.0.0b18": (FlashAttnCute(arch=90),),
-    "flashinfer-0.6.13": (flashinfer,),
-    "flashinfer-gdn-0.6.13": (gdn,),
-    "flashinfer-trtllm-0.6.13": (trtllm_decode, trtllm_prefill, trtllm_mla),
-    "sglang-kernel-flash_attn-0.4.5": (sgl_flash_attn,),
-    "sglang-kernel-flash_mla-0.4.5": (sgl_kernel, SglKernel),
-    "sglang-kernel-mamba-0.4.5": (causal_conv1d,),
+    "flashinfer-0.7.2": (flashinfer,),
+    "flashinfer-gdn-0.7.2": (gdn,),
+    "flashinfer-trtllm-0.7.2": (trtllm_decode, trtllm_prefill, trtllm_mla),
+    "sglang-kernel-flash_attn-0.4.10": (sgl_flash_attn,),
+    "sglang-kernel-flash_mla-0.4.10": (sgl_kernel, SglKernel),
+    "sglang-kernel-mamba-0.4.10": (causal_conv1d,),
     "sgl-flash-mla-1.0.0": (flash_mla, FlashMLA),
     "sgl-kernel-cutlass_mla-0.3.21": (cutlass_mla,),
 }
@@ -69,7 +70,7 @@ def parsed(source: str, name: str) -> Parameters:
         if isinstance(argument, ast.arg):
             argument.annotation = None
     module = ast.fix_missing_locations(ast.Module(body=[bare], type_ignores=[]))
-    scope: dict[str, Any] = {}
+    scope: dict[str, Any] = {"torch": torch}
     exec(compile(module, name, "exec"), scope)  # a signature without its body
     return parameters(scope[name])
 

@@ -31,6 +31,7 @@ from attnmux.emulators import flex_attention
 from attnmux.emulators.ascend import KERNELS as ASCEND_KERNELS
 from attnmux.emulators.intel.amx import KERNELS as AMX_KERNELS
 from attnmux.emulators.intel.xpu import KERNELS as XPU_KERNELS
+from attnmux.emulators.nvidia import flashinfer as flashinfer_emulator
 from attnmux.emulators.nvidia.flash_attn_cute import FlashAttnCute
 from attnmux.emulators.nvidia.flash_mla import flash_mla, sgl_kernel
 from attnmux.intel.amx import make as amx
@@ -63,7 +64,7 @@ from attnmux.nvidia.flashinfer.planning import FlashInferKernels
 from attnmux.nvidia.flashinfer_gdn import GDNKernels, RecurrenceKernels
 from attnmux.nvidia.flashinfer_gdn import make as gdn
 from attnmux.nvidia.flashinfer_mla.backend import make as latent
-from attnmux.nvidia.flashinfer_mla.planning import FlashInferMLAKernels
+from attnmux.nvidia.flashinfer_mla.kernels import from_flashinfer
 from attnmux.nvidia.flashmla import from_flash_mla, from_sgl_kernel
 from attnmux.nvidia.flashmla import make as flashmla
 from attnmux.nvidia.sgl_conv import make as sgl_conv
@@ -189,7 +190,7 @@ def _cute(arch: int) -> FA4Kernels:
 
 SGL_FLASH_ATTN = imported(FA3Kernels, f"{NVIDIA}.sgl_flash_attn")
 WRAPPERS = imported(FlashInferKernels, f"{NVIDIA}.flashinfer")
-LATENT_WRAPPERS = imported(FlashInferMLAKernels, f"{NVIDIA}.flashinfer")
+LATENT_WRAPPERS = from_flashinfer(flashinfer_emulator)
 GENERATED = imported(
     TRTLLMMHAKernels,
     f"{NVIDIA}.flashinfer.trtllm_decode",
