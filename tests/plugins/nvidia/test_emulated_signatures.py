@@ -20,10 +20,12 @@ import pytest
 import torch
 
 from attnmux.emulators.nvidia import causal_conv1d, cutlass_mla, flashinfer, sgl_flash_attn
+from attnmux.emulators.nvidia.fa3_operators import VllmFA3
 from attnmux.emulators.nvidia.flash_attn_cute import FlashAttnCute
 from attnmux.emulators.nvidia.flash_mla import flash_mla, sgl_kernel
 from attnmux.emulators.nvidia.flash_mla_sparse import FlashMLA, SglKernel
 from attnmux.emulators.nvidia.flashinfer import gdn, trtllm_decode, trtllm_mla, trtllm_prefill
+from attnmux.nvidia.vllm_files import load_operators
 
 EMULATORS: dict[str, tuple[object, ...]] = {
     "flash-attn-4-4.0.0b18": (FlashAttnCute(arch=90),),
@@ -34,8 +36,15 @@ EMULATORS: dict[str, tuple[object, ...]] = {
     "sglang-kernel-flash_mla-0.4.10": (sgl_kernel, SglKernel),
     "sglang-kernel-mamba-0.4.10": (causal_conv1d,),
     "sgl-flash-mla-1.0.0": (flash_mla, FlashMLA),
+    "vllm-fa3-0.33.0": (VllmFA3,),
     "sgl-kernel-cutlass_mla-0.3.21": (cutlass_mla,),
 }
+VLLM_FILES = {
+    "torch.ops._vllm_fa3_C": ("_vllm_fa3_C", "vllm_flash_attn"),
+    "torch.ops._flashmla_C": ("_flashmla_C",),
+    "torch.ops._flashmla_extension_C": ("_flashmla_extension_C",),
+}
+"""Where vLLM has the operators."""
 DATA = Path(__file__).parent / "data"
 RECORDED = {name: json.loads((DATA / f"{name}.json").read_text()) for name in EMULATORS}
 FUNCTIONS = [
@@ -76,6 +85,11 @@ def parsed(source: str, name: str) -> Parameters:
 
 
 def installed(module: str, name: str) -> Parameters:
+    if module.startswith("torch.ops."):
+        file = VLLM_FILES[module]
+        operators = load_operators(*file[:1], name, *file[1:])
+        schema = getattr(operators, name).default._schema
+        return [[each.name, "POSITIONAL_OR_KEYWORD", None] for each in schema.arguments]
     package, *rest = module.split(".")
     if package == "flashinfer":
         return parameters(attrgetter(name)(importlib.import_module(module)))

@@ -16,6 +16,7 @@ from attnmux.ascend.ascend import make as ascend
 from attnmux.ascend.cards.ascend import ASCEND
 from attnmux.core import (
     ANY,
+    NONE,
     AttentionBackend,
     BackendCard,
     BackendContext,
@@ -32,6 +33,7 @@ from attnmux.emulators.ascend import KERNELS as ASCEND_KERNELS
 from attnmux.emulators.intel.amx import KERNELS as AMX_KERNELS
 from attnmux.emulators.intel.xpu import KERNELS as XPU_KERNELS
 from attnmux.emulators.nvidia import flashinfer as flashinfer_emulator
+from attnmux.emulators.nvidia.fa3_operators import FlashAttn3, VllmFA3
 from attnmux.emulators.nvidia.flash_attn_cute import FlashAttnCute
 from attnmux.emulators.nvidia.flash_mla import flash_mla, sgl_kernel
 from attnmux.intel.amx import make as amx
@@ -55,8 +57,9 @@ from attnmux.nvidia.causal_convolutions import CausalConvolutions, ConvKernels
 from attnmux.nvidia.cutlass_mla import CutlassMLAKernels
 from attnmux.nvidia.cutlass_mla import make as cutlass
 from attnmux.nvidia.fa3 import make as fa3
-from attnmux.nvidia.fa3_layers import FA3Kernels
+from attnmux.nvidia.fa3_layers import CHUNKS, SINKS, SINKS_OF_MIXED_DIMS, FA3Kernels
 from attnmux.nvidia.fa3_mla import make as fa3_mla
+from attnmux.nvidia.fa3_ops import of_flash_attn, of_vllm
 from attnmux.nvidia.fa4 import FA4Kernels
 from attnmux.nvidia.fa4 import make as fa4
 from attnmux.nvidia.flashinfer.backend import make as flashinfer
@@ -188,6 +191,21 @@ def _cute(arch: int) -> FA4Kernels:
     return FA4Kernels(flash_attn_varlen_func=FlashAttnCute(arch=arch).flash_attn_varlen_func)
 
 
+def without_features(card: BackendCard, lacks: frozenset[str]) -> BackendCard:
+    """The card of FlashAttention 3 without what a build of it lacks, for suites."""
+    clauses = []
+    for clause in card.clauses:
+        of_mixed_dims = clause.v_head_dim is not NONE
+        if clause.sinks is not NONE and (
+            SINKS in lacks or (SINKS_OF_MIXED_DIMS in lacks and of_mixed_dims)
+        ):
+            continue
+        clauses.append(replace(clause, attention_chunk=NONE) if CHUNKS in lacks else clause)
+    return replace(card, clauses=tuple(clauses))
+
+
+FA3_OF_VLLM = of_vllm(VllmFA3.fwd, VllmFA3.get_scheduler_metadata)
+FA3_OF_FLASH_ATTN = of_flash_attn(FlashAttn3.fwd, FlashAttn3.get_scheduler_metadata)
 SGL_FLASH_ATTN = imported(FA3Kernels, f"{NVIDIA}.sgl_flash_attn")
 WRAPPERS = imported(FlashInferKernels, f"{NVIDIA}.flashinfer")
 LATENT_WRAPPERS = from_flashinfer(flashinfer_emulator)
@@ -219,6 +237,14 @@ EMULATED: Mapping[str, Emulation] = MappingProxyType(
         "ascend": _adapted("ascend:910b", ASCEND, ascend, ASCEND_KERNELS, 16, 128),
         "cutlass_mla": _adapted(BLACKWELL, CUTLASS_MLA, cutlass, CUTLASS, 128),
         "fa3": _adapted(HOPPER, FA3, fa3, SGL_FLASH_ATTN, 1, 16),
+        "fa3-flash_attn_3": _adapted(
+            *(HOPPER, without_features(FA3, FA3_OF_FLASH_ATTN.lacks), fa3, FA3_OF_FLASH_ATTN),
+            *(1, 16),
+        ),
+        "fa3-vllm": _adapted(
+            *(HOPPER, without_features(FA3, FA3_OF_VLLM.lacks), fa3, FA3_OF_VLLM), *(1, 16)
+        ),
+        "fa3_mla-vllm": _adapted(HOPPER, FA3_MLA, fa3_mla, FA3_OF_VLLM, 1, 16),
         "fa3_mla": _adapted(HOPPER, FA3_MLA, fa3_mla, SGL_FLASH_ATTN, 1, 16),
         "fa4": _adapted(BLACKWELL, FA4, fa4, _cute(100), 16, 128),
         "fa4-hopper": _adapted(HOPPER, FA4, fa4, _cute(90), 128),

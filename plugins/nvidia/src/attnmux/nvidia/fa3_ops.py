@@ -1,9 +1,10 @@
 """FlashAttention 3 by its operators, in builds that are not `sgl_kernel`'s.
 
 vLLM and FlashAttention itself carry the same kernels behind operators of almost one signature:
-vLLM's takes sinks and no attention chunks, FlashAttention's chunks and no sinks (hopper/flash_api.cpp
-and flash_api_stable.cpp of both). The functions here have the signatures of `sgl_kernel.flash_attn`,
-as far as the backends use them. Layouts, LSE and schedules are those of `sgl_kernel`.
+vLLM's takes sinks and no attention chunks, FlashAttention's chunks and no sinks
+(hopper/flash_api.cpp of vllm-project/flash-attention, flash_api_stable.cpp of
+Dao-AILab/flash-attention). The functions here have the signatures of `sgl_kernel.flash_attn`, as
+far as the backends use them. Layouts, LSE and schedules are those of `sgl_kernel`.
 
 `torch.nn.attention.activate_flash_attention_impl("FA3")` is no build of its own: it registers the
 operators of `flash_attn_interface` for torch's own attention, without caps, `qv` and schedules.
@@ -155,24 +156,32 @@ def merge_state_v2(
     return v_merged, lse
 
 
+def of_vllm(fwd: Callable[..., Any], scheduler_metadata: Callable[..., torch.Tensor]) -> FA3Kernels:
+    """The kernels of vLLM's operators."""
+    operators = FA3Operators(
+        fwd=fwd, scheduler_metadata=scheduler_metadata, takes_chunks=False, takes_sinks=True
+    )
+    return operators.kernels(lacks=frozenset({CHUNKS, SINKS_OF_MIXED_DIMS}))
+
+
+def of_flash_attn(
+    fwd: Callable[..., Any], scheduler_metadata: Callable[..., torch.Tensor]
+) -> FA3Kernels:
+    """The kernels of FlashAttention's own operators."""
+    operators = FA3Operators(
+        fwd=fwd, scheduler_metadata=scheduler_metadata, takes_chunks=True, takes_sinks=False
+    )
+    return operators.kernels(lacks=frozenset({SINKS, SINKS_OF_MIXED_DIMS}))
+
+
 def from_vllm() -> FA3Kernels:
-    """vLLM's build, for SM90. Raises ImportError where vLLM is not installed or has none."""
+    """vLLM's build, for SM90. Raises ImportError if vLLM is not installed or has none."""
     operators = load_operators("_vllm_fa3_C", "fwd", "vllm_flash_attn")
-    return FA3Operators(
-        fwd=operators.fwd.default,
-        scheduler_metadata=operators.get_scheduler_metadata.default,
-        takes_chunks=False,
-        takes_sinks=True,
-    ).kernels(lacks=frozenset({CHUNKS, SINKS_OF_MIXED_DIMS}))
+    return of_vllm(operators.fwd.default, operators.get_scheduler_metadata.default)
 
 
 def from_flash_attn() -> FA3Kernels:
-    """FlashAttention's own build. Raises ImportError where it is not installed."""
+    """FlashAttention's own build. Raises ImportError if it is not installed."""
     import_module("flash_attn_3._C")
     operators = torch.ops.flash_attn_3
-    return FA3Operators(
-        fwd=operators.fwd.default,
-        scheduler_metadata=operators.get_scheduler_metadata.default,
-        takes_chunks=True,
-        takes_sinks=False,
-    ).kernels(lacks=frozenset({SINKS}))
+    return of_flash_attn(operators.fwd.default, operators.get_scheduler_metadata.default)
