@@ -23,6 +23,7 @@ from attnmux.emulators.nvidia import causal_conv1d, cutlass_mla, flashinfer, sgl
 from attnmux.emulators.nvidia.fa3_operators import VllmFA3
 from attnmux.emulators.nvidia.flash_attn_cute import FlashAttnCute
 from attnmux.emulators.nvidia.flash_mla import flash_mla, sgl_kernel
+from attnmux.emulators.nvidia.flash_mla.vllm import FlashMLAExtension, FlashMLAOperators
 from attnmux.emulators.nvidia.flash_mla_sparse import FlashMLA, SglKernel
 from attnmux.emulators.nvidia.flashinfer import gdn, trtllm_decode, trtllm_mla, trtllm_prefill
 from attnmux.nvidia.vllm_files import load_operators
@@ -37,6 +38,7 @@ EMULATORS: dict[str, tuple[object, ...]] = {
     "sglang-kernel-mamba-0.4.10": (causal_conv1d,),
     "sgl-flash-mla-1.0.0": (flash_mla, FlashMLA),
     "vllm-fa3-0.33.0": (VllmFA3,),
+    "vllm-flashmla-0.33.0": (FlashMLAOperators, FlashMLAExtension),
     "sgl-kernel-cutlass_mla-0.3.21": (cutlass_mla,),
 }
 VLLM_FILES = {

@@ -36,6 +36,7 @@ from attnmux.emulators.nvidia import flashinfer as flashinfer_emulator
 from attnmux.emulators.nvidia.fa3_operators import FlashAttn3, VllmFA3
 from attnmux.emulators.nvidia.flash_attn_cute import FlashAttnCute
 from attnmux.emulators.nvidia.flash_mla import flash_mla, sgl_kernel
+from attnmux.emulators.nvidia.flash_mla.vllm import FlashMLAExtension, FlashMLAOperators
 from attnmux.intel.amx import make as amx
 from attnmux.intel.cards.intel_amx import INTEL_AMX
 from attnmux.intel.cards.intel_xpu import INTEL_XPU
@@ -70,6 +71,7 @@ from attnmux.nvidia.flashinfer_mla.backend import make as latent
 from attnmux.nvidia.flashinfer_mla.kernels import from_flashinfer
 from attnmux.nvidia.flashmla import from_flash_mla, from_sgl_kernel
 from attnmux.nvidia.flashmla import make as flashmla
+from attnmux.nvidia.flashmla_ops import of_vllm as flashmla_of_vllm
 from attnmux.nvidia.sgl_conv import make as sgl_conv
 from attnmux.nvidia.trtllm_mha import TRTLLMMHAKernels
 from attnmux.nvidia.trtllm_mha import make as trtllm_mha
@@ -228,6 +230,11 @@ GATED_ALONE = GDNKernels(
     convolutions=lambda context: PlainConvolutions(context.required_linear_states()),
 )
 FLASH_MLA, OF_SGL_KERNEL = from_flash_mla(flash_mla), from_sgl_kernel(sgl_kernel)
+FLASH_MLA_OF_VLLM = flashmla_of_vllm(
+    FlashMLAOperators.dense_decode_fwd,
+    FlashMLAExtension.fwd_kvcache_mla_fp8,
+    FlashMLAExtension.get_mla_decoding_metadata_dense_fp8,
+)
 
 EMULATED: Mapping[str, Emulation] = MappingProxyType(
     {
@@ -251,6 +258,7 @@ EMULATED: Mapping[str, Emulation] = MappingProxyType(
         "flashinfer": _adapted(HOPPER, FLASHINFER, flashinfer, WRAPPERS, 1, 16),
         "flashinfer_mla": _adapted(HOPPER, FLASHINFER_MLA, latent, LATENT_WRAPPERS, 1, 64),
         "flashmla": _adapted(HOPPER, FLASHMLA, flashmla, OF_SGL_KERNEL, 64),
+        "flashmla-vllm": _adapted(HOPPER, FLASHMLA, flashmla, FLASH_MLA_OF_VLLM, 64),
         "flashmla-own": _adapted(HOPPER, FLASHMLA, flashmla, FLASH_MLA, 64),
         "flex_attention": Emulation(make=_flex_attention),
         "intel_amx": _adapted("cpu:x86_64,features=amx", INTEL_AMX, amx, AMX_KERNELS, 1, 16),
