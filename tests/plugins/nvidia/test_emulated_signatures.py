@@ -39,12 +39,14 @@ EMULATORS: dict[str, tuple[object, ...]] = {
     "sgl-flash-mla-1.0.0": (flash_mla, FlashMLA),
     "vllm-fa3-0.33.0": (VllmFA3,),
     "vllm-flashmla-0.33.0": (FlashMLAOperators, FlashMLAExtension),
-    "sgl-kernel-cutlass_mla-0.3.21": (cutlass_mla,),
+    "sglang-kernel-cutlass_mla-0.4.5": (cutlass_mla,),
+    "vllm-cutlass_mla-0.33.0": (cutlass_mla.VllmOperators,),
 }
 VLLM_FILES = {
-    "torch.ops._vllm_fa3_C": ("_vllm_fa3_C", "vllm_flash_attn"),
-    "torch.ops._flashmla_C": ("_flashmla_C",),
-    "torch.ops._flashmla_extension_C": ("_flashmla_extension_C",),
+    "torch.ops._C": "_C_stable_libtorch",
+    "torch.ops._vllm_fa3_C": "vllm_flash_attn/_vllm_fa3_C",
+    "torch.ops._flashmla_C": "_flashmla_C",
+    "torch.ops._flashmla_extension_C": "_flashmla_extension_C",
 }
 """Where vLLM has the operators."""
 DATA = Path(__file__).parent / "data"
@@ -88,8 +90,8 @@ def parsed(source: str, name: str) -> Parameters:
 
 def installed(module: str, name: str) -> Parameters:
     if module.startswith("torch.ops."):
-        file = VLLM_FILES[module]
-        operators = load_operators(*file[:1], name, *file[1:])
+        namespace = module.removeprefix("torch.ops.")
+        operators = load_operators(namespace, name, VLLM_FILES[module])
         schema = getattr(operators, name).default._schema
         return [[each.name, "POSITIONAL_OR_KEYWORD", None] for each in schema.arguments]
     package, *rest = module.split(".")

@@ -10,9 +10,11 @@ import pytest
 import torch
 
 from attnmux.core import BackendFailed, InvalidInput, Platform
+from attnmux.core.choosing.judge.requirements import required
 from attnmux.emulators.candidates import EMULATED, FA3_OF_FLASH_ATTN, FA3_OF_VLLM, SGL_FLASH_ATTN
 from attnmux.nvidia import fa3_providers, vllm_files
 from attnmux.nvidia.cards.dual_chunk_flash_attn import DUAL_CHUNK_FLASH_ATTN
+from attnmux.nvidia.cards.fa3 import FA3
 from attnmux.nvidia.cards.nsa_fa3 import NSA_FA3
 from attnmux.nvidia.dual_chunk import make as dual_chunk
 from attnmux.nvidia.dual_chunk import of_fa3 as of_dual_chunk
@@ -94,25 +96,37 @@ def test_merging_of_one_empty_set():
 
 def test_vllms_file_is_loaded_without_vllm(monkeypatch, tmp_path):
     name = "_attnmux_test_ops"
-    loaded = []
-    monkeypatch.setattr(torch.ops, "load_library", loaded.append)
+    loaded, operators = [], SimpleNamespace()
+
+    def load(file):
+        loaded.append(file)
+        operators.fwd = print
+
+    monkeypatch.setattr(torch.ops, "load_library", load)
+    monkeypatch.setattr(torch.ops, name, operators, raising=False)
     with pytest.raises(ModuleNotFoundError, match="vllm"):
-        vllm_files.load_operators(name, "fwd", "vllm_flash_attn")
+        vllm_files.load_operators(name, "fwd", f"vllm_flash_attn/{name}")
     package = tmp_path / "vllm"
     (package / "vllm_flash_attn").mkdir(parents=True)
     (package / "__init__.py").write_text("raise RuntimeError('vllm is imported')")
     monkeypatch.syspath_prepend(tmp_path)
     with pytest.raises(ImportError, match="other devices"):
-        vllm_files.load_operators(name, "fwd", "vllm_flash_attn")
+        vllm_files.load_operators(name, "fwd", f"vllm_flash_attn/{name}")
     file = package / "vllm_flash_attn" / f"{name}.abi3.so"
     file.touch()
-    assert vllm_files.load_operators(name, "fwd", "vllm_flash_attn") is getattr(torch.ops, name)
-    assert loaded == [file]
-    operators = SimpleNamespace(fwd=print)
-    monkeypatch.setattr(torch.ops, name, operators, raising=False)
-    assert vllm_files.load_operators(name, "fwd", "vllm_flash_attn") is operators
+    assert vllm_files.load_operators(name, "fwd", f"vllm_flash_attn/{name}") is operators
+    assert vllm_files.load_operators(name, "fwd", f"vllm_flash_attn/{name}") is operators
     assert loaded == [file]
     assert "vllm" not in sys.modules
+
+
+def test_any_package_with_the_kernels_is_enough():
+    installed = {"torch": "2.14.0", "vllm": "0.33.0"}
+    _, library = required(FA3, installed.get, "attnmux-nvidia")
+    assert (library.state, library.installed, library.hint) == ("present", "vllm 0.33.0", "")
+    _, library = required(FA3, {"torch": "2.14.0", "vllm": "0.31.2"}.get, "attnmux-nvidia")
+    assert (library.state, library.installed) == ("too old", "vllm 0.31.2")
+    assert library.hint == "pip install 'attnmux-nvidia[fa3]'"
 
 
 def test_flash_attns_operators(monkeypatch):

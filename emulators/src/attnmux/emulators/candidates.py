@@ -33,6 +33,7 @@ from attnmux.emulators.ascend import KERNELS as ASCEND_KERNELS
 from attnmux.emulators.intel.amx import KERNELS as AMX_KERNELS
 from attnmux.emulators.intel.xpu import KERNELS as XPU_KERNELS
 from attnmux.emulators.nvidia import flashinfer as flashinfer_emulator
+from attnmux.emulators.nvidia.cutlass_mla import VllmOperators
 from attnmux.emulators.nvidia.fa3_operators import FlashAttn3, VllmFA3
 from attnmux.emulators.nvidia.flash_attn_cute import FlashAttnCute
 from attnmux.emulators.nvidia.flash_mla import flash_mla, sgl_kernel
@@ -57,6 +58,7 @@ from attnmux.nvidia.cards.trtllm_mla import TRTLLM_MLA
 from attnmux.nvidia.causal_convolutions import CausalConvolutions, ConvKernels
 from attnmux.nvidia.cutlass_mla import CutlassMLAKernels
 from attnmux.nvidia.cutlass_mla import make as cutlass
+from attnmux.nvidia.cutlass_mla import of_vllm as cutlass_of_vllm
 from attnmux.nvidia.fa3 import make as fa3
 from attnmux.nvidia.fa3_layers import CHUNKS, SINKS, SINKS_OF_MIXED_DIMS, FA3Kernels
 from attnmux.nvidia.fa3_mla import make as fa3_mla
@@ -219,6 +221,9 @@ GENERATED = imported(
 GENERATED_LATENT = imported(TRTLLMMLAKernels, f"{NVIDIA}.flashinfer.trtllm_mla")
 ASSEMBLED = imported(AiterMLAKernels, "attnmux.emulators.amd.aiter_mla")
 CUTLASS = imported(CutlassMLAKernels, f"{NVIDIA}.cutlass_mla")
+CUTLASS_OF_VLLM = cutlass_of_vllm(
+    VllmOperators.sm100_cutlass_mla_decode, VllmOperators.sm100_cutlass_mla_get_workspace_size
+)
 RECURRENCE = imported(RecurrenceKernels, f"{NVIDIA}.flashinfer.gdn")
 CONVOLUTIONS = imported(ConvKernels, f"{NVIDIA}.causal_conv1d")
 GATED = GDNKernels(
@@ -243,6 +248,7 @@ EMULATED: Mapping[str, Emulation] = MappingProxyType(
         "aiter_mla_prefill": _adapted("amd:gfx942", AITER_MLA_PREFILL, aiter_mla, ASSEMBLED, 1, 16),
         "ascend": _adapted("ascend:910b", ASCEND, ascend, ASCEND_KERNELS, 16, 128),
         "cutlass_mla": _adapted(BLACKWELL, CUTLASS_MLA, cutlass, CUTLASS, 128),
+        "cutlass_mla-vllm": _adapted(BLACKWELL, CUTLASS_MLA, cutlass, CUTLASS_OF_VLLM, 128),
         "fa3": _adapted(HOPPER, FA3, fa3, SGL_FLASH_ATTN, 1, 16),
         "fa3-flash_attn_3": _adapted(
             *(HOPPER, without_features(FA3, FA3_OF_FLASH_ATTN.lacks), fa3, FA3_OF_FLASH_ATTN),

@@ -176,7 +176,7 @@ def of_flash_attn(
 
 def from_vllm() -> FA3Kernels:
     """vLLM's build, for SM90. Raises ImportError if vLLM is not installed or has none."""
-    operators = load_operators("_vllm_fa3_C", "fwd", "vllm_flash_attn")
+    operators = load_operators("_vllm_fa3_C", "fwd", "vllm_flash_attn/_vllm_fa3_C")
     return of_vllm(operators.fwd.default, operators.get_scheduler_metadata.default)
 
 

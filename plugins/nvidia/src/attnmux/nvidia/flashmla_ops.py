@@ -84,8 +84,8 @@ def sparse_of_vllm(sparse_prefill: Operator) -> NSAKernels:
 
 def dense_from_vllm() -> FlashMLAKernels:
     """vLLM's build. Raises ImportError if vLLM is not installed or has none."""
-    operators = load_operators("_flashmla_C", "dense_decode_fwd")
-    of_fp8 = load_operators("_flashmla_extension_C", "fwd_kvcache_mla_fp8")
+    operators = load_operators("_flashmla_C", "dense_decode_fwd", "_flashmla_C")
+    of_fp8 = load_operators("_flashmla_extension_C", "fwd_kvcache_mla_fp8", "_flashmla_extension_C")
     return of_vllm(
         operators.dense_decode_fwd.default,
         of_fp8.fwd_kvcache_mla_fp8.default,
@@ -95,5 +95,5 @@ def dense_from_vllm() -> FlashMLAKernels:
 
 def sparse_from_vllm() -> NSAKernels:
     """vLLM's build. Raises ImportError if vLLM is not installed or has none."""
-    operators = load_operators("_flashmla_C", "sparse_prefill_fwd")
+    operators = load_operators("_flashmla_C", "sparse_prefill_fwd", "_flashmla_C")
     return sparse_of_vllm(operators.sparse_prefill_fwd.default)

@@ -1,4 +1,4 @@
-"""Operators of vLLM's compiled files, without an import of vLLM: that takes seconds, and sets
+"""Operators of vLLM's compiled files, without an import of vLLM, which takes seconds and sets
 variables of the process."""
 
 from __future__ import annotations
@@ -10,23 +10,23 @@ from typing import Any
 import torch
 
 
-def load_operators(name: str, operator: str, folder: str = "") -> Any:  # noqa: ANN401  # a namespace
-    """`torch.ops.<name>`, from the file of that name in a folder of the package `vllm`.
+def load_operators(namespace: str, operator: str, file: str) -> Any:  # noqa: ANN401  # of operators
+    """`torch.ops.<namespace>`, from a file of the package `vllm`.
 
-    operator: one of them.
-
+    operator: one of them. file: its path there, without its ending.
     Raises ImportError where vLLM is not installed or was built without the file, OSError where the
-    file does not load.
+    file does not load, AttributeError where it has no such operator.
     """
-    operators = getattr(torch.ops, name)
+    operators = getattr(torch.ops, namespace)
     if hasattr(operators, operator):
         return operators
     spec = find_spec("vllm")
     if spec is None or not spec.submodule_search_locations:
         raise ModuleNotFoundError("No module named 'vllm'", name="vllm")
-    files = sorted(Path(spec.submodule_search_locations[0], folder).glob(f"{name}.*so"))
+    files = sorted(Path(spec.submodule_search_locations[0]).glob(f"{file}.*so"))
     if not files:
-        raise ImportError(f"vllm has no {Path(folder, name)}: it is built for other devices")
+        raise ImportError(f"vllm has no {file}: it is built for other devices")
     # vLLM's own import of the file later finds it loaded.
     torch.ops.load_library(files[0])
+    getattr(operators, operator)
     return operators
