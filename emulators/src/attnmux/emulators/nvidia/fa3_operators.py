@@ -7,6 +7,8 @@ whose V has the dims of K; FlashAttention's takes chunks and no sinks.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from attnmux.emulators.nvidia import sgl_flash_attn
@@ -65,10 +67,22 @@ class VllmFA3:
         refuse(k_new, v_new, cu_seqlens_k_new, seqused_q, kv_batch_idx, leftpad_k, pack_gqa)
         refuse(rotary_cos, rotary_sin, seqlens_rotary, sm_margin or None)
         return _attend(
-            *(q, k, v, q_v, out, cu_seqlens_q, cu_seqlens_k, seqused_k, max_seqlen_q),
-            *(max_seqlen_k, page_table, (q_descale, k_descale, v_descale), softmax_scale),
-            *(is_causal, (window_size_left, window_size_right), 0, softcap, scheduler_metadata),
-            *(num_splits, s_aux),
+            *(q, k, v),
+            lens=(cu_seqlens_q, cu_seqlens_k, seqused_k, max_seqlen_k),
+            page_table=page_table,
+            scheduler_metadata=scheduler_metadata,
+            qv=q_v,
+            out=out,
+            max_seqlen_q=max_seqlen_q,
+            q_descale=q_descale,
+            k_descale=k_descale,
+            v_descale=v_descale,
+            softmax_scale=softmax_scale,
+            causal=is_causal,
+            window_size=(window_size_left, window_size_right),
+            softcap=softcap,
+            num_splits=num_splits,
+            sinks=s_aux,
         )
 
     @staticmethod
@@ -154,10 +168,22 @@ class FlashAttn3:
         refuse(k_new, v_new, cu_seqlens_k_new, seqused_q, kv_batch_idx, leftpad_k, pack_gqa)
         refuse(rotary_cos, rotary_sin, seqlens_rotary, sm_margin or None)
         return _attend(
-            *(q, k, v, q_v, out, cu_seqlens_q, cu_seqlens_k, seqused_k, max_seqlen_q),
-            *(max_seqlen_k, page_table, (q_descale, k_descale, v_descale), softmax_scale),
-            *(is_causal, (window_size_left, window_size_right), attention_chunk, softcap),
-            *(scheduler_metadata, num_splits, None),
+            *(q, k, v),
+            lens=(cu_seqlens_q, cu_seqlens_k, seqused_k, max_seqlen_k),
+            page_table=page_table,
+            scheduler_metadata=scheduler_metadata,
+            qv=q_v,
+            out=out,
+            max_seqlen_q=max_seqlen_q,
+            q_descale=q_descale,
+            k_descale=k_descale,
+            v_descale=v_descale,
+            softmax_scale=softmax_scale,
+            causal=is_causal,
+            window_size=(window_size_left, window_size_right),
+            softcap=softcap,
+            num_splits=num_splits,
+            attention_chunk=attention_chunk,
         )
 
     @staticmethod
@@ -211,45 +237,21 @@ def _attend(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
-    qv: Optional,
-    out: Optional,
-    cu_seqlens_q: Optional,
-    cu_seqlens_k: Optional,
-    seqused_k: Optional,
-    max_seqlen_q: int | None,
-    max_seqlen_k: int | None,
+    *,
+    lens: tuple[Optional, Optional, Optional, int | None],
     page_table: Optional,
-    descales: tuple[Optional, Optional, Optional],
-    softmax_scale: float | None,
-    is_causal: bool,
-    window_size: tuple[int, int],
-    attention_chunk: int,
-    softcap: float,
     scheduler_metadata: Optional,
-    num_splits: int,
-    sinks: Optional,
+    **arguments: Any,  # noqa: ANN401  # of both functions
 ) -> list[torch.Tensor]:
-    shared = {
-        "qv": qv,
-        "out": out,
-        "max_seqlen_q": max_seqlen_q,
-        "q_descale": descales[0],
-        "k_descale": descales[1],
-        "v_descale": descales[2],
-        "softmax_scale": softmax_scale,
-        "causal": is_causal,
-        "window_size": window_size,
-        "attention_chunk": attention_chunk,
-        "softcap": softcap,
-        "num_splits": num_splits,
-        "sinks": sinks,
-        "return_softmax_lse": True,
-    }
+    """lens: where packed Q and K begin, keys of each request, and the most of one."""
+    cu_seqlens_q, cu_seqlens_k, seqused_k, max_seqlen_k = lens
+    arguments["return_softmax_lse"] = True
     if cu_seqlens_k is not None and cu_seqlens_q is not None:
         refuse(page_table, seqused_k, scheduler_metadata)
+        bounds = cu_seqlens_q, cu_seqlens_k
         return list(
             sgl_flash_attn.flash_attn_varlen_func(
-                *(q, k, v, cu_seqlens_q, cu_seqlens_k), max_seqlen_k=max_seqlen_k, **shared
+                *(q, k, v, *bounds), max_seqlen_k=max_seqlen_k, **arguments
             )
         )
     refuse(max_seqlen_k, cu_seqlens_k)
@@ -260,6 +262,6 @@ def _attend(
             page_table=page_table,
             cu_seqlens_q=cu_seqlens_q,
             scheduler_metadata=scheduler_metadata,
-            **shared,
+            **arguments,
         )
     )

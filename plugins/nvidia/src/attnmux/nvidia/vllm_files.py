@@ -27,6 +27,9 @@ def load_operators(namespace: str, operator: str, file: str) -> Any:  # noqa: AN
     if not files:
         raise ImportError(f"vllm has no {file}: it is built for other devices")
     # vLLM's own import of the file later finds it loaded.
-    torch.ops.load_library(files[0])
+    try:
+        torch.ops.load_library(files[0])  # type: ignore[no-untyped-call]  # torch's own
+    except OSError as error:
+        raise OSError(f"{files[0]}: {error.__cause__ or error}") from error
     getattr(operators, operator)
     return operators

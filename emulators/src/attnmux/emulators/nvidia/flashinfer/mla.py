@@ -172,8 +172,7 @@ class BatchMLAPagedAttentionWrapper:
             if (query_layout, kv_cache_layout) != ("split", "split"):
                 raise NotImplementedError("the emulator takes both parts of Q and of K apart")
             self._lse_mode = lse_mode
-        required = (num_heads, page_size, causal, sm_scale, q_data_type)
-        if num_heads is None or page_size is None or None in required:
+        if num_heads is None or page_size is None or sm_scale is None or causal is None:
             raise TypeError("plan() missing required arguments")
         self._check_module(head_dim_ckv, head_dim_kpe, q_data_type, kv_data_type, use_profiler)
         lists = [metadata.qo_indptr, metadata.kv_indptr, metadata.kv_len_arr]
@@ -188,14 +187,17 @@ class BatchMLAPagedAttentionWrapper:
         )
         self._pin_memory_int_workspace_buffer = self._int_workspace_buffer.to("cpu", copy=True)
         self._cached_module = _Module()
+        qo_bounds, kv_bounds, kv_lens = (values.to("cpu") for values in lists)
         self._tile = self._cached_module.plan(
             self._float_workspace_buffer,
             self._int_workspace_buffer,
             self._pin_memory_int_workspace_buffer,
-            *(values.to("cpu") for values in lists),
+            qo_bounds,
+            kv_bounds,
+            kv_lens,
             num_heads,
             RANK,
-            bool(causal),
+            causal,
         )
         self._batch_size, self._num_rows = len(lists[2]), int(lists[0][-1])
         self._num_heads, self._page_size = num_heads, page_size
