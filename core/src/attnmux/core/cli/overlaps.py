@@ -22,13 +22,11 @@ def overlapping(cards: Iterable[BackendCard]) -> Iterator[str]:
         # Namespaces that several distributions fill have one content.
         if len(set(digests.values())) < 2 or libraries.isdisjoint(digests):
             continue
-        named = [
-            f"{name} {distributions()[name].identity()[1]}".strip() for name in sorted(digests)
-        ]
-        wanted = sorted(libraries.intersection(digests))[0]
+        names = sorted(digests)
+        versions = [f"{name} {distributions()[name].identity()[1]}".strip() for name in names]
         yield (
-            f"{' and '.join(named)} own one package, {package}, and have overwritten each other's "
-            f"files: pip uninstall {' '.join(sorted(digests))}, then pip install {wanted}"
+            f"{' and '.join(versions)} own one package, {package}, and overwrite each other's "
+            f"files: pip uninstall {' '.join(names)}, then pip install the one that you need"
         )
 
 
