@@ -80,6 +80,29 @@ def rows(result) -> dict[str, dict]:
     return {row["distribution"]: row for row in json.loads(result.stdout)["plugins"]}
 
 
+def own(folder: Path, distribution: str, package: str, digest: str) -> None:
+    info = folder / f"{distribution.replace('-', '_')}-1.2.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {distribution}\nVersion: 1.2\n")
+    files = f"{package}/__init__.py,sha256={digest},9\n{package}/more/__init__.py,sha256=other,9\n"
+    (info / "RECORD").write_text(files)
+
+
+def test_two_distributions_of_one_package(ask, tmp_path) -> None:
+    own(tmp_path, "acme-kernels", "acme_kernels", "first")
+    own(tmp_path, "acme-kernel", "acme_kernels", "second")
+    own(tmp_path, "acme-other", "shared", "same")
+    own(tmp_path, "acme-more", "shared", "same")
+    own(tmp_path, "of-nobody", "elsewhere", "first")
+    own(tmp_path, "of-none", "elsewhere", "second")
+    source = GOOD.format(more='requires=("acme-kernels>=1", "acme-other")')
+    result = ask("--json", good=source)
+    assert result.exit_code == 1, result.output
+    (problem,) = json.loads(result.stdout)["problems"]
+    assert "acme-kernel 1.2 and acme-kernels 1.2 own one package, acme_kernels" in problem
+    assert "pip uninstall acme-kernel acme-kernels, then pip install the one" in problem
+
+
 def test_a_plugin_that_works(ask) -> None:
     result = ask("--json", good=GOOD.format(more=""))
     assert result.exit_code == 0, result.output

@@ -8,6 +8,7 @@ import torch
 
 from attnmux.core import ForwardMode, GraphUnsupported, InvalidInput, Platform
 from attnmux.emulators.candidates import CUTLASS as EMULATED
+from attnmux.emulators.candidates import CUTLASS_OF_VLLM as OF_VLLM
 from attnmux.nvidia.cards.cutlass_mla import CUTLASS_MLA
 from attnmux.nvidia.cutlass_mla import make
 from attnmux.testing import (
@@ -31,12 +32,22 @@ from attnmux.testing.adapters import (
 BLACKWELL = Platform.parse("nvidia:sm100,cuda=13.0")
 SETTINGS: dict[str, Any] = {**LATENT, "page_size": 128, "max_context_len": 640}
 CUTLASS = AdapterWorld(library=make, kernels=EMULATED, platform=BLACKWELL, settings=SETTINGS)
+CUTLASS_OF_VLLM = replace(CUTLASS, kernels=OF_VLLM)
 CANDIDATE = CUTLASS.candidate(CUTLASS_MLA)
 
 
 class TestCutlassMLAEmulated(AttentionBackendTests):
     backend = CANDIDATE
     page_sizes = (128,)
+
+
+class TestCutlassMLAOfVllm(AttentionBackendTests):
+    backend = CUTLASS_OF_VLLM.candidate(CUTLASS_MLA)
+    page_sizes = (128,)
+
+
+class TestCutlassMLAAdapterOfVllm(LatentDecodeTests):
+    adapter = CUTLASS_OF_VLLM
 
 
 class TestCutlassMLAAdapter(LatentDecodeTests):

@@ -17,24 +17,38 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from attnmux.emulators.nvidia import causal_conv1d, cutlass_mla, flashinfer, sgl_flash_attn
+from attnmux.emulators.nvidia.fa3_operators import VllmFA3
 from attnmux.emulators.nvidia.flash_attn_cute import FlashAttnCute
 from attnmux.emulators.nvidia.flash_mla import flash_mla, sgl_kernel
+from attnmux.emulators.nvidia.flash_mla.vllm import FlashMLAExtension, FlashMLAOperators
 from attnmux.emulators.nvidia.flash_mla_sparse import FlashMLA, SglKernel
 from attnmux.emulators.nvidia.flashinfer import gdn, trtllm_decode, trtllm_mla, trtllm_prefill
+from attnmux.nvidia.vllm_files import load_operators
 
 EMULATORS: dict[str, tuple[object, ...]] = {
     "flash-attn-4-4.0.0b18": (FlashAttnCute(arch=90),),
-    "flashinfer-0.6.13": (flashinfer,),
-    "flashinfer-gdn-0.6.13": (gdn,),
-    "flashinfer-trtllm-0.6.13": (trtllm_decode, trtllm_prefill, trtllm_mla),
-    "sglang-kernel-flash_attn-0.4.5": (sgl_flash_attn,),
-    "sglang-kernel-flash_mla-0.4.5": (sgl_kernel, SglKernel),
-    "sglang-kernel-mamba-0.4.5": (causal_conv1d,),
+    "flashinfer-0.7.2": (flashinfer,),
+    "flashinfer-gdn-0.7.2": (gdn,),
+    "flashinfer-trtllm-0.7.2": (trtllm_decode, trtllm_prefill, trtllm_mla),
+    "sglang-kernel-flash_attn-0.4.10": (sgl_flash_attn,),
+    "sglang-kernel-flash_mla-0.4.10": (sgl_kernel, SglKernel),
+    "sglang-kernel-mamba-0.4.10": (causal_conv1d,),
     "sgl-flash-mla-1.0.0": (flash_mla, FlashMLA),
-    "sgl-kernel-cutlass_mla-0.3.21": (cutlass_mla,),
+    "vllm-fa3-0.33.0": (VllmFA3,),
+    "vllm-flashmla-0.33.0": (FlashMLAOperators, FlashMLAExtension),
+    "sglang-kernel-cutlass_mla-0.4.5": (cutlass_mla,),
+    "vllm-cutlass_mla-0.33.0": (cutlass_mla.VllmOperators,),
 }
+VLLM_FILES = {
+    "torch.ops._C": "_C_stable_libtorch",
+    "torch.ops._vllm_fa3_C": "vllm_flash_attn/_vllm_fa3_C",
+    "torch.ops._flashmla_C": "_flashmla_C",
+    "torch.ops._flashmla_extension_C": "_flashmla_extension_C",
+}
+"""Where vLLM has the operators."""
 DATA = Path(__file__).parent / "data"
 RECORDED = {name: json.loads((DATA / f"{name}.json").read_text()) for name in EMULATORS}
 FUNCTIONS = [
@@ -69,12 +83,17 @@ def parsed(source: str, name: str) -> Parameters:
         if isinstance(argument, ast.arg):
             argument.annotation = None
     module = ast.fix_missing_locations(ast.Module(body=[bare], type_ignores=[]))
-    scope: dict[str, Any] = {}
+    scope: dict[str, Any] = {"torch": torch}
     exec(compile(module, name, "exec"), scope)  # a signature without its body
     return parameters(scope[name])
 
 
 def installed(module: str, name: str) -> Parameters:
+    if module.startswith("torch.ops."):
+        namespace = module.removeprefix("torch.ops.")
+        operators = load_operators(namespace, name, VLLM_FILES[module])
+        schema = getattr(operators, name).default._schema
+        return [[each.name, "POSITIONAL_OR_KEYWORD", None] for each in schema.arguments]
     package, *rest = module.split(".")
     if package == "flashinfer":
         return parameters(attrgetter(name)(importlib.import_module(module)))

@@ -25,6 +25,7 @@ from attnmux.nvidia.flashinfer.shared import MIB, Staging
 from attnmux.nvidia.flashinfer_mla import planning
 from attnmux.nvidia.flashinfer_mla import step as steps_module
 from attnmux.nvidia.flashinfer_mla.backend import LEAST_WORKSPACE_BYTES, make
+from attnmux.nvidia.flashinfer_mla.kernels import FlashInferMLAKernels
 from attnmux.testing import (
     AttentionBackendTests,
     Case,
@@ -75,10 +76,10 @@ def assert_agrees(*steps: Step, **settings: Any) -> None:
     assert_passes(CANDIDATE, *steps, **{**SETTINGS, **settings})
 
 
-def arguments(calls: list[KernelCall], method: str, name: int | str) -> list[Any]:
-    """An argument of every call of a wrapper's method, by place or by name."""
+def arguments(calls: list[KernelCall], method: str, name: str) -> list[Any]:
+    """An argument of every call of a wrapper's method, by the library's name."""
     return [
-        call.args[name] if isinstance(name, int) else call.kwargs[name]
+        call.kwargs[name] if name in call.kwargs else getattr(call.kwargs["metadata"], name)
         for call in calls
         if call.name == f"BatchMLAPagedAttentionWrapper.{method}"
     ]
@@ -124,7 +125,7 @@ def test_only_steps_of_several_rows_are_causal() -> None:
 def test_heads_are_padded_only_for_causal_kernels(heads, padded) -> None:
     calls = ADAPTER.calls(decode(5), extend((3, 4)), num_q_heads=heads)
     assert arguments(calls, "plan", "num_heads") == [heads, padded]
-    assert {q.shape[1] for q in arguments(calls, "run", 0)} == {heads, padded}
+    assert {q.shape[1] for q, _ in arguments(calls, "run", "query")} == {heads, padded}
 
 
 @pytest.mark.parametrize("heads", [20, 96])
@@ -257,7 +258,7 @@ def test_other_scales_round_queries_and_output_once_more(scale) -> None:
 def test_the_steps_rows_alone_are_widened() -> None:
     calls = ADAPTER.calls(decode(5, 30), extend((0, 9), (17, 4)), kv_dtype="fp8_e4m3")
     assert len(arguments(calls, "plan", "causal")) == 2
-    shapes = [tuple(latents.shape) for latents in arguments(calls, "run", 2)]
+    shapes = [tuple(latents.shape) for latents, _ in arguments(calls, "run", "kv_cache")]
     assert shapes == [(35, 1, 512)] * 2 + [(30, 1, 512)] * 2
 
 
@@ -272,25 +273,44 @@ def test_graphs_of_two_modes_on_one_backend(sizes) -> None:
     check_runners_of_two_modes(ADAPTER, sizes=sizes)
 
 
-@pytest.mark.parametrize("room", [5, 1 << 14])
 @pytest.mark.parametrize("heads", [16, 20])
-def test_graphs_of_padded_heads_and_of_steps_that_are_cut(monkeypatch, heads, room) -> None:
-    monkeypatch.setattr(steps_module, "PLAN_TILES", room)
+def test_graphs_of_padded_heads(heads) -> None:
     steps = verify(4, 9, 60), verify(4, 58, 3)
     assert_agrees(*steps, spec_topk=1, num_q_heads=heads, lse=True, graph=True)
 
 
-def test_one_wrapper_serves_all_captured_sizes() -> None:
+def test_a_step_that_is_cut_is_in_no_graph(monkeypatch) -> None:
+    monkeypatch.setattr(steps_module, "PLAN_TILES", 4)
+    ADAPTER.captures_no("one plan", verify(4, 9, 60), spec_topk=1)
+
+
+def test_a_captured_batch_has_a_wrapper_and_plans_into_its_workspace() -> None:
     world = ADAPTER.world(decode(5, 30))
     kernels, calls = recorded(EMULATED)
     backend = ADAPTER.backend(world.context, kernels=kernels)
     backend.init_cuda_graph_state(8, 8)
-    for lens in ((5,), (5, 30), (5, 30, 3)):
-        batch = ADAPTER.prepare(world, decode(*lens)).batch
+    batches = [ADAPTER.prepare(world, decode(*lens)).batch for lens in ((5,), (5, 30), (5, 30, 3))]
+    for batch in batches:
         backend.init_forward_metadata_out_graph(batch, in_capture=True)
-    assert [call.name for call in calls].count("BatchMLAPagedAttentionWrapper") == 1
-    indices = arguments(calls, "plan", "kv_indices")[-3:]
+    for batch in batches:
+        backend.init_forward_metadata_out_graph(batch)
+    names = [call.name for call in calls]
+    assert names.count("BatchMLAPagedAttentionWrapper") == 3
+    assert names.count("BatchMLAPagedAttentionWrapper.plan") == 3
+    indices = arguments(calls, "plan", "kv_indices")
     assert len({(each.data_ptr(), len(each)) for each in indices}) == 1
+
+
+def test_0_6_takes_flat_arguments() -> None:
+    older = FlashInferMLAKernels(
+        BatchMLAPagedAttentionWrapper=emulator.BatchMLAPagedAttentionWrapper
+    )
+    kernels, calls = recorded(older)
+    outcomes = [
+        outputs(*ADAPTER.prepared(extend((0, 7), (9, 3)), kernels=of)) for of in (kernels, EMULATED)
+    ]
+    assert torch.equal(outcomes[0][0], outcomes[1][0])
+    assert arguments(calls, "plan", "kv_len_arr")[0].tolist() == [7, 12]
 
 
 @pytest.mark.parametrize("mode", [ForwardMode.DRAFT_EXTEND, ForwardMode.EXTEND])

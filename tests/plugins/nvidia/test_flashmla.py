@@ -16,7 +16,7 @@ from attnmux.core import (
     Platform,
     rehearse,
 )
-from attnmux.emulators.candidates import FLASH_MLA, OF_SGL_KERNEL
+from attnmux.emulators.candidates import FLASH_MLA, FLASH_MLA_OF_VLLM, OF_SGL_KERNEL
 from attnmux.emulators.nvidia.flash_mla import flash_mla, sgl_kernel
 from attnmux.nvidia.cards.flashmla import FLASHMLA
 from attnmux.nvidia.flashmla import FP8_REQUESTS, ROWS, make
@@ -49,7 +49,12 @@ FLASH = AdapterWorld(
     settings=SETTINGS,
 )
 OF_ITS_OWN = replace(FLASH, kernels=FLASH_MLA)
-CANDIDATES = {"sgl_kernel": FLASH.candidate(FLASHMLA), "flash_mla": OF_ITS_OWN.candidate(FLASHMLA)}
+OF_VLLM = replace(FLASH, kernels=FLASH_MLA_OF_VLLM)
+CANDIDATES = {
+    "sgl_kernel": FLASH.candidate(FLASHMLA),
+    "flash_mla": OF_ITS_OWN.candidate(FLASHMLA),
+    "vllm": OF_VLLM.candidate(FLASHMLA),
+}
 
 
 class TestFlashMLAOfSglKernel(AttentionBackendTests):
@@ -60,6 +65,15 @@ class TestFlashMLAOfSglKernel(AttentionBackendTests):
 class TestFlashMLAOfItsOwn(AttentionBackendTests):
     backend = CANDIDATES["flash_mla"]
     page_sizes = (64,)
+
+
+class TestFlashMLAOfVllm(AttentionBackendTests):
+    backend = CANDIDATES["vllm"]
+    page_sizes = (64,)
+
+
+class TestFlashMLAAdapterOfVllm(LatentDecodeTests):
+    adapter = OF_VLLM
 
 
 class TestFlashMLAAdapter(LatentDecodeTests):

@@ -13,7 +13,7 @@ from attnmux.emulators.nvidia import sgl_flash_attn
 from attnmux.nvidia import picked
 from attnmux.nvidia.cards.nsa_fa3 import NSA_FA3
 from attnmux.nvidia.listed_keys import listed
-from attnmux.nvidia.nsa_fa3 import NSAFA3Backend, from_sgl_kernel, make
+from attnmux.nvidia.nsa_fa3 import NSAFA3Backend, NSAFA3Kernels, make
 from attnmux.testing import AttentionBackendTests, decode, extend
 from attnmux.testing.adapters import (
     LATENT,
@@ -23,7 +23,7 @@ from attnmux.testing.adapters import (
 )
 from attnmux.testing.picked_adapters import PickedAdapterTests, PickedWorld
 
-EMULATED = from_sgl_kernel(sgl_flash_attn)
+EMULATED = NSAFA3Kernels(flash_attn_with_kvcache=sgl_flash_attn.flash_attn_with_kvcache)
 PAGED = "flash_attn_with_kvcache"
 SETTINGS: dict[str, Any] = {
     **LATENT,

@@ -16,6 +16,7 @@ from attnmux.ascend.ascend import make as ascend
 from attnmux.ascend.cards.ascend import ASCEND
 from attnmux.core import (
     ANY,
+    NONE,
     AttentionBackend,
     BackendCard,
     BackendContext,
@@ -31,8 +32,12 @@ from attnmux.emulators import flex_attention
 from attnmux.emulators.ascend import KERNELS as ASCEND_KERNELS
 from attnmux.emulators.intel.amx import KERNELS as AMX_KERNELS
 from attnmux.emulators.intel.xpu import KERNELS as XPU_KERNELS
+from attnmux.emulators.nvidia import flashinfer as flashinfer_emulator
+from attnmux.emulators.nvidia.cutlass_mla import VllmOperators
+from attnmux.emulators.nvidia.fa3_operators import FlashAttn3, VllmFA3
 from attnmux.emulators.nvidia.flash_attn_cute import FlashAttnCute
 from attnmux.emulators.nvidia.flash_mla import flash_mla, sgl_kernel
+from attnmux.emulators.nvidia.flash_mla.vllm import FlashMLAExtension, FlashMLAOperators
 from attnmux.intel.amx import make as amx
 from attnmux.intel.cards.intel_amx import INTEL_AMX
 from attnmux.intel.cards.intel_xpu import INTEL_XPU
@@ -53,9 +58,11 @@ from attnmux.nvidia.cards.trtllm_mla import TRTLLM_MLA
 from attnmux.nvidia.causal_convolutions import CausalConvolutions, ConvKernels
 from attnmux.nvidia.cutlass_mla import CutlassMLAKernels
 from attnmux.nvidia.cutlass_mla import make as cutlass
+from attnmux.nvidia.cutlass_mla import of_vllm as cutlass_of_vllm
 from attnmux.nvidia.fa3 import make as fa3
-from attnmux.nvidia.fa3_layers import FA3Kernels
+from attnmux.nvidia.fa3_layers import CHUNKS, SINKS, SINKS_OF_MIXED_DIMS, FA3Kernels
 from attnmux.nvidia.fa3_mla import make as fa3_mla
+from attnmux.nvidia.fa3_ops import of_flash_attn, of_vllm
 from attnmux.nvidia.fa4 import FA4Kernels
 from attnmux.nvidia.fa4 import make as fa4
 from attnmux.nvidia.flashinfer.backend import make as flashinfer
@@ -63,9 +70,10 @@ from attnmux.nvidia.flashinfer.planning import FlashInferKernels
 from attnmux.nvidia.flashinfer_gdn import GDNKernels, RecurrenceKernels
 from attnmux.nvidia.flashinfer_gdn import make as gdn
 from attnmux.nvidia.flashinfer_mla.backend import make as latent
-from attnmux.nvidia.flashinfer_mla.planning import FlashInferMLAKernels
+from attnmux.nvidia.flashinfer_mla.kernels import from_flashinfer
 from attnmux.nvidia.flashmla import from_flash_mla, from_sgl_kernel
 from attnmux.nvidia.flashmla import make as flashmla
+from attnmux.nvidia.flashmla_ops import of_vllm as flashmla_of_vllm
 from attnmux.nvidia.sgl_conv import make as sgl_conv
 from attnmux.nvidia.trtllm_mha import TRTLLMMHAKernels
 from attnmux.nvidia.trtllm_mha import make as trtllm_mha
@@ -187,9 +195,24 @@ def _cute(arch: int) -> FA4Kernels:
     return FA4Kernels(flash_attn_varlen_func=FlashAttnCute(arch=arch).flash_attn_varlen_func)
 
 
+def without_features(card: BackendCard, lacks: frozenset[str]) -> BackendCard:
+    """The card of FlashAttention 3 without what a build of it lacks, for suites."""
+    clauses = []
+    for clause in card.clauses:
+        of_mixed_dims = clause.v_head_dim is not NONE
+        if clause.sinks is not NONE and (
+            SINKS in lacks or (SINKS_OF_MIXED_DIMS in lacks and of_mixed_dims)
+        ):
+            continue
+        clauses.append(replace(clause, attention_chunk=NONE) if CHUNKS in lacks else clause)
+    return replace(card, clauses=tuple(clauses))
+
+
+FA3_OF_VLLM = of_vllm(VllmFA3.fwd, VllmFA3.get_scheduler_metadata)
+FA3_OF_FLASH_ATTN = of_flash_attn(FlashAttn3.fwd, FlashAttn3.get_scheduler_metadata)
 SGL_FLASH_ATTN = imported(FA3Kernels, f"{NVIDIA}.sgl_flash_attn")
 WRAPPERS = imported(FlashInferKernels, f"{NVIDIA}.flashinfer")
-LATENT_WRAPPERS = imported(FlashInferMLAKernels, f"{NVIDIA}.flashinfer")
+LATENT_WRAPPERS = from_flashinfer(flashinfer_emulator)
 GENERATED = imported(
     TRTLLMMHAKernels,
     f"{NVIDIA}.flashinfer.trtllm_decode",
@@ -198,6 +221,9 @@ GENERATED = imported(
 GENERATED_LATENT = imported(TRTLLMMLAKernels, f"{NVIDIA}.flashinfer.trtllm_mla")
 ASSEMBLED = imported(AiterMLAKernels, "attnmux.emulators.amd.aiter_mla")
 CUTLASS = imported(CutlassMLAKernels, f"{NVIDIA}.cutlass_mla")
+CUTLASS_OF_VLLM = cutlass_of_vllm(
+    VllmOperators.sm100_cutlass_mla_decode, VllmOperators.sm100_cutlass_mla_get_workspace_size
+)
 RECURRENCE = imported(RecurrenceKernels, f"{NVIDIA}.flashinfer.gdn")
 CONVOLUTIONS = imported(ConvKernels, f"{NVIDIA}.causal_conv1d")
 GATED = GDNKernels(
@@ -209,6 +235,11 @@ GATED_ALONE = GDNKernels(
     convolutions=lambda context: PlainConvolutions(context.required_linear_states()),
 )
 FLASH_MLA, OF_SGL_KERNEL = from_flash_mla(flash_mla), from_sgl_kernel(sgl_kernel)
+FLASH_MLA_OF_VLLM = flashmla_of_vllm(
+    FlashMLAOperators.dense_decode_fwd,
+    FlashMLAExtension.fwd_kvcache_mla_fp8,
+    FlashMLAExtension.get_mla_decoding_metadata_dense_fp8,
+)
 
 EMULATED: Mapping[str, Emulation] = MappingProxyType(
     {
@@ -217,13 +248,23 @@ EMULATED: Mapping[str, Emulation] = MappingProxyType(
         "aiter_mla_prefill": _adapted("amd:gfx942", AITER_MLA_PREFILL, aiter_mla, ASSEMBLED, 1, 16),
         "ascend": _adapted("ascend:910b", ASCEND, ascend, ASCEND_KERNELS, 16, 128),
         "cutlass_mla": _adapted(BLACKWELL, CUTLASS_MLA, cutlass, CUTLASS, 128),
+        "cutlass_mla-vllm": _adapted(BLACKWELL, CUTLASS_MLA, cutlass, CUTLASS_OF_VLLM, 128),
         "fa3": _adapted(HOPPER, FA3, fa3, SGL_FLASH_ATTN, 1, 16),
+        "fa3-flash_attn_3": _adapted(
+            *(HOPPER, without_features(FA3, FA3_OF_FLASH_ATTN.lacks), fa3, FA3_OF_FLASH_ATTN),
+            *(1, 16),
+        ),
+        "fa3-vllm": _adapted(
+            *(HOPPER, without_features(FA3, FA3_OF_VLLM.lacks), fa3, FA3_OF_VLLM), *(1, 16)
+        ),
+        "fa3_mla-vllm": _adapted(HOPPER, FA3_MLA, fa3_mla, FA3_OF_VLLM, 1, 16),
         "fa3_mla": _adapted(HOPPER, FA3_MLA, fa3_mla, SGL_FLASH_ATTN, 1, 16),
         "fa4": _adapted(BLACKWELL, FA4, fa4, _cute(100), 16, 128),
         "fa4-hopper": _adapted(HOPPER, FA4, fa4, _cute(90), 128),
         "flashinfer": _adapted(HOPPER, FLASHINFER, flashinfer, WRAPPERS, 1, 16),
         "flashinfer_mla": _adapted(HOPPER, FLASHINFER_MLA, latent, LATENT_WRAPPERS, 1, 64),
         "flashmla": _adapted(HOPPER, FLASHMLA, flashmla, OF_SGL_KERNEL, 64),
+        "flashmla-vllm": _adapted(HOPPER, FLASHMLA, flashmla, FLASH_MLA_OF_VLLM, 64),
         "flashmla-own": _adapted(HOPPER, FLASHMLA, flashmla, FLASH_MLA, 64),
         "flex_attention": Emulation(make=_flex_attention),
         "intel_amx": _adapted("cpu:x86_64,features=amx", INTEL_AMX, amx, AMX_KERNELS, 1, 16),

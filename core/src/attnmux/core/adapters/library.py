@@ -10,7 +10,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, fields
+from dataclasses import MISSING, dataclass, fields
 from importlib import import_module
 from typing import Any, Generic, TypeVar
 
@@ -198,7 +198,8 @@ class KernelLibrary(Generic[K, A]):
 
 
 def imported(kernels: Callable[..., K], *modules: str) -> K:
-    """The kernels dataclass, each field from the first of the modules that has that name.
+    """The kernels dataclass, each field from the first of the modules that has that name. Fields
+    with a default keep it.
 
     Raises ImportError where a module is missing, AttributeError where a function is.
     """
@@ -210,7 +211,8 @@ def imported(kernels: Callable[..., K], *modules: str) -> K:
                 return getattr(module, name)
         raise AttributeError(f"{' and '.join(modules)} have no {name!r}")
 
-    return kernels(**{field.name: find(field.name) for field in fields(kernels)})  # type: ignore[arg-type]  # a dataclass
+    functions = [field.name for field in fields(kernels) if field.default is MISSING]  # type: ignore[arg-type]  # a dataclass
+    return kernels(**{name: find(name) for name in functions})
 
 
 @contextmanager

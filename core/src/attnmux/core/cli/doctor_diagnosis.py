@@ -19,6 +19,7 @@ from attnmux.core.choosing.offer.libraries import installed_version
 from attnmux.core.choosing.offer.named import read_options
 from attnmux.core.choosing.search.problem import groups_of
 from attnmux.core.cli.here import READY, Backend, backends_here, lacking_compiler, serving_builds
+from attnmux.core.cli.overlaps import overlapping
 from attnmux.core.errors import AmbiguousPlatform, InvalidInput, UnknownBackend
 from attnmux.core.settings import Settings
 
@@ -53,6 +54,7 @@ def diagnose(plugins: Sequence[Plugin], settings: Settings) -> Diagnosis:
         *_other_contracts(backends),
         *_misnamed(policy, offers),
         *map(str, detection.unserved),
+        *overlapping(offer.card for offer in offers),
     ]
     if not plugins:
         problems.append(

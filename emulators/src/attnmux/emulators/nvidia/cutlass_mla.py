@@ -1,4 +1,4 @@
-"""`cutlass_mla_decode` of sgl-kernel 0.3.21, in plain torch.
+"""`cutlass_mla_decode` of sglang-kernel 0.4.5 and of vLLM 0.33, in plain torch.
 
 What the real functions do with their arguments, as far as an adapter can notice:
 
@@ -102,6 +102,37 @@ def cutlass_mla_get_workspace_size(
         rough = min(most, max(1, (sm_count or SM_COUNT) // num_batches))
         splits = -(-most // -(-most // rough))
     return (RANK + 1) * 4 * MAX_HEADS * splits * num_batches
+
+
+class VllmOperators:
+    """`torch.ops._C`: the kernel alone, which writes all 128 heads."""
+
+    @staticmethod
+    def sm100_cutlass_mla_decode(
+        out: torch.Tensor,
+        lse: torch.Tensor,
+        q_nope: torch.Tensor,
+        q_pe: torch.Tensor,
+        kv_c_and_k_pe_cache: torch.Tensor,
+        seq_lens: torch.Tensor,
+        page_table: torch.Tensor,
+        workspace: torch.Tensor,
+        scale: float,
+        num_kv_splits: int,
+    ) -> None:
+        """lse: empty for none."""
+        if lse.numel():
+            raise NotImplementedError("the emulator gives no LSE")
+        _check(q_nope.shape[1] == MAX_HEADS, "heads of other requests were read")
+        _check(out.shape == q_nope.shape and out.is_contiguous(), "out must be [B, 128, 512]")
+        operands = (q_nope, q_pe, kv_c_and_k_pe_cache, seq_lens, page_table, workspace)
+        out.copy_(cutlass_mla_decode(*operands, scale, num_kv_splits))
+
+    @staticmethod
+    def sm100_cutlass_mla_get_workspace_size(
+        max_seq_len: int, num_batches: int, sm_count: int, num_kv_splits: int
+    ) -> int:
+        return cutlass_mla_get_workspace_size(max_seq_len, num_batches, sm_count, num_kv_splits)
 
 
 def _is_loadable(rows: torch.Tensor) -> bool:

@@ -14,8 +14,10 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
+from torch.nn.functional import pad
 
 from attnmux.core import (
+    LATENT_DIM,
     DecodeBuffers,
     DecodeStep,
     ForwardMode,
@@ -33,6 +35,7 @@ from attnmux.core import (
     rotary,
 )
 from attnmux.nvidia.latent import LatentDecodeBackend
+from attnmux.nvidia.vllm_files import load_operators
 
 if TYPE_CHECKING:
     from attnmux.core import AttentionCall, BackendContext, ForwardBatch, LayerSpec
@@ -47,7 +50,7 @@ MOST_SPLITS = 256
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CutlassMLAKernels:
-    """Functions of `sgl_kernel`."""
+    """Functions of `sgl_kernel`; see `of_vllm` for vLLM's."""
 
     cutlass_mla_decode: Callable[..., torch.Tensor]
     """Attention of one query a request over a paged cache."""
@@ -169,9 +172,57 @@ def _read_num_kv_splits(options: Mapping[str, object]) -> int:
     return splits
 
 
+def of_vllm(
+    decode: Callable[..., None], get_workspace_size: Callable[..., int]
+) -> CutlassMLAKernels:
+    """The kernels of vLLM's operators `sm100_cutlass_mla_decode` and
+    `sm100_cutlass_mla_get_workspace_size`, which want 128 heads."""
+
+    def padded(q: torch.Tensor) -> torch.Tensor:
+        return q if q.shape[1] == MOST_HEADS else pad(q, (0, 0, 0, MOST_HEADS - q.shape[1]))
+
+    def cutlass_mla_decode(
+        q_nope: torch.Tensor,
+        q_pe: torch.Tensor,
+        cache: torch.Tensor,
+        seq_lens: torch.Tensor,
+        page_table: torch.Tensor,
+        workspace: torch.Tensor,
+        sm_scale: float,
+        num_kv_splits: int,
+    ) -> torch.Tensor:
+        out = q_nope.new_empty((len(q_nope), MOST_HEADS, LATENT_DIM))
+        no_lse = q_nope.new_empty(0, dtype=torch.float32)
+        operands = (padded(q_nope), padded(q_pe), cache, seq_lens, page_table, workspace)
+        decode(out, no_lse, *operands, sm_scale, num_kv_splits)
+        return out[:, : q_nope.shape[1]]
+
+    def cutlass_mla_get_workspace_size(
+        max_seq_len: int, num_batches: int, *, num_kv_splits: int
+    ) -> int:
+        return get_workspace_size(max_seq_len, num_batches, 0, num_kv_splits)
+
+    return CutlassMLAKernels(
+        cutlass_mla_decode=cutlass_mla_decode,
+        cutlass_mla_get_workspace_size=cutlass_mla_get_workspace_size,
+    )
+
+
+def from_vllm() -> CutlassMLAKernels:
+    """vLLM's build. Raises ImportError if vLLM is not installed or has none."""
+    operators = load_operators("_C", "sm100_cutlass_mla_decode", "_C_stable_libtorch")
+    return of_vllm(
+        operators.sm100_cutlass_mla_decode.default,
+        operators.sm100_cutlass_mla_get_workspace_size.default,
+    )
+
+
 make = KernelLibrary(
     address="nvidia/cutlass_mla",
     backend=CutlassMLABackend,
-    providers={"sgl_kernel": partial(imported, CutlassMLAKernels, "sgl_kernel")},
+    providers={
+        "vllm": from_vllm,
+        "sgl_kernel": partial(imported, CutlassMLAKernels, "sgl_kernel"),
+    },
     trial=rehearse,
 )

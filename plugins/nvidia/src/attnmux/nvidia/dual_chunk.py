@@ -4,7 +4,7 @@ Q is [T, Hq, 3 * D]. A token meets the keys of its own chunk, causally, with the
 the chunk before with the second, and all before that with the third. The model rotates K and the
 queries, and scales them by their places.
 
-In `sgl_kernel`, LSE comes as [B, Hq, Tq] or [Hq, T] and is a natural logarithm; causality counts
+LSE comes as [B, Hq, Tq] or [Hq, T] and is a natural logarithm; causality counts
 from the end of the keys, where a piece's queries end too; a piece without keys has output 0 and LSE
 -inf.
 """
@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -27,7 +26,6 @@ from attnmux.core import (
     Pieces,
     aligned,
     check_keys_dtype,
-    imported,
     is_aligned,
     kv_pages,
     not_in_pool,
@@ -41,6 +39,8 @@ from attnmux.nvidia.dual_chunk_regions import (
     regions_in_call,
     regions_in_pool,
 )
+from attnmux.nvidia.fa3_layers import FA3Kernels
+from attnmux.nvidia.fa3_providers import providers_of
 
 if TYPE_CHECKING:
     from attnmux.core import AttentionCall, BackendContext, ForwardBatch, LayerSpec
@@ -61,7 +61,7 @@ Buffers = dict[ChunkGroup, tuple[Keys, ...]]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DualChunkKernels:
-    """Functions of `sgl_kernel.flash_attn`."""
+    """Functions of FlashAttention 3."""
 
     flash_attn_with_kvcache: Callable[..., Any]
     """Attention over a paged cache."""
@@ -244,9 +244,14 @@ def _check_step(batch: ForwardBatch) -> None:
         batch.queries_each()
 
 
+def of_fa3(library: FA3Kernels) -> DualChunkKernels:
+    """A build's kernels."""
+    return DualChunkKernels(flash_attn_with_kvcache=library.flash_attn_with_kvcache)
+
+
 make = KernelLibrary(
     address="nvidia/dual_chunk_flash_attn",
     backend=DualChunkBackend,
-    providers={"sgl_kernel": partial(imported, DualChunkKernels, "sgl_kernel.flash_attn")},
+    providers=providers_of(of_fa3),
     trial=rehearse,
 )

@@ -19,13 +19,15 @@ from attnmux.core import (
     rehearse,
 )
 from attnmux.nvidia.fa3_base import FA3Base
-from attnmux.nvidia.fa3_layers import KV, PROVIDERS, FA3Cache, FA3Layer
+from attnmux.nvidia.fa3_layers import KV, FA3Cache, FA3Layer
+from attnmux.nvidia.fa3_providers import PROVIDERS
 from attnmux.nvidia.fa3_steps import FA3Step
 from attnmux.nvidia.kernel_rows import check_own_or_fp8
 
 if TYPE_CHECKING:
     from attnmux.core import AttentionCall, LayerSpec
 
+ADDRESS = "nvidia/fa3"
 MOST_SINKS = 64
 """The kernels copy the sink of each head to an array of this length, without a check."""
 
@@ -35,8 +37,9 @@ class FA3Backend(FA3Base):
 
     def prepare_layer(self, layer: LayerSpec) -> FA3Layer:
         """Raises InvalidInput for MLA, for sinks of too many heads, and for a KV dtype that is
-        neither Q's nor e4m3."""
+        neither Q's nor e4m3; BackendFailed for a feature that the build lacks."""
         _check_layer(layer)
+        self.kernels.check_features(layer, ADDRESS)
         window, causal = layer.sliding_window_size, layer.is_causal and not layer.is_cross_attention
         arguments: dict[str, Any] = {
             "softmax_scale": layer.scaling,
@@ -99,4 +102,4 @@ def _check_layer(layer: LayerSpec) -> None:
         )
 
 
-make = KernelLibrary(address="nvidia/fa3", backend=FA3Backend, providers=PROVIDERS, trial=rehearse)
+make = KernelLibrary(address=ADDRESS, backend=FA3Backend, providers=PROVIDERS, trial=rehearse)

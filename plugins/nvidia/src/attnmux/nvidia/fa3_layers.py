@@ -4,18 +4,26 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
-from attnmux.core import LATENT_DIM, InvalidInput, KeyGroup, PageTables, imported, latent_pages
+from attnmux.core import (
+    LATENT_DIM,
+    BackendFailed,
+    InvalidInput,
+    KeyGroup,
+    PageTables,
+    latent_pages,
+)
 
 if TYPE_CHECKING:
     from attnmux.core import BackendContext, LayerSpec
 
 KV = tuple[torch.Tensor, torch.Tensor]
 """K and V [pages, page, Hkv, D] as the kernels take them: views of the pool's memory."""
+CHUNKS, SINKS = "attention chunks", "sinks"
+SINKS_OF_MIXED_DIMS = "sinks over V of other dims than K"
 MOST_SPLITS = 256
 """Parts of a request's keys that the library merges."""
 
@@ -33,9 +41,25 @@ class FA3Kernels:
     It assumes contiguous rows, and keys in at least one of the sets."""
     get_scheduler_metadata: Callable[..., torch.Tensor]
     """The schedule, which `flash_attn_with_kvcache` computes itself unless given."""
+    lacks: frozenset[str] = frozenset()
+    """Which of CHUNKS, SINKS and SINKS_OF_MIXED_DIMS a build of the kernels has not."""
 
-
-PROVIDERS = {"sgl_kernel": partial(imported, FA3Kernels, "sgl_kernel", "sgl_kernel.flash_attn")}
+    def check_features(self, layer: LayerSpec, address: str) -> None:
+        """Raises BackendFailed for a layer that needs what the build lacks, so that the next build
+        or the next backend is tried."""
+        has_sinks = layer.sinks is not None
+        needed = {
+            CHUNKS: layer.attention_chunk_size > 0,
+            SINKS: has_sinks,
+            SINKS_OF_MIXED_DIMS: has_sinks and layer.qk_head_dim != layer.v_head_dim,
+        }
+        missing = [name for name in self.lacks if needed[name]]
+        if missing:
+            raise BackendFailed(
+                address,
+                f"layer {layer.layer_id} has {' and '.join(missing)}, which this build lacks",
+                hint="pip install 'attnmux-nvidia[fa3]'",
+            )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

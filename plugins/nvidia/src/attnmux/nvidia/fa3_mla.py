@@ -18,7 +18,8 @@ from attnmux.core import (
     rotary,
 )
 from attnmux.nvidia.fa3_base import FA3Base
-from attnmux.nvidia.fa3_layers import KV, PROVIDERS, FA3Cache, FA3Layer, rotary_and_latent
+from attnmux.nvidia.fa3_layers import KV, FA3Cache, FA3Layer, rotary_and_latent
+from attnmux.nvidia.fa3_providers import PROVIDERS
 from attnmux.nvidia.fa3_steps import FA3Step
 
 if TYPE_CHECKING:

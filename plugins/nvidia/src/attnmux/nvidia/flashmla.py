@@ -62,7 +62,7 @@ FP8_QUERIES = PAGE + 2
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FlashMLAKernels:
-    """The library's functions; see `from_flash_mla` and `from_sgl_kernel`."""
+    """The library's functions; see `from_flash_mla`, `from_sgl_kernel` and flashmla_ops.py."""
 
     flash_mla_with_kvcache: Callable[..., tuple[torch.Tensor, torch.Tensor]]
     """Attention over a paged cache, with the library's own signature."""
@@ -70,9 +70,10 @@ class FlashMLAKernels:
     """(lengths [B] int32, queries times heads of a request, whether Q and cache are e4m3): which
     keys each thread block takes, [parts, 8] int32, and where the parts of each request begin,
     [B + 1] int32. One launch that reads the lengths on the device; only parts depends on the
-    device, and it falls as there are more queries."""
-    schedule_arguments: Callable[[torch.Tensor, torch.Tensor], dict[str, Any]]
-    """The arguments of `flash_mla_with_kvcache` that carry those two tensors."""
+    device, and it falls as there are more queries. Nothing, if the first call of a step makes the
+    schedule."""
+    schedule_arguments: Callable[..., dict[str, Any]]
+    """The arguments of `flash_mla_with_kvcache` that carry what `schedule` made."""
     constants: Mapping[str, Any]
     """Its arguments that never change."""
 
@@ -209,8 +210,7 @@ class FlashMLABackend(
         if buffers is not None:
             fixed = zip(buffers.schedules[heads], made, strict=True)
             made = [buffer[: len(tensor)].copy_(tensor) for buffer, tensor in fixed]
-        tiles, splits = made
-        return self.kernels.schedule_arguments(tiles, splits)
+        return self.kernels.schedule_arguments(*made)
 
     def _check(self, num_requests: int, queries_each: int = 1) -> None:
         """Raises InvalidInput beyond the kernels' limits, which they do not check."""
@@ -313,12 +313,19 @@ def from_sgl_kernel(library: Any) -> FlashMLAKernels:  # noqa: ANN401  # a modul
     )
 
 
+def _from_vllm() -> FlashMLAKernels:
+    from attnmux.nvidia.flashmla_ops import dense_from_vllm  # noqa: PLC0415  # which imports this
+
+    return dense_from_vllm()
+
+
 make = KernelLibrary(
     address="nvidia/flashmla",
     backend=FlashMLABackend,
     providers={
         "flash_mla": lambda: from_flash_mla(import_module("flash_mla")),
         "sgl_kernel.flash_mla": lambda: from_sgl_kernel(import_module("sgl_kernel.flash_mla")),
+        "vllm": _from_vllm,
     },
     trial=rehearse,
 )

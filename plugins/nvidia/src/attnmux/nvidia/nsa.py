@@ -226,6 +226,12 @@ def from_sgl_kernel(library: Any) -> NSAKernels:  # noqa: ANN401  # a module
     )
 
 
+def _from_vllm() -> NSAKernels:
+    from attnmux.nvidia.flashmla_ops import sparse_from_vllm  # noqa: PLC0415  # which imports this
+
+    return sparse_from_vllm()
+
+
 def _with_lookup(
     context: BackendContext, options: Mapping[str, object], kernels: NSAKernels
 ) -> NSABackend:
@@ -240,6 +246,7 @@ make = KernelLibrary(
     providers={
         "flash_mla": lambda: from_flash_mla(import_module("flash_mla")),
         "sgl_kernel.flash_mla": lambda: from_sgl_kernel(import_module("sgl_kernel.flash_mla")),
+        "vllm": _from_vllm,
     },
     trial=rehearse,
 )

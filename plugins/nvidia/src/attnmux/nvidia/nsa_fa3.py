@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from attnmux.core import (
@@ -22,7 +21,8 @@ from attnmux.core import (
     rotary,
     topk_slots,
 )
-from attnmux.nvidia.fa3_layers import KV, read_num_splits, rotary_and_latent
+from attnmux.nvidia.fa3_layers import KV, FA3Kernels, read_num_splits, rotary_and_latent
+from attnmux.nvidia.fa3_providers import providers_of
 from attnmux.nvidia.kernel_rows import by_request, latent_layers, store_lse
 from attnmux.nvidia.listed_keys import listed
 from attnmux.nvidia.picked import PickedBackend, lookup_arguments
@@ -38,7 +38,7 @@ class NSAFA3Kernels:
     """The functions of each layer."""
 
     flash_attn_with_kvcache: Callable[..., Any]
-    """Attention over a paged cache, of `sgl_kernel.flash_attn`."""
+    """Attention over a paged cache, of FlashAttention 3."""
     topk_slots: Callable[..., torch.Tensor] = topk_slots
     """Makes slots of an indexer's picks, as `attnmux.core.topk_slots`."""
 
@@ -114,8 +114,8 @@ class NSAFA3Backend(PickedBackend[NSAFA3Kernels, NSAFA3Layer]):
         return attended
 
 
-def from_sgl_kernel(library: Any) -> NSAFA3Kernels:  # noqa: ANN401  # a module
-    """`sgl_kernel.flash_attn`, of sglang-kernel."""
+def of_fa3(library: FA3Kernels) -> NSAFA3Kernels:
+    """A build's kernels."""
     return NSAFA3Kernels(flash_attn_with_kvcache=library.flash_attn_with_kvcache)
 
 
@@ -128,6 +128,6 @@ def _with_lookup(
 make = KernelLibrary(
     address="nvidia/nsa_fa3",
     backend=_with_lookup,
-    providers={"sgl_kernel": lambda: from_sgl_kernel(import_module("sgl_kernel.flash_attn"))},
+    providers=providers_of(of_fa3),
     trial=rehearse,
 )

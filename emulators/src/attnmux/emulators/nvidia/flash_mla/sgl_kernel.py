@@ -47,6 +47,7 @@ def flash_mla_with_kvcache(
     extra_indices_in_kvcache: torch.Tensor | None = None,
     topk_length: torch.Tensor | None = None,
     extra_topk_length: torch.Tensor | None = None,
+    kv_format: object = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Attention over a paged cache. Q's dtype says which kernel; `is_fp8_kvcache` is looked at for
     sparse attention and 16-bit Q alone.
@@ -54,6 +55,7 @@ def flash_mla_with_kvcache(
     Raises AssertionError and RuntimeError for what the library refuses, NotImplementedError for
     sparse attention.
     """
+    assert kv_format is None
     if indices is not None:
         raise NotImplementedError("the emulator knows no sparse attention")
     assert num_splits is not None

@@ -1,4 +1,4 @@
-"""flashinfer 0.6.13 in plain torch: the wrappers that FlashInferBackend uses, on any device.
+"""flashinfer 0.7.2 in plain torch: the wrappers that FlashInferBackend uses, on any device.
 
 Signatures, layouts and rules are the library's:
 
@@ -9,7 +9,7 @@ Signatures, layouts and rules are the library's:
   NaN, as the library gives garbage.
 - A captured kernel has more blocks than its plan. Where keys are split the plan masks the others;
   with `disable_split_kv` they read what no plan set.
-- LSE is in base 2; a row without keys has output 0 and LSE -5e4 (`math::inf` in math.cuh).
+- LSE is in base 2; a row without keys has output 0 and LSE -inf.
 - Lengths of prefixes in a plan mask by items, whatever else it says: see `item_keep`.
 - `jit_args` select the softmax with sinks, which takes sinks and scale of each run by position and
   looks at no other scale, cap or factor of K; LSE has the sinks in it.
@@ -20,7 +20,10 @@ from attnmux.emulators.nvidia.flashinfer.decode import (
     BatchDecodeWithPagedKVCacheWrapper,
     fast_decode_plan,
 )
-from attnmux.emulators.nvidia.flashinfer.mla import BatchMLAPagedAttentionWrapper
+from attnmux.emulators.nvidia.flashinfer.mla import (
+    BatchMLAPagedAttentionWrapper,
+    MLAPlanMetadata,
+)
 from attnmux.emulators.nvidia.flashinfer.numerics import merge_state_in_place
 from attnmux.emulators.nvidia.flashinfer.prefill import BatchPrefillWithPagedKVCacheWrapper
 from attnmux.emulators.nvidia.flashinfer.ragged import BatchPrefillWithRaggedKVCacheWrapper
@@ -34,6 +37,7 @@ __all__ = [
     "BatchMLAPagedAttentionWrapper",
     "BatchPrefillWithPagedKVCacheWrapper",
     "BatchPrefillWithRaggedKVCacheWrapper",
+    "MLAPlanMetadata",
     "attention_sink_decl",
     "fast_decode_plan",
     "get_batch_prefill_attention_sink_uri",

@@ -23,6 +23,12 @@ def refuse(*values: object) -> None:
         raise NotImplementedError("an argument that the emulator does not know")
 
 
+def refuse_unusual(*arguments: tuple[object, object]) -> None:
+    """arguments: values and their defaults."""
+    if any(value != usual for value, usual in arguments):
+        raise NotImplementedError("an argument that the emulator does not know")
+
+
 def items_of(
     prefix_len_ptr: torch.Tensor | None,
     token_pos_in_items_ptr: torch.Tensor | None,

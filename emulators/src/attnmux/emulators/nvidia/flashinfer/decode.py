@@ -6,7 +6,12 @@ from typing import Any
 
 import torch
 
-from attnmux.emulators.nvidia.flashinfer.arguments import buffer_of, dtype_of, refuse
+from attnmux.emulators.nvidia.flashinfer.arguments import (
+    buffer_of,
+    dtype_of,
+    refuse,
+    refuse_unusual,
+)
 from attnmux.emulators.nvidia.flashinfer.wrapper import Paged
 
 
@@ -51,6 +56,23 @@ class BatchDecodeWithPagedKVCacheWrapper(Paged):
         num_kv_heads: int,
         head_dim: int,
         page_size: int,
+        *deprecated_positional_args: object,
+        **kwargs: Any,  # noqa: ANN401  # of `_plan_impl`
+    ) -> None:
+        refuse(*deprecated_positional_args)
+        lens = indptr, indices, last_page_len
+        self._plan_impl(*lens, num_qo_heads, num_kv_heads, head_dim, page_size, **kwargs)
+
+    def _plan_impl(
+        self,
+        indptr: torch.Tensor,
+        indices: torch.Tensor,
+        last_page_len: torch.Tensor,
+        num_qo_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        page_size: int,
+        *,
         pos_encoding_mode: str = "NONE",
         window_left: int = -1,
         logits_soft_cap: float | None = None,
@@ -153,9 +175,11 @@ def fast_decode_plan(
     non_blocking: bool = True,
     fixed_split_size: int | None = None,
     disable_split_kv: bool = False,
+    q_len_per_req: object = 1,
     global_override_indptr_cpu: torch.Tensor | None = None,
 ) -> None:
     """`plan` without its copies into fixed buffers, on a wrapper that was planned before."""
+    refuse_unusual((q_len_per_req, 1))
     refuse(data_type, rope_scale, rope_theta)
     if not getattr(self, "_was_planned", False):
         raise RuntimeError("Error in standard plan: no module, since plan was never called")

@@ -1,4 +1,4 @@
-"""The gated delta rule of flashinfer 0.6.13 on SM90, in plain torch.
+"""The gated delta rule of flashinfer 0.7.2 on SM90, in plain torch.
 
 What an adapter can notice of the real functions, from flashinfer/gdn_prefill.py, gdn_decode.py,
 gdn_kernels/ and data/csrc/gdn_prefill_launcher.cu:
@@ -27,6 +27,8 @@ from itertools import pairwise
 
 import torch
 
+from attnmux.emulators.nvidia.flashinfer.arguments import refuse_unusual
+
 DIM = 128
 SIXTEEN_BITS = (torch.float16, torch.bfloat16)
 L2_EPS = 1e-6
@@ -50,11 +52,23 @@ def chunk_gated_delta_rule(
     state_checkpoints: torch.Tensor | None = None,
     checkpoint_cu_starts: torch.Tensor | None = None,
     checkpoint_every_n_tokens: int = 0,
+    use_cp: object = "auto",
+    state_indices: object = None,
+    _cp_chunk_len: object = None,
+    backend: object = "auto",
+    max_seqlen: object = None,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """The output [T, H, 128], and the states afterwards where they are asked for.
 
     Raises as the library does, and RuntimeError where it would read or write elsewhere.
     """
+    refuse_unusual(
+        (use_cp, "auto"),
+        (state_indices, None),
+        (_cp_chunk_len, None),
+        (backend, "auto"),
+        (max_seqlen, None),
+    )
     if state_checkpoints is not None or checkpoint_cu_starts is not None:
         raise NotImplementedError("checkpoints of states")
     assert cu_seqlens is not None, "cu_seqlens is required for varlen mode"
@@ -108,11 +122,13 @@ def gated_delta_rule_decode(
     scale: float | None = None,
     output: torch.Tensor | None = None,
     use_qk_l2norm: bool = True,
+    backend: object = "auto",
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The output [B, 1, Hv, V], and `state`, which is overwritten.
 
     Raises as `chunk_gated_delta_rule` does.
     """
+    refuse_unusual((backend, "auto"))
     count, tokens, heads, k_dim = q.shape
     assert tokens == 1, f"Decode only supports T=1, got T={tokens}"
     v_heads, v_dim = v.shape[2:]
@@ -141,13 +157,29 @@ def gated_delta_rule_mtp(
     scale: float | None = None,
     output: torch.Tensor | None = None,
     intermediate_states_buffer: torch.Tensor | None = None,
+    ssm_state_indices: object = None,
     disable_state_update: bool | None = None,
     use_qk_l2norm: bool = True,
+    output_state_indices: object = None,
+    cache_replayssm: object = False,
+    replayssm_rawv: object = None,
+    replayssm_rawk: object = None,
+    replayssm_g: object = None,
+    replayssm_beta: object = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The output [B, T, Hv, V], and `initial_state`, which is left as it is.
 
     Raises as `chunk_gated_delta_rule` does.
     """
+    refuse_unusual(
+        (ssm_state_indices, None),
+        (output_state_indices, None),
+        (cache_replayssm, False),
+        (replayssm_rawv, None),
+        (replayssm_rawk, None),
+        (replayssm_g, None),
+        (replayssm_beta, None),
+    )
     if not disable_state_update:
         raise NotImplementedError("the states after all tokens in place of the first")
     count, tokens, heads, k_dim = q.shape

@@ -9,8 +9,8 @@ import torch
 from attnmux.emulators.nvidia.dense import finite_values
 from attnmux.emulators.nvidia.flashinfer.arguments import refuse
 
-EMPTY_LSE = -5e4
-"""Base-2 LSE of a row without keys: `math::inf` in math.cuh."""
+LEAST = torch.finfo(torch.float32).min
+"""What exponents are counted from in a row without keys, so that none is infinity less infinity."""
 
 MAX_THREADS = 1024
 """Of a block."""
@@ -37,10 +37,10 @@ def merge_state_in_place(
     if v.shape[1] * (head_dim // vec) > MAX_THREADS:
         raise RuntimeError("MergeStateInPlace kernel launch failed: invalid configuration argument")
     top = torch.maximum(s, s_other)
-    mine, others = torch.exp2(s - top), torch.exp2(s_other - top)
+    mine, others = (torch.exp2(each - top.clamp(min=LEAST)) for each in (s, s_other))
     total = mine + others
-    merged = v.float() * (mine / total).unsqueeze(-1)
-    v.copy_(merged + v_other.float() * (others / total).unsqueeze(-1))
+    shares = [torch.where(total > 0, each / total, 0).unsqueeze(-1) for each in (mine, others)]
+    v.copy_(v.float() * shares[0] + v_other.float() * shares[1])
     s.copy_(top + total.log2())
 
 
@@ -64,13 +64,8 @@ def dense(
     logits = torch.einsum("thgd,shd->thgs", grouped, k) * scale
     if softcap > 0:
         logits = softcap * torch.tanh(logits / softcap)
-    # A hidden key's logit is -5e4 before the scale, in a row with a visible one: the softmax then
-    # leaves it out by its weight alone.
-    hidden = EMPTY_LSE if softcap > 0 else EMPTY_LSE * scale
-    keep = keep[:, None, None]
-    has_keys = keep.any(-1, keepdim=True)
-    logits = torch.where(keep, logits, torch.where(has_keys, hidden, -math.inf)) / math.log(2)
-    top = logits.amax(-1, keepdim=True).clamp(min=EMPTY_LSE)
+    logits = torch.where(keep[:, None, None], logits, -math.inf) / math.log(2)
+    top = logits.amax(-1, keepdim=True).clamp(min=LEAST)
     extra = torch.zeros_like(top)
     if sinks is not None:
         sink = sinks.to(q.dtype).view(1, k.shape[1], -1, 1) / math.log(2)
@@ -81,7 +76,7 @@ def dense(
     v, spoilt = finite_values(v, loads)
     out = torch.einsum("thgs,shd->thgd", weights, v) / total.clamp(min=1e-30)
     out = out.masked_fill(spoilt.view(-1, 1, 1, 1), math.nan)
-    lse = torch.where(total > 0, top + total.log2(), EMPTY_LSE)
+    lse = torch.where(total > 0, top + total.log2(), -math.inf)
     return out.flatten(1, 2), lse.float().view(num_rows, num_heads)
 
 

@@ -11,6 +11,7 @@ from attnmux.emulators.nvidia.flashinfer.arguments import (
     dtype_of,
     items_of,
     refuse,
+    refuse_unusual,
 )
 from attnmux.emulators.nvidia.flashinfer.numerics import pack_bits
 from attnmux.emulators.nvidia.flashinfer.variants import variant_of
@@ -34,7 +35,9 @@ class BatchPrefillWithPagedKVCacheWrapper(Paged):
         backend: str = "auto",
         jit_args: list[Any] | None = None,
         jit_kwargs: dict[str, Any] | None = None,
+        variant_owns_mask: object = False,
     ) -> None:
+        refuse_unusual((variant_owns_mask, False))
         variant = variant_of(backend, jit_args, jit_kwargs)
         self._start(float_workspace_buffer, kv_layout, use_cuda_graph, backend, variant)
         if use_cuda_graph:
@@ -141,12 +144,22 @@ class BatchPrefillWithPagedKVCacheWrapper(Paged):
         out: torch.Tensor | None = None,
         lse: torch.Tensor | None = None,
         return_lse: bool = False,
+        lse_base: object = "log2",
+        lse_layout: object = "NH",
         enable_pdl: bool | None = None,
         window_left: int | None = None,
         sinks: torch.Tensor | None = None,
         kv_cache_sf: torch.Tensor | None = None,
         skip_softmax_threshold_scale_factor: float | None = None,
+        use_fp16_softmax: object = None,
+        uses_spcompress: object = None,
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+        refuse_unusual(
+            (lse_base, "log2"),
+            (lse_layout, "NH"),
+            (use_fp16_softmax, None),
+            (uses_spcompress, None),
+        )
         return self._run_paged(
             q,
             paged_kv_cache,

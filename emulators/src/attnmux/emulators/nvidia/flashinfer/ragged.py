@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from attnmux.emulators.nvidia.flashinfer.arguments import dtype_of, refuse
+from attnmux.emulators.nvidia.flashinfer.arguments import dtype_of, refuse, refuse_unusual
 from attnmux.emulators.nvidia.flashinfer.numerics import segments
 from attnmux.emulators.nvidia.flashinfer.wrapper import Wrapper
 
@@ -30,7 +30,9 @@ class BatchPrefillWithRaggedKVCacheWrapper(Wrapper):
         backend: str = "auto",
         jit_args: list[Any] | None = None,
         jit_kwargs: dict[str, Any] | None = None,
+        variant_owns_mask: object = False,
     ) -> None:
+        refuse_unusual((variant_owns_mask, False))
         if use_cuda_graph:
             raise NotImplementedError("the emulator's ragged wrapper runs eagerly")
         refuse(jit_args)
@@ -104,10 +106,13 @@ class BatchPrefillWithRaggedKVCacheWrapper(Wrapper):
         out: torch.Tensor | None = None,
         lse: torch.Tensor | None = None,
         return_lse: bool = False,
+        lse_base: object = "log2",
+        lse_layout: object = "NH",
         enable_pdl: bool | None = None,
         kv_cache_sf: torch.Tensor | None = None,
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
         """The scales are for 8-bit and 4-bit kernels: these do not read them."""
+        refuse_unusual((lse_base, "log2"), (lse_layout, "NH"))
         refuse(*args, kv_cache_sf)
         self._check_run(q, k, v, out, lse, None)
         request, place = segments(self._kv_indptr_buf, len(k))

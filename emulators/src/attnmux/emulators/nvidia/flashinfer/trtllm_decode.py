@@ -1,4 +1,4 @@
-"""flashinfer 0.6.13's decode over paged KV by TensorRT-LLM's kernels: XQA of SM90, trtllm-gen.
+"""flashinfer 0.7.2's decode over paged KV by TensorRT-LLM's kernels: XQA of SM90, trtllm-gen.
 
 XQA takes no strides of Q, output, tables and mask. One scale serves K and V, and only where they
 are 8-bit floats; products are then made in 8 bits. The row of a request without keys is 0 divided
@@ -13,7 +13,7 @@ from __future__ import annotations
 import torch
 
 from attnmux.emulators.nvidia.dense import attend
-from attnmux.emulators.nvidia.flashinfer.arguments import refuse
+from attnmux.emulators.nvidia.flashinfer.arguments import refuse, refuse_unusual
 from attnmux.emulators.nvidia.flashinfer.trtllm_memory import (
     E4M3,
     e4m3,
@@ -55,7 +55,9 @@ def xqa_batch_decode_with_kv_cache(
     o_scale: float | None = 1.0,
     mask: torch.Tensor | None = None,
     kv_cache_sf: torch.Tensor | tuple[torch.Tensor, torch.Tensor] | None = None,
+    q_cu_seq_lens: object = None,
 ) -> torch.Tensor:
+    refuse_unusual((q_cu_seq_lens, None))
     refuse(kv_cache_sf, None if o_scale == 1 else o_scale)
     k_cache, v_cache = split(kv_cache, kv_layout)
     each = q_len_per_req or 1
@@ -170,8 +172,28 @@ def trtllm_batch_decode_with_kv_cache(
     uses_shared_paged_kv_idx: bool = True,
     lse: torch.Tensor | None = None,
     return_lse: bool = False,
+    bmm1_scale_log2: object = None,
+    multi_ctas_kv_counter_buffer: object = None,
+    enable_block_sparse_attention: object = False,
+    cp_world: object = 1,
+    cp_rank: object = 0,
+    causal_seqlens_kv_global: object = None,
+    bf16q_fp8kv_transform_mode: object = None,
+    request_order: object = None,
+    request_order_plan: object = None,
 ) -> torch.Tensor:
     """As on SM100, where "auto" is trtllm-gen."""
+    refuse_unusual(
+        (bmm1_scale_log2, None),
+        (multi_ctas_kv_counter_buffer, None),
+        (enable_block_sparse_attention, False),
+        (cp_world, 1),
+        (cp_rank, 0),
+        (causal_seqlens_kv_global, None),
+        (bf16q_fp8kv_transform_mode, None),
+        (request_order, None),
+        (request_order_plan, None),
+    )
     refuse(o_sf_scale, o_sf_vec_size, max_q_len, cum_seq_lens_q, kv_cache_sf, lse)
     refuse(skip_softmax_threshold_scale_factor, return_lse or None)
     refuse(None if uses_shared_paged_kv_idx else False)

@@ -1,4 +1,4 @@
-"""flashinfer 0.6.13's MLA decode by TensorRT-LLM's kernels: trtllm-gen of SM100, XQA of SM120.
+"""flashinfer 0.7.2's MLA decode by TensorRT-LLM's kernels: trtllm-gen of SM100, XQA of SM120.
 
 trtllm-gen is causal from the end over the queries of a request and clears its counters before it
 runs. XQA takes one query a request, 128 heads, and multiplies logits by both scales. Both load
@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 
 from attnmux.emulators.nvidia.dense import attend
-from attnmux.emulators.nvidia.flashinfer.arguments import refuse
+from attnmux.emulators.nvidia.flashinfer.arguments import refuse, refuse_unusual
 from attnmux.emulators.nvidia.flashinfer.trtllm_memory import (
     COUNTER_BYTES,
     E4M3,
@@ -48,8 +48,32 @@ def trtllm_batch_decode_with_kv_cache_mla(
     lse: torch.Tensor | None = None,
     return_lse: bool = False,
     cute_dsl_impl: str = "auto",
+    kv_scale_format: object = "auto",
+    cum_seq_lens_q: object = None,
+    max_q_len: object = None,
+    multi_ctas_kv_counter_buffer: object = None,
+    sparse_mla_top_k_lens: object = None,
+    enable_dcp: object = False,
+    cp_world: object = 1,
+    cp_rank: object = 0,
+    causal_seqlens_kv_global: object = None,
+    use_fp16_softmax: object = None,
+    return_lse_base: object = None,
 ) -> torch.Tensor:
     """As on SM100."""
+    refuse_unusual(
+        (kv_scale_format, "auto"),
+        (cum_seq_lens_q, None),
+        (max_q_len, None),
+        (multi_ctas_kv_counter_buffer, None),
+        (sparse_mla_top_k_lens, None),
+        (enable_dcp, False),
+        (cp_world, 1),
+        (cp_rank, 0),
+        (causal_seqlens_kv_global, None),
+        (use_fp16_softmax, None),
+        (return_lse_base, None),
+    )
     refuse(sinks, skip_softmax_threshold_scale_factor, lse, return_lse or None)
     refuse(sparse_mla_top_k or None, None if uses_shared_paged_kv_idx else False)
     if backend not in ("auto", "trtllm-gen"):

@@ -1,4 +1,4 @@
-"""flashinfer 0.6.13's prefill over paged KV by TensorRT-LLM's kernels: trtllm-gen, fmha_v2 of SM90.
+"""flashinfer 0.7.2's prefill over paged KV by TensorRT-LLM's kernels: trtllm-gen, fmha_v2 of SM90.
 
 fmha_v2 takes no strides. Its paged layouts are one tensor [pages, 2, …]: a table's entry p leads to
 K in block 2p and to V in block 2p + 1, counted from K's address; pages are loaded whole. It counts
@@ -14,7 +14,7 @@ from collections.abc import Callable
 import torch
 
 from attnmux.emulators.nvidia.dense import attend, padded, unpadded
-from attnmux.emulators.nvidia.flashinfer.arguments import refuse
+from attnmux.emulators.nvidia.flashinfer.arguments import refuse, refuse_unusual
 from attnmux.emulators.nvidia.flashinfer.trtllm_decode import (
     KVCache,
     check_gen,
@@ -58,8 +58,18 @@ def trtllm_batch_context_with_kv_cache(
     causal: bool = True,
     lse: torch.Tensor | None = None,
     return_lse: bool = False,
+    multi_ctas_kv_counter_buffer: object = None,
+    use_fp16_softmax: object = None,
+    uses_spcompress: object = None,
+    backend: object = "trtllm-gen",
 ) -> torch.Tensor:
     """As on SM100."""
+    refuse_unusual(
+        (multi_ctas_kv_counter_buffer, None),
+        (use_fp16_softmax, None),
+        (uses_spcompress, None),
+        (backend, "trtllm-gen"),
+    )
     refuse(o_sf_scale, o_sf_vec_size, kv_cache_sf, skip_softmax_threshold_scale_factor, lse)
     refuse(return_lse or None, None if uses_shared_paged_kv_idx and causal else False)
     k_cache, v_cache = split(kv_cache, kv_layout)

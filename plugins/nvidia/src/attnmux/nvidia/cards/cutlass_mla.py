@@ -37,9 +37,9 @@ CUTLASS_MLA = BackendCard(
     name="cutlass_mla",
     summary="CUTLASS's MLA decode on SM100 over pages of 128 tokens",
     factory="attnmux.nvidia.cutlass_mla:make",
-    # Later releases, under the name sglang-kernel, have no `cutlass_mla_decode`.
-    requires=("torch>=2.11", "sgl-kernel==0.3.21"),
-    extra="cutlass-mla",
+    # sglang-kernel 0.4.10 has no `cutlass_mla_decode`; sgl-kernel, its name before 0.4, is built
+    # for older releases of torch.
+    requires=("torch>=2.11", ("vllm>=0.32", "sglang-kernel>=0.4.5,<0.4.10")),
     companions=("flashinfer_mla",),
     options=(
         Option(
@@ -52,9 +52,9 @@ CUTLASS_MLA = BackendCard(
     ),
     verified_on=(
         Verified(
-            on="cutlass_mla_decode of sgl-kernel 0.3.21",
-            libraries=("torch 2.13.0+cpu",),
-            date="2026-11-22",
+            on="cutlass_mla_decode of sglang-kernel 0.4.5 and of vLLM 0.33.0",
+            libraries=("torch 2.14.1",),
+            date="2026-11-29",
         ),
     ),
     sources={

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from attnmux.core import ANY, BackendCard, Clause, Prior, one_of, runtimes, versions
+from attnmux.nvidia.cards.fa3 import REQUIRES
 from attnmux.nvidia.cards.runs import on_h200
 
 DUAL_CHUNK_FLASH_ATTN = BackendCard(
@@ -10,8 +11,7 @@ DUAL_CHUNK_FLASH_ATTN = BackendCard(
     # The approximate prefill over a selection of keys is not offered: all keys count.
     summary="Qwen2.5-1M's dual chunk attention: three FlashAttention calls a step, merged by LSE",
     factory="attnmux.nvidia.dual_chunk:make",
-    # Before 0.4, under the name sgl-kernel, the function had no `out`.
-    requires=("torch>=2.11", "sglang-kernel>=0.4.5"),
+    requires=REQUIRES,
     extra="fa3",
     verified_on=(on_h200("sglang-kernel 0.4.5", date="2026-11-23", cases=147),),
     sources={

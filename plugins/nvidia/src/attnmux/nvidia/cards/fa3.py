@@ -29,6 +29,13 @@ NUM_SPLITS = Option(
     default=0,
     summary="parts that the keys of a request are split into; 0 lets the library choose",
 )
+REQUIRES = (
+    "torch>=2.11",
+    # In the order of `fa3_providers.PROVIDERS`. Before 0.4, under the name sgl-kernel, the
+    # functions had no `out`; vLLM before 0.32 was not tried.
+    ("sglang-kernel>=0.4.5", "flash-attn-3", "vllm>=0.32"),
+)
+"""Any of the packages with FlashAttention 3."""
 TREE_SOURCES = {
     "page_size": (
         "a tree is a call over the prefix and one over each draft's own ancestors, whose table "
@@ -83,8 +90,7 @@ FA3 = BackendCard(
     summary="FlashAttention 3 on Hopper: paged KV of any page size, windows, sinks, FP8, graphs",
     factory="attnmux.nvidia.fa3:make",
     tree_masks=TREE_MASKS,
-    # Before 0.4, under the name sgl-kernel, the functions had no `out`.
-    requires=("torch>=2.11", "sglang-kernel>=0.4.5"),
+    requires=REQUIRES,
     extra="fa3",
     # Over e4m3 K and V, queries and weights are rounded to e4m3 as well.
     fp8_products=True,
@@ -106,6 +112,11 @@ FA3 = BackendCard(
         "head_dim": "built for 64, 96, 128, 192 and 256; other dims are padded to these",
         "v_head_dim": "flash_api.cpp, two dims: 128 < D <= 192 with 96 < Dv <= 128",
         "num_q_heads": "mainloop_fwd_sm90_tma_gmma_ws.hpp: an array of 64 sinks",
+        "attention_chunk": "vLLM's build has none: a layer with chunks is the next candidate's",
+        "sinks": (
+            "FlashAttention's own build has none, and vLLM's none over V of other dims than K: "
+            "such a layer is the next candidate's"
+        ),
         **TREE_SOURCES,
     },
     clauses=tuple(

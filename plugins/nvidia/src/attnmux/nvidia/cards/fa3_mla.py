@@ -14,7 +14,7 @@ from attnmux.core import (
     runtimes,
     versions,
 )
-from attnmux.nvidia.cards.fa3 import NUM_SPLITS, TREE_SOURCES
+from attnmux.nvidia.cards.fa3 import NUM_SPLITS, REQUIRES, TREE_SOURCES
 from attnmux.nvidia.cards.runs import on_h200
 
 _PHASES = one_of("extend", "decode", "verify", "draft")
@@ -56,8 +56,7 @@ FA3_MLA = BackendCard(
     summary="FlashAttention 3 on Hopper over MLA's latent: any page size, trees at page 1, graphs",
     factory="attnmux.nvidia.fa3_mla:make",
     tree_masks=TREE_MASKS,
-    # Before 0.4, under the name sgl-kernel, the functions had no `out`.
-    requires=("torch>=2.11", "sglang-kernel>=0.4.5"),
+    requires=REQUIRES,
     extra="fa3",
     options=(NUM_SPLITS,),
     verified_on=(on_h200("sglang-kernel 0.4.5", date="2026-11-23", cases=56),),

@@ -64,7 +64,7 @@ FLASHINFER = BackendCard(
     summary="flashinfer's paged and ragged MHA and GQA kernels, compiled on this machine",
     factory="attnmux.nvidia.flashinfer.backend:make",
     virtual_requests=True,
-    requires=("torch>=2.11", "flashinfer-python>=0.6.13,<0.7"),
+    requires=("torch>=2.11", "flashinfer-python>=0.6.13"),
     extra="flashinfer",
     needs_cpu_seq_lens=True,
     verified_on=(on_h200("flashinfer-python 0.6.13", date="2026-11-22", cases=599),),

@@ -26,7 +26,7 @@ FLASHINFER_GDN = BackendCard(
     name="flashinfer_gdn",
     summary="flashinfer's gated delta rule on SM90, with the convolutions that are installed",
     factory="attnmux.nvidia.flashinfer_gdn:make",
-    requires=("torch>=2.11", "flashinfer-python>=0.6.13,<0.7"),
+    requires=("torch>=2.11", "flashinfer-python>=0.6.13"),
     extra="flashinfer",
     verified_on=(
         Verified(

@@ -51,7 +51,7 @@ FLASHINFER_MLA = BackendCard(
     aliases=("flashinfer",),
     summary="flashinfer's MLA kernels: absorbed, over the pool's pages; prefill for others",
     factory="attnmux.nvidia.flashinfer_mla.backend:make",
-    requires=("torch>=2.11", "flashinfer-python>=0.6.13,<0.7"),
+    requires=("torch>=2.11", "flashinfer-python>=0.6.13"),
     extra="flashinfer",
     needs_cpu_seq_lens=True,
     verified_on=(on_h200("flashinfer-python 0.6.13", date="2026-11-23", cases=63),),

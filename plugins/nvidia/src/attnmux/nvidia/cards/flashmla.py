@@ -31,7 +31,7 @@ FLASHMLA = BackendCard(
     name="flashmla",
     summary="FlashMLA's decode over pages of 64 tokens, in bf16, fp16 or e4m3; SM90",
     factory="attnmux.nvidia.flashmla:make",
-    requires=("torch>=2.11", ("sgl-flash-mla>=1.0.0", "sglang-kernel>=0.4.5")),
+    requires=("torch>=2.11", ("sgl-flash-mla>=1.0.0", "sglang-kernel>=0.4.5", "vllm>=0.32")),
     extra="flashmla",
     companions=("flashinfer_mla",),
     # Over e4m3 rows, queries and weights are rounded to e4m3 as well.

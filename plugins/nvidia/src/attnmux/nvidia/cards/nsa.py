@@ -10,7 +10,7 @@ NSA = BackendCard(
     aliases=("dsa",),
     summary="DeepSeek-V3.2's sparse MLA: an indexer picks 2048 tokens, FlashMLA reads those",
     factory="attnmux.nvidia.nsa:make",
-    requires=("torch>=2.11", ("sgl-flash-mla>=1.0.0", "sglang-kernel>=0.4.5")),
+    requires=("torch>=2.11", ("sgl-flash-mla>=1.0.0", "sglang-kernel>=0.4.5", "vllm>=0.32")),
     extra="flashmla",
     verified_on=(
         on_h200("sglang-kernel 0.4.5", date="2026-11-23", cases=26),

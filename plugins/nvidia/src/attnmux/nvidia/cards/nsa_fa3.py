@@ -13,15 +13,14 @@ from attnmux.core import (
     runtimes,
     versions,
 )
-from attnmux.nvidia.cards.fa3 import NUM_SPLITS
+from attnmux.nvidia.cards.fa3 import NUM_SPLITS, REQUIRES
 from attnmux.nvidia.cards.runs import on_h200
 
 NSA_FA3 = BackendCard(
     name="nsa_fa3",
     summary="DeepSeek-V3.2's sparse MLA by FlashAttention 3 on Hopper: 16 bits, any page size",
     factory="attnmux.nvidia.nsa_fa3:make",
-    # Before 0.4, under the name sgl-kernel, the functions had no `out`.
-    requires=("torch>=2.11", "sglang-kernel>=0.4.5"),
+    requires=REQUIRES,
     extra="fa3",
     options=(NUM_SPLITS,),
     verified_on=(

@@ -93,7 +93,7 @@ TRTLLM_MHA = BackendCard(
     summary="TensorRT-LLM's MHA through flashinfer: SM100's own kernels, XQA on SM90 and SM120",
     factory="attnmux.nvidia.trtllm_mha:make",
     virtual_requests=True,
-    requires=("torch>=2.11", "flashinfer-python>=0.6.13,<0.7"),
+    requires=("torch>=2.11", "flashinfer-python>=0.6.13"),
     extra="flashinfer",
     # Over e4m3 K and V, XQA on SM90 and trtllm-gen round queries and weights to e4m3 as well.
     fp8_products=True,

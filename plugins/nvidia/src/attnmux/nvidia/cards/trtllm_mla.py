@@ -41,7 +41,7 @@ TRTLLM_MLA = BackendCard(
     name="trtllm_mla",
     summary="TensorRT-LLM's MLA decode through flashinfer, in bf16 or e4m3; SM100 and SM120",
     factory="attnmux.nvidia.trtllm_mla:make",
-    requires=("torch>=2.11", "flashinfer-python>=0.6.13,<0.7"),
+    requires=("torch>=2.11", "flashinfer-python>=0.6.13"),
     extra="flashinfer",
     # Over e4m3 the kernels want queries in e4m3, and round weights to it.
     fp8_products=True,

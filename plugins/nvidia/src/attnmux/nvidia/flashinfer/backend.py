@@ -1,6 +1,7 @@
 """MHA and GQA on flashinfer's wrappers: steps, calls, and the merge of two partial results.
 
-flashinfer's LSE is in base 2, and a row without keys has one near -5e4 and output 0.
+flashinfer's LSE is in base 2. A row without keys has output 0, and LSE -inf, or near -5e4 before
+0.7.
 """
 
 from __future__ import annotations
@@ -37,8 +38,8 @@ if TYPE_CHECKING:
 LN_2 = math.log(2)
 
 NO_KEYS = -4e4
-"""The LSE of a row without keys lies below: `math.cuh` starts from -5e4, not from -inf, and adds
-log2 of the number of masked keys. No row with keys comes near."""
+"""The LSE of a row without keys lies below: before 0.7 `math.cuh` starts from -5e4, not from -inf,
+and adds log2 of the number of masked keys. No row with keys comes near."""
 
 State = tuple[torch.Tensor, torch.Tensor]
 """Output [T, H, D] and base-2 LSE [T, H] of a part of the keys."""
@@ -225,8 +226,8 @@ def merge(kernels: FlashInferKernels, heads: int, state: State, other: State) ->
     """Make `state` attention over both parts' keys, `heads` heads of a token at once.
 
     Merging goes head by head, so more heads than a block holds are merged as more tokens of fewer
-    heads. LSE stays in base 2 and -5e4 stays as it is: the kernel subtracts maxima, and
-    -inf - -inf would be NaN.
+    heads. LSE stays in base 2, and that of rows without keys as it is: the kernel subtracts
+    maxima, and before 0.7 it makes NaN of -inf - -inf.
     """
     _, num_heads, head_dim = state[0].shape
     if heads < num_heads:

@@ -25,7 +25,7 @@ NO_POSITIONS = 0
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FlashInferKernels:
-    """Classes, functions and sources of flashinfer 0.6, by the library's names."""
+    """Classes, functions and sources of flashinfer, by the library's names."""
 
     BatchDecodeWithPagedKVCacheWrapper: Callable[..., Any]
     BatchPrefillWithPagedKVCacheWrapper: Callable[..., Any]

@@ -61,7 +61,12 @@ def read_settings(
     if request.dtype is None:
         raise InvalidInput("request.dtype", got=None, expected="the dtype of Q, for the plans")
     dtype = torch_dtype(request.dtype)
+    is_hopper = context.platform.version[:1] == (HOPPER,)
     prefill = str(options.get("prefill_backend", "auto"))
+    if prefill == "auto" and not is_hopper:
+        # From 0.7 on the library's "auto" also takes cuDNN and CUTLASS on Blackwell. Their rules
+        # for rows without keys and for memory past them were not tried.
+        prefill = "fa2"
     decode = str(options.get("decode_backend", "auto"))
     for option, chosen in (("prefill_backend", prefill), ("decode_backend", decode)):
         if chosen == "fa3" and pool.dtype != dtype:
@@ -78,8 +83,7 @@ def read_settings(
         kv_dtype=pool.dtype,
         page_size=1 if has_encoder else pool.page_size,
         prefill_backend=prefill,
-        reads_tiles=prefill == "fa3"
-        or (prefill == "auto" and context.platform.version[:1] == (HOPPER,)),
+        reads_tiles=prefill in ("auto", "fa3"),
         decode_backend=decode,
         tensor_cores=_tensor_cores(use_tensor_cores, groups, dtype, pool.dtype)
         or request.deterministic,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import partial
+from importlib import import_module
 from typing import TYPE_CHECKING
 
 import torch
@@ -20,7 +20,6 @@ from attnmux.core import (
     LibraryBackend,
     aligned,
     check_latent,
-    imported,
     is_aligned,
     latent_pages,
     rehearse,
@@ -28,13 +27,8 @@ from attnmux.core import (
     torch_dtype,
 )
 from attnmux.nvidia.flashinfer.shared import HINT, MIB, Staging, workspace, writable_lse
-from attnmux.nvidia.flashinfer_mla.planning import (
-    MOST_HEADS,
-    FlashInferMLAKernels,
-    GraphIndices,
-    Planner,
-    Settings,
-)
+from attnmux.nvidia.flashinfer_mla.kernels import FlashInferMLAKernels, from_flashinfer
+from attnmux.nvidia.flashinfer_mla.planning import MOST_HEADS, GraphIndices, Planner, Settings
 from attnmux.nvidia.flashinfer_mla.step import FlashInferMLAStep, LatentGroup, Planned
 
 if TYPE_CHECKING:
@@ -140,15 +134,15 @@ class FlashInferMLABackend(
                 f"a captured launch fixes how rows are tiled, which {batch.forward_mode.name} with "
                 "its requests of many lengths does not: run it eagerly"
             )
-        else:
-            buffers.capture(batch)
-        if step.num_rows:
-            self._staging.wait()
+        if not step.num_rows:
+            return step
+        self._staging.wait()
+        if buffers is None:
             for group in self._groups:
-                out = None if buffers is None else buffers.of_group[group.pool_group]
-                pages = step.indices(group, out)
-                step.in_pool[group] = self._planner.plan(group, step, pages)
-            self._staging.mark()
+                step.in_pool[group] = self._planner.plan(group, step, step.indices(group))
+        else:
+            step.in_pool = buffers.plan(self._planner, step)
+        self._staging.mark()
         return step
 
     def fill_step(self, step: FlashInferMLAStep, batch: ForwardBatch) -> None:
@@ -254,7 +248,7 @@ def _workspace_bytes(options: Mapping[str, object]) -> int:
 make = KernelLibrary(
     address="nvidia/flashinfer_mla",
     backend=FlashInferMLABackend,
-    providers={"flashinfer": partial(imported, FlashInferMLAKernels, "flashinfer.mla")},
+    providers={"flashinfer": lambda: from_flashinfer(import_module("flashinfer.mla"))},
     trial=rehearse,
     hint=HINT,
 )

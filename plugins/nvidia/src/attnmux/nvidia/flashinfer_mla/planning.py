@@ -1,10 +1,10 @@
 """The library's wrappers for MLA, and how each is planned for a step.
 
-Kernels read two things of a plan: the wrapper's int workspace, which stays where it is, and the
-indices, which `plan` takes as they are where they lie on the device. So a wrapper whose indices are
-in fixed memory serves graphs of every batch size, and eager steps between their replays. The
-library's own `use_cuda_graph` adds copies of lengths that no kernel reads, and wants a wrapper for
-each batch size, of 8 MiB on the device and as much pinned on the host.
+Kernels read two things of a plan: the wrapper's int workspace, and the indices, which `plan` takes
+as they are where they lie on the device. From 0.7 on each `plan` allocates a workspace, so a
+captured batch has a wrapper of its own, whose indices are in fixed memory. A replay plans into its
+workspace, see `FlashInferMLAKernels.replan`. The library's own `use_cuda_graph` adds copies of
+lengths that no kernel reads.
 """
 
 from __future__ import annotations
@@ -15,19 +15,13 @@ from typing import Any
 
 import torch
 
-from attnmux.core import LATENT_DIM, ROPE_DIM, BackendContext, ForwardBatch
+from attnmux.core import BackendContext, ForwardBatch, GraphUnsupported
 from attnmux.nvidia.flashinfer.shared import CaptureKey, capture_key
+from attnmux.nvidia.flashinfer_mla.kernels import FlashInferMLAKernels
 from attnmux.nvidia.flashinfer_mla.step import FlashInferMLAStep, LatentGroup, Planned
 
 MOST_HEADS = 128
 """Rows of the largest tile, a row being a head of a token: a tile holds whole tokens."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class FlashInferMLAKernels:
-    """A class of flashinfer 0.6, by the library's name."""
-
-    BatchMLAPagedAttentionWrapper: Callable[..., Any]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -58,51 +52,84 @@ class Planner:
     def plan(
         self, group: LatentGroup, step: FlashInferMLAStep, slots: torch.Tensor | None
     ) -> Planned:
-        """slots: the pages of keys, as `FlashInferMLAStep.indices` has them; None where the call
-        brings the keys."""
+        """An eager step's plan. slots: the pages of keys, as `FlashInferMLAStep.indices` has them;
+        None where the call brings the keys."""
+        of_call = slots is None
+
+        def wrapper_of(number: int) -> Any:  # noqa: ANN401  # the library's class
+            key = (of_call, group, number)
+            if key not in self._wrappers:
+                self._wrappers[key] = self._make()
+            return self._wrappers[key]
+
+        return self._plan(group, step, slots, wrapper_of)
+
+    def capture(self, group: LatentGroup, step: FlashInferMLAStep, slots: torch.Tensor) -> Planned:
+        """The plan of a step that is about to be captured, on a wrapper of its own.
+
+        Raises GraphUnsupported for a step of several plans, whose indices are copies.
+        """
+        planned = self._plan(group, step, slots, lambda number: self._make())
+        if len(planned.calls) > 1:
+            raise GraphUnsupported(
+                f"a captured step is one plan, and {step.batch.num_tokens} tokens of "
+                f"{group.num_heads} heads are {len(planned.calls)}: capture fewer"
+            )
+        return planned
+
+    def replan(self, planned: Planned, step: FlashInferMLAStep) -> None:
+        """Plan a captured batch's next replay. Its indices are filled."""
+        parts = step.parts(planned.num_heads, of_call=False)
+        for (_, wrapper), part in zip(planned.calls, parts, strict=True):
+            self._kernels.replan(
+                wrapper, part.lens(), num_heads=planned.num_heads, causal=step.is_causal
+            )
+
+    def _plan(
+        self,
+        group: LatentGroup,
+        step: FlashInferMLAStep,
+        slots: torch.Tensor | None,
+        wrapper_of: Callable[[int], Any],
+    ) -> Planned:
         settings, of_call = self._settings, slots is None
         heads = padded_heads(group.num_heads) if step.is_causal else group.num_heads
         parts = step.parts(heads, of_call=of_call)
         indices = slots
         if indices is None or settings.widens:
             # Keys of the call and copies are read in order.
-            keys = int(parts[-1].kv_indptr[-1])
-            indices = torch.arange(keys, dtype=torch.int32, device=self._workspace.device)
+            indices = torch.arange(
+                max(part.num_pages for part in parts),
+                dtype=torch.int32,
+                device=self._workspace.device,
+            )
         in_one = len(parts) == 1 and step.num_rows == step.batch.num_tokens
         calls: list[tuple[slice | None, Any]] = []
         for number, part in enumerate(parts):
-            wrapper = self._wrapper(of_call, group, number)
-            wrapper.plan(
-                qo_indptr=part.qo_indptr,
-                kv_indptr=part.kv_indptr,
-                kv_indices=indices,
-                kv_len_arr=part.kv_lens,
+            wrapper = wrapper_of(number)
+            self._kernels.plan(
+                wrapper,
+                part.lens(),
+                part.indices(indices),
                 num_heads=heads,
-                head_dim_ckv=LATENT_DIM,
-                head_dim_kpe=ROPE_DIM,
                 page_size=1 if of_call else settings.page_size,
                 causal=step.is_causal,
                 sm_scale=group.scaling,
-                q_data_type=settings.dtype,
-                kv_data_type=settings.dtype,
+                dtype=settings.dtype,
             )
             calls.append((None if in_one else part.rows, wrapper))
         return Planned(
+            kernels=self._kernels,
             num_heads=heads,
             num_rows=step.num_rows,
             calls=tuple(calls),
             slots=indices if slots is None else slots,
         )
 
-    def _wrapper(self, of_call: bool, group: LatentGroup, number: int) -> Any:  # noqa: ANN401  # the library's class
-        key = (of_call, group, number)
-        wrapper = self._wrappers.get(key)
-        if wrapper is None:
-            wrapper = self._kernels.BatchMLAPagedAttentionWrapper(
-                self._workspace, backend=self._settings.backend
-            )
-            self._wrappers[key] = wrapper
-        return wrapper
+    def _make(self) -> Any:  # noqa: ANN401  # the library's class
+        return self._kernels.BatchMLAPagedAttentionWrapper(
+            self._workspace, backend=self._settings.backend
+        )
 
 
 class GraphIndices:
@@ -117,17 +144,32 @@ class GraphIndices:
     ) -> None:
         pages = max_batch_size * -(-context.max_context_len // page_size)
         with torch.inference_mode(False):
-            self.of_group = {
+            self._indices = {
                 group.pool_group: torch.zeros(pages, dtype=torch.int32, device=context.device)
                 for group in groups
             }
-        self._captured: set[CaptureKey] = set()
-
-    def capture(self, batch: ForwardBatch) -> None:
-        self._captured.add(capture_key(batch))
+        self._groups = groups
+        self._captured: dict[CaptureKey, dict[LatentGroup, Planned]] = {}
 
     def has(self, batch: ForwardBatch) -> bool:
+        """Whether the batch was captured."""
         return capture_key(batch) in self._captured
+
+    def plan(self, planner: Planner, step: FlashInferMLAStep) -> dict[LatentGroup, Planned]:
+        """The plans of a batch that is captured, or of its next replay."""
+        slots = {
+            group: step.indices(group, self._indices[group.pool_group]) for group in self._groups
+        }
+        key = capture_key(step.batch)
+        captured = self._captured.get(key)
+        if captured is None:
+            captured = self._captured[key] = {
+                group: planner.capture(group, step, slots[group]) for group in self._groups
+            }
+            return captured
+        for planned in captured.values():
+            planner.replan(planned, step)
+        return captured
 
 
 def padded_heads(num_heads: int) -> int:
@@ -137,6 +179,6 @@ def padded_heads(num_heads: int) -> int:
     last 64 keys that a tile sees, the causal kernels divide the tile's end by the head count,
     rounding down (`kv_tile_idx` in mla.cuh and mla_hopper.cuh of 0.6.13; `MLAPlan` rounds up).
     Where a tile ends within a token and its keys end on a multiple of 64, that token's own key is
-    left out. So heads are padded until tiles end where tokens do.
+    left out, and 0.7.2 refuses the plan. So heads are padded until tiles end where tokens do.
     """
     return 1 << (num_heads - 1).bit_length()

@@ -17,6 +17,7 @@ from attnmux.core import (
     kv_indptr,
 )
 from attnmux.nvidia.flashinfer.shared import check_tokens, host_lens, page_indices
+from attnmux.nvidia.flashinfer_mla.kernels import FlashInferMLAKernels
 
 TILE = 128
 """Rows of a tile, a row being a head of a token. Short requests have tiles of half as many, and
@@ -39,9 +40,34 @@ class Part:
     qo_indptr: torch.Tensor
     """[B + 1] int32, from 0 on."""
     kv_indptr: torch.Tensor
-    """[B + 1] int32: where each request's pages begin among those of the step."""
+    """[B + 1] int32, from 0 on: where each request's pages begin among those of the part."""
     kv_lens: torch.Tensor
     """[B] int32."""
+    starts: torch.Tensor | None = None
+    """[B] int32: where each request's pages begin among those of the step. None if the part has all
+    of them."""
+
+    @property
+    def num_pages(self) -> int:
+        """How many pages of the step the part reaches."""
+        ends = self.kv_indptr[1:] if self.starts is None else self.starts + self.kv_indptr.diff()
+        return int(ends.max())
+
+    def lens(self) -> dict[str, torch.Tensor]:
+        """By the library's names."""
+        return {
+            "qo_indptr": self.qo_indptr,
+            "kv_indptr": self.kv_indptr,
+            "kv_len_arr": self.kv_lens,
+        }
+
+    def indices(self, of_step: torch.Tensor) -> torch.Tensor:
+        """The part's pages, of those of the step. `plan` wants them end to end."""
+        if self.starts is None:
+            return of_step
+        counts = self.kv_indptr.diff().tolist()
+        stretches = zip(self.starts.tolist(), counts, strict=True)
+        return torch.cat([of_step[start : start + count] for start, count in stretches])
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -60,6 +86,7 @@ class LatentGroup:
 class Planned:
     """A step's plan for a group of layers."""
 
+    kernels: FlashInferMLAKernels
     num_heads: int
     """Of Q as the kernels get it."""
     num_rows: int
@@ -100,18 +127,11 @@ class Planned:
         lse: torch.Tensor | None,
     ) -> None:
         for rows, wrapper in self.calls:
-            given: tuple[torch.Tensor | None, ...] = (q, q_rope, out, lse)
-            if rows is not None:
-                given = tuple(None if each is None else each[rows] for each in given)
-            wrapper.run(
-                given[0],
-                given[1],
-                *latents,
-                out=given[2],
-                lse=given[3],
-                return_lse=lse is not None,
-                return_lse_base_on_e=True,
-            )
+            if rows is None:
+                self.kernels.run(wrapper, (q, q_rope), latents, out=out, lse=lse)
+                continue
+            query, part = (q[rows], q_rope[rows]), None if lse is None else lse[rows]
+            self.kernels.run(wrapper, query, latents, out=out[rows], lse=part)
 
 
 class FlashInferMLAStep:
@@ -215,12 +235,12 @@ def _part(
     page_size: int,
 ) -> Part:
     qo_indptr = cu_seqlens(q_lens)
-    last_pages = -(-kv_lens[-1:] // page_size)
     return Part(
         rows=slice(first_row, first_row + int(qo_indptr[-1])),
         qo_indptr=qo_indptr,
-        kv_indptr=torch.cat([starts, starts[-1:] + last_pages]),
+        kv_indptr=kv_indptr(kv_lens, page_size=page_size),
         kv_lens=kv_lens,
+        starts=starts,
     )
 
 

@@ -1,0 +1,43 @@
+"""Installed distributions that own the same package: which files are there depends on the order of
+installation."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+from attnmux.core.choosing.offer.card import BackendCard
+from attnmux.core.choosing.offer.libraries import Distribution, canonical, distributions
+
+INIT = "/__init__.py"
+
+
+def overlapping(cards: Iterable[BackendCard]) -> Iterator[str]:
+    """A line for each package that a library of the cards shares with another distribution."""
+    libraries = {canonical(name) for card in cards for name in card.libraries()}
+    owners: dict[str, dict[str, str]] = {}
+    for name, distribution in distributions().items():
+        for package, digest in _packages(distribution):
+            owners.setdefault(package, {})[name] = digest
+    for package, digests in sorted(owners.items()):
+        # Namespaces that several distributions fill have one content.
+        if len(set(digests.values())) < 2 or libraries.isdisjoint(digests):
+            continue
+        names = sorted(digests)
+        versions = [f"{name} {distributions()[name].identity()[1]}".strip() for name in names]
+        yield (
+            f"{' and '.join(versions)} own one package, {package}, and overwrite each other's "
+            f"files: pip uninstall {' '.join(names)}, then pip install the one that you need"
+        )
+
+
+def _packages(distribution: Distribution) -> Iterator[tuple[str, str]]:
+    """Top-level packages, and the hash of each one's first file."""
+    try:
+        record = distribution.read("RECORD").decode(errors="replace")
+    except OSError:
+        return
+    for line in record.splitlines():
+        path, _, rest = line.partition(",")
+        package, init, _ = path.partition(INIT)
+        if init and path.endswith(INIT) and "/" not in package:
+            yield package, rest.partition(",")[0]
