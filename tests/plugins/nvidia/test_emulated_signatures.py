@@ -18,6 +18,7 @@ from typing import Any
 
 import pytest
 import torch
+from packaging.version import Version
 
 from attnmux.emulators.nvidia import causal_conv1d, cutlass_mla, flashinfer, sgl_flash_attn
 from attnmux.emulators.nvidia.fa3_operators import VllmFA3
@@ -115,11 +116,14 @@ def test_emulated_signature(library, module, name) -> None:
 @pytest.mark.parametrize(("library", "module", "name"), FUNCTIONS)
 def test_installed_signature(library, module, name) -> None:
     """The installed library takes the recorded arguments, in order."""
-    distribution = RECORDED[library]["distribution"]
+    record = RECORDED[library]
+    distribution, before = record["distribution"], record.get("before")
     try:
         # Two distributions share the name of a package.
-        version(distribution)
+        here = version(distribution)
     except PackageNotFoundError:
         pytest.skip(f"{distribution} is not installed")
-    wanted = RECORDED[library]["modules"][module][name]
+    if before and Version(here) >= Version(before):
+        pytest.skip(f"{distribution} {before} and later have it not")
+    wanted = record["modules"][module][name]
     assert [each for each in installed(module, name) if each in wanted] == wanted
