@@ -25,7 +25,7 @@ transposes them where the kernel wants it.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
@@ -134,20 +134,26 @@ class FlashInferGDNBackend(LinearAttentionBackend):
         _check_dtype(call, torch.bfloat16)
         pool = self.states.state(layer.layer_id)
         states = read_states(pool, rows, batch.seq_lens <= 1)
-        a, b = decode_gates(call)
+        inputs = (call.q, call.k, call.v, *decode_gates(call))
+        q, k, v, a, b, out, states = _deducible(
+            [*(by_request(each, count) for each in inputs), _room(call, count), states],
+            is_one_value=count * layer.num_v_heads == 1,
+        )
         self.kernels.gated_delta_rule_decode(
-            *(by_request(each, count) for each in (call.q, call.k, call.v)),
+            q,
+            k,
+            v,
             states,
             self._steep[: layer.num_v_heads],
-            by_request(a, count),
+            a,
             self._flat[: layer.num_v_heads],
-            by_request(b, count),
+            b,
             scale=layer.scaling,
-            output=(out := _room(call, count)),
+            output=out,
             use_qk_l2norm=layer.qk_l2norm,
         )
-        _put(call, out)
-        pool.index_copy_(0, rows, states)
+        _put(call, out[:count])
+        pool.index_copy_(0, rows, states[:count])
 
     def forward_verify(self, call: LinearCall, batch: ForwardBatch) -> None:
         layer, rows, count = call.layer, batch.req_pool_indices, batch.batch_size
@@ -157,25 +163,31 @@ class FlashInferGDNBackend(LinearAttentionBackend):
         num, heads = batch.drafts().draft_token_num, layer.num_v_heads
         pool = self.states.state(layer.layer_id)
         states = transposed(read_states(pool, rows, batch.seq_lens <= 0))
-        after = states.new_empty((count, num, heads, DIM, DIM))
-        a, b = draft_gates(call)
+        inputs = (call.q, call.k, call.v, *draft_gates(call))
+        q, k, v, a, b, out, states = _deducible(
+            [*(by_request(each, count) for each in inputs), _room(call, count), states],
+            is_one_value=count * num == 1,
+        )
+        after = states.new_empty((len(states), num, heads, DIM, DIM))
         self.kernels.gated_delta_rule_mtp(
-            *(by_request(each, count) for each in (call.q, call.k, call.v)),
+            q,
+            k,
+            v,
             states,
-            torch.arange(count, dtype=torch.int32, device=rows.device),
+            torch.arange(len(states), dtype=torch.int32, device=rows.device),
             self._flat[:heads],
-            by_request(a, count),
+            a,
             self._flat[:heads],
-            by_request(b, count),
+            b,
             scale=layer.scaling,
-            output=(out := _room(call, count)),
+            output=out,
             intermediate_states_buffer=after,
             disable_state_update=True,
             use_qk_l2norm=layer.qk_l2norm,
         )
-        _put(call, out)
+        _put(call, out[:count])
         drafted = self.states.draft_state(layer.layer_id)
-        drafted[:, :num].index_copy_(0, rows, after.transpose(-1, -2))
+        drafted[:, :num].index_copy_(0, rows, after[:count].transpose(-1, -2))
 
     def forward_extend(self, call: LinearCall, batch: ForwardBatch) -> None:
         layer, rows, step = call.layer, batch.req_pool_indices, self._step
@@ -215,6 +227,15 @@ def _check_dtype(call: LinearCall, *served: torch.dtype) -> None:
     if call.q.dtype not in served:
         expected = f"{' or '.join(map(str, served))}, as the kernel of the phase takes"
         raise InvalidInput("q", got=call.q.dtype, expected=expected)
+
+
+def _deducible(tensors: Sequence[torch.Tensor], *, is_one_value: bool) -> Sequence[torch.Tensor]:
+    """The tensors [B, …]; the request twice if a tensor of several dimensions has one value.
+
+    flashinfer 0.7.2 asks the CuTe DSL to deduce which dimension of such a tensor is contiguous,
+    which raises RuntimeError.
+    """
+    return [torch.cat([each, each]) for each in tensors] if is_one_value else tensors
 
 
 def _room(call: LinearCall, count: int) -> torch.Tensor:

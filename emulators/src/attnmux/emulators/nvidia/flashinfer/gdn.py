@@ -36,6 +36,10 @@ LEAST_DECAY = 1e-10
 LARGEST_EXPONENT = 88.0
 
 
+ONE_VALUE = "Can't deduce the leading dimension from layout"
+"""What the CuTe DSL raises for a tensor of several dimensions and one value."""
+
+
 def chunk_gated_delta_rule(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -132,6 +136,7 @@ def gated_delta_rule_decode(
     count, tokens, heads, k_dim = q.shape
     assert tokens == 1, f"Decode only supports T=1, got T={tokens}"
     v_heads, v_dim = v.shape[2:]
+    _check(count * v_heads > 1, ONE_VALUE)
     expected = (count, v_heads, k_dim, v_dim)
     assert state.shape == expected, f"Expected state shape {expected}, got {state.shape}"
     _check_recurrent(q, k, v, state, A_log, a, dt_bias, b)
@@ -184,6 +189,7 @@ def gated_delta_rule_mtp(
         raise NotImplementedError("the states after all tokens in place of the first")
     count, tokens, heads, k_dim = q.shape
     v_heads, v_dim = v.shape[2:]
+    _check(count * tokens > 1, ONE_VALUE)
     assert initial_state.shape == (initial_state.shape[0], v_heads, v_dim, k_dim)
     _check_recurrent(q, k, v, initial_state, A_log, a, dt_bias, b)
     _check(q.dtype == torch.bfloat16, "fp16 is copied to registers of bf16")
