@@ -47,6 +47,8 @@ class Answer:
 
 Asked = tuple[Sequence[Sequence[int]], Sequence[int]]
 """Prompts, and how many tokens each generates."""
+Weights = dict[str, Any]
+"""Tensors by name, which replace the model's in place."""
 Run = Callable[..., tuple[list[list[Answer]], str]]
 
 
@@ -54,7 +56,9 @@ class EngineFailed(Exception):
     """The engine ended; the text is its log."""
 
 
-def _child(connection: Connection, log: Path, rounds: Sequence[Asked], given: Any) -> None:
+def _child(
+    connection: Connection, log: Path, rounds: Sequence[Asked | Weights], given: Any
+) -> None:
     os.setpgrp()
     # pytest has put objects of its own in place of both streams
     sys.stdout = sys.stderr = log.open("a", buffering=1)
@@ -65,7 +69,15 @@ def _child(connection: Connection, log: Path, rounds: Sequence[Asked], given: An
     set_start_method = multiprocessing.set_start_method
     multiprocessing.set_start_method = lambda *_, **__: set_start_method("fork", force=True)
     engine = sglang.Engine(**given)
-    for prompts, lengths in rounds:
+    for asked in rounds:
+        if isinstance(asked, dict):
+            engine.begin_weight_update()
+            done, why = engine.update_weights_from_tensor(named_tensors=list(asked.items()))
+            engine.end_weight_update()
+            if not done:
+                raise EngineFailed(why)
+            continue
+        prompts, lengths = asked
         results = engine.generate(
             input_ids=[list(prompt) for prompt in prompts],
             sampling_params=[
@@ -94,12 +106,13 @@ def imported() -> None:
 @pytest.fixture
 def run(imported: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Run:
     """`run(folder, backend, rounds, **arguments)` serves the rounds one after the other and returns
-    the answers of each, and the engine's log. Raises EngineFailed."""
+    the answers of each, and the engine's log. Weights in place of a round are updated there.
+    Raises EngineFailed."""
     for name, value in ENVIRONMENT.items():
         monkeypatch.setenv(name, value)
 
     def serve(
-        folder: Path, backend: str, rounds: Sequence[Asked], **arguments: Any
+        folder: Path, backend: str, rounds: Sequence[Asked | Weights], **arguments: Any
     ) -> tuple[list[list[Answer]], str]:
         ours, theirs = multiprocessing.Pipe(duplex=False)
         log = tmp_path / f"{backend}-{len(list(tmp_path.glob('*.log')))}.log"
@@ -116,7 +129,9 @@ def run(imported: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Run:
         theirs.close()
         answers = []
         try:
-            for _ in rounds:
+            for asked in rounds:
+                if isinstance(asked, dict):
+                    continue
                 if not ours.poll(240):
                     raise EngineFailed(f"no answer within 240 s\n{log.read_text()}")
                 answers.append(

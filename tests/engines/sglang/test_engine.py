@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import importlib
+import json
 import random
+import shlex
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,8 +15,11 @@ import pytest
 pytest.importorskip("sglang")
 pytest.importorskip("attnmux.sglang")
 
+from click.testing import CliRunner
+
 import attnmux.transformers.recall as recall
-from attnmux.core import PluginError
+from attnmux.core import Decision, PluginError
+from attnmux.core.cli.verbs import verbs
 from attnmux.core.engine_interfaces import Interface, missing
 from attnmux.sglang import INTERFACES, SglangInterfaceWarning, interfaces, plugin
 
@@ -63,6 +69,43 @@ def test_the_solvers_reasons_are_the_engines_error(
     refused = "ValueError: --attention-backend attnmux: .*'fa3'.* pip install attnmux-nvidia"
     with pytest.raises(Exception, match=refused):  # EngineFailed, of a conftest without a name
         run(RECALL, "attnmux", [_asked(1)[0]])
+
+
+def test_the_verb_decides_what_the_engine_does(run: Callable[..., Any]) -> None:
+    """The line of `select --engine` for the shipped checkpoint, on this machine."""
+    args = ["select", "--model", str(RECALL), "--engine", "sglang", "--json", "--request"]
+    result = CliRunner().invoke(verbs, [*args, "dtype=float32"], prog_name="attnmux")
+    assert result.exit_code == 0, result.output
+    answer = json.loads(result.stdout)
+    words = shlex.split(answer["launch"])
+    flags = dict(zip(words[3::2], words[4::2], strict=True))
+    assert flags.pop("--model-path") == str(RECALL)
+    given = {name.removeprefix("--").replace("-", "_"): value for name, value in flags.items()}
+    given["page_size"] = int(given["page_size"])
+    backend = given.pop("attention_backend")
+    asked, _ = _asked(1)
+    _, log = run(RECALL, backend, [asked], **given)
+    del answer["warnings"], answer["install"], answer["launch"], answer["proof"]
+    assert f"attention: {Decision.from_json(json.dumps(answer)).summary()}" in log
+
+
+def test_a_window_of_one_token_ends_the_start(run: Callable[..., Any], tmp_path: Path) -> None:
+    texts = importlib.import_module("transformers")
+    config = texts.Gemma3TextConfig(
+        vocab_size=97,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        sliding_window=1,
+        layer_types=["sliding_attention", "full_attention"],
+    )
+    texts.AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "model")
+    refused = "ValueError: --attention-backend attnmux: sliding_window: expected 2 tokens or more"
+    with pytest.raises(Exception, match=refused):  # as above
+        run(tmp_path / "model", "attnmux", [_asked(1)[0]])
 
 
 def test_an_sglang_without_an_interface_is_not_registered(

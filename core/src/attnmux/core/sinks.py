@@ -51,8 +51,8 @@ def refresh_sinks(layers: Iterable[LayerSpec], weights: Sequence[torch.Tensor]) 
     """Copy the model's weights into the sinks of the layers, and these into every copy.
 
     An engine calls it with each step, as the first part of what a device graph holds: weights that
-    change in place count from the next step on, also in graphs. It launches two kernels for all
-    layers together. weights: [Hq] for each layer with sinks, in the order of `layers`.
+    change in place count from the next step on, also in graphs. torch may join the copies of all
+    layers. weights: [Hq] for each layer with sinks, in the order of `layers`.
     """
     specs = [layer for layer in layers if layer.sinks is not None]
     of_layers = [spec.sinks for spec in specs if spec.sinks is not None]

@@ -1,8 +1,8 @@
 """The request of this integration and its refusals, for the bridge and for `attnmux select`.
 
 SGLang and torch are not imported. The bridge makes a request of SGLang's layers and arguments, the
-verb one of a config.json; `asked` completes both and refuses what is not served. `launch` and `install` are the verb's:
-see `attnmux.core.cli.engines`.
+verb one of a config.json; `asked` completes both and refuses what is not served. `launch` and
+`install` are the verb's: see `attnmux.core.cli.engines`.
 """
 
 from __future__ import annotations
@@ -190,13 +190,9 @@ def _draft_words(request: Request, platform: Platform) -> list[str]:
 
 def _said(value: object) -> str:
     """A request's value in an error."""
-    if isinstance(value, tuple):
-        return " and ".join(
-            each
-            if isinstance(each, str)
-            else f"{each[1]} layers of {each[0]}"
-            if isinstance(each, tuple)
-            else str(each)
-            for each in value
-        )
-    return str(value)
+    if not isinstance(value, tuple):
+        return str(value)
+    counted = (
+        f"{each[1]} of {each[0]}" if isinstance(each, tuple) else str(each) for each in value
+    )
+    return " and ".join(counted)

@@ -1,4 +1,4 @@
-"""The names and signatures of SGLang that this package uses, and what to do about an SGLang without."""
+"""The names and signatures of SGLang that this package uses, and what to do if it lacks one."""
 
 from __future__ import annotations
 
