@@ -38,9 +38,8 @@ def test_without_a_registration_vllm_keeps_its_own(monkeypatch):
 
 
 def test_without_an_interface_asking_for_attnmux_is_an_error(monkeypatch):
-    gaps = (*NONE, *NONE)
-    monkeypatch.setattr(attnmux.vllm, "BACKEND", gaps)
-    with pytest.raises(PluginError, match="AttentionBackendEnum.enlist and 1 more: install") as told:
+    monkeypatch.setattr(attnmux.vllm, "BACKEND", (*NONE, *NONE))
+    with pytest.raises(PluginError, match=r"BackendEnum\.enlist and 1 more: install vllm") as told:
         _ = attnmux.vllm.AttnmuxBackend
     assert len(str(told.value).splitlines()) == 1
 
