@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,9 @@ pytest.importorskip("sglang")
 pytest.importorskip("attnmux.sglang")
 
 import attnmux.transformers.recall as recall
-from attnmux.sglang import TRIED, SglangVersionWarning, plugin, versions
+from attnmux.core import PluginError
+from attnmux.core.engine_interfaces import Interface, missing
+from attnmux.sglang import INTERFACES, SglangInterfaceWarning, interfaces, plugin
 
 RECALL = Path(recall.__file__).parent
 
@@ -64,16 +65,17 @@ def test_the_solvers_reasons_are_the_engines_error(
         run(RECALL, "attnmux", [_asked(1)[0]])
 
 
-def test_another_version_is_a_warning_that_names_the_tried_one(
+def test_an_sglang_without_an_interface_is_not_registered(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(versions, "installed_version", lambda _: "0.9.0")
-    with pytest.warns(SglangVersionWarning, match=r"sglang>=0\.5\.23.* found sglang 0\.9\.0"):
+    gap = Interface("sglang.srt.runtime_context", "get_nothing")
+    monkeypatch.setattr(plugin, "REGISTRATION", (gap,))
+    said = r"in sglang \S+, which lacks sglang\S+:get_nothing: pip install 'sglang>=0\.5\.22'"
+    with pytest.warns(SglangInterfaceWarning, match=said):
         plugin.register()
+    with pytest.raises(PluginError, match=said):
+        interfaces.require((gap,))
 
 
-def test_the_installed_version_is_the_pinned_one() -> None:
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        assert versions.check_version()
-    assert [each.pinned for each in TRIED] == ["0.5.23"]
+def test_the_installed_sglang_has_every_interface() -> None:
+    assert missing(INTERFACES) == []

@@ -92,10 +92,12 @@ class Sources:
                 names |= self.members(home, _plain_name(base))
         return names
 
-    def _find(self, module: str, name: str) -> tuple[str, ast.AST] | None:
-        """The definition and the module that it is in."""
+    def _find(
+        self, module: str, name: str, through: frozenset[tuple[str, str]] = frozenset()
+    ) -> tuple[str, ast.AST] | None:
+        """The definition and the module that it is in. through: imports that led here."""
         tree = self._module(module)
-        if tree is None:
+        if tree is None or (module, name) in through:
             return None
         if not name:
             return module, tree
@@ -104,8 +106,10 @@ class Sources:
         if isinstance(node, ast.ImportFrom):
             target = _target(node, module, is_package=self._path(module).name == "__init__.py")
             imported = next(a.name for a in node.names if (a.asname or a.name) == first)
-            submodule = self._find(f"{target}.{imported}", rest)
-            return submodule or self._find(target, f"{imported}.{rest}" if rest else imported)
+            through |= {(module, name)}
+            submodule = self._find(f"{target}.{imported}", rest, through)
+            whole = f"{imported}.{rest}" if rest else imported
+            return submodule or self._find(target, whole, through)
         if node is None or not rest:
             return None if node is None else (module, node)
         return self._member(module, node, rest) if isinstance(node, ast.ClassDef) else None
