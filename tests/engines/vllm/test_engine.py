@@ -14,7 +14,9 @@ import pytest
 vllm = pytest.importorskip("vllm")
 distributed = pytest.importorskip("vllm.distributed")
 recall = pytest.importorskip("attnmux.transformers.recall")
+core = pytest.importorskip("attnmux.core")
 chooser = pytest.importorskip("attnmux.core.chooser")
+launch = pytest.importorskip("attnmux.vllm.launch")
 
 # vLLM and its dependencies warn of themselves
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -166,7 +168,9 @@ def test_an_engine_whose_backend_does_not_fit_ends_at_its_start(checkpoint, monk
     """vLLM says nothing of logit caps before it builds the layers."""
     monkeypatch.setenv("ACME_SIMULATOR", "m2")
     monkeypatch.setenv("ATTNMUX_BACKEND", "acme_paged")
-    with pytest.raises(ValueError, match="--attention-backend ATTNMUX: acme_paged cannot") as caught:
+    with pytest.raises(
+        ValueError, match="--attention-backend ATTNMUX: acme_paged cannot"
+    ) as caught:
         texts(checkpoint("wide_soft_cap"), "ATTNMUX", [], block_size=64, dtype="bfloat16")
     assert "logit_cap" in str(caught.value)
 
@@ -179,17 +183,41 @@ def test_a_second_engine_is_refused_at_its_start(checkpoint, prompts, monkeypatc
         texts(checkpoint("gqa"), "ATTNMUX", [])
 
 
-def test_requests_choose_and_compile_nothing(checkpoint, prompts, monkeypatch):
-    chosen = []
+@pytest.fixture
+def decided(monkeypatch) -> list[Any]:
+    """The requests that are solved, in their order."""
+    requests: list[Any] = []
     decide = chooser.Chooser.decide
-    monkeypatch.setattr(
-        chooser.Chooser, "decide", lambda *asked: chosen.append(asked) or decide(*asked)
-    )
+
+    def noted(self: Any, request: Any, *failed: Any) -> Any:
+        requests.append(request)
+        return decide(self, request, *failed)
+
+    monkeypatch.setattr(chooser.Chooser, "decide", noted)
+    return requests
+
+
+def test_requests_choose_and_compile_nothing(checkpoint, prompts, decided):
     with started(checkpoint("mixed_windows"), "ATTNMUX") as llm:
-        assert chosen
-        chosen.clear()
+        assert decided
+        decided.clear()
         answered(llm, prompts[:2])
-        assert not chosen
+        assert not decided
+
+
+@pytest.mark.parametrize("family", ["windows", "sinks", "soft_cap", "alibi", "mla"])
+def test_select_asks_what_the_backend_asks(family, checkpoint, decided):
+    model = checkpoint(family)
+    with started(model, "ATTNMUX"):
+        pass
+    platform = chooser.Chooser.here("cpu").platform
+    request = launch.ask(core.Request.from_model(model, dtype="float32"), platform)
+    request = request.replace(kv_dtype="float32", page_size=decided[-1].page_size)
+    assert without_origins(request) in map(without_origins, decided)
+
+
+def without_origins(request: Any) -> dict[str, Any]:
+    return {name: value for name, value in request.to_dict().items() if name != "origins"}
 
 
 def test_sinks_that_are_updated_in_place(checkpoint, prompts):

@@ -33,23 +33,24 @@ REFUSED = {
 }
 """Flags by which vLLM asks for what no request can express."""
 
+NO_INDEXER = "none: attnmux has no indexer of vLLM's"
+NO_OPTION = "none: no option of vLLM asks for it"
 UNSERVED = {
-    "index_topk": "sparse attention: attnmux has no indexer of vLLM's",
-    "index_block_size": "sparse attention: attnmux has no indexer of vLLM's",
-    "compressed_layers": "layers that see keys of compressed blocks",
-    "cross_attention": "cross-attention: only decoders' layers are served",
-    "relative_bias": "a bias from a table of each head",
-    "sparse": "pages chosen by their keys: vLLM has no such option",
-    "sparse_budget": "pages chosen by their keys: vLLM has no such option",
-    "custom_mask": "masks of the user: vLLM gives none",
-    "multi_item": "prompts of several items: vLLM sends none",
-    "two_batches": "steps in two halves: vLLM's own do not reach attention backends",
-    "chunked_prefix": "expanded prompts: MLA runs absorbed in all steps",
-    "lse": "LSE: only context parallelism reads it, which is not served",
-    "max_error": "a bound of the error: inside vLLM nobody asks for one",
-    "accuracy": "an accuracy: inside vLLM nobody asks for one",
+    "cross_attention": "self-attention",
+    "index_topk": NO_INDEXER,
+    "index_block_size": NO_INDEXER,
+    "compressed_layers": "layers that see tokens alone",
+    "relative_bias": "none: vLLM's layers have no such table",
+    "custom_mask": "none: vLLM gives no masks",
+    "multi_item": "none: vLLM sends no prompts of several items",
+    "two_batches": "none: vLLM's own halves of a step do not reach attention backends",
+    "chunked_prefix": "none: MLA runs absorbed in all steps",
+    "lse": "none: only context parallelism reads it, which is not served",
+    "sparse": NO_OPTION,
+    "max_error": NO_OPTION,
+    "accuracy": NO_OPTION,
 }
-"""Fields of a request that no layer of vLLM's has, or that are refused, with the reason."""
+"""Fields of a request that no layer of vLLM's has, or that are refused, with what is expected."""
 
 OWN = (
     ("multimodal", False),
@@ -84,13 +85,13 @@ def of_layers(request: Request) -> Request:
     token counts as one of two: it demands what every window does.
     Raises InvalidInput for what is refused.
     """
-    for name, reason in UNSERVED.items():
+    for name, expected in UNSERVED.items():
         if getattr(request, name):
-            refuse(name, getattr(request, name), reason)
+            refuse(name, getattr(request, name), expected)
     if request.kind not in ("mha", "mla"):
-        refuse("kind", request.kind, "only layers of kind mha and mla are served")
+        refuse("kind", request.kind, "mha or mla")
     if request.alibi and request.latent:
-        refuse("alibi", "slopes in layers of kind mla", "MLA without biases")
+        refuse("alibi", "slopes in layers of kind mla", "none with MLA")
     stored = {request.kv_dtype, *(group.kv_dtype for group in request.other_layers)}
     for name, values, allowed in (
         ("dtype", {request.dtype}, PLAIN),
@@ -121,6 +122,8 @@ def ask(request: Request, platform: Platform) -> Request:
     """
     if request.phases == ("encoder",):
         refuse("model", "an encoder", "a decoder")
+    if request.dtype is None:  # as vLLM's own default
+        request = request.replace(origin="default", dtype="bfloat16")
     if request.origins["phases"] != "default":
         refuse("phases", "+".join(request.phases), "none: vLLM runs prompts and decodes")
     if request.has_trees:

@@ -24,6 +24,7 @@ from attnmux.core import (
     build,
     dtype_name,
     make_first,
+    refresh_sinks,
     torch_dtype,
 )
 from attnmux.vllm.asking import kv_dtype
@@ -95,11 +96,10 @@ class Group:
         refused.
         """
         self.layers = dict(layers)
-        self._specs = dict(zip(layers, specs_of(list(layers.values()), device), strict=True))
         self._max_num_reqs, self._page_size, self._device = max_num_reqs, page_size, device
+        self._specs = self._described()
         self._chooser = chooser = Chooser.here(device.type)
         self._max_num_tokens = config.scheduler_config.max_num_batched_tokens
-        self._sinks = _converted_sinks(self.layers, self._specs)
         dtype = config.model_config.dtype
         request = request_of(
             list(layers.values()), list(self._specs.values()), dtype=dtype, page_size=page_size
@@ -121,10 +121,16 @@ class Group:
 
         width: columns of the block table.
         """
+        self._specs = self._described()  # those of the rehearsal keep its copies of sinks
         caches = {name: layer.kv_cache for name, layer in self.layers.items()}
         pool = _pool(self.layers, self._specs, caches, self._page_size)
         table = self._table(width)
         self.backend = build(self.decision, self._context(self.decision, pool, table))
+        self._sinks = [
+            sinks if (weights := self.layers[name].impl.sinks).dtype == sinks.dtype else weights
+            for name, spec in self._specs.items()
+            if (sinks := spec.sinks) is not None
+        ]
         if self.decision.request.graph:
             self.backend.init_cuda_graph_state(table.size, self._max_num_tokens)
         self._steps = StepBuilder(
@@ -132,6 +138,10 @@ class Group:
             max_num_tokens=self._max_num_tokens,
             seq_len_fill=self.backend.get_cuda_graph_seq_len_fill_value(),
         )
+
+    def _described(self) -> dict[str, LayerSpec]:
+        layers = list(self.layers.values())
+        return dict(zip(self.layers, specs_of(layers, self._device), strict=True))
 
     def _table(self, width: int) -> BlockTable:
         return BlockTable(self._max_num_reqs, width, page_size=self._page_size, device=self._device)
@@ -165,21 +175,10 @@ class Group:
 
     def prepare_in_graph(self, batch: ForwardBatch) -> None:
         """Prepare what a graph of the step holds."""
-        # Weights may have been updated in place, which no counter shows
+        # Weights may have been updated in place
         if self._sinks:
-            torch._foreach_copy_(*map(list, zip(*self._sinks, strict=True)))
+            refresh_sinks(self.backend.context.layers, self._sinks)
         self.backend.init_forward_metadata_in_graph(batch)
-
-
-def _converted_sinks(
-    layers: Mapping[str, Any], specs: Mapping[str, LayerSpec]
-) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """(the copy in float32, vLLM's) for the sinks of layers that keep them in another dtype."""
-    return [
-        (copy, layers[name].impl.sinks.detach())
-        for name, spec in specs.items()
-        if (copy := spec.sinks) is not None and layers[name].impl.sinks.dtype != copy.dtype
-    ]
 
 
 def _rehearsal_caches(
