@@ -15,7 +15,7 @@ from attnmux.core.cli.verbs import verbs
 
 DATA = Path(__file__).parents[1] / "choosing" / "data"
 GOLDEN = Path(__file__).parent / "golden"
-ENGINES = ("sglang",)
+ENGINES = ("sglang", "vllm")
 PLATFORMS = (
     "nvidia:sm90,cuda=13.0",
     "nvidia:sm100,cuda=13.0",

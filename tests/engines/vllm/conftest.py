@@ -54,9 +54,18 @@ def windows() -> Any:
     return transformers.MistralConfig(**GROUPED, sliding_window=24)
 
 
-def soft_cap() -> Any:
+def window_of_one() -> Any:
+    """Each token sees itself alone."""
+    return transformers.MistralConfig(**GROUPED, sliding_window=1)
+
+
+def wide_soft_cap() -> Any:
+    return soft_cap(head_dim=64)
+
+
+def soft_cap(**changes: Any) -> Any:
     return transformers.Gemma2Config(
-        **{**GROUPED, "tie_word_embeddings": True},  # all that vLLM's class knows
+        **{**GROUPED, "tie_word_embeddings": True, **changes},  # all that vLLM's class knows
         attn_logit_softcapping=2.0,
         final_logit_softcapping=None,
         query_pre_attn_scalar=32,
@@ -123,7 +132,11 @@ def mla() -> Any:
 
 
 FAMILIES: dict[str, Callable[[], Any]] = {
-    family.__name__: family for family in (gqa, windows, sinks, soft_cap, alibi, mla, mixed_windows)
+    family.__name__: family
+    for family in (
+        *(gqa, windows, window_of_one, sinks),
+        *(soft_cap, wide_soft_cap, alibi, mla, mixed_windows),
+    )
 }
 
 
