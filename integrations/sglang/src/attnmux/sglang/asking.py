@@ -78,8 +78,8 @@ def asked(request: Request, *, captures: bool) -> Request:
     if request.has_trees and (request.page_size or 1) > 1:
         expected = "1 with draft trees: SGLang reads pages of trees with its own backends alone"
         raise InvalidInput("page_size", got=request.page_size, expected=expected)
-    graph = {"graph": True} if captures and not request.graph else {}
-    return decoding.replace(origin="model", **trees, **graph)
+    made = decoding.replace(origin="model", **trees)
+    return made.replace(origin="platform", graph=True) if captures and not made.graph else made
 
 
 def ask(request: Request, platform: Platform) -> Request:
