@@ -45,6 +45,18 @@ def test_a_vendors_plugin_serves_the_engine(
     assert "acme_paged" in log
 
 
+def test_a_page_size_that_the_backend_lacks_ends_the_start_with_one_that_it_has(
+    run: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("acme_attnmux")
+    monkeypatch.setenv("ACME_SIMULATOR", "m1")
+    monkeypatch.setenv("ATTNMUX_PLATFORM", "acme")
+    monkeypatch.setenv("ATTNMUX_BACKEND", "acme_paged")
+    refused = "ValueError: --attention-backend attnmux: page_size: expected --page-size 64: .*got 1"
+    with pytest.raises(Exception, match=refused):  # EngineFailed, of a conftest without a name
+        run(RECALL, "attnmux", [_asked(1)[0]], page_size=1, dtype="bfloat16")
+
+
 def test_fp8_caches_give_right_answers(run: Callable[..., Any]) -> None:
     asked, answers = _asked(8)
     (got,), log = run(RECALL, "attnmux", [asked], kv_cache_dtype="fp8_e4m3")
