@@ -63,6 +63,22 @@ def wide_soft_cap() -> Any:
     return soft_cap(head_dim=64)
 
 
+def chunks() -> Any:
+    """Three layers of four see their chunk of 32 tokens alone."""
+    return transformers.Llama4TextConfig(
+        **{**GROUPED, "intermediate_size": 64},
+        intermediate_size_mlp=128,
+        attention_chunk_size=32,
+        num_local_experts=2,
+        num_experts_per_tok=1,
+        interleave_moe_layer_step=8,
+        no_rope_layers=[1, 1, 1, 0],
+        layer_types=[*["chunked_attention"] * 3, "full_attention"],
+        use_qk_norm=False,
+        attn_temperature_tuning=False,
+    )
+
+
 def soft_cap(**changes: Any) -> Any:
     return transformers.Gemma2Config(
         **{**GROUPED, "tie_word_embeddings": True, **changes},  # all that vLLM's class knows
@@ -134,7 +150,7 @@ def mla() -> Any:
 FAMILIES: dict[str, Callable[[], Any]] = {
     family.__name__: family
     for family in (
-        *(gqa, windows, window_of_one, sinks),
+        *(gqa, windows, window_of_one, chunks, sinks),
         *(soft_cap, wide_soft_cap, alibi, mla, mixed_windows),
     )
 }

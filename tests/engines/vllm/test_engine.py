@@ -84,6 +84,13 @@ def test_a_window_of_one(checkpoint, prompts):
     assert len({tuple(text) for text in own}) > len(prompts) / 2
 
 
+def test_attention_chunks(checkpoint, prompts):
+    """vLLM cuts requests at the ends of chunks, which are whole pages."""
+    model, pages = checkpoint("chunks"), {"block_size": 32}
+    own = texts(model, "CPU_ATTN", prompts, **pages)
+    assert texts(model, "ATTNMUX", prompts, rounds=2, **CHUNKED, **pages) == own + own
+
+
 @pytest.fixture(scope="module")
 def recalled() -> list[tuple[list[int], str]]:
     """Prompts of the shipped checkpoint, as its bytes, and the right answers."""

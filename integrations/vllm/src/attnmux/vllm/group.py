@@ -38,12 +38,12 @@ if TYPE_CHECKING:
 logger = init_logger("vllm." + __name__)  # vLLM shows the loggers below its own
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(eq=False)
 class Step:
     """vLLM's metadata of a step, for the layers of a group.
 
-    vLLM reads the counts in its MLA layer. All tokens count as decoding there, so that prompts run
-    absorbed, on the same backend.
+    vLLM adds an attribute for layers with attention chunks, and reads the counts in its MLA layer.
+    All tokens count as decoding there, so that prompts run absorbed, on the same backend.
     """
 
     group: Group
