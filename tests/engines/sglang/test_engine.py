@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import argparse
 import importlib
 import json
 import random
 import shlex
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +20,11 @@ pytest.importorskip("attnmux.sglang")
 from click.testing import CliRunner
 
 import attnmux.transformers.recall as recall
-from attnmux.core import Decision, PluginError
+from attnmux.core import Decision, Platform, PluginError, Request
+from attnmux.core.cli.engines import LaunchFacts
 from attnmux.core.cli.verbs import verbs
 from attnmux.core.engine_interfaces import Interface, missing
-from attnmux.sglang import INTERFACES, SglangInterfaceWarning, interfaces, plugin
+from attnmux.sglang import INTERFACES, SglangInterfaceWarning, asking, interfaces, plugin
 
 RECALL = Path(recall.__file__).parent
 
@@ -101,6 +104,37 @@ def test_the_verb_decides_what_the_engine_does(run: Callable[..., Any]) -> None:
     assert f"attention: {Decision.from_json(json.dumps(answer)).summary()}" in log
 
 
+@pytest.mark.parametrize(
+    "fields",
+    [
+        "dtype=float16,kv_dtype=fp8_e5m2,page_size=16,deterministic=true,two_batches=true",
+        "dtype=bf16,spec_topk=4,spec_draft_tokens=8,speculative_attention_mode=decode",
+        "dtype=bf16,phases=decode",
+    ],
+)
+def test_sglang_knows_every_word_of_a_line(fields: str, imported: None) -> None:
+    choices = importlib.import_module("sglang.srt.arg_groups.choices")
+    server_args = importlib.import_module("sglang.srt.server_args")
+    # As `register` does in every process of SGLang
+    choices.add_attention_backend_choices([asking.NAME])
+    platform = Platform.parse("nvidia:sm90,cuda=13.0")
+    request = asking.ask(Request.parse(fields), platform)
+    made = Decision(
+        platform=platform,
+        request=request,
+        page_size=64,
+        kv_dtype=request.kv_dtype or str(request.dtype),
+        phases={},
+    )
+    eager = replace(made, request=request.replace(graph=False))
+    for decision in (made, eager):
+        words = asking.launch(decision, "MODEL", LaunchFacts(tp=2))
+        parser = argparse.ArgumentParser()
+        server_args.ServerArgs.add_cli_args(parser)
+        given = parser.parse_args(words[3:])
+        assert (given.model_path, given.page_size, given.tp_size) == ("MODEL", 64, 2)
+
+
 def test_a_window_of_one_token_ends_the_start(run: Callable[..., Any], tmp_path: Path) -> None:
     texts = importlib.import_module("transformers")
     config = texts.Gemma3TextConfig(
@@ -125,7 +159,7 @@ def test_an_sglang_without_an_interface_is_not_registered(
 ) -> None:
     gap = Interface("sglang.srt.runtime_context", "get_nothing")
     monkeypatch.setattr(plugin, "REGISTRATION", (gap,))
-    said = r"in sglang \S+, which lacks sglang\S+:get_nothing: pip install 'sglang>=0\.5\.22'"
+    said = r"in sglang \S+, which lacks sglang\S+:get_nothing: install sglang 0\.5\.22"
     with pytest.warns(SglangInterfaceWarning, match=said):
         plugin.register()
     with pytest.raises(PluginError, match=said):
