@@ -7,8 +7,10 @@ its own. Children are forked from this process, which has imported SGLang and it
 from __future__ import annotations
 
 import importlib
+import json
 import multiprocessing
 import os
+import shlex
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -17,6 +19,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from click.testing import CliRunner
+
+from attnmux.core import Decision
+from attnmux.core.cli.verbs import verbs
 
 ARGUMENTS = {
     "device": "cpu",
@@ -89,6 +95,24 @@ def _child(
             [(result["output_ids"], result["meta_info"]["cached_tokens"]) for result in results]
         )
     engine.shutdown()
+
+
+@pytest.fixture(scope="session")
+def select() -> Callable[[Path], tuple[list[str], str]]:
+    """`select(folder)`: the words of the line of `attnmux select --engine sglang` for a model in
+    float32 on this machine, and the decision's summary."""
+
+    def answer(folder: Path) -> tuple[list[str], str]:
+        args = ["select", "--model", str(folder), "--engine", "sglang", "--json"]
+        result = CliRunner().invoke(verbs, [*args, "--request", "dtype=float32"])
+        assert result.exit_code == 0, result.output
+        data = json.loads(result.stdout)
+        launch = data["launch"]
+        for name in ("launch", "install", "proof", "warnings"):
+            del data[name]
+        return shlex.split(launch), Decision.from_json(json.dumps(data)).summary()
+
+    return answer
 
 
 @pytest.fixture(scope="session")

@@ -101,12 +101,14 @@ def _prompts(vocabulary: int) -> list[list[int]]:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_random_model_gives_the_same_tokens(
-    family: str, run: Callable[..., Any], tmp_path: Path
+    family: str, run: Callable[..., Any], select: Callable[..., Any], tmp_path: Path
 ) -> None:
     folder = tmp_path / "model"
     model = save(family, folder)
     asked = _prompts(97), NUM_TOKENS
-    (got, again), _ = run(folder, "attnmux", [asked, asked])
+    (got, again), log = run(folder, "attnmux", [asked, asked])
+    # The verb asks what the engine asks
+    assert f"attention: {select(folder)[1]}" in log
     if family in OWN:
         (own,), _ = run(folder, "torch_native", [asked])
         expected = [each.token_ids for each in own]

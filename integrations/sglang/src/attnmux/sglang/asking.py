@@ -88,10 +88,6 @@ def ask(request: Request, platform: Platform) -> Request:
     Raises InvalidInput for what the bridge refuses, and for what no option of SGLang states.
     """
     on_cpu = platform.device_type == "cpu"
-    for name in UNASKED:
-        if getattr(request, name):
-            expected = "none with --engine: no option of SGLang states it"
-            raise InvalidInput(name, got=_said(getattr(request, name)), expected=expected)
     if request.custom_mask and not request.has_trees:
         expected = "none without draft trees (spec_topk above 1)"
         raise InvalidInput("custom_mask", got=True, expected=expected)
@@ -102,6 +98,10 @@ def ask(request: Request, platform: Platform) -> Request:
     if request.dtype not in DTYPES:
         raise InvalidInput("dtype", got=request.dtype, expected=f"one of {', '.join(DTYPES)}")
     made = asked(request, captures=not on_cpu)
+    for name in UNASKED:
+        if getattr(request, name):
+            expected = "none with --engine: no option of SGLang states it"
+            raise InvalidInput(name, got=_said(getattr(request, name)), expected=expected)
     _kv_words(request.kv_dtype or request.dtype, request.dtype, platform)
     _phase_words(made)
     _draft_words(made, platform)
