@@ -204,7 +204,7 @@ def decided(monkeypatch) -> list[Any]:
     return requests
 
 
-def test_requests_choose_and_compile_nothing(checkpoint, prompts, decided):
+def test_requests_choose_nothing(checkpoint, prompts, decided):
     with started(checkpoint("mixed_windows"), "ATTNMUX") as llm:
         assert decided
         decided.clear()
