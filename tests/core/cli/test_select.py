@@ -363,10 +363,23 @@ def test_this_machine(call) -> None:
 
 
 ENGINE = """
-def launch(decision, model):
-    return ["acme-serve", model, "--page", decision.page_size]
+from attnmux.core import InvalidInput
 
-def broken(decision, model):
+def ask(request, platform):
+    if request.alibi:
+        raise InvalidInput("alibi", got=True, expected="none in acme")
+    return request.replace(origin="model", strided_kv=True, graph=True)
+
+def launch(decision, model, facts):
+    return ["acme-serve", model, "--page", decision.page_size, "--ranks", facts.tp]
+
+def install(decision, plugins):
+    return ["acme", *plugins]
+"""
+BAD = """
+from acme_engine import ask
+
+def install(decision, plugins):
     raise RuntimeError("no such flag")
 """
 
@@ -378,21 +391,81 @@ def engine(tmp_path, monkeypatch):
     info = tmp_path / "attnmux_acme_engine-1.0.dist-info"
     info.mkdir()
     (info / "METADATA").write_text("Name: attnmux-acme-engine\nVersion: 1.0\n")
-    points = "acme = acme_engine_lines:launch\nbad = acme_engine_lines:broken\n"
+    points = "acme = acme_engine\nbad = bad_engine\n"
     (info / "entry_points.txt").write_text(f"[attnmux.engines]\n{points}")
-    (tmp_path / "acme_engine_lines.py").write_text(ENGINE)
+    (tmp_path / "acme_engine.py").write_text(ENGINE)
+    (tmp_path / "bad_engine.py").write_text(BAD)
 
 
-def test_an_engine_gets_the_line_that_starts_it(call, engine) -> None:
+def test_an_engines_request_is_solved_and_its_lines_are_printed(call, engine) -> None:
     here = ("--platform", HERE, "--request", "dtype=bf16,page_size=16", "--engine", "acme")
     result = call(*here)
     assert result.exit_code == 0, result.output
-    assert result.stdout.endswith("\nacme-serve MODEL --page 16\n")
-    data = answer(call(*here, "--json", "--decode-backend", "torch_native"))
-    assert data["launch"] == "ATTNMUX_DECODE_BACKEND=torch_native acme-serve MODEL --page 16"
+    lines = result.stdout.splitlines()[-2:]
+    assert lines == [
+        "pip install acme 'attnmux-cpu[torch]'",
+        "acme-serve MODEL --page 16 --ranks 1",
+    ]
+    data = answer(call(*here, "--json"))
+    assert [data["install"], data["launch"]] == lines
+    # As the integration asks
+    assert data["request"]["strided_kv"] is True
     shutil.copytree(MODELS / "gemma-3-1b-it", "my model")
-    result = call("--platform", HERE, "--model", "my model", "--engine", "acme")
-    assert "acme-serve 'my model' --page" in result.stdout
+    result = call("--platform", HERE, "--model", "my model", "--engine", "acme", "--tp", "2")
+    assert "acme-serve 'my model' --page 1 --ranks 2" in result.stdout
+
+
+@pytest.mark.parametrize(
+    ("args", "variables"),
+    [
+        (["--decode-backend", "torch_native"], "ATTNMUX_DECODE_BACKEND=torch_native"),
+        (["--set", "triton.num_kv_splits=8"], "ATTNMUX_OPTIONS=triton.num_kv_splits=8"),
+        (["--allow-coercion"], "ATTNMUX_ALLOW_COERCION=true"),
+        (["--no-measurements"], "ATTNMUX_NO_MEASUREMENTS=true"),
+        # What it overrules would count again in the server
+        (
+            ["--backend", "torch_native"],
+            "ATTNMUX_BACKEND=torch_native ATTNMUX_DECODE_BACKEND=''",
+        ),
+    ],
+)
+def test_settings_of_the_command_line_are_variables_of_the_launch(
+    call, engine, monkeypatch, args, variables
+) -> None:
+    if "ATTNMUX_BACKEND" in variables:
+        monkeypatch.setenv("ATTNMUX_DECODE_BACKEND", "flex_attention")
+    result = call("--platform", HERE, *args, "--engine", "acme")
+    assert result.exit_code == 0, result.output
+    line = result.stdout.splitlines()[-1]
+    assert line == f"{variables} acme-serve MODEL --page 1 --ranks 1"
+    for pair in variables.split():
+        name, _, value = pair.partition("=")
+        monkeypatch.setenv(name, value.strip("'"))
+    again = answer(call("--platform", HERE, "--engine", "acme", "--json"))
+    assert (
+        again["hash"]
+        == answer(call("--platform", HERE, *args, "--engine", "acme", "--json"))["hash"]
+    )
+
+
+@pytest.mark.parametrize(
+    ("args", "said", "code"),
+    [
+        (["--request", "alibi=true"], "attnmux in acme: alibi: expected none in acme", 3),
+        (["--without", "triton"], "attnmux in acme: --without: expected none with --engine", 3),
+        (
+            ["--model", str(MODELS / "llama-3.1-8b"), "--request", "sliding_window=100"],
+            "sliding_window: expected none with --engine",
+            2,
+        ),
+    ],
+)
+def test_what_an_engine_cannot_follow_is_refused(call, engine, args, said, code) -> None:
+    result = call("--platform", HERE, *args, "--engine", "acme", "--json")
+    assert result.exit_code == code, result.output
+    assert said in " ".join(result.stderr.split())
+    if code == 3:
+        assert (answer(result)["hash"], "launch" in answer(result)) == (None, False)
 
 
 def test_an_engine_without_an_integration_is_refused(call, engine, monkeypatch) -> None:
@@ -407,7 +480,7 @@ def test_an_engine_without_an_integration_is_refused(call, engine, monkeypatch) 
     monkeypatch.delenv("ATTNMUX_DENY_PLUGINS")
     result = call("--platform", HERE, "--engine", "bad")
     assert result.exit_code == 1
-    assert "RuntimeError: no such flag" in result.stderr
+    assert "bad_engine of attnmux-acme-engine failed: RuntimeError: no such flag" in result.stderr
     assert call("--platform", HERE, "--platform", HERE, "--engine", "acme").exit_code == 2
 
 
@@ -462,20 +535,6 @@ def test_layers_that_keep_the_model_s_dtype(call) -> None:
     } in values
     wide = answer(call(*given[:5], "dtype=fp16,kv_dtype=fp8_e4m3", *skip, "--json"))
     assert wide["others"][0]["kv_dtype"] == "float16"
-
-
-@pytest.mark.parametrize(
-    ("engine", "said"),
-    [("vllm", "add vLLM's --kv-cache-dtype-skip-layers to it"), ("sglang", "have one KV dtype")],
-)
-def test_a_line_that_cannot_name_the_layers_is_refused(call, engine, said) -> None:
-    model = str(MODELS / "llama-3.1-8b")
-    given = ("--model", model, "--request", "kv_dtype=fp8_e4m3", "--engine", engine)
-    here = ("--platform", HERE, *given)
-    assert "--kv-cache-dtype fp8_e4m3" in call(*here).stdout
-    result = call(*here, "--kv-dtype-skip", "0")
-    assert result.exit_code == 2
-    assert f"{said}, got KV in bfloat16 and fp8_e4m3" in " ".join(result.stderr.split())
 
 
 @pytest.mark.parametrize(

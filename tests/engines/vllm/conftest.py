@@ -54,9 +54,34 @@ def windows() -> Any:
     return transformers.MistralConfig(**GROUPED, sliding_window=24)
 
 
-def soft_cap() -> Any:
+def window_of_one() -> Any:
+    """Each token sees itself alone."""
+    return transformers.MistralConfig(**GROUPED, sliding_window=1)
+
+
+def wide_soft_cap() -> Any:
+    return soft_cap(head_dim=64)
+
+
+def chunks() -> Any:
+    """Three layers of four see their chunk of 32 tokens alone."""
+    return transformers.Llama4TextConfig(
+        **{**GROUPED, "intermediate_size": 64},
+        intermediate_size_mlp=128,
+        attention_chunk_size=32,
+        num_local_experts=2,
+        num_experts_per_tok=1,
+        interleave_moe_layer_step=8,
+        no_rope_layers=[1, 1, 1, 0],
+        layer_types=[*["chunked_attention"] * 3, "full_attention"],
+        use_qk_norm=False,
+        attn_temperature_tuning=False,
+    )
+
+
+def soft_cap(**changes: Any) -> Any:
     return transformers.Gemma2Config(
-        **{**GROUPED, "tie_word_embeddings": True},  # all that vLLM's class knows
+        **{**GROUPED, "tie_word_embeddings": True, **changes},  # all that vLLM's class knows
         attn_logit_softcapping=2.0,
         final_logit_softcapping=None,
         query_pre_attn_scalar=32,
@@ -123,7 +148,11 @@ def mla() -> Any:
 
 
 FAMILIES: dict[str, Callable[[], Any]] = {
-    family.__name__: family for family in (gqa, windows, sinks, soft_cap, alibi, mla, mixed_windows)
+    family.__name__: family
+    for family in (
+        *(gqa, windows, window_of_one, chunks, sinks),
+        *(soft_cap, wide_soft_cap, alibi, mla, mixed_windows),
+    )
 }
 
 

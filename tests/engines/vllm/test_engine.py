@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import gc
 import random
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,9 @@ import pytest
 vllm = pytest.importorskip("vllm")
 distributed = pytest.importorskip("vllm.distributed")
 recall = pytest.importorskip("attnmux.transformers.recall")
+core = pytest.importorskip("attnmux.core")
+chooser = pytest.importorskip("attnmux.core.chooser")
+launch = pytest.importorskip("attnmux.vllm.launch")
 
 # vLLM and its dependencies warn of themselves
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -22,10 +26,9 @@ CHUNKED = {"max_num_batched_tokens": 48}
 """Prompts are longer: they are read in chunks, next to others that decode."""
 
 
-def texts(
-    model: Path, backend: str | None, prompts: Sequence[Any], *, rounds: int = 1, **engine: Any
-) -> list[list[int]]:
-    """The greedy tokens of prompts, asked `rounds` times; the engine keeps their prefixes."""
+@contextmanager
+def started(model: Path, backend: str | None, **engine: Any) -> Iterator[Any]:
+    """An engine, which ends with the block."""
     arguments = {
         "dtype": "float32",
         "enforce_eager": True,
@@ -37,19 +40,29 @@ def texts(
     }
     llm = vllm.LLM(str(model), attention_backend=backend, seed=0, **arguments)
     try:
-        sampling = vllm.SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
-        sampling.detokenize = not arguments["skip_tokenizer_init"]
-        asked = [{"prompt_token_ids": prompt} for prompt in prompts]
-        found = []
-        for _ in range(rounds):
-            results = llm.generate(asked, sampling, use_tqdm=False)
-            found += [list(result.outputs[0].token_ids) for result in results]
-        return found
+        yield llm
     finally:
         llm.llm_engine.engine_core.shutdown()
         del llm
         distributed.cleanup_dist_env_and_memory()
         gc.collect()
+
+
+def answered(llm: Any, prompts: Sequence[Any]) -> list[list[int]]:
+    """The greedy tokens of prompts."""
+    sampling = vllm.SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+    sampling.detokenize = not llm.model_config.skip_tokenizer_init
+    asked = [{"prompt_token_ids": prompt} for prompt in prompts]
+    results = llm.generate(asked, sampling, use_tqdm=False)
+    return [list(result.outputs[0].token_ids) for result in results]
+
+
+def texts(
+    model: Path, backend: str | None, prompts: Sequence[Any], *, rounds: int = 1, **engine: Any
+) -> list[list[int]]:
+    """The greedy tokens of prompts, asked `rounds` times; the engine keeps their prefixes."""
+    with started(model, backend, **engine) as llm:
+        return [text for _ in range(rounds) for text in answered(llm, prompts)]
 
 
 @pytest.mark.parametrize(
@@ -61,6 +74,21 @@ def test_families(family, checkpoint, prompts):
     ours = texts(model, "ATTNMUX", prompts, rounds=2, **CHUNKED)
     assert ours == own + own
     assert len({tuple(text) for text in own}) == len(prompts)
+
+
+def test_a_window_of_one(checkpoint, prompts):
+    """Texts depend on the last token of a prompt alone."""
+    model = checkpoint("window_of_one")
+    own = texts(model, "CPU_ATTN", prompts)
+    assert texts(model, "ATTNMUX", prompts, **CHUNKED) == own
+    assert len({tuple(text) for text in own}) > len(prompts) / 2
+
+
+def test_attention_chunks(checkpoint, prompts):
+    """vLLM cuts requests at the ends of chunks, which are whole pages."""
+    model, pages = checkpoint("chunks"), {"block_size": 32}
+    own = texts(model, "CPU_ATTN", prompts, **pages)
+    assert texts(model, "ATTNMUX", prompts, rounds=2, **CHUNKED, **pages) == own + own
 
 
 @pytest.fixture(scope="module")
@@ -143,10 +171,108 @@ def test_without_attnmux_the_engine_keeps_its_own(checkpoint, prompts):
     )
 
 
-def test_speculation(checkpoint, prompts):
-    """The last one: drafts import numba, after which vLLM 0.32 starts no engine in the process."""
-    repeated = [prompt * 2 for prompt in prompts if len(prompt) < 80]
-    speculation = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3}
-    own = texts(checkpoint("gqa"), "CPU_ATTN", repeated)
-    ours = texts(checkpoint("gqa"), "ATTNMUX", repeated, speculative_config=speculation)
-    assert ours == own
+def test_an_engine_whose_backend_does_not_fit_ends_at_its_start(checkpoint, monkeypatch):
+    """vLLM says nothing of logit caps before it builds the layers."""
+    monkeypatch.setenv("ACME_SIMULATOR", "m2")
+    monkeypatch.setenv("ATTNMUX_BACKEND", "acme_paged")
+    with pytest.raises(
+        ValueError, match="--attention-backend ATTNMUX: acme_paged cannot"
+    ) as caught:
+        texts(checkpoint("wide_soft_cap"), "ATTNMUX", [], block_size=64, dtype="bfloat16")
+    assert "logit_cap" in str(caught.value)
+
+
+def test_a_second_engine_is_refused_at_its_start(checkpoint, prompts, monkeypatch):
+    """vLLM asks once a process for layers that look alike to it."""
+    assert texts(checkpoint("gqa"), "ATTNMUX", prompts[:1])
+    monkeypatch.setenv("ATTNMUX_BACKEND", "acme_paged")
+    with pytest.raises(ValueError, match="vendor: wanted cpu, offered acme"):
+        texts(checkpoint("gqa"), "ATTNMUX", [])
+
+
+@pytest.fixture
+def decided(monkeypatch) -> list[Any]:
+    """The requests that are solved, in their order."""
+    requests: list[Any] = []
+    decide = chooser.Chooser.decide
+
+    def noted(self: Any, request: Any, *failed: Any) -> Any:
+        requests.append(request)
+        return decide(self, request, *failed)
+
+    monkeypatch.setattr(chooser.Chooser, "decide", noted)
+    return requests
+
+
+def test_requests_choose_nothing(checkpoint, prompts, decided):
+    with started(checkpoint("mixed_windows"), "ATTNMUX") as llm:
+        assert decided
+        decided.clear()
+        answered(llm, prompts[:2])
+        assert not decided
+
+
+@pytest.mark.parametrize("family", ["windows", "sinks", "soft_cap", "alibi", "mla"])
+def test_select_asks_what_the_backend_asks(family, checkpoint, decided):
+    model = checkpoint(family)
+    with started(model, "ATTNMUX"):
+        pass
+    platform = chooser.Chooser.here("cpu").platform
+    request = launch.ask(core.Request.from_model(model, dtype="float32"), platform)
+    request = request.replace(kv_dtype="float32", page_size=decided[-1].page_size)
+    assert without_origins(request) in map(without_origins, decided)
+
+
+def without_origins(request: Any) -> dict[str, Any]:
+    return {name: value for name, value in request.to_dict().items() if name != "origins"}
+
+
+def test_sinks_that_are_updated_in_place(checkpoint, prompts):
+    """As by a trainer that sends its weights."""
+
+    def update(model):
+        for name, values in model.named_parameters():
+            if name.endswith("sinks"):
+                values.data.fill_(6.0)
+
+    engine = {"dtype": "bfloat16", "enable_prefix_caching": False}
+    with started(checkpoint("sinks"), "ATTNMUX", **engine) as llm:
+        before = answered(llm, prompts)
+        llm.apply_model(update)
+        after = answered(llm, prompts)
+    with started(checkpoint("sinks"), "ATTNMUX", **engine) as llm:
+        llm.apply_model(update)
+        assert answered(llm, prompts) == after
+    assert sum(one != other for one, other in zip(before, after, strict=True)) > 5
+
+
+def drafts(llm: Any) -> tuple[int, int]:
+    """How many tokens were drafted, and how many of them accepted."""
+    counted = {each.name: each for each in llm.get_metrics()}
+    names = (f"vllm:spec_decode_num_{what}_tokens" for what in ("draft", "accepted"))
+    drafted, accepted = (counted[name].value for name in names)
+    return drafted, accepted
+
+
+def test_drafts_from_the_prompt(recalled):
+    """The answers are in the prompts."""
+    speculation = {"method": "ngram", "num_speculative_tokens": 3}
+    speculation |= {"prompt_lookup_min": 1, "prompt_lookup_max": 3}
+    engine = {"speculative_config": speculation, "disable_log_stats": False, "max_model_len": 512}
+    prompts, right = zip(*recalled, strict=True)
+    with started(recall.PATH, "ATTNMUX", **engine) as llm:
+        assert answers(answered(llm, prompts)) == list(right)
+        drafted, accepted = drafts(llm)
+    assert drafted >= accepted > len(prompts)
+
+
+def test_drafts_of_a_model(checkpoint, prompts):
+    """The draft model is the model itself, so that its drafts are right."""
+    model = checkpoint("gqa")
+    speculation = {"method": "draft_model", "model": str(model), "num_speculative_tokens": 3}
+    own = texts(model, "CPU_ATTN", prompts)
+    engine = {"speculative_config": speculation, "disable_log_stats": False}
+    with started(model, "ATTNMUX", **engine) as llm:
+        assert answered(llm, prompts) == own
+        drafted, accepted = drafts(llm)
+    assert accepted > 0.9 * drafted > 0

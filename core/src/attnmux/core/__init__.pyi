@@ -265,6 +265,7 @@ from attnmux.core.short_convolutions import PlainConvolutions as PlainConvolutio
 from attnmux.core.short_convolutions import ShortConvolutions as ShortConvolutions
 from attnmux.core.short_convolutions import keep_drafts as keep_drafts
 from attnmux.core.short_convolutions import read_states as read_states
+from attnmux.core.sinks import refresh_sinks as refresh_sinks
 from attnmux.core.spec import SpecInput as SpecInput
 from attnmux.core.steps import NO_OPTIONS as NO_OPTIONS
 from attnmux.core.tree_masks import check_trees as check_trees

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 import torch
 
 from attnmux.core.choosing.ask.values import canonical_dtype
 from attnmux.core.errors import InvalidInput
+from attnmux.core.sinks import SinkCopies
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -48,7 +49,8 @@ class LayerSpec:
     k and v (`save_kv_cache=False`)."""
     is_cross_attention: bool = False
     sinks: torch.Tensor | None = None
-    """[Hq] fp32: one logit a head that takes part in the softmax and has no value."""
+    """[Hq] fp32: one logit a head that takes part in the softmax and has no value. They may change
+    in place between steps: see `sinks_in`."""
     alibi_slopes: torch.Tensor | None = None
     """[Hq] fp32: attention with linear biases (ALiBi, arXiv:2108.12409). The scaled logit of token
     i and key j grows by slope * (j - i); i and j are places in the sequence. Only causal self
@@ -66,6 +68,8 @@ class LayerSpec:
     v_scale: float | None = None
     """Factors for quantised K and V when they are read: see `KVPool.read_scales`. K and V that a
     pool stores unquantised, or that come with the call, have no scale."""
+    sink_copies: SinkCopies = field(default_factory=SinkCopies, repr=False)
+    """Shared with copies of the layer that `dataclasses.replace` makes."""
 
     def __post_init__(self) -> None:
         if self.kv_dtype is not None:
@@ -129,6 +133,11 @@ class LayerSpec:
         if self.index_block_size < 0:
             got, expected = self.index_block_size, "0, or keys of a block"
             raise InvalidInput("index_block_size", got=got, expected=expected)
+
+    def sinks_in(self, dtype: torch.dtype) -> torch.Tensor | None:
+        """The sinks in the dtype that a kernel reads, at an address that stays: `refresh_sinks`
+        keeps them up. None without sinks."""
+        return None if self.sinks is None else self.sink_copies.in_dtype(self.sinks, dtype)
 
     @property
     def features(self) -> frozenset[str]:

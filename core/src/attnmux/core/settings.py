@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, get_args
@@ -64,7 +64,7 @@ class Settings:
     """Launch as if nothing had been tuned."""
     debug: bool = False
     options: Mapping[str, Mapping[str, Any]] = field(default_factory=FrozenMapping)
-    """By backend; from the file alone."""
+    """By backend. As a variable: BACKEND.OPTION=VALUE,…"""
     sources: Mapping[str, str] = field(default_factory=FrozenMapping)
     """Where each value that is set comes from: a variable or a file."""
 
@@ -203,7 +203,23 @@ def _words(where: str, value: Any) -> tuple[str, ...]:  # noqa: ANN401  # reads 
     return tuple(_word(where, item) for item in items)
 
 
+def read_assignments(where: str, texts: Iterable[str]) -> dict[str, dict[str, str]]:
+    """["triton.splits=8"] → {"triton": {"splits": "8"}}. The backend may be `plugin/name`.
+
+    Raises InvalidInput for other text.
+    """
+    found: dict[str, dict[str, str]] = {}
+    for text in texts:
+        target, equals, value = text.partition("=")
+        backend, dot, option = target.strip().partition(".")
+        if not (equals and dot and backend and option):
+            raise InvalidInput(where, got=repr(text), expected="BACKEND.OPTION=VALUE")
+        found.setdefault(backend, {})[option] = value
+    return found
+
+
 def _options(where: str, value: Any) -> Mapping[str, Mapping[str, Any]]:  # noqa: ANN401  # reads any value
+    value = read_assignments(where, value.split(",")) if isinstance(value, str) else value
     usable = isinstance(value, dict) and all(
         isinstance(table, dict)
         and all(isinstance(item, get_args(OptionValue)) for item in table.values())

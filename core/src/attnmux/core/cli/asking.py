@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from attnmux.core.choosing.ask.policy import Policy
@@ -93,12 +93,17 @@ def ask(
     given: Mapping[str, Any],
     *,
     measured: bool,
+    of_engine: Callable[[Request, Platform], Request] | None = None,
 ) -> Asked:
-    """Decide for one machine, with the warnings that belong to it."""
+    """Decide for one machine, with the warnings that belong to it.
+
+    of_engine: makes the request that an engine asks; it raises NoBackend for what it refuses.
+    """
     device, hypothetical = machine(run, settings, plugins, platform)
     policy, offers = settings.policy(**given, hypothetical=hypothetical), plugins.offers()
     answer: Decision | NoBackend
     try:
+        request = request if of_engine is None else of_engine(request, device)
         measurements = run.measurements(settings) if measured and not hypothetical else ()
         answer = decided(request, device, offers, policy, measurements)
         run.warn_of_unverified(answer, offers, measurements)

@@ -1,66 +1,214 @@
-"""The line that starts an engine with attnmux: what `attnmux select --engine` prints.
+"""An engine that runs attnmux, for `attnmux select --engine`.
 
-An integration advertises it in the entry-point group `attnmux.engines`, as NAME = MODULE:FUNCTION.
-FUNCTION(decision, model) returns the engine's own command as a list of words; `model` is a folder
-or a hub id. It imports neither the engine nor torch. It raises InvalidInput for a decision that the
-engine cannot follow.
+An integration advertises a module in the entry-point group `attnmux.engines`, as NAME = MODULE,
+with the functions of `Integration`. The module imports neither the engine nor torch.
+
+The request of a model becomes that of the engine (`ask`), which the verb solves. What a decision
+rests on is on the line that starts the engine: settings of attnmux as variables, which are the
+verb's part, and all else as the engine's own words (`launch`).
 """
 
 from __future__ import annotations
 
 import shlex
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeVar
 
+from attnmux.core.choosing.ask.policy import NAMING
+from attnmux.core.choosing.ask.request import Request
 from attnmux.core.choosing.find.plugins import is_admitted
+from attnmux.core.choosing.machine.platform import Platform
+from attnmux.core.choosing.machine.vendors import VENDORS
 from attnmux.core.choosing.offer.libraries import EntryPoint, entry_points
+from attnmux.core.choosing.tell.choice import Choice
 from attnmux.core.choosing.tell.decision import Decision
-from attnmux.core.errors import InvalidInput, PluginError, in_brief
-from attnmux.core.settings import Settings
+from attnmux.core.cli.asking import Asked
+from attnmux.core.errors import InvalidInput, NoBackend, PluginError, in_brief
+from attnmux.core.settings import PREFIX, Settings
 
 GROUP = "attnmux.engines"
 OWN = ("sglang", "vllm")
 """Engines of this project's integrations: no other name is suggested to pip."""
+KERNELS = "attnmux.kernels"
+"""As in `shared_kernels.py`, which imports torch."""
 MODEL = "MODEL"
 """Stands for the model that the user did not name."""
+FACTS = (
+    *("kind", "num_q_heads", "num_kv_heads", "head_dim", "v_head_dim", "kv_lora_rank"),
+    *("qk_rope_head_dim", "index_topk", "index_block_size", "encoder_head_dim"),
+    *("sliding_window", "attention_chunk", "cross_attention", "sinks", "alibi", "relative_bias"),
+    *("logit_cap", "multimodal", "other_layers", "compressed_layers", "linear_layers"),
+    *("linear_head_dim", "linear_v_head_dim"),
+)
+"""Fields of a request that an engine reads from the model."""
+
+T = TypeVar("T")
 
 
-def launch_line(
-    engine: str,
-    decision: Decision,
-    *,
-    model: str | None,
-    backends: Mapping[str, str | None],
-    settings: Settings,
-) -> str:
-    """A line for a shell. backends: those that the user named, by setting; None: not named.
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LaunchFacts:
+    """What the verb knows besides the decision and the model."""
 
-    Raises InvalidInput for an engine that no installed integration starts and for a decision that
-    it cannot follow, PluginError for an integration that fails.
-    """
-    point = _find(engine, settings)
-    try:
-        launch: Any = point.load()
-        words = [str(word) for word in launch(decision, model or MODEL)]
-    except InvalidInput:
-        raise
-    except Exception as error:
-        whose = point.distribution.identity()[0]
-        raise PluginError(f"{point.value} of {whose} failed: {in_brief(error)}") from error
-    named = [f"ATTNMUX_{name.upper()}={value}" for name, value in backends.items() if value]
-    return shlex.join([*named, *words])
+    tp: int = 1
+    """Ranks that share the heads."""
+    kv_dtype_skip: str | None = None
+    """Layers that keep K and V in the model's dtype, as `Request.from_model` takes them."""
 
 
-def _find(engine: str, settings: Settings) -> EntryPoint:
+class Integration(Protocol):
+    """The module of an engine's integration. Every refusal is an InvalidInput."""
+
+    def ask(self, request: Request, platform: Platform) -> Request:
+        """The request that the integration makes in the engine, for a model with this one.
+
+        A field that the engine neither reads from the model nor takes as an option is refused,
+        and so is whatever the integration refuses when the engine starts. A `graph` that is not the
+        user's is left out where nothing serves it.
+        """
+
+    def launch(self, decision: Decision, model: str, facts: LaunchFacts) -> list[str]:
+        """The words of the engine's own command, which carry all that the decision rests on: tp,
+        dtype, KV dtype, page size, determinism, drafts, the device. model: a folder or a hub id.
+
+        Backends that the user named, their options and other settings of attnmux are variables,
+        which the verb writes.
+        """
+
+    def install(self, decision: Decision, plugins: Sequence[str]) -> list[str]:
+        """pip's arguments that install the engine, the integration and the plugins on the
+        decision's platform.
+
+        plugins: requirements with the extras of the decision's backends, such as
+        "attnmux-nvidia[fa3]".
+        """
+
+
+@dataclass(frozen=True, slots=True)
+class Engine:
+    """An installed integration."""
+
+    name: str
+    point: EntryPoint
+    module: Integration
+
+    def ask(self, request: Request, platform: Platform) -> Request:
+        """The integration's request. Raises NoBackend for what it refuses."""
+        return self._called(lambda: self.module.ask(request, platform))
+
+    def lines(
+        self, asked: Asked, model: str | None, *, tp: int, skip: str | None, measured: bool
+    ) -> tuple[str, ...]:
+        """The line that installs the engine on the decision's machine, and the one that starts it;
+        none where not all layers have a backend. model, tp, skip: as `requested` takes them.
+
+        Raises NoBackend for a decision that the engine cannot follow.
+        """
+        decision = asked.answer
+        if isinstance(decision, NoBackend) or decision.unserved_layers:
+            return ()
+        plugins, facts = list(_plugins(decision, asked)), LaunchFacts(tp=tp, kv_dtype_skip=skip)
+        install = self._called(lambda: self.module.install(decision, plugins))
+        words = self._called(lambda: self.module.launch(decision, model or MODEL, facts))
+        variables = self._called(lambda: list(_variables(asked, measured=measured)))
+        quoted = [f"{PREFIX}{name.upper()}={shlex.quote(value)}" for name, value in variables]
+        start = " ".join([*quoted, shlex.join(map(str, words))])
+        return f"pip install {shlex.join(map(str, install))}", start
+
+    def _called(self, function: Callable[[], T]) -> T:
+        try:
+            return function()
+        except InvalidInput as refusal:
+            raise NoBackend(f"attnmux in {self.name}: {refusal}") from refusal
+        except Exception as error:
+            whose = self.point.distribution.identity()[0]
+            message = f"{self.point.value} of {whose} failed: {in_brief(error)}"
+            raise PluginError(message) from error
+
+
+def engine_named(name: str, settings: Settings) -> Engine:
+    """The installed integration of that engine. Raises InvalidInput where there is none, and
+    PluginError for one that cannot be imported."""
     allow, deny = settings.plugin_filter()
     known = {
         point.name: point
         for point in entry_points(GROUP)[0]
         if is_admitted(point.distribution.identity()[0], allow, deny)
     }
-    if engine not in known:
+    if name not in known:
         expected = f"one of {', '.join(sorted(known))}" if known else "an installed integration"
-        if engine in OWN:
-            expected += f" (pip install attnmux-{engine} adds {engine})"
-        raise InvalidInput("--engine", got=engine, expected=expected)
-    return known[engine]
+        if name in OWN:
+            expected += f" (pip install attnmux-{name} adds {name})"
+        raise InvalidInput("--engine", got=name, expected=expected)
+    point = known[name]
+    try:
+        module: Any = point.load()
+    except Exception as error:
+        whose = point.distribution.identity()[0]
+        raise PluginError(f"{point.value} of {whose} failed: {in_brief(error)}") from error
+    return Engine(name, point, module)
+
+
+def check_facts(request: Request, model: str | None) -> None:
+    """Raise InvalidInput for a fact of the named model that the user overruled: the engine reads it
+    from the model."""
+    for name in FACTS if model is not None else ():
+        if request.origins.get(name) == "user":
+            expected = f"none with --engine: the engine reads it from {model}"
+            raise InvalidInput(name, got=getattr(request, name), expected=expected)
+
+
+def _plugins(decision: Decision, asked: Asked) -> Iterator[str]:
+    """Requirements of the decision's backends with their extras, of the plugin that finds the
+    device and of those with kernels for it, each once."""
+    device = decision.platform
+    offers = {offer.address: offer for offer in asked.offers}
+    extras: dict[str, set[str]] = {}
+    if device.vendor in VENDORS:
+        extras[VENDORS[device.vendor].distribution] = set()
+    for choice in _choices(decision):
+        offer = offers[choice.address]
+        extras.setdefault(offer.distribution, set()).update(filter(None, [offer.card.extra]))
+    allow, deny = asked.settings.plugin_filter()
+    for point in entry_points(KERNELS)[0]:
+        owner = point.distribution.identity()[0]
+        if point.name.endswith(f".{device.device_type}") and is_admitted(owner, allow, deny):
+            extras.setdefault(owner, set())
+    for distribution, own in extras.items():
+        yield f"{distribution}[{','.join(sorted(own))}]" if own else distribution
+
+
+def _choices(decision: Decision) -> Iterator[Choice]:
+    """Every backend that may run."""
+    for group in decision.groups:
+        yield from (choice for _, choice in group.choices)
+        yield from filter(None, (group.expanded, group.trees))
+        yield from (choice for served in group.linear.values() for choice in served.values())
+
+
+def _variables(asked: Asked, *, measured: bool) -> Iterator[tuple[str, str]]:
+    """(setting, value) of all that the command line set for attnmux itself. measured: whether
+    measurements counted."""
+    given, settings, policy = asked.given, asked.settings, asked.policy
+    if given["without"]:
+        got, expected = ", ".join(sorted(given["without"])), "none with --engine, which has them"
+        raise InvalidInput("--without", got=got, expected=expected)
+    for name in NAMING:
+        overruled = getattr(settings, name) and getattr(policy, name) is None
+        if given.get(name) or overruled:
+            yield name, given.get(name) or ""
+    options = [
+        f"{backend}.{option}={value}"
+        for backend, values in policy.options.items()
+        for option, value in values.items()
+    ]
+    said = {name for name, source in settings.sources.items() if source.startswith("--")}
+    set_here = {
+        "options": ",".join(options) if given["options"] else "",
+        "allow_coercion": "true" if given["allow_coercion"] else "",
+        "no_measurements": "" if measured else "true",
+        "platform": "" if policy.hypothetical else asked.platform or "",
+        "no_plugins": "true" if "no_plugins" in said else "",
+        "locked": (settings.locked or "") if "locked" in said else "",
+    }
+    yield from ((name, value) for name, value in set_here.items() if value)

@@ -114,9 +114,9 @@ def render_machines(asked: Sequence[Asked]) -> None:
 
 
 def render_answer(
-    asked: Asked, explanation: Explanation, line: str, *, explain: bool, every: bool
+    asked: Asked, explanation: Explanation, lines: Sequence[str], *, explain: bool, every: bool
 ) -> None:
-    """The answer of `attnmux select`, and the engine's command line if there is one. A refusal's
+    """The answer of `attnmux select`, and the engine's command lines if there are any. A refusal's
     message is on stderr: without `explain`, nothing else is printed."""
     if not isinstance(asked.answer, NoBackend):
         render_decision(asked.answer, explanation, explain=explain, every=every)
@@ -124,8 +124,8 @@ def render_answer(
         console = plain_console()
         _print_losers(console, explanation.outcomes, len(asked.request.phases), every=every)
         _print_values(console, explanation.values)
-    if line:
-        print(f"\n{line}")
+    if lines:
+        print("", *lines, sep="\n")
 
 
 def render_decision(

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Iterable, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import click
 
+from attnmux.core.choosing.ask.request import Request
 from attnmux.core.choosing.common.frozen import defaults, plain
 from attnmux.core.choosing.find.plugins import Plugins
 from attnmux.core.choosing.machine.platform import GRAMMAR
@@ -17,7 +19,10 @@ from attnmux.core.choosing.tell.decision import Decision
 from attnmux.core.cli.asking import Asked, ask, requested
 from attnmux.core.cli.run import Run, common_options, echo_json, pass_run
 from attnmux.core.errors import InvalidInput, NoBackend
-from attnmux.core.settings import Settings
+from attnmux.core.settings import Settings, read_assignments
+
+if TYPE_CHECKING:
+    from attnmux.core.cli.engines import Engine
 
 PLATFORM = (
     f"A machine, present or not, as {GRAMMAR}; or a vendor on this machine. Several are compared."
@@ -50,7 +55,10 @@ SET = "An option of a backend; `attnmux backends --json` lists them."
 @click.option("--allow-coercion", is_flag=True, help="Allow changes to values that you set.")
 @click.option("--no-measurements", is_flag=True, help="Ignore the measurements of this machine.")
 @click.option(
-    "--engine", metavar="NAME", help="Also print the command that starts this engine: vllm, sglang."
+    "--engine",
+    "engine_name",
+    metavar="NAME",
+    help="Ask what this engine asks, and print its commands: vllm, sglang.",
 )
 @click.option(
     "--explain", is_flag=True, help="Say why each other backend lost, and who set each value."
@@ -72,7 +80,7 @@ def select(
     without: tuple[str, ...],
     allow_coercion: bool,
     no_measurements: bool,
-    engine: str | None,
+    engine_name: str | None,
     explain: bool,
     every: bool,
     **backends: str | None,
@@ -80,27 +88,33 @@ def select(
     """Choose the backend of each phase, and say why.
 
     Exits with 0 when decided, 2 for a request that cannot be read, 3 when nothing fits
-    or the model has layers that no backend serves.
+    (with --engine, in that engine) or the model has layers that no backend serves.
     """
     request = requested(model, fields, tp, speculative_attention_mode, skip=skip)
     in_full = explain or every
-    _refuse_several(platforms, in_full=in_full, engine=engine)
+    _refuse_several(platforms, in_full=in_full, engine=engine_name)
     settings = run.settings()
     plugins = run.plugins(settings)
     _warn_of_unused_without(run, plugins, without)
+    engine = _engine(engine_name, settings, request, model)
     given = {
         **backends,
-        "options": _parse_assignments(assignments),
+        "options": read_assignments("--set", assignments),
         "allow_coercion": allow_coercion or None,
         "without": frozenset(without),
     }
-    asked = [
-        ask(run, settings, plugins, request, platform, given, measured=not no_measurements)
-        for platform in platforms or (None,)
-    ]
-    line = _launch_line(engine, asked[0].answer, model, backends, settings)
+    measured = not no_measurements
+    one = partial(ask, run, settings, plugins, request, given=given, measured=measured)
+    of_engine = None if engine is None else engine.ask
+    asked = [one(platform, of_engine=of_engine) for platform in platforms or (None,)]
+    lines: tuple[str, ...] = ()
+    if engine is not None:
+        try:
+            lines = engine.lines(asked[0], model, tp=tp, skip=skip, measured=measured)
+        except NoBackend as refusal:
+            asked[0] = asked[0]._replace(answer=refusal)
     told = {**_answered(asked[0]), "warnings": run.warnings}
-    told |= {"launch": line} if line else {}
+    told |= dict(zip(("install", "launch"), lines, strict=False))
     if len(asked) > 1:
         _compare(run, asked, as_json=as_json)
     elif as_json and not in_full:
@@ -115,7 +129,7 @@ def select(
         else:
             from attnmux.core.cli.render import render_answer  # noqa: PLC0415  # rich is slow
 
-            render_answer(asked[0], explanation, line, explain=in_full, every=every)
+            render_answer(asked[0], explanation, lines, explain=in_full, every=every)
     _raise_refusals([each.answer for each in asked], in_brief=in_full and not as_json)
 
 
@@ -142,19 +156,16 @@ def _raise_refusals(answers: Iterable[Decision | NoBackend], *, in_brief: bool) 
             raise NoBackend(f"no backend serves these layers of the model: {said}")
 
 
-def _launch_line(
-    engine: str | None,
-    answer: Decision | NoBackend,
-    model: str | None,
-    backends: Mapping[str, str | None],
-    settings: Settings,
-) -> str:
-    """Empty where no engine was asked for, and where nothing was decided."""
-    if engine is None or isinstance(answer, NoBackend):
-        return ""
-    from attnmux.core.cli.engines import launch_line  # noqa: PLC0415  # few ask for it
+def _engine(
+    name: str | None, settings: Settings, request: Request, model: str | None
+) -> Engine | None:
+    if name is None:
+        return None
+    from attnmux.core.cli.engines import check_facts, engine_named  # noqa: PLC0415  # few ask
 
-    return launch_line(engine, answer, model=model, backends=backends, settings=settings)
+    engine = engine_named(name, settings)
+    check_facts(request, model)
+    return engine
 
 
 def _compare(run: Run, asked: Sequence[Asked], *, as_json: bool) -> None:
@@ -206,15 +217,3 @@ def _warn_of_unused_without(run: Run, plugins: Plugins, without: Iterable[str]) 
     for name in without:
         if canonical(name) not in required:
             run.warn(f"--without {name}: no backend requires it (deny_plugins leaves a plugin out)")
-
-
-def _parse_assignments(assignments: Iterable[str]) -> dict[str, dict[str, str]]:
-    """["triton.splits=8"] → {"triton": {"splits": "8"}}. The backend may be `plugin/name`."""
-    found: dict[str, dict[str, str]] = {}
-    for text in assignments:
-        target, equals, value = text.partition("=")
-        backend, dot, option = target.partition(".")
-        if not (equals and dot and backend and option):
-            raise InvalidInput("--set", got=repr(text), expected="BACKEND.OPTION=VALUE")
-        found.setdefault(backend, {})[option] = value
-    return found

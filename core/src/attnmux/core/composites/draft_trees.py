@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import fields, replace
+from functools import partial
 
 import torch
 
@@ -173,7 +174,8 @@ def prefix_context(context: BackendContext) -> BackendContext:
             raise InvalidInput("layers", got=f"layer {layer.layer_id}", expected=expected)
         sinks = layer.sinks
         if sinks is not None:
-            sinks = sinks_as_heads(sinks, layer.tp_k_head_num, drafts)
+            heads_of = partial(sinks_as_heads, groups=layer.tp_k_head_num, drafts=drafts)
+            sinks = layer.sink_copies.in_form(sinks, heads_of)
         heads = layer.tp_q_head_num * drafts
         layers.append(replace(layer, tp_q_head_num=heads, sinks=sinks))
     # A decode step over prefixes contradicts the request table, and the step was checked whole

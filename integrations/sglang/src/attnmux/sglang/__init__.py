@@ -7,6 +7,6 @@ SGLang finds `plugin.py` through its entry points.
 
 from __future__ import annotations
 
-from attnmux.sglang.versions import TRIED, SglangVersionWarning
+from attnmux.sglang.interfaces import INTERFACES, SglangInterfaceWarning
 
-__all__ = ["TRIED", "SglangVersionWarning"]
+__all__ = ["INTERFACES", "SglangInterfaceWarning"]

@@ -8,6 +8,9 @@ from typing import Any
 
 import torch
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend as SglangBackend
+from sglang.srt.model_executor.cuda_graph_config import Backend as GraphBackend
+from sglang.srt.model_executor.cuda_graph_config import Phase, check_cuda_graph_backend
+from sglang.srt.runtime_context import get_spec
 
 from attnmux.core import (
     AttentionBackend,
@@ -24,9 +27,10 @@ from attnmux.core import (
     Workspace,
     build,
     make_first,
+    refresh_sinks,
 )
-from attnmux.sglang.layers import record_layers, request_of
-from attnmux.sglang.plugin import NAME
+from attnmux.sglang.asking import NAME, asked
+from attnmux.sglang.layers import record_layers, request_of, sink_owners
 from attnmux.sglang.pools import kv_pool, request_table
 from attnmux.sglang.steps import StepBuilder
 
@@ -56,6 +60,7 @@ class AttnmuxAttnBackend(SglangBackend):  # type: ignore[misc,unused-ignore]  # 
         logger.info("attention: %s", self.decision.summary())
         context = self.backend.context
         self._specs = {layer.layer_id: layer for layer in context.layers}
+        self._sink_owners = sink_owners(runner, context.layers)
         self._steps = StepBuilder(
             max_batch_size=context.max_batch_size,
             max_num_tokens=context.max_batch_size,
@@ -66,6 +71,7 @@ class AttnmuxAttnBackend(SglangBackend):  # type: ignore[misc,unused-ignore]  # 
 
     def init_forward_metadata(self, forward_batch: Any) -> None:  # noqa: ANN401  # SGLang's
         self._batch = self._steps.step(forward_batch)
+        self._refresh_sinks()
         self.backend.init_forward_metadata(self._batch)
 
     def init_forward_metadata_out_graph(self, forward_batch: Any, in_capture: bool = False) -> None:  # noqa: ANN401
@@ -73,6 +79,7 @@ class AttnmuxAttnBackend(SglangBackend):  # type: ignore[misc,unused-ignore]  # 
         self.backend.init_forward_metadata_out_graph(self._batch, in_capture)
 
     def init_forward_metadata_in_graph(self, forward_batch: Any) -> None:  # noqa: ANN401
+        self._refresh_sinks()
         self.backend.init_forward_metadata_in_graph(self._prepared())
 
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
@@ -80,7 +87,7 @@ class AttnmuxAttnBackend(SglangBackend):  # type: ignore[misc,unused-ignore]  # 
         try:
             self.backend.init_cuda_graph_state(max_bs, max_num_tokens)
         except GraphUnsupported as refusal:
-            remedy = "start SGLang with --disable-cuda-graph, or prefer another backend"
+            remedy = "start SGLang with --disable-decode-cuda-graph, or prefer another backend"
             raise ValueError(f"--attention-backend {NAME}: {refusal}; {remedy}") from refusal
 
     def get_cuda_graph_seq_len_fill_value(self) -> int:
@@ -122,6 +129,12 @@ class AttnmuxAttnBackend(SglangBackend):  # type: ignore[misc,unused-ignore]  # 
         )
         return out.view(out.shape[0], -1)
 
+    def _refresh_sinks(self) -> None:
+        """SGLang's `update_weights` writes the sinks of the model in place."""
+        if self._sink_owners:
+            weights = [owner.sinks for owner in self._sink_owners]
+            refresh_sinks(self.backend.context.layers, weights)  # type: ignore[arg-type]  # tensors
+
     def _prepared(self) -> ForwardBatch:
         if self._batch is None:
             raise InvalidInput("forward_batch", got="no metadata", expected="a prepared step")
@@ -151,15 +164,18 @@ def _check_rest(spec: LayerSpec, kwargs: Mapping[str, Any]) -> None:
 def _made(runner: Any, device: torch.device) -> tuple[AttentionBackend, Decision]:  # noqa: ANN401
     """Raises AttnmuxError where no backend serves the runner."""
     layers = record_layers(runner)
+    is_eager = check_cuda_graph_backend(Phase.DECODE, GraphBackend.DISABLED)
+    captures = device.type != "cpu" and not is_eager
+    request = asked(request_of(layers, runner, phases=_phases(runner)), captures=captures)
     pool = kv_pool(runner.token_to_kv_pool, layers)
     table = request_table(runner.req_to_token_pool)
-    request = request_of(layers, runner, kv_dtype=pool.dtype, phases=_phases(runner))
     chooser = Chooser.here(device.type)
-    captures = device.type != "cpu" and not runner.server_args.disable_cuda_graph
-    decide = chooser.decide_with_graphs if captures else chooser.decide
     decisions: list[Decision] = []
 
     def make(decision: Decision) -> AttentionBackend:
+        if decision.page_size != pool.page_size:
+            expected = f"--page-size {decision.page_size}: {decision.summary()}"
+            raise InvalidInput("page_size", got=pool.page_size, expected=expected)
         decisions.append(decision)
         return build(decision, _context(decision.request, chooser))
 
@@ -178,7 +194,7 @@ def _made(runner: Any, device: torch.device) -> tuple[AttentionBackend, Decision
             debug=chooser.debug,
         )
 
-    backend = make_first(lambda failed: decide(request, failed), make, _tell)
+    backend = make_first(lambda failed: chooser.decide(request, failed), make, _tell)
     return backend, decisions[-1]
 
 
@@ -189,9 +205,8 @@ def _phases(runner: Any) -> tuple[str, ...]:  # noqa: ANN401  # SGLang's ModelRu
     if prefill == decode:
         return ()
     own = ("extend",) if prefill else ("decode",)
-    args = runner.server_args
-    mode = "prefill" if prefill else "decode"
-    if args.speculative_algorithm is not None and args.speculative_attention_mode == mode:
+    mode, spec = "prefill" if prefill else "decode", get_spec()
+    if spec.speculative_algorithm is not None and spec.speculative_attention_mode == mode:
         return (*own, "verify", "draft")
     return own
 

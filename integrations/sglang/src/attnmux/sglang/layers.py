@@ -6,9 +6,13 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
+from sglang.srt.configs.hybrid_arch import mambaish_config
+from sglang.srt.configs.model_config import is_deepseek_dsa
 from sglang.srt.layers.radix_attention import AttentionType, RadixAttention
+from sglang.srt.runtime_context import get_exec, get_spec
 
-from attnmux.core import InvalidInput, LayerSpec, Request, dtype_name
+from attnmux.core import InvalidInput, LayerGroup, LayerSpec, Request, dtype_name
+from attnmux.sglang.asking import OTHER, refuse
 
 
 def record_layers(runner: Any) -> tuple[LayerSpec, ...]:  # noqa: ANN401  # SGLang's ModelRunner
@@ -32,6 +36,12 @@ def _layers(runner: Any) -> Iterator[tuple[torch.nn.Module, RadixAttention]]:  #
             if runner.use_mla_backend and layer.tp_k_head_num != 1:
                 continue
             yield owner, layer
+
+
+def sink_owners(runner: Any, layers: Sequence[LayerSpec]) -> list[torch.nn.Module]:  # noqa: ANN401
+    """The module that has the weights `sinks`, for each layer with sinks."""
+    owners = {layer.layer_id: owner for owner, layer in _layers(runner)}
+    return [owners[layer.layer_id] for layer in layers if layer.sinks is not None]
 
 
 def spec_of(layer: RadixAttention, owner: torch.nn.Module, runner: Any) -> LayerSpec:  # noqa: ANN401
@@ -59,9 +69,15 @@ def spec_of(layer: RadixAttention, owner: torch.nn.Module, runner: Any) -> Layer
 
 def _refuse(layer: RadixAttention) -> None:
     """Raise InvalidInput for a feature that no spec has."""
+    is_decoders = layer.attn_type == AttentionType.DECODER
+    refuse(
+        Request(
+            phases=("extend", "decode") if is_decoders else ("encoder",),
+            cross_attention=layer.is_cross_attention,
+            alibi=layer.pos_encoding_mode == "ALIBI",
+        )
+    )
     features = {
-        f"attention of type {layer.attn_type.value}": layer.attn_type != AttentionType.DECODER,
-        "cross-attention": layer.is_cross_attention,
         f"positions encoded by {layer.pos_encoding_mode}": layer.pos_encoding_mode != "NONE",
         f"logits capped by {layer.logit_capping_method}": layer.logit_cap > 0
         and layer.logit_capping_method != "tanh",
@@ -69,7 +85,7 @@ def _refuse(layer: RadixAttention) -> None:
     }
     for feature, has in features.items():
         if has:
-            expected = "causal self-attention: take another --attention-backend"
+            expected = f"causal self-attention: {OTHER}"
             raise InvalidInput(f"layer {layer.layer_id}", got=feature, expected=expected)
 
 
@@ -77,51 +93,75 @@ def request_of(
     layers: Sequence[LayerSpec],
     runner: Any,  # noqa: ANN401  # SGLang's ModelRunner
     *,
-    kv_dtype: torch.dtype,
     phases: tuple[str, ...],
 ) -> Request:
     """The needs of a runner's layers. Where windows or chunks differ, the largest counts.
 
     phases: those that SGLang has attnmux serve; empty for all.
-    Raises InvalidInput where heads or dims differ between the layers.
+    Raises InvalidInput for a window of one token, which SGLang's layers do not have.
     """
-    first = layers[0]
-    for name in ("tp_q_head_num", "tp_k_head_num", "qk_head_dim", "v_head_dim"):
-        values = sorted({getattr(layer, name) for layer in layers})
-        if len(values) > 1:
-            raise InvalidInput(name, got=f"{values} in one model", expected="the same everywhere")
-    args = runner.server_args
-    speculates = args.speculative_algorithm is not None
+    if runner.sliding_window_size == 0:
+        expected = f"2 tokens or more: SGLang leaves out a window of 1: {OTHER}"
+        raise InvalidInput("sliding_window", got=1, expected=expected)
+    first, *others = _shapes(layers)
+    spec, config = get_spec(), runner.model_config
+    topk = (spec.speculative_eagle_topk or 1) if spec.speculative_algorithm else None
     given: dict[str, Any] = {
-        "kind": first.kind,
+        "kind": "nsa" if is_deepseek_dsa(config.hf_config) else first.kind,
         "num_q_heads": first.tp_q_head_num,
         "num_kv_heads": first.tp_k_head_num,
         "head_dim": first.qk_head_dim,
         "v_head_dim": None if first.v_head_dim == first.qk_head_dim else first.v_head_dim,
         "dtype": dtype_name(runner.dtype),
-        "kv_dtype": dtype_name(kv_dtype),
+        "kv_dtype": _kv_dtype(runner.kv_cache_dtype),
         "page_size": runner.page_size,
         "phases": phases,
         "sliding_window": _largest(layer.sliding_window_size for layer in layers),
         "attention_chunk": max(layer.attention_chunk_size for layer in layers) or None,
         "logit_cap": max(layer.logit_cap for layer in layers) or None,
         "sinks": any(layer.sinks is not None for layer in layers),
-        "deterministic": bool(args.enable_deterministic_inference),
-        "spec_topk": args.speculative_eagle_topk or 1 if speculates else None,
-        "spec_draft_tokens": args.speculative_num_draft_tokens if speculates else None,
-        "custom_mask": speculates and (args.speculative_eagle_topk or 1) > 1,
-        "speculative_attention_mode": args.speculative_attention_mode,
+        "deterministic": bool(get_exec().deterministic.enable_deterministic_inference),
+        "spec_topk": topk,
+        "spec_draft_tokens": spec.speculative_num_draft_tokens if topk else None,
+        "speculative_attention_mode": spec.speculative_attention_mode,
     }
     if first.kind == "mla":
-        text = runner.model_config
         given |= {
             "num_kv_heads": 1,
-            "head_dim": text.qk_nope_head_dim + text.qk_rope_head_dim,
-            "v_head_dim": text.v_head_dim,
+            "head_dim": config.qk_nope_head_dim + config.qk_rope_head_dim,
+            "v_head_dim": config.v_head_dim,
             "kv_lora_rank": first.v_head_dim,
             "qk_rope_head_dim": first.qk_rope_head_dim,
         }
+    else:
+        given["other_layers"] = tuple(map(_group, others))
+    if mambaish_config(config) is not None:
+        given["linear_layers"] = (("recurrent", max(config.num_hidden_layers - len(layers), 1)),)
     return Request().replace(origin="model", **given)
+
+
+def _shapes(layers: Sequence[LayerSpec]) -> list[LayerSpec]:
+    """The first layer of each shape."""
+    found: dict[tuple[int, ...], LayerSpec] = {}
+    for layer in layers:
+        heads = layer.tp_q_head_num, layer.tp_k_head_num
+        found.setdefault((*heads, layer.qk_head_dim, layer.v_head_dim), layer)
+    return list(found.values())
+
+
+def _group(layer: LayerSpec) -> LayerGroup:
+    return LayerGroup(
+        layers=1,
+        num_q_heads=layer.tp_q_head_num,
+        num_kv_heads=layer.tp_k_head_num,
+        head_dim=layer.qk_head_dim,
+        v_head_dim=layer.v_head_dim,
+    )
+
+
+def _kv_dtype(dtype: torch.dtype) -> str:
+    """torch has names of dtypes that no pool of attnmux stores, for packed 4-bit floats."""
+    return "fp4_e2m1" if dtype.itemsize == 1 and "float4" in str(dtype) else dtype_name(dtype)
 
 
 def _largest(windows: Iterator[int]) -> int | None:

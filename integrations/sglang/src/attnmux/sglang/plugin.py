@@ -1,26 +1,25 @@
 """The entry point that every process of SGLang calls. SGLang is imported when it runs."""
 
-# ruff: noqa: PLC0415  # SGLang is imported after its version was checked
+# ruff: noqa: PLC0415  # SGLang is imported after its interfaces were checked
 
 from __future__ import annotations
 
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any
 
-from attnmux.sglang.versions import check_version
+from attnmux.sglang.asking import NAME
+from attnmux.sglang.interfaces import REGISTRATION, SERVING, fits, require
 
 if TYPE_CHECKING:
     from attnmux.sglang.backend import AttnmuxAttnBackend
-
-NAME = "attnmux"
 
 
 def register() -> None:
     """Make `--attention-backend attnmux` known, and its flags for prefill, decode and drafts.
 
-    Warns of an SGLang that was not tried and registers nothing there.
+    An SGLang whose names cannot be registered is a warning, and nothing is registered.
     """
-    if not check_version():
+    if not fits(REGISTRATION):
         return
     from sglang.srt.arg_groups.choices import (
         add_attention_backend_choices,
@@ -40,7 +39,7 @@ def register() -> None:
         HookType.AROUND,
     )
     HookRegistry.register(
-        "sglang.srt.arg_groups.model_hook.attention_backends_of", _for_sinks, HookType.AROUND
+        "sglang.srt.arg_groups.model_hook.resolved_view", _as_listed, HookType.AROUND
     )
     HookRegistry.register(
         "sglang.srt.speculative.draft_utils.DraftBackendFactory._create_backend",
@@ -51,6 +50,7 @@ def register() -> None:
 
 def create(runner: Any) -> AttnmuxAttnBackend:  # noqa: ANN401  # SGLang's ModelRunner
     """The backend of a model runner, whose pools and request table exist."""
+    require(SERVING)
     from attnmux.sglang.backend import AttnmuxAttnBackend
     from attnmux.sglang.latent import serve_latent
 
@@ -58,27 +58,43 @@ def create(runner: Any) -> AttnmuxAttnBackend:  # noqa: ANN401  # SGLang's Model
     return AttnmuxAttnBackend(runner)
 
 
+LISTING = (
+    *("GptOssForCausalLM", "Llama4ForConditionalGeneration", "Llama4ForCausalLM"),
+    *("Exaone4ForCausalLM", "ExaoneMoEForCausalLM", "ExaoneMoeForCausalLM"),
+)
+"""Models for which SGLang lists the backends by name, for features that requests state: sinks,
+attention chunks and windows."""
+LISTED = "triton"
+"""A backend that SGLang lists for each of them."""
 ADJUSTED: ContextVar[bool] = ContextVar("attnmux_sglang_adjusted", default=False)
-"""Whether SGLang adjusts the arguments of gpt-oss, for which it lists the backends by name."""
+"""Whether SGLang adjusts the arguments of such a model."""
 
 
 def _adjusting(original: Any, server_args: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
     from sglang.srt.arg_groups.model_hook import model_config_of
 
     architectures = model_config_of(server_args).hf_config.architectures or ()
-    token = ADJUSTED.set("GptOssForCausalLM" in architectures)
+    token = ADJUSTED.set(not set(LISTING).isdisjoint(architectures))
     try:
         return original(server_args, *args, **kwargs)
     finally:
         ADJUSTED.reset(token)
 
 
-def _for_sinks(original: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
-    """In SGLang's check of gpt-oss alone, attnmux counts as a backend with sinks that is listed."""
-    backends = original(*args, **kwargs)
-    if not ADJUSTED.get():
-        return backends
-    return tuple("triton" if name == NAME else name for name in backends)
+class _AsListed:
+    """SGLang's arguments, in which attnmux counts as a backend that is listed."""
+
+    def __init__(self, view: Any) -> None:  # noqa: ANN401  # SGLang's ResolvedView
+        self._view = view
+
+    def __getattr__(self, name: str) -> Any:  # noqa: ANN401  # any argument
+        value = getattr(self._view, name)
+        return LISTED if value == NAME and name.endswith("attention_backend") else value
+
+
+def _as_listed(original: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
+    view = original(*args, **kwargs)
+    return _AsListed(view) if ADJUSTED.get() else view
 
 
 def _with_drafts(

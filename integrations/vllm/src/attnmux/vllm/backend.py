@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
-from vllm import envs
 from vllm.config import (
     get_current_vllm_config,
     get_layers_from_vllm_config,
@@ -25,25 +25,18 @@ from vllm.v1.attention.backend import (
 from vllm.v1.kv_cache_layout import KVCacheLayout
 
 from attnmux.core import AttnmuxError, Chooser, NoBackend
+from attnmux.vllm.asking import REFUSED
 from attnmux.vllm.group import Group, Step
-from attnmux.vllm.layers import Asked
+from attnmux.vllm.layers import Asked, request_of, specs_of
 from attnmux.vllm.plugin import NAME
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from vllm.config import VllmConfig
     from vllm.v1.kv_cache_interface import KVCacheSpec
 
-REFUSED = {
-    "use_sparse": "sparse attention: attnmux has no indexer of vLLM's",
-    "use_mm_prefix": "tokens of images that see each other",
-    "use_per_head_quant_scales": "scales of K and V for each head",
-    "use_non_causal": "attention without causality in a decoder",
-    "use_pcp": "prefill context parallelism",
-    "use_dcp": "decode context parallelism",
-    "use_rswa": "reference sliding windows",
-    "use_adaptive_verification": "verification whose lengths only the device knows",
-}
-"""What vLLM may ask that no request can express."""
+    from attnmux.core import Request
 
 
 class AttnmuxBackend(AttentionBackend):
@@ -70,6 +63,19 @@ class AttnmuxBackend(AttentionBackend):
         kv_cache_spec: KVCacheSpec | None = None,
     ) -> list[int | MultipleOf]:
         return [MultipleOf(1)]
+
+    @classmethod
+    def get_preferred_block_size(cls, default_block_size: int) -> int:
+        """The page size that the solver chooses for the layers; the default if any will do."""
+        config = get_current_vllm_config()
+        chooser = Chooser.here(config.device_config.device_type)
+        decide = chooser.decide_with_graphs if _captures(config) else chooser.decide
+        try:
+            sizes = [decide(request).page_size for request in _requests(config, _layers(config))]
+        except NoBackend:  # which the metadata builder raises with the page size that is used
+            sizes = []
+        wanted = math.lcm(*sizes)
+        return wanted if wanted > 1 else default_block_size
 
     @classmethod
     def supported_kv_cache_layouts(cls) -> tuple[KVCacheLayout, ...]:
@@ -127,8 +133,8 @@ class AttnmuxBackend(AttentionBackend):
 
 
 class AttnmuxMetadataBuilder(AttentionMetadataBuilder[Step]):
-    """The metadata of one KV cache group. The backend is made at the first step: before it vLLM
-    has not bound the caches."""
+    """The metadata of one KV cache group, whose backend is chosen and rehearsed at once. It gets
+    vLLM's caches at the first step: they are bound after all builders are made."""
 
     def __init__(
         self,
@@ -137,25 +143,33 @@ class AttnmuxMetadataBuilder(AttentionMetadataBuilder[Step]):
         vllm_config: VllmConfig,
         device: torch.device,
     ) -> None:
+        """Raises ValueError with the solver's reasons if no backend serves the layers."""
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
-        self._group: Group | None = None
+        self._group = self._decided()
+        self._is_bound = False
 
     @classmethod
     def get_cudagraph_support(
         cls, vllm_config: VllmConfig, kv_cache_spec: KVCacheSpec
     ) -> AttentionCGSupport:
-        """Decode steps of one token a request where a backend's card declares graphs, and without
+        """Decode steps of one token a request if a backend's card declares graphs, and without
         debugging, whose checks synchronise."""
         chooser = Chooser.here(vllm_config.device_config.device_type)
+        if chooser.debug:
+            return AttentionCGSupport.NEVER
         # Layers of other heads or KV dtypes may share a group, whose spec then has one for each
         specs = getattr(kv_cache_spec, "kv_cache_specs", {"": kv_cache_spec}).values()
+        layers = _layers(vllm_config)
+        alike = [
+            layer
+            for layer in layers
+            if any(_is_alike(layer.get_kv_cache_spec(vllm_config), spec) for spec in specs)
+        ]
+        page_size = kv_cache_spec.block_size
         try:
-            for spec in set(specs):
-                asked = _asked(vllm_config, spec).request(vllm_config)
-                chooser.decide(asked.replace(origin="model", graph=True))
+            for request in _requests(vllm_config, alike or layers, page_size):
+                chooser.decide(request.replace(origin="model", graph=True))
         except NoBackend:
-            return AttentionCGSupport.NEVER
-        if chooser.debug:
             return AttentionCGSupport.NEVER
         return AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE
 
@@ -165,39 +179,39 @@ class AttnmuxMetadataBuilder(AttentionMetadataBuilder[Step]):
         common_attn_metadata: CommonAttentionMetadata,
         fast_build: bool = False,
     ) -> Step:
-        return self._ready(common_attn_metadata).step(common_attn_metadata)
+        return self._bound(common_attn_metadata).step(common_attn_metadata)
 
     def build_for_cudagraph_capture(self, common_attn_metadata: CommonAttentionMetadata) -> Step:
-        return self._ready(common_attn_metadata).step(common_attn_metadata, in_capture=True)
+        return self._bound(common_attn_metadata).step(common_attn_metadata, in_capture=True)
 
-    def _ready(self, common: CommonAttentionMetadata) -> Group:
-        if self._group is None:
-            config = self.vllm_config
-            found = get_layers_from_vllm_config(config, AttentionLayerBase, self.layer_names)
-            self._group = Group(
+    def _decided(self) -> Group:
+        config = self.vllm_config
+        found = get_layers_from_vllm_config(config, AttentionLayerBase, self.layer_names)
+        try:
+            return Group(
                 {name: found[name] for name in self.layer_names},
                 config,
                 max_num_reqs=_max_num_reqs(config, self.kv_cache_spec),
-                width=common.block_table_tensor.shape[1],
-                graphs=config.compilation_config.cudagraph_mode.has_full_cudagraphs(),
+                page_size=self.kv_cache_spec.block_size,
+                graphs=_captures(config),
                 device=self.device,
             )
+        except AttnmuxError as refusal:
+            raise ValueError(f"--attention-backend {NAME}: {refusal}") from refusal
+
+    def _bound(self, common: CommonAttentionMetadata) -> Group:
+        if not self._is_bound:
+            # vLLM adds the other layers of a drafter to the list after it made the builder
+            if list(self._group.layers) != self.layer_names:
+                self._group = self._decided()
+            self._group.bind(common.block_table_tensor.shape[1])
+            self._is_bound = True
         return self._group
 
 
-def _asked(config: VllmConfig, spec: KVCacheSpec) -> Asked:
-    """What the layers with such caches ask for."""
-    layers = _layers(config, spec)
-    return Asked(
-        head_size=spec.head_size,
-        dtype=config.model_config.dtype,
-        cache_dtype=layers[0].kv_cache_dtype,
-        block_size=spec.block_size,
-        use_mla=config.model_config.use_mla,
-        has_sink=any(getattr(layer, "has_sink", False) for layer in layers),
-        has_sliding_window=any(layer.sliding_window is not None for layer in layers),
-        batch_invariant=bool(envs.VLLM_BATCH_INVARIANT),
-    )
+def _captures(config: VllmConfig) -> bool:
+    """Whether vLLM captures whole decode steps."""
+    return bool(config.compilation_config.cudagraph_mode.has_full_cudagraphs())
 
 
 def _max_num_reqs(config: VllmConfig, spec: KVCacheSpec) -> int:
@@ -208,12 +222,24 @@ def _max_num_reqs(config: VllmConfig, spec: KVCacheSpec) -> int:
     return requests if chunk is None else 2 * requests + scheduler.max_num_batched_tokens // chunk
 
 
-def _layers(config: VllmConfig, spec: KVCacheSpec) -> list[Any]:
-    """The layers that attnmux serves with caches of that kind and dtype, which vLLM sets by layer
-    (`kv_cache_dtype_skip_layers`)."""
+def _layers(config: VllmConfig) -> list[Any]:
+    """The layers that attnmux serves."""
     found = get_layers_from_vllm_config(config, AttentionLayerBase).values()
-    ours = [each for each in found if issubclass(each.get_attn_backend(), AttnmuxBackend)]
-    return [each for each in ours if _is_alike(each.get_kv_cache_spec(config), spec)] or ours
+    return [each for each in found if issubclass(each.get_attn_backend(), AttnmuxBackend)]
+
+
+def _requests(
+    config: VllmConfig, layers: list[Any], page_size: int | None = None
+) -> Iterator[Request]:
+    """Each request that layers make, once."""
+    device, known = torch.device(config.device_config.device_type), []
+    for layer in layers:
+        request = request_of(
+            [layer], specs_of([layer], device), dtype=config.model_config.dtype, page_size=page_size
+        )
+        if request not in known:
+            known.append(request)
+            yield request
 
 
 def _is_alike(one: KVCacheSpec | None, spec: KVCacheSpec) -> bool:

@@ -50,7 +50,8 @@ class AttnmuxCpuPlatform(CpuPlatform):
     @classmethod
     def check_and_update_config(cls, vllm_config: VllmConfig) -> None:
         """vLLM's check. What it switches off for its own MLA kernel (chunked prompts, prefix
-        caching, other pages than 16) stays as the user said."""
+        caching, other pages than 16) stays as the user said. A drafter gets attnmux too: vLLM would
+        choose its own backend, which reads another layout of the shared cache."""
         cache, scheduler = vllm_config.cache_config, vllm_config.scheduler_config
         asked = (
             cache.block_size if cache.user_specified_block_size else None,
@@ -59,10 +60,13 @@ class AttnmuxCpuPlatform(CpuPlatform):
             scheduler.max_num_batched_tokens,
         )
         super().check_and_update_config(vllm_config)
-        model = vllm_config.model_config
-        if model is None or not model.use_mla:
+        model, backend = vllm_config.model_config, vllm_config.attention_config.backend
+        if model is None or not _is_ours(backend):
             return
-        if not _is_ours(vllm_config.attention_config.backend):
+        drafts = vllm_config.speculative_config
+        if drafts is not None and drafts.attention_backend is None:
+            drafts.attention_backend = backend
+        if not model.use_mla:
             return
         page_size, cache.enable_prefix_caching, scheduler.enable_chunked_prefill = asked[:3]
         scheduler.max_num_batched_tokens = asked[3]

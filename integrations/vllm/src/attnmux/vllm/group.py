@@ -10,7 +10,6 @@ import torch
 from vllm.logger import init_logger
 
 from attnmux.core import (
-    AttentionBackend,
     BackendContext,
     BackendFailed,
     BlockTable,
@@ -23,9 +22,13 @@ from attnmux.core import (
     LayerSpec,
     Workspace,
     build,
+    dtype_name,
     make_first,
+    refresh_sinks,
+    torch_dtype,
 )
-from attnmux.vllm.layers import dense_spec, latent_spec, request_of, slots_of
+from attnmux.vllm.asking import kv_dtype
+from attnmux.vllm.layers import is_latent, request_of, slots_of, specs_of
 from attnmux.vllm.steps import StepBuilder
 
 if TYPE_CHECKING:
@@ -35,12 +38,12 @@ if TYPE_CHECKING:
 logger = init_logger("vllm." + __name__)  # vLLM shows the loggers below its own
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(eq=False)
 class Step:
     """vLLM's metadata of a step, for the layers of a group.
 
-    vLLM reads the counts in its MLA layer. All tokens count as decoding there, so that prompts run
-    absorbed, on the same backend.
+    vLLM adds an attribute for layers with attention chunks, and reads the counts in its MLA layer.
+    All tokens count as decoding there, so that prompts run absorbed, on the same backend.
     """
 
     group: Group
@@ -63,14 +66,18 @@ class Step:
         """`AttentionBackend.forward` of a layer, by vLLM's name."""
         group, batch = self.group, self.batch
         if not self.prepared:
-            group.backend.init_forward_metadata_in_graph(batch)
+            group.prepare_in_graph(batch)
             self.prepared = True
         q, k, v = args
         return group.backend.forward(q, k, v, group.spec(layer_name), batch, **kwargs)
 
 
 class Group:
-    """Layers whose heads, dims and pages are alike, and the backend that was chosen for them."""
+    """Layers whose heads, dims and pages are alike, and the backend that was chosen for them.
+
+    It is chosen and rehearsed when the group is made, over a cache of two pages: vLLM has loaded
+    the layers then, and allocates their caches later. `bind` makes it over these.
+    """
 
     def __init__(
         self,
@@ -78,59 +85,80 @@ class Group:
         config: VllmConfig,
         *,
         max_num_reqs: int,
-        width: int,
+        page_size: int,
         graphs: bool,
         device: torch.device,
     ) -> None:
-        """layers: vLLM's, by name, with their caches bound. max_num_reqs: requests of a step.
-        width: columns of the block table. graphs: whether decode steps are captured.
+        """layers: vLLM's, by name. max_num_reqs: requests of a step. graphs: whether decode steps
+        are captured.
 
-        Raises NoBackend where no backend serves the layers.
+        Raises NoBackend if no backend serves the layers, and InvalidInput for layers that are
+        refused.
         """
-        first = next(iter(layers.values()))
-        is_latent = hasattr(first, "kv_lora_rank")
-        spec_of = latent_spec if is_latent else dense_spec
-        self._specs = {name: spec_of(i, layer) for i, (name, layer) in enumerate(layers.items())}
-        page_size = first.kv_cache.shape[1 if is_latent else 2]
-        self.pool = _pool(layers, self._specs, page_size)
-        chooser = Chooser.here(device.type)
+        self.layers = dict(layers)
+        self._max_num_reqs, self._page_size, self._device = max_num_reqs, page_size, device
+        self._specs = self._described()
+        self._chooser = chooser = Chooser.here(device.type)
+        self._max_num_tokens = config.scheduler_config.max_num_batched_tokens
+        dtype = config.model_config.dtype
         request = request_of(
-            list(layers.values()),
-            list(self._specs.values()),
-            dtype=config.model_config.dtype,
-            page_size=page_size,
-        ).replace(origin="model", strided_kv=self.pool.is_strided)
+            list(layers.values()), list(self._specs.values()), dtype=dtype, page_size=page_size
+        )
         decide = chooser.decide_with_graphs if graphs else chooser.decide
-        scheduler = config.scheduler_config
-        table = BlockTable(max_num_reqs, width, page_size=page_size, device=device)
+        caches = _rehearsal_caches(self.layers, self._specs, page_size, dtype, device)
+        pool = _pool(self.layers, self._specs, caches, page_size)
+        width = -(-config.model_config.max_model_len // page_size)
 
-        def make(decision: Decision) -> AttentionBackend:
-            self.decision = decision
-            return build(
-                decision,
-                BackendContext(
-                    request=decision.request,
-                    platform=chooser.platform,
-                    device=device,
-                    layers=tuple(self._specs.values()),
-                    req_to_token_pool=table,
-                    token_to_kv_pool=self.pool,
-                    workspace=Workspace(device),
-                    max_batch_size=table.size,
-                    max_context_len=table.max_context_len,
-                    launches=chooser.launches,
-                    debug=chooser.debug,
-                ),
-            )
+        def rehearsed(decision: Decision) -> Decision:
+            build(decision, self._context(decision, pool, self._table(width)))
+            return decision
 
-        self.backend = make_first(lambda failed: decide(request, failed), make, _tell)
-        logger.info("%d layers, %s", len(layers), self.decision.summary())
+        self.decision = make_first(lambda failed: decide(request, failed), rehearsed, _tell)
+        logger.info("%d layers: %s", len(layers), self.decision.summary())
+
+    def bind(self, width: int) -> None:
+        """Make the backend over vLLM's caches, which are bound to the layers.
+
+        width: columns of the block table.
+        """
+        self._specs = self._described()  # those of the rehearsal keep its copies of sinks
+        caches = {name: layer.kv_cache for name, layer in self.layers.items()}
+        pool = _pool(self.layers, self._specs, caches, self._page_size)
+        table = self._table(width)
+        self.backend = build(self.decision, self._context(self.decision, pool, table))
+        self._sinks = [
+            sinks if (weights := self.layers[name].impl.sinks).dtype == sinks.dtype else weights
+            for name, spec in self._specs.items()
+            if (sinks := spec.sinks) is not None
+        ]
         if self.decision.request.graph:
-            self.backend.init_cuda_graph_state(table.size, scheduler.max_num_batched_tokens)
+            self.backend.init_cuda_graph_state(table.size, self._max_num_tokens)
         self._steps = StepBuilder(
             table,
-            max_num_tokens=scheduler.max_num_batched_tokens,
+            max_num_tokens=self._max_num_tokens,
             seq_len_fill=self.backend.get_cuda_graph_seq_len_fill_value(),
+        )
+
+    def _described(self) -> dict[str, LayerSpec]:
+        layers = list(self.layers.values())
+        return dict(zip(self.layers, specs_of(layers, self._device), strict=True))
+
+    def _table(self, width: int) -> BlockTable:
+        return BlockTable(self._max_num_reqs, width, page_size=self._page_size, device=self._device)
+
+    def _context(self, decision: Decision, pool: KVPool, table: BlockTable) -> BackendContext:
+        return BackendContext(
+            request=decision.request,
+            platform=self._chooser.platform,
+            device=self._device,
+            layers=tuple(self._specs.values()),
+            req_to_token_pool=table,
+            token_to_kv_pool=pool,
+            workspace=Workspace(self._device),
+            max_batch_size=table.size,
+            max_context_len=table.max_context_len,
+            launches=self._chooser.launches,
+            debug=self._chooser.debug,
         )
 
     def spec(self, layer_name: str) -> LayerSpec:
@@ -140,26 +168,53 @@ class Group:
         """Prepare a step, as far as the host does it."""
         batch = self._steps.step(common)
         debug = self.backend.context.debug
+        self.backend.init_forward_metadata_out_graph(batch, in_capture)
         if debug:
-            self.backend.init_forward_metadata(batch)
-        else:
-            self.backend.init_forward_metadata_out_graph(batch, in_capture)
+            self.prepare_in_graph(batch)
         return Step(self, batch, common.num_actual_tokens, prepared=debug)
 
+    def prepare_in_graph(self, batch: ForwardBatch) -> None:
+        """Prepare what a graph of the step holds."""
+        # Weights may have been updated in place
+        if self._sinks:
+            refresh_sinks(self.backend.context.layers, self._sinks)
+        self.backend.init_forward_metadata_in_graph(batch)
 
-def _pool(layers: Mapping[str, Any], specs: Mapping[str, LayerSpec], page_size: int) -> KVPool:
-    """vLLM's caches of the layers: nothing is copied."""
+
+def _rehearsal_caches(
+    layers: Mapping[str, Any],
+    specs: Mapping[str, LayerSpec],
+    page_size: int,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> dict[str, torch.Tensor]:
+    """One cache of two pages for all layers, as vLLM binds its own."""
+    layer, spec = next(zip(layers.values(), specs.values(), strict=True))
+    stored = torch_dtype(kv_dtype(layer.kv_cache_dtype, dtype_name(dtype)))
+    values = spec.qk_head_dim + (0 if is_latent(layer) else spec.v_head_dim)
+    shape = 2, page_size, spec.tp_k_head_num, values
+    cache = torch.zeros(shape, dtype=stored, device=device)
+    return dict.fromkeys(layers, cache.squeeze(2) if is_latent(layer) else cache.transpose(1, 2))
+
+
+def _pool(
+    layers: Mapping[str, Any],
+    specs: Mapping[str, LayerSpec],
+    caches: Mapping[str, torch.Tensor],
+    page_size: int,
+) -> KVPool:
+    """The caches of the layers, in vLLM's shapes: nothing is copied."""
     first = next(iter(specs.values()))
     if first.kind == "mla":
         rows = {
-            specs[name].layer_id: slots_of(layer.kv_cache.unsqueeze(2), layer)
+            specs[name].layer_id: slots_of(caches[name].unsqueeze(2), layer)
             for name, layer in layers.items()
         }
         return ForeignMLAPool(rows, page_size=page_size, kv_lora_rank=first.v_head_dim)
     buffers = {}
     for name, layer in layers.items():
         # [blocks, Hkv, block, D + Dv]: K and V of a slot lie side by side
-        slots = slots_of(layer.kv_cache.transpose(1, 2), layer)
+        slots = slots_of(caches[name].transpose(1, 2), layer)
         buffers[specs[name].layer_id] = (
             slots[..., : first.qk_head_dim],
             slots[..., first.qk_head_dim :],

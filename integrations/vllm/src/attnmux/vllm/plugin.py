@@ -5,10 +5,11 @@ from __future__ import annotations
 from importlib.metadata import entry_points
 from typing import Any
 
-from attnmux.vllm.versions import check_version
+from attnmux.vllm.interfaces import PLATFORM, REGISTRATION, fits
 
 NAME = "ATTNMUX"
-BACKEND = "attnmux.vllm.backend.AttnmuxBackend"
+BACKEND = "attnmux.vllm.AttnmuxBackend"
+"""Loading it checks the interfaces that it uses."""
 PLATFORM_GROUP = "vllm.platform_plugins"
 PLATFORMS = {"vllm.platforms.cpu.CpuPlatform": "attnmux.vllm.cpu.AttnmuxCpuPlatform"}
 """Platforms of vLLM that take a backend of their own whatever the user named, and those that ask
@@ -18,10 +19,10 @@ the named one. Every other platform asks."""
 def register() -> None:
     """Make `--attention-backend ATTNMUX` and CUSTOM mean attnmux.
 
-    A CUSTOM that another package registered stays as it is. Warns of a vLLM that was not tried and
-    registers nothing there.
+    A CUSTOM that another package registered stays as it is. A vLLM whose names cannot be registered
+    is a warning.
     """
-    if not check_version():
+    if not fits(REGISTRATION):
         return
     from vllm.v1.attention.backends.registry import (  # noqa: PLC0415  # vLLM is here when it calls
         AttentionBackendEnum,
@@ -42,7 +43,7 @@ def platform() -> str | None:
     It is None, too, where another package offers a platform: vLLM admits one.
     """
     others = [each for each in entry_points(group=PLATFORM_GROUP) if each.value != _SELF]
-    if others or not check_version():
+    if others or not fits(PLATFORM):
         return None
     from vllm.platforms import builtin_platform_plugins  # noqa: PLC0415  # as above
 

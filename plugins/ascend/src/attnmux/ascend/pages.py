@@ -84,7 +84,7 @@ class AscendPagesBackend(PagedBackend[NPUKernels, PagedLayer, PagedStep, DecodeB
             "num_key_value_heads": layer.tp_k_head_num,
             "softmax_scale": layer.scaling,
             "input_layout": "TND",
-            "learnable_sink": None if layer.sinks is None else layer.sinks.to(DTYPE),
+            "learnable_sink": layer.sinks_in(DTYPE),
         }
         pool = self.context.token_to_kv_pool
         if not layer.is_causal or layer.layer_id not in pool.layer_ids:

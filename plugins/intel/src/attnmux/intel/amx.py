@@ -66,7 +66,7 @@ class AMXBackend(PagedBackend[AMXKernels, AMXLayer, AMXStep, None]):
     def prepare_layer(self, layer: LayerSpec) -> AMXLayer:
         check_layer(layer)
         pool = self.context.token_to_kv_pool
-        sinks = None if layer.sinks is None else layer.sinks.to(torch.bfloat16)
+        sinks = layer.sinks_in(torch.bfloat16)
         if layer.layer_id not in pool.layer_ids:
             return AMXLayer(sinks=sinks)
         if pool.dtype != torch.bfloat16:

@@ -55,7 +55,7 @@ class VLLMXPUBackend(PackedPagesBackend[VLLMXPUKernels]):
             "softmax_scale": layer.scaling,
             "causal": True,
             "window_size": [window, 0] if window >= 0 else None,
-            "s_aux": None if layer.sinks is None else layer.sinks.to(dtype),
+            "s_aux": layer.sinks_in(dtype),
             # None splits keys by what else is in the batch.
             "num_splits_kv": 1 if self.context.request.deterministic else None,
         }

