@@ -89,7 +89,7 @@ def test_the_environment_wins(tmp_path) -> None:
         ({"ATTNMUX_DEBUG": "perhaps"}, "ATTNMUX_DEBUG: expected true or false, got 'perhaps'"),
         ({"ATTNMUX_BACKND": "x"}, "did you mean backend?"),
         ({"ATTNMUX_ZZZ": "x"}, "known: platform, backend"),
-        ({"ATTNMUX_OPTIONS": "x"}, "[options.NAME] in the configuration file"),
+        ({"ATTNMUX_OPTIONS": "x"}, "expected BACKEND.OPTION=VALUE"),
         ({"ATTNMUX_DENY_PLUGINS": "a,,b"}, "expected a name"),
     ],
 )
@@ -277,3 +277,12 @@ def test_the_cache_folder_is_that_of_platformdirs(monkeypatch, cache, home) -> N
         monkeypatch.setenv("XDG_CACHE_HOME", cache)
     expected = platformdirs.user_cache_path("attnmux", appauthor=False)
     assert Settings.cache_folder() == expected
+
+
+def test_options_are_a_variable_too() -> None:
+    said = {"ATTNMUX_OPTIONS": "triton.num_kv_splits=8,nvidia/fa3.num_splits=2,triton.x=a=b"}
+    options = Settings.load(environ=said).options
+    expected = {"triton": {"num_kv_splits": "8", "x": "a=b"}, "nvidia/fa3": {"num_splits": "2"}}
+    assert {name: dict(values) for name, values in options.items()} == expected
+    with pytest.raises(SettingsError, match=r"ATTNMUX_OPTIONS: expected BACKEND.OPTION=VALUE"):
+        Settings.load(environ={"ATTNMUX_OPTIONS": "triton"})

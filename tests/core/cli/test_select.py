@@ -538,20 +538,6 @@ def test_layers_that_keep_the_model_s_dtype(call) -> None:
 
 
 @pytest.mark.parametrize(
-    ("engine", "said"),
-    [("vllm", "add vLLM's --kv-cache-dtype-skip-layers to it"), ("sglang", "have one KV dtype")],
-)
-def test_a_line_that_cannot_name_the_layers_is_refused(call, engine, said) -> None:
-    model = str(MODELS / "llama-3.1-8b")
-    given = ("--model", model, "--request", "kv_dtype=fp8_e4m3", "--engine", engine)
-    here = ("--platform", HERE, *given)
-    assert "--kv-cache-dtype fp8_e4m3" in call(*here).stdout
-    result = call(*here, "--kv-dtype-skip", "0")
-    assert result.exit_code == 2
-    assert f"{said}, got KV in bfloat16 and fp8_e4m3" in " ".join(result.stderr.split())
-
-
-@pytest.mark.parametrize(
     ("args", "said"),
     [
         (["--kv-dtype-skip", "0"], "--kv-dtype-skip: expected --model, whose layers it names"),

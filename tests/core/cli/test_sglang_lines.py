@@ -121,7 +121,7 @@ def test_a_line_names_the_ranks_and_the_device() -> None:
 def test_steps_are_captured_where_a_backend_can_be() -> None:
     assert asking.ask(SHAPE, HOPPER).graph
     assert not asking.ask(SHAPE, Platform.parse("cpu:x86_64")).graph
-    with pytest.raises(InvalidInput, match="^graph: expected none: SGLang captures no steps"):
+    with pytest.raises(InvalidInput, match=r"^graph: expected none: SGLang captures no steps"):
         asking.ask(SHAPE.replace(graph=True), Platform.parse("cpu:x86_64"))
     policy, offers = Policy(hypothetical=True, backend="torch_native"), load_plugins().offers()
     decision = solve(asking.ask(SHAPE, HOPPER), HOPPER, offers, policy)
@@ -160,11 +160,18 @@ def test_trees_are_drafted_by_a_backend_of_sglang_over_pages_of_one_token() -> N
 def test_kv_dtypes_are_those_that_sglang_stores_there(platform, kv_dtype, word) -> None:
     request, parsed = SHAPE.replace(kv_dtype=kv_dtype), Platform.parse(platform)
     if word is None:
-        with pytest.raises(InvalidInput, match="^kv_dtype: expected"):
+        with pytest.raises(InvalidInput, match=r"^kv_dtype: expected"):
             asking.ask(request, parsed)
     else:
         made = asking.ask(request, parsed)
         assert asking._kv_words(made.kv_dtype, made.dtype, parsed) == ["--kv-cache-dtype", word]
+
+
+def test_layers_that_keep_their_dtype_are_refused() -> None:
+    model = MODELS / "llama-3.1-8b"
+    request = Request.from_model(model, kv_dtype="fp8_e4m3", kv_dtype_skip="0")
+    with pytest.raises(InvalidInput, match=r"^other_layers: .* got 1 layer with 32/8 heads"):
+        asking.ask(request, HOPPER)
 
 
 def test_images_are_encoded_by_sglang() -> None:

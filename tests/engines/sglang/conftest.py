@@ -7,8 +7,10 @@ its own. Children are forked from this process, which has imported SGLang and it
 from __future__ import annotations
 
 import importlib
+import json
 import multiprocessing
 import os
+import shlex
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -17,6 +19,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from click.testing import CliRunner
+
+from attnmux.core import Decision
+from attnmux.core.cli.verbs import verbs
 
 ARGUMENTS = {
     "device": "cpu",
@@ -47,6 +53,8 @@ class Answer:
 
 Asked = tuple[Sequence[Sequence[int]], Sequence[int]]
 """Prompts, and how many tokens each generates."""
+Weights = dict[str, Any]
+"""Tensors by name, which replace the model's in place."""
 Run = Callable[..., tuple[list[list[Answer]], str]]
 
 
@@ -54,7 +62,9 @@ class EngineFailed(Exception):
     """The engine ended; the text is its log."""
 
 
-def _child(connection: Connection, log: Path, rounds: Sequence[Asked], given: Any) -> None:
+def _child(
+    connection: Connection, log: Path, rounds: Sequence[Asked | Weights], given: Any
+) -> None:
     os.setpgrp()
     # pytest has put objects of its own in place of both streams
     sys.stdout = sys.stderr = log.open("a", buffering=1)
@@ -65,7 +75,15 @@ def _child(connection: Connection, log: Path, rounds: Sequence[Asked], given: An
     set_start_method = multiprocessing.set_start_method
     multiprocessing.set_start_method = lambda *_, **__: set_start_method("fork", force=True)
     engine = sglang.Engine(**given)
-    for prompts, lengths in rounds:
+    for asked in rounds:
+        if isinstance(asked, dict):
+            engine.begin_weight_update()
+            done, why = engine.update_weights_from_tensor(named_tensors=list(asked.items()))
+            engine.end_weight_update()
+            if not done:
+                raise EngineFailed(why)
+            continue
+        prompts, lengths = asked
         results = engine.generate(
             input_ids=[list(prompt) for prompt in prompts],
             sampling_params=[
@@ -77,6 +95,24 @@ def _child(connection: Connection, log: Path, rounds: Sequence[Asked], given: An
             [(result["output_ids"], result["meta_info"]["cached_tokens"]) for result in results]
         )
     engine.shutdown()
+
+
+@pytest.fixture(scope="session")
+def select() -> Callable[[Path], tuple[list[str], str]]:
+    """`select(folder)`: the words of the line of `attnmux select --engine sglang` for a model in
+    float32 on this machine, and the decision's summary."""
+
+    def answer(folder: Path) -> tuple[list[str], str]:
+        args = ["select", "--model", str(folder), "--engine", "sglang", "--json"]
+        result = CliRunner().invoke(verbs, [*args, "--request", "dtype=float32"])
+        assert result.exit_code == 0, result.output
+        data = json.loads(result.stdout)
+        launch = data["launch"]
+        for name in ("launch", "install", "proof", "warnings"):
+            del data[name]
+        return shlex.split(launch), Decision.from_json(json.dumps(data)).summary()
+
+    return answer
 
 
 @pytest.fixture(scope="session")
@@ -94,12 +130,13 @@ def imported() -> None:
 @pytest.fixture
 def run(imported: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Run:
     """`run(folder, backend, rounds, **arguments)` serves the rounds one after the other and returns
-    the answers of each, and the engine's log. Raises EngineFailed."""
+    the answers of each, and the engine's log. Weights in place of a round are updated there.
+    Raises EngineFailed."""
     for name, value in ENVIRONMENT.items():
         monkeypatch.setenv(name, value)
 
     def serve(
-        folder: Path, backend: str, rounds: Sequence[Asked], **arguments: Any
+        folder: Path, backend: str, rounds: Sequence[Asked | Weights], **arguments: Any
     ) -> tuple[list[list[Answer]], str]:
         ours, theirs = multiprocessing.Pipe(duplex=False)
         log = tmp_path / f"{backend}-{len(list(tmp_path.glob('*.log')))}.log"
@@ -116,7 +153,9 @@ def run(imported: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Run:
         theirs.close()
         answers = []
         try:
-            for _ in rounds:
+            for asked in rounds:
+                if isinstance(asked, dict):
+                    continue
                 if not ours.poll(240):
                     raise EngineFailed(f"no answer within 240 s\n{log.read_text()}")
                 answers.append(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,9 +14,10 @@ pytest.importorskip("attnmux.sglang")
 import torch
 from sglang.srt.model_executor.forward_batch_info import ForwardMode as SglangMode
 
-from attnmux.core import ForwardMode, InvalidInput
+from attnmux.core import ForwardMode, InvalidInput, LayerSpec
 from attnmux.core.spec import tree_visibility, whole_mask
-from attnmux.sglang import plugin
+from attnmux.sglang import layers, plugin
+from attnmux.sglang.asking import asked
 from attnmux.sglang.draft import AttnmuxMultiStepDraftBackend
 from attnmux.sglang.steps import StepBuilder
 
@@ -127,3 +129,96 @@ def test_sglangs_factory_of_drafts_knows_attnmux() -> None:
         plugin._with_drafts(
             original, factory, "decode_attention_backend", {"triton": None}, stamps_children=True
         )
+
+
+def _runner(**given: Any) -> SimpleNamespace:
+    values = {
+        "dtype": torch.bfloat16,
+        "kv_cache_dtype": torch.bfloat16,
+        "page_size": 1,
+        "sliding_window_size": None,
+        "model_config": SimpleNamespace(hf_config={}, num_hidden_layers=2),
+    }
+    return SimpleNamespace(**{**values, **given})
+
+
+SPEC = LayerSpec(
+    layer_id=0,
+    tp_q_head_num=8,
+    tp_k_head_num=2,
+    tp_v_head_num=2,
+    qk_head_dim=64,
+    v_head_dim=64,
+    scaling=0.125,
+)
+
+
+@pytest.fixture
+def configured(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    """SGLang's resolved configuration, as of n-grams: the arguments leave the breadth open."""
+    spec = SimpleNamespace(
+        speculative_algorithm="NGRAM",
+        speculative_eagle_topk=10,
+        speculative_num_draft_tokens=12,
+        speculative_attention_mode="prefill",
+    )
+    exact = SimpleNamespace(deterministic=SimpleNamespace(enable_deterministic_inference=True))
+    monkeypatch.setattr(layers, "get_spec", lambda: spec)
+    monkeypatch.setattr(layers, "get_exec", lambda: exact)
+    monkeypatch.setattr(layers, "mambaish_config", lambda config: None)
+    return spec
+
+
+def test_drafts_and_determinism_are_those_that_sglang_resolved(configured: SimpleNamespace) -> None:
+    request = asked(layers.request_of((SPEC,), _runner(), phases=()), captures=True)
+    assert (request.spec_topk, request.spec_draft_tokens) == (10, 12)
+    assert (request.custom_mask, request.deterministic, request.graph) == (True, True, True)
+    assert request.phases == ("extend", "decode", "verify", "draft")
+    configured.speculative_algorithm = None
+    request = asked(layers.request_of((SPEC,), _runner(), phases=()), captures=False)
+    assert (request.spec_topk, request.spec_draft_tokens, request.graph) == (None, None, False)
+
+
+@pytest.mark.parametrize(
+    ("specs", "changes", "said"),
+    [
+        ((SPEC,), {"sliding_window_size": 0}, "sliding_window: expected 2 tokens or more"),
+        ((SPEC, replace(SPEC, layer_id=1, tp_k_head_num=4, tp_v_head_num=4)), {}, "other_layers"),
+        (
+            (SPEC,),
+            {
+                "model_config": SimpleNamespace(
+                    hf_config={"architectures": ["DeepseekV32ForCausalLM"], "index_topk": 2048}
+                )
+            },
+            "kind: expected mha or mla: .*got nsa",
+        ),
+    ],
+)
+def test_what_a_request_states_and_the_bridge_refuses(
+    specs: Any, changes: Any, said: str, configured: SimpleNamespace
+) -> None:
+    configured.speculative_algorithm = None
+    with pytest.raises(InvalidInput, match=said):
+        asked(layers.request_of(specs, _runner(**changes), phases=()), captures=True)
+
+
+def test_recurrent_layers_are_refused(
+    configured: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    configured.speculative_algorithm = None
+    monkeypatch.setattr(layers, "mambaish_config", lambda config: config)
+    with pytest.raises(InvalidInput, match=r"linear_layers: .* got 1 of recurrent"):
+        asked(layers.request_of((SPEC,), _runner(), phases=()), captures=True)
+
+
+@pytest.mark.parametrize("adjusted", [True, False])
+def test_models_for_which_sglang_lists_backends_meet_one_that_is_listed(adjusted: bool) -> None:
+    given = SimpleNamespace(attention_backend="attnmux", prefill_attention_backend=None, tp_size=2)
+    token = plugin.ADJUSTED.set(adjusted)
+    try:
+        view = plugin._as_listed(lambda args: args, given)
+    finally:
+        plugin.ADJUSTED.reset(token)
+    assert view.attention_backend == ("triton" if adjusted else "attnmux")
+    assert (view.prefill_attention_backend, view.tp_size) == (None, 2)

@@ -101,22 +101,42 @@ def _prompts(vocabulary: int) -> list[list[int]]:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_random_model_gives_the_same_tokens(
-    family: str, run: Callable[..., Any], tmp_path: Path
+    family: str, run: Callable[..., Any], select: Callable[..., Any], tmp_path: Path
 ) -> None:
     folder = tmp_path / "model"
     model = save(family, folder)
     asked = _prompts(97), NUM_TOKENS
-    (got, again), _ = run(folder, "attnmux", [asked, asked])
+    (got, again), log = run(folder, "attnmux", [asked, asked])
+    # The verb asks what the engine asks
+    assert f"attention: {select(folder)[1]}" in log
     if family in OWN:
         (own,), _ = run(folder, "torch_native", [asked])
         expected = [each.token_ids for each in own]
     else:
-        expected = [
-            tuple(greedy(model, prompt, length)) for prompt, length in zip(*asked, strict=True)
-        ]
+        expected = _greedy_texts(model, asked)
     assert [each.token_ids for each in got] == expected
     assert [each.token_ids for each in again] == expected
     assert sum(each.cached_tokens for each in again) >= 4 * 60
+
+
+def test_sinks_that_are_updated_in_place_count(run: Callable[..., Any], tmp_path: Path) -> None:
+    model = save("sinks", tmp_path / "model")
+    asked = _prompts(97), NUM_TOKENS
+    name = "model.layers.{}.self_attn.sinks"
+    weights = {name.format(layer): torch.full((4,), 3.0 - layer) for layer in range(3)}
+    (before, after), _ = run(tmp_path / "model", "attnmux", [asked, weights, asked])
+    assert [each.token_ids for each in before] == _greedy_texts(model, asked)
+    with torch.no_grad():
+        for key, value in weights.items():
+            model.get_parameter(key).copy_(value)
+    assert [each.token_ids for each in after] == _greedy_texts(model, asked)
+    assert after != before
+
+
+def _greedy_texts(
+    model: transformers.PreTrainedModel, asked: tuple[list[list[int]], list[int]]
+) -> list[tuple[int, ...]]:
+    return [tuple(greedy(model, prompt, length)) for prompt, length in zip(*asked, strict=True)]
 
 
 @pytest.mark.parametrize(

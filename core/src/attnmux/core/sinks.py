@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
-
-if TYPE_CHECKING:
-    from attnmux.core.layer import LayerSpec
 
 
 class Copy(NamedTuple):
@@ -46,13 +43,23 @@ class SinkCopies:
         return copy.tensor
 
 
+class HasSinks(Protocol):
+    """A `LayerSpec`."""
+
+    @property
+    def sinks(self) -> torch.Tensor | None: ...
+
+    @property
+    def sink_copies(self) -> SinkCopies: ...
+
+
 @torch.inference_mode()
-def refresh_sinks(layers: Iterable[LayerSpec], weights: Sequence[torch.Tensor]) -> None:
+def refresh_sinks(layers: Iterable[HasSinks], weights: Sequence[torch.Tensor]) -> None:
     """Copy the model's weights into the sinks of the layers, and these into every copy.
 
     An engine calls it with each step, as the first part of what a device graph holds: weights that
-    change in place count from the next step on, also in graphs. It launches two kernels for all
-    layers together. weights: [Hq] for each layer with sinks, in the order of `layers`.
+    change in place count from the next step on, also in graphs. torch may join the copies of all
+    layers. weights: [Hq] for each layer with sinks, in the order of `layers`.
     """
     specs = [layer for layer in layers if layer.sinks is not None]
     of_layers = [spec.sinks for spec in specs if spec.sinks is not None]

@@ -63,8 +63,8 @@ class Integration(Protocol):
         """The request that the integration makes in the engine, for a model with this one.
 
         A field that the engine neither reads from the model nor takes as an option is refused,
-        and so is whatever the integration refuses when the engine starts. A `graph` with the origin
-        "model" is left out where nothing serves it.
+        and so is whatever the integration refuses when the engine starts. A `graph` that is not the
+        user's is left out where nothing serves it.
         """
 
     def launch(self, decision: Decision, model: str, facts: LaunchFacts) -> list[str]:

@@ -1,8 +1,8 @@
 """The request of this integration and its refusals, for the bridge and for `attnmux select`.
 
 SGLang and torch are not imported. The bridge makes a request of SGLang's layers and arguments, the
-verb one of a config.json; `asked` completes both and refuses what is not served. `launch` and `install` are the verb's:
-see `attnmux.core.cli.engines`.
+verb one of a config.json; `asked` completes both and refuses what is not served. `launch` and
+`install` are the verb's: see `attnmux.core.cli.engines`.
 """
 
 from __future__ import annotations
@@ -78,8 +78,8 @@ def asked(request: Request, *, captures: bool) -> Request:
     if request.has_trees and (request.page_size or 1) > 1:
         expected = "1 with draft trees: SGLang reads pages of trees with its own backends alone"
         raise InvalidInput("page_size", got=request.page_size, expected=expected)
-    graph = {"graph": True} if captures and not request.graph else {}
-    return decoding.replace(origin="model", **trees, **graph)
+    made = decoding.replace(origin="model", **trees)
+    return made.replace(origin="platform", graph=True) if captures and not made.graph else made
 
 
 def ask(request: Request, platform: Platform) -> Request:
@@ -88,10 +88,6 @@ def ask(request: Request, platform: Platform) -> Request:
     Raises InvalidInput for what the bridge refuses, and for what no option of SGLang states.
     """
     on_cpu = platform.device_type == "cpu"
-    for name in UNASKED:
-        if getattr(request, name):
-            expected = "none with --engine: no option of SGLang states it"
-            raise InvalidInput(name, got=_said(getattr(request, name)), expected=expected)
     if request.custom_mask and not request.has_trees:
         expected = "none without draft trees (spec_topk above 1)"
         raise InvalidInput("custom_mask", got=True, expected=expected)
@@ -102,6 +98,10 @@ def ask(request: Request, platform: Platform) -> Request:
     if request.dtype not in DTYPES:
         raise InvalidInput("dtype", got=request.dtype, expected=f"one of {', '.join(DTYPES)}")
     made = asked(request, captures=not on_cpu)
+    for name in UNASKED:
+        if getattr(request, name):
+            expected = "none with --engine: no option of SGLang states it"
+            raise InvalidInput(name, got=_said(getattr(request, name)), expected=expected)
     _kv_words(request.kv_dtype or request.dtype, request.dtype, platform)
     _phase_words(made)
     _draft_words(made, platform)
@@ -190,13 +190,9 @@ def _draft_words(request: Request, platform: Platform) -> list[str]:
 
 def _said(value: object) -> str:
     """A request's value in an error."""
-    if isinstance(value, tuple):
-        return " and ".join(
-            each
-            if isinstance(each, str)
-            else f"{each[1]} layers of {each[0]}"
-            if isinstance(each, tuple)
-            else str(each)
-            for each in value
-        )
-    return str(value)
+    if not isinstance(value, tuple):
+        return str(value)
+    counted = (
+        f"{each[1]} of {each[0]}" if isinstance(each, tuple) else str(each) for each in value
+    )
+    return " and ".join(counted)

@@ -1,4 +1,4 @@
-"""The names and signatures of SGLang that this package uses, and what to do about an SGLang without."""
+"""The names and signatures of SGLang that this package uses, and what to do if it lacks one."""
 
 from __future__ import annotations
 
@@ -7,9 +7,8 @@ from collections.abc import Iterable
 
 from attnmux.core import PluginError, installed_version
 from attnmux.core.engine_interfaces import Interface, missing
-from attnmux.sglang.asking import SGLANG
 
-REMEDY = f"pip install '{SGLANG}', or a newer attnmux-sglang"
+REMEDY = "install sglang 0.5.22 or 0.5.23, or a newer attnmux-sglang"
 
 
 class SglangInterfaceWarning(UserWarning):

@@ -1,6 +1,6 @@
 """The entry point that every process of SGLang calls. SGLang is imported when it runs."""
 
-# ruff: noqa: PLC0415  # SGLang is imported after its version was checked
+# ruff: noqa: PLC0415  # SGLang is imported after its interfaces were checked
 
 from __future__ import annotations
 
