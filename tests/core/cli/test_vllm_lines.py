@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import shlex
 from dataclasses import fields
+from pathlib import Path
 
 import pytest
 
@@ -141,6 +143,24 @@ def test_vllms_own_kernels_run_encoders_and_linear_layers() -> None:
     )
     made = launch.ask(request, HOPPER)
     assert (made.phases, made.linear_layers) == (("extend", "decode"), ())
+
+
+def test_images_whose_tokens_see_each_other_are_refused(tmp_path: Path) -> None:
+    decision = solve(
+        launch.ask(SHAPE, CPU), CPU, load_plugins().offers(), Policy(hypothetical=True)
+    )
+    for kind, text in (
+        ("gemma3", {}),
+        ("gemma4", {"use_bidirectional_attention": "vision"}),
+        ("qwen2_vl", {}),
+    ):
+        config = {"model_type": kind, "text_config": text}
+        (tmp_path / "config.json").write_text(json.dumps(config))
+        if kind == "qwen2_vl":
+            assert launch.launch(decision, str(tmp_path), LaunchFacts())
+            continue
+        with pytest.raises(InvalidInput, match=f"without images, got {kind}"):
+            launch.launch(decision, str(tmp_path), LaunchFacts())
 
 
 def test_a_line_names_the_ranks_and_the_device() -> None:

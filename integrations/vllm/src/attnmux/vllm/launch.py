@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from attnmux.vllm.asking import KV_DTYPES, ask, refuse
@@ -29,13 +30,20 @@ another name."""
 LOOKUP = {"method": "ngram", "prompt_lookup_min": 1, "prompt_lookup_max": 3}
 """Drafts from the prompt: a request names no draft model."""
 
+IMAGES_SEEN = ("bagel", "gemma3", "molmo2", "moondream3", "paligemma")
+"""Model types whose tokens of an image see each other, of
+vllm/transformers_utils/model_arch_config_convertor.py in vLLM 0.33; Gemma 4 has a field. No request
+says so."""
+
 
 def launch(decision: Decision, model: str, facts: LaunchFacts) -> list[str]:
     """The server's command, with all that the decision rests on.
 
     A page size of 1 that nobody asked for is left to vLLM: every page size will do.
-    Raises InvalidInput for kept layers that vLLM cannot name.
+    Raises InvalidInput for kept layers that vLLM cannot name, and for a folder with a model whose
+    tokens of an image see each other.
     """
+    _check_images(model)
     request, device = decision.request, decision.platform.device_type
     words = ["VLLM_BATCH_INVARIANT=1"] if request.deterministic else []
     words += [*SERVERS.get(device, ("vllm", "serve")), model, "--attention-backend", "ATTNMUX"]
@@ -54,6 +62,16 @@ def launch(decision: Decision, model: str, facts: LaunchFacts) -> list[str]:
 def install(decision: Decision, plugins: Sequence[str]) -> list[str]:
     """The engine for the decision's platform, if PyPI has it, the integration and the plugins."""
     return [*ENGINES.get(decision.platform.vendor, ()), "attnmux-vllm", *plugins]
+
+
+def _check_images(model: str) -> None:
+    """model: a folder, whose config.json is read, or a hub id."""
+    path = Path(model) / "config.json"
+    config = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    kind, text = config.get("model_type"), config.get("text_config") or {}
+    if kind in IMAGES_SEEN or text.get("use_bidirectional_attention") == "vision":
+        expected = "images whose tokens do not see each other: attnmux serves it in vLLM with"
+        refuse("model", kind, f"{expected} --language-model-only, without images")
 
 
 def _cache_words(decision: Decision, facts: LaunchFacts) -> list[str]:
