@@ -6,8 +6,8 @@
     python -m tools.installs classes                    the names of transformers' classes
 
 `lines`, `pythons` and `engines` install nothing: they are dry runs in a fresh environment, with
-wheels built from this tree. `lines --install` installs each line in an environment of its own: torch
-takes 5 GB in each. TEXT picks lines. The exit status is 1 if anything does not resolve.
+wheels built from this tree. `lines --install` installs each line in an environment of its own,
+where torch takes 5 GB. TEXT picks lines. The exit status is 1 if anything does not resolve.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The classes of transformers that the integration knows by name, in each supported release.
 
-It replaces their functions, or refuses their models. A class that transformers renames would go on as
-if it were another.
+It replaces their functions, or refuses their models. A class that transformers renames would be
+taken for another.
 """
 
 from __future__ import annotations
@@ -45,15 +45,9 @@ def known_names() -> Iterator[str]:
     """Read from the sources, without torch."""
     for file, table in TABLES.items():
         for node in ast.parse((SOURCES / file).read_text()).body:
-            match node:
-                case ast.AnnAssign(target=ast.Name(id=name), value=ast.Call(args=[ast.Dict() as d])):
-                    names = d if name == table else None
-                case ast.Assign(targets=[ast.Name(id=name)], value=ast.Dict() as d):
-                    names = d if name == table else None
-                case _:
-                    names = None
-            if names is not None:
-                yield from (ast.literal_eval(key) for key in names.keys if key is not None)
+            if isinstance(node, (ast.Assign, ast.AnnAssign)) and table in ast.unparse(node):
+                mapping = next(part for part in ast.walk(node) if isinstance(part, ast.Dict))
+                yield from (ast.literal_eval(key) for key in mapping.keys if key is not None)
 
 
 def missing(version: str, sources: Iterable[str]) -> list[str]:

@@ -6,8 +6,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from email.parser import HeaderParser
 from pathlib import Path
 from types import MappingProxyType
-from zipfile import ZipFile
 from zipfile import Path as ZipPath
+from zipfile import ZipFile
 
 from tools.installs.pip_runs import Environment
 

@@ -104,8 +104,10 @@ def reason(stderr: str) -> str:
 
 
 def constraints_for(python: str, lines: Sequence[str]) -> list[str]:
-    """Those of a constraints file that hold on a version of Python, without their markers. pip reads
-    markers for the Python that runs it, whatever `--python-version` says."""
+    """Those of a constraints file that hold on a version of Python, without their markers.
+
+    pip reads markers for the Python that runs it, whatever `--python-version` says.
+    """
     known = (Requirement(text) for line in lines if (text := line.partition("#")[0].strip()))
     environment = {"python_version": python, "python_full_version": f"{python}.0"}
     holding = [one for one in known if one.marker is None or one.marker.evaluate(environment)]

@@ -9,8 +9,10 @@ from pathlib import Path
 from tools.installs.pip_runs import ROOT, Environment, constraints_for
 
 PYTHONS = ("3.10", "3.11", "3.12", "3.13")
-TESTED = ("attnmux-bench[html]", "attnmux-emulators", "attnmux-transformers[ranks]")
-TESTED += ("attnmux-triton[triton]", "attnmux-vllm", "attnmux-sglang")
+TESTED = (
+    *("attnmux-bench[html]", "attnmux-emulators", "attnmux-transformers[ranks]"),
+    *("attnmux-triton[triton]", "attnmux-vllm", "attnmux-sglang"),
+)
 TOOLS = ("hatchling", "hypothesis", "pillow", "psutil", "pytest", "pytest-xdist")
 """As `nox -s tests` installs them."""
 SHOWN = ("torch", "triton", "transformers", "numpy")
