@@ -19,6 +19,7 @@ LINE = re.compile(r"^ {4}(pip install (?:.*\\\n)*.*)$|`(pip install [^`]*)`", fl
 """A line of an indented block, which a backslash continues, or code in a sentence."""
 NOT_RUN = {
     "git+https://github.com/sgl-project/sgl-kernel-xpu": "builds with oneAPI's compiler",
+    "download.pytorch.org": "asks an index that a machine may not reach",
 }
 """By what a line names."""
 
