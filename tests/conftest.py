@@ -16,12 +16,14 @@ from collections import defaultdict
 from collections.abc import Collection, Iterator
 from contextlib import suppress
 from hashlib import sha256
+from importlib.metadata import version
 from pathlib import Path
 from zipfile import BadZipFile, ZipFile
 from zipfile import Path as ZipPath
 from zlib import crc32
 
 import pytest
+from packaging.version import Version
 
 # Triton reads it when it is imported, which torch's compiler does too
 os.environ.setdefault("TRITON_INTERPRET", "1")
@@ -97,6 +99,9 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "full: near to a case that always runs; needs --full")
     config.addinivalue_line("markers", "share(n): run one case in n without --full")
     config.addinivalue_line("markers", "one_of(parameter): run at one of its values without --full")
+    config.addinivalue_line(
+        "markers", "transformers(release): needs that release of transformers, or a later one"
+    )
     config.addinivalue_line("markers", "near(n): run one case in n of a suite, and those of pages")
     with suppress(ImportError):  # engines' own environments have none
         from hypothesis import settings  # noqa: PLC0415  # as above
@@ -110,6 +115,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     """Without `--full`, run each case of a suite at one page size, which its name decides, cases
     that differ by a number without graphs alone, and no joined ones. A suite that is `near` another
     runs a share of its cases: the same adapter runs all of them elsewhere."""
+    skip_for_transformers(items)
     if config.getoption("full"):
         return
     values: defaultdict[str, set[int | str]] = defaultdict(set)
@@ -139,6 +145,16 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     left_out |= {item for item, name, value in others if value != one_value(name, values[name])}
     config.hook.pytest_deselected(items=[item for item in items if item in left_out])
     items[:] = [item for item in items if item not in left_out]
+
+
+def skip_for_transformers(items: list[pytest.Item]) -> None:
+    """Skip tests of models that the installed transformers does not serve yet."""
+    for item in items:
+        if mark := item.get_closest_marker("transformers"):
+            needed, there = mark.args[0], version("transformers")
+            if Version(there) < Version(needed):
+                why = f"needs transformers {needed}, got {there}"
+                item.add_marker(pytest.mark.skip(reason=why))
 
 
 def one_value(name: str, values: Collection[int | str]) -> int | str:

@@ -127,6 +127,7 @@ def test_a_cache_that_was_cropped_is_read_as_it_is_now(tiny, on_attnmux, prompts
     assert_same(second_logits(on_attnmux("llama")), second_logits(tiny("llama")[0]))
 
 
+@pytest.mark.transformers("5.20")
 @pytest.mark.parametrize("architecture", ["llama", "qwen2", "gemma2", "gpt-oss"])
 def test_generate_batch(tiny, on_attnmux, prompts, architecture):
     model = on_attnmux(architecture)
@@ -150,6 +151,7 @@ def test_batching_takes_a_transformers_that_admits_it(on_attnmux, monkeypatch):
         allow_generate_batch(on_attnmux("llama"))
 
 
+@pytest.mark.transformers("5.20")
 def test_batching_takes_models_that_call_transformers_attention_alone(tiny):
     model = deepcopy(tiny("llama")[0])
     model._supports_attention_backend = False

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+from pathlib import Path
 
 import pytest
 import torch
@@ -13,9 +14,10 @@ from attnmux.core import InvalidInput, load_plugins
 from attnmux.core.choosing.machine.cpu import probe_cpu
 from attnmux.transformers import RunnerOptions, SequenceState, load_runner, open_checkpoint
 from attnmux.transformers.checkpoint import quiet_transformers
-from attnmux.transformers.own_attention import ADAPTERS, has_adapter
+from attnmux.transformers.own_attention import ADAPTERS, adapt, has_adapter
 from attnmux.transformers.unserved_attention import UNSERVED
 
+ROOT = Path(__file__).resolve().parents[2]
 NO_TOKENS = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None, "vocab_size": 97}
 FALCON = {**NO_TOKENS, "hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4}
 GPT = {**NO_TOKENS, "n_embd": 64, "n_layer": 3, "n_head": 4, "n_positions": 128}
@@ -129,6 +131,21 @@ def test_every_adapter_s_class_exists():
     beside = {name for file in files for name in vars(importlib.import_module(file))}
     assert beside.issuperset(ADAPTERS)
     assert not has_adapter(transformers.LlamaForCausalLM)
+
+
+def test_every_class_that_we_know_by_name_exists(monkeypatch):
+    """In the installed release; `nox -s engines` asks all supported ones."""
+    monkeypatch.syspath_prepend(ROOT)
+    classes = importlib.import_module("tools.installs.classes")
+    files = Path(transformers.__file__).parent.glob("models/*/modeling_*.py")
+    assert not classes.missing(transformers.__version__, [file.read_text() for file in files])
+
+
+def test_a_function_that_transformers_renamed_is_an_error(monkeypatch):
+    model = AutoModelForCausalLM.from_config(MAKERS["gpt-neo"]())
+    monkeypatch.delattr(type(model.transformer.h[0].attn.attention), "_attn")
+    with pytest.raises(InvalidInput, match=r"GPTNeoSelfAttention\._attn"):
+        adapt(model)
 
 
 UNSERVABLE = {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -166,6 +167,18 @@ def layer_id_of(module: torch.nn.Module) -> int:
             expected="the layer's number: only a decoder's layers have a place in the KV cache",
         )
     return layer_id
+
+
+def replace_function(module: torch.nn.Module, name: str, function: Callable[..., object]) -> None:
+    """Give a module another function in place of its class's. Raises InvalidInput if the class has
+    none of that name: the module would go on with code of its own."""
+    if not callable(getattr(module, name, None)):
+        raise InvalidInput(
+            f"{type(module).__name__}.{name}",
+            got="no such function in the installed transformers",
+            expected="the function that attnmux replaces: install another release of transformers",
+        )
+    setattr(module, name, function)
 
 
 def mark_layer(module: torch.nn.Module, layer_id: int) -> None:

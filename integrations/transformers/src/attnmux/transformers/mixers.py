@@ -43,7 +43,7 @@ def bind(mixer: Mixer) -> None:
 def _rebound(mixer: Mixer) -> Callable[..., Any]:
     """The module's own code, in which the functions' names are ours."""
     own = inspect.unwrap(type(mixer.module).forward)
-    ours = {name: _bound(mixer, run) for name, run in FUNCTIONS.items() if _calls(own, name)}
+    ours = {name: _bound(mixer, run) for name, run in FUNCTIONS.items() if calls(own, name)}
     forward = FunctionType(
         own.__code__,
         {**own.__globals__, **ours},
@@ -72,7 +72,7 @@ def has_mixers(model_class: type[torch.nn.Module]) -> bool:
 def has_attention(model_class: type[torch.nn.Module]) -> bool:
     """Whether a class beside the model's calls transformers' attention interface."""
     layers = _beside(model_class)
-    return any(_calls(inspect.unwrap(one.forward), "ALL_ATTENTION_FUNCTIONS") for one in layers)
+    return any(calls(inspect.unwrap(one.forward), "ALL_ATTENTION_FUNCTIONS") for one in layers)
 
 
 def _beside(model_class: type[torch.nn.Module]) -> list[type[torch.nn.Module]]:
@@ -84,10 +84,10 @@ def _is_mixer(layer: type[torch.nn.Module]) -> bool:
     if layer.__name__ in ADAPTERS:
         return True
     forward = inspect.unwrap(layer.forward)
-    return any(_calls(forward, name) for name in FUNCTIONS)
+    return any(calls(forward, name) for name in FUNCTIONS)
 
 
-def _calls(forward: object, name: str) -> bool:
+def calls(forward: object, name: str) -> bool:
     """Whether the function reads that name of its module."""
     code = getattr(forward, "__code__", None)
     return code is not None and name in code.co_names and name in forward.__globals__  # type: ignore[attr-defined]  # a function

@@ -17,6 +17,8 @@ from typing import Any
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from attnmux.transformers.layer_call import replace_function
+from attnmux.transformers.mixers import calls
 from attnmux.transformers.projected_attention import (
     Heads,
     attend,
@@ -159,6 +161,8 @@ def _mpt_model(module: Any, config: PreTrainedConfig) -> None:  # noqa: ANN401
 
 def _between(module: Any, config: PreTrainedConfig) -> None:  # noqa: ANN401
     """A module with a function of its own between the rotated queries and keys and the context."""
+    if calls(type(module).forward, "ALL_ATTENTION_FUNCTIONS"):
+        return  # GPT-J's and CodeGen's from transformers 5.24 on
     given: dict[str, Any] = {}
     is_local = False
     if type(module).__name__ == "GPTNeoSelfAttention":
@@ -173,14 +177,15 @@ def _between(module: Any, config: PreTrainedConfig) -> None:  # noqa: ANN401
         mask = None if is_local else attention_mask
         return attend(module, config, query, key, value, mask, **given).transpose(1, 2), None
 
-    module._attn = attention
+    replace_function(module, "_attn", attention)
 
 
 def _openai(module: Any, config: PreTrainedConfig) -> None:  # noqa: ANN401
     """Number the layers' attention, whose classes have too common a name to be found by."""
     for layer_id, block in enumerate(module.h):
         block.attn.layer_idx = layer_id
-        block.attn._attn = partial(_openai_attention, block.attn, config)
+        attention = partial(_openai_attention, block.attn, config)
+        replace_function(block.attn, "_attn", attention)
 
 
 def _openai_attention(

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from attnmux.core import InvalidInput
+from attnmux.transformers.layer_call import replace_function
 from attnmux.transformers.mixer import Convolution, Mixer, Recurrence
 from attnmux.transformers.mixer_calls import (
     ACTIVATIONS,
@@ -118,7 +119,7 @@ def _rg_lru(mixer: Mixer) -> Callable[..., Any]:
         return mixer.recur(asked).squeeze(-1).unsqueeze(0), None
 
     block.conv_1d.forward = convolve
-    block.rg_lru._rnn_scan = scan
+    replace_function(block.rg_lru, "_rnn_scan", scan)
     return partial(type(block).forward, block)
 
 

@@ -1,0 +1,1 @@
+"""What pip makes of this project: documented lines, versions of Python, engines and extras."""
