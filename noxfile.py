@@ -102,6 +102,18 @@ def newest(session: nox.Session) -> None:
 
 
 @nox.session
+@nox.parametrize("triton", ["3.6.0", "3.7.1", "3.9.0"])
+def hopper(session: nox.Session, triton: str) -> None:
+    """Compile the kernels for SM90 with another release of Triton; `tests` has that of
+    constraints.txt. No GPU is needed."""
+    session.install(NO_COMPILE, "torch", "numpy", "pytest", "hatchling")
+    session.install(NO_COMPILE, "--no-deps", f"triton=={triton}")
+    members = ["./core", "./testing", "./plugins/triton"]
+    session.install(NO_COMPILE, *members)
+    session.run("python", "tests/plugins/triton/test_compiling.py", "sm90", "full")
+
+
+@nox.session
 def vllm(session: nox.Session) -> None:
     """Serve models with vLLM on the CPU, in an environment that has it; arguments go to pytest."""
     session.install(NO_COMPILE, VLLM, "pytest")

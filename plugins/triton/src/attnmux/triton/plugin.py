@@ -31,8 +31,8 @@ REQUIRES = ("torch>=2.11", ("triton>=3.6", "triton-rocm>=3.6", "triton-xpu>=3.6"
 """torch brings Triton, under other names for AMD and Intel: 2.11 pins 3.6 on NVIDIA and AMD, 3.7 on
 Intel."""
 
-HOPPER_RELEASES = ">=3.6,<3.10"
-"""Releases of Triton that the kernels for Hopper compile with and ran on an H200 with. They are
+HOPPER_RELEASES = ">=3.6,<3.10,!=3.7.*"
+"""Releases of Triton with which the kernels for Hopper ran on an H200. 3.7 compiles them. They are
 written in Gluon, which is experimental and changes with each release."""
 
 TOKENS = emulated(1)

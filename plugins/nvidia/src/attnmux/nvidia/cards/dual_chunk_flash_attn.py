@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from attnmux.core import ANY, BackendCard, Clause, Prior, one_of, runtimes, versions
 from attnmux.nvidia.cards.fa3 import REQUIRES
-from attnmux.nvidia.cards.runs import on_h200
+from attnmux.nvidia.cards.runs import TORCH, on_h200
 
 DUAL_CHUNK_FLASH_ATTN = BackendCard(
     name="dual_chunk_flash_attn",
@@ -13,7 +13,7 @@ DUAL_CHUNK_FLASH_ATTN = BackendCard(
     factory="attnmux.nvidia.dual_chunk:make",
     requires=REQUIRES,
     extra="fa3",
-    verified_on=(on_h200("sglang-kernel 0.4.5", date="2026-11-23", cases=147),),
+    verified_on=(on_h200("sglang-kernel 0.4.10", date="2026-11-29", torch=TORCH, cases=147),),
     sources={
         "version": "sgl_kernel.flash_attn.is_fa3_supported: SM80 to SM90",
         "runtime": "sgl_kernel.flash_attn.is_fa3_supported",

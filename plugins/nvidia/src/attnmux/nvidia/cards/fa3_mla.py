@@ -15,7 +15,7 @@ from attnmux.core import (
     versions,
 )
 from attnmux.nvidia.cards.fa3 import NUM_SPLITS, REQUIRES, TREE_SOURCES
-from attnmux.nvidia.cards.runs import on_h200
+from attnmux.nvidia.cards.runs import TORCH, on_h200
 
 _PHASES = one_of("extend", "decode", "verify", "draft")
 
@@ -59,7 +59,7 @@ FA3_MLA = BackendCard(
     requires=REQUIRES,
     extra="fa3",
     options=(NUM_SPLITS,),
-    verified_on=(on_h200("sglang-kernel 0.4.5", date="2026-11-23", cases=56),),
+    verified_on=(on_h200("sglang-kernel 0.4.10", date="2026-11-29", torch=TORCH, cases=85),),
     sources={
         "version": "kernels with `qv` are built for SM90 only",
         "runtime": "sgl_kernel.flash_attn.is_fa3_supported",

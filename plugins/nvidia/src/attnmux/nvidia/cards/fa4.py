@@ -20,7 +20,7 @@ from attnmux.core import (
 )
 from attnmux.nvidia.cards import chunks
 from attnmux.nvidia.cards.chunks import with_chunks
-from attnmux.nvidia.cards.runs import on_h200
+from attnmux.nvidia.cards.runs import TORCH, on_h200
 
 _SM100 = versions(">=10.0,<11")
 _SM90 = versions(">=9.0,<10")
@@ -91,7 +91,13 @@ FA4 = BackendCard(
     excludes=("trtllm_mha",),
     companions=("flashinfer", "triton"),
     verified_on=(
-        on_h200("flash-attn-4 4.0.0b18", "nvidia-cutlass-dsl 4.8.1", date="2026-11-23", cases=44),
+        on_h200(
+            "flash-attn-4 4.0.0b18",
+            "nvidia-cutlass-dsl 4.8.0",
+            date="2026-11-29",
+            torch=TORCH,
+            cases=58,
+        ),
         Verified(
             on="flash_attn_varlen_func of flash-attn-4 4.0.0b18",
             libraries=("torch 2.13.0+cpu",),

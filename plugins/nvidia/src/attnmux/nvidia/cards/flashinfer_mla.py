@@ -17,7 +17,7 @@ from attnmux.core import (
     versions,
     when,
 )
-from attnmux.nvidia.cards.runs import on_h200
+from attnmux.nvidia.cards.runs import TORCH, on_h200
 
 DATACENTER_BLACKWELL = versions(">=10.0,<11")
 
@@ -54,7 +54,7 @@ FLASHINFER_MLA = BackendCard(
     requires=("torch>=2.11", "flashinfer-python>=0.6.13"),
     extra="flashinfer",
     needs_cpu_seq_lens=True,
-    verified_on=(on_h200("flashinfer-python 0.6.13", date="2026-11-23", cases=63),),
+    verified_on=(on_h200("flashinfer-python 0.7.2", date="2026-11-29", torch=TORCH, cases=90),),
     sources={
         "version": "`BatchMLAPagedAttentionWrapper`: fa2 from SM80, fa3 SM90",
         "runtime": 'README, "Supported CUDA Versions"',

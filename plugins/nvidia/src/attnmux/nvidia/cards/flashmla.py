@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from attnmux.core import ANY, BackendCard, Clause, Condition, Prior, at_most, one_of, versions
-from attnmux.nvidia.cards.runs import on_h200
+from attnmux.nvidia.cards.runs import TORCH, on_h200
 
 
 def _clause(dtype: str, kv_dtype: str, drafts: Condition) -> Clause:
@@ -36,7 +36,7 @@ FLASHMLA = BackendCard(
     companions=("flashinfer_mla",),
     # Over e4m3 rows, queries and weights are rounded to e4m3 as well.
     fp8_products=True,
-    verified_on=(on_h200("sglang-kernel 0.4.5", date="2026-11-23", cases=18),),
+    verified_on=(on_h200("sgl-flash-mla 1.0.0", date="2026-11-29", torch=TORCH, cases=22),),
     sources={
         "version": "only SM90a has dense decode; on SM100 the library has sparse kernels",
         "dtype": "dense_decode.h: fp16 and bf16",

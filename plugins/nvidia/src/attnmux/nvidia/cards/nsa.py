@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from attnmux.core import ANY, BackendCard, Clause, Prior, Verified, at_most, one_of, versions
-from attnmux.nvidia.cards.runs import on_h200
+from attnmux.nvidia.cards.runs import TORCH, on_h200
 
 NSA = BackendCard(
     name="nsa",
@@ -13,7 +13,7 @@ NSA = BackendCard(
     requires=("torch>=2.11", ("sgl-flash-mla>=1.0.0", "sglang-kernel>=0.4.5", "vllm>=0.32")),
     extra="flashmla",
     verified_on=(
-        on_h200("sglang-kernel 0.4.5", date="2026-11-23", cases=26),
+        on_h200("sgl-flash-mla 1.0.0", date="2026-11-29", torch=TORCH, cases=26),
         Verified(
             on="flash_mla_sparse_fwd of sglang-kernel 0.4.5 and sgl-flash-mla 1.0.0",
             libraries=("torch 2.13.0+cpu",),

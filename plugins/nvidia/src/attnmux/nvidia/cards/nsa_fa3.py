@@ -14,7 +14,7 @@ from attnmux.core import (
     versions,
 )
 from attnmux.nvidia.cards.fa3 import NUM_SPLITS, REQUIRES
-from attnmux.nvidia.cards.runs import on_h200
+from attnmux.nvidia.cards.runs import TORCH, on_h200
 
 NSA_FA3 = BackendCard(
     name="nsa_fa3",
@@ -24,7 +24,7 @@ NSA_FA3 = BackendCard(
     extra="fa3",
     options=(NUM_SPLITS,),
     verified_on=(
-        on_h200("sglang-kernel 0.4.5", date="2026-11-28", cases=75),
+        on_h200("sglang-kernel 0.4.10", date="2026-11-29", torch=TORCH, cases=75),
         Verified(
             on="flash_attn_with_kvcache of sglang-kernel 0.4.5",
             libraries=("torch 2.13.0+cpu",),

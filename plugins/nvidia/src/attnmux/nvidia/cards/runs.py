@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from attnmux.core import Verified
 
+TORCH = "torch 2.14.1+cu130"
+"""What users of SGLang 0.5.23 have."""
 
-def on_h200(*libraries: str, date: str, cases: int) -> Verified:
+
+def on_h200(*libraries: str, date: str, cases: int, torch: str = "torch 2.11.0+cu130") -> Verified:
     """libraries: with their versions, beside torch. date, cases: as in
     benchmarks/results/conformance.md."""
     return Verified(
         on="NVIDIA H200",
         platform="nvidia:sm90",
-        libraries=("torch 2.11.0+cu130", *libraries),
+        libraries=(torch, *libraries),
         date=date,
         cases=cases,
     )

@@ -14,8 +14,8 @@ SGL_CONV = BackendCard(
         Verified(
             on="NVIDIA H200",
             platform="nvidia:sm90",
-            libraries=("torch 2.11.0+cu130", "sglang-kernel 0.4.5"),
-            date="2026-11-28",
+            libraries=("torch 2.14.1+cu130", "sglang-kernel 0.4.10"),
+            date="2026-11-29",
             cases=54,
         ),
     ),
