@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import importlib
 import random
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -153,6 +154,24 @@ def test_a_vendors_plugin(recalled, monkeypatch):
         recall.PATH, "ATTNMUX", prompts, max_model_len=512, dtype="bfloat16", block_size=64
     )
     assert answers(found) == list(right)
+
+
+@pytest.mark.parametrize(
+    ("backend", "page_size", "graphs"),
+    [("torch_native", 48, "NEVER"), ("acme_paged", 64, "UNIFORM_SINGLE_TOKEN_DECODE")],
+)
+def test_what_vllm_asks_of_loaded_layers(backend, page_size, graphs, monkeypatch):
+    """vLLM for CPUs asks for neither. Its own page size is 48 here, which Acme's kernels lack."""
+    monkeypatch.setenv("ACME_SIMULATOR", "m2")
+    monkeypatch.setenv("ATTNMUX_BACKEND", backend)
+    module = importlib.import_module("attnmux.vllm.backend")
+    with started(recall.PATH, "ATTNMUX", dtype="bfloat16", block_size=64) as llm:
+        config = llm.llm_engine.vllm_config
+        with importlib.import_module("vllm.config").set_current_vllm_config(config):
+            assert module.AttnmuxBackend.get_preferred_block_size(48) == page_size
+        layer = module._layers(config)[0]
+        spec = layer.get_kv_cache_spec(config)
+        assert module.AttnmuxMetadataBuilder.get_cudagraph_support(config, spec).name == graphs
 
 
 def test_the_solvers_reasons_reach_the_user(checkpoint, monkeypatch):

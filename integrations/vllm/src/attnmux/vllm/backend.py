@@ -168,8 +168,9 @@ class AttnmuxMetadataBuilder(AttentionMetadataBuilder[Step]):
         page_size = kv_cache_spec.block_size
         try:
             for request in _requests(vllm_config, alike or layers, page_size):
-                chooser.decide(request.replace(origin="model", graph=True))
-        except NoBackend:
+                if not chooser.decide_with_graphs(request).request.graph:
+                    return AttentionCGSupport.NEVER
+        except NoBackend:  # which the builder raises
             return AttentionCGSupport.NEVER
         return AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE
 

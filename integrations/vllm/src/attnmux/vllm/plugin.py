@@ -43,12 +43,13 @@ def platform() -> str | None:
     It is None, too, where another package offers a platform: vLLM admits one.
     """
     others = [each for each in entry_points(group=PLATFORM_GROUP) if each.value != _SELF]
-    if others or not fits(PLATFORM):
+    if others:
         return None
     from vllm.platforms import builtin_platform_plugins  # noqa: PLC0415  # as above
 
     found = [name for detect in builtin_platform_plugins.values() if (name := detect())]
-    return PLATFORMS.get(found[0]) if len(found) == 1 else None
+    ours = PLATFORMS.get(found[0]) if len(found) == 1 else None
+    return ours if ours and fits(PLATFORM) else None
 
 
 def _named() -> Any:  # noqa: ANN401  # a member of vLLM's enum
