@@ -130,6 +130,8 @@ class RankGroup:
             seconds,
             lambda: dist.new_group(ranks, backend="gloo", timeout=timedelta(seconds=seconds)),
         )
+        if not isinstance(hosts, dist.ProcessGroup):  # a number, on ranks outside the group
+            raise InvalidInput("devices", got=ranks, expected="a group that this rank belongs to")
         return cls(devices=devices, hosts=hosts, device=device, seconds=seconds)
 
     @property

@@ -57,7 +57,7 @@ def queue(func: OpOverload[..., Any], args: tuple[Any, ...]) -> Any:  # noqa: AN
             tensor.zero_()
     done: torch.futures.Future[None] = torch.futures.Future()
     done.set_result(None)
-    work = c10d._create_work_from_future(done).boxed()  # type: ignore[attr-defined]  # unlisted
+    work = c10d._create_work_from_future(done).boxed()
     return work if len(func._schema.returns) == 1 else (args[0], work)
 
 

@@ -136,7 +136,7 @@ def _are_one_row(q: torch.Tensor, q_rope: torch.Tensor) -> bool:
     if q.stride() != strides or q_rope.stride() != strides:
         return False
     # As far apart in their storages as in memory: the storage is the same.
-    return (
+    return bool(
         q_rope.storage_offset() == q.storage_offset() + LATENT_DIM
         and q_rope.data_ptr() == q.data_ptr() + LATENT_DIM * q.element_size()
         and is_aligned(q)
