@@ -57,9 +57,10 @@ def check_engines(environment: Environment, wheels: Path) -> int:
     extras = [one for one in extras_of(wheels) if one not in chain(*ENGINES.values())]
     failures = 0
     for engine, wanted in ENGINES.items():
-        newest = environment.resolve("--no-deps", engine).versions
-        print(f"{engine} {newest.get(engine, '')}", flush=True)
-        options = ["--only-binary=:all:", "--find-links", str(wheels), *wanted]
+        # Unpinned, pip would fall back to an engine of years ago
+        pinned = f"{engine}=={environment.resolve('--no-deps', engine).versions[engine]}"
+        print(pinned, flush=True)
+        options = ["--only-binary=:all:", "--find-links", str(wheels), pinned, *wanted]
         for _, group in groupby(sorted(extras, key=vendor_of), vendor_of):
             members = list(group)
             together = [one for one in members if (engine, one) not in APART]

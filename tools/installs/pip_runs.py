@@ -37,7 +37,7 @@ exec {python} -m pip --isolated "$command" "$@"
 
 @dataclass(frozen=True, kw_only=True)
 class Resolution:
-    """`versions` by normalised name, or pip's reason why there are none."""
+    """`versions` by normalised name, or pip's reason for having none."""
 
     versions: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
     conflict: str = ""
