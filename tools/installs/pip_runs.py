@@ -54,7 +54,7 @@ def build_wheels(folder: Path) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class Environment:
-    """A virtual environment with the pip that comes with this Python, and nothing else."""
+    """A virtual environment with the newest pip, and nothing else."""
 
     folder: Path
 
@@ -91,7 +91,9 @@ class Environment:
 
 def make_environment(folder: Path) -> Environment:
     """A fresh environment. Raises CalledProcessError."""
-    subprocess.run([sys.executable, "-m", "venv", "--clear", str(folder)], check=True)
+    # pip before 23.3 downloads whole wheels in a dry run
+    venv = [sys.executable, "-m", "venv", "--clear", "--upgrade-deps", str(folder)]
+    subprocess.run(venv, check=True)
     return Environment(folder=folder)
 
 
