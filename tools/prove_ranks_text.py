@@ -49,7 +49,7 @@ def make_model(folder: Path, layers: int) -> None:
     torch.manual_seed(0)
     torch.set_default_dtype(torch.bfloat16)
     with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
-        model = LlamaForCausalLM(config)
+        model = LlamaForCausalLM(config)  # type: ignore[no-untyped-call]  # transformers' own
     model.save_pretrained(folder)
     for file in Path(recall.PATH).glob("*token*"):
         shutil.copy(file, folder)

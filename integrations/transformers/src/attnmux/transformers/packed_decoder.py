@@ -116,7 +116,9 @@ class PackedDecoder(torch.nn.Module):
         with nullcontext() if self._table is None else self._table.given(position_ids):
             output: Seq2SeqLMOutput = self.model(
                 decoder_input_ids=input_ids,
-                encoder_outputs=EncoderOutput(last_hidden_state=encoder_states.unsqueeze(0)),
+                encoder_outputs=EncoderOutput(
+                    last_hidden_state=encoder_states.unsqueeze(0)  # type: ignore[arg-type]  # typed as FloatTensor
+                ),
                 use_cache=use_cache,
                 **own,
             )
