@@ -86,7 +86,7 @@ class Implementation:
         Raises InvalidInput for whatever attention through attnmux cannot express, NoBackend where
         no backend serves the layer.
         """
-        if kwargs.get("cache") is not None:
+        if kwargs.get("read_index") is not None:
             return self._batching(module, query, key, value, **kwargs), None
         if isinstance(attention_mask, MaskWithKeys):
             return self._padded(module, query, key, value, attention_mask.visible, **kwargs), None
@@ -122,7 +122,7 @@ class Implementation:
         key: torch.Tensor,
         value: torch.Tensor,
         *,
-        cache: object,
+        cache: object = None,
         is_causal: bool | None = None,
         sliding_window: int | None = None,
         **kwargs: object,
@@ -130,8 +130,10 @@ class Implementation:
         """[1, T, Hq, Dv]: the sequences one after another, K and V in transformers' paged cache."""
         _check_causal(module, is_causal)
         layer = layer_id_of(module)
-        # It writes the new tokens, returns all of them, and selects the lengths of the layer's kind
-        key, value = cache.update(key, value, layer, kwargs)  # type: ignore[attr-defined]  # transformers' PagedAttentionCache
+        # It writes the new tokens, returns all of them, and selects the lengths of the layer's kind.
+        # From transformers 5.24 on the layer has called it.
+        if cache is not None:
+            key, value = cache.update(key, value, layer, kwargs)  # type: ignore[attr-defined]  # transformers' PagedAttentionCache
         lens = self._lens_of(kwargs["cu_seq_lens_q"], kwargs["cu_seq_lens_k"])
         kept = {name: passed for name, passed in kwargs.items() if name not in OF_BATCHING}
         for name in ("cu_seq_lens_k", "max_length_k", "read_index", "write_index"):
