@@ -130,8 +130,8 @@ class Implementation:
         """[1, T, Hq, Dv]: the sequences one after another, K and V in transformers' paged cache."""
         _check_causal(module, is_causal)
         layer = layer_id_of(module)
-        # It writes the new tokens, returns all of them, and selects the lengths of the layer's kind.
-        # From transformers 5.24 on the layer has called it.
+        # Writes the new tokens, returns all of them, and selects the lengths of the layer's kind.
+        # From transformers 5.24 on the layer has called it
         if cache is not None:
             key, value = cache.update(key, value, layer, kwargs)  # type: ignore[attr-defined]  # transformers' PagedAttentionCache
         lens = self._lens_of(kwargs["cu_seq_lens_q"], kwargs["cu_seq_lens_k"])
