@@ -11,6 +11,7 @@ import pytest
 
 from attnmux.core.choosing.find import devices as module
 from attnmux.core.choosing.find import examine as examining
+from attnmux.core.choosing.find import unserved
 from attnmux.core.choosing.find.devices import detect, pick_platform
 from attnmux.core.choosing.find.examine import Entry, Plugin, PluginFailure, failure_of
 from attnmux.core.choosing.find.plugins import Plugins
@@ -61,7 +62,7 @@ def raising(error: BaseException) -> Callable[[], object]:
 
 @pytest.fixture(autouse=True)
 def nothing_installed(monkeypatch) -> None:
-    monkeypatch.setattr(module, "installed_version", lambda name: None)
+    monkeypatch.setattr(unserved, "installed_version", lambda name: None)
 
 
 @pytest.fixture
@@ -259,7 +260,7 @@ def test_a_device_without_its_plugin_is_named_with_the_pip_line(empty, path, ven
 
 
 def test_a_plugin_that_is_installed_and_left_out_is_not_to_be_installed(empty, monkeypatch) -> None:
-    monkeypatch.setattr(module, "installed_version", {"attnmux-nvidia": "0.3"}.get)
+    monkeypatch.setattr(unserved, "installed_version", {"attnmux-nvidia": "0.3"}.get)
     node(empty, "dev/nvidia0")
     (device,) = detect(Plugins(), root=empty).unserved
     assert device.problem == "attnmux-nvidia is left out"
@@ -316,3 +317,18 @@ def test_a_plugin_that_finds_nothing_is_said_too(empty) -> None:
     assert "found none" in device.problem
     with pytest.raises(InvalidInput, match="found none"):
         pick_platform(detect(Plugins([plugin("nvidia", lambda: [])]), root=empty), "nvidia")
+
+
+def test_devices_that_the_user_hid_are_no_problem(empty) -> None:
+    node(empty, "dev/nvidia0")
+    loaded = [plugin("nvidia", lambda: [])]
+
+    def problems(text: str) -> list[str]:
+        variables = {"CUDA_VISIBLE_DEVICES": text}
+        return [
+            str(one) for one in detect(Plugins(loaded, variables=variables), root=empty).unserved
+        ]
+
+    assert problems("") == problems("-1") == []
+    (said,) = problems("7")
+    assert "CUDA_VISIBLE_DEVICES=7 may hide it" in said

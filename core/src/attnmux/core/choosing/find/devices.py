@@ -12,7 +12,6 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any, TypeVar
 
-from attnmux.core.choosing.common.frozen import Plain
 from attnmux.core.choosing.find.examine import (
     Entry,
     Plugin,
@@ -22,10 +21,10 @@ from attnmux.core.choosing.find.examine import (
 )
 from attnmux.core.choosing.find.plugins import Plugins
 from attnmux.core.choosing.find.store import Store
+from attnmux.core.choosing.find.unserved import UnservedDevice, diagnosis, present_vendors
 from attnmux.core.choosing.machine.cpu import bare_cpu, probe_cpu
 from attnmux.core.choosing.machine.platform import Platform
-from attnmux.core.choosing.machine.vendors import VENDORS, Vendor
-from attnmux.core.choosing.offer.libraries import installed_version
+from attnmux.core.choosing.machine.visibility import NO_VARIABLES
 from attnmux.core.errors import AmbiguousPlatform, InvalidInput
 
 CORE = "attnmux-core"
@@ -38,23 +37,6 @@ container."""
 NODES = ("dev", "dev/dri", "dev/accel", "sys/class/drm", "sys/class/accel", "sys/module")
 SHELL = frozenset({"_", "PWD", "OLDPWD", "SHLVL"})
 """Variables that a shell changes by itself. Any other may choose devices."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class UnservedDevice(Plain):
-    """A device that is present but that no plugin reports."""
-
-    vendor: str
-    evidence: str
-    """The path that proves it, or the bus address."""
-    distribution: str
-    problem: str
-    fix: str
-
-    def __str__(self) -> str:
-        return (
-            f"a device of {self.vendor} is present ({self.evidence}) but {self.problem}: {self.fix}"
-        )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -92,6 +74,7 @@ def detect(plugins: Plugins, *, root: Path = Path("/")) -> Detection:
         (platform for each in answers for platform in each.platforms),
         loaded={plugin.distribution for plugin in plugins.loaded},
         failures=[*plugins.failures, *(failure for each in answers for failure in each.failures)],
+        variables=plugins.variables,
         root=root,
     )
 
@@ -126,13 +109,15 @@ def survey(
     *,
     loaded: Collection[str],
     failures: Sequence[PluginFailure],
+    variables: Mapping[str, str] = NO_VARIABLES,
     seconds: float = OWN_SECONDS,
     root: Path = Path("/"),
 ) -> Detection:
     """The devices that the probes `found`, the CPU, and the devices in `root` that no probe found.
 
-    `loaded`: the distributions of the plugins that work; `failures`: of those that do not. A CPU or
-    a `root` that gives no answer within `seconds` is another failure.
+    `loaded`: the distributions of the plugins that work; `failures`: of those that do not;
+    `variables`: those of the environment that hide devices. A CPU or a `root` that gives no answer
+    within `seconds` is another failure.
     """
     platforms = sorted(found, key=_order)
     served = {platform.vendor for platform in platforms}
@@ -141,13 +126,14 @@ def survey(
         cpu, error = _in_time(probe_cpu, seconds)
         platforms.append(cpu or bare_cpu())
         own += _own_failure("the CPU", error)
-    present, error = _in_time(lambda: _present(served, root), seconds)
+    present, error = _in_time(lambda: present_vendors(served, variables, root), seconds)
     own += _own_failure("/dev and /sys", error)
     return Detection(
         platforms=tuple(platforms),
         failures=tuple(own),
         unserved=tuple(
-            _diagnosis(vendor, evidence, loaded, failures) for vendor, evidence in present or ()
+            diagnosis(vendor, evidence, loaded, failures, variables)
+            for vendor, evidence in present or ()
         ),
     )
 
@@ -156,47 +142,10 @@ def _order(platform: Platform) -> tuple[bool, str, str, str]:
     return platform.vendor == "cpu", platform.vendor, platform.arch, platform.name
 
 
-def _present(served: Collection[str], root: Path) -> list[tuple[Vendor, str]]:
-    """Vendors that are not served, with the proof that a device of theirs is present."""
-    return [
-        (vendor, evidence)
-        for vendor in VENDORS.values()
-        if vendor.name not in served and (evidence := vendor.evidence(root))
-    ]
-
-
 def _own_failure(asked: str, error: BaseException | None) -> list[PluginFailure]:
     if error is None:
         return []
     return [failure_of(f"core, asking {asked}", CORE, "", "platforms", error)]
-
-
-def _diagnosis(
-    vendor: Vendor, evidence: str, loaded: Collection[str], failures: Sequence[PluginFailure]
-) -> UnservedDevice:
-    broken = [row for row in failures if row.distribution == vendor.distribution]
-    if broken:
-        problem = f"{vendor.distribution} is broken ({broken[0].error})"
-        if broken[0].stage == "platforms":
-            fix = "repair what the error names: the driver, its library or the container"
-        else:
-            fix = f"pip install --force-reinstall {vendor.distribution}"
-    elif vendor.distribution in loaded:
-        problem = f"{vendor.distribution} found none"
-        fix = "check the driver, or whether that version can find devices yet"
-    elif installed_version(vendor.distribution) is not None:
-        problem = f"{vendor.distribution} is left out"
-        fix = "admit it (allow_plugins, deny_plugins, no_plugins)"
-    else:
-        problem = f"{vendor.distribution} is not installed"
-        fix = f"pip install {vendor.distribution}"
-    return UnservedDevice(
-        vendor=vendor.name,
-        evidence=evidence,
-        distribution=vendor.distribution,
-        problem=problem,
-        fix=fix,
-    )
 
 
 def pick_platform(

@@ -75,6 +75,14 @@ class Vendor(NamedTuple):
     evidence: Evidence
     aliases: Mapping[str, str] = FrozenMapping()
     """Other names of architectures."""
+    hiding: Mapping[str, tuple[str, ...]] = FrozenMapping()
+    """Environment variables that hide devices, with the values by which users hide all."""
+    ordering: tuple[str, ...] = ()
+    """Those that change which devices the first ones name."""
+
+    @property
+    def variables(self) -> tuple[str, ...]:
+        return (*self.hiding, *self.ordering)
 
     def version_of(self, arch: str) -> tuple[int, ...] | None:
         """The version in an architecture's name; None for a name that is not one."""
@@ -97,6 +105,11 @@ def _generation(digits: str) -> tuple[int, ...]:
     return (int(digits),) if digits else ()
 
 
+HIDES_ALL = ("", "-1")
+HIDING_OF_CUDA: Mapping[str, tuple[str, ...]] = FrozenMapping(
+    {"CUDA_VISIBLE_DEVICES": (*HIDES_ALL, "NoDevFiles")}
+)
+
 VENDORS: Mapping[str, Vendor] = {
     row.name: row
     for row in (
@@ -110,6 +123,8 @@ VENDORS: Mapping[str, Vendor] = {
             distribution="attnmux-nvidia",
             # Linux guests of Windows have no device nodes, but this library
             evidence=partial(any_path, ("/dev/nvidia[0-9]*", "/usr/lib/wsl/lib/libnvidia-ml.so.1")),
+            hiding=HIDING_OF_CUDA,
+            ordering=("CUDA_DEVICE_ORDER",),
         ),
         Vendor(
             name="amd",
@@ -120,6 +135,13 @@ VENDORS: Mapping[str, Vendor] = {
             version=_gfx,
             distribution="attnmux-amd",
             evidence=partial(compute_node, 0x1002),
+            hiding=FrozenMapping(
+                {
+                    "ROCR_VISIBLE_DEVICES": HIDES_ALL,
+                    "HIP_VISIBLE_DEVICES": HIDES_ALL,
+                    **HIDING_OF_CUDA,
+                }
+            ),
         ),
         Vendor(
             name="intel",
@@ -130,6 +152,8 @@ VENDORS: Mapping[str, Vendor] = {
             version=_generation,
             distribution="attnmux-intel",
             evidence=partial(render_node, "0x8086"),
+            hiding=FrozenMapping({"ZE_AFFINITY_MASK": ()}),  # an empty mask hides nothing
+            ordering=("ZE_FLAT_DEVICE_HIERARCHY",),
         ),
         Vendor(
             name="ascend",
@@ -140,6 +164,7 @@ VENDORS: Mapping[str, Vendor] = {
             version=_generation,
             distribution="attnmux-ascend",
             evidence=partial(any_path, ("/dev/davinci[0-9]*",)),
+            hiding=FrozenMapping({"ASCEND_RT_VISIBLE_DEVICES": HIDES_ALL}),
         ),
         Vendor(
             name="cpu",
