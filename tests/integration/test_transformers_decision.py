@@ -5,12 +5,23 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from datetime import datetime, timezone
+from types import SimpleNamespace
 
 import pytest
+import torch
 from click.testing import CliRunner
 
 from attnmux.bench.keeping import RecordFile
-from attnmux.core import AttnmuxError, BackendFailed, Detection, Measurement, Request, load_plugins
+from attnmux.core import (
+    AttnmuxError,
+    BackendFailed,
+    Detection,
+    Measurement,
+    Platform,
+    Request,
+    Settings,
+    load_plugins,
+)
 from attnmux.core.choosing.judge.axes import Question
 from attnmux.core.choosing.machine.cpu import probe_cpu
 from attnmux.core.choosing.measured.measurement import shape_of, versions_of
@@ -146,3 +157,19 @@ def test_a_file_that_cannot_be_read_is_a_warning_of_both(folder, generated) -> N
     result = CliRunner().invoke(verbs, ["generate", "x", "--device", "cpu"])
     assert isinstance(result.exception, SystemExit)
     assert warning in result.stderr
+
+
+@pytest.mark.parametrize("named", [None, "nvidia:sm86", "nvidia"])
+def test_a_device_of_a_second_kind_names_its_platform(folder, monkeypatch, named) -> None:
+    kinds = tuple(map(Platform.parse, ("nvidia:sm75", "nvidia:sm86")))
+    facts = [
+        SimpleNamespace(name="", gcnArchName="", major=major, minor=minor, total_memory=0)
+        for major, minor in ((8, 6), (7, 5))
+    ]
+    cuda = SimpleNamespace(get_device_properties=lambda device: facts[device.index])
+    monkeypatch.setattr(torch, "get_device_module", lambda device: cuda)
+    monkeypatch.setattr(torch, "empty", lambda *_, device: None)
+    detection = Detection(platforms=(*kinds, HERE))
+    settings = Settings(platform=named)
+    assert cli_run.platform_for(detection, settings, "cuda:1").arch == "sm75"
+    assert cli_run.platform_for(detection, settings, "cuda:0").arch == "sm86"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -117,6 +118,16 @@ def test_two_architectures_of_one_vendor_are_ambiguous_too(empty) -> None:
     with pytest.raises(AmbiguousPlatform, match="nvidia:sm80 and nvidia:sm90"):
         pick_platform(detection, "nvidia")
     assert pick_platform(detection, "nvidia:sm80").arch == "sm80"
+
+
+def test_two_cards_of_one_architecture_are_both_named(empty) -> None:
+    cards = [
+        replace(SM90, name=name, count=count, memory_bytes=memory)
+        for name, count, memory in (("NVIDIA H100", 2, 80), ("NVIDIA H200", 1, 141))
+    ]
+    picked = pick_platform(detect(Plugins([plugin("nvidia", lambda: cards)]), root=empty))
+    assert (picked.name, picked.count) == ("NVIDIA H100 and NVIDIA H200", 3)
+    assert picked.memory_bytes == 80
 
 
 def test_names_are_picked_in_any_case(empty) -> None:

@@ -7,7 +7,6 @@ import time
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -24,6 +23,7 @@ from attnmux.core import (
     pick_platform,
 )
 from attnmux.core.cli.run import Run, echo_json
+from attnmux.core.device_platforms import platform_of
 from attnmux.core.lock import Lock
 from attnmux.transformers import recall
 from attnmux.transformers.checkpoint import Checkpoint, open_checkpoint, quiet_transformers
@@ -50,15 +50,15 @@ from attnmux.transformers.sampling_params import SamplingParams
 def platform_for(detection: Detection, settings: Settings, device: str | None) -> Platform:
     """The platform of a torch device; without one the configured or the only accelerator's.
 
-    Raises InvalidInput for a device that is not here, or that this build of torch cannot use.
+    Raises InvalidInput for a device that is not here, or that this build of torch cannot use, and
+    AmbiguousPlatform as `pick_platform` does.
     """
+    where = settings.where("platform")
     platform = None
     if device is None:
-        named = settings.where("platform")
-        platform = pick_platform(detection, settings.platform, named=named)
+        platform = pick_platform(detection, settings.platform, named=where)
     name = device or (platform.device_type if platform is not None else "cpu")
     try:
-        kind = torch.device(name).type
         torch.empty(0, device=name)
     except (RuntimeError, AssertionError) as error:
         reason = str(error).splitlines()[0]
@@ -67,11 +67,7 @@ def platform_for(detection: Detection, settings: Settings, device: str | None) -
         ) from error
     if platform is not None:
         return platform
-    found = tuple(one for one in detection.platforms if one.device_type == kind)
-    if not found:
-        present = ", ".join(sorted({one.device_type for one in detection.platforms}))
-        raise InvalidInput("--device", got=name, expected=f"one of {present}")
-    return pick_platform(replace(detection, platforms=found))
+    return platform_of(torch.device(name), detection, settings.platform, named=where)
 
 
 def run_command(

@@ -7,7 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from hashlib import sha256
 from pathlib import Path
 from typing import Any, TypeVar
@@ -148,27 +148,37 @@ def _own_failure(asked: str, error: BaseException | None) -> list[PluginFailure]
     return [failure_of(f"core, asking {asked}", CORE, "", "platforms", error)]
 
 
+def named_platforms(platforms: Iterable[Platform], wanted: str) -> tuple[Platform, ...]:
+    """Those that `wanted` names: a vendor or vendor:arch, in any case. Of a longer description the
+    vendor and the architecture count."""
+    name = wanted.strip().lower().partition(",")[0]
+    return tuple(
+        one for one in platforms if name in (one.vendor.lower(), f"{one.vendor}:{one.arch}".lower())
+    )
+
+
 def pick_platform(
     detection: Detection, wanted: str | None = None, *, named: str = "platform"
 ) -> Platform:
     """The platform to use: the only kind of accelerator, or the CPU where there is none.
 
     `wanted` is the vendor, or `vendor:arch`, of a platform that was found, in any case; `named` is
-    what it was read from, for the error. Raises AmbiguousPlatform where several kinds of
+    what it was read from, for the error. Unlike cards of one architecture are one platform, with
+    both names and the smaller memory. Raises AmbiguousPlatform where several kinds of
     accelerator are present (or match), InvalidInput where none matches. A caller that gets the CPU
     should show `detection.unserved` and `detection.failures` prominently.
     """
     if wanted is None:
         return _only(detection.accelerators or detection.platforms[-1:])
-    name = wanted.strip().lower()
-    matching = tuple(
-        found
-        for found in detection.platforms
-        if name in (found.vendor.lower(), f"{found.vendor}:{found.arch}".lower())
-    )
-    if matching:
-        return _only(matching)
-    vendor = name.partition(":")[0]
+    check_named(detection, wanted, named=named)
+    return _only(named_platforms(detection.platforms, wanted))
+
+
+def check_named(detection: Detection, wanted: str, *, named: str = "platform") -> None:
+    """Raise InvalidInput if `wanted` names no platform that was found."""
+    if named_platforms(detection.platforms, wanted):
+        return
+    vendor = wanted.strip().lower().partition(":")[0]
     present = ", ".join(f"{found.vendor}:{found.arch}" for found in detection.platforms)
     notes = "".join(f"; {device}" for device in detection.unserved if device.vendor == vendor)
     raise InvalidInput(named, got=repr(wanted), expected=f"one of {present}{notes}")
@@ -182,7 +192,19 @@ def _only(found: Sequence[Platform]) -> Platform:
             "name one (--platform VENDOR; VENDOR or VENDOR:ARCH in ATTNMUX_PLATFORM or as platform "
             "in attnmux.toml)"
         )
-    return found[0]
+    return found[0] if len(found) == 1 else _together(found)
+
+
+def _together(cards: Sequence[Platform]) -> Platform:
+    """Unlike cards of one architecture, with what each of them has."""
+    return replace(
+        cards[0],
+        name=" and ".join(dict.fromkeys(card.name for card in cards if card.name)),
+        features=frozenset.intersection(*(card.features for card in cards)),
+        count=sum(card.count for card in cards),
+        memory_bytes=min(card.memory_bytes for card in cards),
+        core_count=min(card.core_count for card in cards),
+    )
 
 
 T = TypeVar("T")

@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from attnmux.core.choosing.common.frozen import FrozenMapping
 
@@ -79,6 +79,9 @@ class Vendor(NamedTuple):
     """Environment variables that hide devices, with the values by which users hide all."""
     ordering: tuple[str, ...] = ()
     """Those that change which devices the first ones name."""
+    reported_arch: Callable[[Any], str] = lambda _: ""
+    """The architecture in a device's properties of torch; empty for another vendor's, and if torch
+    reports none."""
 
     @property
     def variables(self) -> tuple[str, ...]:
@@ -98,6 +101,17 @@ def _capability(digits: str) -> tuple[int, ...]:
 def _gfx(digits: str) -> tuple[int, ...]:
     """gfx942 is (9, 4, 2), gfx90a is (9, 0, 10), gfx1100 is (11, 0, 0)."""
     return int(digits[:-2]), int(digits[-2], 16), int(digits[-1], 16)
+
+
+def _reported_gfx(properties: Any) -> str:  # noqa: ANN401  # torch's, which choosing does not import
+    """ROCm's name without features, gfx942 of "gfx942:sramecc+:xnack-"; CUDA's is the product's."""
+    name = str(properties.gcnArchName).partition(":")[0]
+    return name if name.startswith("gfx") else ""
+
+
+def _reported_capability(properties: Any) -> str:  # noqa: ANN401  # as above
+    """torch has the numbers under ROCm too, where they are no compute capability."""
+    return "" if _reported_gfx(properties) else f"sm{properties.major}{properties.minor}"
 
 
 def _generation(digits: str) -> tuple[int, ...]:
@@ -125,6 +139,7 @@ VENDORS: Mapping[str, Vendor] = {
             evidence=partial(any_path, ("/dev/nvidia[0-9]*", "/usr/lib/wsl/lib/libnvidia-ml.so.1")),
             hiding=HIDING_OF_CUDA,
             ordering=("CUDA_DEVICE_ORDER",),
+            reported_arch=_reported_capability,
         ),
         Vendor(
             name="amd",
@@ -135,6 +150,7 @@ VENDORS: Mapping[str, Vendor] = {
             version=_gfx,
             distribution="attnmux-amd",
             evidence=partial(compute_node, 0x1002),
+            reported_arch=_reported_gfx,
             hiding=FrozenMapping(
                 {
                     "ROCR_VISIBLE_DEVICES": HIDES_ALL,
