@@ -103,8 +103,8 @@ def check_device(device: torch.device, platform: Platform) -> None:
         raise InvalidInput(
             "context.device",
             got=f"{device}, which torch reports as {report} ({report.name})",
-            expected=f"{platform.vendor}:{platform.arch}, for which the backend was decided: "
-            f"decide for the device (ATTNMUX_PLATFORM={report}, or platform in attnmux.toml), or take a "
+            expected=f"{platform.vendor}:{platform.arch}, for which the backend was decided; decide"
+            f" for the device (ATTNMUX_PLATFORM={report}, or platform in attnmux.toml), or take a "
             "device of that architecture",
         )
 
