@@ -8,14 +8,24 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from attnmux.core import Chooser, build, chooser
+from attnmux.core import Chooser, Plugins, Settings, build, chooser, load_plugins
 from attnmux.core.choosing.find.devices import Detection
 from attnmux.core.choosing.machine.platform import Platform
 from attnmux.core.choosing.offer.card import Offer
 from attnmux.core.choosing.solver import solve
+from attnmux.core.cli import run as shared
+from attnmux.core.cli.asking import machine
 from attnmux.core.device_platforms import check_device, platform_of, reported_device
 from attnmux.core.errors import AmbiguousPlatform, InvalidInput
-from attnmux.testing import Case, decode, extend, fake_card, fake_platform, make_setup
+from attnmux.testing import (
+    Case,
+    decode,
+    extend,
+    fake_card,
+    fake_platform,
+    find_candidate,
+    make_setup,
+)
 
 T4 = replace(Platform.parse("nvidia:sm75,cuda=12.8"), name="Tesla T4")
 A6000 = replace(Platform.parse("nvidia:sm86,cuda=12.8"), name="NVIDIA RTX A6000")
@@ -150,6 +160,24 @@ def test_what_cannot_be_compared_is_not_refused(reports) -> None:
     check_device(torch.device("cuda:1"), replace(T4, arch="sm75a"))
     check_device(torch.device("cpu"), A6000)  # tensors of an emulator
     check_device(torch.device("cuda:1"), Platform.parse("acme:m1,device=cuda,version=1.0"))
+
+
+def test_a_backend_is_verified_on_the_device_s_platform(reports) -> None:
+    reports(*MACHINE)
+    name = load_plugins().offers()[0].address
+    for device, platform in (("cuda:1", T4), ("cuda:0", A6000)):
+        found = find_candidate(name, device=device, platforms=BOTH.platforms)
+        assert found.platform == platform
+
+
+def test_a_verb_s_device_names_the_platform(reports, monkeypatch) -> None:
+    reports(*MACHINE)
+    monkeypatch.setattr(shared, "detect", lambda plugins: BOTH)
+    run = shared.Run()
+    for device, platform in (("cuda:1", T4), ("cuda:0", A6000)):
+        assert machine(run, Settings(), Plugins(), None, device=device) == (platform, False)
+    with pytest.raises(AmbiguousPlatform):
+        machine(run, Settings(), Plugins(), None)
 
 
 def test_an_engine_s_device_names_the_platform(reports, monkeypatch) -> None:
