@@ -52,6 +52,7 @@ def load_plugins(
         plugins,
         policy=Policy(allow=settings.allow_backends, deny=settings.deny_backends),
         variables=device_variables(),
+        named=settings.platform,
     )
 
 

@@ -35,7 +35,8 @@ class Settings:
     """The configured values; None or empty where nothing is configured."""
 
     platform: str | None = None
-    """A vendor, or vendor:arch, that is on this machine."""
+    """A vendor, or vendor:arch, that is on this machine. A device that no plugin finds is described
+    as `Platform.parse` reads it, "nvidia:sm87,cuda=12.6"."""
     backend: str | None = None
     prefill_backend: str | None = None
     decode_backend: str | None = None

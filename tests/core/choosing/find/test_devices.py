@@ -258,6 +258,9 @@ def test_a_cpu_that_cannot_be_asked_is_there_and_a_row(empty, stuck, quick, monk
         ("dev/nvidia0", "nvidia"),
         ("dev/nvidia3", "nvidia"),
         ("usr/lib/wsl/lib/libnvidia-ml.so.1", "nvidia"),
+        ("usr/lib/wsl/drivers/nv_dispi.inf_amd64_1/libcuda.so.1.1", "nvidia"),
+        ("dev/nvhost-gpu", "nvidia"),
+        ("dev/nvgpu/igpu0", "nvidia"),
         ("dev/davinci0", "ascend"),
     ],
 )
@@ -343,3 +346,40 @@ def test_devices_that_the_user_hid_are_no_problem(empty) -> None:
     assert problems("") == problems("-1") == []
     (said,) = problems("7")
     assert "CUDA_VISIBLE_DEVICES=7 may hide it" in said
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"arch": "z80"}, {"device_type": "xpu"}, {"version": [8, 0]}, {"vendor": "NVIDIA"}],
+)
+def test_a_vendor_s_own_plugin_reports_its_architectures(changes) -> None:
+    entry = Entry(EntryPoint("nvidia", "m", Distribution("")), "attnmux-nvidia", "0.3")
+    facts = Platform.parse("nvidia:sm90").to_dict()
+    assert examining._platform(entry, facts).arch == "sm90"
+    with pytest.raises(InvalidInput, match="an architecture of nvidia, such as sm80"):
+        examining._platform(entry, {**facts, **changes})
+
+
+@pytest.mark.parametrize("probe", [lambda: [], raising(RuntimeError("NVML does not start"))])
+def test_a_device_that_no_library_sees_can_be_named(empty, probe) -> None:
+    node(empty, "dev/nvhost-gpu")
+    loaded = [plugin("nvidia", probe)]
+    silent = detect(Plugins(loaded), root=empty)
+    (device,) = silent.unserved
+    assert "or name it, as nvidia:ARCH[,cuda=VERSION] in ATTNMUX_PLATFORM" in str(device)
+    for wanted in ("nvidia:sm87", " NVIDIA:sm87,cuda=12.6"):
+        detection = detect(Plugins(loaded, named=wanted), root=empty)
+        assert pick_platform(detection, wanted) == Platform.parse(wanted.strip())
+        assert detection.platforms[-1].vendor == "cpu"
+        assert not detection.unserved
+    with pytest.raises(InvalidInput, match="an architecture of nvidia"):
+        detect(Plugins(loaded, named="nvidia:orin"), root=empty)
+
+
+def test_a_device_that_is_not_there_cannot_be_named(empty) -> None:
+    for found in ([SM90], []):
+        plugins = Plugins([plugin("nvidia", lambda found=found: found)], named="nvidia:sm87")
+        detection = detect(plugins, root=empty)
+        assert detection.accelerators == tuple(found)
+        with pytest.raises(InvalidInput, match="got 'nvidia:sm87'"):
+            pick_platform(detection, "nvidia:sm87")

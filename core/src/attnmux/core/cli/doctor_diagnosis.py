@@ -47,6 +47,7 @@ def diagnose(plugins: Sequence[Plugin], settings: Settings) -> Diagnosis:
         loaded={plugin.distribution for plugin in plugins if not plugin.failures},
         failures=[failure for plugin in plugins for failure in plugin.failures],
         variables=device_variables(),
+        named=settings.platform,
     )
     offers = Plugins(tuple(plugins)).offers()
     backends = backends_here(offers, policy, (found.vendor for found in detection.platforms))

@@ -21,7 +21,12 @@ from attnmux.core.choosing.find.examine import (
 )
 from attnmux.core.choosing.find.plugins import Plugins
 from attnmux.core.choosing.find.store import Store
-from attnmux.core.choosing.find.unserved import UnservedDevice, diagnosis, present_vendors
+from attnmux.core.choosing.find.unserved import (
+    UnservedDevice,
+    diagnosis,
+    named_device,
+    present_vendors,
+)
 from attnmux.core.choosing.machine.cpu import bare_cpu, probe_cpu
 from attnmux.core.choosing.machine.platform import Platform
 from attnmux.core.choosing.machine.visibility import NO_VARIABLES
@@ -75,6 +80,7 @@ def detect(plugins: Plugins, *, root: Path = Path("/")) -> Detection:
         loaded={plugin.distribution for plugin in plugins.loaded},
         failures=[*plugins.failures, *(failure for each in answers for failure in each.failures)],
         variables=plugins.variables,
+        named=plugins.named,
         root=root,
     )
 
@@ -110,14 +116,18 @@ def survey(
     loaded: Collection[str],
     failures: Sequence[PluginFailure],
     variables: Mapping[str, str] = NO_VARIABLES,
+    named: str | None = None,
     seconds: float = OWN_SECONDS,
     root: Path = Path("/"),
 ) -> Detection:
     """The devices that the probes `found`, the CPU, and the devices in `root` that no probe found.
 
     `loaded`: the distributions of the plugins that work; `failures`: of those that do not;
-    `variables`: those of the environment that hide devices. A CPU or a `root` that gives no answer
-    within `seconds` is another failure.
+    `variables`: those of the environment that hide devices; `named`: the configured platform, which
+    may describe a device that is present and that no probe finds. A CPU or a `root` that gives no
+    answer within `seconds` is another failure.
+
+    Raises InvalidInput for a description of such a device that cannot be read.
     """
     platforms = sorted(found, key=_order)
     served = {platform.vendor for platform in platforms}
@@ -128,14 +138,15 @@ def survey(
         own += _own_failure("the CPU", error)
     present, error = _in_time(lambda: present_vendors(served, variables, root), seconds)
     own += _own_failure("/dev and /sys", error)
-    return Detection(
-        platforms=tuple(platforms),
-        failures=tuple(own),
-        unserved=tuple(
-            diagnosis(vendor, evidence, loaded, failures, variables)
-            for vendor, evidence in present or ()
-        ),
+    unserved = tuple(
+        diagnosis(vendor, evidence, loaded, failures, variables)
+        for vendor, evidence in present or ()
     )
+    described = named_device(named, unserved)
+    if described is not None:
+        platforms = sorted([*platforms, described], key=_order)
+        unserved = tuple(device for device in unserved if device.vendor != described.vendor)
+    return Detection(platforms=tuple(platforms), failures=tuple(own), unserved=unserved)
 
 
 def _order(platform: Platform) -> tuple[bool, str, str, str]:

@@ -47,6 +47,8 @@ class Plugins:
     """Which backends the configuration admits."""
     variables: Mapping[str, str] = NO_VARIABLES
     """Those of the environment that hide devices."""
+    named: str | None = None
+    """The configured platform, which may describe a device that no plugin finds."""
 
     def offers(self) -> tuple[Offer, ...]:
         """Every card with the plugin that brought it."""

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from attnmux.core.choosing.common.frozen import Plain
 from attnmux.core.choosing.find.examine import PluginFailure
+from attnmux.core.choosing.machine.platform import Platform
 from attnmux.core.choosing.machine.vendors import VENDORS, Vendor
 from attnmux.core.choosing.offer.libraries import installed_version
 
@@ -22,6 +23,8 @@ class UnservedDevice(Plain):
     distribution: str
     problem: str
     fix: str
+    can_be_named: bool = False
+    """Whether a setting may describe the device: its plugin works, and only fails to find it."""
 
     def __str__(self) -> str:
         return (
@@ -53,8 +56,14 @@ def diagnosis(
     """Why no plugin reports a device that is present, and what to do."""
     hiding = " and ".join(f"{n}={variables[n]}" for n in vendor.hiding if n in variables)
     broken = [row for row in failures if row.distribution == vendor.distribution]
+    name_it = (
+        f"; or name it, as {vendor.name}:ARCH[,{vendor.runtime}=VERSION] in ATTNMUX_PLATFORM or as "
+        f"platform in attnmux.toml (ARCH: {vendor.examples})"
+    )
+    can_be_named = False
     if broken:
         problem = f"{vendor.distribution} is broken ({broken[0].error})"
+        can_be_named = {row.stage for row in broken} == {"platforms"}
         if broken[0].stage == "platforms":
             fix = "repair what the error names: the driver, its library or the container"
         else:
@@ -63,6 +72,7 @@ def diagnosis(
         problem = f"{vendor.distribution} found none"
         fix = f"{hiding} may hide it, which counts as torch counts; else " if hiding else ""
         fix += "check the driver, or whether that version can find devices yet"
+        can_be_named = True
     elif installed_version(vendor.distribution) is not None:
         problem = f"{vendor.distribution} is left out"
         fix = "admit it (allow_plugins, deny_plugins, no_plugins)"
@@ -74,5 +84,16 @@ def diagnosis(
         evidence=evidence,
         distribution=vendor.distribution,
         problem=problem,
-        fix=fix,
+        fix=fix + name_it * can_be_named,
+        can_be_named=can_be_named,
     )
+
+
+def named_device(wanted: str | None, unserved: Sequence[UnservedDevice]) -> Platform | None:
+    """The device that a setting describes as `Platform.parse` reads it, if no probe finds it but
+    something shows that it is there."""
+    vendor, colon, _ = (wanted or "").strip().partition(":")
+    nameable = {device.vendor for device in unserved if device.can_be_named}
+    if wanted is None or not colon or vendor.lower() not in nameable:
+        return None
+    return Platform.parse(wanted)

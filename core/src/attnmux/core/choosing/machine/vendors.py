@@ -119,6 +119,15 @@ def _generation(digits: str) -> tuple[int, ...]:
     return (int(digits),) if digits else ()
 
 
+NVIDIA_EVIDENCE = (
+    "/dev/nvidia[0-9]*",
+    # Linux guests of Windows have no device nodes, but the driver's libraries
+    "/usr/lib/wsl/lib/libnvidia-ml.so.1",
+    "/usr/lib/wsl/drivers/*/libcuda.so*",
+    # Jetson's integrated GPU
+    "/dev/nvhost-gpu",
+    "/dev/nvgpu/igpu[0-9]*",
+)
 HIDES_ALL = ("", "-1")
 HIDING_OF_CUDA: Mapping[str, tuple[str, ...]] = FrozenMapping(
     {"CUDA_VISIBLE_DEVICES": (*HIDES_ALL, "NoDevFiles")}
@@ -135,8 +144,7 @@ VENDORS: Mapping[str, Vendor] = {
             examples="sm80, sm90 or sm100",
             version=_capability,
             distribution="attnmux-nvidia",
-            # Linux guests of Windows have no device nodes, but this library
-            evidence=partial(any_path, ("/dev/nvidia[0-9]*", "/usr/lib/wsl/lib/libnvidia-ml.so.1")),
+            evidence=partial(any_path, NVIDIA_EVIDENCE),
             hiding=HIDING_OF_CUDA,
             ordering=("CUDA_DEVICE_ORDER",),
             reported_arch=_reported_capability,
