@@ -112,8 +112,19 @@ def test_a_device_that_no_probe_finds_is_as_torch_reports_it(reports) -> None:
     assert (str(found), found.name) == ("nvidia:sm87,memory=7B", "Orin")
     stated = platform_of(torch.device("cuda"), alone, "nvidia:sm87,cuda=12.6")
     assert (stated.runtime, stated.name) == ("cuda 12.6", "Orin")
-    with pytest.raises(InvalidInput, match="expected one of cpu, got xpu"):
+    with pytest.raises(InvalidInput, match="expected one of cpu; if the device is there, name it"):
         platform_of(torch.device("xpu"), alone, None)
+
+
+def test_an_engine_s_device_that_no_probe_finds_can_be_named(reports) -> None:
+    reports(cuda("Orin", 8, 7), initialised=False)
+    alone = Detection(platforms=(CPU,))
+    stated = platform_of(torch.device("cuda"), alone, "nvidia:sm87,cuda=12.6")
+    assert str(stated) == "nvidia:sm87,cuda=12.6"
+    with pytest.raises(InvalidInput, match="got 'nvidia:sm86'"):
+        platform_of(torch.device("cuda:0"), alone, "nvidia:sm86")
+    with pytest.raises(InvalidInput, match="got 'nvidia:sm87'"):
+        platform_of(torch.device("cpu"), alone, "nvidia:sm87")
 
 
 @pytest.mark.parametrize(

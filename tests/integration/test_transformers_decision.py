@@ -16,6 +16,7 @@ from attnmux.core import (
     AttnmuxError,
     BackendFailed,
     Detection,
+    InvalidInput,
     Measurement,
     Platform,
     Request,
@@ -173,3 +174,42 @@ def test_a_device_of_a_second_kind_names_its_platform(folder, monkeypatch, named
     settings = Settings(platform=named)
     assert cli_run.platform_for(detection, settings, "cuda:1").arch == "sm75"
     assert cli_run.platform_for(detection, settings, "cuda:0").arch == "sm86"
+
+
+@pytest.fixture
+def orin(monkeypatch) -> None:
+    """A GPU that torch can use, and no plugin finds."""
+    facts = SimpleNamespace(name="Orin", gcnArchName="", major=8, minor=7, total_memory=0)
+    module = SimpleNamespace(
+        get_device_properties=lambda device: facts, is_initialized=lambda: True
+    )
+    monkeypatch.setattr(torch, "get_device_module", lambda device: module)
+    monkeypatch.setattr(torch, "empty", lambda *_, device: None)
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("cuda"))
+
+
+def test_a_device_that_no_plugin_finds_can_be_named(folder, orin) -> None:
+    detection = Detection(platforms=(HERE,))
+
+    def platform(named: str | None, device: str | None = None) -> str:
+        return str(cli_run.platform_for(detection, Settings(platform=named), device))
+
+    assert platform("nvidia:sm87,cuda=12.6") == "nvidia:sm87,cuda=12.6"
+    assert platform(None, "cuda") == platform(None, "cuda:0") == "nvidia:sm87"
+    assert platform(None) == platform("cpu") == str(HERE)
+    with pytest.raises(InvalidInput, match="got 'nvidia:sm90'"):
+        platform("nvidia:sm90")
+
+
+def test_the_cpu_is_not_taken_in_silence(folder, orin, generated, monkeypatch) -> None:
+    said = []
+    monkeypatch.setattr(shared.Run, "warn", lambda self, text: said.append(text))
+    with pytest.raises(Reached):
+        CliRunner().invoke(verbs, ["generate", "x"], standalone_mode=False, catch_exceptions=False)
+    assert [text for text in said if "say --device cuda" in text]
+    said.clear()
+    monkeypatch.setenv("ATTNMUX_PLATFORM", "cpu")
+    with pytest.raises(Reached):
+        CliRunner().invoke(verbs, ["generate", "x"], standalone_mode=False, catch_exceptions=False)
+    assert not said

@@ -75,22 +75,31 @@ def platform_of(
     platforms remain.
     """
     report = reported_device(device) if _may_ask(device) else None
-    if wanted is not None and not _describes(wanted, report):
-        check_named(detection, wanted, named=named)
     alike = tuple(one for one in detection.platforms if one.device_type == device.type)
+    stated = _stated(wanted, device)
+    if stated is not None and not (report.is_of(stated) if report else not alike):
+        stated = None
+    if wanted is not None and stated is None:
+        check_named(detection, wanted, named=named)
     if report is not None:
         found = tuple(one for one in alike if report.is_of(one))
         exact = tuple(one for one in found if one.name == report.name)
-        if not found:
-            return _described(report, wanted)
-        return pick_platform(replace(detection, platforms=exact or found))
-    if not alike:
-        present = ", ".join(sorted({one.device_type for one in detection.platforms}))
-        notes = "".join(f"; {one}" for one in detection.unserved)
-        raise InvalidInput("device", got=str(device), expected=f"one of {present}{notes}")
-    if wanted is not None and not named_platforms(alike, wanted):
-        wanted = None
-    return pick_platform(replace(detection, platforms=alike), wanted, named=named)
+        if found:
+            return pick_platform(replace(detection, platforms=exact or found))
+        described = stated or Platform.parse(str(report))
+        memory = described.memory_bytes or report.memory_bytes
+        return replace(described, name=report.name, memory_bytes=memory)
+    if alike:
+        wanted = wanted if wanted is not None and named_platforms(alike, wanted) else None
+        return pick_platform(replace(detection, platforms=alike), wanted, named=named)
+    if stated is not None:
+        return stated
+    present = ", ".join(sorted({one.device_type for one in detection.platforms}))
+    notes = "".join(f"; {one}" for one in detection.unserved) or (
+        "; if the device is there, name it: VENDOR:ARCH in ATTNMUX_PLATFORM or as platform in "
+        "attnmux.toml"
+    )
+    raise InvalidInput("device", got=str(device), expected=f"one of {present}{notes}")
 
 
 def check_device(device: torch.device, platform: Platform) -> None:
@@ -117,13 +126,10 @@ def _may_ask(device: torch.device) -> bool:
         return False
 
 
-def _describes(wanted: str, report: ReportedDevice | None) -> bool:
-    return report is not None and wanted.strip().lower().partition(",")[0] == str(report)
-
-
-def _described(report: ReportedDevice, wanted: str | None) -> Platform:
-    """A platform of torch's report, with the runtime that the user stated for it."""
-    text = wanted if wanted is not None and _describes(wanted, report) else str(report)
-    platform = Platform.parse(text)
-    memory = platform.memory_bytes or report.memory_bytes
-    return replace(platform, name=report.name, memory_bytes=memory)
+def _stated(wanted: str | None, device: torch.device) -> Platform | None:
+    """The platform that the setting describes in full, if it is one of the device's type."""
+    try:
+        platform = Platform.parse(wanted or "")
+    except InvalidInput:
+        return None
+    return platform if platform.device_type == device.type else None
