@@ -372,8 +372,9 @@ def test_a_device_that_no_library_sees_can_be_named(empty, probe) -> None:
         assert pick_platform(detection, wanted) == Platform.parse(wanted.strip())
         assert detection.platforms[-1].vendor == "cpu"
         assert not detection.unserved
-    with pytest.raises(InvalidInput, match="an architecture of nvidia"):
-        detect(Plugins(loaded, named="nvidia:orin"), root=empty)
+    misspelt = detect(Plugins(loaded, named="nvidia:orin"), root=empty)
+    with pytest.raises(InvalidInput, match="ARCH: sm80, sm90 or sm100"):
+        pick_platform(misspelt, "nvidia:orin")
 
 
 def test_a_device_that_is_not_there_cannot_be_named(empty) -> None:

@@ -126,8 +126,6 @@ def survey(
     `variables`: those of the environment that hide devices; `named`: the configured platform, which
     may describe a device that is present and that no probe finds. A CPU or a `root` that gives no
     answer within `seconds` is another failure.
-
-    Raises InvalidInput for a description of such a device that cannot be read.
     """
     platforms = sorted(found, key=_order)
     served = {platform.vendor for platform in platforms}

@@ -11,6 +11,7 @@ from attnmux.core.choosing.find.examine import PluginFailure
 from attnmux.core.choosing.machine.platform import Platform
 from attnmux.core.choosing.machine.vendors import VENDORS, Vendor
 from attnmux.core.choosing.offer.libraries import installed_version
+from attnmux.core.errors import InvalidInput
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -96,4 +97,7 @@ def named_device(wanted: str | None, unserved: Sequence[UnservedDevice]) -> Plat
     nameable = {device.vendor for device in unserved if device.can_be_named}
     if wanted is None or not colon or vendor.lower() not in nameable:
         return None
-    return Platform.parse(wanted)
+    try:
+        return Platform.parse(wanted)
+    except InvalidInput:  # `pick_platform` says what is expected
+        return None
