@@ -5,12 +5,24 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from datetime import datetime, timezone
+from types import SimpleNamespace
 
 import pytest
+import torch
 from click.testing import CliRunner
 
 from attnmux.bench.keeping import RecordFile
-from attnmux.core import AttnmuxError, BackendFailed, Detection, Measurement, Request, load_plugins
+from attnmux.core import (
+    AttnmuxError,
+    BackendFailed,
+    Detection,
+    InvalidInput,
+    Measurement,
+    Platform,
+    Request,
+    Settings,
+    load_plugins,
+)
 from attnmux.core.choosing.judge.axes import Question
 from attnmux.core.choosing.machine.cpu import probe_cpu
 from attnmux.core.choosing.measured.measurement import shape_of, versions_of
@@ -146,3 +158,58 @@ def test_a_file_that_cannot_be_read_is_a_warning_of_both(folder, generated) -> N
     result = CliRunner().invoke(verbs, ["generate", "x", "--device", "cpu"])
     assert isinstance(result.exception, SystemExit)
     assert warning in result.stderr
+
+
+@pytest.mark.parametrize("named", [None, "nvidia:sm86", "nvidia"])
+def test_a_device_of_a_second_kind_names_its_platform(folder, monkeypatch, named) -> None:
+    kinds = tuple(map(Platform.parse, ("nvidia:sm75", "nvidia:sm86")))
+    facts = [
+        SimpleNamespace(name="", gcnArchName="", major=major, minor=minor, total_memory=0)
+        for major, minor in ((8, 6), (7, 5))
+    ]
+    cuda = SimpleNamespace(get_device_properties=lambda device: facts[device.index])
+    monkeypatch.setattr(torch, "get_device_module", lambda device: cuda)
+    monkeypatch.setattr(torch, "empty", lambda *_, device: None)
+    detection = Detection(platforms=(*kinds, HERE))
+    settings = Settings(platform=named)
+    assert cli_run.platform_for(detection, settings, "cuda:1").arch == "sm75"
+    assert cli_run.platform_for(detection, settings, "cuda:0").arch == "sm86"
+
+
+@pytest.fixture
+def orin(monkeypatch) -> None:
+    """A GPU that torch can use, and no plugin finds."""
+    facts = SimpleNamespace(name="Orin", gcnArchName="", major=8, minor=7, total_memory=0)
+    module = SimpleNamespace(
+        get_device_properties=lambda device: facts, is_initialized=lambda: True
+    )
+    monkeypatch.setattr(torch, "get_device_module", lambda device: module)
+    monkeypatch.setattr(torch, "empty", lambda *_, device: None)
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("cuda"))
+
+
+def test_a_device_that_no_plugin_finds_can_be_named(folder, orin) -> None:
+    detection = Detection(platforms=(HERE,))
+
+    def platform(named: str | None, device: str | None = None) -> str:
+        return str(cli_run.platform_for(detection, Settings(platform=named), device))
+
+    assert platform("nvidia:sm87,cuda=12.6") == "nvidia:sm87,cuda=12.6"
+    assert platform(None, "cuda") == platform(None, "cuda:0") == "nvidia:sm87"
+    assert platform(None) == platform("cpu") == str(HERE)
+    with pytest.raises(InvalidInput, match="got 'nvidia:sm90'"):
+        platform("nvidia:sm90")
+
+
+def test_the_cpu_is_not_taken_in_silence(folder, orin, generated, monkeypatch) -> None:
+    said = []
+    monkeypatch.setattr(shared.Run, "warn", lambda self, text: said.append(text))
+    with pytest.raises(Reached):
+        CliRunner().invoke(verbs, ["generate", "x"], standalone_mode=False, catch_exceptions=False)
+    assert [text for text in said if "say --device cuda" in text]
+    said.clear()
+    monkeypatch.setenv("ATTNMUX_PLATFORM", "cpu")
+    with pytest.raises(Reached):
+        CliRunner().invoke(verbs, ["generate", "x"], standalone_mode=False, catch_exceptions=False)
+    assert not said

@@ -27,7 +27,7 @@ PAGE = Path(__file__).resolve().parents[2] / "docs/troubleshooting.md"
 COMMANDS = [
     line.strip()
     for line in PAGE.read_text(encoding="utf-8").splitlines()
-    if re.match(r" {4,}(ATTNMUX_\w+=\S+ )?attnmux ", line)
+    if re.match(r" {4,}([A-Z_]+=\S* )?attnmux ", line)
 ]
 EXPECTED_STATUS = {"doctor": (0, 1)}
 """`doctor` exits with 1 where something is missing, as on a machine without kernel libraries."""

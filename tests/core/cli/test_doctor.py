@@ -16,6 +16,7 @@ import pytest
 from click.testing import CliRunner
 
 from attnmux.core.choosing.find import devices as probe
+from attnmux.core.choosing.find import unserved
 from attnmux.core.choosing.find.devices import survey
 from attnmux.core.choosing.find.examine import Entry, Plugin, PluginFailure
 from attnmux.core.choosing.judge.requirements import required
@@ -236,7 +237,7 @@ def test_one_name_of_two_backends_is_a_note(ask) -> None:
 
 
 def test_a_device_without_its_plugin(ask, tmp_path, monkeypatch) -> None:
-    monkeypatch.setattr(probe, "installed_version", lambda name: None)
+    monkeypatch.setattr(unserved, "installed_version", lambda name: None)
     (tmp_path / "root/dev").mkdir(parents=True)
     (tmp_path / "root/dev/nvidia0").touch()
     result = ask(good=GOOD.format(more=""))
@@ -370,7 +371,7 @@ def examined(name: str, *platforms: str, error: str = "") -> Plugin:
 @pytest.fixture
 def bare(monkeypatch, tmp_path) -> Path:
     monkeypatch.setattr(doctor_diagnosis, "survey", partial(survey, root=tmp_path))
-    monkeypatch.setattr(probe, "installed_version", lambda name: None)
+    monkeypatch.setattr(unserved, "installed_version", lambda name: None)
     return tmp_path
 
 

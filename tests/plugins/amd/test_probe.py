@@ -122,6 +122,44 @@ def test_graphics_that_draw_a_screen_are_left_out(machine) -> None:
     assert (card.arch, card.runtime) == ("gfx1100", "rocm 7.0.0")
 
 
+@pytest.mark.parametrize(
+    ("variables", "archs"),
+    [
+        ({"HIP_VISIBLE_DEVICES": "1"}, ["gfx1151"]),
+        ({"CUDA_VISIBLE_DEVICES": "0"}, ["gfx1100"]),
+        ({"HIP_VISIBLE_DEVICES": "1", "CUDA_VISIBLE_DEVICES": "0"}, ["gfx1151"]),
+        ({"ROCR_VISIBLE_DEVICES": "1"}, ["gfx1151"]),
+        ({"ROCR_VISIBLE_DEVICES": "1", "HIP_VISIBLE_DEVICES": "0"}, ["gfx1151"]),
+        ({"ROCR_VISIBLE_DEVICES": "1", "HIP_VISIBLE_DEVICES": "1"}, []),
+        ({"ROCR_VISIBLE_DEVICES": "GPU-00000000000000ab"}, ["gfx1100"]),
+        ({"HIP_VISIBLE_DEVICES": "GPU-ffff"}, []),
+        ({"HIP_VISIBLE_DEVICES": "0,0"}, []),
+        ({"HIP_VISIBLE_DEVICES": ""}, []),
+        ({"HIP_VISIBLE_DEVICES": "0,-1,1"}, ["gfx1100"]),
+    ],
+)
+def test_hidden_devices_do_not_count(machine, variables, archs) -> None:
+    root = machine("two_kinds")
+    nodes = sorted((root / "sys/class/kfd/kfd/topology/nodes").glob("*/properties"))
+    (first, *_) = [path for path in nodes if "gfx_target_version 110000" in path.read_text()]
+    lines = [line for line in first.read_text().splitlines() if "unique_id" not in line]
+    first.write_text("\n".join([*lines, "unique_id 171"]))
+    assert [found.arch for found in probe(root, variables)] == archs
+
+
+def test_amdsmi_s_serial_is_the_uuid(machine, monkeypatch) -> None:
+    serials = ("0xAB", "0xCD")
+    devices = [
+        {**ANSWERS["mi300x"], "asic": {**ANSWERS["mi300x"]["asic"], "asic_serial": serial}}
+        for serial in serials
+    ]
+    monkeypatch.setitem(sys.modules, "amdsmi", AmdSmi(devices))
+    root = machine("mi300x")
+    (found,) = probe(root, {"ROCR_VISIBLE_DEVICES": "GPU-00000000000000cd"})
+    assert (found.name, found.count) == ("AMD Instinct MI300X", 1)
+    assert [one.count for one in probe(root)] == [2]
+
+
 @pytest.mark.parametrize("name", sorted(MACHINES.keys() - {"source"}))
 def test_core_sees_a_device_where_this_probe_does(machine, name) -> None:
     root = machine(name)

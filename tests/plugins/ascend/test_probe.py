@@ -166,3 +166,14 @@ def test_without_the_program_nodes_are_counted(machine, npu_smi) -> None:
 def test_without_the_program_the_bus_has_to_say_one_thing(machine, npu_smi, pci, said) -> None:
     with pytest.raises(PluginError, match=f"not on the PATH, .* {said}"):
         probe(machine(1, pci))
+
+
+@pytest.mark.parametrize(
+    ("text", "count"),
+    [("0", 1), ("0,1", 2), ("1", 1), ("0,2", 1), ("0, 1", 1), ("-1", 0), ("", 0), ("0 ,1", 1)],
+)
+def test_hidden_devices_do_not_count(machine, npu_smi, text, count) -> None:
+    root = machine(2)
+    npu_smi(f"/bin/cat {DATA / 'npu-smi-910b.txt'}")
+    found = probe(root, {"ASCEND_RT_VISIBLE_DEVICES": text})
+    assert sum(one.count for one in found) == count

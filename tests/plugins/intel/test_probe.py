@@ -54,6 +54,40 @@ def test_cards_of_two_generations(machine) -> None:
     assert (alchemist.arch, alchemist.count) == ("xe_hpg", 1)
 
 
+@pytest.mark.parametrize(
+    ("mask", "found"),
+    [
+        ("0", [("xe2", 1)]),
+        ("0,1,2", [("xe2", 2), ("xe_hpg", 1)]),
+        ("7", []),
+        ("7,0", [("xe2", 1)]),  # a number without a device is ignored
+        ("0.0", [("xe2", 1)]),
+        ("", [("xe2", 2), ("xe_hpg", 1)]),  # an empty mask hides nothing
+        ("none", []),
+    ],
+)
+def test_hidden_devices_do_not_count(machine, mask, found) -> None:
+    platforms = probe(machine("workstation"), {"ZE_AFFINITY_MASK": mask})
+    assert [(one.arch, one.count) for one in platforms] == found
+
+
+def test_the_numbers_of_flat_devices_are_tiles(machine) -> None:
+    root = machine("workstation")
+    for card in ("card0", "card1"):
+        for tile in ("tile0", "tile1"):
+            (root / "sys/class/drm" / card / "device" / tile).mkdir()
+    for hierarchy, mask, count in (
+        ("FLAT", "0,1", 1),
+        ("FLAT", "0,2", 2),
+        ("FLAT", "0.0", 0),
+        ("COMPOSITE", "0,1", 2),
+        ("COMPOSITE", "0.1", 1),
+        ("COMPOSITE", "0.2", 0),
+    ):
+        variables = {"ZE_AFFINITY_MASK": mask, "ZE_FLAT_DEVICE_HIERARCHY": hierarchy}
+        assert sum(one.count for one in probe(root, variables)) == count, (hierarchy, mask)
+
+
 def test_a_processor_s_own_graphics_count_from_xe2(machine) -> None:
     (found,) = probe(machine("lunar_lake"))
     assert (found.arch, found.name) == ("xe2", "Intel Lunar Lake [8086:64a0]")

@@ -11,9 +11,11 @@ from attnmux.core import Platform, PluginError
 from attnmux.nvidia import probe as module
 from attnmux.nvidia.plugin import attnmux_platforms
 
+T4, A6000 = ("Tesla T4", (7, 5), 16_106_127_360), ("NVIDIA RTX A6000", (8, 6), 51_527_024_640)
 H200 = ("NVIDIA H200", (9, 0), 150_754_820_096)
 A100 = ("NVIDIA A100-SXM4-80GB", (8, 0), 85_899_345_920)
-NOT_SUPPORTED, NO_PERMISSION, GPU_IS_LOST = 3, 4, 15
+NOT_SUPPORTED, NO_PERMISSION, NOT_FOUND, GPU_IS_LOST = 3, 4, 6, 15
+CORES = {"Tesla T4": 2560, "NVIDIA RTX A6000": 10752}
 
 
 class Nvml(ModuleType):
@@ -23,15 +25,19 @@ class Nvml(ModuleType):
     NVML_ERROR_DRIVER_NOT_LOADED = 9
     NVML_ERROR_NOT_SUPPORTED = NOT_SUPPORTED
     NVML_ERROR_NO_PERMISSION = NO_PERMISSION
+    NVML_DEVICE_MIG_ENABLE = 1
+    NVML_CLOCK_SM = 1
 
     class NVMLError(Exception):
         def __init__(self, value: int) -> None:
             super().__init__(f"code {value}")
             self.value = value
 
-    def __init__(self, devices=(), cuda=12080, init=0, query=0) -> None:
+    def __init__(self, devices=(), cuda=12080, init=0, query=0, instances=None) -> None:
+        """instances: by device, the name and memory of each instance of MIG."""
         super().__init__("pynvml")
         self.devices, self.cuda, self.init, self.query = devices, cuda, init, query
+        self.instances = instances or {}
         self.open = 0
 
     def nvmlInit(self) -> None:
@@ -53,14 +59,50 @@ class Nvml(ModuleType):
     def nvmlDeviceGetHandleByIndex(self, index: int) -> int:
         return index
 
-    def nvmlDeviceGetName(self, handle: int) -> str:
-        return self.devices[handle][0]
+    def nvmlDeviceGetName(self, handle) -> str:
+        return self._of(handle)[0]
+
+    def _of(self, handle):
+        if isinstance(handle, int):
+            return self.devices[handle]
+        gpu, place = handle
+        name, memory = self.instances[gpu][place]
+        return name, None, memory
+
+    def nvmlDeviceGetUUID(self, handle) -> str:
+        return f"GPU-{handle}a" if isinstance(handle, int) else "MIG-{}b{}".format(*handle)
+
+    def nvmlDeviceGetMigMode(self, handle: int) -> tuple[int, int]:
+        if handle not in self.instances:
+            raise self.NVMLError(NOT_SUPPORTED)
+        return 1, 1
+
+    def nvmlDeviceGetMaxMigDeviceCount(self, handle: int) -> int:
+        return 7
+
+    def nvmlDeviceGetMigDeviceHandleByIndex(self, handle: int, place: int) -> tuple[int, int]:
+        if place >= len(self.instances[handle]):
+            raise self.NVMLError(NOT_FOUND)
+        return handle, place
+
+    def nvmlDeviceGetGpuInstanceId(self, handle: tuple[int, int]) -> int:
+        return 7 + handle[1]
+
+    def nvmlDeviceGetComputeInstanceId(self, handle: tuple[int, int]) -> int:
+        return 0
+
+    def nvmlDeviceGetNumGpuCores(self, handle: int) -> int:
+        return CORES[self.devices[handle][0]]
+
+    def nvmlDeviceGetMaxClockInfo(self, handle: int, kind: int) -> int:
+        assert kind == self.NVML_CLOCK_SM
+        return 1590
 
     def nvmlDeviceGetCudaComputeCapability(self, handle: int) -> tuple[int, int]:
         return self.devices[handle][1]
 
     def nvmlDeviceGetMemoryInfo(self, handle: int) -> SimpleNamespace:
-        memory = self.devices[handle][2]
+        memory = self._of(handle)[2]
         if isinstance(memory, self.NVMLError):
             raise memory
         return SimpleNamespace(total=memory)
@@ -78,6 +120,7 @@ def nvml(monkeypatch, tmp_path):
         monkeypatch.setitem(sys.modules, "pynvml", fake)
         return fake
 
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     return use
 
 
@@ -115,6 +158,69 @@ def test_memory_that_may_not_be_queried_is_unknown(nvml) -> None:
     with pytest.raises(PluginError, match="does not answer: code 15"):
         attnmux_platforms()
     assert fake.open == 0
+
+
+@pytest.mark.parametrize(
+    ("text", "archs"),
+    [
+        ("0", ["sm86"]),  # the faster one is CUDA's first
+        ("1", ["sm75"]),
+        ("1,0", ["sm75", "sm86"]),
+        ("GPU-1", ["sm86"]),
+        ("GPU-0a,GPU-1a", ["sm75", "sm86"]),
+        ("GPU-0a,1", ["sm75"]),
+        ("GPU-", []),  # begins both
+        ("GPU-2", []),
+        ("", []),
+        ("-1", []),
+        ("NoDevFiles", []),
+        ("0,-1,1", ["sm86"]),
+        ("0,2,1", ["sm86"]),
+        ("0,0", []),
+        ("GPU-0,GPU-0", []),
+    ],
+)
+def test_hidden_devices_do_not_count(nvml, monkeypatch, text, archs) -> None:
+    nvml(devices=(T4, A6000))
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", text)
+    monkeypatch.delenv("CUDA_DEVICE_ORDER", raising=False)
+    assert [found.arch for found in attnmux_platforms()] == archs
+
+
+def test_the_order_of_the_bus_is_the_user_s_to_set(nvml) -> None:
+    nvml(devices=(T4, A6000))
+    variables = {"CUDA_VISIBLE_DEVICES": "0", "CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
+    assert [found.arch for found in module.probe(variables)] == ["sm75"]
+
+
+def test_one_of_eight_counts_as_one(nvml) -> None:
+    nvml(devices=(H200,) * 8)
+    assert [found.count for found in module.probe({"CUDA_VISIBLE_DEVICES": "3"})] == [1]
+    assert [found.count for found in module.probe({"CUDA_VISIBLE_DEVICES": "0,1,5"})] == [3]
+    assert [found.count for found in module.probe()] == [8]
+
+
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [
+        (None, "A100 1g.10gb"),
+        ("0", "NVIDIA A100-SXM4-80GB"),
+        ("1", "A100 1g.10gb"),
+        ("0,1", "A100 1g.10gb"),
+        ("MIG-1b1", "A100 2g.20gb"),
+        ("MIG-1b1,MIG-1b0", "A100 2g.20gb"),
+        ("MIG-GPU-1a/8/0", "A100 2g.20gb"),
+        ("GPU-1a", "A100 1g.10gb"),
+        ("MIG-2", None),
+    ],
+)
+def test_cuda_shows_one_instance_of_a_gpu(nvml, text, found) -> None:
+    instances = {1: [("A100 1g.10gb", 10), ("A100 2g.20gb", 20)]}
+    nvml(devices=(A100, A100), instances=instances)
+    platforms = module.probe({} if text is None else {"CUDA_VISIBLE_DEVICES": text})
+    assert [(one.name, one.arch, one.count) for one in platforms] == (
+        [(found, "sm80", 1)] if found else []
+    )
 
 
 def test_no_devices(nvml) -> None:

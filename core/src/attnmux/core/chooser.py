@@ -5,16 +5,19 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
+import torch
+
 from attnmux.core.choosing.ask.policy import Policy
 from attnmux.core.choosing.ask.request import Request
-from attnmux.core.choosing.find.devices import detect, pick_platform
+from attnmux.core.choosing.find.devices import detect
 from attnmux.core.choosing.machine.platform import Platform
 from attnmux.core.choosing.measured.launches import TunedLaunch, read_launches
 from attnmux.core.choosing.measured.measurement import Measurement, read_measurements
 from attnmux.core.choosing.measured.ranking import solve_measured
 from attnmux.core.choosing.offer.card import Offer
 from attnmux.core.choosing.tell.decision import Decision
-from attnmux.core.errors import BackendFailed, InvalidInput, NoBackend
+from attnmux.core.device_platforms import platform_of
+from attnmux.core.errors import BackendFailed, NoBackend
 from attnmux.core.installed import load_plugins
 from attnmux.core.settings import Settings
 
@@ -31,22 +34,19 @@ class Chooser:
     debug: bool
 
     @classmethod
-    def here(cls, device_type: str) -> Chooser:
-        """Of this machine and the user's settings, for tensors on that type of device.
+    def here(cls, device: torch.device | str) -> Chooser:
+        """Of this machine and the user's settings, for tensors on that device, or on that type of
+        device. With an index it is the device that names the platform, and torch initialises it.
 
         Raises InvalidInput where no plugin finds a device of the type, AmbiguousPlatform for
         several, SettingsError for settings that cannot be read.
         """
         settings = Settings.load()
         plugins = load_plugins(settings=settings)
-        found = detect(plugins)
-        alike = tuple(each for each in found.platforms if each.device_type == device_type)
-        if not alike:
-            present = ", ".join(sorted({each.device_type for each in found.platforms}))
-            raise InvalidInput("device", got=device_type, expected=f"one of {present}")
         return cls(
-            platform=pick_platform(
-                replace(found, platforms=alike),
+            platform=platform_of(
+                torch.device(device),
+                detect(plugins),
                 settings.platform,
                 named=settings.where("platform"),
             ),

@@ -16,7 +16,7 @@ from attnmux.core.choosing.find.plugins import (
 )
 from attnmux.core.choosing.offer.libraries import EntryPoint, entry_points
 from attnmux.core.errors import PluginError, SettingsError
-from attnmux.core.settings import Settings
+from attnmux.core.settings import Settings, device_variables
 
 
 def load_plugins(
@@ -49,7 +49,10 @@ def load_plugins(
     else:
         plugins = _read_locked(settings, allow, deny)
     return replace(
-        plugins, policy=Policy(allow=settings.allow_backends, deny=settings.deny_backends)
+        plugins,
+        policy=Policy(allow=settings.allow_backends, deny=settings.deny_backends),
+        variables=device_variables(),
+        named=settings.platform,
     )
 
 

@@ -21,6 +21,7 @@ from attnmux.core.choosing.ask.values import OptionValue
 from attnmux.core.choosing.common.checks import nearest, read_flag
 from attnmux.core.choosing.common.frozen import FrozenMapping
 from attnmux.core.choosing.find.plugins import SECONDS
+from attnmux.core.choosing.machine.vendors import VENDORS
 from attnmux.core.errors import InvalidInput, SettingsError
 from attnmux.core.settings_file import CONFIG, find_settings
 
@@ -34,7 +35,8 @@ class Settings:
     """The configured values; None or empty where nothing is configured."""
 
     platform: str | None = None
-    """A vendor, or vendor:arch, that is on this machine."""
+    """A vendor, or vendor:arch, that is on this machine. A device that no plugin finds is described
+    as `Platform.parse` reads it, "nvidia:sm87,cuda=12.6"."""
     backend: str | None = None
     prefill_backend: str | None = None
     decode_backend: str | None = None
@@ -187,6 +189,13 @@ class Settings:
         if name in given:
             return "user"
         return "env" if self.sources.get(name, "").startswith(PREFIX) else "config"
+
+
+def device_variables() -> Mapping[str, str]:
+    """The environment variables that hide devices from this process (`Vendor.variables`), of those
+    that are set: for the probes, which must not read the environment themselves."""
+    names = {name for row in VENDORS.values() for name in row.variables}
+    return {name: os.environ[name] for name in sorted(names & os.environ.keys())}
 
 
 def _word(where: str, value: Any) -> str:  # noqa: ANN401  # reads any value

@@ -225,6 +225,14 @@ def find_candidate(
     offer = _offer(name, plugins.offers())
     given = read_options({offer.address: options or {}}, plugins.offers())
     platforms = detect(plugins).platforms if platforms is None else platforms
+    alike = [one for one in platforms if not device or one.device_type == device.partition(":")[0]]
+    if device and len(alike) > 1:
+        import torch  # noqa: PLC0415  # to read cards needs none
+
+        from attnmux.core.device_platforms import reported_device  # noqa: PLC0415  # as above
+
+        report = reported_device(torch.device(device))
+        alike = [one for one in alike if report is None or report.is_of(one)] or alike
     found = [
         Candidate(
             card=offer.card,
@@ -234,8 +242,7 @@ def find_candidate(
             options=given.get(offer.address, {}),
             launches=launches,
         )
-        for platform in platforms
-        if not device or platform.device_type == device.partition(":")[0]
+        for platform in alike
     ]
     if not found:
         present = ", ".join(sorted({platform.device_type for platform in platforms}))

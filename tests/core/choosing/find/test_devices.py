@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -11,6 +12,7 @@ import pytest
 
 from attnmux.core.choosing.find import devices as module
 from attnmux.core.choosing.find import examine as examining
+from attnmux.core.choosing.find import unserved
 from attnmux.core.choosing.find.devices import detect, pick_platform
 from attnmux.core.choosing.find.examine import Entry, Plugin, PluginFailure, failure_of
 from attnmux.core.choosing.find.plugins import Plugins
@@ -61,7 +63,7 @@ def raising(error: BaseException) -> Callable[[], object]:
 
 @pytest.fixture(autouse=True)
 def nothing_installed(monkeypatch) -> None:
-    monkeypatch.setattr(module, "installed_version", lambda name: None)
+    monkeypatch.setattr(unserved, "installed_version", lambda name: None)
 
 
 @pytest.fixture
@@ -116,6 +118,16 @@ def test_two_architectures_of_one_vendor_are_ambiguous_too(empty) -> None:
     with pytest.raises(AmbiguousPlatform, match="nvidia:sm80 and nvidia:sm90"):
         pick_platform(detection, "nvidia")
     assert pick_platform(detection, "nvidia:sm80").arch == "sm80"
+
+
+def test_two_cards_of_one_architecture_are_both_named(empty) -> None:
+    cards = [
+        replace(SM90, name=name, count=count, memory_bytes=memory)
+        for name, count, memory in (("NVIDIA H100", 2, 80), ("NVIDIA H200", 1, 141))
+    ]
+    picked = pick_platform(detect(Plugins([plugin("nvidia", lambda: cards)]), root=empty))
+    assert (picked.name, picked.count) == ("NVIDIA H100 and NVIDIA H200", 3)
+    assert picked.memory_bytes == 80
 
 
 def test_names_are_picked_in_any_case(empty) -> None:
@@ -246,6 +258,9 @@ def test_a_cpu_that_cannot_be_asked_is_there_and_a_row(empty, stuck, quick, monk
         ("dev/nvidia0", "nvidia"),
         ("dev/nvidia3", "nvidia"),
         ("usr/lib/wsl/lib/libnvidia-ml.so.1", "nvidia"),
+        ("usr/lib/wsl/drivers/nv_dispi.inf_amd64_1/libcuda.so.1.1", "nvidia"),
+        ("dev/nvhost-gpu", "nvidia"),
+        ("dev/nvgpu/igpu0", "nvidia"),
         ("dev/davinci0", "ascend"),
     ],
 )
@@ -259,7 +274,7 @@ def test_a_device_without_its_plugin_is_named_with_the_pip_line(empty, path, ven
 
 
 def test_a_plugin_that_is_installed_and_left_out_is_not_to_be_installed(empty, monkeypatch) -> None:
-    monkeypatch.setattr(module, "installed_version", {"attnmux-nvidia": "0.3"}.get)
+    monkeypatch.setattr(unserved, "installed_version", {"attnmux-nvidia": "0.3"}.get)
     node(empty, "dev/nvidia0")
     (device,) = detect(Plugins(), root=empty).unserved
     assert device.problem == "attnmux-nvidia is left out"
@@ -316,3 +331,56 @@ def test_a_plugin_that_finds_nothing_is_said_too(empty) -> None:
     assert "found none" in device.problem
     with pytest.raises(InvalidInput, match="found none"):
         pick_platform(detect(Plugins([plugin("nvidia", lambda: [])]), root=empty), "nvidia")
+
+
+def test_devices_that_the_user_hid_are_no_problem(empty) -> None:
+    node(empty, "dev/nvidia0")
+    loaded = [plugin("nvidia", lambda: [])]
+
+    def problems(text: str) -> list[str]:
+        variables = {"CUDA_VISIBLE_DEVICES": text}
+        return [
+            str(one) for one in detect(Plugins(loaded, variables=variables), root=empty).unserved
+        ]
+
+    assert problems("") == problems("-1") == []
+    (said,) = problems("7")
+    assert "CUDA_VISIBLE_DEVICES=7 may hide it" in said
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"arch": "z80"}, {"device_type": "xpu"}, {"version": [8, 0]}, {"vendor": "NVIDIA"}],
+)
+def test_a_vendor_s_own_plugin_reports_its_architectures(changes) -> None:
+    entry = Entry(EntryPoint("nvidia", "m", Distribution("")), "attnmux-nvidia", "0.3")
+    facts = Platform.parse("nvidia:sm90").to_dict()
+    assert examining._platform(entry, facts).arch == "sm90"
+    with pytest.raises(InvalidInput, match="an architecture of nvidia, such as sm80"):
+        examining._platform(entry, {**facts, **changes})
+
+
+@pytest.mark.parametrize("probe", [lambda: [], raising(RuntimeError("NVML does not start"))])
+def test_a_device_that_no_library_sees_can_be_named(empty, probe) -> None:
+    node(empty, "dev/nvhost-gpu")
+    loaded = [plugin("nvidia", probe)]
+    silent = detect(Plugins(loaded), root=empty)
+    (device,) = silent.unserved
+    assert "or name it, as nvidia:ARCH[,cuda=VERSION] in ATTNMUX_PLATFORM" in str(device)
+    for wanted in ("nvidia:sm87", " NVIDIA:sm87,cuda=12.6"):
+        detection = detect(Plugins(loaded, named=wanted), root=empty)
+        assert pick_platform(detection, wanted) == Platform.parse(wanted.strip())
+        assert detection.platforms[-1].vendor == "cpu"
+        assert not detection.unserved
+    misspelt = detect(Plugins(loaded, named="nvidia:orin"), root=empty)
+    with pytest.raises(InvalidInput, match="ARCH: sm80, sm90 or sm100"):
+        pick_platform(misspelt, "nvidia:orin")
+
+
+def test_a_device_that_is_not_there_cannot_be_named(empty) -> None:
+    for found in ([SM90], []):
+        plugins = Plugins([plugin("nvidia", lambda found=found: found)], named="nvidia:sm87")
+        detection = detect(plugins, root=empty)
+        assert detection.accelerators == tuple(found)
+        with pytest.raises(InvalidInput, match="got 'nvidia:sm87'"):
+            pick_platform(detection, "nvidia:sm87")

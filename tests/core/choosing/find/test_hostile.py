@@ -138,6 +138,22 @@ HOSTILE: dict[str, tuple[str, str]] = {
         PROBE + "return [Platform(vendor='x\\x1b', device_type='cpu', arch='y')]",
         "control characters",
     ),
+    "probe_cpu": (
+        PROBE + "return [Platform(vendor='cpu', device_type='cpu', arch='z80')]",
+        "platform, vendor: expected the plugin's own: attnmux-cpu reports devices of cpu",
+    ),
+    "probe_foreign": (
+        PROBE + "return [Platform(vendor='nvidia', device_type='cuda', arch='sm90')]",
+        "attnmux-nvidia reports devices of nvidia",
+    ),
+    "probe_count": (
+        PROBE + "return [Platform(vendor='x', device_type='x', arch='y', count=10**9)]",
+        "platform, count: expected at most 1024",
+    ),
+    "probe_memory": (
+        PROBE + "return [Platform(vendor='x', device_type='x', arch='y', memory_bytes=2**60)]",
+        "platform, memory_bytes: expected at most",
+    ),
 }
 
 

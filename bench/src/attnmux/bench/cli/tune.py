@@ -80,7 +80,7 @@ def tune(
     request = asked_of_one_shape(model, fields, tp)
     settings = run.settings()
     plugins = run.plugins(settings)
-    here, hypothetical = machine(run, settings, plugins, platform, elsewhere=False)
+    here, hypothetical = machine(run, settings, plugins, platform, elsewhere=False, device=device)
     if hypothetical:
         raise InvalidInput("--platform", got=platform, expected="a vendor that is on this machine")
     named = device

@@ -64,14 +64,29 @@ def requested(
 
 
 def machine(
-    run: Run, settings: Settings, plugins: Plugins, wanted: str | None, *, elsewhere: bool = True
+    run: Run,
+    settings: Settings,
+    plugins: Plugins,
+    wanted: str | None,
+    *,
+    elsewhere: bool = True,
+    device: str = "",
 ) -> tuple[Platform, bool]:
     """(the platform, whether the question is about a hypothetical machine).
 
-    elsewhere: whether an error suggests that there are such questions.
+    elsewhere: whether an error suggests that there are such questions. device: torch's name; it
+    decides among several kinds of its type.
     """
     if wanted is None:
         found = run.detect(plugins)
+        kind = device.partition(":")[0]
+        if sum(one.device_type == kind for one in found.platforms) > 1:
+            import torch  # noqa: PLC0415  # most questions need none
+
+            from attnmux.core.device_platforms import platform_of  # noqa: PLC0415  # imports torch
+
+            named = settings.where("platform")
+            return platform_of(torch.device(device), found, settings.platform, named=named), False
         return pick_platform(found, settings.platform, named=settings.where("platform")), False
     if ":" in wanted:
         return Platform.parse(wanted), True

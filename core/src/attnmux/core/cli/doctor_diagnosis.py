@@ -21,7 +21,7 @@ from attnmux.core.choosing.search.problem import groups_of
 from attnmux.core.cli.here import READY, Backend, backends_here, lacking_compiler, serving_builds
 from attnmux.core.cli.overlaps import overlapping
 from attnmux.core.errors import AmbiguousPlatform, InvalidInput, UnknownBackend
-from attnmux.core.settings import Settings
+from attnmux.core.settings import Settings, device_variables
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -46,6 +46,8 @@ def diagnose(plugins: Sequence[Plugin], settings: Settings) -> Diagnosis:
         (platform for plugin in plugins for platform in plugin.platforms),
         loaded={plugin.distribution for plugin in plugins if not plugin.failures},
         failures=[failure for plugin in plugins for failure in plugin.failures],
+        variables=device_variables(),
+        named=settings.platform,
     )
     offers = Plugins(tuple(plugins)).offers()
     backends = backends_here(offers, policy, (found.vendor for found in detection.platforms))

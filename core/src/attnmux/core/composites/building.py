@@ -31,6 +31,7 @@ from attnmux.core.composites.picked_blocks import PickedBlocksBackend, dense_con
 from attnmux.core.composites.sparse_pages import SparseAttnBackend, sparse_context
 from attnmux.core.composites.two_batches import TboAttnBackend
 from attnmux.core.context import BackendContext
+from attnmux.core.device_platforms import check_device
 from attnmux.core.dtypes import dtype_name
 from attnmux.core.errors import BackendFailed, InvalidInput
 from attnmux.core.installed import load_plugins
@@ -57,7 +58,8 @@ def build(decision: Decision, context: BackendContext) -> AttentionBackend:
     differ; each reads its layers' part of the pool (`KVPool.of_layers`).
     A `HybridLinearAttnBackend` is around everything where the context has states of linear layers.
     Raises InvalidInput when a layer of the context has a feature or dims that the request of the
-    decision lacks, or when context and decision differ in page size, KV dtype or the request.
+    decision lacks, when context and decision differ in page size, KV dtype or the request, or when
+    torch reports another architecture of the context's device than that of the decision.
     Raises BackendFailed when a chosen backend cannot be imported or made.
     A decision that was read from text is checked first, against this machine's devices and
     measurements and the plugins that the configuration admits; InvalidInput names every difference.
@@ -65,6 +67,7 @@ def build(decision: Decision, context: BackendContext) -> AttentionBackend:
     if not decision.is_checked:
         _check(decision)
     _check_context(decision, context)
+    check_device(context.device, decision.platform)
     phases = ("extend", "decode") if context.layers[0].is_causal else ("encoder",)
     if decision.phases.keys().isdisjoint(phases):
         raise InvalidInput(

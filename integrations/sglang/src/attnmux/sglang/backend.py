@@ -169,7 +169,7 @@ def _made(runner: Any, device: torch.device) -> tuple[AttentionBackend, Decision
     request = asked(request_of(layers, runner, phases=_phases(runner)), captures=captures)
     pool = kv_pool(runner.token_to_kv_pool, layers)
     table = request_table(runner.req_to_token_pool)
-    chooser = Chooser.here(device.type)
+    chooser = Chooser.here(device)
     decisions: list[Decision] = []
 
     def make(decision: Decision) -> AttentionBackend:

@@ -7,7 +7,6 @@ import time
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -23,7 +22,10 @@ from attnmux.core import (
     Settings,
     pick_platform,
 )
+from attnmux.core.choosing.find.devices import named_platforms
+from attnmux.core.choosing.machine.vendors import VENDORS
 from attnmux.core.cli.run import Run, echo_json
+from attnmux.core.device_platforms import platform_of
 from attnmux.core.lock import Lock
 from attnmux.transformers import recall
 from attnmux.transformers.checkpoint import Checkpoint, open_checkpoint, quiet_transformers
@@ -50,15 +52,17 @@ from attnmux.transformers.sampling_params import SamplingParams
 def platform_for(detection: Detection, settings: Settings, device: str | None) -> Platform:
     """The platform of a torch device; without one the configured or the only accelerator's.
 
-    Raises InvalidInput for a device that is not here, or that this build of torch cannot use.
+    Raises InvalidInput for a device that is not here, or that this build of torch cannot use, and
+    AmbiguousPlatform as `pick_platform` does.
     """
-    platform = None
+    where = settings.where("platform")
+    platform, wanted = None, settings.platform
+    if device is None and wanted is not None and not named_platforms(detection.platforms, wanted):
+        device = unfound_device(detection)
     if device is None:
-        named = settings.where("platform")
-        platform = pick_platform(detection, settings.platform, named=named)
+        platform = pick_platform(detection, wanted, named=where)
     name = device or (platform.device_type if platform is not None else "cpu")
     try:
-        kind = torch.device(name).type
         torch.empty(0, device=name)
     except (RuntimeError, AssertionError) as error:
         reason = str(error).splitlines()[0]
@@ -67,11 +71,28 @@ def platform_for(detection: Detection, settings: Settings, device: str | None) -
         ) from error
     if platform is not None:
         return platform
-    found = tuple(one for one in detection.platforms if one.device_type == kind)
-    if not found:
-        present = ", ".join(sorted({one.device_type for one in detection.platforms}))
-        raise InvalidInput("--device", got=name, expected=f"one of {present}")
-    return pick_platform(replace(detection, platforms=found))
+    return platform_of(torch.device(name), detection, wanted, named=where)
+
+
+def unfound_device(detection: Detection) -> str | None:
+    """The type of device that torch can use here and that no plugin found."""
+    seen = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    served = {row.device_type for row in VENDORS.values()}
+    if seen is None or seen.type not in served or detection.accelerators:
+        return None
+    return seen.type
+
+
+def _warn_of_unfound(
+    run: Run, detection: Detection, settings: Settings, device: str | None
+) -> None:
+    """The CPU is not taken in silence beside a device that torch can use."""
+    if device is None and settings.platform is None and (kind := unfound_device(detection)):
+        run.warn(
+            f"torch can use a device of type {kind}, which no plugin found, and the CPU is used: "
+            f"say --device {kind}, or name its platform (VENDOR:ARCH in ATTNMUX_PLATFORM or as "
+            "platform in attnmux.toml; cpu keeps the CPU)"
+        )
 
 
 def run_command(
@@ -93,7 +114,9 @@ def run_command(
         encoded = encode(checkpoint, asked, answering, sampling, context)
         plugins = run.plugins(settings)
         options.check_used(plugins.offers(), images=bool(encoded.pictured))
-        platform = platform_for(run.detect(plugins), settings, options.running["device"])
+        detection = run.detect(plugins)
+        _warn_of_unfound(run, detection, settings, options.running["device"])
+        platform = platform_for(detection, settings, options.running["device"])
         ranks = options.parallel.ranks(platform.device_type, checkpoint.config)
         stack.enter_context(only_first(ranks))
         parts = ranks.deal(encoded.prompts)

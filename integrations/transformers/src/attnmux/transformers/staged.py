@@ -135,7 +135,7 @@ class StagedAttention:
         self._by_module: WeakKeyDictionary[torch.nn.Module, StagedLayer] = WeakKeyDictionary()
         self._by_kind: WeakValueDictionary[Kind, StagedLayer] = WeakValueDictionary()
         self._stages: WeakValueDictionary[tuple[object, ...], Stage] = WeakValueDictionary()
-        self._choosers: dict[str, Chooser] = {}
+        self._choosers: dict[torch.device, Chooser] = {}
 
     def attend(
         self, module: torch.nn.Module, call: LayerCall, reach: Reach, lens: Lens
@@ -183,9 +183,9 @@ class StagedAttention:
 
     def _make(self, layer: LayerSpec, call: LayerCall, kind: Kind, room: Room) -> StagedLayer:
         device = call.q.device
-        chooser = self._choosers.get(device.type)
+        chooser = self._choosers.get(device)
         if chooser is None:
-            chooser = self._choosers[device.type] = Chooser.here(device.type)
+            chooser = self._choosers[device] = Chooser.here(device)
         request = request_of([layer], call.q.dtype)
         request = request.replace(origin="model", phases=("extend", "decode"))
 

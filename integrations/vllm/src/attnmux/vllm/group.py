@@ -98,7 +98,7 @@ class Group:
         self.layers = dict(layers)
         self._max_num_reqs, self._page_size, self._device = max_num_reqs, page_size, device
         self._specs = self._described()
-        self._chooser = chooser = Chooser.here(device.type)
+        self._chooser = chooser = Chooser.here(device)
         self._max_num_tokens = config.scheduler_config.max_num_batched_tokens
         dtype = config.model_config.dtype
         request = request_of(

@@ -8,11 +8,12 @@ from __future__ import annotations
 from attnmux.amd.cards import CARDS
 from attnmux.amd.probe import probe
 from attnmux.core import BackendCard, Platform, hookimpl
+from attnmux.core.settings import device_variables
 
 
 @hookimpl
 def attnmux_platforms() -> list[Platform]:
-    return probe()
+    return probe(variables=device_variables())
 
 
 @hookimpl

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 from typing import NamedTuple
 
 from attnmux.core import Platform, PluginError, installed_version
+from attnmux.core.choosing.machine.visibility import NO_VARIABLES, visible_devices
 
 TOPOLOGY = "sys/class/kfd/kfd/topology/nodes"
 ROCM_VERSION = "opt/rocm/.info/version"
@@ -24,20 +25,24 @@ listed, they would make every such machine with a GPU ambiguous."""
 
 
 class Device(NamedTuple):
-    """The facts that distinguish kinds of devices."""
+    """One device. All but its number distinguish kinds of devices."""
 
     arch: str
     name: str
     memory: int
     """Bytes."""
     compute_units: int
+    unique_id: int = 0
+    """Of the device itself, as its UUID has it; 0 unknown."""
 
 
-def probe(root: Path = Path("/")) -> list[Platform]:
-    """One Platform for each distinct kind of AMD device; [] without the kernel's AMD driver.
+def probe(root: Path = Path("/"), variables: Mapping[str, str] = NO_VARIABLES) -> list[Platform]:
+    """One Platform for each distinct kind of AMD device that ROCm shows; [] without the kernel's
+    AMD driver.
 
     Asks AMD SMI where its Python package works, else reads the kernel's topology, which has all
-    but the product's name on many boards. `root` is where /sys and /opt are.
+    but the product's name on many boards. `root` is where /sys and /opt are; `variables` are those
+    of the environment that hide devices.
 
     Raises PluginError where the topology is there and cannot be read.
     """
@@ -47,7 +52,11 @@ def probe(root: Path = Path("/")) -> list[Platform]:
     devices = _of_amdsmi()
     if devices is None:
         devices = list(_of_topology(nodes, root))
-    computing = [one for one in devices if not 0 < one.compute_units <= DISPLAY_UNITS]
+    computing = [
+        one._replace(unique_id=0)
+        for one in _visible(devices, variables)
+        if not 0 < one.compute_units <= DISPLAY_UNITS
+    ]
     runtime = _rocm(root)
     return [
         replace(
@@ -60,6 +69,17 @@ def probe(root: Path = Path("/")) -> list[Platform]:
         )
         for device, count in Counter(computing).items()
     ]
+
+
+def _visible(devices: list[Device], variables: Mapping[str, str]) -> list[Device]:
+    """ROCr hides devices first; HIP counts those that are left, and reads CUDA's variable without
+    its own."""
+    of_hip = variables.get("HIP_VISIBLE_DEVICES", variables.get("CUDA_VISIBLE_DEVICES"))
+    for text in (variables.get("ROCR_VISIBLE_DEVICES"), of_hip):
+        devices = visible_devices(
+            text, devices, lambda one: (f"GPU-{one.unique_id:016x}",) if one.unique_id else ()
+        )
+    return devices
 
 
 def _of_amdsmi() -> list[Device] | None:
@@ -89,6 +109,7 @@ def _asked(amdsmi: ModuleType, handle: object) -> Device:
         name=_known(info.get("market_name")),
         memory=int(amdsmi.amdsmi_get_gpu_memory_total(handle, amdsmi.AmdSmiMemoryType.VRAM)),
         compute_units=int(_known(info.get("num_compute_units")) or 0),
+        unique_id=int(_known(info.get("asic_serial")) or "0", 16),
     )
 
 
@@ -108,6 +129,7 @@ def _of_topology(nodes: Path, root: Path) -> Iterable[Device]:
                 name=_product(root, facts.get("drm_render_minor", 0)),
                 memory=_local_memory(node / "mem_banks"),
                 compute_units=facts.get("simd_count", 0) // (facts.get("simd_per_cu", 0) or 1),
+                unique_id=facts.get("unique_id", 0),
             )
 
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from attnmux.core import Platform, PluginError
+from attnmux.core.choosing.machine.visibility import NO_VARIABLES
 
 NODES = "dev/davinci[0-9]*"
 PCI = "sys/bus/pci/devices"
@@ -57,11 +58,12 @@ class Device(NamedTuple):
     """Bytes; 0 unknown."""
 
 
-def probe(root: Path = Path("/")) -> list[Platform]:
-    """One Platform for each distinct kind of Ascend NPU; [] without its device nodes.
+def probe(root: Path = Path("/"), variables: Mapping[str, str] = NO_VARIABLES) -> list[Platform]:
+    """One Platform for each distinct kind of Ascend NPU that CANN shows; [] without device nodes.
 
     Asks `npu-smi info`; where that program is missing, the device nodes are counted and the PCI
-    bus says what they are. `root` is where /dev, /sys and /usr are.
+    bus says what they are. `root` is where /dev, /sys and /usr are; `variables` are those of the
+    environment that hide devices.
 
     Raises PluginError where npu-smi fails, hangs or prints no chip, and where nothing says what the
     devices are.
@@ -76,6 +78,7 @@ def probe(root: Path = Path("/")) -> list[Platform]:
             raise PluginError(f"{program} info lists no chip, but {len(nodes)} device nodes exist")
     else:
         devices = [Device(arch=_arch_on_the_bus(root), name="", memory=0)] * len(nodes)
+    devices = _visible(devices, variables.get("ASCEND_RT_VISIBLE_DEVICES"))
     runtime = _cann(root)
     return [
         replace(
@@ -87,6 +90,22 @@ def probe(root: Path = Path("/")) -> list[Platform]:
         )
         for device, count in Counter(devices).items()
     ]
+
+
+def _visible(devices: list[Device], text: str | None) -> list[Device]:
+    """CANN reads numbers and commas up to the first other character or unknown number: the pages of
+    its documentation on this variable."""
+    if text is None:
+        return devices
+    places: list[int] = []
+    for entry in text.split(","):
+        match = re.match(r"\d+", entry, re.ASCII)
+        if match is None or int(match[0]) >= len(devices) or int(match[0]) in places:
+            break
+        places.append(int(match[0]))
+        if match[0] != entry:
+            break
+    return [devices[place] for place in places]
 
 
 def _table(program: str) -> str:

@@ -6,13 +6,14 @@ Each card has its own module, `cards/<backend>.py`. Importing this module import
 from __future__ import annotations
 
 from attnmux.core import BackendCard, Platform, hookimpl
+from attnmux.core.settings import device_variables
 from attnmux.intel.cards import CARDS
 from attnmux.intel.probe import probe
 
 
 @hookimpl
 def attnmux_platforms() -> list[Platform]:
-    return probe()
+    return probe(variables=device_variables())
 
 
 @hookimpl

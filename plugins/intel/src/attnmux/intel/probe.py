@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
 from attnmux.core import Platform, installed_version
+from attnmux.core.choosing.machine.visibility import NO_VARIABLES
 
 CARDS = "sys/class/drm"
 INTEL = "0x8086"
@@ -46,14 +47,27 @@ laptop with a second GPU ambiguous."""
 BY_ID: Mapping[int, Family] = {number: family for family in FAMILIES for number in family.ids}
 
 
-def probe(root: Path = Path("/")) -> list[Platform]:
-    """One Platform for each distinct kind of Intel GPU with matrix units; [] where there is none.
+class Card(NamedTuple):
+    """An Intel GPU of any generation."""
+
+    is_integrated: bool
+    address: str
+    """On the PCI bus."""
+    number: int
+    """PCI device id."""
+    tiles: int
+
+
+def probe(root: Path = Path("/"), variables: Mapping[str, str] = NO_VARIABLES) -> list[Platform]:
+    """One Platform for each distinct kind of Intel GPU with matrix units that Level Zero shows; []
+    without any.
 
     The kernel shows neither the memory nor the number of Xe cores: both stay unknown. The runtime
     is oneAPI's, of the wheel that PyTorch uses or of the installation. `root` is where /sys and
-    /opt are.
+    /opt are; `variables` are those of the environment that hide devices.
     """
     runtime = _oneapi(root)
+    found = [card.number for card in _visible(_cards(root), variables) if card.number in BY_ID]
     return [
         replace(
             Platform.parse(f"intel:{BY_ID[number].arch}"),
@@ -61,19 +75,56 @@ def probe(root: Path = Path("/")) -> list[Platform]:
             count=count,
             runtime=runtime,
         )
-        for number, count in Counter(_devices(root)).items()
+        for number, count in Counter(found).items()
     ]
 
 
-def _devices(root: Path) -> Iterator[int]:
-    """PCI device ids, one for each card. card0-DP-1 and its like are connectors, not cards."""
-    cards = (path for path in (root / CARDS).glob("card*") if path.name[4:].isdecimal())
-    for card in sorted(cards, key=lambda path: int(path.name[4:])):
-        device = card / "device"
+def _cards(root: Path) -> list[Card]:
+    """In the order of Level Zero: GPUs of processors last, else by address. card0-DP-1 and its like
+    are connectors, not cards."""
+    found = []
+    for path in (root / CARDS).glob("card*"):
+        device = path / "device"
         driver = (device / "driver").resolve().name
-        number = _hex(_read(device / "device"))
-        if _read(device / "vendor") == INTEL and driver in DRIVERS and number in BY_ID:
-            yield number
+        if path.name[4:].isdecimal() and _read(device / "vendor") == INTEL and driver in DRIVERS:
+            address = device.resolve().name
+            found.append(
+                Card(
+                    # Device 2 of bus 0 is in the processor's package
+                    is_integrated=address.startswith("0000:00:02."),
+                    address=address,
+                    number=_hex(_read(device / "device")),
+                    tiles=len(list(device.glob("tile[0-9]*"))) or 1,
+                )
+            )
+    return sorted(found)
+
+
+def _visible(cards: Iterable[Card], variables: Mapping[str, str]) -> list[Card]:
+    """The cards that ZE_AFFINITY_MASK names: "1,3" or, with a tile of a card, "1.0,3.1".
+
+    Unless the hierarchy is COMPOSITE, which is the default of all but the data centre's cards, the
+    numbers are those of tiles. Numbers without a card are ignored, and an empty mask hides nothing:
+    "Affinity Mask" of the Level Zero specification, and Intel's compute-runtime.
+    """
+    cards = list(cards)
+    mask = variables.get("ZE_AFFINITY_MASK", "")
+    if mask in ("", "default"):
+        return cards
+    hierarchy = variables.get("ZE_FLAT_DEVICE_HIERARCHY")
+    if hierarchy not in ("COMPOSITE", "FLAT", "COMBINED"):
+        is_flat = any(BY_ID[c.number].arch == "xe_hpc" for c in cards if c.number in BY_ID)
+    else:
+        is_flat = hierarchy != "COMPOSITE"
+    units = [
+        (f"{place}.{tile}", card) for place, card in enumerate(cards) for tile in range(card.tiles)
+    ]
+    entries = mask.split(",")
+    if is_flat:
+        named = [card for unit, (_, card) in enumerate(units) if str(unit) in entries]
+    else:
+        named = [card for unit, card in units if {unit, unit.partition(".")[0]} & set(entries)]
+    return list(dict.fromkeys(named))
 
 
 def _hex(text: str) -> int:

@@ -3,18 +3,32 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from types import ModuleType
+from typing import Any, NamedTuple
 
 from attnmux.core import Platform, PluginError
+from attnmux.core.choosing.machine.visibility import NO_VARIABLES, visible_devices
 
 DRIVER_NODE, GUEST_NODE = "/dev/nvidiactl", "/dev/dxg"
 """Device files: of the driver under Linux, and of Windows in WSL for any vendor. Without either,
 NVML cannot start."""
 
 
-def probe() -> list[Platform]:
-    """One Platform for each kind of NVIDIA device; [] without the NVIDIA driver.
+class Device(NamedTuple):
+    """What CUDA takes for one device: a GPU, or an instance of a GPU in MIG mode."""
+
+    handle: Any
+    gpu: Any
+    """NVML's handles."""
+
+
+def probe(variables: Mapping[str, str] = NO_VARIABLES) -> list[Platform]:
+    """One Platform for each kind of NVIDIA device that CUDA shows; [] without the NVIDIA driver.
+
+    variables: those of the environment that hide devices.
 
     The runtime is the newest CUDA that the driver supports, which NVML reports; the toolkit that a
     kernel library was built with is that library's own requirement.
@@ -41,19 +55,18 @@ def probe() -> list[Platform]:
             return []
         raise PluginError(f"NVML does not start: {error}") from error
     try:
-        return _devices(pynvml)
+        return _platforms(pynvml, variables)
     except pynvml.NVMLError as error:
         raise PluginError(f"NVML does not answer: {error}") from error
     finally:
         pynvml.nvmlShutdown()
 
 
-def _devices(nvml: ModuleType) -> list[Platform]:
+def _platforms(nvml: ModuleType, variables: Mapping[str, str]) -> list[Platform]:
     encoded = nvml.nvmlSystemGetCudaDriverVersion_v2()
     # NVML encodes 12.4 as 12040
     runtime = f"cuda {encoded // 1000}.{encoded % 1000 // 10}"
-    handles = [nvml.nvmlDeviceGetHandleByIndex(i) for i in range(nvml.nvmlDeviceGetCount())]
-    kinds = Counter(_facts(nvml, handle) for handle in handles)
+    kinds = Counter(_facts(nvml, device) for device in _visible(nvml, variables))
     return [
         Platform(
             vendor="nvidia",
@@ -70,12 +83,74 @@ def _devices(nvml: ModuleType) -> list[Platform]:
     ]
 
 
-def _facts(nvml: ModuleType, handle: object) -> tuple[str, int, int, int]:
-    name = nvml.nvmlDeviceGetName(handle)
-    major, minor = nvml.nvmlDeviceGetCudaComputeCapability(handle)
-    # Older bindings return bytes
-    name = name.decode() if isinstance(name, bytes) else name
-    return name, major, minor, _memory(nvml, handle)
+def _visible(nvml: ModuleType, variables: Mapping[str, str]) -> list[Device]:
+    """The devices that CUDA shows to this process.
+
+    With instances among them it shows the first one alone: "Device Enumeration" of NVIDIA's guide
+    to MIG.
+    """
+    text = variables.get("CUDA_VISIBLE_DEVICES")
+    gpus = [nvml.nvmlDeviceGetHandleByIndex(i) for i in range(nvml.nvmlDeviceGetCount())]
+    if text is not None and text.startswith("MIG-"):
+        instances = [one for gpu in gpus for one in _instances(nvml, gpu)]
+        return visible_devices(text, instances, lambda one: _instance_ids(nvml, one))[:1]
+    if text and variables.get("CUDA_DEVICE_ORDER", "").upper() != "PCI_BUS_ID":
+        gpus = _fastest_first(nvml, gpus)
+    gpus = visible_devices(text, gpus, lambda gpu: (_text(nvml.nvmlDeviceGetUUID(gpu)),))
+    instances = [one for gpu in gpus for one in _instances(nvml, gpu)]
+    return instances[:1] or [Device(gpu, gpu) for gpu in gpus]
+
+
+def _instances(nvml: ModuleType, gpu: object) -> list[Device]:
+    """The instances of a GPU in MIG mode that this process may use."""
+    try:
+        mode, _ = nvml.nvmlDeviceGetMigMode(gpu)
+    except nvml.NVMLError:  # most GPUs have no such mode
+        return []
+    found = []
+    if mode == nvml.NVML_DEVICE_MIG_ENABLE:
+        for place in range(nvml.nvmlDeviceGetMaxMigDeviceCount(gpu)):
+            with suppress(nvml.NVMLError):  # none in this place, or withheld from the container
+                found.append(Device(nvml.nvmlDeviceGetMigDeviceHandleByIndex(gpu, place), gpu))
+    return found
+
+
+def _instance_ids(nvml: ModuleType, one: Device) -> tuple[str, str]:
+    """An instance's own UUID, and its name before driver 470."""
+    numbers = (nvml.nvmlDeviceGetGpuInstanceId, nvml.nvmlDeviceGetComputeInstanceId)
+    places = "/".join(str(number(one.handle)) for number in numbers)
+    own, whole = (_text(nvml.nvmlDeviceGetUUID(handle)) for handle in one)
+    return own, f"MIG-{whole}/{places}"
+
+
+def _fastest_first(nvml: ModuleType, gpus: Sequence[Any]) -> list[Any]:
+    """CUDA's own order; NVML's is that of the PCI bus.
+
+    CUDA does not document how it estimates speed: here it is the cores times their clock. `build`
+    compares the architecture with torch's.
+    """
+
+    def speed(gpu: object) -> int:
+        try:
+            clock = nvml.nvmlDeviceGetMaxClockInfo(gpu, nvml.NVML_CLOCK_SM)
+            return int(nvml.nvmlDeviceGetNumGpuCores(gpu)) * int(clock)
+        except nvml.NVMLError:
+            return 0
+
+    if len({_text(nvml.nvmlDeviceGetName(gpu)) for gpu in gpus}) == 1:
+        return list(gpus)
+    return sorted(gpus, key=speed, reverse=True)
+
+
+def _facts(nvml: ModuleType, device: Device) -> tuple[str, int, int, int]:
+    name = _text(nvml.nvmlDeviceGetName(device.handle))
+    major, minor = nvml.nvmlDeviceGetCudaComputeCapability(device.gpu)
+    return name, major, minor, _memory(nvml, device.handle)
+
+
+def _text(value: str | bytes) -> str:
+    """Older bindings return bytes."""
+    return value.decode() if isinstance(value, bytes) else value
 
 
 def _memory(nvml: ModuleType, handle: object) -> int:

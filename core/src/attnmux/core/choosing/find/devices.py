@@ -7,12 +7,11 @@ import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from hashlib import sha256
 from pathlib import Path
 from typing import Any, TypeVar
 
-from attnmux.core.choosing.common.frozen import Plain
 from attnmux.core.choosing.find.examine import (
     Entry,
     Plugin,
@@ -22,10 +21,15 @@ from attnmux.core.choosing.find.examine import (
 )
 from attnmux.core.choosing.find.plugins import Plugins
 from attnmux.core.choosing.find.store import Store
+from attnmux.core.choosing.find.unserved import (
+    UnservedDevice,
+    diagnosis,
+    named_device,
+    present_vendors,
+)
 from attnmux.core.choosing.machine.cpu import bare_cpu, probe_cpu
 from attnmux.core.choosing.machine.platform import Platform
-from attnmux.core.choosing.machine.vendors import VENDORS, Vendor
-from attnmux.core.choosing.offer.libraries import installed_version
+from attnmux.core.choosing.machine.visibility import NO_VARIABLES
 from attnmux.core.errors import AmbiguousPlatform, InvalidInput
 
 CORE = "attnmux-core"
@@ -38,23 +42,6 @@ container."""
 NODES = ("dev", "dev/dri", "dev/accel", "sys/class/drm", "sys/class/accel", "sys/module")
 SHELL = frozenset({"_", "PWD", "OLDPWD", "SHLVL"})
 """Variables that a shell changes by itself. Any other may choose devices."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class UnservedDevice(Plain):
-    """A device that is present but that no plugin reports."""
-
-    vendor: str
-    evidence: str
-    """The path that proves it, or the bus address."""
-    distribution: str
-    problem: str
-    fix: str
-
-    def __str__(self) -> str:
-        return (
-            f"a device of {self.vendor} is present ({self.evidence}) but {self.problem}: {self.fix}"
-        )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -92,6 +79,8 @@ def detect(plugins: Plugins, *, root: Path = Path("/")) -> Detection:
         (platform for each in answers for platform in each.platforms),
         loaded={plugin.distribution for plugin in plugins.loaded},
         failures=[*plugins.failures, *(failure for each in answers for failure in each.failures)],
+        variables=plugins.variables,
+        named=plugins.named,
         root=root,
     )
 
@@ -126,13 +115,17 @@ def survey(
     *,
     loaded: Collection[str],
     failures: Sequence[PluginFailure],
+    variables: Mapping[str, str] = NO_VARIABLES,
+    named: str | None = None,
     seconds: float = OWN_SECONDS,
     root: Path = Path("/"),
 ) -> Detection:
     """The devices that the probes `found`, the CPU, and the devices in `root` that no probe found.
 
-    `loaded`: the distributions of the plugins that work; `failures`: of those that do not. A CPU or
-    a `root` that gives no answer within `seconds` is another failure.
+    `loaded`: the distributions of the plugins that work; `failures`: of those that do not;
+    `variables`: those of the environment that hide devices; `named`: the configured platform, which
+    may describe a device that is present and that no probe finds. A CPU or a `root` that gives no
+    answer within `seconds` is another failure.
     """
     platforms = sorted(found, key=_order)
     served = {platform.vendor for platform in platforms}
@@ -141,28 +134,21 @@ def survey(
         cpu, error = _in_time(probe_cpu, seconds)
         platforms.append(cpu or bare_cpu())
         own += _own_failure("the CPU", error)
-    present, error = _in_time(lambda: _present(served, root), seconds)
+    present, error = _in_time(lambda: present_vendors(served, variables, root), seconds)
     own += _own_failure("/dev and /sys", error)
-    return Detection(
-        platforms=tuple(platforms),
-        failures=tuple(own),
-        unserved=tuple(
-            _diagnosis(vendor, evidence, loaded, failures) for vendor, evidence in present or ()
-        ),
+    unserved = tuple(
+        diagnosis(vendor, evidence, loaded, failures, variables)
+        for vendor, evidence in present or ()
     )
+    described = named_device(named, unserved)
+    if described is not None:
+        platforms = sorted([*platforms, described], key=_order)
+        unserved = tuple(device for device in unserved if device.vendor != described.vendor)
+    return Detection(platforms=tuple(platforms), failures=tuple(own), unserved=unserved)
 
 
 def _order(platform: Platform) -> tuple[bool, str, str, str]:
     return platform.vendor == "cpu", platform.vendor, platform.arch, platform.name
-
-
-def _present(served: Collection[str], root: Path) -> list[tuple[Vendor, str]]:
-    """Vendors that are not served, with the proof that a device of theirs is present."""
-    return [
-        (vendor, evidence)
-        for vendor in VENDORS.values()
-        if vendor.name not in served and (evidence := vendor.evidence(root))
-    ]
 
 
 def _own_failure(asked: str, error: BaseException | None) -> list[PluginFailure]:
@@ -171,31 +157,12 @@ def _own_failure(asked: str, error: BaseException | None) -> list[PluginFailure]
     return [failure_of(f"core, asking {asked}", CORE, "", "platforms", error)]
 
 
-def _diagnosis(
-    vendor: Vendor, evidence: str, loaded: Collection[str], failures: Sequence[PluginFailure]
-) -> UnservedDevice:
-    broken = [row for row in failures if row.distribution == vendor.distribution]
-    if broken:
-        problem = f"{vendor.distribution} is broken ({broken[0].error})"
-        if broken[0].stage == "platforms":
-            fix = "repair what the error names: the driver, its library or the container"
-        else:
-            fix = f"pip install --force-reinstall {vendor.distribution}"
-    elif vendor.distribution in loaded:
-        problem = f"{vendor.distribution} found none"
-        fix = "check the driver, or whether that version can find devices yet"
-    elif installed_version(vendor.distribution) is not None:
-        problem = f"{vendor.distribution} is left out"
-        fix = "admit it (allow_plugins, deny_plugins, no_plugins)"
-    else:
-        problem = f"{vendor.distribution} is not installed"
-        fix = f"pip install {vendor.distribution}"
-    return UnservedDevice(
-        vendor=vendor.name,
-        evidence=evidence,
-        distribution=vendor.distribution,
-        problem=problem,
-        fix=fix,
+def named_platforms(platforms: Iterable[Platform], wanted: str) -> tuple[Platform, ...]:
+    """Those that `wanted` names: a vendor or vendor:arch, in any case. Of a longer description the
+    vendor and the architecture count."""
+    name = wanted.strip().lower().partition(",")[0]
+    return tuple(
+        one for one in platforms if name in (one.vendor.lower(), f"{one.vendor}:{one.arch}".lower())
     )
 
 
@@ -205,21 +172,22 @@ def pick_platform(
     """The platform to use: the only kind of accelerator, or the CPU where there is none.
 
     `wanted` is the vendor, or `vendor:arch`, of a platform that was found, in any case; `named` is
-    what it was read from, for the error. Raises AmbiguousPlatform where several kinds of
+    what it was read from, for the error. Unlike cards of one architecture are one platform, with
+    both names and the smaller memory. Raises AmbiguousPlatform where several kinds of
     accelerator are present (or match), InvalidInput where none matches. A caller that gets the CPU
     should show `detection.unserved` and `detection.failures` prominently.
     """
     if wanted is None:
         return _only(detection.accelerators or detection.platforms[-1:])
-    name = wanted.strip().lower()
-    matching = tuple(
-        found
-        for found in detection.platforms
-        if name in (found.vendor.lower(), f"{found.vendor}:{found.arch}".lower())
-    )
-    if matching:
-        return _only(matching)
-    vendor = name.partition(":")[0]
+    check_named(detection, wanted, named=named)
+    return _only(named_platforms(detection.platforms, wanted))
+
+
+def check_named(detection: Detection, wanted: str, *, named: str = "platform") -> None:
+    """Raise InvalidInput if `wanted` names no platform that was found."""
+    if named_platforms(detection.platforms, wanted):
+        return
+    vendor = wanted.strip().lower().partition(":")[0]
     present = ", ".join(f"{found.vendor}:{found.arch}" for found in detection.platforms)
     notes = "".join(f"; {device}" for device in detection.unserved if device.vendor == vendor)
     raise InvalidInput(named, got=repr(wanted), expected=f"one of {present}{notes}")
@@ -233,7 +201,19 @@ def _only(found: Sequence[Platform]) -> Platform:
             "name one (--platform VENDOR; VENDOR or VENDOR:ARCH in ATTNMUX_PLATFORM or as platform "
             "in attnmux.toml)"
         )
-    return found[0]
+    return found[0] if len(found) == 1 else _together(found)
+
+
+def _together(cards: Sequence[Platform]) -> Platform:
+    """Unlike cards of one architecture, with what each of them has."""
+    return replace(
+        cards[0],
+        name=" and ".join(dict.fromkeys(card.name for card in cards if card.name)),
+        features=frozenset.intersection(*(card.features for card in cards)),
+        count=sum(card.count for card in cards),
+        memory_bytes=min(card.memory_bytes for card in cards),
+        core_count=min(card.core_count for card in cards),
+    )
 
 
 T = TypeVar("T")

@@ -15,13 +15,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
+from attnmux.core.choosing.common.checks import refusal
 from attnmux.core.choosing.common.files import read_file
-from attnmux.core.choosing.common.frozen import Plain
+from attnmux.core.choosing.common.frozen import FrozenMapping, Plain
 from attnmux.core.choosing.find.store import search_path
 from attnmux.core.choosing.machine.platform import Platform
+from attnmux.core.choosing.machine.vendors import VENDORS
 from attnmux.core.choosing.offer.card import BackendCard
 from attnmux.core.choosing.offer.data import from_data, to_data
-from attnmux.core.choosing.offer.libraries import EntryPoint, printable
+from attnmux.core.choosing.offer.libraries import EntryPoint, canonical, printable
 from attnmux.core.errors import InvalidInput, in_brief
 
 CHILD = (
@@ -33,6 +35,10 @@ MOST_BYTES = 8_000_000
 """Of an answer."""
 MOST_ERROR = 1000
 MOST_PLATFORMS = 64
+MOST_OF_DEVICES: Mapping[str, int] = FrozenMapping(
+    {"count": 1024, "memory_bytes": 2**46, "core_count": 2**20}
+)
+"""Beyond any machine: a greater number is a fault of the probe."""
 LONGEST_TRACEBACK = 20_000
 START_SECONDS = 10
 """For the first process to import core."""
@@ -281,7 +287,8 @@ def _examined(folder: Path, place: int, entry: Entry) -> Plugin:
         if "cards" in told:
             cards = from_data(told["cards"], checked=False)
         stage = "platforms"
-        platforms = tuple(map(_platform, told.get("platforms", ())[:MOST_PLATFORMS]))
+        rows = told.get("platforms", ())[:MOST_PLATFORMS]
+        platforms = tuple(_platform(entry, row) for row in rows)
     except Exception as error:
         fail(stage, f"its answer cannot be used: {in_brief(error)}")
     return Plugin(
@@ -294,9 +301,27 @@ def _examined(folder: Path, place: int, entry: Entry) -> Plugin:
     )
 
 
-def _platform(data: Mapping[str, Any]) -> Platform:
+def _platform(entry: Entry, data: Mapping[str, Any]) -> Platform:
+    """Raises InvalidInput for text that could deceive a terminal, for sizes that no device has, and
+    for a device of a vendor in the table unless its own distribution reports one of its
+    architectures."""
     for value in (*data.values(), *data.get("features", ())):
         if isinstance(value, str) and not value.isprintable():
             expected = "text without control characters"
             raise InvalidInput("platform", got=repr(value), expected=expected)
-    return Platform.from_dict(data)
+    platform = Platform.from_dict(data)
+    for name, most in MOST_OF_DEVICES.items():
+        if getattr(platform, name) > most:
+            raise refusal(f"platform, {name}", getattr(platform, name), f"at most {most}")
+    row = VENDORS.get(platform.vendor.lower())
+    if row is None:
+        return platform
+    if canonical(entry.distribution) != row.distribution:
+        expected = f"the plugin's own: {row.distribution} reports devices of {row.name}"
+        raise refusal("platform, vendor", platform.vendor, expected)
+    named = (platform.vendor, platform.device_type, platform.version)
+    if named != (row.name, row.device_type, row.version_of(platform.arch)):
+        got = f"{platform.vendor}:{platform.arch} on {platform.device_type}, {platform.version}"
+        expected = f"an architecture of {row.name}, such as {row.examples}, on {row.device_type}"
+        raise InvalidInput("platform, arch", got=got, expected=f"{expected}, with its version")
+    return platform

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from hashlib import sha256
 from pathlib import Path
@@ -20,6 +20,7 @@ from attnmux.core.choosing.find.examine import (
     failure_of,
 )
 from attnmux.core.choosing.find.store import Store
+from attnmux.core.choosing.machine.visibility import NO_VARIABLES
 from attnmux.core.choosing.offer.card import Offer
 from attnmux.core.choosing.offer.libraries import canonical, distributions, entry_points
 from attnmux.core.choosing.offer.named import KNOWN_BACKENDS
@@ -44,6 +45,10 @@ class Plugins:
     seconds: float = SECONDS
     policy: Policy = field(default_factory=Policy)
     """Which backends the configuration admits."""
+    variables: Mapping[str, str] = NO_VARIABLES
+    """Those of the environment that hide devices."""
+    named: str | None = None
+    """The configured platform, which may describe a device that no plugin finds."""
 
     def offers(self) -> tuple[Offer, ...]:
         """Every card with the plugin that brought it."""

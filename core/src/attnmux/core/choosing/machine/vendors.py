@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from attnmux.core.choosing.common.frozen import FrozenMapping
 
@@ -75,6 +75,17 @@ class Vendor(NamedTuple):
     evidence: Evidence
     aliases: Mapping[str, str] = FrozenMapping()
     """Other names of architectures."""
+    hiding: Mapping[str, tuple[str, ...]] = FrozenMapping()
+    """Environment variables that hide devices, with the values by which users hide all."""
+    ordering: tuple[str, ...] = ()
+    """Those that change which devices the first ones name."""
+    reported_arch: Callable[[Any], str] = lambda _: ""
+    """The architecture in a device's properties of torch; empty for another vendor's, and if torch
+    reports none."""
+
+    @property
+    def variables(self) -> tuple[str, ...]:
+        return (*self.hiding, *self.ordering)
 
     def version_of(self, arch: str) -> tuple[int, ...] | None:
         """The version in an architecture's name; None for a name that is not one."""
@@ -92,10 +103,35 @@ def _gfx(digits: str) -> tuple[int, ...]:
     return int(digits[:-2]), int(digits[-2], 16), int(digits[-1], 16)
 
 
+def _reported_gfx(properties: Any) -> str:  # noqa: ANN401  # torch's, which choosing does not import
+    """ROCm's name without features, gfx942 of "gfx942:sramecc+:xnack-"; CUDA's is the product's."""
+    name = str(properties.gcnArchName).partition(":")[0]
+    return name if name.startswith("gfx") else ""
+
+
+def _reported_capability(properties: Any) -> str:  # noqa: ANN401  # as above
+    """torch has the numbers under ROCm too, where they are no compute capability."""
+    return "" if _reported_gfx(properties) else f"sm{properties.major}{properties.minor}"
+
+
 def _generation(digits: str) -> tuple[int, ...]:
     """xe2 is (2,); a name without a number is ()."""
     return (int(digits),) if digits else ()
 
+
+NVIDIA_EVIDENCE = (
+    "/dev/nvidia[0-9]*",
+    # Linux guests of Windows have no device nodes, but the driver's libraries
+    "/usr/lib/wsl/lib/libnvidia-ml.so.1",
+    "/usr/lib/wsl/drivers/*/libcuda.so*",
+    # Jetson's integrated GPU
+    "/dev/nvhost-gpu",
+    "/dev/nvgpu/igpu[0-9]*",
+)
+HIDES_ALL = ("", "-1")
+HIDING_OF_CUDA: Mapping[str, tuple[str, ...]] = FrozenMapping(
+    {"CUDA_VISIBLE_DEVICES": (*HIDES_ALL, "NoDevFiles")}
+)
 
 VENDORS: Mapping[str, Vendor] = {
     row.name: row
@@ -108,8 +144,10 @@ VENDORS: Mapping[str, Vendor] = {
             examples="sm80, sm90 or sm100",
             version=_capability,
             distribution="attnmux-nvidia",
-            # Linux guests of Windows have no device nodes, but this library
-            evidence=partial(any_path, ("/dev/nvidia[0-9]*", "/usr/lib/wsl/lib/libnvidia-ml.so.1")),
+            evidence=partial(any_path, NVIDIA_EVIDENCE),
+            hiding=HIDING_OF_CUDA,
+            ordering=("CUDA_DEVICE_ORDER",),
+            reported_arch=_reported_capability,
         ),
         Vendor(
             name="amd",
@@ -120,6 +158,14 @@ VENDORS: Mapping[str, Vendor] = {
             version=_gfx,
             distribution="attnmux-amd",
             evidence=partial(compute_node, 0x1002),
+            reported_arch=_reported_gfx,
+            hiding=FrozenMapping(
+                {
+                    "ROCR_VISIBLE_DEVICES": HIDES_ALL,
+                    "HIP_VISIBLE_DEVICES": HIDES_ALL,
+                    **HIDING_OF_CUDA,
+                }
+            ),
         ),
         Vendor(
             name="intel",
@@ -130,6 +176,8 @@ VENDORS: Mapping[str, Vendor] = {
             version=_generation,
             distribution="attnmux-intel",
             evidence=partial(render_node, "0x8086"),
+            hiding=FrozenMapping({"ZE_AFFINITY_MASK": ()}),  # an empty mask hides nothing
+            ordering=("ZE_FLAT_DEVICE_HIERARCHY",),
         ),
         Vendor(
             name="ascend",
@@ -140,6 +188,7 @@ VENDORS: Mapping[str, Vendor] = {
             version=_generation,
             distribution="attnmux-ascend",
             evidence=partial(any_path, ("/dev/davinci[0-9]*",)),
+            hiding=FrozenMapping({"ASCEND_RT_VISIBLE_DEVICES": HIDES_ALL}),
         ),
         Vendor(
             name="cpu",
