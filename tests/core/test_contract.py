@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import fields, replace
 
@@ -310,8 +311,12 @@ def test_context_knows_its_layers_by_id() -> None:
         {"tp_q_head_num": 6, "tp_k_head_num": 4},
         {"tp_k_head_num": 0},
         {"tp_v_head_num": 1},
-        {"scaling": float("nan")},
-        {"logit_cap": float("inf")},
+        *({"scaling": value} for value in (0.0, -1.0, math.nan, math.inf, None, "1")),
+        *({"k_scale": value} for value in (0.0, -1.0, math.nan, math.inf, "1")),
+        *({"v_scale": value} for value in (0.0, -1.0, math.nan, math.inf)),
+        *({"logit_cap": value} for value in (-1.0, math.nan, math.inf, None)),
+        *({"sliding_window_size": value} for value in (-2, 1.5, None)),
+        *({"attention_chunk_size": value} for value in (-1, None)),
         {"sinks": torch.zeros(2)},
         {"sinks": torch.zeros(8, dtype=torch.bfloat16)},
         {"alibi_slopes": torch.zeros(2)},
@@ -330,6 +335,14 @@ def test_a_layer_that_cannot_be_is_refused(changes: dict[str, object]) -> None:
     layer: LayerSpec = setup_of(decode(3)).context.layers[0]
     with pytest.raises(InvalidInput):
         replace(layer, **changes)
+
+
+def test_the_ends_of_a_layers_ranges_are_taken() -> None:
+    layer: LayerSpec = setup_of(decode(3)).context.layers[0]
+    smallest = {"scaling": 1e-30, "k_scale": 1e-30, "v_scale": 1e-30, "logit_cap": 1e-30}
+    assert replace(layer, **smallest).features == {"logit_cap"}
+    assert replace(layer, sliding_window_size=0).features == {"sliding_window"}
+    assert not replace(layer, sliding_window_size=-1, logit_cap=0.0, k_scale=None).features
 
 
 @pytest.mark.parametrize(
