@@ -196,7 +196,7 @@ class LayerSpec:
 
 def _is_finite(value: object, *, above: float) -> bool:
     """Whether `value` is a finite number above another. NaN and what is no number are not."""
-    return isinstance(value, Real) and math.isfinite(value) and value > above
+    return isinstance(value, Real) and math.isfinite(value) and float(value) > above
 
 
 def _check_per_head(name: str, of_heads: torch.Tensor | None, q_heads: int) -> None:
