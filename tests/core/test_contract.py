@@ -403,6 +403,19 @@ def test_a_step_with_a_malformed_field_is_refused(field: str, change: Change) ->
     assert caught.value.argument == field
 
 
+@pytest.mark.parametrize("debug", [False, True])
+@pytest.mark.parametrize("slots", [1, 3, 4])
+def test_a_decode_step_has_one_slot_a_request(slots: int, debug: bool) -> None:
+    setup = setup_of(decode(3, 5))
+    batch = prepare_step(setup, setup.case.steps[0]).batch
+    backend = FakeBackend(replace(setup.context, debug=debug))
+    of_tokens = {
+        name: torch.ones(slots, dtype=torch.int64) for name in ("out_cache_loc", "positions")
+    }
+    with pytest.raises(InvalidInput, match=f"out_cache_loc: expected 2, .* got {slots} slots"):
+        backend.init_forward_metadata(replace(batch, **of_tokens))
+
+
 @pytest.mark.parametrize("mode", ForwardMode)
 def test_a_mode_is_decode_idle_or_extend(mode: ForwardMode) -> None:
     idle = mode is ForwardMode.IDLE

@@ -21,7 +21,7 @@ from attnmux.core.arguments import check_call, check_fields, check_result
 from attnmux.core.batch import ForwardBatch, ForwardMode
 from attnmux.core.call import AttentionCall
 from attnmux.core.context import BackendContext
-from attnmux.core.debug import check_batch, check_picks, check_tensors
+from attnmux.core.debug import check_batch, check_picks, check_tensors, check_types
 from attnmux.core.dtypes import torch_dtype
 from attnmux.core.errors import InvalidInput
 from attnmux.core.latent import UpProjection
@@ -48,6 +48,8 @@ class AttentionBackend(StepBackend):
 
     def check_step(self, batch: ForwardBatch) -> None:
         """Raise InvalidInput for a malformed batch, in debug mode also for contradicting values."""
+        if self.context.debug:
+            check_types("batch", batch, ForwardBatch)
         check_fields(batch)
         if self.context.debug and batch.forward_mode is not ForwardMode.IDLE:
             check_batch(self.context, batch)
@@ -121,6 +123,8 @@ class AttentionBackend(StepBackend):
         """
         call = AttentionCall(q, k, v, layer, save_kv_cache, q_rope, k_rope, out, lse)
         if self.context.debug:
+            check_types("batch", batch, ForwardBatch)
+            check_types("call", call, AttentionCall)
             check_fields(batch)
             if batch.forward_mode is not ForwardMode.IDLE:
                 check_tensors(self.context, call)
