@@ -12,6 +12,7 @@ from msgspec import structs
 
 from attnmux.core.backend import AttentionBackend
 from attnmux.core.batch import ForwardBatch, ForwardMode
+from attnmux.core.composites.dispatch import HybridAttnBackend
 from attnmux.core.context import BackendContext
 from attnmux.core.errors import GraphUnsupported, InvalidInput, PluginError
 from attnmux.core.layer import LayerSpec
@@ -429,6 +430,28 @@ def test_num_tokens_counts_rows_of_q() -> None:
     decoding: ForwardBatch = prepared(setup, 1).batch
     assert decoding.num_tokens == 4
     assert replace(decoding, extend_num_tokens=99).num_tokens == 4
+
+
+class WithoutLSE(FakeBackend):
+    def check_lse(self, layer: LayerSpec, batch: ForwardBatch) -> None:
+        raise InvalidInput("lse", got="a tensor", expected="None")
+
+
+def composite_of(backend: AttentionBackend) -> AttentionBackend:
+    return HybridAttnBackend(prefill=FakeBackend(backend.context), decode=backend)
+
+
+@pytest.mark.parametrize("wrap", [lambda backend: backend, composite_of])
+def test_an_lse_that_is_not_offered_is_refused_before_the_pool_is_written(wrap) -> None:
+    setup = setup_of(decode(3, 4), extend((0, 5)))
+    step, lse = prepare_step(setup, setup.case.steps[0]), torch.zeros(2, 8)
+    backend = wrap(WithoutLSE(setup.context))
+    backend.init_forward_metadata(step.batch)
+    before = pool_bytes(setup)
+    with pytest.raises(InvalidInput, match="lse: expected None"):
+        call(backend, step, lse=lse)
+    assert all(map(torch.equal, before, pool_bytes(setup)))
+    assert call(backend, step).shape == (2, 8, 128)
 
 
 class Returning(FakeBackend):

@@ -65,6 +65,12 @@ class AttentionBackend(StepBackend):
         """
         raise InvalidInput("kind", got=kind, expected="attention: this model has no linear layers")
 
+    def check_lse(self, layer: LayerSpec, batch: ForwardBatch) -> None:
+        """Raise InvalidInput if the backend gives no LSE of the layer in such a step.
+
+        `forward` calls it before K and V are written. The default gives all.
+        """
+
     def get_cuda_graph_seq_len_fill_value(self) -> int:
         """The `seq_lens` of a padding row in a graph."""
         return 1
@@ -133,6 +139,8 @@ class AttentionBackend(StepBackend):
         check_call(call, batch, dtype=self._dtype)
         if batch.forward_mode is ForwardMode.IDLE:
             return call.empty_result()
+        if lse is not None:
+            self.check_lse(layer, batch)
         if k is not None and save_kv_cache:
             self.save_kv(k, v, layer, batch, k_rope=k_rope)
         attend = self.forward_decode if batch.forward_mode.is_decode() else self.forward_extend
