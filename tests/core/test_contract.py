@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import fields, replace
 
@@ -11,6 +12,7 @@ from msgspec import structs
 
 from attnmux.core.backend import AttentionBackend
 from attnmux.core.batch import ForwardBatch, ForwardMode
+from attnmux.core.composites.dispatch import HybridAttnBackend
 from attnmux.core.context import BackendContext
 from attnmux.core.errors import GraphUnsupported, InvalidInput, PluginError
 from attnmux.core.layer import LayerSpec
@@ -310,8 +312,12 @@ def test_context_knows_its_layers_by_id() -> None:
         {"tp_q_head_num": 6, "tp_k_head_num": 4},
         {"tp_k_head_num": 0},
         {"tp_v_head_num": 1},
-        {"scaling": float("nan")},
-        {"logit_cap": float("inf")},
+        *({"scaling": value} for value in (0.0, -1.0, math.nan, math.inf, None, "1")),
+        *({"k_scale": value} for value in (0.0, -1.0, math.nan, math.inf, "1")),
+        *({"v_scale": value} for value in (0.0, -1.0, math.nan, math.inf)),
+        *({"logit_cap": value} for value in (-1.0, math.nan, math.inf, None)),
+        *({"sliding_window_size": value} for value in (-2, 1.5, None)),
+        *({"attention_chunk_size": value} for value in (-1, None)),
         {"sinks": torch.zeros(2)},
         {"sinks": torch.zeros(8, dtype=torch.bfloat16)},
         {"alibi_slopes": torch.zeros(2)},
@@ -330,6 +336,14 @@ def test_a_layer_that_cannot_be_is_refused(changes: dict[str, object]) -> None:
     layer: LayerSpec = setup_of(decode(3)).context.layers[0]
     with pytest.raises(InvalidInput):
         replace(layer, **changes)
+
+
+def test_the_ends_of_a_layers_ranges_are_taken() -> None:
+    layer: LayerSpec = setup_of(decode(3)).context.layers[0]
+    smallest = {"scaling": 1e-30, "k_scale": 1e-30, "v_scale": 1e-30, "logit_cap": 1e-30}
+    assert replace(layer, **smallest).features == {"logit_cap"}
+    assert replace(layer, sliding_window_size=0).features == {"sliding_window"}
+    assert not replace(layer, sliding_window_size=-1, logit_cap=0.0, k_scale=None).features
 
 
 @pytest.mark.parametrize(
@@ -390,6 +404,19 @@ def test_a_step_with_a_malformed_field_is_refused(field: str, change: Change) ->
     assert caught.value.argument == field
 
 
+@pytest.mark.parametrize("debug", [False, True])
+@pytest.mark.parametrize("slots", [1, 3, 4])
+def test_a_decode_step_has_one_slot_a_request(slots: int, debug: bool) -> None:
+    setup = setup_of(decode(3, 5))
+    batch = prepare_step(setup, setup.case.steps[0]).batch
+    backend = FakeBackend(replace(setup.context, debug=debug))
+    of_tokens = {
+        name: torch.ones(slots, dtype=torch.int64) for name in ("out_cache_loc", "positions")
+    }
+    with pytest.raises(InvalidInput, match=f"out_cache_loc: expected 2, .* got {slots} slots"):
+        backend.init_forward_metadata(replace(batch, **of_tokens))
+
+
 @pytest.mark.parametrize("mode", ForwardMode)
 def test_a_mode_is_decode_idle_or_extend(mode: ForwardMode) -> None:
     idle = mode is ForwardMode.IDLE
@@ -403,6 +430,28 @@ def test_num_tokens_counts_rows_of_q() -> None:
     decoding: ForwardBatch = prepared(setup, 1).batch
     assert decoding.num_tokens == 4
     assert replace(decoding, extend_num_tokens=99).num_tokens == 4
+
+
+class WithoutLSE(FakeBackend):
+    def check_lse(self, layer: LayerSpec, batch: ForwardBatch) -> None:
+        raise InvalidInput("lse", got="a tensor", expected="None")
+
+
+def composite_of(backend: AttentionBackend) -> AttentionBackend:
+    return HybridAttnBackend(prefill=FakeBackend(backend.context), decode=backend)
+
+
+@pytest.mark.parametrize("wrap", [lambda backend: backend, composite_of])
+def test_an_lse_that_is_not_offered_is_refused_before_the_pool_is_written(wrap) -> None:
+    setup = setup_of(decode(3, 4), extend((0, 5)))
+    step, lse = prepare_step(setup, setup.case.steps[0]), torch.zeros(2, 8)
+    backend = wrap(WithoutLSE(setup.context))
+    backend.init_forward_metadata(step.batch)
+    before = pool_bytes(setup)
+    with pytest.raises(InvalidInput, match="lse: expected None"):
+        call(backend, step, lse=lse)
+    assert all(map(torch.equal, before, pool_bytes(setup)))
+    assert call(backend, step).shape == (2, 8, 128)
 
 
 class Returning(FakeBackend):

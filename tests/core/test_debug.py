@@ -9,8 +9,10 @@ import pytest
 import torch
 
 from attnmux.core import SWAKVPool
+from attnmux.core.batch import ForwardBatch
 from attnmux.core.debug import check_batch, check_picks
 from attnmux.core.errors import InvalidInput
+from attnmux.core.spec import SpecInput
 from attnmux.testing import (
     Case,
     FakeBackend,
@@ -69,7 +71,6 @@ def test_refuses_a_negative_prefix(extending) -> None:
 @pytest.mark.parametrize(
     ("step", "settings", "changed", "field"),
     [
-        (decode(3, 5), {}, lambda b: {"out_cache_loc": b.out_cache_loc[:1]}, "out_cache_loc"),
         (
             verify(4, 3, 5),
             {"spec_topk": 4},
@@ -87,7 +88,7 @@ def test_refuses_a_negative_prefix(extending) -> None:
             "multi_item.token_pos_in_items",
         ),
     ],
-    ids=["decode", "mask", "items"],
+    ids=["mask", "items"],
 )
 def test_refuses_counts_that_contradict_each_other(step, settings, changed, field) -> None:
     setup = make_setup(Case(name="debug", steps=(step,), **settings), fake_platform(), "cpu")
@@ -297,3 +298,61 @@ def test_an_empty_batch_is_valid() -> None:
     case = Case(name="empty", steps=(decode(),))
     setup = make_setup(case, fake_platform(), "cpu")
     check_batch(setup.context, prepare_step(setup, case.steps[0]).batch)
+
+
+JUNK = (None, [1, 2], "decode", 1.5, -7, True, (), object(), torch.zeros(3, 3), torch.tensor(1))
+
+
+@pytest.mark.parametrize("field", [field.name for field in fields(ForwardBatch)])
+@pytest.mark.parametrize(
+    "step",
+    [
+        decode(3, 5),
+        extend((3, 5), (0, 4)),
+        verify(4, 3, 5),
+        extend((0, 5), items=((2, 2),)),
+    ],
+    ids=["decode", "extend", "verify", "items"],
+)
+def test_a_field_of_another_type_is_refused_by_name(step, field) -> None:
+    case = Case(name="debug", steps=(step,), spec_topk=4 if step.mode.is_target_verify() else None)
+    setup = make_setup(case, fake_platform(), "cpu")
+    batch = prepare_step(setup, step).batch
+    backend = FakeBackend(replace(setup.context, debug=True))
+    backend.init_forward_metadata(batch)
+    records = {"spec_info": SpecInput(draft_token_num=4), "multi_item": batch.multi_item}
+    spoilt = [{field: value} for value in JUNK]
+    if records.get(field) is not None:
+        spoilt += [
+            {field: replace(records[field], **{inner.name: value})}
+            for inner in fields(records[field])
+            for value in JUNK
+        ]
+    refused = 0
+    for changes in spoilt:
+        try:
+            backend.init_forward_metadata(replace(batch, **changes))
+        except InvalidInput:
+            refused += 1
+    assert refused >= 4
+
+
+@pytest.mark.parametrize("value", [[[1.0]], "q", 3, 1.5])
+def test_a_call_of_other_types_is_refused_by_name(value) -> None:
+    case = Case(name="debug", steps=(decode(3, 5),))
+    setup = make_setup(case, fake_platform(), "cpu")
+    step = prepare_step(setup, case.steps[0])
+    backend = FakeBackend(replace(setup.context, debug=True))
+    backend.init_forward_metadata(step.batch)
+    layer = setup.context.layers[0]
+    q = torch.zeros(2, layer.tp_q_head_num, layer.qk_head_dim)
+    kv = torch.zeros(2, layer.tp_k_head_num, layer.qk_head_dim)
+    given = {"q": q, "k": kv, "v": kv, "layer": layer}
+    for name in given:
+        with pytest.raises(InvalidInput, match=f"^{name}: expected one of type"):
+            backend.forward(**{**given, name: value}, batch=step.batch)
+    for name in ("out", "lse", "q_rope", "k_rope", "save_kv_cache"):
+        with pytest.raises(InvalidInput, match=f"^{name}: expected one of type"):
+            backend.forward(**given, batch=step.batch, **{name: value})
+    with pytest.raises(InvalidInput, match=r"^batch: expected a ForwardBatch"):
+        backend.forward(**given, batch=value)

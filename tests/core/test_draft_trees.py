@@ -240,6 +240,26 @@ def test_a_named_backend_without_trees_gets_them(asked, name, platform, reads_pr
     assert again.trees == decision.trees
     assert again.hash == decision.hash
     assert replace(decision, trees=None).hash != decision.hash
+    change = ("backend for verify", name, decision.trees.backend, "user")
+    recorded = [(each.field, each.old, each.new, each.origin) for each in decision.coercions]
+    assert (change in recorded) is (decision.trees.backend != name)
+
+
+@pytest.mark.parametrize("mode", ["prefill", "decode"])
+def test_only_the_name_for_the_phase_that_verifies_counts(mode) -> None:
+    named = {"prefill_backend": "trtllm_mha", "decode_backend": "flashinfer"}
+    if mode == "decode":
+        named = dict(zip(named, reversed(named.values()), strict=True))
+    policy = Policy(hypothetical=True, origins=dict.fromkeys(named, "config"), **named)
+    asked = TREES.replace(speculative_attention_mode=mode)
+    decision = solve(asked, BLACKWELL, load_plugins().offers(), policy)
+    (change,) = decision.coercions
+    assert (change.field, change.old, change.origin) == (
+        "backend for verify",
+        "trtllm_mha",
+        "config",
+    )
+    assert change.new == decision.trees.backend
 
 
 def test_a_backend_with_masks_is_preferred() -> None:

@@ -509,3 +509,11 @@ def test_triton_is_found_under_the_name_that_torch_brings_it_by(brought) -> None
         libraries={"torch": "2.11.0"}.get,
     )
     assert "LIBRARY" in {reason.code for reason in without.reasons}
+
+
+@pytest.mark.parametrize("address", sorted(CARDS))
+def test_every_number_among_the_options_has_bounds(address) -> None:
+    for option in CARDS[address].card.options:
+        if option.type in (int, float) and not option.choices:
+            assert option.least is not None, option.name
+            assert option.most is not None, option.name

@@ -229,3 +229,17 @@ def test_room_grows_by_doubling():
     assert room == Room(4, 2 * LEAST_CONTEXT)
     assert room.holds(Lens((1,), (2 * LEAST_CONTEXT,)))
     assert not room.holds(Lens((1,) * 5, (1,) * 5))
+
+
+@pytest.mark.parametrize("trained", ["q_proj", "k_proj", "v_proj"])
+def test_gradients_are_refused_whichever_projection_is_trained(on_attnmux, prompts, trained):
+    model = on_attnmux("llama").requires_grad_(False)
+    ids = torch.tensor([prompts[0]])
+    plain = model(ids).logits
+    for name, weights in model.named_parameters():
+        weights.requires_grad_(f"layers.0.self_attn.{trained}" in name)
+    said = {"q_proj": "query", "k_proj": "key", "v_proj": "value"}[trained]
+    with pytest.raises(InvalidInput, match=f"^{said}: .*a tensor that needs gradients"):
+        model(ids)
+    with torch.no_grad():
+        assert torch.equal(model(ids).logits, plain)

@@ -197,3 +197,49 @@ def test_a_model_without_our_implementation_in_its_own_table_is_refused_with_tha
     """GIT looks its text layers' classes up by the implementation's name."""
     with pytest.raises(InvalidInput, match="computes attention by itself"), explained("a model"):
         {"eager": None}[SERVED]
+
+
+def quantised(folder, copy, method=None, dtype=torch.float8_e4m3fn, scale="weight_scale"):
+    """The checkpoint with q_proj in codes of 8 bits, as ModelOpt writes them."""
+    shutil.copytree(folder, copy)
+    tensors = load_file(copy / "model.safetensors")
+    for name in [name for name in tensors if name.endswith("q_proj.weight")]:
+        factor = tensors[name].abs().max() / 448
+        tensors[name] = (tensors[name] / factor).to(dtype)
+        if scale:
+            tensors[name.replace("weight", scale)] = factor
+    save_file(tensors, copy / "model.safetensors", {"format": "pt"})
+    if method is not None:
+        config = json.loads((copy / "config.json").read_text())
+        config["quantization_config"] = {"quant_method": method, "quant_algo": "FP8"}
+        (copy / "config.json").write_text(json.dumps(config))
+    return copy
+
+
+def test_an_unknown_quantisation_method_is_refused_by_the_config_alone(tiny, tmp_path):
+    folder = quantised(tiny("llama")[1], tmp_path / "model", "modelopt")
+    (folder / "model.safetensors").unlink()
+    with pytest.raises(InvalidInput, match=r"quantised by 'modelopt'.*quant_method"):
+        open_checkpoint(folder)
+
+
+@pytest.mark.parametrize("scale", ["weight_scale", "weight_scale_inv", "scale", "input_scale"])
+def test_float8_weights_with_scales_are_refused_before_they_are_loaded(
+    tiny, tmp_path, monkeypatch, scale
+):
+    folder = quantised(tiny("llama")[1], tmp_path / "model", scale=scale)
+    monkeypatch.setattr("torch.nn.Module.to", None)
+    monkeypatch.setattr("transformers.AutoModelForCausalLM.from_pretrained", None)
+    with pytest.raises(InvalidInput, match=f"float8 codes and a scale, .*q_proj.{scale}"):
+        load(folder, GOOD)
+
+
+def test_scales_of_weights_that_nothing_reads_are_refused_whatever_the_codes(tiny, tmp_path):
+    """In other files than safetensors, headers do not tell the dtypes."""
+    folder = quantised(tiny("llama")[1], tmp_path / "model", dtype=torch.float32)
+    with pytest.raises(InvalidInput, match=r"scales that its model does not read: .*weight_scale"):
+        load(folder, GOOD)
+
+
+def test_float8_weights_without_scales_are_read_as_they_are(tiny, tmp_path):
+    load(quantised(tiny("llama")[1], tmp_path / "model", scale=None), GOOD)

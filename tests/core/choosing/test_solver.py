@@ -482,6 +482,10 @@ def test_options_are_read_against_the_card(offer, cpu) -> None:
         ({"a": {"splits": 1.5}}, "a value of type int"),
         ({"a": {"splits": True}}, "a value of type int"),
         ({"a": {"splits": [4]}}, "a value of type int"),
+        ({"a": {"splits": -3}}, "a value of type int, at least 1, at most 64"),
+        ({"a": {"splits": "65"}}, "a value of type int, at least 1, at most 64"),
+        ({"a": {"share": float("nan")}}, "a value of type float, at least 0.0"),
+        ({"a": {"share": "-1"}}, "a value of type float, at least 0.0"),
         ({"a": {"mode": "slow"}}, "one of fast, exact"),
         ({"a": {"fuse": "maybe"}}, "a value of type bool"),
         ({"b": {"splits": 1}}, "it has none"),
@@ -490,7 +494,8 @@ def test_options_are_read_against_the_card(offer, cpu) -> None:
 )
 def test_options_that_do_not_exist_or_do_not_fit(offer, cpu, given, said) -> None:
     options = (
-        Option(name="splits", type=int, default=8),
+        Option(name="splits", type=int, default=8, least=1, most=64),
+        Option(name="share", type=float, default=0.5, least=0.0),
         Option(name="mode", type=str, default="fast", choices=("fast", "exact")),
         Option(name="fuse", type=bool, default=False),
     )

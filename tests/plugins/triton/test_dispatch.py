@@ -72,7 +72,6 @@ def kernels(layer: LayerTraits, arch: str = "sm90", *, hides: bool = False) -> t
         (gqa(64), "hopper", "hopper"),
         (gqa(sinks=torch.zeros(32), sliding_window_size=5, logit_cap=3.0), "hopper", "hopper"),
         (gqa(tp_k_head_num=1, tp_v_head_num=1), "hopper", "hopper"),
-        (gqa(scaling=-1.0), "hopper", "portable"),
         (gqa(256), "hopper", "hopper"),
         (gqa(80), "hopper", "hopper"),
         (gqa(96), "hopper", "hopper"),

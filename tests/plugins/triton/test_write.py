@@ -338,8 +338,6 @@ BAD: dict[str, Callable[[Any], dict[str, Any]]] = {
     "cross attention without slots": lambda call: {
         "layer": replace(call.layer, is_cross_attention=True)
     },
-    "a scale below 0": lambda call: {"layer": replace(call.layer, k_scale=-1.0)},
-    "a scale of 0 in V": lambda call: {"layer": replace(call.layer, v_scale=0.0)},
 }
 
 
@@ -373,7 +371,6 @@ def test_refuses_as_the_pool_does(case, has_written):
         lambda call: {"k_rope": call.k_rope[..., :3]},
         lambda call: {"k": torch.cat([call.k, call.k], -1)},
         lambda call: {"k_rope": None, "v": call.k},
-        lambda call: {"layer": replace(call.layer, k_scale=0.0)},
     ],
 )
 def test_refuses_what_a_pool_of_latents_does(change):

@@ -119,8 +119,7 @@ def check_fields(batch: ForwardBatch) -> None:
             raise InvalidInput(field, got=got, expected="a tensor of shape (n,)")
     size, num_tokens = batch.batch_size, batch.num_tokens
     check_vector("req_pool_indices", batch.req_pool_indices, torch.int64, size)
-    check_vector("out_cache_loc", batch.out_cache_loc, torch.int64, num_tokens)
-    check_vector("positions", batch.positions, torch.int64, num_tokens)
+    _check_tokens(batch, num_tokens)
     if batch.encoder_out_cache_loc is not None:
         check_vector("encoder_out_cache_loc", batch.encoder_out_cache_loc, torch.int64)
     for field in (*_LENS, *_MIRRORS):
@@ -137,6 +136,16 @@ def check_fields(batch: ForwardBatch) -> None:
         check_lens("multi_item.token_pos_in_items", batch.multi_item.token_pos_in_items)
     if batch.spec_info is not None:
         _check_visible(batch, batch.spec_info)
+
+
+def _check_tokens(batch: ForwardBatch, num_tokens: int) -> None:
+    """Raise InvalidInput unless each new token has a slot and a place, and each decoding request
+    one new token."""
+    check_vector("out_cache_loc", batch.out_cache_loc, torch.int64, num_tokens)
+    if batch.forward_mode.is_decode() and num_tokens != batch.batch_size:
+        got, expected = f"{num_tokens} slots", f"{batch.batch_size}, one a decoding request"
+        raise InvalidInput("out_cache_loc", got=got, expected=expected)
+    check_vector("positions", batch.positions, torch.int64, num_tokens)
 
 
 def _check_visible(batch: ForwardBatch, spec: SpecInput) -> None:

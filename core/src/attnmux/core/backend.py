@@ -21,7 +21,7 @@ from attnmux.core.arguments import check_call, check_fields, check_result
 from attnmux.core.batch import ForwardBatch, ForwardMode
 from attnmux.core.call import AttentionCall
 from attnmux.core.context import BackendContext
-from attnmux.core.debug import check_batch, check_picks, check_tensors
+from attnmux.core.debug import check_batch, check_picks, check_tensors, check_types
 from attnmux.core.dtypes import torch_dtype
 from attnmux.core.errors import InvalidInput
 from attnmux.core.latent import UpProjection
@@ -48,6 +48,8 @@ class AttentionBackend(StepBackend):
 
     def check_step(self, batch: ForwardBatch) -> None:
         """Raise InvalidInput for a malformed batch, in debug mode also for contradicting values."""
+        if self.context.debug:
+            check_types("batch", batch, ForwardBatch)
         check_fields(batch)
         if self.context.debug and batch.forward_mode is not ForwardMode.IDLE:
             check_batch(self.context, batch)
@@ -62,6 +64,12 @@ class AttentionBackend(StepBackend):
         Raises InvalidInput for a kind that the decision's model does not have.
         """
         raise InvalidInput("kind", got=kind, expected="attention: this model has no linear layers")
+
+    def check_lse(self, layer: LayerSpec, batch: ForwardBatch) -> None:
+        """Raise InvalidInput if the backend gives no LSE of the layer in such a step.
+
+        `forward` calls it before K and V are written. The default gives all.
+        """
 
     def get_cuda_graph_seq_len_fill_value(self) -> int:
         """The `seq_lens` of a padding row in a graph."""
@@ -121,6 +129,8 @@ class AttentionBackend(StepBackend):
         """
         call = AttentionCall(q, k, v, layer, save_kv_cache, q_rope, k_rope, out, lse)
         if self.context.debug:
+            check_types("batch", batch, ForwardBatch)
+            check_types("call", call, AttentionCall)
             check_fields(batch)
             if batch.forward_mode is not ForwardMode.IDLE:
                 check_tensors(self.context, call)
@@ -129,6 +139,8 @@ class AttentionBackend(StepBackend):
         check_call(call, batch, dtype=self._dtype)
         if batch.forward_mode is ForwardMode.IDLE:
             return call.empty_result()
+        if lse is not None:
+            self.check_lse(layer, batch)
         if k is not None and save_kv_cache:
             self.save_kv(k, v, layer, batch, k_rope=k_rope)
         attend = self.forward_decode if batch.forward_mode.is_decode() else self.forward_extend

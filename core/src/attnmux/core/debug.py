@@ -1,18 +1,57 @@
-"""Checks of values, devices and strides. Most synchronise; they run only in debug mode."""
+"""Checks of types, values, devices and strides. Most synchronise; they run only in debug mode."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import fields
+from functools import cache
+from types import UnionType
+from typing import get_args, get_origin, get_type_hints
 
 import torch
 
 from attnmux.core.arguments import check_device
-from attnmux.core.batch import ForwardBatch
+from attnmux.core.batch import ForwardBatch, MultiItem
 from attnmux.core.call import AttentionCall
+from attnmux.core.choosing.common.checks import refusal
 from attnmux.core.context import BackendContext
 from attnmux.core.errors import InvalidInput
 from attnmux.core.indices.ragged import extend_positions
+from attnmux.core.spec import SpecInput
 from attnmux.core.tree_masks import check_trees
+
+
+def check_types(argument: str, record: object, kind: type, *, prefix: str = "") -> None:
+    """Refuse a record that is not of `kind`, and fields of other types than it declares, those of
+    its own records included.
+
+    Raises InvalidInput with the argument, or with the field after the prefix.
+    """
+    if not isinstance(record, kind):
+        raise refusal(argument, record, f"a {kind.__name__}")
+    for name, kinds in _field_types(kind).items():
+        value, path = getattr(record, name), f"{prefix}{name}"
+        is_flag = isinstance(value, bool) and bool not in kinds
+        if is_flag or not isinstance(value, kinds):
+            words = ["None" if each is type(None) else each.__name__ for each in kinds]
+            raise refusal(path, value, f"one of type {' or '.join(words)}")
+        if isinstance(value, (SpecInput, MultiItem)):
+            check_types(path, value, type(value), prefix=f"{path}.")
+        for part in value if isinstance(value, tuple) else ():
+            check_types(path, part, ForwardBatch, prefix=f"{path}.")
+
+
+@cache
+def _field_types(kind: type) -> Mapping[str, tuple[type, ...]]:
+    """The types that the annotation of each field admits."""
+    hints = get_type_hints(kind, localns={"torch": torch, "SpecInput": SpecInput})
+    return {
+        name: tuple(
+            get_origin(each) or each
+            for each in (get_args(hint) if isinstance(hint, UnionType) else (hint,))
+        )
+        for name, hint in hints.items()
+    }
 
 
 def check_tensors(context: BackendContext, call: AttentionCall) -> None:
@@ -66,8 +105,6 @@ def check_batch(context: BackendContext, batch: ForwardBatch) -> None:
         _check_mirror(field, getattr(batch, field), getattr(batch, f"{field}_cpu"))
     if batch.forward_mode.is_extend():
         _check_extend(batch)
-    elif batch.forward_mode.is_decode():
-        _check_count("out_cache_loc", batch.num_tokens, batch.batch_size, "one a decoding request")
     total = int(batch.seq_lens.sum())
     if batch.seq_lens_sum not in (None, total):
         raise InvalidInput("seq_lens_sum", got=batch.seq_lens_sum, expected=f"{total}, their sum")

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
+from numbers import Real
 from typing import Literal
 
 import torch
 
 from attnmux.core.choosing.ask.values import canonical_dtype
+from attnmux.core.choosing.common.checks import is_whole
 from attnmux.core.errors import InvalidInput
 from attnmux.core.sinks import SinkCopies
 
@@ -17,7 +19,7 @@ from attnmux.core.sinks import SinkCopies
 class LayerSpec:
     """One attention layer on this rank. Ids are unique among the layers of a context.
 
-    Raises InvalidInput for values that contradict each other.
+    Raises InvalidInput for values out of range, and for those that contradict each other.
     """
 
     layer_id: int
@@ -81,9 +83,7 @@ class LayerSpec:
         if self.tp_v_head_num != kv_heads:
             expected = f"{kv_heads}, as in K"
             raise InvalidInput("tp_v_head_num", got=self.tp_v_head_num, expected=expected)
-        for name, factor in (("scaling", self.scaling), ("logit_cap", self.logit_cap)):
-            if not math.isfinite(factor):
-                raise InvalidInput(name, got=factor, expected="a finite number")
+        self._check_ranges()
         for name, of_heads in (("sinks", self.sinks), ("alibi_slopes", self.alibi_slopes)):
             _check_per_head(name, of_heads, q_heads)
         self._check_relative_bias()
@@ -105,6 +105,24 @@ class LayerSpec:
             got = f"{self.dual_chunk_len} in a layer of kind {self.kind!r}"
             expected = "at least 1" if chunked else "0, since only dual chunk layers have chunks"
             raise InvalidInput("dual_chunk_len", got=got, expected=expected)
+
+    def _check_ranges(self) -> None:
+        """Raises InvalidInput for a number that is not finite or that no layer has."""
+        for name in ("scaling", "k_scale", "v_scale"):
+            factor = getattr(self, name)
+            if not _is_finite(factor, above=0.0) and (name == "scaling" or factor is not None):
+                raise InvalidInput(name, got=factor, expected="a finite number above 0")
+        if not (self.logit_cap == 0 or _is_finite(self.logit_cap, above=0.0)):
+            expected = "a finite number above 0, or 0 without a cap"
+            raise InvalidInput("logit_cap", got=self.logit_cap, expected=expected)
+        for name, least, off in (
+            ("sliding_window_size", -1, "-1 without a window"),
+            ("attention_chunk_size", 0, "0 without chunks"),
+        ):
+            size = getattr(self, name)
+            if not is_whole(size, least):
+                expected = f"a whole number of tokens, or {off}"
+                raise InvalidInput(name, got=repr(size), expected=expected)
 
     def _check_relative_bias(self) -> None:
         """Raises InvalidInput for a table that is not float32 with a row for each query head."""
@@ -174,6 +192,11 @@ class LayerSpec:
         if self.kind == "dual_chunk":
             return 3 * self.qk_head_dim
         return self.qk_head_dim - self.qk_rope_head_dim
+
+
+def _is_finite(value: object, *, above: float) -> bool:
+    """Whether `value` is a finite number above another. NaN and what is no number are not."""
+    return isinstance(value, Real) and math.isfinite(value) and float(value) > above
 
 
 def _check_per_head(name: str, of_heads: torch.Tensor | None, q_heads: int) -> None:

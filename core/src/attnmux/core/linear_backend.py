@@ -15,7 +15,7 @@ import torch
 from attnmux.core.arguments import check_fields
 from attnmux.core.batch import ForwardBatch, ForwardMode
 from attnmux.core.context import BackendContext
-from attnmux.core.debug import check_batch
+from attnmux.core.debug import check_batch, check_types
 from attnmux.core.errors import InvalidInput, PluginError
 from attnmux.core.kv.linear_states import LinearStatePool
 from attnmux.core.linear_layer import (
@@ -57,6 +57,8 @@ class LinearAttentionBackend(StepBackend):
     def init_forward_metadata(self, batch: ForwardBatch) -> None:
         """Prepare an eager step. Raises InvalidInput for a malformed batch, for draft trees and
         more draft tokens than the pool has room for, and for steps of a draft model."""
+        if self.context.debug:
+            check_types("batch", batch, ForwardBatch)
         check_fields(batch)
         if batch.forward_mode not in SERVED:
             raise InvalidInput(

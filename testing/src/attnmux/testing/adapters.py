@@ -415,6 +415,23 @@ class AdapterTests:
         assert outputs(backend, odd, out=out)[0] is out
         assert torch.equal(out, expected)
 
+    def test_an_lse_is_written_or_refused_before_the_pool_is(self) -> None:
+        backend, prepared = self.adapter.prepared(self.step, kv_in_pool=False)
+        given, pool = prepared.inputs[0], backend.context.token_to_kv_pool
+        lse = torch.full(given.q.shape[:2], torch.nan)
+        held = [each.clone() for each in pool.get_kv_buffer(given.layer.layer_id)]
+        first = replace(prepared, inputs=(given,))
+        try:
+            outputs(backend, first, lse=lse)
+        except InvalidInput as refused:
+            if refused.argument != "lse":
+                raise
+            after = pool.get_kv_buffer(given.layer.layer_id)
+            pairs = zip(held, after, strict=True)
+            assert all(torch.equal(*(e.view(torch.uint8) for e in pair)) for pair in pairs)
+        else:
+            assert not lse.isnan().any()
+
     def test_a_library_that_does_not_run_is_a_reason(self) -> None:
         kernels = self.adapter.kernels
         names = [each.name for each in fields(kernels) if callable(getattr(kernels, each.name))]

@@ -219,8 +219,12 @@ def test_a_prior_of_other_types_is_refused(given) -> None:
         ({"default": "many"}, "option 'n': expected values of type int"),
         ({"default": True}, "option 'n': expected values of type int"),
         ({"choices": (1, 2.0)}, "option 'n': expected values of type int"),
-        ({"choices": (2, 3)}, "option 'n', default: expected one of its choices"),
+        ({"choices": (2, 3)}, "option 'n', default: expected one of 2, 3"),
         ({"name": "a=b"}, "option, name: expected letters"),
+        ({"least": 2}, "option 'n', default: expected a value of type int, at least 2, got 1"),
+        ({"most": 0}, "option 'n', default: expected a value of type int, at most 0, got 1"),
+        ({"least": 0.5}, "option 'n': expected values of type int"),
+        ({"type": bool, "default": True, "least": 0}, "'n', bounds: expected none"),
     ],
 )
 def test_an_option_that_cannot_be_read_is_refused(given, said) -> None:

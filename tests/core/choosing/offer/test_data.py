@@ -26,7 +26,10 @@ CARD = BackendCard(
     aliases=("all",),
     factory="a:b",
     requires=("x>=1", ("y", "z")),
-    options=(Option(name="splits", type=int, default=1, choices=(1, 2)),),
+    options=(
+        Option(name="splits", type=int, default=1, choices=(1, 2)),
+        Option(name="tile", type=int, default=0, least=0, most=64),
+    ),
     priors=(
         Prior(rank=7, when=when(vendor=one_of("acme")), source="here"),
         Prior(rank=9, source="there"),

@@ -21,7 +21,7 @@ from attnmux.core.choosing.ask.request import Request
 from attnmux.core.choosing.ask.sparse import check_decidable
 from attnmux.core.choosing.ask.values import LINEAR_KINDS, PHASES, OptionValue, shape_said
 from attnmux.core.choosing.common.frozen import Deferred, FrozenMapping
-from attnmux.core.choosing.common.verdict import Reason
+from attnmux.core.choosing.common.verdict import Coercion, Reason
 from attnmux.core.choosing.judge.axes import Question
 from attnmux.core.choosing.judge.checking import Accuracy, Ranking, by_card, prior_rank, standing
 from attnmux.core.choosing.judge.requirements import caveats
@@ -36,7 +36,13 @@ from attnmux.core.choosing.search.assignments import (
     best_together,
     coercions,
 )
-from attnmux.core.choosing.search.problem import Problem, Variant, groups_of, opposed
+from attnmux.core.choosing.search.problem import (
+    Problem,
+    Variant,
+    groups_of,
+    opposed,
+    verify_lead,
+)
 from attnmux.core.choosing.tell.choice import Choice, choice_of
 from attnmux.core.choosing.tell.decision import Decision
 from attnmux.core.choosing.tell.verdicts import refusal, verdicts
@@ -221,7 +227,8 @@ def _with_trees(
     drafts, and a backend that attends to the prefixes.
 
     again: solves for another request. Verification is told as the work of that backend, and steps
-    of a draft model as that of extend's. Raises NoBackend where one of the two is missing.
+    of a draft model as that of extend's. A backend that is named for verification reads the
+    prefixes, or the decision records the change. Raises NoBackend where one of the two is missing.
     """
     found = again(undrafted_request(request), platform, policy=policy)
     names = ("spec_topk", "spec_draft_tokens", "phases")
@@ -229,7 +236,7 @@ def _with_trees(
     origins = {name: value for name, value in found.request.origins.items() if name not in names}
     origins.update((name, request.origins[name]) for name in names if name in request.origins)
     asked = replace(found.request, **given, origins=FrozenMapping(origins))
-    trees = again(prefixes_request(asked), platform, policy=_unnamed(policy)).phases["decode"]
+    trees, changes = _prefix_reader(prefixes_request(asked), request, platform, policy, again)
     served = {**found.phases, "verify": trees, "draft": found.phases["extend"]}
     left = (*found.phases, *request.phases)
     return replace(
@@ -237,7 +244,40 @@ def _with_trees(
         request=asked,
         phases=FrozenMapping({phase: served[phase] for phase in PHASES if phase in left}),
         trees=trees,
+        coercions=(*found.coercions, *changes),
     )
+
+
+def _prefix_reader(
+    prefixes: Request,
+    request: Request,
+    platform: Platform,
+    policy: Policy,
+    again: Callable[..., Decision],
+) -> tuple[Choice, tuple[Coercion, ...]]:
+    """The backend that reads the prefixes of trees: the one that is named for verification where
+    it can, else the best, with the change that this is.
+
+    prefixes: `prefixes_request` of the decided request. again: solves for another request.
+    """
+    named = policy.named_for(verify_lead(request)) if "verify" in request.phases else None
+    if named is None:
+        return again(prefixes, platform, policy=_unnamed(policy)).phases["decode"], ()
+    field, name = named
+    origin = policy.origins.get(field, "user")
+    kept = replace(_unnamed(policy), decode_backend=name, origins={"decode_backend": origin})
+    try:
+        return again(prefixes, platform, policy=kept).phases["decode"], ()
+    except NoBackend:
+        trees = again(prefixes, platform, policy=_unnamed(policy)).phases["decode"]
+    change = Coercion(
+        field="backend for verify",
+        old=name,
+        new=trees.backend,
+        because=f"{name} has no draft trees, and does not read their prefixes with LSE",
+        origin=origin,
+    )
+    return trees, (change,)
 
 
 def _check_kinds(request: object, platform: object, policy: object) -> None:

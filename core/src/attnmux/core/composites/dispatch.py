@@ -71,6 +71,10 @@ class CompositeBackend(AttentionBackend):
     def get_cuda_graph_seq_len_fill_value(self) -> int:
         return self.members[0].get_cuda_graph_seq_len_fill_value()
 
+    def check_lse(self, layer: LayerSpec, batch: ForwardBatch) -> None:
+        for member in self.members:
+            member.check_lse(layer, batch)
+
     def forward_decode(self, call: AttentionCall, batch: ForwardBatch) -> torch.Tensor:
         backend, call, step = self.route(call, batch)
         return backend.forward_decode(call, step)
@@ -113,6 +117,9 @@ class DispatchingBackend(CompositeBackend):
 
     def route(self, call: AttentionCall, batch: ForwardBatch) -> Route:
         return self.serving(batch), call, self.as_served(batch)
+
+    def check_lse(self, layer: LayerSpec, batch: ForwardBatch) -> None:
+        self.serving(batch).check_lse(layer, batch)
 
     def save_kv(
         self,

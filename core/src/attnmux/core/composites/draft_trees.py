@@ -83,6 +83,11 @@ class TreeAttnBackend(DispatchingBackend):
         verifies = batch.forward_mode.is_target_verify()
         return ((self.prefixes if verifies else self.child, self._of_one(batch)),)
 
+    def check_lse(self, layer: LayerSpec, batch: ForwardBatch) -> None:
+        """That of trees is merged here."""
+        if not batch.forward_mode.is_target_verify():
+            super().check_lse(layer, batch)
+
     def forward_extend(self, call: AttentionCall, batch: ForwardBatch) -> torch.Tensor:
         if not batch.forward_mode.is_target_verify():
             return super().forward_extend(call, batch)

@@ -35,6 +35,7 @@ from attnmux.transformers.attention import SERVED
 from attnmux.transformers.context_limit import independent_len
 from attnmux.transformers.layers import check_servable
 from attnmux.transformers.packed_decoder import PackedDecoder
+from attnmux.transformers.quantised import check_method
 
 ALWAYS = {"trust_remote_code": False}
 """Code in a checkpoint never runs, and transformers does not ask whether to run it."""
@@ -136,7 +137,8 @@ def open_checkpoint(
     `source` is a folder or the id of a model on the Hugging Face hub; `revision` is a branch, a tag
     or a commit there.
     Raises InvalidInput where there is no usable config.json, where the model is of a class that
-    cannot be served, or for the revision of a folder.
+    cannot be served or is quantised by a method that transformers does not know, or for the
+    revision of a folder.
     """
     with LOADING:
         return _open(source, revision, progress=progress)
@@ -154,6 +156,7 @@ def _open(source: str | Path, revision: str | None, *, progress: bool) -> Checkp
         source = str(path)
     with quiet_transformers(progress=progress), explained(source):
         config = AutoConfig.from_pretrained(source, revision=revision, **ALWAYS)
+    check_method(source, config)
     model_class: Any = auto_classes(config)[1].get(type(config), None)
     if model_class is None:
         raise InvalidInput(

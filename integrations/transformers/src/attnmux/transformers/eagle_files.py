@@ -33,6 +33,7 @@ from attnmux.transformers.checkpoint import at_home, quiet_transformers
 from attnmux.transformers.eagle3_head import Eagle3Head
 from attnmux.transformers.eagle_head import EagleHead
 from attnmux.transformers.packed_decoder import PackedDecoder
+from attnmux.transformers.quantised import check_method, check_scales
 
 WEIGHTS = "model.safetensors"
 PICKLED = "pytorch_model.bin"
@@ -103,14 +104,16 @@ def hidden_layers(folder: str | Path, target: PreTrainedConfig) -> tuple[int, ..
 def load_head(folder: str | Path, target: PreTrainedModel | PackedDecoder) -> EagleHead:
     """A head in the target's dtype, on its device.
 
-    Raises InvalidInput for files of something else, for a target with an encoder, and for a head of
-    another width or vocabulary than the target's.
+    Raises InvalidInput for files of something else, for quantised weights, for a target with an
+    encoder, and for a head of another width or vocabulary than the target's.
     """
     if isinstance(target, PackedDecoder):
         got = "a head for an encoder-decoder model"
         raise InvalidInput("draft", got=got, expected="a decoder-only model")
     path, config = at_home(folder), target.config.get_text_config(decoder=True)
     tensors, own = _tensors(path), _config(path)
+    check_method(str(path), own)
+    check_scales(str(path), {name: str(tensor.dtype) for name, tensor in tensors.items()})
     width = getattr(own, "target_hidden_size", None) or own.hidden_size
     for name, stated in (("hidden_size", width), ("vocab_size", own.vocab_size)):
         if stated != getattr(config, name):

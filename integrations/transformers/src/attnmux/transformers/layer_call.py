@@ -130,6 +130,9 @@ def read_rows(
                 got=shown(passed),
                 expected="nothing: attention through attnmux does not know this argument",
             )
+    if torch.is_grad_enabled():
+        biases = {"alibi_slopes": alibi_slopes, "relative_bias": relative_bias}
+        _refuse_gradients(query=q, key=k, value=v, s_aux=s_aux, **biases)
     if dropout:
         raise InvalidInput("dropout", got=dropout, expected="0: call model.eval() first")
     return LayerCall(
@@ -145,6 +148,18 @@ def read_rows(
         alibi_slopes=alibi_slopes,
         relative_bias=relative_bias,
     )
+
+
+def _refuse_gradients(**tensors: torch.Tensor | None) -> None:
+    """Raise InvalidInput for a tensor that needs gradients: backends compute none, so that training
+    would go on without them."""
+    for name, tensor in tensors.items():
+        if tensor is not None and tensor.requires_grad:
+            raise InvalidInput(
+                name,
+                got="a tensor that needs gradients",
+                expected="inference: call the model inside torch.inference_mode()",
+            )
 
 
 def layer_id_of(module: torch.nn.Module) -> int:

@@ -20,7 +20,6 @@ from attnmux.core import (
     Decision,
     ForwardBatch,
     ForwardMode,
-    InvalidInput,
     LayerSpec,
     Workspace,
     build,
@@ -142,15 +141,8 @@ class StagedAttention:
     ) -> torch.Tensor:
         """[T, Hq, Dv]; see `StagedLayer.attend`.
 
-        Raises NoBackend where no backend serves the layer, InvalidInput for tensors that need
-        gradients.
+        Raises NoBackend where no backend serves the layer.
         """
-        if call.q.requires_grad:
-            raise InvalidInput(
-                "query",
-                got="a tensor that needs gradients",
-                expected="inference: call the model inside torch.inference_mode()",
-            )
         if not call.q.shape[0]:
             return call.q.new_empty((0, call.q.shape[1], call.v.shape[2]))
         with self._lock:

@@ -24,9 +24,8 @@ from attnmux.transformers.checkpoint import (
     quiet_transformers,
 )
 from attnmux.transformers.own_attention import adapt, has_adapter
-
-KV_SCALES = (".k_scale", ".v_scale", ".kv_scale")
-"""Endings of the names of tensors that were calibrated for an 8-bit KV cache."""
+from attnmux.transformers.quantised import EXPECTED as QUANTISED
+from attnmux.transformers.quantised import KV_SCALES, check_files, weight_scales
 
 
 def warn_in_python(text: str) -> None:
@@ -48,10 +47,13 @@ def load_model(
     split: called with the model on the host, and keeps a part of its weights. warn: called with a
     sentence about tensors that the model does not read.
     Raises InvalidInput for weights that are absent, unreadable or incomplete, since a missing
-    tensor would run with random values. Raises AttnmuxError when they do not fit on the device.
+    tensor would run with random values, and for quantised ones whose scales nothing reads. Raises
+    AttnmuxError when they do not fit on the device.
     """
     source = checkpoint.source
     _check_indices(source)
+    with explained(source):
+        check_files(source, checkpoint.config)
     model_class = auto_classes(checkpoint.config)[1].get(type(checkpoint.config), None)
     is_own = isinstance(model_class, type) and has_adapter(model_class)
     with LOADING, quiet_transformers(progress=progress), explained(source):
@@ -84,6 +86,9 @@ def load_model(
             expected="a checkpoint with every tensor of its model",
         )
     unexpected = sorted(info["unexpected_keys"])
+    if codes := weight_scales(unexpected):
+        got = f"{source}, whose weights have scales that its model does not read: {_shown(codes)}"
+        raise InvalidInput("model", got=got, expected=QUANTISED)
     scales = [name for name in unexpected if name.endswith(KV_SCALES)]
     if scales:
         warn(

@@ -132,6 +132,9 @@ class AiterLatentBackend(LibraryBackend[AiterKernels, LatentLayer, LatentStep, L
             mask_indptr=torch.zeros(max_bs + 1, dtype=torch.int32, device=self.context.device),
         )
 
+    def check_lse(self, layer: LayerSpec, batch: ForwardBatch) -> None:
+        raise InvalidInput("lse", got="a tensor", expected="None: the library gives no LSE")
+
     def attend(
         self, call: AttentionCall, layer: LatentLayer, step: LatentStep, batch: ForwardBatch
     ) -> torch.Tensor:

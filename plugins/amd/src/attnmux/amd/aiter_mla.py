@@ -188,11 +188,12 @@ class AiterMLABackend(
     def make_buffers(self, max_bs: int, max_num_tokens: int) -> AiterMLABuffers:
         return AiterMLABuffers.of(max_bs, self.context)
 
+    def check_lse(self, layer: LayerSpec, batch: ForwardBatch) -> None:
+        raise InvalidInput("lse", got="a tensor", expected="None: the library gives no LSE")
+
     def attend(
         self, call: AttentionCall, layer: AiterMLALayer, step: AiterMLAStep, batch: ForwardBatch
     ) -> torch.Tensor:
-        if call.lse is not None:
-            raise InvalidInput("lse", got="a tensor", expected="None: the library gives no LSE")
         q, out = joined(call.q, call.q_rope), call.out
         if out is None or not is_writable(out):
             out = q.new_empty((*q.shape[:2], LATENT_DIM))

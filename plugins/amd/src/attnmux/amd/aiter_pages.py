@@ -83,6 +83,9 @@ class AiterPagesBackend(PagedBackend[AiterKernels, PagedLayer, AiterStep, Decode
     def make_buffers(self, max_bs: int, max_num_tokens: int) -> DecodeBuffers:
         return DecodeBuffers.of(self.key_groups, max_bs, self.context, key_tile=KEY_TILE)
 
+    def check_lse(self, layer: LayerSpec, batch: ForwardBatch) -> None:
+        raise InvalidInput("lse", got="a tensor", expected="None: the library gives no LSE")
+
     def attend(
         self, call: AttentionCall, layer: PagedLayer, step: AiterStep, batch: ForwardBatch
     ) -> torch.Tensor:

@@ -107,6 +107,9 @@ class WaveBackend(LibraryBackend[WaveKernels, WaveLayer, WaveStep, SlotBuffers])
     def make_buffers(self, max_bs: int, max_num_tokens: int) -> SlotBuffers:
         return SlotBuffers.of(max_bs, self.context)
 
+    def check_lse(self, layer: LayerSpec, batch: ForwardBatch) -> None:
+        raise InvalidInput("lse", got="a tensor", expected="None: the kernels give no LSE")
+
     def attend(
         self, call: AttentionCall, layer: WaveLayer, step: WaveStep, batch: ForwardBatch
     ) -> torch.Tensor:

@@ -118,12 +118,14 @@ class AscendLatentBackend(PagedBackend[NPUKernels, LatentLayer, LatentStep, None
             "other operators only: run eagerly"
         )
 
+    def check_lse(self, layer: LayerSpec, batch: ForwardBatch) -> None:
+        raise InvalidInput(
+            "lse", got="a tensor", expected="None: over latents the operators give none"
+        )
+
     def attend(
         self, call: AttentionCall, layer: LatentLayer, step: LatentStep, batch: ForwardBatch
     ) -> torch.Tensor:
-        if call.lse is not None:
-            expected = "None: over latents the operators give none"
-            raise InvalidInput("lse", got="a tensor", expected=expected)
         if not step.lens.num_queries:
             return call.empty_result()
         if call.has_own_kv:

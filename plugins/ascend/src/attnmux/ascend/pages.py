@@ -120,12 +120,14 @@ class AscendPagesBackend(PagedBackend[NPUKernels, PagedLayer, PagedStep, DecodeB
     def make_buffers(self, max_bs: int, max_num_tokens: int) -> DecodeBuffers:
         return DecodeBuffers.of(self.key_groups, max_bs, self.context)
 
+    def check_lse(self, layer: LayerSpec, batch: ForwardBatch) -> None:
+        if layer.sinks is not None:
+            expected = "None for a layer with sinks: whether the operator's LSE has them is unknown"
+            raise InvalidInput("lse", got="a tensor", expected=expected)
+
     def attend(
         self, call: AttentionCall, layer: PagedLayer, step: PagedStep, batch: ForwardBatch
     ) -> torch.Tensor:
-        if call.lse is not None and call.layer.sinks is not None:
-            expected = "None for a layer with sinks: whether the operator's LSE has them is unknown"
-            raise InvalidInput("lse", got="a tensor", expected=expected)
         lens, count = step.lens, step.lens.num_queries
         if not count:
             return call.empty_result()

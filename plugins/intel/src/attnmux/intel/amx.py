@@ -106,6 +106,9 @@ class AMXBackend(PagedBackend[AMXKernels, AMXLayer, AMXStep, None]):
     def make_buffers(self, max_bs: int, max_num_tokens: int) -> None:
         raise GraphUnsupported("CPUs have no device graphs")
 
+    def check_lse(self, layer: LayerSpec, batch: ForwardBatch) -> None:
+        raise InvalidInput("lse", got="a tensor", expected="None: the kernels write none")
+
     def attend(
         self, call: AttentionCall, layer: AMXLayer, step: AMXStep, batch: ForwardBatch
     ) -> torch.Tensor:

@@ -16,7 +16,7 @@ from attnmux.core import (
 from attnmux.intel.packed_requests import PackedRequests
 
 if TYPE_CHECKING:
-    from attnmux.core import AttentionCall, ForwardBatch
+    from attnmux.core import AttentionCall, ForwardBatch, LayerSpec
 
 
 K = TypeVar("K")
@@ -46,11 +46,11 @@ class PackedBackend(PagedBackend[K, L, PackedStep, None]):
     def make_buffers(self, max_bs: int, max_num_tokens: int) -> None:
         raise GraphUnsupported("graphs of Intel's GPUs are not captured")
 
+    def check_lse(self, layer: LayerSpec, batch: ForwardBatch) -> None:
+        raise InvalidInput("lse", got="a tensor", expected="None: the kernels write none")
+
     def requests_of(self, call: AttentionCall, step: PackedStep) -> PackedRequests:
-        """The step's requests. Raises InvalidInput for a call that wants an LSE, or whose Q has
-        another dtype than the pool."""
-        if call.lse is not None:
-            raise InvalidInput("lse", got="a tensor", expected="None: the kernels write none")
+        """The step's requests. Raises InvalidInput for a Q of another dtype than the pool's."""
         pool = self.context.token_to_kv_pool
         if call.q.dtype != pool.dtype:
             raise InvalidInput("q", got=call.q.dtype, expected=f"{pool.dtype}, as the pool is")

@@ -129,6 +129,9 @@ class CutlassMLABackend(
         workspace = self._workspace(self.context.max_context_len, max_bs)
         return CutlassMLABuffers.of(self._groups, max_bs, self.context, workspace=workspace)
 
+    def check_lse(self, layer: LayerSpec, batch: ForwardBatch) -> None:
+        raise InvalidInput("lse", got="a tensor", expected="None: the library gives no LSE")
+
     def attend(
         self,
         call: AttentionCall,
@@ -136,8 +139,6 @@ class CutlassMLABackend(
         step: CutlassMLAStep,
         batch: ForwardBatch,
     ) -> torch.Tensor:
-        if call.lse is not None:
-            raise InvalidInput("lse", got="a tensor", expected="None: the library gives no LSE")
         keys = filled(step.keys)[layer.group]
         result = self.kernels.cutlass_mla_decode(
             aligned(call.q),

@@ -181,11 +181,12 @@ class TRTLLMMLABackend(
             self._groups, max_bs, replace(self.context, max_context_len=longest)
         )
 
+    def check_lse(self, layer: LayerSpec, batch: ForwardBatch) -> None:
+        raise InvalidInput("lse", got="a tensor", expected="None: XQA gives none")
+
     def attend(
         self, call: AttentionCall, layer: TRTLLMMLALayer, step: TRTLLMMLAStep, batch: ForwardBatch
     ) -> torch.Tensor:
-        if call.lse is not None:
-            raise InvalidInput("lse", got="a tensor", expected="None: XQA gives none")
         q, out, padding = joined(call.q, call.q_rope), call.out, step.padding
         if padding is not None:
             return padding.gather(self._decode(padding.spread(q), layer, step, None))

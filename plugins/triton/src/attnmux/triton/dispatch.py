@@ -108,9 +108,7 @@ def _serves_tiles(traits: LayerTraits) -> bool:
         and shape.real_tail % 16 == 0
         and shape.real_dv in (shape.real_d, shape.real_d + shape.real_tail)
     )
-    # The kernel compares logits before it scales them.
-    is_served = traits.key_dtype == traits.dtype and traits.layer.scaling > 0
-    return has_dims and is_served and _serves_rows(traits)
+    return has_dims and traits.key_dtype == traits.dtype and _serves_rows(traits)
 
 
 def _serves_latent(traits: LayerTraits) -> bool:
@@ -119,7 +117,7 @@ def _serves_latent(traits: LayerTraits) -> bool:
         traits.dtype in SIXTEEN_BITS
         and (shape.is_latent and (shape.real_d, shape.real_tail) == LATENT_DIMS)
         and (keys is not None and keys.k.dtype == traits.dtype and has_whole_rows(keys.k))
-        and (layer.is_causal and not layer.is_cross_attention and layer.scaling > 0)
+        and (layer.is_causal and not layer.is_cross_attention)
         and (layer.sliding_window_size < 0 and layer.attention_chunk_size <= 0)
         and (layer.logit_cap <= 0 and layer.sinks is None)
         and traits.page_size == 1

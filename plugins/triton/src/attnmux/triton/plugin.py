@@ -149,6 +149,8 @@ OPTIONS = (
         name="num_kv_splits",
         type=int,
         default=0,
+        least=0,
+        most=1024,
         summary="at most this many parts of a request's keys in decode and verification, of 256 "
         "tokens at least unless split_tile_size says otherwise; 0: by the batch, on the device",
     ),
@@ -156,6 +158,8 @@ OPTIONS = (
         name="split_tile_size",
         type=int,
         default=0,
+        least=0,
+        most=1 << 20,
         summary="tokens a part of a request's keys, more where there would be more parts than "
         "num_kv_splits or else 32; 0: as num_kv_splits says",
     ),

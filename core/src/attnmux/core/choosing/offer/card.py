@@ -65,15 +65,19 @@ class Prior(Plain):
 class Option(Plain):
     """A setting that a backend's factory receives. It must not change the results.
 
-    Raises InvalidInput for a name of other characters than NAME's, and for a default or a choice of
-    another type.
+    Raises InvalidInput for a name of other characters than NAME's, for a default or a choice of
+    another type or out of bounds, and for bounds of what is no number.
     """
 
     name: str
     type: type[bool] | type[int] | type[float] | type[str]
     default: OptionValue
     choices: tuple[OptionValue, ...] = ()
-    """Empty: any value of the type."""
+    """Empty: any value of the type within the bounds."""
+    least: float | None = None
+    """The smallest number that it takes; None: any."""
+    most: float | None = None
+    """The largest number that it takes; None: any."""
     summary: str = ""
 
     def __post_init__(self) -> None:
@@ -83,12 +87,36 @@ class Option(Plain):
             raise refusal(f"option {self.name!r}, summary", self.summary, "text")
         if self.type not in get_args(OptionValue):
             raise refusal(f"option {self.name!r}, type", self.type, "bool, int, float or str")
-        for value in (self.default, *self.choices):
+        bounds = [bound for bound in (self.least, self.most) if bound is not None]
+        if bounds and self.type not in (int, float):
+            expected = f"none, since its type is {self.type.__name__}"
+            raise refusal(f"option {self.name!r}, bounds", bounds[0], expected)
+        for value in (self.default, *self.choices, *bounds):
             if type(value) is not self.type:
                 expected = f"values of type {self.type.__name__}"
                 raise refusal(f"option {self.name!r}", value, expected)
+        if not all(map(self.admits, (self.default, *self.choices))):
+            raise refusal(f"option {self.name!r}, default", self.default, self.expected)
         if self.choices and self.default not in self.choices:
             raise refusal(f"option {self.name!r}, default", self.default, "one of its choices")
+
+    def admits(self, value: OptionValue) -> bool:
+        """Whether a value of the option's type is one of its choices and within its bounds."""
+        if self.choices and value not in self.choices:
+            return False
+        if isinstance(value, str):
+            return True
+        above = self.least is None or value >= self.least
+        return above and (self.most is None or value <= self.most)
+
+    @property
+    def expected(self) -> str:
+        """The values that it takes, in words."""
+        if self.choices:
+            return f"one of {', '.join(map(str, self.choices))}"
+        least = "" if self.least is None else f", at least {self.least}"
+        most = "" if self.most is None else f", at most {self.most}"
+        return f"a value of type {self.type.__name__}{least}{most}"
 
     def to_dict(self) -> dict[str, Any]:
         return {**plain_fields(self), "type": self.type.__name__}

@@ -140,16 +140,12 @@ def _no_such(backend: str, name: str, meant: Sequence[Offer]) -> InvalidInput:
 
 
 def _read(name: str, value: OptionValue, option: Option) -> OptionValue:
-    if option.choices:
-        expected = f"one of {', '.join(map(str, option.choices))}"
-    else:
-        expected = f"a value of type {option.type.__name__}"
-    refusal = InvalidInput(name, got=repr(value), expected=expected)
+    refusal = InvalidInput(name, got=repr(value), expected=option.expected)
     try:
         read = _as_type(value, option.type)
     except ValueError:
         raise refusal from None
-    if option.choices and read not in option.choices:
+    if not option.admits(read):
         raise refusal
     return read
 

@@ -25,6 +25,8 @@ WAVE = BackendCard(
             name="num_kv_splits",
             type=int,
             default=8,
+            least=1,
+            most=256,
             summary="parts of each request's keys in decode, for which kernels are compiled",
         ),
     ),

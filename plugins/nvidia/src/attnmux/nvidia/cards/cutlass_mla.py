@@ -46,6 +46,8 @@ CUTLASS_MLA = BackendCard(
             name="num_kv_splits",
             type=int,
             default=1,
+            least=-1,
+            most=256,
             summary="parts that the keys of a request are split into; -1 lets the kernel choose, "
             "which a captured graph must not",
         ),

@@ -27,6 +27,8 @@ NUM_SPLITS = Option(
     name="num_splits",
     type=int,
     default=0,
+    least=0,
+    most=256,
     summary="parts that the keys of a request are split into; 0 lets the library choose",
 )
 REQUIRES = (

@@ -20,6 +20,7 @@ from attnmux.core import (
 from attnmux.nvidia.cards import chunks
 from attnmux.nvidia.cards.chunks import with_chunks
 from attnmux.nvidia.cards.runs import on_h200
+from attnmux.nvidia.cards.scratch import workspace_bytes
 
 PAGES = (1, 16, 32, 64, 128)
 """Of layers with attention chunks, which are whole pages."""
@@ -102,12 +103,7 @@ FLASHINFER = BackendCard(
             choices=("auto", "on", "off"),
             summary="in decode: auto from 4 query heads a KV head on, and with 8-bit KV",
         ),
-        Option(
-            name="workspace_bytes",
-            type=int,
-            default=0,
-            summary="scratch memory; 0: 256 MiB, or what the head counts and graphs need",
-        ),
+        workspace_bytes("scratch memory; 0: 256 MiB, or what the head counts and graphs need"),
     ),
     priors=(
         Prior(

@@ -18,6 +18,7 @@ from attnmux.core import (
     when,
 )
 from attnmux.nvidia.cards.runs import TORCH, on_h200
+from attnmux.nvidia.cards.scratch import workspace_bytes
 
 DATACENTER_BLACKWELL = versions(">=10.0,<11")
 
@@ -82,12 +83,7 @@ FLASHINFER_MLA = BackendCard(
             choices=("auto", "fa2", "fa3"),
             summary="kernels: auto is fa3 on SM90, else fa2",
         ),
-        Option(
-            name="workspace_bytes",
-            type=int,
-            default=0,
-            summary="scratch memory; 0: 256 MiB",
-        ),
+        workspace_bytes("scratch memory; 0: 256 MiB"),
     ),
     priors=(
         Prior(

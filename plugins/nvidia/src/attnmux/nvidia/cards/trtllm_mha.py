@@ -11,7 +11,6 @@ from attnmux.core import (
     BackendCard,
     Clause,
     Condition,
-    Option,
     Prior,
     Verified,
     at_most,
@@ -23,6 +22,7 @@ from attnmux.core import (
 from attnmux.nvidia.cards import chunks
 from attnmux.nvidia.cards.chunks import with_chunks
 from attnmux.nvidia.cards.runs import on_h200
+from attnmux.nvidia.cards.scratch import workspace_bytes
 
 HOPPER = versions(">=9.0,<10")
 DATACENTER_BLACKWELL = versions(">=10.0,<11")
@@ -97,14 +97,7 @@ TRTLLM_MHA = BackendCard(
     extra="flashinfer",
     # Over e4m3 K and V, XQA on SM90 and trtllm-gen round queries and weights to e4m3 as well.
     fp8_products=True,
-    options=(
-        Option(
-            name="workspace_bytes",
-            type=int,
-            default=0,
-            summary="scratch memory, zeroed once; 0: 512 MiB",
-        ),
-    ),
+    options=(workspace_bytes("scratch memory, zeroed once; 0: 512 MiB"),),
     verified_on=(
         on_h200("flashinfer-python 0.6.13", date="2026-11-23", cases=570),
         Verified(

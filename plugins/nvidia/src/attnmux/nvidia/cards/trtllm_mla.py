@@ -7,7 +7,6 @@ from attnmux.core import (
     BackendCard,
     Clause,
     Condition,
-    Option,
     Prior,
     Verified,
     at_most,
@@ -15,6 +14,7 @@ from attnmux.core import (
     runtimes,
     versions,
 )
+from attnmux.nvidia.cards.scratch import workspace_bytes
 
 
 def _clause(version: Condition, num_q_heads: Condition, *phases: str) -> Clause:
@@ -46,14 +46,7 @@ TRTLLM_MLA = BackendCard(
     # Over e4m3 the kernels want queries in e4m3, and round weights to it.
     fp8_products=True,
     companions=("flashinfer_mla",),
-    options=(
-        Option(
-            name="workspace_bytes",
-            type=int,
-            default=0,
-            summary="scratch memory, zeroed once; 0: 128 MiB",
-        ),
-    ),
+    options=(workspace_bytes("scratch memory, zeroed once; 0: 128 MiB"),),
     verified_on=(
         Verified(
             on="the trtllm and XQA functions of flashinfer 0.6.13",

@@ -81,11 +81,12 @@ class TRTLLMMHABackend(
             )
         return super().forward_extend(call, batch)
 
+    def check_lse(self, layer: LayerSpec, batch: ForwardBatch) -> None:
+        raise InvalidInput("lse", got="a tensor", expected="None: XQA and fmha_v2 give none")
+
     def attend(
         self, call: AttentionCall, layer: TRTLLMMHALayer, step: Half, batch: ForwardBatch
     ) -> torch.Tensor:
-        if call.lse is not None:
-            raise InvalidInput("lse", got="a tensor", expected="None: XQA and fmha_v2 give none")
         out = call.out
         if out is None or not is_writable(out):
             out = torch.empty_like(call.q, memory_format=torch.contiguous_format)

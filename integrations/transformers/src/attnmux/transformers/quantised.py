@@ -1,0 +1,79 @@
+"""Which quantised checkpoints are refused: those that would run on raw codes."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from safetensors import safe_open
+from transformers import PreTrainedConfig
+from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
+
+from attnmux.core import InvalidInput
+
+FLOAT8 = ("F8_", "float8_", "torch.float8_")
+"""How names of dtypes begin, in safetensors and in torch."""
+
+KV_SCALES = (".k_scale", ".v_scale", ".kv_scale")
+"""Endings of the names of tensors that were calibrated for an 8-bit KV cache."""
+
+WEIGHT_SCALE = re.compile(r"\.(weight_scale|scale_weight)[^.]*$")
+
+EXPECTED = "weights in float32, float16 or bfloat16, or a method that transformers reads"
+
+
+def check_method(source: str, config: PreTrainedConfig) -> None:
+    """Raise InvalidInput for a quantisation method that transformers does not know: it would load
+    the codes as weights, with a warning in its log."""
+    method = _method(config)
+    if method is None or method in AUTO_QUANTIZATION_CONFIG_MAPPING:
+        return
+    known = ", ".join(sorted(AUTO_QUANTIZATION_CONFIG_MAPPING))
+    got = f"{source}, quantised by {method!r} (quantization_config.quant_method of config.json)"
+    raise InvalidInput("model", got=got, expected=f"{EXPECTED}: {known}")
+
+
+def check_files(source: str, config: PreTrainedConfig) -> None:
+    """Raise InvalidInput for a folder with float8 weights whose scales nothing reads. It reads the
+    headers of *.safetensors alone."""
+    if _method(config) is not None:
+        return
+    dtypes = {}
+    for path in sorted(Path(source).glob("*.safetensors")):
+        with safe_open(path, framework="pt") as file:
+            dtypes.update({name: file.get_slice(name).get_dtype() for name in file.keys()})  # noqa: SIM118  # no mapping
+    check_scales(source, dtypes)
+
+
+def check_scales(source: str, dtypes: Mapping[str, str]) -> None:
+    """Raise InvalidInput for float8 weights with scales. dtypes: by the tensor's name."""
+    codes = (name for name, dtype in dtypes.items() if dtype.startswith(FLOAT8))
+    owners = {name.rpartition(".")[0]: name for name in codes}
+    for name in dtypes:
+        owner, _, tail = name.rpartition(".")
+        if owner in owners and "scale" in tail and not name.endswith(KV_SCALES):
+            got = f"{source}, whose {owners[owner]} has float8 codes and a scale, {name}"
+            raise InvalidInput("model", got=got, expected=EXPECTED)
+
+
+def weight_scales(names: Iterable[str]) -> list[str]:
+    """The names that can only scale a weight, such as `x.weight_scale` and `x.weight_scale_inv`."""
+    return [name for name in names if WEIGHT_SCALE.search(name)]
+
+
+def _method(config: PreTrainedConfig) -> str | None:
+    """The checkpoint's quantisation method; None without one, or where it is left to transformers
+    to find."""
+    given: Any = getattr(config, "quantization_config", None)
+    if given is None:
+        given = getattr(config.get_text_config(decoder=True), "quantization_config", None)
+    if given is None:
+        return None
+    method = given.get("quant_method") if isinstance(given, Mapping) else given.quant_method
+    return (
+        "bitsandbytes_8bit"
+        if method in (None, "bitsandbytes")
+        else str(getattr(method, "value", method))
+    )
