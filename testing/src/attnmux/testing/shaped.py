@@ -94,19 +94,23 @@ def _linear(
 
 
 def _shapes(request: Request, phase: str) -> dict[str, Any]:
-    """Fields of the cases that the request states."""
-    shapes: dict[str, Any] = {"dtype": request.dtype}
+    """Fields of the cases that the request states, and the ranks that its kind has or lacks."""
     if phase == "encoder":
-        shapes["head_dim"] = shapes["v_head_dim"] = request.encoder_head_dim or request.head_dim
+        dims = request.encoder_head_dim or request.head_dim
+        stated = {"head_dim": dims, "v_head_dim": dims, "dtype": request.dtype}
+        ranks = {}
     else:
-        shapes |= {
+        stated = {
             "kind": request.kind,
             "num_q_heads": request.num_q_heads,
             "num_kv_heads": request.num_kv_heads,
             "head_dim": request.head_dim,
             "v_head_dim": request.v_head_dim or request.head_dim,
-            "kv_lora_rank": request.kv_lora_rank,
-            "qk_rope_head_dim": request.qk_rope_head_dim,
+            "dtype": request.dtype,
             "kv_dtype": request.kv_dtype,
         }
-    return {name: value for name, value in shapes.items() if value is not None}
+        ranks = {
+            "kv_lora_rank": request.kv_lora_rank,
+            "qk_rope_head_dim": request.qk_rope_head_dim,
+        }
+    return {name: value for name, value in stated.items() if value is not None} | ranks
