@@ -16,7 +16,6 @@ from attnmux.core.choosing.machine.cpu import probe_cpu
 from attnmux.core.choosing.measured.passes import pass_key, passes
 from attnmux.core.choosing.measured.unverified import untried, unverified
 from attnmux.core.choosing.offer.installed_files import digest
-from attnmux.cpu.torch_native import TorchNativeBackend
 from attnmux.testing import FirstUse, fake_card, find_candidate, run_case
 from attnmux.testing.candidate import Outcome
 from attnmux.testing.cases import PHASES
@@ -85,33 +84,10 @@ def test_an_encoder_has_cases() -> None:
 @pytest.mark.parametrize("phase", ["decode", "extend"])
 @pytest.mark.parametrize("page_size", [1, 16, 64])
 def test_a_backend_that_skips_page_0_is_refused(
-    offers, in_process, monkeypatch, tmp_path, page_size, phase
+    offers, in_process, skip_page_0, tmp_path, page_size, phase
 ) -> None:
     """In requests of more than one page, and in the steps of one phase alone."""
-    prepare = TorchNativeBackend.init_forward_metadata_out_graph
-
-    def skips(self, batch, in_capture=False):
-        if PHASES[batch.forward_mode] != phase:
-            return prepare(self, batch, in_capture)
-        table = self.context.req_to_token_pool.req_to_token
-        rows = batch.req_pool_indices.long()
-        prefixes = batch.seq_lens if phase == "decode" else batch.extend_prefix_lens
-        several = prefixes > page_size
-        whole = table.clone()
-        table[rows[several], :-page_size] = whole[rows[several], page_size:]
-        less = page_size * several.int()
-        changed = {"seq_lens": batch.seq_lens - less}
-        if phase == "extend":
-            changed["extend_prefix_lens"] = prefixes - less
-        mirrors = {
-            f"{name}_cpu": lens.cpu() for name, lens in changed.items()
-            if getattr(batch, f"{name}_cpu") is not None
-        }  # fmt: skip
-        prepare(self, replace(batch, **changed, **mirrors), in_capture)
-        table.copy_(whole)
-        return None
-
-    monkeypatch.setattr(TorchNativeBackend, "init_forward_metadata_out_graph", skips)
+    skip_page_0(phase)
     with pytest.raises(BackendFailed, match=rf"case {phase}-.*-page{page_size} failed"):
         trial(offers, tmp_path)(decided(offers, page_size))
     assert in_process[-1] in trial_cases(
