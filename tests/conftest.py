@@ -13,11 +13,13 @@ import re
 import shlex
 import shutil
 from collections import defaultdict
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import suppress
+from dataclasses import replace
 from hashlib import sha256
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 from zipfile import BadZipFile, ZipFile
 from zipfile import Path as ZipPath
 from zlib import crc32
@@ -293,3 +295,38 @@ def unconfigured(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
         for name in ("XDG_CACHE_HOME", "XDG_CONFIG_HOME"):
             patch.setenv(name, str(tmp_path_factory.mktemp(name.lower())))
         yield
+
+
+@pytest.fixture
+def skip_page_0(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
+    """Called with "decode" or "extend": in the steps of that phase, torch_native misses the first
+    page of every request that has more than one in the cache."""
+    from attnmux.cpu.torch_native import TorchNativeBackend  # noqa: PLC0415  # torch
+
+    prepare = TorchNativeBackend.init_forward_metadata_out_graph
+
+    def plant(phase: str) -> None:
+        def skips(self: Any, batch: Any, in_capture: bool = False) -> None:
+            decodes = batch.forward_mode.is_decode()
+            if decodes != (phase == "decode") or not (decodes or batch.forward_mode.is_extend()):
+                return prepare(self, batch, in_capture)
+            page = self.context.token_to_kv_pool.page_size
+            table = self.context.req_to_token_pool.req_to_token
+            cached = batch.seq_lens if decodes else batch.extend_prefix_lens
+            several = cached > page
+            rows, whole = batch.req_pool_indices[several], table.clone()
+            table[rows, :-page] = whole[rows, page:]
+            less = page * several.int()
+            changed = {"seq_lens": batch.seq_lens - less}
+            if not decodes:
+                changed["extend_prefix_lens"] = cached - less
+            for name in tuple(changed):
+                if getattr(batch, f"{name}_cpu") is not None:
+                    changed[f"{name}_cpu"] = changed[name].cpu()
+            prepare(self, replace(batch, **changed), in_capture)
+            table.copy_(whole)
+            return None
+
+        monkeypatch.setattr(TorchNativeBackend, "init_forward_metadata_out_graph", skips)
+
+    return plant

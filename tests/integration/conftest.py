@@ -272,6 +272,14 @@ def randomise(model: PreTrainedModel) -> PreTrainedModel:
     return model.eval()
 
 
+@pytest.fixture(autouse=True)
+def no_trial(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`generate` tries no backend first, which takes seconds, except in the tests of that."""
+    if request.path.name != "test_first_use.py":
+        target = "attnmux.transformers.cli_run.first_use"
+        monkeypatch.setattr(target, lambda *_, **__: lambda decision: None)
+
+
 @pytest.fixture(scope="session")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[PreTrainedModel, Path]]:
     """(the model with transformers' own eager attention, its checkpoint's folder), by name."""

@@ -93,6 +93,17 @@ def test_a_command_runs(
         assert done.stdout.strip() == "417"
 
 
+@pytest.mark.parametrize("page_size", [16, 64])
+def test_the_first_step_notices_a_missed_first_page(skip_page_0, page_size: int) -> None:
+    prompt = shlex.split(next(command for command in COMMANDS if "?S" in command))[2]
+    given = ["generate", prompt, "--backend", "torch_native", "--page-size", str(page_size)]
+    assert CliRunner().invoke(verbs, given).stdout.strip() == "3051"
+    skip_page_0("decode")
+    done = CliRunner().invoke(verbs, given)
+    assert done.exit_code == 0, done.output
+    assert done.stdout.strip() != "3051"
+
+
 def break_decode(monkeypatch: pytest.MonkeyPatch, decode: object) -> None:
     target = "attnmux.cpu.torch_native.TorchNativeBackend.forward_decode"
     monkeypatch.setattr(target, decode)

@@ -19,7 +19,7 @@ from attnmux.testing.candidate import Candidate, Outcome, find_candidate
 from attnmux.testing.kept_run import KeptRun
 from attnmux.testing.linear_cases import AnyCase
 from attnmux.testing.sampling import Sampler
-from attnmux.testing.summary import kept_file, summarised
+from attnmux.testing.summary import Keeper
 from attnmux.testing.verify_report import report
 from attnmux.testing.verify_run import (
     QUICK,
@@ -85,7 +85,7 @@ FAILED, NOTHING_RAN = 1, 3
     type=click.Path(dir_okay=False, path_type=Path),
     help="Keep the cases that pass in this file, and do not run those that passed there before.",
 )
-@click.option("--keep", is_flag=True, help="Keep a summary for `attnmux report`.")
+@click.option("--keep", is_flag=True, help="Keep a summary for `attnmux report`, and a pass.")
 @common_options
 @pass_run
 def verify(
@@ -124,7 +124,7 @@ def verify(
         raise NoBackend(
             "verify runs the backend itself, which needs torch: pip install 'attnmux-core[torch]'"
         )
-    summary_file = kept_file(candidate.address) if keep else None
+    keeper = Keeper.of(candidate, plugins.offers()) if keep else None
     wanted = _pattern(pattern)
     cases = _admitted(candidate, page_sizes, execution)
     owners = {plugin.name: plugin.distribution for plugin in plugins.loaded}
@@ -163,8 +163,8 @@ def verify(
         pairs_covered=sampler.coverage.covered,
         resumed=len(plan.resumed),
     )
-    if summary_file is not None:
-        summarised(verification).write(summary_file)
+    if keeper is not None:
+        keeper.keep(verification)
     if as_json:
         echo_json({**verification.to_dict(), "warnings": run.warnings})
         return _exit_code(verification)

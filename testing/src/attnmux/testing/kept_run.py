@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -12,18 +11,15 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from attnmux.core import InvalidInput
 from attnmux.core.choosing.common.files import read_file
-from attnmux.core.lock import installed
+from attnmux.core.choosing.offer.installed_files import digest
 from attnmux.testing.candidate import Outcome, StepFigures
 
 if TYPE_CHECKING:
-    from attnmux.core import BackendCard
     from attnmux.testing.candidate import Candidate
     from attnmux.testing.linear_cases import AnyCase
 
 MOST_BYTES = 256_000_000
 Execution = Literal["eager", "graph"]
-OTHERS = ("attnmux-core", "attnmux-testing", "torch", "triton")
-"""Distributions besides a plugin and its libraries on which an outcome depends."""
 
 
 @dataclass(kw_only=True, eq=False)
@@ -32,7 +28,7 @@ class KeptRun:
 
     path: Path
     subject: str
-    """A hash of the backend's card, its libraries, the machine and the device."""
+    """A hash of the backend's card, its files and libraries, the machine and the device."""
     seed: int
     passed: dict[tuple[str, Execution], Outcome] = field(default_factory=dict)
     """Those of an earlier run, by case and execution."""
@@ -85,16 +81,6 @@ class KeptRun:
                     file.write(json.dumps(outcome.to_dict()) + "\n")
                     file.flush()
                 yield outcome
-
-
-def digest(card: BackendCard, distribution: str, *facts: object) -> str:
-    """Changes with the facts, and with the files of the plugin and of all that it runs on.
-
-    distribution: the plugin's; empty for a backend that no plugin offers.
-    """
-    names = {distribution, *card.libraries(), *OTHERS} - {""}
-    parts = [*facts, installed(names)]
-    return hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()
 
 
 def _objects(lines: Sequence[bytes]) -> Iterator[dict[str, Any]]:

@@ -39,17 +39,18 @@ def cases_in_shape(
     candidate: Candidate, request: Request, phase: str, *, page_size: int, in_graph: bool
 ) -> Iterator[AnyCase]:
     """Yield cases of the phase and page size that need no other feature than the request, with the
-    request's kind, heads and dtypes.
+    request's kind, heads and dtypes. An encoder has no pages.
 
     in_graph: also those that run from graphs.
     """
     if request.kind in LINEAR_KINDS:
         yield from _linear(candidate, request, phase, in_graph=in_graph)
         return
-    shapes = _shapes(request)
+    shapes = _shapes(request, phase)
+    encodes = phase == "encoder"
     kinds = (request.kind,) if request.kind == "dual_chunk" else KINDS
     seen: set[Case] = set()
-    for case in candidate.cases({page_size}):
+    for case in candidate.cases({1 if encodes else page_size}):
         if isinstance(case, LinearCase):
             continue
         needed = case.request
@@ -60,7 +61,7 @@ def cases_in_shape(
             or case.dtype not in (DEFAULT_DTYPE, request.dtype)
             or case.kv_dtype not in (None, request.kv_dtype)
             or (case.graph and not in_graph)
-            or not case.save_kv_cache
+            or not (case.save_kv_cache or encodes)
             or any(getattr(needed, name) and not getattr(request, name) for name in FEATURES)
         ):
             continue
@@ -92,15 +93,24 @@ def _linear(
             yield shaped
 
 
-def _shapes(request: Request) -> dict[str, Any]:
-    return {
-        "kind": request.kind,
-        "num_q_heads": request.num_q_heads,
-        "num_kv_heads": request.num_kv_heads,
-        "head_dim": request.head_dim,
-        "v_head_dim": request.v_head_dim or request.head_dim,
-        "kv_lora_rank": request.kv_lora_rank,
-        "qk_rope_head_dim": request.qk_rope_head_dim,
-        "dtype": request.dtype,
-        "kv_dtype": request.kv_dtype,
-    }
+def _shapes(request: Request, phase: str) -> dict[str, Any]:
+    """Fields of the cases that the request states, and the ranks that its kind has or lacks."""
+    if phase == "encoder":
+        dims = request.encoder_head_dim or request.head_dim
+        stated = {"head_dim": dims, "v_head_dim": dims, "dtype": request.dtype}
+        ranks = {}
+    else:
+        stated = {
+            "kind": request.kind,
+            "num_q_heads": request.num_q_heads,
+            "num_kv_heads": request.num_kv_heads,
+            "head_dim": request.head_dim,
+            "v_head_dim": request.v_head_dim or request.head_dim,
+            "dtype": request.dtype,
+            "kv_dtype": request.kv_dtype,
+        }
+        ranks = {
+            "kv_lora_rank": request.kv_lora_rank,
+            "qk_rope_head_dim": request.qk_rope_head_dim,
+        }
+    return {name: value for name, value in stated.items() if value is not None} | ranks

@@ -1,17 +1,18 @@
-"""What `attnmux verify --keep` keeps of a run, for `attnmux report`."""
+"""What `attnmux verify --keep` keeps of a run: a summary for `attnmux report`, and a pass."""
 
 from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
-from attnmux.core import Settings, SettingsError, Verified
+from attnmux.core import Offer, Settings, SettingsError, Verified
 from attnmux.core.choosing.common.files import read_file, replacing
+from attnmux.core.choosing.measured.passes import pass_key, passes
 from attnmux.core.choosing.measured.records import Device
 from attnmux.core.cli.run import writing
 from attnmux.testing.anonymous import anonymous
@@ -118,6 +119,33 @@ def kept_file(address: str) -> Path:
             "there is no home directory to keep a summary in; set XDG_CACHE_HOME to a folder"
         )
     return folder / FOLDER / f"{address.replace('/', '-')}.json"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Keeper:
+    """Keeps the summary of a run and, if the whole suite passed, the pass."""
+
+    file: Path
+    key: str
+    """Of the pass, with the files that the backend had before the run."""
+
+    @classmethod
+    def of(cls, candidate: Candidate, offers: Iterable[Offer]) -> Keeper:
+        """Raises SettingsError where there is no home directory."""
+        (offer,) = (each for each in offers if each.address == candidate.address)
+        key = pass_key(offer, candidate.platform, candidate.options)
+        return cls(file=kept_file(candidate.address), key=key)
+
+    def keep(self, verification: Verification) -> None:
+        """A failure takes back an earlier pass. Raises SettingsError for a file that cannot be
+        written."""
+        summarised(verification).write(self.file)
+        store = passes(Settings.cache_folder())
+        kept = {name: each for name, each in store.read().items() if name != self.key}
+        if verification.has_failed:
+            store.write(kept)
+        elif verification.is_complete and verification.count("passed"):
+            store.write({**kept, self.key: verification.candidate.address})
 
 
 def read_summary(file: Path) -> Summary | None:

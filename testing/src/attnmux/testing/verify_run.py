@@ -9,10 +9,11 @@ from random import SystemRandom
 from typing import Any
 
 from attnmux.core import FrozenMapping, installed_version
+from attnmux.core.choosing.offer.installed_files import OTHERS
 from attnmux.testing.candidate import Candidate, Outcome
 from attnmux.testing.card_limits import outside_points, try_point
 from attnmux.testing.children import Trial, run_in_children
-from attnmux.testing.kept_run import OTHERS, KeptRun
+from attnmux.testing.kept_run import KeptRun
 from attnmux.testing.linear_cases import AnyCase
 from attnmux.testing.sampling import Sampler
 

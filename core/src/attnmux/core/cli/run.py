@@ -19,6 +19,7 @@ import click
 from attnmux.core.choosing.common.frozen import FrozenMapping
 from attnmux.core.choosing.find.devices import Detection, detect
 from attnmux.core.choosing.find.plugins import Plugins, unknown_plugins
+from attnmux.core.choosing.measured.passes import passes
 from attnmux.core.choosing.measured.unverified import unverified
 from attnmux.core.errors import (
     AmbiguousPlatform,
@@ -120,7 +121,7 @@ class Run:
         self, decision: Decision, offers: Sequence[Offer], measurements: Sequence[Measurement]
     ) -> None:
         """A warning for each backend that `unverified` finds."""
-        for each in unverified(decision, offers, measurements):
+        for each in unverified(decision, offers, measurements, passes(Settings.cache_folder())):
             self.warn(str(each))
 
     def launches(self, settings: Settings) -> tuple[TunedLaunch, ...]:

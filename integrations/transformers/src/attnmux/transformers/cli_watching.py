@@ -14,7 +14,7 @@ from attnmux.transformers.cli_options import Watching
 def first_use(
     run: Run, offers: Sequence[Offer], measurements: Sequence[Measurement], **place: object
 ) -> Callable[[Decision], None]:
-    """Runs cases on a backend that never passed; only warns where attnmux-testing is missing."""
+    """Runs cases on a backend that did not pass here; only warns without attnmux-testing."""
     make = _from_testing("FirstUse")
     if make is None:
 
@@ -22,7 +22,7 @@ def first_use(
             run.warn_of_unverified(decision, offers, measurements)
 
         return warn
-    check: Callable[[Decision], None] = make(offers, measurements, say=run.warn, **place)
+    check: Callable[[Decision], None] = make(offers, say=run.warn, **place)
     return check
 
 
