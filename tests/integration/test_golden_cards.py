@@ -381,10 +381,14 @@ nvidia/trtllm_mha nvidia:sm120 decode gqa kv_dtype=fp4_e2m1 KV_DTYPE
 nvidia/trtllm_mha nvidia:sm90 decode gqa kv_dtype=fp4_e2m1 KV_DTYPE
 nvidia/trtllm_mla nvidia:sm120 decode mla kv_dtype=fp8_e4m3 served
 nvidia/nsa nvidia:sm100 decode nsa kv_dtype=fp8_e4m3 served
-triton/triton nvidia:sm80 decode gqa kv_dtype=fp8_e4m3|fp8_e5m2 served
+triton/triton nvidia:sm80 decode gqa kv_dtype=fp8_e5m2 served
+triton/triton nvidia:sm80 decode gqa kv_dtype=fp8_e4m3 KV_DTYPE
+triton/triton nvidia:sm86 extend gqa kv_dtype=fp8_e4m3 KV_DTYPE
+triton/triton nvidia:sm89 decode gqa kv_dtype=fp8_e4m3 served
 triton/triton nvidia:sm80 decode gqa kv_dtype=fp4_e2m1 served
 triton/triton amd:gfx942 decode gqa kv_dtype=fp8_e4m3 served
-triton/triton nvidia:sm80 decode gqa dtype=fp16,kv_dtype=fp8_e4m3|fp8_e5m2 served
+triton/triton nvidia:sm80 decode gqa dtype=fp16,kv_dtype=fp8_e5m2 served
+triton/triton nvidia:sm89 extend gqa dtype=fp16,kv_dtype=fp8_e4m3 served
 triton/triton nvidia:sm80 decode gqa dtype=fp16,kv_dtype=fp4_e2m1 served
 nvidia/fa3 amd:gfx942 decode gqa head_dim=128 VENDOR
 nvidia/trtllm_mha nvidia:sm100 decode gqa num_q_heads=16|32|64|128|256,page_size=128 served
