@@ -27,7 +27,7 @@ from attnmux.triton.plugin import TRITON
 
 DIMS = (
     *((dim, dim) for dim in (64, 80, 96, 112, 128, 160, 192, 224, 256, 320, 384, 448, 512)),
-    *((192, 128), (255, 128), (511, 256), (511, 512)),
+    *((192, 128), (224, 128), (448, 256), (448, 512)),
 )
 """Columns of K and V: those of models, and the widest tiles of each launch configuration."""
 STEPS = {

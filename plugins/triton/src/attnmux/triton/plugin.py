@@ -123,6 +123,7 @@ def _clauses(dtype: str) -> Iterator[Clause]:
             dtype,
             phase=one_of("extend", "decode", "verify", "draft"),
             kind=one_of("mla"),
+            arch=anything_but("sm75"),
             kv_dtype=one_of(dtype),
             head_dim=ANY,
             kv_lora_rank=multiple_of(1, most=512),
@@ -133,6 +134,7 @@ def _clauses(dtype: str) -> Iterator[Clause]:
         dtype,
         phase=one_of("extend", "decode", "verify", "draft"),
         kind=one_of("nsa"),
+        arch=anything_but("sm70", "sm72", "sm75"),
         kv_dtype=one_of(dtype, "fp8_e4m3", "fp8_e5m2"),
         head_dim=ANY,
         kv_lora_rank=multiple_of(1, most=512),
@@ -222,7 +224,9 @@ TRITON = BackendCard(
     sources={
         "arch": (
             "the compilers of Triton: that for NVIDIA has fp8e4nv from SM89 on "
-            "(`supported_fp8_dtypes`); of AMD's GPUs, CDNA3 alone converts e4m3fnuz natively"
+            "(`supported_fp8_dtypes`); of AMD's GPUs, CDNA3 alone converts e4m3fnuz natively. Of "
+            "shared memory, tiles of latents take 69,632 bytes and those of picked ones 102,400: "
+            "SM75 has 65,536, SM70 and SM72 98,304"
         ),
         "dtype": "16-bit floats, which tensor cores multiply",
         "kv_dtype": (
