@@ -11,6 +11,24 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.experimental.gluon._runtime import GluonASTSource
 
+SHARED = {
+    "sm75": 65536,
+    "sm80": 166912,
+    "sm86": 101376,
+    "sm89": 101376,
+    "sm90": 232448,
+    "sm100": 232448,
+    "sm103": 232448,
+    "sm120": 101376,
+    "gfx90a": 65536,
+    "gfx942": 65536,
+    "gfx950": 163840,
+    "gfx1100": 65536,
+    "gfx1201": 65536,
+}
+"""Bytes of shared memory that a program may take: NVIDIA's CUDA programming guide, "Technical
+specifications per compute capability"; AMD's local data share, by its manuals of instructions."""
+
 SM90 = GPUTarget("cuda", 90, 32)
 FRAME = re.compile(rb"\x04\x11\x08\x00.{4}(.{4})", re.DOTALL)
 """EIATTR_FRAME_SIZE in a cubin: a symbol, and the bytes of local memory that its code takes."""

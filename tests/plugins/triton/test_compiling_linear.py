@@ -141,12 +141,12 @@ def launches(case: LinearCase, arch: str, target: Any, most_shared: int) -> list
 
 
 def main(arch: str, *, full: bool) -> None:
-    from compile_kernel import compile_kernel, local_memory  # noqa: PLC0415  # not the interpreter's
-    from test_compiling import TARGETS, scratch_bytes, target_of, word  # noqa: PLC0415  # as above
+    from compile_kernel import SHARED, compile_kernel, local_memory  # noqa: PLC0415  # not the interpreter's
+    from test_compiling import scratch_bytes, target_of, word  # noqa: PLC0415  # as above
 
     target = target_of(arch)
     for case in names_of(arch, full=full):
-        for kernel, values, options in launches(EVERY[case], arch, target, TARGETS[arch]):
+        for kernel, values, options in launches(EVERY[case], arch, target, SHARED[arch]):
             compiled = compile_kernel(
                 kernel,
                 {name: word(value) for name, value in values.items()},
@@ -161,7 +161,7 @@ def main(arch: str, *, full: bool) -> None:
                 "case": case,
                 "kernel": f"{kernel.__module__.rpartition('.')[2]}.{kernel.__name__}",
                 "options": options,
-                "spare": TARGETS[arch] - compiled.metadata.shared,
+                "spare": SHARED[arch] - compiled.metadata.shared,
             }
             if arch.startswith("gfx"):
                 facts["scratch"] = scratch_bytes(compiled.asm["amdgcn"])

@@ -12,17 +12,16 @@ from attnmux.triton.config_tables import SHARES, TILES, ConfigTables
 from attnmux.triton.configs import PORTABLE, ConfigEntry, ConfigQuery, ShareConfig, TileConfig
 from attnmux.triton.shapes import Shape
 
-GQA = Shape.of(
-    LayerSpec(
-        layer_id=0,
-        tp_q_head_num=32,
-        tp_k_head_num=8,
-        tp_v_head_num=8,
-        qk_head_dim=128,
-        v_head_dim=128,
-        scaling=1.0,
-    )
+LAYER = LayerSpec(
+    layer_id=0,
+    tp_q_head_num=32,
+    tp_k_head_num=8,
+    tp_v_head_num=8,
+    qk_head_dim=128,
+    v_head_dim=128,
+    scaling=1.0,
 )
+GQA = Shape.of(LAYER)
 MLA = Shape.of(
     LayerSpec(
         layer_id=0,
@@ -68,6 +67,26 @@ def test_gfx12_has_launches_of_its_own():
         )
         assert any_gpu == gfx9 == gfx11
         assert all(config.num_warps == 8 for config in gfx12)
+
+
+@pytest.mark.parametrize(
+    ("dims", "arch", "smaller"),
+    [
+        *(((256, 256), arch, True) for arch in ("sm75", "sm86", "sm89", "sm120", "sm121")),
+        *(((256, 256), arch, False) for arch in ("sm87", "sm90", "sm100", "sm103")),
+        *(((448, 256), arch, True) for arch in ("sm75", "sm80", "sm86", "sm100", "sm120")),
+        *(((192, 128), arch, False) for arch in ("sm80", "sm86", "sm100")),
+        *(((224, 128), arch, True) for arch in ("sm75", "sm86", "sm120")),
+    ],
+)
+def test_tiles_are_smaller_where_shared_memory_is(dims, arch, smaller):
+    """Than those of SM80 for heads of 256, or of as many columns as their width allows."""
+    shape = Shape.of(replace(LAYER, qk_head_dim=dims[0], v_head_dim=dims[1]))
+    usual = ConfigTables().tiles(
+        replace(query(shape, "sm80"), columns=512 if shape.width == "wide" else 256)
+    )
+    tiles = ConfigTables().tiles(query(shape, arch))
+    assert (tiles.block_m * tiles.block_n < usual.block_m * usual.block_n) is smaller
 
 
 @pytest.mark.parametrize("width", ["narrow", "wide", "latent"])

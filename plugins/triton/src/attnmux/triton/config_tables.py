@@ -52,6 +52,9 @@ def _tiles(block_m: int, block_n: int, num_warps: int, num_stages: int) -> TileC
     return TileConfig(block_m=block_m, block_n=block_n, num_warps=num_warps, num_stages=num_stages)
 
 
+SMALL = ("sm86", "sm89", "sm12")
+"""NVIDIA's architectures with 99 KiB of shared memory a program."""
+
 EIGHT_BITS_TILES = _tiles(128, 128, 8, 3)
 NARROW_EIGHT_BITS_CHAINS = replace(_tiles(64, 128, 4, 3), programs_per_unit=2)
 TILES: tuple[ConfigEntry[TileConfig], ...] = (
@@ -60,6 +63,7 @@ TILES: tuple[ConfigEntry[TileConfig], ...] = (
     ConfigEntry(width="latent", config=_tiles(32, 16, 4, 2)),
     ConfigEntry(arch="sm", width="narrow", config=_tiles(128, 64, 8, 3)),
     ConfigEntry(arch="sm", width="wide", config=_tiles(64, 64, 8, 2)),
+    ConfigEntry(arch="sm", width="wide", least_columns=513, config=_tiles(32, 32, 8, 2)),
     ConfigEntry(arch="sm", width="latent", config=_tiles(64, 16, 8, 2)),
     ConfigEntry(arch="sm90", width="latent", config=_tiles(64, 32, 8, 2)),
     ConfigEntry(arch="sm90", dims=(64, 64), config=HOPPER_HIGH_HELD_TILES, measured=H200),
@@ -77,6 +81,21 @@ TILES: tuple[ConfigEntry[TileConfig], ...] = (
     ConfigEntry(arch="sm90", dims=(192, 128), config=HOPPER_TILES, measured=H100),
     ConfigEntry(arch="sm90", dims=(256, 256), config=HOPPER_WIDE_TILES, measured=H100),
     ConfigEntry(arch="sm90", dims=(576, 512), config=HOPPER_LATENT_TILES, measured=H100),
+    *(
+        entry
+        for arch in SMALL
+        for entry in (
+            ConfigEntry(arch=arch, width="narrow", least_columns=321, config=_tiles(64, 64, 8, 2)),
+            ConfigEntry(arch=arch, width="wide", config=_tiles(64, 32, 8, 2)),
+            ConfigEntry(arch=arch, width="wide", least_columns=513, config=_tiles(32, 32, 8, 2)),
+        )
+    ),
+    # SM75 has 64 KiB, and no copies that run ahead.
+    ConfigEntry(arch="sm7", width="narrow", config=_tiles(64, 32, 4, 1)),
+    ConfigEntry(arch="sm7", width="narrow", least_columns=257, config=_tiles(32, 32, 4, 1)),
+    ConfigEntry(arch="sm7", width="wide", config=_tiles(32, 32, 4, 1)),
+    ConfigEntry(arch="sm7", width="wide", least_columns=513, config=_tiles(16, 16, 4, 1)),
+    ConfigEntry(arch="sm7", width="latent", config=_tiles(16, 16, 4, 1)),
     # A thread has 256 registers and a warp 32 threads: tiles for half as many warps of 64 spill.
     ConfigEntry(arch="gfx12", width="narrow", config=_tiles(64, 32, 8, 2)),
     ConfigEntry(arch="gfx12", width="wide", config=_tiles(32, 32, 8, 2)),
@@ -200,6 +219,23 @@ SHARES: tuple[ConfigEntry[ShareConfig], ...] = (
         arch="sm90", dims=(256, 256), key_bits=8, config=HOPPER_WIDE_EIGHT_BITS, measured=H100
     ),
     ConfigEntry(arch="sm90", dims=(576, 512), config=HOPPER_LATENT_SHARES, measured=H200),
+    *(
+        entry
+        for arch in SMALL
+        for entry in (
+            ConfigEntry(
+                arch=arch, width="narrow", least_columns=257, config=replace(NARROW, num_stages=3)
+            ),
+            ConfigEntry(arch=arch, width="wide", least_columns=513, config=WIDE),
+        )
+    ),
+    ConfigEntry(
+        arch="sm7",
+        width="narrow",
+        config=replace(NARROW, block_m=32, block_n=32, num_stages=1, least_share=4),
+    ),
+    ConfigEntry(arch="sm7", width="wide", config=replace(WIDE, block_m=16, num_stages=1)),
+    ConfigEntry(arch="sm7", width="latent", config=replace(LATENT, num_stages=1)),
     # As in TILES.
     ConfigEntry(
         arch="gfx12",

@@ -91,6 +91,7 @@ class ConfigQuery:
     """As `Platform.arch`."""
     width: Width
     dims: tuple[int, int]
+    columns: int
     rows: int
     page: int
     key_bits: int
@@ -111,6 +112,7 @@ class ConfigQuery:
             arch=arch,
             width=shape.width,
             dims=shape.dims,
+            columns=shape.d + shape.tail + shape.dv,
             rows=queries * shape.group,
             page=page,
             key_bits=key_bits,
@@ -127,6 +129,8 @@ class ConfigEntry(Generic[C]):
     width: Width | None = None
     dims: tuple[int, int] | None = None
     """Columns of K and of V."""
+    least_columns: int = 0
+    """Columns of the tiles of K's parts and of V together, which shared memory holds."""
     least_rows: int = 0
     """For shares, query heads of a KV head times new tokens of a request; for tiles, the heads."""
     page: int | None = None
@@ -141,6 +145,7 @@ class ConfigEntry(Generic[C]):
             query.arch.startswith(self.arch)
             and self.width in (None, query.width)
             and self.dims in (None, query.dims)
+            and self.least_columns <= query.columns
             and self.least_rows <= query.rows
             and self.page in (None, query.page)
             and self.key_bits in (None, query.key_bits)
@@ -148,12 +153,13 @@ class ConfigEntry(Generic[C]):
         )
 
     @property
-    def specificity(self) -> tuple[int, bool, int, bool, bool]:
+    def specificity(self) -> tuple[int, bool, int, int, bool, bool]:
         """Entries compare by this: first by how much of the architecture's name they give ("sm90"
-        before "sm" before ""), then by dims, rows, page and the keys' bits."""
+        before "sm" before ""), then by dims, columns, rows, page and the keys' bits."""
         return (
             len(self.arch),
             self.dims is not None,
+            self.least_columns,
             self.least_rows,
             self.page is not None,
             self.key_bits is not None,

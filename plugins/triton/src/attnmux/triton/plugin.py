@@ -6,6 +6,7 @@ Importing this module imports no torch.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 from attnmux.core import (
@@ -70,6 +71,19 @@ _FOUR_BITS: dict[str, Condition] = {
 }
 
 
+_WITHOUT_E4M3 = ("sm70", "sm72", "sm75", "sm80", "sm86", "sm87", "sm88")
+"""NVIDIA's GPUs whose Triton has no e4m3: `fp8e4nv` begins at SM89."""
+
+
+def _by_arch(clause: Clause, dtype: str) -> Iterator[Clause]:
+    """The clause, without e4m3 on GPUs that cannot read it."""
+    if not clause.kv_dtype.admits("fp8_e4m3"):
+        yield clause
+        return
+    yield replace(clause, kv_dtype=one_of(dtype, "fp8_e5m2"))
+    yield replace(clause, kv_dtype=one_of("fp8_e4m3"), arch=anything_but(*_WITHOUT_E4M3))
+
+
 def _clauses(dtype: str) -> Iterator[Clause]:
     of_heads: dict[str, Condition] = {
         "kind": one_of("mha"),
@@ -109,6 +123,7 @@ def _clauses(dtype: str) -> Iterator[Clause]:
             dtype,
             phase=one_of("extend", "decode", "verify", "draft"),
             kind=one_of("mla"),
+            arch=anything_but("sm75"),
             kv_dtype=one_of(dtype),
             head_dim=ANY,
             kv_lora_rank=multiple_of(1, most=512),
@@ -119,6 +134,7 @@ def _clauses(dtype: str) -> Iterator[Clause]:
         dtype,
         phase=one_of("extend", "decode", "verify", "draft"),
         kind=one_of("nsa"),
+        arch=anything_but("sm70", "sm72", "sm75"),
         kv_dtype=one_of(dtype, "fp8_e4m3", "fp8_e5m2"),
         head_dim=ANY,
         kv_lora_rank=multiple_of(1, most=512),
@@ -210,7 +226,12 @@ TRITON = BackendCard(
         ),
     ),
     sources={
-        "arch": "the compiler of Triton 3.6 for AMD: CDNA3 alone converts e4m3fnuz natively",
+        "arch": (
+            "the compilers of Triton: that for NVIDIA has fp8e4nv from SM89 on "
+            "(`supported_fp8_dtypes`); of AMD's GPUs, CDNA3 alone converts e4m3fnuz natively. Of "
+            "shared memory, tiles of latents take 69,632 bytes and those of picked ones 102,400: "
+            "SM75 has 65,536, SM70 and SM72 98,304"
+        ),
         "dtype": "16-bit floats, which tensor cores multiply",
         "kv_dtype": (
             "k_scale and v_scale are the kernels' arguments; 4-bit floats have scales of blocks "
@@ -230,7 +251,12 @@ TRITON = BackendCard(
         "qk_rope_head_dim": "as head_dim: 64 more of MLA's K",
         "spec_topk": "as page_size: trees at page 1",
     },
-    clauses=tuple(clause for dtype in ("bfloat16", "float16") for clause in _clauses(dtype)),
+    clauses=tuple(
+        part
+        for dtype in ("bfloat16", "float16")
+        for clause in _clauses(dtype)
+        for part in _by_arch(clause, dtype)
+    ),
     priors=(
         Prior(
             rank=25,
