@@ -29,7 +29,7 @@ from attnmux.core import (
     load_plugins,
     solve,
 )
-from attnmux.core.choosing.find import devices as probe
+from attnmux.core.choosing.find import unserved
 from attnmux.core.cli import run as shared
 from attnmux.core.cli.verbs import verbs
 
@@ -321,11 +321,11 @@ def bare_machine(tmp_path, monkeypatch):
     def loaded(**_: object):
         return everything(allow=("cpu",))
 
-    versions = probe.installed_version
+    versions = unserved.installed_version
     monkeypatch.setattr(shared, "load_plugins", loaded)
     monkeypatch.setattr(shared, "detect", partial(detect, root=root))
     monkeypatch.setattr(
-        probe, "installed_version", lambda name: None if "nvidia" in name else versions(name)
+        unserved, "installed_version", lambda name: None if "nvidia" in name else versions(name)
     )
     return lambda *args: CliRunner().invoke(verbs, args, prog_name="attnmux")
 
