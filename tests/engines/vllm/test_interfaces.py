@@ -28,6 +28,7 @@ def test_the_installed_vllm_has_every_interface():
 
 
 def test_without_a_registration_vllm_keeps_its_own(monkeypatch):
+    pytest.importorskip("vllm")
     monkeypatch.setattr(plugin, "REGISTRATION", NONE)
     monkeypatch.setattr(plugin, "PLATFORM", NONE)
     lacking = r"which lacks vllm.*AttentionBackendEnum.enlist: install vllm 0.32 or 0.33"
