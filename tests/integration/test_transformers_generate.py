@@ -7,6 +7,7 @@ from copy import deepcopy
 
 import pytest
 import torch
+import transformers
 from packaging.version import Version
 from transformers import AutoModelForCausalLM, GenerationConfig
 from transformers.cache_utils import DynamicCache
@@ -17,7 +18,7 @@ from attnmux.transformers import IMPLEMENTATION, allow_generate_batch
 from attnmux.transformers.checkpoint import quiet_transformers
 from attnmux.transformers.implementation import Implementation
 from attnmux.transformers.stage import LEAST_CONTEXT, Room
-from attnmux.transformers.visible import Lens
+from attnmux.transformers.visible import Lens, MaskWithKeys
 
 ARCHITECTURES = (
     "llama",
@@ -243,3 +244,71 @@ def test_gradients_are_refused_whichever_projection_is_trained(on_attnmux, promp
         model(ids)
     with torch.no_grad():
         assert torch.equal(model(ids).logits, plain)
+
+
+class Numbered(torch.nn.Module):
+    layer_idx = 0
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize("last", [1, 3, 13])
+def test_layers_that_run_for_the_last_tokens_alone(side, last, prompts):
+    """As those of Gemma 4 with shared K and V, whose model slices queries and mask."""
+    ours = Implementation()
+    padding = padded(prompts, side)["attention_mask"]
+    batch_size, length = padding.shape
+    mask = ours.mask(
+        batch_size=batch_size,
+        q_length=length,
+        kv_length=length,
+        mask_function=transformers.masking_utils.causal_mask_function,
+        attention_mask=padding,
+    )
+    generator = torch.Generator().manual_seed(2)
+    q, k, v = (torch.randn(batch_size, 2, length, 16, generator=generator) for _ in range(3))
+    whole, _ = ours.attention(Numbered(), q, k, v, mask)
+    tail, _ = ours.attention(Numbered(), q[:, :, -last:], k, v, mask[:, :, slice(-last, None), :])
+    assert_same(tail, whole[:, -last:])
+
+
+def test_another_part_of_a_mask_is_refused():
+    ours = Implementation()
+    mask = ours.mask(
+        batch_size=1,
+        q_length=5,
+        kv_length=5,
+        mask_function=transformers.masking_utils.causal_mask_function,
+    )
+    q = torch.zeros(1, 2, 5, 16)
+    for part in (mask[:, :, :3], mask[:, :, :3, :], mask[:, :, ::2, :], mask.clone()):
+        assert isinstance(part, MaskWithKeys)
+        with pytest.raises(InvalidInput, match=r"attention_mask: .*a mask that the model changed"):
+            ours.attention(Numbered(), q, q, q, part)
+
+
+@pytest.mark.parametrize("num_shared", [0, 3])
+def test_gemma_4_with_shared_keys_and_values(num_shared, prompts):
+    torch.manual_seed(0)
+    kinds = ["sliding_attention", "sliding_attention", "full_attention"]
+    config = transformers.Gemma4TextConfig(
+        vocab_size=97,
+        vocab_size_per_layer_input=97,
+        hidden_size=64,
+        hidden_size_per_layer_input=8,
+        intermediate_size=64,
+        num_hidden_layers=6,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        global_head_dim=32,
+        num_kv_shared_layers=num_shared,
+        sliding_window=4,
+        layer_types=2 * kinds,
+        pad_token_id=0,
+    )
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+    theirs, their_logits = scores(model, padded(prompts))
+    model.set_attn_implementation(IMPLEMENTATION)
+    ours, our_logits = scores(model, padded(prompts))
+    assert torch.equal(ours, theirs)
+    assert_same(our_logits, their_logits)

@@ -18,7 +18,7 @@ from attnmux.transformers.attention import attention_forward, no_mask
 from attnmux.transformers.layer_call import layer_id_of, read_rows, window_of
 from attnmux.transformers.reach import MaskFunction, Reach
 from attnmux.transformers.staged import StagedAttention
-from attnmux.transformers.visible import Lens, MaskWithKeys, VisibleKeys
+from attnmux.transformers.visible import Lens, MaskWithKeys, VisibleKeys, visible_in
 
 IMPLEMENTATION = "attnmux"
 BATCHING = "attnmux_flash"
@@ -89,7 +89,8 @@ class Implementation:
         if kwargs.get("read_index") is not None:
             return self._batching(module, query, key, value, **kwargs), None
         if isinstance(attention_mask, MaskWithKeys):
-            return self._padded(module, query, key, value, attention_mask.visible, **kwargs), None
+            visible = visible_in(attention_mask)
+            return self._padded(module, query, key, value, visible, **kwargs), None
         return attention_forward(module, query, key, value, attention_mask, **kwargs)
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]  # torch's own

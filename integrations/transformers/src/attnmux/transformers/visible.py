@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Hashable
 from dataclasses import dataclass, field, replace
 from types import FunctionType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -135,6 +135,13 @@ class VisibleKeys:
             lens=Lens(self.lens.queries, (keys,) * self.batch_size),
         )
 
+    def of_last(self, num_queries: int) -> VisibleKeys:
+        """What the last so many places of the new ones see; they are last among the keys, too."""
+        real = (num_queries,) * self.batch_size
+        if self.padding is not None:
+            real = tuple(self.padding[:, self.padding.shape[1] - num_queries :].sum(1).tolist())
+        return replace(self, num_queries=num_queries, lens=Lens(real, self.lens.keys))
+
     def pack_queries(self, rows: torch.Tensor) -> torch.Tensor:
         """[real new tokens, H, D] of rows [B, H, T, D]."""
         return _pack(rows, None if self.padding is None else self.padding[:, -self.num_queries :])
@@ -160,11 +167,36 @@ class MaskWithKeys(torch.Tensor):
 
     visible: VisibleKeys
 
+    def __getitem__(self, index: Any) -> torch.Tensor:  # noqa: ANN401  # as torch's
+        """The last rows, as of a model that runs some layers for them alone, have their
+        `VisibleKeys`. Other parts have none, and `visible_in` refuses them."""
+        part = super().__getitem__(index)
+        if not isinstance(index, tuple) or len(index) != self.ndim:
+            return part
+        *before, rows, keys = index
+        if isinstance(rows, slice) and all(each == slice(None) for each in (*before, keys)):
+            start, stop, step = rows.indices(self.shape[2])
+            if isinstance(part, MaskWithKeys) and stop == self.shape[2] and step == 1:
+                part.visible = visible_in(self).of_last(stop - start)
+        return part
+
     @classmethod
     def of(cls, visible: VisibleKeys) -> MaskWithKeys:
         mask = torch.empty((visible.batch_size, 1, visible.num_queries, 0)).as_subclass(cls)
         mask.visible = visible
         return mask
+
+
+def visible_in(mask: MaskWithKeys) -> VisibleKeys:
+    """Raises InvalidInput for a mask that the model made of another one."""
+    visible: VisibleKeys | None = getattr(mask, "visible", None)
+    if visible is None:
+        raise InvalidInput(
+            "attention_mask",
+            got="a mask that the model changed",
+            expected="the mask of its mask function, or the last rows of it",
+        )
+    return visible
 
 
 def _pack(rows: torch.Tensor, real: torch.Tensor | None) -> torch.Tensor:
