@@ -9,7 +9,7 @@ import pytest
 import torch
 from msgspec import structs
 
-from attnmux.core import NONE, ForwardBatch, LayerSpec, one_of
+from attnmux.core import NONE, ForwardBatch, InvalidInput, LayerSpec, one_of
 from attnmux.testing import (
     Candidate,
     Disagreement,
@@ -19,7 +19,9 @@ from attnmux.testing import (
     run_case,
     standard_cases,
 )
+from attnmux.testing.cases import case_of, decode
 from attnmux.testing.fakes import FullMetadata
+from attnmux.testing.variant_cases import LATENT
 
 
 class OffByOnePage(FakeBackend):
@@ -467,6 +469,97 @@ def test_a_card_may_say_that_products_are_of_eight_bits(name: str) -> None:
     assert run_case(candidate, case).status == "passed"
     careless = Candidate(card=card, platform=fake_platform(), factory=ScaleOfTheHeadDim)
     assert run_case(careless, replace(case, scaling=0.3)).status == "failed"
+
+
+class SumsOfFourteenBits(FakeBackend):
+    """Logits as matrix units for 8-bit floats add them: 32 products at a time, each truncated to 14
+    bits of the largest."""
+
+    def attend(self, q, k, v, keep, layer):
+        group = layer.tp_q_head_num // layer.tp_k_head_num
+        pool = self.context.token_to_kv_pool
+        k_scale = pool.read_scales(layer.k_scale, layer.v_scale)[0]
+        total = torch.zeros(q.shape[0], q.shape[1], k.shape[0], dtype=torch.float64)
+        keys = (k / k_scale).repeat_interleave(group, dim=1)
+        for start in range(0, q.shape[-1], 32):
+            part = slice(start, start + 32)
+            products = torch.einsum("thd,shd->thsd", q[..., part].double(), keys[..., part])
+            terms = torch.cat([products, total.unsqueeze(-1)], -1)
+            unit = 2.0 ** (terms.abs().amax(-1, keepdim=True).log2().floor() - 13)
+            total = ((terms / unit).trunc() * unit).sum(-1)
+        logits = (total * k_scale * layer.scaling).masked_fill(~keep.unsqueeze(1), -torch.inf)
+        out, _ = super().attend(q, k, v, keep, layer)
+        return out, self.lse_of(logits)
+
+    def lse_of(self, logits):
+        return torch.logsumexp(logits, -1)
+
+
+class WithoutTheFirstKey(SumsOfFourteenBits):
+    def lse_of(self, logits):
+        return torch.logsumexp(logits[..., 1:], -1)
+
+
+class HalfAnLSE(SumsOfFourteenBits):
+    """Of one of two splits."""
+
+    def lse_of(self, logits):
+        return torch.logsumexp(logits[..., : (logits.shape[-1] + 1) // 2], -1)
+
+
+class BaseTwoSums(SumsOfFourteenBits):
+    def lse_of(self, logits):
+        return super().lse_of(logits) / math.log(2)
+
+
+FP8_LATENTS = case_of(
+    "mla-decode-lse-fp8",
+    16,
+    decode(1, 1, 2, 33),  # an LSE of one logit may be near 0, where sums of large products cancel
+    **{**LATENT, "num_q_heads": 64},
+    dtype="float16",
+    kv_dtype="fp8_e4m3",
+    scaling=8 * 576**-0.5,
+    lse=True,
+)
+
+
+def test_an_lse_of_products_of_eight_bits_has_the_error_of_their_sums() -> None:
+    """A backend whose card does not say so fails."""
+    card = replace(fake_card(), fp8_products=True)
+    right = Candidate(card=card, platform=fake_platform(), factory=SumsOfFourteenBits)
+    outcome = run_case(right, FP8_LATENTS)
+    assert outcome.status == "passed", outcome.message
+    silent = Candidate(card=fake_card(), platform=fake_platform(), factory=SumsOfFourteenBits)
+    outcome = run_case(silent, FP8_LATENTS)
+    assert outcome.status == "failed"
+    assert "LSE" in outcome.message
+
+
+@pytest.mark.parametrize(
+    "fault", [WithoutTheFirstKey, HalfAnLSE, BaseTwoSums], ids=lambda fault: fault.__name__
+)
+def test_a_wrong_lse_of_products_of_eight_bits_fails(fault: type[FakeBackend]) -> None:
+    card = replace(fake_card(), fp8_products=True)
+    outcome = run_case(Candidate(card=card, platform=fake_platform(), factory=fault), FP8_LATENTS)
+    assert outcome.status == "failed"
+    assert "LSE" in outcome.message
+
+
+class ReadsPagesAlone(FakeBackend):
+    def forward_extend(self, call, batch):
+        if call.has_own_kv:
+            raise InvalidInput("save_kv_cache", got=False, expected="True")
+        return super().forward_extend(call, batch)
+
+
+@pytest.mark.parametrize("name", ["mla-unsaved", "nsa-extend-unsaved", "mla-expanded-prefill"])
+def test_latent_layers_serve_keys_of_the_call(name: str) -> None:
+    """As the contract says."""
+    broken = Candidate(card=fake_card(), platform=fake_platform(), factory=ReadsPagesAlone)
+    outcome = run_case(broken, CASES[f"{name}-page16"])
+    assert outcome.status == "failed"
+    assert "save_kv_cache" in outcome.message
 
 
 def test_reports_an_exception_as_a_failure() -> None:

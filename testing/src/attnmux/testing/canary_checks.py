@@ -19,7 +19,7 @@ from attnmux.core import (
     stored_parts,
 )
 from attnmux.core.kv.quantise import FP8_DTYPES
-from attnmux.testing.comparison import LSE_TOLERANCE, Tolerance, output_tolerance
+from attnmux.testing.comparison import Tolerance, lse_tolerance, output_tolerance
 from attnmux.testing.sampled import Expected, RequestView, expected_at
 from attnmux.testing.watched import Change, kv_memory, rows_at
 
@@ -195,9 +195,9 @@ class CheckedStep:
             worst = int((got.double() - expected[0].out).abs().nan_to_num(torch.inf).argmax())
             said = f"{float(expected[0].out[worst]):.6g} in dim {worst}"
             yield found("output", said, f"{float(got[worst]):.6g}", token=token, head=head)
-        bound = LSE_TOLERANCE[call.q.dtype]
-        if eight_bits:
-            bound = Tolerance(atol=bound.atol + 0.1, rtol=bound.rtol)
+        bound = lse_tolerance(
+            layer, call.q.dtype, pool.dtype, fp8_products=eight_bits, rounds_q=True
+        )
         if lse is not None and not any(_is_close(lse, one.lse, bound) for one in expected):
             yield found("LSE", f"{expected[0].lse:.6g}", f"{lse:.6g}", token=token, head=head)
 

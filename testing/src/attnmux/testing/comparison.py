@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
 from attnmux.core.kv.quantise import FP8_DTYPES
+
+if TYPE_CHECKING:
+    from attnmux.core import LayerSpec
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -41,6 +44,35 @@ LSE_TOLERANCE = {
     torch.float16: Tolerance(atol=2e-3, rtol=1e-3),
     torch.float32: Tolerance(atol=2e-5, rtol=1e-5),
 }
+
+FP8_LOGIT = 2.0**-11
+"""Error of q·k over |q| |k| where 8-bit floats are multiplied. The suite's Q has values of the
+format, so that rounding Q adds nothing. But matrix units keep about 14 bits of a sum and truncate
+every product to them (DeepSeek-V3, arXiv 2412.19437, 3.3.2), 2^-13 of the largest partial sum. For
+normal Q and K of D dims that sum is about 4 sqrt(D), |q| |k| is about D, and sqrt(D) truncations
+add up as they would at random: 2^-13 * 4 sqrt(D) * sqrt(D) = 2^-11 D."""
+ROUNDED_Q = 0.1
+"""Error of an LSE where Q has other values than the format's and is rounded to it."""
+
+
+def lse_tolerance(
+    layer: LayerSpec,
+    dtype: torch.dtype,
+    kv_dtype: torch.dtype,
+    *,
+    fp8_products: bool,
+    rounds_q: bool = False,
+) -> Tolerance:
+    """The tolerance of the LSE of a layer with Q of `dtype` over KV of `kv_dtype`.
+
+    An LSE is off by no more than the logits are. fp8_products: whether the backend multiplies 8-bit
+    floats. rounds_q: whether Q may have values that it rounds.
+    """
+    tolerance = LSE_TOLERANCE[dtype]
+    if not fp8_products or kv_dtype not in FP8_DTYPES:
+        return tolerance
+    wider = ROUNDED_Q if rounds_q else FP8_LOGIT * layer.scaling * layer.qk_head_dim
+    return Tolerance(atol=tolerance.atol + wider, rtol=tolerance.rtol)
 
 
 def output_tolerance(dtype: torch.dtype, kv_dtype: torch.dtype, *, fp8_products: bool) -> Tolerance:

@@ -31,7 +31,7 @@ from attnmux.core.cli.run import Run, common_options, echo_json, pass_run
 from attnmux.core.kv.quantise import FP8_DTYPES
 from attnmux.testing import reference
 from attnmux.testing.candidate import Candidate, find_candidate
-from attnmux.testing.comparison import LSE_TOLERANCE, Disagreement, compare, output_tolerance
+from attnmux.testing.comparison import Disagreement, compare, lse_tolerance, output_tolerance
 from attnmux.testing.failures import PER_HEAD, KeptFailure, load_failure
 from attnmux.testing.placement import put
 from attnmux.testing.watched import kv_memory
@@ -76,7 +76,10 @@ def run_again(kept: KeptFailure, candidate: Candidate) -> Replayed:
     try:
         worst = compare("output", out, expected, tolerance)
         if lse is not None:
-            worst = max(worst, compare("LSE", lse, expected_lse, LSE_TOLERANCE[out.dtype]))
+            tolerance = lse_tolerance(
+                layer, out.dtype, pool.dtype, fp8_products=eight_bits, rounds_q=True
+            )
+            worst = max(worst, compare("LSE", lse, expected_lse, tolerance))
     except Disagreement as difference:
         return Replayed(error=str(difference))
     return Replayed(max_error=worst)

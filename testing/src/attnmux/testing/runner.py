@@ -12,11 +12,11 @@ from attnmux.testing.candidate import Candidate, Outcome, StepFigures
 from attnmux.testing.case_setup import CaseSetup, make_setup
 from attnmux.testing.cases import Case
 from attnmux.testing.comparison import (
-    LSE_TOLERANCE,
     Disagreement,
     Errors,
     compare,
     errors_between,
+    lse_tolerance,
     output_tolerance,
 )
 from attnmux.testing.execution import EXECUTIONS, Execution, LayerOutput
@@ -272,13 +272,12 @@ def _check_output(
         only=compared,
         **({} if step.save_kv_cache else unsaved),
     )
-    tolerance = output_tolerance(
-        given.q.dtype, context.token_to_kv_pool.dtype, fp8_products=fp8_products
-    )
+    dtypes = given.q.dtype, context.token_to_kv_pool.dtype
+    tolerance = output_tolerance(*dtypes, fp8_products=fp8_products)
     out, expected = output.out[compared], expected[compared]
     max_error = compare(f"{name}, output", out, expected, tolerance)
     if output.lse is not None:
-        tolerance = LSE_TOLERANCE[given.q.dtype]
+        tolerance = lse_tolerance(layer, *dtypes, fp8_products=fp8_products)
         error = compare(f"{name}, LSE", output.lse[compared], expected_lse[compared], tolerance)
         max_error = max(max_error, error)
     errors = errors_between(out.double(), expected, out.dtype) if expected.any() else None
