@@ -115,6 +115,14 @@ def hopper(session: nox.Session, triton: str) -> None:
 
 
 @nox.session
+def chips(session: nox.Session) -> None:
+    """Compile every Triton kernel that the card offers, for every chip; arguments go to
+    tests/plugins/triton/test_chips.py: `-- sm86` compiles for one. No GPU is needed."""
+    install(session, "./core", "./testing", "./plugins/triton[triton]", "numpy", "pytest")
+    session.run("python", "tests/plugins/triton/test_chips.py", *session.posargs)
+
+
+@nox.session
 def vllm(session: nox.Session) -> None:
     """Serve models with vLLM on the CPU, in an environment that has it; arguments go to pytest."""
     session.install(NO_COMPILE, VLLM, "pytest")

@@ -229,7 +229,10 @@ amd/aiter amd:gfx942 extend gqa custom_mask=1 CUSTOM_MASK
 amd/aiter_mla amd:gfx942 decode mla num_q_heads=16|128 served
 amd/aiter_mla amd:gfx942 decode mla num_q_heads=8|40|144 NUM_Q_HEADS
 amd/aiter_mla amd:gfx942 decode mla num_q_heads=32|64|112,graph=1 served
-amd/aiter_mla amd:gfx950 decode mla num_q_heads=32,kv_dtype=fp8_e4m3 served
+amd/aiter_mla amd:gfx950 decode mla num_q_heads=32|64,kv_dtype=fp8_e4m3 served
+amd/aiter_mla amd:gfx942 decode mla num_q_heads=32|112,kv_dtype=fp8_e4m3fnuz served
+amd/aiter_mla amd:gfx942 decode mla num_q_heads=64,kv_dtype=fp8_e4m3fnuz KV_DTYPE
+amd/aiter_mla amd:gfx942 decode mla num_q_heads=64,page_size=64,kv_dtype=fp8_e4m3fnuz KV_DTYPE
 amd/aiter_mla amd:gfx942 verify mla num_q_heads=32,spec_topk=1 NUM_Q_HEADS
 amd/aiter_mla amd:gfx942 decode mla num_q_heads=16,page_size=64,graph=1 served
 amd/aiter_mla amd:gfx942 decode mla num_q_heads=16,kv_dtype=fp8_e4m3fnuz served

@@ -83,8 +83,11 @@ def test_other_steps(steps, stored, heads, graph) -> None:
 
 
 @pytest.mark.parametrize("graph", [False, True], ids=["eager", "graph"])
-@pytest.mark.parametrize("heads", [32, 64, 112])
-@pytest.mark.parametrize("stored", [{}, FNUZ], ids=["bfloat16", "e4m3fnuz"])
+@pytest.mark.parametrize(
+    ("heads", "stored"),
+    # 64 heads over e4m3 are refused.
+    [(32, {}), (64, {}), (112, {}), (32, FNUZ), (48, FNUZ), (112, FNUZ)],
+)
 def test_work_that_is_planned_ahead(stored, heads, graph) -> None:
     settings = {**SETTINGS, **stored, "num_q_heads": heads, "max_context_len": 320}
     steps = decode(1, 0, 130), decode(0, 0, 3), decode(45, 3, 300)

@@ -214,7 +214,9 @@ def test_chains(kernels, heads, stored, drafts, graph) -> None:
 @pytest.mark.parametrize("stored", ["bfloat16", "fp8_e4m3fnuz"])
 def test_work_that_is_planned_ahead(kernels, stored, graph) -> None:
     steps = decode(45, 3, 130, 0), decode(300)
-    settings = {**LATENT, "page_size": 1, "kv_dtype": stored, "num_q_heads": 64}
+    # 64 heads over e4m3 are refused.
+    heads = 64 if stored == "bfloat16" else 48
+    settings = {**LATENT, "page_size": 1, "kv_dtype": stored, "num_q_heads": heads}
     assert_passes(candidate(kernels), *steps, **settings, max_context_len=320, graph=graph)
 
 

@@ -25,6 +25,7 @@ from attnmux.core import (
     BackendFailed,
     GraphUnsupported,
     InvalidInput,
+    MHATokenToKVPool,
     SpecInput,
     one_of,
 )
@@ -342,3 +343,30 @@ def test_forward_needs_a_prepared_step():
     one = prepared.inputs[0]
     with pytest.raises(AttnmuxError, match="init_forward_metadata"):
         backend.forward(one.q, one.k, one.v, one.layer, prepared.batch)
+
+
+@pytest.mark.parametrize(("slots", "is_refused"), [(2**20 - 1, False), (2**20, True)])
+def test_a_gpu_s_pool_of_2_31_elements_is_refused(slots, is_refused):
+    """torch's kernel would multiply slots by strides in int32. A CPU's does not."""
+    case = Case(name="large", steps=(decode(5),), num_kv_heads=8, head_dim=256, v_head_dim=256)
+    gpu, cpu = (make_setup(case, WHOLE.platform, device).context for device in ("meta", "cpu"))
+    layer_ids = [layer.layer_id for layer in cpu.layers]
+    # Slot 0 is reserved
+    pool = MHATokenToKVPool(
+        size=slots - 1,
+        page_size=1,
+        dtype=torch.bfloat16,
+        layer_ids=layer_ids,
+        num_kv_heads=8,
+        head_dim=256,
+        device="meta",
+    )
+    assert pool.get_kv_buffer(layer_ids[0])[0].numel() == slots * 2048
+    kernels = {"kernels": lambda spec: None}
+    FlexAttentionBackend(replace(cpu, token_to_kv_pool=pool), **kernels)
+    context = replace(gpu, token_to_kv_pool=pool)
+    if not is_refused:
+        FlexAttentionBackend(context, **kernels)
+        return
+    with pytest.raises(BackendFailed, match=r"K of layer 1 has 2,147,483,648 elements.*smaller"):
+        FlexAttentionBackend(context, **kernels)

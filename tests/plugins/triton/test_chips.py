@@ -1,14 +1,23 @@
 """What the card's clauses can launch compiles for chips that are not here, and fits their shared
-memory.
+memory: every cell of dims, dtypes, steps and features with `nox -s chips`, and in the suite one a
+day for each of seven chips.
 
-As a script, `python test_chips.py CHIP… [PART/PARTS]`, it prints a line for each kernel of a chip,
-or of every PARTS-th cell from cell PART on. `nox -s chips` does so for all of them.
+As a script it prints a line for each kernel, and fails if one does not compile or fit: `python
+test_chips.py [CHIP…] [--day 2026-11-29] [--cell "extend, bfloat16, 256/256"]`.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
+import os
+import random
 import sys
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import ExitStack
+from datetime import date
+from functools import cache
 from typing import Any
 
 import pytest
@@ -25,6 +34,10 @@ from triton.compiler.compiler import make_backend
 
 from attnmux.triton.plugin import TRITON
 
+CHIPS: Sequence[str] = (
+    *("sm75", "sm80", "sm86", "sm89", "sm90", "sm100", "sm103", "sm120"),
+    *("gfx90a", "gfx942", "gfx950", "gfx1100", "gfx1201"),
+)
 DIMS = (
     *((dim, dim) for dim in (64, 80, 96, 112, 128, 160, 192, 224, 256, 320, 384, 448, 512)),
     *((192, 128), (224, 128), (448, 256), (448, 512)),
@@ -40,6 +53,7 @@ STEPS = {
 BITS = ("bfloat16", "float16", "fp8_e5m2", "fp8_e4m3", "fp8_e4m3fnuz", "fp4_e2m1")
 
 
+@cache
 def cells() -> dict[str, Case]:
     """By name."""
     from test_compiling import EVERY, LATENT  # noqa: PLC0415  # the script's
@@ -70,7 +84,16 @@ def is_offered(request: Request, platform: Platform) -> bool:
     return all(is_served(TRITON, question) for question in questions)
 
 
-def main(chip: str, part: int = 0, parts: int = 1, only: str = "") -> None:
+def served(chip: str) -> list[str]:
+    """The cells that the card serves on a chip."""
+    from test_compiling import platform_of  # noqa: PLC0415  # the script's
+
+    platform = platform_of(chip)
+    return [name for name, case in cells().items() if is_offered(case.request, platform)]
+
+
+def compiled(chip: str, cell: str) -> list[dict[str, Any]]:
+    """A line for each kernel: the bytes that it leaves, or why it did not compile."""
     from compile_kernel import SHARED  # noqa: PLC0415  # the script's
     from test_compiling import (  # noqa: PLC0415  # as above
         compile_launch,
@@ -80,19 +103,45 @@ def main(chip: str, part: int = 0, parts: int = 1, only: str = "") -> None:
         target_of,
     )
 
-    target, platform = target_of(chip), platform_of(chip)
-    served = [(name, case) for name, case in cells().items() if is_offered(case.request, platform)]
-    for name, case in served[part::parts]:
-        if only not in name:
-            continue
-        for launch in launches_of(case, platform):
-            facts = {"chip": chip, "cell": name, "kernel": name_of(launch.bound.kernel)}
-            try:
-                shared = compile_launch(launch, target).metadata.shared
-                facts |= {"shared": shared, "spare": SHARED[chip] - shared}
-            except Exception as error:
-                facts["failed"] = repr(error)
-            print(json.dumps(facts), flush=True)
+    lines = []
+    for launch in launches_of(cells()[cell], platform_of(chip)):
+        line = {"chip": chip, "cell": cell, "kernel": name_of(launch.bound.kernel)}
+        try:
+            shared = compile_launch(launch, target_of(chip)).metadata.shared
+            line |= {"shared": shared, "spare": SHARED[chip] - shared}
+        except Exception as error:  # whatever a compiler raises
+            line |= {"error": f"{type(error).__name__}: {error}"[:500], "spare": -1}
+        lines.append(line)
+    return lines
+
+
+def asked(chips: list[str], day: str, cell: str) -> Iterator[tuple[str, str]]:
+    """(chip, cell). A day decides on one cell for each chip."""
+    for chip in chips:
+        names = [cell] if cell else served(chip)
+        if day:
+            names = [random.Random(day + chip).choice(names)]
+        yield from ((chip, name) for name in names)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("chips", nargs="*", default=CHIPS)
+    parser.add_argument("--day", default="")
+    parser.add_argument("--cell", default="")
+    args = parser.parse_args()
+    chips, names = zip(*asked(args.chips, args.day, args.cell), strict=True)
+    wrong = []
+    with ExitStack() as stack:
+        run = map
+        if len(chips) > 1:
+            run = stack.enter_context(ProcessPoolExecutor(os.cpu_count())).map
+        for lines in run(compiled, chips, names):
+            for line in map(json.dumps, lines):
+                print(line, flush=True)
+            wrong += [line for line in lines if line["spare"] < 0]
+    if wrong:
+        sys.exit("\n".join(map(json.dumps, wrong)))
 
 
 @pytest.mark.parametrize("number", [70, 72, 75, 80, 86, 87, 88, 89, 90, 100, 103, 120, 121])
@@ -106,5 +155,14 @@ def test_e4m3_is_served_where_the_compiler_has_it(number, dtype):
     assert is_offered(request, Platform.parse(f"nvidia:sm{number}")) is is_known
 
 
+@pytest.mark.parametrize("number", range(7))
+def test_a_cell_of_the_day_compiles_and_fits(number, script):
+    """On as many chips in turn. It fails with the chip and the cell, by which the script repeats
+    it."""
+    today = date.today()
+    chip = CHIPS[(7 * today.toordinal() + number) % len(CHIPS)]
+    assert script(chip, "--day", today.isoformat())
+
+
 if __name__ == "__main__":
-    main(sys.argv[1], only=sys.argv[2])
+    main()

@@ -8,6 +8,7 @@ that is compiled once for its shape (`kernel.py`).
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from math import prod
 from typing import TYPE_CHECKING
 
 import torch
@@ -22,7 +23,7 @@ from attnmux.core import (
     GraphUnsupported,
 )
 from attnmux.cpu.flex_attention.blocks import Tiles, block_of_page, make_tiles
-from attnmux.cpu.flex_attention.kernel import heads_first, kernel, plain_tensors
+from attnmux.cpu.flex_attention.kernel import check_reach, heads_first, kernel, plain_tensors
 from attnmux.cpu.flex_attention.plan import (
     FixedPlan,
     Plan,
@@ -50,9 +51,11 @@ class FlexAttentionBackend(AttentionBackend):
     ) -> None:
         """Compile the kernels of the smallest steps of the request's phases, others when needed.
 
-        kernels: returns the kernel of a shape. Raises BackendFailed if one does not compile.
+        kernels: returns the kernel of a shape. Raises BackendFailed if one does not compile, and
+        on a GPU for a pool that holds 2**31 elements or more of a layer's K or V.
         """
         super().__init__(context, options)
+        _check_pool(context)
         self._kernels = kernels
         self._lens: StepLens | None = None
         self._tiles: dict[int, Tiles] = {}
@@ -176,6 +179,7 @@ class FlexAttentionBackend(AttentionBackend):
 
         def gathered(name: str, source: torch.Tensor) -> torch.Tensor:
             shape = (slots.shape[0], *source.shape[1:])
+            check_reach(source.device, prod(shape), f"what a step gathers of {name}")
             scratch = self.context.workspace.tensor(f"flex_attention.{name}", shape, source.dtype)
             return torch.index_select(source.detach(), 0, slots, out=scratch)
 
@@ -203,6 +207,16 @@ class FlexAttentionBackend(AttentionBackend):
         """The key of a plan: its rule, tile size and group of the pool."""
         group = 0 if in_call else self.context.token_to_kv_pool.group_of(layer.layer_id)
         return KeyRule.of(layer, in_call=in_call), size, group
+
+
+def _check_pool(context: BackendContext) -> None:
+    """Raises BackendFailed as `check_reach`."""
+    pool = context.token_to_kv_pool
+    for layer_id in pool.layer_ids:
+        for what, rows in zip(("K", "V"), pool.get_kv_buffer(layer_id), strict=True):
+            sizes = zip(rows.shape, rows.stride(), strict=True)
+            reach = 1 + sum((size - 1) * stride for size, stride in sizes)
+            check_reach(context.device, reach, f"{what} of layer {layer_id}")
 
 
 def _rows(q: torch.Tensor, plan: Plan, layer: LayerSpec) -> torch.Tensor:

@@ -17,6 +17,9 @@ from torch.nn.attention.flex_attention import (
 
 from attnmux.core import BackendFailed, in_brief
 
+MOST_REACH = 2**31 - 1
+"""Elements of K or V, from the first to the last, on a GPU."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class KernelSpec:
@@ -108,6 +111,22 @@ class KernelInput:
     hidden: tuple[torch.Tensor, torch.Tensor] | None
     mask: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None
     """Both as on `Ranges`."""
+
+
+def check_reach(device: torch.device, elements: int, what: str) -> None:
+    """Refuse K or V of which a GPU's kernel would read other elements than it should.
+
+    elements: from the first to the last. Inductor's templates (`load_checked_2d` in
+    torch/_inductor/kernel/flex) multiply rows by strides in the index type of the tensors that the
+    kernel is compiled with, which are small: int32. Raises BackendFailed for more than MOST_REACH.
+    """
+    if device.type != "cpu" and elements > MOST_REACH:
+        raise BackendFailed(
+            "cpu/flex_attention",
+            f"{what} has {elements:,} elements from its first to its last, and torch's kernel "
+            f"counts at most {MOST_REACH:,} on a GPU",
+            hint="make the KV pool smaller, or choose another backend",
+        )
 
 
 def heads_first(cache: torch.Tensor) -> torch.Tensor:
