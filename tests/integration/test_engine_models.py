@@ -278,6 +278,9 @@ def test_a_model_that_fails_leaves_the_engine_in_order(tiny, run_on, monkeypatch
         patch.setattr(runner.backend, "forward_decode", None)
         with pytest.raises(TypeError):
             engine.step()
+    (dropped,) = engine.step()
+    assert dropped.result.finish_reason == "abort"
+    assert len(dropped.result.token_ids) == 1
     assert not engine.has_work
     assert engine.memory.held == 0
     assert engine.stats.aborted == 1

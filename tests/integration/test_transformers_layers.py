@@ -162,9 +162,12 @@ def test_positions_that_begin_above_0():
     at = []
     table = model.roberta.embeddings.position_embeddings
     table.register_forward_pre_hook(lambda module, args: at.append(args[0].tolist()))
-    Probe.of(model).run([5, 6, 7], [0, 1, 0])
+    with torch.inference_mode():
+        Probe.of(model).run([5, 6, 7], [0, 1, 0])
     assert at == [[[2, 3, 2]]]
-    with pytest.raises(InvalidInput, match="at most 64: the model's 66 positions begin at 2"):
+    with pytest.raises(
+        InvalidInput, match="at most 64: the model has a table of 66 positions, which begin at 2"
+    ):
         record(config, max_context_len=65)
 
 
@@ -328,3 +331,21 @@ def test_a_window_that_the_context_never_fills_is_no_contradiction():
     request = request_of([spec(0)], torch.float32)
     stated = Request(num_q_heads=4, num_kv_heads=2, head_dim=16, sliding_window=4095)
     check_against_config(request, stated, max_context_len=64)
+
+
+@pytest.mark.parametrize("name", ["GPT2", "OPT", "BioGpt", "OpenAIGPT", "CTRL"])
+def test_a_context_beyond_a_table_of_positions_is_refused(name):
+    """Learned or not, and whatever the model calls it."""
+    sizes = {
+        "GPT2": {"n_embd": 32, "n_layer": 1, "n_head": 2, "n_positions": 32},
+        "OpenAIGPT": {"n_embd": 32, "n_layer": 1, "n_head": 2, "n_positions": 32},
+        "CTRL": {"n_embd": 32, "n_layer": 1, "n_head": 2, "n_positions": 32, "dff": 32},
+        "OPT": {"hidden_size": 32, "word_embed_proj_dim": 32, "ffn_dim": 32},
+        "BioGpt": {"hidden_size": 32, "intermediate_size": 32},
+    }[name]
+    if "n_positions" not in sizes:
+        sizes |= {"max_position_embeddings": 32, "num_attention_heads": 2, "num_hidden_layers": 1}
+    config = getattr(transformers, f"{name}Config")(vocab_size=97, pad_token_id=1, **sizes)
+    with pytest.raises(InvalidInput, match=r"context: expected at most 32: .*table of 3[24] pos"):
+        record(config, max_context_len=33)
+    assert record(config, max_context_len=32)

@@ -61,5 +61,6 @@ def test_a_step_that_failed_leaves_no_count():
     attention = model.model.layers[0].self_attn
     getattr(attention, CALLS).begin()
     assert layer_id_of(attention) == 0
-    _, recorder = Probe.of(model).run([5], [0])
+    with torch.inference_mode():
+        _, recorder = Probe.of(model).run([5], [0])
     assert [call.layer_id for call in recorder.calls] == [0, 1, 2, 3]

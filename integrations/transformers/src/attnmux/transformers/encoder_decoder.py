@@ -118,7 +118,8 @@ def record_decoder(decoder: PackedDecoder, *, max_context_len: int) -> tuple[Lay
         )
     if decoder.takes_positions:
         own: Any = model.get_decoder()  # type: ignore[no-untyped-call]  # as above
-        check_table(own, count_from_own_start(own, partial(counts_from, probe)), max_context_len)
+        count_from_own_start(own, partial(counts_from, probe))
+        check_table(probe, max_context_len)
     check_independence(probe, logits, recorder.calls)
     layers = tuple(_layer(call, recorder, max_context_len) for call in recorder.calls)
     decoder.joins_attention = len(recorder.modules) < len(layers)

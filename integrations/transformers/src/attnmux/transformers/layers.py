@@ -7,10 +7,12 @@ transformers passes to each layer. Nothing is known about any model by its name.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from typing import Any
 
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from attnmux.core import InvalidInput, LayerSpec, dtype_name
@@ -65,8 +67,8 @@ def record_layers(
     if counts.total() > len(counts) and not has_numbered_calls(model):
         number_calls(model, recorder.callers)
         logits, recorder = probe.run([probe.token], [0])
-    start = count_from_own_start(model, partial(counts_from, probe))
-    check_table(model, start, max_context_len)
+    count_from_own_start(model, partial(counts_from, probe))
+    check_table(probe, max_context_len)
     check_independence(probe, logits, recorder.calls)
     for mixer in mixers:
         mixer.spec = recorder.mixers.spec_of(mixer, model.dtype)
@@ -216,14 +218,51 @@ def _are_alike(tokens: list[torch.Tensor], expected: list[torch.Tensor]) -> bool
     )
 
 
-def check_table(model: PreTrainedModel, start: int, max_context_len: int) -> None:
-    """Refuse a context beyond the table of a model whose positions begin above 0."""
-    rows = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
-    if start and rows is not None and max_context_len > rows - start:
+def check_table(probe: Probe, max_context_len: int) -> None:
+    """Refuse a context beyond a model's table of positions, learned or not.
+
+    A token runs at the last place. Raises InvalidInput before the table is read there, which on a
+    GPU would end the process.
+    """
+    with _TableLimits(max_context_len - 1):
+        probe.run([probe.token], [max_context_len - 1])
+
+
+class _TableLimits(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own
+    """Compares the rows that are looked up with those that there are."""
+
+    def __init__(self, position: int) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # as above
+        self.position = position
+
+    def __torch_dispatch__(
+        self,
+        func: Callable[..., Any],
+        types: object,
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:  # noqa: ANN401  # the operator's
+        if func is torch.ops.aten.embedding.default:
+            self._check(args[0].shape[0], args[1])
+        elif func in (torch.ops.aten.gather.default, torch.ops.aten.index_select.default):
+            self._check(args[0].shape[args[1]], args[2])
+        elif func is torch.ops.aten.index.Tensor:
+            for rows, indices in zip(args[0].shape, args[1], strict=False):
+                self._check(rows, indices)
+        return func(*args, **(kwargs or {}))
+
+    def _check(self, rows: int, indices: torch.Tensor | None) -> None:
+        if indices is None or indices.dtype == torch.bool or not indices.numel():
+            return
+        largest = int(indices.max())
+        if largest < rows:
+            return
+        start = largest - self.position
+        begin = f", which begin at {start}" if start else ""
         raise InvalidInput(
             "context",
-            got=f"{max_context_len} tokens",
-            expected=f"at most {rows - start}: the model's {rows} positions begin at {start}",
+            got=f"{self.position + 1} tokens",
+            expected=f"at most {rows - start}: the model has a table of {rows} positions{begin}",
         )
 
 

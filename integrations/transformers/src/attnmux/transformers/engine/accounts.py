@@ -54,13 +54,15 @@ class Accounts:
         self.outputs.forget(request)
 
     def drop(self, plan: Plan) -> None:
-        """Abort the requests of a failed step, whose K and V may be incomplete."""
+        """Abort the requests of a failed step, whose K and V may be incomplete. Each has a result,
+        which the next call of `step` returns."""
         self.intact = False
         self._forget_steps()
         for request in plan.requests:
             request.is_sound = False
             if request.finish_reason != "abort" and not self.outputs.ends(request):
                 self.abort(request)
+                self.outputs.add_aborted(request)
 
     def settle(self) -> None:
         """Free the memory of ended requests, or all memory after an interrupted change.

@@ -49,7 +49,8 @@ class Engine:
     one are read, if the same requests decode in it. A request that then ends by a stop id has run
     one token more, which is dropped.
 
-    An exception in a step loses no page, and the other requests go on. If an exception
+    An exception in a step loses no page, and the other requests go on. Those of the step end with
+    the finish reason "abort", in the outputs of the next call of `step`. If an exception
     interrupts the engine's own accounts, all memory is freed at once, the cached prefixes included,
     and the requests run again from their tokens.
     """

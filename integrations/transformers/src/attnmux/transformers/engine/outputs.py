@@ -68,6 +68,10 @@ class OutputQueue:
             told = [TokenOutput(one.id, token, None) for (one, _), new in pairs for token in new]
             self._told += told
 
+    def add_aborted(self, request: LiveRequest) -> None:
+        """Report what a request had when it was aborted. Its listener hears nothing."""
+        self._told.append(TokenOutput(request.id, NOT_A_NUMBER, request.result()))
+
     def ends(self, request: LiveRequest) -> bool:
         """Whether the request's last token is here."""
         return any(one.is_last and one.request is request for one in self._waiting) or any(

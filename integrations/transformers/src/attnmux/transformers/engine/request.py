@@ -31,6 +31,7 @@ class GenerationResult:
     text: str | None
     """Without the stop id; None without a tokenizer."""
     finish_reason: FinishReason
+    """"abort": a step with the request raised an exception, which came out of `Engine.step`."""
     reused_tokens: int
     """Leading tokens of the prompt whose K and V were in the cache already."""
 
@@ -40,7 +41,7 @@ class TokenOutput(NamedTuple):
 
     request_id: int
     token_id: int
-    """NOT_A_NUMBER if the finish reason is "error"."""
+    """NOT_A_NUMBER if the finish reason is "error" or "abort"."""
     result: GenerationResult | None
     """The whole result, with the last token; None before."""
 
