@@ -37,7 +37,9 @@ REQUIRES = (
     # functions had no `out`; vLLM before 0.32 was not tried.
     ("sglang-kernel>=0.4.5", "flash-attn-3", "vllm>=0.32"),
 )
-"""Any of the packages with FlashAttention 3."""
+"""Any of the packages with FlashAttention 3. vLLM's build lacks attention chunks, and sinks over V of
+other dims than K; FlashAttention's own lacks sinks. A layer that needs them makes the backend fail
+when it is made, and the next package or candidate serves."""
 TREE_SOURCES = {
     "page_size": (
         "a tree is a call over the prefix and one over each draft's own ancestors, whose table "
@@ -114,11 +116,6 @@ FA3 = BackendCard(
         "head_dim": "built for 64, 96, 128, 192 and 256; other dims are padded to these",
         "v_head_dim": "flash_api.cpp, two dims: 128 < D <= 192 with 96 < Dv <= 128",
         "num_q_heads": "mainloop_fwd_sm90_tma_gmma_ws.hpp: an array of 64 sinks",
-        "attention_chunk": "vLLM's build has none: a layer with chunks is the next candidate's",
-        "sinks": (
-            "FlashAttention's own build has none, and vLLM's none over V of other dims than K: "
-            "such a layer is the next candidate's"
-        ),
         **TREE_SOURCES,
     },
     clauses=tuple(
