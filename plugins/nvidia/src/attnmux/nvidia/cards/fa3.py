@@ -37,9 +37,9 @@ REQUIRES = (
     # functions had no `out`; vLLM before 0.32 was not tried.
     ("sglang-kernel>=0.4.5", "flash-attn-3", "vllm>=0.32"),
 )
-"""Any of the packages with FlashAttention 3. vLLM's build lacks attention chunks, and sinks over V of
-other dims than K; FlashAttention's own lacks sinks. A layer that needs them makes the backend fail
-when it is made, and the next package or candidate serves."""
+"""Any of the packages with FlashAttention 3. vLLM's build lacks attention chunks, and sinks over V
+of other dims than K; FlashAttention's own lacks sinks. A layer that needs them makes the backend
+fail when it is made, and the next package or candidate serves."""
 TREE_SOURCES = {
     "page_size": (
         "a tree is a call over the prefix and one over each draft's own ancestors, whose table "
