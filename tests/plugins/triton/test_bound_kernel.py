@@ -97,7 +97,8 @@ def test_the_second_call_of_a_kind_is_not_bound_again(driver):
     kernel = Kernel()
     call = bound(kernel)
     call((2, 3, 1), (ALIGNED, OTHER), (8,), (5,), torch.int32)
-    assert kernel.bound == [((2, 3, 1), (ALIGNED, OTHER, 8, 5, 16), {"num_warps": 4})]
+    options = {"enable_fp_fusion": True, "num_warps": 4}
+    assert kernel.bound == [((2, 3, 1), (ALIGNED, OTHER, 8, 5, 16), options)]
     call((4, 1, 1), (OTHER, ALIGNED), (8,), (6,), torch.int32)
     values = OTHER.data_ptr(), ALIGNED.data_ptr(), 8, 6, 16
     assert kernel.direct == [(4, 1, 1, 7, "function", "packed", None, None, None, *values)]
