@@ -7,6 +7,7 @@ whose V has the dims of K; FlashAttention's takes chunks and no sinks.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -64,26 +65,7 @@ class VllmFA3:
         if s_aux is not None:
             check(q.shape[-1] == v.shape[-1], "We don't support S aux with hdim != hdim_v")
             check(q.shape[-2] <= 64, "We only support query heads <= 64 with S aux")
-        refuse(k_new, v_new, cu_seqlens_k_new, seqused_q, kv_batch_idx, leftpad_k, pack_gqa)
-        refuse(rotary_cos, rotary_sin, seqlens_rotary, sm_margin or None)
-        return _attend(
-            *(q, k, v),
-            lens=(cu_seqlens_q, cu_seqlens_k, seqused_k, max_seqlen_k),
-            page_table=page_table,
-            scheduler_metadata=scheduler_metadata,
-            qv=q_v,
-            out=out,
-            max_seqlen_q=max_seqlen_q,
-            q_descale=q_descale,
-            k_descale=k_descale,
-            v_descale=v_descale,
-            softmax_scale=softmax_scale,
-            causal=is_causal,
-            window_size=(window_size_left, window_size_right),
-            softcap=softcap,
-            num_splits=num_splits,
-            sinks=s_aux,
-        )
+        return _fwd(locals(), sinks=s_aux)
 
     @staticmethod
     def get_scheduler_metadata(
@@ -111,18 +93,7 @@ class VllmFA3:
         pack_gqa: bool | None,
         sm_margin: int,
     ) -> torch.Tensor:
-        refuse(cu_seqlens_q, cu_seqlens_k, cu_seqlens_k_new, seqused_q, leftpad_k, pack_gqa)
-        refuse(max_seqlen_k_new or None, sm_margin or None)
-        return sgl_flash_attn.get_scheduler_metadata(
-            *(batch_size, max_seqlen_q, max_seqlen_k, num_heads, num_heads_k, headdim, seqused_k),
-            qkv_dtype=qkv_dtype,
-            headdim_v=headdim_v,
-            page_size=page_size,
-            causal=is_causal,
-            window_size=(window_size_left, window_size_right),
-            has_softcap=has_softcap,
-            num_splits=num_splits,
-        )
+        return FlashAttn3.get_scheduler_metadata(**locals())
 
 
 class FlashAttn3:
@@ -165,26 +136,7 @@ class FlashAttn3:
         pack_gqa: bool | None = None,
         sm_margin: int = 0,
     ) -> list[torch.Tensor]:
-        refuse(k_new, v_new, cu_seqlens_k_new, seqused_q, kv_batch_idx, leftpad_k, pack_gqa)
-        refuse(rotary_cos, rotary_sin, seqlens_rotary, sm_margin or None)
-        return _attend(
-            *(q, k, v),
-            lens=(cu_seqlens_q, cu_seqlens_k, seqused_k, max_seqlen_k),
-            page_table=page_table,
-            scheduler_metadata=scheduler_metadata,
-            qv=q_v,
-            out=out,
-            max_seqlen_q=max_seqlen_q,
-            q_descale=q_descale,
-            k_descale=k_descale,
-            v_descale=v_descale,
-            softmax_scale=softmax_scale,
-            causal=is_causal,
-            window_size=(window_size_left, window_size_right),
-            softcap=softcap,
-            num_splits=num_splits,
-            attention_chunk=attention_chunk,
-        )
+        return _fwd(locals(), attention_chunk=attention_chunk)
 
     @staticmethod
     def get_scheduler_metadata(
@@ -231,6 +183,27 @@ class FlashAttn3:
 def refuse(*values: object) -> None:
     if any(value is not None for value in values):
         raise NotImplementedError("an argument that the emulator does not know")
+
+
+def _fwd(given: Mapping[str, Any], **more: Any) -> list[torch.Tensor]:  # noqa: ANN401  # of one build
+    """The attention that both builds have. given: the arguments of either's `fwd`, by name; more:
+    what one build has alone."""
+    unknown = "k_new v_new cu_seqlens_k_new seqused_q kv_batch_idx leftpad_k pack_gqa"
+    refuse(*(given[name] for name in f"{unknown} rotary_cos rotary_sin seqlens_rotary".split()))
+    refuse(given["sm_margin"] or None)
+    same = "page_table scheduler_metadata out max_seqlen_q q_descale k_descale v_descale"
+    lens = "cu_seqlens_q", "cu_seqlens_k", "seqused_k", "max_seqlen_k"
+    return _attend(
+        given["q"],
+        given["k"],
+        given["v"],
+        lens=tuple(given[name] for name in lens),
+        qv=given["q_v"],
+        causal=given["is_causal"],
+        window_size=(given["window_size_left"], given["window_size_right"]),
+        **{name: given[name] for name in f"{same} softmax_scale softcap num_splits".split()},
+        **more,
+    )
 
 
 def _attend(

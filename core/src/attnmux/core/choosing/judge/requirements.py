@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 
@@ -41,8 +41,7 @@ def required(card: BackendCard, libraries: Libraries, distribution: str) -> Iter
     """The requirements of the card, except those with an alternative whose marker does not hold
     here. distribution: the card's own, for the hints."""
     for alternatives, parsed in _needed_here(card.requirements()):
-        found = [(one.name, libraries(one.name)) for one in parsed]
-        states = [_state(one, version) for one, (_, version) in zip(parsed, found, strict=True)]
+        found, states = _standing(parsed, libraries)
         state = min(states, key=STATES.index)
         name, version = found[states.index(state)]
         yield Library(
@@ -73,8 +72,7 @@ def caveats(card: BackendCard, platform: Platform, libraries: Libraries) -> Iter
         if caveat.arch and platform.arch not in caveat.arch:
             continue
         parsed = [parsed_requirement(text) for text in caveat.unless]
-        versions = [(one.name, libraries(one.name)) for one in parsed]
-        states = [_state(one, version) for one, (_, version) in zip(parsed, versions, strict=True)]
+        versions, states = _standing(parsed, libraries)
         if "present" not in states:
             installed = ", ".join(f"{name} {version or 'is missing'}" for name, version in versions)
             yield f"{card.name}: {caveat.text} (here: {installed})"
@@ -89,6 +87,15 @@ def install_hint(card: BackendCard, distribution: str, requirement: str = "") ->
         requirement = card.requirements()[0][0]
     wanted = f"{distribution}[{card.extra}]" if distribution and card.extra else requirement
     return f"pip install '{wanted}'" if wanted else ""
+
+
+def _standing(
+    parsed: Sequence[Requirement], libraries: Libraries
+) -> tuple[list[tuple[str, str | None]], list[str]]:
+    """Each alternative's name with its installed version, and its state."""
+    versions = [(one.name, libraries(one.name)) for one in parsed]
+    states = [_state(one, version) for one, (_, version) in zip(parsed, versions, strict=True)]
+    return versions, states
 
 
 def _state(requirement: Requirement, version: str | None) -> str:
