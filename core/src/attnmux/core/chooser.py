@@ -35,8 +35,8 @@ class Chooser:
 
     @classmethod
     def here(cls, device: torch.device | str) -> Chooser:
-        """Of this machine and the user's settings, for tensors on that device, or on that type of
-        device. With an index it is the device that names the platform, and torch initialises it.
+        """The chooser of this machine and the user's settings, for tensors on that device or type
+        of device. With an index it is the device that names the platform, and torch initialises it.
 
         Raises InvalidInput where no plugin finds a device of the type, AmbiguousPlatform for
         several, SettingsError for settings that cannot be read.

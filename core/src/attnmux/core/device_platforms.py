@@ -20,7 +20,7 @@ from attnmux.core.errors import InvalidInput
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ReportedDevice:
-    """What torch says of a device."""
+    """A device, as torch reports it."""
 
     vendor: Vendor
     arch: str

@@ -31,7 +31,7 @@ GROUP = "attnmux.engines"
 OWN = ("sglang", "vllm")
 """Engines of this project's integrations: no other name is suggested to pip."""
 KERNELS = "attnmux.kernels"
-"""As in `shared_kernels.py`, which imports torch."""
+"""The same group as in `shared_kernels.py`, which imports torch."""
 MODEL = "MODEL"
 """Stands for the model that the user did not name."""
 FACTS = (
@@ -48,7 +48,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LaunchFacts:
-    """What the verb knows besides the decision and the model."""
+    """Facts of the command line that a launch line needs next to the decision and the model."""
 
     tp: int = 1
     """Ranks that share the heads."""

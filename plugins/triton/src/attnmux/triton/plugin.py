@@ -198,8 +198,8 @@ TRITON = BackendCard(
     options=OPTIONS,
     caveats=(
         Caveat(
-            text=f"the kernels for Hopper need Triton {HOPPER_RELEASES}; the portable ones serve, "
-            "which take up to three times as long",
+            text=f"the kernels for Hopper need Triton {HOPPER_RELEASES}; the slower "
+            "portable ones serve",
             unless=(f"triton{HOPPER_RELEASES}",),
             arch=("sm90",),
         ),

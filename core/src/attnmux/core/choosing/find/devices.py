@@ -158,8 +158,8 @@ def _own_failure(asked: str, error: BaseException | None) -> list[PluginFailure]
 
 
 def named_platforms(platforms: Iterable[Platform], wanted: str) -> tuple[Platform, ...]:
-    """Those that `wanted` names: a vendor or vendor:arch, in any case. Of a longer description the
-    vendor and the architecture count."""
+    """The platforms that `wanted` names: a vendor or vendor:arch, in any case. If it describes
+    more, its vendor and its architecture count."""
     name = wanted.strip().lower().partition(",")[0]
     return tuple(
         one for one in platforms if name in (one.vendor.lower(), f"{one.vendor}:{one.arch}".lower())

@@ -46,7 +46,7 @@ class Plugins:
     policy: Policy = field(default_factory=Policy)
     """Which backends the configuration admits."""
     variables: Mapping[str, str] = NO_VARIABLES
-    """Those of the environment that hide devices."""
+    """The environment's variables that hide devices."""
     named: str | None = None
     """The configured platform, which may describe a device that no plugin finds."""
 

@@ -78,7 +78,7 @@ class Vendor(NamedTuple):
     hiding: Mapping[str, tuple[str, ...]] = FrozenMapping()
     """Environment variables that hide devices, with the values by which users hide all."""
     ordering: tuple[str, ...] = ()
-    """Those that change which devices the first ones name."""
+    """Environment variables that change the order in which devices are numbered."""
     reported_arch: Callable[[Any], str] = lambda _: ""
     """The architecture in a device's properties of torch; empty for another vendor's, and if torch
     reports none."""

@@ -139,7 +139,7 @@ class Build(Plain):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Caveat(Plain):
-    """What `select` and `doctor` say about a backend that runs, but not as it could.
+    """A note that `select` and `doctor` print about a backend that runs, but not as it could.
 
     Raises InvalidInput for fields of other types and a requirement that cannot be parsed.
     """
