@@ -6,9 +6,6 @@ from pathlib import Path
 
 import pytest
 
-from attnmux.core.choosing.ask.policy import Policy
-from attnmux.core.choosing.ask.request import Request, parse_fields
-from attnmux.core.choosing.machine.platform import Platform
 from attnmux.core.choosing.offer.card import Prior
 from attnmux.core.choosing.offer.clause import when
 from attnmux.core.choosing.offer.conditions import ANY, NONE, one_of
@@ -20,7 +17,10 @@ from attnmux.core.cli.outcomes import (
     outcomes,
     outcomes_of_refusal,
 )
-from attnmux.core.errors import NoBackend
+from attnmux.core.facts.errors import NoBackend
+from attnmux.core.facts.platform import Platform
+from attnmux.core.facts.policy import Policy
+from attnmux.core.facts.request import Request, parse_fields
 from attnmux.core.installed import load_plugins
 
 DATA = Path(__file__).parent / "data"

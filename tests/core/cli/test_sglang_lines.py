@@ -10,10 +10,10 @@ import pytest
 from click.testing import CliRunner
 
 from attnmux.core import InvalidInput, Platform, Request, load_plugins, solve
-from attnmux.core.choosing.ask.policy import Policy
-from attnmux.core.choosing.ask.values import LayerGroup
 from attnmux.core.cli.engines import FACTS, LaunchFacts
 from attnmux.core.cli.verbs import verbs
+from attnmux.core.facts.policy import Policy
+from attnmux.core.facts.values import LayerGroup
 
 asking = pytest.importorskip("attnmux.sglang.asking")
 pytest.importorskip("attnmux.nvidia.plugin", reason="the decisions are about its cards")

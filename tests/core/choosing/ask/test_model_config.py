@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from attnmux.core import group_requests
-from attnmux.core.choosing.ask.request import Request
-from attnmux.core.errors import InvalidInput
+from attnmux.core.facts.errors import InvalidInput
+from attnmux.core.facts.request import Request
 
 DATA = Path(__file__).parents[1] / "data"
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from attnmux.core import InvalidInput, Platform, Request, linear_request
-from attnmux.core.choosing.ask.request import parse_fields
-from attnmux.core.choosing.ask.values import LINEAR_KINDS
 from attnmux.core.cli.asking import requested
+from attnmux.core.facts.request import parse_fields
+from attnmux.core.facts.values import LINEAR_KINDS
 
 
 def asked_of_one_shape(model: str | None, fields: str, tp: int) -> Request:

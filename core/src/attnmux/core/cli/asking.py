@@ -5,18 +5,18 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from attnmux.core.choosing.ask.policy import Policy
-from attnmux.core.choosing.ask.request import Request, parse_fields
 from attnmux.core.choosing.find.devices import pick_platform
 from attnmux.core.choosing.find.plugins import Plugins
-from attnmux.core.choosing.machine.platform import GRAMMAR, Platform
-from attnmux.core.choosing.machine.vendors import VENDORS
 from attnmux.core.choosing.offer.card import Offer
-from attnmux.core.choosing.offer.libraries import installed_version
 from attnmux.core.choosing.solver import solve
 from attnmux.core.choosing.tell.decision import Decision
 from attnmux.core.cli.run import Run
-from attnmux.core.errors import InvalidInput, NoBackend
+from attnmux.core.facts.errors import InvalidInput, NoBackend
+from attnmux.core.facts.libraries import installed_version
+from attnmux.core.facts.platform import GRAMMAR, Platform
+from attnmux.core.facts.policy import Policy
+from attnmux.core.facts.request import Request, parse_fields
+from attnmux.core.facts.vendors import VENDORS
 from attnmux.core.settings import Settings
 
 if TYPE_CHECKING:

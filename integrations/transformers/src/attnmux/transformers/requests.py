@@ -22,7 +22,7 @@ from attnmux.core import (
     group_requests,
 )
 from attnmux.core.choosing.ask.kept_layers import kept_layers
-from attnmux.core.choosing.ask.values import canonical_dtype
+from attnmux.core.facts.values import canonical_dtype
 from attnmux.transformers.checkpoint import Checkpoint
 from attnmux.transformers.options import RunnerOptions
 from attnmux.transformers.shapes import SHAPE, STORED, by_shape

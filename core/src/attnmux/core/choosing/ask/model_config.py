@@ -37,9 +37,9 @@ from attnmux.core.choosing.ask.model_types import (
     UNSAYABLE,
     WINDOW_KV_HEADS,
 )
-from attnmux.core.choosing.ask.values import canonical_dtype
-from attnmux.core.choosing.common.files import read_file
-from attnmux.core.errors import InvalidInput
+from attnmux.core.facts.errors import InvalidInput
+from attnmux.core.facts.files import read_file
+from attnmux.core.facts.values import canonical_dtype
 
 MOST_BYTES = 2**24
 """Of a configuration. The largest that are published have some 100 kB."""

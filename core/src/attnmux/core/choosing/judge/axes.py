@@ -9,11 +9,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
-from attnmux.core.choosing.ask.request import Request
-from attnmux.core.choosing.common.verdict import Reason
-from attnmux.core.choosing.machine.platform import Platform
 from attnmux.core.choosing.offer.clause import Clause
 from attnmux.core.choosing.offer.conditions import ANY, Condition, Value
+from attnmux.core.facts.platform import Platform
+from attnmux.core.facts.request import Request
+from attnmux.core.facts.verdicts import Reason
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -7,12 +7,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
-from attnmux.core.choosing.ask.values import OptionValue
-from attnmux.core.choosing.common.checks import TEXT, Check, check_fields, refusal, tuple_of
-from attnmux.core.choosing.common.frozen import FrozenMapping, Plain, plain, plain_fields
 from attnmux.core.choosing.offer.clause import ALWAYS, LARGEST, Clause
-from attnmux.core.choosing.offer.libraries import check_range, parsed_requirement
 from attnmux.core.choosing.offer.proof import ErrorBound, Verified
+from attnmux.core.facts.checks import TEXT, Check, check_fields, refusal, tuple_of
+from attnmux.core.facts.frozen import FrozenMapping, Plain, plain, plain_fields
+from attnmux.core.facts.libraries import check_range, parsed_requirement
+from attnmux.core.facts.values import OptionValue
 
 CONTRACTS = ("1.0",)
 """The versions of the contract that this core speaks, the newest last."""

@@ -5,9 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 
-from attnmux.core.choosing.ask.values import DTYPES, KINDS, PHASES
-from attnmux.core.choosing.common.checks import refusal
-from attnmux.core.choosing.common.frozen import Plain
 from attnmux.core.choosing.offer.conditions import (
     ANY,
     NONE,
@@ -20,6 +17,9 @@ from attnmux.core.choosing.offer.conditions import (
     Runtimes,
     Versions,
 )
+from attnmux.core.facts.checks import refusal
+from attnmux.core.facts.frozen import Plain
+from attnmux.core.facts.values import DTYPES, KINDS, PHASES
 
 LARGEST = 2**31 - 1
 """Of a number in a card: sizes of tensors and kernels' arguments end here."""

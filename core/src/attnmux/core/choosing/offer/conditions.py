@@ -7,8 +7,8 @@ from collections.abc import Iterable, Sequence
 from math import ceil
 from typing import NoReturn
 
-from attnmux.core.choosing.offer.libraries import check_range, parsed_requirement, satisfies, within
-from attnmux.core.errors import InvalidInput
+from attnmux.core.facts.errors import InvalidInput
+from attnmux.core.facts.libraries import check_range, parsed_requirement, satisfies, within
 
 Value = str | int | float | bool | frozenset[str]
 

@@ -14,7 +14,6 @@ from itertools import combinations, groupby
 from operator import itemgetter
 from typing import NamedTuple
 
-from attnmux.core.choosing.common.verdict import Coercion
 from attnmux.core.choosing.judge.axes import meets
 from attnmux.core.choosing.judge.shortcomings import shortcomings
 from attnmux.core.choosing.offer.card import Offer
@@ -27,6 +26,7 @@ from attnmux.core.choosing.search.points import (
     feasible_points,
 )
 from attnmux.core.choosing.search.problem import CACHED_LEADS, Problem, Variant
+from attnmux.core.facts.verdicts import Coercion
 
 FALLBACK_PAGE_SIZE = 1
 """Where neither the request nor the winner has a preference."""

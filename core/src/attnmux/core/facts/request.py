@@ -7,8 +7,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from attnmux.core.choosing.ask.sparse import check_picked_blocks, check_sparse
-from attnmux.core.choosing.ask.values import (
+from attnmux.core.facts.checks import nearest
+from attnmux.core.facts.errors import InvalidInput
+from attnmux.core.facts.frozen import FrozenMapping, Plain, defaults, plain_fields
+from attnmux.core.facts.sparse import check_picked_blocks, check_sparse
+from attnmux.core.facts.values import (
     BY_NAME,
     BY_TYPE,
     LINEAR_KINDS,
@@ -17,9 +20,6 @@ from attnmux.core.choosing.ask.values import (
     Reader,
     canonical_dtype,
 )
-from attnmux.core.choosing.common.checks import nearest
-from attnmux.core.choosing.common.frozen import FrozenMapping, Plain, defaults, plain_fields
-from attnmux.core.errors import InvalidInput
 
 ORIGINS = ("user", "env", "config", "model", "platform", "default")
 """Who may set a value; the earlier ones override the later ones."""

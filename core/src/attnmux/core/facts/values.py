@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal, get_args
 
-from attnmux.core.choosing.common.checks import UNSET, is_whole, read_flag
-from attnmux.core.choosing.common.frozen import Plain
-from attnmux.core.errors import InvalidInput
+from attnmux.core.facts.checks import UNSET, is_whole, read_flag
+from attnmux.core.facts.errors import InvalidInput
+from attnmux.core.facts.frozen import Plain
 
 ATTENTION_KINDS = ("mha", "mla", "nsa", "dual_chunk")
 LinearKind = Literal["gdn", "kda", "mamba1", "mamba2", "lightning", "conv"]
