@@ -9,7 +9,6 @@ import pytest
 from click.testing import CliRunner
 
 from attnmux.core.choosing.find.examine import PluginFailure
-from attnmux.core.choosing.judge.axes import Question
 from attnmux.core.choosing.judge.shortcomings import is_served
 from attnmux.core.choosing.offer.card import BackendCard, Offer
 from attnmux.core.choosing.offer.clause import Clause
@@ -24,6 +23,7 @@ from attnmux.core.choosing.offer.conditions import (
 from attnmux.core.choosing.offer.proof import Verified
 from attnmux.core.cli import run as shared
 from attnmux.core.cli.verbs import verbs
+from attnmux.core.facts.axes import Question
 from attnmux.core.facts.platform import Platform
 from attnmux.core.facts.request import Request
 from attnmux.core.facts.values import PHASES

@@ -12,7 +12,6 @@ from click.testing import CliRunner
 
 from attnmux.bench.keeping import RecordFile
 from attnmux.core.choosing.find.devices import Detection
-from attnmux.core.choosing.judge.axes import Question
 from attnmux.core.choosing.measured.measurement import (
     Measurement,
     shape_of,
@@ -20,6 +19,7 @@ from attnmux.core.choosing.measured.measurement import (
 )
 from attnmux.core.cli import run as shared
 from attnmux.core.cli.verbs import verbs
+from attnmux.core.facts.axes import Question
 from attnmux.core.facts.platform import Platform
 from attnmux.core.facts.records import Device
 from attnmux.core.facts.request import Request

@@ -62,14 +62,12 @@ from attnmux.core.choosing.measured.measurement import read_measurements as read
 from attnmux.core.choosing.measured.ranking import accuracy_by as accuracy_by
 from attnmux.core.choosing.measured.ranking import solve_measured as solve_measured
 from attnmux.core.choosing.offer.card import LAST_RESORT as LAST_RESORT
-from attnmux.core.choosing.offer.card import TREE_MASKS as TREE_MASKS
 from attnmux.core.choosing.offer.card import BackendCard as BackendCard
 from attnmux.core.choosing.offer.card import Build as Build
 from attnmux.core.choosing.offer.card import Caveat as Caveat
 from attnmux.core.choosing.offer.card import Offer as Offer
 from attnmux.core.choosing.offer.card import Option as Option
 from attnmux.core.choosing.offer.card import Prior as Prior
-from attnmux.core.choosing.offer.card import TreeMask as TreeMask
 from attnmux.core.choosing.offer.clause import Clause as Clause
 from attnmux.core.choosing.offer.clause import when as when
 from attnmux.core.choosing.offer.conditions import ANY as ANY
@@ -186,8 +184,10 @@ from attnmux.core.facts.libraries import installed_version as installed_version
 from attnmux.core.facts.platform import Platform as Platform
 from attnmux.core.facts.policy import Policy as Policy
 from attnmux.core.facts.request import Request as Request
+from attnmux.core.facts.values import TREE_MASKS as TREE_MASKS
 from attnmux.core.facts.values import LayerGroup as LayerGroup
 from attnmux.core.facts.values import LinearKind as LinearKind
+from attnmux.core.facts.values import TreeMask as TreeMask
 from attnmux.core.facts.verdicts import Reason as Reason
 from attnmux.core.facts.verdicts import Verdict as Verdict
 from attnmux.core.graph.config import GraphConfig as GraphConfig

@@ -8,7 +8,6 @@ from datetime import datetime, timezone
 import pytest
 
 from attnmux.bench.keeping import RecordFile
-from attnmux.core.choosing.judge.axes import Question
 from attnmux.core.choosing.measured.measurement import (
     Measurement,
     read_measurements,
@@ -20,6 +19,7 @@ from attnmux.core.choosing.offer.conditions import ANY, one_of
 from attnmux.core.choosing.offer.proof import ErrorBound
 from attnmux.core.choosing.solver import solve
 from attnmux.core.choosing.tell.decision import Decision
+from attnmux.core.facts.axes import Question
 from attnmux.core.facts.errors import InvalidInput, NoBackend
 from attnmux.core.facts.platform import Platform
 from attnmux.core.facts.policy import Policy

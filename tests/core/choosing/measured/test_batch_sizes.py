@@ -9,7 +9,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from attnmux.core.choosing.judge.axes import Question
 from attnmux.core.choosing.measured.measurement import Measurement, shape_of, versions_of
 from attnmux.core.choosing.measured.ranking import solve_measured
 from attnmux.core.choosing.offer.card import BackendCard, Offer, Option
@@ -17,6 +16,7 @@ from attnmux.core.choosing.offer.clause import Clause
 from attnmux.core.choosing.offer.conditions import ANY, one_of
 from attnmux.core.choosing.solver import solve
 from attnmux.core.choosing.tell.decision import Decision
+from attnmux.core.facts.axes import Question
 from attnmux.core.facts.errors import BackendFailed, InvalidInput
 from attnmux.core.facts.platform import Platform
 from attnmux.core.facts.policy import Policy

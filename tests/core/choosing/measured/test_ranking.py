@@ -14,7 +14,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from attnmux.bench.keeping import RecordFile
-from attnmux.core.choosing.judge.axes import Question
 from attnmux.core.choosing.judge.checking import prior_rank
 from attnmux.core.choosing.measured.measurement import (
     Measurement,
@@ -29,6 +28,7 @@ from attnmux.core.choosing.offer.conditions import one_of
 from attnmux.core.choosing.solver import solve
 from attnmux.core.choosing.tell.decision import Decision
 from attnmux.core.cli.outcomes import outcomes
+from attnmux.core.facts.axes import Question
 from attnmux.core.facts.errors import InvalidInput
 from attnmux.core.facts.platform import Platform
 from attnmux.core.facts.policy import Policy

@@ -5,7 +5,6 @@ from dataclasses import fields
 
 import pytest
 
-from attnmux.core.choosing.judge.axes import AXES
 from attnmux.core.choosing.offer.card import BackendCard, Option, Prior
 from attnmux.core.choosing.offer.clause import ALWAYS, Clause, when
 from attnmux.core.choosing.offer.conditions import (
@@ -19,6 +18,7 @@ from attnmux.core.choosing.offer.conditions import (
     runtimes,
     versions,
 )
+from attnmux.core.facts.axes import AXES
 from attnmux.core.facts.errors import InvalidInput
 from attnmux.core.facts.request import Request
 

@@ -8,7 +8,6 @@ from dataclasses import replace
 from functools import cache, partial
 from typing import Any
 
-from attnmux.core.choosing.judge.axes import Question
 from attnmux.core.choosing.judge.checking import Accuracy, Ranking, by_card, prior_rank, standing
 from attnmux.core.choosing.judge.requirements import caveats
 from attnmux.core.choosing.offer.card import Offer
@@ -29,6 +28,7 @@ from attnmux.core.choosing.search.problem import (
 from attnmux.core.choosing.tell.choice import Choice, choice_of
 from attnmux.core.choosing.tell.decision import Decision
 from attnmux.core.choosing.tell.verdicts import refusal, verdicts
+from attnmux.core.facts.axes import Question
 from attnmux.core.facts.derived import (
     group_requests,
     has_separable_trees,

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 
 import click
 
-from attnmux.core.choosing.judge.axes import AXES, Axis
 from attnmux.core.cli.run import Run, common_options, echo_json, pass_run
+from attnmux.core.facts.axes import AXES, Axis
 from attnmux.core.facts.checks import nearest
 from attnmux.core.facts.errors import InvalidInput
 from attnmux.core.facts.values import KINDS

@@ -45,6 +45,15 @@ ALIASES = {
 OptionValue = bool | int | float | str
 """A value of a backend's option."""
 
+Value = str | int | float | bool | frozenset[str]
+"""A value of an axis."""
+
+TreeMask = Literal["full", "qlen_only", "qlen_only_bitpacking"]
+"""A form of a draft tree's mask, by SGLang's name: `SpecInput.custom_mask`, `visible` or
+`visible_bits`."""
+TREE_MASKS: tuple[TreeMask, ...] = ("qlen_only", "qlen_only_bitpacking", "full")
+"""All forms, for a backend that takes each of them through `visible_drafts`."""
+
 Reader = Callable[[str, Any], Any]
 """(a field's name, the given value) → the value to keep; raises InvalidInput."""
 

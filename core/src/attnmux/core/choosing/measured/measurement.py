@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from attnmux.core.choosing.judge.axes import Demand, Question
 from attnmux.core.choosing.offer.card import Offer
+from attnmux.core.facts.axes import Demand, Question
 from attnmux.core.facts.checks import NAME, Check, is_whole
 from attnmux.core.facts.frozen import FrozenMapping
 from attnmux.core.facts.libraries import Libraries, installed_version

@@ -12,7 +12,6 @@ from dataclasses import replace
 from itertools import groupby
 from math import isqrt
 
-from attnmux.core.choosing.judge.axes import Question
 from attnmux.core.choosing.judge.checking import Accuracy, Rank, Ranking, prior_rank, standing
 from attnmux.core.choosing.judge.shortcomings import admits_any
 from attnmux.core.choosing.measured.accuracy import Current, by_measurement, notes_on
@@ -22,6 +21,7 @@ from attnmux.core.choosing.offer.named import read_options
 from attnmux.core.choosing.solver import solve
 from attnmux.core.choosing.tell.choice import SizeRange, choice_of
 from attnmux.core.choosing.tell.decision import Decision
+from attnmux.core.facts.axes import Question
 from attnmux.core.facts.libraries import Libraries, assumed, installed_version
 from attnmux.core.facts.platform import Platform
 from attnmux.core.facts.policy import Policy

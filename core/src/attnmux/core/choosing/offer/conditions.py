@@ -9,8 +9,7 @@ from typing import NoReturn
 
 from attnmux.core.facts.errors import InvalidInput
 from attnmux.core.facts.libraries import check_range, parsed_requirement, satisfies, within
-
-Value = str | int | float | bool | frozenset[str]
+from attnmux.core.facts.values import Value
 
 
 class Condition(ABC):

@@ -10,11 +10,11 @@ from dataclasses import dataclass, replace
 from itertools import combinations
 from typing import Any, NamedTuple
 
-from attnmux.core.choosing.judge.axes import AXES, Question, Questions
 from attnmux.core.choosing.judge.checking import Ranking
 from attnmux.core.choosing.judge.shortcomings import is_served
 from attnmux.core.choosing.offer.card import Offer
 from attnmux.core.choosing.offer.named import offers_named, refuse_unknown
+from attnmux.core.facts.axes import AXES, Question, Questions
 from attnmux.core.facts.errors import UnknownBackend
 from attnmux.core.facts.libraries import Libraries
 from attnmux.core.facts.platform import Platform

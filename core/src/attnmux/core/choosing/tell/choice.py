@@ -7,13 +7,13 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from attnmux.core.choosing.judge.checking import Accuracy, check
-from attnmux.core.choosing.offer.card import Offer, TreeMask
+from attnmux.core.choosing.offer.card import Offer
 from attnmux.core.choosing.offer.named import complete
 from attnmux.core.facts.frozen import FrozenMapping, Plain
 from attnmux.core.facts.libraries import Libraries
 from attnmux.core.facts.platform import Platform
 from attnmux.core.facts.request import Request
-from attnmux.core.facts.values import OptionValue
+from attnmux.core.facts.values import OptionValue, TreeMask
 from attnmux.core.facts.verdicts import Reason
 
 

@@ -10,7 +10,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cache
 
-from attnmux.core.choosing.judge.axes import demands_of
 from attnmux.core.choosing.judge.checking import Rank, verdict
 from attnmux.core.choosing.judge.shortcomings import (
     is_served,
@@ -21,6 +20,7 @@ from attnmux.core.choosing.offer.card import Offer
 from attnmux.core.choosing.search.assignments import Assignment
 from attnmux.core.choosing.search.problem import CACHED_LEADS, Group, Problem, Variant
 from attnmux.core.choosing.search.remedies import Remedies
+from attnmux.core.facts.axes import demands_of
 from attnmux.core.facts.errors import NoBackend
 from attnmux.core.facts.values import PHASES
 from attnmux.core.facts.vendors import VENDORS
