@@ -8,15 +8,7 @@ from typing import Any
 
 import pytest
 
-from attnmux.core import (
-    NoBackend,
-    Platform,
-    Policy,
-    Request,
-    load_plugins,
-    request_from_model,
-    solve,
-)
+from attnmux.core import NoBackend, Platform, Policy, Request, load_plugins, solve
 
 OFFERS = load_plugins().offers()
 HEADS = "dtype=bf16,head_dim=64,num_q_heads=16,num_kv_heads=16"
@@ -50,7 +42,7 @@ def served(platform: str, asked: str, **named: Any) -> str:
 def test_models(tmp_path: Path, model: str, platform: str, backend: str) -> None:
     config = {**MODELS[model], "dtype": "bfloat16"}
     (tmp_path / "config.json").write_text(json.dumps(config), encoding="utf-8")
-    request = request_from_model(tmp_path)
+    request = Request.from_model(tmp_path)
     assert request.alibi
     decision = solve(request, Platform.parse(platform), OFFERS, Policy())
     assert {choice.backend for choice in decision.phases.values()} == {backend}

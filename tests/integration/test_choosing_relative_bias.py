@@ -8,15 +8,7 @@ from typing import Any
 
 import pytest
 
-from attnmux.core import (
-    NoBackend,
-    Platform,
-    Policy,
-    Request,
-    load_plugins,
-    request_from_model,
-    solve,
-)
+from attnmux.core import NoBackend, Platform, Policy, Request, load_plugins, solve
 
 OFFERS = load_plugins().offers()
 HEADS = "dtype=bf16,head_dim=64,num_q_heads=16,num_kv_heads=16"
@@ -52,7 +44,7 @@ def test_models(tmp_path: Path, model_type: str, platform: str, backend: str | N
     heads = {"num_attention_heads": 16, "hidden_size": 1024} if model_type == "mpnet" else {}
     config = {"model_type": model_type, "dtype": "bfloat16", **heads}
     (tmp_path / "config.json").write_text(json.dumps(config), encoding="utf-8")
-    request = request_from_model(tmp_path)
+    request = Request.from_model(tmp_path)
     assert request.relative_bias
     decision = solve(request, Platform.parse(platform), OFFERS, Policy())
     chosen = {choice.backend for choice in decision.phases.values()}

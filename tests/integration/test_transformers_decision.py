@@ -19,9 +19,9 @@ from attnmux.core import (
     InvalidInput,
     Measurement,
     Platform,
+    Request,
     Settings,
     load_plugins,
-    request_from_model,
 )
 from attnmux.core.choosing.machine.cpu import probe_cpu
 from attnmux.core.choosing.measured.measurement import shape_of, versions_of
@@ -63,7 +63,7 @@ def generated(monkeypatch):
         platform, offers, options = caught.value.args
         reasons = {address: BackendFailed(address, "broken") for address in failed}
         options = without(reasons, options) if reasons else options
-        return decide(request_from_model(recall.PATH), platform, offers, options)
+        return decide(Request.from_model(recall.PATH), platform, offers, options)
 
     return choose
 
@@ -78,7 +78,7 @@ def selected(*args: str) -> dict:
 def measure(file, *, batch_size: int = 1, **times: float) -> None:
     """Medians of the CPU backends for the shipped model."""
     offers = {offer.card.name: offer for offer in load_plugins().offers()}
-    request = request_from_model(recall.PATH)
+    request = Request.from_model(recall.PATH)
     RecordFile(file, Measurement).add(
         [
             Measurement(

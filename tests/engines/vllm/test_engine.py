@@ -237,7 +237,7 @@ def test_select_asks_what_the_backend_asks(family, checkpoint, decided):
     with started(model, "ATTNMUX"):
         pass
     platform = chooser.Chooser.here("cpu").platform
-    request = launch.ask(core.request_from_model(model, dtype="float32"), platform)
+    request = launch.ask(core.Request.from_model(model, dtype="float32"), platform)
     request = request.replace(kv_dtype="float32", page_size=decided[-1].page_size)
     assert without_origins(request) in map(without_origins, decided)
 

@@ -50,7 +50,6 @@ from attnmux.core.batch import ForwardMode as ForwardMode
 from attnmux.core.batch import MultiItem as MultiItem
 from attnmux.core.call import AttentionCall as AttentionCall
 from attnmux.core.chooser import Chooser as Chooser
-from attnmux.core.choosing.ask.model_config import request_from_model as request_from_model
 from attnmux.core.choosing.find.devices import Detection as Detection
 from attnmux.core.choosing.find.devices import detect as detect
 from attnmux.core.choosing.find.devices import pick_platform as pick_platform

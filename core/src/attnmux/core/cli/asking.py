@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from attnmux.core.choosing.ask.model_config import request_from_model
 from attnmux.core.choosing.find.devices import pick_platform
 from attnmux.core.choosing.find.plugins import Plugins
 from attnmux.core.choosing.offer.card import Offer
@@ -56,7 +55,7 @@ def requested(
     if model is not None:
         named = {name: changes[name] for name in ("dtype", "kv_dtype") if name in changes}
         known = Request().replace(**named)
-        request = request_from_model(
+        request = Request.from_model(
             model, tp=tp, dtype=known.dtype, kv_dtype=known.kv_dtype, kv_dtype_skip=skip
         )
     if mode is not None:

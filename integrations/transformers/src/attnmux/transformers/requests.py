@@ -20,7 +20,6 @@ from attnmux.core import (
     dtype_name,
     expanded_request,
     group_requests,
-    request_from_model,
 )
 from attnmux.core.choosing.ask.kept_layers import kept_layers
 from attnmux.core.facts.values import canonical_dtype
@@ -139,7 +138,7 @@ def without_indexer(stated: Request) -> Request:
 def check_against_config(recorded: Request, config: Request, *, max_context_len: int) -> None:
     """Refuse a model that does not do what its config.json says.
 
-    recorded: from `request_of`. config: from `request_from_model`; a latent model is recorded
+    recorded: from `request_of`. config: from `Request.from_model`; a latent model is recorded
     expanded and compared as such. A feature that config.json does not mention is no contradiction
     (what runs is what was recorded), nor is a window or chunk that the context never fills.
     Raises InvalidInput naming the field.
@@ -195,7 +194,7 @@ def stated_request(
     if file is None:
         return None
     try:
-        known = request_from_model(
+        known = Request.from_model(
             Path(file),
             tp=options.ranks.head_ranks,
             dtype=dtype_name(dtype),

@@ -1,4 +1,4 @@
-"""A request, read from a model's Hugging Face config.json."""
+"""A request's fields, read from a model's Hugging Face config.json."""
 
 from __future__ import annotations
 
@@ -39,7 +39,6 @@ from attnmux.core.choosing.ask.model_types import (
 )
 from attnmux.core.facts.errors import InvalidInput
 from attnmux.core.facts.files import read_file
-from attnmux.core.facts.request import Request
 from attnmux.core.facts.values import canonical_dtype
 
 MOST_BYTES = 2**24
@@ -47,36 +46,6 @@ MOST_BYTES = 2**24
 LONGEST_NAME = 200
 SPARSE = ("index_topk", "index_topk_blocks", "indexer_budget", "sparse_attention_config")
 """Values of models in which an indexer picks keys."""
-
-
-def request_from_model(
-    path: str | Path,
-    *,
-    tp: int = 1,
-    dtype: str | None = None,
-    kv_dtype: str | None = None,
-    kv_dtype_skip: str | None = None,
-) -> Request:
-    """The model's needs, read from its Hugging Face `config.json` alone.
-
-    `path` is the folder or the file; `tp` divides the heads (KV heads replicate below one).
-    `dtype` and `kv_dtype` replace the model's own. `kv_dtype_skip` names layers that keep K and
-    V in the model's dtype: numbers, ranges and kinds, such as "0-1,31,sliding_window" (see
-    `kept_layers.py`). They become groups of `other_layers`.
-    Raises InvalidInput if there is no usable config.json, if `tp` does not divide, and for layers
-    that cannot be skipped.
-    """
-    config, dtypes = load_config(Path(path)), {"dtype": dtype, "kv_dtype": kv_dtype}
-    asked = {name: canonical_dtype(one, name) for name, one in dtypes.items() if one}
-    try:
-        fields = read_model(config, tp, **asked, kv_dtype_skip=kv_dtype_skip)
-        request = Request(**fields, origins=dict.fromkeys(fields, "model"))
-        return request.replace(**asked) if asked else request
-    except InvalidInput as error:
-        if error.argument in ("tp", "kv_dtype_skip"):
-            raise
-        got = f"{error.got} in {path}"
-        raise InvalidInput(error.argument, got=got, expected=error.expected) from None
 
 
 def read_model(
@@ -87,7 +56,7 @@ def read_model(
     kv_dtype: str | None = None,
     kv_dtype_skip: str | None = None,
 ) -> dict[str, Any]:
-    """The fields of a Request that the model sets; dtype and so on as in `request_from_model`.
+    """The fields of a Request that the model sets; dtype and so on as in `Request.from_model`.
 
     Raises InvalidInput for attention that a request cannot express, for a `tp` that does not
     divide the heads, and for layers that cannot be skipped.
