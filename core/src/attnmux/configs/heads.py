@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from attnmux.core.choosing.ask.model_layers import ATTENTION, BESIDE, LINEAR, UNRESTRICTED, WINDOWED
+from attnmux.configs.layers import ATTENTION, BESIDE, LINEAR, UNRESTRICTED, WINDOWED
 from attnmux.core.choosing.common.checks import is_whole
 from attnmux.core.errors import InvalidInput
 
