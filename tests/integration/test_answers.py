@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
+from attnmux.configs import request_from_model
 from attnmux.core import (
     AttnmuxError,
     Decision,
@@ -189,7 +190,7 @@ def golden_questions() -> Iterator[Question]:
         yield fixed(name, asked.replace(kv_dtype=stored) if stored else asked, platform, **flags)
     for folder, platform in product(sorted(MODELS.iterdir()), COMMON_PLATFORMS):
         for changes in ({}, {"kv_dtype": "fp8_e4m3"}, {"spec_topk": 4, "spec_draft_tokens": 16}):
-            asked = Request.from_model(folder).replace(**changes)
+            asked = request_from_model(folder).replace(**changes)
             yield fixed(f"model {folder.name} {platform} {changes or ''}", asked, platform)
 
 

@@ -12,6 +12,7 @@ import torch
 from click.testing import CliRunner
 
 from attnmux.bench.keeping import RecordFile
+from attnmux.configs import request_from_model
 from attnmux.core import (
     AttnmuxError,
     BackendFailed,
@@ -19,7 +20,6 @@ from attnmux.core import (
     InvalidInput,
     Measurement,
     Platform,
-    Request,
     Settings,
     load_plugins,
 )
@@ -63,7 +63,7 @@ def generated(monkeypatch):
         platform, offers, options = caught.value.args
         reasons = {address: BackendFailed(address, "broken") for address in failed}
         options = without(reasons, options) if reasons else options
-        return decide(Request.from_model(recall.PATH), platform, offers, options)
+        return decide(request_from_model(recall.PATH), platform, offers, options)
 
     return choose
 
@@ -78,7 +78,7 @@ def selected(*args: str) -> dict:
 def measure(file, *, batch_size: int = 1, **times: float) -> None:
     """Medians of the CPU backends for the shipped model."""
     offers = {offer.card.name: offer for offer in load_plugins().offers()}
-    request = Request.from_model(recall.PATH)
+    request = request_from_model(recall.PATH)
     RecordFile(file, Measurement).add(
         [
             Measurement(

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from attnmux.configs import request_from_model
 from attnmux.core.choosing.offer.card import Prior
 from attnmux.core.choosing.offer.clause import when
 from attnmux.core.choosing.offer.conditions import ANY, NONE, one_of
@@ -246,7 +247,7 @@ def test_an_outcome_agrees_with_naming_the_backend(model, machine, asked) -> Non
     offers = load_plugins().offers()
     platform = Platform.parse(machine)
     policy = Policy(hypothetical=True)
-    request = Request.from_model(DATA / model).replace(**parse_fields(asked))
+    request = request_from_model(DATA / model).replace(**parse_fields(asked))
     decision = solve(request, platform, offers, policy)
     pinned = decision.request.replace(page_size=decision.page_size, kv_dtype=decision.kv_dtype)
     others = {

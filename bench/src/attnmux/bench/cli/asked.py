@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from attnmux.configs import request_from_model
 from attnmux.core import InvalidInput, Platform, Request, linear_request
 from attnmux.core.cli.asking import requested
 from attnmux.core.facts.request import parse_fields
@@ -18,7 +19,7 @@ def asked_of_one_shape(model: str | None, fields: str, tp: int) -> Request:
     changes = parse_fields(fields)
     kind = changes.get("kind", "")
     if model is not None and kind in LINEAR_KINDS:
-        whole = Request.from_model(model, tp=tp)
+        whole = request_from_model(model, tp=tp)
         kinds = dict(whole.linear_layers)
         if kind not in kinds:
             expected = f"a kind of the model's linear layers: {', '.join(kinds) or 'it has none'}"

@@ -53,7 +53,7 @@ class LaunchFacts:
     tp: int = 1
     """Ranks that share the heads."""
     kv_dtype_skip: str | None = None
-    """Layers that keep K and V in the model's dtype, as `Request.from_model` takes them."""
+    """Layers that keep K and V in the model's dtype, as `request_from_model` takes them."""
 
 
 class Integration(Protocol):

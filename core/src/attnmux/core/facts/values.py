@@ -109,7 +109,7 @@ def read_groups(name: str, value: Any) -> tuple[LayerGroup, ...]:  # noqa: ANN40
     except TypeError:
         groups = (LayerGroup(layers=0),)
     if not all(is_whole(each.layers, 1) for each in groups):
-        expected = "groups of layers, as `Request.from_model` reads them from a config.json"
+        expected = "groups of layers, as `request_from_model` reads them from a config.json"
         raise InvalidInput(name, got=repr(value), expected=expected)
     return groups
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from attnmux.core.choosing.ask.model_layers import ATTENTION, BESIDE, LINEAR, UNRESTRICTED, WINDOWED
+from attnmux.configs.layers import ATTENTION, BESIDE, LINEAR, UNRESTRICTED, WINDOWED
 from attnmux.core.facts.checks import is_whole
 from attnmux.core.facts.errors import InvalidInput
 
