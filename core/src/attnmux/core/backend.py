@@ -26,7 +26,7 @@ from attnmux.core.dtypes import torch_dtype
 from attnmux.core.facts.errors import InvalidInput
 from attnmux.core.latent import UpProjection
 from attnmux.core.layer import LayerSpec
-from attnmux.core.linear_backend import LinearAttentionBackend
+from attnmux.core.linear import LinearLayers
 from attnmux.core.steps import NO_OPTIONS, StepBackend
 
 
@@ -58,8 +58,8 @@ class AttentionBackend(StepBackend):
         """The backend that serves steps of that mode. Composites return a child."""
         return self
 
-    def linear(self, kind: str) -> LinearAttentionBackend:
-        """The backend of the model's linear layers of that kind, prepared together with this one.
+    def linear(self, kind: str) -> LinearLayers:
+        """The `LinearAttentionBackend` of that kind of layers, prepared together with this one.
 
         Raises InvalidInput for a kind that the decision's model does not have.
         """

@@ -14,11 +14,10 @@ if TYPE_CHECKING:
     from attnmux.core.facts.launches import TunedLaunch
     from attnmux.core.facts.platform import Platform
     from attnmux.core.facts.request import Request
-    from attnmux.core.kv.linear_states import LinearStatePool
-    from attnmux.core.kv.pool import KVPool
-    from attnmux.core.kv.request_table import RequestTable
-    from attnmux.core.kv.rows import KVWriter
     from attnmux.core.layer import LayerSpec
+    from attnmux.core.linear import LinearStates
+    from attnmux.core.pool import KVPool, KVWriter
+    from attnmux.core.tables import RequestTable
     from attnmux.core.workspace import Workspace
 
 
@@ -42,8 +41,9 @@ class BackendContext:
     kv_writer: KVWriter | None = None
     """Writes K and V to the pool in place of the pool's own methods. `build` takes an installed
     plugin's for the device."""
-    linear_states: LinearStatePool | None = None
-    """The states of the model's linear layers, in rows of the request table. None without any."""
+    linear_states: LinearStates | None = None
+    """A `LinearStatePool`: the states of the model's linear layers, in rows of the request table.
+    None without any."""
     debug: bool = False
     """Run the checks that cost a device synchronisation."""
     _layer_by_id: Mapping[int, LayerSpec] = field(init=False, repr=False)
@@ -62,9 +62,3 @@ class BackendContext:
         except KeyError:
             expected = f"one of {sorted(self._layer_by_id)}"
             raise InvalidInput("layer_id", got=layer_id, expected=expected) from None
-
-    def required_linear_states(self) -> LinearStatePool:
-        """Raises InvalidInput for a context without linear layers."""
-        if self.linear_states is None:
-            raise InvalidInput("context.linear_states", got=None, expected="a LinearStatePool")
-        return self.linear_states

@@ -16,7 +16,6 @@ from attnmux.core.call import AttentionCall
 from attnmux.core.context import BackendContext
 from attnmux.core.facts.checks import refusal
 from attnmux.core.facts.errors import InvalidInput
-from attnmux.core.indices.ragged import extend_positions
 from attnmux.core.spec import SpecInput
 from attnmux.core.tree_masks import check_trees
 
@@ -112,6 +111,13 @@ def check_batch(context: BackendContext, batch: ForwardBatch) -> None:
     _check_new_slots(table, batch)
 
 
+def _places(cached: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
+    """[T] int64: the place of each new token in its sequence."""
+    new = new.long()
+    firsts = (cached - (new.cumsum(0) - new)).repeat_interleave(new)
+    return firsts + torch.arange(firsts.shape[0], device=new.device)
+
+
 def _check_new_slots(table: torch.Tensor, batch: ForwardBatch) -> None:
     """Refuse new tokens that are written elsewhere than the request table says.
 
@@ -123,7 +129,7 @@ def _check_new_slots(table: torch.Tensor, batch: ForwardBatch) -> None:
         starts = torch.zeros_like(batch.seq_lens)
     if batch.extend_seq_lens is not None and batch.extend_prefix_lens is not None:
         new = batch.extend_seq_lens.long()
-        columns = extend_positions(batch.extend_prefix_lens, batch.extend_seq_lens).long()
+        columns = _places(batch.extend_prefix_lens, batch.extend_seq_lens)
         rows, starts = rows.repeat_interleave(new), starts.repeat_interleave(new)
     given = batch.out_cache_loc[: len(columns)]
     known = (rows > 0) & (columns >= 0)
@@ -219,10 +225,9 @@ def check_picks(batch: ForwardBatch, block_size: int = 0) -> None:
     if picks is None or (picks.dim() == 3 and not block_size):
         return
     new, cached = batch.extend_seq_lens, batch.extend_prefix_lens
-    if new is None or cached is None:
-        last = batch.seq_lens.long() - 1
-    else:
-        last = extend_positions(cached, new)
+    last = batch.seq_lens.long() - 1
+    if new is not None and cached is not None:
+        last = _places(cached, new)
     picks = picks[: len(last)].long()
     heads, what = 1, "key"
     if picks.dim() == 3:

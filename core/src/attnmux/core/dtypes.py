@@ -1,12 +1,30 @@
-"""Canonical dtype names and torch's dtypes."""
+"""Canonical dtype names, torch's dtypes, and those that a KV pool stores."""
 
 from __future__ import annotations
+
+import math
 
 import torch
 
 from attnmux.core.facts.errors import InvalidInput
 from attnmux.core.facts.values import DTYPES, canonical_dtype
-from attnmux.core.kv.quantise import BLOCK, FP4_DTYPE
+
+BLOCK = 16
+"""4-bit floats that share a scale, see `kv/quantise.py`."""
+FP4_DTYPE = torch.float4_e2m1fn_x2
+"""The dtype of packed values: an element holds two, the first in the lower bits."""
+
+ACTIVATION_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+"""Dtypes of activations, which a pool stores unscaled."""
+
+FP8_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz)
+"""8-bit dtypes, which a pool stores scaled."""
+
+SCALED_DTYPES = (*FP8_DTYPES, FP4_DTYPE)
+"""Dtypes that a pool stores scaled."""
+
+STORABLE_DTYPES = ACTIVATION_DTYPES + FP8_DTYPES
+"""Dtypes that every pool stores, a value an element."""
 
 _TORCH_DTYPES = {
     "bfloat16": torch.bfloat16,
@@ -40,3 +58,12 @@ def dtype_name(dtype: torch.dtype) -> str:
         return _NAMES[dtype]
     except KeyError:
         raise InvalidInput("dtype", got=dtype, expected=f"one of {', '.join(DTYPES)}") from None
+
+
+def checked_scale(scale: float | None) -> float:
+    """The scale, 1 for None. Raises InvalidInput unless it is a positive, finite number."""
+    if scale is None:
+        return 1.0
+    if not (scale > 0 and math.isfinite(scale)):
+        raise InvalidInput("scale", got=scale, expected="a positive, finite number")
+    return scale

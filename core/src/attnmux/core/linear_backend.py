@@ -17,7 +17,7 @@ from attnmux.core.batch import ForwardBatch, ForwardMode
 from attnmux.core.context import BackendContext
 from attnmux.core.debug import check_batch, check_types
 from attnmux.core.facts.errors import InvalidInput, PluginError
-from attnmux.core.kv.linear_states import LinearStatePool
+from attnmux.core.kv.linear_states import LinearStatePool, linear_states_of
 from attnmux.core.linear_layer import (
     ConvCall,
     LinearCall,
@@ -50,7 +50,7 @@ class LinearAttentionBackend(StepBackend):
 
     def __init__(self, context: BackendContext, options: Mapping[str, object] = NO_OPTIONS) -> None:
         """Raises InvalidInput for a context without `linear_states`."""
-        self.states: LinearStatePool = context.required_linear_states()
+        self.states = linear_states_of(context)
         self.context = context
         self.options = options
 

@@ -6,7 +6,7 @@ import math
 
 import torch
 
-from attnmux.core.kv.memory import zeros
+from attnmux.core.memory import zeros
 
 
 class Workspace:

@@ -13,8 +13,8 @@ from attnmux.core.composites.expanded_parts import Part
 from attnmux.core.context import BackendContext
 from attnmux.core.facts.errors import InvalidInput
 from attnmux.core.facts.request import Request
-from attnmux.core.kv.pool import KVPool
 from attnmux.core.layer import LayerSpec
+from attnmux.core.pool import KVPool
 
 K = TypeVar("K")
 """How the parts of a step name their keys."""

@@ -22,7 +22,7 @@ from attnmux.core.composites.dispatch import CompositeBackend, Parts, Route
 from attnmux.core.context import BackendContext
 from attnmux.core.facts.errors import InvalidInput
 from attnmux.core.indices.topk import token_rows
-from attnmux.core.kv.pool import KVPool
+from attnmux.core.pool import KVPool
 from attnmux.core.steps import prepared
 from attnmux.core.tree_masks import check_unmasked
 

@@ -23,9 +23,9 @@ from attnmux.core.context import BackendContext
 from attnmux.core.facts.errors import GraphUnsupported, InvalidInput
 from attnmux.core.facts.sparse import check_budget
 from attnmux.core.kv.foreign import ForeignKVPool
-from attnmux.core.kv.memory import allocate_zeroed
 from attnmux.core.kv.request_table import ReqToTokenPool
 from attnmux.core.layer import LayerSpec, check_features
+from attnmux.core.memory import allocate_zeroed
 from attnmux.core.steps import FixedTensors
 
 

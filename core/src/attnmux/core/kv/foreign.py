@@ -9,8 +9,8 @@ import torch
 
 from attnmux.core.arguments import check_positive, described
 from attnmux.core.facts.errors import InvalidInput
-from attnmux.core.kv.request_table import RequestTable
 from attnmux.core.kv.token_pools import LatentPool, PairPool
+from attnmux.core.tables import RequestTable
 
 
 class ForeignKVPool(PairPool):

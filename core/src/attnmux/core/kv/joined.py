@@ -11,8 +11,8 @@ import torch
 
 from attnmux.core.arguments import check_positive
 from attnmux.core.facts.errors import InvalidInput
-from attnmux.core.kv.pool import KVPool, check_loc
 from attnmux.core.layer import LayerSpec
+from attnmux.core.pool import KVPool, check_loc
 
 STORAGE = ("page_size", "device")
 """What all pools of a model have alike."""

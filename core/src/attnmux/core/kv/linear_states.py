@@ -8,15 +8,25 @@ from typing import TypeVar
 import torch
 
 from attnmux.core.arguments import check_at_least, check_device, check_positive, check_vector
+from attnmux.core.context import BackendContext
 from attnmux.core.facts.errors import InvalidInput
-from attnmux.core.kv.memory import allocate_zeroed
 from attnmux.core.linear_layer import LinearLayerSpec
+from attnmux.core.memory import allocate_zeroed
 
 Key = TypeVar("Key", bound=Hashable)
 
 COPIED_BYTES = 256 << 20
 """Of states that `accept` copies at once: layers are copied together, to take few launches, but not
 so many that the copies need much memory."""
+
+
+def linear_states_of(context: BackendContext) -> LinearStatePool:
+    """The context's states. Raises InvalidInput for a context without linear layers."""
+    states = context.linear_states
+    if not isinstance(states, LinearStatePool):
+        got = None if states is None else f"one of type {type(states).__name__}"
+        raise InvalidInput("context.linear_states", got=got, expected="a LinearStatePool")
+    return states
 
 
 class LinearStatePool:

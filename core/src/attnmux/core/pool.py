@@ -4,20 +4,21 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
+from typing import Protocol
 
 import torch
 
 from attnmux.core.arguments import check_device, check_vector, check_whole_pages
-from attnmux.core.facts.errors import InvalidInput
-from attnmux.core.kv.memory import allocate_zeroed
-from attnmux.core.kv.quantise import (
+from attnmux.core.dtypes import (
     ACTIVATION_DTYPES,
     FP4_DTYPE,
     SCALED_DTYPES,
     STORABLE_DTYPES,
     checked_scale,
 )
+from attnmux.core.facts.errors import InvalidInput
 from attnmux.core.layer import LayerSpec
+from attnmux.core.memory import allocate_zeroed
 
 
 class KVPool(ABC):
@@ -258,6 +259,26 @@ class KVPool(ABC):
             raise InvalidInput(
                 "layer_id", got=layer_id, expected=f"one of {list(self.layer_ids)}"
             ) from None
+
+
+class KVWriter(Protocol):
+    """Writes the new tokens' rows to a KV pool."""
+
+    def write(
+        self,
+        layer: LayerSpec,
+        loc: torch.Tensor,
+        first: torch.Tensor,
+        second: torch.Tensor,
+        *,
+        is_latent: bool,
+    ) -> None:
+        """Write rows to slots loc [T] int64, bit for bit as the pool's own method does.
+
+        first, second: K [T, Hkv, D] and V [T, Hkv, Dv]; of a latent pool the latents [T, 1, rank]
+        and the rotary keys [T, 1, rope]. Does not synchronise.
+        Raises what the pool's method raises, before anything is written.
+        """
 
 
 def check_loc(loc: torch.Tensor) -> int:
