@@ -7,8 +7,8 @@ from dataclasses import fields
 import pytest
 import torch
 
-from attnmux.core.batch import ForwardBatch, ForwardMode, MultiItem
-from attnmux.core.spec import SpecInput
+from attnmux.core.contract.batch import ForwardBatch, ForwardMode, MultiItem
+from attnmux.core.contract.spec import SpecInput
 
 
 def lens(*values: int) -> torch.Tensor:

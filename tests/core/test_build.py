@@ -107,7 +107,9 @@ def test_a_context_of_another_request() -> None:
         build(decision, plain)
 
 
-@pytest.mark.parametrize("factory", ["no.such.module:Backend", "attnmux.core.batch:Nothing"])
+@pytest.mark.parametrize(
+    "factory", ["no.such.module:Backend", "attnmux.core.contract.batch:Nothing"]
+)
 def test_a_backend_that_cannot_be_imported(factory: str) -> None:
     decision = decided(CASE, one={"phases": ("extend", "decode"), "card": {"factory": factory}})
     with pytest.raises(BackendFailed, match=f"fakes/one cannot run here: {factory}: .*Error"):

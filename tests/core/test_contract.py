@@ -10,12 +10,12 @@ import pytest
 import torch
 from msgspec import structs
 
-from attnmux.core.backend import AttentionBackend
-from attnmux.core.batch import ForwardBatch, ForwardMode
 from attnmux.core.composites.dispatch import HybridAttnBackend
-from attnmux.core.context import BackendContext
+from attnmux.core.contract.backend import AttentionBackend
+from attnmux.core.contract.batch import ForwardBatch, ForwardMode
+from attnmux.core.contract.context import BackendContext
+from attnmux.core.contract.layer import LayerSpec
 from attnmux.core.facts.errors import GraphUnsupported, InvalidInput, PluginError
-from attnmux.core.layer import LayerSpec
 from attnmux.testing import (
     Case,
     CaseSetup,

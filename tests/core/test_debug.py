@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from attnmux.core import SWAKVPool
-from attnmux.core.batch import ForwardBatch
-from attnmux.core.debug import check_batch, check_picks
+from attnmux.core.contract.batch import ForwardBatch
+from attnmux.core.contract.debug import check_batch, check_picks
+from attnmux.core.contract.spec import SpecInput
 from attnmux.core.facts.errors import InvalidInput
-from attnmux.core.spec import SpecInput
 from attnmux.testing import (
     Case,
     FakeBackend,

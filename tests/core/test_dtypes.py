@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from attnmux.core.dtypes import dtype_name, torch_dtype
+from attnmux.core.contract.dtypes import dtype_name, torch_dtype
 from attnmux.core.facts.errors import InvalidInput
 
 

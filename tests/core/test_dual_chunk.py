@@ -7,9 +7,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from attnmux.core.batch import ForwardBatch
+from attnmux.core.contract.batch import ForwardBatch
+from attnmux.core.contract.layer import LayerSpec
 from attnmux.core.facts.errors import InvalidInput
-from attnmux.core.layer import LayerSpec
 from attnmux.testing import (
     Candidate,
     Case,

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from attnmux.core import HybridAttnBackend
-from attnmux.core.batch import ForwardMode
-from attnmux.core.context import BackendContext
+from attnmux.core.contract.batch import ForwardMode
+from attnmux.core.contract.context import BackendContext
 from attnmux.core.facts.errors import InvalidInput
 from attnmux.testing import (
     Candidate,

@@ -33,7 +33,7 @@ from attnmux.core import (
 from attnmux.core.choosing.machine.cpu import probe_cpu
 from attnmux.core.composites.linear_hybrid import LinearByPhase
 from attnmux.core.graph.devices import GraphStep
-from attnmux.core.kv import linear_states
+from attnmux.core.linear import states as linear_states
 from attnmux.cpu.plugin import TORCH_LINEAR
 from attnmux.cpu.torch_linear import TorchLinearBackend
 from attnmux.testing import RecordingGraphs, decode, extend, fake_platform, verify

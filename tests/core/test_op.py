@@ -11,13 +11,13 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from attnmux.core.facts.errors import AttnmuxError, InvalidInput
-from attnmux.core.op import (
+from attnmux.core.contract.op import (
     RadixAttention,
     attention_with_output,
     current_forward_context,
     forward_context,
 )
+from attnmux.core.facts.errors import AttnmuxError, InvalidInput
 from attnmux.testing import (
     Case,
     CaseSetup,

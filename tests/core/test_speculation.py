@@ -15,7 +15,7 @@ from attnmux.core import (
     InvalidInput,
     organize_draft_results,
 )
-from attnmux.core.spec import tree_visibility
+from attnmux.core.contract.spec import tree_visibility
 from attnmux.testing.greedy_trees import verify_tree_greedy
 from attnmux.transformers.engine.ngram import NgramIndex
 

@@ -24,12 +24,12 @@ from attnmux.core import (
     visible_drafts,
     with_mask_forms,
 )
-from attnmux.core.batch import ForwardMode
 from attnmux.core.composites.mask_forms import MaskFormsBackend
 from attnmux.core.composites.two_batches import half_of
+from attnmux.core.contract.batch import ForwardMode
+from attnmux.core.contract.spec import tree_visibility, whole_mask
+from attnmux.core.contract.tree_masks import check_trees, mask_bounds, with_form
 from attnmux.core.graph.buffers import FixedBuffers
-from attnmux.core.spec import tree_visibility, whole_mask
-from attnmux.core.tree_masks import check_trees, mask_bounds, with_form
 from attnmux.cpu.torch_native import TorchNativeBackend
 from attnmux.testing import (
     Candidate,

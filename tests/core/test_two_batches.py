@@ -21,11 +21,11 @@ from attnmux.core import (
     solve,
     with_halves,
 )
-from attnmux.core.batch import ForwardMode
 from attnmux.core.choosing.machine.cpu import probe_cpu
+from attnmux.core.contract.batch import ForwardMode
+from attnmux.core.contract.op import current_forward_context
 from attnmux.core.graph.config import GraphConfig, ModelInput
 from attnmux.core.graph.runner import GraphRunner
-from attnmux.core.op import current_forward_context
 from attnmux.cpu.torch_native import TorchNativeBackend
 from attnmux.nvidia.fa3 import FA3Backend
 from attnmux.nvidia.fa3_layers import FA3Kernels

@@ -5,7 +5,7 @@ import mmap
 import pytest
 import torch
 
-from attnmux.core import memory
+from attnmux.core.contract import memory
 from attnmux.core.facts.errors import PoolExhausted
 
 GIGABYTE = 2**30

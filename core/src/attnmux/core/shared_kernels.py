@@ -30,7 +30,7 @@ from dataclasses import replace
 from typing import Any
 
 from attnmux.core.adapters.library import trying
-from attnmux.core.context import BackendContext
+from attnmux.core.contract.context import BackendContext
 from attnmux.core.facts.errors import BackendFailed, in_brief
 from attnmux.core.installed import admitted_points
 

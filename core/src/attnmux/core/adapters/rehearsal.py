@@ -8,17 +8,17 @@ from dataclasses import replace
 
 import torch
 
-from attnmux.core.backend import AttentionBackend
-from attnmux.core.batch import ForwardBatch, ForwardMode, MultiItem
-from attnmux.core.context import BackendContext
-from attnmux.core.dtypes import torch_dtype
+from attnmux.core.contract.backend import AttentionBackend
+from attnmux.core.contract.batch import ForwardBatch, ForwardMode, MultiItem
+from attnmux.core.contract.context import BackendContext
+from attnmux.core.contract.dtypes import torch_dtype
+from attnmux.core.contract.layer import LayerSpec
+from attnmux.core.contract.spec import SpecInput
 from attnmux.core.facts.errors import InvalidInput
-from attnmux.core.kv.linear_states import LinearStatePool, linear_states_of
-from attnmux.core.layer import LayerSpec
-from attnmux.core.linear_backend import LinearAttentionBackend
-from attnmux.core.linear_layer import ConvCall, LinearLayerSpec
-from attnmux.core.short_convolutions import ShortConvolutions
-from attnmux.core.spec import SpecInput
+from attnmux.core.linear.backend import LinearAttentionBackend
+from attnmux.core.linear.convolutions import ShortConvolutions
+from attnmux.core.linear.layer import ConvCall, LinearLayerSpec
+from attnmux.core.linear.states import LinearStatePool, linear_states_of
 
 CHANNELS, TAPS = 16, 4
 """Of the convolution that is rehearsed."""

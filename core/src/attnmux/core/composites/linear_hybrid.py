@@ -4,18 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from attnmux.core.backend import AttentionBackend
-from attnmux.core.batch import ForwardBatch, ForwardMode
 from attnmux.core.choosing.tell.choice import Choice
 from attnmux.core.choosing.tell.decision import Decision
 from attnmux.core.composites.dispatch import DispatchingBackend, Parts
 from attnmux.core.composites.factories import make_linear
-from attnmux.core.context import BackendContext
+from attnmux.core.contract.backend import AttentionBackend
+from attnmux.core.contract.batch import ForwardBatch, ForwardMode
+from attnmux.core.contract.context import BackendContext
 from attnmux.core.facts.errors import InvalidInput
 from attnmux.core.facts.frozen import FrozenMapping
-from attnmux.core.kv.linear_states import linear_states_of
-from attnmux.core.linear_backend import LinearAttentionBackend
-from attnmux.core.linear_layer import ConvCall, LinearCall, LinearLayerSpec
+from attnmux.core.linear.backend import LinearAttentionBackend
+from attnmux.core.linear.layer import ConvCall, LinearCall, LinearLayerSpec
+from attnmux.core.linear.states import linear_states_of
 
 
 class LinearByPhase(LinearAttentionBackend):

@@ -11,9 +11,9 @@ from dataclasses import dataclass, replace
 import torch
 from torch.nn.functional import pad
 
-from attnmux.core.arguments import described
+from attnmux.core.contract.arguments import described
+from attnmux.core.contract.spec import SpecInput, tree_visibility
 from attnmux.core.facts.errors import InvalidInput
-from attnmux.core.spec import SpecInput, tree_visibility
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)

@@ -18,7 +18,7 @@ from typing import Protocol
 
 import torch
 
-from attnmux.core.arguments import described
+from attnmux.core.contract.arguments import described
 from attnmux.core.drafts.speculation import AcceptedDrafts, DraftTree
 from attnmux.core.facts.errors import InvalidInput
 

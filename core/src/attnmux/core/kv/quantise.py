@@ -12,7 +12,7 @@ import itertools
 
 import torch
 
-from attnmux.core.dtypes import BLOCK, FP4_DTYPE, FP8_DTYPES, checked_scale
+from attnmux.core.contract.dtypes import BLOCK, FP4_DTYPE, FP8_DTYPES, checked_scale
 from attnmux.core.facts.errors import InvalidInput
 
 MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 
 import torch
 
-from attnmux.core.arguments import check_at_least, check_positive, check_vector, described
+from attnmux.core.contract.arguments import check_at_least, check_positive, check_vector, described
+from attnmux.core.contract.tables import RequestTable
 from attnmux.core.facts.errors import InvalidInput, PoolExhausted
-from attnmux.core.tables import RequestTable
 
 
 class ReqToTokenPool(RequestTable):

@@ -6,7 +6,7 @@ import math
 
 import torch
 
-from attnmux.core.memory import zeros
+from attnmux.core.contract.memory import zeros
 
 
 class Workspace:

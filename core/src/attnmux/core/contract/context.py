@@ -11,14 +11,14 @@ from attnmux.core.facts.errors import InvalidInput
 if TYPE_CHECKING:
     import torch
 
+    from attnmux.core.contract.layer import LayerSpec
+    from attnmux.core.contract.linear import LinearStates
+    from attnmux.core.contract.pool import KVPool, KVWriter
+    from attnmux.core.contract.tables import RequestTable
+    from attnmux.core.contract.workspace import Workspace
     from attnmux.core.facts.launches import TunedLaunch
     from attnmux.core.facts.platform import Platform
     from attnmux.core.facts.request import Request
-    from attnmux.core.layer import LayerSpec
-    from attnmux.core.linear import LinearStates
-    from attnmux.core.pool import KVPool, KVWriter
-    from attnmux.core.tables import RequestTable
-    from attnmux.core.workspace import Workspace
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)

@@ -8,17 +8,17 @@ from typing import Protocol
 
 import torch
 
-from attnmux.core.arguments import check_device, check_vector, check_whole_pages
-from attnmux.core.dtypes import (
+from attnmux.core.contract.arguments import check_device, check_vector, check_whole_pages
+from attnmux.core.contract.dtypes import (
     ACTIVATION_DTYPES,
     FP4_DTYPE,
     SCALED_DTYPES,
     STORABLE_DTYPES,
     checked_scale,
 )
+from attnmux.core.contract.layer import LayerSpec
+from attnmux.core.contract.memory import allocate_zeroed
 from attnmux.core.facts.errors import InvalidInput
-from attnmux.core.layer import LayerSpec
-from attnmux.core.memory import allocate_zeroed
 
 
 class KVPool(ABC):

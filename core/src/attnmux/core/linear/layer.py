@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import msgspec
 import torch
 
-from attnmux.core.arguments import check_positive, check_tensor
+from attnmux.core.contract.arguments import check_positive, check_tensor
 from attnmux.core.facts.errors import InvalidInput
 from attnmux.core.facts.values import LinearKind
 

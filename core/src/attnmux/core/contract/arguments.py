@@ -6,10 +6,10 @@ from operator import index
 
 import torch
 
-from attnmux.core.batch import ForwardBatch
-from attnmux.core.call import AttentionCall
+from attnmux.core.contract.batch import ForwardBatch
+from attnmux.core.contract.call import AttentionCall
+from attnmux.core.contract.spec import SpecInput
 from attnmux.core.facts.errors import InvalidInput, PluginError
-from attnmux.core.spec import SpecInput
 
 _LENS = ("seq_lens", "extend_seq_lens", "extend_prefix_lens", "encoder_lens")
 """Fields of a batch that hold one int32 for each request."""

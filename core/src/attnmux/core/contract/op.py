@@ -10,10 +10,10 @@ from dataclasses import dataclass, replace
 import torch
 from torch.library import Library, register_fake
 
-from attnmux.core.backend import AttentionBackend
-from attnmux.core.batch import ForwardBatch
+from attnmux.core.contract.backend import AttentionBackend
+from attnmux.core.contract.batch import ForwardBatch
+from attnmux.core.contract.layer import LayerSpec
 from attnmux.core.facts.errors import AttnmuxError, InvalidInput
-from attnmux.core.layer import LayerSpec
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 import torch
 from torch.nn.functional import conv1d, silu
 
-from attnmux.core.batch import ForwardBatch
-from attnmux.core.kv.linear_states import LinearStatePool
-from attnmux.core.linear_layer import ConvCall
+from attnmux.core.contract.batch import ForwardBatch
+from attnmux.core.linear.layer import ConvCall
+from attnmux.core.linear.states import LinearStatePool
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)

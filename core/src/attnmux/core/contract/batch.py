@@ -11,7 +11,7 @@ from attnmux.core.facts.errors import InvalidInput
 if TYPE_CHECKING:
     import torch
 
-    from attnmux.core.spec import SpecInput
+    from attnmux.core.contract.spec import SpecInput
 
 
 class ForwardMode(Enum):

@@ -9,10 +9,10 @@ from typing import Literal
 
 import torch
 
+from attnmux.core.contract.sinks import SinkCopies
 from attnmux.core.facts.checks import is_whole
 from attnmux.core.facts.errors import InvalidInput
 from attnmux.core.facts.values import canonical_dtype
-from attnmux.core.sinks import SinkCopies
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)

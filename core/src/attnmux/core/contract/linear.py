@@ -6,7 +6,7 @@ from typing import Any, Protocol
 
 import torch
 
-from attnmux.core.batch import ForwardBatch
+from attnmux.core.contract.batch import ForwardBatch
 
 
 class LinearStates(Protocol):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 import torch
 
-from attnmux.core.layer import LayerSpec
+from attnmux.core.contract.layer import LayerSpec
 
 
 class AttentionCall(msgspec.Struct, frozen=True, eq=False):

@@ -12,21 +12,21 @@ from typing import final
 
 import torch
 
-from attnmux.core.arguments import check_fields
-from attnmux.core.batch import ForwardBatch, ForwardMode
-from attnmux.core.context import BackendContext
-from attnmux.core.debug import check_batch, check_types
+from attnmux.core.contract.arguments import check_fields
+from attnmux.core.contract.batch import ForwardBatch, ForwardMode
+from attnmux.core.contract.context import BackendContext
+from attnmux.core.contract.debug import check_batch, check_types
+from attnmux.core.contract.steps import NO_OPTIONS, StepBackend
+from attnmux.core.contract.tree_masks import tree_mask_of
 from attnmux.core.facts.errors import InvalidInput, PluginError
-from attnmux.core.kv.linear_states import LinearStatePool, linear_states_of
-from attnmux.core.linear_layer import (
+from attnmux.core.linear.layer import (
     ConvCall,
     LinearCall,
     LinearLayerSpec,
     check_conv,
     check_linear,
 )
-from attnmux.core.steps import NO_OPTIONS, StepBackend
-from attnmux.core.tree_masks import tree_mask_of
+from attnmux.core.linear.states import LinearStatePool, linear_states_of
 
 SERVED = (
     *(ForwardMode.EXTEND, ForwardMode.MIXED, ForwardMode.DECODE, ForwardMode.IDLE),

@@ -7,11 +7,16 @@ from typing import TypeVar
 
 import torch
 
-from attnmux.core.arguments import check_at_least, check_device, check_positive, check_vector
-from attnmux.core.context import BackendContext
+from attnmux.core.contract.arguments import (
+    check_at_least,
+    check_device,
+    check_positive,
+    check_vector,
+)
+from attnmux.core.contract.context import BackendContext
+from attnmux.core.contract.memory import allocate_zeroed
 from attnmux.core.facts.errors import InvalidInput
-from attnmux.core.linear_layer import LinearLayerSpec
-from attnmux.core.memory import allocate_zeroed
+from attnmux.core.linear.layer import LinearLayerSpec
 
 Key = TypeVar("Key", bound=Hashable)
 

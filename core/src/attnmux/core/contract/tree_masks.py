@@ -12,10 +12,10 @@ from typing import Any
 import torch
 from torch.nn.functional import pad
 
-from attnmux.core.batch import ForwardBatch
+from attnmux.core.contract.batch import ForwardBatch
+from attnmux.core.contract.spec import SpecInput, whole_mask
 from attnmux.core.facts.errors import InvalidInput
 from attnmux.core.facts.values import TreeMask
-from attnmux.core.spec import SpecInput, whole_mask
 
 FORMS: dict[str, TreeMask] = {
     "custom_mask": "full",

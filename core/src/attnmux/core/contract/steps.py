@@ -8,7 +8,7 @@ from dataclasses import replace
 from types import MappingProxyType
 from typing import TYPE_CHECKING, TypeVar
 
-from attnmux.core.batch import ForwardBatch
+from attnmux.core.contract.batch import ForwardBatch
 from attnmux.core.facts.errors import AttnmuxError, GraphUnsupported
 
 if TYPE_CHECKING:

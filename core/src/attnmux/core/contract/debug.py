@@ -10,14 +10,14 @@ from typing import get_args, get_origin, get_type_hints
 
 import torch
 
-from attnmux.core.arguments import check_device
-from attnmux.core.batch import ForwardBatch, MultiItem
-from attnmux.core.call import AttentionCall
-from attnmux.core.context import BackendContext
+from attnmux.core.contract.arguments import check_device
+from attnmux.core.contract.batch import ForwardBatch, MultiItem
+from attnmux.core.contract.call import AttentionCall
+from attnmux.core.contract.context import BackendContext
+from attnmux.core.contract.spec import SpecInput
+from attnmux.core.contract.tree_masks import check_trees
 from attnmux.core.facts.checks import refusal
 from attnmux.core.facts.errors import InvalidInput
-from attnmux.core.spec import SpecInput
-from attnmux.core.tree_masks import check_trees
 
 
 def check_types(argument: str, record: object, kind: type, *, prefix: str = "") -> None:

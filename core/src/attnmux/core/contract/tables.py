@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from attnmux.core.arguments import check_positive
-from attnmux.core.memory import allocate_zeroed
+from attnmux.core.contract.arguments import check_positive
+from attnmux.core.contract.memory import allocate_zeroed
 
 
 class RequestTable:
