@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from attnmux.core import BatchSizeAttnBackend, HybridAttnBackend, build
-from attnmux.core.choosing.offer.card import Offer, Option
+from attnmux.core.cards.card import Offer, Option
+from attnmux.core.choosing.choice import SizeRange, choice_of
 from attnmux.core.choosing.solver import solve
-from attnmux.core.choosing.tell.choice import SizeRange, choice_of
 from attnmux.core.composites.dispatch import Sizes
 from attnmux.core.contract.batch import ForwardMode
 from attnmux.core.contract.op import current_forward_context

@@ -26,13 +26,13 @@ from attnmux.core import (
     solve,
     with_halves,
 )
-from attnmux.core.choosing.machine.cpu import probe_cpu
 from attnmux.core.composites.chunked_prefix import crossing_subject
 from attnmux.core.composites.expanded_parts import prefix_chunks
 from attnmux.core.composites.part_attention import merge_into
 from attnmux.core.contract.batch import ForwardMode
 from attnmux.core.contract.latent import crossing_by_operations, expansion_pays
 from attnmux.core.facts.records import Device
+from attnmux.core.find.cpu import probe_cpu
 from attnmux.cpu.torch_native import TorchNativeBackend
 from attnmux.testing import Case, decode, extend, fake_platform, make_setup, prepare_step, verify
 

@@ -30,9 +30,9 @@ from attnmux.core import (
     undrafted_request,
     with_halves,
 )
-from attnmux.core.choosing.machine.cpu import probe_cpu
 from attnmux.core.composites import draft_trees
 from attnmux.core.contract.batch import ForwardMode
+from attnmux.core.find.cpu import probe_cpu
 from attnmux.cpu.torch_native import TorchNativeBackend
 from attnmux.nvidia.fa3 import FA3Backend
 from attnmux.nvidia.fa3_layers import FA3Kernels

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from attnmux.core.engine_interfaces import Interface, missing
+from attnmux.core.engines.engine_interfaces import Interface, missing
 from tools.engine_interfaces import differences
 
 SOURCES = {

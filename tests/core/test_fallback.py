@@ -8,11 +8,11 @@ from collections.abc import Callable, Mapping
 
 import pytest
 
-from attnmux.core.choosing.offer.card import BackendCard, Offer, Prior
-from attnmux.core.choosing.offer.clause import Clause
-from attnmux.core.choosing.offer.conditions import ANY
+from attnmux.core.cards.card import BackendCard, Offer, Prior
+from attnmux.core.cards.clause import Clause
+from attnmux.core.cards.conditions import ANY
+from attnmux.core.choosing.decision import Decision
 from attnmux.core.choosing.solver import solve
-from attnmux.core.choosing.tell.decision import Decision
 from attnmux.core.composites.building import make_first
 from attnmux.core.facts.errors import BackendFailed, NoBackend
 from attnmux.core.facts.platform import Platform

@@ -23,8 +23,8 @@ from attnmux.core import (
     Workspace,
     build,
 )
-from attnmux.core.choosing.offer.card import Offer
-from attnmux.core.choosing.offer.conditions import one_of
+from attnmux.core.cards.card import Offer
+from attnmux.core.cards.conditions import one_of
 from attnmux.core.choosing.solver import solve
 from attnmux.core.facts.errors import BackendFailed, InvalidInput
 from attnmux.testing import FakeBackend, fake_card, fake_platform

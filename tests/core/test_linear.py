@@ -30,8 +30,8 @@ from attnmux.core import (
     one_of,
     solve,
 )
-from attnmux.core.choosing.machine.cpu import probe_cpu
 from attnmux.core.composites.linear_hybrid import LinearByPhase
+from attnmux.core.find.cpu import probe_cpu
 from attnmux.core.graph.devices import GraphStep
 from attnmux.core.linear import states as linear_states
 from attnmux.cpu.plugin import TORCH_LINEAR

@@ -21,9 +21,9 @@ from attnmux.core import (
     solve,
     with_halves,
 )
-from attnmux.core.choosing.machine.cpu import probe_cpu
 from attnmux.core.contract.batch import ForwardMode
 from attnmux.core.contract.op import current_forward_context
+from attnmux.core.find.cpu import probe_cpu
 from attnmux.core.graph.config import GraphConfig, ModelInput
 from attnmux.core.graph.runner import GraphRunner
 from attnmux.cpu.torch_native import TorchNativeBackend

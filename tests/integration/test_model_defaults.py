@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from attnmux.core import InvalidInput, group_requests, request_from_model
-from attnmux.core.choosing.ask.model_types import DEFAULTS, NAMES, SINKS, WINDOW_KV_HEADS
+from attnmux.core.readers.model_types import DEFAULTS, NAMES, SINKS, WINDOW_KV_HEADS
 
 transformers = pytest.importorskip("transformers")
 auto = pytest.importorskip("transformers.models.auto.modeling_auto")

@@ -6,9 +6,9 @@ from collections.abc import Callable
 
 import pytest
 
-from attnmux.core.choosing.offer.card import BackendCard, Offer, Prior
-from attnmux.core.choosing.offer.clause import Clause
-from attnmux.core.choosing.offer.conditions import ANY, Condition, one_of
+from attnmux.core.cards.card import BackendCard, Offer, Prior
+from attnmux.core.cards.clause import Clause
+from attnmux.core.cards.conditions import ANY, Condition, one_of
 from attnmux.core.facts.platform import Platform
 
 MakeClause = Callable[..., Clause]

@@ -6,12 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from attnmux.core.choosing.ask.model_config import request_from_model
-from attnmux.core.choosing.offer.card import Prior
-from attnmux.core.choosing.offer.clause import when
-from attnmux.core.choosing.offer.conditions import ANY, NONE, one_of
+from attnmux.core.cards.card import Prior
+from attnmux.core.cards.clause import when
+from attnmux.core.cards.conditions import ANY, NONE, one_of
+from attnmux.core.choosing.decision import Decision
 from attnmux.core.choosing.solver import solve
-from attnmux.core.choosing.tell.decision import Decision
 from attnmux.core.cli.outcomes import (
     Outcome,
     joined_by_first_reason,
@@ -22,7 +21,8 @@ from attnmux.core.facts.errors import NoBackend
 from attnmux.core.facts.platform import Platform
 from attnmux.core.facts.policy import Policy
 from attnmux.core.facts.request import Request, parse_fields
-from attnmux.core.installed import load_plugins
+from attnmux.core.find.installed import load_plugins
+from attnmux.core.readers.model_config import request_from_model
 
 DATA = Path(__file__).parent / "data"
 

@@ -8,7 +8,7 @@ import transformers
 from transformers import AutoModelForCausalLM
 
 from attnmux.core import InvalidInput, load_plugins, request_from_model, solve
-from attnmux.core.choosing.machine.cpu import probe_cpu
+from attnmux.core.find.cpu import probe_cpu
 from attnmux.transformers import (
     Engine,
     KeyPicker,

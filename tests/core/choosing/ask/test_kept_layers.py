@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from attnmux.core import InvalidInput, Request, request_from_model
-from attnmux.core.choosing.ask.kept_layers import kept_layers
+from attnmux.core.readers.kept_layers import kept_layers
 
 DATA = Path(__file__).parents[1] / "data"
 DTYPES = {"dtype": "bfloat16", "kv_dtype": "fp8_e4m3"}

@@ -9,9 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from attnmux.core import group_requests
-from attnmux.core.choosing.ask.model_config import request_from_model
 from attnmux.core.facts.errors import InvalidInput
 from attnmux.core.facts.request import Request
+from attnmux.core.readers.model_config import request_from_model
 
 DATA = Path(__file__).parents[1] / "data"
 

@@ -3,7 +3,7 @@ from __future__ import annotations
 import copy
 import pickle
 
-from attnmux.core.choosing.offer.conditions import one_of
+from attnmux.core.cards.conditions import one_of
 from attnmux.core.choosing.solver import solve
 from attnmux.core.facts.frozen import Deferred
 from attnmux.core.facts.request import Request

@@ -10,16 +10,16 @@ from pathlib import Path
 
 import pytest
 
-from attnmux.core.choosing.find import devices as module
-from attnmux.core.choosing.find import examine as examining
-from attnmux.core.choosing.find import unserved
-from attnmux.core.choosing.find.devices import detect, pick_platform
-from attnmux.core.choosing.find.examine import Entry, Plugin, PluginFailure, failure_of
-from attnmux.core.choosing.find.plugins import Plugins
-from attnmux.core.choosing.machine.cpu import probe_cpu
 from attnmux.core.facts.errors import AmbiguousPlatform, InvalidInput
 from attnmux.core.facts.libraries import Distribution, EntryPoint
 from attnmux.core.facts.platform import Platform
+from attnmux.core.find import devices as module
+from attnmux.core.find import examine as examining
+from attnmux.core.find import unserved
+from attnmux.core.find.cpu import probe_cpu
+from attnmux.core.find.devices import detect, pick_platform
+from attnmux.core.find.examine import Entry, Plugin, PluginFailure, failure_of
+from attnmux.core.find.plugins import Plugins
 
 SM90 = Platform.parse("nvidia:sm90,cuda=12.8,count=8")
 GFX942 = Platform.parse("amd:gfx942,rocm=6.4")

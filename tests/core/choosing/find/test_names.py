@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import pytest
 
-from attnmux.core import installed
-from attnmux.core.choosing.find.examine import Entry, Plugin
-from attnmux.core.choosing.find.plugins import Plugins, is_admitted
-from attnmux.core.choosing.offer.card import BackendCard, Offer, Prior
-from attnmux.core.choosing.offer.clause import when
+from attnmux.core.cards.card import BackendCard, Offer, Prior
+from attnmux.core.cards.clause import when
 from attnmux.core.choosing.solver import solve
 from attnmux.core.facts.errors import InvalidInput, NoBackend, UnknownBackend
 from attnmux.core.facts.libraries import Distribution, EntryPoint
 from attnmux.core.facts.platform import Platform
 from attnmux.core.facts.policy import Policy
 from attnmux.core.facts.request import Request
-from attnmux.core.installed import load_plugins
+from attnmux.core.find import installed
+from attnmux.core.find.examine import Entry, Plugin
+from attnmux.core.find.installed import load_plugins
+from attnmux.core.find.plugins import Plugins, is_admitted
 
 CPU = Platform.parse("cpu:x86_64")
 

@@ -7,20 +7,20 @@ from pathlib import Path
 
 import pytest
 
-from attnmux.core.choosing.find import plugins as module
-from attnmux.core.choosing.find.plugins import read_plugins
 from attnmux.core.facts import libraries
 from attnmux.core.facts.errors import InvalidInput
+from attnmux.core.find import plugins as module
+from attnmux.core.find.plugins import read_plugins
 
 GOOD = """
-from attnmux.core.choosing.offer.card import BackendCard
-from attnmux.core.choosing.find.hooks import hookimpl
+from attnmux.core.cards.card import BackendCard
+from attnmux.core.find.hooks import hookimpl
 
 @hookimpl
 def attnmux_cards():
     return [BackendCard(name={name!r}, summary="", clauses=(), factory="a:b")]
 """
-HOOK = "from attnmux.core.choosing.find.hooks import hookimpl\n@hookimpl\n"
+HOOK = "from attnmux.core.find.hooks import hookimpl\n@hookimpl\n"
 
 
 @pytest.fixture

@@ -2,10 +2,9 @@ from __future__ import annotations
 
 import pytest
 
-from attnmux.core.choosing.judge.checking import check
-from attnmux.core.choosing.offer.card import DEFAULT_RANK, Caveat, Prior
-from attnmux.core.choosing.offer.clause import when
-from attnmux.core.choosing.offer.conditions import (
+from attnmux.core.cards.card import DEFAULT_RANK, Caveat, Prior
+from attnmux.core.cards.clause import when
+from attnmux.core.cards.conditions import (
     ANY,
     NONE,
     at_least,
@@ -15,6 +14,7 @@ from attnmux.core.choosing.offer.conditions import (
     runtimes,
     versions,
 )
+from attnmux.core.choosing.checking import check
 from attnmux.core.choosing.solver import solve
 from attnmux.core.facts.platform import Platform
 from attnmux.core.facts.policy import Policy

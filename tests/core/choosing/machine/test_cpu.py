@@ -6,8 +6,8 @@ from types import ModuleType, SimpleNamespace
 
 import pytest
 
-from attnmux.core.choosing.machine import cpu as module
-from attnmux.core.choosing.machine.cpu import probe_cpu
+from attnmux.core.find import cpu as module
+from attnmux.core.find.cpu import probe_cpu
 
 SAPPHIRE_RAPIDS = """processor\t: 0
 vendor_id\t: GenuineIntel

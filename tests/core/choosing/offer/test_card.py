@@ -5,9 +5,9 @@ from dataclasses import fields
 
 import pytest
 
-from attnmux.core.choosing.offer.card import BackendCard, Option, Prior
-from attnmux.core.choosing.offer.clause import ALWAYS, Clause, when
-from attnmux.core.choosing.offer.conditions import (
+from attnmux.core.cards.card import BackendCard, Option, Prior
+from attnmux.core.cards.clause import ALWAYS, Clause, when
+from attnmux.core.cards.conditions import (
     ANY,
     NONE,
     anything_but,

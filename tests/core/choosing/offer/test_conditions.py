@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from attnmux.core.choosing.offer.conditions import (
+from attnmux.core.cards.conditions import (
     ANY,
     NONE,
     anything_but,
@@ -20,7 +20,7 @@ from attnmux.core.choosing.offer.conditions import (
     runtimes,
     versions,
 )
-from attnmux.core.choosing.search.points import joint_examples
+from attnmux.core.choosing.points import joint_examples
 from attnmux.core.facts.errors import InvalidInput
 
 

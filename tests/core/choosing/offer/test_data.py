@@ -7,13 +7,13 @@ from dataclasses import replace
 
 import pytest
 
-from attnmux.core.choosing.offer.card import BackendCard, Caveat, Option, Prior
-from attnmux.core.choosing.offer.clause import when
-from attnmux.core.choosing.offer.conditions import emulated, multiple_of, one_of, versions
-from attnmux.core.choosing.offer.data import from_data, to_data
-from attnmux.core.choosing.offer.proof import ErrorBound, Verified
+from attnmux.core.cards.card import BackendCard, Caveat, Option, Prior
+from attnmux.core.cards.clause import when
+from attnmux.core.cards.conditions import emulated, multiple_of, one_of, versions
+from attnmux.core.cards.data import from_data, to_data
+from attnmux.core.cards.proof import ErrorBound, Verified
 from attnmux.core.facts.errors import InvalidInput
-from attnmux.core.installed import load_plugins
+from attnmux.core.find.installed import load_plugins
 
 CARD = BackendCard(
     name="full",

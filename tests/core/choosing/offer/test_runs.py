@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from attnmux.core.choosing.offer.card import BackendCard
-from attnmux.core.choosing.offer.proof import Verified, doubt
+from attnmux.core.cards.card import BackendCard
+from attnmux.core.cards.proof import Verified, doubt
 from attnmux.core.facts.errors import InvalidInput
 from attnmux.core.facts.platform import Platform
 

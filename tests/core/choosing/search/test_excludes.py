@@ -6,7 +6,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from attnmux.core.choosing.offer.conditions import ANY, at_most, one_of
+from attnmux.core.cards.conditions import ANY, at_most, one_of
 from attnmux.core.choosing.solver import solve
 from attnmux.core.facts.errors import InvalidInput, NoBackend
 from attnmux.core.facts.policy import Policy

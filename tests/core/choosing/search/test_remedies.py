@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from attnmux.core.choosing.offer.conditions import ANY, one_of
+from attnmux.core.cards.conditions import ANY, one_of
 from attnmux.core.choosing.solver import solve
 from attnmux.core.facts.errors import NoBackend
 from attnmux.core.facts.request import Request

@@ -4,10 +4,10 @@ from dataclasses import replace
 
 import pytest
 
-from attnmux.core.choosing.offer.card import Option
-from attnmux.core.choosing.offer.conditions import includes
+from attnmux.core.cards.card import Option
+from attnmux.core.cards.conditions import includes
+from attnmux.core.choosing.decision import Decision
 from attnmux.core.choosing.solver import solve
-from attnmux.core.choosing.tell.decision import Decision
 from attnmux.core.facts.errors import InvalidInput
 from attnmux.core.facts.platform import Platform
 from attnmux.core.facts.policy import Policy

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from attnmux.core import InvalidInput, Platform, Request, linear_request
-from attnmux.core.choosing.ask.model_config import request_from_model
 from attnmux.core.cli.asking import requested
 from attnmux.core.facts.request import parse_fields
 from attnmux.core.facts.values import LINEAR_KINDS
+from attnmux.core.readers.model_config import request_from_model
 
 
 def asked_of_one_shape(model: str | None, fields: str, tp: int) -> Request:

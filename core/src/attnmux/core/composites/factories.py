@@ -6,7 +6,7 @@ import pkgutil
 
 import torch
 
-from attnmux.core.choosing.tell.choice import Choice
+from attnmux.core.choosing.choice import Choice
 from attnmux.core.composites.local_attention import with_virtual_requests
 from attnmux.core.composites.mask_forms import with_mask_forms
 from attnmux.core.contract.backend import AttentionBackend

@@ -8,7 +8,7 @@ from types import MappingProxyType
 
 import torch
 
-from attnmux.core.choosing.tell.decision import Decision
+from attnmux.core.choosing.decision import Decision
 from attnmux.core.composites.dispatch import CompositeBackend, Parts, Route, check_padding
 from attnmux.core.contract.backend import AttentionBackend
 from attnmux.core.contract.batch import ForwardBatch, ForwardMode

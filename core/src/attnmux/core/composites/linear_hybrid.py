@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from attnmux.core.choosing.tell.choice import Choice
-from attnmux.core.choosing.tell.decision import Decision
+from attnmux.core.choosing.choice import Choice
+from attnmux.core.choosing.decision import Decision
 from attnmux.core.composites.dispatch import DispatchingBackend, Parts
 from attnmux.core.composites.factories import make_linear
 from attnmux.core.contract.backend import AttentionBackend

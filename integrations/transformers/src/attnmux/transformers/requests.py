@@ -22,8 +22,8 @@ from attnmux.core import (
     group_requests,
     request_from_model,
 )
-from attnmux.core.choosing.ask.kept_layers import kept_layers
 from attnmux.core.facts.values import canonical_dtype
+from attnmux.core.readers.kept_layers import kept_layers
 from attnmux.transformers.checkpoint import Checkpoint
 from attnmux.transformers.options import RunnerOptions
 from attnmux.transformers.shapes import SHAPE, STORED, by_shape

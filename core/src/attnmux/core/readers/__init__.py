@@ -1,0 +1,1 @@
+"""Readers of a config.json: what a model asks of attention."""
