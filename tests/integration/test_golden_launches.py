@@ -18,7 +18,7 @@ from attnmux.core import (
     solve,
 )
 
-MODELS = Path(__file__).parents[1] / "core" / "choosing" / "data"
+MODELS = Path(__file__).parents[1] / "core" / "data"
 LLAMA = request_from_model(MODELS / "llama-3.1-8b")
 DEEPSEEK = request_from_model(MODELS / "deepseek-v3", tp=8)
 DEEPSEEK_V32 = request_from_model(MODELS / "deepseek-v3.2-exp", tp=8)

@@ -24,7 +24,7 @@ from attnmux.core.facts.request import Request, parse_fields
 from attnmux.core.find.installed import load_plugins
 from attnmux.core.readers.model_config import request_from_model
 
-DATA = Path(__file__).parent / "data"
+DATA = Path(__file__).parents[1] / "data"
 
 
 @pytest.fixture

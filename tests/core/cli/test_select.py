@@ -21,7 +21,7 @@ from attnmux.core.find.plugins import Plugins
 
 pytest.importorskip("attnmux.cpu.plugin", reason="the answers below are those of attnmux-cpu")
 
-MODELS = Path(__file__).parents[1] / "choosing" / "data"
+MODELS = Path(__file__).parents[1] / "data"
 HERE = "cpu:x86_64,features=avx2"
 
 

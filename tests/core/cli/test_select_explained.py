@@ -18,7 +18,7 @@ from attnmux.core.choosing.decision import Decision
 from attnmux.core.cli import run as shared
 from attnmux.core.cli.verbs import verbs
 
-MODELS = Path(__file__).parents[1] / "choosing" / "data"
+MODELS = Path(__file__).parents[1] / "data"
 HERE = "cpu:x86_64,features=avx2"
 LONG = "a kernel that was measured on many machines and found to be good on every one of them"
 

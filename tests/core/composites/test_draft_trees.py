@@ -333,7 +333,7 @@ def test_two_batches_of_trees_have_a_composite_each(seed) -> None:
 
 
 def test_the_benchmark_runs_on_a_cpu(monkeypatch) -> None:
-    monkeypatch.syspath_prepend(str(Path(__file__).parents[2]))
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[3]))
     benchmark = importlib.import_module("benchmarks.draft_trees")
     result = CliRunner().invoke(benchmark.main, ["--dry-run", "--rounds", "1"])
     assert result.exit_code == 0, result.output
