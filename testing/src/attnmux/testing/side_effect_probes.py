@@ -69,11 +69,11 @@ def _precision(_: torch.device) -> tuple[str, str, str]:
 
 
 def _set_precision(values: tuple[str, str, str], _: torch.device) -> None:
-    products, torch.backends.cuda.matmul.fp32_precision, torch.backends.cudnn.fp32_precision = (
-        values
-    )
-    if products != "mixed":
+    products, matmul, convolutions = values
+    if products != "mixed":  # first, since it sets the others too
         torch.set_float32_matmul_precision(products)
+    torch.backends.cuda.matmul.fp32_precision = matmul
+    torch.backends.cudnn.fp32_precision = convolutions
 
 
 def _attributes(owner: object, *names: str) -> tuple[Callable[..., Any], Callable[..., Any]]:
