@@ -18,6 +18,7 @@ import torch
 from attnmux.testing.candidate import Candidate
 from attnmux.testing.comparison import Disagreement, compare, output_tolerance
 from attnmux.testing.execution import EagerExecution, Execution, call_layer
+from attnmux.testing.placement import fill_reserved_page
 from attnmux.testing.prepared import PreparedStep, prepare_step
 from attnmux.testing.side_effects import SideEffects
 from attnmux.testing.steady_cases import repetition
@@ -124,7 +125,10 @@ def check_steady(
 
     def prepare(number: int) -> PreparedStep:
         step = repetition(first, number)
-        return prepare_step(setup, step, seq_len_fill=fill, host_lens=host_lens)
+        prepared = prepare_step(setup, step, seq_len_fill=fill, host_lens=host_lens)
+        if execution.pads:
+            fill_reserved_page(setup)
+        return prepared
 
     with effects.watch("a repeated step"):
         _check_growth(lambda number: execution.run(prepare(number)), repeats, device, "repetition")
