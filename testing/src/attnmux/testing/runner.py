@@ -155,6 +155,11 @@ def _read_only(setup: CaseSetup, step: PreparedStep) -> list[tuple[str, torch.Te
         for given in step.inputs
         for item in fields(given)
     ]
+    named += [
+        (f"layer {given.layer.layer_id}: {name}", getattr(given.layer, name))
+        for given in step.inputs
+        for name in ("sinks", "alibi_slopes", "relative_bias")
+    ]
     batch = step.batch
     # Without the batch's topk_indices, which every layer's indexer writes
     for part in (replace(batch, topk_indices=None), batch.spec_info, batch.multi_item):
