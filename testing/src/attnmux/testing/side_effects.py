@@ -10,7 +10,8 @@ from typing import Any
 import torch
 
 from attnmux.testing.comparison import Disagreement
-from attnmux.testing.side_effect_probes import DEVICE_PROBES, PROBES, SHARED_VARIABLES
+from attnmux.testing.process_probes import PROCESS_PROBES, SHARED_VARIABLES
+from attnmux.testing.torch_probes import DEVICE_PROBES, TORCH_PROBES
 
 
 class SideEffects:
@@ -22,7 +23,8 @@ class SideEffects:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._probes = PROBES if device.type == "cpu" else PROBES + DEVICE_PROBES
+        of_device = () if device.type == "cpu" else DEVICE_PROBES
+        self._probes = (*TORCH_PROBES, *PROCESS_PROBES, *of_device)
         self._values = [probe.read(device) for probe in self._probes]
 
     @contextmanager
