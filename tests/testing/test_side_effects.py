@@ -11,11 +11,9 @@ import gc
 import sys
 import time
 from collections.abc import Iterable
-from multiprocessing import get_context
 from pathlib import Path
 from random import SystemRandom
 
-import click
 import torch
 
 from attnmux.testing import run_case
@@ -178,21 +176,16 @@ def test_every_patch_applies() -> None:
         candidate(mutant)
 
 
-def _try(number: int) -> tuple[int, str, float]:
-    start = time.monotonic()
-    return number, first_failure(MUTANTS[number])[0], time.monotonic() - start
-
-
-@click.command()
-@click.option("--jobs", default=2, show_default=True, help="Faults that are tried at a time.")
-def main(jobs: int) -> None:
+def main() -> None:
     """Try all, and print what caught each and when."""
     missed = 0
-    with get_context("spawn").Pool(jobs, maxtasksperchild=1) as pool:
-        for number, case, seconds in pool.imap_unordered(_try, range(len(MUTANTS))):
-            missed += not case
-            click.echo(f"{seconds:7.1f} s  {MUTANTS[number].name}: {case or 'MISSED'}")
-    click.echo(f"{len(MUTANTS) - missed} of {len(MUTANTS)} caught")
+    for mutant in MUTANTS:
+        start = time.monotonic()
+        name, _ = first_failure(mutant)
+        missed += not name
+        seconds = time.monotonic() - start
+        print(f"{seconds:7.1f} s  {mutant.name}: {name or 'MISSED'}", flush=True)
+    print(f"{len(MUTANTS) - missed} of {len(MUTANTS)} caught")
 
 
 if __name__ == "__main__":
