@@ -40,7 +40,7 @@ def _attributes(owner: object, *names: str) -> tuple[Callable[..., Any], Callabl
 
 
 def _attention_kernels(_: torch.device) -> tuple[bool, ...]:
-    cuda = torch.backends.cuda
+    cuda: Any = torch.backends.cuda  # whose functions have no types
     return (
         cuda.flash_sdp_enabled(),
         cuda.mem_efficient_sdp_enabled(),
@@ -59,6 +59,11 @@ def _set_attention_kernels(values: tuple[bool, ...], _: torch.device) -> None:
 def _set_default_device(value: torch.device, _: torch.device) -> None:
     # "cpu" by name would be a mode that every later call passes through
     torch.set_default_device(None if value.type == "cpu" else value)
+
+
+def _modes(_: torch.device) -> tuple[object, ...]:
+    of_functions: list[object] = _get_current_function_mode_stack()  # type: ignore[no-untyped-call]  # torch's own
+    return (*of_functions, *_get_current_dispatch_mode_stack())
 
 
 TORCH_PROBES = (
@@ -113,7 +118,7 @@ TORCH_PROBES = (
     Probe(
         "torch's active modes",
         "leave each mode that you enter",
-        lambda _: (*_get_current_function_mode_stack(), *_get_current_dispatch_mode_stack()),
+        _modes,
     ),
     Probe(
         "deterministic algorithms (used, warns only)",
