@@ -122,8 +122,10 @@ class AttentionBackend(StepBackend):
         """Attention of one layer: write K and V to the pool, then attend over the cache.
 
         Without k, K and V are already in the pool. With k and save_kv_cache False, `k` and `v` are
-        all keys and there is no prefix. Returns `out`, newly allocated unless given; an IDLE step
-        returns `call.empty_result()` and leaves the pool alone.
+        all keys and there is no prefix; of MLA, `[k, k_rope]` are the keys and `k` the values, and
+        every backend that serves extend for MLA or nsa serves such a call. Returns `out`, newly
+        allocated unless given; an IDLE step returns `call.empty_result()` and leaves the pool
+        alone.
         Raises InvalidInput, before the pool is touched, for shapes, dtypes or devices that do not
         fit the layer and the batch; PluginError for a result that does not.
         """
