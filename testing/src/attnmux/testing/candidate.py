@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pkgutil
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Literal, cast
 
@@ -108,6 +108,10 @@ class Candidate:
     def __post_init__(self) -> None:
         if not self.device:
             object.__setattr__(self, "device", self.platform.device_type)
+
+    def with_options(self, options: Iterable[tuple[str, OptionValue]]) -> Candidate:
+        """The candidate with these options besides its own."""
+        return replace(self, options=FrozenMapping({**self.options, **dict(options)}))
 
     @property
     def address(self) -> str:
