@@ -109,10 +109,6 @@ class Candidate:
         if not self.device:
             object.__setattr__(self, "device", self.platform.device_type)
 
-    def with_options(self, options: Iterable[tuple[str, OptionValue]]) -> Candidate:
-        """The candidate with these options besides its own."""
-        return replace(self, options=FrozenMapping({**self.options, **dict(options)}))
-
     @property
     def address(self) -> str:
         """`plugin/name`."""
@@ -189,6 +185,23 @@ class Candidate:
         virtual = self.card.virtual_requests
         made = with_virtual_requests(make, context) if virtual else make(context)
         return with_mask_forms(made, self.card.tree_masks)
+
+    def build_with(
+        self, options: Iterable[tuple[str, OptionValue]], context: BackendContext
+    ) -> AttentionBackend:
+        """As `build`, with these options besides the candidate's.
+
+        An option that the backend refuses for this request, as an InvalidInput that ends in its
+        name, is left out.
+        """
+        chosen = dict(options)
+        while True:
+            given = FrozenMapping({**self.options, **chosen})
+            try:
+                return replace(self, options=given).build(context)
+            except InvalidInput as error:
+                if chosen.pop(error.argument.rpartition(".")[2], None) is None:
+                    raise
 
     def build_linear(self, context: BackendContext) -> LinearAttentionBackend:
         """Make a backend of linear layers as an engine would."""

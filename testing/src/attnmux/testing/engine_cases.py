@@ -59,21 +59,21 @@ def _shared_pages(page: int) -> Iterator[Case]:
 def _instances(page: int) -> Iterator[Case]:
     """Many steps on one instance: what an earlier one left must not matter."""
     whole = 2 * page
-    decoding = (decode(9, 40, 22), decode(31), decode(2, 60, 17, 5), decode(8, 41), decode(70))
-    decoding += (decode(1, 23, 4, 19, 33, 6), decode(12, 3, 44))
-    prompts = (extend((0, 9), (0, 30)), extend((0, 4)), extend((0, 17), (0, 2), (0, 33)))
-    prompts += (extend((0, 40)), extend((0, 3), (0, 21)), extend((0, 5), (0, 1), (0, 8)))
-    drafts = (verify(4, 9, 30), verify(2, 10, 31), verify(5, 4, whole), verify(1, 17, 3))
-    drafts += (verify(4, 21), verify(3, 6, 40), verify(4, 12, 7))
-    serving = (extend((0, 30), (page, 11)), decode(31, page + 12), extend((0, 7), (9, 3), (0, 2)))
-    serving += (decode(32, page + 13, 8, 13, 3), extend(mode=ForwardMode.IDLE), decode(14, 4))
-    serving += (extend((whole, 5), (13, 1), mode=ForwardMode.MIXED), decode(whole + 6, 15))
+    decoding = [decode(9, 40, 22), decode(31), decode(2, 60, 17, 5), decode(8, 41), decode(70)]
+    decoding += decode(1, 23, 4, 19, 33, 6), decode(12, 3, 44)
+    prompts = [extend((0, 9), (0, 30)), extend((0, 4)), extend((0, 17), (0, 2), (0, 33))]
+    prompts += extend((0, 40)), extend((0, 3), (0, 21)), extend((0, 5), (0, 1), (0, 8))
+    drafts = [verify(4, 9, 30), verify(2, 10, 31), verify(5, 4, whole), verify(1, 17, 3)]
+    drafts += verify(4, 21), verify(3, 6, 40), verify(4, 12, 7)
+    serving = [extend((0, 30), (page, 11)), decode(31, page + 12), extend((0, 7), (9, 3), (0, 2))]
+    serving += decode(32, page + 13, 8, 13, 3), extend(mode=ForwardMode.IDLE), decode(14, 4)
+    serving += extend((whole, 5), (13, 1), mode=ForwardMode.MIXED), decode(whole + 6, 15)
     caught_up = extend((13, 3), (41, 1), mode=ForwardMode.DRAFT_EXTEND)
-    speculating = (extend((0, 12), (page, 9)), verify(4, 12, page + 9), caught_up, decode(17, 42))
-    speculating += (verify(4, 17, 42), verify(2, 18, 43, 5), extend((0, 6)), verify(4, 6, whole))
-    speculating += (decode(7, 3, 20), caught_up, verify(4, 30, 8))
+    speculating = [extend((0, 12), (page, 9)), verify(4, 12, page + 9), caught_up, decode(17, 42)]
+    speculating += verify(4, 17, 42), verify(2, 18, 43, 5), extend((0, 6)), verify(4, 6, whole)
+    speculating += decode(7, 3, 20), caught_up, verify(4, 30, 8)
     # Some backends serve no prompts
-    drafting = tuple(step for step in speculating if step.mode is not ForwardMode.EXTEND)
+    drafting = [step for step in speculating if step.mode is not ForwardMode.EXTEND]
     yield case_of("decode-seven-steps", page, *decoding)
     yield case_of("extend-six-steps", page, *prompts)
     yield case_of("verify-other-drafts", page, *drafts, **CHAIN)

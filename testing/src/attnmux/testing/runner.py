@@ -72,7 +72,7 @@ def _run(candidate: Candidate, case: Case, seed: int) -> tuple[float, tuple[Step
         launches=candidate.launches,
         graphs=candidate.graphs,
     )
-    backend = candidate.with_options(case.options).build(setup.context)
+    backend = candidate.build_with(case.options, setup.context)
     host_lens = case.host_lens or candidate.card.needs_cpu_seq_lens
     execution = EXECUTIONS[case.execution](setup, backend, host_lens=host_lens)
     max_error = 0.0

@@ -112,14 +112,13 @@ def _of_kind(clause: Clause, kind: str, rng: Random) -> Levels:
 
 def _settings(option: Option, rng: Random) -> tuple[OptionValue, ...]:
     """The default of an option and, as far as the card bounds them, other values."""
-    others: list[OptionValue] = list(option.choices)
+    least, most = option.least, option.most
+    others: tuple[OptionValue, ...] = option.choices
     if option.type is bool:
-        others = [False, True]
-    ends = option.least, option.most
-    if not option.choices and None not in ends and max(map(abs, ends)) <= MOST_OPTION:
-        pick = rng.randint if option.type is int else rng.uniform
-        near = min(ends[1], ends[0] + 16)
-        others = [*ends, pick(*ends), pick(ends[0], near)]
+        others = False, True
+    elif not (others or least is None or most is None or max(-least, most) > MOST_OPTION):
+        near = min(most, least + rng.randint(1, 16))
+        others = tuple(map(option.type, (least, most, near, rng.uniform(least, most))))
     return (option.default, *(value for value in others if value != option.default))
 
 
