@@ -25,8 +25,7 @@ import click
 import tomllib
 
 from attnmux.core import Platform
-from attnmux.testing import Candidate, Sampler, in_graphs, run_case
-from attnmux.testing.engine_cases import engine_cases
+from attnmux.testing import Candidate, Sampler, run_case
 from attnmux.testing.linear_cases import AnyCase
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -221,10 +220,13 @@ BACKEND = (
 )  # fmt: skip
 
 
+FAULTS = tomllib.loads(Path(__file__).with_name("engine_faults.toml").read_text(encoding="utf-8"))
+
+
 def _of_engines() -> Iterator[Mutant]:
-    """Faults that an engine meets, from a table of their own."""
-    text = Path(__file__).with_name("engine_faults.toml").read_text(encoding="utf-8")
-    for source, faults in tomllib.loads(text).items():
+    """Faults that an engine meets."""
+    for source in SOURCES:
+        faults = FAULTS[source]
         for kind, rows in faults["rows"].items():
             for name, place, *patch in rows:
                 module = place
@@ -281,18 +283,18 @@ def first_failure(
 ) -> tuple[str, float]:
     """The first case that fails, and the seconds of a core until then; "" if none does in time.
 
-    budget: for the sampled cases. fixed: whether the fixed cases of one page size run too, those of
-    engines first for their faults, and others last.
+    budget: for the sampled cases. fixed: whether the fixed cases of one page size run too: before the
+    sampled ones if some are of the mutant's kind, and else after them.
     """
     suspect, start = candidate(mutant), time.process_time()
     drawn = Sampler(candidate=suspect, seed=seed).cases()
     sampled = takewhile(lambda _: time.process_time() - start < budget, drawn)
     parts: list[Iterable[tuple[AnyCase, int]]] = [((case, seed) for case in sampled)]
     if fixed:
-        parts.append((case, 0) for case in suspect.cases((16,)))
-    if fixed and mutant in OF_ENGINES:
-        first = (*engine_cases(16), *in_graphs(tuple(engine_cases(16))))
-        parts.insert(0, ((case, 0) for case in first))
+        own = re.compile(FAULTS["cases"].get(mutant.kind, "^$"))
+        standard = sorted(suspect.cases((16,)), key=lambda case: not own.search(case.name))
+        place = 0 if own.search(standard[0].name) else len(parts)
+        parts.insert(place, ((case, 0) for case in standard))
     for case, number in chain.from_iterable(parts):
         if run_case(suspect, case, seed=number).status == "failed":
             return case.name, time.process_time() - start

@@ -149,7 +149,7 @@ def _of_nothing(page: int) -> Iterator[Case]:
         "": {},
         "-lse": {"lse": True},
         "-sinks-lse": {"sinks": True, "lse": True},
-        "-windows": {"windows": (8, None)},
+        "-windows": {"windows": (2, None)},
     }
     for name, settings in features.items():
         yield case_of(f"decode-no-keys{name}", page, *nothing, **settings)
