@@ -22,6 +22,7 @@ from types import ModuleType
 from typing import Any
 
 import click
+import pytest
 import tomllib
 
 from attnmux.core import Platform
@@ -226,22 +227,19 @@ FAULTS = tomllib.loads(Path(__file__).with_name("engine_faults.toml").read_text(
 def _of_engines() -> Iterator[Mutant]:
     """Faults that an engine meets."""
     for source in SOURCES:
-        faults = FAULTS[source]
-        for kind, rows in faults["rows"].items():
-            for name, place, *patch in rows:
-                module = place
-                if len(patch) == 1:
-                    module, old, new = faults["places"][place]
-                    patch = [old, new.replace("%s", patch[0])]
-                old, new = patch
-                yield Mutant(
-                    source=source,
-                    kind=kind,
-                    name=f"{source}, {kind}: {name}",
-                    module=module,
-                    old=old,
-                    new=new,
-                )
+        for kind, rows in FAULTS[source]["rows"].items():
+            for name, *patch in rows:
+                yield _of_row(source, kind, f"{source}, {kind}: {name}", *patch)
+
+
+def _of_row(source: str, kind: str, name: str, place: str, *patch: str) -> Mutant:
+    """A row's fault: its place and an expression there, or a module with the old and new text."""
+    module = place
+    if len(patch) == 1:
+        module, old, new = FAULTS[source]["places"][place]
+        patch = old, new.replace("%s", patch[0])
+    old, new = patch
+    return Mutant(source=source, kind=kind, name=name, module=module, old=old, new=new)
 
 
 OF_ENGINES = tuple(_of_engines())
@@ -287,9 +285,14 @@ def first_failure(
     sampled ones if some are of the mutant's kind, and else after them.
     """
     suspect, start = candidate(mutant), time.process_time()
-    drawn = Sampler(candidate=suspect, seed=seed).cases()
-    sampled = takewhile(lambda _: time.process_time() - start < budget, drawn)
-    parts: list[Iterable[tuple[AnyCase, int]]] = [((case, seed) for case in sampled)]
+
+    def sampled() -> Iterator[tuple[AnyCase, int]]:
+        end = time.process_time() + budget
+        drawn = Sampler(candidate=suspect, seed=seed).cases()
+        for case in takewhile(lambda _: time.process_time() < end, drawn):
+            yield case, seed
+
+    parts: list[Iterable[tuple[AnyCase, int]]] = [sampled()]
     if fixed:
         own = re.compile(FAULTS["cases"].get(mutant.kind, "^$"))
         standard = sorted(suspect.cases((16,)), key=lambda case: not own.search(case.name))
@@ -323,6 +326,17 @@ def test_the_suite_finds_what_an_engine_meets(full) -> None:
         mutant = mutants[seed % len(mutants)]
         case, _ = first_failure(mutant, seed=seed, budget=120)
         assert case, f"missed: {mutant.name}, seed {seed}"
+
+
+@pytest.mark.parametrize("source", SOURCES)
+def test_places_alone_are_no_faults(source) -> None:
+    names = ("serving", "verify-other-drafts", "decode-table", "decode-long-sinks-lse")
+    for place, expression in FAULTS[source]["neutral"].items():
+        whole = candidate(_of_row(source, "", place, place, expression))
+        cases = {case.name: case for case in whole.cases((16,))}
+        for name in names:
+            outcome = run_case(whole, cases[f"{name}-page16"])
+            assert outcome.status in ("passed", "refused"), (place, outcome.message)
 
 
 def test_every_patch_applies() -> None:

@@ -11,8 +11,6 @@ from attnmux.testing.sampled_points import MOST_SHARED, OPTION, Point, first_pag
 
 SHARP, SHARP_FROM = 2.5, 512
 """The scale of requests longer than `SHARP_FROM`, in units of the usual one."""
-
-
 OTHER_IDS = 0, 1, 7, 8, 31, 32, 60
 """Ids of the second layer."""
 MOST_FEW, SHORT = 4, 64
