@@ -16,6 +16,7 @@ from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator
 from contextlib import suppress
 from dataclasses import replace
+from functools import cache
 from hashlib import sha256
 from importlib.metadata import version
 from pathlib import Path
@@ -88,6 +89,9 @@ JOINED = re.compile(
 )
 """Cases that join features, each of which has a case of its own. Of 8-bit floats, e4m3 has these
 cases too."""
+SHARE_OF_ENGINES = 14
+"""Each suite runs one in so many cases of what engines do, all suites together all of them: what
+they reveal is in core as often as in a backend."""
 PAGED = re.compile(r"(.*::test_agrees_with_reference\[[^-]*-(.*))-page(\d+)(.*)")
 
 
@@ -115,8 +119,9 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Without `--full`, run each case of a suite at one page size, which its name decides, cases
-    that differ by a number without graphs alone, and no joined ones. A suite that is `near` another
-    runs a share of its cases: the same adapter runs all of them elsewhere."""
+    that differ by a number without graphs alone, no joined ones, and a share of those of engines. A
+    suite that is `near` another runs a share of its cases: the same adapter runs all of them
+    elsewhere."""
     skip_for_transformers(items)
     if config.getoption("full"):
         return
@@ -139,7 +144,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         in_graph = found and found[4] == "-graph]"
         if found and found[2] not in EVERY_PAGE_SIZE and (mark := item.get_closest_marker("near")):
             left_out.update([item] if crc32(found[2].encode()) % mark.args[0] else [])
-        if found and (JOINED.search(found[2]) or (in_graph and NOT_OF_GRAPHS.search(found[2]))):
+        if found and is_near(found):
             left_out.add(item)
         elif found and (in_graph or found[2] not in EVERY_PAGE_SIZE):
             values[found[1] + found[4]].add(int(found[3]))
@@ -147,6 +152,25 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     left_out |= {item for item, name, value in others if value != one_value(name, values[name])}
     config.hook.pytest_deselected(items=[item for item in items if item in left_out])
     items[:] = [item for item in items if item not in left_out]
+
+
+@cache
+def of_engines() -> frozenset[str]:
+    """Cases of what engines do, without their page size."""
+    # Imports torch, which reads what is set above; environments of engines have no suite
+    from attnmux.testing.engine_cases import engine_cases  # noqa: PLC0415
+    from attnmux.testing.steady_cases import steady_cases  # noqa: PLC0415
+
+    cases = (*engine_cases(1), *steady_cases(1))
+    return frozenset(case.name.removesuffix("-page1") for case in cases)
+
+
+def is_near(found: re.Match[str]) -> bool:
+    """Whether a case, as `PAGED` reads it, runs with `--full` alone."""
+    name, in_graph = found[2], found[4] == "-graph]"
+    if name in of_engines() and crc32((found[1] + found[4]).encode()) % SHARE_OF_ENGINES:
+        return True
+    return bool(JOINED.search(name) or (in_graph and NOT_OF_GRAPHS.search(name)))
 
 
 def skip_for_transformers(items: list[pytest.Item]) -> None:

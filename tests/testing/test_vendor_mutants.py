@@ -1,4 +1,4 @@
-"""A hundred faults of the example vendor's backend, as patches of its source.
+"""Faults of the example vendor's backend, and of torch_native, as patches of their sources.
 
 The tests try a few, others in each run. `python tests/testing/test_vendor_mutants.py` tries all.
 """
@@ -6,10 +6,15 @@ The tests try a few, others in each run. `python tests/testing/test_vendor_mutan
 
 from __future__ import annotations
 
+import pkgutil
+import re
 import sys
 import time
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from importlib import import_module
+from itertools import chain, takewhile
 from multiprocessing import get_context
 from pathlib import Path
 from random import SystemRandom
@@ -17,19 +22,63 @@ from types import ModuleType
 from typing import Any
 
 import click
+import pytest
+import tomllib
 
 from attnmux.core import Platform
 from attnmux.testing import Candidate, Sampler, run_case
+from attnmux.testing.linear_cases import AnyCase
 
-SOURCE = Path(__file__).resolve().parents[2] / "examples/vendor-plugin/src"
-MODULES = ("library", "tables", "backend", "factory")
+ROOT = Path(__file__).resolve().parents[2]
 M2 = Platform.parse("acme:m2,device=cpu,runtime=acmert 3.1,features=fp8")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Source:
+    """The source of a backend, whose modules are made anew with a fault."""
+
+    folder: Path
+    modules: tuple[str, ...]
+    """In the order in which they import one another."""
+    factory: str
+    """In the last module."""
+    card: str
+    platform: Platform
+
+
+SOURCES = {
+    "acme": Source(
+        folder=ROOT / "examples/vendor-plugin/src",
+        modules=tuple(
+            f"acme_attnmux.{name}" for name in ("library", "tables", "backend", "factory")
+        ),
+        factory="make",
+        card="acme_attnmux.plugin:PAGED",
+        platform=M2,
+    ),
+    "torch_native": Source(
+        folder=ROOT / "plugins/cpu/src",
+        modules=tuple(
+            f"attnmux.cpu.{name}"
+            for name in (
+                "steps",
+                "spans",
+                *(f"torch_native.{n}" for n in ("attend", "plan", "backend")),
+            )
+        ),
+        factory="TorchNativeBackend",
+        card="attnmux.cpu.plugin:TORCH_NATIVE",
+        platform=Platform.parse("cpu:x86_64"),
+    ),
+}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Mutant:
     """One patch: `old`, which occurs in the module once, becomes `new`."""
 
+    source: str = "acme"
+    kind: str = "regions and formulas"
     name: str
     module: str
     old: str
@@ -171,53 +220,88 @@ BACKEND = (
     ("the last queries count", "self._max_queries = most_queries(batch)", "self._max_queries = max(self._max_queries, 1)"),
 )  # fmt: skip
 
+
+FAULTS = tomllib.loads(Path(__file__).with_name("engine_faults.toml").read_text(encoding="utf-8"))
+
+
+def _of_engines() -> Iterator[Mutant]:
+    """Faults that an engine meets."""
+    for source in SOURCES:
+        for kind, rows in FAULTS[source]["rows"].items():
+            for name, *patch in rows:
+                yield _of_row(source, kind, f"{source}, {kind}: {name}", *patch)
+
+
+def _of_row(source: str, kind: str, name: str, place: str, *patch: str) -> Mutant:
+    """A row's fault: its place and an expression there, or a module with the old and new text."""
+    module = place
+    if len(patch) == 1:
+        module, old, new = FAULTS[source]["places"][place]
+        patch = old, new.replace("%s", patch[0])
+    old, new = patch
+    return Mutant(source=source, kind=kind, name=name, module=module, old=old, new=new)
+
+
+OF_ENGINES = tuple(_of_engines())
 MUTANTS = (
     *map(_wrong_where, REGIONS),
     *(_in("library", *patch) for patch in LIBRARY),
     *(_in("tables", *patch) for patch in TABLES),
     *(_in("backend", *patch) for patch in BACKEND),
+    *OF_ENGINES,
 )
 
 
-def candidate(mutant: Mutant | None = None) -> Candidate:
-    """The example's backend with the fault. Its modules are made anew and are not left behind."""
-    if str(SOURCE) not in sys.path:
-        sys.path.insert(0, str(SOURCE))
-    names = [f"acme_attnmux.{module}" for module in MODULES]
-    card = import_module("acme_attnmux.plugin").PAGED
-    kept = {name: sys.modules.pop(name) for name in names if name in sys.modules}
+def candidate(mutant: Mutant | None = None, source: str = "acme") -> Candidate:
+    """A backend with the fault. Its modules are made anew and are not left behind."""
+    where = SOURCES[mutant.source if mutant else source]
+    if str(where.folder) not in sys.path:
+        sys.path.insert(0, str(where.folder))
+    card = pkgutil.resolve_name(where.card)
+    for name in where.modules:  # for the packages, which import them
+        import_module(name)
+    kept = {name: sys.modules.pop(name) for name in where.modules}
     try:
-        for module, name in zip(MODULES, names, strict=True):
-            text = (SOURCE / "acme_attnmux" / f"{module}.py").read_text(encoding="utf-8")
-            if mutant is not None and mutant.module == module:
+        for name in where.modules:
+            text = (where.folder / f"{name.replace('.', '/')}.py").read_text(encoding="utf-8")
+            if mutant is not None and name.rpartition(".")[2] == mutant.module:
                 if text.count(mutant.old) != 1:
-                    raise ValueError(f"{mutant.name}: {mutant.old!r} is not in {module} once")
+                    raise ValueError(f"{mutant.name}: {mutant.old!r} is not in {name} once")
                 text = text.replace(mutant.old, mutant.new)
             sys.modules[name] = made = ModuleType(name)
             exec(compile(text, f"{name} ({mutant and mutant.name})", "exec"), made.__dict__)
-        factory: Any = sys.modules[names[-1]].make
+        factory: Any = getattr(made, where.factory)
     finally:
-        for name in names:
-            sys.modules.pop(name, None)
         sys.modules.update(kept)
-    return Candidate(card=card, platform=M2, factory=factory)
+    return Candidate(card=card, platform=where.platform, factory=factory)
 
 
-def first_failure(mutant: Mutant, *, seed: int, budget: float, fixed: bool) -> tuple[str, float]:
-    """The first case that fails, and the seconds until then; "" if none does in time.
+def first_failure(
+    mutant: Mutant, *, seed: int, budget: float, fixed: bool = True
+) -> tuple[str, float]:
+    """The first case that fails, and the seconds of a core until then; "" if none does in time.
 
-    budget: for the sampled cases. fixed: whether the fixed cases of one page size come after them.
+    budget: for the sampled cases. fixed: whether the fixed cases of one page size run too: before the
+    sampled ones if some are of the mutant's kind, and else after them.
     """
-    suspect, start = candidate(mutant), time.monotonic()
-    for case in Sampler(candidate=suspect, seed=seed).cases():
-        if run_case(suspect, case, seed=seed).status == "failed":
-            return case.name, time.monotonic() - start
-        if time.monotonic() - start > budget:
-            break
-    for case in suspect.cases((16,)) if fixed else ():
-        if run_case(suspect, case).status == "failed":
-            return case.name, time.monotonic() - start
-    return "", time.monotonic() - start
+    suspect, start = candidate(mutant), time.process_time()
+
+    def sampled() -> Iterator[tuple[AnyCase, int]]:
+        end = time.process_time() + budget
+        drawn = Sampler(candidate=suspect, seed=seed).cases()
+        for case in takewhile(lambda _: time.process_time() < end, drawn):
+            yield case, seed
+
+    parts: list[Iterable[tuple[AnyCase, int]]] = [sampled()]
+    if fixed:
+        own = re.compile(FAULTS["cases"].get(mutant.kind, "^$"))
+        standard = sorted(suspect.cases((16,)), key=lambda case: not own.search(case.name))
+        place = 0 if own.search(standard[0].name) else len(parts)
+        parts.insert(place, ((case, 0) for case in standard))
+    for case, number in chain.from_iterable(parts):
+        if run_case(suspect, case, seed=number).status == "failed":
+            return case.name, time.process_time() - start
+    return "", time.process_time() - start
 
 
 def test_the_suite_finds_a_mutant_of_each_module(full) -> None:
@@ -226,14 +310,37 @@ def test_the_suite_finds_a_mutant_of_each_module(full) -> None:
     seed = SystemRandom().randrange(1 << 31)
     modules = ("library", "tables", "backend")
     for module in modules if full else (modules[seed % len(modules)],):
-        mutants = [m for m in MUTANTS if m.module == module]
+        mutants = [m for m in MUTANTS if m.module == module and m not in OF_ENGINES]
         mutant = mutants[seed // 3 % len(mutants)]
-        case, _ = first_failure(mutant, seed=seed, budget=60, fixed=True)
+        case, _ = first_failure(mutant, seed=seed, budget=60)
         assert case, f"missed: {mutant.name}, seed {seed}"
 
 
+def test_the_suite_finds_what_an_engine_meets(full) -> None:
+    """One fault; another in each run. With `--full`, one of each kind and backend."""
+    seed = SystemRandom().randrange(1 << 31)
+    kinds: defaultdict[str, list[Mutant]] = defaultdict(list)
+    for mutant in OF_ENGINES:
+        kinds[f"{mutant.source} {mutant.kind}" if full else ""].append(mutant)
+    for mutants in kinds.values():
+        mutant = mutants[seed % len(mutants)]
+        case, _ = first_failure(mutant, seed=seed, budget=120)
+        assert case, f"missed: {mutant.name}, seed {seed}"
+
+
+@pytest.mark.parametrize("source", SOURCES)
+def test_places_alone_are_no_faults(source) -> None:
+    names = ("serving", "verify-other-drafts", "decode-table", "decode-long-sinks-lse")
+    for place, expression in FAULTS[source]["neutral"].items():
+        whole = candidate(_of_row(source, "", place, place, expression))
+        cases = {case.name: case for case in whole.cases((16,))}
+        for name in names:
+            outcome = run_case(whole, cases[f"{name}-page16"])
+            assert outcome.status in ("passed", "refused"), (place, outcome.message)
+
+
 def test_every_patch_applies() -> None:
-    assert len(MUTANTS) >= 100
+    assert len(MUTANTS) >= 190
     assert len({mutant.name for mutant in MUTANTS}) == len(MUTANTS)
     for mutant in MUTANTS:
         candidate(mutant)
@@ -261,25 +368,34 @@ def test_a_seed_repeats_the_cases_and_pairs_are_covered() -> None:
     assert max(max(step.lens) for case in cases for step in case.steps) >= 32_768
 
 
-def _try(task: tuple[int, int, float]) -> tuple[int, str, float]:
-    number, seed, budget = task
-    return number, *first_failure(MUTANTS[number], seed=seed, budget=budget, fixed=True)
+def _try(task: tuple[int, int, float, bool]) -> tuple[int, str, float]:
+    number, seed, budget, fixed = task
+    return number, *first_failure(MUTANTS[number], seed=seed, budget=budget, fixed=fixed)
 
 
 @click.command()
 @click.option("--seed", default=0, show_default=True)
-@click.option("--budget", default=120.0, show_default=True, help="Seconds for each mutant.")
+@click.option("--budget", default=120.0, show_default=True, help="Seconds of sampled cases.")
 @click.option("--jobs", default=2, show_default=True, help="Mutants that are tried at a time.")
-def main(seed: int, budget: float, jobs: int) -> None:
+@click.option("--fixed/--no-fixed", default=True, help="Run the fixed cases of one page size too.")
+@click.option("--only", default="", help="A regular expression for the mutants' kinds and names.")
+def main(seed: int, budget: float, jobs: int, fixed: bool, only: str) -> None:
     """Try all mutants, and print what caught each and when."""
-    tasks = [(number, seed, budget) for number in range(len(MUTANTS))]
-    missed = 0
+    wanted = [
+        number
+        for number, mutant in enumerate(MUTANTS)
+        if re.search(only, f"{mutant.kind}: {mutant.name}")
+    ]
+    tasks = [(number, seed, budget, fixed) for number in wanted]
+    planted, missed = Counter(MUTANTS[number].kind for number in wanted), Counter[str]()
     with get_context("spawn").Pool(jobs) as pool:
         for number, case, seconds in pool.imap_unordered(_try, tasks):
-            missed += not case
+            missed[MUTANTS[number].kind] += not case
             caught = case[:90] or "MISSED"
             click.echo(f"{seconds:7.1f} s  {MUTANTS[number].name}: {caught}")
-    click.echo(f"{len(MUTANTS) - missed} of {len(MUTANTS)} caught, seed {seed}")
+    for kind, count in planted.items():
+        click.echo(f"{kind}: {count - missed[kind]} of {count} caught")
+    click.echo(f"{len(wanted) - missed.total()} of {len(wanted)} caught, seed {seed}")
 
 
 if __name__ == "__main__":

@@ -51,6 +51,8 @@ CASES = [
     if case.kind == "mha"
     and not case.spec_topk
     and case.page_size > 1
+    and case.first_page == 1
+    and max(len(step.lens) for step in case.steps) <= 64
     and not any(step.mode not in (ForwardMode.DECODE, ForwardMode.EXTEND) for step in case.steps)
 ]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pkgutil
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Literal, cast
 
@@ -185,6 +185,23 @@ class Candidate:
         virtual = self.card.virtual_requests
         made = with_virtual_requests(make, context) if virtual else make(context)
         return with_mask_forms(made, self.card.tree_masks)
+
+    def build_with(
+        self, options: Iterable[tuple[str, OptionValue]], context: BackendContext
+    ) -> AttentionBackend:
+        """As `build`, with these options besides the candidate's.
+
+        An option that the backend refuses for this request, as an InvalidInput that ends in its
+        name, is left out.
+        """
+        chosen = dict(options)
+        while True:
+            given = FrozenMapping({**self.options, **chosen})
+            try:
+                return replace(self, options=given).build(context)
+            except InvalidInput as error:
+                if chosen.pop(error.argument.rpartition(".")[2], None) is None:
+                    raise
 
     def build_linear(self, context: BackendContext) -> LinearAttentionBackend:
         """Make a backend of linear layers as an engine would."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TypeAlias
@@ -79,7 +80,9 @@ def make_setup(
         platform=platform,
         device=device,
         layers=layers,
-        req_to_token_pool=ReqToTokenPool(max_batch_size, case.max_context_len, device),
+        req_to_token_pool=ReqToTokenPool(
+            case.first_row - 1 + max_batch_size, case.max_context_len + case.spare_columns, device
+        ),
         token_to_kv_pool=_make_pool(case, layers, device),
         workspace=Workspace(device),
         max_batch_size=max_batch_size,
@@ -94,12 +97,12 @@ def make_layers(
 ) -> tuple[LayerSpec, ...]:
     """The case's layers. Ids have gaps, settings differ from layer to layer, and cross attention is
     the last layer."""
-    latent = case.latent
+    latent, ids = case.latent, case.layer_ids or range(1, 2 * len(case.windows), 2)
     rank, rope = case.kv_lora_rank or 0, case.qk_rope_head_dim or 0
     last = len(case.windows) - 1
     return tuple(
         LayerSpec(
-            layer_id=2 * index + 1,
+            layer_id=layer_id,
             tp_q_head_num=case.num_q_heads,
             tp_k_head_num=case.num_kv_heads,
             tp_v_head_num=case.num_kv_heads,
@@ -115,9 +118,7 @@ def make_layers(
             k_scale=case.kv_scales[0] * (index + 1) if case.kv_scales else None,
             v_scale=case.kv_scales[1] * (index + 1) if case.kv_scales else None,
             is_cross_attention=case.cross_attention and index == last,
-            sinks=torch.randn(case.num_q_heads, generator=generator).to(device)
-            if case.sinks
-            else None,
+            sinks=_sinks(case, generator).to(device) if case.sinks else None,
             alibi_slopes=_slopes(case, generator).to(device)
             if case.alibi and not (case.cross_attention and index == last)
             else None,
@@ -125,8 +126,17 @@ def make_layers(
             if case.relative_reach is not None and not (case.cross_attention and index == last)
             else None,
         )
-        for index, window in enumerate(case.windows)
+        for index, (layer_id, window) in enumerate(zip(ids, case.windows, strict=True))
     )
+
+
+def _sinks(case: Case, generator: torch.Generator) -> torch.Tensor:
+    """[Hq] float32. Those of every other head weigh as much as all keys of the longest request
+    together: among a thousand keys, one as small as a logit would drown."""
+    sinks = torch.randn(case.num_q_heads, generator=generator)
+    keys = max((total for step in case.steps for total in step.totals), default=1)
+    sinks[::2] += math.log(max(keys, 1))
+    return sinks
 
 
 def _slopes(case: Case, generator: torch.Generator) -> torch.Tensor:
@@ -158,6 +168,7 @@ def _make_pool(case: Case, layers: tuple[LayerSpec, ...], device: torch.device) 
 
 def _one_pool(case: Case, layers: tuple[LayerSpec, ...], device: torch.device) -> KVPool:
     pages = SPARE_PAGES + max(_pages_of_step(step, case.page_size) for step in case.steps)
+    pages += case.first_page - 1
     size = pages * case.page_size
     dtype = torch_dtype(case.kv_dtype or case.dtype)
     layer_ids = [layer.layer_id for layer in layers]

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Literal
+from typing import Any, Literal
 
 from attnmux.core import ForwardMode, Request, TreeMask
+from attnmux.core.facts.values import OptionValue
 
 PHASES = {
     ForwardMode.EXTEND: "extend",
@@ -32,7 +33,9 @@ class Step:
     items: tuple[tuple[int, ...], ...] = ()
     """Lengths of the items that end each request, delimiters included."""
     shared_prefix: int = 0
-    """Leading tokens that all requests share; whole pages of them have the same slots."""
+    """Leading tokens that requests share; whole pages of them have the same slots."""
+    sharing: int | None = None
+    """Only so many first requests share the prefix; None: all."""
     padding: int = 0
     """Padding requests after the real ones."""
     trailing: int = 0
@@ -64,6 +67,7 @@ class Step:
             new=new,
             encoder=tuple(length // 2 for length in reversed(self.encoder)),
             items=(),
+            shared_prefix=0,
         )
 
     def varied(self, max_len: int) -> Step:
@@ -78,42 +82,42 @@ class Step:
             new=self.new[::-1],
             encoder=self.encoder[::-1],
             items=self.items[::-1],
+            shared_prefix=0 if self.sharing else self.shared_prefix,
         )
 
 
-def decode(*lens: int, encoder: tuple[int, ...] = (), padding: int = 0) -> Step:
-    """A decode step with one new token for each request, which `lens` counts."""
-    return Step(
-        mode=ForwardMode.DECODE, lens=lens, new=(1,) * len(lens), encoder=encoder, padding=padding
-    )
+def decode(*lens: int, **settings: Any) -> Step:  # noqa: ANN401  # as they are
+    """A decode step with one new token for each request, which `lens` counts.
+
+    settings: further fields of `Step`.
+    """
+    return Step(mode=ForwardMode.DECODE, lens=lens, new=(1,) * len(lens), **settings)
 
 
 def extend(
     *requests: tuple[int, int],
     mode: ForwardMode = ForwardMode.EXTEND,
-    encoder: tuple[int, ...] = (),
-    items: tuple[tuple[int, ...], ...] = (),
-    shared_prefix: int = 0,
-    padding: int = 0,
-    trailing: int = 0,
+    **settings: Any,  # noqa: ANN401  # as they are
 ) -> Step:
-    """An extend step with (cached, new) tokens for each request."""
+    """An extend step with (cached, new) tokens for each request.
+
+    settings: further fields of `Step`.
+    """
     return Step(
         mode=mode,
         lens=tuple(cached + new for cached, new in requests),
         new=tuple(new for _, new in requests),
-        encoder=encoder,
-        items=items,
-        shared_prefix=shared_prefix,
-        padding=padding,
-        trailing=trailing,
+        **settings,
     )
 
 
-def verify(num_draft_tokens: int, *prefixes: int, padding: int = 0) -> Step:
-    """A verify step with the same number of draft tokens after each prefix."""
+def verify(num_draft_tokens: int, *prefixes: int, **settings: Any) -> Step:  # noqa: ANN401  # as they are
+    """A verify step with the same number of draft tokens after each prefix.
+
+    settings: further fields of `Step`.
+    """
     requests = ((prefix, num_draft_tokens) for prefix in prefixes)
-    return extend(*requests, mode=ForwardMode.TARGET_VERIFY, padding=padding)
+    return extend(*requests, mode=ForwardMode.TARGET_VERIFY, **settings)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -171,6 +175,16 @@ class Case:
     """Batches have their host mirrors, as they always do for a backend that needs them."""
     deterministic: bool = False
     """A request's result must have the same bits whatever else is in the batch."""
+    layer_ids: tuple[int, ...] = ()
+    """The layers' ids; none: 1, 3, and so on."""
+    first_row: int = 1
+    """Requests have rows of the request table from here on."""
+    spare_columns: int = 0
+    """Columns of the request table besides those of the longest context."""
+    first_page: int = 1
+    """Requests have pages of the pool from here on. Those before it are zero."""
+    options: tuple[tuple[str, OptionValue], ...] = ()
+    """Of the backend, besides the candidate's."""
     nan_request: int | None = None
     """The request of the first step whose new tokens have NaN in Q, K and V. Its pages are then
     zeroed, and the first request of the next step gets them."""
@@ -242,7 +256,7 @@ def _request(case: Case) -> Request:
         phases=case.phases,
         multimodal=case.is_encoder,
         spec_topk=case.spec_topk,
-        spec_draft_tokens=drafts[0][0] if drafts else None,
+        spec_draft_tokens=max((new[0] for new in drafts), default=None),
         sliding_window=next((window for window in case.windows if window), None),
         attention_chunk=case.attention_chunk,
         cross_attention=case.cross_attention,

@@ -28,6 +28,9 @@ from attnmux.testing.comparison import Disagreement
 from attnmux.testing.prepared import LayerInput, PreparedStep, prepare_step
 from attnmux.testing.recording import RecordingGraphs
 
+LARGE = 256, 512
+"""Batch sizes of graphs beyond the default ones."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class LayerOutput:
@@ -124,22 +127,22 @@ def call_layer(
 class GraphExecution(Execution):
     """Replays the steps that graphs serve, and runs the others on the same backend.
 
-    Each mode has its own graphs, captured one mode after the other. The captured batch has shorter
-    requests, other pages and other values than the steps. Sizes are the default ones that the
-    steps are padded to.
+    Each mode and number of drafts has its own graphs, captured one after the other. The captured
+    batch has shorter requests, other pages and other values than the steps. Sizes are the default
+    ones that the steps are padded to, or `LARGE`.
     """
 
     def __init__(self, setup: CaseSetup, backend: AttentionBackend, *, host_lens: bool) -> None:
         super().__init__(setup, backend, host_lens=host_lens)
         self._eager = EagerExecution(setup, backend, host_lens=host_lens)
         devices = (setup.graphs or _graphs_of)(setup.context.device)
-        captured: dict[ForwardMode, list[Step]] = {}
+        captured: dict[tuple[ForwardMode, int], list[Step]] = {}
         for step in setup.case.steps:
-            if step.can_be_captured and _rows(step) <= _most_rows(setup.case):
-                captured.setdefault(step.mode, []).append(step)
+            if step.can_be_captured and step.lens and _rows(step) <= _most_rows(setup.case):
+                captured.setdefault((step.mode, step.new[0]), []).append(step)
         self._graphs = {
-            mode: _Graphs(setup, backend, steps, devices, host_lens=host_lens)
-            for mode, steps in captured.items()
+            served: _Graphs(setup, backend, steps, devices, host_lens=host_lens)
+            for served, steps in captured.items()
         }
 
     @property
@@ -147,8 +150,10 @@ class GraphExecution(Execution):
         return True
 
     def run(self, step: PreparedStep) -> list[LayerOutput]:
-        graphs = self._graphs.get(step.batch.forward_mode)
-        if graphs is None or step.batch.batch_size > _most_rows(self.setup.case):
+        batch = step.batch
+        each = batch.num_tokens // max(batch.batch_size, 1)
+        graphs = self._graphs.get((batch.forward_mode, each))
+        if graphs is None or batch.batch_size > _most_rows(self.setup.case):
             return self._eager.run(step)
         return graphs.run(step)
 
@@ -175,7 +180,7 @@ class _WarmedOnce(RecordingGraphs):
 
 
 class _Graphs:
-    """The graphs of the steps of one mode."""
+    """The graphs of the steps of one mode, with as many tokens for each request."""
 
     def __init__(
         self,
@@ -267,7 +272,7 @@ def _most_rows(case: Case) -> int:
 def _config(
     case: Case, steps: Sequence[Step], batch: ForwardBatch, *, host_lens: bool
 ) -> GraphConfig:
-    usual = graph_batch_sizes(pool_size=1024)
+    usual = *graph_batch_sizes(pool_size=1024), *LARGE
     sizes = {padded_size(_rows(step), usual) for step in steps}
     is_verify = batch.forward_mode.is_target_verify()
     return GraphConfig(

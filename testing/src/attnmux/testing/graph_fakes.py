@@ -105,7 +105,7 @@ class GraphFakeBackend(FakeBackend):
         torch.sub(
             state.raw_lens[:size], int(batch.forward_mode.is_decode()), out=state.cached[:size]
         )
-        table = self.context.req_to_token_pool.req_to_token
+        table = self.context.req_to_token_pool.req_to_token[:, : state.slots.shape[1]]
         torch.index_select(table, 0, state.raw_rows[:size], out=state.slots[:size])
 
     def _forward(

@@ -69,13 +69,17 @@ def place(
     """
     pool, table = setup.context.token_to_kv_pool, setup.context.req_to_token_pool.req_to_token
     page_size = pool.page_size
-    pages = torch.randperm(pool.size // page_size, generator=setup.generator) + 1
+    first_page, first_row = setup.case.first_page, setup.case.first_row
+    num_pages = pool.size // page_size + 1 - first_page
+    pages = torch.randperm(num_pages, generator=setup.generator) + first_page
     pages = torch.cat([first_pages, pages[~torch.isin(pages, first_pages)]])
     num_shared = step.shared_prefix // page_size
-    shared, pages = pages[:num_shared], pages[num_shared:]
-    rows = torch.randperm(table.shape[0] - 1, generator=setup.generator) + 1
+    whole, pages = pages[:num_shared], pages[num_shared:]
+    num_sharing = len(step.lens) if step.sharing is None else step.sharing
+    rows = torch.randperm(table.shape[0] - first_row, generator=setup.generator) + first_row
     requests = []
     for index, total in enumerate(step.totals):
+        shared = whole if index < num_sharing else whole[:0]
         count = pages_of(total, page_size) - len(shared)
         own, pages = pages[:count], pages[count:]
         slots = slots_of(torch.cat([shared, _out_of_order(own)]), page_size)[:total]
@@ -127,7 +131,8 @@ def fill_pool(
         kept_slots = zeroed_slots if pool.slot_map(layer.layer_id) is None else no_slots
         for buffer in buffers(setup, layer.layer_id):
             kept = gather_rows(buffer, kept_slots)
-            _fill_with_nan(buffer)
+            for part in in_use(setup, buffer):
+                _fill_with_nan(part)
             _leave_over(buffer, left_over)
             put(buffer, kept_slots, kept)
         drawn = tuple(setup.random(len(slots), *shape) for shape in row_shapes(setup, layer))
@@ -197,6 +202,29 @@ def buffers(setup: CaseSetup, layer_id: int) -> tuple[torch.Tensor, ...]:
     return pool.memory(layer_id)
 
 
+def in_use(setup: CaseSetup, buffer: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """The parts of a buffer that the case uses, as views: all of it, or the reserved page and what
+    lies from the case's first page on."""
+    page_size, first_page = setup.case.page_size, setup.case.first_page
+    if first_page == 1:
+        return (buffer,)
+    return buffer[:page_size], buffer[first_page * page_size :]
+
+
+def rows_in_use(setup: CaseSetup, buffer: torch.Tensor) -> torch.Tensor:
+    """The rows of `in_use`, one part after the other: the buffer itself if it is the only one."""
+    parts = in_use(setup, buffer)
+    if len(parts) == 1:
+        return buffer
+    return torch.cat([part.view(torch.uint8) for part in parts]).view(buffer.dtype)
+
+
+def places_in_use(setup: CaseSetup, slots: torch.Tensor) -> torch.Tensor:
+    """The places of slots in `rows_in_use`."""
+    gap = (setup.case.first_page - 1) * setup.case.page_size
+    return torch.where(slots < setup.case.page_size, slots, slots - gap)
+
+
 def slots_of(pages: torch.Tensor, page_size: int) -> torch.Tensor:
     """Every slot of the pages, page after page."""
     in_page = torch.arange(page_size, device=pages.device)
@@ -210,8 +238,9 @@ def _out_of_order(pages: torch.Tensor) -> torch.Tensor:
 
 def _write_table(setup: CaseSetup, requests: list[Placed], stale: torch.Tensor) -> None:
     table = setup.context.req_to_token_pool.req_to_token
-    picks = torch.randint(len(stale), table.shape, generator=setup.generator)
-    table.copy_(stale[picks])
+    used = table[setup.case.first_row - 1 :]
+    picks = torch.randint(len(stale), used.shape, generator=setup.generator)
+    used.copy_(stale[picks])
     table[0] = 0
     for request in requests:
         table[request.row, : len(request.slots)] = request.slots.int()

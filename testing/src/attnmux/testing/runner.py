@@ -23,7 +23,14 @@ from attnmux.testing.execution import EXECUTIONS, Execution, LayerOutput
 from attnmux.testing.growth import check_steady
 from attnmux.testing.linear_cases import AnyCase, LinearCase
 from attnmux.testing.linear_runner import run_linear
-from attnmux.testing.placement import buffers, fill_reserved_page, put, slots_of
+from attnmux.testing.placement import (
+    buffers,
+    fill_reserved_page,
+    places_in_use,
+    put,
+    rows_in_use,
+    slots_of,
+)
 from attnmux.testing.prepared import LayerInput, PreparedStep, kv_rows, prepare_step
 from attnmux.testing.side_effects import SideEffects
 
@@ -71,7 +78,7 @@ def _run(candidate: Candidate, case: Case, seed: int) -> tuple[float, tuple[Step
     host_lens = case.host_lens or candidate.card.needs_cpu_seq_lens
     effects = SideEffects(setup.context.device)
     with effects.watch("building the backend"):
-        backend = candidate.build(setup.context)
+        backend = candidate.build_with(case.options, setup.context)
     with effects.watch("capturing graphs"):
         execution = EXECUTIONS[case.execution](setup, backend, host_lens=host_lens)
     max_error = 0.0
@@ -201,9 +208,11 @@ def _pool_after(setup: CaseSetup, step: PreparedStep) -> list[tuple[torch.Tensor
     pools = []
     for given in step.inputs:
         loc, rows = kv_rows(setup, given, step.batch)
-        copies = tuple(buffer.clone() for buffer in buffers(setup, given.layer.layer_id))
+        copies = tuple(
+            rows_in_use(setup, buffer).clone() for buffer in buffers(setup, given.layer.layer_id)
+        )
         for copy, new in zip(copies, rows, strict=False):
-            put(copy, loc, new)
+            put(copy, places_in_use(setup, loc), new)
         pools.append(copies)
     return pools
 
@@ -217,10 +226,11 @@ def _check_pool(
     for given, copies in zip(step.inputs, expected, strict=True):
         actual = buffers(setup, given.layer.layer_id)
         for name, buffer, copy in zip(MEMORY, actual, copies, strict=False):
-            changed = (buffer.view(torch.uint8) != copy.view(torch.uint8)).flatten(1).any(1)
+            rows = rows_in_use(setup, buffer).view(torch.uint8)
+            changed = (rows != copy.view(torch.uint8)).flatten(1).any(1)
             wrong = changed[first:].nonzero().flatten() + first
             if len(wrong):
-                loc = kv_rows(setup, given, step.batch)[0]
+                loc = places_in_use(setup, kv_rows(setup, given, step.batch)[0])
                 slot = int(wrong[0])
                 fault = (
                     "does not hold the values of the call"

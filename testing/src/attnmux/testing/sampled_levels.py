@@ -6,10 +6,10 @@ from collections.abc import Collection, Iterator, Mapping
 from random import Random
 from typing import Any
 
-from attnmux.core import ANY, Clause
+from attnmux.core import ANY, Clause, Option
 from attnmux.core.cards.conditions import Condition
-from attnmux.core.facts.values import DTYPES, Value
-from attnmux.testing.sampled_points import FLAGS
+from attnmux.core.facts.values import DTYPES, OptionValue, Value
+from attnmux.testing.sampled_points import FLAGS, OPTION
 
 Range = tuple[int, int]
 Levels = dict[str, tuple[Any, ...]]
@@ -17,9 +17,9 @@ Levels = dict[str, tuple[Any, ...]]
 UNLIMITED: Mapping[str, tuple[int | Range, ...]] = {
     "page_size": (1, (2, 15), 16, (17, 63), 64, (65, 255), 256),
     "num_q_heads": (8, 16, (17, 64), 128),
-    "num_kv_heads": (1, 2, (3, 7), 8),
+    "num_kv_heads": (1, 2, (3, 8), (9, 40)),
     "group_size": (1, 2, (3, 8), (9, 16), (17, 32)),
-    "head_dim": (16, 64, 80, 128, 256),
+    "head_dim": (16, 64, 80, 128, 256, 512),
     "v_head_dim": (64, 128),
     "kv_lora_rank": (128, 512),
     "qk_rope_head_dim": (64,),
@@ -31,9 +31,9 @@ UNLIMITED: Mapping[str, tuple[int | Range, ...]] = {
 """Values for axes on which a clause sets no limit; a random one of each range."""
 
 OWN: Mapping[str, tuple[Value | Range | None, ...]] = {
-    "rows": (1, (2, 8), (9, 64), (65, 96), (97, 128)),
+    "rows": (1, (2, 8), (9, 64), (65, 96), (97, 256), (257, 320)),
     "length": (1, (2, 63), (64, 511), (512, 2047), (2048, 32767), 32768),
-    "new": (1, (2, 15), (16, 127), (128, 512)),
+    "new": (1, (2, 15), (16, 127), (128, 1024), (1025, 1280)),
     "scale": (None, 2.0),
     "kv_scales": (None, 0.5),
     "padding": (0, 3),
@@ -41,9 +41,18 @@ OWN: Mapping[str, tuple[Value | Range | None, ...]] = {
     "store": ("call", "pool"),
     "shared": (False, True),
     "graph": (False, True),
+    "empty": (False, True),
+    "layer_id": (0, 1, (2, 31), (32, 60), (61, 127)),
+    "first_row": (1, (2, 511), (512, 1023), (1024, 2047)),
+    "spare_columns": (0, 1, (2, 200)),
+    "place": (None, "pages", "slots"),
 }
 """Values for properties that every card supports implicitly, and for those that the engine decides.
-`scale` is in units of the usual one."""
+`scale` is in units of the usual one. `empty`: a step without a key comes second. `place`: where in
+the pool the requests lie, as in `sampled_points.FIRST_PAGES`."""
+
+MOST_OPTION = 1 << 20
+"""An option with a larger bound counts bytes, say, so that its largest values are not tried."""
 
 MODES = {
     "extend": ("extend", "mixed"),
@@ -55,8 +64,10 @@ MODES = {
 """Modes by phase of a card."""
 
 
-def levels_of(clause: Clause, rng: Random, page_sizes: Collection[int]) -> Iterator[Levels]:
-    """The values of each axis, for each kind that the clause serves."""
+def levels_of(
+    clause: Clause, rng: Random, page_sizes: Collection[int], options: Collection[Option]
+) -> Iterator[Levels]:
+    """The values of each axis, for each kind that the clause serves. options: the card's."""
     modes = tuple(m for phase, ms in MODES.items() if clause.phase.admits(phase) for m in ms)
     levels: Levels = {
         "dtype": tuple(d for d in DTYPES[:3] if clause.dtype.admits(d)),
@@ -66,6 +77,8 @@ def levels_of(clause: Clause, rng: Random, page_sizes: Collection[int]) -> Itera
         "spec_draft_tokens": _numbers("spec_draft_tokens", clause.spec_draft_tokens, rng),
         **{name: tuple(_pick(value, rng) for value in values) for name, values in OWN.items()},
         **{name: _flag(name, clause) for name in ("lse", "deterministic")},
+        "then": (None, *(mode for mode in modes if mode != "encoder")),
+        **{f"{OPTION}{option.name}": _settings(option, rng) for option in options},
     }
     if page_sizes:
         sizes = [size for size in sorted(page_sizes) if clause.page_size.admits(size)]
@@ -95,6 +108,18 @@ def _of_kind(clause: Clause, kind: str, rng: Random) -> Levels:
         levels["logit_cap"] = (None, 2.0) if clause.logit_cap.admits(2.0) else (None,)
         levels |= {name: _flag(name, clause) for name in FLAGS}
     return levels
+
+
+def _settings(option: Option, rng: Random) -> tuple[OptionValue, ...]:
+    """The default of an option and, as far as the card bounds them, other values."""
+    least, most = option.least, option.most
+    others: tuple[OptionValue, ...] = option.choices
+    if option.type is bool:
+        others = False, True
+    elif not (others or least is None or most is None or max(-least, most) > MOST_OPTION):
+        near = min(most, least + rng.randint(1, 16))
+        others = tuple(map(option.type, (least, most, near, rng.uniform(least, most))))
+    return (option.default, *(value for value in others if value != option.default))
 
 
 def _flag(name: str, clause: Clause) -> tuple[bool, ...]:

@@ -64,12 +64,12 @@ class Sampler:
     _covered: int = field(default=0, init=False)
 
     def __post_init__(self) -> None:
-        self._random = Random(self.seed)
+        self._random, card = Random(self.seed), self.candidate.card
         self._levels = [
             levels
-            for clause in self.candidate.card.clauses
+            for clause in card.clauses
             if _fits_machine(clause, self.candidate)
-            for levels in levels_of(clause, self._random, self.page_sizes)
+            for levels in levels_of(clause, self._random, self.page_sizes, card.options)
         ]
         self._open = dict.fromkeys(
             pair for levels in self._levels for pair in _pairs_of_levels(levels)

@@ -62,6 +62,8 @@ def cases_in_shape(
             or case.kv_dtype not in (None, request.kv_dtype)
             or (case.graph and not in_graph)
             or not (case.save_kv_cache or encodes)
+            # In a request's shapes the pages before the first one could take all memory
+            or case.first_page > 1
             or any(getattr(needed, name) and not getattr(request, name) for name in FEATURES)
         ):
             continue

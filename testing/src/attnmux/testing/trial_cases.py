@@ -19,6 +19,7 @@ MOST_PAGES = 8
 """Of a request, so that a page that is missed shows beyond any tolerance."""
 LONG = 500
 """Keys that kernels split among thread blocks."""
+MANY_STEPS = 5
 
 
 class TrialCases(NamedTuple):
@@ -103,6 +104,10 @@ OTHERS: tuple[Meaning, ...] = (
     # Tokens with nothing before them
     lambda _, steps: any(cached == 0 for step in steps for cached in step.cached),
     lambda _, steps: any(total >= LONG for step in steps for total in step.lens),
+    # Requests that share cached pages
+    lambda _, steps: any(step.shared_prefix for step in steps),
+    # Many steps on one instance
+    lambda case, steps: bool(steps) and len(case.steps) >= MANY_STEPS,
 )
 
 

@@ -65,7 +65,9 @@ def dense(
     if softcap > 0:
         logits = softcap * torch.tanh(logits / softcap)
     logits = torch.where(keep[:, None, None], logits, -math.inf) / math.log(2)
-    top = logits.amax(-1, keepdim=True).clamp(min=LEAST)
+    # A step may have no key, and torch has no largest value of none
+    none = logits.new_full((*logits.shape[:-1], 1), LEAST)
+    top = logits.amax(-1, keepdim=True).clamp(min=LEAST) if len(k) else none
     extra = torch.zeros_like(top)
     if sinks is not None:
         sink = sinks.to(q.dtype).view(1, k.shape[1], -1, 1) / math.log(2)
