@@ -144,7 +144,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         in_graph = found and found[4] == "-graph]"
         if found and found[2] not in EVERY_PAGE_SIZE and (mark := item.get_closest_marker("near")):
             left_out.update([item] if crc32(found[2].encode()) % mark.args[0] else [])
-        if found and is_near(found):
+        if found and runs_in_full_alone(found):
             left_out.add(item)
         elif found and (in_graph or found[2] not in EVERY_PAGE_SIZE):
             values[found[1] + found[4]].add(int(found[3]))
@@ -165,7 +165,7 @@ def of_engines() -> frozenset[str]:
     return frozenset(case.name.removesuffix("-page1") for case in cases)
 
 
-def is_near(found: re.Match[str]) -> bool:
+def runs_in_full_alone(found: re.Match[str]) -> bool:
     """Whether a case, as `PAGED` reads it, runs with `--full` alone."""
     name, in_graph = found[2], found[4] == "-graph]"
     if name in of_engines() and crc32((found[1] + found[4]).encode()) % SHARE_OF_ENGINES:
