@@ -49,8 +49,8 @@ from attnmux.core import (
     solve,
 )
 from attnmux.core.choosing.measured.measurement import versions_of
-from attnmux.core.choosing.measured.records import Device
 from attnmux.core.composites.chunked_prefix import CHUNK_BYTES, crossing_subject
+from attnmux.core.facts.records import Device
 
 MIN_GAIN = 1.5
 LONG = 28_672

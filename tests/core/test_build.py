@@ -17,13 +17,13 @@ from attnmux.core import (
     HybridAttnBackend,
     build,
 )
-from attnmux.core.choosing.common.frozen import FrozenMapping
 from attnmux.core.choosing.find.devices import Detection
 from attnmux.core.choosing.offer.card import Offer
 from attnmux.core.choosing.offer.conditions import one_of
 from attnmux.core.choosing.solver import solve
 from attnmux.core.composites import building
-from attnmux.core.errors import BackendFailed, InvalidInput, PluginError
+from attnmux.core.facts.errors import BackendFailed, InvalidInput, PluginError
+from attnmux.core.facts.frozen import FrozenMapping
 from attnmux.testing import Case, FakeBackend, decode, extend, fake_card, fake_platform, make_setup
 
 CASE = Case(name="build", steps=(extend((0, 5)), decode(6)))

@@ -14,7 +14,7 @@ from attnmux.core.choosing.offer.card import Offer, Option
 from attnmux.core.choosing.solver import solve
 from attnmux.core.choosing.tell.choice import SizeRange, choice_of
 from attnmux.core.composites.dispatch import Sizes
-from attnmux.core.errors import BackendFailed, InvalidInput
+from attnmux.core.facts.errors import BackendFailed, InvalidInput
 from attnmux.core.graph.config import GraphConfig, ModelInput
 from attnmux.core.graph.runner import GraphRunner
 from attnmux.core.op import current_forward_context

@@ -28,10 +28,10 @@ from attnmux.core import (
 )
 from attnmux.core.batch import ForwardMode
 from attnmux.core.choosing.machine.cpu import probe_cpu
-from attnmux.core.choosing.measured.records import Device
 from attnmux.core.composites.chunked_prefix import crossing_subject
 from attnmux.core.composites.expanded_parts import prefix_chunks
 from attnmux.core.composites.part_attention import merge_into
+from attnmux.core.facts.records import Device
 from attnmux.core.latent import crossing_by_operations, expansion_pays
 from attnmux.cpu.torch_native import TorchNativeBackend
 from attnmux.testing import Case, decode, extend, fake_platform, make_setup, prepare_step, verify

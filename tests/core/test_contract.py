@@ -14,7 +14,7 @@ from attnmux.core.backend import AttentionBackend
 from attnmux.core.batch import ForwardBatch, ForwardMode
 from attnmux.core.composites.dispatch import HybridAttnBackend
 from attnmux.core.context import BackendContext
-from attnmux.core.errors import GraphUnsupported, InvalidInput, PluginError
+from attnmux.core.facts.errors import GraphUnsupported, InvalidInput, PluginError
 from attnmux.core.layer import LayerSpec
 from attnmux.testing import (
     Case,

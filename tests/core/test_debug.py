@@ -11,7 +11,7 @@ import torch
 from attnmux.core import SWAKVPool
 from attnmux.core.batch import ForwardBatch
 from attnmux.core.debug import check_batch, check_picks
-from attnmux.core.errors import InvalidInput
+from attnmux.core.facts.errors import InvalidInput
 from attnmux.core.spec import SpecInput
 from attnmux.testing import (
     Case,

@@ -10,13 +10,13 @@ import torch
 
 from attnmux.core import Chooser, Plugins, Settings, build, chooser, load_plugins
 from attnmux.core.choosing.find.devices import Detection
-from attnmux.core.choosing.machine.platform import Platform
 from attnmux.core.choosing.offer.card import Offer
 from attnmux.core.choosing.solver import solve
 from attnmux.core.cli import run as shared
 from attnmux.core.cli.asking import machine
 from attnmux.core.device_platforms import check_device, platform_of, reported_device
-from attnmux.core.errors import AmbiguousPlatform, InvalidInput
+from attnmux.core.facts.errors import AmbiguousPlatform, InvalidInput
+from attnmux.core.facts.platform import Platform
 from attnmux.testing import (
     Case,
     decode,

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from attnmux.core.dtypes import dtype_name, torch_dtype
-from attnmux.core.errors import InvalidInput
+from attnmux.core.facts.errors import InvalidInput
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from attnmux.core.batch import ForwardBatch
-from attnmux.core.errors import InvalidInput
+from attnmux.core.facts.errors import InvalidInput
 from attnmux.core.layer import LayerSpec
 from attnmux.testing import (
     Candidate,

@@ -8,16 +8,16 @@ from collections.abc import Callable, Mapping
 
 import pytest
 
-from attnmux.core.choosing.ask.policy import Policy
-from attnmux.core.choosing.ask.request import Request
-from attnmux.core.choosing.machine.platform import Platform
 from attnmux.core.choosing.offer.card import BackendCard, Offer, Prior
 from attnmux.core.choosing.offer.clause import Clause
 from attnmux.core.choosing.offer.conditions import ANY
 from attnmux.core.choosing.solver import solve
 from attnmux.core.choosing.tell.decision import Decision
 from attnmux.core.composites.building import make_first
-from attnmux.core.errors import BackendFailed, NoBackend
+from attnmux.core.facts.errors import BackendFailed, NoBackend
+from attnmux.core.facts.platform import Platform
+from attnmux.core.facts.policy import Policy
+from attnmux.core.facts.request import Request
 
 Decide = Callable[[Mapping[str, BackendFailed]], Decision]
 

@@ -10,7 +10,7 @@ import torch
 from attnmux.core import HybridAttnBackend
 from attnmux.core.batch import ForwardMode
 from attnmux.core.context import BackendContext
-from attnmux.core.errors import InvalidInput
+from attnmux.core.facts.errors import InvalidInput
 from attnmux.testing import (
     Candidate,
     Case,

@@ -26,7 +26,7 @@ from attnmux.core import (
 from attnmux.core.choosing.offer.card import Offer
 from attnmux.core.choosing.offer.conditions import one_of
 from attnmux.core.choosing.solver import solve
-from attnmux.core.errors import BackendFailed, InvalidInput
+from attnmux.core.facts.errors import BackendFailed, InvalidInput
 from attnmux.testing import FakeBackend, fake_card, fake_platform
 
 CPU = torch.device("cpu")

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from attnmux.core.errors import AttnmuxError, InvalidInput
+from attnmux.core.facts.errors import AttnmuxError, InvalidInput
 from attnmux.core.op import (
     RadixAttention,
     attention_with_output,

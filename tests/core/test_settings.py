@@ -9,7 +9,7 @@ import platformdirs
 import pytest
 
 from attnmux.core import settings as module
-from attnmux.core.errors import SettingsError
+from attnmux.core.facts.errors import SettingsError
 from attnmux.core.settings import Settings
 
 

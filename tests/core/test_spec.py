@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from attnmux.core.errors import InvalidInput
+from attnmux.core.facts.errors import InvalidInput
 from attnmux.core.spec import tree_visibility, whole_mask
 
 TREE = [-1, 0, 0, 0, 1, 1]

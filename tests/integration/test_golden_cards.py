@@ -21,9 +21,9 @@ from attnmux.core import (
     load_plugins,
     torch_dtype,
 )
-from attnmux.core.choosing.ask.request import parse_fields
-from attnmux.core.choosing.ask.values import DTYPES
 from attnmux.core.choosing.judge.checking import check
+from attnmux.core.facts.request import parse_fields
+from attnmux.core.facts.values import DTYPES
 
 try:
     import tomllib

@@ -26,7 +26,7 @@ from attnmux.core import (
     one_of,
 )
 from attnmux.core.choosing.machine.cpu import probe_cpu
-from attnmux.core.choosing.measured.records import Device
+from attnmux.core.facts.records import Device
 from attnmux.transformers import RunnerOptions, SequenceState, load_runner, open_checkpoint
 from attnmux.transformers.attention import SERVED
 from attnmux.transformers.checkpoint import explained

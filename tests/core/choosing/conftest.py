@@ -6,10 +6,10 @@ from collections.abc import Callable
 
 import pytest
 
-from attnmux.core.choosing.machine.platform import Platform
 from attnmux.core.choosing.offer.card import BackendCard, Offer, Prior
 from attnmux.core.choosing.offer.clause import Clause
 from attnmux.core.choosing.offer.conditions import ANY, Condition, one_of
+from attnmux.core.facts.platform import Platform
 
 MakeClause = Callable[..., Clause]
 MakeOffer = Callable[..., Offer]

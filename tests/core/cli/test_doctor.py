@@ -20,19 +20,19 @@ from attnmux.core.choosing.find import unserved
 from attnmux.core.choosing.find.devices import survey
 from attnmux.core.choosing.find.examine import Entry, Plugin, PluginFailure
 from attnmux.core.choosing.judge.requirements import required
-from attnmux.core.choosing.machine.platform import Platform
 from attnmux.core.choosing.offer.card import BackendCard
 from attnmux.core.choosing.offer.clause import when
 from attnmux.core.choosing.offer.conditions import includes, one_of
-from attnmux.core.choosing.offer.libraries import Distribution, EntryPoint
 from attnmux.core.cli import doctor_diagnosis
 from attnmux.core.cli.doctor_diagnosis import diagnose
 from attnmux.core.cli.verbs import verbs
+from attnmux.core.facts.libraries import Distribution, EntryPoint
+from attnmux.core.facts.platform import Platform
 from attnmux.core.settings import Settings
 
 GOOD = """
 from attnmux.core.choosing.offer.card import BackendCard
-from attnmux.core.choosing.machine.platform import Platform
+from attnmux.core.facts.platform import Platform
 from attnmux.core.choosing.find.hooks import hookimpl
 
 print("a banner")

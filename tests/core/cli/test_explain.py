@@ -10,10 +10,10 @@ import pytest
 from click.testing import CliRunner
 
 import attnmux.core.choosing.solver
-from attnmux.core.choosing.ask.values import KINDS
-from attnmux.core.choosing.judge.axes import AXES
 from attnmux.core.cli.explain import AXIS_MEANINGS, MEANINGS, meanings
 from attnmux.core.cli.verbs import verbs
+from attnmux.core.facts.axes import AXES
+from attnmux.core.facts.values import KINDS
 
 CHOOSING = Path(attnmux.core.choosing.solver.__file__).parent
 

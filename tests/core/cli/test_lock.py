@@ -10,7 +10,7 @@ import pytest
 from click.testing import CliRunner
 
 from attnmux.core.cli.verbs import verbs
-from attnmux.core.errors import InvalidInput
+from attnmux.core.facts.errors import InvalidInput
 from attnmux.core.lock import Lock, content_hash
 
 SOURCE = """

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from attnmux.core.choosing.ask.policy import Policy
-from attnmux.core.choosing.ask.request import Request
-from attnmux.core.choosing.machine.platform import Platform
 from attnmux.core.choosing.offer.card import BackendCard, Offer
 from attnmux.core.choosing.offer.clause import Clause
 from attnmux.core.choosing.offer.conditions import ANY
@@ -16,6 +13,9 @@ from attnmux.core.cli.here import backends_here
 from attnmux.core.cli.outcomes import outcomes
 from attnmux.core.cli.render import render_backends, render_decision
 from attnmux.core.cli.select_explained import Explanation
+from attnmux.core.facts.platform import Platform
+from attnmux.core.facts.policy import Policy
+from attnmux.core.facts.request import Request
 
 CPU, H200 = Platform.parse("cpu:x86_64"), Platform.parse("nvidia:sm90,cuda=13.0")
 AXES = ("vendor", "phase", "kind", "dtype", "kv_dtype", "page_size", "head_dim")

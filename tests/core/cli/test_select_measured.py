@@ -11,18 +11,18 @@ import pytest
 from click.testing import CliRunner
 
 from attnmux.bench.keeping import RecordFile
-from attnmux.core.choosing.ask.request import Request
 from attnmux.core.choosing.find.devices import Detection
-from attnmux.core.choosing.judge.axes import Question
-from attnmux.core.choosing.machine.platform import Platform
 from attnmux.core.choosing.measured.measurement import (
     Measurement,
     shape_of,
     versions_of,
 )
-from attnmux.core.choosing.measured.records import Device
 from attnmux.core.cli import run as shared
 from attnmux.core.cli.verbs import verbs
+from attnmux.core.facts.axes import Question
+from attnmux.core.facts.platform import Platform
+from attnmux.core.facts.records import Device
+from attnmux.core.facts.request import Request
 from attnmux.core.installed import load_plugins
 
 pytest.importorskip("attnmux.cpu.plugin", reason="the backends below are those of attnmux-cpu")

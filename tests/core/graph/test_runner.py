@@ -12,7 +12,7 @@ import torch
 
 from attnmux.core import HybridAttnBackend
 from attnmux.core.batch import ForwardMode
-from attnmux.core.errors import GraphUnsupported, GraphViolation, InvalidInput
+from attnmux.core.facts.errors import GraphUnsupported, GraphViolation, InvalidInput
 from attnmux.core.graph.config import GraphConfig, ModelInput, graph_batch_sizes, show_progress
 from attnmux.core.graph.devices import (
     CapturedGraph,

@@ -18,7 +18,7 @@ from attnmux.core import (
     value_bytes,
 )
 from attnmux.core.composites.draft_attention import DraftKeys
-from attnmux.core.errors import InvalidInput
+from attnmux.core.facts.errors import InvalidInput
 from attnmux.core.kv.quantise import BLOCK, FP4_DTYPE, MAGNITUDES
 from attnmux.testing.wide_rows import wide_rows
 

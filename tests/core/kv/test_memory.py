@@ -5,7 +5,7 @@ import mmap
 import pytest
 import torch
 
-from attnmux.core.errors import PoolExhausted
+from attnmux.core.facts.errors import PoolExhausted
 from attnmux.core.kv import memory
 
 GIGABYTE = 2**30

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from attnmux.core import MHATokenToKVPool, MLATokenToKVPool
-from attnmux.core.errors import InvalidInput
+from attnmux.core.facts.errors import InvalidInput
 from attnmux.core.kv.quantise import ACTIVATION_DTYPES, FP8_DTYPES, quantise
 
 LARGEST = {

@@ -8,7 +8,7 @@ import torch
 
 from attnmux.core.batch import ForwardBatch
 from attnmux.core.call import AttentionCall
-from attnmux.core.errors import InvalidInput, PluginError
+from attnmux.core.facts.errors import InvalidInput, PluginError
 from attnmux.core.spec import SpecInput
 
 _LENS = ("seq_lens", "extend_seq_lens", "extend_prefix_lens", "encoder_lens")

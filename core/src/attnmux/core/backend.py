@@ -23,7 +23,7 @@ from attnmux.core.call import AttentionCall
 from attnmux.core.context import BackendContext
 from attnmux.core.debug import check_batch, check_picks, check_tensors, check_types
 from attnmux.core.dtypes import torch_dtype
-from attnmux.core.errors import InvalidInput
+from attnmux.core.facts.errors import InvalidInput
 from attnmux.core.latent import UpProjection
 from attnmux.core.layer import LayerSpec
 from attnmux.core.linear_backend import LinearAttentionBackend

@@ -7,17 +7,17 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from attnmux.core.choosing.ask.policy import Policy
-from attnmux.core.choosing.ask.request import Request
 from attnmux.core.choosing.find.devices import detect
-from attnmux.core.choosing.machine.platform import Platform
-from attnmux.core.choosing.measured.launches import TunedLaunch, read_launches
 from attnmux.core.choosing.measured.measurement import Measurement, read_measurements
 from attnmux.core.choosing.measured.ranking import solve_measured
 from attnmux.core.choosing.offer.card import Offer
 from attnmux.core.choosing.tell.decision import Decision
 from attnmux.core.device_platforms import platform_of
-from attnmux.core.errors import BackendFailed, NoBackend
+from attnmux.core.facts.errors import BackendFailed, NoBackend
+from attnmux.core.facts.launches import TunedLaunch, read_launches
+from attnmux.core.facts.platform import Platform
+from attnmux.core.facts.policy import Policy
+from attnmux.core.facts.request import Request
 from attnmux.core.installed import load_plugins
 from attnmux.core.settings import Settings
 

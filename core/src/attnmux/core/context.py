@@ -6,14 +6,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from attnmux.core.errors import InvalidInput
+from attnmux.core.facts.errors import InvalidInput
 
 if TYPE_CHECKING:
     import torch
 
-    from attnmux.core.choosing.ask.request import Request
-    from attnmux.core.choosing.machine.platform import Platform
-    from attnmux.core.choosing.measured.launches import TunedLaunch
+    from attnmux.core.facts.launches import TunedLaunch
+    from attnmux.core.facts.platform import Platform
+    from attnmux.core.facts.request import Request
     from attnmux.core.kv.linear_states import LinearStatePool
     from attnmux.core.kv.pool import KVPool
     from attnmux.core.kv.request_table import RequestTable

@@ -13,9 +13,9 @@ import torch
 from attnmux.core.arguments import check_device
 from attnmux.core.batch import ForwardBatch, MultiItem
 from attnmux.core.call import AttentionCall
-from attnmux.core.choosing.common.checks import refusal
 from attnmux.core.context import BackendContext
-from attnmux.core.errors import InvalidInput
+from attnmux.core.facts.checks import refusal
+from attnmux.core.facts.errors import InvalidInput
 from attnmux.core.indices.ragged import extend_positions
 from attnmux.core.spec import SpecInput
 from attnmux.core.tree_masks import check_trees

@@ -13,9 +13,9 @@ from attnmux.core.choosing.find.devices import (
     named_platforms,
     pick_platform,
 )
-from attnmux.core.choosing.machine.platform import Platform
-from attnmux.core.choosing.machine.vendors import VENDORS, Vendor
-from attnmux.core.errors import InvalidInput
+from attnmux.core.facts.errors import InvalidInput
+from attnmux.core.facts.platform import Platform
+from attnmux.core.facts.vendors import VENDORS, Vendor
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

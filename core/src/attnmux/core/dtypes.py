@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from attnmux.core.choosing.ask.values import DTYPES, canonical_dtype
-from attnmux.core.errors import InvalidInput
+from attnmux.core.facts.errors import InvalidInput
+from attnmux.core.facts.values import DTYPES, canonical_dtype
 from attnmux.core.kv.quantise import BLOCK, FP4_DTYPE
 
 _TORCH_DTYPES = {

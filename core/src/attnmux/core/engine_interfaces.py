@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
 
-from attnmux.core.choosing.offer.libraries import installed_version
-from attnmux.core.errors import PluginError
+from attnmux.core.facts.errors import PluginError
+from attnmux.core.facts.libraries import installed_version
 
 Definition = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
 Function = (ast.FunctionDef, ast.AsyncFunctionDef)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import replace
 
-from attnmux.core.choosing.ask.policy import Policy
 from attnmux.core.choosing.find.examine import failure_of
 from attnmux.core.choosing.find.plugins import (
     Plugins,
@@ -14,8 +13,9 @@ from attnmux.core.choosing.find.plugins import (
     read_plugins,
     several_names,
 )
-from attnmux.core.choosing.offer.libraries import EntryPoint, entry_points
-from attnmux.core.errors import PluginError, SettingsError
+from attnmux.core.facts.errors import PluginError, SettingsError
+from attnmux.core.facts.libraries import EntryPoint, entry_points
+from attnmux.core.facts.policy import Policy
 from attnmux.core.settings import Settings, device_variables
 
 

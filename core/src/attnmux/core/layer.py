@@ -9,9 +9,9 @@ from typing import Literal
 
 import torch
 
-from attnmux.core.choosing.ask.values import canonical_dtype
-from attnmux.core.choosing.common.checks import is_whole
-from attnmux.core.errors import InvalidInput
+from attnmux.core.facts.checks import is_whole
+from attnmux.core.facts.errors import InvalidInput
+from attnmux.core.facts.values import canonical_dtype
 from attnmux.core.sinks import SinkCopies
 
 

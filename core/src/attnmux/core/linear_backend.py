@@ -16,7 +16,7 @@ from attnmux.core.arguments import check_fields
 from attnmux.core.batch import ForwardBatch, ForwardMode
 from attnmux.core.context import BackendContext
 from attnmux.core.debug import check_batch, check_types
-from attnmux.core.errors import InvalidInput, PluginError
+from attnmux.core.facts.errors import InvalidInput, PluginError
 from attnmux.core.kv.linear_states import LinearStatePool
 from attnmux.core.linear_layer import (
     ConvCall,

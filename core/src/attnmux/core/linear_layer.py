@@ -8,8 +8,8 @@ import msgspec
 import torch
 
 from attnmux.core.arguments import check_positive, check_tensor
-from attnmux.core.choosing.ask.values import LinearKind
-from attnmux.core.errors import InvalidInput
+from attnmux.core.facts.errors import InvalidInput
+from attnmux.core.facts.values import LinearKind
 
 DELTA_KINDS = frozenset({"gdn", "kda"})
 """Kinds that subtract what the state already holds for a key before they add its value."""

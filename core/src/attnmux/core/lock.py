@@ -10,10 +10,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from attnmux.core.choosing.common.files import read_file, replacing
 from attnmux.core.choosing.offer.card import Offer
-from attnmux.core.choosing.offer.libraries import canonical, distributions
-from attnmux.core.errors import InvalidInput, SettingsError, in_brief
+from attnmux.core.facts.errors import InvalidInput, SettingsError, in_brief
+from attnmux.core.facts.files import read_file, replacing
+from attnmux.core.facts.libraries import canonical, distributions
 
 FORMAT = 1
 CONTENT = "sha256:"

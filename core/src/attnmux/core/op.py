@@ -12,7 +12,7 @@ from torch.library import Library, register_fake
 
 from attnmux.core.backend import AttentionBackend
 from attnmux.core.batch import ForwardBatch
-from attnmux.core.errors import AttnmuxError, InvalidInput
+from attnmux.core.facts.errors import AttnmuxError, InvalidInput
 from attnmux.core.layer import LayerSpec
 
 

@@ -15,14 +15,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, get_args
 
-from attnmux.core.choosing.ask.policy import NAMING, Policy
-from attnmux.core.choosing.ask.request import ORIGINS
-from attnmux.core.choosing.ask.values import OptionValue
-from attnmux.core.choosing.common.checks import nearest, read_flag
-from attnmux.core.choosing.common.frozen import FrozenMapping
 from attnmux.core.choosing.find.plugins import SECONDS
-from attnmux.core.choosing.machine.vendors import VENDORS
-from attnmux.core.errors import InvalidInput, SettingsError
+from attnmux.core.facts.checks import nearest, read_flag
+from attnmux.core.facts.errors import InvalidInput, SettingsError
+from attnmux.core.facts.frozen import FrozenMapping
+from attnmux.core.facts.policy import NAMING, Policy
+from attnmux.core.facts.request import ORIGINS
+from attnmux.core.facts.values import OptionValue
+from attnmux.core.facts.vendors import VENDORS
 from attnmux.core.settings_file import CONFIG, find_settings
 
 PREFIX = "ATTNMUX_"

@@ -10,8 +10,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from attnmux.core.choosing.common.files import read_file
-from attnmux.core.errors import SettingsError, in_brief
+from attnmux.core.facts.errors import SettingsError, in_brief
+from attnmux.core.facts.files import read_file
 
 CONFIG = "ATTNMUX_CONFIG"
 """The variable that names the file."""

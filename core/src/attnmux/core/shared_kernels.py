@@ -31,7 +31,7 @@ from typing import Any
 
 from attnmux.core.adapters.library import trying
 from attnmux.core.context import BackendContext
-from attnmux.core.errors import BackendFailed, in_brief
+from attnmux.core.facts.errors import BackendFailed, in_brief
 from attnmux.core.installed import admitted_points
 
 GROUP = "attnmux.kernels"

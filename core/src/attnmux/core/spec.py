@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from attnmux.core.errors import InvalidInput
+from attnmux.core.facts.errors import InvalidInput
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)

@@ -9,7 +9,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, TypeVar
 
 from attnmux.core.batch import ForwardBatch
-from attnmux.core.errors import AttnmuxError, GraphUnsupported
+from attnmux.core.facts.errors import AttnmuxError, GraphUnsupported
 
 if TYPE_CHECKING:
     import torch

@@ -13,8 +13,8 @@ import torch
 from torch.nn.functional import pad
 
 from attnmux.core.batch import ForwardBatch
-from attnmux.core.choosing.offer.card import TreeMask
-from attnmux.core.errors import InvalidInput
+from attnmux.core.facts.errors import InvalidInput
+from attnmux.core.facts.values import TreeMask
 from attnmux.core.spec import SpecInput, whole_mask
 
 FORMS: dict[str, TreeMask] = {

@@ -7,8 +7,8 @@ from random import Random
 from typing import Any
 
 from attnmux.core import ANY, Clause
-from attnmux.core.choosing.ask.values import DTYPES
-from attnmux.core.choosing.offer.conditions import Condition, Value
+from attnmux.core.choosing.offer.conditions import Condition
+from attnmux.core.facts.values import DTYPES, Value
 from attnmux.testing.sampled_points import FLAGS
 
 Range = tuple[int, int]

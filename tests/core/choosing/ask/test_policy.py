@@ -2,8 +2,8 @@ from __future__ import annotations
 
 import pytest
 
-from attnmux.core.choosing.ask.policy import Policy
-from attnmux.core.errors import InvalidInput
+from attnmux.core.facts.errors import InvalidInput
+from attnmux.core.facts.policy import Policy
 
 
 @pytest.mark.parametrize(

@@ -5,9 +5,9 @@ import pickle
 import pytest
 
 from attnmux.core import expanded_request
-from attnmux.core.choosing.ask.request import READERS, Request
-from attnmux.core.choosing.ask.values import ALIASES, BY_NAME, BY_TYPE, DTYPES, canonical_dtype
-from attnmux.core.errors import InvalidInput
+from attnmux.core.facts.errors import InvalidInput
+from attnmux.core.facts.request import READERS, Request
+from attnmux.core.facts.values import ALIASES, BY_NAME, BY_TYPE, DTYPES, canonical_dtype
 
 
 def test_each_field_has_its_reader() -> None:

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from attnmux.core.choosing.common.checks import nearest
+from attnmux.core.facts.checks import nearest
 
 KNOWN = ("fa3", "flashinfer", "flashinfer_mla", "Acme")
 

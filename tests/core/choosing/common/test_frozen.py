@@ -3,10 +3,10 @@ from __future__ import annotations
 import copy
 import pickle
 
-from attnmux.core.choosing.ask.request import Request
-from attnmux.core.choosing.common.frozen import Deferred
 from attnmux.core.choosing.offer.conditions import one_of
 from attnmux.core.choosing.solver import solve
+from attnmux.core.facts.frozen import Deferred
+from attnmux.core.facts.request import Request
 
 
 def test_it_is_made_once_when_first_read() -> None:

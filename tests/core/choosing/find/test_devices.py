@@ -17,9 +17,9 @@ from attnmux.core.choosing.find.devices import detect, pick_platform
 from attnmux.core.choosing.find.examine import Entry, Plugin, PluginFailure, failure_of
 from attnmux.core.choosing.find.plugins import Plugins
 from attnmux.core.choosing.machine.cpu import probe_cpu
-from attnmux.core.choosing.machine.platform import Platform
-from attnmux.core.choosing.offer.libraries import Distribution, EntryPoint
-from attnmux.core.errors import AmbiguousPlatform, InvalidInput
+from attnmux.core.facts.errors import AmbiguousPlatform, InvalidInput
+from attnmux.core.facts.libraries import Distribution, EntryPoint
+from attnmux.core.facts.platform import Platform
 
 SM90 = Platform.parse("nvidia:sm90,cuda=12.8,count=8")
 GFX942 = Platform.parse("amd:gfx942,rocm=6.4")

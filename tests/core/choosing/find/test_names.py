@@ -5,16 +5,16 @@ from __future__ import annotations
 import pytest
 
 from attnmux.core import installed
-from attnmux.core.choosing.ask.policy import Policy
-from attnmux.core.choosing.ask.request import Request
 from attnmux.core.choosing.find.examine import Entry, Plugin
 from attnmux.core.choosing.find.plugins import Plugins, is_admitted
-from attnmux.core.choosing.machine.platform import Platform
 from attnmux.core.choosing.offer.card import BackendCard, Offer, Prior
 from attnmux.core.choosing.offer.clause import when
-from attnmux.core.choosing.offer.libraries import Distribution, EntryPoint
 from attnmux.core.choosing.solver import solve
-from attnmux.core.errors import InvalidInput, NoBackend, UnknownBackend
+from attnmux.core.facts.errors import InvalidInput, NoBackend, UnknownBackend
+from attnmux.core.facts.libraries import Distribution, EntryPoint
+from attnmux.core.facts.platform import Platform
+from attnmux.core.facts.policy import Policy
+from attnmux.core.facts.request import Request
 from attnmux.core.installed import load_plugins
 
 CPU = Platform.parse("cpu:x86_64")

@@ -9,8 +9,8 @@ import pytest
 
 from attnmux.core.choosing.find import plugins as module
 from attnmux.core.choosing.find.plugins import read_plugins
-from attnmux.core.choosing.offer import libraries
-from attnmux.core.errors import InvalidInput
+from attnmux.core.facts import libraries
+from attnmux.core.facts.errors import InvalidInput
 
 GOOD = """
 from attnmux.core.choosing.offer.card import BackendCard

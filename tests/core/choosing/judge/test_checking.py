@@ -2,10 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from attnmux.core.choosing.ask.policy import Policy
-from attnmux.core.choosing.ask.request import Request, parse_fields
 from attnmux.core.choosing.judge.checking import check
-from attnmux.core.choosing.machine.platform import Platform
 from attnmux.core.choosing.offer.card import DEFAULT_RANK, Caveat, Prior
 from attnmux.core.choosing.offer.clause import when
 from attnmux.core.choosing.offer.conditions import (
@@ -19,6 +16,9 @@ from attnmux.core.choosing.offer.conditions import (
     versions,
 )
 from attnmux.core.choosing.solver import solve
+from attnmux.core.facts.platform import Platform
+from attnmux.core.facts.policy import Policy
+from attnmux.core.facts.request import Request, parse_fields
 
 
 def codes(verdict) -> list[str]:

@@ -8,10 +8,6 @@ from datetime import datetime, timezone
 import pytest
 
 from attnmux.bench.keeping import RecordFile
-from attnmux.core.choosing.ask.policy import Policy
-from attnmux.core.choosing.ask.request import Request
-from attnmux.core.choosing.judge.axes import Question
-from attnmux.core.choosing.machine.platform import Platform
 from attnmux.core.choosing.measured.measurement import (
     Measurement,
     read_measurements,
@@ -19,12 +15,16 @@ from attnmux.core.choosing.measured.measurement import (
     versions_of,
 )
 from attnmux.core.choosing.measured.ranking import accuracy_by, solve_measured
-from attnmux.core.choosing.measured.records import Device
 from attnmux.core.choosing.offer.conditions import ANY, one_of
 from attnmux.core.choosing.offer.proof import ErrorBound
 from attnmux.core.choosing.solver import solve
 from attnmux.core.choosing.tell.decision import Decision
-from attnmux.core.errors import InvalidInput, NoBackend
+from attnmux.core.facts.axes import Question
+from attnmux.core.facts.errors import InvalidInput, NoBackend
+from attnmux.core.facts.platform import Platform
+from attnmux.core.facts.policy import Policy
+from attnmux.core.facts.records import Device
+from attnmux.core.facts.request import Request
 
 REQUEST = Request.parse("num_q_heads=32,num_kv_heads=8,head_dim=128,dtype=bf16,phases=decode")
 HOPPER = replace(Platform.parse("nvidia:sm90,cuda=12.8"), name="NVIDIA H200")

@@ -14,15 +14,15 @@ import pytest
 
 from attnmux.bench.keeping import RecordFile
 from attnmux.bench.trials import by_subject, winner
-from attnmux.core.choosing.machine.platform import Platform
-from attnmux.core.choosing.measured.launches import (
+from attnmux.core.cli.run import Run
+from attnmux.core.facts.errors import InvalidInput
+from attnmux.core.facts.launches import (
     Trial,
     TunedLaunch,
     current_launches,
 )
-from attnmux.core.choosing.measured.records import Device, Records
-from attnmux.core.cli.run import Run
-from attnmux.core.errors import InvalidInput
+from attnmux.core.facts.platform import Platform
+from attnmux.core.facts.records import Device, Records
 
 HERE = replace(Platform.parse("nvidia:sm90,cuda=13.0"), name="NVIDIA H200")
 NOW = datetime(2026, 5, 1, tzinfo=timezone.utc)

@@ -14,11 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from attnmux.bench.keeping import RecordFile
-from attnmux.core.choosing.ask.policy import Policy
-from attnmux.core.choosing.ask.request import Request
-from attnmux.core.choosing.judge.axes import Question
 from attnmux.core.choosing.judge.checking import prior_rank
-from attnmux.core.choosing.machine.platform import Platform
 from attnmux.core.choosing.measured.measurement import (
     Measurement,
     read_measurements,
@@ -26,14 +22,18 @@ from attnmux.core.choosing.measured.measurement import (
     versions_of,
 )
 from attnmux.core.choosing.measured.ranking import current_measurements, ranking_by, ranks
-from attnmux.core.choosing.measured.records import Device
 from attnmux.core.choosing.offer.card import LAST_RESORT, Prior
 from attnmux.core.choosing.offer.clause import when
 from attnmux.core.choosing.offer.conditions import one_of
 from attnmux.core.choosing.solver import solve
 from attnmux.core.choosing.tell.decision import Decision
 from attnmux.core.cli.outcomes import outcomes
-from attnmux.core.errors import InvalidInput
+from attnmux.core.facts.axes import Question
+from attnmux.core.facts.errors import InvalidInput
+from attnmux.core.facts.platform import Platform
+from attnmux.core.facts.policy import Policy
+from attnmux.core.facts.records import Device
+from attnmux.core.facts.request import Request
 
 NOW = datetime(2026, 5, 1, 12, tzinfo=timezone.utc)
 REQUEST = Request.parse("num_q_heads=32,num_kv_heads=8,head_dim=128,dtype=bf16")

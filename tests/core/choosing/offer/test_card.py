@@ -5,8 +5,6 @@ from dataclasses import fields
 
 import pytest
 
-from attnmux.core.choosing.ask.request import Request
-from attnmux.core.choosing.judge.axes import AXES
 from attnmux.core.choosing.offer.card import BackendCard, Option, Prior
 from attnmux.core.choosing.offer.clause import ALWAYS, Clause, when
 from attnmux.core.choosing.offer.conditions import (
@@ -20,7 +18,9 @@ from attnmux.core.choosing.offer.conditions import (
     runtimes,
     versions,
 )
-from attnmux.core.errors import InvalidInput
+from attnmux.core.facts.axes import AXES
+from attnmux.core.facts.errors import InvalidInput
+from attnmux.core.facts.request import Request
 
 
 def test_every_axis_is_a_field_of_the_clause_and_back() -> None:

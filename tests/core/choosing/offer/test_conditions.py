@@ -21,7 +21,7 @@ from attnmux.core.choosing.offer.conditions import (
     versions,
 )
 from attnmux.core.choosing.search.points import joint_examples
-from attnmux.core.errors import InvalidInput
+from attnmux.core.facts.errors import InvalidInput
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from attnmux.core.choosing.offer.clause import when
 from attnmux.core.choosing.offer.conditions import emulated, multiple_of, one_of, versions
 from attnmux.core.choosing.offer.data import from_data, to_data
 from attnmux.core.choosing.offer.proof import ErrorBound, Verified
-from attnmux.core.errors import InvalidInput
+from attnmux.core.facts.errors import InvalidInput
 from attnmux.core.installed import load_plugins
 
 CARD = BackendCard(

@@ -12,8 +12,8 @@ from packaging.requirements import Requirement as Theirs
 from packaging.specifiers import SpecifierSet
 from packaging.utils import canonicalize_name
 
-from attnmux.core.choosing.offer import libraries
-from attnmux.core.choosing.offer.libraries import (
+from attnmux.core.facts import libraries
+from attnmux.core.facts.libraries import (
     Distribution,
     canonical,
     installed_version,

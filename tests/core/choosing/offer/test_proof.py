@@ -6,10 +6,10 @@ from dataclasses import replace
 
 import pytest
 
-from attnmux.core.choosing.machine.platform import Platform
 from attnmux.core.choosing.offer.clause import Clause
 from attnmux.core.choosing.offer.conditions import ANY, one_of, versions
 from attnmux.core.choosing.offer.proof import PROOFS, Verified, doubt, proven, proven_on
+from attnmux.core.facts.platform import Platform
 
 H200 = Verified(on="NVIDIA H200", platform="nvidia:sm90", libraries=(), date="2026-11-21")
 LATER = replace(H200, on="NVIDIA H100", date="2026-11-23")

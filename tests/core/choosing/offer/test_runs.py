@@ -6,10 +6,10 @@ from dataclasses import replace
 
 import pytest
 
-from attnmux.core.choosing.machine.platform import Platform
 from attnmux.core.choosing.offer.card import BackendCard
 from attnmux.core.choosing.offer.proof import Verified, doubt
-from attnmux.core.errors import InvalidInput
+from attnmux.core.facts.errors import InvalidInput
+from attnmux.core.facts.platform import Platform
 
 H200 = Verified(
     on="NVIDIA H200", platform="nvidia:sm90", libraries=("torch 2.11.0",), date="2026-11-21"

@@ -6,11 +6,11 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from attnmux.core.choosing.ask.policy import Policy
-from attnmux.core.choosing.ask.request import Request
 from attnmux.core.choosing.offer.conditions import ANY, at_most, one_of
 from attnmux.core.choosing.solver import solve
-from attnmux.core.errors import InvalidInput, NoBackend
+from attnmux.core.facts.errors import InvalidInput, NoBackend
+from attnmux.core.facts.policy import Policy
+from attnmux.core.facts.request import Request
 
 ALL = one_of("extend", "decode", "verify", "draft", "encoder")
 

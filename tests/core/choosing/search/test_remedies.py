@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from attnmux.core.choosing.ask.request import Request
 from attnmux.core.choosing.offer.conditions import ANY, one_of
 from attnmux.core.choosing.solver import solve
-from attnmux.core.errors import NoBackend
+from attnmux.core.facts.errors import NoBackend
+from attnmux.core.facts.request import Request
 
 
 def hints(request: Request, platform, cards) -> dict[tuple[str, str], set[str]]:

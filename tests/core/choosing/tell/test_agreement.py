@@ -4,14 +4,14 @@ from dataclasses import replace
 
 import pytest
 
-from attnmux.core.choosing.ask.policy import Policy
-from attnmux.core.choosing.ask.request import Request
-from attnmux.core.choosing.machine.platform import Platform
 from attnmux.core.choosing.offer.card import Option
 from attnmux.core.choosing.offer.conditions import includes
 from attnmux.core.choosing.solver import solve
 from attnmux.core.choosing.tell.decision import Decision
-from attnmux.core.errors import InvalidInput
+from attnmux.core.facts.errors import InvalidInput
+from attnmux.core.facts.platform import Platform
+from attnmux.core.facts.policy import Policy
+from attnmux.core.facts.request import Request
 
 SPLITS = Option(name="splits", type=int, default=8)
 

@@ -6,13 +6,13 @@ from dataclasses import replace
 
 import pytest
 
-from attnmux.core.choosing.ask.policy import Policy
-from attnmux.core.choosing.ask.request import Request
 from attnmux.core.choosing.offer.card import LAST_RESORT
 from attnmux.core.choosing.offer.conditions import one_of
 from attnmux.core.choosing.solver import solve
 from attnmux.core.choosing.tell.decision import Decision
-from attnmux.core.errors import InvalidInput
+from attnmux.core.facts.errors import InvalidInput
+from attnmux.core.facts.policy import Policy
+from attnmux.core.facts.request import Request
 
 
 @pytest.fixture

@@ -20,7 +20,7 @@ from attnmux.core.backend import AttentionBackend
 from attnmux.core.batch import ForwardBatch, ForwardMode
 from attnmux.core.call import AttentionCall
 from attnmux.core.context import BackendContext
-from attnmux.core.errors import (
+from attnmux.core.facts.errors import (
     AttnmuxError,
     BackendFailed,
     GraphUnsupported,

@@ -9,7 +9,7 @@ import torch
 
 from attnmux.core.batch import ForwardBatch
 from attnmux.core.context import BackendContext
-from attnmux.core.errors import InvalidInput
+from attnmux.core.facts.errors import InvalidInput
 from attnmux.core.indices.keys import page_table
 from attnmux.core.indices.ragged import cu_seqlens, uniform_indptr, verify_kv_lens
 from attnmux.core.layer import LayerSpec

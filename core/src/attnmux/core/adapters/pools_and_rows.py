@@ -11,7 +11,7 @@ import torch
 
 from attnmux.core.context import BackendContext
 from attnmux.core.dtypes import torch_dtype
-from attnmux.core.errors import AttnmuxError, InvalidInput
+from attnmux.core.facts.errors import AttnmuxError, InvalidInput
 from attnmux.core.layer import LayerSpec, check_features
 
 FP8 = torch.float8_e4m3fn

@@ -12,7 +12,7 @@ from attnmux.core.backend import AttentionBackend
 from attnmux.core.batch import ForwardBatch, ForwardMode, MultiItem
 from attnmux.core.context import BackendContext
 from attnmux.core.dtypes import torch_dtype
-from attnmux.core.errors import InvalidInput
+from attnmux.core.facts.errors import InvalidInput
 from attnmux.core.kv.linear_states import LinearStatePool
 from attnmux.core.layer import LayerSpec
 from attnmux.core.linear_backend import LinearAttentionBackend

@@ -10,11 +10,11 @@ from typing import Any
 
 import click
 
-from attnmux.core.choosing.common.checks import nearest
 from attnmux.core.choosing.find.plugins import is_admitted
-from attnmux.core.choosing.offer.libraries import EntryPoint, entry_points
 from attnmux.core.cli.run import INTERRUPTED, Run, escape_unknown
-from attnmux.core.errors import PluginError, SettingsError
+from attnmux.core.facts.checks import nearest
+from attnmux.core.facts.errors import PluginError, SettingsError
+from attnmux.core.facts.libraries import EntryPoint, entry_points
 from attnmux.core.settings import Settings
 
 GROUP = "attnmux.commands"

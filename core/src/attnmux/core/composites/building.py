@@ -7,9 +7,6 @@ from dataclasses import fields, replace
 from typing import TypeVar
 
 from attnmux.core.backend import AttentionBackend
-from attnmux.core.choosing.ask.derived import undrafted_request
-from attnmux.core.choosing.ask.request import Request
-from attnmux.core.choosing.common.frozen import FrozenMapping
 from attnmux.core.choosing.find.devices import detect, pick_platform
 from attnmux.core.choosing.measured.measurement import read_measurements
 from attnmux.core.choosing.measured.ranking import accuracy_by
@@ -33,7 +30,10 @@ from attnmux.core.composites.two_batches import TboAttnBackend
 from attnmux.core.context import BackendContext
 from attnmux.core.device_platforms import check_device
 from attnmux.core.dtypes import dtype_name
-from attnmux.core.errors import BackendFailed, InvalidInput
+from attnmux.core.facts.derived import undrafted_request
+from attnmux.core.facts.errors import BackendFailed, InvalidInput
+from attnmux.core.facts.frozen import FrozenMapping
+from attnmux.core.facts.request import Request
 from attnmux.core.installed import load_plugins
 from attnmux.core.layer import LayerSpec
 from attnmux.core.settings import Settings

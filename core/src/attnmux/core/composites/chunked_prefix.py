@@ -10,14 +10,14 @@ import torch
 from attnmux.core.arguments import check_positive
 from attnmux.core.backend import AttentionBackend
 from attnmux.core.batch import ForwardBatch, ForwardMode
-from attnmux.core.choosing.ask.derived import parts_request
-from attnmux.core.choosing.ask.request import Request
-from attnmux.core.choosing.measured.launches import Value, current_launches
 from attnmux.core.composites.dispatch import DispatchingBackend
 from attnmux.core.composites.expanded_parts import parts_of
 from attnmux.core.composites.part_attention import PartAttention, part_context
 from attnmux.core.context import BackendContext
-from attnmux.core.errors import InvalidInput
+from attnmux.core.facts.derived import parts_request
+from attnmux.core.facts.errors import InvalidInput
+from attnmux.core.facts.launches import Value, current_launches
+from attnmux.core.facts.request import Request
 from attnmux.core.kv.rows import gather_rows
 from attnmux.core.latent import UpProjection, crossing_by_operations
 from attnmux.core.layer import LayerSpec

@@ -12,7 +12,7 @@ from attnmux.core.backend import AttentionBackend
 from attnmux.core.batch import ForwardBatch, ForwardMode
 from attnmux.core.call import AttentionCall
 from attnmux.core.context import BackendContext
-from attnmux.core.errors import InvalidInput
+from attnmux.core.facts.errors import InvalidInput
 from attnmux.core.latent import UpProjection
 from attnmux.core.layer import LayerSpec
 from attnmux.core.steps import StepBackend, prepared

@@ -10,7 +10,6 @@ import torch
 from attnmux.core.backend import AttentionBackend
 from attnmux.core.batch import ForwardBatch, ForwardMode
 from attnmux.core.call import AttentionCall
-from attnmux.core.choosing.ask.derived import prefixes_request
 from attnmux.core.composites.dispatch import DispatchingBackend, Parts, check_padding
 from attnmux.core.composites.draft_attention import (
     DraftAttention,
@@ -23,7 +22,8 @@ from attnmux.core.composites.draft_attention import (
 )
 from attnmux.core.composites.part_attention import is_mergeable
 from attnmux.core.context import BackendContext
-from attnmux.core.errors import InvalidInput
+from attnmux.core.facts.derived import prefixes_request
+from attnmux.core.facts.errors import InvalidInput
 from attnmux.core.latent import UpProjection
 from attnmux.core.layer import LayerSpec
 from attnmux.core.steps import FixedTensors, prepared

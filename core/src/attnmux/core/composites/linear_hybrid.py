@@ -6,13 +6,13 @@ from collections.abc import Mapping
 
 from attnmux.core.backend import AttentionBackend
 from attnmux.core.batch import ForwardBatch, ForwardMode
-from attnmux.core.choosing.common.frozen import FrozenMapping
 from attnmux.core.choosing.tell.choice import Choice
 from attnmux.core.choosing.tell.decision import Decision
 from attnmux.core.composites.dispatch import DispatchingBackend, Parts
 from attnmux.core.composites.factories import make_linear
 from attnmux.core.context import BackendContext
-from attnmux.core.errors import InvalidInput
+from attnmux.core.facts.errors import InvalidInput
+from attnmux.core.facts.frozen import FrozenMapping
 from attnmux.core.linear_backend import LinearAttentionBackend
 from attnmux.core.linear_layer import ConvCall, LinearCall, LinearLayerSpec
 

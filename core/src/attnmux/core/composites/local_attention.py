@@ -18,7 +18,7 @@ from attnmux.core.call import AttentionCall
 from attnmux.core.composites.dispatch import CompositeBackend, Parts, Route, check_padding
 from attnmux.core.composites.virtual_requests import room_for_decoding, virtual_step
 from attnmux.core.context import BackendContext
-from attnmux.core.errors import GraphUnsupported, InvalidInput
+from attnmux.core.facts.errors import GraphUnsupported, InvalidInput
 from attnmux.core.kv.request_table import ReqToTokenPool
 from attnmux.core.steps import FixedTensors
 from attnmux.core.tree_masks import check_unmasked

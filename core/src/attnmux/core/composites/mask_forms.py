@@ -9,8 +9,8 @@ import torch
 from attnmux.core.arguments import check_fields
 from attnmux.core.backend import AttentionBackend
 from attnmux.core.batch import ForwardBatch
-from attnmux.core.choosing.offer.card import TreeMask
 from attnmux.core.composites.dispatch import DispatchingBackend, Parts
+from attnmux.core.facts.values import TreeMask
 from attnmux.core.tree_masks import FORMS, check_trees, tree_mask_of, with_form, with_mask
 
 

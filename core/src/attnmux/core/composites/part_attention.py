@@ -9,10 +9,10 @@ from typing import Generic, TypeVar
 import torch
 
 from attnmux.core.backend import AttentionBackend
-from attnmux.core.choosing.ask.request import Request
 from attnmux.core.composites.expanded_parts import Part
 from attnmux.core.context import BackendContext
-from attnmux.core.errors import InvalidInput
+from attnmux.core.facts.errors import InvalidInput
+from attnmux.core.facts.request import Request
 from attnmux.core.kv.pool import KVPool
 from attnmux.core.layer import LayerSpec
 

@@ -20,7 +20,7 @@ from attnmux.core.batch import ForwardBatch, ForwardMode
 from attnmux.core.call import AttentionCall
 from attnmux.core.composites.dispatch import CompositeBackend, Parts, Route
 from attnmux.core.context import BackendContext
-from attnmux.core.errors import InvalidInput
+from attnmux.core.facts.errors import InvalidInput
 from attnmux.core.indices.topk import token_rows
 from attnmux.core.kv.pool import KVPool
 from attnmux.core.steps import prepared

@@ -12,7 +12,7 @@ import torch
 from torch.nn.functional import pad
 
 from attnmux.core.arguments import described
-from attnmux.core.errors import InvalidInput
+from attnmux.core.facts.errors import InvalidInput
 from attnmux.core.spec import SpecInput, tree_visibility
 
 

@@ -20,7 +20,7 @@ import torch
 
 from attnmux.core.arguments import described
 from attnmux.core.drafts.speculation import AcceptedDrafts, DraftTree
-from attnmux.core.errors import InvalidInput
+from attnmux.core.facts.errors import InvalidInput
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

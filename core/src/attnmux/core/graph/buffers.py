@@ -11,7 +11,7 @@ import torch
 from attnmux.core.arguments import described
 from attnmux.core.batch import ForwardBatch, ForwardMode
 from attnmux.core.composites.two_batches import half_of
-from attnmux.core.errors import InvalidInput
+from attnmux.core.facts.errors import InvalidInput
 from attnmux.core.graph.config import GraphConfig, ModelInput, check_names
 from attnmux.core.graph.fields import (
     VISIBLE,

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from attnmux.core.errors import GraphUnsupported, in_brief
+from attnmux.core.facts.errors import GraphUnsupported, in_brief
 from attnmux.core.graph.config import GraphConfig
 from attnmux.core.installed import admitted_points
 

@@ -11,7 +11,7 @@ import torch
 
 from attnmux.core.backend import AttentionBackend
 from attnmux.core.batch import ForwardBatch, ForwardMode
-from attnmux.core.errors import GraphUnsupported, InvalidInput
+from attnmux.core.facts.errors import GraphUnsupported, InvalidInput
 from attnmux.core.graph.buffers import FixedBuffers
 from attnmux.core.graph.config import (
     NO_INPUTS,

@@ -10,7 +10,7 @@ from types import MappingProxyType
 import torch
 
 from attnmux.core.arguments import check_positive
-from attnmux.core.errors import InvalidInput
+from attnmux.core.facts.errors import InvalidInput
 from attnmux.core.kv.pool import KVPool, check_loc
 from attnmux.core.layer import LayerSpec
 

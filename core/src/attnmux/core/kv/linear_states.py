@@ -8,7 +8,7 @@ from typing import TypeVar
 import torch
 
 from attnmux.core.arguments import check_at_least, check_device, check_positive, check_vector
-from attnmux.core.errors import InvalidInput
+from attnmux.core.facts.errors import InvalidInput
 from attnmux.core.kv.memory import allocate_zeroed
 from attnmux.core.linear_layer import LinearLayerSpec
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from attnmux.core.errors import PoolExhausted
+from attnmux.core.facts.errors import PoolExhausted
 
 _MEMINFO = Path("/proc/meminfo")
 _CGROUP = Path("/sys/fs/cgroup")

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 import torch
 
 from attnmux.core.arguments import check_device, check_vector, check_whole_pages
-from attnmux.core.errors import InvalidInput
+from attnmux.core.facts.errors import InvalidInput
 from attnmux.core.kv.memory import allocate_zeroed
 from attnmux.core.kv.quantise import (
     ACTIVATION_DTYPES,

@@ -13,7 +13,7 @@ import math
 
 import torch
 
-from attnmux.core.errors import InvalidInput
+from attnmux.core.facts.errors import InvalidInput
 
 BLOCK = 16
 """Values that share a scale."""

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from attnmux.core.arguments import check_at_least, check_positive, check_vector, described
-from attnmux.core.errors import InvalidInput, PoolExhausted
+from attnmux.core.facts.errors import InvalidInput, PoolExhausted
 from attnmux.core.kv.memory import allocate_zeroed
 
 

@@ -28,9 +28,9 @@ from attnmux.core.choosing.find.unserved import (
     present_vendors,
 )
 from attnmux.core.choosing.machine.cpu import bare_cpu, probe_cpu
-from attnmux.core.choosing.machine.platform import Platform
 from attnmux.core.choosing.machine.visibility import NO_VARIABLES
-from attnmux.core.errors import AmbiguousPlatform, InvalidInput
+from attnmux.core.facts.errors import AmbiguousPlatform, InvalidInput
+from attnmux.core.facts.platform import Platform
 
 CORE = "attnmux-core"
 OWN_SECONDS = 5.0

@@ -15,16 +15,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from attnmux.core.choosing.common.checks import refusal
-from attnmux.core.choosing.common.files import read_file
-from attnmux.core.choosing.common.frozen import FrozenMapping, Plain
 from attnmux.core.choosing.find.store import search_path
-from attnmux.core.choosing.machine.platform import Platform
-from attnmux.core.choosing.machine.vendors import VENDORS
 from attnmux.core.choosing.offer.card import BackendCard
 from attnmux.core.choosing.offer.data import from_data, to_data
-from attnmux.core.choosing.offer.libraries import EntryPoint, canonical, printable
-from attnmux.core.errors import InvalidInput, in_brief
+from attnmux.core.facts.checks import refusal
+from attnmux.core.facts.errors import InvalidInput, in_brief
+from attnmux.core.facts.files import read_file
+from attnmux.core.facts.frozen import FrozenMapping, Plain
+from attnmux.core.facts.libraries import EntryPoint, canonical, printable
+from attnmux.core.facts.platform import Platform
+from attnmux.core.facts.vendors import VENDORS
 
 CHILD = (
     "import sys; sys.path[:] = {path!r}; from attnmux.core.choosing.find.hooks import main; main()"

@@ -17,11 +17,11 @@ from typing import Any, NoReturn, TypeVar
 import pluggy
 
 from attnmux.core.choosing.find.examine import PluginFailure, Stage, failure_of
-from attnmux.core.choosing.machine.platform import Platform
 from attnmux.core.choosing.offer.card import BackendCard
 from attnmux.core.choosing.offer.data import to_data
-from attnmux.core.choosing.offer.libraries import Distribution, EntryPoint
-from attnmux.core.errors import PluginError
+from attnmux.core.facts.errors import PluginError
+from attnmux.core.facts.libraries import Distribution, EntryPoint
+from attnmux.core.facts.platform import Platform
 
 POLL_SECONDS = 0.002
 MOST_FILE_BYTES = 2**26

@@ -10,8 +10,6 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
-from attnmux.core.choosing.ask.policy import Policy
-from attnmux.core.choosing.common.checks import nearest
 from attnmux.core.choosing.find.examine import (
     Entry,
     Plugin,
@@ -22,9 +20,11 @@ from attnmux.core.choosing.find.examine import (
 from attnmux.core.choosing.find.store import Store
 from attnmux.core.choosing.machine.visibility import NO_VARIABLES
 from attnmux.core.choosing.offer.card import Offer
-from attnmux.core.choosing.offer.libraries import canonical, distributions, entry_points
 from attnmux.core.choosing.offer.named import KNOWN_BACKENDS
-from attnmux.core.errors import InvalidInput, PluginError
+from attnmux.core.facts.checks import nearest
+from attnmux.core.facts.errors import InvalidInput, PluginError
+from attnmux.core.facts.libraries import canonical, distributions, entry_points
+from attnmux.core.facts.policy import Policy
 
 GROUP = "attnmux"
 """The entry-point group; an entry point's name is the plugin's, its value the plugin module."""
@@ -171,10 +171,10 @@ def read_plugins(
 def _environment() -> str:
     """Changes with the interpreter, with core, and with every distribution that is installed: what
     a plugin imports may come from any of them."""
-    here = Path(__file__).parents[1]
+    core = Path(__file__).parents[2]
     parts = [sys.version, *(found.folder for found in distributions().values())]
-    for room in ("ask", "common", "find", "machine", "offer"):
-        with os.scandir(here / room) as files:
+    for room in ("facts", "choosing/find", "choosing/machine", "choosing/offer"):
+        with os.scandir(core / room) as files:
             parts += sorted(f"{f.path} {_stamp(f.path)}" for f in files if f.name.endswith(".py"))
     return sha256("\n".join(parts).encode(errors="replace")).hexdigest()
 

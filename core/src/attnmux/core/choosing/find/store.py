@@ -10,7 +10,7 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from attnmux.core.choosing.common.files import read_file, replacing
+from attnmux.core.facts.files import read_file, replacing
 
 MOST_BYTES = 64_000_000
 

@@ -6,12 +6,12 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from attnmux.core.choosing.common.frozen import Plain
 from attnmux.core.choosing.find.examine import PluginFailure
-from attnmux.core.choosing.machine.platform import Platform
-from attnmux.core.choosing.machine.vendors import VENDORS, Vendor
-from attnmux.core.choosing.offer.libraries import installed_version
-from attnmux.core.errors import InvalidInput
+from attnmux.core.facts.errors import InvalidInput
+from attnmux.core.facts.frozen import Plain
+from attnmux.core.facts.libraries import installed_version
+from attnmux.core.facts.platform import Platform
+from attnmux.core.facts.vendors import VENDORS, Vendor
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

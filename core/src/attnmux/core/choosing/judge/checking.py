@@ -5,16 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from attnmux.core.choosing.ask.policy import Policy
-from attnmux.core.choosing.ask.request import Request
-from attnmux.core.choosing.common.verdict import Reason, Status, Verdict, without_hints
-from attnmux.core.choosing.judge.axes import Question, meets
 from attnmux.core.choosing.judge.requirements import install_hint, required
 from attnmux.core.choosing.judge.shortcomings import shortcomings
-from attnmux.core.choosing.machine.platform import Platform
 from attnmux.core.choosing.offer.card import CONTRACTS, DEFAULT_RANK, BackendCard, Offer
-from attnmux.core.choosing.offer.clause import ALWAYS
-from attnmux.core.choosing.offer.libraries import Libraries, assumed, installed_version, within
+from attnmux.core.choosing.offer.clause import ALWAYS, meets
+from attnmux.core.facts.axes import Question
+from attnmux.core.facts.libraries import Libraries, assumed, installed_version, within
+from attnmux.core.facts.platform import Platform
+from attnmux.core.facts.policy import Policy
+from attnmux.core.facts.request import Request
+from attnmux.core.facts.verdicts import Reason, Status, Verdict, without_hints
 
 Accuracy = Callable[[Offer, Request], Sequence[Reason]]
 """The reasons why an offer is not as accurate as the request asks."""

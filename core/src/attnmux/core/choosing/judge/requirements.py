@@ -6,16 +6,16 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 
-from attnmux.core.choosing.common.frozen import Plain
-from attnmux.core.choosing.machine.platform import Platform
 from attnmux.core.choosing.offer.card import BackendCard
-from attnmux.core.choosing.offer.libraries import (
+from attnmux.core.facts.frozen import Plain
+from attnmux.core.facts.libraries import (
     Libraries,
     Requirement,
     parsed_requirement,
     specifiers,
     within,
 )
+from attnmux.core.facts.platform import Platform
 
 STATES = ("present", "too old", "too new", "missing")
 """Of a required library, best first."""

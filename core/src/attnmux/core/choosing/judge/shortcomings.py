@@ -6,11 +6,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache
 
-from attnmux.core.choosing.ask.request import Request
-from attnmux.core.choosing.common.verdict import Reason
-from attnmux.core.choosing.judge.axes import Demand, Question, failing, meets
 from attnmux.core.choosing.offer.card import BackendCard
-from attnmux.core.choosing.offer.clause import Clause
+from attnmux.core.choosing.offer.clause import Clause, failing, meets
+from attnmux.core.facts.axes import Demand, Question
+from attnmux.core.facts.request import Request
+from attnmux.core.facts.verdicts import Reason
 
 Failure = tuple[Clause, Sequence[Demand]]
 """A clause, and the demands that it does not meet."""

@@ -7,8 +7,8 @@ import re
 import sys
 from pathlib import Path
 
-from attnmux.core.choosing.machine.platform import Platform
-from attnmux.core.choosing.machine.vendors import VENDORS
+from attnmux.core.facts.platform import Platform
+from attnmux.core.facts.vendors import VENDORS
 
 FEATURES = {
     "avx2": ("avx2", "fma", "f16c"),

@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TypeVar
 
-from attnmux.core.choosing.common.frozen import FrozenMapping
+from attnmux.core.facts.frozen import FrozenMapping
 
 T = TypeVar("T")
 

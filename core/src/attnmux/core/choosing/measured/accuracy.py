@@ -4,9 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
-from attnmux.core.choosing.ask.request import Request
-from attnmux.core.choosing.common.verdict import Reason
-from attnmux.core.choosing.judge.axes import Question
 from attnmux.core.choosing.judge.checking import (
     Accuracy,
     by_card,
@@ -15,10 +12,13 @@ from attnmux.core.choosing.judge.checking import (
     too_large,
     unbounded,
 )
-from attnmux.core.choosing.machine.platform import Platform
 from attnmux.core.choosing.measured.measurement import Measurement, shape_of
 from attnmux.core.choosing.offer.card import Offer
 from attnmux.core.choosing.tell.decision import Decision
+from attnmux.core.facts.axes import Question
+from attnmux.core.facts.platform import Platform
+from attnmux.core.facts.request import Request
+from attnmux.core.facts.verdicts import Reason
 
 FACTOR = 3
 """A backend whose rms error is more than this many times the smallest one for the same workload

@@ -6,12 +6,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from attnmux.core.choosing.common.checks import NAME, Check, is_whole
-from attnmux.core.choosing.common.frozen import FrozenMapping
-from attnmux.core.choosing.judge.axes import Demand, Question
-from attnmux.core.choosing.measured.records import Record, Records, is_figure, read_records
 from attnmux.core.choosing.offer.card import Offer
-from attnmux.core.choosing.offer.libraries import Libraries, installed_version
+from attnmux.core.facts.axes import Demand, Question
+from attnmux.core.facts.checks import NAME, Check, is_whole
+from attnmux.core.facts.frozen import FrozenMapping
+from attnmux.core.facts.libraries import Libraries, installed_version
+from attnmux.core.facts.records import Record, Records, is_figure, read_records
 
 STATED_APART = frozenset({"vendor", "arch", "version", "features", "runtime", "phase"})
 """Axes that a measurement states by its device and its phase."""

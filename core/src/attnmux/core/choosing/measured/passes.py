@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
-from attnmux.core.choosing.ask.values import OptionValue
 from attnmux.core.choosing.find.store import Store
-from attnmux.core.choosing.machine.platform import Platform
 from attnmux.core.choosing.offer.card import Offer
 from attnmux.core.choosing.offer.installed_files import digest
 from attnmux.core.choosing.offer.named import complete
+from attnmux.core.facts.platform import Platform
+from attnmux.core.facts.values import OptionValue
 
 
 def passes(cache: Path | None) -> Store:

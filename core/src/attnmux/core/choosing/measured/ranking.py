@@ -12,21 +12,21 @@ from dataclasses import replace
 from itertools import groupby
 from math import isqrt
 
-from attnmux.core.choosing.ask.policy import Policy
-from attnmux.core.choosing.ask.request import Request
-from attnmux.core.choosing.judge.axes import Question
 from attnmux.core.choosing.judge.checking import Accuracy, Rank, Ranking, prior_rank, standing
 from attnmux.core.choosing.judge.shortcomings import admits_any
-from attnmux.core.choosing.machine.platform import Platform
 from attnmux.core.choosing.measured.accuracy import Current, by_measurement, notes_on
 from attnmux.core.choosing.measured.measurement import Measurement, insisted, shape_of, versions_of
-from attnmux.core.choosing.measured.records import LEAST_GAIN, Device, latest
 from attnmux.core.choosing.offer.card import Offer
-from attnmux.core.choosing.offer.libraries import Libraries, assumed, installed_version
 from attnmux.core.choosing.offer.named import read_options
 from attnmux.core.choosing.solver import solve
 from attnmux.core.choosing.tell.choice import SizeRange, choice_of
 from attnmux.core.choosing.tell.decision import Decision
+from attnmux.core.facts.axes import Question
+from attnmux.core.facts.libraries import Libraries, assumed, installed_version
+from attnmux.core.facts.platform import Platform
+from attnmux.core.facts.policy import Policy
+from attnmux.core.facts.records import LEAST_GAIN, Device, latest
+from attnmux.core.facts.request import Request
 
 Times = Mapping[str, float]
 """Medians in microseconds by workload."""

@@ -6,15 +6,15 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from attnmux.core.choosing.ask.derived import linear_request
-from attnmux.core.choosing.ask.request import Request
 from attnmux.core.choosing.find.store import Store
-from attnmux.core.choosing.machine.platform import Platform
 from attnmux.core.choosing.measured.passes import pass_key
 from attnmux.core.choosing.offer.card import Offer
 from attnmux.core.choosing.offer.proof import doubt, proven_on
 from attnmux.core.choosing.tell.choice import Choice
 from attnmux.core.choosing.tell.decision import Decision
+from attnmux.core.facts.derived import linear_request
+from attnmux.core.facts.platform import Platform
+from attnmux.core.facts.request import Request
 
 if TYPE_CHECKING:
     from attnmux.core.choosing.measured.measurement import Measurement

@@ -5,14 +5,14 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal, get_args
+from typing import Any, get_args
 
-from attnmux.core.choosing.ask.values import OptionValue
-from attnmux.core.choosing.common.checks import TEXT, Check, check_fields, refusal, tuple_of
-from attnmux.core.choosing.common.frozen import FrozenMapping, Plain, plain, plain_fields
 from attnmux.core.choosing.offer.clause import ALWAYS, LARGEST, Clause
-from attnmux.core.choosing.offer.libraries import check_range, parsed_requirement
 from attnmux.core.choosing.offer.proof import ErrorBound, Verified
+from attnmux.core.facts.checks import TEXT, Check, check_fields, refusal, tuple_of
+from attnmux.core.facts.frozen import FrozenMapping, Plain, plain, plain_fields
+from attnmux.core.facts.libraries import check_range, parsed_requirement
+from attnmux.core.facts.values import TREE_MASKS, OptionValue, TreeMask
 
 CONTRACTS = ("1.0",)
 """The versions of the contract that this core speaks, the newest last."""
@@ -26,11 +26,6 @@ DEFAULT_RANK = 1000
 MOST_CLAUSES = 1000
 """Of a card. Every question reads each of them."""
 
-TreeMask = Literal["full", "qlen_only", "qlen_only_bitpacking"]
-"""A form of a draft tree's mask, by SGLang's name: `SpecInput.custom_mask`, `visible` or
-`visible_bits`."""
-TREE_MASKS: tuple[TreeMask, ...] = ("qlen_only", "qlen_only_bitpacking", "full")
-"""All forms, for a backend that takes each of them through `visible_drafts`."""
 
 UNSOURCED: Mapping[str, str] = FrozenMapping()
 

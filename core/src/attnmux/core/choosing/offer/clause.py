@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
 
-from attnmux.core.choosing.ask.values import DTYPES, KINDS, PHASES
-from attnmux.core.choosing.common.checks import refusal
-from attnmux.core.choosing.common.frozen import Plain
 from attnmux.core.choosing.offer.conditions import (
     ANY,
     NONE,
@@ -20,6 +17,10 @@ from attnmux.core.choosing.offer.conditions import (
     Runtimes,
     Versions,
 )
+from attnmux.core.facts.axes import Demand
+from attnmux.core.facts.checks import refusal
+from attnmux.core.facts.frozen import Plain
+from attnmux.core.facts.values import DTYPES, KINDS, PHASES
 
 LARGEST = 2**31 - 1
 """Of a number in a card: sizes of tensors and kernels' arguments end here."""
@@ -56,7 +57,7 @@ OWN_KIND: Mapping[str, type[Condition]] = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Clause(Plain):
-    """Conditions that hold together, one for each axis (the table is in `judge/axes.py`).
+    """Conditions that hold together, one for each axis (the table is in `facts/axes.py`).
 
     A clause refuses a request that uses a feature whose field is NONE: features must be declared.
     Axes that only limit (SM version, runtime, head counts) start at ANY.
@@ -171,3 +172,21 @@ def when(**conditions: Condition) -> Clause:
 
 
 ALWAYS = when()
+
+
+def failing(clause: Clause, demands: Iterable[Demand]) -> list[Demand]:
+    """The demands that `clause` does not meet."""
+    return [
+        (axis, value)
+        for axis, value in demands
+        if (condition := getattr(clause, axis.name)) is not ANY and not condition.admits(value)
+    ]
+
+
+def meets(clause: Clause, demands: Iterable[Demand]) -> bool:
+    """Whether the clause meets all of the demands."""
+    for axis, value in demands:
+        condition = getattr(clause, axis.name)
+        if condition is not ANY and not condition.admits(value):
+            return False
+    return True

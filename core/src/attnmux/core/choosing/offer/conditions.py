@@ -7,10 +7,9 @@ from collections.abc import Iterable, Sequence
 from math import ceil
 from typing import NoReturn
 
-from attnmux.core.choosing.offer.libraries import check_range, parsed_requirement, satisfies, within
-from attnmux.core.errors import InvalidInput
-
-Value = str | int | float | bool | frozenset[str]
+from attnmux.core.facts.errors import InvalidInput
+from attnmux.core.facts.libraries import check_range, parsed_requirement, satisfies, within
+from attnmux.core.facts.values import Value
 
 
 class Condition(ABC):

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
 
-from attnmux.core.choosing.common.frozen import FrozenMapping, defaults
 from attnmux.core.choosing.offer.card import BackendCard, Build, Caveat, Option, Prior
 from attnmux.core.choosing.offer.clause import Clause
 from attnmux.core.choosing.offer.conditions import (
@@ -21,7 +20,8 @@ from attnmux.core.choosing.offer.conditions import (
     Versions,
 )
 from attnmux.core.choosing.offer.proof import ErrorBound, Verified
-from attnmux.core.errors import InvalidInput
+from attnmux.core.facts.errors import InvalidInput
+from attnmux.core.facts.frozen import FrozenMapping, defaults
 
 KINDS = {kind.__name__: kind for kind in (OneOf, Excluding, Range, Includes, Versions, Runtimes)}
 TYPES = {kind.__name__: kind for kind in (bool, int, float, str)}

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 from urllib.parse import urlparse
 from urllib.request import url2pathname
 
-from attnmux.core.choosing.offer.libraries import Distribution, canonical, distributions
+from attnmux.core.facts.libraries import Distribution, canonical, distributions
 
 if TYPE_CHECKING:
     from attnmux.core.choosing.offer.card import BackendCard

@@ -6,12 +6,12 @@ import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from attnmux.core.choosing.ask.values import OptionValue
-from attnmux.core.choosing.common.checks import nearest, read_flag
-from attnmux.core.choosing.common.frozen import FrozenMapping
 from attnmux.core.choosing.offer.card import BackendCard, Offer, Option
-from attnmux.core.choosing.offer.libraries import Libraries, installed_version
-from attnmux.core.errors import InvalidInput, UnknownBackend
+from attnmux.core.facts.checks import nearest, read_flag
+from attnmux.core.facts.errors import InvalidInput, UnknownBackend
+from attnmux.core.facts.frozen import FrozenMapping
+from attnmux.core.facts.libraries import Libraries, installed_version
+from attnmux.core.facts.values import OptionValue
 
 KNOWN = Path(__file__).with_name("known_backends.json")
 """The backends of this project by distribution."""

@@ -7,7 +7,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
-from attnmux.core.choosing.common.checks import (
+from attnmux.core.choosing.offer.clause import Clause
+from attnmux.core.choosing.offer.conditions import ANY, Condition
+from attnmux.core.facts.checks import (
     NAME,
     TEXT,
     Check,
@@ -16,11 +18,9 @@ from attnmux.core.choosing.common.checks import (
     several,
     whole,
 )
-from attnmux.core.choosing.common.frozen import Plain, plain_fields
-from attnmux.core.choosing.machine.platform import Platform
-from attnmux.core.choosing.machine.vendors import VENDORS
-from attnmux.core.choosing.offer.clause import Clause
-from attnmux.core.choosing.offer.conditions import ANY, Condition
+from attnmux.core.facts.frozen import Plain, plain_fields
+from attnmux.core.facts.platform import Platform
+from attnmux.core.facts.vendors import VENDORS
 
 PLATFORM = r"[^:,\s]+:[^:,\s]+"
 

@@ -14,11 +14,9 @@ from itertools import combinations, groupby
 from operator import itemgetter
 from typing import NamedTuple
 
-from attnmux.core.choosing.common.verdict import Coercion
-from attnmux.core.choosing.judge.axes import meets
 from attnmux.core.choosing.judge.shortcomings import shortcomings
 from attnmux.core.choosing.offer.card import Offer
-from attnmux.core.choosing.offer.conditions import Value
+from attnmux.core.choosing.offer.clause import meets
 from attnmux.core.choosing.search.points import (
     FALLBACK_KV_DTYPE,
     Point,
@@ -27,6 +25,8 @@ from attnmux.core.choosing.search.points import (
     feasible_points,
 )
 from attnmux.core.choosing.search.problem import CACHED_LEADS, Problem, Variant
+from attnmux.core.facts.values import Value
+from attnmux.core.facts.verdicts import Coercion
 
 FALLBACK_PAGE_SIZE = 1
 """Where neither the request nor the winner has a preference."""

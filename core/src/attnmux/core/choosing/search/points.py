@@ -11,14 +11,14 @@ from itertools import count
 from math import ceil, lcm
 from typing import TypeVar
 
-from attnmux.core.choosing.ask.request import Request
-from attnmux.core.choosing.ask.values import DTYPES
-from attnmux.core.choosing.judge.axes import Demand, Question, Questions
 from attnmux.core.choosing.judge.shortcomings import admits_any
 from attnmux.core.choosing.offer.card import Offer
 from attnmux.core.choosing.offer.clause import Clause
 from attnmux.core.choosing.offer.conditions import ANY, Condition, Excluding, Range
 from attnmux.core.choosing.search.problem import Group, Problem, Variant
+from attnmux.core.facts.axes import Demand, Question, Questions
+from attnmux.core.facts.request import Request
+from attnmux.core.facts.values import DTYPES
 
 V = TypeVar("V")
 

@@ -10,17 +10,17 @@ from dataclasses import dataclass, replace
 from itertools import combinations
 from typing import Any, NamedTuple
 
-from attnmux.core.choosing.ask.policy import Policy
-from attnmux.core.choosing.ask.request import Request
-from attnmux.core.choosing.common.verdict import Coercion, Reason
-from attnmux.core.choosing.judge.axes import AXES, Question, Questions
 from attnmux.core.choosing.judge.checking import Ranking
 from attnmux.core.choosing.judge.shortcomings import is_served
-from attnmux.core.choosing.machine.platform import Platform
 from attnmux.core.choosing.offer.card import Offer
-from attnmux.core.choosing.offer.libraries import Libraries
 from attnmux.core.choosing.offer.named import offers_named, refuse_unknown
-from attnmux.core.errors import UnknownBackend
+from attnmux.core.facts.axes import AXES, Question, Questions
+from attnmux.core.facts.errors import UnknownBackend
+from attnmux.core.facts.libraries import Libraries
+from attnmux.core.facts.platform import Platform
+from attnmux.core.facts.policy import Policy
+from attnmux.core.facts.request import Request
+from attnmux.core.facts.verdicts import Coercion, Reason
 
 FOLLOWERS = ("verify", "draft")
 """Phases of speculation: they run on the backend of extend or of decode."""

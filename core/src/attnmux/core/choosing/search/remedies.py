@@ -7,13 +7,13 @@ from dataclasses import replace
 from functools import cache
 from itertools import tee
 
-from attnmux.core.choosing.ask.request import parse_fields
-from attnmux.core.choosing.common.verdict import Reason, without_hints
 from attnmux.core.choosing.judge.shortcomings import changed, remedy
 from attnmux.core.choosing.offer.card import Offer
 from attnmux.core.choosing.search.assignments import is_compatible
 from attnmux.core.choosing.search.points import Candidate, Point, candidates_of, feasible_points
 from attnmux.core.choosing.search.problem import CACHED_LEADS, Problem, Variant
+from attnmux.core.facts.request import parse_fields
+from attnmux.core.facts.verdicts import Reason, without_hints
 
 Changes = tuple[tuple[str, str], ...]
 """Fields of the request and their new values, as text."""

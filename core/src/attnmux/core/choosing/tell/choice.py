@@ -6,15 +6,15 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from attnmux.core.choosing.ask.request import Request
-from attnmux.core.choosing.ask.values import OptionValue
-from attnmux.core.choosing.common.frozen import FrozenMapping, Plain
-from attnmux.core.choosing.common.verdict import Reason
 from attnmux.core.choosing.judge.checking import Accuracy, check
-from attnmux.core.choosing.machine.platform import Platform
-from attnmux.core.choosing.offer.card import Offer, TreeMask
-from attnmux.core.choosing.offer.libraries import Libraries
+from attnmux.core.choosing.offer.card import Offer
 from attnmux.core.choosing.offer.named import complete
+from attnmux.core.facts.frozen import FrozenMapping, Plain
+from attnmux.core.facts.libraries import Libraries
+from attnmux.core.facts.platform import Platform
+from attnmux.core.facts.request import Request
+from attnmux.core.facts.values import OptionValue, TreeMask
+from attnmux.core.facts.verdicts import Reason
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -8,24 +8,24 @@ from dataclasses import dataclass, field, replace
 from hashlib import sha256
 from typing import Any
 
-from attnmux.core.choosing.ask.derived import (
+from attnmux.core.choosing.judge.checking import Accuracy, by_card
+from attnmux.core.choosing.offer.card import LAST_RESORT, Offer
+from attnmux.core.choosing.tell.choice import Choice, SizeRange, disagreements
+from attnmux.core.choosing.tell.summary import summary
+from attnmux.core.facts.derived import (
     group_requests,
     linear_request,
     parts_request,
     prefixes_request,
     undrafted_request,
 )
-from attnmux.core.choosing.ask.request import Request
-from attnmux.core.choosing.ask.values import LayerGroup
-from attnmux.core.choosing.common.frozen import FrozenMapping, Plain, plain_fields
-from attnmux.core.choosing.common.verdict import Coercion, Verdict
-from attnmux.core.choosing.judge.checking import Accuracy, by_card
-from attnmux.core.choosing.machine.platform import Platform
-from attnmux.core.choosing.offer.card import LAST_RESORT, Offer
-from attnmux.core.choosing.offer.libraries import Libraries, installed_version
-from attnmux.core.choosing.tell.choice import Choice, SizeRange, disagreements
-from attnmux.core.choosing.tell.summary import summary
-from attnmux.core.errors import InvalidInput
+from attnmux.core.facts.errors import InvalidInput
+from attnmux.core.facts.frozen import FrozenMapping, Plain, plain_fields
+from attnmux.core.facts.libraries import Libraries, installed_version
+from attnmux.core.facts.platform import Platform
+from attnmux.core.facts.request import Request
+from attnmux.core.facts.values import LayerGroup
+from attnmux.core.facts.verdicts import Coercion, Verdict
 
 Here = tuple[Platform, Platform, tuple[Offer, ...], Libraries, Accuracy]
 """The decision's platform, and what this process knows itself."""

@@ -10,21 +10,21 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cache
 
-from attnmux.core.choosing.ask.values import PHASES
-from attnmux.core.choosing.common.verdict import Obstacle, Reason, Verdict
-from attnmux.core.choosing.judge.axes import demands_of
 from attnmux.core.choosing.judge.checking import Rank, verdict
 from attnmux.core.choosing.judge.shortcomings import (
     is_served,
     shortcomings,
     shortcomings_by_phase,
 )
-from attnmux.core.choosing.machine.vendors import VENDORS
 from attnmux.core.choosing.offer.card import Offer
 from attnmux.core.choosing.search.assignments import Assignment
 from attnmux.core.choosing.search.problem import CACHED_LEADS, Group, Problem, Variant
 from attnmux.core.choosing.search.remedies import Remedies
-from attnmux.core.errors import NoBackend
+from attnmux.core.facts.axes import demands_of
+from attnmux.core.facts.errors import NoBackend
+from attnmux.core.facts.values import PHASES
+from attnmux.core.facts.vendors import VENDORS
+from attnmux.core.facts.verdicts import Obstacle, Reason, Verdict
 
 Serving = Mapping[str, Sequence[Offer]]
 """By leading phase, the offers that serve its group."""

@@ -8,7 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from attnmux.core.choosing.common.frozen import FrozenMapping
+from attnmux.core.facts.frozen import FrozenMapping
 
 Evidence = Callable[[Path], str]
 """From the root of /dev and /sys to the evidence in words; empty where there is none."""

@@ -4,22 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
-from attnmux.core.choosing.ask.sparse import check_picked_blocks, check_sparse
-from attnmux.core.choosing.ask.values import (
+from attnmux.core.facts.checks import nearest
+from attnmux.core.facts.errors import InvalidInput
+from attnmux.core.facts.frozen import FrozenMapping, Plain, defaults, plain_fields
+from attnmux.core.facts.sparse import check_picked_blocks, check_sparse
+from attnmux.core.facts.values import (
     BY_NAME,
     BY_TYPE,
     LINEAR_KINDS,
     PHASES,
     LayerGroup,
     Reader,
-    canonical_dtype,
 )
-from attnmux.core.choosing.common.checks import nearest
-from attnmux.core.choosing.common.frozen import FrozenMapping, Plain, defaults, plain_fields
-from attnmux.core.errors import InvalidInput
 
 ORIGINS = ("user", "env", "config", "model", "platform", "default")
 """Who may set a value; the earlier ones override the later ones."""
@@ -221,40 +219,6 @@ class Request(Plain):
         Raises InvalidInput for an unknown field or a value that it cannot hold.
         """
         return cls().replace(origin=origin, **parse_fields(text))
-
-    @classmethod
-    def from_model(
-        cls,
-        path: str | Path,
-        *,
-        tp: int = 1,
-        dtype: str | None = None,
-        kv_dtype: str | None = None,
-        kv_dtype_skip: str | None = None,
-    ) -> Request:
-        """The model's needs, read from its Hugging Face `config.json` alone.
-
-        `path` is the folder or the file; `tp` divides the heads (KV heads replicate below one).
-        `dtype` and `kv_dtype` replace the model's own. `kv_dtype_skip` names layers that keep K and
-        V in the model's dtype: numbers, ranges and kinds, such as "0-1,31,sliding_window" (see
-        `kept_layers.py`). They become groups of `other_layers`.
-        Raises InvalidInput where there is no usable config.json, where `tp` does not divide, and
-        for layers that cannot be skipped.
-        """
-        # Most requests are fields alone
-        from attnmux.core.choosing.ask.model_config import load_config, read_model  # noqa: PLC0415
-
-        config, dtypes = load_config(Path(path)), {"dtype": dtype, "kv_dtype": kv_dtype}
-        asked = {name: canonical_dtype(one, name) for name, one in dtypes.items() if one}
-        try:
-            given = read_model(config, tp, **asked, kv_dtype_skip=kv_dtype_skip)
-            request = cls(**given, origins=dict.fromkeys(given, "model"))
-            return request.replace(**asked) if asked else request
-        except InvalidInput as error:
-            if error.argument in ("tp", "kv_dtype_skip"):
-                raise
-            got = f"{error.got} in {path}"
-            raise InvalidInput(error.argument, got=got, expected=error.expected) from None
 
 
 DEFAULTS = tuple(defaults(Request).items())

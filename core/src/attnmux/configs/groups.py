@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from attnmux.core.choosing.ask.model_heads import attention_layers, differing_shapes, whole
-from attnmux.core.choosing.ask.model_layers import CHUNKED, COMPRESSED, PICKED_BLOCKS, WINDOWED
-from attnmux.core.choosing.ask.model_types import SINKS, WINDOW_SINKS
-from attnmux.core.choosing.ask.values import LayerGroup
+from attnmux.configs.heads import attention_layers, differing_shapes, whole
+from attnmux.configs.layers import CHUNKED, COMPRESSED, PICKED_BLOCKS, WINDOWED
+from attnmux.configs.model_types import SINKS, WINDOW_SINKS
+from attnmux.core.facts.values import LayerGroup
 
 Kept = Callable[[Mapping[int, str]], frozenset[int]]
 """`kept_layers` of what the user skips."""

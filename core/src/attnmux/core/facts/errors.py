@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from attnmux.core.choosing.common.verdict import Verdict
+    from attnmux.core.facts.verdicts import Verdict
 
 
 class AttnmuxError(Exception):

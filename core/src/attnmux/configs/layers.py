@@ -7,9 +7,9 @@ from collections.abc import Mapping
 from itertools import cycle, islice
 from typing import Any
 
-from attnmux.core.choosing.ask.values import LINEAR_KINDS
-from attnmux.core.choosing.common.checks import is_whole
-from attnmux.core.errors import InvalidInput
+from attnmux.core.facts.checks import is_whole
+from attnmux.core.facts.errors import InvalidInput
+from attnmux.core.facts.values import LINEAR_KINDS
 
 COMPRESSED = frozenset({"compressed_sparse_attention", "heavily_compressed_attention"})
 """Of layers that see a window and keys that stand for blocks of tokens (DeepSeek-V4)."""

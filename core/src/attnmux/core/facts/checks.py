@@ -6,7 +6,7 @@ import reprlib
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
-from attnmux.core.errors import InvalidInput
+from attnmux.core.facts.errors import InvalidInput
 
 TRUE = ("true", "yes", "on", "1")
 UNSET = ("none", "null", "unset", "auto")

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Container, Mapping
 from dataclasses import dataclass, field
 
-from attnmux.core.choosing.ask.values import OptionValue
-from attnmux.core.choosing.common.checks import Check, check_fields, refusal
-from attnmux.core.choosing.common.frozen import FrozenMapping
-from attnmux.core.errors import BackendFailed
+from attnmux.core.facts.checks import Check, check_fields, refusal
+from attnmux.core.facts.errors import BackendFailed
+from attnmux.core.facts.frozen import FrozenMapping
+from attnmux.core.facts.values import OptionValue
 
 FIELDS = {
     "extend": ("prefill_backend", "backend"),

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping
 from functools import partial
-from pathlib import Path
 from typing import Any
 
-from attnmux.core.choosing.ask.kept_layers import kept_layers, no_kept_layers
-from attnmux.core.choosing.ask.model_groups import layer_groups
-from attnmux.core.choosing.ask.model_heads import (
+from attnmux.configs.groups import layer_groups
+from attnmux.configs.heads import (
     attention_heads,
     attention_layers,
     differing_shapes,
@@ -18,7 +15,8 @@ from attnmux.core.choosing.ask.model_heads import (
     linear_dims,
     whole,
 )
-from attnmux.core.choosing.ask.model_layers import (
+from attnmux.configs.kept_layers import kept_layers, no_kept_layers
+from attnmux.configs.layers import (
     ATTENTION,
     INDEXED,
     LINEAR,
@@ -28,7 +26,7 @@ from attnmux.core.choosing.ask.model_layers import (
     layer_types,
     linear_layers,
 )
-from attnmux.core.choosing.ask.model_types import (
+from attnmux.configs.model_types import (
     ALIBI,
     DEFAULTS,
     ENCODERS,
@@ -37,13 +35,9 @@ from attnmux.core.choosing.ask.model_types import (
     UNSAYABLE,
     WINDOW_KV_HEADS,
 )
-from attnmux.core.choosing.ask.values import canonical_dtype
-from attnmux.core.choosing.common.files import read_file
-from attnmux.core.errors import InvalidInput
+from attnmux.core.facts.errors import InvalidInput
+from attnmux.core.facts.values import canonical_dtype
 
-MOST_BYTES = 2**24
-"""Of a configuration. The largest that are published have some 100 kB."""
-LONGEST_NAME = 200
 SPARSE = ("index_topk", "index_topk_blocks", "indexer_budget", "sparse_attention_config")
 """Values of models in which an indexer picks keys."""
 
@@ -56,7 +50,7 @@ def read_model(
     kv_dtype: str | None = None,
     kv_dtype_skip: str | None = None,
 ) -> dict[str, Any]:
-    """The fields of a Request that the model sets; dtype and so on as in `Request.from_model`.
+    """The fields of a Request that the model sets; dtype and so on as in `request_from_model`.
 
     Raises InvalidInput for attention that a request cannot express, for a `tp` that does not
     divide the heads, and for layers that cannot be skipped.
@@ -107,27 +101,6 @@ def read_model(
         "encoder_head_dim": _encoder_head_dim(config.get("vision_config")),
         "cross_attention": has_cross_attention,
     }
-
-
-def load_config(path: Path) -> dict[str, Any]:
-    """Raises InvalidInput for a path without a usable config.json."""
-    file, is_folder = path, False
-    try:
-        is_folder = path.is_dir()
-        file = path / "config.json" if is_folder else path
-        config = json.loads(read_file(str(file), MOST_BYTES))
-    except FileNotFoundError:
-        got = f"{path}, which has no config.json" if is_folder else f"{path}: no such file"
-    except OSError as error:
-        got = f"{str(file)[:LONGEST_NAME]}: {error.strerror or error}"
-    except (ValueError, RecursionError) as error:
-        got = f"{file}, which is not JSON ({error})"
-    else:
-        if isinstance(config, dict):
-            return config
-        got = f"{file}, which is not a JSON object"
-    expected = "a folder with a Hugging Face config.json, or that file"
-    raise InvalidInput("model", got=got, expected=expected)
 
 
 def _check_sayable(values: Mapping[str, Any], latent: bool) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from attnmux.core.choosing.common.checks import (
+from attnmux.core.facts.checks import (
     NAME,
     TEXT,
     Check,
@@ -18,9 +18,9 @@ from attnmux.core.choosing.common.checks import (
     several,
     whole,
 )
-from attnmux.core.choosing.common.frozen import Plain, defaults
-from attnmux.core.choosing.machine.vendors import EXAMPLE, VENDORS, Vendor
-from attnmux.core.errors import InvalidInput
+from attnmux.core.facts.errors import InvalidInput
+from attnmux.core.facts.frozen import Plain, defaults
+from attnmux.core.facts.vendors import EXAMPLE, VENDORS, Vendor
 
 GRAMMAR = f"VENDOR:ARCH[,KEY=VALUE]…, such as {EXAMPLE}"
 

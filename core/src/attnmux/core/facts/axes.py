@@ -1,19 +1,19 @@
 """The axes of choosing: how each value of a request or a platform meets a field of a clause.
 
 A new axis is a field of `Clause`, a field of `Request` (or of `Platform`), and a row of `AXES`.
-`ask/values.py` reads a field by its type, or by its name where the type does not say enough.
+`values.py` reads a field by its type, or by its name where the type does not say enough.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from typing import Protocol
 
-from attnmux.core.choosing.ask.request import Request
-from attnmux.core.choosing.common.verdict import Reason
-from attnmux.core.choosing.machine.platform import Platform
-from attnmux.core.choosing.offer.clause import Clause
-from attnmux.core.choosing.offer.conditions import ANY, Condition, Value
+from attnmux.core.facts.platform import Platform
+from attnmux.core.facts.request import Request
+from attnmux.core.facts.values import Value
+from attnmux.core.facts.verdicts import Reason
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -39,6 +39,14 @@ class Question:
         object.__setattr__(self, "demands", tuple(demands))
 
 
+class Limit(Protocol):
+    """A card's condition on one axis."""
+
+    def admits(self, value: Value) -> bool: ...
+
+    def nearest(self, value: Value) -> Value | None: ...
+
+
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False, repr=False)
 class Axis:
     """A value that a card may limit. Its name is the clause's field."""
@@ -55,11 +63,12 @@ class Axis:
     weight: int = 1
     """The distance that a failure adds when the nearest clause is sought."""
 
-    def condition(self, clause: Clause) -> Condition:
-        condition: Condition = getattr(clause, self.name)
+    def condition(self, clause: object) -> Limit:
+        """The condition of a `Clause` on this axis."""
+        condition: Limit = getattr(clause, self.name)
         return condition
 
-    def reason(self, clause: Clause, wanted: Value, hint: str = "") -> Reason:
+    def reason(self, clause: object, wanted: Value, hint: str = "") -> Reason:
         return Reason(
             code=self.name.upper(),
             axis=self.name,
@@ -68,7 +77,7 @@ class Axis:
             hint=hint,
         )
 
-    def remedy(self, clause: Clause, wanted: Value) -> str:
+    def remedy(self, clause: object, wanted: Value) -> str:
         """The value nearest to `wanted` that the clause serves."""
         near = self.condition(clause).nearest(wanted)
         return "none" if near is None else str(near)
@@ -219,21 +228,3 @@ def demands_of(questions: Iterable[Question]) -> dict[Demand, list[str]]:
         for demand in question.demands:
             found.setdefault(demand, []).append(question.phase)
     return {demand: found[demand] for demand in sorted(found, key=lambda one: AXES.index(one[0]))}
-
-
-def failing(clause: Clause, demands: Iterable[Demand]) -> list[Demand]:
-    """The demands that `clause` does not meet."""
-    return [
-        (axis, value)
-        for axis, value in demands
-        if (condition := getattr(clause, axis.name)) is not ANY and not condition.admits(value)
-    ]
-
-
-def meets(clause: Clause, demands: Iterable[Demand]) -> bool:
-    """Whether the clause meets all of the demands."""
-    for axis, value in demands:
-        condition = getattr(clause, axis.name)
-        if condition is not ANY and not condition.admits(value):
-            return False
-    return True

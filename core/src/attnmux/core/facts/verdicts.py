@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from attnmux.core.choosing.common.frozen import Plain
+from attnmux.core.facts.frozen import Plain
 
 Status = Literal["fits", "coerced", "rejected"]
 

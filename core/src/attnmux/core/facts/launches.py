@@ -11,12 +11,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol, TypeVar
 
-from attnmux.core.choosing.ask.request import Request
-from attnmux.core.choosing.ask.values import OptionValue
-from attnmux.core.choosing.common.checks import Check, by_name, check_fields
-from attnmux.core.choosing.common.frozen import FrozenMapping, Plain
-from attnmux.core.choosing.machine.platform import Platform
-from attnmux.core.choosing.measured.records import (
+from attnmux.core.facts.checks import Check, by_name, check_fields
+from attnmux.core.facts.frozen import FrozenMapping, Plain
+from attnmux.core.facts.libraries import Libraries, installed_version
+from attnmux.core.facts.platform import Platform
+from attnmux.core.facts.records import (
     CHECKS,
     MICROSECONDS,
     Device,
@@ -24,7 +23,8 @@ from attnmux.core.choosing.measured.records import (
     Records,
     read_records,
 )
-from attnmux.core.choosing.offer.libraries import Libraries, installed_version
+from attnmux.core.facts.request import Request
+from attnmux.core.facts.values import OptionValue
 
 T = TypeVar("T")
 

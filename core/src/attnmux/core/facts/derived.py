@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from attnmux.core.choosing.ask.request import Request
-from attnmux.core.choosing.ask.values import PHASES
-from attnmux.core.errors import InvalidInput
+from attnmux.core.facts.errors import InvalidInput
+from attnmux.core.facts.request import Request
+from attnmux.core.facts.values import PHASES
 
 
 def expanded_request(request: Request) -> Request:

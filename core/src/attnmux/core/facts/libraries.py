@@ -16,7 +16,7 @@ from functools import cache, lru_cache
 from hashlib import sha256
 from typing import TYPE_CHECKING, NamedTuple
 
-from attnmux.core.choosing.common.files import read_file
+from attnmux.core.facts.files import read_file
 
 if TYPE_CHECKING:
     from packaging.markers import Marker

@@ -7,10 +7,11 @@ from pathlib import Path
 
 import pytest
 
+from attnmux.configs import request_from_model
+from attnmux.configs.kept_layers import kept_layers
 from attnmux.core import InvalidInput, Request
-from attnmux.core.choosing.ask.kept_layers import kept_layers
 
-DATA = Path(__file__).parents[1] / "data"
+DATA = Path(__file__).parents[1] / "core/choosing/data"
 DTYPES = {"dtype": "bfloat16", "kv_dtype": "fp8_e4m3"}
 FULL, WINDOW = "full_attention", "sliding_window"
 KINDS = dict(enumerate([WINDOW, WINDOW, FULL, WINDOW, WINDOW, FULL, "attention_chunk"]))
@@ -84,7 +85,7 @@ def groups(request: Request) -> list[tuple[object, ...]]:
 )
 def test_groups_of_a_model(model, skip, expected) -> None:
     given = {"dtype": "bf16", "kv_dtype": "fp8_e4m3", "kv_dtype_skip": skip}
-    request = Request.from_model(DATA / model, **given)
+    request = request_from_model(DATA / model, **given)
     assert groups(request) == expected
     assert request.origins["kv_dtype"] == "user"
     assert Request.from_dict(json.loads(json.dumps(request.to_dict()))) == request
@@ -92,7 +93,7 @@ def test_groups_of_a_model(model, skip, expected) -> None:
 
 def test_the_layers_keep_the_dtype_that_the_user_gives_the_model() -> None:
     given = {"dtype": "fp16", "kv_dtype": "fp8_e4m3", "kv_dtype_skip": "0"}
-    request = Request.from_model(DATA / "llama-3.1-8b", **given)
+    request = request_from_model(DATA / "llama-3.1-8b", **given)
     assert (request.dtype, request.other_layers[0].kv_dtype) == ("float16", "float16")
 
 
@@ -107,11 +108,11 @@ def test_the_layers_keep_the_dtype_that_the_user_gives_the_model() -> None:
 )
 def test_models_whose_layers_must_be_alike(model, said) -> None:
     with pytest.raises(InvalidInput, match=said):
-        Request.from_model(DATA / model, kv_dtype="fp8_e4m3", kv_dtype_skip="0")
+        request_from_model(DATA / model, kv_dtype="fp8_e4m3", kv_dtype_skip="0")
 
 
 def test_an_encoder_has_no_layers_to_skip(tmp_path) -> None:
     config = {"model_type": "bert", "num_attention_heads": 2, "hidden_size": 8, "dtype": "float32"}
     (tmp_path / "config.json").write_text(json.dumps({**config, "num_hidden_layers": 2}))
     with pytest.raises(InvalidInput, match="got an encoder"):
-        Request.from_model(tmp_path, kv_dtype="fp8_e4m3", kv_dtype_skip="0")
+        request_from_model(tmp_path, kv_dtype="fp8_e4m3", kv_dtype_skip="0")

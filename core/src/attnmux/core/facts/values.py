@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal, get_args
 
-from attnmux.core.choosing.common.checks import UNSET, is_whole, read_flag
-from attnmux.core.choosing.common.frozen import Plain
-from attnmux.core.errors import InvalidInput
+from attnmux.core.facts.checks import UNSET, is_whole, read_flag
+from attnmux.core.facts.errors import InvalidInput
+from attnmux.core.facts.frozen import Plain
 
 ATTENTION_KINDS = ("mha", "mla", "nsa", "dual_chunk")
 LinearKind = Literal["gdn", "kda", "mamba1", "mamba2", "lightning", "conv"]
@@ -44,6 +44,15 @@ ALIASES = {
 
 OptionValue = bool | int | float | str
 """A value of a backend's option."""
+
+Value = str | int | float | bool | frozenset[str]
+"""A value of an axis."""
+
+TreeMask = Literal["full", "qlen_only", "qlen_only_bitpacking"]
+"""A form of a draft tree's mask, by SGLang's name: `SpecInput.custom_mask`, `visible` or
+`visible_bits`."""
+TREE_MASKS: tuple[TreeMask, ...] = ("qlen_only", "qlen_only_bitpacking", "full")
+"""All forms, for a backend that takes each of them through `visible_drafts`."""
 
 Reader = Callable[[str, Any], Any]
 """(a field's name, the given value) → the value to keep; raises InvalidInput."""
@@ -100,7 +109,7 @@ def read_groups(name: str, value: Any) -> tuple[LayerGroup, ...]:  # noqa: ANN40
     except TypeError:
         groups = (LayerGroup(layers=0),)
     if not all(is_whole(each.layers, 1) for each in groups):
-        expected = "groups of layers, as `Request.from_model` reads them from a config.json"
+        expected = "groups of layers, as `request_from_model` reads them from a config.json"
         raise InvalidInput(name, got=repr(value), expected=expected)
     return groups
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from attnmux.core.errors import InvalidInput
+from attnmux.core.facts.errors import InvalidInput
 
 FEWEST_CHOSEN_PAGES = 4
 """Pages of a `sparse_budget`, at least: the first, the last two, and one that is chosen."""

@@ -13,11 +13,11 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any, ClassVar, Generic, TypeVar
 
-from attnmux.core.choosing.common.checks import NAME, Check, by_name, check_fields, is_whole
-from attnmux.core.choosing.common.files import read_file
-from attnmux.core.choosing.common.frozen import FrozenMapping, Plain, plain
-from attnmux.core.choosing.machine.platform import Platform
-from attnmux.core.errors import InvalidInput, in_brief
+from attnmux.core.facts.checks import NAME, Check, by_name, check_fields, is_whole
+from attnmux.core.facts.errors import InvalidInput, in_brief
+from attnmux.core.facts.files import read_file
+from attnmux.core.facts.frozen import FrozenMapping, Plain, plain
+from attnmux.core.facts.platform import Platform
 
 FORMAT = 1
 """Of the records; other formats are not read."""

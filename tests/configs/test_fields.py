@@ -8,11 +8,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from attnmux.configs import request_from_model
 from attnmux.core import group_requests
-from attnmux.core.choosing.ask.request import Request
-from attnmux.core.errors import InvalidInput
+from attnmux.core.facts.errors import InvalidInput
+from attnmux.core.facts.request import Request
 
-DATA = Path(__file__).parents[1] / "data"
+DATA = Path(__file__).parents[1] / "core/choosing/data"
 
 BF16 = {"dtype": "bfloat16"}
 LATENT = {
@@ -104,14 +105,14 @@ def test_every_recorded_config_is_expected() -> None:
 
 @pytest.mark.parametrize("name", sorted(EXPECTED))
 def test_from_model(name) -> None:
-    request = Request.from_model(DATA / name)
+    request = request_from_model(DATA / name)
     plain = Request(**EXPECTED[name]).to_dict()
     read = request.to_dict()
     origins = read.pop("origins")
     del plain["origins"]
     assert read == plain
     assert {origins[field] for field in EXPECTED[name]} == {"model"}
-    assert Request.from_model(DATA / name / "config.json") == request
+    assert request_from_model(DATA / name / "config.json") == request
 
 
 def config(name: str) -> dict:
@@ -120,7 +121,7 @@ def config(name: str) -> dict:
 
 def from_config(folder: Path, values: object) -> Request:
     (folder / "config.json").write_text(values if isinstance(values, str) else json.dumps(values))
-    return Request.from_model(folder)
+    return request_from_model(folder)
 
 
 def test_dtype_has_an_older_name_and_may_be_absent(tmp_path) -> None:
@@ -364,12 +365,12 @@ def test_a_bert_that_decodes_asks_for_decode(tmp_path) -> None:
     ("tp", "heads", "kv_heads"), [(1, 32, 8), (4, 8, 2), (8, 4, 1), (16, 2, 1), (32, 1, 1)]
 )
 def test_tp_divides_the_heads_and_replicates_kv_heads(tp, heads, kv_heads) -> None:
-    request = Request.from_model(DATA / "llama-3.1-8b", tp=tp)
+    request = request_from_model(DATA / "llama-3.1-8b", tp=tp)
     assert (request.num_q_heads, request.num_kv_heads, request.head_dim) == (heads, kv_heads, 128)
 
 
 def test_tp_leaves_the_latent_whole() -> None:
-    request = Request.from_model(DATA / "deepseek-v3", tp=8)
+    request = request_from_model(DATA / "deepseek-v3", tp=8)
     assert (request.num_q_heads, request.num_kv_heads) == (16, 1)
 
 
@@ -378,7 +379,7 @@ def test_tp_leaves_the_latent_whole() -> None:
 )
 def test_tp_must_divide(name, tp) -> None:
     with pytest.raises(InvalidInput, match=r"^tp: expected a divisor"):
-        Request.from_model(DATA / name, tp=tp)
+        request_from_model(DATA / name, tp=tp)
 
 
 BLOOM = {"model_type": "bloom", "n_head": 16, "hidden_size": 1024}
@@ -581,9 +582,9 @@ def test_layers_that_differ(tmp_path, name) -> None:
 
 def test_paths_that_are_no_model(tmp_path) -> None:
     with pytest.raises(InvalidInput, match="no such file"):
-        Request.from_model(tmp_path / "absent")
+        request_from_model(tmp_path / "absent")
     with pytest.raises(InvalidInput, match=r"has no config\.json"):
-        Request.from_model(tmp_path)
+        request_from_model(tmp_path)
 
 
 LATENT_HEADS = {"kv_lora_rank": 64, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 16}
