@@ -13,7 +13,7 @@ from attnmux.core import group_requests
 from attnmux.core.facts.errors import InvalidInput
 from attnmux.core.facts.request import Request
 
-DATA = Path(__file__).parents[1] / "core/choosing/data"
+DATA = Path(__file__).parents[1] / "core/data"
 
 BF16 = {"dtype": "bfloat16"}
 LATENT = {

@@ -37,7 +37,7 @@ from attnmux.core import (
 
 HERE = Path(__file__).parent
 RECORD = HERE / "golden" / "answers.txt.xz"
-MODELS = HERE.parent / "core" / "choosing" / "data"
+MODELS = HERE.parent / "core" / "data"
 NUM_RANDOM = 5000
 NUM_SHARES = 16
 PLUGINS = ("amd", "ascend", "cpu", "intel", "nvidia", "triton")

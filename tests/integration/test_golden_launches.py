@@ -9,7 +9,7 @@ import pytest
 from attnmux.configs import request_from_model
 from attnmux.core import Decision, NoBackend, Offer, Platform, Policy, Request, load_plugins, solve
 
-MODELS = Path(__file__).parents[1] / "core" / "choosing" / "data"
+MODELS = Path(__file__).parents[1] / "core" / "data"
 LLAMA = request_from_model(MODELS / "llama-3.1-8b")
 DEEPSEEK = request_from_model(MODELS / "deepseek-v3", tp=8)
 DEEPSEEK_V32 = request_from_model(MODELS / "deepseek-v3.2-exp", tp=8)

@@ -23,12 +23,12 @@ from attnmux.core import (
     Settings,
     load_plugins,
 )
-from attnmux.core.choosing.machine.cpu import probe_cpu
-from attnmux.core.choosing.measured.measurement import shape_of, versions_of
 from attnmux.core.cli import run as shared
 from attnmux.core.cli.verbs import verbs
 from attnmux.core.facts.axes import Question
 from attnmux.core.facts.records import Device
+from attnmux.core.find.cpu import probe_cpu
+from attnmux.core.measured.measurement import shape_of, versions_of
 from attnmux.transformers import cli_run, recall
 from attnmux.transformers.decision import decide, without
 

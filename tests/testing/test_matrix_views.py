@@ -6,9 +6,9 @@ import pytest
 from click import unstyle
 from click.testing import CliRunner
 
-from attnmux.core.choosing.offer.card import BackendCard, Offer
-from attnmux.core.choosing.offer.clause import Clause
-from attnmux.core.choosing.offer.conditions import ANY, at_most, one_of
+from attnmux.core.cards.card import BackendCard, Offer
+from attnmux.core.cards.clause import Clause
+from attnmux.core.cards.conditions import ANY, at_most, one_of
 from attnmux.core.cli.verbs import verbs
 from attnmux.core.facts.platform import Platform
 from attnmux.core.facts.request import Request

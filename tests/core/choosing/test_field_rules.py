@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import pytest
 
-from attnmux.core.choosing.offer.card import Prior
-from attnmux.core.choosing.offer.clause import when
-from attnmux.core.choosing.offer.conditions import (
+from attnmux.core.cards.card import Prior
+from attnmux.core.cards.clause import when
+from attnmux.core.cards.conditions import (
     ANY,
     at_least,
     at_most,

@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 
 from attnmux.configs import request_from_model
-from attnmux.core.choosing.offer.card import Prior
-from attnmux.core.choosing.offer.clause import when
-from attnmux.core.choosing.offer.conditions import ANY, NONE, one_of
+from attnmux.core.cards.card import Prior
+from attnmux.core.cards.clause import when
+from attnmux.core.cards.conditions import ANY, NONE, one_of
+from attnmux.core.choosing.decision import Decision
 from attnmux.core.choosing.solver import solve
-from attnmux.core.choosing.tell.decision import Decision
 from attnmux.core.cli.outcomes import (
     Outcome,
     joined_by_first_reason,
@@ -22,9 +22,9 @@ from attnmux.core.facts.errors import NoBackend
 from attnmux.core.facts.platform import Platform
 from attnmux.core.facts.policy import Policy
 from attnmux.core.facts.request import Request, parse_fields
-from attnmux.core.installed import load_plugins
+from attnmux.core.find.installed import load_plugins
 
-DATA = Path(__file__).parent / "data"
+DATA = Path(__file__).parents[1] / "data"
 
 
 @pytest.fixture

@@ -9,10 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from attnmux.core.choosing.judge.checking import check
-from attnmux.core.choosing.offer.card import BackendCard, Offer, Prior
-from attnmux.core.choosing.offer.clause import ALWAYS, Clause, when
-from attnmux.core.choosing.offer.conditions import (
+from attnmux.core.cards.card import BackendCard, Offer, Prior
+from attnmux.core.cards.clause import ALWAYS, Clause, when
+from attnmux.core.cards.conditions import (
     ANY,
     NONE,
     anything_but,
@@ -21,8 +20,9 @@ from attnmux.core.choosing.offer.conditions import (
     multiple_of,
     one_of,
 )
+from attnmux.core.choosing.checking import check
+from attnmux.core.choosing.decision import Decision
 from attnmux.core.choosing.solver import solve
-from attnmux.core.choosing.tell.decision import Decision
 from attnmux.core.facts.errors import NoBackend, UnknownBackend
 from attnmux.core.facts.platform import Platform
 from attnmux.core.facts.policy import Policy

@@ -11,7 +11,7 @@ from click.testing import CliRunner
 
 from attnmux.core.cli.verbs import verbs
 from attnmux.core.facts.errors import InvalidInput
-from attnmux.core.lock import Lock, content_hash
+from attnmux.core.find.lock import Lock, content_hash
 
 SOURCE = """
 from attnmux.core import BackendCard, hookimpl, when

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from attnmux.core.choosing.offer.card import BackendCard, Offer
-from attnmux.core.choosing.offer.clause import Clause
-from attnmux.core.choosing.offer.conditions import ANY
-from attnmux.core.choosing.offer.proof import Verified
+from attnmux.core.cards.card import BackendCard, Offer
+from attnmux.core.cards.clause import Clause
+from attnmux.core.cards.conditions import ANY
+from attnmux.core.cards.proof import Verified
 from attnmux.core.choosing.solver import solve
 from attnmux.core.cli.here import backends_here
 from attnmux.core.cli.outcomes import outcomes

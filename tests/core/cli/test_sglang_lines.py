@@ -20,7 +20,7 @@ asking = pytest.importorskip("attnmux.sglang.asking")
 pytest.importorskip("attnmux.nvidia.plugin", reason="the decisions are about its cards")
 pytest.importorskip("attnmux.triton.plugin", reason="as above")
 
-MODELS = Path(__file__).parents[1] / "choosing" / "data"
+MODELS = Path(__file__).parents[1] / "data"
 HOPPER = Platform.parse("nvidia:sm90,cuda=13.0")
 SHAPE = Request.parse(
     "num_q_heads=32,num_kv_heads=8,head_dim=128,dtype=bfloat16,page_size=1", origin="model"

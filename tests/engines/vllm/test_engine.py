@@ -16,7 +16,7 @@ vllm = pytest.importorskip("vllm")
 distributed = pytest.importorskip("vllm.distributed")
 recall = pytest.importorskip("attnmux.transformers.recall")
 core = pytest.importorskip("attnmux.core")
-chooser = pytest.importorskip("attnmux.core.chooser")
+chooser = pytest.importorskip("attnmux.core.engines.chooser")
 configs = pytest.importorskip("attnmux.configs")
 launch = pytest.importorskip("attnmux.vllm.launch")
 

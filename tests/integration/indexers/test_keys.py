@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM
 
 from attnmux.configs import request_from_model
 from attnmux.core import InvalidInput, load_plugins, solve
-from attnmux.core.choosing.machine.cpu import probe_cpu
+from attnmux.core.find.cpu import probe_cpu
 from attnmux.transformers import (
     Engine,
     KeyPicker,

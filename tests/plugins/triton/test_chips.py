@@ -23,7 +23,7 @@ from typing import Any
 import pytest
 
 from attnmux.core import ForwardMode, Platform, Request
-from attnmux.core.choosing.judge.shortcomings import is_served
+from attnmux.core.choosing.shortcomings import is_served
 from attnmux.core.facts.axes import Question
 from attnmux.testing import Case, decode, extend, verify
 

@@ -22,8 +22,8 @@ from attnmux.core import (
     build,
 )
 from attnmux.core.composites.factories import make_linear
+from attnmux.core.contract.steps import StepBackend
 from attnmux.core.facts.values import LINEAR_KINDS
-from attnmux.core.steps import StepBackend
 from attnmux.testing import Errors
 
 

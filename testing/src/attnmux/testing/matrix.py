@@ -7,8 +7,8 @@ from dataclasses import asdict
 
 import click
 
-from attnmux.core.choosing.offer.named import offers_named
-from attnmux.core.choosing.offer.proof import PROOFS, Proof, Verified
+from attnmux.core.cards.named import offers_named
+from attnmux.core.cards.proof import PROOFS, Proof, Verified
 from attnmux.core.cli.asking import machine
 from attnmux.core.cli.run import Run, common_options, echo_json, pass_run
 from attnmux.core.facts.platform import GRAMMAR

@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Sequence
 
-from attnmux.core.choosing.offer.clause import Clause
-from attnmux.core.choosing.offer.conditions import ANY, NONE, Condition, OneOf
+from attnmux.core.cards.clause import Clause
+from attnmux.core.cards.conditions import ANY, NONE, Condition, OneOf
 from attnmux.core.facts.axes import AXES, PLATFORM
 
 _DECIDING = (

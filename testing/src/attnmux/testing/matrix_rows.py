@@ -10,11 +10,11 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
-from attnmux.core.choosing.offer.card import Offer
-from attnmux.core.choosing.offer.clause import Clause, meets
-from attnmux.core.choosing.offer.conditions import ANY, Condition
-from attnmux.core.choosing.offer.proof import Proven, proven, proven_on
-from attnmux.core.choosing.search.problem import opposed
+from attnmux.core.cards.card import Offer
+from attnmux.core.cards.clause import Clause, meets
+from attnmux.core.cards.conditions import ANY, Condition
+from attnmux.core.cards.proof import Proven, proven, proven_on
+from attnmux.core.choosing.problem import opposed
 from attnmux.core.facts.axes import AXES, CACHED, PLATFORM, Axis, Question
 from attnmux.core.facts.platform import Platform
 from attnmux.core.facts.request import Request

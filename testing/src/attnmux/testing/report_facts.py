@@ -17,8 +17,8 @@ from attnmux.core import (
     Verified,
     installed_version,
 )
-from attnmux.core.choosing.judge.checking import standing
-from attnmux.core.choosing.offer.proof import proven_on
+from attnmux.core.cards.proof import proven_on
+from attnmux.core.choosing.checking import standing
 from attnmux.core.facts.errors import in_brief
 from attnmux.core.facts.libraries import distributions
 from attnmux.core.facts.records import Device

@@ -7,7 +7,7 @@ from random import Random
 from typing import Any
 
 from attnmux.core import ANY, Clause
-from attnmux.core.choosing.offer.conditions import Condition
+from attnmux.core.cards.conditions import Condition
 from attnmux.core.facts.values import DTYPES, Value
 from attnmux.testing.sampled_points import FLAGS
 

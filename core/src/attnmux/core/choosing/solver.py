@@ -8,26 +8,26 @@ from dataclasses import replace
 from functools import cache, partial
 from typing import Any
 
-from attnmux.core.choosing.judge.checking import Accuracy, Ranking, by_card, prior_rank, standing
-from attnmux.core.choosing.judge.requirements import caveats
-from attnmux.core.choosing.offer.card import Offer
-from attnmux.core.choosing.offer.named import read_options
-from attnmux.core.choosing.search.assignments import (
+from attnmux.core.cards.card import Offer
+from attnmux.core.cards.named import read_options
+from attnmux.core.choosing.assignments import (
     Assignment,
     best_assignment,
     best_together,
     coercions,
 )
-from attnmux.core.choosing.search.problem import (
+from attnmux.core.choosing.checking import Accuracy, Ranking, by_card, prior_rank, standing
+from attnmux.core.choosing.choice import Choice, choice_of
+from attnmux.core.choosing.decision import Decision
+from attnmux.core.choosing.problem import (
     Problem,
     Variant,
     groups_of,
     opposed,
     verify_lead,
 )
-from attnmux.core.choosing.tell.choice import Choice, choice_of
-from attnmux.core.choosing.tell.decision import Decision
-from attnmux.core.choosing.tell.verdicts import refusal, verdicts
+from attnmux.core.choosing.requirements import caveats
+from attnmux.core.choosing.verdicts import refusal, verdicts
 from attnmux.core.facts.axes import Question
 from attnmux.core.facts.derived import (
     group_requests,

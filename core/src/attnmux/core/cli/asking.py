@@ -5,11 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
-from attnmux.core.choosing.find.devices import pick_platform
-from attnmux.core.choosing.find.plugins import Plugins
-from attnmux.core.choosing.offer.card import Offer
+from attnmux.core.cards.card import Offer
+from attnmux.core.choosing.decision import Decision
 from attnmux.core.choosing.solver import solve
-from attnmux.core.choosing.tell.decision import Decision
 from attnmux.core.cli.run import Run
 from attnmux.core.facts.errors import InvalidInput, NoBackend, PluginError
 from attnmux.core.facts.libraries import entry_points, installed_version
@@ -17,10 +15,12 @@ from attnmux.core.facts.platform import GRAMMAR, Platform
 from attnmux.core.facts.policy import Policy
 from attnmux.core.facts.request import Request, parse_fields
 from attnmux.core.facts.vendors import VENDORS
-from attnmux.core.settings import Settings
+from attnmux.core.find.devices import pick_platform
+from attnmux.core.find.plugins import Plugins
+from attnmux.core.find.settings import Settings
 
 if TYPE_CHECKING:
-    from attnmux.core.choosing.measured.measurement import Measurement
+    from attnmux.core.measured.measurement import Measurement
 
 
 READERS = "attnmux.configs"
@@ -95,7 +95,7 @@ def machine(
         if sum(one.device_type == kind for one in found.platforms) > 1:
             import torch  # noqa: PLC0415  # most questions need none
 
-            from attnmux.core.device_platforms import platform_of  # noqa: PLC0415  # imports torch
+            from attnmux.core.engines.device_platforms import platform_of  # noqa: PLC0415  # imports torch
 
             named = settings.where("platform")
             return platform_of(torch.device(device), found, settings.platform, named=named), False
@@ -152,7 +152,7 @@ def decided(
     if not measurements:
         return solve(request, device, offers, policy)
     # Not imported unless something was measured
-    from attnmux.core.choosing.measured.ranking import solve_measured  # noqa: PLC0415
+    from attnmux.core.measured.ranking import solve_measured  # noqa: PLC0415
 
     return solve_measured(request, device, offers, policy, measurements=measurements)
 

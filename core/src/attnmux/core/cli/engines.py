@@ -15,9 +15,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
-from attnmux.core.choosing.find.plugins import is_admitted
-from attnmux.core.choosing.tell.choice import Choice
-from attnmux.core.choosing.tell.decision import Decision
+from attnmux.core.choosing.choice import Choice
+from attnmux.core.choosing.decision import Decision
 from attnmux.core.cli.asking import Asked
 from attnmux.core.facts.errors import InvalidInput, NoBackend, PluginError, in_brief
 from attnmux.core.facts.libraries import EntryPoint, entry_points
@@ -25,7 +24,8 @@ from attnmux.core.facts.platform import Platform
 from attnmux.core.facts.policy import NAMING
 from attnmux.core.facts.request import Request
 from attnmux.core.facts.vendors import VENDORS
-from attnmux.core.settings import PREFIX, Settings
+from attnmux.core.find.plugins import is_admitted
+from attnmux.core.find.settings import PREFIX, Settings
 
 GROUP = "attnmux.engines"
 OWN = ("sglang", "vllm")

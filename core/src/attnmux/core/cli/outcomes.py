@@ -10,11 +10,11 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
-from attnmux.core.choosing.offer.card import Offer
-from attnmux.core.choosing.offer.proof import proven_on
-from attnmux.core.choosing.search.problem import phases_by_lead
-from attnmux.core.choosing.tell.decision import Decision
-from attnmux.core.choosing.tell.verdicts import effort
+from attnmux.core.cards.card import Offer
+from attnmux.core.cards.proof import proven_on
+from attnmux.core.choosing.decision import Decision
+from attnmux.core.choosing.problem import phases_by_lead
+from attnmux.core.choosing.verdicts import effort
 from attnmux.core.facts.frozen import Plain
 from attnmux.core.facts.platform import Platform
 from attnmux.core.facts.policy import Policy
@@ -43,7 +43,7 @@ class Outcome(Plain):
     source: str = ""
     """Where the rank of a chosen backend comes from."""
     proof: str = ""
-    """What its card's runs prove for the machine, a word of `offer/proof.py`."""
+    """What its card's runs prove for the machine, a word of `cards/proof.py`."""
     reasons: tuple[Reason, ...] = ()
 
 

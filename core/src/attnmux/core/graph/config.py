@@ -12,8 +12,8 @@ import torch
 from rich.console import Console
 from rich.progress import Progress as ProgressBar
 
-from attnmux.core.arguments import check_at_least, check_positive
-from attnmux.core.batch import ForwardBatch, ForwardMode
+from attnmux.core.contract.arguments import check_at_least, check_positive
+from attnmux.core.contract.batch import ForwardBatch, ForwardMode
 from attnmux.core.facts.errors import InvalidInput
 
 Forward: TypeAlias = Callable[[ForwardBatch, Mapping[str, torch.Tensor]], Any]

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
-from attnmux.core.arguments import described
+from attnmux.core.contract.arguments import described
 from attnmux.core.facts.errors import InvalidInput
 
 
