@@ -1,4 +1,5 @@
-"""The runs that cards name are those of benchmarks/results/conformance.md, and the latest ones."""
+"""The runs that cards name are those of benchmarks/results/conformance.md, and the latest ones;
+kernels that compile are those of benchmarks/results/chips.md."""
 
 from __future__ import annotations
 
@@ -10,6 +11,7 @@ from attnmux.core import Verified, load_plugins
 
 ROOT = Path(__file__).resolve().parents[2]
 RECORDS = ROOT / "benchmarks/results/conformance.md"
+CHIPS = ROOT / "benchmarks/results/chips.md"
 ALL_OF = re.compile(r"(\d+) of \1")
 """All cases agreed. Where the time was over before the end, the cell says more or less."""
 
@@ -58,6 +60,35 @@ def test_the_latest_whole_run_is_on_the_card() -> None:
     for name, run in named():
         on_cards[name] = max(on_cards.get(name, ""), run.date)
     assert on_cards == latest
+
+
+def compiled(text: str) -> Iterator[tuple[str, str]]:
+    """(chip, day) of each row whose cells compiled, all of those that were tried."""
+    day = ""
+    for line in text.splitlines():
+        if found := re.match(r"\| date \| (\d{4}-\d\d-\d\d) \|", line):
+            day = found[1]
+        if row := re.match(r"\| (\w+) \| ([1-9]\d*) of \d+ \|.*\| 0 \|", line):
+            yield row[1], day
+
+
+def test_a_card_says_compiled_of_chips_that_are_recorded() -> None:
+    ours = tuple(path.name for path in (ROOT / "plugins").iterdir() if path.is_dir())
+    runs = [run for each in load_plugins(ours, ()).offers() for run in each.card.verified_on]
+    claims = {(run.platform.partition(":")[2], run.date) for run in runs if run.compiled}
+    assert claims
+    assert claims - set(compiled(CHIPS.read_text())) == set()
+
+
+def test_chips_are_read_as_people_read_them() -> None:
+    text = """| date | 2026-11-29 |
+| chip | cells compiled | kernels | failed | largest |
+|---|--:|--:|--:|---|
+| sm86 | 3 of 349 | 12 | 0 | 1 of 2 |
+| sm75 | 2 of 329 | 4 | 1 | 1 of 2 |
+| sm80 | 0 of 349 | 0 | 0 | - |
+"""
+    assert list(compiled(text)) == [("sm86", "2026-11-29")]
 
 
 def test_runs_are_read_as_people_read_them() -> None:

@@ -206,6 +206,19 @@ def test_what_a_backend_was_run_on() -> None:
     ]
 
 
+def test_one_machine_has_a_proof_of_its_own() -> None:
+    h200, rtx = Platform.parse("nvidia:sm90"), Platform.parse("nvidia:sm86")
+    ran = Verified(on="H200", platform="nvidia:sm90", libraries=(), date="2026-11-21")
+    compiled = Verified(
+        on="cc", platform="nvidia:sm86", compiled=True, libraries=("cc 1",), date="2026-11-22"
+    )
+    offers = [offer({"vendor": one_of("nvidia")}, verified_on=(compiled, ran))]
+    words = [rows_of(offers, device)[0].proven.word for device in (None, h200, rtx)]
+    assert words == ["hardware", "hardware", "compiled"]
+    below = markdown(rows_of(offers)).partition("## Runs")[2]
+    assert "| `a` | compiled | cc for nvidia:sm86 | cc 1 |  | 2026-11-22 |" in below
+
+
 def test_what_never_ran_is_listed_as_such() -> None:
     emulator = Verified(on="a library", libraries=("lib 1",), date="2026-11-21", cases=7)
     rows = rows_of([offer(name="b"), offer(verified_on=(emulator,))])

@@ -2,12 +2,13 @@
 
     python -m tools.installs lines [--install] [TEXT]   every documented `pip install` line
     python -m tools.installs pythons                    the demo and the tests, by version of Python
-    python -m tools.installs engines                    every extra next to the newest engines
+    python -m tools.installs engines [TEXT]             every extra next to the newest engines
     python -m tools.installs classes                    the names of transformers' classes
 
 `lines`, `pythons` and `engines` install nothing: they are dry runs in a fresh environment, with
 wheels built from this tree. `lines --install` installs each line in an environment of its own,
-where torch takes 5 GB. TEXT picks lines. The exit status is 1 if anything does not resolve.
+where torch takes 5 GB. TEXT picks lines, or rows of `engines`, such as "sglang attnmux-intel". The
+exit status is 1 if anything does not resolve.
 """
 
 from __future__ import annotations
@@ -64,9 +65,11 @@ def main() -> None:
                 failures = check_lines(
                     wheels, scratch, text=arguments.text, install=arguments.install
                 )
+            elif arguments.check == "pythons":
+                failures = check_pythons(make_environment(scratch / "environment"), wheels)
             else:
-                check = check_pythons if arguments.check == "pythons" else check_engines
-                failures = check(make_environment(scratch / "environment"), wheels)
+                environment = make_environment(scratch / "environment")
+                failures = check_engines(environment, wheels, arguments.text)
     raise SystemExit(bool(failures))
 
 

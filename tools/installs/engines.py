@@ -48,15 +48,19 @@ def extras_of(wheels: Path) -> Iterator[str]:
             yield from [f"{name}[{extra}]" for extra in extras] or [name]
 
 
-def check_engines(environment: Environment, wheels: Path) -> int:
+def check_engines(environment: Environment, wheels: Path, text: str = "") -> int:
     """Print a table of engines and extras; returns how many do not resolve, or are said not to and
     do.
 
     The extras of a vendor resolve in one run, and those for any device, or else each in its own.
+    text: picks rows, such as "sglang attnmux-intel".
     """
-    extras = [one for one in extras_of(wheels) if one not in chain(*ENGINES.values())]
+    every = [one for one in extras_of(wheels) if one not in chain(*ENGINES.values())]
     failures = 0
     for engine, wanted in ENGINES.items():
+        extras = [one for one in every if text in f"{engine} {one}"]
+        if not extras:
+            continue
         # Unpinned, pip would fall back to an engine of years ago
         pinned = f"{engine}=={environment.resolve('--no-deps', engine).versions[engine]}"
         print(pinned, flush=True)

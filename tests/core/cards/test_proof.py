@@ -15,6 +15,9 @@ H200 = Verified(on="NVIDIA H200", platform="nvidia:sm90", libraries=(), date="20
 LATER = replace(H200, on="NVIDIA H100", date="2026-11-23")
 INTERPRETED = Verified(on="Triton's interpreter", interpreted=True, libraries=(), date="2026-11-24")
 EMULATED = Verified(on="acmert 3.1's functions", libraries=(), date="2026-11-22")
+COMPILED = Verified(
+    on="Triton's compiler", platform="nvidia:sm86", compiled=True, libraries=(), date="2026-11-25"
+)
 M2 = Verified(on="Acme M2", platform="acme:m2", libraries=(), date="2026-11-20")
 
 AXES = ("phase", "kind", "dtype", "kv_dtype", "page_size", "head_dim")
@@ -39,6 +42,8 @@ NVIDIA = clause(vendor=one_of("nvidia"))
         ((H200,), (clause(version=versions(">=10")),), "other device: NVIDIA H200 (2026-11-21)"),
         ((H200,), (clause(version=versions(">=10")), NVIDIA), "hardware: NVIDIA H200 "),
         ((H200,), (clause(arch=one_of("sm100")),), "other device: NVIDIA H200 "),
+        ((EMULATED, COMPILED), (NVIDIA,), "compiled (2026-11-25)"),
+        ((H200, COMPILED), (NVIDIA,), "hardware: NVIDIA H200 (2026-11-21)"),
         # The name of a device that is not in the table of vendors tells no version
         ((M2,), (clause(vendor=one_of("acme"), version=versions(">=2")),), "hardware: Acme M2 "),
     ],
@@ -63,6 +68,19 @@ def test_on_one_machine_only_its_own_kind_of_device_is_hardware() -> None:
     assert not proven_on((INTERPRETED,), sm100).is_on_a_device
 
 
+def test_kernels_that_compile_prove_their_own_chip_alone() -> None:
+    sm86, sm89 = Platform.parse("nvidia:sm86"), Platform.parse("nvidia:sm89")
+    assert proven_on((EMULATED, H200, COMPILED), sm86).word == "compiled"
+    assert proven_on((EMULATED, H200, COMPILED), sm89).word == "other device"
+    assert proven_on((COMPILED,), sm89).word == "nothing"
+    assert proven_on((COMPILED, replace(H200, platform="nvidia:sm86")), sm86).word == "hardware"
+    assert proven((COMPILED,), (clause(arch=one_of("sm89")),)).word == "nothing"
+    # What ran elsewhere is still said
+    assert proven_on((H200, COMPILED), sm86).devices == "NVIDIA H200"
+    assert proven_on((H200, COMPILED), sm86).is_on_a_device
+    assert not proven_on((COMPILED,), sm86).is_on_a_device
+
+
 def test_a_run_of_some_phases_proves_no_others() -> None:
     sm90 = Platform.parse("nvidia:sm90,cuda=13.0")
     prompts = replace(H200, phases=("extend", "decode"))
@@ -72,6 +90,9 @@ def test_a_run_of_some_phases_proves_no_others() -> None:
     assert proven_on((prompts, H200), sm90, ("verify",)).word == "hardware"
     said = "hardware: NVIDIA H200 (2026-11-21), extend and decode alone"
     assert str(proven((prompts,), (NVIDIA,))) == said
+    all_but_drafts = replace(H200, phases=("extend", "decode", "verify"))
+    said = "hardware: NVIDIA H200 (2026-11-21), extend, decode and verify alone"
+    assert str(proven((all_but_drafts,), (NVIDIA,))) == said
     assert str(proven((prompts, H200), (NVIDIA,))) == "hardware: NVIDIA H200 (2026-11-21)"
 
 

@@ -17,6 +17,13 @@ H200 = Verified(
 INTERPRETED = Verified(
     on="Triton's interpreter", interpreted=True, libraries=("triton 3.6.0",), date="2026-11-24"
 )
+COMPILED = Verified(
+    on="Triton's compiler",
+    platform="nvidia:sm100",
+    compiled=True,
+    libraries=("triton 3.8.0",),
+    date="2026-11-25",
+)
 EMULATOR = Verified(on="acmert 3.1's functions", libraries=("torch 2.13.0",), date="2026-11-22")
 
 
@@ -29,6 +36,12 @@ EMULATOR = Verified(on="acmert 3.1's functions", libraries=("torch 2.13.0",), da
         ({"platform": "nvidia:sm90,cuda=13.0"}, "verified, platform: expected VENDOR:ARCH"),
         ({"platform": None}, "verified, platform: expected text, got None"),
         ({"platform": "nvidia:sm90", "interpreted": True}, "verified, platform: expected nothing"),
+        ({"compiled": 1}, "verified, compiled: expected true or false, got 1"),
+        ({"compiled": True}, "verified, platform: expected that which was compiled for, got ''"),
+        (
+            {"compiled": True, "platform": "nvidia:sm90", "cases": 3},
+            "verified, cases: expected 0 where the kernels only compiled, got 3",
+        ),
         ({"interpreted": "yes"}, "verified, interpreted: expected true or false, got 'yes'"),
         ({"cases": -1}, "verified, cases: expected a whole number, 0 or more, got -1"),
         ({"libraries": "torch 2.11"}, "verified, libraries: expected a tuple of text"),
@@ -63,11 +76,25 @@ def test_doubt_is_about_the_kind_of_device() -> None:
     assert doubt((), elsewhere) == "its card names no machine that it ran on"
 
 
+def test_doubt_names_the_compiler_of_kernels_that_only_compile() -> None:
+    here, elsewhere = Platform.parse("nvidia:sm100"), Platform.parse("nvidia:sm103")
+    compiles = "; its kernels compile for nvidia:sm100 (triton 3.8.0)"
+    said = "it has never run on nvidia:sm100, only on NVIDIA H200 (torch 2.11.0, 2026-11-21)"
+    assert doubt((H200, COMPILED), here) == said + compiles
+    assert doubt((H200, COMPILED), elsewhere) == doubt((H200,), elsewhere)
+    assert doubt((COMPILED,), here) == f"its card names no machine that it ran on{compiles}"
+    prompts = replace(COMPILED, phases=("extend",))
+    assert doubt((H200, prompts), here, ("extend",)) == said + compiles
+    assert doubt((H200, prompts), here, ("extend", "decode")) == said
+    assert doubt((H200, COMPILED), Platform.parse("nvidia:sm90")) == ""
+
+
 def test_as_json() -> None:
     assert H200.to_dict() == {
         "on": "NVIDIA H200",
         "platform": "nvidia:sm90",
         "interpreted": False,
+        "compiled": False,
         "emulated": False,
         "libraries": ["torch 2.11.0"],
         "date": "2026-11-21",
@@ -77,6 +104,7 @@ def test_as_json() -> None:
     }
     assert EMULATOR.to_dict()["emulated"] is True
     assert INTERPRETED.to_dict()["emulated"] is False
+    assert COMPILED.to_dict()["emulated"] is False
 
 
 def test_doubt_is_about_the_phases_that_are_asked_for() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from attnmux.core.cards.card import BackendCard, Offer
 from attnmux.core.cards.clause import Clause
 from attnmux.core.cards.conditions import ANY
@@ -15,6 +17,7 @@ from attnmux.core.facts.platform import Platform
 from attnmux.core.facts.policy import Policy
 from attnmux.core.facts.request import Request
 
+CPU, H200 = Platform.parse("cpu:x86_64"), Platform.parse("nvidia:sm90,cuda=13.0")
 AXES = ("vendor", "phase", "kind", "dtype", "kv_dtype", "page_size", "head_dim")
 
 
@@ -33,7 +36,7 @@ def test_brackets_are_no_markup(capsys) -> None:
     told = outcomes(decision, cards, Policy())
     explanation = Explanation(outcomes=told, values=(), doubts=())
     render_decision(decision, explanation, explain=True, every=True)
-    render_backends(backends_here([lacking], Policy(), ["cpu"], libraries={}.get))
+    render_backends(backends_here([lacking], Policy(), [CPU], libraries={}.get))
     said = " ".join(capsys.readouterr().out.split())
     assert said.count("'attnmux-fake[torch]'") == 2
     assert ":smile:" in said
@@ -42,8 +45,19 @@ def test_brackets_are_no_markup(capsys) -> None:
 def test_a_backend_says_how_it_was_proven(capsys) -> None:
     emulator = Verified(on="a library", libraries=(), date="2026-11-21")
     device = Verified(on="H200", platform="nvidia:sm90", libraries=(), date="2026-11-21")
-    shown = [offer("emulated", verified_on=(emulator,)), offer("real", verified_on=(device,))]
-    render_backends(backends_here(shown, Policy(), ["cpu"]))
-    _, *rows = capsys.readouterr().out.splitlines()
-    words = [row.split()[3:5] for row in rows]
-    assert words == [["emulated", "ready"], ["hardware", "ready"]]
+    compiler = replace(device, on="a compiler", platform="nvidia:sm86", compiled=True)
+    shown = [
+        offer("emulated", verified_on=(emulator,)),
+        offer("real", verified_on=(device, compiler)),
+        offer("built", verified_on=(compiler, emulator)),
+    ]
+
+    def words(*devices: Platform) -> list[str]:
+        render_backends(backends_here(shown, Policy(), devices))
+        _, *rows = capsys.readouterr().out.splitlines()
+        return [row.partition("attnmux-fake")[2].partition("ready")[0].strip() for row in rows]
+
+    assert words() == ["emulated", "hardware", "compiled"]
+    assert words(H200) == ["emulated", "hardware", "emulated"]
+    assert words(Platform.parse("nvidia:sm86"), CPU) == ["emulated", "compiled", "compiled"]
+    assert words(CPU) == ["emulated", "other device", "emulated"]

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from attnmux.core.engines.engine_interfaces import Interface, missing
+from attnmux.core import PluginError
+from attnmux.core.engines.engine_interfaces import Integration, Interface, missing
 from tools.engine_interfaces import differences
 
 SOURCES = {
@@ -105,6 +106,62 @@ def test_missing(interface, gap, folder):
 
 def test_an_engine_that_is_not_installed_lacks_everything():
     assert missing([Interface("no_such_engine.api", "run")]) == ["no_such_engine.api:run"]
+
+
+class EngineWarning(UserWarning):
+    pass
+
+
+INTEGRATION = Integration(
+    name="attnmux-engine",
+    engine=("engine", "engine-cpu"),
+    remedy="install engine 2",
+    warning=EngineWarning,
+)
+PRESENT = (Interface("engine.api", "run", ("layer", "step", "graph")),)
+GONE = Interface("engine.gone")
+
+
+@pytest.fixture
+def engine(folder, monkeypatch):
+    """On the path, with the versions of its distributions by name."""
+    monkeypatch.syspath_prepend(folder)
+    versions: dict[str, str] = {}
+    name = "attnmux.core.engines.engine_interfaces.installed_version"
+    monkeypatch.setattr(name, lambda distribution: versions.get(distribution, ""))
+    return versions
+
+
+@pytest.mark.parametrize(
+    ("versions", "interfaces", "text"),
+    [
+        ({}, PRESENT, ""),
+        ({}, (*PRESENT, GONE), "engine (not from a package), which lacks engine.gone"),
+        ({"engine-cpu": "1.5"}, (GONE,), "engine-cpu 1.5, which lacks engine.gone"),
+        (
+            {"engine": "1.4", "engine-cpu": "1.5"},
+            (GONE, *PRESENT, GONE),
+            "engine 1.4, which lacks engine.gone and 1 more",
+        ),
+    ],
+)
+def test_an_integration_says_what_the_engine_lacks(engine, versions, interfaces, text):
+    engine.update(versions)
+    whole = f"attnmux-engine cannot serve in {text}: install engine 2" if text else ""
+    assert INTEGRATION.misfit(interfaces) == whole
+
+
+def test_an_integration_warns_its_caller_or_raises(engine):
+    def register() -> bool:
+        return INTEGRATION.fits([GONE])
+
+    with pytest.warns(EngineWarning, match=r"lacks engine\.gone: install engine 2") as warned:
+        assert not register()
+    assert warned[0].filename == __file__
+    with pytest.raises(PluginError, match=r"lacks engine\.gone: install engine 2"):
+        INTEGRATION.require([GONE])
+    assert INTEGRATION.fits(PRESENT)
+    INTEGRATION.require(PRESENT)
 
 
 def test_differences_between_releases(folder, tmp_path):

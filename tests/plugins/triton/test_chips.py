@@ -22,7 +22,7 @@ from typing import Any
 
 import pytest
 
-from attnmux.core import Platform, Request
+from attnmux.core import ForwardMode, Platform, Request
 from attnmux.core.choosing.shortcomings import is_served
 from attnmux.core.facts.axes import Question
 from attnmux.testing import Case, decode, extend, verify
@@ -48,6 +48,7 @@ STEPS = {
     "verify": {"steps": (verify(17, 40),), "spec_topk": 1},
     "tree": {"steps": (verify(17, 40),), "spec_topk": 4},
     "extend": {"steps": (extend((16, 41), (0, 7)),)},
+    "draft": {"steps": (extend((16, 41), mode=ForwardMode.DRAFT_EXTEND),), "spec_topk": 1},
 }
 """With 4 heads a group, 17 drafts have 68 rows: tiles are as tall as they get."""
 BITS = ("bfloat16", "float16", "fp8_e5m2", "fp8_e4m3", "fp8_e4m3fnuz", "fp4_e2m1")
@@ -153,6 +154,16 @@ def test_e4m3_is_served_where_the_compiler_has_it(number, dtype):
     options = make_backend(GPUTarget("cuda", number, 32)).parse_options({})
     is_known = "fp8e4nv" in options.supported_fp8_dtypes
     assert is_offered(request, Platform.parse(f"nvidia:sm{number}")) is is_known
+
+
+def test_the_card_says_compiled_of_these_chips_and_steps():
+    """Of those on which nothing ran. Another chip's word would claim what nobody compiles."""
+    compiled = [run for run in TRITON.verified_on if run.compiled]
+    ran = {run.platform for run in TRITON.verified_on if run.cases}
+    chips = {f"{'amd' if chip.startswith('gfx') else 'nvidia'}:{chip}" for chip in CHIPS}
+    assert {run.platform for run in compiled} == chips - ran
+    phases = {phase for fields in STEPS.values() for phase in Case(name="", **fields).phases}
+    assert all(set(run.phases) == phases for run in compiled)
 
 
 @pytest.mark.parametrize("number", range(7))

@@ -23,9 +23,10 @@ What each backend serves, as its card says. `attnmux matrix --markdown` prints t
 other installed plugins are in it too. Empty cells are not served. A number leads to the limits
 under which a cell holds.
 "Proof" is the strongest run of the conformance suite that the backend passed, and its last day. In
-order: "hardware", a device that the row is for; "other device", where the same kernels ran;
-"interpreted", the library's kernels without a device; "emulated", a stand-in of the library in
-plain torch, which proves nothing about the hardware; "nothing". [Runs](#runs) lists all of them.
+order: "hardware", a device that the row is for; "compiled", no run: the kernels compile for such a
+device; "other device", where the same kernels ran; "interpreted", the library's kernels without a
+device; "emulated", a stand-in of the library in plain torch, which proves nothing about the
+hardware; "nothing". [Runs](#runs) lists all of them.
 
 Not implemented here, though other engines list it: 4-bit KV of trtllm_mha, fa4 and
 flashinfer_mla."""
@@ -33,7 +34,8 @@ flashinfer_mla."""
 RUNS = """\
 The runs on the cards (`verified_on`), by day. "Cases" counts those that agreed eagerly and from
 graphs, where the run was counted; further runs, with their commands, are in
-[conformance.md](../benchmarks/results/conformance.md)."""
+[conformance.md](../benchmarks/results/conformance.md), and how much compiled in
+[chips.md](../benchmarks/results/chips.md)."""
 
 TITLES = {
     "mha": "MHA and GQA",
@@ -84,7 +86,7 @@ def matrix(
     named = [offer for offer in offers if not backends or offer.address in asked]
     device = None if platform is None else machine(run, settings, plugins, platform)[0]
     request = Request().replace(**dict(parse_fields(fields))) if fields else None
-    rows = rows_of(narrowed(named, request, device))
+    rows = rows_of(narrowed(named, request, device), device)
     if as_json:
         echo_json(
             {

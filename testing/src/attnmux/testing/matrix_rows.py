@@ -13,7 +13,7 @@ from typing import Any, Literal
 from attnmux.core.cards.card import Offer
 from attnmux.core.cards.clause import Clause, meets
 from attnmux.core.cards.conditions import ANY, Condition
-from attnmux.core.cards.proof import Proven, proven
+from attnmux.core.cards.proof import Proven, proven, proven_on
 from attnmux.core.choosing.problem import opposed
 from attnmux.core.facts.axes import AXES, CACHED, PLATFORM, Axis, Question
 from attnmux.core.facts.platform import Platform
@@ -91,7 +91,7 @@ class Row:
     phases: tuple[str, ...]
     page_sizes: str
     proven: Proven
-    """By its runs, for the machines that it serves the kind on."""
+    """By its runs, for the device that is asked for, or else those that it serves the kind on."""
     cells: tuple[Cell, ...]
     """In the order of COLUMNS."""
     excludes: tuple[str, ...]
@@ -152,8 +152,8 @@ def narrowed(
     ]
 
 
-def rows_of(offers: Iterable[Offer]) -> tuple[Row, ...]:
-    """By kind, then by name."""
+def rows_of(offers: Iterable[Offer], device: Platform | None = None) -> tuple[Row, ...]:
+    """By kind, then by name. device: the one that the proof is for; None: all that a row serves."""
     ordered = sorted(offers, key=lambda offer: (offer.card.name, offer.plugin))
     enemies = opposed(ordered)
     found = []
@@ -161,7 +161,7 @@ def rows_of(offers: Iterable[Offer]) -> tuple[Row, ...]:
         serving = [offer for offer in ordered if _clauses(kind, offer)]
         for offer in serving:
             names = (o.card.name for o in serving if o.address in enemies.get(offer.address, ()))
-            row = _row(kind, offer, tuple(names))
+            row = _row(kind, offer, tuple(names), device)
             found += [] if row is None else [row]
     return tuple(found)
 
@@ -170,13 +170,14 @@ def _clauses(kind: str, offer: Offer) -> list[Clause]:
     return [clause for clause in offer.card.clauses if clause.kind.admits(kind)]
 
 
-def _row(kind: str, offer: Offer, excludes: tuple[str, ...]) -> Row | None:
+def _row(kind: str, offer: Offer, excludes: tuple[str, ...], device: Platform | None) -> Row | None:
     """None where the backend serves no phase of the kind."""
     clauses = _clauses(kind, offer)
     phases = [phase for phase in PHASES if phase in CACHED or kind == "mha"]
     served = [phase for phase in phases if any(clause.phase.admits(phase) for clause in clauses)]
     if not served:
         return None
+    runs = offer.card.verified_on
     return Row(
         kind=kind,
         backend=offer.card.name,
@@ -185,7 +186,7 @@ def _row(kind: str, offer: Offer, excludes: tuple[str, ...]) -> Row | None:
         machines=_machines(clauses),
         phases=tuple(served),
         page_sizes=union_said(union("page_size", clauses)),
-        proven=proven(offer.card.verified_on, clauses, kind),
+        proven=proven_on(runs, device, (), kind) if device else proven(runs, clauses, kind),
         cells=tuple(_cell(column, clauses, phases) for column in COLUMNS),
         excludes=excludes,
         companions=() if {"extend", "decode"}.issubset(served) else offer.card.companions,

@@ -26,7 +26,9 @@ PLATFORM = r"[^:,\s]+:[^:,\s]+"
 
 RUN: Mapping[str, Check] = {
     **dict.fromkeys(("on", "platform", "date"), TEXT),
-    "interpreted": Check("true or false", lambda value: isinstance(value, bool)),
+    **dict.fromkeys(
+        ("interpreted", "compiled"), Check("true or false", lambda value: isinstance(value, bool))
+    ),
     "cases": whole(0),
     "libraries": several('a tuple of text, such as ("torch 2.11",)', tuple, str),
     "phases": several('a tuple of phases, such as ("extend", "decode")', tuple, str),
@@ -36,21 +38,24 @@ RUN: Mapping[str, Check] = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Verified(Plain):
-    """A run of the conformance suite that the backend passed.
+    """A run of the conformance suite that the backend passed, or kernels that compiled.
 
     Raises InvalidInput for a field of another type, an empty `on`, a platform that is not
-    VENDOR:ARCH, an interpreted run with a platform, and a date that does not exist.
+    VENDOR:ARCH, an interpreted run with a platform, compiled kernels without one or with cases,
+    and a date that does not exist.
     """
 
     on: str
-    """The name of the device ("NVIDIA H200"), of the interpreter ("Triton's interpreter"), or of
-    the functions that an emulator stands in for."""
+    """The name of the device ("NVIDIA H200"), of the interpreter ("Triton's interpreter"), of the
+    compiler ("Triton's compiler"), or of the functions that an emulator stands in for."""
     platform: str = ""
     """Vendor and architecture of the device, as a Platform writes them: "nvidia:sm90". Empty where
-    none ran the kernels, which proves nothing about the hardware."""
+    no device ran the kernels and none was compiled for."""
     interpreted: bool = False
     """Whether an interpreter ran the library's own kernels. Without it and without a platform, an
     emulator ran in their place."""
+    compiled: bool = False
+    """Whether the kernels compiled for the platform and fit its shared memory, and nothing ran."""
     libraries: tuple[str, ...]
     """With their versions; for an emulator, also the one whose signatures it was compared with."""
     date: str
@@ -72,6 +77,10 @@ class Verified(Plain):
         if self.platform and self.interpreted:
             expected = "nothing where the kernels were interpreted"
             raise refusal("verified, platform", self.platform, expected)
+        if self.compiled and not self.platform:
+            raise refusal("verified, platform", self.platform, "that which was compiled for")
+        if self.compiled and self.cases:
+            raise refusal("verified, cases", self.cases, "0 where the kernels only compiled")
         from datetime import date  # noqa: PLC0415  # off the path of cards that were checked
 
         try:
@@ -92,6 +101,8 @@ class Verified(Plain):
         )
 
     def __str__(self) -> str:
+        if self.compiled:
+            return f"{self.on} for {self.platform}"
         return f"an emulator of {self.on}" if self.emulated else self.on
 
     def to_dict(self) -> dict[str, Any]:
@@ -131,9 +142,10 @@ class ErrorBound(Plain):
         return f"{self.max_error:g} up to {self.keys:,} keys"
 
 
-Proof = Literal["hardware", "other device", "interpreted", "emulated", "nothing"]
-"""What ran, the strongest first: the backend on a device that it serves; on another device alone;
-the library's kernels in an interpreter; a stand-in of the library; nothing that the card names."""
+Proof = Literal["hardware", "compiled", "other device", "interpreted", "emulated", "nothing"]
+"""The strongest first: the backend ran on a device that it serves; its kernels compile for one, and
+did not run there; it ran on another device; the library's kernels ran in an interpreter; a stand-in
+of the library ran; the card names nothing."""
 
 PROOFS: tuple[Proof, ...] = get_args(Proof)
 ON_A_DEVICE: tuple[Proof, ...] = ("hardware", "other device")
@@ -152,12 +164,14 @@ class Proven:
 
     @property
     def is_on_a_device(self) -> bool:
-        return self.word in ON_A_DEVICE
+        """Whether some device ran the kernels."""
+        return bool(self.devices)
 
     @property
     def devices(self) -> str:
-        """Where the strongest runs were, each once: "NVIDIA H200"."""
-        return ", ".join(dict.fromkeys(str(run) for word, run in self.runs if word == self.word))
+        """Where the strongest runs on devices were, each once: "NVIDIA H200"."""
+        ran = [(word, str(run)) for word, run in self.runs if word in ON_A_DEVICE]
+        return ", ".join(dict.fromkeys(name for word, name in ran if word == ran[0][0]))
 
     def __str__(self) -> str:
         """The word, the devices and the last day: "hardware: NVIDIA H200 (2026-11-22)"; and the
@@ -166,9 +180,10 @@ class Proven:
             return self.word
         strongest = [run for word, run in self.runs if word == self.word]
         day = max(run.date for run in strongest)
-        where = f": {self.devices}" if self.is_on_a_device else ""
-        phases = dict.fromkeys(phase for run in strongest for phase in run.phases)
-        alone = f", {' and '.join(phases)} alone" if all(run.phases for run in strongest) else ""
+        where = f": {self.devices}" if self.word in ON_A_DEVICE else ""
+        *others, last = dict.fromkeys(phase for run in strongest for phase in run.phases) or [""]
+        phases = f"{', '.join(others)} and {last}" if others else last
+        alone = f", {phases} alone" if all(run.phases for run in strongest) else ""
         return f"{self.word}{where} ({day}){alone}"
 
 
@@ -181,7 +196,8 @@ def proven(runs: Sequence[Verified], clauses: Sequence[Clause], kind: str = "") 
 def proven_on(
     runs: Sequence[Verified], platform: Platform, phases: Sequence[str] = (), layers: str = ""
 ) -> Proven:
-    """The proof for one machine: a run on another kind of device is one on another device.
+    """The proof for one machine: a run on another kind of device is one on another device, and
+    kernels that compile for another kind prove nothing.
 
     phases: those that are asked for; the least proven of them counts. layers: the kind of layers
     that is asked for; empty for any.
@@ -197,8 +213,20 @@ def doubt(
 ) -> str:
     """A warning where a phase never ran on the platform's kind of device, in layers of the kind;
     else empty. layers: empty for any."""
-    if proven_on(runs, platform, phases, layers).word == "hardware":
+    proof = proven_on(runs, platform, phases, layers)
+    if proof.word == "hardware":
         return ""
+    own = f"{platform.vendor}:{platform.arch}"
+    compilers = [run.libraries for word, run in proof.runs if word == "compiled"]
+    compiles = f"; its kernels compile for {own} ({', '.join(compilers[0])})" if compilers else ""
+    ran = [run for run in runs if not run.compiled]
+    return _never_ran(ran, platform, phases, layers) + compiles
+
+
+def _never_ran(
+    runs: Sequence[Verified], platform: Platform, phases: Sequence[str], layers: str
+) -> str:
+    """What did not run on the platform's kind of device, and where it ran."""
     if not runs:
         return "its card names no machine that it ran on"
     what, tried = "", runs
@@ -219,11 +247,13 @@ def doubt(
 
 
 def _ordered(runs: Sequence[Verified], is_own: Callable[[Verified], bool]) -> Proven:
-    each = [(_word(run, is_own), run) for run in runs]
-    return Proven(runs=tuple(sorted(each, key=lambda one: PROOFS.index(one[0]))))
+    words = [(_word(run, is_own), run) for run in runs if is_own(run) or not run.compiled]
+    return Proven(runs=tuple(sorted(words, key=lambda one: PROOFS.index(one[0]))))
 
 
 def _word(run: Verified, is_own: Callable[[Verified], bool]) -> Proof:
+    if run.compiled:
+        return "compiled"
     if run.platform:
         return "hardware" if is_own(run) else "other device"
     return "emulated" if run.emulated else "interpreted"

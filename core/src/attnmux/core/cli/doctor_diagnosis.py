@@ -50,7 +50,7 @@ def diagnose(plugins: Sequence[Plugin], settings: Settings) -> Diagnosis:
         named=settings.platform,
     )
     offers = Plugins(tuple(plugins)).offers()
-    backends = backends_here(offers, policy, (found.vendor for found in detection.platforms))
+    backends = backends_here(offers, policy, detection.platforms)
     problems = [
         *map(str, detection.failures),
         *_other_contracts(backends),

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Set
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
 from attnmux.core.cards.card import BackendCard, Offer
-from attnmux.core.cards.proof import Proof, proven
+from attnmux.core.cards.proof import PROOFS, Proof, proven, proven_on
 from attnmux.core.choosing.checking import standing
 from attnmux.core.choosing.requirements import Library, required
 from attnmux.core.facts.frozen import plain
@@ -29,8 +29,8 @@ class Backend:
     offer: Offer
     reasons: tuple[Reason, ...]
     libraries: tuple[Library, ...]
-    present: Set[str]
-    """The vendors of this machine's devices."""
+    present: tuple[Platform, ...]
+    """This machine's devices."""
 
     @property
     def vendors(self) -> list[str]:
@@ -41,14 +41,18 @@ class Backend:
     @property
     def here(self) -> str:
         """Whether it can run on this machine: READY, ELSEWHERE or a word of BARRED."""
-        if self.vendors and self.present.isdisjoint(self.vendors):
+        if self.vendors and not {device.vendor for device in self.present} & {*self.vendors}:
             return ELSEWHERE
         return BARRED[self.reasons[0].code] if self.reasons else READY
 
     @property
     def proof(self) -> Proof:
+        """The strongest on a device of this machine that the card serves; if it serves none, that
+        for all machines that it serves."""
         card = self.offer.card
-        return proven(card.verified_on, card.clauses).word
+        served = [device for device in self.present if _fits(card, device)]
+        words = [proven_on(card.verified_on, device).word for device in served]
+        return min(words or [proven(card.verified_on, card.clauses).word], key=PROOFS.index)
 
     def to_dict(self) -> dict[str, Any]:
         return {
@@ -65,17 +69,17 @@ class Backend:
 def backends_here(
     offers: Iterable[Offer],
     policy: Policy,
-    present: Iterable[str],
+    present: Iterable[Platform],
     libraries: Libraries = installed_version,
 ) -> tuple[Backend, ...]:
-    """The offers with what each lacks. present: the vendors of this machine's devices."""
-    vendors = frozenset(present)
+    """The offers with what each lacks. present: this machine's devices."""
+    devices = tuple(present)
     return tuple(
         Backend(
             offer=offer,
             reasons=tuple(standing(offer, policy, libraries)),
             libraries=tuple(required(offer.card, libraries, offer.distribution)),
-            present=vendors,
+            present=devices,
         )
         for offer in offers
     )
@@ -105,9 +109,11 @@ def serving_builds(cards: Iterable[BackendCard], platform: Platform) -> tuple[st
 
 def _fits(card: BackendCard, platform: Platform) -> bool:
     """Whether some clause admits the device."""
+    version = ".".join(map(str, platform.version))
     return any(
         clause.vendor.admits(platform.vendor)
         and clause.arch.admits(platform.arch)
         and clause.features.admits(platform.features)
+        and (not version or clause.version.admits(version))
         for clause in card.clauses
     )

@@ -20,8 +20,7 @@ def backends(run: Run, as_json: bool) -> None:
     """List the backends of the installed plugins, and what each lacks to run here."""
     settings = run.settings()
     plugins = run.plugins(settings)
-    present = (platform.vendor for platform in run.detect(plugins).platforms)
-    rows = backends_here(plugins.offers(), settings.policy(), present)
+    rows = backends_here(plugins.offers(), settings.policy(), run.detect(plugins).platforms)
     if not rows and settings.plugin_filter()[0] is None:
         run.warn(
             "no plugin offers a backend: pip install attnmux-cpu, or that of a device's vendor"

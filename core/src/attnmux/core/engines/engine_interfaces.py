@@ -7,10 +7,14 @@ constructor sets, and compares releases that are not installed.
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterable, Iterator
+import warnings
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
+
+from attnmux.core.facts.errors import PluginError
+from attnmux.core.facts.libraries import installed_version
 
 Definition = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
 Function = (ast.FunctionDef, ast.AsyncFunctionDef)
@@ -32,6 +36,44 @@ class Interface:
 
     def __str__(self) -> str:
         return f"{self.module}:{self.name}" if self.name else self.module
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Integration:
+    """The package that serves an engine, and its answer to an engine without its interfaces."""
+
+    name: str
+    """Its distribution: "attnmux-vllm"."""
+    engine: Sequence[str]
+    """The distributions that hold the engine's package, the usual one first."""
+    remedy: str
+    """What to do, such as "install vllm 0.33"."""
+    warning: type[Warning]
+
+    def misfit(self, interfaces: Iterable[Interface]) -> str:
+        """A line that says what the installed engine lacks and what to do; empty if it lacks
+        nothing."""
+        gaps = missing(interfaces)
+        if not gaps:
+            return ""
+        versions = ((name, installed_version(name)) for name in self.engine)
+        installed = (f"{name} {version}" for name, version in versions if version)
+        engine = next(installed, f"{self.engine[0]} (not from a package)")
+        more = f" and {len(gaps) - 1} more" if len(gaps) > 1 else ""
+        return f"{self.name} cannot serve in {engine}, which lacks {gaps[0]}{more}: {self.remedy}"
+
+    def fits(self, interfaces: Iterable[Interface]) -> bool:
+        """Whether the installed engine has these interfaces. Warns if it lacks one."""
+        text = self.misfit(interfaces)
+        if text:
+            warnings.warn(text, self.warning, stacklevel=3)
+        return not text
+
+    def require(self, interfaces: Iterable[Interface]) -> None:
+        """Raises PluginError unless the installed engine has these interfaces."""
+        text = self.misfit(interfaces)
+        if text:
+            raise PluginError(text)
 
 
 def missing(interfaces: Iterable[Interface], folder: Path | None = None) -> list[str]:

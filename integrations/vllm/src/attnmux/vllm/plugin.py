@@ -5,7 +5,7 @@ from __future__ import annotations
 from importlib.metadata import entry_points
 from typing import Any
 
-from attnmux.vllm.interfaces import PLATFORM, REGISTRATION, fits
+from attnmux.vllm.interfaces import INTEGRATION, PLATFORM, REGISTRATION
 
 NAME = "ATTNMUX"
 BACKEND = "attnmux.vllm.AttnmuxBackend"
@@ -22,7 +22,7 @@ def register() -> None:
     A CUSTOM that another package registered stays as it is. A vLLM whose names cannot be registered
     is a warning.
     """
-    if not fits(REGISTRATION):
+    if not INTEGRATION.fits(REGISTRATION):
         return
     from vllm.v1.attention.backends.registry import (  # noqa: PLC0415  # vLLM is here when it calls
         AttentionBackendEnum,
@@ -49,7 +49,7 @@ def platform() -> str | None:
 
     found = [name for detect in builtin_platform_plugins.values() if (name := detect())]
     ours = PLATFORMS.get(found[0]) if len(found) == 1 else None
-    return ours if ours and fits(PLATFORM) else None
+    return ours if ours and INTEGRATION.fits(PLATFORM) else None
 
 
 def _named() -> Any:  # noqa: ANN401  # a member of vLLM's enum

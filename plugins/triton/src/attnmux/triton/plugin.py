@@ -40,6 +40,15 @@ TOKENS = emulated(1)
 """The kernels gather by token index: to them a page of any size is a list of tokens."""
 
 
+COMPILED = (
+    *("amd:gfx1100", "amd:gfx1201", "amd:gfx90a", "amd:gfx942", "amd:gfx950"),
+    *("nvidia:sm75", "nvidia:sm80", "nvidia:sm86", "nvidia:sm89"),
+    *("nvidia:sm100", "nvidia:sm103", "nvidia:sm120"),
+)
+"""The chips of `nox -s chips` on which nothing ran. benchmarks/results/chips.md says how much of
+what the card offers compiled for each."""
+
+
 def _clause(dtype: str, **more: Condition) -> Clause:
     everywhere: dict[str, Any] = {
         # Triton generates no code for CPUs and Apple's GPUs; Ascend's Triton is another project.
@@ -223,6 +232,17 @@ TRITON = BackendCard(
             ),
             date="2026-11-23",
             cases=969,
+        ),
+        *(
+            Verified(
+                on="Triton's compiler",
+                platform=chip,
+                compiled=True,
+                libraries=("triton 3.8.0",),
+                date="2026-11-29",
+                phases=("extend", "decode", "verify", "draft"),
+            )
+            for chip in COMPILED
         ),
     ),
     sources={
