@@ -265,14 +265,21 @@ def write_record(answers: dict[str, list[str]]) -> None:
 
 
 def differences(answers: dict[str, list[str]]) -> Iterator[str]:
-    """For each question whose answer is another than on record: its name, and the parts that are
-    gone (-) and new (+)."""
+    """For each question whose answer is another than on record: its name, and what is gone (-) and
+    new (+)."""
     recorded = read_record()
-    for name, new in answers.items():
-        old = recorded.get(name, [])
-        if new != old:
+    for name, answer in answers.items():
+        if answer != recorded.get(name):
+            old, new = dict.fromkeys(single(recorded.get(name, []))), dict.fromkeys(single(answer))
             gone = [f"  - {part}" for part in old if part not in new]
             yield "\n".join([name, *gone, *(f"  + {part}" for part in new if part not in old)])
+
+
+def single(parts: Iterable[str]) -> Iterator[str]:
+    """The parts, a reason once for each of its backends."""
+    for part in parts:
+        head, _, names = part.partition(": ")
+        yield from [f"{head}: {name}" for name in names.split()] if " in " in head else [part]
 
 
 def test_answers_are_as_on_record(full: bool) -> None:

@@ -110,7 +110,7 @@ class KVPool(ABC):
         """The scales of a layer's blocks of 4-bit floats, of any strides: those of K
         [slots, Hkv, D / 16] and of V [slots, Hkv, Dv / 16], e4m3. None for other dtypes.
 
-        The heads' scales begin at multiples of 4 bytes. See `quantise.py`.
+        The heads' scales begin at multiples of 4 bytes. See `kv/quantise.py`.
         Raises InvalidInput for a layer that is not stored here.
         """
         self._layer_index(layer_id)
