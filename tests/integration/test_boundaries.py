@@ -115,11 +115,20 @@ def test_importing_core_imports_no_torch() -> None:
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
+def test_a_name_that_needs_torch_says_what_installs_it() -> None:
+    code = "import sys; sys.modules['torch'] = None; from attnmux.core import AttentionBackend"
+    run = subprocess.run([sys.executable, "-c", code], check=False, capture_output=True, text=True)
+    last = run.stderr.splitlines()[-1]
+    remedy = "attnmux.core.AttentionBackend needs torch: pip install 'attnmux-core[torch]'"
+    assert last == f"ModuleNotFoundError: {remedy}"
+
+
 def test_every_public_name_resolves() -> None:
     core = importlib.import_module("attnmux.core")
     stub = ast.parse((ROOT / "core/src/attnmux/core/__init__.pyi").read_text())
     imports = [node for node in ast.walk(stub) if isinstance(node, ast.ImportFrom)]
     assert core.__all__ == sorted(alias.asname for node in imports for alias in node.names)
+    assert set(core.__all__) <= set(dir(core))
     for name in core.__all__:
         assert getattr(core, name) is not None
     with pytest.raises(AttributeError, match="no attribute 'Backends'"):

@@ -27,6 +27,16 @@ def __getattr__(name: str) -> object:
     else:
         import importlib  # noqa: PLC0415  # as above
 
-        value = getattr(importlib.import_module(_modules()[name]), name)
+        try:
+            value = getattr(importlib.import_module(_modules()[name]), name)
+        except ModuleNotFoundError as error:
+            if error.name != "torch":
+                raise
+            message = f"attnmux.core.{name} needs torch: pip install 'attnmux-core[torch]'"
+            raise ModuleNotFoundError(message, name="torch") from error
     globals()[name] = value
     return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_modules()})
