@@ -46,7 +46,7 @@ from attnmux.core import (
     versions,
     when,
 )
-from attnmux.core.choosing.judge.checking import check
+from attnmux.core.choosing.checking import check
 
 SMALL, LARGE = 40, 1000
 COLUMNS = {"": "", "ms": ".3f", "CPU ms": ".3f", "ratio": ".0f", "at most": "g"}

@@ -24,7 +24,7 @@ from benchmarks.cases import Case, decode, json_option, rounds_option
 from attnmux.bench import Report, facts, host_meter, interleave
 from attnmux.bench.timing import Run
 from attnmux.core import AttentionBackend, AttentionCall, ForwardBatch, Platform
-from attnmux.core.arguments import check_call
+from attnmux.core.contract.arguments import check_call
 
 CPU = torch.device("cpu")
 MAX_CONSTRUCTION_US = 1.0

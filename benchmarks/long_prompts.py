@@ -48,9 +48,9 @@ from attnmux.core import (
     read_launches,
     solve,
 )
-from attnmux.core.choosing.measured.measurement import versions_of
-from attnmux.core.choosing.measured.records import Device
 from attnmux.core.composites.chunked_prefix import CHUNK_BYTES, crossing_subject
+from attnmux.core.facts.records import Device
+from attnmux.core.measured.measurement import versions_of
 
 MIN_GAIN = 1.5
 LONG = 28_672

@@ -31,8 +31,8 @@ from benchmarks.cases import (
 from attnmux.bench import Report, facts, in_turn, interleave
 from attnmux.bench.timing import Meter, Run
 from attnmux.core import AttentionBackend, Platform, torch_dtype
-from attnmux.core.choosing.machine.cpu import probe_cpu
-from attnmux.core.kv.memory import zeros
+from attnmux.core.contract.memory import zeros
+from attnmux.core.find.cpu import probe_cpu
 from attnmux.testing import find_candidate
 
 CPU = torch.device("cpu")

@@ -20,7 +20,7 @@ from benchmarks.cases import json_option, only_option, rounds_option, threads_op
 from benchmarks.native import CPU, cpu_meter
 
 from attnmux.bench import Report, facts, interleave
-from attnmux.core.choosing.machine.cpu import probe_cpu
+from attnmux.core.find.cpu import probe_cpu
 from attnmux.cpu.native.linear import NativeLinear
 
 WEIGHTS = ((4864, 896), (896, 4864), (151936, 896))

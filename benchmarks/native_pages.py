@@ -24,7 +24,7 @@ from benchmarks.cases import json_option, rounds_option
 from benchmarks.native import CPU, cpu_meter
 
 from attnmux.bench import Report, facts, interleave
-from attnmux.core.kv.memory import zeros
+from attnmux.core.contract.memory import zeros
 from attnmux.cpu.levels import BF16, find_compiler
 
 SOURCE = Path(__file__).with_suffix(".cpp")

@@ -33,7 +33,7 @@ from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
 from attnmux.bench import Report, Step, facts, in_turn, interleave
 from attnmux.bench.timing import Run
 from attnmux.core import LayerSpec, cu_seqlens
-from attnmux.core.choosing.machine.cpu import probe_cpu
+from attnmux.core.find.cpu import probe_cpu
 from attnmux.testing import find_candidate
 
 PAGE = 128

@@ -1,10 +1,18 @@
 """Print the size and the import structure of packages, from their sources.
 
-    python tools/structure.py attnmux.core attnmux.nvidia
+    python tools/structure.py [PACKAGE…]
 
-Lines, modules and classes; arrows, which are imports from one module to another of the package; and
-circles, which are groups of modules that import each other. Imports under TYPE_CHECKING count. The
-packages have to be importable, and `grimp` installed.
+Without packages, all of this repository but the example. A line a package, and one for their sum:
+
+- statements, without docstrings, and modules;
+- rooms, which are the sub-packages and the modules next to them; floors, as each room lies above
+  all that it imports; arrows, which are imports from one room to another;
+- arrows up: the fewest, by imports of their modules, that must go so that no rooms form a circle;
+- circles: groups of modules that import each other;
+- public names, which `__all__` of the package and each `__init__.pyi` in it list;
+- private: imports of its inner modules by modules of the other packages in the table.
+
+Imports under TYPE_CHECKING count. The packages have to be importable, and `grimp` installed.
 """
 
 from __future__ import annotations
@@ -12,51 +20,137 @@ from __future__ import annotations
 import argparse
 import ast
 import importlib.util
+from collections.abc import Iterable
 from pathlib import Path
 
 import grimp
 from rich.console import Console
 from rich.table import Table
 
+ROOT = Path(__file__).parents[1]
+COLUMNS = (
+    *("package", "statements", "modules", "rooms", "floors", "arrows", "arrows up", "circles"),
+    *("public names", "private"),
+)
 
-def sources(package: str) -> list[Path]:
-    """The Python files of an importable package. Raises SystemExit for an unknown one."""
+
+def all_packages() -> list[str]:
+    """The packages of every distribution of this repository, which share a namespace."""
+    found = [
+        path for path in ROOT.glob("**/src/attnmux/*/__init__.py") if "build" not in path.parts
+    ]
+    return [f"attnmux.{path.parent.name}" for path in sorted(found)]
+
+
+def folder_of(package: str) -> Path:
+    """Where an importable package lies. Raises SystemExit for an unknown one."""
     spec = importlib.util.find_spec(package)
     if spec is None or spec.origin is None:
         raise SystemExit(f"{package}: expected an installed package")
-    return sorted(Path(spec.origin).parent.rglob("*.py"))
+    return Path(spec.origin).parent
 
 
-def circles(graph: grimp.ImportGraph) -> list[list[str]]:
+def statements(folder: Path) -> int:
+    nodes = (n for path in folder.rglob("*.py") for n in ast.walk(ast.parse(path.read_text())))
+    return sum(isinstance(node, ast.stmt) and not is_text(node) for node in nodes)
+
+
+def is_text(node: ast.stmt) -> bool:
+    """Whether it is a docstring, of a field too."""
+    value = node.value if isinstance(node, ast.Expr) else None
+    return isinstance(value, ast.Constant) and isinstance(value.value, str)
+
+
+def public_names(folder: Path) -> int:
+    stubs = [ast.parse(path.read_text()) for path in folder.rglob("__init__.pyi")]
+    imports = [node for stub in stubs for node in stub.body if isinstance(node, ast.ImportFrom)]
+    for node in ast.parse((folder / "__init__.py").read_text()).body:
+        if not stubs and isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__":
+            return sum(isinstance(each, ast.Constant) for each in ast.walk(node.value))
+    return sum(len(node.names) for node in imports)
+
+
+def faces(package: str, folder: Path) -> set[str]:
+    """The modules whose names are public: the package, and sub-packages with a list of names."""
+    inner = (path.parent.relative_to(folder).parts for path in folder.rglob("__init__.pyi"))
+    return {package, *(".".join([package, *parts]) for parts in inner)}
+
+
+def circles(graph: grimp.ImportGraph, package: str) -> list[list[str]]:
     """Groups of modules, each of which imports all others of its group, over however many steps."""
+    modules = {package, *graph.find_descendants(package)}
     reached = {
         module: graph.find_downstream_modules(module) & graph.find_upstream_modules(module)
-        for module in graph.modules
+        for module in modules
     }
-    found = {frozenset({module, *others}) for module, others in reached.items() if others}
-    return sorted(sorted(group) for group in found if len(group) > 1)
+    groups = {frozenset({module, *others}) for module, others in reached.items() if others}
+    return sorted(sorted(group) for group in groups if len(group) > 1)
+
+
+def arrows_between(graph: grimp.ImportGraph, package: str) -> dict[str, set[str]]:
+    """For each room, the rooms that it imports."""
+    depth = package.count(".") + 2
+    room = {name: ".".join(name.split(".")[:depth]) for name in graph.find_descendants(package)}
+    arrows: dict[str, set[str]] = {each: set() for each in room.values()}
+    for module, here in room.items():
+        imported = graph.find_modules_directly_imported_by(module)
+        arrows[here] |= {room[each] for each in imported if each in room} - {here}
+    return arrows
+
+
+def upward(graph: grimp.ImportGraph, package: str) -> set[tuple[str, str]]:
+    """The arrows whose removal leaves no circle of rooms."""
+    depth = package.count(".") + 2
+    broken = graph.nominate_cycle_breakers(package)
+    pairs = [tuple(".".join(name.split(".")[:depth]) for name in pair) for pair in broken]
+    return {(importer, imported) for importer, imported in pairs}
+
+
+def num_floors(arrows: dict[str, set[str]], left_out: Iterable[tuple[str, str]]) -> int:
+    below = {
+        room: imported - {b for a, b in left_out if a == room} for room, imported in arrows.items()
+    }
+    floors: dict[str, int] = {}
+    while len(floors) < len(below):
+        ready = [room for room in below.keys() - floors.keys() if below[room] <= floors.keys()]
+        floors |= {
+            room: 1 + max((floors[each] for each in below[room]), default=0) for room in ready
+        }
+    return max(floors.values(), default=0)
+
+
+def row(graph: grimp.ImportGraph, package: str) -> list[int]:
+    folder = folder_of(package)
+    modules = {package, *graph.find_descendants(package)}
+    arrows, up = arrows_between(graph, package), upward(graph, package)
+    private = sum(
+        len(graph.find_modules_that_directly_import(module) - modules)
+        for module in modules - faces(package, folder)
+    )
+    return [
+        *(statements(folder), len(modules), len(arrows), num_floors(arrows, up)),
+        *(sum(map(len, arrows.values())), len(up), len(circles(graph, package))),
+        *(public_names(folder), private),
+    ]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
-    parser.add_argument("packages", nargs="+")
-    table = Table("package", "lines", "modules", "classes", "arrows", "circles")
-    for package in parser.parse_args().packages:
-        texts = [path.read_text() for path in sources(package)]
-        nodes = [node for text in texts for node in ast.walk(ast.parse(text))]
-        graph = grimp.build_graph(package, cache_dir=None)
-        groups = circles(graph)
-        table.add_row(
-            package,
-            str(sum(len(text.splitlines()) for text in texts)),
-            str(len(texts)),
-            str(sum(isinstance(node, ast.ClassDef) for node in nodes)),
-            str(graph.count_imports()),
-            "; ".join(", ".join(group) for group in groups) or "0",
-        )
-    Console(width=200).print(table)
+    parser.add_argument("packages", nargs="*")
+    packages = parser.parse_args().packages or all_packages()
+    graph = grimp.build_graph(*packages, cache_dir=None)
+    rows = [row(graph, package) for package in packages]
+    table = Table(*COLUMNS)
+    for package, figures in zip(packages, rows, strict=True):
+        table.add_row(package, *map(str, figures))
+    table.add_section()
+    table.add_row("sum", *(str(sum(column)) for column in zip(*rows, strict=True)))
+    console = Console(width=200)
+    console.print(table)
+    for group in (group for package in packages for group in circles(graph, package)):
+        console.print("circle:", ", ".join(group))
 
 
 if __name__ == "__main__":

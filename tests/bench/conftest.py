@@ -11,8 +11,8 @@ import pytest
 from attnmux.bench import Ceilings
 from attnmux.bench.cli import bench_run
 from attnmux.core import Detection, Offer
-from attnmux.core.choosing.find.examine import PluginFailure
 from attnmux.core.cli import run as shared
+from attnmux.core.find.examine import PluginFailure
 from attnmux.testing import FakeBackend, fake_card, fake_platform
 
 HERE = replace(fake_platform(), name="a machine")

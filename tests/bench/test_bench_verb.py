@@ -17,8 +17,8 @@ from attnmux.bench import timing
 from attnmux.bench.cli import bench_run
 from attnmux.bench.keeping import RecordFile
 from attnmux.core import ANY, NONE, Decision, Platform, TunedLaunch, read_measurements
-from attnmux.core.choosing.measured.records import Device
 from attnmux.core.cli.verbs import verbs
+from attnmux.core.facts.records import Device
 from attnmux.testing import FakeBackend, GraphFakeBackend, RecordingGraphs
 
 FIELDS = "dtype=bf16,num_q_heads=4,num_kv_heads=2,head_dim=16"

@@ -28,10 +28,10 @@ from attnmux.core import (
     Trial,
     TunedLaunch,
 )
-from attnmux.core.choosing.measured.measurement import read_measurements
-from attnmux.core.choosing.measured.records import Device
 from attnmux.core.cli.asking import decided
 from attnmux.core.cli.run import Run
+from attnmux.core.facts.records import Device
+from attnmux.core.measured.measurement import read_measurements
 from attnmux.distributed import RankGroup, shared_launches
 from attnmux.emulators.ranks import run_ranks
 from attnmux.testing import FakeBackend, fake_card, fake_platform

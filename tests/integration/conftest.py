@@ -19,7 +19,7 @@ from transformers import (
 )
 
 from attnmux.core import Offer, load_plugins
-from attnmux.core.choosing.machine.cpu import probe_cpu
+from attnmux.core.find.cpu import probe_cpu
 from attnmux.testing import fake_card, fake_platform
 from attnmux.transformers import (
     Engine,

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from attnmux.configs import request_from_model
 from attnmux.core import NoBackend, Platform, Policy, Request, load_plugins, solve
 
 OFFERS = load_plugins().offers()
@@ -42,7 +43,7 @@ def served(platform: str, asked: str, **named: Any) -> str:
 def test_models(tmp_path: Path, model: str, platform: str, backend: str) -> None:
     config = {**MODELS[model], "dtype": "bfloat16"}
     (tmp_path / "config.json").write_text(json.dumps(config), encoding="utf-8")
-    request = Request.from_model(tmp_path)
+    request = request_from_model(tmp_path)
     assert request.alibi
     decision = solve(request, Platform.parse(platform), OFFERS, Policy())
     assert {choice.backend for choice in decision.phases.values()} == {backend}

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from attnmux.configs import request_from_model
 from attnmux.core import NoBackend, Platform, Policy, Request, load_plugins, solve
 
 OFFERS = load_plugins().offers()
@@ -44,7 +45,7 @@ def test_models(tmp_path: Path, model_type: str, platform: str, backend: str | N
     heads = {"num_attention_heads": 16, "hidden_size": 1024} if model_type == "mpnet" else {}
     config = {"model_type": model_type, "dtype": "bfloat16", **heads}
     (tmp_path / "config.json").write_text(json.dumps(config), encoding="utf-8")
-    request = Request.from_model(tmp_path)
+    request = request_from_model(tmp_path)
     assert request.relative_bias
     decision = solve(request, Platform.parse(platform), OFFERS, Policy())
     chosen = {choice.backend for choice in decision.phases.values()}

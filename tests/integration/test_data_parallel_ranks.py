@@ -18,8 +18,8 @@ from attnmux.core import (
     RanksDiffer,
     load_plugins,
 )
-from attnmux.core.choosing.machine.cpu import probe_cpu
 from attnmux.core.cli.verbs import verbs
+from attnmux.core.find.cpu import probe_cpu
 from attnmux.distributed import RankGroup
 from attnmux.emulators.ranks import die, end_ranks, run_ranks
 from attnmux.testing import RecordingGraphs, fake_platform, graph_card

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from attnmux.core import load_plugins
-from attnmux.core.choosing.offer.named import KNOWN
+from attnmux.core.cards.named import KNOWN
 
 WITHOUT_TORCH = """
 import sys

@@ -30,7 +30,7 @@ COMMANDS = [
 BRING_UP = re.findall(
     r"^    (attnmux .*)$", (ROOT / "docs/bring-up.md").read_text(), flags=re.MULTILINE
 )
-MODEL = ROOT / "tests/core/choosing/data/qwen3-0.6b"
+MODEL = ROOT / "tests/core/data/qwen3-0.6b"
 SHORTER = {
     "verify": (
         *("--device", "cpu", "--page-size", "16", "--budget", "1", "-k", "uneven|sampled-0-"),

@@ -20,7 +20,7 @@ from attnmux.core import (
     Platform,
     imported,
 )
-from attnmux.core.choosing.machine.cpu import probe_cpu
+from attnmux.core.find.cpu import probe_cpu
 from attnmux.cpu.torch_native import TorchNativeBackend
 from attnmux.nvidia.fa3 import FA3Backend
 from attnmux.nvidia.fa3_layers import FA3Kernels

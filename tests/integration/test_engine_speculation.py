@@ -20,7 +20,7 @@ from attnmux.core import (
     ReqToTokenPool,
     SWAKVPool,
 )
-from attnmux.core.spec import tree_visibility
+from attnmux.core.contract.spec import tree_visibility
 from attnmux.testing.greedy_trees import verify_tree_greedy
 from attnmux.transformers import Engine, NgramProposer, SamplingParams, StepBuilder
 from attnmux.transformers import verify_step as verify_step_module

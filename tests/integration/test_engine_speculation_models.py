@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from attnmux.core import NONE, DraftTree, NoBackend, Offer, load_plugins, one_of
-from attnmux.core.choosing.machine.cpu import probe_cpu
+from attnmux.core.find.cpu import probe_cpu
 from attnmux.cpu.flex_attention import FlexAttentionBackend
 from attnmux.emulators.flex_attention import emulated
 from attnmux.testing import RecordingGraphs, fake_platform, graph_card

@@ -11,9 +11,9 @@ import pytest
 from click.testing import CliRunner
 
 from attnmux.core import Offer, Request, load_plugins, solve
-from attnmux.core.choosing.machine.cpu import probe_cpu
-from attnmux.core.choosing.measured.unverified import unverified
 from attnmux.core.cli.verbs import verbs
+from attnmux.core.find.cpu import probe_cpu
+from attnmux.core.measured.unverified import unverified
 from attnmux.cpu.plugin import TORCH_LINEAR
 from attnmux.testing import FirstUse, run_case
 from attnmux.testing.linear_cases import LinearCase

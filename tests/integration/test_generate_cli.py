@@ -17,8 +17,8 @@ from click import UsageError
 from click.testing import CliRunner
 from safetensors.torch import load_file, save_file
 
-from attnmux.core.choosing.machine.cpu import probe_cpu
 from attnmux.core.cli.verbs import verbs
+from attnmux.core.find.cpu import probe_cpu
 from attnmux.transformers import cli, cli_prompts, cli_run, recall
 from attnmux.transformers.engine import PREFILL_TOKENS
 

@@ -21,9 +21,9 @@ from attnmux.core import (
     load_plugins,
     torch_dtype,
 )
-from attnmux.core.choosing.ask.request import parse_fields
-from attnmux.core.choosing.ask.values import DTYPES
-from attnmux.core.choosing.judge.checking import check
+from attnmux.core.choosing.checking import check
+from attnmux.core.facts.request import parse_fields
+from attnmux.core.facts.values import DTYPES
 
 try:
     import tomllib
@@ -34,7 +34,7 @@ ROOT = Path(__file__).resolve().parents[2]
 OFFERS: tuple[Offer, ...] = load_plugins().offers()
 CARDS = {offer.address: offer for offer in OFFERS}
 KNOWN = json.loads(
-    files("attnmux.core.choosing.offer").joinpath("known_backends.json").read_text(encoding="utf-8")
+    files("attnmux.core.cards").joinpath("known_backends.json").read_text(encoding="utf-8")
 )
 FIELD = {
     "flashinfer",

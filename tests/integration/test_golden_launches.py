@@ -6,13 +6,14 @@ from pathlib import Path
 
 import pytest
 
+from attnmux.configs import request_from_model
 from attnmux.core import Decision, NoBackend, Offer, Platform, Policy, Request, load_plugins, solve
 
-MODELS = Path(__file__).parents[1] / "core" / "choosing" / "data"
-LLAMA = Request.from_model(MODELS / "llama-3.1-8b")
-DEEPSEEK = Request.from_model(MODELS / "deepseek-v3", tp=8)
-DEEPSEEK_V32 = Request.from_model(MODELS / "deepseek-v3.2-exp", tp=8)
-QWEN_1M = Request.from_model(MODELS / "qwen2.5-14b-1m")
+MODELS = Path(__file__).parents[1] / "core" / "data"
+LLAMA = request_from_model(MODELS / "llama-3.1-8b")
+DEEPSEEK = request_from_model(MODELS / "deepseek-v3", tp=8)
+DEEPSEEK_V32 = request_from_model(MODELS / "deepseek-v3.2-exp", tp=8)
+QWEN_1M = request_from_model(MODELS / "qwen2.5-14b-1m")
 HOPPER, BLACKWELL, MI300 = "nvidia:sm90,cuda=13.0", "nvidia:sm100,cuda=13.0", "amd:gfx942"
 FP8, FNUZ = "fp8_e4m3", "fp8_e4m3fnuz"
 
@@ -230,7 +231,7 @@ def test_a_line_that_cannot_run_is_refused_with_its_reason(
 def test_llama_4_is_not_given_to_flashinfer(offers, platform, verdict) -> None:
     """SGLang rules it out by the model's name. Here flashinfer serves chunks by virtual requests,
     and others are better."""
-    llama4 = Request.from_model(MODELS / "llama-4-scout", tp=8)
+    llama4 = request_from_model(MODELS / "llama-4-scout", tp=8)
     decision = launch(offers, platform, llama4)
     # The encoder of its images has no chunks: there it may.
     said = [v for v in decision.candidates if v.backend == "flashinfer" and v.phase != "encoder"]

@@ -21,7 +21,7 @@ from attnmux.core import (
     load_plugins,
     solve,
 )
-from attnmux.core.choosing.offer.conditions import Emulated
+from attnmux.core.cards.conditions import Emulated
 
 FOLDER = Path(__file__).parent / "golden"
 MATRIX = json.loads((FOLDER / "support-matrix.json").read_text(encoding="utf-8"))

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from attnmux.core import ForwardMode, Platform, imported
-from attnmux.core.choosing.machine.cpu import probe_cpu
+from attnmux.core.find.cpu import probe_cpu
 from attnmux.cpu.flex_attention import FlexAttentionBackend
 from attnmux.cpu.native import NativeBackend
 from attnmux.cpu.torch_native import TorchNativeBackend

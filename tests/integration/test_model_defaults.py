@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from attnmux.core import InvalidInput, Request, group_requests
-from attnmux.core.choosing.ask.model_types import DEFAULTS, NAMES, SINKS, WINDOW_KV_HEADS
+from attnmux.configs import request_from_model
+from attnmux.configs.model_types import DEFAULTS, NAMES, SINKS, WINDOW_KV_HEADS
+from attnmux.core import InvalidInput, group_requests
 
 transformers = pytest.importorskip("transformers")
 auto = pytest.importorskip("transformers.models.auto.modeling_auto")
@@ -77,7 +78,7 @@ def test_a_config_is_read_as_its_class_says_or_refused(model_type, tmp_path) -> 
         pytest.skip(f"no default config: {error}")
     config.save_pretrained(tmp_path)
     try:
-        request = Request.from_model(tmp_path)
+        request = request_from_model(tmp_path)
     except InvalidInput:
         return
     text = config.get_text_config(decoder=True)

@@ -14,7 +14,7 @@ import transformers
 from transformers import AutoModelForCausalLM
 
 from attnmux.core import AttnmuxError, RanksDiffer, load_plugins
-from attnmux.core.choosing.machine.cpu import probe_cpu
+from attnmux.core.find.cpu import probe_cpu
 from attnmux.distributed import RankGroup
 from attnmux.emulators.ranks import run_ranks
 from attnmux.transformers import (

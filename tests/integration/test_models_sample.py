@@ -11,7 +11,7 @@ import torch
 from click.testing import CliRunner
 
 from attnmux.core import load_plugins
-from attnmux.core.choosing.machine.cpu import probe_cpu
+from attnmux.core.find.cpu import probe_cpu
 from attnmux.cpu.spans import Visibility
 from attnmux.cpu.torch_native import TorchNativeBackend
 

@@ -13,8 +13,8 @@ import torch
 from click.testing import CliRunner
 
 from attnmux.core import InvalidInput, LayerGroup, Policy, Request, load_plugins
-from attnmux.core.choosing.machine.cpu import probe_cpu
 from attnmux.core.cli.verbs import verbs
+from attnmux.core.find.cpu import probe_cpu
 from attnmux.distributed import RankGroup
 from attnmux.emulators.ranks import run_ranks
 from attnmux.transformers import (

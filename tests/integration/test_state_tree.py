@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from attnmux.core import LinearLayerSpec, LinearStatePool
-from attnmux.core.errors import InvalidInput
+from attnmux.core.facts.errors import InvalidInput
 from attnmux.transformers.prefixes import StatePrefixTree
 from attnmux.transformers.slots import PagedAllocator
 

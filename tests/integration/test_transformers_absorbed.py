@@ -21,8 +21,8 @@ from attnmux.core import (
     Prior,
     one_of,
 )
-from attnmux.core.choosing.machine.cpu import probe_cpu
 from attnmux.core.composites.part_attention import merge_into
+from attnmux.core.find.cpu import probe_cpu
 from attnmux.transformers import (
     RunnerOptions,
     SequenceState,

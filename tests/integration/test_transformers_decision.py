@@ -12,6 +12,7 @@ import torch
 from click.testing import CliRunner
 
 from attnmux.bench.keeping import RecordFile
+from attnmux.configs import request_from_model
 from attnmux.core import (
     AttnmuxError,
     BackendFailed,
@@ -19,16 +20,15 @@ from attnmux.core import (
     InvalidInput,
     Measurement,
     Platform,
-    Request,
     Settings,
     load_plugins,
 )
-from attnmux.core.choosing.judge.axes import Question
-from attnmux.core.choosing.machine.cpu import probe_cpu
-from attnmux.core.choosing.measured.measurement import shape_of, versions_of
-from attnmux.core.choosing.measured.records import Device
 from attnmux.core.cli import run as shared
 from attnmux.core.cli.verbs import verbs
+from attnmux.core.facts.axes import Question
+from attnmux.core.facts.records import Device
+from attnmux.core.find.cpu import probe_cpu
+from attnmux.core.measured.measurement import shape_of, versions_of
 from attnmux.transformers import cli_run, recall
 from attnmux.transformers.decision import decide, without
 
@@ -63,7 +63,7 @@ def generated(monkeypatch):
         platform, offers, options = caught.value.args
         reasons = {address: BackendFailed(address, "broken") for address in failed}
         options = without(reasons, options) if reasons else options
-        return decide(Request.from_model(recall.PATH), platform, offers, options)
+        return decide(request_from_model(recall.PATH), platform, offers, options)
 
     return choose
 
@@ -78,7 +78,7 @@ def selected(*args: str) -> dict:
 def measure(file, *, batch_size: int = 1, **times: float) -> None:
     """Medians of the CPU backends for the shipped model."""
     offers = {offer.card.name: offer for offer in load_plugins().offers()}
-    request = Request.from_model(recall.PATH)
+    request = request_from_model(recall.PATH)
     RecordFile(file, Measurement).add(
         [
             Measurement(

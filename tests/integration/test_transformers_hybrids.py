@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from attnmux.core import InvalidInput, NoBackend, Offer, PoolExhausted, load_plugins
-from attnmux.core.choosing.machine.cpu import probe_cpu
+from attnmux.core.find.cpu import probe_cpu
 from attnmux.testing import RecordingGraphs, fake_platform, graph_card
 from attnmux.transformers import (
     Engine,

@@ -25,8 +25,8 @@ from attnmux.core import (
     TunedLaunch,
     one_of,
 )
-from attnmux.core.choosing.machine.cpu import probe_cpu
-from attnmux.core.choosing.measured.records import Device
+from attnmux.core.facts.records import Device
+from attnmux.core.find.cpu import probe_cpu
 from attnmux.transformers import RunnerOptions, SequenceState, load_runner, open_checkpoint
 from attnmux.transformers.attention import SERVED
 from attnmux.transformers.checkpoint import explained

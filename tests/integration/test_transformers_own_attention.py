@@ -11,7 +11,7 @@ import transformers
 from transformers import AutoModelForCausalLM
 
 from attnmux.core import InvalidInput, load_plugins
-from attnmux.core.choosing.machine.cpu import probe_cpu
+from attnmux.core.find.cpu import probe_cpu
 from attnmux.transformers import RunnerOptions, SequenceState, load_runner, open_checkpoint
 from attnmux.transformers.checkpoint import quiet_transformers
 from attnmux.transformers.own_attention import ADAPTERS, adapt, has_adapter

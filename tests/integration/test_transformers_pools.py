@@ -18,7 +18,7 @@ from attnmux.core import (
     Request,
     SWAKVPool,
 )
-from attnmux.core.choosing.machine.cpu import probe_cpu
+from attnmux.core.find.cpu import probe_cpu
 from attnmux.transformers.pools import (
     SLOT_MAP_BYTES,
     bytes_per_token,

@@ -19,8 +19,8 @@ from attnmux.core import (
     SWAKVPool,
     load_plugins,
 )
-from attnmux.core.choosing.machine.cpu import probe_cpu
-from attnmux.core.choosing.offer.conditions import one_of
+from attnmux.core.cards.conditions import one_of
+from attnmux.core.find.cpu import probe_cpu
 from attnmux.testing import CanaryBackend, RecordingGraphs, fake_card, fake_platform, graph_card
 from attnmux.transformers import (
     Engine,

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from attnmux.core import MHATokenToKVPool, SWAKVPool
-from attnmux.core.errors import InvalidInput
+from attnmux.core.facts.errors import InvalidInput
 from attnmux.transformers.prefixes import WindowPrefixTree, WindowSpan
 from attnmux.transformers.slots import SWAAllocator
 

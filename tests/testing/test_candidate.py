@@ -18,7 +18,7 @@ from attnmux.core import (
     multiple_of,
     one_of,
 )
-from attnmux.core.choosing.ask.values import DTYPES
+from attnmux.core.facts.values import DTYPES
 from attnmux.testing import (
     Candidate,
     FakeBackend,

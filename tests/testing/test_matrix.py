@@ -8,15 +8,9 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from attnmux.core.choosing.ask.request import Request
-from attnmux.core.choosing.ask.values import PHASES
-from attnmux.core.choosing.find.examine import PluginFailure
-from attnmux.core.choosing.judge.axes import Question
-from attnmux.core.choosing.judge.shortcomings import is_served
-from attnmux.core.choosing.machine.platform import Platform
-from attnmux.core.choosing.offer.card import BackendCard, Offer
-from attnmux.core.choosing.offer.clause import Clause
-from attnmux.core.choosing.offer.conditions import (
+from attnmux.core.cards.card import BackendCard, Offer
+from attnmux.core.cards.clause import Clause
+from attnmux.core.cards.conditions import (
     ANY,
     NONE,
     emulated,
@@ -24,10 +18,16 @@ from attnmux.core.choosing.offer.conditions import (
     one_of,
     versions,
 )
-from attnmux.core.choosing.offer.proof import Verified
+from attnmux.core.cards.proof import Verified
+from attnmux.core.choosing.shortcomings import is_served
 from attnmux.core.cli import run as shared
 from attnmux.core.cli.verbs import verbs
-from attnmux.core.installed import load_plugins
+from attnmux.core.facts.axes import Question
+from attnmux.core.facts.platform import Platform
+from attnmux.core.facts.request import Request
+from attnmux.core.facts.values import PHASES
+from attnmux.core.find.examine import PluginFailure
+from attnmux.core.find.installed import load_plugins
 from attnmux.testing.matrix import markdown
 from attnmux.testing.matrix_rows import COLUMNS, Row, rows_of
 

@@ -6,12 +6,12 @@ import pytest
 from click import unstyle
 from click.testing import CliRunner
 
-from attnmux.core.choosing.ask.request import Request
-from attnmux.core.choosing.machine.platform import Platform
-from attnmux.core.choosing.offer.card import BackendCard, Offer
-from attnmux.core.choosing.offer.clause import Clause
-from attnmux.core.choosing.offer.conditions import ANY, at_most, one_of
+from attnmux.core.cards.card import BackendCard, Offer
+from attnmux.core.cards.clause import Clause
+from attnmux.core.cards.conditions import ANY, at_most, one_of
 from attnmux.core.cli.verbs import verbs
+from attnmux.core.facts.platform import Platform
+from attnmux.core.facts.request import Request
 from attnmux.testing.matrix import TITLES
 from attnmux.testing.matrix_rows import narrowed, rows_of
 from attnmux.testing.matrix_view import show

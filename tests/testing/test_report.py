@@ -14,10 +14,10 @@ from click.testing import CliRunner, Result
 
 from attnmux.bench.keeping import RecordFile
 from attnmux.core import Measurement, Verified, load_plugins
-from attnmux.core.choosing.machine.cpu import probe_cpu
-from attnmux.core.choosing.measured.measurement import versions_of
-from attnmux.core.choosing.measured.records import Device
 from attnmux.core.cli.verbs import verbs
+from attnmux.core.facts.records import Device
+from attnmux.core.find.cpu import probe_cpu
+from attnmux.core.measured.measurement import versions_of
 from attnmux.testing import find_candidate
 from attnmux.testing.anonymous import anonymous
 from attnmux.testing.candidate import Outcome

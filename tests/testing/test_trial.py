@@ -11,11 +11,11 @@ from pathlib import Path
 import pytest
 
 from attnmux.core import BackendFailed, Request, Verified, load_plugins, solve
-from attnmux.core.choosing.find.store import Store
-from attnmux.core.choosing.machine.cpu import probe_cpu
-from attnmux.core.choosing.measured.passes import pass_key, passes
-from attnmux.core.choosing.measured.unverified import untried, unverified
-from attnmux.core.choosing.offer.installed_files import digest
+from attnmux.core.cards.installed_files import digest
+from attnmux.core.find.cpu import probe_cpu
+from attnmux.core.find.store import Store
+from attnmux.core.measured.passes import pass_key, passes
+from attnmux.core.measured.unverified import untried, unverified
 from attnmux.testing import FirstUse, fake_card, find_candidate, run_case
 from attnmux.testing.candidate import Outcome
 from attnmux.testing.cases import PHASES

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from attnmux.core import load_plugins
-from attnmux.core.choosing.machine.cpu import probe_cpu
+from attnmux.core.find.cpu import probe_cpu
 from tools.models.recipe import Recipe
 from tools.models.trial import try_alone
 

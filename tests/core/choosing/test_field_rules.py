@@ -7,12 +7,9 @@ from __future__ import annotations
 
 import pytest
 
-from attnmux.core.choosing.ask.policy import Policy
-from attnmux.core.choosing.ask.request import Request
-from attnmux.core.choosing.machine.platform import Platform
-from attnmux.core.choosing.offer.card import Prior
-from attnmux.core.choosing.offer.clause import when
-from attnmux.core.choosing.offer.conditions import (
+from attnmux.core.cards.card import Prior
+from attnmux.core.cards.clause import when
+from attnmux.core.cards.conditions import (
     ANY,
     at_least,
     at_most,
@@ -22,7 +19,10 @@ from attnmux.core.choosing.offer.conditions import (
     versions,
 )
 from attnmux.core.choosing.solver import solve
-from attnmux.core.errors import NoBackend
+from attnmux.core.facts.errors import NoBackend
+from attnmux.core.facts.platform import Platform
+from attnmux.core.facts.policy import Policy
+from attnmux.core.facts.request import Request
 
 ASKED = Policy(hypothetical=True)
 ALL = one_of("extend", "decode", "verify", "draft")

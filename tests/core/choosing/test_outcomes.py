@@ -6,24 +6,25 @@ from pathlib import Path
 
 import pytest
 
-from attnmux.core.choosing.ask.policy import Policy
-from attnmux.core.choosing.ask.request import Request, parse_fields
-from attnmux.core.choosing.machine.platform import Platform
-from attnmux.core.choosing.offer.card import Prior
-from attnmux.core.choosing.offer.clause import when
-from attnmux.core.choosing.offer.conditions import ANY, NONE, one_of
+from attnmux.configs import request_from_model
+from attnmux.core.cards.card import Prior
+from attnmux.core.cards.clause import when
+from attnmux.core.cards.conditions import ANY, NONE, one_of
+from attnmux.core.choosing.decision import Decision
 from attnmux.core.choosing.solver import solve
-from attnmux.core.choosing.tell.decision import Decision
 from attnmux.core.cli.outcomes import (
     Outcome,
     joined_by_first_reason,
     outcomes,
     outcomes_of_refusal,
 )
-from attnmux.core.errors import NoBackend
-from attnmux.core.installed import load_plugins
+from attnmux.core.facts.errors import NoBackend
+from attnmux.core.facts.platform import Platform
+from attnmux.core.facts.policy import Policy
+from attnmux.core.facts.request import Request, parse_fields
+from attnmux.core.find.installed import load_plugins
 
-DATA = Path(__file__).parent / "data"
+DATA = Path(__file__).parents[1] / "data"
 
 
 @pytest.fixture
@@ -246,7 +247,7 @@ def test_an_outcome_agrees_with_naming_the_backend(model, machine, asked) -> Non
     offers = load_plugins().offers()
     platform = Platform.parse(machine)
     policy = Policy(hypothetical=True)
-    request = Request.from_model(DATA / model).replace(**parse_fields(asked))
+    request = request_from_model(DATA / model).replace(**parse_fields(asked))
     decision = solve(request, platform, offers, policy)
     pinned = decision.request.replace(page_size=decision.page_size, kv_dtype=decision.kv_dtype)
     others = {

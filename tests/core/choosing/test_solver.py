@@ -5,17 +5,17 @@ from dataclasses import replace
 
 import pytest
 
-from attnmux.core.choosing.ask.policy import Policy
-from attnmux.core.choosing.ask.request import Request
-from attnmux.core.choosing.ask.values import LayerGroup
-from attnmux.core.choosing.find.plugins import Plugins
-from attnmux.core.choosing.judge.checking import Rank
-from attnmux.core.choosing.offer.card import Option, Prior
-from attnmux.core.choosing.offer.clause import when
-from attnmux.core.choosing.offer.conditions import ANY, anything_but, emulated, multiple_of, one_of
+from attnmux.core.cards.card import Option, Prior
+from attnmux.core.cards.clause import when
+from attnmux.core.cards.conditions import ANY, anything_but, emulated, multiple_of, one_of
+from attnmux.core.choosing.checking import Rank
+from attnmux.core.choosing.decision import Decision
 from attnmux.core.choosing.solver import solve
-from attnmux.core.choosing.tell.decision import Decision
-from attnmux.core.errors import InvalidInput, NoBackend, UnknownBackend
+from attnmux.core.facts.errors import InvalidInput, NoBackend, UnknownBackend
+from attnmux.core.facts.policy import Policy
+from attnmux.core.facts.request import Request
+from attnmux.core.facts.values import LayerGroup
+from attnmux.core.find.plugins import Plugins
 
 NO_LIBRARIES = {}.get
 ALL_PHASES = one_of("extend", "decode", "verify", "draft", "encoder")

@@ -9,15 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from attnmux.core.choosing.ask.policy import Policy
-from attnmux.core.choosing.ask.request import Request, parse_fields
-from attnmux.core.choosing.ask.values import DTYPES, LayerGroup
-from attnmux.core.choosing.common.verdict import Verdict
-from attnmux.core.choosing.judge.checking import check
-from attnmux.core.choosing.machine.platform import Platform
-from attnmux.core.choosing.offer.card import BackendCard, Offer, Prior
-from attnmux.core.choosing.offer.clause import ALWAYS, Clause, when
-from attnmux.core.choosing.offer.conditions import (
+from attnmux.core.cards.card import BackendCard, Offer, Prior
+from attnmux.core.cards.clause import ALWAYS, Clause, when
+from attnmux.core.cards.conditions import (
     ANY,
     NONE,
     anything_but,
@@ -26,9 +20,15 @@ from attnmux.core.choosing.offer.conditions import (
     multiple_of,
     one_of,
 )
+from attnmux.core.choosing.checking import check
+from attnmux.core.choosing.decision import Decision
 from attnmux.core.choosing.solver import solve
-from attnmux.core.choosing.tell.decision import Decision
-from attnmux.core.errors import NoBackend, UnknownBackend
+from attnmux.core.facts.errors import NoBackend, UnknownBackend
+from attnmux.core.facts.platform import Platform
+from attnmux.core.facts.policy import Policy
+from attnmux.core.facts.request import Request, parse_fields
+from attnmux.core.facts.values import DTYPES, LayerGroup
+from attnmux.core.facts.verdicts import Verdict
 
 CPU = Platform.parse("cpu:x86_64")
 PHASES = ("extend", "decode", "verify", "draft", "encoder")

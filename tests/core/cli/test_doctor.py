@@ -15,25 +15,25 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from attnmux.core.choosing.find import devices as probe
-from attnmux.core.choosing.find import unserved
-from attnmux.core.choosing.find.devices import survey
-from attnmux.core.choosing.find.examine import Entry, Plugin, PluginFailure
-from attnmux.core.choosing.judge.requirements import required
-from attnmux.core.choosing.machine.platform import Platform
-from attnmux.core.choosing.offer.card import BackendCard
-from attnmux.core.choosing.offer.clause import when
-from attnmux.core.choosing.offer.conditions import includes, one_of
-from attnmux.core.choosing.offer.libraries import Distribution, EntryPoint
+from attnmux.core.cards.card import BackendCard
+from attnmux.core.cards.clause import when
+from attnmux.core.cards.conditions import includes, one_of
+from attnmux.core.choosing.requirements import required
 from attnmux.core.cli import doctor_diagnosis
 from attnmux.core.cli.doctor_diagnosis import diagnose
 from attnmux.core.cli.verbs import verbs
-from attnmux.core.settings import Settings
+from attnmux.core.facts.libraries import Distribution, EntryPoint
+from attnmux.core.facts.platform import Platform
+from attnmux.core.find import devices as probe
+from attnmux.core.find import unserved
+from attnmux.core.find.devices import survey
+from attnmux.core.find.examine import Entry, Plugin, PluginFailure
+from attnmux.core.find.settings import Settings
 
 GOOD = """
-from attnmux.core.choosing.offer.card import BackendCard
-from attnmux.core.choosing.machine.platform import Platform
-from attnmux.core.choosing.find.hooks import hookimpl
+from attnmux.core.cards.card import BackendCard
+from attnmux.core.facts.platform import Platform
+from attnmux.core.find.hooks import hookimpl
 
 print("a banner")
 
@@ -45,7 +45,7 @@ def attnmux_platforms():
 def attnmux_cards():
     return [BackendCard(name="fast", summary="", clauses=(), factory="a:b", {more})]
 """
-HOOK = "from attnmux.core.choosing.find.hooks import hookimpl\n@hookimpl\n"
+HOOK = "from attnmux.core.find.hooks import hookimpl\n@hookimpl\n"
 GONE = "no_such_distribution_of_acme"
 
 
@@ -287,9 +287,9 @@ def test_what_keeps_a_backend_from_running_here(ask, tmp_path, monkeypatch) -> N
         )
     ]
 """
-    head = "from attnmux.core.choosing.offer.clause import when\n"
-    head += "from attnmux.core.choosing.offer.conditions import ANY, one_of\n"
-    head += "from attnmux.core.choosing.offer.proof import Verified\n"
+    head = "from attnmux.core.cards.clause import when\n"
+    head += "from attnmux.core.cards.conditions import ANY, one_of\n"
+    head += "from attnmux.core.cards.proof import Verified\n"
     source = head + GOOD.partition("    return [BackendCard(")[0] + cards
     monkeypatch.setenv("ATTNMUX_DENY_BACKENDS", "unwanted")
     result = ask(good=source)
@@ -336,8 +336,8 @@ def test_a_machine_on_which_no_backend_runs_is_a_problem(ask) -> None:
 
 
 def test_a_machine_for_which_no_plugin_brings_a_backend_is_a_problem(ask) -> None:
-    head = "from attnmux.core.choosing.offer.clause import when\n"
-    head += "from attnmux.core.choosing.offer.conditions import one_of\n"
+    head = "from attnmux.core.cards.clause import when\n"
+    head += "from attnmux.core.cards.conditions import one_of\n"
     elsewhere = "clauses=(when(vendor=one_of('zeta')),)"
     result = ask(good=head + GOOD.replace("clauses=()", elsewhere).format(more=""))
     assert result.exit_code == 1

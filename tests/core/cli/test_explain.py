@@ -9,13 +9,13 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-import attnmux.core.choosing.solver
-from attnmux.core.choosing.ask.values import KINDS
-from attnmux.core.choosing.judge.axes import AXES
+import attnmux.core
 from attnmux.core.cli.explain import AXIS_MEANINGS, MEANINGS, meanings
 from attnmux.core.cli.verbs import verbs
+from attnmux.core.facts.axes import AXES
+from attnmux.core.facts.values import KINDS
 
-CHOOSING = Path(attnmux.core.choosing.solver.__file__).parent
+CORE = Path(attnmux.core.__file__).parent
 
 
 def call(*args: str):
@@ -23,7 +23,7 @@ def call(*args: str):
 
 
 def test_every_code_of_the_sources_is_explained() -> None:
-    sources = "\n".join(path.read_text() for path in CHOOSING.rglob("*.py"))
+    sources = "\n".join(path.read_text() for path in CORE.rglob("*.py"))
     codes = set(re.findall(r'(?:code=|bar\()"([A-Z_]+)"', sources))
     assert len(codes) >= 10
     assert codes == set(MEANINGS)

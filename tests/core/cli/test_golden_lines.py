@@ -13,7 +13,7 @@ from click.testing import CliRunner
 
 from attnmux.core.cli.verbs import verbs
 
-DATA = Path(__file__).parents[1] / "choosing" / "data"
+DATA = Path(__file__).parents[1] / "data"
 GOLDEN = Path(__file__).parent / "golden"
 ENGINES = ("sglang", "vllm")
 PLATFORMS = (

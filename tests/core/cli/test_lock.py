@@ -10,8 +10,8 @@ import pytest
 from click.testing import CliRunner
 
 from attnmux.core.cli.verbs import verbs
-from attnmux.core.errors import InvalidInput
-from attnmux.core.lock import Lock, content_hash
+from attnmux.core.facts.errors import InvalidInput
+from attnmux.core.find.lock import Lock, content_hash
 
 SOURCE = """
 from attnmux.core import BackendCard, hookimpl, when

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from attnmux.core.choosing.ask.policy import Policy
-from attnmux.core.choosing.ask.request import Request
-from attnmux.core.choosing.machine.platform import Platform
-from attnmux.core.choosing.offer.card import BackendCard, Offer
-from attnmux.core.choosing.offer.clause import Clause
-from attnmux.core.choosing.offer.conditions import ANY
-from attnmux.core.choosing.offer.proof import Verified
+from attnmux.core.cards.card import BackendCard, Offer
+from attnmux.core.cards.clause import Clause
+from attnmux.core.cards.conditions import ANY
+from attnmux.core.cards.proof import Verified
 from attnmux.core.choosing.solver import solve
 from attnmux.core.cli.here import backends_here
 from attnmux.core.cli.outcomes import outcomes
 from attnmux.core.cli.render import render_backends, render_decision
 from attnmux.core.cli.select_explained import Explanation
+from attnmux.core.facts.platform import Platform
+from attnmux.core.facts.policy import Policy
+from attnmux.core.facts.request import Request
 
 AXES = ("vendor", "phase", "kind", "dtype", "kv_dtype", "page_size", "head_dim")
 

@@ -11,17 +11,17 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from attnmux.core.choosing.common.verdict import Verdict
-from attnmux.core.choosing.find.devices import Detection, UnservedDevice
-from attnmux.core.choosing.find.plugins import Plugins
-from attnmux.core.choosing.machine.platform import Platform
-from attnmux.core.choosing.tell.decision import Decision
+from attnmux.core.choosing.decision import Decision
 from attnmux.core.cli import run as shared
 from attnmux.core.cli.verbs import verbs
+from attnmux.core.facts.platform import Platform
+from attnmux.core.facts.verdicts import Verdict
+from attnmux.core.find.devices import Detection, UnservedDevice
+from attnmux.core.find.plugins import Plugins
 
 pytest.importorskip("attnmux.cpu.plugin", reason="the answers below are those of attnmux-cpu")
 
-MODELS = Path(__file__).parents[1] / "choosing" / "data"
+MODELS = Path(__file__).parents[1] / "data"
 HERE = "cpu:x86_64,features=avx2"
 
 

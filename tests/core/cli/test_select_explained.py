@@ -10,15 +10,15 @@ import click
 import pytest
 from click.testing import CliRunner
 
-from attnmux.core.choosing.offer.card import BackendCard, Offer, Option, Prior
-from attnmux.core.choosing.offer.clause import Clause
-from attnmux.core.choosing.offer.conditions import ANY, Condition, includes, one_of
-from attnmux.core.choosing.offer.proof import Verified
-from attnmux.core.choosing.tell.decision import Decision
+from attnmux.core.cards.card import BackendCard, Offer, Option, Prior
+from attnmux.core.cards.clause import Clause
+from attnmux.core.cards.conditions import ANY, Condition, includes, one_of
+from attnmux.core.cards.proof import Verified
+from attnmux.core.choosing.decision import Decision
 from attnmux.core.cli import run as shared
 from attnmux.core.cli.verbs import verbs
 
-MODELS = Path(__file__).parents[1] / "choosing" / "data"
+MODELS = Path(__file__).parents[1] / "data"
 HERE = "cpu:x86_64,features=avx2"
 LONG = "a kernel that was measured on many machines and found to be good on every one of them"
 

@@ -11,19 +11,19 @@ import pytest
 from click.testing import CliRunner
 
 from attnmux.bench.keeping import RecordFile
-from attnmux.core.choosing.ask.request import Request
-from attnmux.core.choosing.find.devices import Detection
-from attnmux.core.choosing.judge.axes import Question
-from attnmux.core.choosing.machine.platform import Platform
-from attnmux.core.choosing.measured.measurement import (
+from attnmux.core.cli import run as shared
+from attnmux.core.cli.verbs import verbs
+from attnmux.core.facts.axes import Question
+from attnmux.core.facts.platform import Platform
+from attnmux.core.facts.records import Device
+from attnmux.core.facts.request import Request
+from attnmux.core.find.devices import Detection
+from attnmux.core.find.installed import load_plugins
+from attnmux.core.measured.measurement import (
     Measurement,
     shape_of,
     versions_of,
 )
-from attnmux.core.choosing.measured.records import Device
-from attnmux.core.cli import run as shared
-from attnmux.core.cli.verbs import verbs
-from attnmux.core.installed import load_plugins
 
 pytest.importorskip("attnmux.cpu.plugin", reason="the backends below are those of attnmux-cpu")
 pytest.importorskip("torch", reason="what those backends require")
@@ -129,5 +129,5 @@ def test_a_damaged_file_is_a_warning(file) -> None:
 
 
 def test_nothing_of_it_is_imported_where_nothing_was_measured(file, monkeypatch) -> None:
-    monkeypatch.setitem(sys.modules, "attnmux.core.choosing.measured.ranking", None)
+    monkeypatch.setitem(sys.modules, "attnmux.core.measured.ranking", None)
     assert ranked()

@@ -9,17 +9,18 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
+from attnmux.configs import request_from_model
 from attnmux.core import InvalidInput, Platform, Request, load_plugins, solve
-from attnmux.core.choosing.ask.policy import Policy
-from attnmux.core.choosing.ask.values import LayerGroup
 from attnmux.core.cli.engines import FACTS, LaunchFacts
 from attnmux.core.cli.verbs import verbs
+from attnmux.core.facts.policy import Policy
+from attnmux.core.facts.values import LayerGroup
 
 asking = pytest.importorskip("attnmux.sglang.asking")
 pytest.importorskip("attnmux.nvidia.plugin", reason="the decisions are about its cards")
 pytest.importorskip("attnmux.triton.plugin", reason="as above")
 
-MODELS = Path(__file__).parents[1] / "choosing" / "data"
+MODELS = Path(__file__).parents[1] / "data"
 HOPPER = Platform.parse("nvidia:sm90,cuda=13.0")
 SHAPE = Request.parse(
     "num_q_heads=32,num_kv_heads=8,head_dim=128,dtype=bfloat16,page_size=1", origin="model"
@@ -169,13 +170,13 @@ def test_kv_dtypes_are_those_that_sglang_stores_there(platform, kv_dtype, word) 
 
 def test_layers_that_keep_their_dtype_are_refused() -> None:
     model = MODELS / "llama-3.1-8b"
-    request = Request.from_model(model, kv_dtype="fp8_e4m3", kv_dtype_skip="0")
+    request = request_from_model(model, kv_dtype="fp8_e4m3", kv_dtype_skip="0")
     with pytest.raises(InvalidInput, match=r"^other_layers: .* got 1 layer with 32/8 heads"):
         asking.ask(request, HOPPER)
 
 
 def test_images_are_encoded_by_sglang() -> None:
-    made = asking.ask(Request.from_model(MODELS / "gemma-3-4b-it"), HOPPER)
+    made = asking.ask(request_from_model(MODELS / "gemma-3-4b-it"), HOPPER)
     assert (made.phases, made.multimodal) == (("extend", "decode"), False)
 
 

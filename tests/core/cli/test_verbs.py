@@ -15,9 +15,9 @@ import pytest
 from click.testing import CliRunner
 
 from attnmux.core import cli
-from attnmux.core.choosing.offer.libraries import Distribution, EntryPoint
 from attnmux.core.cli import verbs as module
 from attnmux.core.cli.verbs import verbs
+from attnmux.core.facts.libraries import Distribution, EntryPoint
 
 MAIN = "import sys; sys.argv[0] = 'attnmux'; from attnmux.core.cli import main; main()"
 MODEL = {"hidden_size": 64, "num_attention_heads": 1, "torch_dtype": "bfloat16"}

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from attnmux.core import InvalidInput, Platform, Request, load_plugins, solve
-from attnmux.core.choosing.ask.policy import Policy
-from attnmux.core.choosing.ask.values import LayerGroup
 from attnmux.core.cli.engines import FACTS, LaunchFacts
+from attnmux.core.facts.policy import Policy
+from attnmux.core.facts.values import LayerGroup
 
 launch = pytest.importorskip("attnmux.vllm.launch")
 pytest.importorskip("attnmux.nvidia.plugin", reason="the decisions are about its cards")

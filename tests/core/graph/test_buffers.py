@@ -8,11 +8,11 @@ import pytest
 import torch
 
 from attnmux.core import mask_indptr
-from attnmux.core.batch import ForwardBatch, ForwardMode
-from attnmux.core.errors import InvalidInput
+from attnmux.core.contract.batch import ForwardBatch, ForwardMode
+from attnmux.core.contract.spec import SpecInput, tree_visibility, whole_mask
+from attnmux.core.facts.errors import InvalidInput
 from attnmux.core.graph.buffers import FixedBuffers
 from attnmux.core.graph.config import GraphConfig, ModelInput
-from attnmux.core.spec import SpecInput, tree_visibility, whole_mask
 
 CPU = torch.device("cpu")
 DRAFT = 3

@@ -9,7 +9,7 @@ from contextlib import contextmanager, nullcontext
 import pytest
 import torch
 
-from attnmux.core.errors import GraphUnsupported, InvalidInput
+from attnmux.core.facts.errors import GraphUnsupported, InvalidInput
 from attnmux.core.graph.devices import CudaGraphs, GraphStep
 
 

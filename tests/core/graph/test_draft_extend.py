@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from attnmux.core import GraphConfig, GraphRunner, InvalidInput, ModelInput, Platform, imported
-from attnmux.core.batch import ForwardMode
+from attnmux.core.contract.batch import ForwardMode
 from attnmux.nvidia.fa3 import FA3Backend
 from attnmux.nvidia.fa3_layers import FA3Kernels
 from attnmux.testing import (

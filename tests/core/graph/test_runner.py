@@ -11,8 +11,9 @@ import pytest
 import torch
 
 from attnmux.core import HybridAttnBackend
-from attnmux.core.batch import ForwardMode
-from attnmux.core.errors import GraphUnsupported, GraphViolation, InvalidInput
+from attnmux.core.contract.batch import ForwardMode
+from attnmux.core.contract.op import current_forward_context, forward_context
+from attnmux.core.facts.errors import GraphUnsupported, GraphViolation, InvalidInput
 from attnmux.core.graph.config import GraphConfig, ModelInput, graph_batch_sizes, show_progress
 from attnmux.core.graph.devices import (
     CapturedGraph,
@@ -23,7 +24,6 @@ from attnmux.core.graph.devices import (
     device_graphs,
 )
 from attnmux.core.graph.runner import GraphRunner
-from attnmux.core.op import current_forward_context, forward_context
 from attnmux.testing import (
     Case,
     FakeBackend,

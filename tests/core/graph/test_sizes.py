@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from attnmux.core.errors import InvalidInput
+from attnmux.core.facts.errors import InvalidInput
 from attnmux.core.graph.config import graph_batch_sizes, padded_size
 
 

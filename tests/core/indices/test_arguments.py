@@ -17,7 +17,7 @@ from attnmux.core import (
     verify_kv_lens,
     window_view,
 )
-from attnmux.core.errors import InvalidInput
+from attnmux.core.facts.errors import InvalidInput
 
 TABLE = torch.zeros((4, 8), dtype=torch.int32)
 ROWS = torch.tensor([1, 2])

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from attnmux.core import token_rows, topk_slots
-from attnmux.core.errors import InvalidInput
+from attnmux.core.facts.errors import InvalidInput
 
 
 def test_rows_of_tokens() -> None:

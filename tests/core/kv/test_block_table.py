@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from attnmux.core import BlockTable, ReqToTokenPool, kv_indices, page_table
-from attnmux.core.errors import InvalidInput
+from attnmux.core.facts.errors import InvalidInput
 from attnmux.core.indices.ragged import kv_indptr
 
 PAGE = 4

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from attnmux.core import KVPool, MHATokenToKVPool, MLATokenToKVPool
-from attnmux.core.errors import InvalidInput, PoolExhausted
+from attnmux.core.facts.errors import InvalidInput, PoolExhausted
 
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from attnmux.core import ReqToTokenPool
-from attnmux.core.errors import InvalidInput, PoolExhausted
+from attnmux.core.facts.errors import InvalidInput, PoolExhausted
 
 
 def ints(*values: int) -> torch.Tensor:

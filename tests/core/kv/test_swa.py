@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from attnmux.core import MHATokenToKVPool, MLATokenToKVPool, SWAKVPool, tokens_behind_window
-from attnmux.core.errors import InvalidInput, PoolExhausted
+from attnmux.core.facts.errors import InvalidInput, PoolExhausted
 from attnmux.transformers.prefixes import PrefixTree
 from attnmux.transformers.slots import SWAAllocator
 

@@ -18,7 +18,7 @@ pytest.importorskip("attnmux.sglang")
 import attnmux.transformers.recall as recall
 from attnmux.core import Decision, Platform, PluginError, Request
 from attnmux.core.cli.engines import LaunchFacts
-from attnmux.core.engine_interfaces import Interface, missing
+from attnmux.core.engines.engine_interfaces import Interface, missing
 from attnmux.sglang import INTERFACES, SglangInterfaceWarning, asking, interfaces, plugin
 
 RECALL = Path(recall.__file__).parent

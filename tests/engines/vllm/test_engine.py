@@ -16,7 +16,8 @@ vllm = pytest.importorskip("vllm")
 distributed = pytest.importorskip("vllm.distributed")
 recall = pytest.importorskip("attnmux.transformers.recall")
 core = pytest.importorskip("attnmux.core")
-chooser = pytest.importorskip("attnmux.core.chooser")
+chooser = pytest.importorskip("attnmux.core.engines.chooser")
+configs = pytest.importorskip("attnmux.configs")
 launch = pytest.importorskip("attnmux.vllm.launch")
 
 # vLLM and its dependencies warn of themselves
@@ -237,7 +238,7 @@ def test_select_asks_what_the_backend_asks(family, checkpoint, decided):
     with started(model, "ATTNMUX"):
         pass
     platform = chooser.Chooser.here("cpu").platform
-    request = launch.ask(core.Request.from_model(model, dtype="float32"), platform)
+    request = launch.ask(configs.request_from_model(model, dtype="float32"), platform)
     request = request.replace(kv_dtype="float32", page_size=decided[-1].page_size)
     assert without_origins(request) in map(without_origins, decided)
 

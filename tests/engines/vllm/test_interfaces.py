@@ -9,7 +9,7 @@ import pytest
 
 import attnmux.vllm
 from attnmux.core import PluginError
-from attnmux.core.engine_interfaces import Interface, missing
+from attnmux.core.engines.engine_interfaces import Interface, missing
 from attnmux.vllm import VllmInterfaceWarning, interfaces, plugin
 
 NONE = (Interface("vllm.v1.attention.backends.registry", "AttentionBackendEnum.enlist"),)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from attnmux.core import Chooser, Request
-from attnmux.core.choosing.ask.values import LayerGroup
 from attnmux.core.cli.engines import LaunchFacts
+from attnmux.core.facts.values import LayerGroup
 from attnmux.vllm import launch
 
 arguments = pytest.importorskip("vllm.engine.arg_utils")

@@ -7,9 +7,9 @@ import torch
 import transformers
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
+from attnmux.configs import request_from_model
 from attnmux.core import (
     InvalidInput,
-    Request,
 )
 from attnmux.core.composites import building
 from attnmux.emulators import triton_interpreter
@@ -255,5 +255,5 @@ def test_text_of_the_model_with_a_vision_tower(tmp_path, run_on, said):
 
 
 def test_the_request_of_a_config_says_what_is_picked(blocks):
-    request = Request.from_model(blocks()[1] / "config.json")
+    request = request_from_model(blocks()[1] / "config.json")
     assert (request.kind, request.index_topk, request.index_block_size) == ("mha", TOPK, SIZE)

@@ -7,8 +7,9 @@ import torch
 import transformers
 from transformers import AutoModelForCausalLM
 
-from attnmux.core import InvalidInput, Request, load_plugins, solve
-from attnmux.core.choosing.machine.cpu import probe_cpu
+from attnmux.configs import request_from_model
+from attnmux.core import InvalidInput, load_plugins, solve
+from attnmux.core.find.cpu import probe_cpu
 from attnmux.transformers import (
     Engine,
     KeyPicker,
@@ -249,7 +250,7 @@ def test_an_indexer_that_ranks_otherwise_is_refused(sparse, run_on, monkeypatch)
 
 
 def test_the_request_of_a_config_says_what_is_picked(sparse):
-    request = Request.from_model(sparse("deepseek")[1] / "config.json")
+    request = request_from_model(sparse("deepseek")[1] / "config.json")
     assert (request.kind, request.index_topk) == ("nsa", TOPK)
     offers = [offer for offer in load_plugins().offers() if offer.plugin == "cpu"]
     decision = solve(request, probe_cpu(), offers)

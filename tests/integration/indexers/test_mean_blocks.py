@@ -8,7 +8,8 @@ import torch
 import transformers
 from transformers import AutoModelForCausalLM
 
-from attnmux.core import InvalidInput, Request
+from attnmux.configs import request_from_model
+from attnmux.core import InvalidInput
 from attnmux.transformers import (
     Engine,
     KeysOfBlocks,
@@ -209,6 +210,6 @@ def test_an_indexer_that_picks_otherwise_is_refused(blocks, run_hybrid, monkeypa
 
 
 def test_the_request_of_a_config_says_what_is_picked(blocks):
-    request = Request.from_model(blocks()[1] / "config.json")
+    request = request_from_model(blocks()[1] / "config.json")
     assert (request.kind, request.index_topk, request.index_block_size) == ("mha", TOPK, SIZE)
     assert request.linear_layers == (("gdn", 2),)

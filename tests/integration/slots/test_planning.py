@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from attnmux.core import MHATokenToKVPool, SWAKVPool
-from attnmux.core.errors import InvalidInput, PoolExhausted
+from attnmux.core.facts.errors import InvalidInput, PoolExhausted
 from attnmux.transformers.slots import swa_tokens_in_budget, tokens_in_budget
 
 SHAPE = {"num_kv_heads": 2, "head_dim": 4}

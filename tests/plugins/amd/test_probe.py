@@ -14,7 +14,7 @@ import pytest
 from attnmux.amd import probe as module
 from attnmux.amd.probe import probe
 from attnmux.core import Platform, PluginError
-from attnmux.core.choosing.machine.vendors import VENDORS
+from attnmux.core.facts.vendors import VENDORS
 
 DATA = Path(__file__).parent / "data"
 MACHINES = json.loads((DATA / "machines.json").read_text())

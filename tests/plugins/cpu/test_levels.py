@@ -12,7 +12,7 @@ from zipfile import ZipFile
 
 import pytest
 
-from attnmux.core.choosing.machine.cpu import probe_cpu
+from attnmux.core.find.cpu import probe_cpu
 from attnmux.cpu import levels
 from attnmux.cpu.levels import AMX, AVX2, AVX512, BASELINE, BF16, COMPILERS, levels_of, serving
 from attnmux.cpu.native import library

@@ -13,8 +13,8 @@ import torch
 from click.testing import CliRunner
 
 from attnmux.core import BackendFailed, Request, Settings, load_plugins, solve
-from attnmux.core.choosing.machine.cpu import probe_cpu
 from attnmux.core.cli.verbs import verbs
+from attnmux.core.find.cpu import probe_cpu
 from attnmux.cpu import levels
 from attnmux.cpu.levels import COMPILERS, serving
 from attnmux.cpu.native import library

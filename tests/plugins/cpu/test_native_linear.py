@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from attnmux.core import BackendFailed, InvalidInput, Platform
-from attnmux.core.choosing.machine.cpu import probe_cpu
+from attnmux.core.find.cpu import probe_cpu
 from attnmux.cpu import levels
 from attnmux.cpu.levels import AVX2, BASELINE, COMPILERS, Level, levels_of
 from attnmux.cpu.native.linear import SERVED, NativeLinear, make_linear

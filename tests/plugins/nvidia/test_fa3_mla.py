@@ -13,7 +13,7 @@ from attnmux.core import (
     Platform,
     visible_drafts,
 )
-from attnmux.core.spec import tree_visibility, whole_mask
+from attnmux.core.contract.spec import tree_visibility, whole_mask
 from attnmux.emulators.candidates import SGL_FLASH_ATTN as EMULATED
 from attnmux.nvidia.cards.fa3_mla import FA3_MLA
 from attnmux.nvidia.fa3_mla import make

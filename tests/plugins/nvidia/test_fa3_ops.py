@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from attnmux.core import BackendFailed, InvalidInput, Platform
-from attnmux.core.choosing.judge.requirements import required
+from attnmux.core.choosing.requirements import required
 from attnmux.emulators.candidates import EMULATED, FA3_OF_FLASH_ATTN, FA3_OF_VLLM, SGL_FLASH_ATTN
 from attnmux.nvidia import fa3_providers, vllm_files
 from attnmux.nvidia.cards.dual_chunk_flash_attn import DUAL_CHUNK_FLASH_ATTN

@@ -15,6 +15,7 @@ from attnmux.core import (
     LinearAttentionBackend,
     LinearCall,
     PlainConvolutions,
+    linear_states_of,
 )
 from attnmux.emulators.candidates import CONVOLUTIONS, EMULATED_LINEAR, GATED
 from attnmux.emulators.nvidia import causal_conv1d
@@ -215,7 +216,7 @@ def modules(monkeypatch) -> dict[str, object]:
 
 def test_a_plugin_s_convolutions_come_first(modules, monkeypatch) -> None:
     context = setup_of(decode(4)).context
-    modules["short_convolutions"] = offered = PlainConvolutions(context.required_linear_states())
+    modules["short_convolutions"] = offered = PlainConvolutions(linear_states_of(context))
     monkeypatch.setitem(sys.modules, "sgl_kernel", causal_conv1d)
     assert convolutions(context) is offered
 

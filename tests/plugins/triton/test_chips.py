@@ -23,8 +23,8 @@ from typing import Any
 import pytest
 
 from attnmux.core import Platform, Request
-from attnmux.core.choosing.judge.axes import Question
-from attnmux.core.choosing.judge.shortcomings import is_served
+from attnmux.core.choosing.shortcomings import is_served
+from attnmux.core.facts.axes import Question
 from attnmux.testing import Case, decode, extend, verify
 
 pytest.importorskip("triton")

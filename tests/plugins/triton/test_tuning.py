@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from attnmux.core import BackendFailed, InvalidInput, Job, Platform, Request, TunedLaunch
-from attnmux.core.choosing.measured.records import Device
+from attnmux.core.facts.records import Device
 from attnmux.testing import Case, decode, make_setup
 
 pytest.importorskip("triton")

@@ -23,7 +23,7 @@ from attnmux.core import (
     Platform,
     SWAKVPool,
 )
-from attnmux.core.kv.quantise import FP8_DTYPES, STORABLE_DTYPES
+from attnmux.core.contract.dtypes import FP8_DTYPES, STORABLE_DTYPES
 from attnmux.testing import Case, decode, make_setup, prepare_step
 from attnmux.testing.fakes import FakeBackend
 

@@ -9,7 +9,7 @@ import torch
 
 from attnmux.bench.steps import Step
 from attnmux.core import ForwardBatch, ForwardMode
-from attnmux.core.kv.quantise import FP8_DTYPES
+from attnmux.core.contract.dtypes import FP8_DTYPES
 from attnmux.testing import Errors, errors_between, reference
 
 MAX_ERROR: Mapping[torch.dtype, float] = {

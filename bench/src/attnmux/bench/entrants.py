@@ -24,9 +24,9 @@ from attnmux.core import (
     torch_dtype,
     value_bytes,
 )
-from attnmux.core.choosing.ask.policy import NAMING
-from attnmux.core.choosing.offer.named import offers_named
-from attnmux.core.choosing.tell.choice import Choice
+from attnmux.core.cards.named import offers_named
+from attnmux.core.choosing.choice import Choice
+from attnmux.core.facts.policy import NAMING
 
 NAMED_FOR = {
     "decode": "decode_backend",

@@ -18,7 +18,7 @@ from typing import Generic, TypeVar
 from filelock import FileLock
 
 from attnmux.core import replacing
-from attnmux.core.choosing.measured.records import (
+from attnmux.core.facts.records import (
     FORMAT,
     Record,
     Records,

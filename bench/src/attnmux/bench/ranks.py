@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from attnmux.core import AttnmuxError, BackendFailed, RanksDiffer, Trial, in_brief
-from attnmux.core.choosing.measured.launches import Together, alone
+from attnmux.core.facts.launches import Together, alone
 
 if TYPE_CHECKING:
     from attnmux.distributed import RankGroup

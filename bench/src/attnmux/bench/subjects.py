@@ -21,9 +21,9 @@ from attnmux.core import (
     TunedLaunch,
     build,
 )
-from attnmux.core.choosing.ask.values import LINEAR_KINDS
 from attnmux.core.composites.factories import make_linear
-from attnmux.core.steps import StepBackend
+from attnmux.core.contract.steps import StepBackend
+from attnmux.core.facts.values import LINEAR_KINDS
 from attnmux.testing import Errors
 
 

@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterable, Sequence
 
 from attnmux.core import Offer, RanksDiffer, TunedLaunch
-from attnmux.core.lock import Lock, installed
+from attnmux.core.find.lock import Lock, installed
 from attnmux.distributed.ranks import RankGroup
 
 

@@ -25,6 +25,7 @@ from attnmux.core import (
     PlainConvolutions,
     Platform,
     imported,
+    linear_states_of,
     one_of,
 )
 from attnmux.cpu.flex_attention import FlexAttentionBackend
@@ -228,11 +229,11 @@ RECURRENCE = imported(RecurrenceKernels, f"{NVIDIA}.flashinfer.gdn")
 CONVOLUTIONS = imported(ConvKernels, f"{NVIDIA}.causal_conv1d")
 GATED = GDNKernels(
     recurrence=RECURRENCE,
-    convolutions=lambda context: CausalConvolutions(context.required_linear_states(), CONVOLUTIONS),
+    convolutions=lambda context: CausalConvolutions(linear_states_of(context), CONVOLUTIONS),
 )
 GATED_ALONE = GDNKernels(
     recurrence=RECURRENCE,
-    convolutions=lambda context: PlainConvolutions(context.required_linear_states()),
+    convolutions=lambda context: PlainConvolutions(linear_states_of(context)),
 )
 FLASH_MLA, OF_SGL_KERNEL = from_flash_mla(flash_mla), from_sgl_kernel(sgl_kernel)
 FLASH_MLA_OF_VLLM = flashmla_of_vllm(

@@ -13,7 +13,10 @@ import numpy as np
 import torch
 import triton.language as tl
 from torch.library import Library
-from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._python_dispatch import (
+    _disable_current_modes,
+    _get_current_dispatch_mode_stack,
+)
 from triton.runtime import interpreter
 
 from attnmux.emulators.triton_recorded import recorded
@@ -79,6 +82,8 @@ def interpreted() -> Iterator[None]:
 
         launches.append(again)
         torch.ops.attnmux_interpreted.launch(tensors, len(launches) - 1)
+        if not _get_current_dispatch_mode_stack():
+            launches.pop()  # nothing recorded it, and it keeps its tensors
 
     def inlined(function: Any, *args: Any, **options: Any) -> Any:  # noqa: ANN401  # the kernel's
         return function.rewrite()(*args, **options)

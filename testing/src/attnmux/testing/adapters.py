@@ -28,7 +28,7 @@ from attnmux.core import (
     Platform,
     rehearse,
 )
-from attnmux.core.choosing.ask.values import OptionValue
+from attnmux.core.facts.values import OptionValue
 from attnmux.core.graph.devices import CapturedGraph, GraphStep
 from attnmux.testing import reference
 from attnmux.testing.candidate import Candidate

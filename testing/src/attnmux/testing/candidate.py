@@ -22,12 +22,12 @@ from attnmux.core import (
     detect,
     load_plugins,
 )
-from attnmux.core.choosing.ask.values import ATTENTION_KINDS, LINEAR_KINDS, OptionValue
-from attnmux.core.choosing.judge.axes import Question
-from attnmux.core.choosing.judge.checking import check, standing
-from attnmux.core.choosing.judge.shortcomings import is_served
-from attnmux.core.choosing.offer.libraries import installed_version
-from attnmux.core.choosing.offer.named import complete, offers_named, read_options
+from attnmux.core.cards.named import complete, offers_named, read_options
+from attnmux.core.choosing.checking import check, standing
+from attnmux.core.choosing.shortcomings import is_served
+from attnmux.core.facts.axes import Question
+from attnmux.core.facts.libraries import installed_version
+from attnmux.core.facts.values import ATTENTION_KINDS, LINEAR_KINDS, OptionValue
 from attnmux.testing.linear_cases import AnyCase, in_dims_of, linear_cases, linear_in_graphs
 from attnmux.testing.standard import PAGE_SIZES, in_graphs, standard_cases
 
@@ -246,7 +246,7 @@ def find_candidate(
     if device and len(alike) > 1:
         import torch  # noqa: PLC0415  # to read cards needs none
 
-        from attnmux.core.device_platforms import reported_device  # noqa: PLC0415  # as above
+        from attnmux.core.engines.device_platforms import reported_device  # noqa: PLC0415  # as above
 
         report = reported_device(torch.device(device))
         alike = [one for one in alike if report is None or report.is_of(one)] or alike

@@ -9,9 +9,8 @@ from functools import cache
 from typing import Any
 
 from attnmux.core import Platform, Request
-from attnmux.core.choosing.ask.values import DTYPES, KINDS, PHASES
-from attnmux.core.choosing.judge.axes import AXES, Axis, Question
-from attnmux.core.choosing.offer.conditions import Value
+from attnmux.core.facts.axes import AXES, Axis, Question
+from attnmux.core.facts.values import DTYPES, KINDS, PHASES, Value
 from attnmux.testing.candidate import Candidate, Outcome
 from attnmux.testing.linear_cases import AnyCase, linear_cases, linear_in_graphs
 from attnmux.testing.standard import in_graphs, standard_cases

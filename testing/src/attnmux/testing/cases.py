@@ -7,7 +7,7 @@ from functools import lru_cache
 from typing import Any, Literal
 
 from attnmux.core import ForwardMode, Request, TreeMask
-from attnmux.core.choosing.ask.values import OptionValue
+from attnmux.core.facts.values import OptionValue
 
 PHASES = {
     ForwardMode.EXTEND: "extend",
@@ -194,6 +194,9 @@ class Case:
     """Steps that device graphs serve are captured and replayed."""
     max_graph_batch_size: int | None = None
     """Larger steps run eagerly on the backend with the graphs. None: all steps have graphs."""
+    repeats: int = 0
+    """Repetitions of the first step after all steps, as `growth.check_steady` makes them. Eager
+    ones run in grad mode, as a trainer's process may be."""
 
     @property
     def execution(self) -> Literal["eager", "graph"]:

@@ -25,6 +25,7 @@ from attnmux.testing.linear_setup import (
     make_linear_setup,
     prepare_linear,
 )
+from attnmux.testing.side_effects import SideEffects
 
 PRODUCTS = 4
 """Chunked kernels round a chunk's products to the dtype of the call before they multiply them
@@ -41,11 +42,14 @@ def run_linear(
     setup = make_linear_setup(
         case, candidate.platform, candidate.device, seed=seed, launches=candidate.launches
     )
-    backend = candidate.build_linear(setup.context)
+    effects = SideEffects(setup.context.device)
+    with effects.watch("building the backend"):
+        backend = candidate.build_linear(setup.context)
     host_lens = case.host_lens or candidate.card.needs_cpu_seq_lens
     execution: LinearExecution = EagerLinear(setup, backend)
     if case.graph:
-        execution = LinearGraphs(setup, backend, host_lens=host_lens)
+        with effects.watch("capturing graphs"):
+            execution = LinearGraphs(setup, backend, host_lens=host_lens)
     max_error, figures = 0.0, []
     for number, lengths in enumerate(case.steps, start=1):
         step = prepare_linear(setup, lengths, host_lens=host_lens)
@@ -53,7 +57,8 @@ def run_linear(
         drafts = DraftCheck(setup, step) if lengths.mode.is_target_verify() else None
         given = [tensor.clone() for tensor in _tensors(step)]
         begin = time.perf_counter()
-        outputs = execution.run(step)
+        with effects.watch("the step"):
+            outputs = execution.run(step)
         if setup.context.device.type != "cpu":
             torch.accelerator.synchronize(setup.context.device)
         ms = (time.perf_counter() - begin) * 1e3

@@ -5,9 +5,9 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Sequence
 
-from attnmux.core.choosing.judge.axes import AXES, PLATFORM
-from attnmux.core.choosing.offer.clause import Clause
-from attnmux.core.choosing.offer.conditions import ANY, NONE, Condition, OneOf
+from attnmux.core.cards.clause import Clause
+from attnmux.core.cards.conditions import ANY, NONE, Condition, OneOf
+from attnmux.core.facts.axes import AXES, PLATFORM
 
 _DECIDING = (
     *(axis.name for axis in AXES if axis.weight == PLATFORM and axis.name != "kind"),

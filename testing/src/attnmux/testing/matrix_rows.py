@@ -10,15 +10,15 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
-from attnmux.core.choosing.ask.request import Request
-from attnmux.core.choosing.ask.values import KINDS, PHASES
-from attnmux.core.choosing.judge.axes import AXES, CACHED, PLATFORM, Axis, Question, meets
-from attnmux.core.choosing.machine.platform import Platform
-from attnmux.core.choosing.offer.card import Offer
-from attnmux.core.choosing.offer.clause import Clause
-from attnmux.core.choosing.offer.conditions import ANY, Condition, Value
-from attnmux.core.choosing.offer.proof import Proven, proven
-from attnmux.core.choosing.search.problem import opposed
+from attnmux.core.cards.card import Offer
+from attnmux.core.cards.clause import Clause, meets
+from attnmux.core.cards.conditions import ANY, Condition
+from attnmux.core.cards.proof import Proven, proven
+from attnmux.core.choosing.problem import opposed
+from attnmux.core.facts.axes import AXES, CACHED, PLATFORM, Axis, Question
+from attnmux.core.facts.platform import Platform
+from attnmux.core.facts.request import Request
+from attnmux.core.facts.values import KINDS, PHASES, Value
 from attnmux.testing.matrix_clauses import covers, either, restrictions, union, union_said
 
 Served = Literal["yes", "some", "no"]

@@ -8,8 +8,8 @@ from rich.console import Console
 from rich.padding import Padding
 from rich.text import Text
 
-from attnmux.core.choosing.judge.axes import CACHED
 from attnmux.core.cli.render import plain_console, plain_table
+from attnmux.core.facts.axes import CACHED
 from attnmux.testing.matrix_rows import COLUMNS, Cell, Row
 
 LIMITED = "*"

@@ -9,7 +9,7 @@ from functools import partial
 import torch
 
 from attnmux.core import ForwardBatch, LayerSpec, quantise
-from attnmux.core.kv.quantise import FP8_DTYPES
+from attnmux.core.contract.dtypes import FP8_DTYPES
 from attnmux.testing.batches import make_batch, pick_topk
 from attnmux.testing.case_setup import CaseSetup
 from attnmux.testing.cases import Step

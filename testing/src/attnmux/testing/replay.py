@@ -28,7 +28,7 @@ from attnmux.core import (
     torch_dtype,
 )
 from attnmux.core.cli.run import Run, common_options, echo_json, pass_run
-from attnmux.core.kv.quantise import FP8_DTYPES
+from attnmux.core.contract.dtypes import FP8_DTYPES
 from attnmux.testing import reference
 from attnmux.testing.candidate import Candidate, find_candidate
 from attnmux.testing.comparison import Disagreement, compare, lse_tolerance, output_tolerance

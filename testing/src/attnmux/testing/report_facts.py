@@ -17,11 +17,11 @@ from attnmux.core import (
     Verified,
     installed_version,
 )
-from attnmux.core.choosing.judge.checking import standing
-from attnmux.core.choosing.measured.records import Device
-from attnmux.core.choosing.offer.libraries import distributions
-from attnmux.core.choosing.offer.proof import proven_on
-from attnmux.core.errors import in_brief
+from attnmux.core.cards.proof import proven_on
+from attnmux.core.choosing.checking import standing
+from attnmux.core.facts.errors import in_brief
+from attnmux.core.facts.libraries import distributions
+from attnmux.core.facts.records import Device
 from attnmux.testing.anonymous import anonymous
 from attnmux.testing.candidate import Candidate
 from attnmux.testing.summary import Summary, verified_by

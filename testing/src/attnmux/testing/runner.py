@@ -20,6 +20,7 @@ from attnmux.testing.comparison import (
     output_tolerance,
 )
 from attnmux.testing.execution import EXECUTIONS, Execution, LayerOutput
+from attnmux.testing.growth import check_steady
 from attnmux.testing.linear_cases import AnyCase, LinearCase
 from attnmux.testing.linear_runner import run_linear
 from attnmux.testing.placement import (
@@ -31,6 +32,7 @@ from attnmux.testing.placement import (
     slots_of,
 )
 from attnmux.testing.prepared import LayerInput, PreparedStep, kv_rows, prepare_step
+from attnmux.testing.side_effects import SideEffects
 
 MEMORY = "K", "V", "scales of K", "scales of V"
 """What a slot of a pool holds, in the order of `KVPool.memory`."""
@@ -52,7 +54,8 @@ def run_case(candidate: Candidate, case: AnyCase, *, seed: int = 0) -> Outcome:
         return replace(outcome, status="refused", reasons=reasons)
     try:
         run = run_linear if isinstance(case, LinearCase) else _run
-        with torch.no_grad():
+        # A mode that a backend leaves off shows only if it was on
+        with torch.set_grad_enabled(isinstance(case, Case) and case.repeats > 0 and not case.graph):
             max_error, steps = run(candidate, case, seed)  # type: ignore[arg-type]  # of its type
         return replace(outcome, max_error=max_error, steps=steps)
     except Exception as error:  # a backend may raise anything
@@ -72,9 +75,12 @@ def _run(candidate: Candidate, case: Case, seed: int) -> tuple[float, tuple[Step
         launches=candidate.launches,
         graphs=candidate.graphs,
     )
-    backend = candidate.build_with(case.options, setup.context)
     host_lens = case.host_lens or candidate.card.needs_cpu_seq_lens
-    execution = EXECUTIONS[case.execution](setup, backend, host_lens=host_lens)
+    effects = SideEffects(setup.context.device)
+    with effects.watch("building the backend"):
+        backend = candidate.build_with(case.options, setup.context)
+    with effects.watch("capturing graphs"):
+        execution = EXECUTIONS[case.execution](setup, backend, host_lens=host_lens)
     max_error = 0.0
     figures: list[StepFigures] = []
     kept: list[tuple[torch.Tensor, torch.Tensor]] = []
@@ -93,9 +99,10 @@ def _run(candidate: Candidate, case: Case, seed: int) -> tuple[float, tuple[Step
             fill_reserved_page(setup)
         pool = _pool_after(setup, step)
         given_before = [(name, tensor.clone()) for name, tensor in _read_only(setup, step)]
-        outputs, ms = _timed(execution, step)
         relative: list[Errors] = []
         try:
+            with effects.watch("the step"):
+                outputs, ms = _timed(execution, step)
             _check_unchanged(given_before, _read_only(setup, step))
             _check_pool(setup, step, pool, pads=execution.pads)
             for given, output in zip(step.inputs, outputs, strict=True):
@@ -123,6 +130,7 @@ def _run(candidate: Candidate, case: Case, seed: int) -> tuple[float, tuple[Step
         zeroed = _zero_nan(setup, step)
     if not all(_same_bits(out, copy) for out, copy in kept):
         raise Disagreement("an output changed after its step, and it belongs to the caller")
+    check_steady(candidate, execution, effects, host_lens=host_lens)
     return max_error, tuple(figures)
 
 
@@ -153,6 +161,11 @@ def _read_only(setup: CaseSetup, step: PreparedStep) -> list[tuple[str, torch.Te
         (f"layer {given.layer.layer_id}: {item.name}", getattr(given, item.name))
         for given in step.inputs
         for item in fields(given)
+    ]
+    named += [
+        (f"layer {given.layer.layer_id}: {name}", getattr(given.layer, name))
+        for given in step.inputs
+        for name in ("sinks", "alibi_slopes", "relative_bias")
     ]
     batch = step.batch
     # Without the batch's topk_indices, which every layer's indexer writes

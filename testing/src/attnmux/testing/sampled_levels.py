@@ -7,8 +7,8 @@ from random import Random
 from typing import Any
 
 from attnmux.core import ANY, Clause, Option
-from attnmux.core.choosing.ask.values import DTYPES, OptionValue
-from attnmux.core.choosing.offer.conditions import Condition, Value
+from attnmux.core.cards.conditions import Condition
+from attnmux.core.facts.values import DTYPES, OptionValue, Value
 from attnmux.testing.sampled_points import FLAGS, OPTION
 
 Range = tuple[int, int]

@@ -15,8 +15,8 @@ from itertools import combinations
 from random import Random
 
 from attnmux.core import Clause
-from attnmux.core.choosing.judge.axes import AXES, Question
-from attnmux.core.choosing.offer.conditions import Value
+from attnmux.core.facts.axes import AXES, Question
+from attnmux.core.facts.values import Value
 from attnmux.testing.candidate import MACHINE_AXES, Candidate
 from attnmux.testing.cases import Case
 from attnmux.testing.linear_cases import AnyCase

@@ -12,6 +12,7 @@ from attnmux.testing.bias_cases import alibi_cases, relative_cases, relative_enc
 from attnmux.testing.cases import Case, Step, case_of, decode, extend, longest, verify
 from attnmux.testing.engine_cases import engine_cases
 from attnmux.testing.host_lens_cases import host_lens_cases, with_host_lens
+from attnmux.testing.steady_cases import steady_cases
 from attnmux.testing.variant_cases import (
     LATENT,
     dual_chunk_cases,
@@ -42,7 +43,8 @@ def _in_pages(page: int) -> tuple[Case, ...]:
     makers = (
         *(_batches, _long_requests, _speculation, _features, _shapes),
         *(mla_cases, nsa_cases, dual_chunk_cases, fp8_cases, fp4_cases, window_pool_cases),
-        *(alibi_cases, relative_cases, _nan, _strided, host_lens_cases, engine_cases),
+        *(alibi_cases, relative_cases, _nan, _strided),
+        *(host_lens_cases, engine_cases, steady_cases),
     )
     return tuple(case for make in makers for case in make(page))
 

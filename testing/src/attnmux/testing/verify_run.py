@@ -9,7 +9,7 @@ from random import SystemRandom
 from typing import Any
 
 from attnmux.core import FrozenMapping, installed_version
-from attnmux.core.choosing.offer.installed_files import OTHERS
+from attnmux.core.cards.installed_files import OTHERS
 from attnmux.testing.candidate import Candidate, Outcome
 from attnmux.testing.card_limits import outside_points, try_point
 from attnmux.testing.children import Trial, run_in_children

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 
-from attnmux.core import AttentionBackend, ForwardBatch, ForwardMode, LinearAttentionBackend
+from attnmux.core import AttentionBackend, ForwardBatch, ForwardMode, LinearLayers
 from attnmux.core.composites.dispatch import DispatchingBackend
 
 
@@ -28,5 +28,5 @@ class WrappingBackend(DispatchingBackend):
         wrapped.backend, wrapped.members = child, (child,)
         return wrapped
 
-    def linear(self, kind: str) -> LinearAttentionBackend:
+    def linear(self, kind: str) -> LinearLayers:
         return self.backend.linear(kind)

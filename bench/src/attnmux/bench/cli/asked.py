@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from attnmux.configs import request_from_model
 from attnmux.core import InvalidInput, Platform, Request, linear_request
-from attnmux.core.choosing.ask.request import parse_fields
-from attnmux.core.choosing.ask.values import LINEAR_KINDS
 from attnmux.core.cli.asking import requested
+from attnmux.core.facts.request import parse_fields
+from attnmux.core.facts.values import LINEAR_KINDS
 
 
 def asked_of_one_shape(model: str | None, fields: str, tp: int) -> Request:
@@ -18,7 +19,7 @@ def asked_of_one_shape(model: str | None, fields: str, tp: int) -> Request:
     changes = parse_fields(fields)
     kind = changes.get("kind", "")
     if model is not None and kind in LINEAR_KINDS:
-        whole = Request.from_model(model, tp=tp)
+        whole = request_from_model(model, tp=tp)
         kinds = dict(whole.linear_layers)
         if kind not in kinds:
             expected = f"a kind of the model's linear layers: {', '.join(kinds) or 'it has none'}"

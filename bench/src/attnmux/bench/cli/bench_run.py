@@ -35,11 +35,11 @@ from attnmux.core import (
     TunedLaunch,
     torch_dtype,
 )
-from attnmux.core.choosing.judge.axes import Question
-from attnmux.core.choosing.measured.measurement import shape_of, versions_of
-from attnmux.core.choosing.measured.records import Device
 from attnmux.core.cli.asking import decided, machine
 from attnmux.core.cli.run import Run, writing
+from attnmux.core.facts.axes import Question
+from attnmux.core.facts.records import Device
+from attnmux.core.measured.measurement import shape_of, versions_of
 from attnmux.distributed import RankGroup, check_same_libraries, shared_launches
 
 OTHERWISE = "name another file as ATTNMUX_MEASUREMENTS, or leave out --keep"

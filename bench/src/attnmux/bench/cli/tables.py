@@ -13,8 +13,8 @@ from attnmux.bench.linear_work import CONV_CHANNELS, dims
 from attnmux.bench.trials import by_subject, winner
 from attnmux.bench.workload import Workload
 from attnmux.core import Platform, Request, Trial, Value
-from attnmux.core.choosing.ask.values import LINEAR_KINDS
 from attnmux.core.cli.render import WIDTH, plain_table
+from attnmux.core.facts.values import LINEAR_KINDS
 
 if TYPE_CHECKING:  # torch, which a table does not need
     from attnmux.bench.cli.bench_run import Kept, Result

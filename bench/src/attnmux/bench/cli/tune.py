@@ -34,13 +34,13 @@ from attnmux.core import (
     in_brief,
     solve,
 )
-from attnmux.core.choosing.ask.policy import NAMING
-from attnmux.core.choosing.measured.launches import Tuner
-from attnmux.core.choosing.measured.measurement import versions_of
-from attnmux.core.choosing.measured.records import Device
-from attnmux.core.choosing.offer.named import offers_named
+from attnmux.core.cards.named import offers_named
 from attnmux.core.cli.asking import machine
 from attnmux.core.cli.run import Run, common_options, echo_json, pass_run, writing
+from attnmux.core.facts.launches import Tuner
+from attnmux.core.facts.policy import NAMING
+from attnmux.core.facts.records import Device
+from attnmux.core.measured.measurement import versions_of
 
 if TYPE_CHECKING:
     from attnmux.distributed import RankGroup

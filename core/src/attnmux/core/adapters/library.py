@@ -16,19 +16,19 @@ from typing import Any, Generic, TypeVar
 
 import torch
 
-from attnmux.core.backend import AttentionBackend
-from attnmux.core.batch import ForwardBatch, ForwardMode
-from attnmux.core.call import AttentionCall
-from attnmux.core.context import BackendContext
-from attnmux.core.errors import (
+from attnmux.core.contract.backend import AttentionBackend
+from attnmux.core.contract.batch import ForwardBatch, ForwardMode
+from attnmux.core.contract.call import AttentionCall
+from attnmux.core.contract.context import BackendContext
+from attnmux.core.contract.layer import LayerSpec
+from attnmux.core.contract.steps import NO_OPTIONS, StepBackend, prepared
+from attnmux.core.facts.errors import (
     AttnmuxError,
     BackendFailed,
     GraphUnsupported,
     InvalidInput,
     in_brief,
 )
-from attnmux.core.layer import LayerSpec
-from attnmux.core.steps import NO_OPTIONS, StepBackend, prepared
 
 K = TypeVar("K")
 """The kernels: a dataclass whose fields are functions of the library."""

@@ -7,13 +7,13 @@ from dataclasses import dataclass, field
 
 import torch
 
-from attnmux.core.batch import ForwardBatch
-from attnmux.core.context import BackendContext
-from attnmux.core.errors import InvalidInput
+from attnmux.core.contract.batch import ForwardBatch
+from attnmux.core.contract.context import BackendContext
+from attnmux.core.contract.layer import LayerSpec
+from attnmux.core.contract.tree_masks import check_no_items, check_unmasked, tree_mask_of
+from attnmux.core.facts.errors import InvalidInput
 from attnmux.core.indices.keys import page_table
 from attnmux.core.indices.ragged import cu_seqlens, uniform_indptr, verify_kv_lens
-from attnmux.core.layer import LayerSpec
-from attnmux.core.tree_masks import check_no_items, check_unmasked, tree_mask_of
 
 Tables = dict[tuple[bool, int], torch.Tensor]
 """Page tables before translation, by (is the encoder's, page size)."""

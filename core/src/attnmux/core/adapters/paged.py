@@ -10,8 +10,8 @@ import torch
 
 from attnmux.core.adapters.library import B, K, LibraryBackend, S
 from attnmux.core.adapters.page_tables import KeyGroup, Keys, PageTables, fixed_buffers
-from attnmux.core.batch import ForwardBatch
-from attnmux.core.context import BackendContext
+from attnmux.core.contract.batch import ForwardBatch
+from attnmux.core.contract.context import BackendContext
 
 
 class HasKeys(Protocol):

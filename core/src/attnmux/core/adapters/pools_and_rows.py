@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import torch
 
-from attnmux.core.context import BackendContext
-from attnmux.core.dtypes import torch_dtype
-from attnmux.core.errors import AttnmuxError, InvalidInput
-from attnmux.core.layer import LayerSpec, check_features
+from attnmux.core.contract.context import BackendContext
+from attnmux.core.contract.dtypes import torch_dtype
+from attnmux.core.contract.layer import LayerSpec, check_features
+from attnmux.core.facts.errors import AttnmuxError, InvalidInput
 
 FP8 = torch.float8_e4m3fn
 """The only 8-bit float that most of the kernels read."""

@@ -8,17 +8,17 @@ from dataclasses import replace
 
 import torch
 
-from attnmux.core.backend import AttentionBackend
-from attnmux.core.batch import ForwardBatch, ForwardMode, MultiItem
-from attnmux.core.context import BackendContext
-from attnmux.core.dtypes import torch_dtype
-from attnmux.core.errors import InvalidInput
-from attnmux.core.kv.linear_states import LinearStatePool
-from attnmux.core.layer import LayerSpec
-from attnmux.core.linear_backend import LinearAttentionBackend
-from attnmux.core.linear_layer import ConvCall, LinearLayerSpec
-from attnmux.core.short_convolutions import ShortConvolutions
-from attnmux.core.spec import SpecInput
+from attnmux.core.contract.backend import AttentionBackend
+from attnmux.core.contract.batch import ForwardBatch, ForwardMode, MultiItem
+from attnmux.core.contract.context import BackendContext
+from attnmux.core.contract.dtypes import torch_dtype
+from attnmux.core.contract.layer import LayerSpec
+from attnmux.core.contract.spec import SpecInput
+from attnmux.core.facts.errors import InvalidInput
+from attnmux.core.linear.backend import LinearAttentionBackend
+from attnmux.core.linear.convolutions import ShortConvolutions
+from attnmux.core.linear.layer import ConvCall, LinearLayerSpec
+from attnmux.core.linear.states import LinearStatePool, linear_states_of
 
 CHANNELS, TAPS = 16, 4
 """Of the convolution that is rehearsed."""
@@ -76,7 +76,7 @@ def rehearse_convolutions(
     Returns those over the context's states. Raises InvalidInput for a context without
     `linear_states`, and what a library or compiler raises.
     """
-    states = context.required_linear_states()
+    states = linear_states_of(context)
     layer = LinearLayerSpec(layer_id=0, kind="conv", conv_dims=(CHANNELS,), conv_size=TAPS)
     drafts = context.request.spec_draft_tokens or 1
     pool = LinearStatePool(

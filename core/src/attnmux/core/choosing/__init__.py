@@ -1,5 +1,4 @@
-"""Choosing a backend: plain data in, a Decision out. No module below here imports torch.
+"""Choosing a backend: plain data in, a Decision out. No module here imports torch.
 
-The rooms in reading order are common, ask, machine, offer, find, judge, search, tell, solver and
-measured. Each says what it holds, and imports only those before it (`lint-imports` checks this).
+`solver.py` has the whole story; judging one card, the search over all cards and the answer follow.
 """

@@ -8,7 +8,28 @@ from dataclasses import replace
 from functools import cache, partial
 from typing import Any
 
-from attnmux.core.choosing.ask.derived import (
+from attnmux.core.cards.card import Offer
+from attnmux.core.cards.named import read_options
+from attnmux.core.choosing.assignments import (
+    Assignment,
+    best_assignment,
+    best_together,
+    coercions,
+)
+from attnmux.core.choosing.checking import Accuracy, Ranking, by_card, prior_rank, standing
+from attnmux.core.choosing.choice import Choice, choice_of
+from attnmux.core.choosing.decision import Decision
+from attnmux.core.choosing.problem import (
+    Problem,
+    Variant,
+    groups_of,
+    opposed,
+    verify_lead,
+)
+from attnmux.core.choosing.requirements import caveats
+from attnmux.core.choosing.verdicts import refusal, verdicts
+from attnmux.core.facts.axes import Question
+from attnmux.core.facts.derived import (
     group_requests,
     has_separable_trees,
     linear_request,
@@ -16,37 +37,16 @@ from attnmux.core.choosing.ask.derived import (
     prefixes_request,
     undrafted_request,
 )
-from attnmux.core.choosing.ask.policy import NAMING, Policy
-from attnmux.core.choosing.ask.request import Request
-from attnmux.core.choosing.ask.sparse import check_decidable
-from attnmux.core.choosing.ask.values import LINEAR_KINDS, PHASES, OptionValue, shape_said
-from attnmux.core.choosing.common.frozen import Deferred, FrozenMapping
-from attnmux.core.choosing.common.verdict import Coercion, Reason
-from attnmux.core.choosing.judge.axes import Question
-from attnmux.core.choosing.judge.checking import Accuracy, Ranking, by_card, prior_rank, standing
-from attnmux.core.choosing.judge.requirements import caveats
-from attnmux.core.choosing.machine.platform import Platform
-from attnmux.core.choosing.machine.vendors import EXAMPLE
-from attnmux.core.choosing.offer.card import Offer
-from attnmux.core.choosing.offer.libraries import Libraries, assumed, installed_version
-from attnmux.core.choosing.offer.named import read_options
-from attnmux.core.choosing.search.assignments import (
-    Assignment,
-    best_assignment,
-    best_together,
-    coercions,
-)
-from attnmux.core.choosing.search.problem import (
-    Problem,
-    Variant,
-    groups_of,
-    opposed,
-    verify_lead,
-)
-from attnmux.core.choosing.tell.choice import Choice, choice_of
-from attnmux.core.choosing.tell.decision import Decision
-from attnmux.core.choosing.tell.verdicts import refusal, verdicts
-from attnmux.core.errors import InvalidInput, NoBackend
+from attnmux.core.facts.errors import InvalidInput, NoBackend
+from attnmux.core.facts.frozen import Deferred, FrozenMapping
+from attnmux.core.facts.libraries import Libraries, assumed, installed_version
+from attnmux.core.facts.platform import Platform
+from attnmux.core.facts.policy import NAMING, Policy
+from attnmux.core.facts.request import Request
+from attnmux.core.facts.sparse import check_decidable
+from attnmux.core.facts.values import LINEAR_KINDS, PHASES, OptionValue, shape_said
+from attnmux.core.facts.vendors import EXAMPLE
+from attnmux.core.facts.verdicts import Coercion, Reason
 
 
 def solve(

@@ -3,24 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
-from attnmux.core.choosing.ask.policy import Policy
-from attnmux.core.choosing.ask.request import Request, parse_fields
-from attnmux.core.choosing.find.devices import pick_platform
-from attnmux.core.choosing.find.plugins import Plugins
-from attnmux.core.choosing.machine.platform import GRAMMAR, Platform
-from attnmux.core.choosing.machine.vendors import VENDORS
-from attnmux.core.choosing.offer.card import Offer
-from attnmux.core.choosing.offer.libraries import installed_version
+from attnmux.core.cards.card import Offer
+from attnmux.core.choosing.decision import Decision
 from attnmux.core.choosing.solver import solve
-from attnmux.core.choosing.tell.decision import Decision
 from attnmux.core.cli.run import Run
-from attnmux.core.errors import InvalidInput, NoBackend
-from attnmux.core.settings import Settings
+from attnmux.core.facts.errors import InvalidInput, NoBackend, PluginError
+from attnmux.core.facts.libraries import entry_points, installed_version
+from attnmux.core.facts.platform import GRAMMAR, Platform
+from attnmux.core.facts.policy import Policy
+from attnmux.core.facts.request import Request, parse_fields
+from attnmux.core.facts.vendors import VENDORS
+from attnmux.core.find.devices import pick_platform
+from attnmux.core.find.plugins import Plugins
+from attnmux.core.find.settings import Settings
 
 if TYPE_CHECKING:
-    from attnmux.core.choosing.measured.measurement import Measurement
+    from attnmux.core.measured.measurement import Measurement
+
+
+READERS = "attnmux.configs"
+"""The entry points that read a model's files; the name is the file's."""
 
 
 class Asked(NamedTuple):
@@ -55,12 +59,20 @@ def requested(
     if model is not None:
         named = {name: changes[name] for name in ("dtype", "kv_dtype") if name in changes}
         known = Request().replace(**named)
-        request = Request.from_model(
-            model, tp=tp, dtype=known.dtype, kv_dtype=known.kv_dtype, kv_dtype_skip=skip
-        )
+        read = _reader_of_models()
+        request = read(model, tp=tp, dtype=known.dtype, kv_dtype=known.kv_dtype, kv_dtype_skip=skip)
     if mode is not None:
         changes["speculative_attention_mode"] = mode
     return request.replace(**changes)
+
+
+def _reader_of_models() -> Callable[..., Request]:
+    """`attnmux.configs.request_from_model`, which core does not import: it stands on core."""
+    points = [point for point in entry_points(READERS)[0] if point.name == "config.json"]
+    if not points:
+        remedy = "pip install --force-reinstall attnmux-core"
+        raise PluginError(f"no entry point in {READERS!r} reads models: {remedy}")
+    return cast("Callable[..., Request]", points[0].load())
 
 
 def machine(
@@ -83,7 +95,7 @@ def machine(
         if sum(one.device_type == kind for one in found.platforms) > 1:
             import torch  # noqa: PLC0415  # most questions need none
 
-            from attnmux.core.device_platforms import platform_of  # noqa: PLC0415  # imports torch
+            from attnmux.core.engines.device_platforms import platform_of  # noqa: PLC0415  # imports torch
 
             named = settings.where("platform")
             return platform_of(torch.device(device), found, settings.platform, named=named), False
@@ -140,7 +152,7 @@ def decided(
     if not measurements:
         return solve(request, device, offers, policy)
     # Not imported unless something was measured
-    from attnmux.core.choosing.measured.ranking import solve_measured  # noqa: PLC0415
+    from attnmux.core.measured.ranking import solve_measured  # noqa: PLC0415
 
     return solve_measured(request, device, offers, policy, measurements=measurements)
 

@@ -11,14 +11,14 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from attnmux.core.choosing.common.frozen import plain
-from attnmux.core.choosing.find.examine import Entry, Plugin, PluginFailure, examine
-from attnmux.core.choosing.find.plugins import find_entries
-from attnmux.core.choosing.offer.libraries import Distribution, EntryPoint, installed_version
 from attnmux.core.cli.doctor_diagnosis import Diagnosis, diagnose
 from attnmux.core.cli.here import LACKING, READY, Backend
 from attnmux.core.cli.render import WIDTH, plain_table, render_platforms
 from attnmux.core.cli.run import Run, common_options, echo_json, pass_run
+from attnmux.core.facts.frozen import plain
+from attnmux.core.facts.libraries import Distribution, EntryPoint, installed_version
+from attnmux.core.find.examine import Entry, Plugin, PluginFailure, examine
+from attnmux.core.find.plugins import find_entries
 
 SECONDS, LONGEST = 15, 3600
 """For one plugin; a healthy one answers in less than one."""

@@ -5,23 +5,23 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from attnmux.core.choosing.ask.policy import Policy
-from attnmux.core.choosing.ask.request import Request
-from attnmux.core.choosing.ask.values import PHASES
-from attnmux.core.choosing.find.devices import Detection, pick_platform, survey
-from attnmux.core.choosing.find.examine import Plugin
-from attnmux.core.choosing.find.plugins import Plugins
-from attnmux.core.choosing.judge.requirements import caveats
-from attnmux.core.choosing.machine.platform import Platform
-from attnmux.core.choosing.machine.vendors import VENDORS
-from attnmux.core.choosing.offer.card import Offer
-from attnmux.core.choosing.offer.libraries import installed_version
-from attnmux.core.choosing.offer.named import read_options
-from attnmux.core.choosing.search.problem import groups_of
+from attnmux.core.cards.card import Offer
+from attnmux.core.cards.named import read_options
+from attnmux.core.choosing.problem import groups_of
+from attnmux.core.choosing.requirements import caveats
 from attnmux.core.cli.here import READY, Backend, backends_here, lacking_compiler, serving_builds
 from attnmux.core.cli.overlaps import overlapping
-from attnmux.core.errors import AmbiguousPlatform, InvalidInput, UnknownBackend
-from attnmux.core.settings import Settings, device_variables
+from attnmux.core.facts.errors import AmbiguousPlatform, InvalidInput, UnknownBackend
+from attnmux.core.facts.libraries import installed_version
+from attnmux.core.facts.platform import Platform
+from attnmux.core.facts.policy import Policy
+from attnmux.core.facts.request import Request
+from attnmux.core.facts.values import PHASES
+from attnmux.core.facts.vendors import VENDORS
+from attnmux.core.find.devices import Detection, pick_platform, survey
+from attnmux.core.find.examine import Plugin
+from attnmux.core.find.plugins import Plugins
+from attnmux.core.find.settings import Settings, device_variables
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -15,17 +15,17 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
-from attnmux.core.choosing.ask.policy import NAMING
-from attnmux.core.choosing.ask.request import Request
-from attnmux.core.choosing.find.plugins import is_admitted
-from attnmux.core.choosing.machine.platform import Platform
-from attnmux.core.choosing.machine.vendors import VENDORS
-from attnmux.core.choosing.offer.libraries import EntryPoint, entry_points
-from attnmux.core.choosing.tell.choice import Choice
-from attnmux.core.choosing.tell.decision import Decision
+from attnmux.core.choosing.choice import Choice
+from attnmux.core.choosing.decision import Decision
 from attnmux.core.cli.asking import Asked
-from attnmux.core.errors import InvalidInput, NoBackend, PluginError, in_brief
-from attnmux.core.settings import PREFIX, Settings
+from attnmux.core.facts.errors import InvalidInput, NoBackend, PluginError, in_brief
+from attnmux.core.facts.libraries import EntryPoint, entry_points
+from attnmux.core.facts.platform import Platform
+from attnmux.core.facts.policy import NAMING
+from attnmux.core.facts.request import Request
+from attnmux.core.facts.vendors import VENDORS
+from attnmux.core.find.plugins import is_admitted
+from attnmux.core.find.settings import PREFIX, Settings
 
 GROUP = "attnmux.engines"
 OWN = ("sglang", "vllm")
@@ -53,7 +53,7 @@ class LaunchFacts:
     tp: int = 1
     """Ranks that share the heads."""
     kv_dtype_skip: str | None = None
-    """Layers that keep K and V in the model's dtype, as `Request.from_model` takes them."""
+    """Layers that keep K and V in the model's dtype, as `request_from_model` takes them."""
 
 
 class Integration(Protocol):

@@ -6,11 +6,11 @@ from collections.abc import Mapping
 
 import click
 
-from attnmux.core.choosing.ask.values import KINDS
-from attnmux.core.choosing.common.checks import nearest
-from attnmux.core.choosing.judge.axes import AXES, Axis
 from attnmux.core.cli.run import Run, common_options, echo_json, pass_run
-from attnmux.core.errors import InvalidInput
+from attnmux.core.facts.axes import AXES, Axis
+from attnmux.core.facts.checks import nearest
+from attnmux.core.facts.errors import InvalidInput
+from attnmux.core.facts.values import KINDS
 
 MEANINGS: Mapping[str, str] = {
     "ACCURACY": "Its measured error is more than 3 times the smallest one, or it was not measured "

@@ -6,16 +6,16 @@ from collections.abc import Iterable, Set
 from dataclasses import dataclass, replace
 from typing import Any
 
-from attnmux.core.choosing.ask.policy import Policy
-from attnmux.core.choosing.common.frozen import plain
-from attnmux.core.choosing.common.verdict import Reason
-from attnmux.core.choosing.judge.checking import standing
-from attnmux.core.choosing.judge.requirements import Library, required
-from attnmux.core.choosing.machine.cpu import COMPILERS
-from attnmux.core.choosing.machine.platform import Platform
-from attnmux.core.choosing.offer.card import BackendCard, Offer
-from attnmux.core.choosing.offer.libraries import Libraries, installed_version
-from attnmux.core.choosing.offer.proof import Proof, proven
+from attnmux.core.cards.card import BackendCard, Offer
+from attnmux.core.cards.proof import Proof, proven
+from attnmux.core.choosing.checking import standing
+from attnmux.core.choosing.requirements import Library, required
+from attnmux.core.facts.frozen import plain
+from attnmux.core.facts.libraries import Libraries, installed_version
+from attnmux.core.facts.platform import Platform
+from attnmux.core.facts.policy import Policy
+from attnmux.core.facts.verdicts import Reason
+from attnmux.core.find.cpu import COMPILERS
 
 READY, ELSEWHERE, LACKING = "ready", "other hardware", "lacks libraries"
 BARRED = {"CONTRACT": "other contract", "DENIED": "denied", "LIBRARY": LACKING}

@@ -6,11 +6,11 @@ from typing import Any
 
 import click
 
-from attnmux.core.choosing.common.frozen import plain
-from attnmux.core.choosing.find.devices import pick_platform
 from attnmux.core.cli.here import Backend, backends_here
 from attnmux.core.cli.run import Run, common_options, echo_json, pass_run
-from attnmux.core.errors import AmbiguousPlatform, InvalidInput
+from attnmux.core.facts.errors import AmbiguousPlatform, InvalidInput
+from attnmux.core.facts.frozen import plain
+from attnmux.core.find.devices import pick_platform
 
 
 @click.command()

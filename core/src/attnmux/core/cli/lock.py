@@ -8,8 +8,8 @@ from pathlib import Path
 import click
 
 from attnmux.core.cli.run import Run, common_options, echo_json, pass_run, writing
-from attnmux.core.errors import InvalidInput
-from attnmux.core.lock import Lock, content_hash
+from attnmux.core.facts.errors import InvalidInput
+from attnmux.core.find.lock import Lock, content_hash
 
 
 @click.command()

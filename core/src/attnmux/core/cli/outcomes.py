@@ -10,17 +10,17 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
-from attnmux.core.choosing.ask.policy import Policy
-from attnmux.core.choosing.ask.request import Request
-from attnmux.core.choosing.ask.values import PHASES
-from attnmux.core.choosing.common.frozen import Plain
-from attnmux.core.choosing.common.verdict import Reason, Verdict
-from attnmux.core.choosing.machine.platform import Platform
-from attnmux.core.choosing.offer.card import Offer
-from attnmux.core.choosing.offer.proof import proven_on
-from attnmux.core.choosing.search.problem import phases_by_lead
-from attnmux.core.choosing.tell.decision import Decision
-from attnmux.core.choosing.tell.verdicts import effort
+from attnmux.core.cards.card import Offer
+from attnmux.core.cards.proof import proven_on
+from attnmux.core.choosing.decision import Decision
+from attnmux.core.choosing.problem import phases_by_lead
+from attnmux.core.choosing.verdicts import effort
+from attnmux.core.facts.frozen import Plain
+from attnmux.core.facts.platform import Platform
+from attnmux.core.facts.policy import Policy
+from attnmux.core.facts.request import Request
+from attnmux.core.facts.values import PHASES
+from attnmux.core.facts.verdicts import Reason, Verdict
 
 Standing = Literal["chosen", "fits", "elsewhere", "coerced", "rejected"]
 """`fits`: at the decided page size and KV dtype. `elsewhere`: only at others. `coerced`: only with
@@ -43,7 +43,7 @@ class Outcome(Plain):
     source: str = ""
     """Where the rank of a chosen backend comes from."""
     proof: str = ""
-    """What its card's runs prove for the machine, a word of `offer/proof.py`."""
+    """What its card's runs prove for the machine, a word of `cards/proof.py`."""
     reasons: tuple[Reason, ...] = ()
 
 

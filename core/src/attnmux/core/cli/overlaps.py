@@ -5,8 +5,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
-from attnmux.core.choosing.offer.card import BackendCard
-from attnmux.core.choosing.offer.libraries import Distribution, canonical, distributions
+from attnmux.core.cards.card import BackendCard
+from attnmux.core.facts.libraries import Distribution, canonical, distributions
 
 INIT = "/__init__.py"
 

@@ -9,15 +9,15 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from attnmux.core.choosing.machine.platform import Platform
-from attnmux.core.choosing.offer.proof import proven_on
-from attnmux.core.choosing.tell.choice import Choice
-from attnmux.core.choosing.tell.decision import Decision
+from attnmux.core.cards.proof import proven_on
+from attnmux.core.choosing.choice import Choice
+from attnmux.core.choosing.decision import Decision
 from attnmux.core.cli.asking import Asked
 from attnmux.core.cli.here import LACKING, Backend
 from attnmux.core.cli.outcomes import Outcome, joined_by_first_reason
 from attnmux.core.cli.select_explained import Explanation, Stated
-from attnmux.core.errors import NoBackend
+from attnmux.core.facts.errors import NoBackend
+from attnmux.core.facts.platform import Platform
 
 WIDTH = 100
 LIST_WIDTH = 21

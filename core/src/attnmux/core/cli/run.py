@@ -16,12 +16,7 @@ from typing import TYPE_CHECKING, Any, TextIO, TypeVar
 
 import click
 
-from attnmux.core.choosing.common.frozen import FrozenMapping
-from attnmux.core.choosing.find.devices import Detection, detect
-from attnmux.core.choosing.find.plugins import Plugins, unknown_plugins
-from attnmux.core.choosing.measured.passes import passes
-from attnmux.core.choosing.measured.unverified import unverified
-from attnmux.core.errors import (
+from attnmux.core.facts.errors import (
     AmbiguousPlatform,
     AttnmuxError,
     InvalidInput,
@@ -30,14 +25,19 @@ from attnmux.core.errors import (
     UnknownBackend,
     in_brief,
 )
-from attnmux.core.installed import load_plugins
-from attnmux.core.settings import Settings
+from attnmux.core.facts.frozen import FrozenMapping
+from attnmux.core.find.devices import Detection, detect
+from attnmux.core.find.installed import load_plugins
+from attnmux.core.find.plugins import Plugins, unknown_plugins
+from attnmux.core.find.settings import Settings
+from attnmux.core.measured.passes import passes
+from attnmux.core.measured.unverified import unverified
 
 if TYPE_CHECKING:
-    from attnmux.core.choosing.measured.launches import TunedLaunch
-    from attnmux.core.choosing.measured.measurement import Measurement
-    from attnmux.core.choosing.offer.card import Offer
-    from attnmux.core.choosing.tell.decision import Decision
+    from attnmux.core.cards.card import Offer
+    from attnmux.core.choosing.decision import Decision
+    from attnmux.core.facts.launches import TunedLaunch
+    from attnmux.core.measured.measurement import Measurement
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -110,7 +110,7 @@ class Run:
         if file is None or not os.path.exists(file):
             return ()
         # Not imported unless something was measured
-        from attnmux.core.choosing.measured.measurement import read_measurements  # noqa: PLC0415
+        from attnmux.core.measured.measurement import read_measurements  # noqa: PLC0415
 
         stored = read_measurements(file)
         for problem in stored.problems:
@@ -134,7 +134,7 @@ class Run:
         if file is None or not os.path.exists(file):
             return ()
         # Most machines have tuned nothing
-        from attnmux.core.choosing.measured.launches import read_launches  # noqa: PLC0415
+        from attnmux.core.facts.launches import read_launches  # noqa: PLC0415
 
         records = read_launches(file)
         for problem in records.problems:

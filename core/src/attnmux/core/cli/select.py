@@ -8,18 +8,18 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from attnmux.core.choosing.ask.request import Request
-from attnmux.core.choosing.common.frozen import defaults, plain
-from attnmux.core.choosing.find.plugins import Plugins
-from attnmux.core.choosing.machine.platform import GRAMMAR
-from attnmux.core.choosing.offer.card import BackendCard
-from attnmux.core.choosing.offer.libraries import canonical
-from attnmux.core.choosing.offer.proof import Proof, proven_on
-from attnmux.core.choosing.tell.decision import Decision
+from attnmux.core.cards.card import BackendCard
+from attnmux.core.cards.proof import Proof, proven_on
+from attnmux.core.choosing.decision import Decision
 from attnmux.core.cli.asking import Asked, ask, requested
 from attnmux.core.cli.run import Run, common_options, echo_json, pass_run
-from attnmux.core.errors import InvalidInput, NoBackend
-from attnmux.core.settings import Settings, read_assignments
+from attnmux.core.facts.errors import InvalidInput, NoBackend
+from attnmux.core.facts.frozen import defaults, plain
+from attnmux.core.facts.libraries import canonical
+from attnmux.core.facts.platform import GRAMMAR
+from attnmux.core.facts.request import Request
+from attnmux.core.find.plugins import Plugins
+from attnmux.core.find.settings import Settings, read_assignments
 
 if TYPE_CHECKING:
     from attnmux.core.cli.engines import Engine

@@ -6,17 +6,17 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from attnmux.core.choosing.ask.policy import Policy
-from attnmux.core.choosing.ask.request import Request
-from attnmux.core.choosing.common.frozen import Plain, plain, plain_fields
-from attnmux.core.choosing.measured.unverified import doubtful
-from attnmux.core.choosing.offer.named import read_options
-from attnmux.core.choosing.tell.decision import Decision
+from attnmux.core.cards.named import read_options
+from attnmux.core.choosing.decision import Decision
 from attnmux.core.cli.asking import Asked
 from attnmux.core.cli.here import lacking_compiler
 from attnmux.core.cli.outcomes import Outcome, outcomes, outcomes_of_refusal
-from attnmux.core.errors import NoBackend
-from attnmux.core.settings import PREFIX
+from attnmux.core.facts.errors import NoBackend
+from attnmux.core.facts.frozen import Plain, plain, plain_fields
+from attnmux.core.facts.policy import Policy
+from attnmux.core.facts.request import Request
+from attnmux.core.find.settings import PREFIX
+from attnmux.core.measured.unverified import doubtful
 
 COMMAND_LINE = "command line"
 

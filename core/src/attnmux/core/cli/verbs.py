@@ -10,12 +10,12 @@ from typing import Any
 
 import click
 
-from attnmux.core.choosing.common.checks import nearest
-from attnmux.core.choosing.find.plugins import is_admitted
-from attnmux.core.choosing.offer.libraries import EntryPoint, entry_points
 from attnmux.core.cli.run import INTERRUPTED, Run, escape_unknown
-from attnmux.core.errors import PluginError, SettingsError
-from attnmux.core.settings import Settings
+from attnmux.core.facts.checks import nearest
+from attnmux.core.facts.errors import PluginError, SettingsError
+from attnmux.core.facts.libraries import EntryPoint, entry_points
+from attnmux.core.find.plugins import is_admitted
+from attnmux.core.find.settings import Settings
 
 GROUP = "attnmux.commands"
 """Entry points of other distributions' verbs: name = "module:command"."""

@@ -6,15 +6,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields, replace
 from typing import TypeVar
 
-from attnmux.core.backend import AttentionBackend
-from attnmux.core.choosing.ask.derived import undrafted_request
-from attnmux.core.choosing.ask.request import Request
-from attnmux.core.choosing.common.frozen import FrozenMapping
-from attnmux.core.choosing.find.devices import detect, pick_platform
-from attnmux.core.choosing.measured.measurement import read_measurements
-from attnmux.core.choosing.measured.ranking import accuracy_by
-from attnmux.core.choosing.tell.choice import Choice
-from attnmux.core.choosing.tell.decision import Decision
+from attnmux.core.adapters.shared_kernels import shared_kernel, with_shared_kernels
+from attnmux.core.choosing.choice import Choice
+from attnmux.core.choosing.decision import Decision
 from attnmux.core.composites.chunked_prefix import (
     ChunkedPrefixBackend,
     expanded_context,
@@ -30,14 +24,20 @@ from attnmux.core.composites.part_attention import MOST_LANES
 from attnmux.core.composites.picked_blocks import PickedBlocksBackend, dense_context
 from attnmux.core.composites.sparse_pages import SparseAttnBackend, sparse_context
 from attnmux.core.composites.two_batches import TboAttnBackend
-from attnmux.core.context import BackendContext
-from attnmux.core.device_platforms import check_device
-from attnmux.core.dtypes import dtype_name
-from attnmux.core.errors import BackendFailed, InvalidInput
-from attnmux.core.installed import load_plugins
-from attnmux.core.layer import LayerSpec
-from attnmux.core.settings import Settings
-from attnmux.core.shared_kernels import shared_kernel, with_shared_kernels
+from attnmux.core.contract.backend import AttentionBackend
+from attnmux.core.contract.context import BackendContext
+from attnmux.core.contract.dtypes import dtype_name
+from attnmux.core.contract.layer import LayerSpec
+from attnmux.core.engines.device_platforms import check_device
+from attnmux.core.facts.derived import undrafted_request
+from attnmux.core.facts.errors import BackendFailed, InvalidInput
+from attnmux.core.facts.frozen import FrozenMapping
+from attnmux.core.facts.request import Request
+from attnmux.core.find.devices import detect, pick_platform
+from attnmux.core.find.installed import load_plugins
+from attnmux.core.find.settings import Settings
+from attnmux.core.measured.measurement import read_measurements
+from attnmux.core.measured.ranking import accuracy_by
 
 T = TypeVar("T")
 

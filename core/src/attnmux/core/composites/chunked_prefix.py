@@ -7,20 +7,20 @@ from functools import partial
 
 import torch
 
-from attnmux.core.arguments import check_positive
-from attnmux.core.backend import AttentionBackend
-from attnmux.core.batch import ForwardBatch, ForwardMode
-from attnmux.core.choosing.ask.derived import parts_request
-from attnmux.core.choosing.ask.request import Request
-from attnmux.core.choosing.measured.launches import Value, current_launches
 from attnmux.core.composites.dispatch import DispatchingBackend
 from attnmux.core.composites.expanded_parts import parts_of
 from attnmux.core.composites.part_attention import PartAttention, part_context
-from attnmux.core.context import BackendContext
-from attnmux.core.errors import InvalidInput
+from attnmux.core.contract.arguments import check_positive
+from attnmux.core.contract.backend import AttentionBackend
+from attnmux.core.contract.batch import ForwardBatch, ForwardMode
+from attnmux.core.contract.context import BackendContext
+from attnmux.core.contract.latent import UpProjection, crossing_by_operations
+from attnmux.core.contract.layer import LayerSpec
+from attnmux.core.facts.derived import parts_request
+from attnmux.core.facts.errors import InvalidInput
+from attnmux.core.facts.launches import Value, current_launches
+from attnmux.core.facts.request import Request
 from attnmux.core.kv.rows import gather_rows
-from attnmux.core.latent import UpProjection, crossing_by_operations
-from attnmux.core.layer import LayerSpec
 
 CHUNK_BYTES = 1 << 29
 """Memory for the expanded K and V of a chunk: 6,241 tokens of DeepSeek-V3's 128 heads in bfloat16,

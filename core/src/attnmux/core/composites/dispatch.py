@@ -8,14 +8,14 @@ from dataclasses import dataclass
 
 import torch
 
-from attnmux.core.backend import AttentionBackend
-from attnmux.core.batch import ForwardBatch, ForwardMode
-from attnmux.core.call import AttentionCall
-from attnmux.core.context import BackendContext
-from attnmux.core.errors import InvalidInput
-from attnmux.core.latent import UpProjection
-from attnmux.core.layer import LayerSpec
-from attnmux.core.steps import StepBackend, prepared
+from attnmux.core.contract.backend import AttentionBackend
+from attnmux.core.contract.batch import ForwardBatch, ForwardMode
+from attnmux.core.contract.call import AttentionCall
+from attnmux.core.contract.context import BackendContext
+from attnmux.core.contract.latent import UpProjection
+from attnmux.core.contract.layer import LayerSpec
+from attnmux.core.contract.steps import StepBackend, prepared
+from attnmux.core.facts.errors import InvalidInput
 
 Parts = Iterable[tuple[StepBackend, ForwardBatch]]
 """The members that a step prepares, each with the step as it gets it."""

@@ -9,9 +9,9 @@ import torch
 from torch.nn.functional import pad
 
 from attnmux.core.composites.part_attention import merge_into
-from attnmux.core.kv.pool import KVPool
+from attnmux.core.contract.layer import LayerSpec
+from attnmux.core.contract.pool import KVPool
 from attnmux.core.kv.rows import gather_rows
-from attnmux.core.layer import LayerSpec
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)

@@ -7,10 +7,6 @@ from functools import partial
 
 import torch
 
-from attnmux.core.backend import AttentionBackend
-from attnmux.core.batch import ForwardBatch, ForwardMode
-from attnmux.core.call import AttentionCall
-from attnmux.core.choosing.ask.derived import prefixes_request
 from attnmux.core.composites.dispatch import DispatchingBackend, Parts, check_padding
 from attnmux.core.composites.draft_attention import (
     DraftAttention,
@@ -22,12 +18,16 @@ from attnmux.core.composites.draft_attention import (
     sinks_as_heads,
 )
 from attnmux.core.composites.part_attention import is_mergeable
-from attnmux.core.context import BackendContext
-from attnmux.core.errors import InvalidInput
-from attnmux.core.latent import UpProjection
-from attnmux.core.layer import LayerSpec
-from attnmux.core.steps import FixedTensors, prepared
-from attnmux.core.tree_masks import check_trees, visible_drafts
+from attnmux.core.contract.backend import AttentionBackend
+from attnmux.core.contract.batch import ForwardBatch, ForwardMode
+from attnmux.core.contract.call import AttentionCall
+from attnmux.core.contract.context import BackendContext
+from attnmux.core.contract.latent import UpProjection
+from attnmux.core.contract.layer import LayerSpec
+from attnmux.core.contract.steps import FixedTensors, prepared
+from attnmux.core.contract.tree_masks import check_trees, visible_drafts
+from attnmux.core.facts.derived import prefixes_request
+from attnmux.core.facts.errors import InvalidInput
 
 
 class TreeAttnBackend(DispatchingBackend):

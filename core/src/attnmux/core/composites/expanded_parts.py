@@ -8,11 +8,11 @@ from typing import Generic, TypeVar
 
 import torch
 
-from attnmux.core.batch import ForwardBatch, ForwardMode
+from attnmux.core.contract.batch import ForwardBatch, ForwardMode
+from attnmux.core.contract.latent import expansion_pays
+from attnmux.core.contract.tables import RequestTable
 from attnmux.core.indices.keys import kv_indices
 from attnmux.core.indices.ragged import cu_seqlens
-from attnmux.core.kv.request_table import RequestTable
-from attnmux.core.latent import expansion_pays
 
 K = TypeVar("K")
 

@@ -6,13 +6,13 @@ import pkgutil
 
 import torch
 
-from attnmux.core.backend import AttentionBackend
-from attnmux.core.choosing.tell.choice import Choice
+from attnmux.core.choosing.choice import Choice
 from attnmux.core.composites.local_attention import with_virtual_requests
 from attnmux.core.composites.mask_forms import with_mask_forms
-from attnmux.core.context import BackendContext
-from attnmux.core.errors import AttnmuxError, BackendFailed, PluginError, in_brief
-from attnmux.core.linear_backend import LinearAttentionBackend
+from attnmux.core.contract.backend import AttentionBackend
+from attnmux.core.contract.context import BackendContext
+from attnmux.core.facts.errors import AttnmuxError, BackendFailed, PluginError, in_brief
+from attnmux.core.linear.backend import LinearAttentionBackend
 
 
 def make_backend(choice: Choice, context: BackendContext) -> AttentionBackend:

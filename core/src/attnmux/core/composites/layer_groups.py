@@ -8,16 +8,16 @@ from types import MappingProxyType
 
 import torch
 
-from attnmux.core.backend import AttentionBackend
-from attnmux.core.batch import ForwardBatch, ForwardMode
-from attnmux.core.call import AttentionCall
-from attnmux.core.choosing.ask.request import Request
-from attnmux.core.choosing.ask.values import shape_said
-from attnmux.core.choosing.tell.decision import Decision
+from attnmux.core.choosing.decision import Decision
 from attnmux.core.composites.dispatch import CompositeBackend, Parts, Route, check_padding
-from attnmux.core.context import BackendContext
-from attnmux.core.errors import InvalidInput
-from attnmux.core.layer import LayerSpec
+from attnmux.core.contract.backend import AttentionBackend
+from attnmux.core.contract.batch import ForwardBatch, ForwardMode
+from attnmux.core.contract.call import AttentionCall
+from attnmux.core.contract.context import BackendContext
+from attnmux.core.contract.layer import LayerSpec
+from attnmux.core.facts.errors import InvalidInput
+from attnmux.core.facts.request import Request
+from attnmux.core.facts.values import shape_said
 
 
 class LayerGroupsBackend(CompositeBackend):

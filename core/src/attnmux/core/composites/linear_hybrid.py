@@ -4,17 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from attnmux.core.backend import AttentionBackend
-from attnmux.core.batch import ForwardBatch, ForwardMode
-from attnmux.core.choosing.common.frozen import FrozenMapping
-from attnmux.core.choosing.tell.choice import Choice
-from attnmux.core.choosing.tell.decision import Decision
+from attnmux.core.choosing.choice import Choice
+from attnmux.core.choosing.decision import Decision
 from attnmux.core.composites.dispatch import DispatchingBackend, Parts
 from attnmux.core.composites.factories import make_linear
-from attnmux.core.context import BackendContext
-from attnmux.core.errors import InvalidInput
-from attnmux.core.linear_backend import LinearAttentionBackend
-from attnmux.core.linear_layer import ConvCall, LinearCall, LinearLayerSpec
+from attnmux.core.contract.backend import AttentionBackend
+from attnmux.core.contract.batch import ForwardBatch, ForwardMode
+from attnmux.core.contract.context import BackendContext
+from attnmux.core.facts.errors import InvalidInput
+from attnmux.core.facts.frozen import FrozenMapping
+from attnmux.core.linear.backend import LinearAttentionBackend
+from attnmux.core.linear.layer import ConvCall, LinearCall, LinearLayerSpec
+from attnmux.core.linear.states import linear_states_of
 
 
 class LinearByPhase(LinearAttentionBackend):
@@ -108,13 +109,13 @@ def with_linear_layers(
     InvalidInput where only one of them has some, for layers of other kinds or dims, for states
     without room for the request's draft tokens, and for a request of two batches.
     """
-    states = context.linear_states
-    if states is None:
+    if context.linear_states is None:
         if not decision.linear:
             return attention
         kinds = ", ".join(decision.linear)
         expected = f"a LinearStatePool for the model's {kinds} layers"
         raise InvalidInput("context.linear_states", got=None, expected=expected)
+    states = linear_states_of(context)
     if decision.request.two_batches:
         expected = "whole steps: no half of a step prepares its linear layers"
         raise InvalidInput("two_batches", got=True, expected=expected)

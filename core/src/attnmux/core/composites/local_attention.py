@@ -12,16 +12,16 @@ from dataclasses import replace
 
 from msgspec import structs
 
-from attnmux.core.backend import AttentionBackend
-from attnmux.core.batch import ForwardBatch, ForwardMode
-from attnmux.core.call import AttentionCall
 from attnmux.core.composites.dispatch import CompositeBackend, Parts, Route, check_padding
 from attnmux.core.composites.virtual_requests import room_for_decoding, virtual_step
-from attnmux.core.context import BackendContext
-from attnmux.core.errors import GraphUnsupported, InvalidInput
+from attnmux.core.contract.backend import AttentionBackend
+from attnmux.core.contract.batch import ForwardBatch, ForwardMode
+from attnmux.core.contract.call import AttentionCall
+from attnmux.core.contract.context import BackendContext
+from attnmux.core.contract.steps import FixedTensors
+from attnmux.core.contract.tree_masks import check_unmasked
+from attnmux.core.facts.errors import GraphUnsupported, InvalidInput
 from attnmux.core.kv.request_table import ReqToTokenPool
-from attnmux.core.steps import FixedTensors
-from attnmux.core.tree_masks import check_unmasked
 
 Make = Callable[[BackendContext], AttentionBackend]
 

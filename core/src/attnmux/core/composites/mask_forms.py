@@ -6,12 +6,12 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from attnmux.core.arguments import check_fields
-from attnmux.core.backend import AttentionBackend
-from attnmux.core.batch import ForwardBatch
-from attnmux.core.choosing.offer.card import TreeMask
 from attnmux.core.composites.dispatch import DispatchingBackend, Parts
-from attnmux.core.tree_masks import FORMS, check_trees, tree_mask_of, with_form, with_mask
+from attnmux.core.contract.arguments import check_fields
+from attnmux.core.contract.backend import AttentionBackend
+from attnmux.core.contract.batch import ForwardBatch
+from attnmux.core.contract.tree_masks import FORMS, check_trees, tree_mask_of, with_form, with_mask
+from attnmux.core.facts.values import TreeMask
 
 
 def with_mask_forms(backend: AttentionBackend, forms: tuple[TreeMask, ...]) -> AttentionBackend:

@@ -10,8 +10,8 @@ from typing import Protocol
 
 import torch
 
-from attnmux.core.kv.memory import allocate_zeroed
-from attnmux.core.kv.pool import KVPool
+from attnmux.core.contract.memory import allocate_zeroed
+from attnmux.core.contract.pool import KVPool
 
 FIRST_PAGES = 1
 """Pages at the start of a sequence that are always read: they hold attention sinks."""

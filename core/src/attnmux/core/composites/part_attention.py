@@ -8,13 +8,13 @@ from typing import Generic, TypeVar
 
 import torch
 
-from attnmux.core.backend import AttentionBackend
-from attnmux.core.choosing.ask.request import Request
 from attnmux.core.composites.expanded_parts import Part
-from attnmux.core.context import BackendContext
-from attnmux.core.errors import InvalidInput
-from attnmux.core.kv.pool import KVPool
-from attnmux.core.layer import LayerSpec
+from attnmux.core.contract.backend import AttentionBackend
+from attnmux.core.contract.context import BackendContext
+from attnmux.core.contract.layer import LayerSpec
+from attnmux.core.contract.pool import KVPool
+from attnmux.core.facts.errors import InvalidInput
+from attnmux.core.facts.request import Request
 
 K = TypeVar("K")
 """How the parts of a step name their keys."""

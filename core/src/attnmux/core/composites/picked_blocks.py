@@ -14,17 +14,17 @@ from typing import Protocol
 import torch
 from msgspec import structs
 
-from attnmux.core.arguments import check_picked_blocks
-from attnmux.core.backend import AttentionBackend
-from attnmux.core.batch import ForwardBatch, ForwardMode
-from attnmux.core.call import AttentionCall
 from attnmux.core.composites.dispatch import CompositeBackend, Parts, Route
-from attnmux.core.context import BackendContext
-from attnmux.core.errors import InvalidInput
+from attnmux.core.contract.arguments import check_picked_blocks
+from attnmux.core.contract.backend import AttentionBackend
+from attnmux.core.contract.batch import ForwardBatch, ForwardMode
+from attnmux.core.contract.call import AttentionCall
+from attnmux.core.contract.context import BackendContext
+from attnmux.core.contract.pool import KVPool
+from attnmux.core.contract.steps import prepared
+from attnmux.core.contract.tree_masks import check_unmasked
+from attnmux.core.facts.errors import InvalidInput
 from attnmux.core.indices.topk import token_rows
-from attnmux.core.kv.pool import KVPool
-from attnmux.core.steps import prepared
-from attnmux.core.tree_masks import check_unmasked
 
 GATHERED_VALUES = 2**22
 """Values of K that are gathered at once: 16 MiB of float32."""

@@ -13,20 +13,20 @@ from dataclasses import replace
 import torch
 from msgspec import structs
 
-from attnmux.core.backend import AttentionBackend
-from attnmux.core.batch import ForwardBatch
-from attnmux.core.call import AttentionCall
-from attnmux.core.choosing.ask.sparse import check_budget
 from attnmux.core.composites.dispatch import CompositeBackend, Parts, Route
 from attnmux.core.composites.page_choice import PageBounds, PageKernels, PlainPages, RequestPages
 from attnmux.core.composites.virtual_requests import room_for_decoding
-from attnmux.core.context import BackendContext
-from attnmux.core.errors import GraphUnsupported, InvalidInput
+from attnmux.core.contract.backend import AttentionBackend
+from attnmux.core.contract.batch import ForwardBatch
+from attnmux.core.contract.call import AttentionCall
+from attnmux.core.contract.context import BackendContext
+from attnmux.core.contract.layer import LayerSpec, check_features
+from attnmux.core.contract.memory import allocate_zeroed
+from attnmux.core.contract.steps import FixedTensors
+from attnmux.core.facts.errors import GraphUnsupported, InvalidInput
+from attnmux.core.facts.sparse import check_budget
 from attnmux.core.kv.foreign import ForeignKVPool
-from attnmux.core.kv.memory import allocate_zeroed
 from attnmux.core.kv.request_table import ReqToTokenPool
-from attnmux.core.layer import LayerSpec, check_features
-from attnmux.core.steps import FixedTensors
 
 
 def pages_of_budget(budget: int, *, page_size: int, max_context_len: int) -> int:

@@ -7,12 +7,12 @@ from itertools import accumulate
 
 import torch
 
-from attnmux.core.backend import AttentionBackend
-from attnmux.core.batch import ForwardBatch, ForwardMode, MultiItem
 from attnmux.core.composites.dispatch import DispatchingBackend, Parts, check_context, check_padding
-from attnmux.core.errors import InvalidInput
-from attnmux.core.spec import SpecInput
-from attnmux.core.tree_masks import of_requests
+from attnmux.core.contract.backend import AttentionBackend
+from attnmux.core.contract.batch import ForwardBatch, ForwardMode, MultiItem
+from attnmux.core.contract.spec import SpecInput
+from attnmux.core.contract.tree_masks import of_requests
+from attnmux.core.facts.errors import InvalidInput
 
 
 class TboAttnBackend(DispatchingBackend):

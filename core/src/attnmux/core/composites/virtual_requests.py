@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from attnmux.core.batch import ForwardBatch
+from attnmux.core.contract.batch import ForwardBatch
 from attnmux.core.indices._segments import segment_of_place
 from attnmux.core.indices.ragged import cu_seqlens
 

@@ -8,10 +8,18 @@ from operator import attrgetter
 
 import torch
 
-from attnmux.core.arguments import described
-from attnmux.core.batch import ForwardBatch, ForwardMode
 from attnmux.core.composites.two_batches import half_of
-from attnmux.core.errors import InvalidInput
+from attnmux.core.contract.arguments import described
+from attnmux.core.contract.batch import ForwardBatch, ForwardMode
+from attnmux.core.contract.spec import SpecInput
+from attnmux.core.contract.tree_masks import (
+    masks_drafts,
+    of_requests,
+    tree_mask_of,
+    visible_drafts,
+    with_mask,
+)
+from attnmux.core.facts.errors import InvalidInput
 from attnmux.core.graph.config import GraphConfig, ModelInput, check_names
 from attnmux.core.graph.fields import (
     VISIBLE,
@@ -20,14 +28,6 @@ from attnmux.core.graph.fields import (
     device_and_dtype,
     group_bounds,
     input_fields,
-)
-from attnmux.core.spec import SpecInput
-from attnmux.core.tree_masks import (
-    masks_drafts,
-    of_requests,
-    tree_mask_of,
-    visible_drafts,
-    with_mask,
 )
 
 

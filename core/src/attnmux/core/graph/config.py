@@ -12,9 +12,9 @@ import torch
 from rich.console import Console
 from rich.progress import Progress as ProgressBar
 
-from attnmux.core.arguments import check_at_least, check_positive
-from attnmux.core.batch import ForwardBatch, ForwardMode
-from attnmux.core.errors import InvalidInput
+from attnmux.core.contract.arguments import check_at_least, check_positive
+from attnmux.core.contract.batch import ForwardBatch, ForwardMode
+from attnmux.core.facts.errors import InvalidInput
 
 Forward: TypeAlias = Callable[[ForwardBatch, Mapping[str, torch.Tensor]], Any]
 """A model's call, with the batch and the other inputs by name. Returns a tensor, or a tuple, list

@@ -13,9 +13,9 @@ from typing import Any
 
 import torch
 
-from attnmux.core.errors import GraphUnsupported, in_brief
+from attnmux.core.facts.errors import GraphUnsupported, in_brief
+from attnmux.core.find.installed import admitted_points
 from attnmux.core.graph.config import GraphConfig
-from attnmux.core.installed import admitted_points
 
 GROUP = "attnmux.graphs"
 """Entry points named after a type of torch device: what makes a device's `DeviceGraphs`."""

@@ -8,9 +8,9 @@ from itertools import groupby
 
 import torch
 
-from attnmux.core.arguments import check_vector
-from attnmux.core.batch import ForwardBatch
-from attnmux.core.errors import InvalidInput
+from attnmux.core.contract.arguments import check_vector
+from attnmux.core.contract.batch import ForwardBatch
+from attnmux.core.facts.errors import InvalidInput
 from attnmux.core.graph.config import GraphConfig, ModelInput
 
 VISIBLE = "spec_info.visible"

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
-from attnmux.core.arguments import described
-from attnmux.core.errors import InvalidInput
+from attnmux.core.contract.arguments import described
+from attnmux.core.facts.errors import InvalidInput
 
 
 class FixedOutputs:

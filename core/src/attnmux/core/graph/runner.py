@@ -9,9 +9,12 @@ from typing import Any, NamedTuple
 
 import torch
 
-from attnmux.core.backend import AttentionBackend
-from attnmux.core.batch import ForwardBatch, ForwardMode
-from attnmux.core.errors import GraphUnsupported, InvalidInput
+from attnmux.core.contract.backend import AttentionBackend
+from attnmux.core.contract.batch import ForwardBatch, ForwardMode
+from attnmux.core.contract.op import forward_context
+from attnmux.core.contract.spec import SpecInput
+from attnmux.core.contract.tree_masks import masks_drafts
+from attnmux.core.facts.errors import GraphUnsupported, InvalidInput
 from attnmux.core.graph.buffers import FixedBuffers
 from attnmux.core.graph.config import (
     NO_INPUTS,
@@ -26,9 +29,6 @@ from attnmux.core.graph.config import (
 )
 from attnmux.core.graph.devices import ALONE, CapturedGraph, CapturingRanks, DeviceGraphs, GraphStep
 from attnmux.core.graph.outputs import FixedOutputs
-from attnmux.core.op import forward_context
-from attnmux.core.spec import SpecInput
-from attnmux.core.tree_masks import masks_drafts
 
 
 class _Captured(NamedTuple):

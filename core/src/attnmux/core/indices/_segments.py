@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from attnmux.core.arguments import front
+from attnmux.core.contract.arguments import front
 
 
 def lay_out(

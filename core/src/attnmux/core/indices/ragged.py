@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import torch
 
-from attnmux.core.arguments import check_lens, check_positive, front
+from attnmux.core.contract.arguments import check_lens, check_positive, front
 from attnmux.core.indices._segments import lay_out, store
 
 

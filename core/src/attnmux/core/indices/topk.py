@@ -7,7 +7,7 @@ from typing import Protocol
 
 import torch
 
-from attnmux.core.arguments import check_lens, check_picks, check_table
+from attnmux.core.contract.arguments import check_lens, check_picks, check_table
 from attnmux.core.indices._segments import segment_of_place
 from attnmux.core.indices.ragged import cu_seqlens
 

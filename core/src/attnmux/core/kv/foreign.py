@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 
-from attnmux.core.arguments import check_positive, described
-from attnmux.core.errors import InvalidInput
-from attnmux.core.kv.request_table import RequestTable
+from attnmux.core.contract.arguments import check_positive, described
+from attnmux.core.contract.tables import RequestTable
+from attnmux.core.facts.errors import InvalidInput
 from attnmux.core.kv.token_pools import LatentPool, PairPool
 
 

@@ -9,10 +9,10 @@ from types import MappingProxyType
 
 import torch
 
-from attnmux.core.arguments import check_positive
-from attnmux.core.errors import InvalidInput
-from attnmux.core.kv.pool import KVPool, check_loc
-from attnmux.core.layer import LayerSpec
+from attnmux.core.contract.arguments import check_positive
+from attnmux.core.contract.layer import LayerSpec
+from attnmux.core.contract.pool import KVPool, check_loc
+from attnmux.core.facts.errors import InvalidInput
 
 STORAGE = ("page_size", "device")
 """What all pools of a model have alike."""

@@ -9,16 +9,12 @@ head shares a scale in E4M3, and all values of a layer share one in float32, its
 from __future__ import annotations
 
 import itertools
-import math
 
 import torch
 
-from attnmux.core.errors import InvalidInput
+from attnmux.core.contract.dtypes import BLOCK, FP4_DTYPE, FP8_DTYPES, checked_scale
+from attnmux.core.facts.errors import InvalidInput
 
-BLOCK = 16
-"""Values that share a scale."""
-FP4_DTYPE = torch.float4_e2m1fn_x2
-"""The dtype of packed values: an element holds two, the first in the lower bits."""
 MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 """By the lower 3 bits of a value; the fourth is the sign."""
 SCALE_DTYPE = torch.float8_e4m3fn
@@ -101,19 +97,6 @@ def quotients(values: torch.Tensor, divisor: float) -> torch.Tensor:
     return values / torch.full((), divisor, dtype=values.dtype, device=values.device)
 
 
-ACTIVATION_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-"""Dtypes of activations, which a pool stores unscaled."""
-
-FP8_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz)
-"""8-bit dtypes, which a pool stores scaled."""
-
-SCALED_DTYPES = (*FP8_DTYPES, FP4_DTYPE)
-"""Dtypes that a pool stores scaled."""
-
-STORABLE_DTYPES = ACTIVATION_DTYPES + FP8_DTYPES
-"""Dtypes that every pool stores, a value an element."""
-
-
 def quantise(rows: torch.Tensor, dtype: torch.dtype, scale: float | None) -> torch.Tensor:
     """`rows`, of an activation dtype, as a pool of `dtype` stores them; of 4-bit floats see
     `stored_parts`.
@@ -146,12 +129,3 @@ def stored_parts(
     if dtype != FP4_DTYPE:
         return (quantise(rows, dtype, scale),)
     return pack_rows(rows, checked_scale(scale))
-
-
-def checked_scale(scale: float | None) -> float:
-    """The scale, 1 for None. Raises InvalidInput unless it is a positive, finite number."""
-    if scale is None:
-        return 1.0
-    if not (scale > 0 and math.isfinite(scale)):
-        raise InvalidInput("scale", got=scale, expected="a positive, finite number")
-    return scale

@@ -1,34 +1,10 @@
-"""Rows of KV buffers, in the dtype that they store: reading, writing, and kernels that write."""
+"""Rows of KV buffers, in the dtype that they store: reading and writing."""
 
 from __future__ import annotations
 
-from typing import Protocol
-
 import torch
 
-from attnmux.core.layer import LayerSpec
-
 _WORDS = (torch.int64, torch.int32, torch.int16, torch.uint8)
-
-
-class KVWriter(Protocol):
-    """Writes the new tokens' rows to a KV pool."""
-
-    def write(
-        self,
-        layer: LayerSpec,
-        loc: torch.Tensor,
-        first: torch.Tensor,
-        second: torch.Tensor,
-        *,
-        is_latent: bool,
-    ) -> None:
-        """Write rows to slots loc [T] int64, bit for bit as the pool's own method does.
-
-        first, second: K [T, Hkv, D] and V [T, Hkv, Dv]; of a latent pool the latents [T, 1, rank]
-        and the rotary keys [T, 1, rope]. Does not synchronise.
-        Raises what the pool's method raises, before anything is written.
-        """
 
 
 def gather_rows(buffer: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:

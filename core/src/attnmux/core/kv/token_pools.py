@@ -6,19 +6,12 @@ from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 
-from attnmux.core.arguments import check_positive
-from attnmux.core.kv.pool import KVPool, check_loc, check_rows
-from attnmux.core.kv.quantise import (
-    BLOCK,
-    FP4_DTYPE,
-    SCALE_DTYPE,
-    check_width,
-    quantise,
-    scale_bytes,
-    stored_parts,
-)
+from attnmux.core.contract.arguments import check_positive
+from attnmux.core.contract.dtypes import BLOCK, FP4_DTYPE
+from attnmux.core.contract.layer import LayerSpec
+from attnmux.core.contract.pool import KVPool, check_loc, check_rows
+from attnmux.core.kv.quantise import SCALE_DTYPE, check_width, quantise, scale_bytes, stored_parts
 from attnmux.core.kv.rows import words_of, write_rows
-from attnmux.core.layer import LayerSpec
 
 
 class PairPool(KVPool):

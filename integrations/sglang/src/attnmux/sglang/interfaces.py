@@ -6,7 +6,7 @@ import warnings
 from collections.abc import Iterable
 
 from attnmux.core import PluginError, installed_version
-from attnmux.core.engine_interfaces import Interface, missing
+from attnmux.core.engines.engine_interfaces import Interface, missing
 
 REMEDY = "install sglang 0.5.22 or 0.5.23, or a newer attnmux-sglang"
 

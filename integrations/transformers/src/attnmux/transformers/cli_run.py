@@ -22,11 +22,11 @@ from attnmux.core import (
     Settings,
     pick_platform,
 )
-from attnmux.core.choosing.find.devices import named_platforms
-from attnmux.core.choosing.machine.vendors import VENDORS
 from attnmux.core.cli.run import Run, echo_json
-from attnmux.core.device_platforms import platform_of
-from attnmux.core.lock import Lock
+from attnmux.core.engines.device_platforms import platform_of
+from attnmux.core.facts.vendors import VENDORS
+from attnmux.core.find.devices import named_platforms
+from attnmux.core.find.lock import Lock
 from attnmux.transformers import recall
 from attnmux.transformers.checkpoint import Checkpoint, open_checkpoint, quiet_transformers
 from attnmux.transformers.cli_encoding import (

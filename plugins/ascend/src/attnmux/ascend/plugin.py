@@ -8,7 +8,7 @@ from __future__ import annotations
 from attnmux.ascend.cards import CARDS
 from attnmux.ascend.probe import probe
 from attnmux.core import BackendCard, Platform, hookimpl
-from attnmux.core.settings import device_variables
+from attnmux.core.find.settings import device_variables
 
 
 @hookimpl

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from attnmux.core import Platform, PluginError
-from attnmux.core.choosing.machine.visibility import NO_VARIABLES
+from attnmux.core.find.visibility import NO_VARIABLES
 
 NODES = "dev/davinci[0-9]*"
 PCI = "sys/bus/pci/devices"

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from attnmux.core import Platform, installed_version
-from attnmux.core.choosing.machine.visibility import NO_VARIABLES
+from attnmux.core.find.visibility import NO_VARIABLES
 
 CARDS = "sys/class/drm"
 INTEL = "0x8086"

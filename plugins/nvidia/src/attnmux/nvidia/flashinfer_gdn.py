@@ -43,6 +43,7 @@ from attnmux.core import (
     imported,
     in_brief,
     is_writable,
+    linear_states_of,
     read_states,
     rehearse_convolutions,
     rehearse_linear,
@@ -266,7 +267,7 @@ def convolutions(context: BackendContext) -> ShortConvolutions:
         pass
     except (ImportError, OSError, AttributeError, BackendFailed) as error:
         warnings.warn(f"convolutions are plain operations: {in_brief(error)}", stacklevel=2)
-    return PlainConvolutions(context.required_linear_states())
+    return PlainConvolutions(linear_states_of(context))
 
 
 def of_flashinfer() -> GDNKernels:

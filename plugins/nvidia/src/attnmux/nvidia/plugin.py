@@ -7,7 +7,7 @@ neither torch nor a kernel library.
 from __future__ import annotations
 
 from attnmux.core import BackendCard, Platform, hookimpl
-from attnmux.core.settings import device_variables
+from attnmux.core.find.settings import device_variables
 from attnmux.nvidia.cards import CARDS
 from attnmux.nvidia.probe import probe
 

@@ -10,7 +10,7 @@ from types import ModuleType
 from typing import Any, NamedTuple
 
 from attnmux.core import Platform, PluginError
-from attnmux.core.choosing.machine.visibility import NO_VARIABLES, visible_devices
+from attnmux.core.find.visibility import NO_VARIABLES, visible_devices
 
 DRIVER_NODE, GUEST_NODE = "/dev/nvidiactl", "/dev/dxg"
 """Device files: of the driver under Linux, and of Windows in WSL for any vendor. Without either,

@@ -1,0 +1,68 @@
+"""The request of a model, read from its files."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from attnmux.configs.fields import read_model
+from attnmux.core import InvalidInput, Request
+from attnmux.core.facts.files import read_file
+from attnmux.core.facts.values import canonical_dtype
+
+MOST_BYTES = 2**24
+"""Of a configuration. The largest that are published have some 100 kB."""
+LONGEST_NAME = 200
+
+
+def request_from_model(
+    path: str | Path,
+    *,
+    tp: int = 1,
+    dtype: str | None = None,
+    kv_dtype: str | None = None,
+    kv_dtype_skip: str | None = None,
+) -> Request:
+    """The model's needs, read from its Hugging Face `config.json` alone.
+
+    path: the folder or the file.
+    tp: divides the heads; KV heads replicate below one.
+    dtype, kv_dtype: replace the model's own.
+    kv_dtype_skip: layers that keep K and V in the model's dtype, as numbers, ranges and kinds:
+    "0-1,31,sliding_window" (see `kept_layers`). They become groups of `other_layers`.
+    Raises InvalidInput if there is no usable config.json, if `tp` does not divide the heads, and
+    for layers that cannot be skipped.
+    """
+    config, dtypes = load_config(Path(path)), {"dtype": dtype, "kv_dtype": kv_dtype}
+    asked = {name: canonical_dtype(one, name) for name, one in dtypes.items() if one}
+    try:
+        fields = read_model(config, tp, **asked, kv_dtype_skip=kv_dtype_skip)
+        request = Request(**fields, origins=dict.fromkeys(fields, "model"))
+        return request.replace(**asked) if asked else request
+    except InvalidInput as error:
+        if error.argument in ("tp", "kv_dtype_skip"):
+            raise
+        got = f"{error.got} in {path}"
+        raise InvalidInput(error.argument, got=got, expected=error.expected) from None
+
+
+def load_config(path: Path) -> dict[str, Any]:
+    """Raises InvalidInput for a path without a usable config.json."""
+    file, is_folder = path, False
+    try:
+        is_folder = path.is_dir()
+        file = path / "config.json" if is_folder else path
+        config = json.loads(read_file(str(file), MOST_BYTES))
+    except FileNotFoundError:
+        got = f"{path}, which has no config.json" if is_folder else f"{path}: no such file"
+    except OSError as error:
+        got = f"{str(file)[:LONGEST_NAME]}: {error.strerror or error}"
+    except (ValueError, RecursionError) as error:
+        got = f"{file}, which is not JSON ({error})"
+    else:
+        if isinstance(config, dict):
+            return config
+        got = f"{file}, which is not a JSON object"
+    expected = "a folder with a Hugging Face config.json, or that file"
+    raise InvalidInput("model", got=got, expected=expected)

@@ -1,0 +1,1 @@
+"""Backends on offer: their cards, conditions, names, options and proof."""

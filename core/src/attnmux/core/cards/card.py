@@ -1,0 +1,308 @@
+"""A backend's abilities as data: its card, with clauses, priors and options, and its offer."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, get_args
+
+from attnmux.core.cards.clause import ALWAYS, LARGEST, Clause
+from attnmux.core.cards.proof import ErrorBound, Verified
+from attnmux.core.facts.checks import TEXT, Check, check_fields, refusal, tuple_of
+from attnmux.core.facts.frozen import FrozenMapping, Plain, plain, plain_fields
+from attnmux.core.facts.libraries import check_range, parsed_requirement
+from attnmux.core.facts.values import TREE_MASKS, OptionValue, TreeMask
+
+CONTRACTS = ("1.0",)
+"""The versions of the contract that this core speaks, the newest last."""
+
+LAST_RESORT = 900
+"""From this rank on, a backend is portable: it serves where nothing made for the hardware does."""
+
+DEFAULT_RANK = 1000
+"""The rank where no prior holds."""
+
+MOST_CLAUSES = 1000
+"""Of a card. Every question reads each of them."""
+
+
+UNSOURCED: Mapping[str, str] = FrozenMapping()
+
+NAME = r"[A-Za-z0-9_-]+"
+NAME_EXPECTED = "letters, digits, _ and -"
+"""Of a backend or an option, so that `plugin/name` and `BACKEND.OPTION=VALUE` can be parsed."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Prior(Plain):
+    """How well a backend is expected to do before any measurement. Lower ranks win. From
+    `LAST_RESORT` on, another way to run the model is better, where it has one.
+
+    Raises InvalidInput for a rank that is no integer, or a `when` that is no clause.
+    """
+
+    rank: int
+    when: Clause = ALWAYS
+    source: str
+    """Where the expectation comes from."""
+
+    def __post_init__(self) -> None:
+        if type(self.rank) is not int or abs(self.rank) > LARGEST:
+            raise refusal("prior, rank", self.rank, f"an integer of at most {LARGEST}")
+        if not isinstance(self.source, str):
+            raise refusal("prior, source", self.source, "text")
+        if not isinstance(self.when, Clause):
+            raise refusal("prior, when", self.when, "a clause, such as when(…)")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Option(Plain):
+    """A setting that a backend's factory receives. It must not change the results.
+
+    Raises InvalidInput for a name of other characters than NAME's, for a default or a choice of
+    another type or out of bounds, and for bounds of what is no number.
+    """
+
+    name: str
+    type: type[bool] | type[int] | type[float] | type[str]
+    default: OptionValue
+    choices: tuple[OptionValue, ...] = ()
+    """Empty: any value of the type within the bounds."""
+    least: float | None = None
+    """The smallest number that it takes; None: any."""
+    most: float | None = None
+    """The largest number that it takes; None: any."""
+    summary: str = ""
+
+    def __post_init__(self) -> None:
+        if not re.fullmatch(NAME, self.name):
+            raise refusal("option, name", self.name, NAME_EXPECTED)
+        if not isinstance(self.summary, str):
+            raise refusal(f"option {self.name!r}, summary", self.summary, "text")
+        if self.type not in get_args(OptionValue):
+            raise refusal(f"option {self.name!r}, type", self.type, "bool, int, float or str")
+        bounds = [bound for bound in (self.least, self.most) if bound is not None]
+        if bounds and self.type not in (int, float):
+            expected = f"none, since its type is {self.type.__name__}"
+            raise refusal(f"option {self.name!r}, bounds", bounds[0], expected)
+        for value in (self.default, *self.choices, *bounds):
+            if type(value) is not self.type:
+                expected = f"values of type {self.type.__name__}"
+                raise refusal(f"option {self.name!r}", value, expected)
+        if not all(map(self.admits, (self.default, *self.choices))):
+            raise refusal(f"option {self.name!r}, default", self.default, self.expected)
+        if self.choices and self.default not in self.choices:
+            raise refusal(f"option {self.name!r}, default", self.default, "one of its choices")
+
+    def admits(self, value: OptionValue) -> bool:
+        """Whether a value of the option's type is one of its choices and within its bounds."""
+        if self.choices and value not in self.choices:
+            return False
+        if isinstance(value, str):
+            return True
+        above = self.least is None or value >= self.least
+        return above and (self.most is None or value <= self.most)
+
+    @property
+    def expected(self) -> str:
+        """The values that it takes, in words."""
+        if self.choices:
+            return f"one of {', '.join(map(str, self.choices))}"
+        least = "" if self.least is None else f", at least {self.least}"
+        most = "" if self.most is None else f", at most {self.most}"
+        return f"a value of type {self.type.__name__}{least}{most}"
+
+    def to_dict(self) -> dict[str, Any]:
+        return {**plain_fields(self), "type": self.type.__name__}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Build(Plain):
+    """A backend's kernels as they were built for devices with some features.
+
+    Raises InvalidInput for fields of other types.
+    """
+
+    name: str
+    features: tuple[str, ...] = ()
+    """Of `Platform.features`, all needed."""
+
+    def __post_init__(self) -> None:
+        check_fields("build", self, {"name": TEXT, "features": tuple_of(str)})
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Caveat(Plain):
+    """A note that `select` and `doctor` print about a backend that runs, but not as it could.
+
+    Raises InvalidInput for fields of other types and a requirement that cannot be parsed.
+    """
+
+    text: str
+    unless: tuple[str, ...]
+    """PEP 508 requirements. Nothing is said if any one of them is met."""
+    arch: tuple[str, ...] = ()
+    """The architectures that it holds for, as `Platform.arch`. Empty: all."""
+
+    def __post_init__(self) -> None:
+        checks = {"text": TEXT, "unless": tuple_of(str), "arch": tuple_of(str)}
+        check_fields("caveat", self, checks)
+        _check_requirement("caveat, unless", self.unless)
+
+
+def _is_reference(value: object) -> bool:
+    return isinstance(value, str) and value.count(":") == 1
+
+
+CHECKS: Mapping[str, Check] = {
+    **dict.fromkeys(("name", "summary", "contract", "extra"), TEXT),
+    "clauses": Check(
+        f"a tuple of Clause, at most {MOST_CLAUSES}",
+        lambda value: tuple_of(Clause).holds(value) and len(value) <= MOST_CLAUSES,
+    ),
+    "aliases": tuple_of(str),
+    "requires": tuple_of(str, tuple),
+    "options": tuple_of(Option),
+    "priors": tuple_of(Prior),
+    "builds": tuple_of(Build),
+    "caveats": tuple_of(Caveat),
+    "companions": tuple_of(str),
+    "excludes": tuple_of(str),
+    "error_bounds": tuple_of(ErrorBound),
+    "verified_on": tuple_of(Verified),
+    "factory": Check('"module:attribute"', _is_reference),
+    "tuner": Check('"module:attribute"', lambda value: value is None or _is_reference(value)),
+    "tree_masks": Check(
+        f"a tuple of one or more of {', '.join(TREE_MASKS)}",
+        lambda value: tuple_of(str).holds(value) and bool(value) and set(value) <= {*TREE_MASKS},
+    ),
+    "sources": Check("a mapping from axes to text", lambda value: isinstance(value, Mapping)),
+}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BackendCard(Plain):
+    """A backend, described. Importing a card must import neither torch nor a kernel library.
+
+    Raises InvalidInput for a field of another type (such as a list or a bare string instead of a
+    tuple), a name of other characters than NAME's, a version range or a requirement that cannot be
+    parsed, a factory or tuner that is not "module:attribute", and a source of an unknown axis.
+    """
+
+    name: str
+    summary: str
+    clauses: tuple[Clause, ...]
+    """The backend serves a request that any one of them admits."""
+    sources: Mapping[str, str] = UNSOURCED
+    """Where the limits come from, by axis: a header, a check, a release note, a measurement."""
+    aliases: tuple[str, ...] = ()
+    """Other names that a user may give; an alias of several cards means the one that fits."""
+    factory: str
+    """"module:attribute", called as `factory(context, options)`; imported for the winner alone."""
+    tuner: str | None = None
+    """"module:attribute", a `Tuner` that tries the backend's launches; None: it has none."""
+    contract: str = ">=1,<2"
+    requires: tuple[str | tuple[str, ...], ...] = ()
+    """PEP 508 requirements, all needed; an inner tuple lists alternatives, any one suffices."""
+    extra: str = ""
+    """The extra of the plugin's distribution that installs `requires`."""
+    options: tuple[Option, ...] = ()
+    priors: tuple[Prior, ...] = ()
+    """The first whose conditions hold counts."""
+    builds: tuple[Build, ...] = ()
+    """The best first: the first whose features the device has serves. Empty: there is but one."""
+    caveats: tuple[Caveat, ...] = ()
+    companions: tuple[str, ...] = ()
+    """Backends for the phases that this one does not serve, where a user names only this one."""
+    excludes: tuple[str, ...] = ()
+    """Backends (names, aliases or `plugin/name`) that must not serve decode where this one serves
+    extend, nor extend where it serves decode. An unknown name excludes nothing."""
+    needs_cpu_seq_lens: bool = False
+    """Whether the batch must carry `seq_lens_cpu`."""
+    tree_masks: tuple[TreeMask, ...] = ("full",)
+    """The forms of a draft tree's mask that the backend reads. A step whose mask has another form
+    comes with the first of them instead."""
+    virtual_requests: bool = False
+    """Whether core serves layers with attention chunks for the backend: it gets layers without
+    chunks, and the tokens of a request in one chunk as a request of their own. Chunks are whole
+    pages."""
+    fp8_products: bool = False
+    """Whether the kernel rounds Q and the softmax's weights to KV's dtype where that is an 8-bit
+    float, for 8-bit matrix units. The conformance suite then tolerates the rounding."""
+    error_bounds: tuple[ErrorBound, ...] = ()
+    """Errors that the backend's answers stay within, for requests with a `max_error`."""
+    verified_on: tuple[Verified, ...] = ()
+    """Runs of the conformance suite that it passed, on hardware or on an emulator."""
+
+    def __post_init__(self) -> None:
+        owner = f"card {self.name!r}"
+        check_fields(owner, self, CHECKS)
+        for name in (self.name, *self.aliases):
+            if not re.fullmatch(NAME, name):
+                raise refusal(f"{owner}, name", name, NAME_EXPECTED)
+        try:
+            check_range(self.contract)
+        except ValueError:
+            expected = "a range such as >=1,<2"
+            raise refusal(f"{owner}, contract", self.contract, expected) from None
+        for alternatives in self.requirements():
+            _check_requirement(f"{owner}, requires", alternatives)
+        options = [option.name for option in self.options]
+        if len(set(options)) < len(options):
+            raise refusal(f"{owner}, options", options, "each name once")
+        for axis, source in self.sources.items():
+            if axis not in Clause.__slots__ or not isinstance(source, str):
+                expected = "axes of a clause, with text"
+                raise refusal(f"{owner}, sources", f"{axis}: {source}", expected)
+        object.__setattr__(self, "sources", FrozenMapping(self.sources))
+
+    def to_dict(self) -> dict[str, Any]:
+        return {**plain_fields(self), "requires": plain(self.requirements())}
+
+    def requirements(self) -> tuple[tuple[str, ...], ...]:
+        """`requires`, each as a tuple of alternatives."""
+        return tuple((item,) if isinstance(item, str) else item for item in self.requires)
+
+    def libraries(self) -> frozenset[str]:
+        """The distributions of `requires`, all alternatives."""
+        texts = (text for alternatives in self.requirements() for text in alternatives)
+        return frozenset(parsed_requirement(text).name for text in texts)
+
+
+def _check_requirement(argument: str, alternatives: tuple[str, ...]) -> None:
+    if not alternatives:
+        raise refusal(argument, (), "at least one alternative")
+    for text in alternatives:
+        try:
+            check_range(parsed_requirement(text).specifier)
+        except (ValueError, TypeError):
+            raise refusal(argument, text, "a PEP 508 requirement") from None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Offer:
+    """A card and the plugin that offers it."""
+
+    card: BackendCard
+    plugin: str
+    distribution: str = ""
+    version: str = ""
+    foreign: frozenset[str] = frozenset()
+    """Names and aliases of the card that belong to another distribution's backend: only the address
+    means this card."""
+    admitted: bool = True
+    """Whether the configuration admits the backend."""
+    address: str = field(init=False, repr=False, compare=False)
+    """`plugin/name`: the name that is never ambiguous."""
+    names: frozenset[str] = field(init=False, repr=False, compare=False)
+    """All that a user may call it: its name and its aliases, each also as `plugin/name`."""
+    claims: frozenset[str] = field(init=False, repr=False, compare=False)
+    """`names` and those that are foreign. Lists that deny go by these."""
+
+    def __post_init__(self) -> None:
+        own = (self.card.name, *self.card.aliases)
+        claims = frozenset((*own, *(f"{self.plugin}/{name}" for name in own)))
+        object.__setattr__(self, "address", f"{self.plugin}/{self.card.name}")
+        object.__setattr__(self, "names", claims - self.foreign)
+        object.__setattr__(self, "claims", claims)

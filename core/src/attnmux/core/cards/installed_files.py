@@ -1,0 +1,102 @@
+"""A hash of all that a backend runs on: the installed distributions, and the files of its plugin.
+
+RECORD has the hashes of the files that an installer wrote. It says nothing of a file that was
+edited afterwards, nor of the sources of an editable install.
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+import os
+from collections.abc import Iterator
+from contextlib import suppress
+from hashlib import sha256
+from importlib.machinery import ModuleSpec, PathFinder
+from importlib.util import find_spec
+from typing import TYPE_CHECKING
+from urllib.parse import urlparse
+from urllib.request import url2pathname
+
+from attnmux.core.facts.libraries import Distribution, canonical, distributions
+
+if TYPE_CHECKING:
+    from attnmux.core.cards.card import BackendCard
+
+SUITE = ("attnmux-core", "attnmux-testing")
+OTHERS = (*SUITE, "torch", "triton")
+"""Distributions besides a plugin and its libraries on which an outcome depends."""
+
+
+def digest(card: BackendCard, distribution: str, *facts: object) -> str:
+    """Changes with the facts, with the files of the plugin, core and the suite, and with the
+    versions and RECORDs of the libraries.
+
+    distribution: the plugin's; empty for a backend that no plugin offers.
+    """
+    known = distributions()
+    names = sorted(set(map(canonical, {distribution, *card.libraries(), *OTHERS})) & known.keys())
+    installed = [(name, known[name].identity()[1], known[name].record_hash()) for name in names]
+    files = set(_of_module(card.factory.partition(":")[0]))
+    for name in {canonical(distribution), *SUITE} & known.keys():
+        files.update(_of_distribution(known[name]))
+    parts = [*facts, installed, sorted((path, *_stamp(path)) for path in files)]
+    return sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()
+
+
+def _of_distribution(distribution: Distribution) -> Iterator[str]:
+    """The files that RECORD lists, those of the modules of entry points, and all in the folder of
+    an editable install."""
+    with suppress(OSError, ValueError):
+        site = os.path.dirname(distribution.folder)
+        for row in csv.reader(distribution.read("RECORD").decode().splitlines()):
+            if row and _is_source(row[0]):
+                yield os.path.normpath(os.path.join(site, row[0]))
+    with suppress(OSError, ValueError):
+        for line in distribution.read("entry_points.txt").decode().splitlines():
+            yield from _of_module(line.partition("=")[2].partition(":")[0].strip())
+    with suppress(OSError, ValueError, AttributeError):
+        direct = json.loads(distribution.read("direct_url.json") or b"{}")
+        if direct.get("dir_info", {}).get("editable"):
+            yield from _below(url2pathname(urlparse(direct["url"]).path))
+
+
+def _of_module(name: str) -> Iterator[str]:
+    """The file of a module, or all files of the package that it is in. Nothing is imported."""
+    top, *below = name.split(".")
+    spec: ModuleSpec | None = None
+    with suppress(ImportError, ValueError):
+        spec = find_spec(top)
+    # A package without an `__init__`, as `attnmux`, is of several distributions
+    while spec is not None and spec.origin is None and below:
+        top = f"{top}.{below.pop(0)}"
+        spec = PathFinder.find_spec(top, [*(spec.submodule_search_locations or ())])
+    if spec is None or spec.origin is None:
+        return
+    if spec.submodule_search_locations is None:
+        yield spec.origin
+    for folder in spec.submodule_search_locations or ():
+        yield from _below(folder)
+
+
+def _below(folder: str) -> Iterator[str]:
+    """The files below a folder. Hidden folders, caches and virtual environments are left out."""
+    for path, folders, files in os.walk(folder):
+        if "pyvenv.cfg" in files:
+            folders.clear()
+            continue
+        folders[:] = [each for each in folders if each[0] != "." and _is_source(each)]
+        yield from (os.path.join(path, each) for each in files if _is_source(each))
+
+
+def _is_source(path: str) -> bool:
+    """Whether the interpreter did not write it."""
+    return "__pycache__" not in path and not path.endswith(".pyc")
+
+
+def _stamp(path: str) -> tuple[int, ...]:
+    try:
+        status = os.stat(path)
+    except (OSError, ValueError):
+        return ()
+    return status.st_mtime_ns, status.st_size

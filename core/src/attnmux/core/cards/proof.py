@@ -1,0 +1,242 @@
+"""What proves a backend: the runs and the bounds that its card names, and the proof in one word."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, get_args
+
+from attnmux.core.cards.clause import Clause
+from attnmux.core.cards.conditions import ANY, Condition
+from attnmux.core.facts.checks import (
+    NAME,
+    TEXT,
+    Check,
+    check_fields,
+    refusal,
+    several,
+    whole,
+)
+from attnmux.core.facts.frozen import Plain, plain_fields
+from attnmux.core.facts.platform import Platform
+from attnmux.core.facts.vendors import VENDORS
+
+PLATFORM = r"[^:,\s]+:[^:,\s]+"
+
+RUN: Mapping[str, Check] = {
+    **dict.fromkeys(("on", "platform", "date"), TEXT),
+    "interpreted": Check("true or false", lambda value: isinstance(value, bool)),
+    "cases": whole(0),
+    "libraries": several('a tuple of text, such as ("torch 2.11",)', tuple, str),
+    "phases": several('a tuple of phases, such as ("extend", "decode")', tuple, str),
+    "kinds": several('a tuple of kinds of layers, such as ("mha", "mla")', tuple, str),
+}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Verified(Plain):
+    """A run of the conformance suite that the backend passed.
+
+    Raises InvalidInput for a field of another type, an empty `on`, a platform that is not
+    VENDOR:ARCH, an interpreted run with a platform, and a date that does not exist.
+    """
+
+    on: str
+    """The name of the device ("NVIDIA H200"), of the interpreter ("Triton's interpreter"), or of
+    the functions that an emulator stands in for."""
+    platform: str = ""
+    """Vendor and architecture of the device, as a Platform writes them: "nvidia:sm90". Empty where
+    none ran the kernels, which proves nothing about the hardware."""
+    interpreted: bool = False
+    """Whether an interpreter ran the library's own kernels. Without it and without a platform, an
+    emulator ran in their place."""
+    libraries: tuple[str, ...]
+    """With their versions; for an emulator, also the one whose signatures it was compared with."""
+    date: str
+    """The day of the run, as 2026-11-21."""
+    cases: int = 0
+    """Cases of the suite that agreed, eagerly and from graphs; 0 where they were not counted."""
+    phases: tuple[str, ...] = ()
+    """The phases that ran, where the card has got others since; empty for all of the card."""
+    kinds: tuple[str, ...] = ()
+    """The kinds of layers that ran, in the same way."""
+
+    def __post_init__(self) -> None:
+        check_fields("verified", self, RUN)
+        if not self.on.strip():
+            raise refusal("verified, on", self.on, "the name of a device or an emulator")
+        if self.platform and not re.fullmatch(PLATFORM, self.platform):
+            expected = "VENDOR:ARCH, or nothing for an emulator"
+            raise refusal("verified, platform", self.platform, expected)
+        if self.platform and self.interpreted:
+            expected = "nothing where the kernels were interpreted"
+            raise refusal("verified, platform", self.platform, expected)
+        from datetime import date  # noqa: PLC0415  # off the path of cards that were checked
+
+        try:
+            date.fromisoformat(self.date)
+        except ValueError:
+            raise refusal("verified, date", self.date, "a day, such as 2026-11-21") from None
+
+    @property
+    def emulated(self) -> bool:
+        """Whether a stand-in of the library ran, and none of its kernels."""
+        return not self.platform and not self.interpreted
+
+    def covers(self, phase: str = "", kind: str = "") -> bool:
+        """Whether the phase ran, on layers of the kind; empty for any."""
+        return all(
+            not asked or not ran or asked in ran
+            for asked, ran in ((phase, self.phases), (kind, self.kinds))
+        )
+
+    def __str__(self) -> str:
+        return f"an emulator of {self.on}" if self.emulated else self.on
+
+    def to_dict(self) -> dict[str, Any]:
+        return {**plain_fields(self), "emulated": self.emulated}
+
+
+BOUND: Mapping[str, Check] = {
+    "max_error": Check(
+        "a number of roundings, more than 0",
+        lambda value: type(value) in (int, float) and 0 < value < float("inf"),
+    ),
+    "keys": whole(1),
+    "kv_dtype": Check("a condition", lambda value: isinstance(value, Condition)),
+    "source": NAME,
+}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ErrorBound(Plain):
+    """The largest error of one query and head, up to a number of keys.
+
+    The unit is the rounding of the output's format, eps / 2. Raises InvalidInput for a field of
+    another type, and for an error, keys or a source that are 0 or empty.
+    """
+
+    max_error: float
+    keys: int
+    """The longest context that was tried."""
+    kv_dtype: Condition = ANY
+    source: str
+    """The test or the analysis that found the bound."""
+
+    def __post_init__(self) -> None:
+        check_fields("error bound", self, BOUND)
+
+    def __str__(self) -> str:
+        return f"{self.max_error:g} up to {self.keys:,} keys"
+
+
+Proof = Literal["hardware", "other device", "interpreted", "emulated", "nothing"]
+"""What ran, the strongest first: the backend on a device that it serves; on another device alone;
+the library's kernels in an interpreter; a stand-in of the library; nothing that the card names."""
+
+PROOFS: tuple[Proof, ...] = get_args(Proof)
+ON_A_DEVICE: tuple[Proof, ...] = ("hardware", "other device")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Proven:
+    """The runs of a card, each with what it proves, the strongest first."""
+
+    runs: tuple[tuple[Proof, Verified], ...]
+
+    @property
+    def word(self) -> Proof:
+        """The strongest proof."""
+        return self.runs[0][0] if self.runs else PROOFS[-1]
+
+    @property
+    def is_on_a_device(self) -> bool:
+        return self.word in ON_A_DEVICE
+
+    @property
+    def devices(self) -> str:
+        """Where the strongest runs were, each once: "NVIDIA H200"."""
+        return ", ".join(dict.fromkeys(str(run) for word, run in self.runs if word == self.word))
+
+    def __str__(self) -> str:
+        """The word, the devices and the last day: "hardware: NVIDIA H200 (2026-11-22)"; and the
+        phases, if no such run had all of the card."""
+        if not self.runs:
+            return self.word
+        strongest = [run for word, run in self.runs if word == self.word]
+        day = max(run.date for run in strongest)
+        where = f": {self.devices}" if self.is_on_a_device else ""
+        phases = dict.fromkeys(phase for run in strongest for phase in run.phases)
+        alone = f", {' and '.join(phases)} alone" if all(run.phases for run in strongest) else ""
+        return f"{self.word}{where} ({day}){alone}"
+
+
+def proven(runs: Sequence[Verified], clauses: Sequence[Clause], kind: str = "") -> Proven:
+    """The proof for all machines that the clauses serve, in layers of the kind; empty for any."""
+    covering = [run for run in runs if run.covers(kind=kind)]
+    return _ordered(covering, lambda run: any(_serves(clause, run) for clause in clauses))
+
+
+def proven_on(
+    runs: Sequence[Verified], platform: Platform, phases: Sequence[str] = (), layers: str = ""
+) -> Proven:
+    """The proof for one machine: a run on another kind of device is one on another device.
+
+    phases: those that are asked for; the least proven of them counts. layers: the kind of layers
+    that is asked for; empty for any.
+    """
+    own = f"{platform.vendor}:{platform.arch}"
+    covering = [[run for run in runs if run.covers(one, layers)] for one in phases or [""]]
+    each = [_ordered(some, lambda run: run.platform == own) for some in covering]
+    return max(each, key=lambda one: PROOFS.index(one.word))
+
+
+def doubt(
+    runs: Sequence[Verified], platform: Platform, phases: Sequence[str] = (), layers: str = ""
+) -> str:
+    """A warning where a phase never ran on the platform's kind of device, in layers of the kind;
+    else empty. layers: empty for any."""
+    if proven_on(runs, platform, phases, layers).word == "hardware":
+        return ""
+    if not runs:
+        return "its card names no machine that it ran on"
+    what, tried = "", runs
+    if proven_on(runs, platform).word == "hardware":
+        if proven_on(runs, platform, (), layers).word == "hardware":
+            doubted = [
+                one for one in phases if proven_on(runs, platform, [one], layers).word != "hardware"
+            ]
+            what = f" for {' and '.join(doubted)}"
+        else:
+            doubted, what = list(phases), f" for {layers}"
+        tried = [run for run in runs if all(run.covers(one, layers) for one in doubted or [""])]
+    only = "; ".join(
+        dict.fromkeys(f"{run} ({', '.join((*run.libraries, run.date))})" for run in tried)
+    )
+    where = f"only on {only}" if only else "nor elsewhere"
+    return f"it has never run{what} on {platform.vendor}:{platform.arch}, {where}"
+
+
+def _ordered(runs: Sequence[Verified], is_own: Callable[[Verified], bool]) -> Proven:
+    each = [(_word(run, is_own), run) for run in runs]
+    return Proven(runs=tuple(sorted(each, key=lambda one: PROOFS.index(one[0]))))
+
+
+def _word(run: Verified, is_own: Callable[[Verified], bool]) -> Proof:
+    if run.platform:
+        return "hardware" if is_own(run) else "other device"
+    return "emulated" if run.emulated else "interpreted"
+
+
+def _serves(clause: Clause, run: Verified) -> bool:
+    """Whether the clause admits the run's device. A version that the name does not tell, as of a
+    vendor outside the table, is taken to fit."""
+    vendor, _, arch = run.platform.partition(":")
+    row = VENDORS.get(vendor)
+    version = "" if row is None else ".".join(map(str, row.version_of(arch) or ()))
+    return (
+        clause.vendor.admits(vendor)
+        and clause.arch.admits(arch)
+        and (not version or clause.version.admits(version))
+    )

@@ -1,1 +1,0 @@
-"""The question: a request, read from a model's config.json too, and the asker's policy."""

@@ -1,0 +1,155 @@
+"""The backend chosen for a phase, and whether the choice also holds in another process."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from attnmux.core.cards.card import Offer
+from attnmux.core.cards.named import complete
+from attnmux.core.choosing.checking import Accuracy, check
+from attnmux.core.facts.frozen import FrozenMapping, Plain
+from attnmux.core.facts.libraries import Libraries
+from attnmux.core.facts.platform import Platform
+from attnmux.core.facts.request import Request
+from attnmux.core.facts.values import OptionValue, TreeMask
+from attnmux.core.facts.verdicts import Reason
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Choice(Plain):
+    """The backend that serves a phase, with everything needed to build it."""
+
+    backend: str
+    plugin: str
+    factory: str
+    """"module:attribute"."""
+    options: Mapping[str, OptionValue] = field(default_factory=FrozenMapping)
+    """Every option of the backend, defaults included."""
+    distribution: str = ""
+    version: str = ""
+    tree_masks: tuple[TreeMask, ...] = ("full",)
+    virtual_requests: bool = False
+    """Both as on the card."""
+    origin: str = ""
+    """Who named the backend: user, env or config; empty for an automatic choice."""
+
+    @property
+    def address(self) -> str:
+        """`plugin/name`."""
+        return f"{self.plugin}/{self.backend}"
+
+    def identity(self) -> dict[str, Any]:
+        """The part that the decision's hash covers: all but the origin."""
+        return {name: value for name, value in self.to_dict().items() if name != "origin"}
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> Choice:
+        changed: dict[str, Any] = {"options": FrozenMapping(data["options"])}
+        if "tree_masks" in data:
+            changed["tree_masks"] = tuple(data["tree_masks"])
+        return cls(**{**data, **changed})
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SizeRange(Plain):
+    """Batch sizes whose decode steps another backend serves than the phase's own."""
+
+    least: int
+    most: int | None
+    """None: there is no largest."""
+    choice: Choice
+    gain: float
+    """The smallest share of the time of the phase's backend that it saves at a measured size:
+    0.05 is 5 %."""
+
+    def __str__(self) -> str:
+        if self.most is None:
+            return f"{self.least} and more"
+        return str(self.least) if self.least == self.most else f"{self.least} to {self.most}"
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> SizeRange:
+        return cls(**{**data, "choice": Choice.from_dict(data["choice"])})
+
+
+def choice_of(offer: Offer, given: Mapping[str, OptionValue], origin: str = "") -> Choice:
+    """The choice of an offer; `given` are its options from `read_options`, without defaults."""
+    return Choice(
+        backend=offer.card.name,
+        plugin=offer.plugin,
+        factory=offer.card.factory,
+        options=complete(offer.card, given),
+        distribution=offer.distribution,
+        version=offer.version,
+        tree_masks=offer.card.tree_masks,
+        virtual_requests=offer.card.virtual_requests,
+        origin=origin,
+    )
+
+
+def disagreements(
+    choices: Iterable[tuple[str, Choice]],
+    request: Request,
+    decided: Platform,
+    platform: Platform,
+    offers: Iterable[Offer],
+    libraries: Libraries,
+    accuracy: Accuracy,
+) -> Iterator[str]:
+    """The differences between this process and the decision's, in words; none where it holds.
+
+    They cover everything in the decision's hash. Each backend must also serve its phases here: a
+    library or a feature of the machine may be missing that the hash does not cover. Each must be as
+    accurate here as the request demands.
+    """
+    for name in ("vendor", "arch", "runtime"):
+        here, there = getattr(platform, name), getattr(decided, name)
+        if here != there:
+            yield f"{name} {here or 'unknown'} here, {there or 'unknown'} in the decision"
+    found = {offer.address: offer for offer in offers}
+    served: dict[Choice, list[str]] = {}
+    for phase, choice in choices:
+        those = served.setdefault(replace(choice, origin=""), [])
+        if phase not in those:
+            those.append(phase)
+    for choice, phases in served.items():
+        address = choice.address
+        if address not in found:
+            yield f"{address} for {' and '.join(phases)} is offered by no plugin here"
+            continue
+        offer = found[address]
+        yield from _otherwise(choice, offer)
+        failing: dict[Reason, list[str]] = {}
+        for phase in phases:
+            told = check(
+                offer.card, phase, request, platform, plugin=choice.plugin, libraries=libraries
+            )
+            for reason in told.reasons:
+                failing.setdefault(reason, []).append(phase)
+        yield from (
+            f"{address} does not serve {' and '.join(those)} here: {reason}"
+            for reason, those in failing.items()
+        )
+        yield from (
+            f"{address} is not accurate enough here: {reason}"
+            for reason in accuracy(offer, request)
+        )
+
+
+def _otherwise(choice: Choice, offer: Offer) -> Iterator[str]:
+    if not offer.admitted:
+        yield f"{offer.address} is left out by the configuration"
+    options = complete(offer.card, {})
+    for name, here, decided in (
+        ("distribution", offer.distribution, choice.distribution),
+        ("version", offer.version, choice.version),
+        ("factory", offer.card.factory, choice.factory),
+        ("options", ", ".join(sorted(options)), ", ".join(sorted(choice.options))),
+        ("virtual requests", offer.card.virtual_requests, choice.virtual_requests),
+        ("masks of trees", ", ".join(offer.card.tree_masks), ", ".join(choice.tree_masks)),
+    ):
+        if here != decided:
+            said = f"{here or 'none'} here, {decided or 'none'} in the decision"
+            yield f"{offer.address}: {name} {said}"

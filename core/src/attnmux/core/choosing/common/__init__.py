@@ -1,1 +1,0 @@
-"""For every room: read-only containers, checks of given values, and verdicts."""

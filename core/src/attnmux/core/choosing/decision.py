@@ -1,0 +1,251 @@
+"""The answer: a backend for each phase, the coercions that led there, and every verdict."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from hashlib import sha256
+from typing import Any
+
+from attnmux.core.cards.card import LAST_RESORT, Offer
+from attnmux.core.choosing.checking import Accuracy, by_card
+from attnmux.core.choosing.choice import Choice, SizeRange, disagreements
+from attnmux.core.choosing.summary import summary
+from attnmux.core.facts.derived import (
+    group_requests,
+    linear_request,
+    parts_request,
+    prefixes_request,
+    undrafted_request,
+)
+from attnmux.core.facts.errors import InvalidInput
+from attnmux.core.facts.frozen import FrozenMapping, Plain, plain_fields
+from attnmux.core.facts.libraries import Libraries, installed_version
+from attnmux.core.facts.platform import Platform
+from attnmux.core.facts.request import Request
+from attnmux.core.facts.values import LayerGroup
+from attnmux.core.facts.verdicts import Coercion, Verdict
+
+Here = tuple[Platform, Platform, tuple[Offer, ...], Libraries, Accuracy]
+"""The decision's platform, and what this process knows itself."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Decision(Plain):
+    """The answer of `solve`. It survives JSON unchanged, so that one process can decide for all."""
+
+    platform: Platform
+    request: Request
+    """With page size and KV dtype set, and with coercions applied."""
+    page_size: int
+    kv_dtype: str
+    phases: Mapping[str, Choice]
+    """Only the requested phases; with `trees` also extend and decode."""
+    decode_sizes: tuple[SizeRange, ...] = ()
+    """Batch sizes, ascending, at which another backend decodes faster than the one in `phases`,
+    as measured on this machine. For a step replayed from a graph, the captured size counts."""
+    expanded: Choice | None = None
+    """For MLA with `chunked_prefix`: the backend of prompts that take fewer operations with
+    expanded heads. None where none ranks as high as the one of `phases`."""
+    trees: Choice | None = None
+    """Where no backend takes the masks of the request's draft trees: the backend that attends to
+    the prefixes. What the drafts add is merged by LSE; see `TreeAttnBackend`."""
+    others: tuple[Decision, ...] = ()
+    """For each of `Request.other_layers`, the decision about these layers. The page size is the
+    same in all, and so is the KV dtype but for groups that have their own."""
+    linear: Mapping[str, Mapping[str, Choice]] = field(default_factory=FrozenMapping)
+    """By kind of `Request.linear_layers` and phase: the backends of layers without softmax
+    attention. A kind that no backend serves is absent, see `unserved_layers`."""
+    coercions: tuple[Coercion, ...] = ()
+    notes: tuple[str, ...] = ()
+    """Facts that speak against a choice, such as a measured error. The hash leaves them out."""
+    candidates: Sequence[Verdict] = ()
+    """One for each backend and phase. Read-only; those of `solve` are made when first read."""
+    is_checked: bool = field(default=True, repr=False, compare=False)
+    """Whether this process decided it or has checked it: text can name any code as a factory."""
+
+    @classmethod
+    def of_groups(
+        cls, groups: Sequence[Decision], other_layers: tuple[LayerGroup, ...]
+    ) -> Decision:
+        """One decision of those for `group_requests`."""
+        first, *others = groups
+        if not others:
+            return first
+        request = first.request.replace(origin="model", other_layers=other_layers)
+        return replace(first, request=request, others=tuple(others))
+
+    @property
+    def groups(self) -> tuple[Decision, ...]:
+        """The decision about each group of layers that are alike, as `group_requests` has
+        them: itself where all layers are."""
+        if not self.others:
+            return (self,)
+        return replace(self, request=group_requests(self.request)[0], others=()), *self.others
+
+    @property
+    def choices(self) -> tuple[tuple[str, Choice], ...]:
+        """(phase, choice) of every backend that may run: first `phases`, then `decode_sizes`, then
+        those of other layers."""
+        own = (*self.phases.items(), *(("decode", each.choice) for each in self.decode_sizes))
+        return (*own, *(pair for each in self.others for pair in each.choices))
+
+    @property
+    def is_last_resort(self) -> bool:
+        """Whether the backend of a phase is not made for the platform, by its rank."""
+        winners = {(choice.address, phase) for phase, choice in self.phases.items()}
+        return any(each.is_last_resort for each in self.others) or any(
+            verdict.rank is not None and verdict.rank >= LAST_RESORT
+            for verdict in self.candidates
+            if (verdict.address, verdict.phase) in winners
+        )
+
+    @property
+    def unserved_layers(self) -> tuple[tuple[str, int], ...]:
+        """(kind, how many) of the model's linear layers that no backend serves."""
+        layers = self.request.linear_layers
+        return tuple((kind, count) for kind, count in layers if kind not in self.linear)
+
+    @property
+    def unserved_hint(self) -> str:
+        """What would let `unserved_layers` be served, to follow their names; "" if unknown."""
+        trees = self.unserved_layers and self.request.has_trees
+        return " (with draft trees: their states follow chains alone, spec_topk=1)" if trees else ""
+
+    @property
+    def hash(self) -> str:
+        """SHA-256 of the decision: processes with the same hash run the same backends.
+
+        It covers the kind of device, the request's values, page size, KV dtype, and every backend
+        that the decision names, with its options and its plugin's version. It leaves out the
+        origins of values, the product's name, and the losers.
+        """
+        asked = self.request.to_dict()
+        del asked["origins"]
+        if not self.others:
+            del asked["other_layers"]
+        decided = {
+            "platform": [self.platform.vendor, self.platform.arch, self.platform.runtime],
+            "request": asked,
+            "page_size": self.page_size,
+            "kv_dtype": self.kv_dtype,
+            "phases": {phase: choice.identity() for phase, choice in self.phases.items()},
+        }
+        if self.decode_sizes:
+            decided["decode_sizes"] = [
+                [each.least, each.most, each.choice.identity()] for each in self.decode_sizes
+            ]
+        if self.expanded is not None:
+            decided["expanded"] = self.expanded.identity()
+        if self.trees is not None:
+            decided["trees"] = self.trees.identity()
+        if self.others:
+            decided["others"] = [each.hash for each in self.others]
+        if self.linear:
+            decided["linear"] = {
+                kind: {phase: choice.identity() for phase, choice in served.items()}
+                for kind, served in self.linear.items()
+            }
+        text = json.dumps(decided, sort_keys=True, separators=(",", ":"))
+        return sha256(text.encode()).hexdigest()
+
+    def check(
+        self,
+        platform: Platform,
+        offers: Iterable[Offer],
+        *,
+        libraries: Libraries = installed_version,
+        accuracy: Accuracy = by_card,
+    ) -> None:
+        """Check that a loaded decision holds in this process, before it builds the backends.
+
+        platform, offers: this process's own. accuracy: `accuracy_by` with this machine's
+        measurements; the default goes by the bounds on the cards alone.
+        Raises InvalidInput with every difference, where this process would compute another hash, or
+        a chosen backend does not serve its phase here or is less accurate than the request demands.
+        """
+        here = (self.platform, platform, tuple(offers), libraries, accuracy)
+        found = [each for one in self.groups for each in one._disagreements(here)]
+        if found:
+            expected = "one that holds in this process too"
+            raise InvalidInput("decision", got="; ".join(found), expected=expected)
+        object.__setattr__(self, "is_checked", True)
+
+    def _disagreements(self, here: Here) -> list[str]:
+        """What does not hold in this process, of one group of layers."""
+        asked = self.request if self.trees is None else undrafted_request(self.request)
+        served = [(phase, choice) for phase, choice in self.choices if phase in asked.phases]
+        found = [*disagreements(served, asked, *here)]
+        if self.expanded is not None:
+            prompts = parts_request(asked)
+            found += disagreements([("extend", self.expanded)], prompts, *here)
+        if self.trees is not None:
+            found += disagreements([("decode", self.trees)], prefixes_request(self.request), *here)
+        for kind, each in self.linear.items():
+            found += disagreements(each.items(), linear_request(self.request, kind), *here)
+        return found
+
+    def to_dict(self) -> dict[str, Any]:
+        data = {**plain_fields(self), "hash": self.hash}
+        del data["is_checked"]
+        return data
+
+    def to_json(self, *, indent: int | None = None) -> str:
+        return json.dumps(self.to_dict(), indent=indent)
+
+    @classmethod
+    def from_json(cls, text: str) -> Decision:
+        """The inverse of `to_json`.
+
+        Raises InvalidInput for text that is not a decision (such as a refusal's JSON), and for a
+        hash that does not match the content.
+        """
+        try:
+            return cls._read(json.loads(text))
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+            if isinstance(error, InvalidInput) and error.argument == "decision":
+                raise
+            got = f"{type(error).__name__}: {error}"
+            expected = "the JSON of this version's Decision.to_json"
+            raise InvalidInput("decision", got=got, expected=expected) from error
+
+    @classmethod
+    def _read(cls, data: Mapping[str, Any]) -> Decision:
+        if data["hash"] is None and not data["phases"]:
+            got = "an answer in which nothing was decided"
+            raise InvalidInput("decision", got=got, expected="a backend for each phase")
+        decision = cls(
+            platform=Platform.from_dict(data["platform"]),
+            request=Request.from_dict(data["request"]),
+            page_size=data["page_size"],
+            kv_dtype=data["kv_dtype"],
+            phases=_choices(data["phases"]),
+            decode_sizes=tuple(map(SizeRange.from_dict, data["decode_sizes"])),
+            expanded=data["expanded"] and Choice.from_dict(data["expanded"]),
+            trees=data["trees"] and Choice.from_dict(data["trees"]),
+            others=tuple(map(cls._read, data["others"])),
+            linear=FrozenMapping(
+                {kind: _choices(served) for kind, served in data["linear"].items()}
+            ),
+            coercions=tuple(Coercion(**coercion) for coercion in data["coercions"]),
+            notes=tuple(data["notes"]),
+            candidates=tuple(Verdict.from_dict(verdict) for verdict in data["candidates"]),
+            is_checked=False,
+        )
+        if data["hash"] != decision.hash:
+            expected = f"the hash of its content, {decision.hash}"
+            got = f"hash {data['hash']}: it was changed since, or written by another version of "
+            raise InvalidInput("decision", got=f"{got}attnmux", expected=expected)
+        if len(decision.others) != len(decision.request.other_layers):
+            got = f"{len(decision.others)} others for {len(decision.request.other_layers)} groups"
+            raise InvalidInput("decision", got=got, expected="a decision for each group of layers")
+        return decision
+
+    def summary(self) -> str:
+        """One line: the backend of each phase, the machine, and why each backend won."""
+        return summary(self)
+
+
+def _choices(data: Mapping[str, Any]) -> Mapping[str, Choice]:
+    return FrozenMapping({phase: Choice.from_dict(choice) for phase, choice in data.items()})

@@ -1,1 +1,0 @@
-"""Discovery: installed plugins, and the devices that their probes report."""

@@ -1,1 +1,0 @@
-"""The machine: a platform's facts, the table of vendors, the CPU."""

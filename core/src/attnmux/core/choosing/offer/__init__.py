@@ -1,1 +1,0 @@
-"""Backends on offer: their cards, conditions, names, options and required libraries."""

@@ -1,1 +1,0 @@
-"""The answer: a decision or a refusal, and a verdict on every candidate."""

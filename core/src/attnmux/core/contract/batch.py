@@ -1,0 +1,200 @@
+"""One step of a model: its forward mode and its batch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from enum import Enum, auto
+from typing import TYPE_CHECKING
+
+from attnmux.core.facts.errors import InvalidInput
+
+if TYPE_CHECKING:
+    import torch
+
+    from attnmux.core.contract.spec import SpecInput
+
+
+class ForwardMode(Enum):
+    """The kind of a step. Every mode but DECODE and IDLE may have many new tokens a request."""
+
+    EXTEND = auto()
+    """New tokens on top of a cached prefix, which may be empty."""
+    DECODE = auto()
+    """One new token a request."""
+    MIXED = auto()
+    """Extending and decoding requests in one step; a decoding one extends by a single token. Where
+    the decoding ones are first or last, backends can serve them as in a decode step."""
+    IDLE = auto()
+    """No requests on this rank, which only takes part in collectives."""
+    TARGET_VERIFY = auto()
+    """The target model scores the draft tokens of each request."""
+    DRAFT_EXTEND = auto()
+    """The draft model processes the tokens that were accepted."""
+
+    def is_decode(self) -> bool:
+        return self is ForwardMode.DECODE
+
+    def is_decode_or_idle(self) -> bool:
+        return self is ForwardMode.DECODE or self is ForwardMode.IDLE
+
+    def is_extend(self) -> bool:
+        """Whether steps of the mode go to `forward_extend`: all but DECODE and IDLE."""
+        return not self.is_decode_or_idle()
+
+    def is_target_verify(self) -> bool:
+        return self is ForwardMode.TARGET_VERIFY
+
+    def is_draft_extend(self) -> bool:
+        return self is ForwardMode.DRAFT_EXTEND
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class MultiItem:
+    """Many items scored against one shared prefix in a single sequence.
+
+    Key j is visible to token i when j <= i and either j lies in the prefix or j lies in
+    i's own item.
+    """
+
+    prefix_lens: torch.Tensor
+    """[B] int32: tokens of the shared prefix, from the start of the sequence."""
+    token_pos_in_items: torch.Tensor
+    """[T] int32: place of each new token in its item, 0 for the delimiter that opens it.
+    The value of a token inside the prefix is not read."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class ForwardBatch:
+    """The inputs of attention in a step: B requests with T new tokens.
+
+    Tensors lie on the device of the KV pool unless their name ends in `_cpu`. Host mirrors
+    are optional; a backend that needs one says so on its card. In a captured graph every
+    tensor is a slice of the runner's fixed buffers and B is the padded batch size; a padding
+    row has request row 0 and writes to slot 0.
+    """
+
+    forward_mode: ForwardMode
+    batch_size: int
+    """B, padding rows included."""
+    req_pool_indices: torch.Tensor
+    """[B] int64: rows of the request table."""
+    seq_lens: torch.Tensor
+    """[B] int32: tokens in the cache after this step; in TARGET_VERIFY the prefix alone."""
+    out_cache_loc: torch.Tensor
+    """[T] int64: slots that the new tokens are written to."""
+    positions: torch.Tensor
+    """[T] int64: place of each new token in its sequence."""
+    seq_lens_cpu: torch.Tensor | None = None
+    """[B] int32 on the host."""
+    seq_lens_sum: int | None = None
+    """Sum of `seq_lens`, if the scheduler knows it."""
+    extend_seq_lens: torch.Tensor | None = None
+    """[B] int32: new tokens a request. Set in every extend mode, verify included."""
+    extend_seq_lens_cpu: torch.Tensor | None = None
+    """[B] int32 on the host."""
+    extend_prefix_lens: torch.Tensor | None = None
+    """[B] int32: cached tokens before the new ones. Set in every extend mode."""
+    extend_prefix_lens_cpu: torch.Tensor | None = None
+    """[B] int32 on the host."""
+    extend_num_tokens: int | None = None
+    """T in every extend mode."""
+    encoder_lens: torch.Tensor | None = None
+    """[B] int32: encoder tokens of each request, for encoder-decoder models. They occupy the
+    first slots of the request's row, and decoder tokens follow them."""
+    encoder_out_cache_loc: torch.Tensor | None = None
+    """[encoder tokens of this step] int64: slots that cross attention writes K and V to."""
+    topk_indices: torch.Tensor | None = None
+    """[T, topk] int32, for a request of kind "nsa": places, in its own request's sequence, of the
+    keys that each new token sees, in any order and each once; -1 is no key. Layers of kind "mla"
+    see only these keys, and the indexer keeps them causal. The model's indexer writes them in place
+    before each layer's call, so they are undefined while the step is prepared. A graph runner has
+    a buffer of its own for them.
+    For layers with `LayerSpec.index_block_size`: [T, Hp, topk] int32, blocks of so many keys. Hp
+    is a multiple of the KV heads and divides the query heads, of which each Hp-th part, in order,
+    has blocks of its own."""
+    spec_info: SpecInput | None = None
+    multi_item: MultiItem | None = None
+    actual_forward_mode: ForwardMode | None = None
+    """The mode before a composite or a graph runner substituted `forward_mode`."""
+    tbo_children: tuple[ForwardBatch, ...] = ()
+    """The two halves of a step, whose communication and compute overlap; see `with_halves`."""
+
+    @property
+    def num_tokens(self) -> int:
+        """T: rows of Q in this step."""
+        if self.extend_num_tokens is not None and self.forward_mode.is_extend():
+            return self.extend_num_tokens
+        return self.out_cache_loc.shape[0]
+
+    def extend_lens(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """`extend_seq_lens` and `extend_prefix_lens`. Raises InvalidInput for a step without."""
+        new, cached = self.extend_seq_lens, self.extend_prefix_lens
+        if new is None or cached is None:
+            expected = "new and cached lengths in an extend step"
+            raise InvalidInput("extend_seq_lens", got=None, expected=expected)
+        return new, cached
+
+    def drafts(self) -> SpecInput:
+        """`spec_info`. Raises InvalidInput for a step without."""
+        if self.spec_info is None:
+            raise InvalidInput("spec_info", got=None, expected="the drafts of a verify step")
+        return self.spec_info
+
+    def queries_each(self) -> int | None:
+        """New tokens of each request, where its mode gives all requests equally many: 1 in DECODE,
+        the drafts in TARGET_VERIFY; None in other steps.
+
+        Raises InvalidInput for a step of another number of tokens, and for one without the lengths
+        or the drafts of its mode.
+        """
+        if self.forward_mode.is_decode():
+            each, expected = 1, "one token a request in decode"
+        else:
+            self.extend_lens()
+            if not self.forward_mode.is_target_verify():
+                return None
+            each = self.drafts().draft_token_num
+            expected = f"{each} draft tokens a request"
+        if self.num_tokens != self.batch_size * each:
+            got = f"{self.num_tokens} tokens of {self.batch_size} requests"
+            raise InvalidInput("out_cache_loc", got=got, expected=expected)
+        return each
+
+    def slice(self, first: int, last: int, *, first_token: int, last_token: int) -> ForwardBatch:
+        """The step of requests [first, last), whose new tokens are [first_token, last_token).
+
+        Its tensors are views. `spec_info`, `multi_item` and `encoder_out_cache_loc` describe the
+        whole step and stay as they are; `seq_lens_sum` needs the host mirror of the lengths.
+        Without requests it is IDLE, and `actual_forward_mode` has the step's mode.
+        """
+        modes: dict[str, ForwardMode] = {}
+        if first == last:
+            actual = self.actual_forward_mode or self.forward_mode
+            modes = {"forward_mode": ForwardMode.IDLE, "actual_forward_mode": actual}
+
+        def of_requests(values: torch.Tensor | None) -> torch.Tensor | None:
+            return None if values is None else values[first:last]
+
+        def of_tokens(values: torch.Tensor) -> torch.Tensor:
+            return values[first_token:last_token]
+
+        lens_cpu = of_requests(self.seq_lens_cpu)
+        return replace(
+            self,
+            batch_size=last - first,
+            req_pool_indices=self.req_pool_indices[first:last],
+            seq_lens=self.seq_lens[first:last],
+            out_cache_loc=of_tokens(self.out_cache_loc),
+            positions=of_tokens(self.positions),
+            seq_lens_cpu=lens_cpu,
+            seq_lens_sum=None if lens_cpu is None else int(lens_cpu.sum()),
+            extend_seq_lens=of_requests(self.extend_seq_lens),
+            extend_seq_lens_cpu=of_requests(self.extend_seq_lens_cpu),
+            extend_prefix_lens=of_requests(self.extend_prefix_lens),
+            extend_prefix_lens_cpu=of_requests(self.extend_prefix_lens_cpu),
+            extend_num_tokens=None if self.extend_num_tokens is None else last_token - first_token,
+            encoder_lens=of_requests(self.encoder_lens),
+            topk_indices=None if self.topk_indices is None else of_tokens(self.topk_indices),
+            tbo_children=(),
+            **modes,  # type: ignore[arg-type]  # fields by name
+        )

@@ -1,0 +1,64 @@
+"""The context that a backend is made with."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from attnmux.core.facts.errors import InvalidInput
+
+if TYPE_CHECKING:
+    import torch
+
+    from attnmux.core.contract.layer import LayerSpec
+    from attnmux.core.contract.linear import LinearStates
+    from attnmux.core.contract.pool import KVPool, KVWriter
+    from attnmux.core.contract.tables import RequestTable
+    from attnmux.core.contract.workspace import Workspace
+    from attnmux.core.facts.launches import TunedLaunch
+    from attnmux.core.facts.platform import Platform
+    from attnmux.core.facts.request import Request
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class BackendContext:
+    """Everything that a backend may use. An engine makes it once."""
+
+    request: Request
+    """The decided request: page size and KV dtype are set."""
+    platform: Platform
+    device: torch.device
+    layers: tuple[LayerSpec, ...]
+    req_to_token_pool: RequestTable
+    token_to_kv_pool: KVPool
+    workspace: Workspace
+    max_batch_size: int
+    max_context_len: int
+    launches: tuple[TunedLaunch, ...] = ()
+    """Everything that was tuned on this machine, as `read_launches` reads it. A factory takes its
+    backend's with `current_launches`."""
+    kv_writer: KVWriter | None = None
+    """Writes K and V to the pool in place of the pool's own methods. `build` takes an installed
+    plugin's for the device."""
+    linear_states: LinearStates | None = None
+    """A `LinearStatePool`: the states of the model's linear layers, in rows of the request table.
+    None without any."""
+    debug: bool = False
+    """Run the checks that cost a device synchronisation."""
+    _layer_by_id: Mapping[int, LayerSpec] = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        by_id = {layer.layer_id: layer for layer in self.layers}
+        if len(by_id) != len(self.layers):
+            ids = [layer.layer_id for layer in self.layers]
+            raise InvalidInput("layers", got=f"ids {ids}", expected="a different id for each")
+        object.__setattr__(self, "_layer_by_id", by_id)
+
+    def layer(self, layer_id: int) -> LayerSpec:
+        """The layer with that id. Raises InvalidInput for an unknown one."""
+        try:
+            return self._layer_by_id[layer_id]
+        except KeyError:
+            expected = f"one of {sorted(self._layer_by_id)}"
+            raise InvalidInput("layer_id", got=layer_id, expected=expected) from None

@@ -1,0 +1,81 @@
+"""Speculative decoding: the inputs of verification, and the masks of draft trees."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from attnmux.core.facts.errors import InvalidInput
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class SpecInput:
+    """The speculative part of a step.
+
+    At most one of `custom_mask`, `visible` and `visible_bits` is given. Without any, drafts are
+    chains. `tree_masks.py` makes each of them from the others.
+    """
+
+    draft_token_num: int
+    """d: draft tokens a request, the root included."""
+    topk: int = 1
+    """Branches that the draft keeps at each step; 1 is a chain."""
+    custom_mask: torch.Tensor | None = None
+    """Flat bool, q_i * kv_i a request in batch order, True keeps. It replaces causality only."""
+    mask_indptr: torch.Tensor | None = None
+    """[B + 1] int32: where each request's part of `custom_mask` starts."""
+    visible: torch.Tensor | None = None
+    """[B, d, d] bool: the drafts that each draft of a tree sees, which are its ancestors and
+    itself. It also sees the whole prefix. Its position is the prefix's length plus its depth, and
+    windows and attention chunks count positions."""
+    visible_bits: torch.Tensor | None = None
+    """[B, d, ceil(d / 8)] uint8: `visible`, packed. Draft j is bit j % 8, the lowest first, of byte
+    j // 8; bits from d on are 0."""
+
+
+def tree_visibility(parents: torch.Tensor) -> torch.Tensor:
+    """The draft tokens that each draft token sees: itself and its ancestors.
+
+    parents: [B, d] int; the parent of each draft token, at most d - 1; the root's is -1.
+    Returns [B, d, d] bool; row i has the tokens that i sees.
+    Raises InvalidInput, on a CPU, for a parent that does not precede its child.
+    """
+    if parents.dim() != 2:
+        raise InvalidInput("parents", got=f"shape {tuple(parents.shape)}", expected="[B, d]")
+    batch_size, num_tokens = parents.shape
+    order = torch.arange(num_tokens, device=parents.device)
+    if parents.is_cpu and bool((parents >= order).any()):
+        raise InvalidInput(
+            "parents", got="a parent at or after its child", expected="parents in draft order"
+        )
+    reach = torch.eye(num_tokens, dtype=torch.float32, device=parents.device)
+    reach = reach.repeat(batch_size, 1, 1)
+    has_parent = (parents >= 0).unsqueeze(-1)
+    reach.scatter_add_(2, parents.clamp(min=0).long().unsqueeze(-1), has_parent.float())
+    reach.clamp_(max=1)
+    for _ in range(max(num_tokens - 1, 0).bit_length()):
+        reach = (reach @ reach).clamp_(max=1)
+    return reach > 0
+
+
+def whole_mask(
+    visible: torch.Tensor, seq_lens: torch.Tensor, *, total: int | None = None
+) -> torch.Tensor:
+    """`SpecInput.custom_mask` from `SpecInput.visible`, both on the device of seq_lens: the whole
+    prefix, then the drafts that are visible, d * (seq + d) values a request.
+
+    seq_lens: [B] int, prefix lengths. total: the number of values, or more; without it the device
+    is asked, which synchronises.
+    """
+    batch_size, num_tokens, _ = visible.shape
+    rows = batch_size * num_tokens
+    widths = (seq_lens.long() + num_tokens).repeat_interleave(num_tokens, output_size=rows)
+    row_ends = widths.cumsum(0)
+    if total is None:
+        total = int(row_ends[-1]) if rows else 0
+    mask = torch.ones(total, dtype=torch.bool, device=visible.device)
+    if total:
+        columns = torch.arange(num_tokens, device=visible.device) - num_tokens
+        mask[row_ends.unsqueeze(1) + columns] = visible.reshape(-1, num_tokens)
+    return mask

@@ -1,0 +1,213 @@
+"""The forms of a draft tree's mask, and each of them from the others.
+
+The names of the forms are SGLang's (`TreeMaskMode`). Everything but `check_trees` has static shapes
+and does not synchronise, so that graphs can hold it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch.nn.functional import pad
+
+from attnmux.core.contract.batch import ForwardBatch
+from attnmux.core.contract.spec import SpecInput, whole_mask
+from attnmux.core.facts.errors import InvalidInput
+from attnmux.core.facts.values import TreeMask
+
+FORMS: dict[str, TreeMask] = {
+    "custom_mask": "full",
+    "visible": "qlen_only",
+    "visible_bits": "qlen_only_bitpacking",
+}
+"""The form of each field of `SpecInput`."""
+
+
+def tree_mask_of(spec: SpecInput | None) -> TreeMask | None:
+    """The form of a step's mask; None without one."""
+    if spec is None:
+        return None
+    given = (form for name, form in FORMS.items() if getattr(spec, name) is not None)
+    return next(given, None)
+
+
+def masks_drafts(spec: SpecInput | None) -> bool:
+    """Whether a step's mask is between its drafts alone."""
+    return tree_mask_of(spec) in ("qlen_only", "qlen_only_bitpacking")
+
+
+def check_unmasked(batch: ForwardBatch) -> None:
+    """Raise InvalidInput for a step with a mask, or with many items."""
+    for name in FORMS:
+        if getattr(batch.spec_info, name, None) is not None:
+            raise InvalidInput(f"spec_info.{name}", got="a mask", expected="None: drafts in chains")
+    check_no_items(batch)
+
+
+def check_no_items(batch: ForwardBatch) -> None:
+    """Raise InvalidInput for a step with many items."""
+    if batch.multi_item is not None:
+        raise InvalidInput("multi_item", got="many items", expected="None")
+
+
+def pack_visible(visible: torch.Tensor) -> torch.Tensor:
+    """`SpecInput.visible_bits` from `SpecInput.visible`."""
+    size, drafts, _ = visible.shape
+    by_byte = pad(visible, (0, -drafts % 8)).view(size, drafts, -1, 8).to(torch.uint8)
+    order = torch.arange(8, dtype=torch.uint8, device=visible.device)
+    return (by_byte << order).sum(-1, dtype=torch.uint8)
+
+
+def unpack_visible(bits: torch.Tensor) -> torch.Tensor:
+    """`SpecInput.visible` from `SpecInput.visible_bits`."""
+    size, drafts, _ = bits.shape
+    order = torch.arange(8, dtype=torch.uint8, device=bits.device)
+    return ((bits.unsqueeze(-1) >> order) & 1).view(size, drafts, -1)[..., :drafts].bool()
+
+
+def visible_drafts(batch: ForwardBatch) -> torch.Tensor:
+    """`SpecInput.visible` of a TARGET_VERIFY step, whatever form its mask has; causal for chains.
+
+    Of a whole mask, only the columns of the drafts are read: that the prefix is visible is not
+    checked. Raises InvalidInput for a step without drafts.
+    """
+    spec, device = batch.drafts(), batch.seq_lens.device
+    if spec.visible is not None:
+        return spec.visible
+    if spec.visible_bits is not None:
+        return unpack_visible(spec.visible_bits)
+    drafts = spec.draft_token_num
+    if spec.custom_mask is None:
+        causal = torch.ones(drafts, drafts, dtype=torch.bool, device=device).tril()
+        return causal.expand(batch.batch_size, drafts, drafts)
+    order = torch.arange(drafts, device=device)
+    prefix = batch.seq_lens.long().view(-1, 1, 1)
+    indptr = mask_bounds(batch.seq_lens, drafts) if spec.mask_indptr is None else spec.mask_indptr
+    starts = indptr[: batch.batch_size].long()
+    rows = starts.view(-1, 1, 1) + order.view(-1, 1) * (prefix + drafts)
+    return spec.custom_mask[rows + prefix + order]
+
+
+def draft_depths(visible: torch.Tensor) -> torch.Tensor:
+    """[B, d] int32: the edges from the root to each draft of a tree; 0 for padding that sees itself
+    alone. visible: as on `SpecInput`."""
+    return visible.sum(-1, dtype=torch.int32) - 1
+
+
+def limited_drafts(
+    visible: torch.Tensor, prefix_lens: torch.Tensor, *, window: int, chunk: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """What drafts of trees see in a layer with a window or attention chunks, which count positions.
+
+    A draft's position is the prefix's length plus its depth. visible: as on `SpecInput`.
+    prefix_lens: [B] int. window, chunk: as `LayerSpec.sliding_window_size` and
+    `attention_chunk_size`.
+    Returns the visible drafts, [B, d, d] bool, and the first visible key of the prefix, [B, d]
+    of prefix_lens' dtype.
+    """
+    position = draft_depths(visible).to(prefix_lens.dtype) + prefix_lens.unsqueeze(1)
+    first = torch.zeros_like(position)
+    if window >= 0:
+        first = (position - window).clamp_(min=0)
+    if chunk > 0:
+        first = torch.maximum(first, position - position % chunk)
+    if window < 0 and chunk <= 0:
+        return visible, first
+    return visible & (position.unsqueeze(1) >= first.unsqueeze(2)), first
+
+
+def mask_bounds(seq_lens: torch.Tensor, drafts: int) -> torch.Tensor:
+    """`SpecInput.mask_indptr` of trees. seq_lens: [B] int32, prefixes."""
+    return pad((drafts * (seq_lens.long() + drafts)).cumsum(0), (1, 0)).to(torch.int32)
+
+
+def with_form(batch: ForwardBatch, form: TreeMask, *, max_context_len: int) -> ForwardBatch:
+    """The verify step with its mask in a form, in new memory unless it has that form.
+
+    A whole mask has room for requests of max_context_len tokens where the host does not know the
+    lengths.
+    """
+    spec = batch.spec_info
+    if spec is None or tree_mask_of(spec) in (None, form):
+        return batch
+    visible, drafts = visible_drafts(batch), spec.draft_token_num
+    if form == "qlen_only":
+        return replace(batch, spec_info=with_mask(spec, visible=visible))
+    if form == "qlen_only_bitpacking":
+        return replace(batch, spec_info=with_mask(spec, visible_bits=pack_visible(visible)))
+    size, total = batch.batch_size, batch.seq_lens_sum
+    lens = batch.seq_lens if batch.seq_lens.is_cpu else batch.seq_lens_cpu
+    if lens is not None:
+        total = int(lens.sum())
+    if total is None:
+        total = size * max_context_len
+    mask = whole_mask(visible, batch.seq_lens, total=drafts * (total + size * drafts))
+    bounds = mask_bounds(batch.seq_lens, drafts)
+    return replace(batch, spec_info=with_mask(spec, custom_mask=mask, mask_indptr=bounds))
+
+
+def with_mask(spec: SpecInput, **fields: torch.Tensor) -> SpecInput:
+    """With these fields, instead of any other form of the mask."""
+    none: dict[str, Any] = dict.fromkeys((*FORMS, "mask_indptr"))
+    return replace(spec, **{**none, **fields})
+
+
+def of_requests(spec: SpecInput, first: int, last: int) -> SpecInput:
+    """The masks between drafts of requests [first, last), as views. A whole mask stays as it is."""
+    visible, bits = spec.visible, spec.visible_bits
+    if visible is None and bits is None:
+        return spec
+    return replace(
+        spec,
+        visible=None if visible is None else visible[first:last],
+        visible_bits=None if bits is None else bits[first:last],
+    )
+
+
+def check_trees(batch: ForwardBatch) -> None:
+    """Refuse what is no tree: a hidden prefix, a draft that does not see itself, or one that sees
+    another without that one's ancestors or a later one. Synchronises.
+
+    A whole mask has the size that `check_batch` demands. Raises InvalidInput with the field.
+    """
+    form = tree_mask_of(batch.spec_info)
+    if form is None:
+        return
+    visible = visible_drafts(batch)
+    hidden = ~visible.diagonal(dim1=1, dim2=2).all(-1)
+    steps = visible.float()
+    skips = (((steps @ steps) > 0) & ~visible).flatten(1).any(-1)
+    later = visible.triu(1).flatten(1).any(-1)
+    found = [
+        ("a draft token hidden from itself", hidden),
+        ("a draft that sees a later one", later),
+        ("a draft that sees another, but not all of its ancestors", skips),
+    ]
+    if form == "full":
+        found.insert(0, ("cached tokens hidden from drafts", _hides_prefix(batch)))
+    if form == "qlen_only_bitpacking":
+        packed = batch.drafts().visible_bits
+        assert packed is not None
+        found.append(("bits after the last draft", (pack_visible(visible) != packed).any((1, 2))))
+    field = next(name for name, each in FORMS.items() if each == form)
+    for got, wrong in found:
+        if bool(wrong.any()):
+            raise InvalidInput(
+                f"spec_info.{field}",
+                got=f"{got} in request {int(wrong.nonzero()[0])} of the batch",
+                expected="the mask of a draft tree, which hides only drafts",
+            )
+
+
+def _hides_prefix(batch: ForwardBatch) -> torch.Tensor:
+    """[B] bool: whether a whole mask hides a token of the request's prefix."""
+    spec = batch.drafts()
+    drafts = spec.draft_token_num
+    assert spec.custom_mask is not None
+    bounds, hides = mask_bounds(batch.seq_lens, drafts).tolist(), []
+    for start, length in zip(bounds, batch.seq_lens.tolist(), strict=False):
+        rows = spec.custom_mask[start : start + drafts * (length + drafts)]
+        hides.append(not bool(rows.view(drafts, -1)[:, :length].all()))
+    return torch.tensor(hides)

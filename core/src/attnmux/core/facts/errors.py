@@ -1,0 +1,132 @@
+"""Every error that attnmux raises on purpose: AttnmuxError, and below it a class for each kind."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from attnmux.core.facts.verdicts import Verdict
+
+
+class AttnmuxError(Exception):
+    """Base of every error raised on purpose."""
+
+
+class InvalidInput(AttnmuxError, ValueError):
+    """An argument that cannot be used; also a ValueError.
+
+    Raised before a kernel runs and before anything is changed, such as the KV pool.
+    """
+
+    def __init__(self, argument: str, *, got: object, expected: str) -> None:
+        self.argument = argument
+        self.got = got
+        self.expected = expected
+        super().__init__(f"{argument}: expected {expected}, got {got}")
+
+
+class PoolExhausted(AttnmuxError):
+    """An allocation that does not fit the request table, a pool or the device. Nothing was
+    allocated."""
+
+    def __init__(self, what: str, *, wanted: int, available: int, hint: str = "") -> None:
+        self.what = what
+        self.wanted = wanted
+        self.available = available
+        super().__init__(_hinted(f"{what}: {wanted} wanted, {available} available", hint))
+
+
+class NoBackend(AttnmuxError):
+    """No backend serves the request on the platform; `candidates` has the reasons of each."""
+
+    def __init__(self, message: str, candidates: Sequence[Verdict] = ()) -> None:
+        self.candidates = tuple(candidates)
+        super().__init__(message)
+
+
+class UnknownBackend(AttnmuxError):
+    """A backend name that no installed plugin advertises."""
+
+    def __init__(self, name: str, *, known: Sequence[str] = (), hint: str = "") -> None:
+        self.name = name
+        self.known = tuple(known)
+        self.hint = hint
+        super().__init__(_hinted(f"unknown attention backend {name!r}", hint))
+
+
+class AmbiguousPlatform(AttnmuxError):
+    """Several kinds of accelerator are present and no setting names one."""
+
+
+class GraphUnsupported(AttnmuxError):
+    """The backend cannot be captured in a device graph."""
+
+
+class GraphViolation(GraphUnsupported):
+    """A captured step did what a replay would not repeat; names the method and the operation."""
+
+    def __init__(self, method: str, operation: str, reason: str, *, hint: str = "") -> None:
+        self.method = method
+        self.operation = operation
+        self.reason = reason
+        self.hint = hint
+        super().__init__(_hinted(f"{method}: {operation} {reason}", hint))
+
+
+class RanksDiffer(AttnmuxError):
+    """Ranks that should run the same and do not. Every rank raises it, before anything runs."""
+
+    def __init__(self, what: str, *, by_rank: Sequence[str], hint: str = "") -> None:
+        self.what = what
+        self.by_rank = tuple(by_rank)
+        ranks: dict[str, list[int]] = {}
+        for rank, said in enumerate(by_rank):
+            ranks.setdefault(said, []).append(rank)
+        listed = "; ".join(
+            f"rank{'s' * (len(those) > 1)} {', '.join(map(str, those))}: {said}"
+            for said, those in ranks.items()
+        )
+        super().__init__(_hinted(f"{what}: expected the same on every rank, got {listed}", hint))
+
+
+class RankFailed(AttnmuxError):
+    """A collective that the other ranks did not complete: one ended, or did not arrive in time."""
+
+    def __init__(self, what: str, *, reason: str, seconds: float) -> None:
+        self.what = what
+        self.reason = reason
+        self.seconds = seconds
+        super().__init__(
+            f"{what}: another rank ended or did not arrive within {seconds:g} s ({reason}); "
+            "its own output says why. Start all ranks again"
+        )
+
+
+class PluginError(AttnmuxError):
+    """A plugin that cannot be loaded or that breaks the plugin contract."""
+
+
+class BackendFailed(PluginError):
+    """A chosen backend that cannot run here: its library does not load or its kernel does not
+    compile. An automatic choice goes on to the next candidate."""
+
+    def __init__(self, address: str, reason: str, *, hint: str = "") -> None:
+        self.address = address
+        self.reason = reason
+        self.hint = hint
+        super().__init__(_hinted(f"{address} cannot run here: {reason}", hint))
+
+
+class SettingsError(AttnmuxError):
+    """A configuration file or an environment variable that cannot be used."""
+
+
+def in_brief(error: BaseException, *, lines: int = 1) -> str:
+    """The error's type and the first lines of its message, since compilers print pages."""
+    said = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return ": ".join([type(error).__name__, *said[:lines]])
+
+
+def _hinted(message: str, hint: str) -> str:
+    return f"{message}; {hint}" if hint else message

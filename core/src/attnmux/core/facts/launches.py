@@ -1,0 +1,139 @@
+"""A backend's launches (tiles, warps, splits): those tried by its tuner, and those that won.
+
+The backend chooses the words of subjects and values. A tuned launch is used for its own subject on
+the same device with the same versions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol, TypeVar
+
+from attnmux.core.facts.checks import Check, by_name, check_fields
+from attnmux.core.facts.frozen import FrozenMapping, Plain
+from attnmux.core.facts.libraries import Libraries, installed_version
+from attnmux.core.facts.platform import Platform
+from attnmux.core.facts.records import (
+    CHECKS,
+    MICROSECONDS,
+    Device,
+    Record,
+    Records,
+    read_records,
+)
+from attnmux.core.facts.request import Request
+from attnmux.core.facts.values import OptionValue
+
+T = TypeVar("T")
+
+Value = OptionValue
+VALUES = by_name("numbers and words by name", bool, int, float, str)
+TRIED: Mapping[str, Check] = {"subject": VALUES, "values": VALUES}
+VERSIONS = CHECKS["versions"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TunedLaunch(Record):
+    """The fastest launch that was tried for a subject. Raises InvalidInput as `Record`."""
+
+    noun = "launch"
+    listed = "launches"
+    keyed_by = ("subject",)
+    checks = {  # noqa: RUF012  # a ClassVar of Record
+        **TRIED,
+        "versions": Check(VERSIONS.expected, lambda value: VERSIONS.holds(value) and all(value)),
+    }
+
+    subject: Mapping[str, Value]
+    """The kernel, and the shapes that it is launched for."""
+    values: Mapping[str, Value]
+    """The launch."""
+
+
+def read_launches(path: Path | None) -> Records[TunedLaunch]:
+    """Everything in the file that can be read; nothing without a file. Raises nothing."""
+    return read_records(path, TunedLaunch)
+
+
+def current_launches(
+    launches: Iterable[TunedLaunch],
+    backend: str,
+    platform: Platform,
+    *,
+    libraries: Libraries = installed_version,
+) -> tuple[TunedLaunch, ...]:
+    """The launches of `backend` that were tuned on this device with the versions installed now."""
+    device = Device.of(platform)
+    return tuple(
+        each
+        for each in launches
+        if (each.backend, each.device) == (backend, device)
+        and all(libraries(name) == version for name, version in each.versions.items())
+    )
+
+
+class Together(Protocol):
+    """Calls a function on all ranks at the same time; `alone`, and another in attnmux-bench."""
+
+    def __call__(
+        self, measure: Callable[[], tuple[T, Sequence[float]]], /
+    ) -> tuple[T, tuple[float, ...]]:
+        """measure: returns something of this rank, and figures, as many on each rank.
+
+        Returns the former, and for each figure the largest of all ranks. Raises on every rank if
+        `measure` raises on one.
+        """
+
+
+def alone(measure: Callable[[], tuple[T, Sequence[float]]], /) -> tuple[T, tuple[float, ...]]:
+    """`Together` of a single process."""
+    made, figures = measure()
+    return made, tuple(figures)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Job:
+    """The task of a tuner."""
+
+    request: Request
+    """As decided: page size and KV dtype are set."""
+    platform: Platform
+    device: str
+    """torch's name: "cuda:0"."""
+    options: Mapping[str, object]
+    """All options of the backend."""
+    launches: tuple[TunedLaunch, ...] = ()
+    """As `BackendContext.launches`."""
+    together: Together = alone
+    """A tuner that goes on from the fastest launch measures by it, so that all ranks of a group try
+    the same launches."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Trial(Plain):
+    """One launch that was tried for a subject.
+
+    Raises InvalidInput for a subject, values or a time that a `TunedLaunch` cannot hold.
+    """
+
+    subject: Mapping[str, Value]
+    """The kernel and its shapes, in the backend's words."""
+    values: Mapping[str, Value]
+    """The launch."""
+    median_us: float | None
+    """None where it failed, or its result was wrong."""
+    error: str = ""
+    is_current: bool = False
+    """Whether the backend uses this launch today."""
+
+    def __post_init__(self) -> None:
+        timed = {} if self.median_us is None else {"median_us": MICROSECONDS}
+        check_fields("trial", self, {**TRIED, **timed})
+        for name in TRIED:
+            object.__setattr__(self, name, FrozenMapping(getattr(self, name)))
+
+
+Tuner = Callable[[Job], Iterator[Trial]]
+"""Named by a card. It yields each trial when it is done, so that progress can be shown."""

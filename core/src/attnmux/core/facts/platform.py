@@ -1,0 +1,211 @@
+"""The machine that a backend would run on, as facts and as text: `VENDOR:ARCH[,KEY=VALUE]…`."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from attnmux.core.facts.checks import (
+    NAME,
+    TEXT,
+    Check,
+    check_fields,
+    is_whole,
+    nearest,
+    refusal,
+    several,
+    whole,
+)
+from attnmux.core.facts.errors import InvalidInput
+from attnmux.core.facts.frozen import Plain, defaults
+from attnmux.core.facts.vendors import EXAMPLE, VENDORS, Vendor
+
+GRAMMAR = f"VENDOR:ARCH[,KEY=VALUE]…, such as {EXAMPLE}"
+
+UNITS: Mapping[str, int] = {
+    **{"": 1, "B": 1},
+    **{f"{prefix}B": 1000**power for power, prefix in enumerate("KMGT", 1)},
+    **{f"{prefix}IB": 1024**power for power, prefix in enumerate("KMGT", 1)},
+}
+
+CHECKS: Mapping[str, Check] = {
+    **dict.fromkeys(("vendor", "device_type", "arch"), NAME),
+    **dict.fromkeys(("runtime", "name"), TEXT),
+    "version": Check(
+        "whole numbers, in a tuple",
+        lambda value: isinstance(value, tuple) and all(map(is_whole, value)),
+    ),
+    "features": several("texts, in a frozenset", frozenset, str),
+    "count": whole(1),
+    **dict.fromkeys(("memory_bytes", "core_count"), whole(0)),
+}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Platform(Plain):
+    """One kind of device of one machine. Two kinds in one machine are two platforms.
+
+    Raises InvalidInput for a field of another type, a vendor, device type or architecture that is
+    empty, and a number that is too small.
+    """
+
+    vendor: str
+    device_type: str
+    """torch's name: "cuda", "xpu", "npu", "cpu", …"""
+    arch: str
+    """"sm90", "gfx942", "xe2", "910b", "x86_64"."""
+    version: tuple[int, ...] = ()
+    """The architecture as numbers, compute capability (9, 0) or gfx942's (9, 4, 2); () unknown."""
+    features: frozenset[str] = frozenset()
+    """"amx", "avx512_bf16", "cxx_compiler", …"""
+    runtime: str = ""
+    """Name and version, "cuda 13.0"; empty unknown."""
+    name: str = ""
+    """The product, "NVIDIA H200"."""
+    count: int = 1
+    memory_bytes: int = 0
+    """Of one device; 0 where it is unknown, or shared with the CPU and not reported."""
+    core_count: int = 0
+    """SMs or compute units of one device, or the CPU cores that this process may use; 0 unknown."""
+
+    def __post_init__(self) -> None:
+        check_fields("platform", self, CHECKS)
+
+    def __str__(self) -> str:
+        """As `parse` reads it (without the product's name and the core count)."""
+        parts = [f"{self.vendor}:{self.arch}"]
+        known = VENDORS.get(self.vendor)
+        if known is None:
+            parts.append(f"device={self.device_type}")
+            if self.version:
+                parts.append("version=" + ".".join(map(str, self.version)))
+        if self.runtime:
+            key, _, version = self.runtime.partition(" ")
+            own = known is not None and known.runtime == key
+            parts.append(f"{key}={version}" if own else f"runtime={self.runtime}")
+        if self.features:
+            parts.append("features=" + "+".join(sorted(self.features)))
+        if self.count != 1:
+            parts.append(f"count={self.count}")
+        if self.memory_bytes:
+            parts.append(f"memory={self.memory_bytes}B")
+        return ",".join(parts)
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> Platform:
+        """The inverse of `to_dict`.
+
+        Raises InvalidInput for an unknown key, a missing field, and a value that its field cannot
+        hold.
+        """
+        for name in data:
+            if name not in cls.__slots__:
+                expected = f"the fields {', '.join(sorted(cls.__slots__))}"
+                raise InvalidInput("platform", got=f"a field {name!r}", expected=expected)
+        for name in cls.__slots__:
+            if name not in data and name not in defaults(cls):
+                raise InvalidInput(f"platform, {name}", got="nothing", expected="a name")
+        given = dict(data)
+        for name, kind in {"version": tuple, "features": frozenset}.items():
+            if not isinstance(given.get(name, []), list):
+                raise refusal(f"platform, {name}", given[name], "a list")
+            given[name] = kind(given.get(name, []))
+        return cls(**given)
+
+    @classmethod
+    def parse(cls, text: str) -> Platform:
+        """A platform that need not be this machine: `VENDOR:ARCH[,KEY=VALUE]…`.
+
+        Keys: the vendor's runtime (`cuda`, `rocm`, `oneapi`, `cann`), `features=a+b`, `count`,
+        `memory=141GB`. The table of vendors adds torch's device type and the version of the
+        architecture. Any other vendor needs `device=`, may give `version=1.2` and
+        `runtime=NAME VERSION`, and keeps its names as they are written.
+
+        Raises InvalidInput for text that does not follow this grammar.
+        """
+        head, *pairs = [part.strip() for part in text.split(",")]
+        vendor, colon, arch = (part.strip() for part in head.partition(":"))
+        if not (vendor and colon and arch):
+            raise InvalidInput("platform", got=repr(text), expected=GRAMMAR)
+        given = _pairs(text, pairs)
+        row = VENDORS.get(vendor.lower())
+        return cls(**(_of_the_table(row, arch, given) if row else _other(vendor, arch, given)))
+
+
+def _of_the_table(row: Vendor, arch: str, given: Mapping[str, str]) -> dict[str, Any]:
+    """Fields of a vendor in the table, whose names may be written in any case."""
+    arch = row.aliases.get(arch.lower(), arch.lower())
+    version = row.version_of(arch)
+    if version is None:
+        expected = f"an architecture of {row.name}, such as {row.examples}"
+        raise InvalidInput("platform", got=repr(arch), expected=expected)
+    found: dict[str, Any] = {
+        "vendor": row.name,
+        "device_type": row.device_type,
+        "arch": arch,
+        "version": version,
+    }
+    for key, value in given.items():
+        if row.runtime and key == row.runtime:
+            found["runtime"] = f"{key} {_numbers(key, value)}"
+        else:
+            found.update(_shared(key, value.lower(), row.runtime))
+    return found
+
+
+def _other(vendor: str, arch: str, given: Mapping[str, str]) -> dict[str, Any]:
+    """Fields of any other vendor, as they are written."""
+    if "device" not in given:
+        near = nearest(vendor.lower(), VENDORS)
+        guess = f" (did you mean {near!r}?)" if near else ""
+        expected = f"a vendor of {', '.join(VENDORS)}{guess}, or device=TYPE for another vendor"
+        raise InvalidInput("platform", got=f"the vendor {vendor!r}", expected=expected)
+    found: dict[str, Any] = {"vendor": vendor, "arch": arch}
+    for key, value in given.items():
+        if key == "device":
+            found["device_type"] = value
+        elif key == "version":
+            found["version"] = tuple(map(int, _numbers(key, value).split(".")))
+        elif key == "runtime":
+            found["runtime"] = value
+        else:
+            found.update(_shared(key, value, "device, version, runtime"))
+    return found
+
+
+def _pairs(text: str, pairs: list[str]) -> dict[str, str]:
+    given: dict[str, str] = {}
+    for pair in pairs:
+        key, equals, value = (part.strip() for part in pair.partition("="))
+        key = key.lower()
+        if not (key and equals and value):
+            raise InvalidInput("platform", got=f"{pair!r} in {text!r}", expected=GRAMMAR)
+        if key in given:
+            raise InvalidInput("platform", got=f"{key!r} twice", expected="each key once")
+        given[key] = value
+    return given
+
+
+def _numbers(key: str, value: str) -> str:
+    if not re.fullmatch(r"\d+(\.\d+)*", value, re.ASCII):
+        raise InvalidInput(key, got=repr(value), expected="a version such as 12.4")
+    return value
+
+
+def _shared(key: str, value: str, others: str) -> dict[str, Any]:
+    """A key that every vendor has; `others` are this vendor's own, for the error."""
+    if key == "features":
+        return {"features": frozenset(filter(None, map(str.strip, value.split("+"))))}
+    if key == "count":
+        if not value.isdecimal() or int(value) < 1:
+            raise InvalidInput(key, got=repr(value), expected="a positive number of devices")
+        return {"count": int(value)}
+    if key == "memory":
+        match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([A-Za-z]*)", value, re.ASCII)
+        if match is None or match[2].upper() not in UNITS:
+            raise InvalidInput(key, got=repr(value), expected="a size such as 141GB or 80GiB")
+        return {"memory_bytes": round(float(match[1]) * UNITS[match[2].upper()])}
+    keys = ", ".join(filter(None, [others, "features", "count", "memory"]))
+    raise InvalidInput("platform", got=f"the key {key!r}", expected=f"one of {keys}")

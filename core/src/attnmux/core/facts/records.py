@@ -1,0 +1,182 @@
+"""Records of what this machine has measured, and how the JSON files that keep them are read.
+
+A reader takes every record that it can read. attnmux-bench writes the files.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, fields
+from datetime import datetime
+from pathlib import Path
+from typing import Any, ClassVar, Generic, TypeVar
+
+from attnmux.core.facts.checks import NAME, Check, by_name, check_fields, is_whole
+from attnmux.core.facts.errors import InvalidInput, in_brief
+from attnmux.core.facts.files import read_file
+from attnmux.core.facts.frozen import FrozenMapping, Plain, plain
+from attnmux.core.facts.platform import Platform
+
+FORMAT = 1
+"""Of the records; other formats are not read."""
+
+MOST_BYTES = 64_000_000
+
+LEAST_GAIN = 0.02
+"""The share of the time that a backend or a launch must save to replace another. Smaller
+differences count as noise."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Device(Plain):
+    """The facts that decide whether two devices are equally fast."""
+
+    vendor: str
+    arch: str
+    name: str
+    """The product."""
+    runtime: str
+
+    @classmethod
+    def of(cls, platform: Platform) -> Device:
+        return cls(**{field: getattr(platform, field) for field in cls.__dataclass_fields__})
+
+
+def is_figure(value: object) -> bool:
+    """Whether `value` is a positive number that a float can hold."""
+    numeric = isinstance(value, float) or is_whole(value)
+    return numeric and 0 < value <= sys.float_info.max  # type: ignore[operator]  # a number by now
+
+
+MICROSECONDS = Check("microseconds, more than 0", is_figure)
+
+CHECKS: Mapping[str, Check] = {
+    "backend": NAME,
+    "device": Check(
+        "a Device of texts",
+        lambda value: (
+            isinstance(value, Device) and all(isinstance(w, str) for w in asdict(value).values())
+        ),
+    ),
+    "versions": by_name("texts by name of distribution", str),
+    "median_us": MICROSECONDS,
+    "date": Check(
+        "a date with its time zone",
+        lambda value: isinstance(value, datetime) and value.utcoffset() is not None,
+    ),
+}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Record:
+    """A time that a backend took on one device with some versions of its libraries.
+
+    Raises InvalidInput for an empty field or one of another type (only a device's product and
+    runtime may be empty), a median that is not a positive number, and a date without a time zone.
+    """
+
+    noun: ClassVar[str]
+    """The name of a record in errors."""
+    listed: ClassVar[str]
+    """The name of the list in the file."""
+    keyed_by: ClassVar[tuple[str, ...]]
+    """Further fields that the time belongs to."""
+    checks: ClassVar[Mapping[str, Check]]
+    """Of the further fields."""
+
+    backend: str
+    """`plugin/name`."""
+    device: Device
+    versions: Mapping[str, str]
+    """Of the plugin and its libraries, by distribution."""
+    median_us: float
+    date: datetime
+
+    def __post_init__(self) -> None:
+        check_fields(self.noun, self, {**CHECKS, **self.checks})
+        for field in fields(self):
+            if isinstance(value := getattr(self, field.name), Mapping):
+                object.__setattr__(self, field.name, FrozenMapping(value))
+
+    @property
+    def key(self) -> tuple[object, ...]:
+        """Of two records with the same key, the later counts."""
+        names = ("backend", "device", "versions", *self.keyed_by)
+        return tuple(getattr(self, name) for name in names)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data, for JSON."""
+        data = {field.name: plain(getattr(self, field.name)) for field in fields(self)}
+        return {**data, "date": self.date.isoformat()}
+
+    @classmethod
+    def from_dict(cls: type[R], data: Mapping[str, Any]) -> R:
+        """The inverse of `to_dict`; raises InvalidInput for other data."""
+        try:
+            device, date = Device(**data["device"]), datetime.fromisoformat(data["date"])
+            return cls(**{**data, "device": device, "date": date})
+        except (KeyError, TypeError, ValueError) as error:
+            if isinstance(error, InvalidInput):
+                raise
+            got = f"{type(error).__name__}: {error}"
+            expected = f"the fields {', '.join(field.name for field in fields(cls))}"
+            raise InvalidInput(cls.noun, got=got, expected=expected) from error
+
+
+R = TypeVar("R", bound=Record)
+
+
+def latest(records: Iterable[R]) -> tuple[R, ...]:
+    """The last record of each key; for equal dates, the last one given."""
+    found: dict[tuple[object, ...], R] = {}
+    for each in records:
+        known = found.get(each.key)
+        if known is None or known.date <= each.date:
+            found[each.key] = each
+    return tuple(found.values())
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Records(Generic[R]):
+    """The content of a file."""
+
+    found: tuple[R, ...] = ()
+    problems: tuple[str, ...] = ()
+    """What could not be read, in words."""
+    damaged: bool = False
+    """Whether the file as a whole could not be read."""
+
+
+def read_records(path: Path | None, kind: type[R]) -> Records[R]:
+    """Everything in the file that can be read; nothing without a file. Raises nothing."""
+    try:
+        return Records() if path is None else records_in(path, kind)
+    except OSError as error:
+        why = error.strerror or error
+        return Records(problems=(f"{path} cannot be read: {why}",), damaged=True)
+
+
+def records_in(path: Path, kind: type[R], *, writable: bool = False) -> Records[R]:
+    """Raises OSError as `read_file` does, but nothing without a file."""
+    try:
+        data = json.loads(read_file(str(path), MOST_BYTES, writable=writable))
+        if data["format"] != FORMAT:
+            raise ValueError(f"its format is {data['format']!r}, this version reads {FORMAT}")
+        entries = list(data[kind.listed])
+    except FileNotFoundError:
+        return Records()
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        problem = (
+            f"{path} holds no {kind.listed} that can be read: {in_brief(error)}; "
+            "delete it, or keep new ones, which sets it aside"
+        )
+        return Records(problems=(problem,), damaged=True)
+    found, problems = [], []
+    for place, entry in enumerate(entries):
+        try:
+            found.append(kind.from_dict(entry))
+        except InvalidInput as error:
+            problems.append(f"{path}, {kind.listed}[{place}]: {error}")
+    return Records(found=latest(found), problems=tuple(problems))

@@ -1,0 +1,254 @@
+"""An engine's needs of attention: the question that the solver answers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from attnmux.core.facts.checks import nearest
+from attnmux.core.facts.errors import InvalidInput
+from attnmux.core.facts.frozen import FrozenMapping, Plain, defaults, plain_fields
+from attnmux.core.facts.sparse import check_picked_blocks, check_sparse
+from attnmux.core.facts.values import (
+    BY_NAME,
+    BY_TYPE,
+    LINEAR_KINDS,
+    PHASES,
+    LayerGroup,
+    Reader,
+)
+
+ORIGINS = ("user", "env", "config", "model", "platform", "default")
+"""Who may set a value; the earlier ones override the later ones."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Request(Plain):
+    """The demands on a backend. A field that is None, False or 0 demands nothing.
+
+    Head counts are per rank. For MLA (kinds "mla" and "nsa"), `head_dim` and `v_head_dim` are those
+    of the expanded heads (192 and 128 in DeepSeek-V3), `num_kv_heads` is 1, the latent, and the
+    dimensions of absorbed kernels follow from `kv_lora_rank` and `qk_rope_head_dim`.
+
+    Aliases are replaced ("bf16"). Raises InvalidInput for a value that its field cannot hold, and
+    for query heads that are not a multiple of the KV heads.
+    """
+
+    kind: str = "mha"
+    """"mha", "mla", "nsa" (sparse MLA), or "dual_chunk" (Qwen2.5-1M: its weights expect positions
+    remapped by chunk, so that other attention gives wrong answers); or a kind of linear layers:
+    "gdn", "kda", "mamba1", "mamba2", "lightning" and "conv" (see `LinearLayerSpec`)."""
+    num_q_heads: int | None = None
+    num_kv_heads: int | None = None
+    head_dim: int | None = None
+    """Of Q and K."""
+    v_head_dim: int | None = None
+    """None: as `head_dim`."""
+    kv_lora_rank: int | None = None
+    qk_rope_head_dim: int | None = None
+    index_topk: int | None = None
+    """Keys of each token that the indexer of a model of kind "nsa" picks. It demands nothing: a
+    context of no more tokens has plain MLA."""
+    index_block_size: int | None = None
+    """Keys of a block, where the indexer of a model of kind "mha" picks `index_topk` blocks. It
+    demands nothing of backends; see `PickedBlocksBackend`."""
+    encoder_head_dim: int | None = None
+    """Of a multimodal model's encoder, which has its own heads."""
+    dtype: str | None = None
+    kv_dtype: str | None = None
+    """None: as `dtype`."""
+    page_size: int | None = None
+    """Tokens a page; None leaves it to the solver."""
+    phases: tuple[str, ...] = ()
+    """Empty: extend and decode, with verify and draft when speculating, encoder if multimodal.
+    Kinds of linear layers have no draft, as no draft model has such layers."""
+    spec_topk: int | None = None
+    """Branches a draft step; 1 drafts a chain, more a tree."""
+    spec_draft_tokens: int | None = None
+    """Tokens of a request that one verify step checks."""
+    speculative_attention_mode: str = "prefill"
+    """Which of the two backends serves verify and draft: "prefill" or "decode"."""
+    sparse: str | None = None
+    """"quest": decode steps read the pages of each request whose keys may score highest, an
+    approximation of attention over all. It demands nothing of backends; see `SparseAttnBackend`."""
+    sparse_budget: int | None = None
+    """Keys of a request that each head then reads: a multiple of the page size, from 4 pages."""
+    sliding_window: int | None = None
+    """The contract's w: a query sees itself and w keys before it (transformers' n is w + 1)."""
+    attention_chunk: int | None = None
+    cross_attention: bool = False
+    sinks: bool = False
+    alibi: bool = False
+    """A bias of the logits by distance, one slope a head: `LayerSpec.alibi_slopes`."""
+    relative_bias: bool = False
+    """A bias of the logits by distance, from a table of each head: `LayerSpec.relative_bias`. An
+    encoder's self attention has it too."""
+    logit_cap: float | None = None
+    custom_mask: bool = False
+    multi_item: bool = False
+    multimodal: bool = False
+    chunked_prefix: bool = False
+    """The engine calls MLA layers by `forward_latent`, so that another backend may run long prompts
+    with expanded heads. It demands nothing; see `Decision.expanded`."""
+    two_batches: bool = False
+    """Steps come as two halves, `ForwardBatch.tbo_children`, whose layers the engine runs in turn.
+    It demands nothing: each half has a backend of its own."""
+    deterministic: bool = False
+    graph: bool = False
+    lse: bool = False
+    strided_kv: bool = False
+    """The slots or heads of the KV cache have gaps between them, as in an engine that keeps K and V
+    of a slot side by side."""
+    other_layers: tuple[LayerGroup, ...] = ()
+    """Attention layers whose heads, dims, features or KV dtype are not those of the fields above,
+    as where window layers have more KV heads. Each group has a backend of its own, see
+    `Decision.others`."""
+    compressed_layers: tuple[tuple[str, int], ...] = ()
+    """(kind, how many) of the attention layers that also see keys of blocks of tokens, which are
+    merged with the backend's by LSE. They demand nothing besides `lse`; see `CompressedKeys`."""
+    linear_layers: tuple[tuple[str, int], ...] = ()
+    """(kind, how many) of the model's layers that have no softmax attention: recurrent ones and
+    convolutions. Each kind has a backend of its own, see `Decision.linear`; they ask nothing of the
+    one for attention. No backend serves a kind that is not one of `kind`'s words."""
+    linear_head_dim: int | None = None
+    """K dim of their recurrent states."""
+    linear_v_head_dim: int | None = None
+    """V dim of their recurrent states; None: as `linear_head_dim`."""
+    max_error: float | None = None
+    """The largest error of one query and head, in roundings of the output's format (eps / 2)."""
+    accuracy: str | None = None
+    """"high": no backend with more than 3 times the smallest measured error, nor 8-bit products."""
+    origins: Mapping[str, str] = field(default_factory=FrozenMapping)
+    """Who set each value that is set: one of ORIGINS. Values without an origin are the user's."""
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.origins, Mapping):
+            expected = f"a mapping of fields to {', '.join(ORIGINS)}"
+            raise InvalidInput("origins", got=repr(self.origins), expected=expected)
+        origins = dict(self.origins)
+        self._read_fields(origins)
+        q_heads, kv_heads = self.num_q_heads, self.num_kv_heads
+        if q_heads and kv_heads and q_heads % kv_heads:
+            got, expected = f"{q_heads} over {kv_heads} KV heads", "a multiple of num_kv_heads"
+            raise InvalidInput("num_q_heads", got=got, expected=expected)
+        if self.other_layers and self.kind != "mha":
+            got = f"{len(self.other_layers)} groups with kind {self.kind}"
+            raise InvalidInput("other_layers", got=got, expected="none: only layers of mha differ")
+        check_sparse(self)
+        check_picked_blocks(self)
+        if not self.phases or origins["phases"] == "default":
+            object.__setattr__(self, "phases", self._derived_phases())
+            origins["phases"] = "default"
+        for name, origin in origins.items():
+            if name not in READERS or origin not in ORIGINS:
+                expected = f"field names, each with one of {', '.join(ORIGINS)}"
+                raise InvalidInput("origins", got=f"{name}={origin}", expected=expected)
+        object.__setattr__(self, "origins", FrozenMapping(origins))
+
+    def _read_fields(self, origins: dict[str, str]) -> None:
+        """Read each field, and note in `origins` who set it."""
+        for name, default in DEFAULTS:
+            value = getattr(self, name)
+            if value is not default:
+                value = READERS[name](name, value)
+                object.__setattr__(self, name, value)
+                if value != default:
+                    origins.setdefault(name, "user")
+                    continue
+            if value:
+                origins.setdefault(name, "default")
+            elif name in origins:
+                del origins[name]
+
+    def _derived_phases(self) -> tuple[str, ...]:
+        asked = {
+            "extend": True,
+            "decode": True,
+            "verify": bool(self.spec_topk),
+            "draft": bool(self.spec_topk) and self.kind not in LINEAR_KINDS,
+            "encoder": self.multimodal,
+        }
+        return tuple(phase for phase in PHASES if asked[phase])
+
+    @property
+    def latent(self) -> bool:
+        """Whether K and V are one latent vector a token (MLA and its sparse form)."""
+        return self.kind in ("mla", "nsa")
+
+    @property
+    def index_reach(self) -> int | None:
+        """The longest context of which an indexer picks every key; None without one."""
+        return None if self.index_topk is None else self.index_topk * (self.index_block_size or 1)
+
+    def replace(self, *, origin: str = "user", **changes: object) -> Request:
+        """A copy with `changes`, each recorded as set by `origin`."""
+        _check_names(changes)
+        origins = {**self.origins, **dict.fromkeys(changes, origin)}
+        # Each value that is set has an origin
+        given: dict[str, Any] = {name: getattr(self, name) for name in self.origins}
+        return Request(**{**given, **changes}, origins=origins)
+
+    @property
+    def has_trees(self) -> bool:
+        """Whether drafts are trees with branches, whose verification needs a mask."""
+        return (self.spec_topk or 1) > 1
+
+    def to_dict(self) -> dict[str, Any]:
+        layers = {
+            "compressed_layers": dict(self.compressed_layers),
+            "linear_layers": dict(self.linear_layers),
+        }
+        return {**plain_fields(self), **layers}
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> Request:
+        """The inverse of `to_dict`; absent fields keep their defaults.
+
+        Raises InvalidInput for an unknown key: a request from a later version may have demands that
+        this version cannot check.
+        """
+        given = {key: value for key, value in data.items() if key != "origins"}
+        _check_names(given)
+        return cls(**given, origins=data.get("origins", {}))
+
+    @classmethod
+    def parse(cls, text: str, *, origin: str = "user") -> Request:
+        """From "kind=mha,page_size=1,phases=extend+decode"; "none" unsets a field.
+
+        Raises InvalidInput for an unknown field or a value that it cannot hold.
+        """
+        return cls().replace(origin=origin, **parse_fields(text))
+
+
+DEFAULTS = tuple(defaults(Request).items())
+READERS: Mapping[str, Reader] = {
+    name: BY_NAME.get(name) or BY_TYPE[Request.__annotations__[name]] for name, _ in DEFAULTS
+}
+"""By field."""
+
+
+def parse_fields(text: str) -> dict[str, str]:
+    """The fields that "a=1,b=2" sets, as text."""
+    given: dict[str, str] = {}
+    for pair in filter(None, (part.strip() for part in text.split(","))):
+        name, equals, value = (part.strip() for part in pair.partition("="))
+        if not equals or name not in READERS:
+            expected = f"FIELD=VALUE with {_names(name)}"
+            raise InvalidInput("request", got=repr(pair), expected=expected)
+        if name in given:
+            raise InvalidInput("request", got=f"{name!r} twice", expected="each field once")
+        given[name] = value
+    return given
+
+
+def _check_names(given: Iterable[str]) -> None:
+    for name in given:
+        if name not in READERS:
+            raise InvalidInput("request", got=f"a field {name!r}", expected=_names(name))
+
+
+def _names(wrong: str) -> str:
+    """For errors: the field most like `wrong`, or all fields."""
+    near = nearest(wrong, READERS)
+    return f"a field such as {near!r}" if near else f"a field of {', '.join(READERS)}"

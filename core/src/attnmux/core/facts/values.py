@@ -1,0 +1,231 @@
+"""The words and layers of a request, and how its fields are read from text or Python values."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Literal, get_args
+
+from attnmux.core.facts.checks import UNSET, is_whole, read_flag
+from attnmux.core.facts.errors import InvalidInput
+from attnmux.core.facts.frozen import Plain
+
+ATTENTION_KINDS = ("mha", "mla", "nsa", "dual_chunk")
+LinearKind = Literal["gdn", "kda", "mamba1", "mamba2", "lightning", "conv"]
+LINEAR_KINDS: tuple[LinearKind, ...] = get_args(LinearKind)
+KINDS = (*ATTENTION_KINDS, *LINEAR_KINDS)
+PHASES = ("extend", "decode", "verify", "draft", "encoder")
+DTYPES = (
+    "bfloat16",
+    "float16",
+    "float32",
+    "fp8_e4m3",
+    "fp8_e5m2",
+    "fp8_e4m3fnuz",
+    "fp4_e2m1",
+)
+"""fp8_e4m3fnuz is the e4m3 of AMD's CDNA3, where the bits of fp8_e4m3 are half the number."""
+
+ALIASES = {
+    "bf16": "bfloat16",
+    "fp16": "float16",
+    "half": "float16",
+    "fp32": "float32",
+    "float": "float32",
+    "fp8_e4m3fn": "fp8_e4m3",
+    "float8_e4m3": "fp8_e4m3",
+    "float8_e4m3fn": "fp8_e4m3",
+    "float8_e5m2": "fp8_e5m2",
+    "float8_e4m3fnuz": "fp8_e4m3fnuz",
+    "fp4": "fp4_e2m1",
+}
+"""Of dtypes."""
+
+OptionValue = bool | int | float | str
+"""A value of a backend's option."""
+
+Value = str | int | float | bool | frozenset[str]
+"""A value of an axis."""
+
+TreeMask = Literal["full", "qlen_only", "qlen_only_bitpacking"]
+"""A form of a draft tree's mask, by SGLang's name: `SpecInput.custom_mask`, `visible` or
+`visible_bits`."""
+TREE_MASKS: tuple[TreeMask, ...] = ("qlen_only", "qlen_only_bitpacking", "full")
+"""All forms, for a backend that takes each of them through `visible_drafts`."""
+
+Reader = Callable[[str, Any], Any]
+"""(a field's name, the given value) → the value to keep; raises InvalidInput."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LayerGroup(Plain):
+    """A number of layers that are alike. The other fields are those of a `Request`."""
+
+    layers: int
+    """How many there are."""
+    num_q_heads: int | None = None
+    num_kv_heads: int | None = None
+    head_dim: int | None = None
+    v_head_dim: int | None = None
+    sliding_window: int | None = None
+    attention_chunk: int | None = None
+    sinks: bool = False
+    logit_cap: float | None = None
+    kv_dtype: str | None = None
+    """None: as the request's. Another makes a group of layers whose shape may be the same."""
+
+    def __post_init__(self) -> None:
+        if self.kv_dtype is not None:
+            object.__setattr__(self, "kv_dtype", canonical_dtype(str(self.kv_dtype), "kv_dtype"))
+
+    def __str__(self) -> str:
+        return f"{self.layers} layer{'s' * (self.layers > 1)} with {shape_said(self)}"
+
+    def needs(self) -> dict[str, Any]:
+        """The fields of a request for these layers, without those that stay the request's."""
+        given = {name: getattr(self, name) for name in NEEDS}
+        return given if self.kv_dtype is None else {**given, "kv_dtype": self.kv_dtype}
+
+
+def shape_said(one: Any) -> str:  # noqa: ANN401  # a group or a request
+    """Heads, dims, window and own KV dtype of layers, in words."""
+    dims = one.head_dim if one.v_head_dim is None else f"{one.head_dim}/{one.v_head_dim}"
+    window = "" if one.sliding_window is None else f" and a window of {one.sliding_window}"
+    stored = "" if one.kv_dtype is None else f", KV in {one.kv_dtype}"
+    return f"{one.num_q_heads}/{one.num_kv_heads} heads of {dims}{window}{stored}"
+
+
+NEEDS = tuple(name for name in LayerGroup.__slots__ if name not in ("layers", "kv_dtype"))
+
+
+def read_groups(name: str, value: Any) -> tuple[LayerGroup, ...]:  # noqa: ANN401  # reads any value
+    """Groups, or their `to_dict`. Raises InvalidInput for anything else, such as text."""
+    try:
+        items: Iterable[Any] = () if value in (None, "") else value
+        groups = tuple(
+            each if isinstance(each, LayerGroup) else LayerGroup(**_mapping(each)) for each in items
+        )
+    except TypeError:
+        groups = (LayerGroup(layers=0),)
+    if not all(is_whole(each.layers, 1) for each in groups):
+        expected = "groups of layers, as `request_from_model` reads them from a config.json"
+        raise InvalidInput(name, got=repr(value), expected=expected)
+    return groups
+
+
+def _mapping(value: object) -> Mapping[str, Any]:
+    if not isinstance(value, Mapping):
+        raise TypeError("a group is a mapping")
+    return value
+
+
+def canonical_dtype(name: str, argument: str = "dtype") -> str:
+    """The canonical name of a dtype or of its alias; a leading "torch." is allowed.
+
+    Raises InvalidInput, naming `argument`, for any other name.
+    """
+    if name in DTYPES:  # the search reads its own values again and again
+        return name
+    lowered = name.strip().lower().removeprefix("torch.")
+    found = ALIASES.get(lowered, lowered)
+    if found not in DTYPES:
+        expected = f"one of {', '.join(DTYPES)} (aliases: {', '.join(ALIASES)})"
+        raise InvalidInput(argument, got=repr(name), expected=expected)
+    return found
+
+
+def _is_unset(value: object) -> bool:
+    return value is None or (isinstance(value, str) and value.strip().lower() in UNSET)
+
+
+def _number(kind: type[int] | type[float], expected: str, name: str, value: Any) -> Any:  # noqa: ANN401  # reads any value
+    """A positive number; None where it is unset or 0."""
+    if type(value) is kind and 0 < value < float("inf"):
+        return value
+    if _is_unset(value):
+        return None
+    usable = isinstance(value, (int, float, str)) and not isinstance(value, bool)
+    try:
+        number = kind(value) if usable else None
+    except (ValueError, OverflowError):
+        number = None
+    is_cut = not isinstance(value, str) and number != value
+    if number is None or is_cut or not 0 <= number < float("inf"):
+        raise InvalidInput(name, got=repr(value), expected=expected)
+    return number or None
+
+
+_positive = partial(_number, int, "a positive integer, or none")
+
+
+def _window(name: str, value: Any) -> int | None:  # noqa: ANN401  # reads any value
+    """Like `_positive`; the contract also writes -1 for no window."""
+    if value in (-1, "-1") or value is False:
+        return None
+    if value in (0, "0"):
+        expected = "w >= 1 (keys before the query that it sees), or none"
+        raise InvalidInput(name, got=repr(value), expected=expected)
+    window: int | None = _positive(name, value)
+    return window
+
+
+def _flag(name: str, value: Any) -> bool:  # noqa: ANN401  # reads any value
+    return value is not None and read_flag(name, value if isinstance(value, bool) else str(value))
+
+
+def _dtype(name: str, value: Any) -> str | None:  # noqa: ANN401  # reads any value
+    return None if _is_unset(value) else canonical_dtype(str(value), name)
+
+
+def _word(allowed: tuple[str, ...], name: str, value: Any) -> str:  # noqa: ANN401  # reads any value
+    word = str(value).strip().lower()
+    if word not in allowed:
+        expected = f"one of {', '.join(allowed)}" if len(allowed) > 1 else f"{allowed[0]}, or none"
+        raise InvalidInput(name, got=repr(value), expected=expected)
+    return word
+
+
+def _phases(name: str, value: Any) -> tuple[str, ...]:  # noqa: ANN401  # reads any value
+    """In the order of PHASES, each once."""
+    if isinstance(value, tuple) and value == tuple(each for each in PHASES if each in value):
+        return value
+    given = value.split("+") if isinstance(value, str) else value or ()
+    if not isinstance(given, Iterable):
+        raise InvalidInput(name, got=repr(value), expected=f"some of {', '.join(PHASES)}")
+    asked = {_word(PHASES, name, phase) for phase in given if not _is_unset(phase)}
+    return tuple(phase for phase in PHASES if phase in asked)
+
+
+def _layers(name: str, value: Any) -> tuple[tuple[str, int], ...]:  # noqa: ANN401  # reads any value
+    """From "mamba:36+conv:2", a mapping or pairs."""
+    given = value
+    if isinstance(value, str):
+        given = [each.split(":") for each in value.split("+") if not _is_unset(each)]
+    try:
+        pairs = given.items() if isinstance(given, Mapping) else given or ()
+        return tuple(sorted((str(kind), _positive(name, count) or 1) for kind, count in pairs))
+    except (TypeError, ValueError):
+        raise InvalidInput(name, got=repr(value), expected="KIND:COUNT+KIND:COUNT") from None
+
+
+BY_TYPE: Mapping[str, Reader] = {
+    "int | None": _positive,
+    "float | None": partial(_number, float, "a positive number, or none"),
+    "bool": _flag,
+    "tuple[LayerGroup, ...]": read_groups,
+    "tuple[tuple[str, int], ...]": _layers,
+}
+"""By the annotation of a request's field."""
+
+BY_NAME: Mapping[str, Reader] = {
+    "kind": partial(_word, KINDS),
+    "dtype": _dtype,
+    "kv_dtype": _dtype,
+    "phases": _phases,
+    "speculative_attention_mode": partial(_word, ("prefill", "decode")),
+    "sparse": lambda name, value: None if _is_unset(value) else _word(("quest",), name, value),
+    "sliding_window": _window,
+    "accuracy": lambda name, value: None if _is_unset(value) else _word(("high",), name, value),
+}
+"""By field, where the annotation does not say enough."""

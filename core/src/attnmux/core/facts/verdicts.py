@@ -1,0 +1,92 @@
+"""A verdict on one backend in one phase, and the changes that the solver made."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+from attnmux.core.facts.frozen import Plain
+
+Status = Literal["fits", "coerced", "rejected"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Reason(Plain):
+    """Why a backend does not serve a phase: one condition of its card that does not hold."""
+
+    code: str
+    """Stable, for programs: "PAGE_SIZE", "LIBRARY", "DENIED", …"""
+    axis: str
+    wanted: str
+    offered: str
+    hint: str = ""
+    """The smallest change that helps: "page_size=64" for `Request.parse`, or a command line. Either
+    all reasons of a verdict have one, or none has. Following them all leads to a decision in which
+    the backend serves the phase, if necessary after hints for the other phases."""
+
+    def __str__(self) -> str:
+        text = f"{self.axis}: wanted {self.wanted}, offered {self.offered}"
+        return f"{text} ({self.hint})" if self.hint else text
+
+
+def without_hints(reasons: Iterable[Reason]) -> list[Reason]:
+    return [replace(reason, hint="") if reason.hint else reason for reason in reasons]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Obstacle(Plain):
+    """What keeps a backend from its phases as decided: with the decision's page size and KV dtype,
+    and with the backends chosen for the other phases."""
+
+    phase: str
+    """The first that fails, of those that one backend serves together."""
+    reasons: tuple[Reason, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Verdict(Plain):
+    """One candidate in one phase. A rejected one has reasons, a fitting one has none."""
+
+    backend: str
+    plugin: str
+    phase: str
+    verdict: Status
+    rank: int | None
+    """Lower is better; None where rejected."""
+    measured: bool = False
+    """Whether measurements of this machine changed the prior's rank."""
+    source: str = ""
+    """Where the rank comes from."""
+    eligible: bool = False
+    """Whether it serves the phase as decided: it is not rejected and has no obstacle."""
+    obstacle: Obstacle | None = None
+    reasons: tuple[Reason, ...] = ()
+
+    @property
+    def address(self) -> str:
+        """`plugin/name`."""
+        return f"{self.plugin}/{self.backend}"
+
+    @classmethod
+    def from_dict(cls, data: dict[str, Any]) -> Verdict:
+        obstacle = data["obstacle"]
+        if obstacle is not None:
+            obstacle = Obstacle(phase=obstacle["phase"], reasons=_reasons(obstacle["reasons"]))
+        return cls(**{**data, "obstacle": obstacle, "reasons": _reasons(data["reasons"])})
+
+
+def _reasons(data: Iterable[dict[str, str]]) -> tuple[Reason, ...]:
+    return tuple(Reason(**reason) for reason in data)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Coercion(Plain):
+    """A value of the request that the solver changed."""
+
+    field: str
+    old: str
+    new: str
+    because: str
+    origin: str
+    """Who set the old value: user, env, config, model, platform or default."""

@@ -1,0 +1,238 @@
+"""The devices of this machine: those that plugins' probes find in bounded time, and the others."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from hashlib import sha256
+from pathlib import Path
+from typing import Any, TypeVar
+
+from attnmux.core.facts.errors import AmbiguousPlatform, InvalidInput
+from attnmux.core.facts.platform import Platform
+from attnmux.core.find.cpu import bare_cpu, probe_cpu
+from attnmux.core.find.examine import (
+    Entry,
+    Plugin,
+    PluginFailure,
+    answers_of,
+    failure_of,
+)
+from attnmux.core.find.plugins import Plugins
+from attnmux.core.find.store import Store
+from attnmux.core.find.unserved import (
+    UnservedDevice,
+    diagnosis,
+    named_device,
+    present_vendors,
+)
+from attnmux.core.find.visibility import NO_VARIABLES
+
+CORE = "attnmux-core"
+OWN_SECONDS = 5.0
+"""For each of core's own two questions."""
+FRESH_SECONDS = 600
+"""How long a probe's answer is kept. Device nodes and drivers show most changes at once.
+This bounds those that they do not show, such as a library of the driver that is upgraded under a
+container."""
+NODES = ("dev", "dev/dri", "dev/accel", "sys/class/drm", "sys/class/accel", "sys/module")
+SHELL = frozenset({"_", "PWD", "OLDPWD", "SHLVL"})
+"""Variables that a shell changes by itself. Any other may choose devices."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Detection:
+    """The platforms of this machine; the CPU is always there and comes last."""
+
+    platforms: tuple[Platform, ...]
+    failures: tuple[PluginFailure, ...] = ()
+    """Plugins and probes that did not work, including core's own."""
+    unserved: tuple[UnservedDevice, ...] = ()
+
+    @property
+    def accelerators(self) -> tuple[Platform, ...]:
+        return tuple(found for found in self.platforms if found.vendor != "cpu")
+
+
+def detect(plugins: Plugins, *, root: Path = Path("/")) -> Detection:
+    """The devices that the plugins find, and those that no plugin reports.
+
+    Every probe runs in a process of its own. One that raises, exits, crashes, or gives no answer
+    within `plugins.seconds` is a failure in the result. Answers are kept for `FRESH_SECONDS` while
+    the machine's device nodes and the environment stay the same. `root` contains /dev and /sys.
+    """
+    asked = [plugin.entry for plugin in plugins.loaded if plugin.probes]
+    store, state = Store.of(plugins.cache, "devices"), _state(root)
+    rows = store.read() if asked else {}
+    kept = {entry.key: _kept(rows, entry, state) for entry in asked}
+    answers, new = answers_of(asked, kept, ("platforms",), plugins.seconds)
+    if new and state:
+        rows = {key: rows[key] for key, answer in kept.items() if answer is not None}
+        for each in new:
+            rows[each.entry.key] = {"state": state, "time": time.time(), **each.to_data()}
+        store.write(rows)
+    return survey(
+        (platform for each in answers for platform in each.platforms),
+        loaded={plugin.distribution for plugin in plugins.loaded},
+        failures=[*plugins.failures, *(failure for each in answers for failure in each.failures)],
+        variables=plugins.variables,
+        named=plugins.named,
+        root=root,
+    )
+
+
+def _kept(rows: Mapping[str, Any], entry: Entry, state: str) -> Plugin | None:
+    """The answer that was kept, if it is about this state of the machine."""
+    try:
+        row = rows[entry.key]
+        if row["state"] != state or not 0 <= time.time() - row["time"] < FRESH_SECONDS:
+            return None
+        return Plugin.of_data(entry, row)
+    except Exception:  # it is damaged
+        return None
+
+
+def _state(root: Path) -> str:
+    """Changes with the boot, drivers, device nodes and the environment; empty where the system does
+    not show them."""
+    try:
+        parts = [(root / "proc/sys/kernel/random/boot_id").read_text(encoding="ascii")]
+    except OSError:
+        return ""
+    for folder in NODES:
+        with suppress(OSError):
+            parts += [folder, *sorted(os.listdir(root / folder))]
+    parts += sorted(f"{k}={v}" for k, v in os.environ.items() if k not in SHELL)
+    return sha256("\n".join(parts).encode(errors="replace")).hexdigest()
+
+
+def survey(
+    found: Iterable[Platform],
+    *,
+    loaded: Collection[str],
+    failures: Sequence[PluginFailure],
+    variables: Mapping[str, str] = NO_VARIABLES,
+    named: str | None = None,
+    seconds: float = OWN_SECONDS,
+    root: Path = Path("/"),
+) -> Detection:
+    """The devices that the probes `found`, the CPU, and the devices in `root` that no probe found.
+
+    `loaded`: the distributions of the plugins that work; `failures`: of those that do not;
+    `variables`: those of the environment that hide devices; `named`: the configured platform, which
+    may describe a device that is present and that no probe finds. A CPU or a `root` that gives no
+    answer within `seconds` is another failure.
+    """
+    platforms = sorted(found, key=_order)
+    served = {platform.vendor for platform in platforms}
+    own = list(failures)
+    if "cpu" not in served:
+        cpu, error = _in_time(probe_cpu, seconds)
+        platforms.append(cpu or bare_cpu())
+        own += _own_failure("the CPU", error)
+    present, error = _in_time(lambda: present_vendors(served, variables, root), seconds)
+    own += _own_failure("/dev and /sys", error)
+    unserved = tuple(
+        diagnosis(vendor, evidence, loaded, failures, variables)
+        for vendor, evidence in present or ()
+    )
+    described = named_device(named, unserved)
+    if described is not None:
+        platforms = sorted([*platforms, described], key=_order)
+        unserved = tuple(device for device in unserved if device.vendor != described.vendor)
+    return Detection(platforms=tuple(platforms), failures=tuple(own), unserved=unserved)
+
+
+def _order(platform: Platform) -> tuple[bool, str, str, str]:
+    return platform.vendor == "cpu", platform.vendor, platform.arch, platform.name
+
+
+def _own_failure(asked: str, error: BaseException | None) -> list[PluginFailure]:
+    if error is None:
+        return []
+    return [failure_of(f"core, asking {asked}", CORE, "", "platforms", error)]
+
+
+def named_platforms(platforms: Iterable[Platform], wanted: str) -> tuple[Platform, ...]:
+    """The platforms that `wanted` names: a vendor or vendor:arch, in any case. If it describes
+    more, its vendor and its architecture count."""
+    name = wanted.strip().lower().partition(",")[0]
+    return tuple(
+        one for one in platforms if name in (one.vendor.lower(), f"{one.vendor}:{one.arch}".lower())
+    )
+
+
+def pick_platform(
+    detection: Detection, wanted: str | None = None, *, named: str = "platform"
+) -> Platform:
+    """The platform to use: the only kind of accelerator, or the CPU where there is none.
+
+    `wanted` is the vendor, or `vendor:arch`, of a platform that was found, in any case; `named` is
+    what it was read from, for the error. Unlike cards of one architecture are one platform, with
+    both names and the smaller memory. Raises AmbiguousPlatform where several kinds of
+    accelerator are present (or match), InvalidInput where none matches. A caller that gets the CPU
+    should show `detection.unserved` and `detection.failures` prominently.
+    """
+    if wanted is None:
+        return _only(detection.accelerators or detection.platforms[-1:])
+    check_named(detection, wanted, named=named)
+    return _only(named_platforms(detection.platforms, wanted))
+
+
+def check_named(detection: Detection, wanted: str, *, named: str = "platform") -> None:
+    """Raise InvalidInput if `wanted` names no platform that was found."""
+    if named_platforms(detection.platforms, wanted):
+        return
+    vendor = wanted.strip().lower().partition(":")[0]
+    present = ", ".join(f"{found.vendor}:{found.arch}" for found in detection.platforms)
+    notes = "".join(f"; {device}" for device in detection.unserved if device.vendor == vendor)
+    raise InvalidInput(named, got=repr(wanted), expected=f"one of {present}{notes}")
+
+
+def _only(found: Sequence[Platform]) -> Platform:
+    kinds = sorted({f"{platform.vendor}:{platform.arch}" for platform in found})
+    if len(kinds) > 1:
+        raise AmbiguousPlatform(
+            f"several kinds of accelerator are present: {' and '.join(kinds)}; "
+            "name one (--platform VENDOR; VENDOR or VENDOR:ARCH in ATTNMUX_PLATFORM or as platform "
+            "in attnmux.toml)"
+        )
+    return found[0] if len(found) == 1 else _together(found)
+
+
+def _together(cards: Sequence[Platform]) -> Platform:
+    """Unlike cards of one architecture, with what each of them has."""
+    return replace(
+        cards[0],
+        name=" and ".join(dict.fromkeys(card.name for card in cards if card.name)),
+        features=frozenset.intersection(*(card.features for card in cards)),
+        count=sum(card.count for card in cards),
+        memory_bytes=min(card.memory_bytes for card in cards),
+        core_count=min(card.core_count for card in cards),
+    )
+
+
+T = TypeVar("T")
+
+
+def _in_time(
+    question: Callable[[], T], seconds: float
+) -> tuple[T, None] | tuple[None, BaseException]:
+    """The answer, or nothing and the reason: its exception, or a TimeoutError after `seconds`."""
+    told: list[tuple[T, None] | tuple[None, BaseException]] = []
+
+    def work() -> None:
+        try:
+            told.append((question(), None))
+        except BaseException as error:
+            told.append((None, error))
+
+    # A daemon thread can be abandoned: nothing stops one that hangs in a driver
+    worker = threading.Thread(target=work, daemon=True)
+    worker.start()
+    worker.join(seconds)
+    return told[0] if told else (None, TimeoutError(f"no answer in {seconds:g} s"))

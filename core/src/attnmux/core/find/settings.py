@@ -1,0 +1,277 @@
+"""The only reader of the environment, and of the configuration file through `settings_file.py`.
+
+A setting comes from the variable ATTNMUX_NAME, else from `attnmux.toml` or `[tool.attnmux]` in
+`pyproject.toml`, the first of these from the working directory upwards, else it is unset.
+ATTNMUX_CONFIG names the file instead. A file that another user could have written is refused where
+it was found, since it decides which code runs; a file that is named is trusted.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, get_args
+
+from attnmux.core.facts.checks import nearest, read_flag
+from attnmux.core.facts.errors import InvalidInput, SettingsError
+from attnmux.core.facts.frozen import FrozenMapping
+from attnmux.core.facts.policy import NAMING, Policy
+from attnmux.core.facts.request import ORIGINS
+from attnmux.core.facts.values import OptionValue
+from attnmux.core.facts.vendors import VENDORS
+from attnmux.core.find.plugins import SECONDS
+from attnmux.core.find.settings_file import CONFIG, find_settings
+
+PREFIX = "ATTNMUX_"
+LONGEST = 3600
+"""Seconds."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Settings:
+    """The configured values; None or empty where nothing is configured."""
+
+    platform: str | None = None
+    """A vendor, or vendor:arch, that is on this machine. A device that no plugin finds is described
+    as `Platform.parse` reads it, "nvidia:sm87,cuda=12.6"."""
+    backend: str | None = None
+    prefill_backend: str | None = None
+    decode_backend: str | None = None
+    mm_backend: str | None = None
+    linear_backend: str | None = None
+    allow_backends: tuple[str, ...] | None = None
+    deny_backends: tuple[str, ...] = ()
+    prefer_backends: tuple[str, ...] = ()
+    allow_plugins: tuple[str, ...] | None = None
+    """Distributions; plugins of others are not imported. NAME also means attnmux-NAME."""
+    deny_plugins: tuple[str, ...] = ()
+    """Distributions or plugins."""
+    plugin_seconds: float = SECONDS
+    """How long a plugin may take to offer its cards, and again to find its devices."""
+    no_plugins: bool = False
+    locked: str | None = None
+    """A file of `attnmux lock`: plugins and libraries that differ from it are refused."""
+    allow_coercion: bool = False
+    measurements: str | None = None
+    """The file of this machine's measurements, instead of the one in the user's cache folder. A
+    path in a configuration file is relative to that file."""
+    no_measurements: bool = False
+    """Choose as if nothing had been measured."""
+    launches: str | None = None
+    """The file of launches that were tuned on this machine, as `measurements` is."""
+    no_launches: bool = False
+    """Launch as if nothing had been tuned."""
+    debug: bool = False
+    options: Mapping[str, Mapping[str, Any]] = field(default_factory=FrozenMapping)
+    """By backend. As a variable: BACKEND.OPTION=VALUE,…"""
+    sources: Mapping[str, str] = field(default_factory=FrozenMapping)
+    """Where each value that is set comes from: a variable or a file."""
+
+    @classmethod
+    def load(
+        cls, *, environ: Mapping[str, str] | None = None, directory: Path | None = None
+    ) -> Settings:
+        """Read `environ` (default: the process's) and the file nearest to `directory`.
+
+        Raises SettingsError, naming the variable or the file, for a name that is no setting or a
+        value that cannot be used.
+        """
+        values: dict[str, Any] = {}
+        sources: dict[str, str] = {}
+        given = os.environ if environ is None else environ
+        path, table = find_settings(directory, given.get(CONFIG, ""))
+        for name, value in table.items():
+            values[name] = _read(name, value, f"{path}: {name}")
+            sources[name] = str(path)
+        for variable, text in given.items():
+            if variable.startswith(PREFIX) and text and variable != CONFIG:
+                name = variable.removeprefix(PREFIX).lower()
+                values[name] = _read(name, text, variable)
+                sources[name] = variable
+        return cls(**values, sources=FrozenMapping(sources))
+
+    def plugin_filter(self) -> tuple[tuple[str, ...] | None, tuple[str, ...]]:
+        """(allow, deny): names of distributions."""
+        return (() if self.no_plugins else self.allow_plugins), self.deny_plugins
+
+    def measurements_file(self) -> Path | None:
+        """Where measurements of this machine are kept; None where they are switched off, or where
+        no file is named and there is no home directory. Raises SettingsError for a path below an
+        unknown home directory."""
+        return None if self.no_measurements else self._kept("measurements", self.measurements)
+
+    def launches_file(self) -> Path | None:
+        """Where launches that were tuned on this machine are kept, as `measurements_file`."""
+        return None if self.no_launches else self._kept("launches", self.launches)
+
+    def where(self, name: str) -> str:
+        """For errors: the variable or the option that a setting comes from, or its file and name;
+        the name alone where it is not set."""
+        source = self.sources.get(name, name)
+        return f"{source}: {name}" if self._is_in_file(name) else source
+
+    def locked_file(self) -> Path:
+        """The lock, which is set. Raises SettingsError for a path below an unknown home
+        directory."""
+        return self._named("locked", self.locked or "")
+
+    def _named(self, name: str, given: str) -> Path:
+        """A path in a configuration file is relative to that file."""
+        try:
+            path = Path(given).expanduser()
+        except RuntimeError as error:
+            raise SettingsError(
+                f"{self.where(name)}: expected a file, got {given!r}, "
+                "whose home directory is not known; write the whole path"
+            ) from error
+        return Path(self.sources[name]).parent / path if self._is_in_file(name) else path
+
+    def _is_in_file(self, name: str) -> bool:
+        return not self.sources.get(name, PREFIX).startswith((PREFIX, "--"))
+
+    def _kept(self, name: str, given: str | None) -> Path | None:
+        if given is not None:
+            return self._named(name, given)
+        folder = self.cache_folder()
+        return None if folder is None else folder / f"{name}.json"
+
+    @staticmethod
+    def cache_folder() -> Path | None:
+        """The user's folder for what can be computed again; None where there is no home directory,
+        as in a container."""
+        # As platformdirs answers on Linux, where its import would take longer than the rest
+        base = os.environ.get("XDG_CACHE_HOME", "")
+        home = os.environ.get("HOME", "").rstrip("/")
+        if not os.path.isabs(base):
+            base = f"{home}/.cache" if os.path.isabs(home) else ""
+        if base and sys.platform == "linux":
+            return Path(base, "attnmux")
+        import platformdirs  # noqa: PLC0415  # as above
+
+        try:
+            return platformdirs.user_cache_path("attnmux", appauthor=False)
+        except RuntimeError:
+            return None
+
+    def policy(self, **given: Any) -> Policy:  # noqa: ANN401  # the fields of Policy
+        """A policy of the fields that the user gave (None: not given), else of those configured.
+
+        `backend` overrides the phases' backends of weaker sources: the user's `--backend` those of
+        the environment and the file, the environment's those of the file.
+        """
+        said = {name: value for name, value in given.items() if value is not None}
+        chosen = {name: said.get(name, getattr(self, name)) for name in NAMING}
+        origins = {n: self._origin(n, said) for n, value in chosen.items() if value is not None}
+        base = origins.get("backend", ORIGINS[-1])
+        for name in origins.keys() & {"prefill_backend", "decode_backend"}:
+            if ORIGINS.index(base) < ORIGINS.index(origins[name]):
+                chosen[name] = None
+                del origins[name]
+        options: dict[str, Mapping[str, Any]] = dict(self.options)
+        for backend, values in said.pop("options", {}).items():
+            options[backend] = {**options.get(backend, {}), **values}
+        configured = {
+            "allow": self.allow_backends,
+            "deny": self.deny_backends,
+            "prefer": self.prefer_backends,
+            "allow_coercion": self.allow_coercion,
+        }
+        return Policy(
+            **{**configured, **said, **chosen},
+            options=FrozenMapping({name: FrozenMapping(v) for name, v in options.items()}),
+            origins=FrozenMapping(origins),
+        )
+
+    def _origin(self, name: str, given: Mapping[str, Any]) -> str:
+        if name in given:
+            return "user"
+        return "env" if self.sources.get(name, "").startswith(PREFIX) else "config"
+
+
+def device_variables() -> Mapping[str, str]:
+    """The environment variables that hide devices from this process (`Vendor.variables`), of those
+    that are set: for the probes, which must not read the environment themselves."""
+    names = {name for row in VENDORS.values() for name in row.variables}
+    return {name: os.environ[name] for name in sorted(names & os.environ.keys())}
+
+
+def _word(where: str, value: Any) -> str:  # noqa: ANN401  # reads any value
+    if isinstance(value, str) and value.strip():
+        return value.strip()
+    raise InvalidInput(where, got=repr(value), expected="a name")
+
+
+def _words(where: str, value: Any) -> tuple[str, ...]:  # noqa: ANN401  # reads any value
+    """A list, or names separated by commas."""
+    items = value.split(",") if isinstance(value, str) else value
+    if not isinstance(items, list):
+        raise InvalidInput(where, got=repr(value), expected="a list of names")
+    return tuple(_word(where, item) for item in items)
+
+
+def read_assignments(where: str, texts: Iterable[str]) -> dict[str, dict[str, str]]:
+    """["triton.splits=8"] → {"triton": {"splits": "8"}}. The backend may be `plugin/name`.
+
+    Raises InvalidInput for other text.
+    """
+    found: dict[str, dict[str, str]] = {}
+    for text in texts:
+        target, equals, value = text.partition("=")
+        backend, dot, option = target.strip().partition(".")
+        if not (equals and dot and backend and option):
+            raise InvalidInput(where, got=repr(text), expected="BACKEND.OPTION=VALUE")
+        found.setdefault(backend, {})[option] = value
+    return found
+
+
+def _options(where: str, value: Any) -> Mapping[str, Mapping[str, Any]]:  # noqa: ANN401  # reads any value
+    value = read_assignments(where, value.split(",")) if isinstance(value, str) else value
+    usable = isinstance(value, dict) and all(
+        isinstance(table, dict)
+        and all(isinstance(item, get_args(OptionValue)) for item in table.values())
+        for table in value.values()
+    )
+    if not usable:
+        expected = (
+            "a table for each backend, as [options.NAME] in the configuration file with KEY = VALUE"
+        )
+        raise InvalidInput(where, got=repr(value), expected=expected)
+    return FrozenMapping({name: FrozenMapping(table) for name, table in value.items()})
+
+
+def _seconds(where: str, value: Any) -> float:  # noqa: ANN401  # reads any value
+    try:
+        seconds = float(value)
+    except (TypeError, ValueError):
+        seconds = 0.0
+    if not 0 < seconds <= LONGEST or isinstance(value, bool):
+        expected = f"a number of seconds, more than 0 and at most {LONGEST}"
+        raise InvalidInput(where, got=repr(value), expected=expected)
+    return seconds
+
+
+BY_TYPE: Mapping[str, Callable[[str, Any], Any]] = {
+    "str | None": _word,
+    "tuple[str, ...]": _words,
+    "tuple[str, ...] | None": _words,
+    "bool": read_flag,
+    "float": _seconds,
+    "Mapping[str, Mapping[str, Any]]": _options,
+}
+READERS: Mapping[str, Callable[[str, Any], Any]] = {
+    name: BY_TYPE[kind] for name, kind in Settings.__annotations__.items() if name != "sources"
+}
+
+
+def _read(name: str, value: Any, where: str) -> Any:  # noqa: ANN401  # a setting's own type
+    if name not in READERS:
+        near = nearest(name, READERS)
+        guess = f"did you mean {near}?" if near else f"known: {', '.join(READERS)}"
+        raise SettingsError(f"{where}: no setting has this name; {guess}")
+    try:
+        return READERS[name](where, value)
+    except InvalidInput as error:
+        raise SettingsError(str(error)) from None

@@ -1,0 +1,1 @@
+"""Layers without softmax attention: their backends, states and short convolutions."""

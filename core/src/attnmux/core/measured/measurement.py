@@ -1,0 +1,86 @@
+"""One measurement of a backend on a device, and the file that keeps a machine's measurements."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from attnmux.core.cards.card import Offer
+from attnmux.core.facts.axes import Demand, Question
+from attnmux.core.facts.checks import NAME, Check, is_whole
+from attnmux.core.facts.frozen import FrozenMapping
+from attnmux.core.facts.libraries import Libraries, installed_version
+from attnmux.core.facts.records import Record, Records, is_figure, read_records
+
+STATED_APART = frozenset({"vendor", "arch", "version", "features", "runtime", "phase"})
+"""Axes that a measurement states by its device and its phase."""
+
+DECIDED = ("page_size", "kv_dtype")
+"""Values that the solver decides where the request leaves them open."""
+
+ERROR = Check("0 or more units, or none", lambda value: value in (None, 0) or is_figure(value))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Measurement(Record):
+    """The time that a backend took for one workload of one phase, and the error of its answer.
+
+    `median_us` is the time of one step. Errors are in units of the output format's rounding, as
+    `attnmux.bench.Errors` defines them. Raises InvalidInput as `Record`.
+    """
+
+    noun = "measurement"
+    listed = "measurements"
+    keyed_by = ("phase", "shape", "workload")
+    checks = {  # noqa: RUF012  # a ClassVar of Record
+        **dict.fromkeys(("phase", "shape", "workload"), NAME),
+        "batch_size": Check("requests, or none", lambda value: value is None or is_whole(value, 1)),
+        "conformant": Check("true or false", lambda value: isinstance(value, bool)),
+        **dict.fromkeys(("rms_error", "worst_error"), ERROR),
+    }
+
+    phase: str
+    shape: str
+    """`shape_of` the question. Without a page size in it, the backend preferred its own."""
+    workload: str
+    """The timed batch, as the benchmark calls it: "batch=32,kv=4096". Only equal workloads are
+    compared."""
+    conformant: bool
+    """Whether the backend passed its conformance check in this phase, with these versions."""
+    batch_size: int | None = None
+    """Requests of a decode step that device graphs are captured for, so that the choice can depend
+    on the batch size; None for other steps."""
+    rms_error: float | None = None
+    """None: the error was not measured."""
+    worst_error: float | None = None
+
+
+def read_measurements(path: Path | None) -> Records[Measurement]:
+    """Everything in the file that can be read; nothing without a file. Raises nothing."""
+    return read_records(path, Measurement)
+
+
+def shape_of(question: Question) -> str:
+    """The demands besides phase and platform, as text: "dtype=bfloat16,head_dim=128,…".
+
+    An open page size or KV dtype is left out: the solver tries several.
+    """
+    named = {axis.name: value for axis, value in insisted(question)}
+    return ",".join(
+        f"{name}={value}" for name, value in sorted(named.items()) if name not in STATED_APART
+    )
+
+
+def insisted(question: Question) -> list[Demand]:
+    """The demands without those that the solver only tries."""
+    origins = question.request.origins
+    tried = {name for name in DECIDED if origins.get(name, "default") == "default"}
+    return [(axis, value) for axis, value in question.demands if axis.name not in tried]
+
+
+def versions_of(offer: Offer, libraries: Libraries = installed_version) -> Mapping[str, str]:
+    """The versions of the plugin and of the card's libraries that are installed."""
+    named = sorted(offer.card.libraries())
+    found = {name: version for name in named if (version := libraries(name)) is not None}
+    return FrozenMapping({**found, offer.distribution or offer.plugin: offer.version})

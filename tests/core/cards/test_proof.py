@@ -1,0 +1,100 @@
+"""How a backend was proven, in one word."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from attnmux.core.cards.clause import Clause
+from attnmux.core.cards.conditions import ANY, one_of, versions
+from attnmux.core.cards.proof import PROOFS, Verified, doubt, proven, proven_on
+from attnmux.core.facts.platform import Platform
+
+H200 = Verified(on="NVIDIA H200", platform="nvidia:sm90", libraries=(), date="2026-11-21")
+LATER = replace(H200, on="NVIDIA H100", date="2026-11-23")
+INTERPRETED = Verified(on="Triton's interpreter", interpreted=True, libraries=(), date="2026-11-24")
+EMULATED = Verified(on="acmert 3.1's functions", libraries=(), date="2026-11-22")
+M2 = Verified(on="Acme M2", platform="acme:m2", libraries=(), date="2026-11-20")
+
+AXES = ("phase", "kind", "dtype", "kv_dtype", "page_size", "head_dim")
+
+
+def clause(**conditions: object) -> Clause:
+    return Clause(**{"vendor": ANY, **dict.fromkeys(AXES, ANY), **conditions})
+
+
+NVIDIA = clause(vendor=one_of("nvidia"))
+
+
+@pytest.mark.parametrize(
+    ("runs", "clauses", "said"),
+    [
+        ((), (NVIDIA,), "nothing"),
+        ((EMULATED,), (NVIDIA,), "emulated (2026-11-22)"),
+        ((EMULATED, INTERPRETED), (NVIDIA,), "interpreted (2026-11-24)"),
+        ((EMULATED, H200), (NVIDIA,), "hardware: NVIDIA H200 (2026-11-21)"),
+        ((LATER, H200), (NVIDIA,), "hardware: NVIDIA H100, NVIDIA H200 (2026-11-23)"),
+        ((INTERPRETED, H200), (clause(vendor=one_of("amd")),), "other device: NVIDIA H200 "),
+        ((H200,), (clause(version=versions(">=10")),), "other device: NVIDIA H200 (2026-11-21)"),
+        ((H200,), (clause(version=versions(">=10")), NVIDIA), "hardware: NVIDIA H200 "),
+        ((H200,), (clause(arch=one_of("sm100")),), "other device: NVIDIA H200 "),
+        # The name of a device that is not in the table of vendors tells no version
+        ((M2,), (clause(vendor=one_of("acme"), version=versions(">=2")),), "hardware: Acme M2 "),
+    ],
+)
+def test_the_word_is_that_of_the_strongest_run(runs, clauses, said) -> None:
+    found = proven(runs, clauses)
+    assert str(found).startswith(said)
+    assert said.startswith(found.word)
+    assert {run for _, run in found.runs} == set(runs)
+    assert [word for word, _ in found.runs] == sorted(
+        (word for word, _ in found.runs), key=PROOFS.index
+    )
+
+
+def test_on_one_machine_only_its_own_kind_of_device_is_hardware() -> None:
+    sm90, sm100 = (Platform.parse(f"nvidia:{arch},cuda=13.0") for arch in ("sm90", "sm100"))
+    assert proven_on((EMULATED, H200), sm90).word == "hardware"
+    assert proven_on((EMULATED, H200), sm100).word == "other device"
+    assert proven_on((EMULATED,), sm100).word == "emulated"
+    assert proven_on((), sm100).word == "nothing"
+    assert proven_on((H200,), sm100).is_on_a_device
+    assert not proven_on((INTERPRETED,), sm100).is_on_a_device
+
+
+def test_a_run_of_some_phases_proves_no_others() -> None:
+    sm90 = Platform.parse("nvidia:sm90,cuda=13.0")
+    prompts = replace(H200, phases=("extend", "decode"))
+    assert proven_on((prompts,), sm90).word == "hardware"
+    assert proven_on((prompts,), sm90, ("decode",)).word == "hardware"
+    assert proven_on((prompts, INTERPRETED), sm90, ("decode", "verify")).word == "interpreted"
+    assert proven_on((prompts, H200), sm90, ("verify",)).word == "hardware"
+    said = "hardware: NVIDIA H200 (2026-11-21), extend and decode alone"
+    assert str(proven((prompts,), (NVIDIA,))) == said
+    assert str(proven((prompts, H200), (NVIDIA,))) == "hardware: NVIDIA H200 (2026-11-21)"
+
+
+def test_a_run_of_some_kinds_of_layers_proves_those_alone() -> None:
+    sm90 = Platform.parse("nvidia:sm90,cuda=13.0")
+    some = replace(H200, kinds=("gdn", "kda"))
+    runs = (some, replace(INTERPRETED, kinds=("mamba1",)))
+    assert proven(runs, (NVIDIA,)).word == "hardware"
+    assert str(proven(runs, (NVIDIA,), "gdn")) == "hardware: NVIDIA H200 (2026-11-21)"
+    assert str(proven(runs, (NVIDIA,), "mamba1")) == "interpreted (2026-11-24)"
+    assert proven_on(runs, sm90, ["decode"], "kda").word == "hardware"
+    assert proven_on(runs, sm90, ["decode"], "mamba1").word == "interpreted"
+    assert proven_on(runs, sm90, ["decode"]).word == "hardware"
+    assert (
+        proven_on((replace(some, phases=("extend",)),), sm90, ["decode"], "gdn").word == "nothing"
+    )
+
+
+def test_a_kind_that_never_ran_is_doubted() -> None:
+    sm90 = Platform.parse("nvidia:sm90,cuda=13.0")
+    runs = (replace(H200, kinds=("gdn",)), replace(INTERPRETED, kinds=("mamba1",)))
+    assert doubt(runs, sm90, ["decode"], "gdn") == ""
+    said = doubt(runs, sm90, ["decode"], "mamba1")
+    assert said.startswith("it has never run for mamba1 on nvidia:sm90, only on Triton's interpret")
+    said = doubt((replace(H200, kinds=("gdn",), phases=("extend",)),), sm90, ["decode"], "gdn")
+    assert said.startswith("it has never run for decode on nvidia:sm90")
