@@ -85,7 +85,7 @@ JOINED = re.compile(
     r"(alibi|relative)-extend-long|mla-unsaved-long|mixed-long-chunk|long-chunk-empty-prefix|"
     r"alibi-(decode|extend)-(\d|dim|float|scale|fp8|deterministic|sinks|chunk)|"
     r"relative-(decode|extend)-(\d|float|fp8|deterministic|sinks|chunk|strided|reach-128)|"
-    r"relative-encoder-(float|reach-128)"
+    r"relative-encoder-(float|reach-128)|mla-\w+-\d+-requests"
 )
 """Cases that join features, each of which has a case of its own. Of 8-bit floats, e4m3 has these
 cases too."""

@@ -43,9 +43,8 @@ def _in_pages(page: int) -> tuple[Case, ...]:
     makers = (
         *(_batches, _long_requests, _speculation, _features, _shapes),
         *(mla_cases, nsa_cases, dual_chunk_cases, fp8_cases, fp4_cases, window_pool_cases),
-        *(alibi_cases, relative_cases, _nan, _strided, host_lens_cases),
-        engine_cases,
-        steady_cases,
+        *(alibi_cases, relative_cases, _nan, _strided),
+        *(host_lens_cases, engine_cases, steady_cases),
     )
     return tuple(case for make in makers for case in make(page))
 
