@@ -583,8 +583,9 @@ def test_the_whole_contract_passes_through() -> None:
         return made[-1]
 
     candidate = replace(find_candidate("torch_native", device="cpu"), factory=factory)
-    cases = [each for each in candidate.cases({5}) if candidate.admits(each)][::8]
-    outcomes = [run_case(candidate, each) for each in cases]
+    # `made` keeps the instances, which cases that repeat a step count as growth
+    cases = [each for each in candidate.cases({5}) if candidate.admits(each) and not each.repeats]
+    outcomes = [run_case(candidate, each) for each in cases[::8]]
     assert [(each.case, each.message) for each in outcomes if each.status == "failed"] == []
     assert len(outcomes) > 20
     assert sum(each.checked_steps for each in made) > 50
