@@ -347,6 +347,16 @@ def test_errors_are_in_units_of_the_formats_rounding(dtype) -> None:
     assert errors_between(nothing, nothing, dtype).worst == 0
 
 
+def test_subnormal_vectors_are_rounded_as_the_smallest_normal_ones() -> None:
+    generator = torch.Generator().manual_seed(0)
+    expected = torch.randn(64, 4, 32, dtype=torch.float64, generator=generator)
+    expected[::2] *= torch.finfo(torch.float16).tiny / 50
+    rounded = errors_between(expected.half().double(), expected, torch.float16)
+    assert 0.2 < rounded.worst < 1
+    spoilt = expected * 3
+    assert errors_between(spoilt, expected, torch.float16).worst > 1000
+
+
 def test_error_limits() -> None:
     step = make_step(DECODE, REQUESTS["fp8"].replace(page_size=1), CPU)
     assert answers.max_error(step, fp8_products=False) == 1e-2

@@ -133,13 +133,18 @@ class Errors(NamedTuple):
 
 
 def errors_between(found: torch.Tensor, expected: torch.Tensor, dtype: torch.dtype) -> Errors:
-    """Errors of `found` [T, Hq, Dv] against `expected`; dtype: the output format."""
-    unit = torch.finfo(dtype).eps / 2
+    """Errors of `found` [T, Hq, Dv] against `expected`; dtype: the output format.
+
+    `worst` takes a vector of subnormal numbers, whose roundings are absolute, for one of the
+    smallest normal numbers: float16 has them where a sink outweighs all keys.
+    """
+    info = torch.finfo(dtype)
+    unit, smallest = info.eps / 2, info.tiny * expected.shape[-1] ** 0.5
     relative = distance(found, expected)
     norms = expected.norm(dim=-1)
     off = (found - expected).norm(dim=-1)
     seen = norms > 0  # a row without keys is 0, which no error can be relative to
-    worst = float((off[seen] / norms[seen]).max()) if bool(seen.any()) else 0.0
+    worst = float((off[seen] / norms[seen].clamp_min(smallest)).max()) if bool(seen.any()) else 0.0
     worst = worst if worst == worst else float("inf")
     return Errors(relative=relative, rms=relative / unit, worst=worst / unit)
 
