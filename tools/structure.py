@@ -21,6 +21,7 @@ import argparse
 import ast
 import importlib.util
 from collections.abc import Iterable
+from itertools import chain
 from pathlib import Path
 
 import grimp
@@ -119,7 +120,7 @@ def num_floors(arrows: dict[str, set[str]], left_out: Iterable[tuple[str, str]])
     return max(floors.values(), default=0)
 
 
-def row(graph: grimp.ImportGraph, package: str) -> list[int]:
+def row(graph: grimp.ImportGraph, package: str, num_circles: int) -> list[int]:
     folder = folder_of(package)
     modules = {package, *graph.find_descendants(package)}
     arrows, up = arrows_between(graph, package), upward(graph, package)
@@ -129,7 +130,7 @@ def row(graph: grimp.ImportGraph, package: str) -> list[int]:
     )
     return [
         *(statements(folder), len(modules), len(arrows), num_floors(arrows, up)),
-        *(sum(map(len, arrows.values())), len(up), len(circles(graph, package))),
+        *(sum(map(len, arrows.values())), len(up), num_circles),
         *(public_names(folder), private),
     ]
 
@@ -141,7 +142,8 @@ def main() -> None:
     parser.add_argument("packages", nargs="*")
     packages = parser.parse_args().packages or all_packages()
     graph = grimp.build_graph(*packages, cache_dir=None)
-    rows = [row(graph, package) for package in packages]
+    groups = {package: circles(graph, package) for package in packages}
+    rows = [row(graph, package, len(groups[package])) for package in packages]
     table = Table(*COLUMNS)
     for package, figures in zip(packages, rows, strict=True):
         table.add_row(package, *map(str, figures))
@@ -149,7 +151,7 @@ def main() -> None:
     table.add_row("sum", *(str(sum(column)) for column in zip(*rows, strict=True)))
     console = Console(width=200)
     console.print(table)
-    for group in (group for package in packages for group in circles(graph, package)):
+    for group in chain.from_iterable(groups.values()):
         console.print("circle:", ", ".join(group))
 
 

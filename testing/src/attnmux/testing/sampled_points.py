@@ -6,6 +6,8 @@ from collections.abc import Callable, Mapping
 from random import Random
 from typing import Any
 
+from attnmux.testing.engine_cases import FAR_PAGE, FAR_SLOT
+
 Point = dict[str, Any]
 
 FLAGS = (
@@ -15,8 +17,8 @@ FLAGS = (
 OPTION = "option "
 """Axes of a card's options begin with it."""
 FIRST_PAGES: Mapping[str, Callable[[int], int]] = {
-    "pages": lambda page: 1 << 15,
-    "slots": lambda page: (1 << 20) // page + 1,
+    "pages": lambda page: FAR_PAGE,
+    "slots": lambda page: FAR_SLOT // page + 1,
 }
 """The first page of requests, by the size of pages: from there on numbers of pages exceed 16 bits,
 or those of slots 20."""
