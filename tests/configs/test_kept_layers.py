@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from attnmux.configs import request_from_model
-from attnmux.configs.kept_layers import kept_layers
+from attnmux.configs.kept import kept_layers
 from attnmux.core import InvalidInput, Request
 
 DATA = Path(__file__).parents[1] / "core/data"

@@ -3,7 +3,7 @@
 `attnmux.core` does not import this package: `attnmux select --model` finds it by its entry point.
 """
 
-from attnmux.configs.kept_layers import kept_layers
+from attnmux.configs.kept import kept_layers
 from attnmux.configs.reading import request_from_model
 
 __all__ = ["kept_layers", "request_from_model"]

@@ -15,7 +15,7 @@ from attnmux.configs.heads import (
     linear_dims,
     whole,
 )
-from attnmux.configs.kept_layers import kept_layers, no_kept_layers
+from attnmux.configs.kept import kept_layers, no_kept_layers
 from attnmux.configs.layers import (
     ATTENTION,
     INDEXED,

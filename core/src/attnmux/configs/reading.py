@@ -12,8 +12,9 @@ from attnmux.core.facts.files import read_file
 from attnmux.core.facts.values import canonical_dtype
 
 MOST_BYTES = 2**24
-"""Of a configuration. The largest that are published have some 100 kB."""
+"""The largest configuration that is read. Published ones have up to some 100 kB."""
 LONGEST_NAME = 200
+"""Characters of a path that an error shows."""
 
 
 def request_from_model(

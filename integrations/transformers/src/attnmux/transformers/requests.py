@@ -11,8 +11,7 @@ from typing import Any
 import torch
 from transformers.utils.hub import cached_file
 
-from attnmux.configs import request_from_model
-from attnmux.configs.kept_layers import kept_layers
+from attnmux.configs import kept_layers, request_from_model
 from attnmux.core import (
     InvalidInput,
     LayerGroup,
