@@ -189,7 +189,7 @@ class Candidate:
     def build_with(
         self, options: Iterable[tuple[str, OptionValue]], context: BackendContext
     ) -> AttentionBackend:
-        """As `build`, with these options besides the candidate's.
+        """Build the backend with these options besides the candidate's.
 
         An option that the backend refuses for this request, as an InvalidInput that ends in its
         name, is left out.

@@ -226,7 +226,7 @@ def doubt(
 def _never_ran(
     runs: Sequence[Verified], platform: Platform, phases: Sequence[str], layers: str
 ) -> str:
-    """What did not run on the platform's kind of device, and where it ran."""
+    """A text that says which phases never ran on such a device, and where they ran."""
     if not runs:
         return "its card names no machine that it ran on"
     what, tried = "", runs

@@ -43,7 +43,7 @@ class Outcome(Plain):
     source: str = ""
     """Where the rank of a chosen backend comes from."""
     proof: str = ""
-    """What its card's runs prove for the machine, a word of `cards/proof.py`."""
+    """The word of `cards/proof.py` for the runs on its card that count for the machine."""
     reasons: tuple[Reason, ...] = ()
 
 

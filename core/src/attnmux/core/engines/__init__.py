@@ -1,1 +1,1 @@
-"""What engines use next to the contract: a chooser for a device, draft trees, interface checks."""
+"""Tools for engines beside the contract: a chooser for a device, draft trees, interface checks."""

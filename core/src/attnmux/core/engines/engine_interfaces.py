@@ -47,7 +47,7 @@ class Integration:
     engine: Sequence[str]
     """The distributions that hold the engine's package, the usual one first."""
     remedy: str
-    """What to do, such as "install vllm 0.33"."""
+    """An instruction to the user, such as "install vllm 0.33"."""
     warning: type[Warning]
 
     def misfit(self, interfaces: Iterable[Interface]) -> str:

@@ -1,1 +1,1 @@
-"""What this process finds: settings, plugins that they admit, and devices. No torch."""
+"""Finds settings, the plugins that they admit, and devices. No torch."""
