@@ -7,8 +7,8 @@
 
 `lines`, `pythons` and `engines` install nothing: they are dry runs in a fresh environment, with
 wheels built from this tree. `engines` asks uv, the others pip. `lines --install` installs each line
-in an environment of its own, where torch takes 5 GB. TEXT picks lines, or rows of `engines`, such as
-"sglang attnmux-intel". The exit status is 1 if anything does not resolve.
+in an environment of its own, where torch takes 5 GB. TEXT picks lines, or rows of `engines`, such
+as "sglang attnmux-intel". The exit status is 1 if anything does not resolve.
 """
 
 from __future__ import annotations
