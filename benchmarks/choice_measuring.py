@@ -12,9 +12,9 @@ import torch
 from attnmux.bench import Bench, Row, Workload, completed
 from attnmux.bench.cli.bench_run import Keeper, Kept, find_place, measure
 from attnmux.bench.margins import server_of
-from attnmux.core import Request, Settings, graph_batch_sizes, in_brief, read_measurements
-from attnmux.core.cli.asking import decided, requested
-from attnmux.core.cli.run import Run
+from attnmux.core import Request, Settings, graph_batch_sizes, in_brief
+from attnmux.core.measured.measurement import read_measurements
+from attnmux.core.verbs import Run, decided, requested
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

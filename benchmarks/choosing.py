@@ -24,17 +24,13 @@ import torch
 from benchmarks.cases import json_option, rounds_option
 
 from attnmux.bench import Report, facts
-from attnmux.core import (
+from attnmux.core import NoBackend, Offer, Platform, Policy, Request, solve
+from attnmux.core.plugin import (
     ANY,
     NONE,
     BackendCard,
     Clause,
-    NoBackend,
-    Offer,
-    Platform,
-    Policy,
     Prior,
-    Request,
     at_most,
     between,
     emulated,
@@ -42,11 +38,10 @@ from attnmux.core import (
     multiple_of,
     one_of,
     runtimes,
-    solve,
     versions,
     when,
 )
-from attnmux.core.choosing.checking import check
+from attnmux.core.verbs import check
 
 SMALL, LARGE = 40, 1000
 COLUMNS = {"": "", "ms": ".3f", "CPU ms": ".3f", "ratio": ".0f", "at most": "g"}

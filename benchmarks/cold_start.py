@@ -51,7 +51,7 @@ parser.parse_args()
 print("{{}}")
 """
 PLUGIN = """
-from attnmux.core import BackendCard, hookimpl, one_of, when
+from attnmux.core.plugin import BackendCard, hookimpl, one_of, when
 
 @hookimpl
 def attnmux_cards():

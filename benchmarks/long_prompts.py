@@ -32,7 +32,6 @@ from attnmux.bench.keeping import RecordFile
 from attnmux.bench.timing import Run
 from attnmux.core import (
     AttentionBackend,
-    ChunkedPrefixBackend,
     Decision,
     NoBackend,
     Platform,
@@ -42,15 +41,18 @@ from attnmux.core import (
     UpProjection,
     build,
     detect,
-    installed_version,
     load_plugins,
     pick_platform,
-    read_launches,
     solve,
 )
-from attnmux.core.composites.chunked_prefix import CHUNK_BYTES, crossing_subject
-from attnmux.core.facts.records import Device
-from attnmux.core.measured.measurement import versions_of
+from attnmux.core.composites.chunked_prefix import (
+    CHUNK_BYTES,
+    ChunkedPrefixBackend,
+    crossing_subject,
+)
+from attnmux.core.facts.launches import read_launches
+from attnmux.core.plugin import installed_version
+from attnmux.core.verbs import Device, versions_of
 
 MIN_GAIN = 1.5
 LONG = 28_672

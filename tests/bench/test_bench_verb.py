@@ -16,9 +16,11 @@ from attnmux.bench import cli as bench_cli
 from attnmux.bench import timing
 from attnmux.bench.cli import bench_run
 from attnmux.bench.keeping import RecordFile
-from attnmux.core import ANY, NONE, Decision, Platform, TunedLaunch, read_measurements
+from attnmux.core import Decision, Platform, TunedLaunch
 from attnmux.core.cli.verbs import verbs
-from attnmux.core.facts.records import Device
+from attnmux.core.measured.measurement import read_measurements
+from attnmux.core.plugin import ANY, NONE
+from attnmux.core.verbs import Device
 from attnmux.testing import FakeBackend, GraphFakeBackend, RecordingGraphs
 
 FIELDS = "dtype=bf16,num_q_heads=4,num_kv_heads=2,head_dim=16"

@@ -14,8 +14,9 @@ from attnmux.bench.conformance import check_conformance
 from attnmux.bench.entrants import find_entrants
 from attnmux.bench.measuring import Bench
 from attnmux.bench.shapes import LINEAR_SHAPES
-from attnmux.core import Policy, Request, read_measurements
+from attnmux.core import Policy, Request
 from attnmux.core.cli.verbs import verbs
+from attnmux.core.measured.measurement import read_measurements
 from attnmux.cpu.plugin import TORCH_LINEAR
 from attnmux.cpu.torch_linear import TorchLinearBackend
 from attnmux.testing import RecordingGraphs

@@ -21,7 +21,6 @@ from attnmux.bench.steps import make_step
 from attnmux.bench.timing import median_us
 from attnmux.bench.workload import Workload
 from attnmux.core import (
-    NONE,
     ForwardMode,
     GraphViolation,
     InvalidInput,
@@ -29,9 +28,9 @@ from attnmux.core import (
     Offer,
     Policy,
     Request,
-    UnknownBackend,
-    one_of,
 )
+from attnmux.core.facts.errors import UnknownBackend
+from attnmux.core.plugin import NONE, one_of
 from attnmux.testing import (
     Candidate,
     FakeBackend,

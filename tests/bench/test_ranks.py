@@ -20,18 +20,15 @@ from attnmux.bench.workload import Workload
 from attnmux.core import (
     AttnmuxError,
     BackendFailed,
-    Job,
     Offer,
     Policy,
     RanksDiffer,
     Request,
-    Trial,
     TunedLaunch,
 )
-from attnmux.core.cli.asking import decided
-from attnmux.core.cli.run import Run
-from attnmux.core.facts.records import Device
 from attnmux.core.measured.measurement import read_measurements
+from attnmux.core.plugin import Job, Trial
+from attnmux.core.verbs import Device, Run, decided
 from attnmux.distributed import RankGroup, shared_launches
 from attnmux.emulators.ranks import run_ranks
 from attnmux.testing import FakeBackend, fake_card, fake_platform

@@ -10,8 +10,9 @@ import pytest
 from click.testing import CliRunner, Result
 
 from attnmux.bench.keeping import RecordFile
-from attnmux.core import Job, Trial, TunedLaunch, current_launches
+from attnmux.core import TunedLaunch
 from attnmux.core.cli.verbs import verbs
+from attnmux.core.plugin import Job, Trial, current_launches
 
 FIELDS = "dtype=bf16,num_q_heads=8,num_kv_heads=8,head_dim=64"
 jobs: list[Job] = []

@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from attnmux.core import (
+    ALONE,
     AttentionBackend,
     ForwardBatch,
     ForwardMode,
@@ -26,7 +27,6 @@ from attnmux.core import (
     RanksDiffer,
     device_graphs,
 )
-from attnmux.core.graph.devices import ALONE
 from attnmux.cpu.torch_native.backend import TorchNativeBackend
 from attnmux.distributed import (
     PaddingMode,

@@ -16,15 +16,16 @@ from torch.distributed._functional_collectives import all_reduce as functional_a
 
 from attnmux.core import (
     CapturingRanks,
+    DeviceGraphs,
     GraphConfig,
     GraphRunner,
+    GraphStep,
     GraphUnsupported,
     GraphViolation,
     ModelInput,
     RanksDiffer,
     device_graphs,
 )
-from attnmux.core.graph.devices import DeviceGraphs, GraphStep
 from attnmux.distributed import RankGroup, capture_on_all_ranks, idle_batch
 from attnmux.emulators.ranks import end_ranks, run_ranks
 from attnmux.testing import (

@@ -20,10 +20,10 @@ from attnmux.core import (
     RankFailed,
     RanksDiffer,
     UpProjection,
-    imported,
     torch_dtype,
 )
 from attnmux.core.composites import part_attention
+from attnmux.core.plugin import imported
 from attnmux.cpu.native import NativeBackend
 from attnmux.cpu.torch_native import TorchNativeBackend
 from attnmux.distributed import (

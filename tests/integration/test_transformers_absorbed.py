@@ -8,21 +8,16 @@ import transformers
 from transformers import AutoModelForCausalLM
 
 from attnmux.core import (
-    ANY,
-    LAST_RESORT,
-    BackendCard,
-    Clause,
     InvalidInput,
     MHATokenToKVPool,
     MLATokenToKVPool,
     NoBackend,
     Offer,
     Policy,
-    Prior,
-    one_of,
+    merge_into,
 )
-from attnmux.core.composites.part_attention import merge_into
 from attnmux.core.find.cpu import probe_cpu
+from attnmux.core.plugin import ANY, LAST_RESORT, BackendCard, Clause, Prior, one_of
 from attnmux.transformers import (
     RunnerOptions,
     SequenceState,

@@ -25,10 +25,8 @@ from attnmux.core import (
 )
 from attnmux.core.cli import run as shared
 from attnmux.core.cli.verbs import verbs
-from attnmux.core.facts.axes import Question
-from attnmux.core.facts.records import Device
 from attnmux.core.find.cpu import probe_cpu
-from attnmux.core.measured.measurement import shape_of, versions_of
+from attnmux.core.verbs import Device, Question, shape_of, versions_of
 from attnmux.transformers import cli_run, recall
 from attnmux.transformers.decision import decide, without
 

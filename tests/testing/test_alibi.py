@@ -9,7 +9,8 @@ from itertools import islice
 import pytest
 import torch
 
-from attnmux.core import NONE, ForwardMode
+from attnmux.core import ForwardMode
+from attnmux.core.plugin import NONE
 from attnmux.testing import (
     Candidate,
     Disagreement,

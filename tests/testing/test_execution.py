@@ -7,15 +7,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from attnmux.core import (
-    AttentionBackend,
-    ForwardBatch,
-    GraphUnsupported,
-    GraphViolation,
-    HybridAttnBackend,
-    LayerSpec,
-    one_of,
-)
+from attnmux.core import AttentionBackend, ForwardBatch, GraphUnsupported, GraphViolation, LayerSpec
+from attnmux.core.composites.dispatch import HybridAttnBackend
+from attnmux.core.plugin import one_of
 from attnmux.testing import (
     AttentionBackendTests,
     Candidate,

@@ -7,8 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from attnmux.core import GraphViolation
-from attnmux.core.graph.devices import CapturedGraph, GraphStep
+from attnmux.core import CapturedGraph, GraphStep, GraphViolation
 from attnmux.testing import RecordingGraphs
 
 PREPARE, FORWARD = "init_forward_metadata_in_graph", "forward"

@@ -5,11 +5,15 @@ from dataclasses import fields
 
 import pytest
 
-from attnmux.core.cards.card import BackendCard, Option, Prior
-from attnmux.core.cards.clause import ALWAYS, Clause, when
-from attnmux.core.cards.conditions import (
+from attnmux.core import InvalidInput, Request
+from attnmux.core.cards.clause import ALWAYS
+from attnmux.core.plugin import (
     ANY,
     NONE,
+    BackendCard,
+    Clause,
+    Option,
+    Prior,
     anything_but,
     at_most,
     emulated,
@@ -17,10 +21,9 @@ from attnmux.core.cards.conditions import (
     one_of,
     runtimes,
     versions,
+    when,
 )
-from attnmux.core.facts.axes import AXES
-from attnmux.core.facts.errors import InvalidInput
-from attnmux.core.facts.request import Request
+from attnmux.core.verbs import AXES
 
 
 def test_every_axis_is_a_field_of_the_clause_and_back() -> None:

@@ -7,13 +7,21 @@ from dataclasses import replace
 
 import pytest
 
-from attnmux.core.cards.card import BackendCard, Caveat, Option, Prior
-from attnmux.core.cards.clause import when
-from attnmux.core.cards.conditions import emulated, multiple_of, one_of, versions
+from attnmux.core import InvalidInput, load_plugins
 from attnmux.core.cards.data import from_data, to_data
-from attnmux.core.cards.proof import ErrorBound, Verified
-from attnmux.core.facts.errors import InvalidInput
-from attnmux.core.find.installed import load_plugins
+from attnmux.core.plugin import (
+    BackendCard,
+    Caveat,
+    ErrorBound,
+    Option,
+    Prior,
+    Verified,
+    emulated,
+    multiple_of,
+    one_of,
+    versions,
+    when,
+)
 
 CARD = BackendCard(
     name="full",

@@ -6,10 +6,10 @@ from dataclasses import replace
 
 import pytest
 
-from attnmux.core.cards.clause import Clause
-from attnmux.core.cards.conditions import ANY, one_of, versions
-from attnmux.core.cards.proof import PROOFS, Verified, doubt, proven, proven_on
-from attnmux.core.facts.platform import Platform
+from attnmux.core import Platform
+from attnmux.core.cards.proof import doubt
+from attnmux.core.plugin import ANY, Clause, Verified, one_of, versions
+from attnmux.core.verbs import PROOFS, proven, proven_on
 
 H200 = Verified(on="NVIDIA H200", platform="nvidia:sm90", libraries=(), date="2026-11-21")
 LATER = replace(H200, on="NVIDIA H100", date="2026-11-23")

@@ -2,23 +2,22 @@ from __future__ import annotations
 
 import pytest
 
-from attnmux.core.cards.card import DEFAULT_RANK, Caveat, Prior
-from attnmux.core.cards.clause import when
-from attnmux.core.cards.conditions import (
+from attnmux.core import Platform, Policy, Request, solve
+from attnmux.core.cards.card import DEFAULT_RANK
+from attnmux.core.plugin import (
     ANY,
     NONE,
+    Caveat,
+    Prior,
     at_least,
     at_most,
     includes,
     one_of,
     runtimes,
     versions,
+    when,
 )
-from attnmux.core.choosing.checking import check
-from attnmux.core.choosing.solver import solve
-from attnmux.core.facts.platform import Platform
-from attnmux.core.facts.policy import Policy
-from attnmux.core.facts.request import Request, parse_fields
+from attnmux.core.verbs import check, parse_fields
 
 
 def codes(verdict) -> list[str]:

@@ -6,13 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from attnmux.core.cards.card import LAST_RESORT
-from attnmux.core.cards.conditions import one_of
-from attnmux.core.choosing.decision import Decision
-from attnmux.core.choosing.solver import solve
-from attnmux.core.facts.errors import InvalidInput
-from attnmux.core.facts.policy import Policy
-from attnmux.core.facts.request import Request
+from attnmux.core import Decision, InvalidInput, Policy, Request, solve
+from attnmux.core.plugin import LAST_RESORT, one_of
 
 
 @pytest.fixture

@@ -7,22 +7,18 @@ from __future__ import annotations
 
 import pytest
 
-from attnmux.core.cards.card import Prior
-from attnmux.core.cards.clause import when
-from attnmux.core.cards.conditions import (
+from attnmux.core import NoBackend, Platform, Policy, Request, solve
+from attnmux.core.plugin import (
     ANY,
+    Prior,
     at_least,
     at_most,
     emulated,
     one_of,
     runtimes,
     versions,
+    when,
 )
-from attnmux.core.choosing.solver import solve
-from attnmux.core.facts.errors import NoBackend
-from attnmux.core.facts.platform import Platform
-from attnmux.core.facts.policy import Policy
-from attnmux.core.facts.request import Request
 
 ASKED = Policy(hypothetical=True)
 ALL = one_of("extend", "decode", "verify", "draft")

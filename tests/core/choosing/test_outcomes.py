@@ -7,22 +7,15 @@ from pathlib import Path
 import pytest
 
 from attnmux.configs import request_from_model
-from attnmux.core.cards.card import Prior
-from attnmux.core.cards.clause import when
-from attnmux.core.cards.conditions import ANY, NONE, one_of
-from attnmux.core.choosing.decision import Decision
-from attnmux.core.choosing.solver import solve
+from attnmux.core import Decision, NoBackend, Platform, Policy, Request, load_plugins, solve
 from attnmux.core.cli.outcomes import (
     Outcome,
     joined_by_first_reason,
     outcomes,
     outcomes_of_refusal,
 )
-from attnmux.core.facts.errors import NoBackend
-from attnmux.core.facts.platform import Platform
-from attnmux.core.facts.policy import Policy
-from attnmux.core.facts.request import Request, parse_fields
-from attnmux.core.find.installed import load_plugins
+from attnmux.core.plugin import ANY, NONE, Prior, one_of, when
+from attnmux.core.verbs import parse_fields
 
 DATA = Path(__file__).parents[1] / "data"
 

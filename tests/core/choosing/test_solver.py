@@ -5,17 +5,28 @@ from dataclasses import replace
 
 import pytest
 
-from attnmux.core.cards.card import Option, Prior
-from attnmux.core.cards.clause import when
-from attnmux.core.cards.conditions import ANY, anything_but, emulated, multiple_of, one_of
+from attnmux.core import (
+    Decision,
+    InvalidInput,
+    LayerGroup,
+    NoBackend,
+    Plugins,
+    Policy,
+    Request,
+    solve,
+)
 from attnmux.core.choosing.checking import Rank
-from attnmux.core.choosing.decision import Decision
-from attnmux.core.choosing.solver import solve
-from attnmux.core.facts.errors import InvalidInput, NoBackend, UnknownBackend
-from attnmux.core.facts.policy import Policy
-from attnmux.core.facts.request import Request
-from attnmux.core.facts.values import LayerGroup
-from attnmux.core.find.plugins import Plugins
+from attnmux.core.facts.errors import UnknownBackend
+from attnmux.core.plugin import (
+    ANY,
+    Option,
+    Prior,
+    anything_but,
+    emulated,
+    multiple_of,
+    one_of,
+    when,
+)
 
 NO_LIBRARIES = {}.get
 ALL_PHASES = one_of("extend", "decode", "verify", "draft", "encoder")

@@ -9,26 +9,24 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from attnmux.core.cards.card import BackendCard, Offer, Prior
-from attnmux.core.cards.clause import ALWAYS, Clause, when
-from attnmux.core.cards.conditions import (
+from attnmux.core import Decision, LayerGroup, NoBackend, Offer, Platform, Policy, Request, solve
+from attnmux.core.cards.clause import ALWAYS
+from attnmux.core.facts.errors import UnknownBackend
+from attnmux.core.facts.verdicts import Verdict
+from attnmux.core.plugin import (
     ANY,
     NONE,
+    BackendCard,
+    Clause,
+    Prior,
     anything_but,
     at_most,
     emulated,
     multiple_of,
     one_of,
+    when,
 )
-from attnmux.core.choosing.checking import check
-from attnmux.core.choosing.decision import Decision
-from attnmux.core.choosing.solver import solve
-from attnmux.core.facts.errors import NoBackend, UnknownBackend
-from attnmux.core.facts.platform import Platform
-from attnmux.core.facts.policy import Policy
-from attnmux.core.facts.request import Request, parse_fields
-from attnmux.core.facts.values import DTYPES, LayerGroup
-from attnmux.core.facts.verdicts import Verdict
+from attnmux.core.verbs import DTYPES, check, parse_fields
 
 CPU = Platform.parse("cpu:x86_64")
 PHASES = ("extend", "decode", "verify", "draft", "encoder")

@@ -15,25 +15,22 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from attnmux.core.cards.card import BackendCard
-from attnmux.core.cards.clause import when
-from attnmux.core.cards.conditions import includes, one_of
+from attnmux.core import Platform, Settings
 from attnmux.core.choosing.requirements import required
 from attnmux.core.cli import doctor_diagnosis
 from attnmux.core.cli.doctor_diagnosis import diagnose
 from attnmux.core.cli.verbs import verbs
 from attnmux.core.facts.libraries import Distribution, EntryPoint
-from attnmux.core.facts.platform import Platform
 from attnmux.core.find import devices as probe
 from attnmux.core.find import unserved
 from attnmux.core.find.devices import survey
 from attnmux.core.find.examine import Entry, Plugin, PluginFailure
-from attnmux.core.find.settings import Settings
+from attnmux.core.plugin import BackendCard, includes, one_of, when
 
 GOOD = """
-from attnmux.core.cards.card import BackendCard
-from attnmux.core.facts.platform import Platform
-from attnmux.core.find.hooks import hookimpl
+from attnmux.core.plugin import BackendCard
+from attnmux.core import Platform
+from attnmux.core.plugin import hookimpl
 
 print("a banner")
 

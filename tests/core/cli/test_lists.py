@@ -8,16 +8,12 @@ from dataclasses import fields
 import pytest
 from click.testing import CliRunner
 
-from attnmux.core.cards.card import BackendCard
-from attnmux.core.cards.clause import when
-from attnmux.core.cards.conditions import one_of
+from attnmux.core import Detection, Platform, Plugins
 from attnmux.core.cli import run as shared
 from attnmux.core.cli.verbs import verbs
 from attnmux.core.facts.libraries import Distribution, EntryPoint
-from attnmux.core.facts.platform import Platform
-from attnmux.core.find.devices import Detection
 from attnmux.core.find.examine import Entry, Plugin, PluginFailure
-from attnmux.core.find.plugins import Plugins
+from attnmux.core.plugin import BackendCard, one_of, when
 
 
 @pytest.fixture

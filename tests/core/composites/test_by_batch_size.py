@@ -8,16 +8,21 @@ from dataclasses import replace
 import pytest
 import torch
 
-from attnmux.core import BatchSizeAttnBackend, HybridAttnBackend, build
-from attnmux.core.cards.card import Offer, Option
+from attnmux.core import (
+    BackendFailed,
+    ForwardMode,
+    GraphConfig,
+    GraphRunner,
+    InvalidInput,
+    ModelInput,
+    Offer,
+    build,
+    current_forward_context,
+    solve,
+)
 from attnmux.core.choosing.choice import SizeRange, choice_of
-from attnmux.core.choosing.solver import solve
-from attnmux.core.composites.dispatch import Sizes
-from attnmux.core.contract.batch import ForwardMode
-from attnmux.core.contract.op import current_forward_context
-from attnmux.core.facts.errors import BackendFailed, InvalidInput
-from attnmux.core.graph.config import GraphConfig, ModelInput
-from attnmux.core.graph.runner import GraphRunner
+from attnmux.core.composites.dispatch import BatchSizeAttnBackend, HybridAttnBackend, Sizes
+from attnmux.core.plugin import Option
 from attnmux.testing import (
     Candidate,
     Case,

@@ -13,26 +13,27 @@ from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from attnmux.core import (
-    ChunkedPrefixBackend,
+    ForwardMode,
     InvalidInput,
     Policy,
-    TboAttnBackend,
     TunedLaunch,
     UpProjection,
     build,
-    expanded_context,
-    installed_version,
     load_plugins,
+    merge_into,
+    prefix_chunks,
     solve,
-    with_halves,
 )
-from attnmux.core.composites.chunked_prefix import crossing_subject
-from attnmux.core.composites.expanded_parts import prefix_chunks
-from attnmux.core.composites.part_attention import merge_into
-from attnmux.core.contract.batch import ForwardMode
+from attnmux.core.composites.chunked_prefix import (
+    ChunkedPrefixBackend,
+    crossing_subject,
+    expanded_context,
+)
+from attnmux.core.composites.two_batches import TboAttnBackend, with_halves
 from attnmux.core.contract.latent import crossing_by_operations, expansion_pays
-from attnmux.core.facts.records import Device
 from attnmux.core.find.cpu import probe_cpu
+from attnmux.core.plugin import installed_version
+from attnmux.core.verbs import Device
 from attnmux.cpu.torch_native import TorchNativeBackend
 from attnmux.testing import Case, decode, extend, fake_platform, make_setup, prepare_step, verify
 

@@ -12,27 +12,24 @@ import torch
 from click.testing import CliRunner
 
 from attnmux.core import (
-    ANY,
-    Clause,
     Decision,
+    ForwardMode,
     InvalidInput,
     NoBackend,
     Platform,
     Policy,
     Request,
-    TboAttnBackend,
-    TreeAttnBackend,
     build,
-    imported,
     load_plugins,
     prefix_context,
     solve,
     undrafted_request,
-    with_halves,
 )
 from attnmux.core.composites import draft_trees
-from attnmux.core.contract.batch import ForwardMode
+from attnmux.core.composites.draft_trees import TreeAttnBackend
+from attnmux.core.composites.two_batches import TboAttnBackend, with_halves
 from attnmux.core.find.cpu import probe_cpu
+from attnmux.core.plugin import ANY, Clause, imported
 from attnmux.cpu.torch_native import TorchNativeBackend
 from attnmux.nvidia.fa3 import FA3Backend
 from attnmux.nvidia.fa3_layers import FA3Kernels

@@ -7,17 +7,10 @@ from dataclasses import replace
 import pytest
 import torch
 
-from attnmux.core import (
-    ANY,
-    ForwardMode,
-    InvalidInput,
-    LocalAttnBackend,
-    Pieces,
-    SpecInput,
-    with_virtual_requests,
-)
-from attnmux.core.composites.local_attention import local_context
+from attnmux.core import ForwardMode, InvalidInput, Pieces, SpecInput, with_virtual_requests
+from attnmux.core.composites.local_attention import LocalAttnBackend, local_context
 from attnmux.core.composites.virtual_requests import virtual_step
+from attnmux.core.plugin import ANY
 from attnmux.cpu.torch_native import TorchNativeBackend
 from attnmux.testing import (
     Candidate,

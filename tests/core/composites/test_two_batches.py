@@ -10,22 +10,22 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from attnmux.core import (
-    HybridAttnBackend,
+    ForwardMode,
+    GraphConfig,
+    GraphRunner,
     InvalidInput,
+    ModelInput,
     Platform,
     Policy,
-    TboAttnBackend,
     build,
-    imported,
+    current_forward_context,
     load_plugins,
     solve,
-    with_halves,
 )
-from attnmux.core.contract.batch import ForwardMode
-from attnmux.core.contract.op import current_forward_context
+from attnmux.core.composites.dispatch import HybridAttnBackend
+from attnmux.core.composites.two_batches import TboAttnBackend, with_halves
 from attnmux.core.find.cpu import probe_cpu
-from attnmux.core.graph.config import GraphConfig, ModelInput
-from attnmux.core.graph.runner import GraphRunner
+from attnmux.core.plugin import imported
 from attnmux.cpu.torch_native import TorchNativeBackend
 from attnmux.nvidia.fa3 import FA3Backend
 from attnmux.nvidia.fa3_layers import FA3Kernels

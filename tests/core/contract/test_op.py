@@ -11,13 +11,14 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from attnmux.core.contract.op import (
-    RadixAttention,
+from attnmux.core import (
+    AttnmuxError,
+    InvalidInput,
     attention_with_output,
     current_forward_context,
     forward_context,
 )
-from attnmux.core.facts.errors import AttnmuxError, InvalidInput
+from attnmux.core.contract.op import RadixAttention
 from attnmux.testing import (
     Case,
     CaseSetup,

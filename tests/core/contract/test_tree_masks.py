@@ -9,27 +9,29 @@ import pytest
 import torch
 
 from attnmux.core import (
-    NONE,
-    TREE_MASKS,
+    ForwardMode,
     GraphConfig,
     InvalidInput,
     Request,
     SpecInput,
-    draft_depths,
-    limited_drafts,
-    pack_visible,
-    tree_mask_of,
+    tree_visibility,
     undrafted_request,
-    unpack_visible,
-    visible_drafts,
+    whole_mask,
     with_mask_forms,
 )
 from attnmux.core.composites.mask_forms import MaskFormsBackend
 from attnmux.core.composites.two_batches import half_of
-from attnmux.core.contract.batch import ForwardMode
-from attnmux.core.contract.spec import tree_visibility, whole_mask
-from attnmux.core.contract.tree_masks import check_trees, mask_bounds, with_form
+from attnmux.core.contract.tree_masks import draft_depths, mask_bounds, unpack_visible, with_form
 from attnmux.core.graph.buffers import FixedBuffers
+from attnmux.core.plugin import (
+    NONE,
+    TREE_MASKS,
+    check_trees,
+    limited_drafts,
+    pack_visible,
+    tree_mask_of,
+    visible_drafts,
+)
 from attnmux.cpu.torch_native import TorchNativeBackend
 from attnmux.testing import (
     Candidate,

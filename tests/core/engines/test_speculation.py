@@ -14,8 +14,8 @@ from attnmux.core import (
     DraftTree,
     InvalidInput,
     organize_draft_results,
+    tree_visibility,
 )
-from attnmux.core.contract.spec import tree_visibility
 from attnmux.testing.greedy_trees import verify_tree_greedy
 from attnmux.transformers.engine.ngram import NgramIndex
 

@@ -14,15 +14,9 @@ import pytest
 
 from attnmux.bench.keeping import RecordFile
 from attnmux.bench.trials import by_subject, winner
-from attnmux.core.cli.run import Run
-from attnmux.core.facts.errors import InvalidInput
-from attnmux.core.facts.launches import (
-    Trial,
-    TunedLaunch,
-    current_launches,
-)
-from attnmux.core.facts.platform import Platform
-from attnmux.core.facts.records import Device, Records
+from attnmux.core import InvalidInput, Platform, TunedLaunch
+from attnmux.core.plugin import Trial, current_launches
+from attnmux.core.verbs import Device, Records, Run
 
 HERE = replace(Platform.parse("nvidia:sm90,cuda=13.0"), name="NVIDIA H200")
 NOW = datetime(2026, 5, 1, tzinfo=timezone.utc)

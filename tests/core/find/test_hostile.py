@@ -14,8 +14,18 @@ MAIN = "from attnmux.core.cli import main; main()"
 SECONDS = "3"
 HEAD = """
 import ctypes, os, signal, subprocess, sys, threading, time
-from attnmux.core import (
-    ANY, BackendCard, Clause, Condition, Option, Platform, Prior, hookimpl, one_of, when, at_most
+from attnmux.core import Platform
+from attnmux.core.plugin import (
+    ANY,
+    BackendCard,
+    Clause,
+    Condition,
+    Option,
+    Prior,
+    hookimpl,
+    one_of,
+    when,
+    at_most,
 )
 
 def card(**more):

@@ -18,7 +18,7 @@ class AcmeGraphs(RecordingGraphs):
         self.device = device
 """
 PLUGIN = """
-from attnmux.core import hookimpl
+from attnmux.core.plugin import hookimpl
 
 @hookimpl
 def attnmux_cards():

@@ -10,20 +10,26 @@ from dataclasses import replace
 import pytest
 import torch
 
-from attnmux.core import HybridAttnBackend
-from attnmux.core.contract.batch import ForwardMode
-from attnmux.core.contract.op import current_forward_context, forward_context
-from attnmux.core.facts.errors import GraphUnsupported, GraphViolation, InvalidInput
-from attnmux.core.graph.config import GraphConfig, ModelInput, graph_batch_sizes, show_progress
-from attnmux.core.graph.devices import (
+from attnmux.core import (
     CapturedGraph,
     CapturingRanks,
-    CudaGraphs,
     DeviceGraphs,
+    ForwardMode,
+    GraphConfig,
+    GraphRunner,
     GraphStep,
+    GraphUnsupported,
+    GraphViolation,
+    InvalidInput,
+    ModelInput,
+    current_forward_context,
     device_graphs,
+    forward_context,
+    graph_batch_sizes,
 )
-from attnmux.core.graph.runner import GraphRunner
+from attnmux.core.composites.dispatch import HybridAttnBackend
+from attnmux.core.graph.config import show_progress
+from attnmux.core.graph.devices import CudaGraphs
 from attnmux.testing import (
     Case,
     FakeBackend,

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from attnmux.core.facts.errors import InvalidInput
-from attnmux.core.graph.config import graph_batch_sizes, padded_size
+from attnmux.core import InvalidInput, graph_batch_sizes, padded_size
 
 
 def test_default_sizes() -> None:

@@ -8,10 +8,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from attnmux.core import (
+from attnmux.core import extend_positions
+from attnmux.core.plugin import (
     KVView,
     cu_seqlens,
-    extend_positions,
     kv_indices,
     kv_indptr,
     mask_indptr,

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from attnmux.core import (
+from attnmux.core import InvalidInput, extend_positions
+from attnmux.core.plugin import (
     KVView,
     cu_seqlens,
-    extend_positions,
     kv_indices,
     kv_indptr,
     kv_last_page_len,
@@ -17,7 +17,6 @@ from attnmux.core import (
     verify_kv_lens,
     window_view,
 )
-from attnmux.core.facts.errors import InvalidInput
 
 TABLE = torch.zeros((4, 8), dtype=torch.int32)
 ROWS = torch.tensor([1, 2])

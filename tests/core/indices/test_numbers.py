@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from attnmux.core import (
+from attnmux.core import extend_positions
+from attnmux.core.plugin import (
     cu_seqlens,
-    extend_positions,
     kv_indices,
     kv_indptr,
     kv_last_page_len,

@@ -5,8 +5,8 @@ import mmap
 import pytest
 import torch
 
+from attnmux.core import PoolExhausted
 from attnmux.core.contract import memory
-from attnmux.core.facts.errors import PoolExhausted
 
 GIGABYTE = 2**30
 

@@ -10,8 +10,14 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from attnmux.core import MHATokenToKVPool, MLATokenToKVPool, SWAKVPool, tokens_behind_window
-from attnmux.core.facts.errors import InvalidInput, PoolExhausted
+from attnmux.core import (
+    InvalidInput,
+    MHATokenToKVPool,
+    MLATokenToKVPool,
+    PoolExhausted,
+    SWAKVPool,
+    tokens_behind_window,
+)
 from attnmux.transformers.prefixes import PrefixTree
 from attnmux.transformers.slots import SWAAllocator
 

@@ -8,23 +8,21 @@ from datetime import datetime, timezone
 import pytest
 
 from attnmux.bench.keeping import RecordFile
-from attnmux.core.cards.conditions import ANY, one_of
-from attnmux.core.cards.proof import ErrorBound
-from attnmux.core.choosing.decision import Decision
-from attnmux.core.choosing.solver import solve
-from attnmux.core.facts.axes import Question
-from attnmux.core.facts.errors import InvalidInput, NoBackend
-from attnmux.core.facts.platform import Platform
-from attnmux.core.facts.policy import Policy
-from attnmux.core.facts.records import Device
-from attnmux.core.facts.request import Request
-from attnmux.core.measured.measurement import (
+from attnmux.core import (
+    Decision,
+    InvalidInput,
     Measurement,
-    read_measurements,
-    shape_of,
-    versions_of,
+    NoBackend,
+    Platform,
+    Policy,
+    Request,
+    solve,
+    solve_measured,
 )
-from attnmux.core.measured.ranking import accuracy_by, solve_measured
+from attnmux.core.measured.measurement import read_measurements
+from attnmux.core.measured.ranking import accuracy_by
+from attnmux.core.plugin import ANY, ErrorBound, one_of
+from attnmux.core.verbs import Device, Question, shape_of, versions_of
 
 REQUEST = Request.parse("num_q_heads=32,num_kv_heads=8,head_dim=128,dtype=bf16,phases=decode")
 HOPPER = replace(Platform.parse("nvidia:sm90,cuda=12.8"), name="NVIDIA H200")

@@ -14,26 +14,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from attnmux.bench.keeping import RecordFile
-from attnmux.core.cards.card import LAST_RESORT, Prior
-from attnmux.core.cards.clause import when
-from attnmux.core.cards.conditions import one_of
+from attnmux.core import Decision, InvalidInput, Measurement, Platform, Policy, Request, solve
 from attnmux.core.choosing.checking import prior_rank
-from attnmux.core.choosing.decision import Decision
-from attnmux.core.choosing.solver import solve
 from attnmux.core.cli.outcomes import outcomes
-from attnmux.core.facts.axes import Question
-from attnmux.core.facts.errors import InvalidInput
-from attnmux.core.facts.platform import Platform
-from attnmux.core.facts.policy import Policy
-from attnmux.core.facts.records import Device
-from attnmux.core.facts.request import Request
-from attnmux.core.measured.measurement import (
-    Measurement,
-    read_measurements,
-    shape_of,
-    versions_of,
-)
+from attnmux.core.measured.measurement import read_measurements
 from attnmux.core.measured.ranking import current_measurements, ranking_by, ranks
+from attnmux.core.plugin import LAST_RESORT, Prior, one_of, when
+from attnmux.core.verbs import Device, Question, shape_of, versions_of
 
 NOW = datetime(2026, 5, 1, 12, tzinfo=timezone.utc)
 REQUEST = Request.parse("num_q_heads=32,num_kv_heads=8,head_dim=128,dtype=bf16")

@@ -23,12 +23,12 @@ from attnmux.core import (
     ForwardBatch,
     GraphConfig,
     GraphRunner,
+    GraphStep,
     GraphUnsupported,
     ModelInput,
     Platform,
     device_graphs,
 )
-from attnmux.core.graph.devices import GraphStep
 from attnmux.emulators.ascend import KERNELS
 from attnmux.emulators.ascend.torch_npu import torch_npu
 from attnmux.testing import AttentionBackendTests, decode, verify

@@ -9,9 +9,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from attnmux.core import (
-    BackendFailed,
-    InvalidInput,
+from attnmux.core import BackendFailed, InvalidInput
+from attnmux.core.plugin import (
     LinearAttentionBackend,
     LinearCall,
     PlainConvolutions,

@@ -23,8 +23,7 @@ from typing import Any
 import pytest
 
 from attnmux.core import ForwardMode, Platform, Request
-from attnmux.core.choosing.shortcomings import is_served
-from attnmux.core.facts.axes import Question
+from attnmux.core.verbs import Question, is_served
 from attnmux.testing import Case, decode, extend, verify
 
 pytest.importorskip("triton")

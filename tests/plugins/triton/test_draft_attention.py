@@ -13,12 +13,12 @@ from attnmux.core import (
     DraftKeys,
     LayerSpec,
     SeenPrefixes,
-    TreeAttnBackend,
     Trees,
     as_heads,
     attend_to_drafts,
     prefix_context,
 )
+from attnmux.core.composites.draft_trees import TreeAttnBackend
 from attnmux.cpu.torch_native import TorchNativeBackend
 from attnmux.testing import (
     Candidate,
@@ -34,7 +34,7 @@ from attnmux.testing.standard import in_graphs
 
 pytest.importorskip("triton")
 
-from attnmux.core import ANY, Clause
+from attnmux.core.plugin import ANY, Clause
 from attnmux.triton.draft_attention import (  # where there is a Triton
     MOST_DRAFTS,
     TritonDraftAttention,

@@ -13,7 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from attnmux import core
-from attnmux.core import InvalidInput, KVView
+from attnmux.core import InvalidInput
+from attnmux.core.plugin import KVView
 
 pytest.importorskip("triton")
 

@@ -15,11 +15,11 @@ from attnmux.core import (
     AcceptedDrafts,
     AcceptThresholds,
     DraftTree,
+    GraphStep,
     InvalidInput,
     organize_draft_results,
     sample_tree_target_only,
 )
-from attnmux.core.graph.devices import GraphStep
 from attnmux.testing import RecordingGraphs
 
 pytest.importorskip("triton")

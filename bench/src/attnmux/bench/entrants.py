@@ -11,6 +11,7 @@ from attnmux.bench.grid import default_grid
 from attnmux.bench.timing import graphs_of
 from attnmux.bench.workload import Workload
 from attnmux.core import (
+    Choice,
     Decision,
     DeviceGraphs,
     InvalidInput,
@@ -24,9 +25,7 @@ from attnmux.core import (
     torch_dtype,
     value_bytes,
 )
-from attnmux.core.cards.named import offers_named
-from attnmux.core.choosing.choice import Choice
-from attnmux.core.facts.policy import NAMING
+from attnmux.core.verbs import NAMING, offers_named
 
 NAMED_FOR = {
     "decode": "decode_backend",

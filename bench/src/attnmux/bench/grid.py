@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from attnmux.bench.linear_work import state_bytes
 from attnmux.bench.workload import Workload
 from attnmux.core import Platform, Request
-from attnmux.core.facts.values import LINEAR_KINDS
+from attnmux.core.verbs import LINEAR_KINDS
 
 GRID_CPU = (
     *((1, 256), (1, 2048), (1, 8192), (4, 512), (16, 256)),

@@ -18,14 +18,7 @@ from typing import Generic, TypeVar
 from filelock import FileLock
 
 from attnmux.core import replacing
-from attnmux.core.facts.records import (
-    FORMAT,
-    Record,
-    Records,
-    latest,
-    read_records,
-    records_in,
-)
+from attnmux.core.verbs import FORMAT, Record, Records, latest, read_records, records_in
 
 LOCK_SECONDS = 60
 """How long to wait for another writer."""

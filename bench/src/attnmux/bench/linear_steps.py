@@ -12,14 +12,8 @@ from attnmux.bench.linear_work import CONV_CHANNELS, CONV_SIZE, dims, linear_byt
 from attnmux.bench.steps import cold_layers
 from attnmux.bench.timing import Run
 from attnmux.bench.workload import Workload
-from attnmux.core import (
-    Decision,
-    ForwardBatch,
-    LinearAttentionBackend,
-    LinearLayerSpec,
-    Request,
-    torch_dtype,
-)
+from attnmux.core import Decision, ForwardBatch, LinearLayerSpec, Request, torch_dtype
+from attnmux.core.plugin import LinearAttentionBackend
 from attnmux.testing import Errors, decode, errors_between, extend, linear_reference, verify
 from attnmux.testing.linear_cases import LinearCase
 from attnmux.testing.linear_runner import PRODUCTS

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from attnmux.bench.workload import Workload
 from attnmux.core import Request
-from attnmux.core.linear.layer import CHANNEL_KINDS, DELTA_KINDS
+from attnmux.core.plugin import CHANNEL_KINDS, DELTA_KINDS
 
 STATE_ITEMSIZE = 4
 """Recurrent states are float32."""

@@ -15,9 +15,8 @@ from attnmux.bench.roofline import Ceilings, Cost, cost_of
 from attnmux.bench.subjects import Subject, TimedStep, subject_of
 from attnmux.bench.timing import Run, current, in_graph, in_turn, interleave, median_us
 from attnmux.bench.workload import Workload
-from attnmux.core import DeviceGraphs, RankFailed, RanksDiffer, TunedLaunch, in_brief
-from attnmux.core.contract.steps import StepBackend
-from attnmux.core.facts.launches import Together, alone
+from attnmux.core import DeviceGraphs, RankFailed, RanksDiffer, StepBackend, TunedLaunch, in_brief
+from attnmux.core.plugin import Together, alone
 from attnmux.testing import Errors
 
 ROUNDS = 3

@@ -11,8 +11,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
-from attnmux.core import AttnmuxError, BackendFailed, RanksDiffer, Trial, in_brief
-from attnmux.core.facts.launches import Together, alone
+from attnmux.core import AttnmuxError, BackendFailed, RanksDiffer, in_brief
+from attnmux.core.plugin import Together, Trial, alone
 
 if TYPE_CHECKING:
     from attnmux.distributed import RankGroup

@@ -13,7 +13,7 @@ from attnmux.bench.linear_work import linear_bytes, linear_flops
 from attnmux.bench.timing import current, median_us
 from attnmux.bench.workload import Workload, kv_width, q_width
 from attnmux.core import Request, torch_dtype, value_bytes
-from attnmux.core.facts.values import LINEAR_KINDS
+from attnmux.core.verbs import LINEAR_KINDS
 
 MOST_SECONDS = 1.5
 """Most time for both ceilings together. One product or copy that has begun is finished."""

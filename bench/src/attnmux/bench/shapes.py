@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 
 from attnmux.core import InvalidInput, Request, linear_request
-from attnmux.core.facts.values import LINEAR_KINDS
+from attnmux.core.verbs import LINEAR_KINDS
 
 DENSE_SHAPES = {"num_q_heads": 32, "num_kv_heads": 8, "head_dim": 128, "dtype": "bfloat16"}
 LATENT_SHAPES = {

@@ -14,16 +14,16 @@ from attnmux.bench.steps import Step, make_step
 from attnmux.bench.timing import Run
 from attnmux.bench.workload import Workload
 from attnmux.core import (
-    BackendCard,
     Decision,
     ForwardBatch,
     Request,
+    StepBackend,
     TunedLaunch,
     build,
+    make_linear,
 )
-from attnmux.core.composites.factories import make_linear
-from attnmux.core.contract.steps import StepBackend
-from attnmux.core.facts.values import LINEAR_KINDS
+from attnmux.core.plugin import BackendCard
+from attnmux.core.verbs import LINEAR_KINDS
 from attnmux.testing import Errors
 
 

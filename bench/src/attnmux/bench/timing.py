@@ -12,7 +12,10 @@ import torch
 from torch.utils.benchmark import Timer
 
 from attnmux.core import (
+    NUM_WARM_UPS,
+    CapturedGraph,
     DeviceGraphs,
+    GraphStep,
     GraphUnsupported,
     InvalidInput,
     RankFailed,
@@ -20,8 +23,6 @@ from attnmux.core import (
     device_graphs,
     in_brief,
 )
-from attnmux.core.graph.config import NUM_WARM_UPS
-from attnmux.core.graph.devices import CapturedGraph, GraphStep
 
 Run = Callable[[], object]
 Meter = Callable[[], float]

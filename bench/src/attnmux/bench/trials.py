@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
-from attnmux.core import Trial
-from attnmux.core.facts.records import LEAST_GAIN
-from attnmux.core.facts.values import OptionValue
+from attnmux.core.plugin import Trial
+from attnmux.core.verbs import LEAST_GAIN, OptionValue
 
 
 def by_subject(trials: Iterable[Trial]) -> dict[Mapping[str, OptionValue], list[Trial]]:

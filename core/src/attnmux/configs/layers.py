@@ -7,9 +7,8 @@ from collections.abc import Mapping
 from itertools import cycle, islice
 from typing import Any
 
-from attnmux.core.facts.checks import is_whole
-from attnmux.core.facts.errors import InvalidInput
-from attnmux.core.facts.values import LINEAR_KINDS
+from attnmux.core import InvalidInput, is_whole
+from attnmux.core.verbs import LINEAR_KINDS
 
 COMPRESSED = frozenset({"compressed_sparse_attention", "heavily_compressed_attention"})
 """Of layers that see a window and keys that stand for blocks of tokens (DeepSeek-V4)."""

@@ -23,8 +23,8 @@ from attnmux.core import (
     as_tokens,
     parts_of,
     quantise,
-    shared_kernel,
 )
+from attnmux.core.plugin import shared_kernel
 from attnmux.distributed.heads import HeadSplit
 from attnmux.distributed.interleaved_keys import KeysOfRanks
 from attnmux.distributed.interleaved_kv import InterleavedKVPool, InterleavedTable

@@ -7,7 +7,8 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from attnmux.core import ForwardBatch, ForwardMode, InvalidInput, tree_mask_of
+from attnmux.core import ForwardBatch, ForwardMode, InvalidInput
+from attnmux.core.plugin import tree_mask_of
 from attnmux.distributed.interleaving import Interleaving
 
 

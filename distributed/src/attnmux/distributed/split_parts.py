@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, TypeAlias
 
 import torch
 
-from attnmux.core import ForwardBatch, ForwardMode, Part, cu_seqlens, kv_indices, prefix_chunks
+from attnmux.core import ForwardBatch, ForwardMode, Part, prefix_chunks
+from attnmux.core.plugin import cu_seqlens, kv_indices
 from attnmux.distributed.zigzag import ZigzagStep, spans
 
 if TYPE_CHECKING:

@@ -14,16 +14,13 @@ from attnmux.amd.cards.aiter_mla import AITER_MLA
 from attnmux.amd.cards.aiter_mla_prefill import AITER_MLA_PREFILL
 from attnmux.ascend.ascend import make as ascend
 from attnmux.ascend.cards.ascend import ASCEND
-from attnmux.core import (
+from attnmux.core import AttentionBackend, BackendContext, InvalidInput, Platform
+from attnmux.core.plugin import (
     ANY,
     NONE,
-    AttentionBackend,
     BackendCard,
-    BackendContext,
-    InvalidInput,
     KernelLibrary,
     PlainConvolutions,
-    Platform,
     imported,
     linear_states_of,
     one_of,

@@ -7,15 +7,8 @@ from dataclasses import dataclass
 
 import torch
 
-from attnmux.core import (
-    BackendContext,
-    ForwardBatch,
-    InvalidInput,
-    cu_seqlens,
-    page_table,
-    tree_mask_of,
-    uniform_indptr,
-)
+from attnmux.core import BackendContext, ForwardBatch, InvalidInput
+from attnmux.core.plugin import cu_seqlens, page_table, tree_mask_of, uniform_indptr
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)

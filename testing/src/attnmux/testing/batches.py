@@ -7,8 +7,8 @@ from dataclasses import replace
 
 import torch
 
-from attnmux.core import ForwardBatch, MultiItem, SpecInput, pack_visible
-from attnmux.core.contract.spec import tree_visibility, whole_mask
+from attnmux.core import ForwardBatch, MultiItem, SpecInput, tree_visibility, whole_mask
+from attnmux.core.plugin import pack_visible
 from attnmux.testing.case_setup import CaseSetup
 from attnmux.testing.cases import Step
 from attnmux.testing.placement import Placed

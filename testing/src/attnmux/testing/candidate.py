@@ -9,7 +9,6 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Literal, cast
 
 from attnmux.core import (
-    BackendCard,
     FrozenMapping,
     InvalidInput,
     Offer,
@@ -22,17 +21,25 @@ from attnmux.core import (
     detect,
     load_plugins,
 )
-from attnmux.core.cards.named import complete, offers_named, read_options
-from attnmux.core.choosing.checking import check, standing
-from attnmux.core.choosing.shortcomings import is_served
-from attnmux.core.facts.axes import Question
-from attnmux.core.facts.libraries import installed_version
-from attnmux.core.facts.values import ATTENTION_KINDS, LINEAR_KINDS, OptionValue
+from attnmux.core.plugin import BackendCard, installed_version
+from attnmux.core.verbs import (
+    ATTENTION_KINDS,
+    LINEAR_KINDS,
+    OptionValue,
+    Question,
+    check,
+    complete,
+    is_served,
+    offers_named,
+    read_options,
+    standing,
+)
 from attnmux.testing.linear_cases import AnyCase, in_dims_of, linear_cases, linear_in_graphs
 from attnmux.testing.standard import PAGE_SIZES, in_graphs, standard_cases
 
 if TYPE_CHECKING:
-    from attnmux.core import AttentionBackend, BackendContext, LinearAttentionBackend
+    from attnmux.core import AttentionBackend, BackendContext
+    from attnmux.core.plugin import LinearAttentionBackend
     from attnmux.testing.case_setup import Graphs
 
     Factory = Callable[[BackendContext, Mapping[str, OptionValue]], AttentionBackend]
@@ -172,11 +179,8 @@ class Candidate:
 
     def build(self, context: BackendContext) -> AttentionBackend:
         """Make the backend as an engine would."""
-        from attnmux.core import (  # noqa: PLC0415  # torch
-            with_mask_forms,
-            with_shared_kernels,
-            with_virtual_requests,
-        )
+        from attnmux.core import with_mask_forms, with_virtual_requests  # noqa: PLC0415  # torch
+        from attnmux.core.plugin import with_shared_kernels  # noqa: PLC0415  # torch
 
         def make(context: BackendContext) -> AttentionBackend:
             return self._factory()(context, complete(self.card, self.options))
@@ -246,7 +250,7 @@ def find_candidate(
     if device and len(alike) > 1:
         import torch  # noqa: PLC0415  # to read cards needs none
 
-        from attnmux.core.engines.device_platforms import reported_device  # noqa: PLC0415  # as above
+        from attnmux.core.verbs import reported_device  # noqa: PLC0415  # as above
 
         report = reported_device(torch.device(device))
         alike = [one for one in alike if report is None or report.is_of(one)] or alike

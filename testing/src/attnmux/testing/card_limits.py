@@ -9,8 +9,8 @@ from functools import cache
 from typing import Any
 
 from attnmux.core import Platform, Request
-from attnmux.core.facts.axes import AXES, Axis, Question
-from attnmux.core.facts.values import DTYPES, KINDS, PHASES, Value
+from attnmux.core.facts.launches import Value
+from attnmux.core.verbs import AXES, DTYPES, KINDS, PHASES, Axis, Question
 from attnmux.testing.candidate import Candidate, Outcome
 from attnmux.testing.linear_cases import AnyCase, linear_cases, linear_in_graphs
 from attnmux.testing.standard import in_graphs, standard_cases

@@ -7,7 +7,7 @@ from functools import lru_cache
 from typing import Any, Literal
 
 from attnmux.core import ForwardMode, Request, TreeMask
-from attnmux.core.facts.values import OptionValue
+from attnmux.core.verbs import OptionValue
 
 PHASES = {
     ForwardMode.EXTEND: "extend",

@@ -11,17 +11,18 @@ import torch
 
 from attnmux.core import (
     AttentionBackend,
+    CapturedGraph,
     DeviceGraphs,
     ForwardBatch,
     ForwardMode,
     GraphConfig,
     GraphRunner,
+    GraphStep,
     ModelInput,
     device_graphs,
     graph_batch_sizes,
+    padded_size,
 )
-from attnmux.core.graph.config import padded_size
-from attnmux.core.graph.devices import CapturedGraph, GraphStep
 from attnmux.testing.case_setup import CaseSetup
 from attnmux.testing.cases import Case, Step
 from attnmux.testing.comparison import Disagreement

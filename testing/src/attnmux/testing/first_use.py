@@ -7,8 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from attnmux.core import BackendFailed, Decision, Offer, TunedLaunch
-from attnmux.core.measured.passes import pass_key, passes
-from attnmux.core.measured.unverified import Unverified, untried
+from attnmux.core.verbs import Unverified, pass_key, passes, untried
 from attnmux.testing.candidate import Candidate
 from attnmux.testing.children import Trial, run_in_children
 from attnmux.testing.trial_cases import TrialCases, trial_cases

@@ -10,8 +10,7 @@ from random import SystemRandom
 from typing import TYPE_CHECKING, Any, Literal
 
 from attnmux.core import InvalidInput
-from attnmux.core.cards.installed_files import digest
-from attnmux.core.facts.files import read_file
+from attnmux.core.verbs import digest, read_file
 from attnmux.testing.candidate import Outcome, StepFigures
 
 if TYPE_CHECKING:

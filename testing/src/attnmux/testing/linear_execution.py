@@ -9,8 +9,8 @@ from typing import TypeAlias
 
 import torch
 
-from attnmux.core import ForwardBatch, ForwardMode, LinearAttentionBackend, device_graphs
-from attnmux.core.graph.devices import CapturedGraph, GraphStep
+from attnmux.core import CapturedGraph, ForwardBatch, ForwardMode, GraphStep, device_graphs
+from attnmux.core.plugin import LinearAttentionBackend
 from attnmux.testing.linear_setup import LinearInput, LinearSetup, LinearStep, prepare_linear
 from attnmux.testing.recording import RecordingGraphs
 

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 
 import torch
 
-from attnmux.core import L2_EPS, LinearLayerSpec
+from attnmux.core import LinearLayerSpec
+from attnmux.core.plugin import L2_EPS
 
 
 def recurrence(

@@ -7,7 +7,7 @@ from random import Random
 from typing import Any
 
 from attnmux.core import ForwardMode
-from attnmux.core.facts.values import DTYPES, LINEAR_KINDS
+from attnmux.core.verbs import DTYPES, LINEAR_KINDS
 from attnmux.testing.candidate import Candidate
 from attnmux.testing.cases import Step, decode, extend, verify
 from attnmux.testing.linear_cases import SHAPES, LinearCase

@@ -7,13 +7,21 @@ from dataclasses import asdict
 
 import click
 
-from attnmux.core.cards.named import offers_named
-from attnmux.core.cards.proof import PROOFS, Proof, Verified
-from attnmux.core.cli.asking import machine
-from attnmux.core.cli.run import Run, common_options, echo_json, pass_run
-from attnmux.core.facts.platform import GRAMMAR
-from attnmux.core.facts.request import Request, parse_fields
-from attnmux.core.facts.values import KINDS
+from attnmux.core import Request
+from attnmux.core.plugin import Verified
+from attnmux.core.verbs import (
+    GRAMMAR,
+    KINDS,
+    PROOFS,
+    Proof,
+    Run,
+    common_options,
+    echo_json,
+    machine,
+    offers_named,
+    parse_fields,
+    pass_run,
+)
 from attnmux.testing.matrix_rows import COLUMNS, Cell, Row, narrowed, rows_of
 
 INTRODUCTION = """\

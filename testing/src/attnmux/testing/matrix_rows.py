@@ -10,15 +10,23 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
-from attnmux.core.cards.card import Offer
-from attnmux.core.cards.clause import Clause, meets
-from attnmux.core.cards.conditions import ANY, Condition
-from attnmux.core.cards.proof import Proven, proven, proven_on
-from attnmux.core.choosing.problem import opposed
-from attnmux.core.facts.axes import AXES, CACHED, PLATFORM, Axis, Question
-from attnmux.core.facts.platform import Platform
-from attnmux.core.facts.request import Request
-from attnmux.core.facts.values import KINDS, PHASES, Value
+from attnmux.core import Offer, Platform, Request
+from attnmux.core.facts.launches import Value
+from attnmux.core.plugin import ANY, Clause, Condition
+from attnmux.core.verbs import (
+    AXES,
+    CACHED,
+    KINDS,
+    PHASES,
+    PLATFORM,
+    Axis,
+    Proven,
+    Question,
+    meets,
+    opposed,
+    proven,
+    proven_on,
+)
 from attnmux.testing.matrix_clauses import covers, either, restrictions, union, union_said
 
 Served = Literal["yes", "some", "no"]

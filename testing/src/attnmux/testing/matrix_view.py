@@ -8,8 +8,7 @@ from rich.console import Console
 from rich.padding import Padding
 from rich.text import Text
 
-from attnmux.core.cli.render import plain_console, plain_table
-from attnmux.core.facts.axes import CACHED
+from attnmux.core.verbs import CACHED, plain_console, plain_table
 from attnmux.testing.matrix_rows import COLUMNS, Cell, Row
 
 LIMITED = "*"

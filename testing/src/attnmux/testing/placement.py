@@ -14,9 +14,15 @@ from itertools import chain
 
 import torch
 
-from attnmux.core import ForwardMode, LayerSpec, SWAKVPool, stored_parts, tokens_behind_window
-from attnmux.core.contract.dtypes import FP4_DTYPE
-from attnmux.core.kv.rows import gather_rows
+from attnmux.core import (
+    FP4_DTYPE,
+    ForwardMode,
+    LayerSpec,
+    SWAKVPool,
+    gather_rows,
+    stored_parts,
+    tokens_behind_window,
+)
 from attnmux.testing.case_setup import CaseSetup, pages_of
 from attnmux.testing.cases import Step
 

@@ -16,8 +16,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
-from attnmux.core import DeviceGraphs, GraphViolation
-from attnmux.core.graph.devices import CapturedGraph, GraphStep
+from attnmux.core import CapturedGraph, DeviceGraphs, GraphStep, GraphViolation
 from attnmux.testing.recorder import Recorder
 from attnmux.testing.tape import Tape
 

@@ -10,11 +10,17 @@ from pathlib import Path
 
 import click
 
-from attnmux.core import InvalidInput, Measurement, NoBackend, Offer, Plugins, Settings
-from attnmux.core.cli.run import FiniteRange, Run, common_options, echo_json, pass_run, writing
-from attnmux.core.facts.files import replacing
-from attnmux.core.facts.records import Device
-from attnmux.core.measured.measurement import versions_of
+from attnmux.core import InvalidInput, Measurement, NoBackend, Offer, Plugins, Settings, replacing
+from attnmux.core.verbs import (
+    Device,
+    FiniteRange,
+    Run,
+    common_options,
+    echo_json,
+    pass_run,
+    versions_of,
+    writing,
+)
 from attnmux.testing.candidate import Candidate, find_candidate
 from attnmux.testing.report_facts import Reported, reported
 from attnmux.testing.summary import Summary, kept_file, read_summary, summarised

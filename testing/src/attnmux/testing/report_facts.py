@@ -8,20 +8,9 @@ from dataclasses import asdict, dataclass
 from datetime import datetime, timezone
 from typing import Any
 
-from attnmux.core import (
-    Measurement,
-    Offer,
-    Platform,
-    Plugins,
-    Settings,
-    Verified,
-    installed_version,
-)
-from attnmux.core.cards.proof import proven_on
-from attnmux.core.choosing.checking import standing
-from attnmux.core.facts.errors import in_brief
-from attnmux.core.facts.libraries import distributions
-from attnmux.core.facts.records import Device
+from attnmux.core import Measurement, Offer, Platform, Plugins, Settings, in_brief
+from attnmux.core.plugin import Verified, installed_version
+from attnmux.core.verbs import Device, distributions, proven_on, standing
 from attnmux.testing.anonymous import anonymous
 from attnmux.testing.candidate import Candidate
 from attnmux.testing.summary import Summary, verified_by

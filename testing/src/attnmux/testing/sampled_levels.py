@@ -6,9 +6,9 @@ from collections.abc import Collection, Iterator, Mapping
 from random import Random
 from typing import Any
 
-from attnmux.core import ANY, Clause, Option
-from attnmux.core.cards.conditions import Condition
-from attnmux.core.facts.values import DTYPES, OptionValue, Value
+from attnmux.core.facts.launches import Value
+from attnmux.core.plugin import ANY, Clause, Condition, Option
+from attnmux.core.verbs import DTYPES, OptionValue
 from attnmux.testing.sampled_points import FLAGS, OPTION
 
 Range = tuple[int, int]

@@ -14,9 +14,9 @@ from dataclasses import dataclass, field
 from itertools import combinations
 from random import Random
 
-from attnmux.core import Clause
-from attnmux.core.facts.axes import AXES, Question
-from attnmux.core.facts.values import Value
+from attnmux.core.facts.launches import Value
+from attnmux.core.plugin import Clause
+from attnmux.core.verbs import AXES, Question
 from attnmux.testing.candidate import MACHINE_AXES, Candidate
 from attnmux.testing.cases import Case
 from attnmux.testing.linear_cases import AnyCase

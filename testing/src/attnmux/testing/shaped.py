@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from attnmux.core import Request
-from attnmux.core.facts.values import LINEAR_KINDS
+from attnmux.core.verbs import LINEAR_KINDS
 from attnmux.testing.candidate import Candidate
 from attnmux.testing.cases import Case
 from attnmux.testing.linear_cases import AnyCase, LinearCase

@@ -10,11 +10,9 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
-from attnmux.core import Offer, Settings, SettingsError, Verified
-from attnmux.core.cli.run import writing
-from attnmux.core.facts.files import read_file, replacing
-from attnmux.core.facts.records import Device
-from attnmux.core.measured.passes import pass_key, passes
+from attnmux.core import Offer, Settings, SettingsError, replacing
+from attnmux.core.plugin import Verified
+from attnmux.core.verbs import Device, pass_key, passes, read_file, writing
 from attnmux.testing.anonymous import anonymous
 from attnmux.testing.candidate import Candidate
 from attnmux.testing.verify_run import Verification

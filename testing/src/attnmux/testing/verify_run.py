@@ -8,8 +8,9 @@ from dataclasses import dataclass, field
 from random import SystemRandom
 from typing import Any
 
-from attnmux.core import FrozenMapping, installed_version
-from attnmux.core.cards.installed_files import OTHERS
+from attnmux.core import FrozenMapping
+from attnmux.core.plugin import installed_version
+from attnmux.core.verbs import OTHERS
 from attnmux.testing.candidate import Candidate, Outcome
 from attnmux.testing.card_limits import outside_points, try_point
 from attnmux.testing.children import Trial, run_in_children

@@ -4,8 +4,13 @@ from __future__ import annotations
 
 import copy
 
-from attnmux.core import AttentionBackend, ForwardBatch, ForwardMode, LinearLayers
-from attnmux.core.composites.dispatch import DispatchingBackend
+from attnmux.core import (
+    AttentionBackend,
+    DispatchingBackend,
+    ForwardBatch,
+    ForwardMode,
+    LinearLayers,
+)
 
 
 class WrappingBackend(DispatchingBackend):

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from attnmux.configs import request_from_model
 from attnmux.core import InvalidInput, Platform, Request, linear_request
-from attnmux.core.cli.asking import requested
-from attnmux.core.facts.request import parse_fields
-from attnmux.core.facts.values import LINEAR_KINDS
+from attnmux.core.verbs import LINEAR_KINDS, parse_fields, requested
 
 
 def asked_of_one_shape(model: str | None, fields: str, tp: int) -> Request:

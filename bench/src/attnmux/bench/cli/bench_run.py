@@ -35,11 +35,16 @@ from attnmux.core import (
     TunedLaunch,
     torch_dtype,
 )
-from attnmux.core.cli.asking import decided, machine
-from attnmux.core.cli.run import Run, writing
-from attnmux.core.facts.axes import Question
-from attnmux.core.facts.records import Device
-from attnmux.core.measured.measurement import shape_of, versions_of
+from attnmux.core.verbs import (
+    Device,
+    Question,
+    Run,
+    decided,
+    machine,
+    shape_of,
+    versions_of,
+    writing,
+)
 from attnmux.distributed import RankGroup, check_same_libraries, shared_launches
 
 OTHERWISE = "name another file as ATTNMUX_MEASUREMENTS, or leave out --keep"

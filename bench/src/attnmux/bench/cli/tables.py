@@ -12,9 +12,9 @@ from rich.text import Text
 from attnmux.bench.linear_work import CONV_CHANNELS, dims
 from attnmux.bench.trials import by_subject, winner
 from attnmux.bench.workload import Workload
-from attnmux.core import Platform, Request, Trial, Value
-from attnmux.core.cli.render import WIDTH, plain_table
-from attnmux.core.facts.values import LINEAR_KINDS
+from attnmux.core import Platform, Request
+from attnmux.core.plugin import Trial
+from attnmux.core.verbs import LINEAR_KINDS, WIDTH, OptionValue, plain_table
 
 if TYPE_CHECKING:  # torch, which a table does not need
     from attnmux.bench.cli.bench_run import Kept, Result
@@ -154,5 +154,5 @@ def _trials(trials: Sequence[Trial]) -> Table:
     return table
 
 
-def _assignments(values: Mapping[str, Value]) -> str:
+def _assignments(values: Mapping[str, OptionValue]) -> str:
     return " ".join(f"{name}={value}" for name, value in values.items())

@@ -21,7 +21,6 @@ from attnmux.core import (
     AttnmuxError,
     BackendFailed,
     InvalidInput,
-    Job,
     NoBackend,
     Offer,
     Platform,
@@ -29,18 +28,23 @@ from attnmux.core import (
     Request,
     Settings,
     SettingsError,
-    Trial,
     TunedLaunch,
     in_brief,
     solve,
 )
-from attnmux.core.cards.named import offers_named
-from attnmux.core.cli.asking import machine
-from attnmux.core.cli.run import Run, common_options, echo_json, pass_run, writing
-from attnmux.core.facts.launches import Tuner
-from attnmux.core.facts.policy import NAMING
-from attnmux.core.facts.records import Device
-from attnmux.core.measured.measurement import versions_of
+from attnmux.core.plugin import Job, Trial, Tuner
+from attnmux.core.verbs import (
+    NAMING,
+    Device,
+    Run,
+    common_options,
+    echo_json,
+    machine,
+    offers_named,
+    pass_run,
+    versions_of,
+    writing,
+)
 
 if TYPE_CHECKING:
     from attnmux.distributed import RankGroup

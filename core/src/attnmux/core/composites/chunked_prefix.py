@@ -18,8 +18,9 @@ from attnmux.core.contract.latent import UpProjection, crossing_by_operations
 from attnmux.core.contract.layer import LayerSpec
 from attnmux.core.facts.derived import parts_request
 from attnmux.core.facts.errors import InvalidInput
-from attnmux.core.facts.launches import Value, current_launches
+from attnmux.core.facts.launches import current_launches
 from attnmux.core.facts.request import Request
+from attnmux.core.facts.values import OptionValue
 from attnmux.core.kv.rows import gather_rows
 
 CHUNK_BYTES = 1 << 29
@@ -143,7 +144,7 @@ def expanded_context(context: BackendContext) -> BackendContext:
     return part_context(context, parts_request(context.request))
 
 
-def crossing_subject(absorbed: str, request: Request) -> dict[str, Value]:
+def crossing_subject(absorbed: str, request: Request) -> dict[str, OptionValue]:
     """The subject of a `TunedLaunch` of the expanded backend that holds a measured `crossing`.
 
     absorbed: `plugin/name` of the other backend. Its values are {"crossing": new tokens}.

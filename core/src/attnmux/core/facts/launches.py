@@ -28,7 +28,6 @@ from attnmux.core.facts.values import OptionValue
 
 T = TypeVar("T")
 
-Value = OptionValue
 VALUES = by_name("numbers and words by name", bool, int, float, str)
 TRIED: Mapping[str, Check] = {"subject": VALUES, "values": VALUES}
 VERSIONS = CHECKS["versions"]
@@ -46,9 +45,9 @@ class TunedLaunch(Record):
         "versions": Check(VERSIONS.expected, lambda value: VERSIONS.holds(value) and all(value)),
     }
 
-    subject: Mapping[str, Value]
+    subject: Mapping[str, OptionValue]
     """The kernel, and the shapes that it is launched for."""
-    values: Mapping[str, Value]
+    values: Mapping[str, OptionValue]
     """The launch."""
 
 
@@ -118,9 +117,9 @@ class Trial(Plain):
     Raises InvalidInput for a subject, values or a time that a `TunedLaunch` cannot hold.
     """
 
-    subject: Mapping[str, Value]
+    subject: Mapping[str, OptionValue]
     """The kernel and its shapes, in the backend's words."""
-    values: Mapping[str, Value]
+    values: Mapping[str, OptionValue]
     """The launch."""
     median_us: float | None
     """None where it failed, or its result was wrong."""

@@ -22,7 +22,7 @@ import math
 import torch
 from torch.library import Library
 
-from attnmux.core import imported
+from attnmux.core.plugin import imported
 from attnmux.emulators.intel.xpu import visible
 from attnmux.emulators.nvidia.dense import attend
 from attnmux.intel.vllm_xpu import VLLMXPUKernels

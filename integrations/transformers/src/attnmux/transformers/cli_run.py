@@ -14,19 +14,19 @@ import click
 import torch
 
 from attnmux.core import (
+    VENDORS,
     Detection,
     InvalidInput,
+    Lock,
     Platform,
     Plugins,
     PoolExhausted,
     Settings,
+    named_platforms,
     pick_platform,
+    platform_of,
 )
-from attnmux.core.cli.run import Run, echo_json
-from attnmux.core.engines.device_platforms import platform_of
-from attnmux.core.facts.vendors import VENDORS
-from attnmux.core.find.devices import named_platforms
-from attnmux.core.find.lock import Lock
+from attnmux.core.verbs import Run, echo_json
 from attnmux.transformers import recall
 from attnmux.transformers.checkpoint import Checkpoint, open_checkpoint, quiet_transformers
 from attnmux.transformers.cli_encoding import (

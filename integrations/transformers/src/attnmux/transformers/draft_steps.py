@@ -14,9 +14,9 @@ from attnmux.core import (
     ForwardBatch,
     ForwardMode,
     InvalidInput,
+    Parts,
     check_positive,
 )
-from attnmux.core.composites.dispatch import Parts
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)

@@ -15,8 +15,9 @@ from typing import Any
 
 import torch
 
-from attnmux.core import BackendContext, InvalidInput, LayerSpec, shared_kernel
+from attnmux.core import BackendContext, InvalidInput, LayerSpec
 from attnmux.core import current_forward_context as current
+from attnmux.core.plugin import shared_kernel
 from attnmux.transformers.attention import UNMASKED
 from attnmux.transformers.block_indexers import BlockIndexer, block_indexer, has_block_parts
 from attnmux.transformers.index_shape import IndexShape

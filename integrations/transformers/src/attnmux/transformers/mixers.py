@@ -19,7 +19,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from attnmux.core import L2_EPS, InvalidInput, LinearLayerSpec, current_forward_context
+from attnmux.core import InvalidInput, LinearLayerSpec, current_forward_context
+from attnmux.core.plugin import L2_EPS
 from attnmux.transformers.mixer import Convolution, Mixer, Recurrence
 from attnmux.transformers.mixer_calls import FUNCTIONS
 from attnmux.transformers.own_recurrences import ADAPTERS

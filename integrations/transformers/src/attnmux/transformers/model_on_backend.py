@@ -23,8 +23,8 @@ from attnmux.core import (
     TunedLaunch,
     Workspace,
     forward_context,
-    shared_kernel,
 )
+from attnmux.core.plugin import shared_kernel
 from attnmux.transformers.batching import StepBuilder
 from attnmux.transformers.capacity import Capacity, RunnerMemory, allocate
 from attnmux.transformers.context_limit import fixed_row_len

@@ -17,9 +17,9 @@ from attnmux.core import (
     Platform,
     Policy,
     TunedLaunch,
+    check_at_least,
     in_brief,
 )
-from attnmux.core.contract.arguments import check_at_least
 from attnmux.transformers.memory_budget import MemoryBudget
 from attnmux.transformers.pools import WINDOW_STEP_TOKENS
 from attnmux.transformers.ranks import ONE_RANK, Ranks

@@ -9,6 +9,7 @@ import torch
 from transformers import PreTrainedModel
 
 from attnmux.core import (
+    ALONE,
     AttentionBackend,
     BackendContext,
     CapturingRanks,
@@ -27,7 +28,6 @@ from attnmux.core import (
     build,
     solve_measured,
 )
-from attnmux.core.graph.devices import ALONE
 from attnmux.transformers.images.prompt import PromptImages
 from attnmux.transformers.sequence import Step
 from attnmux.transformers.slots import PagedAllocator

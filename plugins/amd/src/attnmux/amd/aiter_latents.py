@@ -15,9 +15,9 @@ import torch
 
 from attnmux.amd.aiter_kernels import AiterKernels
 from attnmux.amd.slot_lists import SlotBuffers, SlotLists, slot_groups, slot_lists, without_keys
-from attnmux.core import (
+from attnmux.core import InvalidInput
+from attnmux.core.plugin import (
     LATENT_DIM,
-    InvalidInput,
     LibraryBackend,
     PageTables,
     check_latent,

@@ -29,9 +29,9 @@ from attnmux.amd.aiter_mla_steps import (
 from attnmux.amd.aiter_mla_work import HEADS as PLANNED_HEADS
 from attnmux.amd.aiter_mla_work import PlannedWork
 from attnmux.amd.slot_lists import SlotLists, slot_groups, slot_lists, without_keys
-from attnmux.core import (
+from attnmux.core import InvalidInput, quantise
+from attnmux.core.plugin import (
     LATENT_DIM,
-    InvalidInput,
     KernelLibrary,
     LibraryBackend,
     PageTables,
@@ -43,7 +43,6 @@ from attnmux.core import (
     joined,
     latent_pages,
     not_in_pool,
-    quantise,
     rehearse,
 )
 

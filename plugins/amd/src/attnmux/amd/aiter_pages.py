@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from attnmux.amd.aiter_kernels import AiterKernels
-from attnmux.core import (
+from attnmux.core import InvalidInput
+from attnmux.core.plugin import (
     DecodeBuffers,
     DecodeStep,
-    InvalidInput,
     KeyGroup,
     PagedBackend,
     PagedLayer,

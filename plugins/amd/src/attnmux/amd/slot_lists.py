@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from attnmux.core import InvalidInput, kv_indices, kv_indptr, verify_kv_lens
+from attnmux.core import InvalidInput
+from attnmux.core.plugin import kv_indices, kv_indptr, verify_kv_lens
 
 if TYPE_CHECKING:
     from attnmux.core import BackendContext, ForwardBatch

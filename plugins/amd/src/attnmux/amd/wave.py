@@ -15,15 +15,14 @@ import torch
 
 from attnmux.amd.slot_lists import SlotBuffers, SlotLists, slot_groups, slot_lists, without_keys
 from attnmux.amd.wave_kernels import PROVIDERS, Compiled, Heads, WaveKernels
-from attnmux.core import (
-    InvalidInput,
+from attnmux.core import InvalidInput, check_positive
+from attnmux.core.plugin import (
     KernelLibrary,
     LibraryBackend,
     PageTables,
     aligned,
     check_features,
     check_keys_dtype,
-    check_positive,
     check_sixteen_bits,
     filled,
     is_writable,

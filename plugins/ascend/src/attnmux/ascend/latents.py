@@ -24,10 +24,9 @@ from attnmux.ascend.npu_kernels import (
     NPUKernels,
     causal_mask,
 )
-from attnmux.core import (
+from attnmux.core import GraphUnsupported, InvalidInput
+from attnmux.core.plugin import (
     LATENT_DIM,
-    GraphUnsupported,
-    InvalidInput,
     KeyGroup,
     PagedBackend,
     PageTables,

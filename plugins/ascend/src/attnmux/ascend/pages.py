@@ -23,10 +23,9 @@ from attnmux.ascend.npu_kernels import (
     NPUKernels,
     causal_mask,
 )
-from attnmux.core import (
+from attnmux.core import ForwardMode, InvalidInput
+from attnmux.core.plugin import (
     DecodeBuffers,
-    ForwardMode,
-    InvalidInput,
     KeyGroup,
     KeyLens,
     PagedBackend,

@@ -19,16 +19,8 @@ from torch.nn.functional import pad
 from attnmux.ascend.host_lens import HostLens
 from attnmux.ascend.npu_kernels import NPUKernels
 from attnmux.ascend.ring_parts import RingPart, prefix_parts
-from attnmux.core import (
-    ForwardMode,
-    GraphUnsupported,
-    InvalidInput,
-    LibraryBackend,
-    check_features,
-    check_keys_dtype,
-    gather_rows,
-    not_in_pool,
-)
+from attnmux.core import ForwardMode, GraphUnsupported, InvalidInput, gather_rows
+from attnmux.core.plugin import LibraryBackend, check_features, check_keys_dtype, not_in_pool
 
 if TYPE_CHECKING:
     from attnmux.core import AttentionCall, BackendContext, ForwardBatch, LayerSpec

@@ -5,7 +5,7 @@ The CPU itself is found by core, since it is on every machine.
 
 from __future__ import annotations
 
-from attnmux.core import (
+from attnmux.core.plugin import (
     ANY,
     LAST_RESORT,
     NONE,

@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from attnmux.core import InvalidInput, limited_drafts, masks_drafts, visible_drafts
+from attnmux.core import InvalidInput
+from attnmux.core.plugin import limited_drafts, masks_drafts, visible_drafts
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
-from attnmux.core import (
+from attnmux.core.plugin import (
     KeyGroup,
     Keys,
     PagedLayer,

@@ -5,14 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeVar
 
-from attnmux.core import (
-    DecodeStep,
-    GraphUnsupported,
-    HasKeys,
-    InvalidInput,
-    PagedBackend,
-    filled,
-)
+from attnmux.core import GraphUnsupported, InvalidInput
+from attnmux.core.plugin import DecodeStep, HasKeys, PagedBackend, filled
 from attnmux.intel.packed_requests import PackedRequests
 
 if TYPE_CHECKING:

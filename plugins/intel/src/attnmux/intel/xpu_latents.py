@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from attnmux.core import (
+from attnmux.core import InvalidInput
+from attnmux.core.plugin import (
     LATENT_DIM,
-    InvalidInput,
     KeyGroup,
     aligned,
     check_latent,
@@ -29,7 +29,8 @@ from attnmux.intel.packed_steps import PackedBackend, PackedStep
 from attnmux.intel.xpu_library import XPUKernels
 
 if TYPE_CHECKING:
-    from attnmux.core import AttentionCall, ForwardBatch, Keys, LayerSpec
+    from attnmux.core import AttentionCall, ForwardBatch, LayerSpec
+    from attnmux.core.plugin import Keys
     from attnmux.intel.packed_requests import PackedRequests
 
 PAGE_SIZES = (128, 64, 32, 16)

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from attnmux.core import InvalidInput, PagedLayer, check_page_size, filled
+from attnmux.core import InvalidInput
+from attnmux.core.plugin import PagedLayer, check_page_size, filled
 from attnmux.intel.packed_pages import Operands, PackedPagesBackend
 from attnmux.intel.packed_steps import PackedStep
 from attnmux.intel.xpu_library import XPUKernels

@@ -20,11 +20,12 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from attnmux.core import PlainConvolutions, ShortConvolutions, keep_drafts, read_states
+from attnmux.core.plugin import PlainConvolutions, ShortConvolutions, keep_drafts, read_states
 from attnmux.nvidia.packed_requests import PackedRequests
 
 if TYPE_CHECKING:
-    from attnmux.core import ConvCall, ForwardBatch, LinearStatePool
+    from attnmux.core import ForwardBatch, LinearStatePool
+    from attnmux.core.plugin import ConvCall
 
 TAPS = (2, 3, 4)
 """Of the convolutions that the kernels compute."""

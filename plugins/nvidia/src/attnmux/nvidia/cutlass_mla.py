@@ -16,13 +16,11 @@ from typing import TYPE_CHECKING
 import torch
 from torch.nn.functional import pad
 
-from attnmux.core import (
+from attnmux.core import ForwardMode, GraphUnsupported, InvalidInput
+from attnmux.core.plugin import (
     LATENT_DIM,
     DecodeBuffers,
     DecodeStep,
-    ForwardMode,
-    GraphUnsupported,
-    InvalidInput,
     KernelLibrary,
     KeyGroup,
     aligned,

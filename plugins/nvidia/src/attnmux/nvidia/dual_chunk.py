@@ -17,20 +17,17 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from attnmux.core import (
-    GraphUnsupported,
-    InvalidInput,
+from attnmux.core import GraphUnsupported, InvalidInput, Pieces, torch_dtype
+from attnmux.core.plugin import (
     KernelLibrary,
     Keys,
     LibraryBackend,
-    Pieces,
     aligned,
     check_keys_dtype,
     is_aligned,
     kv_pages,
     not_in_pool,
     rehearse,
-    torch_dtype,
 )
 from attnmux.nvidia.dual_chunk_regions import (
     ChunkGroup,

@@ -10,14 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from attnmux.core import (
-    FP8,
-    InvalidInput,
-    KernelLibrary,
-    aligned,
-    kv_pages,
-    rehearse,
-)
+from attnmux.core import InvalidInput
+from attnmux.core.plugin import FP8, KernelLibrary, aligned, kv_pages, rehearse
 from attnmux.nvidia.fa3_base import FA3Base
 from attnmux.nvidia.fa3_layers import KV, FA3Cache, FA3Layer
 from attnmux.nvidia.fa3_providers import PROVIDERS

@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from attnmux.core import (
+from attnmux.core import InvalidInput, quantise
+from attnmux.core.plugin import (
     FP8,
-    InvalidInput,
     Keys,
     LibraryBackend,
     PageTables,
@@ -26,7 +26,6 @@ from attnmux.core import (
     is_aligned,
     is_writable,
     not_in_pool,
-    quantise,
 )
 from attnmux.nvidia.fa3_layers import (
     KV,

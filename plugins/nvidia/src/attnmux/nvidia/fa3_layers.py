@@ -8,14 +8,8 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
-from attnmux.core import (
-    LATENT_DIM,
-    BackendFailed,
-    InvalidInput,
-    KeyGroup,
-    PageTables,
-    latent_pages,
-)
+from attnmux.core import BackendFailed, InvalidInput
+from attnmux.core.plugin import LATENT_DIM, KeyGroup, PageTables, latent_pages
 
 if TYPE_CHECKING:
     from attnmux.core import BackendContext, LayerSpec

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from attnmux.core import (
+from attnmux.core.plugin import (
     ROPE_DIM,
     KernelLibrary,
     aligned,

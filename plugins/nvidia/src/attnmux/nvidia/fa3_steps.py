@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from attnmux.core import KeyGroup, Keys, PageTables, fixed_buffers, visible_drafts
+from attnmux.core.plugin import KeyGroup, Keys, PageTables, fixed_buffers, visible_drafts
 from attnmux.nvidia.fa3_layers import FA3Kernels, FA3Schedule
 from attnmux.nvidia.fa3_trees import draft_keys
 

@@ -17,11 +17,9 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
-from attnmux.core import (
+from attnmux.core import ForwardMode, GraphUnsupported, InvalidInput
+from attnmux.core.plugin import (
     LATENT_DIM,
-    ForwardMode,
-    GraphUnsupported,
-    InvalidInput,
     KernelLibrary,
     KeyGroup,
     PagedBackend,

@@ -32,16 +32,14 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from attnmux.core import (
-    BackendFailed,
-    InvalidInput,
+from attnmux.core import BackendFailed, InvalidInput, in_brief
+from attnmux.core.plugin import (
     KernelLibrary,
     LinearAttentionBackend,
     NewTokens,
     PlainConvolutions,
     ShortConvolutions,
     imported,
-    in_brief,
     is_writable,
     linear_states_of,
     read_states,
@@ -63,12 +61,8 @@ from attnmux.nvidia.gdn_inputs import (
 from attnmux.nvidia.packed_requests import PackedRequests
 
 if TYPE_CHECKING:
-    from attnmux.core import (
-        BackendContext,
-        ConvCall,
-        ForwardBatch,
-        LinearCall,
-    )
+    from attnmux.core import BackendContext, ForwardBatch
+    from attnmux.core.plugin import ConvCall, LinearCall
 
 DIM = 128
 """Of a head of K and of V: a tile of the kernels."""

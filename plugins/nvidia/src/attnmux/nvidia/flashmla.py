@@ -20,13 +20,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from attnmux.core import (
+from attnmux.core import ForwardMode, InvalidInput, quantise
+from attnmux.core.plugin import (
     FP8,
     LATENT_DIM,
     DecodeBuffers,
     DecodeStep,
-    ForwardMode,
-    InvalidInput,
     KernelLibrary,
     KeyGroup,
     KeyLens,
@@ -36,7 +35,6 @@ from attnmux.core import (
     filled,
     joined,
     latent_pages,
-    quantise,
     rehearse,
     segment_of_place,
     with_lens,

@@ -7,10 +7,11 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from attnmux.core import ALIGNMENT, L2_EPS
+from attnmux.core.plugin import ALIGNMENT, L2_EPS
 
 if TYPE_CHECKING:
-    from attnmux.core import LinearCall, LinearLayerSpec
+    from attnmux.core import LinearLayerSpec
+    from attnmux.core.plugin import LinearCall
 
 STEEPNESS = 24
 """softplus(x) is x, but for at most log 2. With a factor of 2^-24 that is within the rounding of

@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING, overload
 
 import torch
 
-from attnmux.core import FP8, InvalidInput, check_latent, torch_dtype
+from attnmux.core import InvalidInput, torch_dtype
+from attnmux.core.plugin import FP8, check_latent
 
 if TYPE_CHECKING:
     from attnmux.core import BackendContext, LayerSpec

@@ -20,12 +20,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.nn.functional import pad
 
-from attnmux.core import (
+from attnmux.core import BackendFailed, InvalidInput
+from attnmux.core.plugin import (
     FP8,
     LATENT_DIM,
     ROPE_DIM,
-    BackendFailed,
-    InvalidInput,
     KernelLibrary,
     joined,
     rehearse,

@@ -7,7 +7,7 @@ from itertools import accumulate
 
 import torch
 
-from attnmux.core import NewTokens, read_states
+from attnmux.core.plugin import NewTokens, read_states
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)

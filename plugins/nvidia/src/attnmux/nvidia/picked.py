@@ -13,9 +13,8 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import torch
 
-from attnmux.core import (
-    GraphUnsupported,
-    InvalidInput,
+from attnmux.core import GraphUnsupported, InvalidInput
+from attnmux.core.plugin import (
     LibraryBackend,
     cu_seqlens,
     filled,

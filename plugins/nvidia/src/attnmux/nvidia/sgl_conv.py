@@ -6,17 +6,13 @@ from collections.abc import Mapping
 from functools import partial
 from typing import TYPE_CHECKING, NoReturn
 
-from attnmux.core import (
-    InvalidInput,
-    KernelLibrary,
-    LinearAttentionBackend,
-    imported,
-    rehearse_linear,
-)
+from attnmux.core import InvalidInput
+from attnmux.core.plugin import KernelLibrary, LinearAttentionBackend, imported, rehearse_linear
 from attnmux.nvidia.causal_convolutions import CausalConvolutions, ConvKernels
 
 if TYPE_CHECKING:
-    from attnmux.core import BackendContext, ConvCall, ForwardBatch, LinearCall
+    from attnmux.core import BackendContext, ForwardBatch
+    from attnmux.core.plugin import ConvCall, LinearCall
 
 
 class SglConvBackend(LinearAttentionBackend):

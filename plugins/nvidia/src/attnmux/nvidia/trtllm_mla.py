@@ -13,13 +13,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from attnmux.core import (
+from attnmux.core import ForwardMode, InvalidInput
+from attnmux.core.plugin import (
     LATENT_DIM,
     ROPE_DIM,
     DecodeBuffers,
     DecodeStep,
-    ForwardMode,
-    InvalidInput,
     KernelLibrary,
     KeyGroup,
     Keys,

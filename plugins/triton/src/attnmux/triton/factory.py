@@ -7,8 +7,9 @@ from collections.abc import Mapping
 import triton as library
 from triton.runtime import driver
 
-from attnmux.core import BackendContext, BackendFailed, current_launches, in_brief
-from attnmux.core import rehearse as rehearse_all
+from attnmux.core import BackendContext, BackendFailed, in_brief
+from attnmux.core.plugin import current_launches
+from attnmux.core.plugin import rehearse as rehearse_all
 from attnmux.triton.backend import TritonBackend
 from attnmux.triton.config_tables import ConfigTables
 from attnmux.triton.picked import PickedBackend

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import torch
 
-from attnmux.core import KVView, check_lens, check_positive, check_table, front, table_width
+from attnmux.core import check_positive
+from attnmux.core.plugin import KVView, check_lens, check_table, front, table_width
 from attnmux.triton.kernels.indices import (
     fill_last_page_lens,
     fill_page_table,

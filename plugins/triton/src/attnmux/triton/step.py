@@ -8,9 +8,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from attnmux.core import (
-    ForwardBatch,
-    InvalidInput,
+from attnmux.core import ForwardBatch, InvalidInput
+from attnmux.core.plugin import (
     limited_drafts,
     mask_indptr,
     masks_drafts,

@@ -17,7 +17,8 @@ from typing import Any
 import torch
 import triton
 
-from attnmux.core import BackendFailed, Job, Trial, current_launches, in_brief
+from attnmux.core import BackendFailed, in_brief
+from attnmux.core.plugin import Job, Trial, current_launches
 from attnmux.triton.backend import TritonBackend
 from attnmux.triton.config_tables import ConfigTables
 from attnmux.triton.configs import ConfigEntry

@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from attnmux.core import check_loc, check_rows, torch_dtype
+from attnmux.core import torch_dtype
+from attnmux.core.plugin import check_loc, check_rows
 from attnmux.triton.bound_kernel import BoundKernel, Launcher, overlaps_launches
 from attnmux.triton.kernels.write import write_kv
 from attnmux.triton.kernels.write_four_bits import write_four_bits

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from attnmux.core import ALIGNMENT, is_aligned
+from attnmux.core.plugin import ALIGNMENT, is_aligned
 from attnmux.emulators.nvidia.dense import attend, finite_values
 from attnmux.emulators.nvidia.flashinfer.arguments import buffer_of, refuse
 

@@ -22,9 +22,8 @@ from attnmux.core import (
     PlainBlocks,
     add_sinks,
     merge_into,
-    shared_kernel,
-    token_rows,
 )
+from attnmux.core.plugin import shared_kernel, token_rows
 from attnmux.transformers.sparse.compressed_pool import CompressedPool
 from attnmux.transformers.sparse.key_picks import SCORES_AT_ONCE, lens_of
 from attnmux.transformers.sparse.scores import best_keys, index_scores

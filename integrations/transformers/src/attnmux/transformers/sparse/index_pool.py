@@ -8,15 +8,13 @@ import torch
 
 from attnmux.core import (
     ACTIVATION_DTYPES,
-    IndexRows,
     InvalidInput,
     allocate_zeroed,
-    check_loc,
     check_positive,
-    check_rows,
     gather_rows,
     scatter_rows,
 )
+from attnmux.core.plugin import IndexRows, check_loc, check_rows
 
 BLOCK = 128
 """Values of a key that share a scale, as in DeepSeek-V3.2's indexer."""

@@ -6,7 +6,8 @@ from dataclasses import dataclass
 
 import torch
 
-from attnmux.core import ForwardBatch, InvalidInput, ScoresKeys, check_positive, token_rows
+from attnmux.core import ForwardBatch, InvalidInput, check_positive
+from attnmux.core.plugin import ScoresKeys, token_rows
 from attnmux.transformers.sparse.index_pool import IndexKPool
 from attnmux.transformers.sparse.scores import best_keys, index_scores
 

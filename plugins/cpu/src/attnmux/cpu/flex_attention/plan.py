@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from attnmux.core import torch_dtype, tree_mask_of
+from attnmux.core import torch_dtype
+from attnmux.core.plugin import tree_mask_of
 from attnmux.cpu.flex_attention.blocks import (
     GATHERED_BLOCK,
     LEAST_CAPACITY,

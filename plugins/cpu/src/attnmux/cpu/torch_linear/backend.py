@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from attnmux.core import (
+from attnmux.core.plugin import (
     L2_EPS,
     NO_OPTIONS,
     LinearAttentionBackend,
@@ -20,7 +20,8 @@ from attnmux.core import (
 from attnmux.cpu.torch_linear.chunks import CHANNEL_CHUNK, CHUNK, Chunks, run_chunks
 
 if TYPE_CHECKING:
-    from attnmux.core import BackendContext, ConvCall, ForwardBatch, LinearCall, LinearLayerSpec
+    from attnmux.core import BackendContext, ForwardBatch, LinearLayerSpec
+    from attnmux.core.plugin import ConvCall, LinearCall
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)

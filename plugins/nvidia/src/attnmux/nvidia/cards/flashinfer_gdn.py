@@ -2,7 +2,16 @@
 
 from __future__ import annotations
 
-from attnmux.core import ANY, BackendCard, Clause, Prior, Verified, one_of, runtimes, versions
+from attnmux.core.plugin import (
+    ANY,
+    BackendCard,
+    Clause,
+    Prior,
+    Verified,
+    one_of,
+    runtimes,
+    versions,
+)
 
 
 def _clause(dtype: str, *phases: str) -> Clause:

@@ -9,17 +9,8 @@ from typing import Any
 
 import torch
 
-from attnmux.core import (
-    BackendContext,
-    ForwardBatch,
-    ForwardMode,
-    InvalidInput,
-    MultiItem,
-    cu_seqlens,
-    kv_indptr,
-    kv_last_page_len,
-    window_view,
-)
+from attnmux.core import BackendContext, ForwardBatch, ForwardMode, InvalidInput, MultiItem
+from attnmux.core.plugin import cu_seqlens, kv_indptr, kv_last_page_len, window_view
 from attnmux.nvidia.flashinfer.layers import View
 from attnmux.nvidia.flashinfer.shared import check_tokens, host_lens, page_indices
 

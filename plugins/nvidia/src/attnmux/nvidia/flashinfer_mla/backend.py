@@ -10,12 +10,10 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from attnmux.core import (
+from attnmux.core import ForwardMode, GraphUnsupported, InvalidInput, torch_dtype
+from attnmux.core.plugin import (
     LATENT_DIM,
     SIXTEEN_BITS,
-    ForwardMode,
-    GraphUnsupported,
-    InvalidInput,
     KernelLibrary,
     LibraryBackend,
     aligned,
@@ -24,7 +22,6 @@ from attnmux.core import (
     latent_pages,
     rehearse,
     rotary,
-    torch_dtype,
 )
 from attnmux.nvidia.flashinfer.shared import HINT, MIB, Staging, workspace, writable_lse
 from attnmux.nvidia.flashinfer_mla.kernels import FlashInferMLAKernels, from_flashinfer

@@ -8,14 +8,8 @@ from typing import Any
 
 import torch
 
-from attnmux.core import (
-    BackendContext,
-    ForwardBatch,
-    InvalidInput,
-    check_unmasked,
-    cu_seqlens,
-    kv_indptr,
-)
+from attnmux.core import BackendContext, ForwardBatch, InvalidInput
+from attnmux.core.plugin import check_unmasked, cu_seqlens, kv_indptr
 from attnmux.nvidia.flashinfer.shared import check_tokens, host_lens, page_indices
 from attnmux.nvidia.flashinfer_mla.kernels import FlashInferMLAKernels
 

@@ -9,10 +9,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from attnmux.core import InvalidInput, KeyGroup, kv_pages
+from attnmux.core import InvalidInput
+from attnmux.core.plugin import KeyGroup, kv_pages
 
 if TYPE_CHECKING:
-    from attnmux.core import BackendContext, DecodeBuffers, ForwardBatch, LayerSpec
+    from attnmux.core import BackendContext, ForwardBatch, LayerSpec
+    from attnmux.core.plugin import DecodeBuffers
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -12,7 +12,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from attnmux.core import L2_EPS
+from attnmux.core.plugin import L2_EPS
 
 EPS = tl.constexpr(L2_EPS)
 
