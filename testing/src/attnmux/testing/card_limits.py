@@ -8,8 +8,7 @@ from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
-from attnmux.core import Platform, Request
-from attnmux.core.facts.launches import Value
+from attnmux.core import Platform, Request, Value
 from attnmux.core.verbs import AXES, DTYPES, KINDS, PHASES, Axis, Question
 from attnmux.testing.candidate import Candidate, Outcome
 from attnmux.testing.linear_cases import AnyCase, linear_cases, linear_in_graphs

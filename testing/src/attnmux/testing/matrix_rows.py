@@ -10,8 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
-from attnmux.core import Offer, Platform, Request
-from attnmux.core.facts.launches import Value
+from attnmux.core import Offer, Platform, Request, Value
 from attnmux.core.plugin import ANY, Clause, Condition
 from attnmux.core.verbs import (
     AXES,

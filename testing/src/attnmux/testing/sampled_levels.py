@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterator, Mapping
 from random import Random
 from typing import Any
 
-from attnmux.core.facts.launches import Value
+from attnmux.core import Value
 from attnmux.core.plugin import ANY, Clause, Condition, Option
 from attnmux.core.verbs import DTYPES, OptionValue
 from attnmux.testing.sampled_points import FLAGS, OPTION

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from itertools import combinations
 from random import Random
 
-from attnmux.core.facts.launches import Value
+from attnmux.core import Value
 from attnmux.core.plugin import Clause
 from attnmux.core.verbs import AXES, Question
 from attnmux.testing.candidate import MACHINE_AXES, Candidate

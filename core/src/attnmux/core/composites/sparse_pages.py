@@ -20,7 +20,7 @@ from attnmux.core.contract.backend import AttentionBackend
 from attnmux.core.contract.batch import ForwardBatch
 from attnmux.core.contract.call import AttentionCall
 from attnmux.core.contract.context import BackendContext
-from attnmux.core.contract.layer import LayerSpec, check_features
+from attnmux.core.contract.layer import LayerSpec
 from attnmux.core.contract.memory import allocate_zeroed
 from attnmux.core.contract.steps import FixedTensors
 from attnmux.core.facts.errors import GraphUnsupported, InvalidInput
@@ -45,7 +45,7 @@ def sparse_context(context: BackendContext, budget: int) -> BackendContext:
     page_size = pool.page_size
     check_budget(budget, page_size)
     for layer in context.layers:
-        check_features(layer, "sinks", "logit_cap", "index_block_size")
+        layer.check_features("sinks", "logit_cap", "index_block_size")
     if pool.is_strided or not pool.dtype.is_floating_point or pool.dtype.itemsize == 1:
         got = f"{pool.dtype}{', with gaps' if pool.is_strided else ''}"
         expected = "16 or 32 bits a value and no gaps between slots"

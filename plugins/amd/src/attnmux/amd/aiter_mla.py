@@ -35,14 +35,11 @@ from attnmux.core.plugin import (
     KernelLibrary,
     LibraryBackend,
     PageTables,
-    check_keys_dtype,
     check_latent,
     filled,
     imported,
     is_writable,
     joined,
-    latent_pages,
-    not_in_pool,
     rehearse,
 )
 
@@ -111,7 +108,7 @@ class AiterMLABackend(
         pool = self.context.token_to_kv_pool
         if layer.layer_id not in pool.layer_ids:
             return AiterMLALayer(group=-1, rows=None, scale=layer.scaling)
-        rows = latent_pages(layer, self.context, 1)
+        rows = self.context.latent_pages(layer, 1)
         if (nbytes := rows.shape[0] * rows.stride(0) * rows.element_size()) > MOST_BYTES:
             raise InvalidInput(
                 "token_to_kv_pool",
@@ -222,11 +219,11 @@ class AiterMLABackend(
         """[slots, 1, 1, 576], and the rows of each request: of the pool, or the call's own."""
         if not call.has_own_kv:
             if layer.rows is None:
-                raise not_in_pool(call.layer)
+                raise call.layer.not_in_pool()
             return layer.rows, filled(step.cached)[layer.group]
         if call.k is None or call.k_rope is None:
-            raise not_in_pool(call.layer)
-        check_keys_dtype(call.q, call.k, call.k_rope)
+            raise call.layer.not_in_pool()
+        call.check_keys_dtype(call.k, call.k_rope)
         own = joined(call.k, call.k_rope).unsqueeze(1)
         numbers = torch.arange(len(own), dtype=torch.int32, device=own.device)
         return own, SlotLists(indptr=step.tables.query_bounds(own.device), indices=numbers)

@@ -24,11 +24,9 @@ from attnmux.core.plugin import (
     KernelLibrary,
     KeyGroup,
     aligned,
-    check_page_size,
     check_sixteen_bits,
     filled,
     imported,
-    latent_pages,
     rehearse,
     rotary,
 )
@@ -97,7 +95,7 @@ class CutlassMLABackend(
         self._num_kv_splits = _read_num_kv_splits(options)
 
     def prepare_layer(self, layer: LayerSpec) -> CutlassMLALayer:
-        check_page_size(self.context, PAGE)
+        self.context.check_page_size(PAGE)
         check_sixteen_bits(self.context)
         if layer.tp_q_head_num > MOST_HEADS:
             raise InvalidInput(
@@ -107,7 +105,7 @@ class CutlassMLABackend(
             )
         return CutlassMLALayer(
             group=KeyGroup.of(layer, self.context),
-            cache=latent_pages(layer, self.context, PAGE).squeeze(2),
+            cache=self.context.latent_pages(layer, PAGE).squeeze(2),
             scale=layer.scaling,
         )
 

@@ -22,7 +22,6 @@ import torch
 
 from attnmux.core import ForwardMode, InvalidInput, quantise
 from attnmux.core.plugin import (
-    FP8,
     LATENT_DIM,
     DecodeBuffers,
     DecodeStep,
@@ -31,15 +30,13 @@ from attnmux.core.plugin import (
     KeyLens,
     Keys,
     PageTables,
-    check_page_size,
     filled,
     joined,
-    latent_pages,
     rehearse,
     segment_of_place,
     with_lens,
 )
-from attnmux.nvidia.kernel_rows import check_own_or_fp8, store_lse
+from attnmux.nvidia.kernel_rows import FP8, check_own_or_fp8, store_lse
 from attnmux.nvidia.latent import LatentDecodeBackend
 
 if TYPE_CHECKING:
@@ -124,7 +121,7 @@ class FlashMLABackend(
         self._max_queries = self._most_fp8_queries() if self._is_fp8 else None
 
     def prepare_layer(self, layer: LayerSpec) -> FlashMLALayer:
-        check_page_size(self.context, PAGE)
+        self.context.check_page_size(PAGE)
         check_own_or_fp8(self.context)
         pool = self.context.token_to_kv_pool
         is_fp8 = pool.dtype == FP8
@@ -144,7 +141,7 @@ class FlashMLABackend(
         return FlashMLALayer(
             group=KeyGroup.of(layer, self.context),
             heads=layer.tp_q_head_num,
-            k_cache=latent_pages(layer, self.context, PAGE),
+            k_cache=self.context.latent_pages(layer, PAGE),
             is_fp8=is_fp8,
             arguments=arguments,
         )

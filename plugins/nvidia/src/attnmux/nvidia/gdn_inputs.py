@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from attnmux.core.plugin import ALIGNMENT, L2_EPS
+from attnmux.core.plugin import L2_EPS
 
 if TYPE_CHECKING:
     from attnmux.core import LinearLayerSpec
@@ -50,7 +50,7 @@ def _logit(call: LinearCall) -> torch.Tensor:
 
 def dense(x: torch.Tensor) -> torch.Tensor:
     """The tensor, or a copy that kernels can load: end to end, from an aligned address."""
-    is_dense = x.is_contiguous() and x.data_ptr() % ALIGNMENT == 0
+    is_dense = x.is_contiguous() and x.data_ptr() % 16 == 0
     return x if is_dense else x.clone(memory_format=torch.contiguous_format)
 
 

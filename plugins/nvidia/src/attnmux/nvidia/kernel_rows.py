@@ -7,10 +7,14 @@ from typing import TYPE_CHECKING, overload
 import torch
 
 from attnmux.core import InvalidInput, torch_dtype
-from attnmux.core.plugin import FP8, check_latent
+from attnmux.core.plugin import check_latent
 
 if TYPE_CHECKING:
     from attnmux.core import BackendContext, LayerSpec
+
+
+FP8 = torch.float8_e4m3fn
+"""The only 8-bit float that most of the kernels read."""
 
 
 def latent_layers(context: BackendContext) -> tuple[LayerSpec, ...]:

@@ -22,7 +22,6 @@ from torch.nn.functional import pad
 
 from attnmux.core import BackendFailed, InvalidInput
 from attnmux.core.plugin import (
-    FP8,
     LATENT_DIM,
     ROPE_DIM,
     KernelLibrary,
@@ -31,7 +30,7 @@ from attnmux.core.plugin import (
     rotary,
     topk_slots,
 )
-from attnmux.nvidia.kernel_rows import check_bfloat16_or_fp8, latent_layers
+from attnmux.nvidia.kernel_rows import FP8, check_bfloat16_or_fp8, latent_layers
 from attnmux.nvidia.picked import PickedBackend, lookup_arguments
 
 if TYPE_CHECKING:

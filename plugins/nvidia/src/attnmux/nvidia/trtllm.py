@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, TypeVar, cast
 
 from attnmux.core import InvalidInput, quantise
-from attnmux.core.plugin import FP8
+from attnmux.nvidia.kernel_rows import FP8
 
 if TYPE_CHECKING:
     import torch

@@ -26,7 +26,6 @@ from attnmux.core.plugin import (
     imported,
     is_writable,
     joined,
-    latent_pages,
     rehearse,
     segment_of_place,
     with_lens,
@@ -146,7 +145,7 @@ class TRTLLMMLABackend(
         kv_scale, _ = pool.read_scales(layer.k_scale, layer.v_scale)
         return TRTLLMMLALayer(
             group=KeyGroup.of(layer, self.context),
-            cache=latent_pages(layer, self.context, pool.page_size).squeeze(2),
+            cache=self.context.latent_pages(layer, pool.page_size).squeeze(2),
             scale=layer.scaling,
             kv_scale=kv_scale,
         )

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING
 import torch
 
 from attnmux.core import InvalidInput
-from attnmux.core.plugin import FP8, DecodeBuffers, DecodeStep, aligned, filled, is_writable
+from attnmux.core.plugin import DecodeBuffers, DecodeStep, aligned, filled, is_writable
+from attnmux.nvidia.kernel_rows import FP8
 from attnmux.nvidia.trtllm import BLOCK_ROWS, queries_like
 from attnmux.nvidia.trtllm_mha.layers import Half, TRTLLMMHAKernels, TRTLLMMHALayer
 
