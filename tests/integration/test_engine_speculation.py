@@ -19,8 +19,8 @@ from attnmux.core import (
     MHATokenToKVPool,
     ReqToTokenPool,
     SWAKVPool,
-    tree_visibility,
 )
+from attnmux.core.contract.spec import tree_visibility
 from attnmux.testing.greedy_trees import verify_tree_greedy
 from attnmux.transformers import Engine, NgramProposer, SamplingParams, StepBuilder
 from attnmux.transformers import verify_step as verify_step_module

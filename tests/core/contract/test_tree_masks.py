@@ -14,24 +14,22 @@ from attnmux.core import (
     InvalidInput,
     Request,
     SpecInput,
-    tree_visibility,
     undrafted_request,
-    whole_mask,
     with_mask_forms,
 )
 from attnmux.core.composites.mask_forms import MaskFormsBackend
 from attnmux.core.composites.two_batches import half_of
-from attnmux.core.contract.tree_masks import draft_depths, mask_bounds, unpack_visible, with_form
-from attnmux.core.graph.buffers import FixedBuffers
-from attnmux.core.plugin import (
-    NONE,
-    TREE_MASKS,
-    check_trees,
-    limited_drafts,
+from attnmux.core.contract.spec import tree_visibility, whole_mask
+from attnmux.core.contract.tree_masks import (
+    draft_depths,
+    mask_bounds,
     pack_visible,
     tree_mask_of,
-    visible_drafts,
+    unpack_visible,
+    with_form,
 )
+from attnmux.core.graph.buffers import FixedBuffers
+from attnmux.core.plugin import NONE, TREE_MASKS, check_trees, limited_drafts, visible_drafts
 from attnmux.cpu.torch_native import TorchNativeBackend
 from attnmux.testing import (
     Candidate,
@@ -96,7 +94,7 @@ def test_bits_are_the_lowest_first(drafts: int) -> None:
 def test_each_form_is_made_from_each(given: str, wanted: str, drafts: int) -> None:
     forms = all_forms(random_trees(3, drafts))
     _, batch = verified(drafts, **forms[given])
-    assert tree_mask_of(batch.spec_info) == given
+    assert batch.tree_mask == given
     made = with_form(batch, wanted, max_context_len=64).spec_info
     assert tree_mask_of(made) == wanted
     for name, expected in forms[wanted].items():
@@ -241,7 +239,7 @@ def test_backends_get_the_form_that_they_read(given: str, read: str, graph: bool
 
     class Reading(GraphFakeBackend):
         def init_forward_metadata_out_graph(self, batch, in_capture=False):
-            forms.append(tree_mask_of(batch.spec_info))
+            forms.append(batch.tree_mask)
             super().init_forward_metadata_out_graph(batch, in_capture)
 
     card = replace(graph_card(), tree_masks=(read,))

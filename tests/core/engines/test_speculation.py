@@ -9,13 +9,8 @@ import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from attnmux.core import (
-    AcceptedDrafts,
-    DraftTree,
-    InvalidInput,
-    organize_draft_results,
-    tree_visibility,
-)
+from attnmux.core import AcceptedDrafts, DraftTree, InvalidInput, organize_draft_results
+from attnmux.core.contract.spec import tree_visibility
 from attnmux.testing.greedy_trees import verify_tree_greedy
 from attnmux.transformers.engine.ngram import NgramIndex
 

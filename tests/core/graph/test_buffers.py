@@ -7,16 +7,8 @@ from dataclasses import fields, replace
 import pytest
 import torch
 
-from attnmux.core import (
-    ForwardBatch,
-    ForwardMode,
-    GraphConfig,
-    InvalidInput,
-    ModelInput,
-    SpecInput,
-    tree_visibility,
-    whole_mask,
-)
+from attnmux.core import ForwardBatch, ForwardMode, GraphConfig, InvalidInput, ModelInput, SpecInput
+from attnmux.core.contract.spec import tree_visibility, whole_mask
 from attnmux.core.graph.buffers import FixedBuffers
 from attnmux.core.plugin import mask_indptr
 

@@ -14,7 +14,6 @@ from attnmux.core.plugin import (
     kv_last_page_len,
     mask_indptr,
     page_table,
-    verify_kv_lens,
     window_view,
 )
 
@@ -44,7 +43,6 @@ LENS = torch.tensor([3, 5], dtype=torch.int32)
         ("prefix_lens", lambda: extend_positions(LENS[:1], LENS)),
         ("q_lens", lambda: window_view(LENS, 3, q_lens=LENS[:1])),
         ("q_lens", lambda: mask_indptr(LENS[:1], LENS)),
-        ("draft_token_num", lambda: verify_kv_lens(LENS, 0)),
     ],
 )
 def test_refused(argument, call):

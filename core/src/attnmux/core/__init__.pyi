@@ -67,8 +67,6 @@ from attnmux.core.contract.op import has_forward_context as has_forward_context
 from attnmux.core.contract.pool import KVPool as KVPool
 from attnmux.core.contract.sinks import refresh_sinks as refresh_sinks
 from attnmux.core.contract.spec import SpecInput as SpecInput
-from attnmux.core.contract.spec import tree_visibility as tree_visibility
-from attnmux.core.contract.spec import whole_mask as whole_mask
 from attnmux.core.contract.steps import StepBackend as StepBackend
 from attnmux.core.contract.tables import RequestTable as RequestTable
 from attnmux.core.contract.workspace import Workspace as Workspace

@@ -14,7 +14,7 @@ from attnmux.amd.cards.aiter_mla import AITER_MLA
 from attnmux.amd.cards.aiter_mla_prefill import AITER_MLA_PREFILL
 from attnmux.ascend.ascend import make as ascend
 from attnmux.ascend.cards.ascend import ASCEND
-from attnmux.core import AttentionBackend, BackendContext, InvalidInput, Platform
+from attnmux.core import AttentionBackend, BackendContext, InvalidInput, LinearStatePool, Platform
 from attnmux.core.plugin import (
     ANY,
     NONE,
@@ -22,7 +22,6 @@ from attnmux.core.plugin import (
     KernelLibrary,
     PlainConvolutions,
     imported,
-    linear_states_of,
     one_of,
 )
 from attnmux.cpu.flex_attention import FlexAttentionBackend
@@ -226,11 +225,11 @@ RECURRENCE = imported(RecurrenceKernels, f"{NVIDIA}.flashinfer.gdn")
 CONVOLUTIONS = imported(ConvKernels, f"{NVIDIA}.causal_conv1d")
 GATED = GDNKernels(
     recurrence=RECURRENCE,
-    convolutions=lambda context: CausalConvolutions(linear_states_of(context), CONVOLUTIONS),
+    convolutions=lambda context: CausalConvolutions(LinearStatePool.of(context), CONVOLUTIONS),
 )
 GATED_ALONE = GDNKernels(
     recurrence=RECURRENCE,
-    convolutions=lambda context: PlainConvolutions(linear_states_of(context)),
+    convolutions=lambda context: PlainConvolutions(LinearStatePool.of(context)),
 )
 FLASH_MLA, OF_SGL_KERNEL = from_flash_mla(flash_mla), from_sgl_kernel(sgl_kernel)
 FLASH_MLA_OF_VLLM = flashmla_of_vllm(

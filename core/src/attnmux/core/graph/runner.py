@@ -13,7 +13,6 @@ from attnmux.core.contract.backend import AttentionBackend
 from attnmux.core.contract.batch import ForwardBatch, ForwardMode
 from attnmux.core.contract.op import forward_context
 from attnmux.core.contract.spec import SpecInput
-from attnmux.core.contract.tree_masks import masks_drafts
 from attnmux.core.facts.errors import GraphUnsupported, InvalidInput
 from attnmux.core.graph.buffers import FixedBuffers
 from attnmux.core.graph.config import (
@@ -233,7 +232,7 @@ class GraphRunner:
             ("encoder_lens", batch.encoder_lens is not None, config.encoder),
             ("encoder_out_cache_loc", bool(encoder is not None and encoder.numel()), False),
             ("spec_info.custom_mask", has_mask, config.custom_mask),
-            ("spec_info.visible", masks_drafts(spec), None if config.visible else False),
+            ("spec_info.visible", batch.masks_drafts, None if config.visible else False),
             ("multi_item", batch.multi_item is not None, False),
             ("topk_indices", batch.topk_indices is not None, None if config.index_topk else False),
         ):

@@ -73,15 +73,6 @@ def kv_last_page_len(
     return store((kv_lens - 1) % page_size + 1, out, torch.int32)
 
 
-def verify_kv_lens(
-    seq_lens: torch.Tensor, draft_token_num: int, *, out: torch.Tensor | None = None
-) -> torch.Tensor:
-    """[B]: keys a request, seq + d; seq_lens [B] int32 are the prefixes alone."""
-    check_lens("seq_lens", seq_lens)
-    check_positive("draft_token_num", draft_token_num)
-    return store(seq_lens + draft_token_num, out, torch.int32)
-
-
 def mask_indptr(
     q_lens: torch.Tensor | int, kv_lens: torch.Tensor, *, out: torch.Tensor | None = None
 ) -> torch.Tensor:

@@ -25,15 +25,6 @@ COPIED_BYTES = 256 << 20
 so many that the copies need much memory."""
 
 
-def linear_states_of(context: BackendContext) -> LinearStatePool:
-    """The context's states. Raises InvalidInput for a context without linear layers."""
-    states = context.linear_states
-    if not isinstance(states, LinearStatePool):
-        got = None if states is None else f"one of type {type(states).__name__}"
-        raise InvalidInput("context.linear_states", got=got, expected="a LinearStatePool")
-    return states
-
-
 class LinearStatePool:
     """Recurrent and convolution states of all linear layers, by row of the request table.
 
@@ -102,6 +93,22 @@ class LinearStatePool:
         self._draft_convs, self._draft_conv_stacks = self._stacked(
             {key: (1 + size, taps + d, dim) for key, (taps, dim) in convs.items() if d}, conv_dtype
         )
+
+    @classmethod
+    def of(cls, context: BackendContext) -> LinearStatePool:
+        """The context's states. Raises InvalidInput for a context without linear layers."""
+        states = context.linear_states
+        if not isinstance(states, cls):
+            got = None if states is None else f"one of type {type(states).__name__}"
+            raise InvalidInput("context.linear_states", got=got, expected="a LinearStatePool")
+        return states
+
+    @staticmethod
+    def read(pool: torch.Tensor, rows: torch.Tensor, fresh: torch.Tensor) -> torch.Tensor:
+        """A copy [B, ...] of rows of `state` or `conv`, with zeros for those that start: their rows
+        may hold NaN. fresh: [B] bool."""
+        held = pool[rows]
+        return held.masked_fill_(fresh.view(-1, *[1] * (held.dim() - 1)), 0)
 
     def _stacked(
         self, shapes: Mapping[Key, tuple[int, ...]], dtype: torch.dtype

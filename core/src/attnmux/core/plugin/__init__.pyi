@@ -8,14 +8,11 @@ from attnmux.core.adapters.library import trying as trying
 from attnmux.core.adapters.page_tables import KeyGroup as KeyGroup
 from attnmux.core.adapters.page_tables import Keys as Keys
 from attnmux.core.adapters.page_tables import PageTables as PageTables
-from attnmux.core.adapters.page_tables import fixed_buffers as fixed_buffers
 from attnmux.core.adapters.paged import DecodeBuffers as DecodeBuffers
 from attnmux.core.adapters.paged import DecodeStep as DecodeStep
-from attnmux.core.adapters.paged import HasKeys as HasKeys
 from attnmux.core.adapters.paged import KeyLens as KeyLens
 from attnmux.core.adapters.paged import PagedBackend as PagedBackend
 from attnmux.core.adapters.paged import PagedLayer as PagedLayer
-from attnmux.core.adapters.paged import with_lens as with_lens
 from attnmux.core.adapters.pools_and_rows import LATENT_DIM as LATENT_DIM
 from attnmux.core.adapters.pools_and_rows import ROPE_DIM as ROPE_DIM
 from attnmux.core.adapters.pools_and_rows import aligned as aligned
@@ -27,7 +24,6 @@ from attnmux.core.adapters.pools_and_rows import joined as joined
 from attnmux.core.adapters.pools_and_rows import rotary as rotary
 from attnmux.core.adapters.rehearsal import rehearse as rehearse
 from attnmux.core.adapters.rehearsal import rehearse_convolutions as rehearse_convolutions
-from attnmux.core.adapters.rehearsal import rehearse_linear as rehearse_linear
 from attnmux.core.adapters.rehearsal import smallest_batches as smallest_batches
 from attnmux.core.adapters.shared_kernels import shared_kernel as shared_kernel
 from attnmux.core.adapters.shared_kernels import with_shared_kernels as with_shared_kernels
@@ -62,11 +58,7 @@ from attnmux.core.contract.pool import check_loc as check_loc
 from attnmux.core.contract.pool import check_rows as check_rows
 from attnmux.core.contract.steps import NO_OPTIONS as NO_OPTIONS
 from attnmux.core.contract.tree_masks import check_trees as check_trees
-from attnmux.core.contract.tree_masks import check_unmasked as check_unmasked
 from attnmux.core.contract.tree_masks import limited_drafts as limited_drafts
-from attnmux.core.contract.tree_masks import masks_drafts as masks_drafts
-from attnmux.core.contract.tree_masks import pack_visible as pack_visible
-from attnmux.core.contract.tree_masks import tree_mask_of as tree_mask_of
 from attnmux.core.contract.tree_masks import visible_drafts as visible_drafts
 from attnmux.core.facts.errors import PluginError as PluginError
 from attnmux.core.facts.launches import Job as Job
@@ -83,7 +75,6 @@ from attnmux.core.find.settings import device_variables as device_variables
 from attnmux.core.find.store import is_own as is_own
 from attnmux.core.find.visibility import NO_VARIABLES as NO_VARIABLES
 from attnmux.core.find.visibility import visible_devices as visible_devices
-from attnmux.core.indices._segments import segment_of_place as segment_of_place
 from attnmux.core.indices.keys import kv_indices as kv_indices
 from attnmux.core.indices.keys import page_table as page_table
 from attnmux.core.indices.keys import table_width as table_width
@@ -92,8 +83,6 @@ from attnmux.core.indices.ragged import cu_seqlens as cu_seqlens
 from attnmux.core.indices.ragged import kv_indptr as kv_indptr
 from attnmux.core.indices.ragged import kv_last_page_len as kv_last_page_len
 from attnmux.core.indices.ragged import mask_indptr as mask_indptr
-from attnmux.core.indices.ragged import uniform_indptr as uniform_indptr
-from attnmux.core.indices.ragged import verify_kv_lens as verify_kv_lens
 from attnmux.core.indices.ragged import window_view as window_view
 from attnmux.core.indices.topk import IndexRows as IndexRows
 from attnmux.core.indices.topk import ScoresKeys as ScoresKeys
@@ -103,11 +92,5 @@ from attnmux.core.linear.backend import LinearAttentionBackend as LinearAttentio
 from attnmux.core.linear.convolutions import NewTokens as NewTokens
 from attnmux.core.linear.convolutions import PlainConvolutions as PlainConvolutions
 from attnmux.core.linear.convolutions import ShortConvolutions as ShortConvolutions
-from attnmux.core.linear.convolutions import keep_drafts as keep_drafts
-from attnmux.core.linear.convolutions import read_states as read_states
-from attnmux.core.linear.layer import CHANNEL_KINDS as CHANNEL_KINDS
-from attnmux.core.linear.layer import DELTA_KINDS as DELTA_KINDS
-from attnmux.core.linear.layer import L2_EPS as L2_EPS
 from attnmux.core.linear.layer import ConvCall as ConvCall
 from attnmux.core.linear.layer import LinearCall as LinearCall
-from attnmux.core.linear.states import linear_states_of as linear_states_of

@@ -20,7 +20,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from attnmux.core import InvalidInput, LinearLayerSpec, current_forward_context
-from attnmux.core.plugin import L2_EPS
 from attnmux.transformers.mixer import Convolution, Mixer, Recurrence
 from attnmux.transformers.mixer_calls import FUNCTIONS
 from attnmux.transformers.own_recurrences import ADAPTERS
@@ -157,7 +156,9 @@ def _shape(asked: Recurrence) -> dict[str, Any]:
 
 
 def _normed(x: torch.Tensor, normed: bool) -> torch.Tensor:
-    return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + L2_EPS) if normed else x
+    return (
+        x * torch.rsqrt(x.square().sum(-1, keepdim=True) + LinearLayerSpec.L2_EPS) if normed else x
+    )
 
 
 class OnBackend:

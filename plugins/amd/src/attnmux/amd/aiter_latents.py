@@ -25,7 +25,6 @@ from attnmux.core.plugin import (
     filled,
     joined,
     mask_indptr,
-    verify_kv_lens,
 )
 
 if TYPE_CHECKING:
@@ -120,7 +119,7 @@ class AiterLatentBackend(LibraryBackend[AiterKernels, LatentLayer, LatentStep, L
                 drafts = spec.draft_token_num
                 step.mask_indptr = mask_indptr(
                     drafts,
-                    verify_kv_lens(batch.seq_lens, drafts),
+                    batch.seq_lens + drafts,
                     out=buffers.mask_indptr if buffers else None,
                 )
 

@@ -47,7 +47,7 @@ class Operands:
     """[B + 1] int32: where the queries of each begin."""
 
 
-class PackedPagesBackend(PackedBackend[K, PagedLayer]):
+class PackedPagesBackend(PackedBackend[K]):
     """MHA and GQA, prefill and decode."""
 
     @abstractmethod

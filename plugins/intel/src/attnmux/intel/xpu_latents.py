@@ -51,7 +51,7 @@ class LatentLayer:
     """[pages, page, 576], the pool's memory."""
 
 
-class XPULatentBackend(PackedBackend[XPUKernels, LatentLayer]):
+class XPULatentBackend(PackedBackend[XPUKernels]):
     """MLA, prefill and decode."""
 
     def prepare_layer(self, layer: LayerSpec) -> LatentLayer:

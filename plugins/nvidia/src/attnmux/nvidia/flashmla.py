@@ -33,8 +33,6 @@ from attnmux.core.plugin import (
     filled,
     joined,
     rehearse,
-    segment_of_place,
-    with_lens,
 )
 from attnmux.nvidia.kernel_rows import FP8, check_own_or_fp8, store_lse
 from attnmux.nvidia.latent import LatentDecodeBackend
@@ -160,7 +158,8 @@ class FlashMLABackend(
         keys = tables.keys if tables.queries_each else _by_token(tables, batch)
         lens = keys[self._groups[0]].lens  # as in every group
         step.lens = KeyLens.of(lens, buffers.lens if buffers else None)
-        step.keys = with_lens(keys, step.lens.at_least_one if self._is_fp8 else lens)
+        lens = step.lens.at_least_one if self._is_fp8 else lens
+        step.keys = {group: each.with_lens(lens) for group, each in keys.items()}
         step.schedules = {heads: self._schedule(step, heads, buffers) for heads in self._heads}
 
     def make_buffers(self, max_bs: int, max_num_tokens: int) -> FlashMLABuffers:
@@ -248,7 +247,7 @@ def _by_token(tables: PageTables, batch: ForwardBatch) -> dict[KeyGroup, Keys]:
     assert new is not None  # which PageTables.of has checked
     bounds = tables.query_bounds(new.device)
     tokens = torch.arange(batch.num_tokens, dtype=torch.int32, device=new.device)
-    request = segment_of_place(bounds, batch.num_tokens)
+    request = torch.searchsorted(bounds[1:], tokens, right=True, out_int32=True)
     owner = request.clamp(max=batch.batch_size - 1)
     place = tokens - bounds[owner]
     expanded = {}

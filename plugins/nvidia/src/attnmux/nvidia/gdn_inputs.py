@@ -7,8 +7,6 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from attnmux.core.plugin import L2_EPS
-
 if TYPE_CHECKING:
     from attnmux.core import LinearLayerSpec
     from attnmux.core.plugin import LinearCall
@@ -39,7 +37,7 @@ def normed(x: torch.Tensor, layer: LinearLayerSpec) -> torch.Tensor:
     if not layer.qk_l2norm:
         return dense(x)
     squares = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.float32).square()
-    return torch.mul(x, (squares + L2_EPS).rsqrt(), out=x.new_empty(x.shape))
+    return torch.mul(x, (squares + LinearLayerSpec.L2_EPS).rsqrt(), out=x.new_empty(x.shape))
 
 
 def _logit(call: LinearCall) -> torch.Tensor:

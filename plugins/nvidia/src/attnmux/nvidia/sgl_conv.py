@@ -7,8 +7,9 @@ from functools import partial
 from typing import TYPE_CHECKING, NoReturn
 
 from attnmux.core import InvalidInput
-from attnmux.core.plugin import KernelLibrary, LinearAttentionBackend, imported, rehearse_linear
+from attnmux.core.plugin import KernelLibrary, LinearAttentionBackend, imported
 from attnmux.nvidia.causal_convolutions import CausalConvolutions, ConvKernels
+from attnmux.nvidia.linear_rehearsal import rehearse_linear
 
 if TYPE_CHECKING:
     from attnmux.core import BackendContext, ForwardBatch
