@@ -24,7 +24,6 @@ from attnmux.core.contract.tree_masks import (
     draft_depths,
     mask_bounds,
     pack_visible,
-    tree_mask_of,
     unpack_visible,
     with_form,
 )
@@ -96,7 +95,7 @@ def test_each_form_is_made_from_each(given: str, wanted: str, drafts: int) -> No
     _, batch = verified(drafts, **forms[given])
     assert batch.tree_mask == given
     made = with_form(batch, wanted, max_context_len=64).spec_info
-    assert tree_mask_of(made) == wanted
+    assert made.tree_mask == wanted
     for name, expected in forms[wanted].items():
         assert torch.equal(getattr(made, name), expected)
     without_bounds = replace(batch, spec_info=replace(batch.spec_info, mask_indptr=None))

@@ -164,5 +164,5 @@ def _by_value_head(x: torch.Tensor, layer: LinearLayerSpec) -> torch.Tensor:
     """Q or K in float32, for each V head [T, Hv, K]."""
     x = x.float()
     if layer.qk_l2norm:
-        x = x * torch.rsqrt(x.square().sum(-1, keepdim=True) + LinearLayerSpec.L2_EPS)
+        x = x * torch.rsqrt(x.square().sum(-1, keepdim=True) + layer.L2_EPS)
     return x.repeat_interleave(layer.num_v_heads // layer.num_k_heads, dim=1)
