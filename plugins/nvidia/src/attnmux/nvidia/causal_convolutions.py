@@ -20,11 +20,12 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from attnmux.core import LinearStatePool
 from attnmux.core.plugin import PlainConvolutions, ShortConvolutions
 from attnmux.nvidia.packed_requests import PackedRequests
 
 if TYPE_CHECKING:
-    from attnmux.core import ForwardBatch, LinearStatePool
+    from attnmux.core import ForwardBatch
     from attnmux.core.plugin import ConvCall
 
 TAPS = (2, 3, 4)

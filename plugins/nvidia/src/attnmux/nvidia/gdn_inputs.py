@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from attnmux.core import LinearLayerSpec
+
 if TYPE_CHECKING:
-    from attnmux.core import LinearLayerSpec
     from attnmux.core.plugin import LinearCall
 
 STEEPNESS = 24
