@@ -12,7 +12,7 @@ import torch
 from attnmux.bench import Bench, Row, Workload, completed
 from attnmux.bench.cli.bench_run import Keeper, Kept, find_place, measure
 from attnmux.bench.margins import server_of
-from attnmux.core import Request, Settings, graph_batch_sizes, in_brief
+from attnmux.core import GraphConfig, Request, Settings, in_brief
 from attnmux.core.measured.measurement import read_measurements
 from attnmux.core.verbs import Run, decided, requested
 
@@ -74,7 +74,7 @@ SIZES = _dense(
     16,
     *(
         f"decode:bs={size},ctx=4096"
-        for size in graph_batch_sizes(pool_size=2 * MOST, max_batch_size=MOST)
+        for size in GraphConfig.sizes(pool_size=2 * MOST, max_batch_size=MOST)
     ),
 )
 """One context at the batch sizes that a graph runner captures."""

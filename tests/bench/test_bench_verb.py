@@ -13,10 +13,9 @@ import pytest
 from click.testing import CliRunner, Result
 
 from attnmux.bench import cli as bench_cli
-from attnmux.bench import timing
 from attnmux.bench.cli import bench_run
 from attnmux.bench.keeping import RecordFile
-from attnmux.core import Decision, Platform, TunedLaunch
+from attnmux.core import Decision, DeviceGraphs, Platform, TunedLaunch
 from attnmux.core.cli.verbs import verbs
 from attnmux.core.measured.measurement import read_measurements
 from attnmux.core.plugin import ANY, NONE
@@ -269,7 +268,7 @@ def test_kept_figures_change_the_choice(installed, file, fakes) -> None:
 
 
 def test_figures_from_graphs_count_with_and_without_graphs(installed, file, monkeypatch) -> None:
-    monkeypatch.setattr(timing, "device_graphs", lambda device: RecordingGraphs())
+    monkeypatch.setattr(DeviceGraphs, "of", lambda device: RecordingGraphs())
     installed(GraphFakeBackend, Delayed, graph=ANY)
     data = answer(bench("--json", "--keep", *STEPS[2:]))
     assert {row["execution"] for row in data["rows"]} == {"graph"}

@@ -17,6 +17,7 @@ import torch
 from attnmux.core import (
     ALONE,
     AttentionBackend,
+    DeviceGraphs,
     ForwardBatch,
     ForwardMode,
     GraphConfig,
@@ -25,7 +26,6 @@ from attnmux.core import (
     InvalidInput,
     ModelInput,
     RanksDiffer,
-    device_graphs,
 )
 from attnmux.cpu.torch_native.backend import TorchNativeBackend
 from attnmux.distributed import (
@@ -236,7 +236,7 @@ def served(
 def runner_of(backend: AttentionBackend, forward, sizes: Sequence[int] = (1, 2, 4), **settings):
     """How a rank makes its runner."""
     device = backend.context.device
-    devices = RecordingGraphs() if device.type == "cpu" else device_graphs(device)
+    devices = RecordingGraphs() if device.type == "cpu" else DeviceGraphs.of(device)
     return lambda ranks: GraphRunner(
         backend,
         forward,

@@ -21,10 +21,8 @@ from attnmux.core import (
     GraphRunner,
     GraphStep,
     GraphUnsupported,
-    GraphViolation,
     ModelInput,
     RanksDiffer,
-    device_graphs,
 )
 from attnmux.distributed import RankGroup, capture_on_all_ranks, idle_batch
 from attnmux.emulators.ranks import end_ranks, run_ranks
@@ -38,13 +36,14 @@ from attnmux.testing import (
     make_setup,
     prepare_step,
 )
+from attnmux.testing.recorder import GraphViolation
 
 CASE = Case(name="ranks", steps=(decode(9, 4, 7),), dtype="float32", windows=(None,))
 Forward = Callable[..., torch.Tensor]
 
 
 def graphs_of(device: torch.device) -> DeviceGraphs:
-    return RecordingGraphs() if device.type == "cpu" else device_graphs(device)
+    return RecordingGraphs() if device.type == "cpu" else DeviceGraphs.of(device)
 
 
 def collectives(group: RankGroup, values: torch.Tensor) -> dict[str, torch.Tensor]:

@@ -10,6 +10,7 @@ import torch
 
 from attnmux.core import (
     BackendFailed,
+    ForwardContext,
     ForwardMode,
     GraphConfig,
     GraphRunner,
@@ -17,7 +18,6 @@ from attnmux.core import (
     ModelInput,
     Offer,
     build,
-    current_forward_context,
     solve,
 )
 from attnmux.core.choosing.choice import SizeRange, choice_of
@@ -140,7 +140,7 @@ def test_each_graph_has_the_backend_of_its_size() -> None:
     given = step.inputs[0]
 
     def model(batch, inputs):
-        backend = current_forward_context().backend
+        backend = ForwardContext.current().backend
         return backend.forward(inputs["q"], None, None, given.layer, batch)
 
     runner = GraphRunner(

@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from attnmux.core import (
+    ForwardContext,
     ForwardMode,
     GraphConfig,
     GraphRunner,
@@ -18,7 +19,6 @@ from attnmux.core import (
     Platform,
     Policy,
     build,
-    current_forward_context,
     load_plugins,
     solve,
 )
@@ -295,7 +295,7 @@ def check_graphs(make, steps, changes, *, hybrid=False, platform=None, tolerance
     layer = context.layers[0]
 
     def model(batch, inputs):
-        backend, q = current_forward_context().backend, inputs["q"]
+        backend, q = ForwardContext.current().backend, inputs["q"]
         first, second = batch.tbo_children
         middle = first.num_tokens
         halves = ((first, q[:middle]), (second, q[middle:]))

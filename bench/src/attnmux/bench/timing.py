@@ -20,7 +20,6 @@ from attnmux.core import (
     InvalidInput,
     RankFailed,
     RanksDiffer,
-    device_graphs,
     in_brief,
 )
 
@@ -185,7 +184,7 @@ def graphs_of(device: torch.device) -> DeviceGraphs | None:
     """None for a device without graphs. Raises InvalidInput for one that torch does not have."""
     try:
         torch.empty(1, device=device)
-        return device_graphs(device)
+        return DeviceGraphs.of(device)
     except GraphUnsupported:
         return None
     except (RuntimeError, AssertionError, ImportError) as error:

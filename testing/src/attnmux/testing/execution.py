@@ -19,8 +19,6 @@ from attnmux.core import (
     GraphRunner,
     GraphStep,
     ModelInput,
-    device_graphs,
-    graph_batch_sizes,
     padded_size,
 )
 from attnmux.testing.case_setup import CaseSetup
@@ -160,7 +158,7 @@ class GraphExecution(Execution):
 
 
 def _graphs_of(device: torch.device) -> DeviceGraphs:
-    return _WarmedOnce() if device.type == "cpu" else device_graphs(device)
+    return _WarmedOnce() if device.type == "cpu" else DeviceGraphs.of(device)
 
 
 class _WarmedOnce(RecordingGraphs):
@@ -273,7 +271,7 @@ def _most_rows(case: Case) -> int:
 def _config(
     case: Case, steps: Sequence[Step], batch: ForwardBatch, *, host_lens: bool
 ) -> GraphConfig:
-    usual = *graph_batch_sizes(pool_size=1024), *LARGE
+    usual = *GraphConfig.sizes(pool_size=1024), *LARGE
     sizes = {padded_size(_rows(step), usual) for step in steps}
     is_verify = batch.forward_mode.is_target_verify()
     return GraphConfig(

@@ -21,7 +21,6 @@ from attnmux.core import (
     SWAKVPool,
     gather_rows,
     stored_parts,
-    tokens_behind_window,
 )
 from attnmux.testing.case_setup import CaseSetup, pages_of
 from attnmux.testing.cases import Step
@@ -257,7 +256,7 @@ def _pair(setup: CaseSetup, pool: SWAKVPool, requests: list[Placed]) -> None:
     widest = max(layer.sliding_window_size for layer in setup.context.layers)
     seen = set()
     for request in requests:
-        behind = tokens_behind_window(max(request.cached, 0), widest, pool.page_size)
+        behind = SWAKVPool.tokens_behind_window(max(request.cached, 0), widest, pool.page_size)
         seen.update((request.slots[behind :: pool.page_size] // pool.page_size).tolist())
     pages = torch.tensor(sorted(seen), dtype=torch.int64)
     swa_pages = torch.randperm(pool.swa.size // pool.page_size, generator=setup.generator) + 1

@@ -16,8 +16,8 @@ import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
-from attnmux.core import CapturedGraph, DeviceGraphs, GraphStep, GraphViolation
-from attnmux.testing.recorder import Recorder
+from attnmux.core import CapturedGraph, DeviceGraphs, GraphStep
+from attnmux.testing.recorder import GraphViolation, Recorder
 from attnmux.testing.tape import Tape
 
 PREPARE, FORWARD = "init_forward_metadata_in_graph", "forward"

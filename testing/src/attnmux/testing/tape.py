@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from attnmux.core import GraphViolation
+from attnmux.testing.recorder import GraphViolation
 
 T = TypeVar("T")
 

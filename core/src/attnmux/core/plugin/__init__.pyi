@@ -54,8 +54,6 @@ from attnmux.core.contract.arguments import check_lens as check_lens
 from attnmux.core.contract.arguments import check_picks as check_picks
 from attnmux.core.contract.arguments import check_table as check_table
 from attnmux.core.contract.arguments import front as front
-from attnmux.core.contract.pool import check_loc as check_loc
-from attnmux.core.contract.pool import check_rows as check_rows
 from attnmux.core.contract.steps import NO_OPTIONS as NO_OPTIONS
 from attnmux.core.contract.tree_masks import check_trees as check_trees
 from attnmux.core.contract.tree_masks import limited_drafts as limited_drafts

@@ -12,7 +12,6 @@ from vllm.logger import init_logger
 from attnmux.core import (
     BackendContext,
     BackendFailed,
-    BlockTable,
     Chooser,
     Decision,
     ForeignKVPool,
@@ -28,6 +27,7 @@ from attnmux.core import (
     torch_dtype,
 )
 from attnmux.vllm.asking import kv_dtype
+from attnmux.vllm.block_table import BlockTable
 from attnmux.vllm.layers import is_latent, request_of, slots_of, specs_of
 from attnmux.vllm.steps import StepBuilder
 

@@ -12,12 +12,11 @@ import torch
 from attnmux.core import (
     DeviceGraphs,
     DraftTree,
+    GraphConfig,
     GraphRunner,
     InvalidInput,
     PoolExhausted,
     check_positive,
-    device_graphs,
-    graph_batch_sizes,
 )
 from attnmux.transformers.batching import StepBuilder
 from attnmux.transformers.catch_up import can_reread, reread
@@ -120,9 +119,9 @@ class ModelProposer:
         model's device. Raises GraphUnsupported if device or backend have no graphs; what could not
         be captured runs eagerly.
         """
-        devices = devices or device_graphs(self.device)
+        devices = devices or DeviceGraphs.of(self.device)
         most = self._runner.context.max_batch_size
-        sizes = graph_batch_sizes(pool_size=most, speculation=True, chosen=batch_sizes)
+        sizes = GraphConfig.sizes(pool_size=most, speculation=True, chosen=batch_sizes)
         if self._loop is not None:
             self._loop.capture(sizes, devices)
         self._runner.capture_catch_up(self.steps + 1, batch_sizes=sizes, devices=devices)

@@ -9,12 +9,13 @@ import torch
 from attnmux.core import (
     ACTIVATION_DTYPES,
     InvalidInput,
+    KVPool,
     allocate_zeroed,
     check_positive,
     gather_rows,
     scatter_rows,
 )
-from attnmux.core.plugin import IndexRows, check_loc, check_rows
+from attnmux.core.plugin import IndexRows
 
 BLOCK = 128
 """Values of a key that share a scale, as in DeepSeek-V3.2's indexer."""
@@ -101,7 +102,7 @@ class IndexKPool:
         Raises InvalidInput for a layer without an indexer, and for wrong shapes and dtypes.
         """
         buffer = self._keys[self._checked(layer_id)]
-        check_rows("keys", keys, (check_loc(loc), self.head_dim), loc)
+        KVPool.check_rows("keys", keys, (KVPool.check_loc(loc), self.head_dim), loc)
         keys = keys.detach()
         if self.dtype == FP8:
             keys, scales = _quantised(keys)
