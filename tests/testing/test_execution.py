@@ -26,7 +26,7 @@ from attnmux.testing import (
     standard_cases,
 )
 from attnmux.testing.graph_fakes import GraphState
-from attnmux.testing.recorder import GraphViolation
+from attnmux.testing.tape import GraphViolation
 
 CASES = {case.name: case for case in in_graphs(standard_cases((16,)))}
 

@@ -15,13 +15,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from attnmux.core import (
     ForwardMode,
     InvalidInput,
+    Part,
     Policy,
     TunedLaunch,
     UpProjection,
     build,
     load_plugins,
     merge_into,
-    prefix_chunks,
     solve,
 )
 from attnmux.core.composites.chunked_prefix import (
@@ -259,7 +259,7 @@ def test_no_allocation_grows_with_the_prefix() -> None:
 )
 def test_chunks_hold_every_cached_token_once(cached, most) -> None:
     seen: dict[int, list[tuple[int, int]]] = {}
-    chunks = list(prefix_chunks(cached, most))
+    chunks = list(Part.chunks(cached, most))
     for first, starts, lens in chunks:
         assert 0 < sum(lens) <= most
         for number, (start, length) in enumerate(zip(starts, lens, strict=True)):
@@ -324,7 +324,7 @@ def test_backends_of_another_context_are_refused() -> None:
     context = make_setup(case_of(extend((0, 4))), fake_platform(), "cpu").context
     absorbed = Noting(context)
     for wrong in ([], [absorbed]):
-        with pytest.raises(InvalidInput, match="backends of a part_context"):
+        with pytest.raises(InvalidInput, match="backends of a part context"):
             ChunkedPrefixBackend(absorbed=absorbed, expanded=wrong)
     with pytest.raises(InvalidInput, match="chunk_bytes"):
         ChunkedPrefixBackend(

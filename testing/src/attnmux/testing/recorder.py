@@ -11,10 +11,9 @@ import torch
 from torch._ops import OpOverload
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from attnmux.core import GraphUnsupported, attention_with_output
-from attnmux.core.facts.errors import _hinted
+from attnmux.core import attention_with_output
 from attnmux.testing import recorded_collectives as collectives
-from attnmux.testing.tape import Operation, Place, Tape, identity, replaced, tensors
+from attnmux.testing.tape import GraphViolation, Operation, Place, Tape, identity, replaced, tensors
 
 aten = torch.ops.aten
 
@@ -219,14 +218,3 @@ def _depends_on_values(
     if func in BY_INDEX:
         return any(index.dtype in MASK_DTYPES for index in args[1] if index is not None)
     return kwargs.get("output_size") is None
-
-
-class GraphViolation(GraphUnsupported):
-    """A captured step did what a replay would not repeat; names the method and the operation."""
-
-    def __init__(self, method: str, operation: str, reason: str, *, hint: str = "") -> None:
-        self.method = method
-        self.operation = operation
-        self.reason = reason
-        self.hint = hint
-        super().__init__(_hinted(f"{method}: {operation} {reason}", hint))

@@ -17,8 +17,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from attnmux.core import CapturedGraph, DeviceGraphs, GraphStep
-from attnmux.testing.recorder import GraphViolation, Recorder
-from attnmux.testing.tape import Tape
+from attnmux.testing.recorder import Recorder
+from attnmux.testing.tape import GraphViolation, Tape
 
 PREPARE, FORWARD = "init_forward_metadata_in_graph", "forward"
 

@@ -29,11 +29,6 @@ from attnmux.core.kv.foreign import ForeignKVPool
 from attnmux.core.kv.request_table import ReqToTokenPool
 
 
-def pages_of_budget(budget: int, *, page_size: int, max_context_len: int) -> int:
-    """Pages of each request that a step reads: a budget of tokens, or a whole request if fewer."""
-    return min(budget // page_size, -(-max_context_len // page_size))
-
-
 def sparse_context(context: BackendContext, budget: int) -> BackendContext:
     """The context of the backend that attends over chosen pages: `budget` tokens of each request.
 
@@ -50,7 +45,9 @@ def sparse_context(context: BackendContext, budget: int) -> BackendContext:
         got = f"{pool.dtype}{', with gaps' if pool.is_strided else ''}"
         expected = "16 or 32 bits a value and no gaps between slots"
         raise InvalidInput("token_to_kv_pool", got=got, expected=expected)
-    pages = pages_of_budget(budget, page_size=page_size, max_context_len=context.max_context_len)
+    pages = RequestPages.of_budget(
+        budget, page_size=page_size, max_context_len=context.max_context_len
+    )
     size, width = context.max_batch_size, pages * page_size
     table = ReqToTokenPool(size, width, context.device)
     slots = torch.arange(size * width, dtype=torch.int32, device=context.device) + page_size

@@ -195,6 +195,14 @@ class LayerSpec:
         )
 
     @property
+    def is_mergeable(self) -> bool:
+        """Whether a new token sees all of some earlier keys, so that parts of them can be merged by
+        LSE. Windows and attention chunks end within a part, and a part does not say how far its
+        keys are from the tokens, which biases by distance ask."""
+        limiting = {"sliding_window", "attention_chunk", "alibi", "relative_bias"}
+        return self.kind in ("mha", "mla") and self.features.isdisjoint(limiting)
+
+    @property
     def relative_reach(self) -> int:
         """R of `relative_bias`: the distance from which on its value is the same; 0 without it."""
         if self.relative_bias is None:

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import torch
 
-from attnmux.core.contract.arguments import check_lens, check_positive, front
+from attnmux.core.contract.arguments import check_at_least, check_lens, front
 from attnmux.core.indices._segments import lay_out, store
 
 
@@ -25,7 +25,7 @@ def uniform_indptr(
     batch_size: int, step: int, *, device: torch.device | str, out: torch.Tensor | None = None
 ) -> torch.Tensor:
     """[B + 1]: 0, step, 2 · step, … for requests that all have `step` tokens."""
-    check_positive("step", step)
+    check_at_least(1, "step", step)
     result = torch.arange(0, batch_size * step + 1, step, dtype=torch.int32, device=device)
     return store(result, out, torch.int32)
 
@@ -55,7 +55,7 @@ def kv_indptr(
     kv_lens: [B] int32, keys a request.
     """
     check_lens("kv_lens", kv_lens)
-    check_positive("page_size", page_size)
+    check_at_least(1, "page_size", page_size)
     pages = kv_lens if page_size == 1 else (kv_lens + (page_size - 1)) // page_size
     return cu_seqlens(pages, out=out)
 
@@ -69,7 +69,7 @@ def kv_last_page_len(
     every request.
     """
     check_lens("kv_lens", kv_lens)
-    check_positive("page_size", page_size)
+    check_at_least(1, "page_size", page_size)
     return store((kv_lens - 1) % page_size + 1, out, torch.int32)
 
 
@@ -118,7 +118,7 @@ def window_view(
     out: buffers of at least B values for both fields.
     """
     batch_size = check_lens("seq_lens", seq_lens)
-    check_positive("page_size", page_size)
+    check_at_least(1, "page_size", page_size)
     if isinstance(q_lens, torch.Tensor):
         check_lens("q_lens", q_lens, batch_size)
     if kv_start is not None:

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 
-from attnmux.core.contract.arguments import check_positive
+from attnmux.core.contract.arguments import check_at_least
 from attnmux.core.contract.dtypes import BLOCK, FP4_DTYPE
 from attnmux.core.contract.layer import LayerSpec
 from attnmux.core.contract.pool import KVPool
@@ -152,7 +152,7 @@ class MHATokenToKVPool(PairPool):
         self.head_dim = head_dim
         self.v_head_dim = head_dim if v_head_dim is None else v_head_dim
         for name in ("num_kv_heads", "head_dim", "v_head_dim"):
-            check_positive(name, getattr(self, name))
+            check_at_least(1, name, getattr(self, name))
         layers, dims = len(self.layer_ids), (head_dim, self.v_head_dim)
         self._scales: list[tuple[torch.Tensor, torch.Tensor]] = []
         if dtype == FP4_DTYPE:
@@ -229,8 +229,8 @@ class MLATokenToKVPool(LatentPool):
             size=size, page_size=page_size, dtype=dtype, layer_ids=layer_ids, device=device
         )
         self.check_whole_bytes("MLA's latents")
-        check_positive("kv_lora_rank", kv_lora_rank)
-        check_positive("qk_rope_head_dim", qk_rope_head_dim)
+        check_at_least(1, "kv_lora_rank", kv_lora_rank)
+        check_at_least(1, "qk_rope_head_dim", qk_rope_head_dim)
         shape = (self.num_slots, 1, kv_lora_rank + qk_rope_head_dim)
         buffers = self._allocate([shape] * len(self.layer_ids), dtype, "MLA KV pool")
         rows = dict(zip(self.layer_ids, buffers, strict=True))

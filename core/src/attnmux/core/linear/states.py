@@ -10,7 +10,6 @@ import torch
 from attnmux.core.contract.arguments import (
     check_at_least,
     check_device,
-    check_positive,
     check_vector,
 )
 from attnmux.core.contract.context import BackendContext
@@ -55,7 +54,7 @@ class LinearStatePool:
         Raises InvalidInput for a size below 1, fewer kept states or draft tokens than 0 and two
         layers with one id, and PoolExhausted when memory does not suffice.
         """
-        check_positive("size", size)
+        check_at_least(1, "size", size)
         for name, value in (("kept_size", kept_size), ("draft_tokens", draft_tokens)):
             check_at_least(0, name, value)
         ids = [layer.layer_id for layer in layers]

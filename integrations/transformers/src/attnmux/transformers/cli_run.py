@@ -22,7 +22,6 @@ from attnmux.core import (
     Plugins,
     PoolExhausted,
     Settings,
-    named_platforms,
     pick_platform,
     platform_of,
 )
@@ -57,10 +56,13 @@ def platform_for(detection: Detection, settings: Settings, device: str | None) -
     """
     where = settings.where("platform")
     platform, wanted = None, settings.platform
-    if device is None and wanted is not None and not named_platforms(detection.platforms, wanted):
-        device = unfound_device(detection)
     if device is None:
-        platform = pick_platform(detection, wanted, named=where)
+        try:
+            platform = pick_platform(detection, wanted, named=where)
+        except InvalidInput:
+            device = unfound_device(detection)
+            if device is None:
+                raise
     name = device or (platform.device_type if platform is not None else "cpu")
     try:
         torch.empty(0, device=name)

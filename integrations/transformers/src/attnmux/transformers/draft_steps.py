@@ -15,7 +15,7 @@ from attnmux.core import (
     ForwardMode,
     InvalidInput,
     Parts,
-    check_positive,
+    check_at_least,
 )
 
 
@@ -80,7 +80,7 @@ class MultiStepDraftBackend(DispatchingBackend):
 
         Raises InvalidInput for fewer steps than 1, and for a backend of another context.
         """
-        check_positive("num_steps", num_steps)
+        check_at_least(1, "num_steps", num_steps)
         made = (make(context) for _ in range(num_steps))
         self.children = tuple(each.select(ForwardMode.DECODE) for each in made)
         super().__init__(context, self.children)

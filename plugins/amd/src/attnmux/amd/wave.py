@@ -15,7 +15,7 @@ import torch
 
 from attnmux.amd.slot_lists import SlotBuffers, SlotLists, slot_groups, slot_lists, without_keys
 from attnmux.amd.wave_kernels import PROVIDERS, Compiled, Heads, WaveKernels
-from attnmux.core import InvalidInput, check_positive
+from attnmux.core import InvalidInput, check_at_least
 from attnmux.core.plugin import (
     KernelLibrary,
     LibraryBackend,
@@ -68,7 +68,7 @@ class WaveBackend(LibraryBackend[WaveKernels, WaveLayer, WaveStep, SlotBuffers])
         Raises InvalidInput for layers, pools and options that the kernels do not serve.
         """
         self._splits = int(str(options.get("num_kv_splits", 8)))
-        check_positive("num_kv_splits", self._splits)
+        check_at_least(1, "num_kv_splits", self._splits)
         self._compiled: dict[Heads, tuple[tuple[Compiled, Compiled], Compiled]] = {}
         super().__init__(context, options, kernels)
         self._groups = slot_groups(context)

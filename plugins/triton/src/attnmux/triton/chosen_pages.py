@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from attnmux.core import FIRST_PAGES, LAST_PAGES, RequestPages, torch_dtype
+from attnmux.core import RequestPages, torch_dtype
 from attnmux.triton.bound_kernel import BoundKernel, Launcher
 from attnmux.triton.kernels.chosen_pages import (
     choose_places,
@@ -139,8 +139,8 @@ class ChosenPages:
                 "GROUP": group,
                 "DIM": dim,
                 "PAGE": self._page_size,
-                "FIRST": FIRST_PAGES,
-                "LAST": LAST_PAGES,
+                "FIRST": RequestPages.FIRST,
+                "LAST": RequestPages.LAST,
                 "BLOCK_G": max(LEAST_WIDTH, next_power_of_2(group)),
                 "BLOCK_D": min(BLOCK_D, max(LEAST_WIDTH, next_power_of_2(dim))),
                 "BLOCK_N": BLOCK_N,

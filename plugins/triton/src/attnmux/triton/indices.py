@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import torch
 
-from attnmux.core import check_positive
+from attnmux.core import check_at_least
 from attnmux.core.plugin import KVView, check_lens, check_table, front, table_width
 from attnmux.triton.kernels.indices import (
     fill_last_page_lens,
@@ -32,7 +32,7 @@ def kv_indptr(
 ) -> torch.Tensor:
     """[B + 1]: where each request's slots (or pages) begin in `kv_indices`."""
     check_lens("kv_lens", kv_lens)
-    check_positive("page_size", page_size)
+    check_at_least(1, "page_size", page_size)
     return _running_sums(kv_lens, out, page_size=page_size)
 
 
@@ -59,7 +59,7 @@ def kv_indices(
     """[kv_indptr[-1]]: the slot of every key, or the number of every page, request by request."""
     batch_size = check_table(req_to_token, req_pool_indices)
     check_lens("kv_indptr", kv_indptr, batch_size + 1)
-    check_positive("page_size", page_size)
+    check_at_least(1, "page_size", page_size)
     if kv_start is not None:
         check_lens("kv_start", kv_start, batch_size)
     if total is None:
@@ -91,7 +91,7 @@ def kv_last_page_len(
 ) -> torch.Tensor:
     """[B]: keys in each request's last page, 1 … page_size; page_size without keys."""
     batch_size = check_lens("kv_lens", kv_lens)
-    check_positive("page_size", page_size)
+    check_at_least(1, "page_size", page_size)
     result = front(out, batch_size, kv_lens)
     if batch_size:
         fill_last_page_lens[_grid(batch_size)](
@@ -120,8 +120,8 @@ def page_table(
     """[B, width]: the pages of each request's keys, then 0, the reserved page."""
     batch_size = check_table(req_to_token, req_pool_indices)
     check_lens("kv_lens", kv_lens, batch_size)
-    check_positive("page_size", page_size)
-    check_positive("width_multiple", width_multiple)
+    check_at_least(1, "page_size", page_size)
+    check_at_least(1, "width_multiple", width_multiple)
     if kv_start is not None:
         check_lens("kv_start", kv_start, batch_size)
     width = table_width(kv_lens, page_size, max_len, width_multiple, out)
@@ -158,7 +158,7 @@ def window_view(
 ) -> KVView:
     """The keys that the last q_lens tokens of each request can see."""
     batch_size = check_lens("seq_lens", seq_lens)
-    check_positive("page_size", page_size)
+    check_at_least(1, "page_size", page_size)
     of_requests = q_lens if isinstance(q_lens, torch.Tensor) else None
     if of_requests is not None:
         check_lens("q_lens", of_requests, batch_size)

@@ -11,7 +11,7 @@ from attnmux.core import (
     InvalidInput,
     KVPool,
     allocate_zeroed,
-    check_positive,
+    check_at_least,
     gather_rows,
     scatter_rows,
 )
@@ -50,8 +50,8 @@ class IndexKPool:
 
         Raises InvalidInput for impossible sizes and dtypes, PoolExhausted when memory is short.
         """
-        check_positive("num_slots", num_slots)
-        check_positive("head_dim", head_dim)
+        check_at_least(1, "num_slots", num_slots)
+        check_at_least(1, "head_dim", head_dim)
         if dtype not in (*ACTIVATION_DTYPES, FP8):
             expected = "bfloat16, float16, float32 or float8_e4m3fn"
             raise InvalidInput("dtype", got=dtype, expected=expected)

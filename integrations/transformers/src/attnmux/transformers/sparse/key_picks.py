@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from attnmux.core import ForwardBatch, InvalidInput, check_positive
+from attnmux.core import ForwardBatch, InvalidInput, check_at_least
 from attnmux.core.plugin import ScoresKeys, token_rows
 from attnmux.transformers.sparse.index_pool import IndexKPool
 from attnmux.transformers.sparse.scores import best_keys, index_scores
@@ -27,7 +27,7 @@ class KeyPicker:
     kernel: ScoresKeys | None = None
 
     def __post_init__(self) -> None:
-        check_positive("topk", self.topk)
+        check_at_least(1, "topk", self.topk)
 
     def room(self, batch: ForwardBatch) -> torch.Tensor:
         """A `ForwardBatch.topk_indices` for a step: [T, topk] int32, all -1."""
