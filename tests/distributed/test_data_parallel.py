@@ -15,8 +15,8 @@ import pytest
 import torch
 
 from attnmux.core import (
-    ALONE,
     AttentionBackend,
+    CapturingRanks,
     DeviceGraphs,
     ForwardBatch,
     ForwardMode,
@@ -404,7 +404,7 @@ def differs(group: RankGroup) -> None:
 
 
 def capture_alone(make) -> GraphRunner:
-    runner = make(ALONE)
+    runner = make(CapturingRanks())
     runner.capture()
     return runner
 

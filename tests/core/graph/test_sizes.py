@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from attnmux.core import GraphConfig, InvalidInput, padded_size
+from attnmux.core import GraphConfig, InvalidInput
+from attnmux.core.graph.config import padded_size
 
 
 def test_default_sizes() -> None:

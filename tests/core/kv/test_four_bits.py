@@ -7,8 +7,8 @@ from fractions import Fraction
 import pytest
 import torch
 
+from attnmux.bench.shapes import value_bytes
 from attnmux.core import (
-    FP4_DTYPE,
     DraftKeys,
     ForeignKVPool,
     InvalidInput,
@@ -17,9 +17,8 @@ from attnmux.core import (
     MLATokenToKVPool,
     SWAKVPool,
     unpack_rows,
-    value_bytes,
 )
-from attnmux.core.contract.dtypes import BLOCK
+from attnmux.core.contract.dtypes import BLOCK, FP4_DTYPE
 from attnmux.core.kv.quantise import MAGNITUDES, pack_rows
 from attnmux.testing.wide_rows import wide_rows
 

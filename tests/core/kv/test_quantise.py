@@ -10,14 +10,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from attnmux.core import (
-    ACTIVATION_DTYPES,
-    FP8_DTYPES,
-    InvalidInput,
-    MHATokenToKVPool,
-    MLATokenToKVPool,
-    quantise,
-)
+from attnmux.core import FP8_DTYPES, InvalidInput, MHATokenToKVPool, MLATokenToKVPool, quantise
+from attnmux.core.contract.dtypes import ACTIVATION_DTYPES
 
 LARGEST = {
     torch.float8_e4m3fn: 448.0,

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from attnmux.bench.grid import default_grid
+from attnmux.bench.shapes import value_bytes
 from attnmux.bench.timing import graphs_of
 from attnmux.bench.workload import Workload
 from attnmux.core import (
@@ -23,7 +24,6 @@ from attnmux.core import (
     Request,
     solve,
     torch_dtype,
-    value_bytes,
 )
 from attnmux.core.verbs import NAMING, offers_named
 

@@ -12,10 +12,10 @@ import torch
 
 from attnmux.bench.entrants import Entrant
 from attnmux.bench.roofline import Ceilings, Cost, cost_of
-from attnmux.bench.subjects import Subject, TimedStep, subject_of
+from attnmux.bench.subjects import AnyBackend, Subject, TimedStep, subject_of
 from attnmux.bench.timing import Run, current, in_graph, in_turn, interleave, median_us
 from attnmux.bench.workload import Workload
-from attnmux.core import DeviceGraphs, RankFailed, RanksDiffer, StepBackend, TunedLaunch, in_brief
+from attnmux.core import DeviceGraphs, RankFailed, RanksDiffer, TunedLaunch, in_brief
 from attnmux.core.plugin import Together, alone
 from attnmux.testing import Errors
 
@@ -169,7 +169,7 @@ class Bench:
 
     def _run(
         self, subject: Subject[Any], step: TimedStep, entrant: Entrant
-    ) -> tuple[tuple[StepBackend, Run, Run], Errors]:
+    ) -> tuple[tuple[AnyBackend, Run, Run], Errors]:
         """Run the step once. Returns the backend, the run, its preparation, and the errors."""
         backend = subject.build(entrant.decision, step, self.launches)
         if entrant.in_graph and self.graphs is not None:
@@ -188,7 +188,7 @@ class _Ready:
     """A backend with a right answer, ready to be timed."""
 
     run: Run
-    backend: StepBackend
+    backend: AnyBackend
     """Kept alive: a graph does not own the memory that it reads."""
     entrant: Entrant
     errors: Errors
@@ -199,13 +199,13 @@ def _figures(errors: Errors) -> dict[str, float]:
     return {"error": errors.relative, "rms_error": errors.rms, "worst_error": errors.worst}
 
 
-def all_layers(backend: StepBackend, step: TimedStep) -> Run:
+def all_layers(backend: AnyBackend, step: TimedStep) -> Run:
     """Every layer's call, one after the other, eagerly. Prepares the step, once."""
     backend.init_forward_metadata(step.batch)
     return in_turn(step.calls(backend))
 
 
-def all_layers_in_graph(backend: StepBackend, step: TimedStep, graphs: DeviceGraphs) -> Run:
+def all_layers_in_graph(backend: AnyBackend, step: TimedStep, graphs: DeviceGraphs) -> Run:
     """The same calls from one graph. Prepares the step, once, outside of the graph; before each
     replay, where the device's graphs want that.
 

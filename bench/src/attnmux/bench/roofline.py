@@ -10,9 +10,10 @@ from typing import Literal
 import torch
 
 from attnmux.bench.linear_work import linear_bytes, linear_flops
+from attnmux.bench.shapes import value_bytes
 from attnmux.bench.timing import current, median_us
 from attnmux.bench.workload import Workload, kv_width, q_width
-from attnmux.core import Request, torch_dtype, value_bytes
+from attnmux.core import Request, torch_dtype
 from attnmux.core.verbs import LINEAR_KINDS
 
 MOST_SECONDS = 1.5

@@ -5,7 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import replace
 
+import torch
+
 from attnmux.core import InvalidInput, Request, linear_request
+from attnmux.core.contract.dtypes import BLOCK, FP4_DTYPE
 from attnmux.core.verbs import LINEAR_KINDS
 
 DENSE_SHAPES = {"num_q_heads": 32, "num_kv_heads": 8, "head_dim": 128, "dtype": "bfloat16"}
@@ -83,3 +86,8 @@ def _shapes(request: Request) -> Iterable[tuple[str, object]]:
     if request.kind in LINEAR_KINDS:
         return {**LINEAR_SHAPES[request.kind], "dtype": "bfloat16"}.items()
     return (LATENT_SHAPES if request.latent else DENSE_SHAPES).items()
+
+
+def value_bytes(dtype: torch.dtype) -> float:
+    """Bytes of a value of K or V in a pool of a dtype, with its share of its block's scale."""
+    return 0.5 + 1 / BLOCK if dtype == FP4_DTYPE else dtype.itemsize

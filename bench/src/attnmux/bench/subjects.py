@@ -14,15 +14,15 @@ from attnmux.bench.steps import Step, make_step
 from attnmux.bench.timing import Run
 from attnmux.bench.workload import Workload
 from attnmux.core import (
+    AttentionBackend,
     Decision,
     ForwardBatch,
     Request,
-    StepBackend,
     TunedLaunch,
     build,
     make_linear,
 )
-from attnmux.core.plugin import BackendCard
+from attnmux.core.plugin import BackendCard, LinearAttentionBackend
 from attnmux.core.verbs import LINEAR_KINDS
 from attnmux.testing import Errors
 
@@ -47,6 +47,7 @@ class TimedStep(Protocol):
 
 
 S = TypeVar("S", bound=TimedStep)
+AnyBackend = AttentionBackend | LinearAttentionBackend
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -55,7 +56,7 @@ class Subject(Generic[S]):
 
     make_step: Callable[[Workload, Decision, torch.device], S]
     """Raises PoolExhausted where memory does not suffice."""
-    build: Callable[[Decision, S, tuple[TunedLaunch, ...]], StepBackend]
+    build: Callable[[Decision, S, tuple[TunedLaunch, ...]], AnyBackend]
     """The decided backend, for the step's context."""
     errors: Callable[[S], Errors]
     """Of the last run, against float64."""
@@ -69,13 +70,13 @@ def subject_of(request: Request) -> Subject[Any]:
 
 def _build_attention(
     decision: Decision, step: Step, launches: tuple[TunedLaunch, ...]
-) -> StepBackend:
+) -> AttentionBackend:
     return build(decision, step.context(decision.platform, decision.request, launches))
 
 
 def _build_linear(
     decision: Decision, step: LinearStep, launches: tuple[TunedLaunch, ...]
-) -> StepBackend:
+) -> LinearAttentionBackend:
     context = replace(step.setup.context, request=decision.request, launches=launches)
     return make_linear(decision.phases[step.workload.phase], context)
 

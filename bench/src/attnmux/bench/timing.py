@@ -12,7 +12,6 @@ import torch
 from torch.utils.benchmark import Timer
 
 from attnmux.core import (
-    NUM_WARM_UPS,
     CapturedGraph,
     DeviceGraphs,
     GraphStep,
@@ -172,7 +171,7 @@ def in_graph(run: Run, graphs: DeviceGraphs | None, renew: Run | None = None) ->
         return run
     step = GraphStep(prepare=lambda: None, forward=run)
     with torch.inference_mode(False), graphs.session():
-        for _ in range(NUM_WARM_UPS):
+        for _ in range(graphs.NUM_WARM_UPS):
             graphs.warm_up(step)
         captured = graphs.capture(step)
     if renew is None and not captured.repeats:

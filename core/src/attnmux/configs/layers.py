@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from itertools import cycle, islice
 from typing import Any
 
-from attnmux.core import InvalidInput, is_whole
+from attnmux.core import InvalidInput
 from attnmux.core.verbs import LINEAR_KINDS
 
 COMPRESSED = frozenset({"compressed_sparse_attention", "heavily_compressed_attention"})
@@ -65,6 +65,11 @@ PATTERN = {"M": "mamba2", "*": "attention", "-": "mlp", "E": "moe"}
 """Letters of Nemotron-H's pattern."""
 
 MOST_LAYERS = 10_000
+
+
+def is_whole(value: object, least: int = 0) -> bool:
+    """Whether `value` is an integer of at least `least`. A bool is none."""
+    return isinstance(value, int) and not isinstance(value, bool) and value >= least
 
 
 def layer_types(values: Mapping[str, Any]) -> list[str]:

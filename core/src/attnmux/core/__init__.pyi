@@ -8,7 +8,6 @@ from attnmux.core.cli.engines import LaunchFacts as LaunchFacts
 from attnmux.core.composites.building import build as build
 from attnmux.core.composites.building import make_first as make_first
 from attnmux.core.composites.dispatch import DispatchingBackend as DispatchingBackend
-from attnmux.core.composites.dispatch import Parts as Parts
 from attnmux.core.composites.draft_attention import DraftKeys as DraftKeys
 from attnmux.core.composites.draft_attention import SeenPrefixes as SeenPrefixes
 from attnmux.core.composites.draft_attention import Trees as Trees
@@ -20,12 +19,10 @@ from attnmux.core.composites.factories import make_backend as make_backend
 from attnmux.core.composites.factories import make_linear as make_linear
 from attnmux.core.composites.local_attention import with_virtual_requests as with_virtual_requests
 from attnmux.core.composites.mask_forms import with_mask_forms as with_mask_forms
-from attnmux.core.composites.page_choice import KVBuffers as KVBuffers
 from attnmux.core.composites.page_choice import RequestPages as RequestPages
 from attnmux.core.composites.part_attention import PartAttention as PartAttention
 from attnmux.core.composites.part_attention import add_sinks as add_sinks
 from attnmux.core.composites.part_attention import merge_into as merge_into
-from attnmux.core.composites.picked_blocks import AttendsToBlocks as AttendsToBlocks
 from attnmux.core.composites.picked_blocks import PickedBlocks as PickedBlocks
 from attnmux.core.composites.picked_blocks import PlainBlocks as PlainBlocks
 from attnmux.core.composites.virtual_requests import Pieces as Pieces
@@ -36,15 +33,11 @@ from attnmux.core.contract.batch import ForwardMode as ForwardMode
 from attnmux.core.contract.batch import MultiItem as MultiItem
 from attnmux.core.contract.call import AttentionCall as AttentionCall
 from attnmux.core.contract.context import BackendContext as BackendContext
-from attnmux.core.contract.dtypes import ACTIVATION_DTYPES as ACTIVATION_DTYPES
-from attnmux.core.contract.dtypes import FP4_DTYPE as FP4_DTYPE
 from attnmux.core.contract.dtypes import FP8_DTYPES as FP8_DTYPES
 from attnmux.core.contract.dtypes import dtype_name as dtype_name
 from attnmux.core.contract.dtypes import torch_dtype as torch_dtype
-from attnmux.core.contract.dtypes import value_bytes as value_bytes
 from attnmux.core.contract.latent import UpProjection as UpProjection
 from attnmux.core.contract.layer import LayerSpec as LayerSpec
-from attnmux.core.contract.linear import LinearLayers as LinearLayers
 from attnmux.core.contract.memory import allocate_zeroed as allocate_zeroed
 from attnmux.core.contract.memory import free_memory as free_memory
 from attnmux.core.contract.op import ForwardContext as ForwardContext
@@ -54,7 +47,6 @@ from attnmux.core.contract.op import forward_context as forward_context
 from attnmux.core.contract.pool import KVPool as KVPool
 from attnmux.core.contract.sinks import refresh_sinks as refresh_sinks
 from attnmux.core.contract.spec import SpecInput as SpecInput
-from attnmux.core.contract.steps import StepBackend as StepBackend
 from attnmux.core.contract.tables import RequestTable as RequestTable
 from attnmux.core.contract.workspace import Workspace as Workspace
 from attnmux.core.engines.chooser import Chooser as Chooser
@@ -65,7 +57,6 @@ from attnmux.core.engines.speculation import AcceptedDrafts as AcceptedDrafts
 from attnmux.core.engines.speculation import DraftTree as DraftTree
 from attnmux.core.engines.tree_sampling import AcceptThresholds as AcceptThresholds
 from attnmux.core.engines.tree_sampling import sample_tree_target_only as sample_tree_target_only
-from attnmux.core.facts.checks import is_whole as is_whole
 from attnmux.core.facts.derived import expanded_request as expanded_request
 from attnmux.core.facts.derived import group_requests as group_requests
 from attnmux.core.facts.derived import linear_request as linear_request
@@ -90,7 +81,6 @@ from attnmux.core.facts.policy import Policy as Policy
 from attnmux.core.facts.request import Request as Request
 from attnmux.core.facts.values import LayerGroup as LayerGroup
 from attnmux.core.facts.values import LinearKind as LinearKind
-from attnmux.core.facts.values import TreeMask as TreeMask
 from attnmux.core.facts.values import Value as Value
 from attnmux.core.facts.values import canonical_dtype as canonical_dtype
 from attnmux.core.facts.vendors import VENDORS as VENDORS
@@ -103,11 +93,8 @@ from attnmux.core.find.lock import Lock as Lock
 from attnmux.core.find.lock import installed as installed
 from attnmux.core.find.plugins import Plugins as Plugins
 from attnmux.core.find.settings import Settings as Settings
-from attnmux.core.graph.config import NUM_WARM_UPS as NUM_WARM_UPS
 from attnmux.core.graph.config import GraphConfig as GraphConfig
 from attnmux.core.graph.config import ModelInput as ModelInput
-from attnmux.core.graph.config import padded_size as padded_size
-from attnmux.core.graph.devices import ALONE as ALONE
 from attnmux.core.graph.devices import CapturedGraph as CapturedGraph
 from attnmux.core.graph.devices import CapturingRanks as CapturingRanks
 from attnmux.core.graph.devices import DeviceGraphs as DeviceGraphs
@@ -125,7 +112,6 @@ from attnmux.core.kv.quantise import unpack_rows as unpack_rows
 from attnmux.core.kv.request_table import ReqToTokenPool as ReqToTokenPool
 from attnmux.core.kv.rows import gather_rows as gather_rows
 from attnmux.core.kv.rows import scatter_rows as scatter_rows
-from attnmux.core.kv.rows import word_dtype as word_dtype
 from attnmux.core.kv.token_pools import MHATokenToKVPool as MHATokenToKVPool
 from attnmux.core.kv.token_pools import MLATokenToKVPool as MLATokenToKVPool
 from attnmux.core.linear.layer import LinearLayerSpec as LinearLayerSpec

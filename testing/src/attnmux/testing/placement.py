@@ -15,7 +15,6 @@ from itertools import chain
 import torch
 
 from attnmux.core import (
-    FP4_DTYPE,
     ForwardMode,
     LayerSpec,
     SWAKVPool,
@@ -158,7 +157,7 @@ def fill_reserved_page(setup: CaseSetup) -> None:
 
 def _fill_with_nan(buffer: torch.Tensor) -> None:
     """A value of 4 bits is never NaN, but its block's scale is."""
-    if buffer.dtype == FP4_DTYPE:
+    if buffer.dtype == torch.float4_e2m1fn_x2:
         buffer.view(torch.uint8).fill_(0xFF)
     else:
         buffer.fill_(torch.nan)
@@ -166,8 +165,8 @@ def _fill_with_nan(buffer: torch.Tensor) -> None:
 
 def _leave_over(buffer: torch.Tensor, slots: torch.Tensor) -> None:
     shape = len(slots), *buffer.shape[1:]
-    if buffer.dtype == FP4_DTYPE:
-        left_over = torch.full(shape, 0x77, dtype=torch.uint8).view(FP4_DTYPE)
+    if buffer.dtype == torch.float4_e2m1fn_x2:
+        left_over = torch.full(shape, 0x77, dtype=torch.uint8).view(torch.float4_e2m1fn_x2)
     else:
         left_over = torch.full(shape, LEFT_OVER).to(buffer.dtype)
     put(buffer, slots, left_over.to(buffer.device))

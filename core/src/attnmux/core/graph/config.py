@@ -24,10 +24,6 @@ Progress: TypeAlias = Callable[[Sequence[int]], Iterable[int]]
 
 NO_INPUTS: Mapping[str, torch.Tensor] = MappingProxyType({})
 
-NUM_WARM_UPS = 2
-"""Runs before a capture. The first compiles kernels and sets libraries up; the second sees the
-allocations that these made once."""
-
 MAX_GRAPH_BATCH_SIZE = 160
 
 

@@ -55,6 +55,10 @@ class CapturedGraph:
 class DeviceGraphs(ABC):
     """The graphs of one device. They share a memory pool, so that one may run at a time."""
 
+    NUM_WARM_UPS = 2
+    """Runs before a capture. The first compiles kernels and sets libraries up; the second sees the
+    allocations that these made once."""
+
     @abstractmethod
     @contextmanager
     def session(self) -> Iterator[None]:
@@ -214,6 +218,3 @@ class CapturingRanks:
 
     def meet(self) -> None:
         """Wait for all ranks before a warm-up and before a capture. Raises as `session` does."""
-
-
-ALONE = CapturingRanks()

@@ -18,7 +18,6 @@ from attnmux.core.graph.buffers import FixedBuffers
 from attnmux.core.graph.config import (
     NO_INPUTS,
     NO_MODEL_INPUTS,
-    NUM_WARM_UPS,
     Forward,
     GraphConfig,
     ModelInput,
@@ -26,7 +25,7 @@ from attnmux.core.graph.config import (
     padded_size,
     show_progress,
 )
-from attnmux.core.graph.devices import ALONE, CapturedGraph, CapturingRanks, DeviceGraphs, GraphStep
+from attnmux.core.graph.devices import CapturedGraph, CapturingRanks, DeviceGraphs, GraphStep
 from attnmux.core.graph.outputs import FixedOutputs
 
 
@@ -59,7 +58,7 @@ class GraphRunner:
         devices: DeviceGraphs,
         inputs: Mapping[str, ModelInput] = NO_MODEL_INPUTS,
         progress: Progress = show_progress,
-        ranks: CapturingRanks = ALONE,
+        ranks: CapturingRanks | None = None,
     ) -> None:
         """forward: called with the padded batch and inputs, inside `forward_context`.
 
@@ -79,7 +78,7 @@ class GraphRunner:
         self._forward = forward
         self._devices = devices
         self._progress = progress
-        self._ranks = ranks
+        self._ranks = ranks or CapturingRanks()
         self._buffers = FixedBuffers(
             held,
             inputs,
@@ -180,7 +179,7 @@ class GraphRunner:
             host_tensors=self._buffers.host_tensors,
         )
         self._backend.init_forward_metadata_out_graph(batch, in_capture=True)
-        for _ in range(NUM_WARM_UPS):
+        for _ in range(self._devices.NUM_WARM_UPS):
             self._ranks.meet()
             self._devices.warm_up(step)
         self._ranks.meet()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -14,7 +14,6 @@ from attnmux.core import (
     ForwardBatch,
     ForwardMode,
     InvalidInput,
-    Parts,
     check_at_least,
 )
 
@@ -113,7 +112,9 @@ class MultiStepDraftBackend(DispatchingBackend):
             made = _StepTensors.buffers(num_steps, max_bs, self.context.device)
             self._buffers.append(made)
 
-    def parts(self, batch: ForwardBatch, *, eager: bool) -> Parts:
+    def parts(
+        self, batch: ForwardBatch, *, eager: bool
+    ) -> Sequence[tuple[AttentionBackend, ForwardBatch]]:
         """All steps. Raises InvalidInput for a malformed batch."""
         self.steps = self._split(batch)
         return zip(self.children, self.steps, strict=False)

@@ -9,7 +9,6 @@ import torch
 from transformers import PreTrainedModel
 
 from attnmux.core import (
-    ALONE,
     AttentionBackend,
     BackendContext,
     CapturingRanks,
@@ -127,7 +126,7 @@ class Ranks:
 
     def capture(self, make: Callable[[CapturingRanks], GraphRunner]) -> GraphRunner:
         """A runner with captured graphs. Raises GraphUnsupported."""
-        runner = make(ALONE)
+        runner = make(CapturingRanks())
         runner.capture()
         return runner
 

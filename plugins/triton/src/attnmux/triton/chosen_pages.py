@@ -17,7 +17,7 @@ from attnmux.triton.kernels.chosen_pages import (
 from attnmux.triton.shapes import LEAST_WIDTH, next_power_of_2
 
 if TYPE_CHECKING:
-    from attnmux.core import BackendContext, KVBuffers
+    from attnmux.core import BackendContext
 
 BLOCK_N = 64
 """Pages that a program scores."""
@@ -95,7 +95,11 @@ class ChosenPages:
         return places
 
     def copy(
-        self, source: KVBuffers, target: KVBuffers, places: torch.Tensor, requests: RequestPages
+        self,
+        source: tuple[torch.Tensor, torch.Tensor],
+        target: tuple[torch.Tensor, torch.Tensor],
+        places: torch.Tensor,
+        requests: RequestPages,
     ) -> None:
         """As `PageKernels.copy`. What stood in places beyond a request's last page remains."""
         size, heads, number = places.shape

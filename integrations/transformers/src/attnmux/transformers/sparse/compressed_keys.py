@@ -13,7 +13,6 @@ from dataclasses import dataclass, replace
 import torch
 
 from attnmux.core import (
-    AttendsToBlocks,
     AttentionCall,
     BackendContext,
     ForwardBatch,
@@ -87,8 +86,7 @@ class CompressedKeys:
         ]
         self._layers = {layer.layer_id: layer for layer in alone}
         of_keys = replace(context, layers=tuple(alone), token_to_kv_pool=pool.keys)
-        kernel: AttendsToBlocks | None = shared_kernel("picked_blocks", of_keys)
-        self._attend = PlainBlocks(pool.keys) if kernel is None else kernel
+        self._attend = shared_kernel("picked_blocks", of_keys) or PlainBlocks(pool.keys)
 
     def write(
         self,

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 import torch
 
 from attnmux.core import (
-    ACTIVATION_DTYPES,
     InvalidInput,
     KVPool,
     allocate_zeroed,
@@ -52,7 +51,7 @@ class IndexKPool:
         """
         check_at_least(1, "num_slots", num_slots)
         check_at_least(1, "head_dim", head_dim)
-        if dtype not in (*ACTIVATION_DTYPES, FP8):
+        if dtype not in (torch.bfloat16, torch.float16, torch.float32, FP8):
             expected = "bfloat16, float16, float32 or float8_e4m3fn"
             raise InvalidInput("dtype", got=dtype, expected=expected)
         self.num_slots = num_slots
