@@ -12,8 +12,7 @@ import torch
 from attnmux.bench import Bench, Row, Workload, completed
 from attnmux.bench.cli.bench_run import Keeper, Kept, find_place, measure
 from attnmux.bench.margins import server_of
-from attnmux.core import GraphConfig, Request, Settings, in_brief
-from attnmux.core.measured.measurement import read_measurements
+from attnmux.core import GraphConfig, Measurement, Request, Settings, in_brief
 from attnmux.core.verbs import Run, decided, requested
 
 
@@ -150,7 +149,7 @@ class Measuring:
                 seconds=self.seconds,
             )
             kept = keeper.keep(result, self.check_seconds)
-            known = read_measurements(file).found
+            known = Measurement.read(file).found
             decisions = {
                 phase: decided(
                     asked.replace(phases=(phase,)), place.platform, place.offers, policy, known

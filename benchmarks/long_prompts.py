@@ -50,9 +50,7 @@ from attnmux.core.composites.chunked_prefix import (
     ChunkedPrefixBackend,
     crossing_subject,
 )
-from attnmux.core.facts.launches import read_launches
-from attnmux.core.plugin import installed_version
-from attnmux.core.verbs import Device, versions_of
+from attnmux.core.verbs import Device
 
 MIN_GAIN = 1.5
 LONG = 28_672
@@ -94,7 +92,7 @@ def measure(
     asked = case.request.replace(chunked_prefix=True, phases=("extend", "decode"))
     decision = solve(asked, platform, load_plugins().offers(), Policy(backend=backend or None))
     step = case.step(device, 2)
-    launches = read_launches(Settings.load().launches_file()).found
+    launches = TunedLaunch.read(Settings.load().launches_file()).found
     made = build(decision, step.context(platform, decision.request, launches))
     if not isinstance(made, ChunkedPrefixBackend) or decision.expanded is None:
         raise NoBackend(f"{decision.summary()}: none for expanded prompts")
@@ -154,7 +152,7 @@ def crossings(rows: Sequence[Row]) -> Iterator[TunedLaunch]:
         yield TunedLaunch(
             backend=expanded,
             device=Device.of(platform),
-            versions=versions_of(offers[expanded], installed_version),
+            versions=offers[expanded].versions(),
             subject=crossing_subject(absorbed, decision.request),
             values={"crossing": round(crossing, 1)},
             median_us=after.expanded_us,

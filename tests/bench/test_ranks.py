@@ -20,13 +20,13 @@ from attnmux.bench.workload import Workload
 from attnmux.core import (
     AttnmuxError,
     BackendFailed,
+    Measurement,
     Offer,
     Policy,
     RanksDiffer,
     Request,
     TunedLaunch,
 )
-from attnmux.core.measured.measurement import read_measurements
 from attnmux.core.plugin import Job, Trial
 from attnmux.core.verbs import Device, Run, decided
 from attnmux.distributed import RankGroup, shared_launches
@@ -91,7 +91,7 @@ def benched(group: RankGroup, folder: Path) -> tuple[list[tuple[str, float]], bo
         kept = keeper.keep(result, 0.0)
     patch.undo()
     layer_us = [(row.backend, row.median_us or 0) for row in result.rows]
-    stored = [f"{each.backend} {each.median_us:g}" for each in read_measurements(path).found]
+    stored = [f"{each.backend} {each.median_us:g}" for each in Measurement.read(path).found]
     chosen = kept.after.phases["decode"].backend
     return layer_us, all(check.conformant for check in kept.checks), stored, chosen
 

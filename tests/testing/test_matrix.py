@@ -9,6 +9,7 @@ import pytest
 from click.testing import CliRunner
 
 from attnmux.core import Offer, Platform, Request, load_plugins
+from attnmux.core.choosing.shortcomings import is_served
 from attnmux.core.cli import run as shared
 from attnmux.core.cli.verbs import verbs
 from attnmux.core.find.examine import PluginFailure
@@ -23,7 +24,7 @@ from attnmux.core.plugin import (
     one_of,
     versions,
 )
-from attnmux.core.verbs import PHASES, Question, is_served
+from attnmux.core.verbs import PHASES, Question
 from attnmux.testing.matrix import markdown
 from attnmux.testing.matrix_rows import COLUMNS, Row, rows_of
 

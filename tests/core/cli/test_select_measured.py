@@ -14,7 +14,7 @@ from attnmux.bench.keeping import RecordFile
 from attnmux.core import Detection, Measurement, Platform, Request, load_plugins
 from attnmux.core.cli import run as shared
 from attnmux.core.cli.verbs import verbs
-from attnmux.core.verbs import Device, Question, shape_of, versions_of
+from attnmux.core.verbs import Device, Question
 
 pytest.importorskip("attnmux.cpu.plugin", reason="the backends below are those of attnmux-cpu")
 pytest.importorskip("torch", reason="what those backends require")
@@ -38,10 +38,12 @@ def measure(file, times) -> None:
             Measurement(
                 backend=address,
                 phase=phase,
-                shape=shape_of(Question(request=Request.parse(FIELDS), platform=HERE, phase=phase)),
+                shape=Measurement.shape_of(
+                    Question(request=Request.parse(FIELDS), platform=HERE, phase=phase)
+                ),
                 workload="batch=1",
                 device=Device.of(HERE),
-                versions=versions_of(offers[address]),
+                versions=offers[address].versions(),
                 median_us=median_us,
                 conformant=True,
                 date=datetime(2026, 5, 1, tzinfo=timezone.utc),

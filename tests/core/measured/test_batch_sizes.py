@@ -22,7 +22,7 @@ from attnmux.core import (
     solve_measured,
 )
 from attnmux.core.plugin import ANY, BackendCard, Clause, Option, one_of
-from attnmux.core.verbs import Device, Question, shape_of, versions_of
+from attnmux.core.verbs import Device, Question
 
 REQUEST = Request.parse("num_q_heads=32,num_kv_heads=8,head_dim=128,dtype=bf16")
 HOPPER = replace(Platform.parse("nvidia:sm90,cuda=12.8"), name="NVIDIA H200")
@@ -34,11 +34,11 @@ def timed(offer, size, median_us, **changes) -> Measurement:
     fields = {
         "backend": offer.address,
         "phase": "decode",
-        "shape": shape_of(question),
+        "shape": Measurement.shape_of(question),
         "workload": f"decode:bs={size},ctx=4096",
         "batch_size": size,
         "device": Device.of(HOPPER),
-        "versions": versions_of(offer),
+        "versions": offer.versions(),
         "median_us": median_us,
         "conformant": True,
         "date": datetime(2026, 5, 1, 12, tzinfo=timezone.utc),

@@ -8,7 +8,6 @@ from dataclasses import replace
 import torch
 
 from attnmux.core import InvalidInput, Request, linear_request
-from attnmux.core.contract.dtypes import BLOCK, FP4_DTYPE
 from attnmux.core.verbs import LINEAR_KINDS
 
 DENSE_SHAPES = {"num_q_heads": 32, "num_kv_heads": 8, "head_dim": 128, "dtype": "bfloat16"}
@@ -90,4 +89,5 @@ def _shapes(request: Request) -> Iterable[tuple[str, object]]:
 
 def value_bytes(dtype: torch.dtype) -> float:
     """Bytes of a value of K or V in a pool of a dtype, with its share of its block's scale."""
-    return 0.5 + 1 / BLOCK if dtype == FP4_DTYPE else dtype.itemsize
+    # Packed two an element; 16 of them share a scale of a byte
+    return 0.5 + 1 / 16 if dtype == torch.float4_e2m1fn_x2 else dtype.itemsize

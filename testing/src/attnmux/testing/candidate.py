@@ -28,8 +28,6 @@ from attnmux.core.verbs import (
     OptionValue,
     Question,
     check,
-    complete,
-    is_served,
     offers_named,
     read_options,
     standing,
@@ -143,7 +141,7 @@ class Candidate:
         if standing(offer, Policy(), installed_version):
             return
         for case in cases:
-            if all(is_served(self.card, each) for each in _questions(case, self.platform)):
+            if all(self.card.serves(each) for each in _questions(case, self.platform)):
                 yield case
 
     def cases(self, page_sizes: Collection[int] = ()) -> tuple[AnyCase, ...]:
@@ -183,7 +181,7 @@ class Candidate:
         from attnmux.core.plugin import with_shared_kernels  # noqa: PLC0415  # torch
 
         def make(context: BackendContext) -> AttentionBackend:
-            return self._factory()(context, complete(self.card, self.options))
+            return self._factory()(context, self.card.complete(self.options))
 
         context = with_shared_kernels(context)
         virtual = self.card.virtual_requests
@@ -209,7 +207,7 @@ class Candidate:
 
     def build_linear(self, context: BackendContext) -> LinearAttentionBackend:
         """Make a backend of linear layers as an engine would."""
-        made = self._factory()(context, complete(self.card, self.options))
+        made = self._factory()(context, self.card.complete(self.options))
         return cast("LinearAttentionBackend", made)
 
     def _factory(self) -> Factory:

@@ -8,12 +8,12 @@ from dataclasses import asdict
 import click
 
 from attnmux.core import Request
+from attnmux.core.cards.proof import Proof
 from attnmux.core.plugin import Verified
 from attnmux.core.verbs import (
     GRAMMAR,
     KINDS,
-    PROOFS,
-    Proof,
+    Proven,
     Run,
     common_options,
     echo_json,
@@ -130,7 +130,7 @@ def _runs(rows: Sequence[Row]) -> str:
     lines = [_line(header), _line("---" for _ in header)]
     for (backend, _), runs in sorted(found.items()):
         strongest: dict[Verified, Proof] = {}
-        for word, run in sorted(runs, key=lambda each: PROOFS.index(each[0])):
+        for word, run in sorted(runs, key=lambda each: Proven.WORDS.index(each[0])):
             strongest.setdefault(run, word)
         for run, word in strongest.items():
             cases = str(run.cases or "")

@@ -21,10 +21,7 @@ from attnmux.core.verbs import (
     Axis,
     Proven,
     Question,
-    meets,
     opposed,
-    proven,
-    proven_on,
 )
 from attnmux.testing.matrix_clauses import covers, either, restrictions, union, union_said
 
@@ -149,7 +146,7 @@ def narrowed(
     demanded = [[demand for demand in q.demands if counts(demand[0])] for q in questions]
 
     def admits(clause: Clause) -> bool:
-        return any(meets(clause, demands) for demands in demanded)
+        return any(clause.meets(demands) for demands in demanded)
 
     kept = [(offer, tuple(filter(admits, offer.card.clauses))) for offer in offers]
     return [
@@ -193,7 +190,7 @@ def _row(kind: str, offer: Offer, excludes: tuple[str, ...], device: Platform | 
         machines=_machines(clauses),
         phases=tuple(served),
         page_sizes=union_said(union("page_size", clauses)),
-        proven=proven_on(runs, device, (), kind) if device else proven(runs, clauses, kind),
+        proven=Proven.on(runs, device, (), kind) if device else Proven.of(runs, clauses, kind),
         cells=tuple(_cell(column, clauses, phases) for column in COLUMNS),
         excludes=excludes,
         companions=() if {"extend", "decode"}.issubset(served) else offer.card.companions,

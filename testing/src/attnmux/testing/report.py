@@ -18,7 +18,6 @@ from attnmux.core.verbs import (
     common_options,
     echo_json,
     pass_run,
-    versions_of,
     writing,
 )
 from attnmux.testing.candidate import Candidate, find_candidate
@@ -138,7 +137,7 @@ def _kept(run: Run, candidate: Candidate, offer: Offer) -> Summary | None:
     summary = read_summary(kept_file(candidate.address))
     if summary is None:
         return None
-    same = all(summary.versions.get(name) == each for name, each in versions_of(offer).items())
+    same = all(summary.versions.get(name) == each for name, each in offer.versions().items())
     if same and summary.device == asdict(Device.of(candidate.platform)):
         return summary
     run.warn(

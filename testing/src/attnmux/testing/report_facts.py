@@ -10,7 +10,7 @@ from typing import Any
 
 from attnmux.core import Measurement, Offer, Platform, Plugins, Settings, in_brief
 from attnmux.core.plugin import Verified, installed_version
-from attnmux.core.verbs import Device, distributions, proven_on, standing
+from attnmux.core.verbs import Device, Proven, distributions, standing
 from attnmux.testing.anonymous import anonymous
 from attnmux.testing.candidate import Candidate
 from attnmux.testing.summary import Summary, verified_by
@@ -112,7 +112,7 @@ def _backend(
         "platform": str(candidate.platform),
         "device": candidate.device,
         "reasons": [str(reason) for reason in reasons],
-        "proof": proven_on(card.verified_on, candidate.platform).word,
+        "proof": Proven.on(card.verified_on, candidate.platform).word,
         "verified_on": [verified.to_dict() for verified in card.verified_on],
         "verify": None if each.summary is None else asdict(each.summary),
         "verified": None if each.verified is None else each.verified.to_dict(),

@@ -11,7 +11,6 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from attnmux.core import GraphUnsupported
-from attnmux.core.facts.errors import _hinted
 
 T = TypeVar("T")
 
@@ -201,4 +200,4 @@ class GraphViolation(GraphUnsupported):
         self.operation = operation
         self.reason = reason
         self.hint = hint
-        super().__init__(_hinted(f"{method}: {operation} {reason}", hint))
+        super().__init__(f"{method}: {operation} {reason}" + (f"; {hint}" if hint else ""))

@@ -41,8 +41,6 @@ from attnmux.core.verbs import (
     Run,
     decided,
     machine,
-    shape_of,
-    versions_of,
     writing,
 )
 from attnmux.distributed import RankGroup, check_same_libraries, shared_launches
@@ -316,7 +314,7 @@ class Keeper:
                 workload=str(row.workload),
                 batch_size=row.workload.batch_size if row.workload.phase == "decode" else None,
                 device=device,
-                versions=versions_of(offers[row.backend]),
+                versions=offers[row.backend].versions(),
                 median_us=row.median_us,
                 rms_error=row.rms_error,
                 worst_error=row.worst_error,
@@ -335,4 +333,6 @@ class Keeper:
             requests.append(self.request.replace(graph=True))
         for request in requests:
             phase = row.workload.phase
-            yield shape_of(Question(request=request, platform=self.place.platform, phase=phase))
+            yield Measurement.shape_of(
+                Question(request=request, platform=self.place.platform, phase=phase)
+            )

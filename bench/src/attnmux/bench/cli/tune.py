@@ -42,7 +42,6 @@ from attnmux.core.verbs import (
     machine,
     offers_named,
     pass_run,
-    versions_of,
     writing,
 )
 
@@ -246,7 +245,7 @@ class Tuned:
 
     def launches(self) -> list[TunedLaunch]:
         """The launches to keep: the winner of each subject."""
-        now, versions = datetime.now(timezone.utc), versions_of(self.offer)
+        now, versions = datetime.now(timezone.utc), self.offer.versions()
         won = [winner(trials) for trials in by_subject(self.trials).values()]
         return [
             TunedLaunch(

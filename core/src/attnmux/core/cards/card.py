@@ -9,9 +9,15 @@ from typing import Any, get_args
 
 from attnmux.core.cards.clause import ALWAYS, LARGEST, Clause
 from attnmux.core.cards.proof import ErrorBound, Verified
+from attnmux.core.facts.axes import Question
 from attnmux.core.facts.checks import TEXT, Check, check_fields, refusal, tuple_of
 from attnmux.core.facts.frozen import FrozenMapping, Plain, plain, plain_fields
-from attnmux.core.facts.libraries import check_range, parsed_requirement
+from attnmux.core.facts.libraries import (
+    Libraries,
+    check_range,
+    installed_version,
+    parsed_requirement,
+)
 from attnmux.core.facts.values import TREE_MASKS, OptionValue, TreeMask
 
 CONTRACTS = ("1.0",)
@@ -264,10 +270,18 @@ class BackendCard(Plain):
         """`requires`, each as a tuple of alternatives."""
         return tuple((item,) if isinstance(item, str) else item for item in self.requires)
 
+    def serves(self, question: Question) -> bool:
+        """Whether one of the clauses meets the question's demands."""
+        return any(clause.meets(question.demands) for clause in self.clauses)
+
     def libraries(self) -> frozenset[str]:
         """The distributions of `requires`, all alternatives."""
         texts = (text for alternatives in self.requirements() for text in alternatives)
         return frozenset(parsed_requirement(text).name for text in texts)
+
+    def complete(self, given: Mapping[str, OptionValue]) -> Mapping[str, OptionValue]:
+        """Every option of the self: as given, else its default."""
+        return FrozenMapping({option.name: option.default for option in self.options} | dict(given))
 
 
 def _check_requirement(argument: str, alternatives: tuple[str, ...]) -> None:
@@ -306,3 +320,9 @@ class Offer:
         object.__setattr__(self, "address", f"{self.plugin}/{self.card.name}")
         object.__setattr__(self, "names", claims - self.foreign)
         object.__setattr__(self, "claims", claims)
+
+    def versions(self, libraries: Libraries = installed_version) -> Mapping[str, str]:
+        """The versions of the plugin and of the card's libraries that are installed."""
+        named = sorted(self.card.libraries())
+        found = {name: version for name in named if (version := libraries(name)) is not None}
+        return FrozenMapping({**found, self.distribution or self.plugin: self.version})

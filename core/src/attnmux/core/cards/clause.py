@@ -128,6 +128,14 @@ class Clause(Plain):
             and not (condition is ANY and axis.default is ANY)
         }
 
+    def meets(self, demands: Iterable[Demand]) -> bool:
+        """Whether the self meets all of the demands."""
+        for axis, value in demands:
+            condition = getattr(self, axis.name)
+            if condition is not ANY and not condition.admits(value):
+                return False
+        return True
+
 
 def _limits(axis: str, condition: object) -> bool:
     """Whether the condition can limit the axis: its kind, and the type and range of its values."""
@@ -181,12 +189,3 @@ def failing(clause: Clause, demands: Iterable[Demand]) -> list[Demand]:
         for axis, value in demands
         if (condition := getattr(clause, axis.name)) is not ANY and not condition.admits(value)
     ]
-
-
-def meets(clause: Clause, demands: Iterable[Demand]) -> bool:
-    """Whether the clause meets all of the demands."""
-    for axis, value in demands:
-        condition = getattr(clause, axis.name)
-        if condition is not ANY and not condition.admits(value):
-            return False
-    return True

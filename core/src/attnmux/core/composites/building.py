@@ -36,7 +36,7 @@ from attnmux.core.facts.request import Request
 from attnmux.core.find.devices import detect, pick_platform
 from attnmux.core.find.installed import load_plugins
 from attnmux.core.find.settings import Settings
-from attnmux.core.measured.measurement import read_measurements
+from attnmux.core.measured.measurement import Measurement
 from attnmux.core.measured.ranking import accuracy_by
 
 T = TypeVar("T")
@@ -173,7 +173,7 @@ def _check(decision: Decision) -> None:
     plugins = load_plugins(settings=settings)
     wanted = f"{decision.platform.vendor}:{decision.platform.arch}"
     platform, offers = pick_platform(detect(plugins), wanted), plugins.offers()
-    measurements = read_measurements(settings.measurements_file()).found
+    measurements = Measurement.read(settings.measurements_file()).found
     decision.check(platform, offers, accuracy=accuracy_by(measurements, platform, offers))
 
 

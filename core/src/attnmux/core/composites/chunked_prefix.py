@@ -18,7 +18,7 @@ from attnmux.core.contract.latent import UpProjection, crossing_by_operations
 from attnmux.core.contract.layer import LayerSpec
 from attnmux.core.facts.derived import parts_request
 from attnmux.core.facts.errors import InvalidInput
-from attnmux.core.facts.launches import current_launches
+from attnmux.core.facts.launches import TunedLaunch
 from attnmux.core.facts.request import Request
 from attnmux.core.facts.values import OptionValue
 from attnmux.core.kv.rows import gather_rows
@@ -160,7 +160,7 @@ def measured_crossing(expanded: str, absorbed: str, context: BackendContext) -> 
     expanded, absorbed: `plugin/name` of both backends.
     """
     subject = crossing_subject(absorbed, context.request)
-    for each in current_launches(context.launches, expanded, context.platform):
+    for each in TunedLaunch.current(context.launches, expanded, context.platform):
         if dict(each.subject) == subject:
             return float(each.values["crossing"])
     return None

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Protocol, TypeVar
 
 from attnmux.core.facts.checks import Check, by_name, check_fields
@@ -20,8 +19,6 @@ from attnmux.core.facts.records import (
     MICROSECONDS,
     Device,
     Record,
-    Records,
-    read_records,
 )
 from attnmux.core.facts.request import Request
 from attnmux.core.facts.values import OptionValue
@@ -50,27 +47,23 @@ class TunedLaunch(Record):
     values: Mapping[str, OptionValue]
     """The launch."""
 
-
-def read_launches(path: Path | None) -> Records[TunedLaunch]:
-    """Everything in the file that can be read; nothing without a file. Raises nothing."""
-    return read_records(path, TunedLaunch)
-
-
-def current_launches(
-    launches: Iterable[TunedLaunch],
-    backend: str,
-    platform: Platform,
-    *,
-    libraries: Libraries = installed_version,
-) -> tuple[TunedLaunch, ...]:
-    """The launches of `backend` that were tuned on this device with the versions installed now."""
-    device = Device.of(platform)
-    return tuple(
-        each
-        for each in launches
-        if (each.backend, each.device) == (backend, device)
-        and all(libraries(name) == version for name, version in each.versions.items())
-    )
+    @staticmethod
+    def current(
+        launches: Iterable[TunedLaunch],
+        backend: str,
+        platform: Platform,
+        *,
+        libraries: Libraries = installed_version,
+    ) -> tuple[TunedLaunch, ...]:
+        """The launches of `backend` that were tuned on this device with the versions installed
+        now."""
+        device = Device.of(platform)
+        return tuple(
+            each
+            for each in launches
+            if (each.backend, each.device) == (backend, device)
+            and all(libraries(name) == version for name, version in each.versions.items())
+        )
 
 
 class Together(Protocol):

@@ -64,7 +64,6 @@ from attnmux.core.facts.launches import Together as Together
 from attnmux.core.facts.launches import Trial as Trial
 from attnmux.core.facts.launches import Tuner as Tuner
 from attnmux.core.facts.launches import alone as alone
-from attnmux.core.facts.launches import current_launches as current_launches
 from attnmux.core.facts.libraries import installed_version as installed_version
 from attnmux.core.facts.values import TREE_MASKS as TREE_MASKS
 from attnmux.core.find.cpu import bare_cpu as bare_cpu

@@ -1,21 +1,12 @@
 """The public names for authors of commands, each with its module."""
 
-from attnmux.core.cards.clause import meets as meets
 from attnmux.core.cards.conditions import OneOf as OneOf
-from attnmux.core.cards.installed_files import OTHERS as OTHERS
-from attnmux.core.cards.installed_files import digest as digest
-from attnmux.core.cards.named import complete as complete
 from attnmux.core.cards.named import offers_named as offers_named
 from attnmux.core.cards.named import read_options as read_options
-from attnmux.core.cards.proof import PROOFS as PROOFS
-from attnmux.core.cards.proof import Proof as Proof
 from attnmux.core.cards.proof import Proven as Proven
-from attnmux.core.cards.proof import proven as proven
-from attnmux.core.cards.proof import proven_on as proven_on
 from attnmux.core.choosing.checking import check as check
 from attnmux.core.choosing.checking import standing as standing
 from attnmux.core.choosing.problem import opposed as opposed
-from attnmux.core.choosing.shortcomings import is_served as is_served
 from attnmux.core.cli.asking import decided as decided
 from attnmux.core.cli.asking import machine as machine
 from attnmux.core.cli.asking import requested as requested
@@ -38,14 +29,9 @@ from attnmux.core.facts.files import read_file as read_file
 from attnmux.core.facts.libraries import distributions as distributions
 from attnmux.core.facts.platform import GRAMMAR as GRAMMAR
 from attnmux.core.facts.policy import NAMING as NAMING
-from attnmux.core.facts.records import FORMAT as FORMAT
-from attnmux.core.facts.records import LEAST_GAIN as LEAST_GAIN
 from attnmux.core.facts.records import Device as Device
 from attnmux.core.facts.records import Record as Record
 from attnmux.core.facts.records import Records as Records
-from attnmux.core.facts.records import latest as latest
-from attnmux.core.facts.records import read_records as read_records
-from attnmux.core.facts.records import records_in as records_in
 from attnmux.core.facts.request import parse_fields as parse_fields
 from attnmux.core.facts.values import ATTENTION_KINDS as ATTENTION_KINDS
 from attnmux.core.facts.values import DTYPES as DTYPES
@@ -53,9 +39,5 @@ from attnmux.core.facts.values import KINDS as KINDS
 from attnmux.core.facts.values import LINEAR_KINDS as LINEAR_KINDS
 from attnmux.core.facts.values import PHASES as PHASES
 from attnmux.core.facts.values import OptionValue as OptionValue
-from attnmux.core.measured.measurement import shape_of as shape_of
-from attnmux.core.measured.measurement import versions_of as versions_of
-from attnmux.core.measured.passes import pass_key as pass_key
-from attnmux.core.measured.passes import passes as passes
+from attnmux.core.measured.passes import Passes as Passes
 from attnmux.core.measured.unverified import Unverified as Unverified
-from attnmux.core.measured.unverified import untried as untried

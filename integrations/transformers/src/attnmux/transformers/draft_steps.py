@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import torch
@@ -114,7 +114,7 @@ class MultiStepDraftBackend(DispatchingBackend):
 
     def parts(
         self, batch: ForwardBatch, *, eager: bool
-    ) -> Sequence[tuple[AttentionBackend, ForwardBatch]]:
+    ) -> Iterable[tuple[AttentionBackend, ForwardBatch]]:
         """All steps. Raises InvalidInput for a malformed batch."""
         self.steps = self._split(batch)
         return zip(self.children, self.steps, strict=False)
