@@ -12,8 +12,8 @@ import torch
 from attnmux.bench import Bench, Row, Workload, completed
 from attnmux.bench.cli.bench_run import Keeper, Kept, find_place, measure
 from attnmux.bench.margins import server_of
-from attnmux.core import GraphConfig, Measurement, Request, Settings, in_brief
-from attnmux.core.verbs import Run, decided, requested
+from attnmux.core import GraphConfig, Measurement, Request, Settings, in_brief, solve_measured
+from attnmux.core.verbs import Run, requested
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -151,8 +151,12 @@ class Measuring:
             kept = keeper.keep(result, self.check_seconds)
             known = Measurement.read(file).found
             decisions = {
-                phase: decided(
-                    asked.replace(phases=(phase,)), place.platform, place.offers, policy, known
+                phase: solve_measured(
+                    asked.replace(phases=(phase,)),
+                    place.platform,
+                    place.offers,
+                    policy,
+                    measurements=known,
                 )
                 for phase in {each.phase for each in model.workloads}
             }

@@ -26,9 +26,10 @@ from attnmux.core import (
     RanksDiffer,
     Request,
     TunedLaunch,
+    solve_measured,
 )
 from attnmux.core.plugin import Job, Trial
-from attnmux.core.verbs import Device, Run, decided
+from attnmux.core.verbs import Device, Run
 from attnmux.distributed import RankGroup, shared_launches
 from attnmux.emulators.ranks import run_ranks
 from attnmux.testing import FakeBackend, fake_card, fake_platform
@@ -83,7 +84,7 @@ def benched(group: RankGroup, folder: Path) -> tuple[list[tuple[str, float]], bo
         place=place,
         policy=Policy(),
         known=(),
-        before=decided(ASKED, place.platform, offers, Policy(), ()),
+        before=solve_measured(ASKED, place.platform, offers, Policy(), measurements=()),
     )
     step = [Workload.parse("decode:bs=2,ctx=21")]
     with patch.context():

@@ -12,7 +12,9 @@ from dataclasses import KW_ONLY, dataclass
 import pytest
 
 from attnmux.core import Decision, NoBackend, Offer, Platform, Policy, Request, load_plugins, solve
-from attnmux.core.verbs import NAMING, PHASES, parse_fields
+from attnmux.core.facts.policy import NAMING
+from attnmux.core.facts.request import parse_fields
+from attnmux.core.facts.values import PHASES
 
 
 @dataclass(frozen=True)

@@ -18,8 +18,10 @@ from attnmux.core import (
     load_plugins,
     torch_dtype,
 )
+from attnmux.core.facts.request import parse_fields
+from attnmux.core.facts.values import DTYPES
 from attnmux.core.plugin import ANY, NONE, Clause
-from attnmux.core.verbs import DTYPES, check, parse_fields
+from attnmux.core.verbs import check
 
 try:
     import tomllib

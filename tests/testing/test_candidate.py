@@ -8,8 +8,8 @@ import pytest
 
 from attnmux.core import InvalidInput, Platform
 from attnmux.core.facts.errors import UnknownBackend
+from attnmux.core.facts.values import DTYPES
 from attnmux.core.plugin import ANY, NONE, Clause, Option, at_most, multiple_of, one_of
-from attnmux.core.verbs import DTYPES
 from attnmux.testing import (
     Candidate,
     FakeBackend,

@@ -9,9 +9,9 @@ import pytest
 from click.testing import CliRunner
 
 from attnmux.core import Offer, Platform, Request, load_plugins
-from attnmux.core.choosing.shortcomings import is_served
 from attnmux.core.cli import run as shared
 from attnmux.core.cli.verbs import verbs
+from attnmux.core.facts.values import PHASES
 from attnmux.core.find.examine import PluginFailure
 from attnmux.core.plugin import (
     ANY,
@@ -24,7 +24,7 @@ from attnmux.core.plugin import (
     one_of,
     versions,
 )
-from attnmux.core.verbs import PHASES, Question
+from attnmux.core.verbs import Question
 from attnmux.testing.matrix import markdown
 from attnmux.testing.matrix_rows import COLUMNS, Row, rows_of
 
@@ -344,8 +344,7 @@ def served_points(offer: Offer, kind: str, change: dict) -> set[tuple]:
         for machine in MACHINES
         for request in [Request(kind=kind, page_size=page, **{**model, **change})]
         for phase in ("extend", "decode", "verify", "draft")
-        if is_served(
-            offer.card,
+        if offer.card.serves(
             Question(request=request, platform=machine, phase=phase, hypothetical=True),
         )
     }

@@ -4,6 +4,7 @@ import pytest
 
 from attnmux.core import Platform, Policy, Request, solve
 from attnmux.core.cards.card import DEFAULT_RANK
+from attnmux.core.facts.request import parse_fields
 from attnmux.core.plugin import (
     ANY,
     NONE,
@@ -17,7 +18,7 @@ from attnmux.core.plugin import (
     versions,
     when,
 )
-from attnmux.core.verbs import check, parse_fields
+from attnmux.core.verbs import check
 
 
 def codes(verdict) -> list[str]:

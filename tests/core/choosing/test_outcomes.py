@@ -14,8 +14,8 @@ from attnmux.core.cli.outcomes import (
     outcomes,
     outcomes_of_refusal,
 )
+from attnmux.core.facts.request import parse_fields
 from attnmux.core.plugin import ANY, NONE, Prior, one_of, when
-from attnmux.core.verbs import parse_fields
 
 DATA = Path(__file__).parents[1] / "data"
 

@@ -12,6 +12,8 @@ from hypothesis import strategies as st
 from attnmux.core import Decision, LayerGroup, NoBackend, Offer, Platform, Policy, Request, solve
 from attnmux.core.cards.clause import ALWAYS
 from attnmux.core.facts.errors import UnknownBackend
+from attnmux.core.facts.request import parse_fields
+from attnmux.core.facts.values import DTYPES
 from attnmux.core.facts.verdicts import Verdict
 from attnmux.core.plugin import (
     ANY,
@@ -26,7 +28,7 @@ from attnmux.core.plugin import (
     one_of,
     when,
 )
-from attnmux.core.verbs import DTYPES, check, parse_fields
+from attnmux.core.verbs import check
 
 CPU = Platform.parse("cpu:x86_64")
 PHASES = ("extend", "decode", "verify", "draft", "encoder")

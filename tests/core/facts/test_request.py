@@ -6,8 +6,7 @@ import pytest
 
 from attnmux.core import InvalidInput, Request, canonical_dtype, expanded_request
 from attnmux.core.facts.request import READERS
-from attnmux.core.facts.values import ALIASES, BY_NAME, BY_TYPE
-from attnmux.core.verbs import DTYPES
+from attnmux.core.facts.values import ALIASES, BY_NAME, BY_TYPE, DTYPES
 
 
 def test_each_field_has_its_reader() -> None:

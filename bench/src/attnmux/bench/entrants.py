@@ -25,7 +25,7 @@ from attnmux.core import (
     solve,
     torch_dtype,
 )
-from attnmux.core.verbs import NAMING, offers_named
+from attnmux.core.verbs import offers_named
 
 NAMED_FOR = {
     "decode": "decode_backend",
@@ -199,7 +199,7 @@ def _decide_alone(
         asked = asked.replace(phases=("extend", phase), speculative_attention_mode="prefill")
     if in_graph:
         asked = asked.replace(graph=True)
-    unnamed = dict.fromkeys(NAMING)
+    unnamed = dict.fromkeys(Policy.NAMING)
     named = {**unnamed, NAMED_FOR[phase]: offer.address}
     alone = replace(policy, **named, allow_coercion=False)  # type: ignore[arg-type]  # names by field
     try:

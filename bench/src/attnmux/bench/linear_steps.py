@@ -176,7 +176,7 @@ def _case(workload: Workload, request: Request) -> LinearCase:
     return LinearCase(
         name=str(workload),
         steps=(lengths,),
-        kind=request.kind,  # type: ignore[arg-type]  # one of LINEAR_KINDS
+        kind=request.kind,  # type: ignore[arg-type]  # one of Request.LINEAR_KINDS
         num_k_heads=k_heads,
         num_v_heads=heads,
         head_k_dim=dim,

@@ -14,7 +14,6 @@ from attnmux.bench.shapes import value_bytes
 from attnmux.bench.timing import current, median_us
 from attnmux.bench.workload import Workload, kv_width, q_width
 from attnmux.core import Request, torch_dtype
-from attnmux.core.verbs import LINEAR_KINDS
 
 MOST_SECONDS = 1.5
 """Most time for both ceilings together. One product or copy that has begun is finished."""
@@ -63,7 +62,7 @@ def cost_of(workload: Workload, request: Request) -> Cost:
     `linear_work` counts linear layers.
     """
     size = torch_dtype(request.dtype or "").itemsize
-    if request.kind in LINEAR_KINDS:
+    if request.is_linear:
         return Cost(
             flops=linear_flops(workload, request), nbytes=linear_bytes(workload, request, size)
         )

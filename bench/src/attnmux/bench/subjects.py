@@ -23,7 +23,6 @@ from attnmux.core import (
     make_linear,
 )
 from attnmux.core.plugin import BackendCard, LinearAttentionBackend
-from attnmux.core.verbs import LINEAR_KINDS
 from attnmux.testing import Errors
 
 
@@ -65,7 +64,7 @@ class Subject(Generic[S]):
 
 
 def subject_of(request: Request) -> Subject[Any]:
-    return LINEAR if request.kind in LINEAR_KINDS else ATTENTION
+    return LINEAR if request.is_linear else ATTENTION
 
 
 def _build_attention(

@@ -7,8 +7,7 @@ from collections.abc import Mapping
 from itertools import cycle, islice
 from typing import Any
 
-from attnmux.core import InvalidInput
-from attnmux.core.verbs import LINEAR_KINDS
+from attnmux.core import InvalidInput, Request
 
 COMPRESSED = frozenset({"compressed_sparse_attention", "heavily_compressed_attention"})
 """Of layers that see a window and keys that stand for blocks of tokens (DeepSeek-V4)."""
@@ -23,7 +22,7 @@ ATTENTION = WINDOWED | CHUNKED | INDEXED | PICKED_BLOCKS | UNRESTRICTED
 UNNAMED = frozenset({"linear_attention", "mamba", "recurrent"})
 """Words for recurrent layers whose kind the model type tells."""
 
-LINEAR = UNNAMED.union(LINEAR_KINDS)
+LINEAR = UNNAMED.union(Request.LINEAR_KINDS)
 """Types of layers that mix tokens without softmax attention."""
 
 KIND_OF: Mapping[str, str] = {

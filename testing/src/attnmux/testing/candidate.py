@@ -23,8 +23,6 @@ from attnmux.core import (
 )
 from attnmux.core.plugin import BackendCard, installed_version
 from attnmux.core.verbs import (
-    ATTENTION_KINDS,
-    LINEAR_KINDS,
     OptionValue,
     Question,
     check,
@@ -153,10 +151,10 @@ class Candidate:
         """
         with_graphs = any(clause.graph.admits(True) for clause in self.card.clauses)
         linear: tuple[AnyCase, ...] = ()
-        if self._serves(LINEAR_KINDS):
+        if self._serves(Request.LINEAR_KINDS):
             fixed = tuple(in_dims_of(self.card, case) for case in linear_cases())
             linear = fixed + (linear_in_graphs(fixed) if with_graphs else ())
-        if linear and not self._serves(ATTENTION_KINDS):
+        if linear and not self._serves(set(Request.KINDS).difference(Request.LINEAR_KINDS)):
             return linear
         named = {
             size

@@ -7,19 +7,16 @@ from dataclasses import asdict
 
 import click
 
-from attnmux.core import Request
+from attnmux.core import Platform, Request
 from attnmux.core.cards.proof import Proof
 from attnmux.core.plugin import Verified
 from attnmux.core.verbs import (
-    GRAMMAR,
-    KINDS,
     Proven,
     Run,
     common_options,
     echo_json,
     machine,
     offers_named,
-    parse_fields,
     pass_run,
 )
 from attnmux.testing.matrix_rows import COLUMNS, Cell, Row, narrowed, rows_of
@@ -64,7 +61,8 @@ LEADING = ("backend", "plugin", "machines", "phases", "page sizes", "proof")
 @click.command()
 @click.argument("backends", nargs=-1, metavar="[BACKEND]...")
 @click.option(
-    "--platform", help=f"Only what serves a machine: {GRAMMAR}, or a vendor on this machine."
+    "--platform",
+    help=f"Only what serves a machine: {Platform.GRAMMAR}, or a vendor on this machine.",
 )
 @click.option("--request", "fields", help="Only what serves a request: FIELD=VALUE,…")
 @click.option(
@@ -93,7 +91,7 @@ def matrix(
     asked = [offer.address for name in backends for offer in offers_named(name, offers)]
     named = [offer for offer in offers if not backends or offer.address in asked]
     device = None if platform is None else machine(run, settings, plugins, platform)[0]
-    request = Request().replace(**dict(parse_fields(fields))) if fields else None
+    request = Request.parse(fields) if fields else None
     rows = rows_of(narrowed(named, request, device), device)
     if as_json:
         echo_json(
@@ -115,7 +113,7 @@ def markdown(rows: Sequence[Row]) -> str:
     """A page with a table for each kind of attention, and its numbered limits below."""
     sections = [
         _section(TITLES.get(kind, kind), [row for row in rows if row.kind == kind])
-        for kind in KINDS
+        for kind in Request.KINDS
         if any(row.kind == kind for row in rows)
     ]
     return "\n\n".join([INTRODUCTION, *sections, _runs(rows)])

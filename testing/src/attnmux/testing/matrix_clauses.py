@@ -6,10 +6,10 @@ import re
 from collections.abc import Iterable, Sequence
 
 from attnmux.core.plugin import ANY, NONE, Clause, Condition
-from attnmux.core.verbs import AXES, PLATFORM, OneOf
+from attnmux.core.verbs import AXES, OneOf
 
 _DECIDING = (
-    *(axis.name for axis in AXES if axis.weight == PLATFORM and axis.name != "kind"),
+    *(axis.name for axis in AXES if axis.of_platform and axis.name != "kind"),
     "dtype",
 )
 _FOLLOWING = tuple(axis.name for axis in AXES if axis.name not in (*_DECIDING, "kind"))

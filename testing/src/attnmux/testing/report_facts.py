@@ -6,11 +6,12 @@ import platform as interpreter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from datetime import datetime, timezone
+from importlib import metadata
 from typing import Any
 
 from attnmux.core import Measurement, Offer, Platform, Plugins, Settings, in_brief
 from attnmux.core.plugin import Verified, installed_version
-from attnmux.core.verbs import Device, Proven, distributions, standing
+from attnmux.core.verbs import Device, Proven, standing
 from attnmux.testing.anonymous import anonymous
 from attnmux.testing.candidate import Candidate
 from attnmux.testing.summary import Summary, verified_by
@@ -82,7 +83,7 @@ def system() -> Mapping[str, str]:
 
 def _packages(plugins: Plugins) -> dict[str, str]:
     """This project's distributions and those of other plugins, with their versions."""
-    known = {name for name in distributions() if name.startswith(OURS)}
+    known = {each.name for each in metadata.distributions() if each.name.startswith(OURS)}
     known |= {plugin.distribution for plugin in plugins.loaded}
     return _installed(known)
 

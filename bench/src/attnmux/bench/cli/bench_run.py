@@ -33,13 +33,13 @@ from attnmux.core import (
     Settings,
     SettingsError,
     TunedLaunch,
+    solve_measured,
     torch_dtype,
 )
 from attnmux.core.verbs import (
     Device,
     Question,
     Run,
-    decided,
     machine,
     writing,
 )
@@ -182,7 +182,9 @@ def measure(
     rows = bench.rows(field.workloads, field.entrants)
     timed = tuple(bar.track(rows, f"timing on {place}", field.size))
     try:
-        decision = decided(request, place.platform, place.offers, policy, measurements)
+        decision = solve_measured(
+            request, place.platform, place.offers, policy, measurements=measurements
+        )
     except NoBackend:
         decision = None
     return Result(
@@ -248,7 +250,7 @@ class Keeper:
             with writing(path, otherwise=OTHERWISE):
                 RecordFile(path, Measurement).prepare()
         policy, known = settings.policy(), run.measurements(settings)
-        before = decided(request, place.platform, place.offers, policy, known)
+        before = solve_measured(request, place.platform, place.offers, policy, measurements=known)
         return cls(
             path=path, request=request, place=place, policy=policy, known=known, before=before
         )
@@ -266,7 +268,9 @@ class Keeper:
             with writing(self.path, otherwise=OTHERWISE):
                 file.add(measurements)
         place, known = self.place, file.read().found
-        after = decided(self.request, place.platform, place.offers, self.policy, known)
+        after = solve_measured(
+            self.request, place.platform, place.offers, self.policy, measurements=known
+        )
         return Kept(
             path=self.path,
             checks=checks,

@@ -34,7 +34,6 @@ from attnmux.core import (
 )
 from attnmux.core.plugin import Job, Trial, Tuner
 from attnmux.core.verbs import (
-    NAMING,
     Device,
     Run,
     common_options,
@@ -277,7 +276,11 @@ def job_for(
     Raises NoBackend where it does not serve the request, or where others serve all of the phases,
     as an encoder's; otherwise like `solve`.
     """
-    named: Mapping[str, Any] = {**dict.fromkeys(NAMING), "backend": offer.address, "origins": {}}
+    named: Mapping[str, Any] = {
+        **dict.fromkeys(Policy.NAMING),
+        "backend": offer.address,
+        "origins": {},
+    }
     decision = solve(request, here, offers, replace(policy, **named))
     name = (offer.plugin, offer.card.name)
     chosen = decision.phases.values()

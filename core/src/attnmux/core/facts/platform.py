@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from attnmux.core.facts.checks import (
     NAME,
@@ -50,6 +50,9 @@ class Platform(Plain):
     Raises InvalidInput for a field of another type, a vendor, device type or architecture that is
     empty, and a number that is too small.
     """
+
+    GRAMMAR: ClassVar = GRAMMAR
+    """The text that `parse` reads."""
 
     vendor: str
     device_type: str

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Container, Mapping
 from dataclasses import dataclass, field
+from typing import ClassVar
 
 from attnmux.core.facts.checks import Check, check_fields, refusal
 from attnmux.core.facts.errors import BackendFailed
@@ -58,6 +59,9 @@ class Policy:
     Raises InvalidInput for a field of another type, such as one text instead of several names, and
     for an origin that is not one of user, env and config.
     """
+
+    NAMING: ClassVar = NAMING
+    """The fields that name a backend."""
 
     backend: str | None = None
     """For extend and decode, unless the next two name others."""
