@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 from attnmux.core.facts.checks import (
     NAME,
@@ -51,7 +51,7 @@ class Platform(Plain):
     empty, and a number that is too small.
     """
 
-    GRAMMAR: ClassVar = GRAMMAR
+    GRAMMAR = GRAMMAR
     """The text that `parse` reads."""
 
     vendor: str

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Container, Mapping
 from dataclasses import dataclass, field
-from typing import ClassVar
 
 from attnmux.core.facts.checks import Check, check_fields, refusal
 from attnmux.core.facts.errors import BackendFailed
@@ -60,7 +59,7 @@ class Policy:
     for an origin that is not one of user, env and config.
     """
 
-    NAMING: ClassVar = NAMING
+    NAMING = NAMING
     """The fields that name a backend."""
 
     backend: str | None = None

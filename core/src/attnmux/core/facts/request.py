@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Any
 
 from attnmux.core.facts.checks import nearest
 from attnmux.core.facts.errors import InvalidInput
@@ -37,11 +37,11 @@ class Request(Plain):
     for query heads that are not a multiple of the KV heads.
     """
 
-    KINDS: ClassVar = KINDS
-    LINEAR_KINDS: ClassVar = LINEAR_KINDS
+    KINDS = KINDS
+    LINEAR_KINDS = LINEAR_KINDS
     """Kinds of layers without softmax attention, and the kinds of their requests."""
-    PHASES: ClassVar = PHASES
-    DTYPES: ClassVar = DTYPES
+    PHASES = PHASES
+    DTYPES = DTYPES
     """Canonical names; a request takes their aliases too."""
 
     kind: str = "mha"
