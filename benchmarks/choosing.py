@@ -39,7 +39,6 @@ from attnmux.core.plugin import (
     one_of,
     runtimes,
     versions,
-    when,
 )
 from attnmux.core.verbs import check
 
@@ -64,7 +63,7 @@ def cards(number: int, rng: random.Random) -> list[Offer]:
         name="portable",
         summary="serves all",
         factory="made.up:Backend",
-        clauses=(when(page_size=emulated(1)),),
+        clauses=(Clause.when(page_size=emulated(1)),),
         priors=(Prior(rank=900, source="made up"),),
     )
     return [Offer(card=portable, plugin="portable"), *found]
@@ -112,8 +111,14 @@ def _offer(place: int, rng: random.Random) -> Offer:
                 for stored, deterministic in (((), ANY), (("fp8_e4m3",), NONE))
             ),
             priors=(
-                Prior(rank=rng.randrange(100), when=when(spec_topk=at_most(0)), source="made up"),
-                Prior(rank=rng.randrange(100), when=when(page_size=one_of(1)), source="made up"),
+                Prior(
+                    rank=rng.randrange(100),
+                    when=Clause.when(spec_topk=at_most(0)),
+                    source="made up",
+                ),
+                Prior(
+                    rank=rng.randrange(100), when=Clause.when(page_size=one_of(1)), source="made up"
+                ),
                 Prior(rank=rng.randrange(100), source="made up"),
             ),
         ),

@@ -19,7 +19,8 @@ from attnmux.testing import FirstUse, run_case
 from attnmux.testing.linear_cases import LinearCase
 
 PLUGIN = """
-from attnmux.core.plugin import BackendCard, Prior, hookimpl, one_of, when
+from attnmux.core.cards.clause import when
+from attnmux.core.plugin import BackendCard, Prior, hookimpl, one_of
 
 EVERY = when(
     vendor=one_of("cpu"), phase=one_of("extend", "decode"), kind=one_of("mha"),

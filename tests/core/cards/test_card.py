@@ -6,7 +6,7 @@ from dataclasses import fields
 import pytest
 
 from attnmux.core import InvalidInput, Request
-from attnmux.core.cards.clause import ALWAYS
+from attnmux.core.cards.clause import ALWAYS, when
 from attnmux.core.plugin import (
     ANY,
     NONE,
@@ -21,7 +21,6 @@ from attnmux.core.plugin import (
     one_of,
     runtimes,
     versions,
-    when,
 )
 from attnmux.core.verbs import AXES
 
@@ -74,12 +73,12 @@ def test_features_are_refused_unless_declared() -> None:
 
 
 def test_when() -> None:
-    limited = when(spec_topk=at_most(1))
+    limited = Clause.when(spec_topk=at_most(1))
     assert limited.spec_topk == at_most(1)
     assert limited.sinks is ANY
     assert all(getattr(ALWAYS, item.name) is ANY for item in fields(Clause))
     with pytest.raises(TypeError, match="topk"):
-        when(topk=ANY)
+        Clause.when(topk=ANY)
 
 
 @pytest.mark.parametrize(
@@ -149,7 +148,7 @@ def test_a_card_of_other_types_is_refused(given, said) -> None:
 
 def test_a_condition_must_be_one() -> None:
     with pytest.raises(InvalidInput, match="clause, vendor: expected a condition"):
-        when(vendor="acme")
+        Clause.when(vendor="acme")
 
 
 @pytest.mark.parametrize(

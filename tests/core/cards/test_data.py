@@ -12,6 +12,7 @@ from attnmux.core.cards.data import from_data, to_data
 from attnmux.core.plugin import (
     BackendCard,
     Caveat,
+    Clause,
     ErrorBound,
     Option,
     Prior,
@@ -20,15 +21,14 @@ from attnmux.core.plugin import (
     multiple_of,
     one_of,
     versions,
-    when,
 )
 
 CARD = BackendCard(
     name="full",
     summary="every field",
     clauses=(
-        when(vendor=one_of("acme"), version=versions(">=2"), page_size=emulated(1)),
-        when(page_size=multiple_of(16)),
+        Clause.when(vendor=one_of("acme"), version=versions(">=2"), page_size=emulated(1)),
+        Clause.when(page_size=multiple_of(16)),
     ),
     sources={"page_size": "acme.h"},
     aliases=("all",),
@@ -39,7 +39,7 @@ CARD = BackendCard(
         Option(name="tile", type=int, default=0, least=0, most=64),
     ),
     priors=(
-        Prior(rank=7, when=when(vendor=one_of("acme")), source="here"),
+        Prior(rank=7, when=Clause.when(vendor=one_of("acme")), source="here"),
         Prior(rank=9, source="there"),
     ),
     caveats=(Caveat(text="slow", unless=("x>=2",), arch=("m2",)),),

@@ -9,6 +9,7 @@ from attnmux.core.plugin import (
     ANY,
     NONE,
     Caveat,
+    Clause,
     Prior,
     at_least,
     at_most,
@@ -16,7 +17,6 @@ from attnmux.core.plugin import (
     one_of,
     runtimes,
     versions,
-    when,
 )
 from attnmux.core.verbs import check
 
@@ -261,8 +261,8 @@ def test_the_first_prior_that_holds_counts(offer, cpu) -> None:
         "a",
         spec_topk=ANY,
         priors=(
-            Prior(rank=10, when=when(spec_topk=at_most(1), page_size=one_of(1)), source="x"),
-            Prior(rank=20, when=when(page_size=one_of(64)), source="x"),
+            Prior(rank=10, when=Clause.when(spec_topk=at_most(1), page_size=one_of(1)), source="x"),
+            Prior(rank=20, when=Clause.when(page_size=one_of(64)), source="x"),
         ),
     ).card
 

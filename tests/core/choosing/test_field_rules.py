@@ -10,6 +10,7 @@ import pytest
 from attnmux.core import NoBackend, Platform, Policy, Request, solve
 from attnmux.core.plugin import (
     ANY,
+    Clause,
     Prior,
     at_least,
     at_most,
@@ -17,7 +18,6 @@ from attnmux.core.plugin import (
     one_of,
     runtimes,
     versions,
-    when,
 )
 
 ASKED = Policy(hypothetical=True)
@@ -29,9 +29,11 @@ TOP = at_most(1)
 def unspeculated(rank: int, version) -> tuple[Prior, ...]:
     """First choice without speculation, or drafting a chain at page size 1; else far behind."""
     return (
-        Prior(rank=rank, when=when(version=version, spec_topk=at_most(0)), source="x"),
+        Prior(rank=rank, when=Clause.when(version=version, spec_topk=at_most(0)), source="x"),
         Prior(
-            rank=rank, when=when(version=version, spec_topk=TOP, page_size=one_of(1)), source="x"
+            rank=rank,
+            when=Clause.when(version=version, spec_topk=TOP, page_size=one_of(1)),
+            source="x",
         ),
         Prior(rank=60, source="x"),
     )
@@ -49,7 +51,7 @@ def cards(offer, clause):
             "fa3",
             requires=(("sgl-kernel", "sglang-kernel"),),
             priors=(
-                Prior(rank=10, when=when(version=HOPPER, kind=one_of("mla")), source="x"),
+                Prior(rank=10, when=Clause.when(version=HOPPER, kind=one_of("mla")), source="x"),
                 *unspeculated(10, HOPPER),
             ),
             clauses=(
@@ -84,7 +86,7 @@ def cards(offer, clause):
             requires=("flashinfer-python",),
             clauses=(nvidia(page_size=emulated(1), **latent),),
             priors=(
-                Prior(rank=10, when=when(version=BLACKWELL), source="x"),
+                Prior(rank=10, when=Clause.when(version=BLACKWELL), source="x"),
                 Prior(rank=60, source="x"),
             ),
         ),

@@ -15,7 +15,7 @@ from attnmux.core.cli.outcomes import (
     outcomes_of_refusal,
 )
 from attnmux.core.facts.request import parse_fields
-from attnmux.core.plugin import ANY, NONE, Prior, one_of, when
+from attnmux.core.plugin import ANY, NONE, Clause, Prior, one_of
 
 DATA = Path(__file__).parents[1] / "data"
 
@@ -129,7 +129,7 @@ def test_ties_and_the_only_one(tell, offer) -> None:
 
 def test_the_source_is_that_of_the_rank_that_counted(tell, offer) -> None:
     priors = (
-        Prior(rank=10, when=when(page_size=one_of(1)), source="small pages"),
+        Prior(rank=10, when=Clause.when(page_size=one_of(1)), source="small pages"),
         Prior(rank=20, source="otherwise"),
     )
     _, told = tell("page_size=16", [offer("a", priors=priors)])

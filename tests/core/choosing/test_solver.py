@@ -19,13 +19,13 @@ from attnmux.core.choosing.checking import Rank
 from attnmux.core.facts.errors import UnknownBackend
 from attnmux.core.plugin import (
     ANY,
+    Clause,
     Option,
     Prior,
     anything_but,
     emulated,
     multiple_of,
     one_of,
-    when,
 )
 
 NO_LIBRARIES = {}.get
@@ -542,7 +542,10 @@ def test_another_ranking_can_be_joined_in(offer, cpu) -> None:
 
 
 def test_a_rank_that_depends_on_the_page_counts_at_the_page_decided(offer, cpu) -> None:
-    priors = (Prior(rank=1, when=when(page_size=one_of(1)), source="x"), Prior(rank=50, source="x"))
+    priors = (
+        Prior(rank=1, when=Clause.when(page_size=one_of(1)), source="x"),
+        Prior(rank=50, source="x"),
+    )
     cards = [offer("a", priors=priors), offer("b", rank=20)]
     assert chosen(solve(Request(), cpu, cards))["decode"] == "a"
     decision = solve(Request.parse("page_size=16"), cpu, cards)
@@ -551,7 +554,10 @@ def test_a_rank_that_depends_on_the_page_counts_at_the_page_decided(offer, cpu) 
 
 
 def test_a_rank_is_that_at_the_decided_page_size(offer, cpu) -> None:
-    priors = (Prior(rank=1, when=when(page_size=one_of(1)), source="x"), Prior(rank=50, source="x"))
+    priors = (
+        Prior(rank=1, when=Clause.when(page_size=one_of(1)), source="x"),
+        Prior(rank=50, source="x"),
+    )
     decision = solve(Request(), cpu, [offer("a", priors=priors, page_size=one_of(64))])
     assert {verdict.rank for verdict in decision.candidates} == {50}
 

@@ -26,7 +26,6 @@ from attnmux.core.plugin import (
     emulated,
     multiple_of,
     one_of,
-    when,
 )
 from attnmux.core.verbs import check
 
@@ -66,7 +65,9 @@ clauses = st.builds(
 priors = st.builds(
     Prior,
     rank=st.integers(1, 3),
-    when=st.sampled_from([ALWAYS, when(phase=one_of("decode")), when(phase=one_of("extend"))]),
+    when=st.sampled_from(
+        [ALWAYS, Clause.when(phase=one_of("decode")), Clause.when(phase=one_of("extend"))]
+    ),
     source=st.just("x"),
 )
 cards = st.builds(

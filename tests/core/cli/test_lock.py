@@ -14,7 +14,8 @@ from attnmux.core.cli.verbs import verbs
 from attnmux.core.find.lock import content_hash
 
 SOURCE = """
-from attnmux.core.plugin import BackendCard, hookimpl, when
+from attnmux.core.cards.clause import when
+from attnmux.core.plugin import BackendCard, hookimpl
 
 @hookimpl
 def attnmux_cards():

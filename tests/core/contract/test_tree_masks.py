@@ -15,9 +15,8 @@ from attnmux.core import (
     Request,
     SpecInput,
     undrafted_request,
-    with_mask_forms,
 )
-from attnmux.core.composites.mask_forms import MaskFormsBackend
+from attnmux.core.composites.mask_forms import MaskFormsBackend, with_mask_forms
 from attnmux.core.composites.two_batches import half_of
 from attnmux.core.contract.spec import tree_visibility, whole_mask
 from attnmux.core.contract.tree_masks import (

@@ -15,12 +15,13 @@ from attnmux.core import (
     load_plugins,
     solve,
 )
+from attnmux.core.cards.clause import when
 from attnmux.core.facts.errors import UnknownBackend
 from attnmux.core.facts.libraries import Distribution, EntryPoint
 from attnmux.core.find import installed
 from attnmux.core.find.examine import Entry, Plugin
 from attnmux.core.find.plugins import is_admitted
-from attnmux.core.plugin import BackendCard, Prior, when
+from attnmux.core.plugin import BackendCard, Prior
 
 CPU = Platform.parse("cpu:x86_64")
 

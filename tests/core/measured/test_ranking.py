@@ -18,7 +18,7 @@ from attnmux.core import Decision, InvalidInput, Measurement, Platform, Policy, 
 from attnmux.core.choosing.checking import prior_rank
 from attnmux.core.cli.outcomes import outcomes
 from attnmux.core.measured.ranking import current_measurements, ranking_by, ranks
-from attnmux.core.plugin import LAST_RESORT, Prior, one_of, when
+from attnmux.core.plugin import Clause, Prior, one_of
 from attnmux.core.verbs import Device, Question
 
 NOW = datetime(2026, 5, 1, 12, tzinfo=timezone.utc)
@@ -203,7 +203,7 @@ def test_measured_at_the_page_size_that_a_backend_prefers(offer) -> None:
 
 def test_priors_that_depend_on_the_page_size(offer) -> None:
     priors = (
-        Prior(rank=30, when=when(page_size=one_of(64)), source="x"),
+        Prior(rank=30, when=Clause.when(page_size=one_of(64)), source="x"),
         Prior(rank=5, source="x"),
     )
     a, b = offer("a", priors=priors), offer("b", rank=20)
@@ -236,7 +236,7 @@ def test_the_order_of_offers_and_measurements_does_not_matter(offer) -> None:
 
 
 def test_a_last_resort_that_is_faster_is_none(offer) -> None:
-    offers = [offer("a", rank=10), offer("b", rank=LAST_RESORT)]
+    offers = [offer("a", rank=10), offer("b", rank=Prior.LAST_RESORT)]
     found = [timed(offers[0], 100.0), timed(offers[1], 50.0)]
     assert not decide(offers, found).is_last_resort
 

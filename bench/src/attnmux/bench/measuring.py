@@ -16,7 +16,7 @@ from attnmux.bench.subjects import AnyBackend, Subject, TimedStep, subject_of
 from attnmux.bench.timing import Run, current, in_graph, in_turn, interleave, median_us
 from attnmux.bench.workload import Workload
 from attnmux.core import DeviceGraphs, RankFailed, RanksDiffer, TunedLaunch, in_brief
-from attnmux.core.plugin import Together, alone
+from attnmux.core.plugin import Together
 from attnmux.testing import Errors
 
 ROUNDS = 3
@@ -76,7 +76,7 @@ class Bench:
     """Least time for one figure of one backend on one workload."""
     launches: tuple[TunedLaunch, ...] = ()
     """As `BackendContext.launches`."""
-    together: Together = alone
+    together: Together = Together()  # noqa: RUF009  # without state
     """Called for every figure, so that the ranks of a group measure at the same time and all of
     them get the figure of the slowest."""
     say: Callable[[str], None] = _silent

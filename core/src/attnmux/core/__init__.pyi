@@ -17,8 +17,7 @@ from attnmux.core.composites.draft_trees import prefix_context as prefix_context
 from attnmux.core.composites.expanded_parts import Part as Part
 from attnmux.core.composites.factories import make_backend as make_backend
 from attnmux.core.composites.factories import make_linear as make_linear
-from attnmux.core.composites.local_attention import with_virtual_requests as with_virtual_requests
-from attnmux.core.composites.mask_forms import with_mask_forms as with_mask_forms
+from attnmux.core.composites.factories import make_served as make_served
 from attnmux.core.composites.page_choice import RequestPages as RequestPages
 from attnmux.core.composites.part_attention import PartAttention as PartAttention
 from attnmux.core.composites.part_attention import add_sinks as add_sinks
@@ -45,7 +44,6 @@ from attnmux.core.contract.op import RadixAttention as RadixAttention
 from attnmux.core.contract.op import attention_with_output as attention_with_output
 from attnmux.core.contract.op import forward_context as forward_context
 from attnmux.core.contract.pool import KVPool as KVPool
-from attnmux.core.contract.sinks import refresh_sinks as refresh_sinks
 from attnmux.core.contract.spec import SpecInput as SpecInput
 from attnmux.core.contract.tables import RequestTable as RequestTable
 from attnmux.core.contract.workspace import Workspace as Workspace

@@ -175,16 +175,18 @@ class Candidate:
 
     def build(self, context: BackendContext) -> AttentionBackend:
         """Make the backend as an engine would."""
-        from attnmux.core import with_mask_forms, with_virtual_requests  # noqa: PLC0415  # torch
+        from attnmux.core import make_served  # noqa: PLC0415  # torch
         from attnmux.core.plugin import with_shared_kernels  # noqa: PLC0415  # torch
 
         def make(context: BackendContext) -> AttentionBackend:
             return self._factory()(context, self.card.complete(self.options))
 
-        context = with_shared_kernels(context)
-        virtual = self.card.virtual_requests
-        made = with_virtual_requests(make, context) if virtual else make(context)
-        return with_mask_forms(made, self.card.tree_masks)
+        return make_served(
+            make,
+            with_shared_kernels(context),
+            self.card.tree_masks,
+            virtual_requests=self.card.virtual_requests,
+        )
 
     def build_with(
         self, options: Iterable[tuple[str, OptionValue]], context: BackendContext

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pkgutil
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import redirect_stdout
 from dataclasses import dataclass, replace
 from datetime import datetime, timezone
@@ -32,7 +32,7 @@ from attnmux.core import (
     in_brief,
     solve,
 )
-from attnmux.core.plugin import Job, Trial, Tuner
+from attnmux.core.plugin import Job, Trial
 from attnmux.core.verbs import (
     Device,
     Run,
@@ -329,7 +329,7 @@ def _trials(offer: Offer, job: Job) -> tuple[Trial, ...]:
 
     try:
         with redirect_stdout(sys.stderr):
-            tuner: Tuner = pkgutil.resolve_name(offer.card.tuner or "")
+            tuner: Callable[[Job], Iterator[Trial]] = pkgutil.resolve_name(offer.card.tuner or "")
             trials = tuple(Bar().track(tuner(job), f"{offer.address} tries"))
         for trial in trials:
             if not isinstance(trial, Trial):

@@ -23,9 +23,6 @@ from attnmux.core.facts.values import TREE_MASKS, OptionValue, TreeMask
 CONTRACTS = ("1.0",)
 """The versions of the contract that this core speaks, the newest last."""
 
-LAST_RESORT = 900
-"""From this rank on, a backend is portable: it serves where nothing made for the hardware does."""
-
 DEFAULT_RANK = 1000
 """The rank where no prior holds."""
 
@@ -47,6 +44,10 @@ class Prior(Plain):
 
     Raises InvalidInput for a rank that is no integer, or a `when` that is no clause.
     """
+
+    LAST_RESORT = 900
+    """From this rank on, a backend is portable: it serves where nothing made for the hardware
+    does."""
 
     rank: int
     when: Clause = ALWAYS
@@ -207,7 +208,8 @@ class BackendCard(Plain):
     factory: str
     """"module:attribute", called as `factory(context, options)`; imported for the winner alone."""
     tuner: str | None = None
-    """"module:attribute", a `Tuner` that tries the backend's launches; None: it has none."""
+    """"module:attribute", a tuner that tries the backend's launches (see `Job`); None: it has
+    none."""
     contract: str = ">=1,<2"
     requires: tuple[str | tuple[str, ...], ...] = ()
     """PEP 508 requirements, all needed; an inner tuple lists alternatives, any one suffices."""

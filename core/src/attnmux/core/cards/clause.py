@@ -136,6 +136,12 @@ class Clause(Plain):
                 return False
         return True
 
+    @classmethod
+    def when(cls, **conditions: Condition) -> Clause:
+        """A clause of the given conditions alone, for priors."""
+        everything = dict.fromkeys(cls.__slots__, ANY)
+        return cls(**{**everything, **conditions})
+
 
 def _limits(axis: str, condition: object) -> bool:
     """Whether the condition can limit the axis: its kind, and the type and range of its values."""
@@ -173,13 +179,7 @@ def _expected(axis: str) -> str:
     return EXPECTED[kind]
 
 
-def when(**conditions: Condition) -> Clause:
-    """A clause of the given conditions alone, for priors."""
-    everything = dict.fromkeys(Clause.__slots__, ANY)
-    return Clause(**{**everything, **conditions})
-
-
-ALWAYS = when()
+ALWAYS = Clause.when()
 
 
 def failing(clause: Clause, demands: Iterable[Demand]) -> list[Demand]:

@@ -6,9 +6,9 @@ the same device with the same versions.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 from attnmux.core.facts.checks import Check, by_name, check_fields
 from attnmux.core.facts.frozen import FrozenMapping, Plain
@@ -66,8 +66,9 @@ class TunedLaunch(Record):
         )
 
 
-class Together(Protocol):
-    """Calls a function on all ranks at the same time; `alone`, and another in attnmux-bench."""
+class Together:
+    """Calls a function on all ranks at the same time: here of a single process; attnmux-bench has
+    one of several."""
 
     def __call__(
         self, measure: Callable[[], tuple[T, Sequence[float]]], /
@@ -77,17 +78,14 @@ class Together(Protocol):
         Returns the former, and for each figure the largest of all ranks. Raises on every rank if
         `measure` raises on one.
         """
-
-
-def alone(measure: Callable[[], tuple[T, Sequence[float]]], /) -> tuple[T, tuple[float, ...]]:
-    """`Together` of a single process."""
-    made, figures = measure()
-    return made, tuple(figures)
+        made, figures = measure()
+        return made, tuple(figures)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Job:
-    """The task of a tuner."""
+    """The task of a tuner: the callable that a card names, which gets a job and yields each `Trial`
+    when it is done, so that progress can be shown."""
 
     request: Request
     """As decided: page size and KV dtype are set."""
@@ -98,7 +96,7 @@ class Job:
     """All options of the backend."""
     launches: tuple[TunedLaunch, ...] = ()
     """As `BackendContext.launches`."""
-    together: Together = alone
+    together: Together = Together()  # noqa: RUF009  # without state
     """A tuner that goes on from the fastest launch measures by it, so that all ranks of a group try
     the same launches."""
 
@@ -125,7 +123,3 @@ class Trial(Plain):
         check_fields("trial", self, {**TRIED, **timed})
         for name in TRIED:
             object.__setattr__(self, name, FrozenMapping(getattr(self, name)))
-
-
-Tuner = Callable[[Job], Iterator[Trial]]
-"""Named by a card. It yields each trial when it is done, so that progress can be shown."""

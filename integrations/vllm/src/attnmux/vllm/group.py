@@ -23,7 +23,6 @@ from attnmux.core import (
     build,
     dtype_name,
     make_first,
-    refresh_sinks,
     torch_dtype,
 )
 from attnmux.vllm.asking import kv_dtype
@@ -177,7 +176,7 @@ class Group:
         """Prepare what a graph of the step holds."""
         # Weights may have been updated in place
         if self._sinks:
-            refresh_sinks(self.backend.context.layers, self._sinks)
+            self.backend.refresh_sinks(self._sinks)
         self.backend.init_forward_metadata_in_graph(batch)
 
 
