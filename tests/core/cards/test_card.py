@@ -6,7 +6,7 @@ from dataclasses import fields
 import pytest
 
 from attnmux.core import InvalidInput, Request
-from attnmux.core.cards.clause import ALWAYS, when
+from attnmux.core.cards.clause import ALWAYS
 from attnmux.core.plugin import (
     ANY,
     NONE,
@@ -163,7 +163,7 @@ def test_a_condition_must_be_one() -> None:
 def test_a_word_that_no_request_uses_is_refused(given, said) -> None:
     """Such a clause would never be asked, and nobody would be told why."""
     with pytest.raises(InvalidInput, match=said):
-        when(**given)
+        Clause.when(**given)
 
 
 PROBES = {
@@ -202,10 +202,10 @@ def test_each_axis_takes_conditions_on_its_own_values(axis) -> None:
     taken = OF_OTHERS.get(axis) or OF_FIELDS[Request.__annotations__[axis]]
     for name, condition in PROBES.items():
         if name in taken:
-            assert getattr(when(**{axis: condition}), axis) is condition
+            assert getattr(Clause.when(**{axis: condition}), axis) is condition
         else:
             with pytest.raises(InvalidInput, match=f"clause, {axis}: expected"):
-                when(**{axis: condition})
+                Clause.when(**{axis: condition})
 
 
 @pytest.mark.parametrize("given", [{"rank": "1"}, {"rank": 1, "when": "always"}])

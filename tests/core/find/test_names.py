@@ -15,13 +15,12 @@ from attnmux.core import (
     load_plugins,
     solve,
 )
-from attnmux.core.cards.clause import when
 from attnmux.core.facts.errors import UnknownBackend
 from attnmux.core.facts.libraries import Distribution, EntryPoint
 from attnmux.core.find import installed
 from attnmux.core.find.examine import Entry, Plugin
 from attnmux.core.find.plugins import is_admitted
-from attnmux.core.plugin import BackendCard, Prior
+from attnmux.core.plugin import BackendCard, Clause, Prior
 
 CPU = Platform.parse("cpu:x86_64")
 
@@ -29,7 +28,12 @@ CPU = Platform.parse("cpu:x86_64")
 def card(name: str, *aliases: str, rank: int = 5) -> BackendCard:
     prior = Prior(rank=rank, source="the test")
     return BackendCard(
-        name=name, summary="", clauses=(when(),), factory="a:b", aliases=aliases, priors=(prior,)
+        name=name,
+        summary="",
+        clauses=(Clause.when(),),
+        factory="a:b",
+        aliases=aliases,
+        priors=(prior,),
     )
 
 

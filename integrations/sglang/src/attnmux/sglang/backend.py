@@ -132,7 +132,7 @@ class AttnmuxAttnBackend(SglangBackend):  # type: ignore[misc,unused-ignore]  # 
         """SGLang's `update_weights` writes the sinks of the model in place."""
         if self._sink_owners:
             weights = [owner.sinks for owner in self._sink_owners]
-            self.backend.refresh_sinks(weights)
+            self.backend.refresh_sinks(weights)  # type: ignore[arg-type]  # tensors
 
     def _prepared(self) -> ForwardBatch:
         if self._batch is None:
