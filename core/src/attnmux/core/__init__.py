@@ -6,6 +6,6 @@ import from `attnmux.core.plugin`, and authors of commands from `attnmux.core.ve
 
 from __future__ import annotations
 
-from attnmux.core.faces import face
+from attnmux.core.faces import lazy_face
 
-__getattr__, __dir__ = face(__name__, needs="attnmux-core[torch]")
+__getattr__, __dir__ = lazy_face(__name__, needs="attnmux-core[torch]")

@@ -9,13 +9,14 @@ from functools import cache
 from pathlib import Path
 
 
-def face(
-    package: str, *, needs: str = ""
+def lazy_face(
+    package: str, *, needs: str = "", first: str = ""
 ) -> tuple[Callable[[str], object], Callable[[], list[str]]]:
     """`__getattr__` and `__dir__` of a package whose `__init__.pyi` has its public names, a line
     each: `from module import name as name`.
 
     needs: the requirement that installs torch, for the error of a name that needs torch without it.
+    first: a module that is imported before the first name.
     """
 
     @cache
@@ -35,6 +36,8 @@ def face(
         elif name.startswith("_") or name not in modules():
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
         else:
+            if first:
+                importlib.import_module(first)
             try:
                 value = getattr(importlib.import_module(modules()[name]), name)
             except ModuleNotFoundError as error:

@@ -25,7 +25,7 @@ from attnmux.core.plugin import (
     Condition,
     one_of,
 )
-from attnmux.testing.reference import (
+from attnmux.testing.reference.dense import (
     chunks_before,
     dense_attention,
     drafts_seen,

@@ -8,7 +8,6 @@ from dataclasses import asdict
 import click
 
 from attnmux.core import Platform, Request
-from attnmux.core.cards.proof import Proof
 from attnmux.core.plugin import Verified
 from attnmux.core.verbs import (
     Proven,
@@ -122,12 +121,12 @@ def markdown(rows: Sequence[Row]) -> str:
 def _runs(rows: Sequence[Row]) -> str:
     """Every run of every backend, with the most that it proves in a kind of attention."""
     header = ("backend", "proof", "ran on", "libraries", "cases that agreed", "date")
-    found: dict[tuple[str, str], list[tuple[Proof, Verified]]] = {}
+    found: dict[tuple[str, str], list[tuple[str, Verified]]] = {}
     for row in rows:
         found.setdefault((row.backend, row.plugin), []).extend(row.proven.runs)
     lines = [_line(header), _line("---" for _ in header)]
     for (backend, _), runs in sorted(found.items()):
-        strongest: dict[Verified, Proof] = {}
+        strongest: dict[Verified, str] = {}
         for word, run in sorted(runs, key=lambda each: Proven.WORDS.index(each[0])):
             strongest.setdefault(run, word)
         for run, word in strongest.items():

@@ -54,6 +54,7 @@ from attnmux.core.contract.steps import NO_OPTIONS as NO_OPTIONS
 from attnmux.core.contract.tree_masks import check_trees as check_trees
 from attnmux.core.contract.tree_masks import limited_drafts as limited_drafts
 from attnmux.core.contract.tree_masks import visible_drafts as visible_drafts
+from attnmux.core.faces import lazy_face as lazy_face
 from attnmux.core.facts.errors import PluginError as PluginError
 from attnmux.core.facts.launches import Job as Job
 from attnmux.core.facts.launches import Together as Together

@@ -3,6 +3,6 @@ is imported on first use."""
 
 from __future__ import annotations
 
-from attnmux.core.faces import face
+from attnmux.core.faces import lazy_face
 
-__getattr__, __dir__ = face(__name__, needs="attnmux-core[torch]")
+__getattr__, __dir__ = lazy_face(__name__, needs="attnmux-core[torch]")

@@ -25,7 +25,7 @@ from torch.library import Library
 from attnmux.core.plugin import imported
 from attnmux.emulators.intel.xpu import visible
 from attnmux.emulators.nvidia.dense import attend
-from attnmux.intel.vllm_xpu import VLLMXPUKernels
+from attnmux.intel import VLLMXPUKernels
 
 SCHEMA = (
     "varlen_fwd(Tensor q, Tensor k, Tensor v, Tensor!? out, Tensor cu_seqlens_q, "

@@ -46,7 +46,7 @@ MOST_SPLITS = 256
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CutlassMLAKernels:
-    """Functions of `sgl_kernel`; see `of_vllm` for vLLM's."""
+    """Functions of `sgl_kernel`; see `cutlass_of_vllm` for vLLM's."""
 
     cutlass_mla_decode: Callable[..., torch.Tensor]
     """Attention of one query a request over a paged cache."""
@@ -169,7 +169,7 @@ def _read_num_kv_splits(options: Mapping[str, object]) -> int:
     return splits
 
 
-def of_vllm(
+def cutlass_of_vllm(
     decode: Callable[..., None], get_workspace_size: Callable[..., int]
 ) -> CutlassMLAKernels:
     """The kernels of vLLM's operators `sm100_cutlass_mla_decode` and
@@ -208,7 +208,7 @@ def of_vllm(
 def from_vllm() -> CutlassMLAKernels:
     """vLLM's build. Raises ImportError if vLLM is not installed or has none."""
     operators = load_operators("_C", "sm100_cutlass_mla_decode", "_C_stable_libtorch")
-    return of_vllm(
+    return cutlass_of_vllm(
         operators.sm100_cutlass_mla_decode.default,
         operators.sm100_cutlass_mla_get_workspace_size.default,
     )
