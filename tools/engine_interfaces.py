@@ -17,7 +17,8 @@ from collections.abc import Iterable
 from importlib import import_module
 from pathlib import Path
 
-from attnmux.core.engines.engine_interfaces import Interface, Sources, missing, signature
+from attnmux.core import Interface
+from attnmux.core.engines.engine_interfaces import Sources, missing, signature
 
 
 def differences(interfaces: Iterable[Interface], old: Path, new: Path) -> list[str]:

@@ -8,26 +8,23 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from attnmux.core.cards.card import BackendCard, Offer
-from attnmux.core.cards.clause import Clause
-from attnmux.core.cards.conditions import (
+from attnmux.core import Offer, Platform, Request, load_plugins
+from attnmux.core.cli import run as shared
+from attnmux.core.cli.verbs import verbs
+from attnmux.core.facts.values import PHASES
+from attnmux.core.find.examine import PluginFailure
+from attnmux.core.plugin import (
     ANY,
     NONE,
+    BackendCard,
+    Clause,
+    Verified,
     emulated,
     multiple_of,
     one_of,
     versions,
 )
-from attnmux.core.cards.proof import Verified
-from attnmux.core.choosing.shortcomings import is_served
-from attnmux.core.cli import run as shared
-from attnmux.core.cli.verbs import verbs
-from attnmux.core.facts.axes import Question
-from attnmux.core.facts.platform import Platform
-from attnmux.core.facts.request import Request
-from attnmux.core.facts.values import PHASES
-from attnmux.core.find.examine import PluginFailure
-from attnmux.core.find.installed import load_plugins
+from attnmux.core.verbs import Question
 from attnmux.testing.matrix import markdown
 from attnmux.testing.matrix_rows import COLUMNS, Row, rows_of
 
@@ -347,8 +344,7 @@ def served_points(offer: Offer, kind: str, change: dict) -> set[tuple]:
         for machine in MACHINES
         for request in [Request(kind=kind, page_size=page, **{**model, **change})]
         for phase in ("extend", "decode", "verify", "draft")
-        if is_served(
-            offer.card,
+        if offer.card.serves(
             Question(request=request, platform=machine, phase=phase, hypothetical=True),
         )
     }

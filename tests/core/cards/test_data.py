@@ -7,20 +7,28 @@ from dataclasses import replace
 
 import pytest
 
-from attnmux.core.cards.card import BackendCard, Caveat, Option, Prior
-from attnmux.core.cards.clause import when
-from attnmux.core.cards.conditions import emulated, multiple_of, one_of, versions
+from attnmux.core import InvalidInput, load_plugins
 from attnmux.core.cards.data import from_data, to_data
-from attnmux.core.cards.proof import ErrorBound, Verified
-from attnmux.core.facts.errors import InvalidInput
-from attnmux.core.find.installed import load_plugins
+from attnmux.core.plugin import (
+    BackendCard,
+    Caveat,
+    Clause,
+    ErrorBound,
+    Option,
+    Prior,
+    Verified,
+    emulated,
+    multiple_of,
+    one_of,
+    versions,
+)
 
 CARD = BackendCard(
     name="full",
     summary="every field",
     clauses=(
-        when(vendor=one_of("acme"), version=versions(">=2"), page_size=emulated(1)),
-        when(page_size=multiple_of(16)),
+        Clause.when(vendor=one_of("acme"), version=versions(">=2"), page_size=emulated(1)),
+        Clause.when(page_size=multiple_of(16)),
     ),
     sources={"page_size": "acme.h"},
     aliases=("all",),
@@ -31,7 +39,7 @@ CARD = BackendCard(
         Option(name="tile", type=int, default=0, least=0, most=64),
     ),
     priors=(
-        Prior(rank=7, when=when(vendor=one_of("acme")), source="here"),
+        Prior(rank=7, when=Clause.when(vendor=one_of("acme")), source="here"),
         Prior(rank=9, source="there"),
     ),
     caveats=(Caveat(text="slow", unless=("x>=2",), arch=("m2",)),),

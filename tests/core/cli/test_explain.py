@@ -12,8 +12,8 @@ from click.testing import CliRunner
 import attnmux.core
 from attnmux.core.cli.explain import AXIS_MEANINGS, MEANINGS, meanings
 from attnmux.core.cli.verbs import verbs
-from attnmux.core.facts.axes import AXES
 from attnmux.core.facts.values import KINDS
+from attnmux.core.verbs import AXES
 
 CORE = Path(attnmux.core.__file__).parent
 

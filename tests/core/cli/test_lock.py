@@ -9,12 +9,13 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
+from attnmux.core import InvalidInput, Lock
 from attnmux.core.cli.verbs import verbs
-from attnmux.core.facts.errors import InvalidInput
-from attnmux.core.find.lock import Lock, content_hash
+from attnmux.core.find.lock import content_hash
 
 SOURCE = """
-from attnmux.core import BackendCard, hookimpl, when
+from attnmux.core.cards.clause import when
+from attnmux.core.plugin import BackendCard, hookimpl
 
 @hookimpl
 def attnmux_cards():

@@ -10,13 +10,20 @@ import click
 import pytest
 from click.testing import CliRunner
 
-from attnmux.core.cards.card import BackendCard, Offer, Option, Prior
-from attnmux.core.cards.clause import Clause
-from attnmux.core.cards.conditions import ANY, Condition, includes, one_of
-from attnmux.core.cards.proof import Verified
-from attnmux.core.choosing.decision import Decision
+from attnmux.core import Decision, Offer
 from attnmux.core.cli import run as shared
 from attnmux.core.cli.verbs import verbs
+from attnmux.core.plugin import (
+    ANY,
+    BackendCard,
+    Clause,
+    Condition,
+    Option,
+    Prior,
+    Verified,
+    includes,
+    one_of,
+)
 
 MODELS = Path(__file__).parents[1] / "data"
 HERE = "cpu:x86_64,features=avx2"

@@ -12,27 +12,25 @@ import torch
 from click.testing import CliRunner
 
 from attnmux.core import (
-    ANY,
-    Clause,
     Decision,
+    ForwardMode,
     InvalidInput,
     NoBackend,
     Platform,
     Policy,
     Request,
-    TboAttnBackend,
-    TreeAttnBackend,
     build,
-    imported,
     load_plugins,
     prefix_context,
     solve,
     undrafted_request,
-    with_halves,
 )
 from attnmux.core.composites import draft_trees
-from attnmux.core.contract.batch import ForwardMode
+from attnmux.core.composites.draft_trees import TreeAttnBackend
+from attnmux.core.composites.two_batches import TboAttnBackend, with_halves
 from attnmux.core.find.cpu import probe_cpu
+from attnmux.core.plugin import ANY, Clause, imported
+from attnmux.core.verbs import Passes
 from attnmux.cpu.torch_native import TorchNativeBackend
 from attnmux.nvidia.fa3 import FA3Backend
 from attnmux.nvidia.fa3_layers import FA3Kernels
@@ -123,7 +121,7 @@ def test_the_answers_are_the_references(steps, page_size, graph, seed) -> None:
     case = Case(name="trees", steps=steps, spec_topk=4, page_size=page_size, lse=True)
     if graph:
         (case,) = in_graphs([replace(case, max_graph_batch_size=4)])
-    passes(case, candidate(GraphFakeBackend if graph else Maskless), seed)
+    Passes.in_cache(case, candidate(GraphFakeBackend if graph else Maskless), seed)
 
 
 @pytest.mark.parametrize(
@@ -150,7 +148,7 @@ def test_the_answers_are_the_references(steps, page_size, graph, seed) -> None:
 def test_features(changes, seed) -> None:
     given = {"spec_topk": 3, "page_size": 4, **changes}
     steps = (verify(6, 9, 0, 30), verify(6, 1, 17))
-    passes(Case(name="trees", steps=steps, **given), candidate(), seed)
+    Passes.in_cache(Case(name="trees", steps=steps, **given), candidate(), seed)
 
 
 @pytest.mark.parametrize("page_size", [16, 64])

@@ -9,27 +9,25 @@ import pytest
 import torch
 
 from attnmux.core import (
-    NONE,
-    TREE_MASKS,
+    ForwardMode,
     GraphConfig,
     InvalidInput,
     Request,
     SpecInput,
-    draft_depths,
-    limited_drafts,
-    pack_visible,
-    tree_mask_of,
     undrafted_request,
-    unpack_visible,
-    visible_drafts,
-    with_mask_forms,
 )
-from attnmux.core.composites.mask_forms import MaskFormsBackend
+from attnmux.core.composites.mask_forms import MaskFormsBackend, with_mask_forms
 from attnmux.core.composites.two_batches import half_of
-from attnmux.core.contract.batch import ForwardMode
 from attnmux.core.contract.spec import tree_visibility, whole_mask
-from attnmux.core.contract.tree_masks import check_trees, mask_bounds, with_form
+from attnmux.core.contract.tree_masks import (
+    draft_depths,
+    mask_bounds,
+    pack_visible,
+    unpack_visible,
+    with_form,
+)
 from attnmux.core.graph.buffers import FixedBuffers
+from attnmux.core.plugin import NONE, TREE_MASKS, check_trees, limited_drafts, visible_drafts
 from attnmux.cpu.torch_native import TorchNativeBackend
 from attnmux.testing import (
     Candidate,
@@ -94,9 +92,9 @@ def test_bits_are_the_lowest_first(drafts: int) -> None:
 def test_each_form_is_made_from_each(given: str, wanted: str, drafts: int) -> None:
     forms = all_forms(random_trees(3, drafts))
     _, batch = verified(drafts, **forms[given])
-    assert tree_mask_of(batch.spec_info) == given
+    assert batch.tree_mask == given
     made = with_form(batch, wanted, max_context_len=64).spec_info
-    assert tree_mask_of(made) == wanted
+    assert made.tree_mask == wanted
     for name, expected in forms[wanted].items():
         assert torch.equal(getattr(made, name), expected)
     without_bounds = replace(batch, spec_info=replace(batch.spec_info, mask_indptr=None))
@@ -239,7 +237,7 @@ def test_backends_get_the_form_that_they_read(given: str, read: str, graph: bool
 
     class Reading(GraphFakeBackend):
         def init_forward_metadata_out_graph(self, batch, in_capture=False):
-            forms.append(tree_mask_of(batch.spec_info))
+            forms.append(batch.tree_mask)
             super().init_forward_metadata_out_graph(batch, in_capture)
 
     card = replace(graph_card(), tree_masks=(read,))

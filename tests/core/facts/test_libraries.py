@@ -16,11 +16,11 @@ from attnmux.core.facts import libraries
 from attnmux.core.facts.libraries import (
     Distribution,
     canonical,
-    installed_version,
     parsed_requirement,
     printable,
     within,
 )
+from attnmux.core.plugin import installed_version
 
 RELEASES = st.lists(st.sampled_from(["0", "1", "2", "10", "00"]), min_size=1, max_size=4).map(
     ".".join

@@ -7,9 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from attnmux.core.facts.errors import InvalidInput
-from attnmux.core.facts.platform import Platform
-from attnmux.core.facts.vendors import VENDORS
+from attnmux.core import VENDORS, InvalidInput, Platform
 
 
 @pytest.mark.parametrize(

@@ -14,8 +14,18 @@ MAIN = "from attnmux.core.cli import main; main()"
 SECONDS = "3"
 HEAD = """
 import ctypes, os, signal, subprocess, sys, threading, time
-from attnmux.core import (
-    ANY, BackendCard, Clause, Condition, Option, Platform, Prior, hookimpl, one_of, when, at_most
+from attnmux.core import Platform
+from attnmux.core.cards.clause import when
+from attnmux.core.plugin import (
+    ANY,
+    BackendCard,
+    Clause,
+    Condition,
+    Option,
+    Prior,
+    hookimpl,
+    one_of,
+    at_most,
 )
 
 def card(**more):
@@ -100,17 +110,17 @@ HOSTILE: dict[str, tuple[str, str]] = {
         " factory='a:b')]",
         "a tuple of Clause, at most 1000",
     ),
-    "page_negative": (CARDS + "when(page_size=one_of(-5, 0))", "clause, page_size"),
-    "page_huge": (CARDS + "when(page_size=one_of(10**40))", "clause, page_size"),
-    "page_text": (CARDS + "when(page_size=one_of('16'))", "clause, page_size"),
-    "page_flag": (CARDS + "when(page_size=one_of(True))", "clause, page_size"),
-    "most_huge": (CARDS + "when(head_dim=at_most(10**40))", "clause, head_dim"),
-    "vendor_number": (CARDS + "when(vendor=one_of(3))", "clause, vendor"),
+    "page_negative": (CARDS + "Clause.when(page_size=one_of(-5, 0))", "clause, page_size"),
+    "page_huge": (CARDS + "Clause.when(page_size=one_of(10**40))", "clause, page_size"),
+    "page_text": (CARDS + "Clause.when(page_size=one_of('16'))", "clause, page_size"),
+    "page_flag": (CARDS + "Clause.when(page_size=one_of(True))", "clause, page_size"),
+    "most_huge": (CARDS + "Clause.when(head_dim=at_most(10**40))", "clause, head_dim"),
+    "vendor_number": (CARDS + "Clause.when(vendor=one_of(3))", "clause, vendor"),
     "condition": (
         CARDS + "class Slow(Condition):\n"
         "        def admits(self, value): time.sleep(600)\n"
         "        def __str__(self): raise SystemExit(3)\n"
-        "    when(page_size=Slow())",
+        "    Clause.when(page_size=Slow())",
         "clause, page_size",
     ),
     "rank_flag": (CARDS + "Prior(rank=True, source='')", "prior, rank"),

@@ -4,18 +4,23 @@ from __future__ import annotations
 
 import pytest
 
-from attnmux.core.cards.card import BackendCard, Offer, Prior
-from attnmux.core.cards.clause import when
-from attnmux.core.choosing.solver import solve
-from attnmux.core.facts.errors import InvalidInput, NoBackend, UnknownBackend
+from attnmux.core import (
+    InvalidInput,
+    NoBackend,
+    Offer,
+    Platform,
+    Plugins,
+    Policy,
+    Request,
+    load_plugins,
+    solve,
+)
+from attnmux.core.facts.errors import UnknownBackend
 from attnmux.core.facts.libraries import Distribution, EntryPoint
-from attnmux.core.facts.platform import Platform
-from attnmux.core.facts.policy import Policy
-from attnmux.core.facts.request import Request
 from attnmux.core.find import installed
 from attnmux.core.find.examine import Entry, Plugin
-from attnmux.core.find.installed import load_plugins
-from attnmux.core.find.plugins import Plugins, is_admitted
+from attnmux.core.find.plugins import is_admitted
+from attnmux.core.plugin import BackendCard, Clause, Prior
 
 CPU = Platform.parse("cpu:x86_64")
 
@@ -23,7 +28,12 @@ CPU = Platform.parse("cpu:x86_64")
 def card(name: str, *aliases: str, rank: int = 5) -> BackendCard:
     prior = Prior(rank=rank, source="the test")
     return BackendCard(
-        name=name, summary="", clauses=(when(),), factory="a:b", aliases=aliases, priors=(prior,)
+        name=name,
+        summary="",
+        clauses=(Clause.when(),),
+        factory="a:b",
+        aliases=aliases,
+        priors=(prior,),
     )
 
 

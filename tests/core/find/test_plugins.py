@@ -7,14 +7,14 @@ from pathlib import Path
 
 import pytest
 
+from attnmux.core import InvalidInput
 from attnmux.core.facts import libraries
-from attnmux.core.facts.errors import InvalidInput
 from attnmux.core.find import plugins as module
 from attnmux.core.find.plugins import read_plugins
 
 GOOD = """
-from attnmux.core.cards.card import BackendCard
-from attnmux.core.find.hooks import hookimpl
+from attnmux.core.plugin import BackendCard
+from attnmux.core.plugin import hookimpl
 
 @hookimpl
 def attnmux_cards():

@@ -9,8 +9,8 @@ from contextlib import contextmanager, nullcontext
 import pytest
 import torch
 
-from attnmux.core.facts.errors import GraphUnsupported, InvalidInput
-from attnmux.core.graph.devices import CudaGraphs, GraphStep
+from attnmux.core import GraphStep, GraphUnsupported, InvalidInput
+from attnmux.core.graph.devices import CudaGraphs
 
 
 class Stream:

@@ -13,7 +13,6 @@ from attnmux.ascend.cards.ascend import ASCEND
 from attnmux.ascend.ring import AscendRingBackend
 from attnmux.ascend.ring_parts import RingPart, prefix_parts
 from attnmux.core import (
-    ChunkedPrefixBackend,
     ForwardMode,
     InvalidInput,
     Platform,
@@ -23,6 +22,7 @@ from attnmux.core import (
     load_plugins,
     solve,
 )
+from attnmux.core.composites.chunked_prefix import ChunkedPrefixBackend
 from attnmux.emulators.ascend import KERNELS
 from attnmux.testing import AttentionBackendTests, Case, decode, extend, make_setup
 from attnmux.testing.adapters import LATENT, AdapterWorld, EagerAdapterTests, assert_passes

@@ -6,14 +6,9 @@ from typing import Any
 import pytest
 import torch
 
-from attnmux.core import (
-    GraphUnsupported,
-    InvalidInput,
-    KeyGroup,
-    Platform,
-    visible_drafts,
-)
+from attnmux.core import GraphUnsupported, InvalidInput, Platform
 from attnmux.core.contract.spec import tree_visibility, whole_mask
+from attnmux.core.plugin import KeyGroup, visible_drafts
 from attnmux.emulators.candidates import SGL_FLASH_ATTN as EMULATED
 from attnmux.nvidia.cards.fa3_mla import FA3_MLA
 from attnmux.nvidia.fa3_mla import make

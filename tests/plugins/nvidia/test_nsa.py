@@ -9,12 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from attnmux.core import (
-    BackendFailed,
-    Platform,
-    rehearse,
-    topk_slots,
-)
+from attnmux.core import BackendFailed, Platform
+from attnmux.core.plugin import rehearse, topk_slots
 from attnmux.emulators.nvidia.flash_mla.vllm import FlashMLAOperators
 from attnmux.emulators.nvidia.flash_mla_sparse import FlashMLA, SglKernel, sparse_prefill
 from attnmux.nvidia import picked

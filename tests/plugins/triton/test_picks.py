@@ -8,7 +8,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from attnmux.core import InvalidInput, Platform, topk_slots
+from attnmux.core import InvalidInput, Platform
+from attnmux.core.plugin import topk_slots
 from attnmux.emulators.nvidia.flash_mla_sparse import FlashMLA
 from attnmux.nvidia.cards.nsa import NSA
 from attnmux.nvidia.nsa import NSABackend, from_flash_mla

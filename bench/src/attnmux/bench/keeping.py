@@ -18,14 +18,7 @@ from typing import Generic, TypeVar
 from filelock import FileLock
 
 from attnmux.core import replacing
-from attnmux.core.facts.records import (
-    FORMAT,
-    Record,
-    Records,
-    latest,
-    read_records,
-    records_in,
-)
+from attnmux.core.verbs import Record, Records
 
 LOCK_SECONDS = 60
 """How long to wait for another writer."""
@@ -41,14 +34,14 @@ class RecordFile(Generic[R]):
     kind: type[R]
 
     def read(self) -> Records[R]:
-        """As `read_records`."""
-        return read_records(self.path, self.kind)
+        """As `Measurement.read`."""
+        return self.kind.read(self.path)
 
     def prepare(self) -> Records[R]:
         """The content, read as `add` reads it, so that obstacles show before anything is measured.
         Creates the folder. Raises what `add` raises."""
         with self._locked():
-            return records_in(self.path, self.kind, writable=True)
+            return self.kind.opened(self.path, writable=True)
 
     def add(self, records: Iterable[R]) -> None:
         """Put records into the file; they replace earlier ones with the same key.
@@ -58,9 +51,8 @@ class RecordFile(Generic[R]):
         not writable, or another writer does not finish; the file is unchanged then.
         """
         with self._locked():
-            before = records_in(self.path, self.kind, writable=True)
-            kept = latest([*before.found, *records])
-            data = {"format": FORMAT, self.kind.listed: [each.to_dict() for each in kept]}
+            before = self.kind.opened(self.path, writable=True)
+            data = self.kind.content([*before.found, *records])
             self._replace(data, set_aside=before.damaged)
 
     @contextmanager

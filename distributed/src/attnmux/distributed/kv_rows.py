@@ -15,7 +15,6 @@ from attnmux.core import (
     gather_rows,
     quantise,
     scatter_rows,
-    word_dtype,
 )
 
 Stored = tuple[torch.Tensor, ...]
@@ -37,7 +36,9 @@ class KVRows:
     @property
     def dtype(self) -> torch.dtype:
         """Of the integers."""
-        return word_dtype(*self._part_bytes)
+        widths = (torch.int64, torch.int32, torch.int16, torch.uint8)
+        parts = self._part_bytes
+        return next(each for each in widths if not any(size % each.itemsize for size in parts))
 
     @property
     def width(self) -> int:

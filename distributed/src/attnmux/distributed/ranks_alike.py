@@ -5,8 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Sequence
 
-from attnmux.core import Offer, RanksDiffer, TunedLaunch
-from attnmux.core.find.lock import Lock, installed
+from attnmux.core import Lock, Offer, RanksDiffer, TunedLaunch, installed
 from attnmux.distributed.ranks import RankGroup
 
 

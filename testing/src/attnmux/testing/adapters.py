@@ -17,19 +17,18 @@ import torch
 from attnmux.core import (
     AttentionBackend,
     AttnmuxError,
-    BackendCard,
     BackendContext,
     BackendFailed,
+    CapturedGraph,
     ForwardMode,
+    GraphStep,
     GraphUnsupported,
     InvalidInput,
-    KernelLibrary,
     LayerSpec,
     Platform,
-    rehearse,
 )
-from attnmux.core.facts.values import OptionValue
-from attnmux.core.graph.devices import CapturedGraph, GraphStep
+from attnmux.core.plugin import BackendCard, KernelLibrary, rehearse
+from attnmux.core.verbs import OptionValue
 from attnmux.testing import reference
 from attnmux.testing.candidate import Candidate
 from attnmux.testing.case_setup import CaseSetup, make_setup

@@ -11,6 +11,7 @@ from itertools import chain
 import torch
 
 from attnmux.core import (
+    FP8_DTYPES,
     AttentionCall,
     AttnmuxError,
     BackendContext,
@@ -18,7 +19,6 @@ from attnmux.core import (
     quantise,
     stored_parts,
 )
-from attnmux.core.contract.dtypes import FP8_DTYPES
 from attnmux.testing.comparison import Tolerance, lse_tolerance, output_tolerance
 from attnmux.testing.sampled import Expected, RequestView, expected_at
 from attnmux.testing.watched import Change, kv_memory, rows_at

@@ -9,10 +9,10 @@ from functools import cache
 from typing import Any
 
 from attnmux.core import Platform, Request
-from attnmux.core.facts.axes import AXES, Axis, Question
-from attnmux.core.facts.values import DTYPES, KINDS, PHASES, Value
+from attnmux.core.verbs import AXES, Axis, Question
 from attnmux.testing.candidate import Candidate, Outcome
 from attnmux.testing.linear_cases import AnyCase, linear_cases, linear_in_graphs
+from attnmux.testing.sampled_points import Value
 from attnmux.testing.standard import in_graphs, standard_cases
 
 ELSEWHERE: Mapping[str, Any] = {
@@ -25,10 +25,10 @@ ELSEWHERE: Mapping[str, Any] = {
 """Values of `Platform`'s fields that meet no requirement of a card."""
 
 CHOICES: Mapping[str, Sequence[Value]] = {
-    "kind": KINDS,
-    "phase": PHASES,
-    "dtype": DTYPES,
-    "kv_dtype": DTYPES,
+    "kind": Request.KINDS,
+    "phase": Request.PHASES,
+    "dtype": Request.DTYPES,
+    "kv_dtype": Request.DTYPES,
     "sliding_window": (8,),
     "attention_chunk": (16,),
     "logit_cap": (30,),

@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.progress import track
 
 from attnmux.core import InvalidInput, NoBackend, Plugins
-from attnmux.core.cli.run import FiniteRange, Run, common_options, echo_json, pass_run
+from attnmux.core.verbs import FiniteRange, Run, common_options, echo_json, pass_run
 from attnmux.testing.candidate import Candidate, Outcome, find_candidate
 from attnmux.testing.kept_run import KeptRun
 from attnmux.testing.linear_cases import AnyCase

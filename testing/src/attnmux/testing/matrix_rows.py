@@ -10,16 +10,17 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
-from attnmux.core.cards.card import Offer
-from attnmux.core.cards.clause import Clause, meets
-from attnmux.core.cards.conditions import ANY, Condition
-from attnmux.core.cards.proof import Proven, proven, proven_on
-from attnmux.core.choosing.problem import opposed
-from attnmux.core.facts.axes import AXES, CACHED, PLATFORM, Axis, Question
-from attnmux.core.facts.platform import Platform
-from attnmux.core.facts.request import Request
-from attnmux.core.facts.values import KINDS, PHASES, Value
+from attnmux.core import Offer, Platform, Request
+from attnmux.core.plugin import ANY, Clause, Condition
+from attnmux.core.verbs import (
+    AXES,
+    Axis,
+    Proven,
+    Question,
+    opposed,
+)
 from attnmux.testing.matrix_clauses import covers, either, restrictions, union, union_said
+from attnmux.testing.sampled_points import Value
 
 Served = Literal["yes", "some", "no"]
 
@@ -136,13 +137,13 @@ def narrowed(
     ]
 
     def counts(axis: Axis) -> bool:
-        of_machine = axis.weight == PLATFORM and axis.name not in ("kind", "phase")
+        of_machine = axis.of_platform and axis.name not in ("kind", "phase")
         return (platform if of_machine else request) is not None
 
     demanded = [[demand for demand in q.demands if counts(demand[0])] for q in questions]
 
     def admits(clause: Clause) -> bool:
-        return any(meets(clause, demands) for demands in demanded)
+        return any(clause.meets(demands) for demands in demanded)
 
     kept = [(offer, tuple(filter(admits, offer.card.clauses))) for offer in offers]
     return [
@@ -157,7 +158,7 @@ def rows_of(offers: Iterable[Offer], device: Platform | None = None) -> tuple[Ro
     ordered = sorted(offers, key=lambda offer: (offer.card.name, offer.plugin))
     enemies = opposed(ordered)
     found = []
-    for kind in KINDS:
+    for kind in Request.KINDS:
         serving = [offer for offer in ordered if _clauses(kind, offer)]
         for offer in serving:
             names = (o.card.name for o in serving if o.address in enemies.get(offer.address, ()))
@@ -173,7 +174,7 @@ def _clauses(kind: str, offer: Offer) -> list[Clause]:
 def _row(kind: str, offer: Offer, excludes: tuple[str, ...], device: Platform | None) -> Row | None:
     """None where the backend serves no phase of the kind."""
     clauses = _clauses(kind, offer)
-    phases = [phase for phase in PHASES if phase in CACHED or kind == "mha"]
+    phases = [phase for phase in Request.PHASES if phase != "encoder" or kind == "mha"]
     served = [phase for phase in phases if any(clause.phase.admits(phase) for clause in clauses)]
     if not served:
         return None
@@ -186,7 +187,7 @@ def _row(kind: str, offer: Offer, excludes: tuple[str, ...], device: Platform | 
         machines=_machines(clauses),
         phases=tuple(served),
         page_sizes=union_said(union("page_size", clauses)),
-        proven=proven_on(runs, device, (), kind) if device else proven(runs, clauses, kind),
+        proven=Proven.on(runs, device, (), kind) if device else Proven.of(runs, clauses, kind),
         cells=tuple(_cell(column, clauses, phases) for column in COLUMNS),
         excludes=excludes,
         companions=() if {"extend", "decode"}.issubset(served) else offer.card.companions,

@@ -11,6 +11,7 @@ import click
 import torch
 
 from attnmux.core import (
+    FP8_DTYPES,
     BackendContext,
     ForwardBatch,
     ForwardMode,
@@ -27,8 +28,7 @@ from attnmux.core import (
     stored_parts,
     torch_dtype,
 )
-from attnmux.core.cli.run import Run, common_options, echo_json, pass_run
-from attnmux.core.contract.dtypes import FP8_DTYPES
+from attnmux.core.verbs import Run, common_options, echo_json, pass_run
 from attnmux.testing import reference
 from attnmux.testing.candidate import Candidate, find_candidate
 from attnmux.testing.comparison import Disagreement, compare, lse_tolerance, output_tolerance

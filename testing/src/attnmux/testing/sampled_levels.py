@@ -6,10 +6,10 @@ from collections.abc import Collection, Iterator, Mapping
 from random import Random
 from typing import Any
 
-from attnmux.core import ANY, Clause, Option
-from attnmux.core.cards.conditions import Condition
-from attnmux.core.facts.values import DTYPES, OptionValue, Value
-from attnmux.testing.sampled_points import FLAGS, OPTION
+from attnmux.core import Request
+from attnmux.core.plugin import ANY, Clause, Condition, Option
+from attnmux.core.verbs import OptionValue
+from attnmux.testing.sampled_points import FLAGS, OPTION, Value
 
 Range = tuple[int, int]
 Levels = dict[str, tuple[Any, ...]]
@@ -70,8 +70,8 @@ def levels_of(
     """The values of each axis, for each kind that the clause serves. options: the card's."""
     modes = tuple(m for phase, ms in MODES.items() if clause.phase.admits(phase) for m in ms)
     levels: Levels = {
-        "dtype": tuple(d for d in DTYPES[:3] if clause.dtype.admits(d)),
-        "kv_dtype": tuple(d for d in DTYPES if clause.kv_dtype.admits(d)),
+        "dtype": tuple(d for d in Request.DTYPES[:3] if clause.dtype.admits(d)),
+        "kv_dtype": tuple(d for d in Request.DTYPES if clause.kv_dtype.admits(d)),
         "page_size": _numbers("page_size", clause.page_size, rng),
         "spec_topk": (None, *_numbers("spec_topk", clause.spec_topk, rng)),
         "spec_draft_tokens": _numbers("spec_draft_tokens", clause.spec_draft_tokens, rng),

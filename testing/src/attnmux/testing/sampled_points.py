@@ -16,6 +16,9 @@ FLAGS = (
 )
 OPTION = "option "
 """Axes of a card's options begin with it."""
+Value = str | int | float | bool | frozenset[str]
+"""A value of an axis."""
+
 FIRST_PAGES: Mapping[str, Callable[[int], int]] = {
     "pages": lambda page: FAR_PAGE,
     "slots": lambda page: FAR_SLOT // page + 1,

@@ -14,16 +14,15 @@ from dataclasses import dataclass, field
 from itertools import combinations
 from random import Random
 
-from attnmux.core import Clause
-from attnmux.core.facts.axes import AXES, Question
-from attnmux.core.facts.values import Value
+from attnmux.core.plugin import Clause
+from attnmux.core.verbs import AXES, Question
 from attnmux.testing.candidate import MACHINE_AXES, Candidate
 from attnmux.testing.cases import Case
 from attnmux.testing.linear_cases import AnyCase
 from attnmux.testing.linear_sampling import linear_samples
 from attnmux.testing.sampled_cases import case_of
 from attnmux.testing.sampled_levels import Levels, levels_of
-from attnmux.testing.sampled_points import Point, afford, cost, settle
+from attnmux.testing.sampled_points import Point, Value, afford, cost, settle
 
 Pair = tuple[str, Value | None, str, Value | None]
 

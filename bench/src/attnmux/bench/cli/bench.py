@@ -12,7 +12,7 @@ from attnmux.bench.cli.asked import asked_of_one_shape
 from attnmux.bench.shapes import check_stated, completed, kept_shape
 from attnmux.bench.workload import GRAMMAR, Workload
 from attnmux.core import InvalidInput, NoBackend
-from attnmux.core.cli.run import FiniteRange, Run, common_options, echo_json, pass_run, writing
+from attnmux.core.verbs import FiniteRange, Run, common_options, echo_json, pass_run, writing
 
 if TYPE_CHECKING:
     from attnmux.bench.cli.bench_run import Kept, Result

@@ -11,11 +11,8 @@ import torch
 
 from attnmux.core.contract.context import BackendContext
 from attnmux.core.contract.dtypes import torch_dtype
-from attnmux.core.contract.layer import LayerSpec, check_features
-from attnmux.core.facts.errors import AttnmuxError, InvalidInput
-
-FP8 = torch.float8_e4m3fn
-"""The only 8-bit float that most of the kernels read."""
+from attnmux.core.contract.layer import LayerSpec
+from attnmux.core.facts.errors import InvalidInput
 
 SIXTEEN_BITS = (torch.bfloat16, torch.float16)
 ALIGNMENT = 16
@@ -24,17 +21,6 @@ LATENT_DIM = 512
 """Dim of the latent, which is V too: every kernel for MLA is built for this one."""
 ROPE_DIM = 64
 """Dim of the rotary part, which follows the latent in a row."""
-
-
-def check_page_size(context: BackendContext, *page_sizes: int) -> None:
-    """Raises InvalidInput for a pool of pages of none of the sizes."""
-    pool = context.token_to_kv_pool
-    if pool.page_size not in page_sizes:
-        raise InvalidInput(
-            "token_to_kv_pool",
-            got=f"pages of {pool.page_size} tokens",
-            expected=f"pages of {' or '.join(map(str, page_sizes))}",
-        )
 
 
 def check_sixteen_bits(context: BackendContext) -> None:
@@ -46,25 +32,6 @@ def check_sixteen_bits(context: BackendContext) -> None:
             got=dtype,
             expected=f"{asked or 'bfloat16 or float16'}, as the queries are",
         )
-
-
-def kv_pages(
-    layer: LayerSpec, context: BackendContext, page_size: int
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """K [pages, page_size, Hkv, D] and V [pages, page_size, Hkv, Dv]: views of the pool's buffers.
-
-    page_size: the pool's own, or one that divides it.
-    """
-    k, v = context.token_to_kv_pool.get_kv_buffer(layer.layer_id)
-    return k.view(-1, page_size, *k.shape[1:]), v.view(-1, page_size, *v.shape[1:])
-
-
-def not_in_pool(layer: LayerSpec) -> AttnmuxError:
-    """The error of a call that reads keys of a layer that the pool does not store."""
-    return AttnmuxError(
-        f"layer {layer.layer_id} is not in the KV pool: call it with its own keys and "
-        "save_kv_cache=False"
-    )
 
 
 def is_aligned(rows: torch.Tensor) -> bool:
@@ -83,30 +50,15 @@ def is_writable(out: torch.Tensor) -> bool:
     return out.is_contiguous() and is_aligned(out)
 
 
-def check_keys_dtype(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
-    """Raises InvalidInput for a call's own K and V of another dtype than Q."""
-    if k.dtype != q.dtype or v.dtype != q.dtype:
-        raise InvalidInput("k", got=f"{k.dtype} and {v.dtype}", expected=f"{q.dtype}, as q is")
-
-
 def check_latent(layer: LayerSpec) -> None:
     """Raises InvalidInput for a layer that is not plain MLA with 512 dims and 64 of the rope."""
-    check_features(layer, kind="mla")
+    layer.check_features(kind="mla")
     if (layer.v_head_dim, layer.qk_rope_head_dim) != (LATENT_DIM, ROPE_DIM):
         raise InvalidInput(
             f"layer {layer.layer_id}",
             got=f"{layer.v_head_dim} + {layer.qk_rope_head_dim} dims",
             expected=f"mla, {LATENT_DIM} + {ROPE_DIM}",
         )
-
-
-def latent_pages(layer: LayerSpec, context: BackendContext, page_size: int) -> torch.Tensor:
-    """[pages, page_size, 1, 576]: the pool's buffer of the layer, a view.
-
-    page_size: the pool's own, or one that divides it.
-    """
-    buffer = context.token_to_kv_pool.get_key_buffer(layer.layer_id)
-    return buffer.view(-1, page_size, *buffer.shape[1:])
 
 
 def rotary(q_rope: torch.Tensor | None) -> torch.Tensor:

@@ -128,6 +128,20 @@ class Clause(Plain):
             and not (condition is ANY and axis.default is ANY)
         }
 
+    def meets(self, demands: Iterable[Demand]) -> bool:
+        """Whether the self meets all of the demands."""
+        for axis, value in demands:
+            condition = getattr(self, axis.name)
+            if condition is not ANY and not condition.admits(value):
+                return False
+        return True
+
+    @classmethod
+    def when(cls, **conditions: Condition) -> Clause:
+        """A clause of the given conditions alone, for priors."""
+        everything = dict.fromkeys(cls.__slots__, ANY)
+        return cls(**{**everything, **conditions})
+
 
 def _limits(axis: str, condition: object) -> bool:
     """Whether the condition can limit the axis: its kind, and the type and range of its values."""
@@ -165,13 +179,7 @@ def _expected(axis: str) -> str:
     return EXPECTED[kind]
 
 
-def when(**conditions: Condition) -> Clause:
-    """A clause of the given conditions alone, for priors."""
-    everything = dict.fromkeys(Clause.__slots__, ANY)
-    return Clause(**{**everything, **conditions})
-
-
-ALWAYS = when()
+ALWAYS = Clause.when()
 
 
 def failing(clause: Clause, demands: Iterable[Demand]) -> list[Demand]:
@@ -181,12 +189,3 @@ def failing(clause: Clause, demands: Iterable[Demand]) -> list[Demand]:
         for axis, value in demands
         if (condition := getattr(clause, axis.name)) is not ANY and not condition.admits(value)
     ]
-
-
-def meets(clause: Clause, demands: Iterable[Demand]) -> bool:
-    """Whether the clause meets all of the demands."""
-    for axis, value in demands:
-        condition = getattr(clause, axis.name)
-        if condition is not ANY and not condition.admits(value):
-            return False
-    return True

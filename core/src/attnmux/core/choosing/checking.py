@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from attnmux.core.cards.card import CONTRACTS, DEFAULT_RANK, BackendCard, Offer
-from attnmux.core.cards.clause import ALWAYS, meets
+from attnmux.core.cards.clause import ALWAYS
 from attnmux.core.choosing.requirements import install_hint, required
 from attnmux.core.choosing.shortcomings import shortcomings
 from attnmux.core.facts.axes import Question
@@ -74,7 +74,7 @@ Ranking = Callable[[Offer, Question], Rank]
 def prior_rank(offer: Offer, question: Question) -> Rank:
     """The rank of the card's first prior that holds."""
     for prior in offer.card.priors:
-        if prior.when is ALWAYS or meets(prior.when, question.demands):
+        if prior.when is ALWAYS or prior.when.meets(question.demands):
             return Rank(prior.rank, source=prior.source)
     return Rank(DEFAULT_RANK)
 

@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 from attnmux.core.cards.card import Offer
 from attnmux.core.cards.named import offers_named, refuse_unknown
 from attnmux.core.choosing.checking import Ranking
-from attnmux.core.choosing.shortcomings import is_served
 from attnmux.core.facts.axes import AXES, Question, Questions
 from attnmux.core.facts.errors import UnknownBackend
 from attnmux.core.facts.libraries import Libraries
@@ -85,7 +84,7 @@ class Problem:
 
     def serves(self, offer: Offer, questions: Questions, phases: Iterable[str]) -> bool:
         """Whether the offer serves all of `phases`."""
-        served = all(is_served(offer.card, questions[phase]) for phase in phases)
+        served = all(offer.card.serves(questions[phase]) for phase in phases)
         return served and not self.barred(offer.address)
 
     def variants(self) -> tuple[Variant, ...]:

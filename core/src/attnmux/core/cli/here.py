@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from attnmux.core.cards.card import BackendCard, Offer
-from attnmux.core.cards.proof import PROOFS, Proof, proven, proven_on
+from attnmux.core.cards.proof import Proof, Proven
 from attnmux.core.choosing.checking import standing
 from attnmux.core.choosing.requirements import Library, required
 from attnmux.core.facts.frozen import plain
@@ -51,8 +51,10 @@ class Backend:
         for all machines that it serves."""
         card = self.offer.card
         served = [device for device in self.present if _fits(card, device)]
-        words = [proven_on(card.verified_on, device).word for device in served]
-        return min(words or [proven(card.verified_on, card.clauses).word], key=PROOFS.index)
+        words = [Proven.on(card.verified_on, device).word for device in served]
+        return min(
+            words or [Proven.of(card.verified_on, card.clauses).word], key=Proven.WORDS.index
+        )
 
     def to_dict(self) -> dict[str, Any]:
         return {

@@ -9,7 +9,7 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from attnmux.core.cards.proof import proven_on
+from attnmux.core.cards.proof import Proven
 from attnmux.core.choosing.choice import Choice
 from attnmux.core.choosing.decision import Decision
 from attnmux.core.cli.asking import Asked
@@ -96,7 +96,7 @@ def render_machines(asked: Sequence[Asked]) -> None:
         for phase, choice in answer.phases.items():
             served.setdefault(choice, []).append(phase)
         proofs = {
-            choice.backend: proven_on(
+            choice.backend: Proven.on(
                 cards[choice.address].verified_on, device, own, answer.request.kind
             ).word
             for choice, own in served.items()

@@ -26,18 +26,18 @@ from attnmux.core.facts.errors import (
     in_brief,
 )
 from attnmux.core.facts.frozen import FrozenMapping
+from attnmux.core.facts.launches import TunedLaunch
 from attnmux.core.find.devices import Detection, detect
 from attnmux.core.find.installed import load_plugins
 from attnmux.core.find.plugins import Plugins, unknown_plugins
 from attnmux.core.find.settings import Settings
-from attnmux.core.measured.passes import passes
-from attnmux.core.measured.unverified import unverified
+from attnmux.core.measured.measurement import Measurement
+from attnmux.core.measured.passes import Passes
+from attnmux.core.measured.unverified import Unverified
 
 if TYPE_CHECKING:
     from attnmux.core.cards.card import Offer
     from attnmux.core.choosing.decision import Decision
-    from attnmux.core.facts.launches import TunedLaunch
-    from attnmux.core.measured.measurement import Measurement
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -110,9 +110,8 @@ class Run:
         if file is None or not os.path.exists(file):
             return ()
         # Not imported unless something was measured
-        from attnmux.core.measured.measurement import read_measurements  # noqa: PLC0415
 
-        stored = read_measurements(file)
+        stored = Measurement.read(file)
         for problem in stored.problems:
             self.warn(problem)
         return stored.found
@@ -121,7 +120,9 @@ class Run:
         self, decision: Decision, offers: Sequence[Offer], measurements: Sequence[Measurement]
     ) -> None:
         """A warning for each backend that `unverified` finds."""
-        for each in unverified(decision, offers, measurements, passes(Settings.cache_folder())):
+        for each in Unverified.by_cards(
+            decision, offers, measurements, Passes.in_cache(Settings.cache_folder())
+        ):
             self.warn(str(each))
 
     def launches(self, settings: Settings) -> tuple[TunedLaunch, ...]:
@@ -134,9 +135,8 @@ class Run:
         if file is None or not os.path.exists(file):
             return ()
         # Most machines have tuned nothing
-        from attnmux.core.facts.launches import read_launches  # noqa: PLC0415
 
-        records = read_launches(file)
+        records = TunedLaunch.read(file)
         for problem in records.problems:
             self.warn(problem)
         return records.found

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from attnmux.core.cards.card import BackendCard
-from attnmux.core.cards.proof import Proof, proven_on
+from attnmux.core.cards.proof import Proof, Proven
 from attnmux.core.choosing.decision import Decision
 from attnmux.core.cli.asking import Asked, ask, requested
 from attnmux.core.cli.run import Run, common_options, echo_json, pass_run
@@ -189,7 +189,7 @@ def _answered(asked: Asked) -> dict[str, Any]:
             for phase in request.phases
             if any(clause.phase.admits(phase) for clause in card.clauses)
         ]
-        return proven_on(card.verified_on, device, served, request.kind).word
+        return Proven.on(card.verified_on, device, served, request.kind).word
 
     proof = {offer.address: proof_of(offer.card) for offer in asked.offers}
     if not isinstance(answer, NoBackend):

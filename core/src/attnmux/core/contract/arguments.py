@@ -23,11 +23,6 @@ def described(tensor: torch.Tensor) -> str:
     return f"{tensor.dtype} of shape {tuple(tensor.shape)}"
 
 
-def check_positive(argument: str, value: int) -> None:
-    """Raise InvalidInput below 1, and for what is no whole number."""
-    check_at_least(1, argument, value)
-
-
 def check_at_least(least: int, argument: str, value: int) -> None:
     """Raise InvalidInput below `least`, and for what is no whole number."""
     try:
@@ -41,7 +36,7 @@ def check_at_least(least: int, argument: str, value: int) -> None:
 
 def check_whole_pages(size: int, page_size: int) -> None:
     """Raise InvalidInput unless `size` tokens fill one or more pages completely."""
-    check_positive("page_size", page_size)
+    check_at_least(1, "page_size", page_size)
     if size < page_size or size % page_size:
         raise InvalidInput(
             "size", got=f"{size} tokens", expected=f"whole pages of {page_size} tokens"

@@ -62,3 +62,30 @@ class BackendContext:
         except KeyError:
             expected = f"one of {sorted(self._layer_by_id)}"
             raise InvalidInput("layer_id", got=layer_id, expected=expected) from None
+
+    def kv_pages(self, layer: LayerSpec, page_size: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """K [pages, page_size, Hkv, D] and V [pages, page_size, Hkv, Dv]: views of the pool's
+        buffers.
+
+        page_size: the pool's own, or one that divides it.
+        """
+        k, v = self.token_to_kv_pool.get_kv_buffer(layer.layer_id)
+        return k.view(-1, page_size, *k.shape[1:]), v.view(-1, page_size, *v.shape[1:])
+
+    def latent_pages(self, layer: LayerSpec, page_size: int) -> torch.Tensor:
+        """[pages, page_size, 1, rank + rope]: a view of the pool's buffer of a layer of MLA.
+
+        page_size: the pool's own, or one that divides it.
+        """
+        buffer = self.token_to_kv_pool.get_key_buffer(layer.layer_id)
+        return buffer.view(-1, page_size, *buffer.shape[1:])
+
+    def check_page_size(self, *page_sizes: int) -> None:
+        """Raises InvalidInput for a pool of pages of none of the sizes."""
+        page_size = self.token_to_kv_pool.page_size
+        if page_size not in page_sizes:
+            raise InvalidInput(
+                "token_to_kv_pool",
+                got=f"pages of {page_size} tokens",
+                expected=f"pages of {' or '.join(map(str, page_sizes))}",
+            )

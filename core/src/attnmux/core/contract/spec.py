@@ -7,6 +7,14 @@ from dataclasses import dataclass
 import torch
 
 from attnmux.core.facts.errors import InvalidInput
+from attnmux.core.facts.values import TreeMask
+
+FORMS: dict[str, TreeMask] = {
+    "custom_mask": "full",
+    "visible": "qlen_only",
+    "visible_bits": "qlen_only_bitpacking",
+}
+"""The form of each field of `SpecInput`."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -32,6 +40,16 @@ class SpecInput:
     visible_bits: torch.Tensor | None = None
     """[B, d, ceil(d / 8)] uint8: `visible`, packed. Draft j is bit j % 8, the lowest first, of byte
     j // 8; bits from d on are 0."""
+
+    @property
+    def mask_field(self) -> str | None:
+        """The field that has the mask; None without one."""
+        return next((name for name in FORMS if getattr(self, name) is not None), None)
+
+    @property
+    def tree_mask(self) -> TreeMask | None:
+        """The form of the mask; None without one."""
+        return None if self.mask_field is None else FORMS[self.mask_field]
 
 
 def tree_visibility(parents: torch.Tensor) -> torch.Tensor:

@@ -13,43 +13,9 @@ import torch
 from torch.nn.functional import pad
 
 from attnmux.core.contract.batch import ForwardBatch
-from attnmux.core.contract.spec import SpecInput, whole_mask
+from attnmux.core.contract.spec import FORMS, SpecInput, whole_mask
 from attnmux.core.facts.errors import InvalidInput
 from attnmux.core.facts.values import TreeMask
-
-FORMS: dict[str, TreeMask] = {
-    "custom_mask": "full",
-    "visible": "qlen_only",
-    "visible_bits": "qlen_only_bitpacking",
-}
-"""The form of each field of `SpecInput`."""
-
-
-def tree_mask_of(spec: SpecInput | None) -> TreeMask | None:
-    """The form of a step's mask; None without one."""
-    if spec is None:
-        return None
-    given = (form for name, form in FORMS.items() if getattr(spec, name) is not None)
-    return next(given, None)
-
-
-def masks_drafts(spec: SpecInput | None) -> bool:
-    """Whether a step's mask is between its drafts alone."""
-    return tree_mask_of(spec) in ("qlen_only", "qlen_only_bitpacking")
-
-
-def check_unmasked(batch: ForwardBatch) -> None:
-    """Raise InvalidInput for a step with a mask, or with many items."""
-    for name in FORMS:
-        if getattr(batch.spec_info, name, None) is not None:
-            raise InvalidInput(f"spec_info.{name}", got="a mask", expected="None: drafts in chains")
-    check_no_items(batch)
-
-
-def check_no_items(batch: ForwardBatch) -> None:
-    """Raise InvalidInput for a step with many items."""
-    if batch.multi_item is not None:
-        raise InvalidInput("multi_item", got="many items", expected="None")
 
 
 def pack_visible(visible: torch.Tensor) -> torch.Tensor:
@@ -130,7 +96,7 @@ def with_form(batch: ForwardBatch, form: TreeMask, *, max_context_len: int) -> F
     lengths.
     """
     spec = batch.spec_info
-    if spec is None or tree_mask_of(spec) in (None, form):
+    if spec is None or spec.tree_mask in (None, form):
         return batch
     visible, drafts = visible_drafts(batch), spec.draft_token_num
     if form == "qlen_only":
@@ -172,8 +138,8 @@ def check_trees(batch: ForwardBatch) -> None:
 
     A whole mask has the size that `check_batch` demands. Raises InvalidInput with the field.
     """
-    form = tree_mask_of(batch.spec_info)
-    if form is None:
+    spec, form = batch.spec_info, batch.tree_mask
+    if spec is None or form is None:
         return
     visible = visible_drafts(batch)
     hidden = ~visible.diagonal(dim1=1, dim2=2).all(-1)
@@ -188,14 +154,13 @@ def check_trees(batch: ForwardBatch) -> None:
     if form == "full":
         found.insert(0, ("cached tokens hidden from drafts", _hides_prefix(batch)))
     if form == "qlen_only_bitpacking":
-        packed = batch.drafts().visible_bits
+        packed = spec.visible_bits
         assert packed is not None
         found.append(("bits after the last draft", (pack_visible(visible) != packed).any((1, 2))))
-    field = next(name for name, each in FORMS.items() if each == form)
     for got, wrong in found:
         if bool(wrong.any()):
             raise InvalidInput(
-                f"spec_info.{field}",
+                f"spec_info.{spec.mask_field}",
                 got=f"{got} in request {int(wrong.nonzero()[0])} of the batch",
                 expected="the mask of a draft tree, which hides only drafts",
             )

@@ -63,6 +63,11 @@ class Axis:
     weight: int = 1
     """The distance that a failure adds when the nearest clause is sought."""
 
+    @property
+    def of_platform(self) -> bool:
+        """Whether a machine or the kind of attention decides it."""
+        return self.weight == PLATFORM
+
     def condition(self, clause: object) -> Limit:
         """The condition of a `Clause` on this axis."""
         condition: Limit = getattr(clause, self.name)

@@ -51,6 +51,9 @@ class Platform(Plain):
     empty, and a number that is too small.
     """
 
+    GRAMMAR = GRAMMAR
+    """The text that `parse` reads."""
+
     vendor: str
     device_type: str
     """torch's name: "cuda", "xpu", "npu", "cpu", …"""

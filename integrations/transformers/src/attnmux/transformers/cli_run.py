@@ -14,19 +14,18 @@ import click
 import torch
 
 from attnmux.core import (
+    VENDORS,
     Detection,
     InvalidInput,
+    Lock,
     Platform,
     Plugins,
     PoolExhausted,
     Settings,
     pick_platform,
+    platform_of,
 )
-from attnmux.core.cli.run import Run, echo_json
-from attnmux.core.engines.device_platforms import platform_of
-from attnmux.core.facts.vendors import VENDORS
-from attnmux.core.find.devices import named_platforms
-from attnmux.core.find.lock import Lock
+from attnmux.core.verbs import Run, echo_json
 from attnmux.transformers import recall
 from attnmux.transformers.checkpoint import Checkpoint, open_checkpoint, quiet_transformers
 from attnmux.transformers.cli_encoding import (
@@ -57,10 +56,13 @@ def platform_for(detection: Detection, settings: Settings, device: str | None) -
     """
     where = settings.where("platform")
     platform, wanted = None, settings.platform
-    if device is None and wanted is not None and not named_platforms(detection.platforms, wanted):
-        device = unfound_device(detection)
     if device is None:
-        platform = pick_platform(detection, wanted, named=where)
+        try:
+            platform = pick_platform(detection, wanted, named=where)
+        except InvalidInput:
+            device = unfound_device(detection)
+            if device is None:
+                raise
     name = device or (platform.device_type if platform is not None else "cpu")
     try:
         torch.empty(0, device=name)

@@ -15,7 +15,7 @@ from attnmux.core import CapturedGraph, GraphStep, StreamGraphs
 
 
 class NPUGraphs(StreamGraphs):
-    """What `attnmux.core.device_graphs` makes for an NPU.
+    """What `DeviceGraphs.of` makes for an NPU.
 
     Never run on a device. A replay waits until the backend has renewed its lengths, which it does
     in `init_forward_metadata_out_graph`; the runner calls that before each replay.

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from attnmux.ascend.cards import CARDS
 from attnmux.ascend.probe import probe
-from attnmux.core import BackendCard, Platform, hookimpl
-from attnmux.core.find.settings import device_variables
+from attnmux.core import Platform
+from attnmux.core.plugin import BackendCard, device_variables, hookimpl
 
 
 @hookimpl

@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from attnmux.core import InvalidInput, limited_drafts, masks_drafts, visible_drafts
+from attnmux.core import InvalidInput
+from attnmux.core.plugin import limited_drafts, visible_drafts
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -90,7 +91,7 @@ class DraftKeys:
 
 def draft_keys(rule: KeyRule, batch: ForwardBatch) -> DraftKeys | None:
     """None for other steps, cross attention and whole masks."""
-    is_tree = masks_drafts(batch.spec_info) and not rule.is_cross
+    is_tree = batch.masks_drafts and not rule.is_cross
     return DraftKeys.of(rule, batch) if is_tree else None
 
 

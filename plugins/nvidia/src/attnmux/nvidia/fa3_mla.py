@@ -6,9 +6,10 @@ cache; `qv` is the rest of the queries and V the latent.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from attnmux.core import (
+from attnmux.core.plugin import (
     ROPE_DIM,
     KernelLibrary,
     aligned,
@@ -46,7 +47,13 @@ class FA3MLABackend(FA3Base):
         if layer.layer_id not in self.context.token_to_kv_pool.layer_ids:
             return FA3Layer(layer=layer, arguments=arguments, cache=None)
         check_sixteen_bits(self.context)
-        cache = FA3Cache.of(layer, self.context, rotary_and_latent, arguments, headdim=ROPE_DIM)
+        cache = FA3Cache.of(
+            layer,
+            self.context,
+            partial(rotary_and_latent, self.context),
+            arguments,
+            headdim=ROPE_DIM,
+        )
         return FA3Layer(layer=layer, arguments=arguments, cache=cache)
 
     def queries(self, call: AttentionCall) -> tuple[torch.Tensor, torch.Tensor]:

@@ -32,21 +32,16 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from attnmux.core import (
-    BackendFailed,
-    InvalidInput,
+from attnmux.core import BackendFailed, InvalidInput, LinearStatePool, in_brief
+from attnmux.core.plugin import (
     KernelLibrary,
     LinearAttentionBackend,
     NewTokens,
     PlainConvolutions,
     ShortConvolutions,
     imported,
-    in_brief,
     is_writable,
-    linear_states_of,
-    read_states,
     rehearse_convolutions,
-    rehearse_linear,
     shared_kernel,
     trying,
 )
@@ -60,15 +55,12 @@ from attnmux.nvidia.gdn_inputs import (
     normed,
     transposed,
 )
+from attnmux.nvidia.linear_rehearsal import rehearse_linear
 from attnmux.nvidia.packed_requests import PackedRequests
 
 if TYPE_CHECKING:
-    from attnmux.core import (
-        BackendContext,
-        ConvCall,
-        ForwardBatch,
-        LinearCall,
-    )
+    from attnmux.core import BackendContext, ForwardBatch
+    from attnmux.core.plugin import ConvCall, LinearCall
 
 DIM = 128
 """Of a head of K and of V: a tile of the kernels."""
@@ -134,7 +126,7 @@ class FlashInferGDNBackend(LinearAttentionBackend):
             return
         _check_dtype(call, torch.bfloat16)
         pool = self.states.state(layer.layer_id)
-        states = read_states(pool, rows, batch.seq_lens <= 1)
+        states = LinearStatePool.read(pool, rows, batch.seq_lens <= 1)
         inputs = (call.q, call.k, call.v, *decode_gates(call))
         q, k, v, a, b, out, states = _deducible(
             [*(by_request(each, count) for each in inputs), _room(call, count), states],
@@ -163,7 +155,7 @@ class FlashInferGDNBackend(LinearAttentionBackend):
         _check_dtype(call, torch.bfloat16)
         num, heads = batch.drafts().draft_token_num, layer.num_v_heads
         pool = self.states.state(layer.layer_id)
-        states = transposed(read_states(pool, rows, batch.seq_lens <= 0))
+        states = transposed(LinearStatePool.read(pool, rows, batch.seq_lens <= 0))
         inputs = (call.q, call.k, call.v, *draft_gates(call))
         q, k, v, a, b, out, states = _deducible(
             [*(by_request(each, count) for each in inputs), _room(call, count), states],
@@ -267,7 +259,7 @@ def convolutions(context: BackendContext) -> ShortConvolutions:
         pass
     except (ImportError, OSError, AttributeError, BackendFailed) as error:
         warnings.warn(f"convolutions are plain operations: {in_brief(error)}", stacklevel=2)
-    return PlainConvolutions(linear_states_of(context))
+    return PlainConvolutions(LinearStatePool.of(context))
 
 
 def of_flashinfer() -> GDNKernels:

@@ -20,28 +20,21 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from attnmux.core import (
-    FP8,
+from attnmux.core import ForwardMode, InvalidInput, quantise
+from attnmux.core.plugin import (
     LATENT_DIM,
     DecodeBuffers,
     DecodeStep,
-    ForwardMode,
-    InvalidInput,
     KernelLibrary,
     KeyGroup,
     KeyLens,
     Keys,
     PageTables,
-    check_page_size,
     filled,
     joined,
-    latent_pages,
-    quantise,
     rehearse,
-    segment_of_place,
-    with_lens,
 )
-from attnmux.nvidia.kernel_rows import check_own_or_fp8, store_lse
+from attnmux.nvidia.kernel_rows import FP8, check_own_or_fp8, store_lse
 from attnmux.nvidia.latent import LatentDecodeBackend
 
 if TYPE_CHECKING:
@@ -126,7 +119,7 @@ class FlashMLABackend(
         self._max_queries = self._most_fp8_queries() if self._is_fp8 else None
 
     def prepare_layer(self, layer: LayerSpec) -> FlashMLALayer:
-        check_page_size(self.context, PAGE)
+        self.context.check_page_size(PAGE)
         check_own_or_fp8(self.context)
         pool = self.context.token_to_kv_pool
         is_fp8 = pool.dtype == FP8
@@ -146,7 +139,7 @@ class FlashMLABackend(
         return FlashMLALayer(
             group=KeyGroup.of(layer, self.context),
             heads=layer.tp_q_head_num,
-            k_cache=latent_pages(layer, self.context, PAGE),
+            k_cache=self.context.latent_pages(layer, PAGE),
             is_fp8=is_fp8,
             arguments=arguments,
         )
@@ -165,7 +158,8 @@ class FlashMLABackend(
         keys = tables.keys if tables.queries_each else _by_token(tables, batch)
         lens = keys[self._groups[0]].lens  # as in every group
         step.lens = KeyLens.of(lens, buffers.lens if buffers else None)
-        step.keys = with_lens(keys, step.lens.at_least_one if self._is_fp8 else lens)
+        lens = step.lens.at_least_one if self._is_fp8 else lens
+        step.keys = {group: each.with_lens(lens) for group, each in keys.items()}
         step.schedules = {heads: self._schedule(step, heads, buffers) for heads in self._heads}
 
     def make_buffers(self, max_bs: int, max_num_tokens: int) -> FlashMLABuffers:
@@ -253,7 +247,7 @@ def _by_token(tables: PageTables, batch: ForwardBatch) -> dict[KeyGroup, Keys]:
     assert new is not None  # which PageTables.of has checked
     bounds = tables.query_bounds(new.device)
     tokens = torch.arange(batch.num_tokens, dtype=torch.int32, device=new.device)
-    request = segment_of_place(bounds, batch.num_tokens)
+    request = torch.searchsorted(bounds[1:], tokens, right=True, out_int32=True)
     owner = request.clamp(max=batch.batch_size - 1)
     place = tokens - bounds[owner]
     expanded = {}

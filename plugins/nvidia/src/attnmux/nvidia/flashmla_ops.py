@@ -28,7 +28,7 @@ class Schedule:
     splits: torch.Tensor | None = None
 
 
-def of_vllm(
+def flashmla_of_vllm(
     dense_decode: Operator, decode_fp8: Operator, schedule_fp8: Operator
 ) -> FlashMLAKernels:
     """The kernels of vLLM's operators `dense_decode_fwd`, `fwd_kvcache_mla_fp8` and
@@ -86,7 +86,7 @@ def dense_from_vllm() -> FlashMLAKernels:
     """vLLM's build. Raises ImportError if vLLM is not installed or has none."""
     operators = load_operators("_flashmla_C", "dense_decode_fwd", "_flashmla_C")
     of_fp8 = load_operators("_flashmla_extension_C", "fwd_kvcache_mla_fp8", "_flashmla_extension_C")
-    return of_vllm(
+    return flashmla_of_vllm(
         operators.dense_decode_fwd.default,
         of_fp8.fwd_kvcache_mla_fp8.default,
         of_fp8.get_mla_decoding_metadata_dense_fp8.default,

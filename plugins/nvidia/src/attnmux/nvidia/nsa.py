@@ -20,19 +20,17 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.nn.functional import pad
 
-from attnmux.core import (
-    FP8,
+from attnmux.core import BackendFailed, InvalidInput
+from attnmux.core.plugin import (
     LATENT_DIM,
     ROPE_DIM,
-    BackendFailed,
-    InvalidInput,
     KernelLibrary,
     joined,
     rehearse,
     rotary,
     topk_slots,
 )
-from attnmux.nvidia.kernel_rows import check_bfloat16_or_fp8, latent_layers
+from attnmux.nvidia.kernel_rows import FP8, check_bfloat16_or_fp8, latent_layers
 from attnmux.nvidia.picked import PickedBackend, lookup_arguments
 
 if TYPE_CHECKING:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from attnmux.core import (
+from attnmux.core.plugin import (
     KernelLibrary,
     aligned,
     check_sixteen_bits,
@@ -66,7 +66,7 @@ class NSAFA3Backend(PickedBackend[NSAFA3Kernels, NSAFA3Layer]):
     def prepare_layer(self, layer: LayerSpec) -> NSAFA3Layer:
         check_sixteen_bits(self.context)
         return NSAFA3Layer(
-            slots=rotary_and_latent(layer, self.context, 1),
+            slots=rotary_and_latent(self.context, layer, 1),
             arguments={
                 "softmax_scale": layer.scaling,
                 "causal": False,  # the indexer picks what a token sees

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from attnmux.core import check_picks, check_table
+from attnmux.core.plugin import check_picks, check_table
 from attnmux.triton.bound_kernel import BoundKernel, Launcher
 from attnmux.triton.kernels.indices import look_up_picks
 

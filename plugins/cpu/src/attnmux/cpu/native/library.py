@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from attnmux.core import BackendFailed, Settings, is_own, replacing
+from attnmux.core import BackendFailed, Settings, replacing
+from attnmux.core.plugin import is_own
 from attnmux.cpu.levels import COMPILERS, FOLDER, SECONDS, SOURCE, Level, find_compiler, serving
 
 if TYPE_CHECKING:
