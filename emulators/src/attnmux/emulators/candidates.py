@@ -50,12 +50,12 @@ from attnmux.nvidia import (
     TRTLLMMHAKernels,
     TRTLLMMLAKernels,
     cutlass_of_vllm,
+    dense_from_flash_mla,
+    dense_from_sgl_kernel,
+    dense_of_vllm,
     fa3_of_flash_attn,
     fa3_of_vllm,
-    flashmla_of_vllm,
-    from_flash_mla,
     from_flashinfer,
-    from_sgl_kernel,
 )
 from attnmux.testing import Candidate, find_candidate
 
@@ -210,8 +210,8 @@ GATED_ALONE = GDNKernels(
     recurrence=RECURRENCE,
     convolutions=lambda context: PlainConvolutions(LinearStatePool.of(context)),
 )
-FLASH_MLA, OF_SGL_KERNEL = from_flash_mla(flash_mla), from_sgl_kernel(sgl_kernel)
-FLASH_MLA_OF_VLLM = flashmla_of_vllm(
+FLASH_MLA, OF_SGL_KERNEL = dense_from_flash_mla(flash_mla), dense_from_sgl_kernel(sgl_kernel)
+FLASH_MLA_OF_VLLM = dense_of_vllm(
     FlashMLAOperators.dense_decode_fwd,
     FlashMLAExtension.fwd_kvcache_mla_fp8,
     FlashMLAExtension.get_mla_decoding_metadata_dense_fp8,

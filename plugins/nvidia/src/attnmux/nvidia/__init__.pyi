@@ -16,8 +16,8 @@ from attnmux.nvidia.flashinfer.planning import FlashInferKernels as FlashInferKe
 from attnmux.nvidia.flashinfer_gdn import GDNKernels as GDNKernels
 from attnmux.nvidia.flashinfer_gdn import RecurrenceKernels as RecurrenceKernels
 from attnmux.nvidia.flashinfer_mla.kernels import from_flashinfer as from_flashinfer
-from attnmux.nvidia.flashmla import from_flash_mla as from_flash_mla
-from attnmux.nvidia.flashmla import from_sgl_kernel as from_sgl_kernel
-from attnmux.nvidia.flashmla_ops import flashmla_of_vllm as flashmla_of_vllm
+from attnmux.nvidia.flashmla_kernels import dense_from_flash_mla as dense_from_flash_mla
+from attnmux.nvidia.flashmla_kernels import dense_from_sgl_kernel as dense_from_sgl_kernel
+from attnmux.nvidia.flashmla_kernels import dense_of_vllm as dense_of_vllm
 from attnmux.nvidia.trtllm_mha import TRTLLMMHAKernels as TRTLLMMHAKernels
 from attnmux.nvidia.trtllm_mla import TRTLLMMLAKernels as TRTLLMMLAKernels

@@ -12,10 +12,8 @@ given one key, in the reserved page, and its answer is replaced.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from importlib import import_module
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -34,6 +32,7 @@ from attnmux.core.plugin import (
     joined,
     rehearse,
 )
+from attnmux.nvidia.flashmla_kernels import DENSE, FlashMLAKernels
 from attnmux.nvidia.kernel_rows import FP8, check_own_or_fp8, store_lse
 from attnmux.nvidia.latent import LatentDecodeBackend
 
@@ -51,24 +50,6 @@ process beyond)."""
 FP8_QUERIES = PAGE + 2
 """Most queries of a request over e4m3: causality hides only keys of the last two pages
 (`n_masking_steps` in flash_fwd_mla_kernel.h), and the last may hold a single key."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class FlashMLAKernels:
-    """The library's functions; see `from_flash_mla`, `from_sgl_kernel` and flashmla_ops.py."""
-
-    flash_mla_with_kvcache: Callable[..., tuple[torch.Tensor, torch.Tensor]]
-    """Attention over a paged cache, with the library's own signature."""
-    schedule: Callable[[torch.Tensor, int, bool], Sequence[torch.Tensor]]
-    """(lengths [B] int32, queries times heads of a request, whether Q and cache are e4m3): which
-    keys each thread block takes, [parts, 8] int32, and where the parts of each request begin,
-    [B + 1] int32. One launch that reads the lengths on the device; only parts depends on the
-    device, and it falls as there are more queries. Nothing, if the first call of a step makes the
-    schedule."""
-    schedule_arguments: Callable[..., dict[str, Any]]
-    """The arguments of `flash_mla_with_kvcache` that carry what `schedule` made."""
-    constants: Mapping[str, Any]
-    """Its arguments that never change."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -260,66 +241,9 @@ def _by_token(tables: PageTables, batch: ForwardBatch) -> dict[KeyGroup, Keys]:
     return expanded
 
 
-def from_flash_mla(library: Any) -> FlashMLAKernels:  # noqa: ANN401  # a module
-    """`flash_mla`, of sgl-flash-mla: its legacy half decodes densely.
-
-    An object carries the schedule, which the first call would make. Made ahead, it is one launch a
-    step, apart from the layers.
-    """
-
-    def schedule(lens: torch.Tensor, num_rows: int, is_fp8: bool) -> Sequence[torch.Tensor]:
-        tensors: Sequence[torch.Tensor] = library.get_mla_decoding_metadata(
-            lens, num_rows, 1, is_fp8_kvcache=is_fp8, use_legacy=True
-        )
-        return tensors
-
-    def arguments(tiles: torch.Tensor, splits: torch.Tensor) -> dict[str, Any]:
-        metadata, _ = library.get_mla_metadata()
-        metadata.tile_scheduler_metadata = tiles
-        metadata.num_splits = splits
-        return {"tile_scheduler_metadata": metadata}
-
-    return FlashMLAKernels(
-        flash_mla_with_kvcache=library.flash_mla_with_kvcache,
-        schedule=schedule,
-        schedule_arguments=arguments,
-        constants=MappingProxyType({"use_legacy": True}),
-    )
-
-
-def from_sgl_kernel(library: Any) -> FlashMLAKernels:  # noqa: ANN401  # a module
-    """`sgl_kernel.flash_mla`, of sglang-kernel: the same kernels, other names."""
-
-    def schedule(lens: torch.Tensor, num_rows: int, is_fp8: bool) -> Sequence[torch.Tensor]:
-        tensors: Sequence[torch.Tensor] = library.get_mla_metadata(
-            lens, num_rows, 1, is_fp8_kvcache=is_fp8
-        )
-        return tensors
-
-    def arguments(tiles: torch.Tensor, splits: torch.Tensor) -> dict[str, Any]:
-        return {"tile_scheduler_metadata": tiles, "num_splits": splits}
-
-    return FlashMLAKernels(
-        flash_mla_with_kvcache=library.flash_mla_with_kvcache,
-        schedule=schedule,
-        schedule_arguments=arguments,
-        constants=MappingProxyType({}),
-    )
-
-
-def _from_vllm() -> FlashMLAKernels:
-    from attnmux.nvidia.flashmla_ops import dense_from_vllm  # noqa: PLC0415  # which imports this
-
-    return dense_from_vllm()
-
-
 make = KernelLibrary(
     address="nvidia/flashmla",
     backend=FlashMLABackend,
-    providers={
-        "flash_mla": lambda: from_flash_mla(import_module("flash_mla")),
-        "sgl_kernel.flash_mla": lambda: from_sgl_kernel(import_module("sgl_kernel.flash_mla")),
-        "vllm": _from_vllm,
-    },
+    providers=DENSE,
     trial=rehearse,
 )
