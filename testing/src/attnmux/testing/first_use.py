@@ -38,7 +38,7 @@ class FirstUse:
         self._store = Passes.in_cache(cache)
 
     def __call__(self, decision: Decision) -> None:
-        """Run cases on each backend that `untried` finds, in child processes.
+        """Run cases on each backend that `Unverified.untried` finds, in child processes.
 
         Raises BackendFailed for one that fails a case, ends the process or takes too long, so that
         an automatic choice goes on to the next candidate. A pass is kept if every case ran.

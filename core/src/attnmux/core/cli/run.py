@@ -119,7 +119,7 @@ class Run:
     def warn_of_unverified(
         self, decision: Decision, offers: Sequence[Offer], measurements: Sequence[Measurement]
     ) -> None:
-        """A warning for each backend that `unverified` finds."""
+        """A warning for each backend that `Unverified.by_cards` finds."""
         for each in Unverified.by_cards(
             decision, offers, measurements, Passes.in_cache(Settings.cache_folder())
         ):

@@ -36,8 +36,8 @@ class BackendContext:
     max_batch_size: int
     max_context_len: int
     launches: tuple[TunedLaunch, ...] = ()
-    """Everything that was tuned on this machine, as `read_launches` reads it. A factory takes its
-    backend's with `current_launches`."""
+    """Everything that was tuned on this machine, as `TunedLaunch.read` reads it. A factory takes
+    its backend's with `TunedLaunch.current`."""
     kv_writer: KVWriter | None = None
     """Writes K and V to the pool in place of the pool's own methods. `build` takes an installed
     plugin's for the device."""

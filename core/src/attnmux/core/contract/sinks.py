@@ -18,7 +18,7 @@ class Copy(NamedTuple):
 
 
 class SinkCopies:
-    """The copies of one layer's sinks, which `refresh_sinks` keeps up."""
+    """The copies of one layer's sinks, which `AttentionBackend.refresh_sinks` keeps up."""
 
     def __init__(self) -> None:
         self.all: list[Copy] = []

@@ -37,7 +37,8 @@ class Measurement(Record):
 
     phase: str
     shape: str
-    """`shape_of` the question. Without a page size in it, the backend preferred its own."""
+    """`Measurement.shape_of` the question. Without a page size in it, the backend preferred its
+    own."""
     workload: str
     """The timed batch, as the benchmark calls it: "batch=32,kv=4096". Only equal workloads are
     compared."""

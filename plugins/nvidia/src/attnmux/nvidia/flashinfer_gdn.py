@@ -4,19 +4,18 @@ Facts of the kernels, from flashinfer/gdn_prefill.py, flashinfer/gdn_decode.py a
 flashinfer-python 0.6.13 and 0.7.2:
 
 - `chunk_gated_delta_rule` takes packed requests: q and k [T, Hk, 128], v [T, Hv, 128], contiguous,
-  fp16 or bf16; g is the decay itself, not its logarithm, and beta, both float32 [T, Hv]. States are
-  float32 [n, Hv, V, K], those afterwards in memory of their own. 0.6 does not look at
-  `use_qk_l2norm_in_kernel` on SM90: q and k are normalised here. A decay is at least 1e-10. In 0.7
-  it is of CuTe DSL, and cuts long requests where requests times heads are fewer than half of the
-  multiprocessors.
-- `gated_delta_rule_decode` takes one token of each request and states [n, Hv, K, V], which it
-  overwrites; `gated_delta_rule_mtp` takes T tokens and states [n, Hv, V, K], which it leaves, and
-  writes those after each token, [n, T, Hv, V, K]. Both compute the gates from the model's own
-  numbers, g = -exp(A_log) * softplus(a + dt_bias) and beta = sigmoid(b); see
-  `gdn_inputs.py`. They normalise q and k with the same constant as `L2_EPS`. Outputs are bf16.
-- Both are compiled for each batch size, number of tokens and scale, for the strides and dtypes of
-  their first call. A call with others is not compiled anew, so that tensors here are always dense
-  and gates always float32.
+fp16 or bf16; g is the decay itself, not its logarithm, and beta, both float32 [T, Hv]. States are
+float32 [n, Hv, V, K], those afterwards in memory of their own. 0.6 does not look at
+`use_qk_l2norm_in_kernel` on SM90: q and k are normalised here. A decay is at least 1e-10. In 0.7 it
+is of CuTe DSL, and cuts long requests where requests times heads are fewer than half of the
+multiprocessors. - `gated_delta_rule_decode` takes one token of each request and states [n, Hv, K,
+V], which it overwrites; `gated_delta_rule_mtp` takes T tokens and states [n, Hv, V, K], which it
+leaves, and writes those after each token, [n, T, Hv, V, K]. Both compute the gates from the model's
+own numbers, g = -exp(A_log) * softplus(a + dt_bias) and beta = sigmoid(b); see `gdn_inputs.py`.
+They normalise q and k with the same constant as `LinearLayerSpec.L2_EPS`. Outputs are bf16. - Both
+are compiled for each batch size, number of tokens and scale, for the strides and dtypes of their
+first call. A call with others is not compiled anew, so that tensors here are always dense and gates
+always float32.
 
 The states of a pool are [rows, Hv, K, V], so that each call copies those of its requests, and
 transposes them where the kernel wants it.
