@@ -70,7 +70,7 @@ def test_every_axis_of_a_feature_has_a_column() -> None:
         name for name, field in Clause.__dataclass_fields__.items() if field.default is NONE
     }
     dims = {"v_head_dim", "kv_lora_rank", "qk_rope_head_dim"}
-    assert optional - dims == {column.axis for column in COLUMNS} - {"kv_dtype", "phase"}
+    assert optional - dims == {column.axis.name for column in COLUMNS} - {"kv_dtype", "phase"}
 
 
 def test_what_is_not_declared_is_not_served() -> None:
@@ -357,12 +357,12 @@ def test_the_cells_are_what_the_cards_answer(offer) -> None:
         assert plain, row
         assert {phase for *_, phase in plain} == set(row.phases) - {"encoder"}
         for column, cell in zip(COLUMNS, row.cells, strict=True):
-            if column.axis == "phase":
+            if column.axis.name == "phase":
                 continue
             for value in column.values:
-                change = ASKED_BY.get(column.axis, {column.axis: value})
+                change = ASKED_BY.get(column.axis.name, {column.axis.name: value})
                 points = served_points(offer, row.kind, change)
-                asking = ASKED_IN.get(column.axis, PHASES)
+                asking = ASKED_IN.get(column.axis.name, PHASES)
                 asked = {point for point in plain if point[-1] in asking}
                 if cell.served == "yes":
                     assert points >= asked, (column, asked - points)

@@ -22,36 +22,6 @@ from attnmux.core.plugin import (
     runtimes,
     versions,
 )
-from attnmux.core.verbs import AXES
-
-
-def test_every_axis_is_a_field_of_the_clause_and_back() -> None:
-    assert [axis.name for axis in AXES] != []
-    assert {axis.name for axis in AXES} == {item.name for item in fields(Clause)}
-
-
-def test_every_settable_axis_is_a_field_of_the_request() -> None:
-    names = {item.name for item in fields(Request)}
-    assert {axis.name for axis in AXES if axis.settable or axis.droppable} <= names
-
-
-def test_every_field_of_the_request_is_asked_by_an_axis() -> None:
-    asked = {axis.name for axis in AXES} | {"origins", "phases", "multimodal", "encoder_head_dim"}
-    asked |= {"max_error", "accuracy"}  # judged by bounds and measurements
-    # asked of other backends, by `group_requests` and `linear_request`
-    asked |= {"other_layers", "linear_layers", "linear_head_dim", "linear_v_head_dim"}
-    asked |= {"compressed_layers"}  # of which backends serve the windows alone
-    asked |= {"index_topk"}  # which says when kind "nsa" is not needed
-    asked |= {
-        "chunked_prefix",
-        "two_batches",
-        "sparse",
-        "sparse_budget",
-        "index_block_size",
-    }  # what `build` makes of the decision
-    # multimodal asks for the phase "encoder", where head_dim asks for the encoder's; the mode says
-    # who serves verify and draft
-    assert {item.name for item in fields(Request)} - asked == {"speculative_attention_mode"}
 
 
 def test_features_are_refused_unless_declared() -> None:

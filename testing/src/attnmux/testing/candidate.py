@@ -23,6 +23,7 @@ from attnmux.core import (
 )
 from attnmux.core.plugin import BackendCard, installed_version
 from attnmux.core.verbs import (
+    AXES,
     OptionValue,
     Question,
     check,
@@ -41,7 +42,7 @@ if TYPE_CHECKING:
     Factory = Callable[[BackendContext, Mapping[str, OptionValue]], AttentionBackend]
 
 MACHINE_AXES = frozenset(
-    {"vendor", "arch", "version", "features", "runtime", "requires", "contract", "policy"}
+    [*(axis.name for axis in AXES if axis.of_machine), "requires", "contract", "policy"]
 )
 """Axes whose refusals only another machine or installation can change."""
 

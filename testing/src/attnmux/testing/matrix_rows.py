@@ -27,48 +27,24 @@ Served = Literal["yes", "some", "no"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Column:
-    """A feature: served where a clause admits one of the values on the axis."""
+    """A feature: served if a clause admits one of the values on the axis."""
 
     title: str
-    axis: str
+    axis: Axis
     values: tuple[Value, ...]
-    """Any of them shows the feature; where only some are admitted, the cell lists them."""
-    asked_by: str = ""
-    """The request that asks for the feature, as `Request.parse` reads it; empty: one with a field
-    of the axis' name."""
+    """Any of them shows the feature; if only some are admitted, the cell lists them."""
 
     def request(self) -> Request:
         """One that asks for the feature."""
-        if self.asked_by:
-            return Request.parse(self.asked_by)
-        return Request(**{self.axis: self.values[0]})  # type: ignore[arg-type]  # read by its field's reader
+        if self.axis.asked_by:
+            return Request.parse(self.axis.asked_by)
+        return Request(**{self.axis.name: self.values[0]})  # type: ignore[arg-type]  # read by its field's reader
 
 
-COLUMNS: tuple[Column, ...] = (
-    Column(title="fp8 KV", axis="kv_dtype", values=("fp8_e4m3", "fp8_e5m2")),
-    Column(title="fp4 KV", axis="kv_dtype", values=("fp4_e2m1",)),
-    Column(title="topk 1", axis="spec_topk", values=(1,)),
-    Column(title="topk > 1", axis="spec_topk", values=(2, 4, 8)),
-    Column(title="window", axis="sliding_window", values=(1, 127, 4095, 1 << 20)),
-    Column(title="chunk", axis="attention_chunk", values=(1, 128, 8192, 1 << 20)),
-    Column(title="sinks", axis="sinks", values=(True,)),
-    Column(title="ALiBi", axis="alibi", values=(True,)),
-    Column(title="relative bias", axis="relative_bias", values=(True,)),
-    Column(title="logit cap", axis="logit_cap", values=(0.5, 30.0, 50.0)),
-    Column(title="cross", axis="cross_attention", values=(True,)),
-    Column(
-        title="tree windows",
-        axis="tree_windows",
-        values=(True,),
-        asked_by="spec_topk=4,sliding_window=127",
-    ),
-    Column(title="custom mask", axis="custom_mask", values=(True,)),
-    Column(title="multi-item", axis="multi_item", values=(True,)),
-    Column(title="encoder", axis="phase", values=("encoder",)),
-    Column(title="deterministic", axis="deterministic", values=(True,)),
-    Column(title="graphs", axis="graph", values=(True,)),
-    Column(title="LSE", axis="lse", values=(True,)),
-    Column(title="strided KV", axis="strided_kv", values=(True,)),
+COLUMNS = tuple(
+    Column(title=title, axis=axis, values=values)
+    for axis in AXES
+    for title, values in axis.columns.items()
 )
 
 
@@ -214,8 +190,8 @@ def _machines(clauses: Sequence[Clause]) -> tuple[str, ...]:
 
 def _cell(column: Column, clauses: Sequence[Clause], phases: Sequence[str]) -> Cell:
     """Only clauses of phases that can ask for the feature count."""
-    axis = next(axis for axis in AXES if axis.name == column.axis)
-    if column.axis == "phase":
+    axis = column.axis
+    if axis.name == "phase":
         served = set(phases) >= set(column.values) and any(
             clause.phase.admits(value) for clause in clauses for value in column.values
         )

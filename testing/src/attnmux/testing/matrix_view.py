@@ -73,7 +73,7 @@ def _print_in_full(console: Console, row: Row) -> None:
     ):
         table.add_row(name, value)
     for column, cell in row.features():
-        source = row.sources.get(column.axis, "")
+        source = row.sources.get(column.axis.name, "")
         said = "no" if cell.served == "no" else cell.where or "yes"
         table.add_row(column.title, f"{said} [{source}]" if source else said)
     console.print(table)

@@ -2,7 +2,7 @@
 
 A `Point` is one value for each axis. The axes' values come from the card's clauses: every listed
 value, both ends of a range, and random values between them; for an axis without a limit, the sizes
-of `sampled_levels.UNLIMITED`. Each case covers as many new pairs of values as a few random drafts
+of `Axis.samples`. Each case covers as many new pairs of values as a few random drafts
 allow, as AETG does
 (Cohen et al., IEEE TSE 23(7), 1997).
 """
@@ -16,7 +16,7 @@ from random import Random
 
 from attnmux.core.plugin import Clause
 from attnmux.core.verbs import AXES, Question
-from attnmux.testing.candidate import MACHINE_AXES, Candidate
+from attnmux.testing.candidate import Candidate
 from attnmux.testing.cases import Case
 from attnmux.testing.linear_cases import AnyCase
 from attnmux.testing.linear_sampling import linear_samples
@@ -172,7 +172,7 @@ def _fits_machine(clause: Clause, candidate: Candidate) -> bool:
         request=Case(name="", steps=()).request, platform=candidate.platform, phase="decode"
     )
     for axis in AXES:
-        if axis.name in MACHINE_AXES:
+        if axis.of_machine:
             value = axis.wanted(question)
             if value is not None and not axis.condition(clause).admits(value):
                 return False

@@ -9,7 +9,6 @@ from typing import Any, get_args
 
 from attnmux.core.cards.clause import ALWAYS, LARGEST, Clause
 from attnmux.core.cards.proof import ErrorBound, Verified
-from attnmux.core.facts.axes import Question
 from attnmux.core.facts.checks import TEXT, Check, check_fields, refusal, tuple_of
 from attnmux.core.facts.frozen import FrozenMapping, Plain, plain, plain_fields
 from attnmux.core.facts.libraries import (
@@ -18,6 +17,7 @@ from attnmux.core.facts.libraries import (
     installed_version,
     parsed_requirement,
 )
+from attnmux.core.facts.questions import Question
 from attnmux.core.facts.values import TREE_MASKS, OptionValue, TreeMask
 
 CONTRACTS = ("1.0",)

@@ -9,10 +9,10 @@ from attnmux.core.cards.card import CONTRACTS, DEFAULT_RANK, BackendCard, Offer
 from attnmux.core.cards.clause import ALWAYS
 from attnmux.core.choosing.requirements import install_hint, required
 from attnmux.core.choosing.shortcomings import shortcomings
-from attnmux.core.facts.axes import Question
 from attnmux.core.facts.libraries import Libraries, assumed, installed_version, within
 from attnmux.core.facts.platform import Platform
 from attnmux.core.facts.policy import Policy
+from attnmux.core.facts.questions import Question
 from attnmux.core.facts.request import Request
 from attnmux.core.facts.verdicts import Reason, Status, Verdict, without_hints
 

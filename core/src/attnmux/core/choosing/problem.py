@@ -13,11 +13,12 @@ from typing import Any, NamedTuple
 from attnmux.core.cards.card import Offer
 from attnmux.core.cards.named import offers_named, refuse_unknown
 from attnmux.core.choosing.checking import Ranking
-from attnmux.core.facts.axes import AXES, Question, Questions
+from attnmux.core.facts.axes import AXES
 from attnmux.core.facts.errors import UnknownBackend
 from attnmux.core.facts.libraries import Libraries
 from attnmux.core.facts.platform import Platform
 from attnmux.core.facts.policy import Policy
+from attnmux.core.facts.questions import Question, Questions
 from attnmux.core.facts.request import Request
 from attnmux.core.facts.verdicts import Coercion, Reason
 

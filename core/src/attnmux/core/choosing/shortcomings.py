@@ -8,7 +8,8 @@ from functools import lru_cache
 
 from attnmux.core.cards.card import BackendCard
 from attnmux.core.cards.clause import Clause, failing
-from attnmux.core.facts.axes import Demand, Question
+from attnmux.core.facts.axis import Demand
+from attnmux.core.facts.questions import Question
 from attnmux.core.facts.request import Request
 from attnmux.core.facts.verdicts import Reason
 

@@ -19,8 +19,8 @@ from attnmux.core.choosing.shortcomings import (
     shortcomings,
     shortcomings_by_phase,
 )
-from attnmux.core.facts.axes import demands_of
 from attnmux.core.facts.errors import NoBackend
+from attnmux.core.facts.questions import demands_of
 from attnmux.core.facts.values import PHASES
 from attnmux.core.facts.vendors import VENDORS
 from attnmux.core.facts.verdicts import Obstacle, Reason, Verdict

@@ -14,8 +14,8 @@ from attnmux.core.choosing.checking import (
     unbounded,
 )
 from attnmux.core.choosing.decision import Decision
-from attnmux.core.facts.axes import Question
 from attnmux.core.facts.platform import Platform
+from attnmux.core.facts.questions import Question
 from attnmux.core.facts.request import Request
 from attnmux.core.facts.verdicts import Reason
 from attnmux.core.measured.measurement import Measurement

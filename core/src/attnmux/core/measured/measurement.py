@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from attnmux.core.facts.axes import Demand, Question
+from attnmux.core.facts.axis import Demand
 from attnmux.core.facts.checks import NAME, Check, is_whole
+from attnmux.core.facts.questions import Question
 from attnmux.core.facts.records import Record, is_figure
 
 STATED_APART = frozenset({"vendor", "arch", "version", "features", "runtime", "phase"})

@@ -19,10 +19,10 @@ from attnmux.core.choosing.choice import SizeRange, choice_of
 from attnmux.core.choosing.decision import Decision
 from attnmux.core.choosing.shortcomings import admits_any
 from attnmux.core.choosing.solver import solve
-from attnmux.core.facts.axes import Question
 from attnmux.core.facts.libraries import Libraries, assumed, installed_version
 from attnmux.core.facts.platform import Platform
 from attnmux.core.facts.policy import Policy
+from attnmux.core.facts.questions import Question
 from attnmux.core.facts.records import Device, latest
 from attnmux.core.facts.request import Request
 from attnmux.core.measured.accuracy import Current, by_measurement, notes_on
