@@ -24,10 +24,11 @@ from attnmux.core import (
     prefix_context,
     solve,
     undrafted_request,
+    with_halves,
 )
 from attnmux.core.composites import draft_trees
 from attnmux.core.composites.draft_trees import TreeAttnBackend
-from attnmux.core.composites.two_batches import TboAttnBackend, with_halves
+from attnmux.core.composites.two_batches import TboAttnBackend
 from attnmux.core.find.cpu import probe_cpu
 from attnmux.core.plugin import ANY, Clause, imported
 from attnmux.core.verbs import Passes

@@ -21,15 +21,8 @@ from attnmux.core import (
     detect,
     load_plugins,
 )
-from attnmux.core.plugin import BackendCard, installed_version
-from attnmux.core.verbs import (
-    OptionValue,
-    Question,
-    check,
-    offers_named,
-    read_options,
-    standing,
-)
+from attnmux.core.plugin import BackendCard, OptionValue, installed_version
+from attnmux.core.verbs import Question, check, offers_named, read_options, standing
 from attnmux.testing.linear_cases import AnyCase, in_dims_of, linear_cases, linear_in_graphs
 from attnmux.testing.standard import PAGE_SIZES, in_graphs, standard_cases
 
@@ -176,14 +169,13 @@ class Candidate:
     def build(self, context: BackendContext) -> AttentionBackend:
         """Make the backend as an engine would."""
         from attnmux.core import make_served  # noqa: PLC0415  # torch
-        from attnmux.core.plugin import with_shared_kernels  # noqa: PLC0415  # torch
 
         def make(context: BackendContext) -> AttentionBackend:
             return self._factory()(context, self.card.complete(self.options))
 
         return make_served(
             make,
-            with_shared_kernels(context),
+            context,
             self.card.tree_masks,
             virtual_requests=self.card.virtual_requests,
         )

@@ -7,8 +7,7 @@ from random import Random
 from typing import Any
 
 from attnmux.core import Request
-from attnmux.core.plugin import ANY, Clause, Condition, Option
-from attnmux.core.verbs import OptionValue
+from attnmux.core.plugin import ANY, Clause, Condition, Option, OptionValue
 from attnmux.testing.sampled_points import FLAGS, OPTION, Value
 
 Range = tuple[int, int]

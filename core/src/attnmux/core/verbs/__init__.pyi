@@ -14,7 +14,6 @@ from attnmux.core.cli.render import plain_table as plain_table
 from attnmux.core.cli.run import FiniteRange as FiniteRange
 from attnmux.core.cli.run import Run as Run
 from attnmux.core.cli.run import common_options as common_options
-from attnmux.core.cli.run import echo_json as echo_json
 from attnmux.core.cli.run import pass_run as pass_run
 from attnmux.core.cli.run import writing as writing
 from attnmux.core.engines.device_platforms import reported_device as reported_device
@@ -25,6 +24,5 @@ from attnmux.core.facts.files import read_file as read_file
 from attnmux.core.facts.records import Device as Device
 from attnmux.core.facts.records import Record as Record
 from attnmux.core.facts.records import Records as Records
-from attnmux.core.facts.values import OptionValue as OptionValue
 from attnmux.core.measured.passes import Passes as Passes
 from attnmux.core.measured.unverified import Unverified as Unverified

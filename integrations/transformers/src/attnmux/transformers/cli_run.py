@@ -25,7 +25,7 @@ from attnmux.core import (
     pick_platform,
     platform_of,
 )
-from attnmux.core.verbs import Run, echo_json
+from attnmux.core.verbs import Run
 from attnmux.transformers import recall
 from attnmux.transformers.checkpoint import Checkpoint, open_checkpoint, quiet_transformers
 from attnmux.transformers.cli_encoding import (
@@ -159,7 +159,7 @@ def run_command(
         if as_json and ranks.rank == 0:
             texts = [one.audio or one.prompt for one in asked]
             answer = as_dict(generation, texts, runner, load_seconds, drafter=drafter)
-            echo_json({"model": checkpoint.source, **answer, "warnings": run.warnings})
+            run.echo_json({"model": checkpoint.source, **answer, "warnings": run.warnings})
         click.echo(closing_line(generation, runner, drafter=drafter), err=True)
 
 

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from attnmux.core import ForwardMode, InvalidInput, quantise
+from attnmux.core import ForwardMode, InvalidInput
 from attnmux.core.plugin import (
     LATENT_DIM,
     DecodeBuffers,
@@ -32,6 +32,7 @@ from attnmux.core.plugin import (
     PageTables,
     filled,
     joined,
+    quantise,
     rehearse,
 )
 from attnmux.nvidia.kernel_rows import FP8, check_own_or_fp8, store_lse
