@@ -43,6 +43,7 @@ from attnmux.core.contract.tables import RequestTable as RequestTable
 from attnmux.core.contract.workspace import Workspace as Workspace
 from attnmux.core.engines.chooser import Chooser as Chooser
 from attnmux.core.engines.device_platforms import platform_of as platform_of
+from attnmux.core.engines.device_platforms import reported_device as reported_device
 from attnmux.core.engines.engine_interfaces import Integration as Integration
 from attnmux.core.engines.engine_interfaces import Interface as Interface
 from attnmux.core.engines.speculation import AcceptedDrafts as AcceptedDrafts

@@ -9,29 +9,15 @@ from __future__ import annotations
 
 import torch
 
-from attnmux.core.contract.context import BackendContext
-from attnmux.core.contract.dtypes import torch_dtype
 from attnmux.core.contract.layer import LayerSpec
 from attnmux.core.facts.errors import InvalidInput
 
-SIXTEEN_BITS = (torch.bfloat16, torch.float16)
 ALIGNMENT = 16
 """Bytes that the kernels load at once: heads of Q, K, V and output begin at multiples of it."""
 LATENT_DIM = 512
 """Dim of the latent, which is V too: every kernel for MLA is built for this one."""
 ROPE_DIM = 64
 """Dim of the rotary part, which follows the latent in a row."""
-
-
-def check_sixteen_bits(context: BackendContext) -> None:
-    """Raises InvalidInput for a pool of another dtype than the queries' 16-bit one."""
-    dtype, asked = context.token_to_kv_pool.dtype, context.request.dtype
-    if dtype not in SIXTEEN_BITS or (asked is not None and dtype != torch_dtype(asked)):
-        raise InvalidInput(
-            "token_to_kv_pool",
-            got=dtype,
-            expected=f"{asked or 'bfloat16 or float16'}, as the queries are",
-        )
 
 
 def is_aligned(rows: torch.Tensor) -> bool:

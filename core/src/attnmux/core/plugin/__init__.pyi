@@ -17,7 +17,6 @@ from attnmux.core.adapters.pools_and_rows import LATENT_DIM as LATENT_DIM
 from attnmux.core.adapters.pools_and_rows import ROPE_DIM as ROPE_DIM
 from attnmux.core.adapters.pools_and_rows import aligned as aligned
 from attnmux.core.adapters.pools_and_rows import check_latent as check_latent
-from attnmux.core.adapters.pools_and_rows import check_sixteen_bits as check_sixteen_bits
 from attnmux.core.adapters.pools_and_rows import is_aligned as is_aligned
 from attnmux.core.adapters.pools_and_rows import is_writable as is_writable
 from attnmux.core.adapters.pools_and_rows import joined as joined

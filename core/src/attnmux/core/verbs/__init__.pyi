@@ -16,7 +16,6 @@ from attnmux.core.cli.run import Run as Run
 from attnmux.core.cli.run import common_options as common_options
 from attnmux.core.cli.run import pass_run as pass_run
 from attnmux.core.cli.run import writing as writing
-from attnmux.core.engines.device_platforms import reported_device as reported_device
 from attnmux.core.facts.axes import AXES as AXES
 from attnmux.core.facts.axes import Axis as Axis
 from attnmux.core.facts.axes import Question as Question

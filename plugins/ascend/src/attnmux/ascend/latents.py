@@ -31,7 +31,6 @@ from attnmux.core.plugin import (
     PagedBackend,
     PageTables,
     check_latent,
-    check_sixteen_bits,
     joined,
     rotary,
 )
@@ -86,7 +85,7 @@ class AscendLatentBackend(PagedBackend[NPUKernels, LatentLayer, LatentStep, None
         pool = self.context.token_to_kv_pool
         if layer.layer_id not in pool.layer_ids:
             return LatentLayer()
-        check_sixteen_bits(self.context)
+        self.context.check_sixteen_bits()
         cache = self.context.latent_pages(layer, pool.page_size)
         if not cache.is_contiguous() or cache.numel() > INT32:
             raise InvalidInput(

@@ -17,7 +17,6 @@ from attnmux.core.plugin import (
     KeyGroup,
     aligned,
     check_latent,
-    check_sixteen_bits,
     filled,
     is_writable,
     rotary,
@@ -60,7 +59,7 @@ class XPULatentBackend(PackedBackend[XPUKernels]):
             got, expected = f"{layer.tp_q_head_num} heads", f"at most {MOST_HEADS}"
             raise InvalidInput(f"layer {layer.layer_id}", got=got, expected=expected)
         self.context.check_page_size(*PAGE_SIZES)
-        check_sixteen_bits(self.context)
+        self.context.check_sixteen_bits()
         pool = self.context.token_to_kv_pool
         if layer.layer_id not in pool.layer_ids:
             return LatentLayer()

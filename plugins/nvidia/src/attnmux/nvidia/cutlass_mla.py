@@ -24,7 +24,6 @@ from attnmux.core.plugin import (
     KernelLibrary,
     KeyGroup,
     aligned,
-    check_sixteen_bits,
     filled,
     imported,
     rehearse,
@@ -96,7 +95,7 @@ class CutlassMLABackend(
 
     def prepare_layer(self, layer: LayerSpec) -> CutlassMLALayer:
         self.context.check_page_size(PAGE)
-        check_sixteen_bits(self.context)
+        self.context.check_sixteen_bits()
         if layer.tp_q_head_num > MOST_HEADS:
             raise InvalidInput(
                 f"layer {layer.layer_id}",

@@ -14,7 +14,6 @@ from attnmux.core.plugin import (
     KernelLibrary,
     aligned,
     check_latent,
-    check_sixteen_bits,
     rehearse,
     rotary,
 )
@@ -46,7 +45,7 @@ class FA3MLABackend(FA3Base):
         }
         if layer.layer_id not in self.context.token_to_kv_pool.layer_ids:
             return FA3Layer(layer=layer, arguments=arguments, cache=None)
-        check_sixteen_bits(self.context)
+        self.context.check_sixteen_bits()
         cache = FA3Cache.of(
             layer,
             self.context,

@@ -27,7 +27,6 @@ from attnmux.core.plugin import (
     PageTables,
     aligned,
     check_latent,
-    check_sixteen_bits,
     imported,
     rehearse,
     rotary,
@@ -91,7 +90,7 @@ class FA4Backend(PagedBackend[FA4Kernels, PagedLayer, FA4Step, None]):
             arguments["pack_gqa"] = False  # by default heads are packed, and tiles must be whole
         if layer.layer_id not in self.context.token_to_kv_pool.layer_ids:
             return PagedLayer(arguments=arguments)
-        check_sixteen_bits(self.context)
+        self.context.check_sixteen_bits()
         group = KeyGroup.of(layer, self.context)
         if layer.kind == "mla":
             rows = self.context.latent_pages(layer, group.page_size)

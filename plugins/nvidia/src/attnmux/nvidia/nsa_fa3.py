@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any
 from attnmux.core.plugin import (
     KernelLibrary,
     aligned,
-    check_sixteen_bits,
     is_aligned,
     rehearse,
     rotary,
@@ -64,7 +63,7 @@ class NSAFA3Backend(PickedBackend[NSAFA3Kernels, NSAFA3Layer]):
         super().__init__(context, options, kernels, latent_layers(context))
 
     def prepare_layer(self, layer: LayerSpec) -> NSAFA3Layer:
-        check_sixteen_bits(self.context)
+        self.context.check_sixteen_bits()
         return NSAFA3Layer(
             slots=rotary_and_latent(self.context, layer, 1),
             arguments={
