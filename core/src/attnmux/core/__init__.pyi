@@ -73,9 +73,7 @@ from attnmux.core.facts.platform import Platform as Platform
 from attnmux.core.facts.policy import Policy as Policy
 from attnmux.core.facts.request import Request as Request
 from attnmux.core.facts.values import LayerGroup as LayerGroup
-from attnmux.core.facts.values import LinearKind as LinearKind
 from attnmux.core.facts.values import canonical_dtype as canonical_dtype
-from attnmux.core.facts.vendors import VENDORS as VENDORS
 from attnmux.core.facts.verdicts import Reason as Reason
 from attnmux.core.find.devices import Detection as Detection
 from attnmux.core.find.devices import detect as detect

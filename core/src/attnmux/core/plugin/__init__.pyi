@@ -53,8 +53,7 @@ from attnmux.core.composites.draft_attention import attend_to_drafts as attend_t
 from attnmux.core.composites.page_choice import RequestPages as RequestPages
 from attnmux.core.composites.picked_blocks import PickedBlocks as PickedBlocks
 from attnmux.core.composites.virtual_requests import Pieces as Pieces
-from attnmux.core.contract.arguments import check_picks as check_picks
-from attnmux.core.contract.arguments import check_table as check_table
+from attnmux.core.contract.arguments import check_lookup as check_lookup
 from attnmux.core.contract.steps import NO_OPTIONS as NO_OPTIONS
 from attnmux.core.contract.tree_masks import check_trees as check_trees
 from attnmux.core.contract.tree_masks import limited_drafts as limited_drafts
@@ -70,7 +69,6 @@ from attnmux.core.facts.values import OptionValue as OptionValue
 from attnmux.core.find.cpu import bare_cpu as bare_cpu
 from attnmux.core.find.hooks import hookimpl as hookimpl
 from attnmux.core.find.settings import device_variables as device_variables
-from attnmux.core.find.store import is_own as is_own
 from attnmux.core.find.visibility import NO_VARIABLES as NO_VARIABLES
 from attnmux.core.find.visibility import visible_devices as visible_devices
 from attnmux.core.graph.devices import CapturedGraph as CapturedGraph

@@ -14,7 +14,6 @@ import click
 import torch
 
 from attnmux.core import (
-    VENDORS,
     Detection,
     InvalidInput,
     Lock,
@@ -79,8 +78,7 @@ def platform_for(detection: Detection, settings: Settings, device: str | None) -
 def unfound_device(detection: Detection) -> str | None:
     """The type of device that torch can use here and that no plugin found."""
     seen = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-    served = {row.device_type for row in VENDORS.values()}
-    if seen is None or seen.type not in served or detection.accelerators:
+    if seen is None or seen.type not in Platform.device_types() or detection.accelerators:
         return None
     return seen.type
 
