@@ -47,13 +47,6 @@ def check_latent(layer: LayerSpec) -> None:
         )
 
 
-def rotary(q_rope: torch.Tensor | None) -> torch.Tensor:
-    """The rotary part of the queries, [T, Hq, 64]. Raises InvalidInput where it is missing."""
-    if q_rope is None:
-        raise InvalidInput("q_rope", got=None, expected=f"the rotary part [T, Hq, {ROPE_DIM}]")
-    return q_rope
-
-
 def joined(q: torch.Tensor, q_rope: torch.Tensor | None) -> torch.Tensor:
     """Queries [T, Hq, 576] for kernels that take both parts as one row.
 
@@ -62,7 +55,8 @@ def joined(q: torch.Tensor, q_rope: torch.Tensor | None) -> torch.Tensor:
     q: [T, Hq, 512]. q_rope: [T, Hq, 64].
     Raises InvalidInput where q_rope is missing.
     """
-    q_rope = rotary(q_rope)
+    if q_rope is None:
+        raise InvalidInput("q_rope", got=None, expected=f"the rotary part [T, Hq, {ROPE_DIM}]")
     if _are_one_row(q, q_rope):
         return q.as_strided((*q.shape[:2], LATENT_DIM + ROPE_DIM), q.stride())
     return torch.cat([q, q_rope], dim=-1)

@@ -20,7 +20,6 @@ from attnmux.core.adapters.pools_and_rows import check_latent as check_latent
 from attnmux.core.adapters.pools_and_rows import is_aligned as is_aligned
 from attnmux.core.adapters.pools_and_rows import is_writable as is_writable
 from attnmux.core.adapters.pools_and_rows import joined as joined
-from attnmux.core.adapters.pools_and_rows import rotary as rotary
 from attnmux.core.adapters.rehearsal import rehearse as rehearse
 from attnmux.core.adapters.rehearsal import rehearse_convolutions as rehearse_convolutions
 from attnmux.core.adapters.rehearsal import smallest_batches as smallest_batches
@@ -57,7 +56,6 @@ from attnmux.core.contract.arguments import check_lookup as check_lookup
 from attnmux.core.contract.steps import NO_OPTIONS as NO_OPTIONS
 from attnmux.core.contract.tree_masks import check_trees as check_trees
 from attnmux.core.contract.tree_masks import limited_drafts as limited_drafts
-from attnmux.core.contract.tree_masks import visible_drafts as visible_drafts
 from attnmux.core.faces import lazy_face as lazy_face
 from attnmux.core.facts.errors import PluginError as PluginError
 from attnmux.core.facts.launches import Job as Job

@@ -32,7 +32,6 @@ from attnmux.core.plugin import (
     PageTables,
     check_latent,
     joined,
-    rotary,
 )
 
 if TYPE_CHECKING:
@@ -168,7 +167,7 @@ class AscendLatentBackend(PagedBackend[NPUKernels, LatentLayer, LatentStep, None
         more = (1 << (heads - 1).bit_length()) - heads
         q, q_rope = (
             pad(each[:count], (0, 0, 0, more)).contiguous()
-            for each in (call.q, rotary(call.q_rope))
+            for each in (call.q, call.rotary_queries())
         )
         latents = pages[..., :LATENT_DIM].contiguous()
         is_causal = not chunks.has_one_query_each

@@ -19,7 +19,6 @@ from attnmux.core.plugin import (
     check_latent,
     filled,
     is_writable,
-    rotary,
 )
 from attnmux.intel.packed_steps import PackedBackend, PackedStep
 from attnmux.intel.xpu_library import XPUKernels
@@ -116,7 +115,7 @@ class XPULatentBackend(PackedBackend[XPUKernels]):
         self.kernels.flash_mla_decode(
             out=out,
             q_nope=aligned(call.q.contiguous()),
-            q_pe=aligned(rotary(call.q_rope).contiguous()),
+            q_pe=aligned(call.rotary_queries().contiguous()),
             kv_c_and_k_pe_cache=cache,
             seq_lens=keys.lens.contiguous(),
             page_table=keys.page_table.contiguous(),
@@ -144,7 +143,7 @@ class XPULatentBackend(PackedBackend[XPUKernels]):
         self.kernels.flash_mla_prefill(
             out=out,
             q_nope=aligned(call.q[:count].contiguous()),
-            q_pe=aligned(rotary(call.q_rope)[:count].contiguous()),
+            q_pe=aligned(call.rotary_queries()[:count].contiguous()),
             kv_c_and_k_pe_cache=cache,
             cu_seqlens_q=bounds,
             seq_lens=keys.lens.contiguous(),

@@ -27,7 +27,6 @@ from attnmux.core.plugin import (
     filled,
     imported,
     rehearse,
-    rotary,
 )
 from attnmux.nvidia.latent import LatentDecodeBackend
 from attnmux.nvidia.vllm_files import load_operators
@@ -137,7 +136,7 @@ class CutlassMLABackend(
         keys = filled(step.keys)[layer.group]
         result = self.kernels.cutlass_mla_decode(
             aligned(call.q),
-            aligned(rotary(call.q_rope)),
+            aligned(call.rotary_queries()),
             layer.cache,
             keys.lens,
             keys.page_table,

@@ -15,7 +15,6 @@ from attnmux.core.plugin import (
     aligned,
     check_latent,
     rehearse,
-    rotary,
 )
 from attnmux.nvidia.fa3_base import FA3Base
 from attnmux.nvidia.fa3_layers import KV, FA3Cache, FA3Layer, rotary_and_latent
@@ -56,7 +55,7 @@ class FA3MLABackend(FA3Base):
         return FA3Layer(layer=layer, arguments=arguments, cache=cache)
 
     def queries(self, call: AttentionCall) -> tuple[torch.Tensor, torch.Tensor]:
-        return aligned(rotary(call.q_rope)), aligned(call.q)
+        return aligned(call.rotary_queries()), aligned(call.q)
 
     def own_keys(self, call: AttentionCall, layer: FA3Layer, step: FA3Step) -> KV | None:
         if call.save_kv_cache or call.k is None or call.k_rope is None:

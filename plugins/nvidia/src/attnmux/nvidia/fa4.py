@@ -29,7 +29,6 @@ from attnmux.core.plugin import (
     check_latent,
     imported,
     rehearse,
-    rotary,
 )
 from attnmux.nvidia.kernel_rows import store_lse
 from attnmux.nvidia.packed_values import bounded
@@ -125,7 +124,7 @@ class FA4Backend(PagedBackend[FA4Kernels, PagedLayer, FA4Step, None]):
     ) -> torch.Tensor:
         is_latent = call.layer.kind == "mla"
         if is_latent:
-            q, qv = aligned(rotary(call.q_rope)), aligned(call.q)
+            q, qv = aligned(call.rotary_queries()), aligned(call.q)
         else:
             q, qv = aligned(call.q), None
         result, lse = self.kernels.flash_attn_varlen_func(

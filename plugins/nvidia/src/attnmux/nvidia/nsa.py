@@ -27,7 +27,6 @@ from attnmux.core.plugin import (
     KernelLibrary,
     joined,
     rehearse,
-    rotary,
     topk_slots,
 )
 from attnmux.nvidia.kernel_rows import FP8, check_bfloat16_or_fp8, latent_layers
@@ -86,7 +85,7 @@ class NSALayer:
             return joined(q, call.q_rope)
         rows = q.new_zeros(q.shape[0], self.kernel_heads, WIDTH)
         rows[:, : self.num_heads, :LATENT_DIM] = q
-        rows[:, : self.num_heads, LATENT_DIM:] = rotary(call.q_rope)
+        rows[:, : self.num_heads, LATENT_DIM:] = call.rotary_queries()
         return rows
 
 
