@@ -28,15 +28,15 @@ from attnmux.core import (
     AttentionBackend,
     BackendContext,
     Choice,
-    RequestPages,
     detect,
     load_plugins,
     make_backend,
     solve,
 )
+from attnmux.core.adapters.shared_kernels import with_shared_kernels
 from attnmux.core.composites.page_choice import PageKernels, PlainPages
 from attnmux.core.composites.sparse_pages import SparseAttnBackend, sparse_context
-from attnmux.core.plugin import shared_kernel, with_shared_kernels
+from attnmux.core.plugin import RequestPages, shared_kernel
 
 FACTORS = (2, 4, 8)
 REPEATS = 3

@@ -83,7 +83,8 @@ def listed(folder: Path) -> list[str]:
         return [a.name for node in imports if isinstance(node, ast.ImportFrom) for a in node.names]
     for node in ast.parse((folder / "__init__.py").read_text()).body:
         if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__":
-            return [each.value for each in ast.walk(node.value) if isinstance(each, ast.Constant)]
+            constants = (each for each in ast.walk(node.value) if isinstance(each, ast.Constant))
+            return [str(each.value) for each in constants]
     return []
 
 

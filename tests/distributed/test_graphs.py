@@ -19,11 +19,11 @@ from attnmux.core import (
     DeviceGraphs,
     GraphConfig,
     GraphRunner,
-    GraphStep,
     GraphUnsupported,
     ModelInput,
     RanksDiffer,
 )
+from attnmux.core.plugin import GraphStep
 from attnmux.distributed import RankGroup, capture_on_all_ranks, idle_batch
 from attnmux.emulators.ranks import end_ranks, run_ranks
 from attnmux.testing import (

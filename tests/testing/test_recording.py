@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from attnmux.core import CapturedGraph, GraphStep
+from attnmux.core.plugin import CapturedGraph, GraphStep
 from attnmux.testing import RecordingGraphs
 from attnmux.testing.tape import GraphViolation
 

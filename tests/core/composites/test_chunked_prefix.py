@@ -23,13 +23,14 @@ from attnmux.core import (
     load_plugins,
     merge_into,
     solve,
+    with_halves,
 )
 from attnmux.core.composites.chunked_prefix import (
     ChunkedPrefixBackend,
     crossing_subject,
     expanded_context,
 )
-from attnmux.core.composites.two_batches import TboAttnBackend, with_halves
+from attnmux.core.composites.two_batches import TboAttnBackend
 from attnmux.core.contract.latent import crossing_by_operations, expansion_pays
 from attnmux.core.find.cpu import probe_cpu
 from attnmux.core.plugin import installed_version

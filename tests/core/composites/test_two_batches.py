@@ -21,9 +21,10 @@ from attnmux.core import (
     build,
     load_plugins,
     solve,
+    with_halves,
 )
 from attnmux.core.composites.dispatch import HybridAttnBackend
-from attnmux.core.composites.two_batches import TboAttnBackend, with_halves
+from attnmux.core.composites.two_batches import TboAttnBackend
 from attnmux.core.find.cpu import probe_cpu
 from attnmux.core.plugin import imported
 from attnmux.cpu.torch_native import TorchNativeBackend

@@ -18,16 +18,10 @@ from attnmux.core import (
 )
 from attnmux.core.composites.mask_forms import MaskFormsBackend, with_mask_forms
 from attnmux.core.composites.two_batches import half_of
-from attnmux.core.contract.spec import tree_visibility, whole_mask
-from attnmux.core.contract.tree_masks import (
-    draft_depths,
-    mask_bounds,
-    pack_visible,
-    unpack_visible,
-    with_form,
-)
+from attnmux.core.contract.spec import mask_bounds, tree_visibility, unpack_visible, whole_mask
+from attnmux.core.contract.tree_masks import draft_depths, pack_visible, with_form
 from attnmux.core.graph.buffers import FixedBuffers
-from attnmux.core.plugin import NONE, TREE_MASKS, check_trees, limited_drafts, visible_drafts
+from attnmux.core.plugin import NONE, TREE_MASKS, check_trees, limited_drafts
 from attnmux.cpu.torch_native import TorchNativeBackend
 from attnmux.testing import (
     Candidate,
@@ -98,7 +92,7 @@ def test_each_form_is_made_from_each(given: str, wanted: str, drafts: int) -> No
     for name, expected in forms[wanted].items():
         assert torch.equal(getattr(made, name), expected)
     without_bounds = replace(batch, spec_info=replace(batch.spec_info, mask_indptr=None))
-    assert torch.equal(visible_drafts(without_bounds), forms["qlen_only"]["visible"])
+    assert torch.equal(without_bounds.visible_drafts(), forms["qlen_only"]["visible"])
 
 
 def test_depths_and_what_windows_leave() -> None:
@@ -217,7 +211,7 @@ def test_a_half_has_its_own_rows() -> None:
     visible = random_trees(3, 6)
     for form in ("qlen_only", "qlen_only_bitpacking"):
         _, batch = verified(6, **all_forms(visible)[form])
-        assert torch.equal(visible_drafts(half_of(batch, 1, 3, 6, 18)), visible[1:])
+        assert torch.equal(half_of(batch, 1, 3, 6, 18).visible_drafts(), visible[1:])
 
 
 TREE = Case(

@@ -19,13 +19,14 @@ from attnmux.core import (
     build,
     load_plugins,
     platform_of,
+    reported_device,
     solve,
 )
 from attnmux.core.cli import run as shared
 from attnmux.core.engines import chooser
 from attnmux.core.engines.device_platforms import check_device
 from attnmux.core.facts.errors import AmbiguousPlatform
-from attnmux.core.verbs import machine, reported_device
+from attnmux.core.verbs import machine
 from attnmux.testing import (
     Case,
     decode,

@@ -7,7 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from attnmux.core import VENDORS, InvalidInput, Platform
+from attnmux.core import InvalidInput, Platform
+from attnmux.core.facts.vendors import VENDORS
 
 
 @pytest.mark.parametrize(

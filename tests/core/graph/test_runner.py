@@ -11,14 +11,12 @@ import pytest
 import torch
 
 from attnmux.core import (
-    CapturedGraph,
     CapturingRanks,
     DeviceGraphs,
     ForwardContext,
     ForwardMode,
     GraphConfig,
     GraphRunner,
-    GraphStep,
     GraphUnsupported,
     InvalidInput,
     ModelInput,
@@ -27,6 +25,7 @@ from attnmux.core import (
 from attnmux.core.composites.dispatch import HybridAttnBackend
 from attnmux.core.graph.config import show_progress
 from attnmux.core.graph.devices import CudaGraphs
+from attnmux.core.plugin import CapturedGraph, GraphStep
 from attnmux.testing import (
     Case,
     FakeBackend,

@@ -8,9 +8,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from attnmux.core import extend_positions
 from attnmux.core.plugin import (
     cu_seqlens,
+    extend_positions,
     kv_indices,
     kv_indptr,
     mask_indptr,

@@ -5,9 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from attnmux.core import InvalidInput, extend_positions
+from attnmux.core import InvalidInput
 from attnmux.core.plugin import (
     cu_seqlens,
+    extend_positions,
     kv_indices,
     kv_indptr,
     mask_indptr,

@@ -9,17 +9,16 @@ import torch
 
 from attnmux.bench.shapes import value_bytes
 from attnmux.core import (
-    DraftKeys,
     ForeignKVPool,
     InvalidInput,
     JoinedKVPool,
     MHATokenToKVPool,
     MLATokenToKVPool,
     SWAKVPool,
-    unpack_rows,
 )
 from attnmux.core.contract.dtypes import BLOCK, FP4_DTYPE
 from attnmux.core.kv.quantise import MAGNITUDES, pack_rows
+from attnmux.core.plugin import DraftKeys, unpack_rows
 from attnmux.testing.wide_rows import wide_rows
 
 E4M3 = sorted({float(v) for v in torch.arange(0x7F, dtype=torch.uint8).view(torch.float8_e4m3fn)})

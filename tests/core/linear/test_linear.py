@@ -10,7 +10,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from attnmux.core import (
     ForwardMode,
-    GraphStep,
     GraphUnsupported,
     InvalidInput,
     LayerSpec,
@@ -30,7 +29,7 @@ from attnmux.core import (
 from attnmux.core.composites.linear_hybrid import HybridLinearAttnBackend, LinearByPhase
 from attnmux.core.find.cpu import probe_cpu
 from attnmux.core.linear import states as linear_states
-from attnmux.core.plugin import LinearAttentionBackend, PluginError, one_of
+from attnmux.core.plugin import GraphStep, LinearAttentionBackend, PluginError, one_of
 from attnmux.cpu.plugin import TORCH_LINEAR
 from attnmux.cpu.torch_linear import TorchLinearBackend
 from attnmux.testing import RecordingGraphs, decode, extend, fake_platform, verify

@@ -13,7 +13,8 @@ import pytest
 
 from attnmux.amd import probe as module
 from attnmux.amd.probe import probe
-from attnmux.core import VENDORS, Platform
+from attnmux.core import Platform
+from attnmux.core.facts.vendors import VENDORS
 from attnmux.core.plugin import PluginError
 
 DATA = Path(__file__).parent / "data"

@@ -24,11 +24,11 @@ from attnmux.core import (
     ForwardBatch,
     GraphConfig,
     GraphRunner,
-    GraphStep,
     GraphUnsupported,
     ModelInput,
     Platform,
 )
+from attnmux.core.plugin import GraphStep
 from attnmux.emulators.ascend import KERNELS
 from attnmux.emulators.ascend.torch_npu import torch_npu
 from attnmux.testing import AttentionBackendTests, decode, verify

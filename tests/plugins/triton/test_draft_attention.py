@@ -9,15 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from attnmux.core import (
-    DraftKeys,
-    LayerSpec,
-    SeenPrefixes,
-    Trees,
-    attend_to_drafts,
-    prefix_context,
-)
+from attnmux.core import LayerSpec, prefix_context
 from attnmux.core.composites.draft_trees import TreeAttnBackend
+from attnmux.core.plugin import DraftKeys, SeenPrefixes, Trees, attend_to_drafts
 from attnmux.cpu.torch_native import TorchNativeBackend
 from attnmux.testing import (
     Candidate,

@@ -15,10 +15,10 @@ from attnmux.core import (
     AcceptedDrafts,
     AcceptThresholds,
     DraftTree,
-    GraphStep,
     InvalidInput,
     sample_tree_target_only,
 )
+from attnmux.core.plugin import GraphStep
 from attnmux.testing import RecordingGraphs
 
 pytest.importorskip("triton")

@@ -12,15 +12,14 @@ import torch
 from torch.utils.benchmark import Timer
 
 from attnmux.core import (
-    CapturedGraph,
     DeviceGraphs,
-    GraphStep,
     GraphUnsupported,
     InvalidInput,
     RankFailed,
     RanksDiffer,
     in_brief,
 )
+from attnmux.core.plugin import CapturedGraph, GraphStep
 
 Run = Callable[[], object]
 Meter = Callable[[], float]

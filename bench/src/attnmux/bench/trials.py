@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 
 from attnmux.core import TunedLaunch
-from attnmux.core.plugin import Trial
-from attnmux.core.verbs import OptionValue
+from attnmux.core.plugin import OptionValue, Trial
 
 
 def by_subject(trials: Iterable[Trial]) -> dict[Mapping[str, OptionValue], list[Trial]]:

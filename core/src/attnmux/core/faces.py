@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import re
 import sys
 from collections.abc import Callable
 from functools import cache
@@ -22,8 +23,6 @@ def lazy_face(
     @cache
     def modules() -> dict[str, str]:
         """The module of each name."""
-        import re  # noqa: PLC0415  # the command needs no public name
-
         listed = Path(str(sys.modules[package].__file__)).with_suffix(".pyi")
         lines = re.findall(
             r"^from (\S+) import (\w+) as", listed.read_text(encoding="utf-8"), re.MULTILINE

@@ -18,11 +18,9 @@ from attnmux.core import (
     KVPool,
     Part,
     PartAttention,
-    SeenPrefixes,
     among_drafts,
-    quantise,
 )
-from attnmux.core.plugin import shared_kernel
+from attnmux.core.plugin import SeenPrefixes, quantise, shared_kernel
 from attnmux.distributed.heads import HeadSplit
 from attnmux.distributed.interleaved_keys import KeysOfRanks
 from attnmux.distributed.interleaved_kv import InterleavedKVPool, InterleavedTable

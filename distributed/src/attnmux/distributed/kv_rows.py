@@ -8,14 +8,8 @@ from dataclasses import dataclass
 
 import torch
 
-from attnmux.core import (
-    InvalidInput,
-    KVPool,
-    LayerSpec,
-    gather_rows,
-    quantise,
-    scatter_rows,
-)
+from attnmux.core import InvalidInput, KVPool, LayerSpec, scatter_rows
+from attnmux.core.plugin import gather_rows, quantise
 
 Stored = tuple[torch.Tensor, ...]
 """K [n, Hkv, D] and V [n, Hkv, Dv], or the one [n, 1, rank + rope] of MLA, in the pool's dtype."""

@@ -19,16 +19,20 @@ from attnmux.core import (
     AttnmuxError,
     BackendContext,
     BackendFailed,
-    CapturedGraph,
     ForwardMode,
-    GraphStep,
     GraphUnsupported,
     InvalidInput,
     LayerSpec,
     Platform,
 )
-from attnmux.core.plugin import BackendCard, KernelLibrary, rehearse
-from attnmux.core.verbs import OptionValue
+from attnmux.core.plugin import (
+    BackendCard,
+    CapturedGraph,
+    GraphStep,
+    KernelLibrary,
+    OptionValue,
+    rehearse,
+)
 from attnmux.testing import reference
 from attnmux.testing.candidate import Candidate
 from attnmux.testing.case_setup import CaseSetup, make_setup

@@ -16,9 +16,9 @@ from attnmux.core import (
     AttnmuxError,
     BackendContext,
     ForwardBatch,
-    quantise,
     stored_parts,
 )
+from attnmux.core.plugin import quantise
 from attnmux.testing.comparison import Tolerance, lse_tolerance, output_tolerance
 from attnmux.testing.sampled import Expected, RequestView, expected_at
 from attnmux.testing.watched import Change, kv_memory, rows_at

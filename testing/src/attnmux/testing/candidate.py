@@ -21,16 +21,8 @@ from attnmux.core import (
     detect,
     load_plugins,
 )
-from attnmux.core.plugin import BackendCard, installed_version
-from attnmux.core.verbs import (
-    AXES,
-    OptionValue,
-    Question,
-    check,
-    offers_named,
-    read_options,
-    standing,
-)
+from attnmux.core.plugin import BackendCard, OptionValue, installed_version
+from attnmux.core.verbs import AXES, Question, check, offers_named, read_options, standing
 from attnmux.testing.linear_cases import AnyCase, in_dims_of, linear_cases, linear_in_graphs
 from attnmux.testing.standard import PAGE_SIZES, in_graphs, standard_cases
 
@@ -177,14 +169,13 @@ class Candidate:
     def build(self, context: BackendContext) -> AttentionBackend:
         """Make the backend as an engine would."""
         from attnmux.core import make_served  # noqa: PLC0415  # torch
-        from attnmux.core.plugin import with_shared_kernels  # noqa: PLC0415  # torch
 
         def make(context: BackendContext) -> AttentionBackend:
             return self._factory()(context, self.card.complete(self.options))
 
         return make_served(
             make,
-            with_shared_kernels(context),
+            context,
             self.card.tree_masks,
             virtual_requests=self.card.virtual_requests,
         )
@@ -249,7 +240,7 @@ def find_candidate(
     if device and len(alike) > 1:
         import torch  # noqa: PLC0415  # to read cards needs none
 
-        from attnmux.core.verbs import reported_device  # noqa: PLC0415  # as above
+        from attnmux.core import reported_device  # noqa: PLC0415  # as above
 
         report = reported_device(torch.device(device))
         alike = [one for one in alike if report is None or report.is_of(one)] or alike

@@ -7,7 +7,7 @@ from functools import lru_cache
 from typing import Any, Literal
 
 from attnmux.core import ForwardMode, Request
-from attnmux.core.verbs import OptionValue
+from attnmux.core.plugin import OptionValue
 
 PHASES = {
     ForwardMode.EXTEND: "extend",

@@ -11,15 +11,14 @@ import torch
 
 from attnmux.core import (
     AttentionBackend,
-    CapturedGraph,
     DeviceGraphs,
     ForwardBatch,
     ForwardMode,
     GraphConfig,
     GraphRunner,
-    GraphStep,
     ModelInput,
 )
+from attnmux.core.plugin import CapturedGraph, GraphStep
 from attnmux.testing.case_setup import CaseSetup
 from attnmux.testing.cases import Case, Step
 from attnmux.testing.comparison import Disagreement

@@ -21,9 +21,9 @@ from attnmux.core import (
     ForwardMode,
     InvalidInput,
     dtype_name,
-    gather_rows,
     in_brief,
 )
+from attnmux.core.plugin import gather_rows
 from attnmux.testing.watched import kv_memory
 from attnmux.testing.wrapping import WrappingBackend
 

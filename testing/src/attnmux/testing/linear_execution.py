@@ -9,8 +9,8 @@ from typing import TypeAlias
 
 import torch
 
-from attnmux.core import CapturedGraph, DeviceGraphs, ForwardBatch, ForwardMode, GraphStep
-from attnmux.core.plugin import LinearAttentionBackend
+from attnmux.core import DeviceGraphs, ForwardBatch, ForwardMode
+from attnmux.core.plugin import CapturedGraph, GraphStep, LinearAttentionBackend
 from attnmux.testing.linear_setup import LinearInput, LinearSetup, LinearStep, prepare_linear
 from attnmux.testing.recording import RecordingGraphs
 

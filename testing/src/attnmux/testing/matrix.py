@@ -9,15 +9,7 @@ import click
 
 from attnmux.core import Platform, Request
 from attnmux.core.plugin import Verified
-from attnmux.core.verbs import (
-    Proven,
-    Run,
-    common_options,
-    echo_json,
-    machine,
-    offers_named,
-    pass_run,
-)
+from attnmux.core.verbs import Proven, Run, common_options, machine, offers_named, pass_run
 from attnmux.testing.matrix_rows import COLUMNS, Cell, Row, narrowed, rows_of
 
 INTRODUCTION = """\
@@ -93,7 +85,7 @@ def matrix(
     request = Request.parse(fields) if fields else None
     rows = rows_of(narrowed(named, request, device), device)
     if as_json:
-        echo_json(
+        run.echo_json(
             {
                 "rows": [row.to_dict() for row in rows],
                 "failures": [asdict(failure) for failure in plugins.failures],

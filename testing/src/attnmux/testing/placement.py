@@ -14,13 +14,8 @@ from itertools import chain
 
 import torch
 
-from attnmux.core import (
-    ForwardMode,
-    LayerSpec,
-    SWAKVPool,
-    gather_rows,
-    stored_parts,
-)
+from attnmux.core import ForwardMode, LayerSpec, SWAKVPool, stored_parts
+from attnmux.core.plugin import gather_rows
 from attnmux.testing.case_setup import CaseSetup, pages_of
 from attnmux.testing.cases import Step
 

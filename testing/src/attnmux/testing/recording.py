@@ -16,7 +16,8 @@ import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
-from attnmux.core import CapturedGraph, DeviceGraphs, GraphStep
+from attnmux.core import DeviceGraphs
+from attnmux.core.plugin import CapturedGraph, GraphStep
 from attnmux.testing.recorder import Recorder
 from attnmux.testing.tape import GraphViolation, Tape
 

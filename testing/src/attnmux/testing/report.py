@@ -11,15 +11,7 @@ from pathlib import Path
 import click
 
 from attnmux.core import InvalidInput, Measurement, NoBackend, Offer, Plugins, Settings, replacing
-from attnmux.core.verbs import (
-    Device,
-    FiniteRange,
-    Run,
-    common_options,
-    echo_json,
-    pass_run,
-    writing,
-)
+from attnmux.core.verbs import Device, FiniteRange, Run, common_options, pass_run, writing
 from attnmux.testing.candidate import Candidate, find_candidate
 from attnmux.testing.report_facts import Reported, reported
 from attnmux.testing.summary import Summary, kept_file, read_summary, summarised
@@ -105,7 +97,7 @@ def report(
         json.dump(data, stream, indent=1)
         stream.write("\n")
     if as_json:
-        echo_json({"file": str(out), "report": data, "warnings": run.warnings})
+        run.echo_json({"file": str(out), "report": data, "warnings": run.warnings})
     else:
         _say(out, found)
     return 0

@@ -7,8 +7,8 @@ from random import Random
 from typing import Any
 
 from attnmux.core import Request
-from attnmux.core.plugin import ANY, Clause, Condition, Option
-from attnmux.core.verbs import AXES, OptionValue
+from attnmux.core.plugin import ANY, Clause, Condition, Option, OptionValue
+from attnmux.core.verbs import AXES
 from attnmux.testing.sampled_points import FLAGS, OPTION, Value
 
 Range = tuple[int, int]

@@ -8,7 +8,8 @@ from typing import NamedTuple
 
 import torch
 
-from attnmux.core import KVPool, gather_rows
+from attnmux.core import KVPool
+from attnmux.core.plugin import gather_rows
 
 
 class Change(NamedTuple):

@@ -13,8 +13,8 @@ from attnmux.bench.linear_work import CONV_CHANNELS, dims
 from attnmux.bench.trials import by_subject, winner
 from attnmux.bench.workload import Workload
 from attnmux.core import Platform, Request
-from attnmux.core.plugin import Trial
-from attnmux.core.verbs import OptionValue, plain_table
+from attnmux.core.plugin import OptionValue, Trial
+from attnmux.core.verbs import plain_table
 
 if TYPE_CHECKING:  # torch, which a table does not need
     from attnmux.bench.cli.bench_run import Kept, Result

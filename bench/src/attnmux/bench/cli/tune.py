@@ -33,16 +33,7 @@ from attnmux.core import (
     solve,
 )
 from attnmux.core.plugin import Job, Trial
-from attnmux.core.verbs import (
-    Device,
-    Run,
-    common_options,
-    echo_json,
-    machine,
-    offers_named,
-    pass_run,
-    writing,
-)
+from attnmux.core.verbs import Device, Run, common_options, machine, offers_named, pass_run, writing
 
 if TYPE_CHECKING:
     from attnmux.distributed import RankGroup
@@ -134,7 +125,7 @@ def _tell(
     launches = [launch for _, found in tuned for launch in found]
     path = path if launches else None
     if as_json:
-        echo_json(_as_json(run, [each for each, _ in tuned], launches, path))
+        run.echo_json(_as_json(run, [each for each, _ in tuned], launches, path))
         return
     faster = "1 launch is" if len(launches) == 1 else f"{len(launches)} launches are"
     kept = "nothing is kept" if path is None else f"kept in {path}"

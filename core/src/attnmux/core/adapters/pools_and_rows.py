@@ -9,29 +9,15 @@ from __future__ import annotations
 
 import torch
 
-from attnmux.core.contract.context import BackendContext
-from attnmux.core.contract.dtypes import torch_dtype
 from attnmux.core.contract.layer import LayerSpec
 from attnmux.core.facts.errors import InvalidInput
 
-SIXTEEN_BITS = (torch.bfloat16, torch.float16)
 ALIGNMENT = 16
 """Bytes that the kernels load at once: heads of Q, K, V and output begin at multiples of it."""
 LATENT_DIM = 512
 """Dim of the latent, which is V too: every kernel for MLA is built for this one."""
 ROPE_DIM = 64
 """Dim of the rotary part, which follows the latent in a row."""
-
-
-def check_sixteen_bits(context: BackendContext) -> None:
-    """Raises InvalidInput for a pool of another dtype than the queries' 16-bit one."""
-    dtype, asked = context.token_to_kv_pool.dtype, context.request.dtype
-    if dtype not in SIXTEEN_BITS or (asked is not None and dtype != torch_dtype(asked)):
-        raise InvalidInput(
-            "token_to_kv_pool",
-            got=dtype,
-            expected=f"{asked or 'bfloat16 or float16'}, as the queries are",
-        )
 
 
 def is_aligned(rows: torch.Tensor) -> bool:
@@ -61,13 +47,6 @@ def check_latent(layer: LayerSpec) -> None:
         )
 
 
-def rotary(q_rope: torch.Tensor | None) -> torch.Tensor:
-    """The rotary part of the queries, [T, Hq, 64]. Raises InvalidInput where it is missing."""
-    if q_rope is None:
-        raise InvalidInput("q_rope", got=None, expected=f"the rotary part [T, Hq, {ROPE_DIM}]")
-    return q_rope
-
-
 def joined(q: torch.Tensor, q_rope: torch.Tensor | None) -> torch.Tensor:
     """Queries [T, Hq, 576] for kernels that take both parts as one row.
 
@@ -76,7 +55,8 @@ def joined(q: torch.Tensor, q_rope: torch.Tensor | None) -> torch.Tensor:
     q: [T, Hq, 512]. q_rope: [T, Hq, 64].
     Raises InvalidInput where q_rope is missing.
     """
-    q_rope = rotary(q_rope)
+    if q_rope is None:
+        raise InvalidInput("q_rope", got=None, expected=f"the rotary part [T, Hq, {ROPE_DIM}]")
     if _are_one_row(q, q_rope):
         return q.as_strided((*q.shape[:2], LATENT_DIM + ROPE_DIM), q.stride())
     return torch.cat([q, q_rope], dim=-1)

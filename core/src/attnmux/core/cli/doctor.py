@@ -14,7 +14,7 @@ from rich.text import Text
 from attnmux.core.cli.doctor_diagnosis import Diagnosis, diagnose
 from attnmux.core.cli.here import LACKING, READY, Backend
 from attnmux.core.cli.render import WIDTH, plain_table, render_platforms
-from attnmux.core.cli.run import Run, common_options, echo_json, pass_run
+from attnmux.core.cli.run import Run, common_options, pass_run
 from attnmux.core.facts.frozen import plain
 from attnmux.core.facts.libraries import Distribution, EntryPoint, installed_version
 from attnmux.core.find.examine import Entry, Plugin, PluginFailure, examine
@@ -50,7 +50,7 @@ def doctor(run: Run, seconds: int, as_json: bool) -> int:
     ]
     diagnosis = diagnose(plugins, settings)
     if as_json:
-        echo_json(_as_json(diagnosis))
+        run.echo_json(_as_json(diagnosis))
     else:
         _report(diagnosis)
     return PROBLEMS if diagnosis.problems else 0

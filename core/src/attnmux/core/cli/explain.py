@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 import click
 
-from attnmux.core.cli.run import Run, common_options, echo_json, pass_run
+from attnmux.core.cli.run import Run, common_options, pass_run
 from attnmux.core.facts.axes import AXES
 from attnmux.core.facts.axis import Axis
 from attnmux.core.facts.checks import nearest
@@ -41,7 +41,7 @@ MEANINGS: Mapping[str, str] = {
 @click.argument("codes", nargs=-1, metavar="[CODE]...")
 @common_options
 @pass_run
-def explain(_: Run, as_json: bool, codes: tuple[str, ...]) -> None:
+def explain(run: Run, as_json: bool, codes: tuple[str, ...]) -> None:
     """Explain the codes of `select --json`, and what helps. Without CODE, explain all of them."""
     known = meanings()
     for code in codes:
@@ -52,7 +52,7 @@ def explain(_: Run, as_json: bool, codes: tuple[str, ...]) -> None:
             raise InvalidInput("CODE", got=repr(code), expected=expected)
     asked = {code.upper(): known[code.upper()] for code in codes} or known
     if as_json:
-        echo_json(asked)
+        run.echo_json(asked)
         return
     from attnmux.core.cli.render import render_codes  # noqa: PLC0415  # rich is slow to import
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import click
 
-from attnmux.core.cli.run import Run, common_options, echo_json, pass_run, writing
+from attnmux.core.cli.run import Run, common_options, pass_run, writing
 from attnmux.core.facts.errors import InvalidInput
 from attnmux.core.find.lock import Lock, content_hash
 
@@ -41,7 +41,7 @@ def lock(run: Run, output: Path, model: str | None, as_json: bool) -> None:
     if unhashed:
         run.warn(f"no list of installed files, so only the version is kept: {', '.join(unhashed)}")
     if as_json:
-        echo_json({"file": str(output), "distributions": len(made.distributions)})
+        run.echo_json({"file": str(output), "distributions": len(made.distributions)})
     else:
         count = len(made.distributions)
         click.echo(f"{output}: {count} distribution{'s' * (count != 1)}")

@@ -145,6 +145,9 @@ class Run:
         self.warnings.append(text)
         print(f"attnmux: warning: {text}", file=sys.stderr)
 
+    def echo_json(self, answer: object) -> None:
+        print(json.dumps(answer, indent=2), file=self.answer, flush=True)
+
     def report(self, error: Exception) -> int:
         """Print the error on stderr, if asked with its traceback. Returns the exit code.
 
@@ -230,8 +233,3 @@ def common_options(command: F) -> F:
     return click.option(
         "--json", "as_json", is_flag=True, callback=_set_answer, help="Answer in JSON."
     )(command)
-
-
-def echo_json(answer: object) -> None:
-    run = click.get_current_context().find_object(Run) or Run()
-    print(json.dumps(answer, indent=2), file=run.answer, flush=True)

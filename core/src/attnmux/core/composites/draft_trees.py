@@ -23,7 +23,7 @@ from attnmux.core.contract.context import BackendContext
 from attnmux.core.contract.latent import UpProjection
 from attnmux.core.contract.layer import LayerSpec
 from attnmux.core.contract.steps import FixedTensors, prepared
-from attnmux.core.contract.tree_masks import check_trees, visible_drafts
+from attnmux.core.contract.tree_masks import check_trees
 from attnmux.core.facts.derived import prefixes_request
 from attnmux.core.facts.errors import InvalidInput
 
@@ -129,7 +129,7 @@ class TreeAttnBackend(DispatchingBackend):
             lens=lens,
             positions=lens.long() - 1,
             sees_prefix=batch.seq_lens > 0,
-            visible=visible_drafts(batch),
+            visible=batch.visible_drafts(),
         )
         width = made.visible.shape[1]
         if width > self._drafts:

@@ -72,6 +72,14 @@ def check_table(req_to_token: torch.Tensor, req_pool_indices: torch.Tensor) -> i
     return check_vector("req_pool_indices", req_pool_indices, torch.int64)
 
 
+def check_lookup(req_to_token: torch.Tensor, rows: torch.Tensor, topk_indices: torch.Tensor) -> int:
+    """The number of tokens. Raises InvalidInput as `check_table` for `rows` of the table, one a
+    token, and unless topk_indices is int32 [num_tokens, topk]."""
+    num_tokens = check_table(req_to_token, rows)
+    check_picks(topk_indices, num_tokens)
+    return num_tokens
+
+
 def check_picks(topk_indices: torch.Tensor, num_tokens: int) -> None:
     """Raise InvalidInput unless topk_indices is int32 [num_tokens, topk]."""
     _check_picks(topk_indices, (num_tokens, "topk"))

@@ -151,6 +151,11 @@ class ForwardBatch:
         """Whether the step's mask is between its drafts alone."""
         return self.tree_mask in ("qlen_only", "qlen_only_bitpacking")
 
+    def visible_drafts(self) -> torch.Tensor:
+        """`SpecInput.visible` of a TARGET_VERIFY step, whatever form its mask has; causal for
+        chains. Raises InvalidInput for a step without drafts."""
+        return self.drafts().visible_drafts(self.seq_lens)
+
     def check_unmasked(self) -> None:
         """Raises InvalidInput for a step with a mask, or with many items."""
         if self.spec_info is not None and self.spec_info.mask_field is not None:

@@ -7,14 +7,8 @@ by its type, or by its name if the type does not say enough.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
-from attnmux.core.facts.axis import PLATFORM, SHAPE, Axis, Wanted
+from attnmux.core.facts.axis import PLATFORM, SHAPE, Asked, Axis, Wanted
 from attnmux.core.facts.values import DTYPES, KINDS, PHASES, Value
-
-if TYPE_CHECKING:
-    from attnmux.core.facts.questions import Question
-
 
 CACHED = frozenset({"extend", "decode", "verify", "draft"})
 """The phases that read the KV cache; a multimodal model's encoder does not."""
@@ -26,7 +20,7 @@ def _cached(field: str) -> Wanted:
 
 
 def _in_phases(field: str, *phases: str) -> Wanted:
-    def wanted(question: Question) -> Value | None:
+    def wanted(question: Asked) -> Value | None:
         value: Value | None = getattr(question.request, field)
         return value if question.phase in phases else None
 
@@ -38,14 +32,14 @@ def _drafting(field: str) -> Wanted:
     except extend where decode's backend verifies. Decode always may, as it makes the drafts."""
     cached = _cached(field)
 
-    def wanted(question: Question) -> Value | None:
+    def wanted(question: Asked) -> Value | None:
         mode = question.request.speculative_attention_mode
         return None if question.phase == "extend" and mode == "decode" else cached(question)
 
     return wanted
 
 
-def _tree_windows(question: Question) -> Value | None:
+def _tree_windows(question: Asked) -> Value | None:
     request = question.request
     limited = request.sliding_window is not None or request.attention_chunk is not None
     verifies = question.phase == "verify"
@@ -53,16 +47,16 @@ def _tree_windows(question: Question) -> Value | None:
     return True if asked else None
 
 
-def _kind(question: Question) -> Value:
+def _kind(question: Asked) -> Value:
     return question.request.kind if question.phase in CACHED else "mha"
 
 
-def _runtime(question: Question) -> Value | None:
+def _runtime(question: Asked) -> Value | None:
     runtime = question.platform.runtime
     return None if question.hypothetical and not runtime else runtime
 
 
-def _head_dim(question: Question) -> Value | None:
+def _head_dim(question: Asked) -> Value | None:
     """Of the heads that the kernel sees: kernels of a latent kind see the latent instead."""
     request = question.request
     if question.phase not in CACHED:
@@ -70,13 +64,13 @@ def _head_dim(question: Question) -> Value | None:
     return None if request.latent else request.head_dim
 
 
-def _v_head_dim(question: Question) -> Value | None:
+def _v_head_dim(question: Asked) -> Value | None:
     request = question.request
     same = request.latent or request.v_head_dim == request.head_dim
     return None if same or question.phase not in CACHED else request.v_head_dim
 
 
-def _group_size(question: Question) -> Value | None:
+def _group_size(question: Asked) -> Value | None:
     q_heads, kv_heads = question.request.num_q_heads, question.request.num_kv_heads
     if question.phase not in CACHED or not q_heads or not kv_heads:
         return None

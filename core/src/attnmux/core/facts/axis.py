@@ -4,22 +4,38 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal, Protocol
+from typing import Literal, Protocol
 
 from attnmux.core.facts.frozen import FrozenMapping
 from attnmux.core.facts.platform import Platform
+from attnmux.core.facts.request import Request
 from attnmux.core.facts.values import Value
 from attnmux.core.facts.verdicts import Reason
-
-if TYPE_CHECKING:
-    from attnmux.core.facts.questions import Question
 
 PLATFORM = 100
 SHAPE = 10
 
-Wanted = Callable[["Question"], Value | None]
 Sample = int | bool | tuple[int, int]
 """A value, or the ends of a range from which one is drawn."""
+
+
+class Asked(Protocol):
+    """One phase of a request on a platform: a `Question`."""
+
+    @property
+    def request(self) -> Request: ...
+
+    @property
+    def platform(self) -> Platform: ...
+
+    @property
+    def phase(self) -> str: ...
+
+    @property
+    def hypothetical(self) -> bool: ...
+
+
+Wanted = Callable[[Asked], Value | None]
 
 
 class Limit(Protocol):

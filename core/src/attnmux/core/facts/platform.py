@@ -76,6 +76,11 @@ class Platform(Plain):
     def __post_init__(self) -> None:
         check_fields("platform", self, CHECKS)
 
+    @staticmethod
+    def device_types() -> frozenset[str]:
+        """torch's names of the devices of known vendors."""
+        return frozenset(row.device_type for row in VENDORS.values())
+
     def __str__(self) -> str:
         """As `parse` reads it (without the product's name and the core count)."""
         parts = [f"{self.vendor}:{self.arch}"]

@@ -14,7 +14,6 @@ from attnmux.core.contract.batch import ForwardBatch, ForwardMode
 from attnmux.core.contract.spec import SpecInput
 from attnmux.core.contract.tree_masks import (
     of_requests,
-    visible_drafts,
     with_mask,
 )
 from attnmux.core.facts.errors import InvalidInput
@@ -217,7 +216,7 @@ class FixedBuffers:
         not and the batch brings a mask between drafts."""
         form = batch.tree_mask
         if self._config.visible and form != "qlen_only":
-            spec = with_mask(batch.drafts(), visible=visible_drafts(batch))
+            spec = with_mask(batch.drafts(), visible=batch.visible_drafts())
             return replace(batch, spec_info=spec)
         if not self._config.visible and batch.masks_drafts:
             raise InvalidInput(VISIBLE, got="a value", expected="None, as at capture")

@@ -14,10 +14,8 @@ from attnmux.core.cli.render import plain_table as plain_table
 from attnmux.core.cli.run import FiniteRange as FiniteRange
 from attnmux.core.cli.run import Run as Run
 from attnmux.core.cli.run import common_options as common_options
-from attnmux.core.cli.run import echo_json as echo_json
 from attnmux.core.cli.run import pass_run as pass_run
 from attnmux.core.cli.run import writing as writing
-from attnmux.core.engines.device_platforms import reported_device as reported_device
 from attnmux.core.facts.axes import AXES as AXES
 from attnmux.core.facts.axis import Axis as Axis
 from attnmux.core.facts.files import read_file as read_file
@@ -25,6 +23,5 @@ from attnmux.core.facts.questions import Question as Question
 from attnmux.core.facts.records import Device as Device
 from attnmux.core.facts.records import Record as Record
 from attnmux.core.facts.records import Records as Records
-from attnmux.core.facts.values import OptionValue as OptionValue
 from attnmux.core.measured.passes import Passes as Passes
 from attnmux.core.measured.unverified import Unverified as Unverified

@@ -16,9 +16,9 @@ from attnmux.core import (
     LinearStatePool,
     PoolExhausted,
     ReqToTokenPool,
-    RequestPages,
     torch_dtype,
 )
+from attnmux.core.plugin import RequestPages
 from attnmux.transformers import hidden_states
 from attnmux.transformers.hidden_states import HiddenStates
 from attnmux.transformers.indexers import Indexers

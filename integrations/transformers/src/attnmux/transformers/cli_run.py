@@ -14,7 +14,6 @@ import click
 import torch
 
 from attnmux.core import (
-    VENDORS,
     Detection,
     InvalidInput,
     Lock,
@@ -25,7 +24,7 @@ from attnmux.core import (
     pick_platform,
     platform_of,
 )
-from attnmux.core.verbs import Run, echo_json
+from attnmux.core.verbs import Run
 from attnmux.transformers import recall
 from attnmux.transformers.checkpoint import Checkpoint, open_checkpoint, quiet_transformers
 from attnmux.transformers.cli_encoding import (
@@ -79,8 +78,7 @@ def platform_for(detection: Detection, settings: Settings, device: str | None) -
 def unfound_device(detection: Detection) -> str | None:
     """The type of device that torch can use here and that no plugin found."""
     seen = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-    served = {row.device_type for row in VENDORS.values()}
-    if seen is None or seen.type not in served or detection.accelerators:
+    if seen is None or seen.type not in Platform.device_types() or detection.accelerators:
         return None
     return seen.type
 
@@ -159,7 +157,7 @@ def run_command(
         if as_json and ranks.rank == 0:
             texts = [one.audio or one.prompt for one in asked]
             answer = as_dict(generation, texts, runner, load_seconds, drafter=drafter)
-            echo_json({"model": checkpoint.source, **answer, "warnings": run.warnings})
+            run.echo_json({"model": checkpoint.source, **answer, "warnings": run.warnings})
         click.echo(closing_line(generation, runner, drafter=drafter), err=True)
 
 

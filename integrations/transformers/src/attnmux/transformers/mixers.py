@@ -137,7 +137,7 @@ class MixerRecorder:
         shape = {} if asked is None else _shape(asked)
         return LinearLayerSpec(
             layer_id=mixer.number,
-            kind="conv" if asked is None else asked.kind,
+            kind="conv" if asked is None else asked.kind,  # type: ignore[arg-type]  # one of LINEAR_KINDS
             conv_dims=tuple(conv.weight.shape[0] for conv in convs),
             conv_size=max(sizes, default=0),
             **shape,

@@ -21,7 +21,6 @@ from attnmux.core.plugin import (
     LibraryBackend,
     PageTables,
     check_latent,
-    check_sixteen_bits,
     filled,
     joined,
     mask_indptr,
@@ -93,7 +92,7 @@ class AiterLatentBackend(LibraryBackend[AiterKernels, LatentLayer, LatentStep, L
         pool = self.context.token_to_kv_pool
         if layer.layer_id not in pool.layer_ids:
             return LatentLayer(group=-1, rows=None)
-        check_sixteen_bits(self.context)
+        self.context.check_sixteen_bits()
         rows = self.context.latent_pages(layer, 1).squeeze(1)
         return LatentLayer(group=pool.group_of(layer.layer_id), rows=rows)
 

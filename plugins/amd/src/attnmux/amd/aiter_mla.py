@@ -29,7 +29,7 @@ from attnmux.amd.aiter_mla_steps import (
 from attnmux.amd.aiter_mla_work import HEADS as PLANNED_HEADS
 from attnmux.amd.aiter_mla_work import PlannedWork
 from attnmux.amd.slot_lists import SlotLists, slot_groups, slot_lists, without_keys
-from attnmux.core import InvalidInput, quantise
+from attnmux.core import InvalidInput
 from attnmux.core.plugin import (
     LATENT_DIM,
     KernelLibrary,
@@ -40,6 +40,7 @@ from attnmux.core.plugin import (
     imported,
     is_writable,
     joined,
+    quantise,
     rehearse,
 )
 

@@ -19,7 +19,6 @@ from attnmux.core.plugin import (
     KeyGroup,
     PagedBackend,
     PagedLayer,
-    check_sixteen_bits,
     filled,
 )
 
@@ -61,7 +60,7 @@ class AiterPagesBackend(PagedBackend[AiterKernels, PagedLayer, AiterStep, Decode
         }
         if is_encoders or layer.layer_id not in self.context.token_to_kv_pool.layer_ids:
             return PagedLayer(arguments=arguments)
-        check_sixteen_bits(self.context)
+        self.context.check_sixteen_bits()
         self.context.check_page_size(*PAGE_SIZES)
         _check_dims(layer)
         group = KeyGroup.of(layer, self.context)

@@ -21,7 +21,6 @@ from attnmux.core.plugin import (
     LibraryBackend,
     PageTables,
     aligned,
-    check_sixteen_bits,
     filled,
     is_writable,
     rehearse,
@@ -75,7 +74,7 @@ class WaveBackend(LibraryBackend[WaveKernels, WaveLayer, WaveStep, SlotBuffers])
 
     def prepare_layer(self, layer: LayerSpec) -> WaveLayer:
         layer.check_features("logit_cap")
-        check_sixteen_bits(self.context)
+        self.context.check_sixteen_bits()
         decode, extend = self._kernels_of(layer)
         pool = self.context.token_to_kv_pool
         if layer.layer_id not in pool.layer_ids:

@@ -31,9 +31,7 @@ from attnmux.core.plugin import (
     PagedBackend,
     PageTables,
     check_latent,
-    check_sixteen_bits,
     joined,
-    rotary,
 )
 
 if TYPE_CHECKING:
@@ -86,7 +84,7 @@ class AscendLatentBackend(PagedBackend[NPUKernels, LatentLayer, LatentStep, None
         pool = self.context.token_to_kv_pool
         if layer.layer_id not in pool.layer_ids:
             return LatentLayer()
-        check_sixteen_bits(self.context)
+        self.context.check_sixteen_bits()
         cache = self.context.latent_pages(layer, pool.page_size)
         if not cache.is_contiguous() or cache.numel() > INT32:
             raise InvalidInput(
@@ -169,7 +167,7 @@ class AscendLatentBackend(PagedBackend[NPUKernels, LatentLayer, LatentStep, None
         more = (1 << (heads - 1).bit_length()) - heads
         q, q_rope = (
             pad(each[:count], (0, 0, 0, more)).contiguous()
-            for each in (call.q, rotary(call.q_rope))
+            for each in (call.q, call.rotary_queries())
         )
         latents = pages[..., :LATENT_DIM].contiguous()
         is_causal = not chunks.has_one_query_each

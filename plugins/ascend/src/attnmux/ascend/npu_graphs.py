@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from attnmux.core import CapturedGraph, GraphStep, StreamGraphs
+from attnmux.core.plugin import CapturedGraph, GraphStep, StreamGraphs
 
 
 class NPUGraphs(StreamGraphs):

@@ -19,8 +19,8 @@ from torch.nn.functional import pad
 from attnmux.ascend.host_lens import HostLens
 from attnmux.ascend.npu_kernels import NPUKernels
 from attnmux.ascend.ring_parts import RingPart, prefix_parts
-from attnmux.core import ForwardMode, GraphUnsupported, InvalidInput, gather_rows
-from attnmux.core.plugin import LibraryBackend
+from attnmux.core import ForwardMode, GraphUnsupported, InvalidInput
+from attnmux.core.plugin import LibraryBackend, gather_rows
 
 if TYPE_CHECKING:
     from attnmux.core import AttentionCall, BackendContext, ForwardBatch, LayerSpec

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from attnmux.core import InvalidInput
-from attnmux.core.plugin import limited_drafts, visible_drafts
+from attnmux.core.plugin import limited_drafts
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -81,7 +81,7 @@ class DraftKeys:
         """Of a step with `SpecInput.visible` or its bits, on the device."""
         prefix = batch.seq_lens.long()
         visible, first = limited_drafts(
-            visible_drafts(batch),
+            batch.visible_drafts(),
             torch.zeros_like(prefix) if rule.in_call else prefix,
             window=rule.window,
             chunk=rule.chunk,

@@ -17,7 +17,6 @@ from attnmux.core.plugin import (
     Keys,
     PagedLayer,
     aligned,
-    check_sixteen_bits,
     filled,
     is_writable,
 )
@@ -64,7 +63,7 @@ class PackedPagesBackend(PackedBackend[K]):
 
     def prepare_layer(self, layer: LayerSpec) -> PagedLayer:
         self.check(layer)
-        check_sixteen_bits(self.context)
+        self.context.check_sixteen_bits()
         arguments = self.arguments(layer)
         if layer.layer_id not in self.context.token_to_kv_pool.layer_ids:
             return PagedLayer(arguments=arguments)

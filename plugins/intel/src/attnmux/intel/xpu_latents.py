@@ -17,10 +17,8 @@ from attnmux.core.plugin import (
     KeyGroup,
     aligned,
     check_latent,
-    check_sixteen_bits,
     filled,
     is_writable,
-    rotary,
 )
 from attnmux.intel.packed_steps import PackedBackend, PackedStep
 from attnmux.intel.xpu_library import XPUKernels
@@ -60,7 +58,7 @@ class XPULatentBackend(PackedBackend[XPUKernels]):
             got, expected = f"{layer.tp_q_head_num} heads", f"at most {MOST_HEADS}"
             raise InvalidInput(f"layer {layer.layer_id}", got=got, expected=expected)
         self.context.check_page_size(*PAGE_SIZES)
-        check_sixteen_bits(self.context)
+        self.context.check_sixteen_bits()
         pool = self.context.token_to_kv_pool
         if layer.layer_id not in pool.layer_ids:
             return LatentLayer()
@@ -117,7 +115,7 @@ class XPULatentBackend(PackedBackend[XPUKernels]):
         self.kernels.flash_mla_decode(
             out=out,
             q_nope=aligned(call.q.contiguous()),
-            q_pe=aligned(rotary(call.q_rope).contiguous()),
+            q_pe=aligned(call.rotary_queries().contiguous()),
             kv_c_and_k_pe_cache=cache,
             seq_lens=keys.lens.contiguous(),
             page_table=keys.page_table.contiguous(),
@@ -145,7 +143,7 @@ class XPULatentBackend(PackedBackend[XPUKernels]):
         self.kernels.flash_mla_prefill(
             out=out,
             q_nope=aligned(call.q[:count].contiguous()),
-            q_pe=aligned(rotary(call.q_rope)[:count].contiguous()),
+            q_pe=aligned(call.rotary_queries()[:count].contiguous()),
             kv_c_and_k_pe_cache=cache,
             cu_seqlens_q=bounds,
             seq_lens=keys.lens.contiguous(),

@@ -24,11 +24,9 @@ from attnmux.core.plugin import (
     KernelLibrary,
     KeyGroup,
     aligned,
-    check_sixteen_bits,
     filled,
     imported,
     rehearse,
-    rotary,
 )
 from attnmux.nvidia.latent import LatentDecodeBackend
 from attnmux.nvidia.vllm_files import load_operators
@@ -96,7 +94,7 @@ class CutlassMLABackend(
 
     def prepare_layer(self, layer: LayerSpec) -> CutlassMLALayer:
         self.context.check_page_size(PAGE)
-        check_sixteen_bits(self.context)
+        self.context.check_sixteen_bits()
         if layer.tp_q_head_num > MOST_HEADS:
             raise InvalidInput(
                 f"layer {layer.layer_id}",
@@ -138,7 +136,7 @@ class CutlassMLABackend(
         keys = filled(step.keys)[layer.group]
         result = self.kernels.cutlass_mla_decode(
             aligned(call.q),
-            aligned(rotary(call.q_rope)),
+            aligned(call.rotary_queries()),
             layer.cache,
             keys.lens,
             keys.page_table,

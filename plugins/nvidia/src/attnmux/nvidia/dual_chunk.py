@@ -17,11 +17,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from attnmux.core import GraphUnsupported, InvalidInput, Pieces, torch_dtype
+from attnmux.core import GraphUnsupported, InvalidInput, torch_dtype
 from attnmux.core.plugin import (
     KernelLibrary,
     Keys,
     LibraryBackend,
+    Pieces,
     aligned,
     is_aligned,
     rehearse,

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from attnmux.core import InvalidInput, quantise
+from attnmux.core import InvalidInput
 from attnmux.core.plugin import (
     Keys,
     LibraryBackend,
@@ -23,6 +23,7 @@ from attnmux.core.plugin import (
     check_trees,
     is_aligned,
     is_writable,
+    quantise,
 )
 from attnmux.nvidia.fa3_layers import (
     KV,

@@ -14,9 +14,7 @@ from attnmux.core.plugin import (
     KernelLibrary,
     aligned,
     check_latent,
-    check_sixteen_bits,
     rehearse,
-    rotary,
 )
 from attnmux.nvidia.fa3_base import FA3Base
 from attnmux.nvidia.fa3_layers import KV, FA3Cache, FA3Layer, rotary_and_latent
@@ -46,7 +44,7 @@ class FA3MLABackend(FA3Base):
         }
         if layer.layer_id not in self.context.token_to_kv_pool.layer_ids:
             return FA3Layer(layer=layer, arguments=arguments, cache=None)
-        check_sixteen_bits(self.context)
+        self.context.check_sixteen_bits()
         cache = FA3Cache.of(
             layer,
             self.context,
@@ -57,7 +55,7 @@ class FA3MLABackend(FA3Base):
         return FA3Layer(layer=layer, arguments=arguments, cache=cache)
 
     def queries(self, call: AttentionCall) -> tuple[torch.Tensor, torch.Tensor]:
-        return aligned(rotary(call.q_rope)), aligned(call.q)
+        return aligned(call.rotary_queries()), aligned(call.q)
 
     def own_keys(self, call: AttentionCall, layer: FA3Layer, step: FA3Step) -> KV | None:
         if call.save_kv_cache or call.k is None or call.k_rope is None:

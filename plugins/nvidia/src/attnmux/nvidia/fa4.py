@@ -27,10 +27,8 @@ from attnmux.core.plugin import (
     PageTables,
     aligned,
     check_latent,
-    check_sixteen_bits,
     imported,
     rehearse,
-    rotary,
 )
 from attnmux.nvidia.kernel_rows import store_lse
 from attnmux.nvidia.packed_values import bounded
@@ -91,7 +89,7 @@ class FA4Backend(PagedBackend[FA4Kernels, PagedLayer, FA4Step, None]):
             arguments["pack_gqa"] = False  # by default heads are packed, and tiles must be whole
         if layer.layer_id not in self.context.token_to_kv_pool.layer_ids:
             return PagedLayer(arguments=arguments)
-        check_sixteen_bits(self.context)
+        self.context.check_sixteen_bits()
         group = KeyGroup.of(layer, self.context)
         if layer.kind == "mla":
             rows = self.context.latent_pages(layer, group.page_size)
@@ -126,7 +124,7 @@ class FA4Backend(PagedBackend[FA4Kernels, PagedLayer, FA4Step, None]):
     ) -> torch.Tensor:
         is_latent = call.layer.kind == "mla"
         if is_latent:
-            q, qv = aligned(rotary(call.q_rope)), aligned(call.q)
+            q, qv = aligned(call.rotary_queries()), aligned(call.q)
         else:
             q, qv = aligned(call.q), None
         result, lse = self.kernels.flash_attn_varlen_func(

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from attnmux.core import ForwardMode, InvalidInput, quantise
+from attnmux.core import ForwardMode, InvalidInput
 from attnmux.core.plugin import (
     LATENT_DIM,
     DecodeBuffers,
@@ -30,6 +30,7 @@ from attnmux.core.plugin import (
     PageTables,
     filled,
     joined,
+    quantise,
     rehearse,
 )
 from attnmux.nvidia.flashmla_kernels import DENSE, FlashMLAKernels

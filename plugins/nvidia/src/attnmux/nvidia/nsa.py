@@ -25,7 +25,6 @@ from attnmux.core.plugin import (
     KernelLibrary,
     joined,
     rehearse,
-    rotary,
 )
 from attnmux.nvidia.flashmla_kernels import SPARSE, NSAKernels
 from attnmux.nvidia.kernel_rows import FP8, check_bfloat16_or_fp8, latent_layers
@@ -72,7 +71,7 @@ class NSALayer:
             return joined(q, call.q_rope)
         rows = q.new_zeros(q.shape[0], self.kernel_heads, WIDTH)
         rows[:, : self.num_heads, :LATENT_DIM] = q
-        rows[:, : self.num_heads, LATENT_DIM:] = rotary(call.q_rope)
+        rows[:, : self.num_heads, LATENT_DIM:] = call.rotary_queries()
         return rows
 
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from attnmux.core import ForwardBatch, InvalidInput
-from attnmux.core.plugin import limited_drafts, mask_indptr, visible_drafts
+from attnmux.core.plugin import limited_drafts, mask_indptr
 from attnmux.triton.bound_kernel import BoundKernel, Launcher
 from attnmux.triton.kernels.indices import sum_lens
 from attnmux.triton.shapes import next_power_of_2
@@ -180,7 +180,7 @@ def fill_trees(step: TritonStep, limits: Iterable[tuple[int, int]]) -> None:
     """Make `TritonStep.trees`. limits: the layers' windows and chunks."""
     if not step.batch.masks_drafts:
         return
-    visible = visible_drafts(step.batch)
+    visible = step.batch.visible_drafts()
     for window, chunk in limits:
         seen, first = limited_drafts(visible, step.lens, window=window, chunk=chunk)
         step.trees[window, chunk] = Trees(visible=seen.contiguous(), first=first)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, cast
 
 from attnmux.core import FrozenMapping, InvalidInput
-from attnmux.core.verbs import OptionValue
+from attnmux.core.plugin import OptionValue
 from attnmux.triton import hopper_configs
 from attnmux.triton.configs import (
     HOPPER,

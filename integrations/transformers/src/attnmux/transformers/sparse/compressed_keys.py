@@ -17,12 +17,11 @@ from attnmux.core import (
     BackendContext,
     ForwardBatch,
     LayerSpec,
-    PickedBlocks,
     PlainBlocks,
     add_sinks,
     merge_into,
 )
-from attnmux.core.plugin import shared_kernel, token_rows
+from attnmux.core.plugin import PickedBlocks, shared_kernel, token_rows
 from attnmux.transformers.sparse.compressed_pool import CompressedPool
 from attnmux.transformers.sparse.key_picks import SCORES_AT_ONCE, lens_of
 from attnmux.transformers.sparse.scores import best_keys, index_scores

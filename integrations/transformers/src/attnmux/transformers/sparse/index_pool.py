@@ -6,15 +6,8 @@ from collections.abc import Sequence
 
 import torch
 
-from attnmux.core import (
-    InvalidInput,
-    KVPool,
-    allocate_zeroed,
-    check_at_least,
-    gather_rows,
-    scatter_rows,
-)
-from attnmux.core.plugin import IndexRows
+from attnmux.core import InvalidInput, KVPool, allocate_zeroed, check_at_least, scatter_rows
+from attnmux.core.plugin import IndexRows, gather_rows
 
 BLOCK = 128
 """Values of a key that share a scale, as in DeepSeek-V3.2's indexer."""

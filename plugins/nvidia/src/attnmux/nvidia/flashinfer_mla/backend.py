@@ -19,7 +19,6 @@ from attnmux.core.plugin import (
     check_latent,
     is_aligned,
     rehearse,
-    rotary,
 )
 from attnmux.nvidia.flashinfer.shared import HINT, MIB, Staging, workspace, writable_lse
 from attnmux.nvidia.flashinfer_mla.kernels import FlashInferMLAKernels, from_flashinfer
@@ -160,7 +159,7 @@ class FlashInferMLABackend(
         step: FlashInferMLAStep,
         batch: ForwardBatch,
     ) -> torch.Tensor:
-        q, q_rope, out = call.q, rotary(call.q_rope), call.out
+        q, q_rope, out = call.q, call.rotary_queries(), call.out
         if not step.num_rows:
             return call.empty_result()
         scale = 1.0
