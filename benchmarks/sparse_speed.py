@@ -33,10 +33,9 @@ from attnmux.core import (
     make_backend,
     solve,
 )
-from attnmux.core.adapters.shared_kernels import with_shared_kernels
 from attnmux.core.composites.page_choice import PageKernels, PlainPages
 from attnmux.core.composites.sparse_pages import SparseAttnBackend, sparse_context
-from attnmux.core.plugin import RequestPages, shared_kernel
+from attnmux.core.plugin import RequestPages, shared_kernel, with_shared_kernels
 
 FACTORS = (2, 4, 8)
 REPEATS = 3

@@ -11,8 +11,7 @@ import pytest
 import torch
 
 from attnmux.core import Platform
-from attnmux.core.adapters.shared_kernels import with_shared_kernels
-from attnmux.core.plugin import shared_kernel
+from attnmux.core.plugin import shared_kernel, with_shared_kernels
 from attnmux.testing import Case, decode, make_setup
 from attnmux.testing.fakes import FakeBackend
 

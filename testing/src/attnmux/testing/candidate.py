@@ -169,13 +169,14 @@ class Candidate:
     def build(self, context: BackendContext) -> AttentionBackend:
         """Make the backend as an engine would."""
         from attnmux.core import make_served  # noqa: PLC0415  # torch
+        from attnmux.core.plugin import with_shared_kernels  # noqa: PLC0415  # torch
 
         def make(context: BackendContext) -> AttentionBackend:
             return self._factory()(context, self.card.complete(self.options))
 
         return make_served(
             make,
-            context,
+            with_shared_kernels(context),
             self.card.tree_masks,
             virtual_requests=self.card.virtual_requests,
         )

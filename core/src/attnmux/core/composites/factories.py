@@ -7,7 +7,6 @@ from collections.abc import Callable
 
 import torch
 
-from attnmux.core.adapters.shared_kernels import with_shared_kernels
 from attnmux.core.choosing.choice import Choice
 from attnmux.core.composites.local_attention import with_virtual_requests
 from attnmux.core.composites.mask_forms import with_mask_forms
@@ -42,12 +41,11 @@ def make_served(
     *,
     virtual_requests: bool,
 ) -> AttentionBackend:
-    """What `make` makes, with the shared kernels, masks and virtual requests that core adds.
+    """What `make` makes, with the masks and virtual requests that core adds.
 
     tree_masks, virtual_requests: the card's. Raises what `make` raises, and InvalidInput for chunks
     that are not whole pages of the pool.
     """
-    context = with_shared_kernels(context)
     made = with_virtual_requests(make, context) if virtual_requests else make(context)
     return with_mask_forms(made, tree_masks)
 
