@@ -55,7 +55,7 @@ COMMAND = "from attnmux.core.cli import main; main()"
 CHECK = """
 import pathlib, sys
 from attnmux.core.choosing.decision import Decision
-from attnmux.core.find.installed import load_plugins
+from attnmux.core.find.plugins import load_plugins
 from attnmux.core.find.cpu import probe_cpu
 
 decision = Decision.from_json(pathlib.Path(sys.argv[1]).read_text())

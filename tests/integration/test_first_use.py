@@ -49,7 +49,7 @@ class make(TorchNativeBackend):
 
 
 @pytest.fixture
-def acme(tmp_path, monkeypatch):
+def acme(tmp_path, monkeypatch, fresh_plugins):
     """Installs a plugin whose backend is chosen; called with a name of BACKENDS."""
     monkeypatch.setattr(sys, "path", [*sys.path[:1], str(tmp_path), *sys.path[1:]])
     monkeypatch.setenv("ATTNMUX_ALLOW_PLUGINS", "acme-first,attnmux-cpu")

@@ -26,8 +26,8 @@ from attnmux.core.facts.axes import Question
 from attnmux.core.facts.platform import Platform
 from attnmux.core.facts.request import Request
 from attnmux.core.facts.values import PHASES
-from attnmux.core.find.examine import PluginFailure
-from attnmux.core.find.installed import load_plugins
+from attnmux.core.find.plugin import PluginFailure
+from attnmux.core.find.plugins import load_plugins
 from attnmux.testing.matrix import markdown
 from attnmux.testing.matrix_rows import COLUMNS, Row, rows_of
 

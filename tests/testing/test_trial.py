@@ -13,8 +13,8 @@ import pytest
 from attnmux.core import BackendFailed, Request, Verified, load_plugins, solve
 from attnmux.core.cards.installed_files import digest
 from attnmux.core.find.cpu import probe_cpu
-from attnmux.core.find.store import Store
 from attnmux.core.measured.passes import pass_key, passes
+from attnmux.core.measured.store import Store
 from attnmux.core.measured.unverified import untried, unverified
 from attnmux.testing import FirstUse, fake_card, find_candidate, run_case
 from attnmux.testing.candidate import Outcome

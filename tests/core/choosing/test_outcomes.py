@@ -22,7 +22,7 @@ from attnmux.core.facts.errors import NoBackend
 from attnmux.core.facts.platform import Platform
 from attnmux.core.facts.policy import Policy
 from attnmux.core.facts.request import Request, parse_fields
-from attnmux.core.find.installed import load_plugins
+from attnmux.core.find.plugins import load_plugins
 
 DATA = Path(__file__).parents[1] / "data"
 

@@ -18,7 +18,7 @@ from attnmux.core.facts.platform import Platform
 from attnmux.core.facts.records import Device
 from attnmux.core.facts.request import Request
 from attnmux.core.find.devices import Detection
-from attnmux.core.find.installed import load_plugins
+from attnmux.core.find.plugins import load_plugins
 from attnmux.core.measured.measurement import (
     Measurement,
     shape_of,

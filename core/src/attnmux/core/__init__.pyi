@@ -216,10 +216,9 @@ from attnmux.core.find.devices import Detection as Detection
 from attnmux.core.find.devices import detect as detect
 from attnmux.core.find.devices import pick_platform as pick_platform
 from attnmux.core.find.hooks import hookimpl as hookimpl
-from attnmux.core.find.installed import load_plugins as load_plugins
 from attnmux.core.find.plugins import Plugins as Plugins
+from attnmux.core.find.plugins import load_plugins as load_plugins
 from attnmux.core.find.settings import Settings as Settings
-from attnmux.core.find.store import is_own as is_own
 from attnmux.core.graph.config import GraphConfig as GraphConfig
 from attnmux.core.graph.config import ModelInput as ModelInput
 from attnmux.core.graph.config import graph_batch_sizes as graph_batch_sizes

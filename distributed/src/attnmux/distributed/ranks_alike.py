@@ -6,7 +6,8 @@ import json
 from collections.abc import Iterable, Sequence
 
 from attnmux.core import Offer, RanksDiffer, TunedLaunch
-from attnmux.core.find.lock import Lock, installed
+from attnmux.core.cards.installed_files import record_hash
+from attnmux.core.facts.libraries import canonical, distributions, identity
 from attnmux.distributed.ranks import RankGroup
 
 
@@ -17,7 +18,10 @@ def check_same_libraries(
 
     names: of distributions besides those of the offers.
     """
-    said = group.exchange({**Lock.of(offers).distributions, **installed(names)})
+    compared = {"attnmux-core", *names}
+    for offer in offers:
+        compared |= {offer.distribution, *offer.card.libraries()}
+    said = group.exchange(_installed(compared))
     every = sorted({name for each in said for name in each})
     differing = [
         name for name in every if any(each.get(name) != said[0].get(name) for each in said)
@@ -29,6 +33,16 @@ def check_same_libraries(
     ]
     hint = "install the same distributions on every rank"
     raise RanksDiffer("plugins and libraries", by_rank=by_rank, hint=hint)
+
+
+def _installed(names: Iterable[str]) -> dict[str, tuple[str, str]]:
+    """The version and the hash of RECORD of each that is installed, by canonical name."""
+    known = distributions()
+    return {
+        name: (identity(known[name])[1], record_hash(known[name]))
+        for name in map(canonical, names)
+        if name in known
+    }
 
 
 def _version(row: Sequence[str] | None) -> str:

@@ -11,7 +11,7 @@ from attnmux.core.cards.clause import ALWAYS, LARGEST, Clause
 from attnmux.core.cards.proof import ErrorBound, Verified
 from attnmux.core.facts.checks import TEXT, Check, check_fields, refusal, tuple_of
 from attnmux.core.facts.frozen import FrozenMapping, Plain, plain, plain_fields
-from attnmux.core.facts.libraries import check_range, parsed_requirement
+from attnmux.core.facts.libraries import parsed_requirement, specifiers
 from attnmux.core.facts.values import TREE_MASKS, OptionValue, TreeMask
 
 CONTRACTS = ("1.0",)
@@ -242,7 +242,7 @@ class BackendCard(Plain):
             if not re.fullmatch(NAME, name):
                 raise refusal(f"{owner}, name", name, NAME_EXPECTED)
         try:
-            check_range(self.contract)
+            specifiers(self.contract)
         except ValueError:
             expected = "a range such as >=1,<2"
             raise refusal(f"{owner}, contract", self.contract, expected) from None
@@ -275,7 +275,7 @@ def _check_requirement(argument: str, alternatives: tuple[str, ...]) -> None:
         raise refusal(argument, (), "at least one alternative")
     for text in alternatives:
         try:
-            check_range(parsed_requirement(text).specifier)
+            parsed_requirement(text)
         except (ValueError, TypeError):
             raise refusal(argument, text, "a PEP 508 requirement") from None
 

@@ -10,16 +10,24 @@ from pathlib import Path
 from typing import TextIO
 
 
-def read_file(path: str, most: int, *, writable: bool = False) -> bytes:
-    """The bytes of a regular file. Never waits. Raises OSError for anything else, for a file of
-    more than `most` bytes and, where it has to be `writable`, for one that is not."""
+def read_file(
+    path: str, most: int, *, writable: bool = False, own: bool = False, folder: int | None = None
+) -> bytes:
+    """The bytes of a regular file. Never waits.
+
+    writable: the file must be writable. own: as `check_own` demands. folder: the descriptor of the
+    folder that `path` is relative to. Raises OSError for a file that is not as demanded, for
+    anything else than a regular file, and for a file of more than `most` bytes.
+    """
     # A pipe without a writer would hold up a plain open
     how = os.O_RDWR if writable else os.O_RDONLY
-    descriptor = os.open(path, how | getattr(os, "O_NONBLOCK", 0))
+    descriptor = os.open(path, how | getattr(os, "O_NONBLOCK", 0), dir_fd=folder)
     try:
         status = os.fstat(descriptor)
         if not stat.S_ISREG(status.st_mode):
             raise OSError("it is no regular file")
+        if own:
+            check_own(status)
         # Unbuffered, and without a count: `read(most)` would first allocate as much
         with open(descriptor, "rb", buffering=0, closefd=False) as file:
             content = b"" if status.st_size > most else file.readall()
@@ -28,6 +36,18 @@ def read_file(path: str, most: int, *, writable: bool = False) -> bytes:
     if max(status.st_size, len(content)) > most:
         raise OSError(f"it has more than {most} bytes")
     return content
+
+
+def check_own(status: os.stat_result) -> None:
+    """Raise OSError for a file or folder that another user owns, or that a group or every user can
+    write. In a sticky folder, nobody can replace the files of others."""
+    if not hasattr(os, "geteuid"):  # access lists decide there
+        return
+    if status.st_uid not in (0, os.geteuid()):
+        raise OSError("it belongs to another user")
+    is_sticky = stat.S_ISDIR(status.st_mode) and status.st_mode & stat.S_ISVTX
+    if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH) and not is_sticky:
+        raise OSError("users besides its owner can write it")
 
 
 @contextmanager

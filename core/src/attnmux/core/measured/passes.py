@@ -10,7 +10,7 @@ from attnmux.core.cards.installed_files import digest
 from attnmux.core.cards.named import complete
 from attnmux.core.facts.platform import Platform
 from attnmux.core.facts.values import OptionValue
-from attnmux.core.find.store import Store
+from attnmux.core.measured.store import Store
 
 
 def passes(cache: Path | None) -> Store:

@@ -26,7 +26,6 @@ from attnmux.core.cli.run import Run, echo_json
 from attnmux.core.engines.device_platforms import platform_of
 from attnmux.core.facts.vendors import VENDORS
 from attnmux.core.find.devices import named_platforms
-from attnmux.core.find.lock import Lock
 from attnmux.transformers import recall
 from attnmux.transformers.checkpoint import Checkpoint, open_checkpoint, quiet_transformers
 from attnmux.transformers.cli_encoding import (
@@ -109,7 +108,7 @@ def run_command(
     with ExitStack() as stack:
         stack.enter_context(_quiet(run.debug))
         began = time.perf_counter()
-        checkpoint = _open(answering, settings)
+        checkpoint = _open(answering)
         context = context_of(checkpoint, answering.context)
         encoded = encode(checkpoint, asked, answering, sampling, context)
         plugins = run.plugins(settings)
@@ -161,13 +160,10 @@ def run_command(
         click.echo(closing_line(generation, runner, drafter=drafter), err=True)
 
 
-def _open(answering: Answering, settings: Settings) -> Checkpoint:
+def _open(answering: Answering) -> Checkpoint:
     """The model that is asked."""
     source = recall.PATH if answering.model is None else answering.model
-    revision = answering.revision
-    if settings.locked is not None:
-        revision = Lock.read(settings.locked_file()).model_revision(str(source), revision)
-    return open_checkpoint(source, revision=revision, progress=sys.stderr.isatty())
+    return open_checkpoint(source, revision=answering.revision, progress=sys.stderr.isatty())
 
 
 def _may_have_linear(checkpoint: Checkpoint, options: RunnerOptions) -> bool:
