@@ -57,7 +57,7 @@ def _of_distribution(distribution: Distribution) -> Iterator[str]:
     with suppress(OSError, ValueError):
         for file in distribution.files or ():
             if _is_source(str(file)):
-                yield os.path.normpath(distribution.locate_file(file))
+                yield os.path.normpath(str(distribution.locate_file(file)))
     with suppress(OSError, ValueError, TypeError):
         for point in distribution.entry_points:
             yield from _of_module(point.value.partition(":")[0].strip())

@@ -214,11 +214,13 @@ def _set_answer(ctx: click.Context, _: click.Parameter, value: bool) -> bool:
 
 def common_options(command: F) -> F:
     """The options of every verb: --json, --no-plugins and --debug."""
-    for name, said, given in (
-        ("--debug", "Show the traceback of an error.", {"is_flag": True, "is_eager": True}),
-        ("--no-plugins", "Load no plugin.", {"is_flag": True}),
+    for name, said in (
+        ("--debug", "Show the traceback of an error."),
+        ("--no-plugins", "Load no plugin."),
     ):
-        command = click.option(name, help=said, expose_value=False, callback=_set, **given)(command)
+        command = click.option(
+            name, help=said, is_flag=True, is_eager=True, expose_value=False, callback=_set
+        )(command)
     return click.option(
         "--json", "as_json", is_flag=True, callback=_set_answer, help="Answer in JSON."
     )(command)

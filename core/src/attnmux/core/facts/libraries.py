@@ -37,8 +37,10 @@ def printable(text: str) -> str:
 def identity(distribution: metadata.Distribution | None) -> tuple[str, str]:
     """(name, version); empty where the metadata does not tell."""
     try:
-        found = {} if distribution is None else distribution.metadata
-        return printable(found["Name"] or ""), printable(found["Version"] or "")
+        if distribution is None:
+            return "", ""
+        headers = distribution.metadata
+        return printable(headers["Name"] or ""), printable(headers["Version"] or "")
     except Exception:  # it is damaged
         return "", ""
 
