@@ -10,9 +10,9 @@ from pathlib import Path
 
 import click
 
-from attnmux.core import InvalidInput, Measurement, NoBackend, Offer, Plugins, Settings
+from attnmux.core import Measurement, NoBackend, Offer, Plugins, Settings
 from attnmux.core.cli.run import FiniteRange, Run, common_options, echo_json, pass_run, writing
-from attnmux.core.facts.files import replacing
+from attnmux.core.facts.files import check_replaceable, replacing
 from attnmux.core.facts.records import Device
 from attnmux.core.measured.measurement import versions_of
 from attnmux.testing.candidate import Candidate, find_candidate
@@ -117,8 +117,7 @@ def _with_results(offers: Sequence[Offer], measurements: Sequence[Measurement]) 
 
 def _check_writable(out: Path) -> None:
     """Raise before minutes of running."""
-    if not out.parent.is_dir():
-        raise InvalidInput("--out", got=str(out), expected="a file in a folder that exists")
+    check_replaceable("--out", out)
     probe = out.with_name(f".{out.name}.probe")
     with writing(out, otherwise="name another file as --out"):
         probe.touch()

@@ -22,7 +22,7 @@ from attnmux.core.choosing.checking import standing
 from attnmux.core.facts.errors import in_brief
 from attnmux.core.facts.libraries import distributions
 from attnmux.core.facts.records import Device
-from attnmux.testing.anonymous import anonymous
+from attnmux.testing.anonymous import anonymous, anonymous_error
 from attnmux.testing.candidate import Candidate
 from attnmux.testing.summary import Summary, verified_by
 
@@ -64,7 +64,7 @@ def reported(
         "packages": _packages(plugins),
         "libraries": _libraries(plugins),
         "failures": [
-            {"plugin": each.plugin, "stage": each.stage, "error": anonymous(each.error)}
+            {"plugin": each.plugin, "stage": each.stage, "error": anonymous_error(each.error)}
             for each in plugins.failures
         ],
         "backends": [_backend(each, settings, measurements) for each in found],
@@ -84,7 +84,7 @@ def system() -> Mapping[str, str]:
 
         facts = get_env_info()._asdict()  # type: ignore[no-untyped-call]  # torch's own
     except Exception as error:  # it asks many programs, and a report does without
-        return {**found, "torch": anonymous(in_brief(error))}
+        return {**found, "torch": anonymous_error(in_brief(error))}
     for name, value in facts.items():
         if name not in LEFT_OUT and str(value) not in UNKNOWN:
             found[name] = anonymous(str(value))

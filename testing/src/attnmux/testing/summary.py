@@ -15,7 +15,7 @@ from attnmux.core.cli.run import writing
 from attnmux.core.facts.files import read_file, replacing
 from attnmux.core.facts.records import Device
 from attnmux.core.measured.passes import pass_key, passes
-from attnmux.testing.anonymous import anonymous
+from attnmux.testing.anonymous import anonymous_error
 from attnmux.testing.candidate import Candidate
 from attnmux.testing.verify_run import Verification
 
@@ -94,7 +94,7 @@ def summarised(verification: Verification) -> Summary:
             {
                 "case": one.case,
                 "execution": one.execution,
-                "message": anonymous(one.message),
+                "message": anonymous_error(one.message),
             }
             for one in failed[:MOST_FAILURES]
         ],

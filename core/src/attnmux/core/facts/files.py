@@ -9,6 +9,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TextIO
 
+from attnmux.core.facts.errors import InvalidInput
+
 
 def read_file(path: str, most: int, *, writable: bool = False, own: bool = False) -> bytes:
     """The bytes of a file, as `read_all` reads what `opened` opens."""
@@ -62,6 +64,15 @@ def check_own(status: os.stat_result) -> None:
     shared = status.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
     if shared and not is_sticky and not stat.S_ISLNK(status.st_mode):
         raise OSError("can be written by a group or by every user")
+
+
+def check_replaceable(argument: str, path: Path) -> None:
+    """Raise InvalidInput, before any work, for a path whose folder does not exist, and for
+    anything else than a regular file: a device or a pipe must not be replaced."""
+    if not path.parent.is_dir():
+        raise InvalidInput(argument, got=str(path), expected="a file in a folder that exists")
+    if path.exists() and not path.is_file():
+        raise InvalidInput(argument, got=str(path), expected="a regular file, or a new one")
 
 
 @contextmanager

@@ -147,6 +147,8 @@ class Records(Generic[R]):
     """What could not be read, in words."""
     damaged: bool = False
     """Whether the file as a whole could not be read."""
+    is_foreign: bool = False
+    """Whether it is also none that any version of attnmux wrote."""
 
 
 def read_records(path: Path | None, kind: type[R]) -> Records[R]:
@@ -160,6 +162,7 @@ def read_records(path: Path | None, kind: type[R]) -> Records[R]:
 
 def records_in(path: Path, kind: type[R], *, writable: bool = False) -> Records[R]:
     """Raises OSError as `read_file` does, but nothing without a file."""
+    data: Any = None
     try:
         data = json.loads(read_file(str(path), MOST_BYTES, writable=writable))
         if data["format"] != FORMAT:
@@ -170,9 +173,10 @@ def records_in(path: Path, kind: type[R], *, writable: bool = False) -> Records[
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         problem = (
             f"{path} holds no {kind.listed} that can be read: {in_brief(error)}; "
-            "delete it, or keep new ones, which sets it aside"
+            "delete it, or keep new ones, which sets aside a file of another version"
         )
-        return Records(problems=(problem,), damaged=True)
+        is_ours = isinstance(data, dict) and {"format"} <= data.keys() <= {"format", kind.listed}
+        return Records(problems=(problem,), damaged=True, is_foreign=not is_ours)
     found, problems = [], []
     for place, entry in enumerate(entries):
         try:
