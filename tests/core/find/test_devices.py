@@ -14,7 +14,7 @@ import pytest
 from attnmux.core.facts.errors import AmbiguousPlatform, InvalidInput
 from attnmux.core.facts.platform import Platform
 from attnmux.core.find import devices as module
-from attnmux.core.find import unserved
+from attnmux.core.find import probes, unserved
 from attnmux.core.find.cpu import probe_cpu
 from attnmux.core.find.devices import detect, pick_platform
 from attnmux.core.find.manager import check_device
@@ -44,7 +44,7 @@ def answered(plugin: Plugin) -> Plugin:
 
 @pytest.fixture(autouse=True)
 def asked_here(monkeypatch) -> None:
-    monkeypatch.setattr(module, "probe", lambda plugins, seconds: list(map(answered, plugins)))
+    monkeypatch.setattr(probes, "probe", lambda plugins, seconds: list(map(answered, plugins)))
 
 
 def raising(error: BaseException) -> Callable[[], object]:

@@ -14,7 +14,6 @@ from attnmux.core.facts.platform import Platform
 from attnmux.core.find.cpu import bare_cpu, probe_cpu
 from attnmux.core.find.plugin import Plugin, PluginFailure, failure_of
 from attnmux.core.find.plugins import Plugins
-from attnmux.core.find.probes import probe
 from attnmux.core.find.unserved import (
     UnservedDevice,
     diagnosis,
@@ -48,6 +47,8 @@ def detect(plugins: Plugins, *, root: Path = Path("/")) -> Detection:
     One child process asks all probes. One that raises, exits, crashes, or gives no answer within
     `plugins.seconds` is a failure in the result. `root` contains /dev and /sys.
     """
+    from attnmux.core.find.probes import probe  # noqa: PLC0415  # not asked about other machines
+
     asked = probe([plugin for plugin in plugins.loaded if plugin.probes], plugins.seconds)
     return survey(
         (platform for plugin in asked for platform in plugin.platforms),
