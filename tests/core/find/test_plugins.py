@@ -108,7 +108,11 @@ MODULES: dict[str, tuple[str, str, str]] = {
     "syntax": ("this is no Python", "load", "SyntaxError"),
     "absent": ("import absent_library", "load", "No module named 'absent_library'"),
     "recursion": ("def f(): f()\nf()", "load", "RecursionError"),
-    "unknown_hook": (f"{CARDS}return []\n@hookimpl\ndef attnmux_crads(): pass", "load", "crads"),
+    "unknown_hook": (
+        f"{CARDS}return []\n@hookimpl\ndef attnmux_crads(): pass",
+        "load",
+        "attnmux_crads is no hook",
+    ),
     "argument": ("@hookimpl\ndef attnmux_cards(everything): return []", "load", "everything"),
     "unmarked": ("def attnmux_cards(): return []", "load", "is not marked with @hookimpl"),
     "number": ("@hookimpl\ndef attnmux_x(): pass\nattnmux_cards = 3", "load", "attnmux_x"),

@@ -30,3 +30,6 @@ class HookSpecs:
     def attnmux_cards(self) -> list[BackendCard]:
         """The cards of the plugin's backends. Must import neither torch nor a kernel library."""
         return []
+
+
+HOOKS = ("attnmux_platforms", "attnmux_cards")

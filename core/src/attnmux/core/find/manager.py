@@ -19,7 +19,7 @@ from attnmux.core.facts.errors import InvalidInput, PluginError
 from attnmux.core.facts.libraries import canonical
 from attnmux.core.facts.platform import Platform
 from attnmux.core.facts.vendors import VENDORS
-from attnmux.core.find.hooks import HookSpecs
+from attnmux.core.find.hooks import HOOKS, HookSpecs
 from attnmux.core.find.plugin import Plugin, Stage, failure_of
 
 T = TypeVar("T")
@@ -38,48 +38,53 @@ class Manager:
         """The plugin with its cards, or with a failure. It is imported on the first call."""
         with self._lock:
             if plugin not in self._loaded:
-                self._loaded[plugin] = self._with_cards(plugin)
+                loaded = _attempt(self._register, plugin, "load")
+                if not loaded.failures:
+                    loaded = _attempt(self._with_cards, plugin, "cards")
+                self._loaded[plugin] = loaded
             return self._loaded[plugin]
-
-    def _with_cards(self, plugin: Plugin) -> Plugin:
-        module, failed = _attempt(plugin, "load", lambda: self._registered(plugin))
-        if module is None:
-            if self._modules.has_plugin(plugin.key):
-                self._modules.unregister(name=plugin.key)
-            return failed
-        cards, failed = _attempt(plugin, "cards", lambda: self._cards(plugin))
-        if cards is None:
-            return failed
-        return plugin._replace(cards=tuple(cards), probes=self._has(plugin, "attnmux_platforms"))
 
     def probe(self, plugin: Plugin) -> Plugin:
         """A loaded plugin with the devices that it finds, or with a failure."""
-        found, failed = _attempt(plugin, "platforms", lambda: self._platforms(plugin))
-        return failed if found is None else plugin._replace(platforms=tuple(found))
+        return _attempt(self._with_platforms, plugin, "platforms")
 
-    def _registered(self, plugin: Plugin) -> ModuleType:
-        """The plugin's module. Raises whatever importing raises, and PluginError for anything but a
-        module with hooks."""
+    def _register(self, plugin: Plugin) -> Plugin:
+        """Raises whatever importing raises, and PluginError for anything but a module with
+        hooks."""
         module = plugin.point.load()
         if not isinstance(module, ModuleType):
             raise PluginError(
                 f"{plugin.point.value} is no module but of type {type(module).__name__}"
             )
         self._modules.register(module, name=plugin.key)
-        self._modules.check_pending()
-        for hook in vars(HookSpecs).keys() & vars(module).keys():
-            if hook.startswith("attnmux_") and not self._has(plugin, hook):
+        for caller in self._modules.get_hookcallers(module) or ():
+            if not caller.has_spec():
+                raise PluginError(f"{caller.name} is no hook: expected {' or '.join(HOOKS)}")
+        for hook in HOOKS:
+            if hook in vars(module) and not self._caller(plugin, hook).get_hookimpls():
                 raise PluginError(f"{hook} is not marked with @hookimpl: it would never be called")
-        return module
+        return plugin
+
+    def _with_cards(self, plugin: Plugin) -> Plugin:
+        cards = self._ask(plugin, "attnmux_cards", BackendCard)
+        names = [card.name for card in cards]
+        repeated = sorted({name for name in names if names.count(name) > 1})
+        if repeated:
+            raise PluginError(f"two cards named {', '.join(repeated)}")
+        probes = bool(self._caller(plugin, "attnmux_platforms").get_hookimpls())
+        return plugin._replace(cards=tuple(cards), probes=probes)
+
+    def _with_platforms(self, plugin: Plugin) -> Plugin:
+        platforms = self._ask(plugin, "attnmux_platforms", Platform)
+        for platform in platforms:
+            check_device(plugin.distribution, platform)
+        return plugin._replace(platforms=tuple(platforms))
 
     def _caller(self, plugin: Plugin, hook: str) -> pluggy.HookCaller:
         """Calls the hook of this plugin alone."""
         every: pluggy.HookCaller = getattr(self._modules.hook, hook)
         others = [each.plugin for each in every.get_hookimpls() if each.plugin_name != plugin.key]
         return self._modules.subset_hook_caller(hook, others)
-
-    def _has(self, plugin: Plugin, hook: str) -> bool:
-        return bool(self._caller(plugin, hook).get_hookimpls())
 
     def _ask(self, plugin: Plugin, hook: str, expected: type[T]) -> list[T]:
         """The hook's answer. Raises whatever it raises, and PluginError for another type."""
@@ -96,19 +101,11 @@ class Manager:
             found += answer
         return found
 
-    def _cards(self, plugin: Plugin) -> list[BackendCard]:
-        cards = self._ask(plugin, "attnmux_cards", BackendCard)
-        names = [card.name for card in cards]
-        repeated = sorted({name for name in names if names.count(name) > 1})
-        if repeated:
-            raise PluginError(f"two cards named {', '.join(repeated)}")
-        return cards
 
-    def _platforms(self, plugin: Plugin) -> list[Platform]:
-        platforms = self._ask(plugin, "attnmux_platforms", Platform)
-        for platform in platforms:
-            check_device(plugin.distribution, platform)
-        return platforms
+@cache
+def manager() -> Manager:
+    """The manager of this process."""
+    return Manager()
 
 
 def check_device(distribution: str, platform: Platform) -> None:
@@ -127,16 +124,10 @@ def check_device(distribution: str, platform: Platform) -> None:
         raise InvalidInput("platform, arch", got=got, expected=f"{expected}, with its version")
 
 
-@cache
-def manager() -> Manager:
-    """The manager of this process."""
-    return Manager()
-
-
-def _attempt(plugin: Plugin, stage: Stage, work: Callable[[], T]) -> tuple[T | None, Plugin]:
-    """The result, or None and the plugin with a failure. The plugin prints to standard error."""
+def _attempt(work: Callable[[Plugin], Plugin], plugin: Plugin, stage: Stage) -> Plugin:
+    """The result, or the plugin with a failure. What the plugin prints goes to standard error."""
     try:
         with redirect_stdout(sys.stderr):
-            return work(), plugin
+            return work(plugin)
     except BaseException as error:  # SystemExit too
-        return None, plugin._replace(failures=(failure_of(plugin, stage, error),))
+        return plugin._replace(failures=(failure_of(plugin, stage, error),))
