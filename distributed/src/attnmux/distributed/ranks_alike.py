@@ -21,7 +21,7 @@ def check_same_libraries(
     compared = {"attnmux-core", *names}
     for offer in offers:
         compared |= {offer.distribution, *offer.card.libraries()}
-    said = group.exchange(_installed(compared))
+    said = group.exchange(installed(compared))
     every = sorted({name for each in said for name in each})
     differing = [
         name for name in every if any(each.get(name) != said[0].get(name) for each in said)
@@ -35,7 +35,7 @@ def check_same_libraries(
     raise RanksDiffer("plugins and libraries", by_rank=by_rank, hint=hint)
 
 
-def _installed(names: Iterable[str]) -> dict[str, tuple[str, str]]:
+def installed(names: Iterable[str]) -> dict[str, tuple[str, str]]:
     """The version and the hash of RECORD of each that is installed, by canonical name."""
     known = distributions()
     return {
