@@ -32,8 +32,13 @@ def call():
     return invoke
 
 
+class Owner:
+    """Of an entry point."""
+
+
 def point(name: str, value: str, distribution: str = "") -> EntryPoint:
-    owner = SimpleNamespace(metadata={"Name": distribution, "Version": ""})
+    owner = Owner()
+    owner.metadata = {"Name": distribution, "Version": ""}
     return EntryPoint(name, value, module.GROUP)._for(owner)
 
 

@@ -110,10 +110,12 @@ class Clause(Plain):
     def __post_init__(self) -> None:
         for name in self.__slots__:
             condition = getattr(self, name)
+            if condition is ANY or condition is NONE:
+                continue
             if not _limits(name, condition):
                 raise refusal(f"clause, {name}", condition, _expected(name))
-        for name, words in WORDS.items():
-            unknown = set(getattr(self, name).examples()).difference(words)
+            words = WORDS.get(name, ())
+            unknown = set(condition.examples()).difference(words) if words else ()
             if unknown:
                 got = ", ".join(sorted(map(str, unknown)))
                 raise refusal(f"clause, {name}", got, f"some of {', '.join(words)}")
@@ -132,9 +134,7 @@ class Clause(Plain):
 def _limits(axis: str, condition: object) -> bool:
     """Whether the condition can limit the axis: its kind, and the type and range of its values."""
     kind = Clause.__annotations__[axis]
-    if condition is ANY or condition is NONE:
-        return True
-    if isinstance(condition, Range):
+    if type(condition) is Range:
         ends = (condition.step, condition.most or LARGEST)
         return (
             kind == "Number"
@@ -142,9 +142,9 @@ def _limits(axis: str, condition: object) -> bool:
             and type(condition.least) is int
             and 0 <= condition.least <= LARGEST
         )
-    if isinstance(condition, (OneOf, Excluding)):
+    if type(condition) is OneOf or type(condition) is Excluding:
         return all(_is_value(kind, value) for value in condition.values)
-    if isinstance(condition, Emulated) and not _limits(axis, condition.native):
+    if type(condition) is Emulated and not _limits(axis, condition.native):
         return False
     return type(condition) is OWN_KIND.get(axis)
 

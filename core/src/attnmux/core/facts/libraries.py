@@ -34,6 +34,7 @@ def printable(text: str) -> str:
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
+@lru_cache(maxsize=1024)
 def identity(distribution: metadata.Distribution | None) -> tuple[str, str]:
     """(name, version); empty where the metadata does not tell."""
     try:
@@ -74,7 +75,7 @@ def entry_points(group: str) -> tuple[Sequence[metadata.EntryPoint], Unreadable]
     for distribution in metadata.distributions():
         try:
             # Names are in files that take longer to parse, and few have entry points of the group
-            if group in (distribution.read_text("entry_points.txt") or ""):
+            if f"[{group}]" in (distribution.read_text("entry_points.txt") or ""):
                 points = distribution.entry_points.select(group=group)
                 found.setdefault(identity(distribution)[0], [*points])
         except Exception as error:

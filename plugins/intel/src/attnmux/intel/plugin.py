@@ -8,11 +8,12 @@ from __future__ import annotations
 from attnmux.core import BackendCard, Platform, hookimpl
 from attnmux.core.find.settings import device_variables
 from attnmux.intel.cards import CARDS
-from attnmux.intel.probe import probe
 
 
 @hookimpl
 def attnmux_platforms() -> list[Platform]:
+    from attnmux.intel.probe import probe  # noqa: PLC0415  # in the child that asks for devices
+
     return probe(variables=device_variables())
 
 
