@@ -169,6 +169,7 @@ ENDS: dict[str, tuple[str, str]] = {
     "sleep": ("time.sleep(60)", "no answer in 1 s"),
     "stop": ("os.kill(os.getpid(), signal.SIGSTOP)", "no answer in 1 s"),
     "gil": ("ctypes.PyDLL(None).sleep(60)", "no answer in 1 s"),
+    "closed": ("os.closerange(0, 100); time.sleep(60)", "it closed the descriptors"),
     "deaf": ("signal.signal(15, signal.SIG_IGN); time.sleep(60)", "no answer in 1 s"),
 }
 
@@ -287,10 +288,24 @@ def test_what_ends_or_stops_a_process_is_a_row_where_a_child_loads_it(new, tmp_p
     assert not good.failures
 
 
+def test_a_plugin_that_forks_answers_once(new) -> None:
+    plugins = []
+    for name, vendor in (("forks", "one"), ("good", "two")):
+        new(name, "os.fork()\n" * (name == "forks") + PROBE + f"return [device('{vendor}')]")
+        plugins.append(Plugin(EntryPoint(name, f"plugin_{name}", "attnmux"), f"dist-{name}"))
+    assert [[each.vendor for each in plugin.platforms] for plugin in probe(plugins, 5)] == [
+        ["one"],
+        ["two"],
+    ]
+
+
 def test_a_child_that_does_not_start(new, monkeypatch) -> None:
     new("good", WORKS)
     plugin = Plugin(EntryPoint("good", "plugin_good", "attnmux"), "dist-good", "0.3")
-    for executable, said in (("/absent", "No such file"), ("/bin/false", "no answer")):
+    for executable, said in (
+        ("/absent", "No such file"),
+        ("/bin/false", "its process ended with 1 after 0."),
+    ):
         monkeypatch.setattr(sys, "executable", executable)
         ((row,),) = (each.failures for each in probe([plugin], 1))
         assert "no process could be started to load it: " in row.error

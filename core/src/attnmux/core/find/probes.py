@@ -23,7 +23,7 @@ from attnmux.core.find.manager import Manager
 from attnmux.core.find.plugin import LONGEST_TRACEBACK, Plugin, PluginFailure, Stage, failed
 
 CHILD = "import sys; sys.path[:] = {path!r}; from attnmux.core.find.probes import main; main()"
-START_SECONDS = 10
+START_SECONDS = 30
 """For the child to import core."""
 STAGES: tuple[Stage, ...] = ("load", "platforms")
 """The child writes a line when it has started, and one after each."""
@@ -54,15 +54,16 @@ def _in_a_child(plugins: Sequence[Plugin], seconds: float) -> Iterator[Plugin]:
     rows = [[each.name, each.point.value, each.distribution, each.version] for each in plugins]
     asked = json.dumps({"plugins": rows, "seconds": seconds}).encode()
     with tempfile.TemporaryFile() as noise, _child(asked, noise) as (child, lines):
-        if not _next(lines, START_SECONDS):
-            raise OSError(_end_of(noise) or f"no answer in {START_SECONDS} s")
+        began = time.monotonic()
+        if not (line := _next(lines, START_SECONDS)):
+            raise OSError(_end_of(noise) or _why(line, child, began, START_SECONDS))
         for plugin in plugins:
             told: dict[str, Any] = {}
             began = time.monotonic()
             for stage in STAGES:
                 line = _next(lines, seconds)
                 if not line:
-                    why = f"no answer in {seconds:g} s" if line is None else _ending(child, began)
+                    why = _why(line, child, began, seconds)
                     row = failed(plugin, stage, why, _end_of(noise))
                     yield _answered(plugin, told)._replace(failures=(row,))
                     return
@@ -90,7 +91,8 @@ def _child(asked: bytes, noise: IO[bytes]) -> Iterator[tuple[subprocess.Popen[by
     finally:
         with suppress(OSError):
             os.killpg(child.pid, signal.SIGKILL) if hasattr(os, "killpg") else child.kill()
-        child.wait()
+        with suppress(subprocess.TimeoutExpired):  # a driver may hold it
+            child.wait(1)
 
 
 def _read(stream: IO[bytes], lines: Lines) -> None:
@@ -115,10 +117,15 @@ def _end_of(noise: IO[bytes]) -> str:
     return noise.read().decode(errors="replace")
 
 
-def _ending(child: subprocess.Popen[bytes], began: float) -> str:
-    """How the child ended, in words."""
+def _why(line: bytes | None, child: subprocess.Popen[bytes], began: float, seconds: float) -> str:
+    """The reason, in words, why there is no line (None), or why there is none any more."""
+    if line is None:
+        return f"no answer in {seconds:g} s"
     after = f"after {time.monotonic() - began:.1f} s"
-    code = child.wait()
+    try:
+        code = child.wait(1)
+    except subprocess.TimeoutExpired:
+        return f"it closed the descriptors of its process {after}"
     if code >= 0:
         return f"its process ended with {code} {after}"
     try:
@@ -143,9 +150,11 @@ def main() -> None:
     os.dup2(2, 1)  # what plugins print
     print("started", file=answers, flush=True)
     faulthandler.enable()
-    manager, seconds = Manager(), asked["seconds"]
+    manager, seconds, own = Manager(), asked["seconds"], os.getpid()
 
     def tell(plugin: Plugin, **facts: Any) -> None:  # noqa: ANN401  # plain data
+        if os.getpid() != own:  # a copy that the plugin forked would answer too
+            os._exit(0)
         facts["failures"] = [failure.to_dict() for failure in plugin.failures]
         print(json.dumps(facts), file=answers, flush=True)
 
