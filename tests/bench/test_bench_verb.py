@@ -381,14 +381,23 @@ def test_an_unwritable_file_is_refused_before_timing(installed, file) -> None:
     assert "us of one layer" not in result.stdout
 
 
-def test_a_corrupt_file_is_a_warning_and_set_aside(installed, file) -> None:
-    file.write_text("{")
+def test_a_file_that_is_not_ours_is_refused_before_timing(installed, file) -> None:
+    file.write_text("a diary")
+    result = bench("--keep", *STEPS)
+    assert result.exit_code == 2
+    assert f"{file} cannot be written: it holds something else than measurements" in result.stderr
+    assert "us of one layer" not in result.stdout
+    assert file.read_text() == "a diary"
+
+
+def test_a_file_of_another_version_is_a_warning_and_set_aside(installed, file) -> None:
+    file.write_text('{"format": 0}')
     result = bench("--json", "--keep", *EXTEND)
     data = answer(result)
     assert any(str(file) in text for text in data["warnings"])
     assert str(file) in result.stderr
     assert len(Measurement.read(file).found) == 1
-    assert file.with_name("measurements.json.damaged").read_text() == "{"
+    assert file.with_name("measurements.json.damaged").read_text() == '{"format": 0}'
 
 
 def test_a_page(installed, tmp_path, fakes) -> None:
@@ -414,9 +423,10 @@ def test_a_page_that_cannot_be_made_is_refused_before_timing(
         monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     else:
         pytest.importorskip("plotly")
-    result = bench("--html", str(tmp_path / "no" / "bench.html"), *STEPS)
-    assert result.exit_code == 2
-    assert ("a folder that exists" if found else "attnmux-bench[html]") in result.stderr
+    for file, said in ((str(tmp_path / "no" / "x.html"), "that exists"), ("/dev/null", "regular")):
+        result = bench("--html", file, *STEPS)
+        assert result.exit_code == 2
+        assert (said if found else "attnmux-bench[html]") in result.stderr
 
 
 def test_without_keep_nothing_is_written(installed, file) -> None:

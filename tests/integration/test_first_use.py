@@ -50,7 +50,7 @@ class make(TorchNativeBackend):
 
 
 @pytest.fixture
-def acme(tmp_path, monkeypatch):
+def acme(tmp_path, monkeypatch, fresh_plugins):
     """Installs a plugin whose backend is chosen; called with a name of BACKENDS."""
     monkeypatch.setattr(sys, "path", [*sys.path[:1], str(tmp_path), *sys.path[1:]])
     monkeypatch.setenv("ATTNMUX_ALLOW_PLUGINS", "acme-first,attnmux-cpu")
@@ -131,26 +131,6 @@ def test_without_the_suite_a_warning_is_printed(acme, monkeypatch) -> None:
     result = generate()
     assert result.exit_code == 0
     assert "acme/acme was chosen, but its card names no machine" in result.stderr
-
-
-@pytest.mark.parametrize(
-    ("args", "said"),
-    [
-        (["--model", "other/model"], "expected the locked org/model at abc123, got other/model"),
-        (
-            ["--model", "org/model", "--revision", "main"],
-            "expected the locked abc123, or none, got main",
-        ),
-        ([], "expected the content of the locked org/model, abc123"),
-    ],
-)
-def test_another_model_than_the_locked_one_is_refused(tmp_path, args, said) -> None:
-    file = str(tmp_path / "attnmux.lock")
-    locked = ["lock", "--output", file, "--model", "org/model@abc123"]
-    assert CliRunner().invoke(verbs, locked).exit_code == 0
-    result = CliRunner().invoke(verbs, ["generate", "k1 ?k", "--locked", file, *args])
-    assert result.exit_code == 2, result.output
-    assert said in result.stderr
 
 
 def test_linear_layers_backends_are_tried_too(monkeypatch, tmp_path) -> None:

@@ -12,7 +12,7 @@ from attnmux.core import Offer, Platform, Request, load_plugins
 from attnmux.core.cli import run as shared
 from attnmux.core.cli.verbs import verbs
 from attnmux.core.facts.values import PHASES
-from attnmux.core.find.examine import PluginFailure
+from attnmux.core.find.plugin import PluginFailure
 from attnmux.core.plugin import (
     ANY,
     NONE,

@@ -13,7 +13,7 @@ import pytest
 from attnmux.core import BackendFailed, Request, load_plugins, solve
 from attnmux.core.cards.installed_files import digest
 from attnmux.core.find.cpu import probe_cpu
-from attnmux.core.find.store import Store
+from attnmux.core.measured.store import Store
 from attnmux.core.plugin import Verified
 from attnmux.core.verbs import Passes, Unverified
 from attnmux.testing import FirstUse, fake_card, find_candidate, run_case

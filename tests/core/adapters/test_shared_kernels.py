@@ -42,7 +42,7 @@ def context():
 
 
 @pytest.fixture
-def install(tmp_path, monkeypatch):
+def install(tmp_path, monkeypatch, fresh_plugins):
     """Installs a plugin that offers `kv_writer` for the CPU."""
     monkeypatch.setattr(sys, "path", [*sys.path[:1], str(tmp_path), *sys.path[1:]])
     monkeypatch.setattr("attnmux.core.Settings.cache_folder", lambda *_: tmp_path / "cache")

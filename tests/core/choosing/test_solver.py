@@ -740,6 +740,7 @@ def test_a_decision_of_groups_survives_json_and_is_checked(offer, cpu) -> None:
     decision = solve(grouped(), cpu, cards, libraries=NO_LIBRARIES)
     read = Decision.from_json(decision.to_json())
     assert (read.hash, by_group(read)) == (decision.hash, ["a", "b"])
+    assert not any(each.is_checked for each in (read, *read.others))
     read.check(cpu, cards, libraries=NO_LIBRARIES)
     assert read.is_checked
     with pytest.raises(InvalidInput, match="fake/b for extend and decode is offered by no plugin"):

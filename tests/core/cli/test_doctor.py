@@ -10,6 +10,7 @@ import sys
 import time
 from functools import partial
 from importlib import metadata
+from importlib.metadata import EntryPoint
 from pathlib import Path
 
 import pytest
@@ -20,11 +21,10 @@ from attnmux.core.choosing.requirements import required
 from attnmux.core.cli import doctor_diagnosis
 from attnmux.core.cli.doctor_diagnosis import diagnose
 from attnmux.core.cli.verbs import verbs
-from attnmux.core.facts.libraries import Distribution, EntryPoint
 from attnmux.core.find import devices as probe
 from attnmux.core.find import unserved
 from attnmux.core.find.devices import survey
-from attnmux.core.find.examine import Entry, Plugin, PluginFailure
+from attnmux.core.find.plugin import Plugin, PluginFailure
 from attnmux.core.plugin import BackendCard, Clause, includes, one_of
 
 GOOD = """
@@ -57,7 +57,7 @@ def install(folder: Path, plugin: str, source: str, distribution: str = "") -> N
 
 
 @pytest.fixture
-def ask(tmp_path, monkeypatch):
+def ask(tmp_path, monkeypatch, fresh_plugins):
     """Ask for a diagnosis of a machine without devices that has these plugins and no others."""
     monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
     monkeypatch.setattr(doctor_diagnosis, "survey", partial(survey, root=tmp_path / "root"))
@@ -118,11 +118,15 @@ def test_a_plugin_that_works(ask) -> None:
 BROKEN = {
     "raises": ("raise RuntimeError('no driver')", "load", "RuntimeError: no driver"),
     "exits": ("raise SystemExit(3)", "load", "SystemExit: 3"),
-    "ends": ("import os; os._exit(0)", "load", "its process ended with 0 before it had"),
-    "crashes": ("import os; os.abort()", "load", "killed by SIGABRT"),
+    "ends": ("import os; os._exit(0)", "load", "its process ended with 0 after 0."),
+    "crashes": ("import os; os.abort()", "load", "killed by SIGABRT after "),
     "interrupts": ("raise KeyboardInterrupt", "load", "KeyboardInterrupt"),
     "cards": (f"{HOOK}def attnmux_cards(): raise OSError('gone')", "cards", "OSError: gone"),
-    "dies": (f"{HOOK}def attnmux_cards(): __import__('os').abort()", "cards", "killed by SIGABRT"),
+    "dies": (
+        f"{HOOK}def attnmux_cards(): __import__('os').abort()",
+        "load",
+        "killed by SIGABRT after ",
+    ),
     "probe": (f"{HOOK}def attnmux_platforms(): raise SystemExit(1)", "platforms", "SystemExit: 1"),
 }
 
@@ -141,8 +145,24 @@ def test_whatever_a_plugin_does_is_a_row_and_the_others_go_on(ask) -> None:
         assert said in failure["error"]
         if name != "ends":
             assert f"dist_{name}_module.py" in failure["traceback"]
+        (problem,) = (
+            one for one in json.loads(result.stdout)["problems"] if f"dist-{name} " in one
+        )
+        assert f"ATTNMUX_DENY_PLUGINS={name})" in problem
     assert not found
     assert len(json.loads(result.stdout)["problems"]) == len(BROKEN)
+
+
+def test_a_plugin_that_imports_torch_is_a_problem_with_its_seconds(ask, tmp_path) -> None:
+    (tmp_path / "fake/torch").mkdir(parents=True)
+    (tmp_path / "fake/torch/__init__.py").touch()
+    head = f"import sys; sys.path.insert(0, {str(tmp_path / 'fake')!r}); import torch\n"
+    result = ask("--json", good=GOOD.format(more=""), slow=head + GOOD.format(more=""))
+    (problem,) = json.loads(result.stdout)["problems"]
+    assert "plugin slow (dist-slow 0.3) imports torch, 0." in problem
+    assert 'deny_plugins = ["slow"] in attnmux.toml leaves it out' in problem
+    assert rows(result)["dist-slow"]["status"] == "works"
+    assert rows(result)["dist-slow"]["seconds"] > 0
 
 
 def test_plugins_that_hang_are_ended_with_what_they_started(ask, tmp_path) -> None:
@@ -368,7 +388,9 @@ def examined(name: str, *platforms: str, error: str = "") -> Plugin:
         plugin=name, distribution=f"attnmux-{name}", version="0.3", stage="load", error=error
     )
     return Plugin(
-        Entry(EntryPoint(name, "", Distribution("")), f"attnmux-{name}", "0.3"),
+        EntryPoint(name, "", "attnmux"),
+        f"attnmux-{name}",
+        "0.3",
         platforms=tuple(map(Platform.parse, platforms)),
         cards=(BackendCard(name=name, summary="", factory="a:b", clauses=()),),
         failures=(failure,) if error else (),

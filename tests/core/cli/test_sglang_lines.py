@@ -58,7 +58,6 @@ REFUSED = {
     "sparse": "quest",
     "sparse_budget": 256,
     "max_error": 4.0,
-    "accuracy": "high",
     "multi_item": True,
     "chunked_prefix": True,
     "lse": True,

@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 from importlib import metadata
+from importlib.metadata import EntryPoint
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -17,7 +18,7 @@ from click.testing import CliRunner
 from attnmux.core import cli
 from attnmux.core.cli import verbs as module
 from attnmux.core.cli.verbs import verbs
-from attnmux.core.facts.libraries import Distribution, EntryPoint
+from attnmux.core.facts.libraries import identity
 
 MAIN = "import sys; sys.argv[0] = 'attnmux'; from attnmux.core.cli import main; main()"
 MODEL = {"hidden_size": 64, "num_attention_heads": 1, "torch_dtype": "bfloat16"}
@@ -31,8 +32,14 @@ def call():
     return invoke
 
 
+class Owner:
+    """Of an entry point."""
+
+
 def point(name: str, value: str, distribution: str = "") -> EntryPoint:
-    return EntryPoint(name, value, Distribution(distribution))
+    owner = Owner()
+    owner.metadata = {"Name": distribution, "Version": ""}
+    return EntryPoint(name, value, module.GROUP)._for(owner)
 
 
 @pytest.fixture
@@ -110,10 +117,7 @@ def test_help_of_an_installed_verb_gives_its_summary(call, outside, monkeypatch)
 
 
 def test_every_optional_verb_is_installed_by_the_distribution_that_is_named() -> None:
-    found = {
-        point.name: point.distribution.identity()[0]
-        for point in module.entry_points(module.GROUP)[0]
-    }
+    found = {point.name: identity(point.dist)[0] for point in module.entry_points(module.GROUP)[0]}
     for name, (distribution, _) in module.OPTIONAL.items():
         assert found.get(name, distribution) == distribution
 
@@ -249,7 +253,6 @@ def test_who_is_allowed_holds_for_verbs(
 ) -> None:
     (tmp_path / "singing_verb.py").write_text(SINGS)
     monkeypatch.syspath_prepend(str(tmp_path))
-    monkeypatch.setattr(module, "_distribution", lambda point: point.distribution.folder)
     verify = point("verify", "singing_verb:sing", "attnmux-testing")
     outside(point("sing", "singing_verb:sing", "acme-sing"), verify)
     monkeypatch.setenv(f"ATTNMUX_{variable}", value)

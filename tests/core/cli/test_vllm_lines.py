@@ -53,7 +53,6 @@ REFUSED = {
     "two_batches": True,
     "lse": True,
     "max_error": 4.0,
-    "accuracy": "high",
 }
 """Fields that no option states."""
 UNSERVED = {

@@ -63,10 +63,8 @@ def test_writers_at_once_lose_nothing(tmp_path) -> None:
     assert {each.subject["page"] for each in found.found} == set(range(4 * count))
 
 
-@pytest.mark.parametrize(
-    "content", [b"", b"{", b"\xff\xfe", b'{"format": 2, "launches": []}', b'{"measurements": []}']
-)
-def test_a_file_that_is_none_of_ours_is_named_and_costs_nothing(tmp_path, content) -> None:
+@pytest.mark.parametrize("content", [b'{"format": 2, "launches": []}', b'{"format": 1}'])
+def test_a_file_of_another_version_is_named_and_set_aside(tmp_path, content) -> None:
     path = tmp_path / "launches.json"
     path.write_bytes(content)
     records = RecordFile(path, TunedLaunch).read()
@@ -82,9 +80,13 @@ def test_unreadable_content_is_reported_before_writing(tmp_path) -> None:
     assert RecordFile(path, TunedLaunch).prepare() == Records()
     RecordFile(path, TunedLaunch).add([launch()])
     assert RecordFile(path, TunedLaunch).prepare().found == (launch(),)
-    path.write_text("{")
+    path.write_text('{"format": 0}')
     (problem,) = RecordFile(path, TunedLaunch).prepare().problems
     assert "delete it" in problem
+    assert path.read_text() == '{"format": 0}'
+    path.write_text("{")
+    with pytest.raises(FileExistsError, match="something else than launches"):
+        RecordFile(path, TunedLaunch).prepare()
     assert path.read_text() == "{"
 
 

@@ -27,7 +27,7 @@ def attnmux_cards():
 
 
 @pytest.fixture
-def install(tmp_path, monkeypatch):
+def install(tmp_path, monkeypatch, fresh_plugins):
     """Installs a plugin that provides graphs of one type of device."""
     monkeypatch.setattr(sys, "path", [*sys.path[:1], str(tmp_path), *sys.path[1:]])
     monkeypatch.setattr("attnmux.core.Settings.cache_folder", lambda *_: tmp_path / "cache")

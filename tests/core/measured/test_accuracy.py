@@ -20,7 +20,7 @@ from attnmux.core import (
     solve_measured,
 )
 from attnmux.core.measured.ranking import accuracy_by
-from attnmux.core.plugin import ANY, ErrorBound, one_of
+from attnmux.core.plugin import ErrorBound, one_of
 from attnmux.core.verbs import Device, Question
 
 REQUEST = Request.parse("num_q_heads=32,num_kv_heads=8,head_dim=128,dtype=bf16,phases=decode")
@@ -99,16 +99,6 @@ def test_only_equal_workloads_and_backends_that_could_serve_are_compared(pair, m
     assert len(decide(pair, measured, Policy(backend="fast")).notes) == 1
 
 
-def test_high_accuracy_refuses_it(pair, measured) -> None:
-    decision = decide(pair, measured, accuracy="high")
-    assert decision.phases["decode"].backend == "exact"
-    assert decision.notes == ()
-    (code, offered) = refused(pair, measured, accuracy="high")["fast"]
-    assert code == "ACCURACY"
-    assert "23 times the 0.435 of fake/exact" in offered
-    assert "exact" not in refused(pair, measured, accuracy="high")
-
-
 def test_max_error_bounds_the_worst_error(pair, measured) -> None:
     assert refused(pair, measured, max_error=25) == {}
     assert decide(pair, measured, max_error=0.9).phases["decode"].backend == "exact"
@@ -129,18 +119,15 @@ def test_a_bound_needs_a_measurement_or_the_cards_promise(pair, measured) -> Non
     assert set(refused(pair, measured, max_error=2, phases="decode+extend")) == {"fast", "exact"}
 
 
-@pytest.mark.parametrize(
-    ("asked", "said"), [({"max_error": 0.9}, "0.9 roundings"), ({"accuracy": "high"}, "high")]
-)
-def test_a_loaded_decision_is_checked_for_accuracy(pair, measured, asked, said) -> None:
+def test_a_loaded_decision_is_checked_for_accuracy(pair, measured) -> None:
     """Here the measurements differ: exact is no longer so."""
-    loaded = Decision.from_json(decide(pair, measured, **asked).to_json())
+    loaded = Decision.from_json(decide(pair, measured, max_error=0.9).to_json())
     loaded.check(HOPPER, pair, accuracy=accuracy_by(measured, HOPPER, pair))
     fast, exact = pair
     worse = [timed(fast, 50.0, 0.4), timed(exact, 100.0, 10.0)]
     with pytest.raises(InvalidInput, match="fake/exact is not accurate enough here") as caught:
         loaded.check(HOPPER, pair, accuracy=accuracy_by(worse, HOPPER, pair))
-    assert said in str(caught.value)
+    assert "0.9 roundings" in str(caught.value)
 
 
 def test_without_measurements_a_loaded_decision_goes_by_the_card(pair, measured, offer) -> None:
@@ -171,36 +158,18 @@ def test_a_card_may_promise_a_bound(offer) -> None:
     ].backend == ("a")
 
 
-def test_high_accuracy_refuses_8_bit_products_that_were_not_measured(offer) -> None:
-    a, b = offers = [
-        offer("a", rank=10, kv_dtype=ANY, fp8_products=True),
-        offer("b", rank=20, kv_dtype=ANY),
-    ]
-    asked = {"accuracy": "high", "kv_dtype": "fp8_e4m3"}
-    assert refused(offers, [], **asked)["a"] == ("ACCURACY", "products in fp8_e4m3")
-    assert decide(offers, [], accuracy="high").phases["decode"].backend == "a"
-    shape = Measurement.shape_of(
-        Question(request=REQUEST.replace(**asked), platform=HOPPER, phase="decode")
-    )
-    found = [timed(a, 1.0, 0.6, shape=shape), timed(b, 1.0, 0.5, shape=shape)]
-    assert refused(offers, found, **asked) == {}
-
-
 @pytest.mark.parametrize(
     ("field", "value"),
     [
         ("max_error", -1),
         ("max_error", "small"),
         ("max_error", float("nan")),
-        ("accuracy", "low"),
-        ("accuracy", 3),
     ],
 )
 def test_requests_hold_a_number_and_a_word(field, value) -> None:
     with pytest.raises(InvalidInput, match=field):
         REQUEST.replace(**{field: value})
-    assert Request.parse("max_error=2.5,accuracy=high").max_error == 2.5
-    assert Request.parse("accuracy=none") == Request.parse("")
+    assert Request.parse("max_error=2.5").max_error == 2.5
 
 
 @pytest.mark.parametrize(

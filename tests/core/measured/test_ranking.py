@@ -342,12 +342,20 @@ class TestTheFile:
             b"[" * 100_000,
         ],
     )
-    def test_a_damaged_one_is_said_and_set_aside(self, tmp_path, faster, content) -> None:
+    def test_one_of_another_version_is_set_aside_and_a_foreign_one_is_not_touched(
+        self, tmp_path, faster, content
+    ) -> None:
         path = tmp_path / "measurements.json"
         path.write_bytes(content)
         stored = Measurement.read(path)
         assert stored.found == ()
         assert str(path) in stored.problems[0]
+        if not content.startswith(b'{"format"'):
+            for write in (RecordFile.prepare, lambda file: file.add(faster)):
+                with pytest.raises(FileExistsError, match="something else than measurements"):
+                    write(RecordFile(path, Measurement))
+            assert path.read_bytes() == content
+            return
         RecordFile(path, Measurement).add(faster)
         assert Measurement.read(path).found == tuple(faster)
         assert (tmp_path / "measurements.json.damaged").read_bytes() == content

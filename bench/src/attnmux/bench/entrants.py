@@ -193,7 +193,7 @@ def _decide_alone(
 ) -> Decision | NoBackend:
     """Decide one phase with one backend named. The request is not coerced for it, and asks for no
     accuracy: the benchmark measures it."""
-    asked = request.replace(phases=(phase,), max_error=None, accuracy=None)
+    asked = request.replace(phases=(phase,), max_error=None)
     if phase == "verify":
         # An engine's backend for prompts verifies too
         asked = asked.replace(phases=("extend", phase), speculative_attention_mode="prefill")

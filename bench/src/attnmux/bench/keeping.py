@@ -6,6 +6,7 @@ loses another one's records.
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import shutil
@@ -41,19 +42,26 @@ class RecordFile(Generic[R]):
         """The content, read as `add` reads it, so that obstacles show before anything is measured.
         Creates the folder. Raises what `add` raises."""
         with self._locked():
-            return self.kind.opened(self.path, writable=True)
+            return self._content()
 
     def add(self, records: Iterable[R]) -> None:
         """Put records into the file; they replace earlier ones with the same key.
 
-        A file that cannot be read is kept with `.damaged` after its name; single entries that
-        cannot be read are dropped. Raises OSError where the file cannot be opened, the folder is
-        not writable, or another writer does not finish; the file is unchanged then.
+        A file of another version is kept with `.damaged` after its name; single entries that
+        cannot be read are dropped. Raises OSError if the file cannot be opened or holds something
+        else, the folder is not writable, or another writer does not finish; the file is unchanged
+        then.
         """
         with self._locked():
-            before = self.kind.opened(self.path, writable=True)
+            before = self._content()
             data = self.kind.content([*before.found, *records])
             self._replace(data, set_aside=before.damaged)
+
+    def _content(self) -> Records[R]:
+        found = self.kind.opened(self.path, writable=True)
+        if found.is_foreign:
+            raise OSError(errno.EEXIST, f"it holds something else than {self.kind.listed}")
+        return found
 
     @contextmanager
     def _locked(self) -> Iterator[None]:

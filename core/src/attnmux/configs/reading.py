@@ -8,7 +8,7 @@ from typing import Any
 
 from attnmux.configs.fields import read_model
 from attnmux.core import InvalidInput, Request, canonical_dtype
-from attnmux.core.verbs import read_file
+from attnmux.core.plugin import read_file
 
 MOST_BYTES = 2**24
 """The largest configuration that is read. Published ones have up to some 100 kB."""

@@ -1,6 +1,7 @@
 """The public names for engine authors, each with its module."""
 
 from attnmux.core.cards.card import Offer as Offer
+from attnmux.core.cards.installed_files import installed as installed
 from attnmux.core.choosing.choice import Choice as Choice
 from attnmux.core.choosing.decision import Decision as Decision
 from attnmux.core.choosing.solver import solve as solve
@@ -78,10 +79,8 @@ from attnmux.core.facts.verdicts import Reason as Reason
 from attnmux.core.find.devices import Detection as Detection
 from attnmux.core.find.devices import detect as detect
 from attnmux.core.find.devices import pick_platform as pick_platform
-from attnmux.core.find.installed import load_plugins as load_plugins
-from attnmux.core.find.lock import Lock as Lock
-from attnmux.core.find.lock import installed as installed
 from attnmux.core.find.plugins import Plugins as Plugins
+from attnmux.core.find.plugins import load_plugins as load_plugins
 from attnmux.core.find.settings import Settings as Settings
 from attnmux.core.graph.config import GraphConfig as GraphConfig
 from attnmux.core.graph.config import ModelInput as ModelInput

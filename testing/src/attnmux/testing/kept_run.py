@@ -10,7 +10,8 @@ from random import SystemRandom
 from typing import TYPE_CHECKING, Any, Literal
 
 from attnmux.core import InvalidInput, Offer
-from attnmux.core.verbs import Passes, read_file
+from attnmux.core.plugin import read_file
+from attnmux.core.verbs import Passes
 from attnmux.testing.candidate import Outcome, StepFigures
 
 if TYPE_CHECKING:

@@ -10,8 +10,16 @@ from pathlib import Path
 
 import click
 
-from attnmux.core import InvalidInput, Measurement, NoBackend, Offer, Plugins, Settings, replacing
-from attnmux.core.verbs import Device, FiniteRange, Run, common_options, pass_run, writing
+from attnmux.core import Measurement, NoBackend, Offer, Plugins, Settings, replacing
+from attnmux.core.verbs import (
+    Device,
+    FiniteRange,
+    Run,
+    check_replaceable,
+    common_options,
+    pass_run,
+    writing,
+)
 from attnmux.testing.candidate import Candidate, find_candidate
 from attnmux.testing.report_facts import Reported, reported
 from attnmux.testing.summary import Summary, kept_file, read_summary, summarised
@@ -114,8 +122,7 @@ def _with_results(offers: Sequence[Offer], measurements: Sequence[Measurement]) 
 
 def _check_writable(out: Path) -> None:
     """Raise before minutes of running."""
-    if not out.parent.is_dir():
-        raise InvalidInput("--out", got=str(out), expected="a file in a folder that exists")
+    check_replaceable("--out", out)
     probe = out.with_name(f".{out.name}.probe")
     with writing(out, otherwise="name another file as --out"):
         probe.touch()

@@ -12,7 +12,7 @@ from typing import Any
 from attnmux.core import Measurement, Offer, Platform, Plugins, Settings, in_brief
 from attnmux.core.plugin import Verified, installed_version
 from attnmux.core.verbs import Device, Proven, standing
-from attnmux.testing.anonymous import anonymous
+from attnmux.testing.anonymous import anonymous, anonymous_error
 from attnmux.testing.candidate import Candidate
 from attnmux.testing.summary import Summary, verified_by
 
@@ -54,7 +54,7 @@ def reported(
         "packages": _packages(plugins),
         "libraries": _libraries(plugins),
         "failures": [
-            {"plugin": each.plugin, "stage": each.stage, "error": anonymous(each.error)}
+            {"plugin": each.plugin, "stage": each.stage, "error": anonymous_error(each.error)}
             for each in plugins.failures
         ],
         "backends": [_backend(each, settings, measurements) for each in found],
@@ -74,7 +74,7 @@ def system() -> Mapping[str, str]:
 
         facts = get_env_info()._asdict()  # type: ignore[no-untyped-call]  # torch's own
     except Exception as error:  # it asks many programs, and a report does without
-        return {**found, "torch": anonymous(in_brief(error))}
+        return {**found, "torch": anonymous_error(in_brief(error))}
     for name, value in facts.items():
         if name not in LEFT_OUT and str(value) not in UNKNOWN:
             found[name] = anonymous(str(value))

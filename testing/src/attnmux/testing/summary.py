@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from attnmux.core import Offer, Settings, SettingsError, replacing
-from attnmux.core.plugin import Verified
-from attnmux.core.verbs import Device, Passes, read_file, writing
-from attnmux.testing.anonymous import anonymous
+from attnmux.core.plugin import Verified, read_file
+from attnmux.core.verbs import Device, Passes, writing
+from attnmux.testing.anonymous import anonymous_error
 from attnmux.testing.candidate import Candidate
 from attnmux.testing.verify_run import Verification
 
@@ -92,7 +92,7 @@ def summarised(verification: Verification) -> Summary:
             {
                 "case": one.case,
                 "execution": one.execution,
-                "message": anonymous(one.message),
+                "message": anonymous_error(one.message),
             }
             for one in failed[:MOST_FAILURES]
         ],

@@ -32,7 +32,7 @@ from typing import Any
 from attnmux.core.adapters.library import trying
 from attnmux.core.contract.context import BackendContext
 from attnmux.core.facts.errors import BackendFailed, in_brief
-from attnmux.core.find.installed import admitted_points
+from attnmux.core.find.plugins import admitted_points
 
 GROUP = "attnmux.kernels"
 

@@ -13,9 +13,9 @@ from attnmux.core.facts.checks import TEXT, Check, check_fields, refusal, tuple_
 from attnmux.core.facts.frozen import FrozenMapping, Plain, plain, plain_fields
 from attnmux.core.facts.libraries import (
     Libraries,
-    check_range,
     installed_version,
     parsed_requirement,
+    specifiers,
 )
 from attnmux.core.facts.questions import Question
 from attnmux.core.facts.values import TREE_MASKS, OptionValue, TreeMask
@@ -250,7 +250,7 @@ class BackendCard(Plain):
             if not re.fullmatch(NAME, name):
                 raise refusal(f"{owner}, name", name, NAME_EXPECTED)
         try:
-            check_range(self.contract)
+            specifiers(self.contract)
         except ValueError:
             expected = "a range such as >=1,<2"
             raise refusal(f"{owner}, contract", self.contract, expected) from None
@@ -291,7 +291,7 @@ def _check_requirement(argument: str, alternatives: tuple[str, ...]) -> None:
         raise refusal(argument, (), "at least one alternative")
     for text in alternatives:
         try:
-            check_range(parsed_requirement(text).specifier)
+            parsed_requirement(text)
         except (ValueError, TypeError):
             raise refusal(argument, text, "a PEP 508 requirement") from None
 

@@ -95,6 +95,8 @@ class Clause(Plain):
     def __post_init__(self) -> None:
         for axis in AXES:
             condition = getattr(self, axis.name)
+            if condition is ANY or condition is NONE:
+                continue
             if not _limits(axis, condition):
                 raise refusal(f"clause, {axis.name}", condition, _expected(axis))
             unknown = set(condition.examples()).difference(axis.words) if axis.words else ()
@@ -129,9 +131,7 @@ class Clause(Plain):
 
 def _limits(axis: Axis, condition: object) -> bool:
     """Whether the condition can limit the axis: its kind, and the type and range of its values."""
-    if condition is ANY or condition is NONE:
-        return True
-    if isinstance(condition, Range):
+    if type(condition) is Range:
         ends = (condition.step, condition.most or LARGEST)
         return (
             axis.values == "numbers"
@@ -139,9 +139,9 @@ def _limits(axis: Axis, condition: object) -> bool:
             and type(condition.least) is int
             and 0 <= condition.least <= LARGEST
         )
-    if isinstance(condition, (OneOf, Excluding)):
+    if type(condition) is OneOf or type(condition) is Excluding:
         return all(_is_value(axis, value) for value in condition.values)
-    if isinstance(condition, Emulated) and not _limits(axis, condition.native):
+    if type(condition) is Emulated and not _limits(axis, condition.native):
         return False
     return type(condition) is OWN_KIND.get(axis.name)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from datetime import date
 from typing import Any, ClassVar, Literal, get_args
 
 from attnmux.core.cards.clause import Clause
@@ -81,8 +82,6 @@ class Verified(Plain):
             raise refusal("verified, platform", self.platform, "that which was compiled for")
         if self.compiled and self.cases:
             raise refusal("verified, cases", self.cases, "0 where the kernels only compiled")
-        from datetime import date  # noqa: PLC0415  # off the path of cards that were checked
-
         try:
             date.fromisoformat(self.date)
         except ValueError:

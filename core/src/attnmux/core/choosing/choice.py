@@ -99,9 +99,9 @@ def disagreements(
 ) -> Iterator[str]:
     """The differences between this process and the decision's, in words; none where it holds.
 
-    They cover everything in the decision's hash. Each backend must also serve its phases here: a
-    library or a feature of the machine may be missing that the hash does not cover. Each must be as
-    accurate here as the request demands.
+    They cover everything in the decision's hash. Each backend must also serve its phases here, of
+    those that the request asks for: a library or a feature of the machine may be missing that the
+    hash does not cover. Each must be as accurate here as the request demands.
     """
     for name in ("vendor", "arch", "runtime"):
         here, there = getattr(platform, name), getattr(decided, name)
@@ -121,7 +121,8 @@ def disagreements(
         offer = found[address]
         yield from _otherwise(choice, offer)
         failing: dict[Reason, list[str]] = {}
-        for phase in phases:
+        asked = [phase for phase in phases if phase in request.phases]
+        for phase in asked:
             told = check(
                 offer.card, phase, request, platform, plugin=choice.plugin, libraries=libraries
             )
@@ -133,7 +134,7 @@ def disagreements(
         )
         yield from (
             f"{address} is not accurate enough here: {reason}"
-            for reason in accuracy(offer, request)
+            for reason in (accuracy(offer, request) if asked else ())
         )
 
 

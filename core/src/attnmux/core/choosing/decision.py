@@ -62,8 +62,9 @@ class Decision(Plain):
     """Facts that speak against a choice, such as a measured error. The hash leaves them out."""
     candidates: Sequence[Verdict] = ()
     """One for each backend and phase. Read-only; those of `solve` are made when first read."""
-    is_checked: bool = field(default=True, repr=False, compare=False)
-    """Whether this process decided it or has checked it: text can name any code as a factory."""
+    is_checked: bool = field(default=False, repr=False, compare=False)
+    """Whether this process decided it or has checked it. Text can name any code as a factory, so a
+    decision that was read from text is unchecked, whatever the text says."""
 
     @classmethod
     def of_groups(
@@ -175,8 +176,7 @@ class Decision(Plain):
     def _disagreements(self, here: Here) -> list[str]:
         """What does not hold in this process, of one group of layers."""
         asked = self.request if self.trees is None else undrafted_request(self.request)
-        served = [(phase, choice) for phase, choice in self.choices if phase in asked.phases]
-        found = [*disagreements(served, asked, *here)]
+        found = [*disagreements(self.choices, asked, *here)]
         if self.expanded is not None:
             prompts = parts_request(asked)
             found += disagreements([("extend", self.expanded)], prompts, *here)
@@ -231,7 +231,6 @@ class Decision(Plain):
             coercions=tuple(Coercion(**coercion) for coercion in data["coercions"]),
             notes=tuple(data["notes"]),
             candidates=tuple(Verdict.from_dict(verdict) for verdict in data["candidates"]),
-            is_checked=False,
         )
         if data["hash"] != decision.hash:
             expected = f"the hash of its content, {decision.hash}"

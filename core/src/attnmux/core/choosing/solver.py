@@ -337,4 +337,5 @@ def _decision(
             for note in caveats(offer.card, problem.platform, problem.libraries)
         ),
         candidates=Deferred(partial(verdicts, problem, variants, best)),
+        is_checked=True,
     )

@@ -13,9 +13,6 @@ from attnmux.core.facts.checks import nearest
 from attnmux.core.facts.errors import InvalidInput
 
 MEANINGS: Mapping[str, str] = {
-    "ACCURACY": "Its measured error is more than 3 times the smallest one, or it was not measured "
-    "and its card says that it multiplies in 8 bits. Drop accuracy=high, or measure it: "
-    "attnmux bench --keep.",
     "CONTRACT": "Its card is written for another version of the contract. Update its plugin or "
     "attnmux-core.",
     "DENIED": "The configuration leaves it out: allow_backends, deny_backends or the lists of "

@@ -28,8 +28,7 @@ from attnmux.core.facts.errors import (
 from attnmux.core.facts.frozen import FrozenMapping
 from attnmux.core.facts.launches import TunedLaunch
 from attnmux.core.find.devices import Detection, detect
-from attnmux.core.find.installed import load_plugins
-from attnmux.core.find.plugins import Plugins, unknown_plugins
+from attnmux.core.find.plugins import Plugins, load_plugins, unknown_plugins
 from attnmux.core.find.settings import Settings
 from attnmux.core.measured.measurement import Measurement
 from attnmux.core.measured.passes import Passes
@@ -51,7 +50,6 @@ class Run:
     def __init__(self) -> None:
         self.debug = False
         self.no_plugins = False
-        self.locked: str | None = None
         self.warnings: list[str] = []
         """Printed on stderr, and part of a JSON answer."""
         self.answer: TextIO | None = None
@@ -60,14 +58,10 @@ class Run:
     def settings(self) -> Settings:
         settings = Settings.load()
         self.debug = self.debug or settings.debug
-        given: dict[str, Any] = {}
-        if self.no_plugins:
-            given["no_plugins"] = True
-        if self.locked is not None:
-            given["locked"] = self.locked
-        said = {name: f"--{name.replace('_', '-')}" for name in given}
-        sources = FrozenMapping({**settings.sources, **said})
-        return replace(settings, **given, sources=sources) if given else settings
+        if not self.no_plugins:
+            return settings
+        sources = FrozenMapping({**settings.sources, "no_plugins": "--no-plugins"})
+        return replace(settings, no_plugins=True, sources=sources)
 
     def plugins(self, settings: Settings) -> Plugins:
         """The plugins, with a warning for each that is broken."""
@@ -206,11 +200,11 @@ class FiniteRange(click.FloatRange):
 pass_run = click.make_pass_decorator(Run)
 
 
-def _set(ctx: click.Context, option: click.Parameter, value: bool | str | None) -> None:
+def _set(ctx: click.Context, option: click.Parameter, value: bool) -> None:
     """Note the option in the field of the run that has its name."""
     run = ctx.find_object(Run)
     if run is not None and value:
-        setattr(run, str(option.name), value)
+        setattr(run, str(option.name), True)
 
 
 def _set_answer(ctx: click.Context, _: click.Parameter, value: bool) -> bool:
@@ -222,14 +216,14 @@ def _set_answer(ctx: click.Context, _: click.Parameter, value: bool) -> bool:
 
 
 def common_options(command: F) -> F:
-    """The options of every verb: --json, --no-plugins, --locked and --debug."""
-    locked = "Refuse whatever differs from this lock file (see `attnmux lock`)."
-    for name, said, given in (
-        ("--debug", "Show the traceback of an error.", {"is_flag": True, "is_eager": True}),
-        ("--no-plugins", "Load no plugin.", {"is_flag": True}),
-        ("--locked", locked, {"metavar": "FILE"}),
+    """The options of every verb: --json, --no-plugins and --debug."""
+    for name, said in (
+        ("--debug", "Show the traceback of an error."),
+        ("--no-plugins", "Load no plugin."),
     ):
-        command = click.option(name, help=said, expose_value=False, callback=_set, **given)(command)
+        command = click.option(
+            name, help=said, is_flag=True, is_eager=True, expose_value=False, callback=_set
+        )(command)
     return click.option(
         "--json", "as_json", is_flag=True, callback=_set_answer, help="Answer in JSON."
     )(command)

@@ -34,7 +34,7 @@ from attnmux.core.facts.errors import BackendFailed, InvalidInput
 from attnmux.core.facts.frozen import FrozenMapping
 from attnmux.core.facts.request import Request
 from attnmux.core.find.devices import detect, pick_platform
-from attnmux.core.find.installed import load_plugins
+from attnmux.core.find.plugins import load_plugins
 from attnmux.core.find.settings import Settings
 from attnmux.core.measured.measurement import Measurement
 from attnmux.core.measured.ranking import accuracy_by

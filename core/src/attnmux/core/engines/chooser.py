@@ -16,7 +16,7 @@ from attnmux.core.facts.platform import Platform
 from attnmux.core.facts.policy import Policy
 from attnmux.core.facts.request import Request
 from attnmux.core.find.devices import detect
-from attnmux.core.find.installed import load_plugins
+from attnmux.core.find.plugins import load_plugins
 from attnmux.core.find.settings import Settings
 from attnmux.core.measured.measurement import Measurement
 from attnmux.core.measured.ranking import solve_measured

@@ -77,6 +77,8 @@ class Records(Generic[R]):
     """What could not be read, in words."""
     damaged: bool = False
     """Whether the file as a whole could not be read."""
+    is_foreign: bool = False
+    """Whether it is also none that any version of attnmux wrote."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -150,6 +152,7 @@ class Record:
     @classmethod
     def opened(cls: type[R], path: Path, *, writable: bool = False) -> Records[R]:
         """As `read`, but raises OSError as `read_file` does."""
+        data: Any = None
         try:
             data = json.loads(read_file(str(path), MOST_BYTES, writable=writable))
             if data["format"] != FORMAT:
@@ -160,9 +163,10 @@ class Record:
         except (ValueError, KeyError, TypeError, RecursionError) as error:
             problem = (
                 f"{path} holds no {cls.listed} that can be read: {in_brief(error)}; "
-                "delete it, or keep new ones, which sets it aside"
+                "delete it, or keep new ones, which sets aside a file of another version"
             )
-            return Records(problems=(problem,), damaged=True)
+            is_ours = isinstance(data, dict) and {"format"} <= data.keys() <= {"format", cls.listed}
+            return Records(problems=(problem,), damaged=True, is_foreign=not is_ours)
         found, problems = [], []
         for place, entry in enumerate(entries):
             try:

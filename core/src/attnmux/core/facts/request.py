@@ -126,8 +126,6 @@ class Request(Plain):
     """V dim of their recurrent states; None: as `linear_head_dim`."""
     max_error: float | None = None
     """The largest error of one query and head, in roundings of the output's format (eps / 2)."""
-    accuracy: str | None = None
-    """"high": no backend with more than 3 times the smallest measured error, nor 8-bit products."""
     origins: Mapping[str, str] = field(default_factory=FrozenMapping)
     """Who set each value that is set: one of ORIGINS. Values without an origin are the user's."""
 

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from attnmux.core.facts.errors import GraphUnsupported, in_brief
-from attnmux.core.find.installed import admitted_points
+from attnmux.core.find.plugins import admitted_points
 from attnmux.core.graph.config import GraphConfig
 
 GROUP = "attnmux.graphs"

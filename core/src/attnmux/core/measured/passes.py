@@ -9,7 +9,7 @@ from attnmux.core.cards.card import Offer
 from attnmux.core.cards.installed_files import digest
 from attnmux.core.facts.platform import Platform
 from attnmux.core.facts.values import OptionValue
-from attnmux.core.find.store import Store
+from attnmux.core.measured.store import Store
 
 
 class Passes(Store):

@@ -13,8 +13,8 @@ from attnmux.core.choosing.decision import Decision
 from attnmux.core.facts.derived import linear_request
 from attnmux.core.facts.platform import Platform
 from attnmux.core.facts.request import Request
-from attnmux.core.find.store import Store
 from attnmux.core.measured.passes import Passes
+from attnmux.core.measured.store import Store
 
 if TYPE_CHECKING:
     from attnmux.core.measured.measurement import Measurement

@@ -16,7 +16,6 @@ import torch
 from attnmux.core import (
     Detection,
     InvalidInput,
-    Lock,
     Platform,
     Plugins,
     PoolExhausted,
@@ -109,7 +108,7 @@ def run_command(
     with ExitStack() as stack:
         stack.enter_context(_quiet(run.debug))
         began = time.perf_counter()
-        checkpoint = _open(answering, settings)
+        checkpoint = _open(answering)
         context = context_of(checkpoint, answering.context)
         encoded = encode(checkpoint, asked, answering, sampling, context)
         plugins = run.plugins(settings)
@@ -161,13 +160,10 @@ def run_command(
         click.echo(closing_line(generation, runner, drafter=drafter), err=True)
 
 
-def _open(answering: Answering, settings: Settings) -> Checkpoint:
+def _open(answering: Answering) -> Checkpoint:
     """The model that is asked."""
     source = recall.PATH if answering.model is None else answering.model
-    revision = answering.revision
-    if settings.locked is not None:
-        revision = Lock.read(settings.locked_file()).model_revision(str(source), revision)
-    return open_checkpoint(source, revision=revision, progress=sys.stderr.isatty())
+    return open_checkpoint(source, revision=answering.revision, progress=sys.stderr.isatty())
 
 
 def _may_have_linear(checkpoint: Checkpoint, options: RunnerOptions) -> bool:

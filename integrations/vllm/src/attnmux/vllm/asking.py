@@ -46,7 +46,6 @@ UNSERVED = {
     "lse": "none: only context parallelism reads it, which is not served",
     "sparse": NO_OPTION,
     "max_error": NO_OPTION,
-    "accuracy": NO_OPTION,
 }
 """Fields of a request that no layer of vLLM's has, or that are refused, with what is expected."""
 
