@@ -51,8 +51,7 @@ parser.parse_args()
 print("{{}}")
 """
 PLUGIN = """
-from attnmux.core.cards.clause import when
-from attnmux.core.plugin import BackendCard, hookimpl, one_of
+from attnmux.core.plugin import Clause, BackendCard, hookimpl, one_of
 
 @hookimpl
 def attnmux_cards():

@@ -14,15 +14,15 @@ from attnmux.core.cli.verbs import verbs
 from attnmux.core.find.lock import content_hash
 
 SOURCE = """
-from attnmux.core.cards.clause import when
-from attnmux.core.plugin import BackendCard, hookimpl
+from attnmux.core.plugin import Clause, BackendCard, hookimpl
 
 @hookimpl
 def attnmux_cards():
     return [
-        BackendCard(name="plain", summary="", clauses=(when(),), factory="a:b"),
+        BackendCard(name="plain", summary="", clauses=(Clause.when(),), factory="a:b"),
         BackendCard(
-            name="needy", summary="", clauses=(when(),), factory="a:b", requires=("acme-lib>=1",)
+            name="needy", summary="", clauses=(Clause.when(),), factory="a:b",
+            requires=("acme-lib>=1",),
         ),
     ]
 """

@@ -15,7 +15,7 @@ SECONDS = "3"
 HEAD = """
 import ctypes, os, signal, subprocess, sys, threading, time
 from attnmux.core import Platform
-from attnmux.core.cards.clause import when
+from attnmux.core.plugin import Clause
 from attnmux.core.plugin import (
     ANY,
     BackendCard,
@@ -29,7 +29,7 @@ from attnmux.core.plugin import (
 )
 
 def card(**more):
-    given = dict(name="b", summary="", clauses=(when(),), factory="a:b", **more)
+    given = dict(name="b", summary="", clauses=(Clause.when(),), factory="a:b", **more)
     return BackendCard(**given)
 
 """
@@ -106,7 +106,7 @@ HOSTILE: dict[str, tuple[str, str]] = {
         "not a list of BackendCard",
     ),
     "clauses": (
-        CARDS + "return [BackendCard(name='b', summary='', clauses=(when(),) * 100_000,"
+        CARDS + "return [BackendCard(name='b', summary='', clauses=(Clause.when(),) * 100_000,"
         " factory='a:b')]",
         "a tuple of Clause, at most 1000",
     ),
