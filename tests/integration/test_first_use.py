@@ -19,10 +19,9 @@ from attnmux.testing import FirstUse, run_case
 from attnmux.testing.linear_cases import LinearCase
 
 PLUGIN = """
-from attnmux.core.cards.clause import when
-from attnmux.core.plugin import BackendCard, Prior, hookimpl, one_of
+from attnmux.core.plugin import Clause, BackendCard, Prior, hookimpl, one_of
 
-EVERY = when(
+EVERY = Clause.when(
     vendor=one_of("cpu"), phase=one_of("extend", "decode"), kind=one_of("mha"),
     dtype=one_of("float32"), kv_dtype=one_of("float32"), page_size=one_of(16),
 )

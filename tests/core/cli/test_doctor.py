@@ -304,7 +304,7 @@ def test_what_keeps_a_backend_from_running_here(ask, tmp_path, monkeypatch) -> N
         )
     ]
 """
-    head = "from attnmux.core.cards.clause import Clause\n"
+    head = "from attnmux.core.plugin import Clause\n"
     head += "from attnmux.core.cards.conditions import ANY, one_of\n"
     head += "from attnmux.core.cards.proof import Verified\n"
     source = head + GOOD.partition("    return [BackendCard(")[0] + cards
@@ -353,7 +353,7 @@ def test_a_machine_on_which_no_backend_runs_is_a_problem(ask) -> None:
 
 
 def test_a_machine_for_which_no_plugin_brings_a_backend_is_a_problem(ask) -> None:
-    head = "from attnmux.core.cards.clause import Clause\n"
+    head = "from attnmux.core.plugin import Clause\n"
     head += "from attnmux.core.cards.conditions import one_of\n"
     elsewhere = "clauses=(Clause.when(vendor=one_of('zeta')),)"
     result = ask(good=head + GOOD.replace("clauses=()", elsewhere).format(more=""))

@@ -31,7 +31,6 @@ from attnmux.core.composites.draft_trees import TreeAttnBackend
 from attnmux.core.composites.two_batches import TboAttnBackend
 from attnmux.core.find.cpu import probe_cpu
 from attnmux.core.plugin import ANY, Clause, imported
-from attnmux.core.verbs import Passes
 from attnmux.cpu.torch_native import TorchNativeBackend
 from attnmux.nvidia.fa3 import FA3Backend
 from attnmux.nvidia.fa3_layers import FA3Kernels
@@ -122,7 +121,7 @@ def test_the_answers_are_the_references(steps, page_size, graph, seed) -> None:
     case = Case(name="trees", steps=steps, spec_topk=4, page_size=page_size, lse=True)
     if graph:
         (case,) = in_graphs([replace(case, max_graph_batch_size=4)])
-    Passes.in_cache(case, candidate(GraphFakeBackend if graph else Maskless), seed)
+    passes(case, candidate(GraphFakeBackend if graph else Maskless), seed)
 
 
 @pytest.mark.parametrize(
@@ -149,7 +148,7 @@ def test_the_answers_are_the_references(steps, page_size, graph, seed) -> None:
 def test_features(changes, seed) -> None:
     given = {"spec_topk": 3, "page_size": 4, **changes}
     steps = (verify(6, 9, 0, 30), verify(6, 1, 17))
-    Passes.in_cache(Case(name="trees", steps=steps, **given), candidate(), seed)
+    passes(Case(name="trees", steps=steps, **given), candidate(), seed)
 
 
 @pytest.mark.parametrize("page_size", [16, 64])

@@ -12,7 +12,6 @@ from attnmux.core import (
     InvalidInput,
     Platform,
 )
-from attnmux.core.verbs import Passes
 from attnmux.emulators.candidates import GENERATED as EMULATED
 from attnmux.nvidia.cards.trtllm_mha import TRTLLM_MHA
 from attnmux.nvidia.trtllm_mha import TRTLLMMHABackend, TRTLLMMHAKernels, make
@@ -120,7 +119,7 @@ def test_kernels_by_platform(arch, functions):
 @pytest.mark.parametrize("step", [decode(45, 3, 17), extend((0, 9), (20, 5))])
 def test_windows_of_nothing_and_of_more_than_all_keys(arch, step):
     windows = (0, 1, 200) if arch != "sm120" or step.mode.is_decode() else (None,)
-    Passes.in_cache(arch, step, windows=windows)
+    passes(arch, step, windows=windows)
 
 
 def test_verify_steps_with_a_window_have_no_kernel_on_hopper():
@@ -134,7 +133,7 @@ def test_verify_steps_with_a_window_have_no_kernel_on_hopper():
 @pytest.mark.parametrize("arch", CANDIDATES)
 def test_drafts_of_different_numbers(arch):
     step = extend((20, 3), (0, 1), (33, 0), (5, 4), mode=ForwardMode.DRAFT_EXTEND, trailing=2)
-    Passes.in_cache(arch, step, page_size=32, spec_topk=1)
+    passes(arch, step, page_size=32, spec_topk=1)
 
 
 @pytest.mark.parametrize("host_lens", [True, False])

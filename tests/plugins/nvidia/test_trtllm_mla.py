@@ -12,7 +12,6 @@ from attnmux.core import (
     InvalidInput,
     Platform,
 )
-from attnmux.core.verbs import Passes
 from attnmux.emulators.candidates import GENERATED_LATENT as EMULATED
 from attnmux.nvidia.cards.trtllm_mla import TRTLLM_MLA
 from attnmux.nvidia.trtllm_mla import Padding, make
@@ -80,7 +79,7 @@ def passes(arch: str, step: Step, **settings: Any) -> None:
 @pytest.mark.parametrize("graph", [False, True])
 @pytest.mark.parametrize("arch", WORLDS)
 def test_requests_without_keys(arch, graph):
-    Passes.in_cache(arch, decode(9, 0, 70), graph=graph)
+    passes(arch, decode(9, 0, 70), graph=graph)
 
 
 @pytest.mark.parametrize("kv_dtype", ["bfloat16", "fp8_e4m3"])
@@ -94,14 +93,12 @@ def test_requests_without_keys(arch, graph):
 )
 def test_drafts_of_different_numbers(step, kv_dtype):
     """The last one's keys end where a request's may: its padding sees keys beyond the limit."""
-    Passes.in_cache(
-        "sm100", step, spec_topk=1, kv_dtype=kv_dtype, kv_scales=(0.5, 3.0), max_context_len=128
-    )
+    passes("sm100", step, spec_topk=1, kv_dtype=kv_dtype, kv_scales=(0.5, 3.0), max_context_len=128)
 
 
 @pytest.mark.parametrize("heads", [1, 96, 128])
 def test_xqa_takes_fewer_heads_padded(heads):
-    Passes.in_cache("sm120", decode(9, 33), num_q_heads=heads)
+    passes("sm120", decode(9, 33), num_q_heads=heads)
 
 
 @pytest.mark.parametrize(("page_size", "multiple"), [(32, 4), (64, 2)])
@@ -113,7 +110,7 @@ def test_tables_are_whole_tiles(page_size, multiple, longest):
 
 
 def test_graphs_of_a_context_that_is_no_whole_tile():
-    Passes.in_cache("sm100", decode(9, 200), graph=True, max_context_len=250)
+    passes("sm100", decode(9, 200), graph=True, max_context_len=250)
 
 
 def test_scales_by_kernel():
