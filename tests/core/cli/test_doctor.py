@@ -25,6 +25,7 @@ from attnmux.core.find import devices as probe
 from attnmux.core.find import unserved
 from attnmux.core.find.devices import survey
 from attnmux.core.find.plugin import Plugin, PluginFailure
+from attnmux.core.find.plugins import unknown_plugins
 from attnmux.core.plugin import BackendCard, Clause, includes, one_of
 
 GOOD = """
@@ -161,6 +162,8 @@ def test_a_plugin_that_imports_torch_is_a_problem_with_its_seconds(ask, tmp_path
     (problem,) = json.loads(result.stdout)["problems"]
     assert "plugin slow (dist-slow 0.3) imports torch, 0." in problem
     assert 'deny_plugins = ["slow"] in attnmux.toml leaves it out' in problem
+    assert unknown_plugins(["slow", "good"], denied=True) == {}
+    assert unknown_plugins(["slow"], denied=False) == {"slow": "dist-slow"}
     assert rows(result)["dist-slow"]["status"] == "works"
     assert rows(result)["dist-slow"]["seconds"] > 0
 

@@ -81,7 +81,8 @@ class Run:
             ("allow_plugins", settings.allow_plugins or ()),
             ("deny_plugins", settings.deny_plugins),
         ):
-            unknown = unknown_plugins(names) if names else {}
+            denied = setting == "deny_plugins"
+            unknown = unknown_plugins(names, denied=denied) if names else {}
             for name, meant in unknown.items():
                 guess = f", did you mean {meant!r}?" if meant else ""
                 source = settings.sources[setting]

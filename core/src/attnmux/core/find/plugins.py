@@ -158,13 +158,14 @@ def is_admitted(distribution: str, allow: Iterable[str] | None, deny: Iterable[s
     return allowed and own.isdisjoint(map(canonical, deny))
 
 
-def unknown_plugins(names: Iterable[str]) -> dict[str, str]:
-    """The names that admit no installed plugin, each with the name that was probably meant, or with
-    an empty text."""
+def unknown_plugins(names: Iterable[str], *, denied: bool) -> dict[str, str]:
+    """The names that match no installed plugin, each with the name that was probably meant, or with
+    an empty text. denied: whether names of plugins match too, as they do where they are denied."""
     points, _ = entry_points(GROUP)
     owners = {point.name: identity(point.dist)[0] for point in points}
     return {
         name: owners.get(name) or nearest(name, sorted({*owners, *owners.values()}))
         for name in names
         if not any(is_admitted(owner, (name,), ()) for owner in owners.values())
+        and not (denied and name in owners)
     }

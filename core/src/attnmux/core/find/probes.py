@@ -118,7 +118,7 @@ def _end_of(noise: IO[bytes]) -> str:
 
 
 def _why(line: bytes | None, child: subprocess.Popen[bytes], began: float, seconds: float) -> str:
-    """The reason, in words, why there is no line (None), or why there is none any more."""
+    """Why no line came in time (None), or why none comes any more, in words."""
     if line is None:
         return f"no answer in {seconds:g} s"
     after = f"after {time.monotonic() - began:.1f} s"
