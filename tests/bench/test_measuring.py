@@ -138,7 +138,7 @@ def rows(offers, workloads=(DECODE, EXTEND), request=PLAIN, graphs=None):
 
 
 @pytest.mark.parametrize("name", REQUESTS)
-@pytest.mark.share(2)
+@pytest.mark.turns(2)
 def test_a_right_answer_is_timed(name) -> None:
     found = rows([offer("right")], request=REQUESTS[name])
     assert [(row.status, row.workload, row.why) for row in found] == [

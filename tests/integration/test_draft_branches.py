@@ -180,7 +180,7 @@ def rounds(page_size, topk, steps, size, num_rounds, seed, kernels=None):
 
 @pytest.mark.parametrize("topk", [1, 2, 4])
 @pytest.mark.parametrize("page_size", [1, 4, 16])
-@pytest.mark.one_of("page_size")
+@pytest.mark.turns(over="page_size")
 def test_nothing_leaks_in_random_rounds(page_size, topk, full, record_property) -> None:
     """The pool runs out again and again."""
     seed = random.randrange(1 << 30)

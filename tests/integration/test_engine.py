@@ -351,7 +351,7 @@ def test_a_prefix_is_reused_where_its_window_is_still_there():
     ],
 )
 @pytest.mark.usefixtures("_bold")
-@pytest.mark.one_of("page_size")
+@pytest.mark.turns(over="page_size")
 def test_tokens_do_not_depend_on_what_shares_a_step(size, options, page_size):
     runner = HashingRunner(rows=6, size=size, page_size=page_size, context=80)
     engine = Engine(runner, **options)

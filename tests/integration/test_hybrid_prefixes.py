@@ -44,7 +44,7 @@ def of_families(rng):
     ],
 )
 @pytest.mark.parametrize("page_size", [1, 4])
-@pytest.mark.one_of("page_size")
+@pytest.mark.turns(over="page_size")
 def test_the_third_prompt_begins_where_the_second_parted(
     tiny, run_hybrid, architecture, page_size, alone
 ) -> None:

@@ -117,7 +117,7 @@ def runner_of(run_on, folder, backend="torch_native", **changes):
 
 @pytest.mark.parametrize("page_size", [1, 16])
 @pytest.mark.parametrize("name", MODELS)
-@pytest.mark.one_of("page_size")
+@pytest.mark.turns(over="page_size")
 def test_text_is_that_of_transformers(tiny, run_on, name, page_size, monkeypatch):
     monkeypatch.setattr(scheduler, "GROWTH", 1)
     model, folder = tiny(name)

@@ -236,7 +236,7 @@ def states_of(runner, inputs, ids, lens):
         ("t5gemma2", "fake"),
     ],
 )
-@pytest.mark.one_of("page_size")
+@pytest.mark.turns(over="page_size")
 def test_chunks_and_decode_give_the_models_own_logits(made, run_on, name, page_size, backend):
     """In the second extend one request goes on, one comes with its encoder, one is through."""
     model, folder = made(name)
@@ -332,7 +332,7 @@ def generated(engine, requests):
 
 @pytest.mark.parametrize("page_size", [1, 16])
 @pytest.mark.parametrize("name", ["whisper", "bart", "t5", "umt5", "t5gemma2", "bert2roberta"])
-@pytest.mark.one_of("page_size")
+@pytest.mark.turns(over="page_size")
 def test_the_engine_gives_each_request_what_it_gets_alone(
     made, run_on, monkeypatch, name, page_size
 ):

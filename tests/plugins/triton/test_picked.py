@@ -38,25 +38,9 @@ CANDIDATE = Candidate(
 )
 
 
-IN_FULL = {f"nsa-extend-{feature}-page16" for feature in ("sinks", "lse", "fp8_e4m3")}
-"""Features of prompts take seconds, and decode steps have them too: one kernel serves both."""
-
-
 class TestPicked(AttentionBackendTests):
     backend = CANDIDATE
     page_sizes = (16,)
-
-    def wants(self, case: Case) -> bool:
-        return case.name not in IN_FULL
-
-
-@pytest.mark.full
-class TestPickedFeaturesOfPrompts(AttentionBackendTests):
-    backend = CANDIDATE
-    page_sizes = (16,)
-
-    def wants(self, case: Case) -> bool:
-        return case.name in IN_FULL
 
 
 class TestPickedAtPageOne(AttentionBackendTests):
