@@ -32,7 +32,7 @@ os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 re._MAXCACHE = 8192
 
 
-pytest_plugins = ["tests.turns"]
+pytest_plugins = ["turns"]
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -1,4 +1,4 @@
-"""Which cases run on which day: see `tests/turns.py`."""
+"""Which cases run on which day: see `tests/support/turns.py`."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from dataclasses import fields
 from types import SimpleNamespace
 
 import pytest
-from tests import turns
 
+import turns
 from attnmux.testing import Case, find_candidate
 from attnmux.testing.linear_cases import LinearCase
 

@@ -68,7 +68,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "full: near to a case that always runs; needs --full")
     config.addinivalue_line(
-        "markers", "turns(share=0, over=''): run cases by the day, as tests/turns.py says"
+        "markers", "turns(share=0, over=''): run cases by the day, as tests/support/turns.py says"
     )
 
 
