@@ -2,7 +2,7 @@
 
 Of a suite of cases, a day runs at least one of each kind and a share of the others. A case of the
 conformance suite is of several kinds: a mode with a KV dtype, and each feature with both. Of a test
-marked `turns`, cases are of one kind if they differ by nothing but the parameters named in `over`.
+marked `turns`, cases are of one kind if they differ by nothing but the parameter that `over` names.
 Within as many days as the share says, each case runs once. `--full` runs all of them.
 """
 
@@ -122,11 +122,11 @@ def candidate_of(item: pytest.Item) -> tuple[str, Candidate] | None:
         return params["candidate"].address, candidate
     if not given or "outside" in params:
         return None
-    places = item.callspec.indices.items()
-    kind = tuple(place for place in places if given.get("over", place[0]) != place[0])
-    kinds = frozenset([kind if "over" in given else ()])
+    others = [repr(params[name]) for name in params if name != given.get("over", name)]
     suite = item.nodeid.partition("[")[0]
-    return suite, Candidate(item=item, kinds=kinds, share=given.get("share", 0))
+    return suite, Candidate(
+        item=item, kinds=frozenset([tuple(others)]), share=given.get("share", 0)
+    )
 
 
 def kinds_of(case: Any) -> frozenset[Kind]:

@@ -39,11 +39,11 @@ def of_test(names, **mark):
     return [
         Item(
             nodeid=f"test_it.py::test_it[{size}-{name}]",
-            callspec=SimpleNamespace(params={}, indices={"size": size, "name": place}),
+            callspec=SimpleNamespace(params={"size": size, "name": name}),
             marks={"turns": pytest.mark.turns(**mark).mark} if mark else {},
         )
         for size in range(2)
-        for place, name in enumerate(names)
+        for name in names
     ]
 
 
@@ -91,8 +91,7 @@ def test_a_suite_of_the_same_backend_runs_its_share_and_each_phase():
 def test_cases_that_differ_by_a_parameter_take_turns():
     items = of_test("abc", over="size")
     days = [left(items, day) for day in range(len(items))]
-    assert all([item.callspec.indices["name"] for item in day] for day in days)
-    assert all(sorted(one.callspec.indices["name"] for one in day) == [0, 1, 2] for day in days)
+    assert all(sorted(one.callspec.params["name"] for one in day) == [*"abc"] for day in days)
     assert {item for day in days for item in day} == set(items)
 
 
