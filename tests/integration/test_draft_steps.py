@@ -255,6 +255,7 @@ def in_one_graph(branches, layers, sizes):
         ),
     ],
 )
+@pytest.mark.turns(3)
 def test_one_graph_holds_all_steps(name, page_size, topk, seed) -> None:
     """In a larger graph than the batch, after one of other lengths."""
     for prefixes, number in ((PREFIXES, 0), ((17, 2), 1)):

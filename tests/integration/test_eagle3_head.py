@@ -219,6 +219,7 @@ def counted_graphs(runner, drafter, drafts, eagle):
         pytest.param(1, 4, (0, 2), 24, False, marks=pytest.mark.full),
     ],
 )
+@pytest.mark.turns(2)
 def test_scores_are_those_of_the_statement(
     tiny, run_on, head_of, page_size, topk, layers, width, graphs, eagle
 ):
@@ -242,6 +243,7 @@ def test_scores_are_those_of_the_statement(
     ("target", "page_size", "topk"),
     [("llama", 1, 4), ("llama", 16, 1), ("deepseek-v3", 16, 4), ("gemma3", 1, 1)],
 )
+@pytest.mark.turns(2)
 def test_greedy_text_is_that_of_each_prompt_alone(
     tiny, run_on, head_of, target, page_size, topk, monkeypatch, eagle
 ):

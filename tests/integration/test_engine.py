@@ -767,10 +767,10 @@ def test_pools_that_an_interrupt_left_undefined_are_refused_until_a_reset():
     assert steps.allocator.available_size() == steps.allocator.size - 4
 
 
-def test_exceptions_at_random_lines_lose_nothing():
+def test_exceptions_at_random_lines_lose_nothing(full, day):
     tool = Path(__file__).resolve().parents[2] / "tools" / "inject_faults.py"
     done = subprocess.run(
-        [sys.executable, str(tool), "--faults", "400"],
+        [sys.executable, str(tool), "--faults", "400" if full else "100", "--seed", str(day)],
         capture_output=True,
         text=True,
         check=False,
@@ -1050,6 +1050,7 @@ def test_drawn_tokens_do_not_depend_on_what_shares_a_step():
 @pytest.mark.usefixtures("_bold")
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize(("span", "num"), [(None, 10_000), (SPANS[1], 3000), (SPANS[3], 3000)])
+@pytest.mark.turns(3)
 def test_soak(span, num, overlap, full):
     """Thousands of arrivals, aborts and evictions at random, from outside and from within steps."""
     num = num if full else max(num // 12, 750)

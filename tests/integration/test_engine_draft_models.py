@@ -110,6 +110,7 @@ def counting(graphs):
         ),
     ],
 )
+@pytest.mark.turns(2)
 def test_greedy_text_is_that_of_each_prompt_alone(
     tiny, run_on, target, draft, page_size, topk, monkeypatch, alone
 ):
@@ -146,6 +147,7 @@ NO_WINDOWS = {"window_step_tokens": None}
         ),
     ],
 )
+@pytest.mark.turns(2)
 def test_the_target_itself_guesses_right(sure, run_on, page_size, topk, graphs, alone):
     """Each round accepts as many tokens as it has steps."""
     model, folder = sure

@@ -51,6 +51,7 @@ def tokens(engine, prompts, num):
 
 
 @pytest.mark.parametrize("architecture", ["llama", "gemma3", "gpt-oss", "deepseek-v3"])
+@pytest.mark.turns(2)
 def test_tokens_are_those_of_each_prompt_alone(tiny, run_on, architecture, monkeypatch, alone):
     monkeypatch.setattr(scheduler, "GROWTH", 1)
     model, folder = tiny(architecture)
@@ -81,6 +82,7 @@ def test_tokens_are_those_of_each_prompt_alone(tiny, run_on, architecture, monke
         ),
     ],
 )
+@pytest.mark.turns(2)
 def test_tokens_are_the_same_with_a_window_pool(
     tiny, run_on, architecture, page_size, monkeypatch, alone
 ):

@@ -92,6 +92,7 @@ def some_prompts():
         ("deepseek-v3", 1, 16),
     ],
 )
+@pytest.mark.turns(3)
 def test_greedy_text_is_that_of_each_prompt_alone(
     tiny, run_on, architecture, topk, page_size, monkeypatch, alone
 ):
@@ -168,6 +169,7 @@ def counting(graphs):
         pytest.param("gemma3", 1, WINDOW_POOL, 16, marks=pytest.mark.full),
     ],
 )
+@pytest.mark.turns(2)
 def test_steps_replayed_from_graphs_give_the_same_text(
     tiny, architecture, topk, options, page_size, alone
 ):

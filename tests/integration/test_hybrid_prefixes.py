@@ -86,6 +86,7 @@ def test_a_conversation_goes_on_from_its_last_token(tiny, run_hybrid, alone) -> 
         (1, 3, {"overlap": True}),
     ],
 )
+@pytest.mark.turns(2)
 def test_random_families_of_prompts(
     tiny, run_hybrid, monkeypatch, page_size, kept_states, given, alone
 ) -> None:

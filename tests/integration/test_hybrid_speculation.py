@@ -82,6 +82,7 @@ def texts_of(engine, prompts, num=NUM, ways=()):
         ("minimax-windows", 4, 8),
     ],
 )
+@pytest.mark.turns(3)
 def test_greedy_text_is_that_without_drafts(
     tiny, run_hybrid, architecture, page_size, window, monkeypatch, alone
 ) -> None:

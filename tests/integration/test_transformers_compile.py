@@ -109,6 +109,7 @@ def generated(runner, new=12):
         ),
     ],
 )
+@pytest.mark.turns(3)
 def test_compiled_layers_generate_the_same_text(tiny, run_on, architecture, page_size, compiler):
     folder = tiny(architecture)[1]
     plain = generated(run_on(folder, page_size=page_size, **ENGINE_STEPS))
