@@ -164,6 +164,7 @@ def test_a_capture_finds_the_parts_that_were_made_before_it() -> None:
     ("stored", "drafts"), [({}, 1), ({}, 3), ({}, 4), ({}, 7), (FNUZ, 1), (FNUZ, 2), (FNUZ, 4)]
 )
 @pytest.mark.parametrize("heads", [16, 128])
+@pytest.mark.turns(4)
 def test_chains(heads, stored, drafts, graph) -> None:
     settings = {**SETTINGS, **stored, "num_q_heads": heads, "max_context_len": 320}
     steps = verify(drafts, 40, 0, 5), verify(drafts, 3, 300)

@@ -85,6 +85,7 @@ DIMS = {
 
 
 @pytest.mark.parametrize("name", KERNELS)
+@pytest.mark.turns(3)
 def test_agrees_with_reference(name, run_emulated):
     run_emulated(CASES[name], KERNELS[name])
 
