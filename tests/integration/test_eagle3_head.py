@@ -214,12 +214,12 @@ def counted_graphs(runner, drafter, drafts, eagle):
         (1, 1, (0, 1, 2), None, False),
         (16, 4, (0, 1), None, False),
         (1, 4, (0, 2), 24, True),
-        pytest.param(1, 1, (0, 1, 2), None, True, marks=pytest.mark.full),
-        pytest.param(16, 4, (0, 1), None, True, marks=pytest.mark.full),
-        pytest.param(1, 4, (0, 2), 24, False, marks=pytest.mark.full),
+        (1, 1, (0, 1, 2), None, True),
+        (16, 4, (0, 1), None, True),
+        (1, 4, (0, 2), 24, False),
     ],
 )
-@pytest.mark.turns(2)
+@pytest.mark.turns(4)
 def test_scores_are_those_of_the_statement(
     tiny, run_on, head_of, page_size, topk, layers, width, graphs, eagle
 ):

@@ -114,12 +114,12 @@ class Statement:
         (1, 1, False),
         (1, 4, False),
         (16, 4, True),
-        pytest.param(1, 1, True, marks=pytest.mark.full),
-        pytest.param(1, 4, True, marks=pytest.mark.full),
-        pytest.param(16, 4, False, marks=pytest.mark.full),
+        (1, 1, True),
+        (1, 4, True),
+        (16, 4, False),
     ],
 )
-@pytest.mark.turns(2)
+@pytest.mark.turns(4)
 def test_scores_are_those_of_the_head_alone(tiny, run_on, head_of, page_size, topk, graphs, eagle):
     """After prompts, accepted drafts, reused prefixes, and branches that continue others."""
     model, folder = tiny("llama")

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 import zlib
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -265,15 +266,10 @@ SPANS = (
 
 @pytest.mark.parametrize(
     ("page_size", "options", "span"),
-    [
-        # Each pair of any two of them
-        pytest.param(*(page_size, options, span), marks=[pytest.mark.full] * bool((x + y + z) % 3))
-        for x, page_size in enumerate([1, 4, 16])
-        for y, options in enumerate([{}, {"prefill_tokens": 7}, {"prefix_cache": False}])
-        for z, span in enumerate(SPANS)
-    ],
+    [*product((1, 4, 16), ({}, {"prefill_tokens": 7}, {"prefix_cache": False}), SPANS)],
 )
 @pytest.mark.usefixtures("_bold")
+@pytest.mark.turns(3)
 def test_windows_are_there_for_every_token_that_needs_them(span, page_size, options):
     """The window pool has room for the windows of the requests and for a page or two besides."""
     rows = 5

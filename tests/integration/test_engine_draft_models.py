@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import replace
+from itertools import product
 
 import pytest
 import torch
@@ -99,18 +100,13 @@ def counting(graphs):
         ("llama", "qwen3", 1, 1),
         ("llama", "mistral", 4, 4),
         ("deepseek-v3", "llama", 16, 4),
-        *(
-            pytest.param(*each, marks=pytest.mark.full)
-            for each in [
-                ("llama", "qwen3", 16, 1),
-                ("llama", "qwen3", 1, 4),
-                ("llama", "qwen3", 16, 4),
-                ("deepseek-v3", "llama", 1, 4),
-            ]
-        ),
+        ("llama", "qwen3", 16, 1),
+        ("llama", "qwen3", 1, 4),
+        ("llama", "qwen3", 16, 4),
+        ("deepseek-v3", "llama", 1, 4),
     ],
 )
-@pytest.mark.turns(2)
+@pytest.mark.turns(4)
 def test_greedy_text_is_that_of_each_prompt_alone(
     tiny, run_on, target, draft, page_size, topk, monkeypatch, alone
 ):
@@ -135,19 +131,9 @@ NO_WINDOWS = {"window_step_tokens": None}
 
 
 @pytest.mark.parametrize(
-    ("graphs", "page_size", "topk"),
-    [
-        (False, 1, 1),
-        (False, 16, 4),
-        (True, 16, 1),
-        (True, 1, 4),
-        *(
-            pytest.param(*each, marks=pytest.mark.full)
-            for each in [(False, 1, 4), (False, 16, 1), (True, 1, 1), (True, 16, 4)]
-        ),
-    ],
+    ("graphs", "page_size", "topk"), [*product((False, True), (1, 16), (1, 4))]
 )
-@pytest.mark.turns(2)
+@pytest.mark.turns(4)
 def test_the_target_itself_guesses_right(sure, run_on, page_size, topk, graphs, alone):
     """Each round accepts as many tokens as it has steps."""
     model, folder = sure

@@ -165,11 +165,11 @@ def counting(graphs):
         ("llama", 1, {}, 1),
         ("llama", 4, {}, 16),
         ("mistral", 1, WINDOW_POOL, 1),
-        pytest.param("llama", 4, {}, 1, marks=pytest.mark.full),
-        pytest.param("gemma3", 1, WINDOW_POOL, 16, marks=pytest.mark.full),
+        ("llama", 4, {}, 1),
+        ("gemma3", 1, WINDOW_POOL, 16),
     ],
 )
-@pytest.mark.turns(2)
+@pytest.mark.turns(3)
 def test_steps_replayed_from_graphs_give_the_same_text(
     tiny, architecture, topk, options, page_size, alone
 ):

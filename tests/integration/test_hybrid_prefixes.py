@@ -39,8 +39,8 @@ def of_families(rng):
 @pytest.mark.parametrize(
     "architecture",
     [
-        *["qwen3-next", "kimi-linear", "falcon-h1", "jamba", "lfm2", "minimax", "mamba2"],
-        *(pytest.param(each, marks=pytest.mark.full) for each in ("bamba", "nemotron-h")),
+        *("qwen3-next", "kimi-linear", "falcon-h1", "jamba", "lfm2", "minimax", "mamba2"),
+        *("bamba", "nemotron-h"),
     ],
 )
 @pytest.mark.parametrize("page_size", [1, 4])
@@ -132,9 +132,8 @@ def test_windows_and_states_are_shared_together(tiny, run_hybrid, page_size, alo
     assert reused == [0, 0, 20, 20, 0, 20]
 
 
-@pytest.mark.parametrize(
-    "seed", [*range(2), *(pytest.param(each, marks=pytest.mark.full) for each in range(2, 6))]
-)
+@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.turns(3)
 def test_random_families_with_windows(tiny, run_hybrid, monkeypatch, seed, alone) -> None:
     """States, windows and pages make room each for themselves."""
     monkeypatch.setattr(scheduler, "GROWTH", 1)

@@ -129,17 +129,14 @@ def tokens(engine, prompts, num):
     return [result.token_ids for result in run_prompts(engine, asked).results]
 
 
-MORE_HYBRIDS = ("qwen3-next", "falcon-h1", "minimax", "bamba", "jamba", "nemotron-h")
-MORE_IN_GRAPHS = ("jamba", "lfm2", "minimax", "mamba2", "bamba", "kimi-linear", "nemotron-h")
-
-
 @pytest.mark.parametrize(
     "architecture",
     [
-        *["kimi-linear", "lfm2", "mamba2", "zaya"],
-        *(pytest.param(each, marks=pytest.mark.full) for each in MORE_HYBRIDS),
+        *("kimi-linear", "lfm2", "mamba2", "zaya", "qwen3-next", "falcon-h1", "minimax", "bamba"),
+        *("jamba", "nemotron-h"),
     ],
 )
+@pytest.mark.turns(5)
 def test_text_of_continuous_batches(tiny, run_hybrid, architecture, monkeypatch, alone) -> None:
     """Requests come and go, prompts run in chunks, and memory runs out."""
     monkeypatch.setattr(scheduler, "GROWTH", 1)
@@ -158,10 +155,11 @@ def test_text_of_continuous_batches(tiny, run_hybrid, architecture, monkeypatch,
 @pytest.mark.parametrize(
     "architecture",
     [
-        *["qwen3-next", "falcon-h1", "recurrent-gemma"],
-        *(pytest.param(each, marks=pytest.mark.full) for each in MORE_IN_GRAPHS),
+        *("qwen3-next", "falcon-h1", "recurrent-gemma", "jamba", "lfm2", "minimax", "mamba2"),
+        *("bamba", "kimi-linear", "nemotron-h"),
     ],
 )
+@pytest.mark.turns(5)
 def test_text_of_steps_replayed_from_graphs(tiny, architecture, alone) -> None:
     model, folder = tiny(architecture)
     linear = [offer for offer in load_plugins().offers() if offer.card.name == "torch_linear"]

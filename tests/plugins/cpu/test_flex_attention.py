@@ -169,7 +169,7 @@ def test_nan_stays_within_a_request(case: Case) -> None:
     assert outcome.status == "passed", (outcome.message, outcome.reasons)
 
 
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=5, deadline=None)
 @given(
     requests=st.lists(st.tuples(st.integers(0, 60), st.integers(0, 40)), max_size=4),
     page_size=st.sampled_from((3, 16, 48)),
