@@ -96,7 +96,7 @@ def of_ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, list[Ou
 
 
 @pytest.mark.parametrize("name", NAMES)
-@pytest.mark.turns(4)
+@pytest.mark.turns(12)
 def test_the_suite_agrees(of_ranks, name: str) -> None:
     if missing(name):
         pytest.skip(f"needs {NEEDED[name]}")

@@ -194,6 +194,7 @@ def test_nothing_leaks_in_random_rounds(page_size, topk, full, record_property) 
 
 @pytest.mark.filterwarnings("ignore:Conversion of an array:DeprecationWarning")
 @pytest.mark.parametrize("topk", [2, 4])
+@pytest.mark.turns(2)
 def test_kernels_build_the_same_trees(topk) -> None:
     triton_trees = pytest.importorskip("attnmux.triton.trees", exc_type=ImportError)
     assert rounds(4, topk, 3, 960, 25, topk, triton_trees.TritonTrees()) > 10

@@ -244,7 +244,7 @@ def in_one_graph(branches, layers, sizes):
 @pytest.mark.parametrize(
     ("name", "page_size", "topk"), [*product(("fa3", "fake", "triton"), (1, 16), (1, 4))]
 )
-@pytest.mark.turns(6)
+@pytest.mark.turns(12)
 def test_one_graph_holds_all_steps(name, page_size, topk, seed) -> None:
     """In a larger graph than the batch, after one of other lengths."""
     for prefixes, number in ((PREFIXES, 0), ((17, 2), 1)):

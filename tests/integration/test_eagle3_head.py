@@ -219,7 +219,7 @@ def counted_graphs(runner, drafter, drafts, eagle):
         (1, 4, (0, 2), 24, False),
     ],
 )
-@pytest.mark.turns(4)
+@pytest.mark.turns(12)
 def test_scores_are_those_of_the_statement(
     tiny, run_on, head_of, page_size, topk, layers, width, graphs, eagle
 ):

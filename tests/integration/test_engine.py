@@ -269,7 +269,7 @@ SPANS = (
     [*product((1, 4, 16), ({}, {"prefill_tokens": 7}, {"prefix_cache": False}), SPANS)],
 )
 @pytest.mark.usefixtures("_bold")
-@pytest.mark.turns(3)
+@pytest.mark.turns(9)
 def test_windows_are_there_for_every_token_that_needs_them(span, page_size, options):
     """The window pool has room for the windows of the requests and for a page or two besides."""
     rows = 5
@@ -1046,7 +1046,7 @@ def test_drawn_tokens_do_not_depend_on_what_shares_a_step():
 @pytest.mark.usefixtures("_bold")
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize(("span", "num"), [(None, 10_000), (SPANS[1], 3000), (SPANS[3], 3000)])
-@pytest.mark.turns(3)
+@pytest.mark.turns(6)
 def test_soak(span, num, overlap, full):
     """Thousands of arrivals, aborts and evictions at random, from outside and from within steps."""
     num = num if full else max(num // 12, 750)

@@ -106,7 +106,7 @@ def counting(graphs):
         ("deepseek-v3", "llama", 1, 4),
     ],
 )
-@pytest.mark.turns(4)
+@pytest.mark.turns(8)
 def test_greedy_text_is_that_of_each_prompt_alone(
     tiny, run_on, target, draft, page_size, topk, monkeypatch, alone
 ):
@@ -133,7 +133,7 @@ NO_WINDOWS = {"window_step_tokens": None}
 @pytest.mark.parametrize(
     ("graphs", "page_size", "topk"), [*product((False, True), (1, 16), (1, 4))]
 )
-@pytest.mark.turns(4)
+@pytest.mark.turns(8)
 def test_the_target_itself_guesses_right(sure, run_on, page_size, topk, graphs, alone):
     """Each round accepts as many tokens as it has steps."""
     model, folder = sure
@@ -160,6 +160,7 @@ def test_the_target_itself_guesses_right(sure, run_on, page_size, topk, graphs, 
 
 
 @pytest.mark.parametrize(("page_size", "topk"), [(1, 1), (16, 4)])
+@pytest.mark.turns(2)
 def test_scores_are_those_of_the_paths(tiny, page_size, topk):
     """With graphs and without: the log-probability that the model has for each path alone."""
     model, folder = tiny("llama")
@@ -330,6 +331,7 @@ def test_contexts_and_texts_too_short_for_graphs(tiny, lens):
 
 
 @pytest.mark.parametrize("topk", [1, 4])
+@pytest.mark.turns(2)
 def test_thresholds_accept_more_of_sampled_requests_alone(tiny, run_on, topk, alone):
     """Greedy requests of the same steps keep their texts; a text is the same each time."""
     model, folder = tiny("llama")

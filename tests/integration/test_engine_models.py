@@ -72,7 +72,7 @@ def test_tokens_are_those_of_each_prompt_alone(tiny, run_on, architecture, monke
     ("architecture", "page_size"),
     [*product(("gpt-oss", "llama4", "gemma3", "gemma2", "mistral"), (1, 16))],
 )
-@pytest.mark.turns(6)
+@pytest.mark.turns(12)
 def test_tokens_are_the_same_with_a_window_pool(
     tiny, run_on, architecture, page_size, monkeypatch, alone
 ):

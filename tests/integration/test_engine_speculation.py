@@ -471,7 +471,7 @@ def test_a_failure_loses_no_page(when):
 @pytest.mark.parametrize("graphs", [False, True])
 @pytest.mark.parametrize("window", [None, 6])
 @pytest.mark.parametrize("page_size", [1, 4])
-@pytest.mark.turns(over="page_size")
+@pytest.mark.turns(4)
 def test_nothing_leaks_in_random_steps(page_size, window, graphs, full):
     """Arrivals, aborts, evictions and trees of random shapes, from outside and within steps. A
     window takes chains alone."""

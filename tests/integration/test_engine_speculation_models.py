@@ -206,6 +206,7 @@ def test_steps_replayed_from_graphs_give_the_same_text(
 
 
 @pytest.mark.parametrize(("architecture", "page_size"), [("llama", 16), ("deepseek-v3", 1)])
+@pytest.mark.turns(2)
 def test_trees_on_a_backend_without_masks_give_the_same_text(tiny, architecture, page_size, alone):
     model, folder = tiny(architecture)
     prompts = some_prompts()

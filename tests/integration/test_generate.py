@@ -421,7 +421,7 @@ def test_streamed_pieces_are_the_text(run_on, tokenizer):
     ("length", "page_size"),
     [*product((32, 200, 900), (1, 16)), (1500, 16)],
 )
-@pytest.mark.turns(3)
+@pytest.mark.turns(6)
 def test_the_shipped_model_recalls(run_on, tokenizer, page_size, length):
     """A wrong page, prefix or mask gives a wrong answer. The seed is one that the model knows in
     transformers' own attention as well."""

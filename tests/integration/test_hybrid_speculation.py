@@ -100,6 +100,7 @@ def test_greedy_text_is_that_without_drafts(
 
 
 @pytest.mark.parametrize("architecture", ["qwen3-next", "mamba2", "lfm2", "jamba"])
+@pytest.mark.turns(2)
 def test_steps_replayed_from_graphs_give_the_same_text(tiny, architecture, alone) -> None:
     """A stop id inside an accepted run too."""
     model, folder = tiny(architecture)

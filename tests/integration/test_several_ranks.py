@@ -105,6 +105,7 @@ def generated(
         ("gemma3", 2, False, {}, 0, {}),
     ],
 )
+@pytest.mark.turns(8)
 def test_the_text_is_that_of_one_rank(
     tiny, tmp_path: Path, architecture, size, interleaved, engine, drafts, changes, alone
 ) -> None:

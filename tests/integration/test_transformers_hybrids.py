@@ -81,6 +81,7 @@ def decoded(runner, states, sequences, theirs):
 
 
 @pytest.mark.parametrize("architecture", KINDS)
+@pytest.mark.turns(3)
 def test_every_logit_of_prefill_and_decode(tiny, run_hybrid, sequences, architecture) -> None:
     model, folder = tiny(architecture)
     runner = run_hybrid(folder)
@@ -99,6 +100,7 @@ def test_every_logit_of_prefill_and_decode(tiny, run_hybrid, sequences, architec
 
 
 @pytest.mark.parametrize("architecture", KINDS)
+@pytest.mark.turns(4)
 def test_prompts_in_chunks_beside_decoding(tiny, run_hybrid, sequences, architecture) -> None:
     """Chunks shorter than the convolutions' taps too; rows are used again without being cleared."""
     model, folder = tiny(architecture)
@@ -136,7 +138,7 @@ def tokens(engine, prompts, num):
         *("jamba", "nemotron-h"),
     ],
 )
-@pytest.mark.turns(5)
+@pytest.mark.turns(10)
 def test_text_of_continuous_batches(tiny, run_hybrid, architecture, monkeypatch, alone) -> None:
     """Requests come and go, prompts run in chunks, and memory runs out."""
     monkeypatch.setattr(scheduler, "GROWTH", 1)
@@ -159,7 +161,7 @@ def test_text_of_continuous_batches(tiny, run_hybrid, architecture, monkeypatch,
         *("bamba", "kimi-linear", "nemotron-h"),
     ],
 )
-@pytest.mark.turns(5)
+@pytest.mark.turns(12)
 def test_text_of_steps_replayed_from_graphs(tiny, architecture, alone) -> None:
     model, folder = tiny(architecture)
     linear = [offer for offer in load_plugins().offers() if offer.card.name == "torch_linear"]

@@ -505,7 +505,7 @@ CLEAN = {
 
 @pytest.mark.parametrize("name", CLEAN)
 @pytest.mark.parametrize("make", [FakeBackend, TorchNativeBackend])
-@pytest.mark.turns(over="make")
+@pytest.mark.turns(6)
 def test_a_correct_backend_raises_no_alarm(
     name: str, make: Callable[[BackendContext], AttentionBackend], full: bool
 ) -> None:

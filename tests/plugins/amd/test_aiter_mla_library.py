@@ -188,7 +188,7 @@ def test_128_heads(kernels, stored) -> None:
     assert_passes(candidate(kernels), decode(45, 3), decode(9), **settings)
 
 
-@pytest.mark.turns(4)
+@pytest.mark.turns(12)
 @pytest.mark.parametrize("graph", [False, True], ids=["eager", "graph"])
 @pytest.mark.parametrize(
     ("heads", "stored", "drafts"),

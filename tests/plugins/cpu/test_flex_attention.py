@@ -164,6 +164,7 @@ def blocks_of(plan: Plan) -> int:
 
 
 @pytest.mark.parametrize("case", WITH_NAN, ids=lambda case: case.name)
+@pytest.mark.turns(2)
 def test_nan_stays_within_a_request(case: Case) -> None:
     outcome = run_case(WHOLE, case)
     assert outcome.status == "passed", (outcome.message, outcome.reasons)

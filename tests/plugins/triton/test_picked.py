@@ -68,6 +68,7 @@ SPARSE = {
 
 @pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize("topk", [130, 300])
+@pytest.mark.turns(2)
 def test_parts_of_a_tokens_picks(monkeypatch, topk, deterministic):
     """As where a device has more units than a step has tokens."""
     monkeypatch.setattr(picked, "ALIKE_KEYS", 64)
