@@ -3,7 +3,7 @@
 Of a suite of cases, a day runs at least one of each kind and a share of the others. A case of the
 conformance suite is of several kinds: a mode with a KV dtype, and each feature with both. Of a test
 marked `turns`, cases are of one kind if they differ by nothing but the parameter that `over` names.
-Within as many days as the share says, each case runs once. `--full` runs all of them.
+Within as many days as the share says, each case runs at least once. `--full` runs all of them.
 """
 
 from __future__ import annotations
