@@ -65,6 +65,7 @@ def test_the_page_has_commands() -> None:
 
 
 @pytest.mark.parametrize("command", dict.fromkeys(COMMANDS))
+@pytest.mark.turns(2)
 def test_a_command_runs(
     command: str,
     failure: Path,

@@ -222,6 +222,7 @@ def test_the_page_has_its_commands() -> None:
 
 # Not the suite twice: `.ci/run` verifies what the example's wheel brings.
 @pytest.mark.parametrize("command", [each for each in COMMANDS if "attnmux verify" not in each])
+@pytest.mark.turns(2)
 def test_a_command_of_the_page_does_what_it_says(installed, tmp_path, command) -> None:
     source, site = installed
     said = re.search(r"# exits with (\d+)", command)
