@@ -214,6 +214,7 @@ def test_models_that_cannot_be_split(tiny, tmp_path: Path, architecture, size, s
         assert said in result.error
 
 
+@pytest.mark.turns(3, suite="ranks")
 def test_generate_on_two_ranks(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "attnmux.core", "generate", "The key is K77. ?K"]
     options = ["--tp", "2", "--dcp", "--page-size", "4", "--backend", "torch_native"]

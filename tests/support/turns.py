@@ -3,7 +3,8 @@
 Of a suite of cases, a day runs at least one of each kind and a share of the others. A case of the
 conformance suite is of several kinds: a mode with a KV dtype, and each feature with both. Of a test
 marked `turns`, cases are of one kind if they differ by nothing but the parameter that `over` names.
-Within as many days as the share says, each case runs at least once. `--full` runs all of them.
+Tests that name one `suite` are its cases. Within as many days as the share says, each case runs at
+least once. `--full` runs all of them.
 """
 
 from __future__ import annotations
@@ -68,7 +69,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "full: near to a case that always runs; needs --full")
     config.addinivalue_line(
-        "markers", "turns(share=0, over=''): run cases by the day, as tests/support/turns.py says"
+        "markers",
+        "turns(share=0, over='', suite=''): run cases by the day, as tests/support/turns.py says",
     )
 
 
@@ -123,7 +125,7 @@ def candidate_of(item: pytest.Item) -> tuple[str, Candidate] | None:
     if not given or "outside" in params:
         return None
     others = [repr(params[name]) for name in params if name != given.get("over", name)]
-    suite = item.nodeid.partition("[")[0]
+    suite = given.get("suite", item.nodeid.partition("[")[0])
     return suite, Candidate(
         item=item, kinds=frozenset([tuple(others)]), share=given.get("share", 0)
     )

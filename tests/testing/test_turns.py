@@ -109,3 +109,13 @@ def test_full_runs_all_and_nothing_else_runs_what_is_marked_so():
     assert near not in left(items, 3)
     unmarked = of_test("abc")
     assert left(unmarked, 3) == unmarked
+
+
+def test_tests_that_name_a_suite_take_turns():
+    alone = [of_test("a", share=3, suite="slow")[0] for _ in range(6)]
+    for number, item in enumerate(alone):
+        item.nodeid = f"test_{number}.py::test_it"
+    days = [left(alone, day) for day in range(3)]
+    assert all(day for day in days)
+    assert {item for day in days for item in day} == set(alone)
+    assert sum(map(len, days)) < 2 * len(alone)

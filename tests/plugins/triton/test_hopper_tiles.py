@@ -297,6 +297,7 @@ def launch_on(
         emulate(attend_hopper_tiles, grid, *given, **constants)
 
 
+@pytest.mark.turns(4, suite="compilers")
 def test_every_variant_fits_and_overlaps(script, full):
     names = VARIANTS if full else SOME
     lines = script("compile", *names)
