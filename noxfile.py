@@ -203,7 +203,7 @@ def installs(session: nox.Session) -> None:
 
 @nox.session
 def engines(session: nox.Session) -> None:
-    """Ask pip whether every extra resolves next to the newest vLLM, SGLang and transformers, and
+    """Ask uv whether every extra resolves next to the newest vLLM, SGLang and transformers, and
     look for the classes that we know by name in each supported transformers; installs nothing."""
     session.install(*CONSTRAINTS, "hatchling", "packaging")
     for check in ("engines", "classes"):

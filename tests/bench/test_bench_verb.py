@@ -16,6 +16,7 @@ from attnmux.bench import cli as bench_cli
 from attnmux.bench import timing
 from attnmux.bench.cli import bench_run
 from attnmux.bench.keeping import RecordFile
+from attnmux.bench.roofline import Ceilings
 from attnmux.core import ANY, NONE, Decision, Platform, TunedLaunch, read_measurements
 from attnmux.core.cli.verbs import verbs
 from attnmux.core.facts.records import Device
@@ -133,6 +134,19 @@ def test_json(installed, here) -> None:
     }
     assert data["ceilings"]["read_gbs"] > 0
     assert data["request"]["num_q_heads"] == 4
+
+
+@pytest.mark.parametrize("again", [1e3, 1e-3])
+def test_a_ceiling_that_a_backend_exceeds_is_measured_again(installed, monkeypatch, again) -> None:
+    measured = [Ceilings(read_gbs=rate, matmul_tflops=rate) for rate in (again, 1e-6)]
+    monkeypatch.setattr(bench_run, "ceilings", lambda *_: measured.pop())
+    installed(FakeBackend)
+    result = bench(*STEPS[2:])
+    assert result.exit_code == 0
+    assert not measured
+    said = " ".join(result.stdout.split())
+    assert ("beyond the ceiling" in said) == (again < 1)
+    assert f"{again:,.4g} GB/s" in said
 
 
 def test_tables_have_the_fastest_first_and_reasons(installed, fakes) -> None:

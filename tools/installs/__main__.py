@@ -1,4 +1,4 @@
-"""Ask pip whether this project installs: `lines`, `pythons`, `engines` or `classes`.
+"""Ask pip, or uv, whether this project installs: `lines`, `pythons`, `engines` or `classes`.
 
     python -m tools.installs lines [--install] [TEXT]   every documented `pip install` line
     python -m tools.installs pythons                    the demo and the tests, by version of Python
@@ -6,9 +6,9 @@
     python -m tools.installs classes                    the names of transformers' classes
 
 `lines`, `pythons` and `engines` install nothing: they are dry runs in a fresh environment, with
-wheels built from this tree. `lines --install` installs each line in an environment of its own,
-where torch takes 5 GB. TEXT picks lines, or rows of `engines`, such as "sglang attnmux-intel". The
-exit status is 1 if anything does not resolve.
+wheels built from this tree. `engines` asks uv, the others pip. `lines --install` installs each line
+in an environment of its own, where torch takes 5 GB. TEXT picks lines, or rows of `engines`, such
+as "sglang attnmux-intel". The exit status is 1 if anything does not resolve.
 """
 
 from __future__ import annotations

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from email.parser import HeaderParser
+from functools import partial
 from itertools import chain, groupby
 from pathlib import Path
 from types import MappingProxyType
@@ -61,17 +62,17 @@ def check_engines(environment: Environment, wheels: Path, text: str = "") -> int
         extras = [one for one in every if text in f"{engine} {one}"]
         if not extras:
             continue
-        # Unpinned, pip would fall back to an engine of years ago
+        # Unpinned, the resolver would fall back to an engine of years ago
         pinned = f"{engine}=={environment.resolve('--no-deps', engine).versions[engine]}"
         print(pinned, flush=True)
-        options = ["--only-binary=:all:", "--find-links", str(wheels), pinned, *wanted]
+        beside = partial(environment.compile, wheels, pinned, *wanted)
         for _, group in groupby(sorted(extras, key=vendor_of), vendor_of):
             members = list(group)
             together = [one for one in members if (engine, one) not in APART]
-            answer = environment.resolve(*options, *together)
+            answer = beside(*together)
             for one in members:
                 resolves = one in together and not answer.conflict
-                alone = answer if resolves else environment.resolve(*options, one)
+                alone = answer if resolves else beside(one)
                 known = APART.get((engine, one), "")
                 failures += bool(alone.conflict) != bool(known)
                 said = alone.conflict and f"{known or 'FAILED'}: {alone.conflict}"

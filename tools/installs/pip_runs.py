@@ -1,4 +1,4 @@
-"""Runs of pip in a fresh environment, which resolve and install nothing.
+"""Runs of pip, or of uv, in a fresh environment, which resolve and install nothing.
 
 pip gets `--isolated`, so that variables and files of this machine's user do not hide what another
 user gets. A dry run downloads metadata; libraries of gigabytes stay where they are.
@@ -75,6 +75,24 @@ class Environment:
         found = [each["metadata"] for each in installs]
         return Resolution(versions={canonicalize_name(m["name"]): m["version"] for m in found})
 
+    def compile(self, wheels: Path, *requirements: str) -> Resolution:
+        """What fits together, by uv, which answers in seconds what takes pip up to an hour.
+
+        wheels: a folder of further wheels. Nothing is built from sources. Raises
+        CalledProcessError if uv cannot be installed.
+        """
+        pip = [str(self.python), "-m", "pip", "install", "--isolated", "--quiet", "uv"]
+        subprocess.run(pip, check=True)
+        uv = [str(self.python), "-m", "uv", "pip", "compile", "--no-config", "--no-build"]
+        command = [*uv, "--no-header", "--no-annotate", "--find-links", str(wheels), "-"]
+        wanted = "\n".join(requirements)
+        done = subprocess.run(command, cwd=ROOT, input=wanted, capture_output=True, text=True)
+        if done.returncode:
+            return Resolution(conflict=conclusion(done.stderr))
+        pinned = (Requirement(line) for line in done.stdout.splitlines() if "==" in line)
+        found = [(canonicalize_name(r.name), str(r.specifier).lstrip("=")) for r in pinned]
+        return Resolution(versions=dict[str, str](found))
+
     def run_line(self, line: str, *options: str) -> str:
         """Run a documented line by the shell, from the root, with further options for
         `pip install`. Returns pip's reason if it failed."""
@@ -103,6 +121,12 @@ def reason(stderr: str) -> str:
         return "; ".join(line.strip() for line in found[1].splitlines())
     errors = [line for line in stderr.splitlines() if line.startswith("ERROR: ")]
     return "; ".join(line.removeprefix("ERROR: ") for line in errors) or stderr.strip()[-500:]
+
+
+def conclusion(stderr: str) -> str:
+    """uv's explanation in one line."""
+    said = " ".join(stderr.partition("cause:")[2].split()) or stderr.strip()[-500:]
+    return said.removesuffix("your requirements are unsatisfiable.").rstrip()
 
 
 def constraints_for(python: str, lines: Sequence[str]) -> list[str]:

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any, Literal
 
 import torch
 
 from attnmux.bench.entrants import Entrant
-from attnmux.bench.roofline import Ceilings, Cost, cost_of
+from attnmux.bench.roofline import BEYOND, Ceilings, Cost, cost_of
 from attnmux.bench.subjects import Subject, TimedStep, subject_of
 from attnmux.bench.timing import Run, current, in_graph, in_turn, interleave, median_us
 from attnmux.bench.workload import Workload
@@ -54,6 +54,17 @@ class Row:
     """The largest such error of one query and head."""
     why: str = ""
     """What went wrong."""
+
+    @property
+    def is_beyond(self) -> bool:
+        """Whether it is faster than the ceiling that was measured."""
+        return (self.share or 0) > BEYOND
+
+    def under(self, ceilings: Ceilings) -> Row:
+        """The row with its share of these ceilings."""
+        if self.cost is None or self.median_us is None:
+            return self
+        return replace(self, share=ceilings.share(self.cost, self.median_us))
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data. An infinite error, which JSON cannot hold, is None; `why` has it."""

@@ -24,6 +24,7 @@ if TYPE_CHECKING:  # torch, which a table does not need
     from attnmux.bench.roofline import Ceilings
 
 NEVER = float("inf")
+BEYOND_SAID = "beyond the ceiling: K and V from a cache, or a faster dtype"
 
 
 def _console() -> Console:
@@ -96,6 +97,8 @@ def _times(workload: Workload, rows: Sequence[Row], reached: Ceilings) -> Table:
             time, of_best = f"{row.median_us:.1f}", f"{row.median_us / min(times):.2f}"
             share, plan = f"{row.share or 0:.0%}", f"{row.prepare_us or 0:.0f}"
         note = row.execution if row.status == "measured" else f"{row.status}: {row.why}"
+        if row.is_beyond:
+            note += f", {BEYOND_SAID}"
         table.add_row(
             row.backend, time, of_best, share, error, plan, str(row.page_size), Text(note)
         )

@@ -226,12 +226,9 @@ TRITON = BackendCard(
         Verified(
             on="NVIDIA H200",
             platform="nvidia:sm90",
-            libraries=(
-                "torch 2.11.0+cu130",
-                "triton 3.6.0",
-            ),
-            date="2026-11-23",
-            cases=969,
+            libraries=("torch 2.14.1+cu130", "triton 3.8.0"),
+            date="2026-11-29",
+            cases=1972,
         ),
         *(
             Verified(
@@ -328,8 +325,8 @@ TRITON_LINEAR = BackendCard(
         Verified(
             on="NVIDIA H200",
             platform="nvidia:sm90",
-            libraries=("torch 2.11.0+cu130", "triton 3.6.0"),
-            date="2026-11-28",
+            libraries=("torch 2.14.1+cu130", "triton 3.8.0"),
+            date="2026-11-29",
             cases=504,
         ),
     ),

@@ -21,7 +21,7 @@ from attnmux.core import (
     versions,
     when,
 )
-from attnmux.nvidia.cards.runs import on_h200
+from attnmux.nvidia.cards.runs import TORCH, on_h200
 
 NUM_SPLITS = Option(
     name="num_splits",
@@ -107,7 +107,7 @@ FA3 = BackendCard(
         ),
     ),
     options=(NUM_SPLITS,),
-    verified_on=(on_h200("sglang-kernel 0.4.5", date="2026-11-23", cases=671),),
+    verified_on=(on_h200("sglang-kernel 0.4.10", date="2026-11-29", torch=TORCH, cases=1022),),
     sources={
         "version": "the library is built for SM80 to SM89 too; the backend was run on SM90 only",
         "runtime": "sgl_kernel.flash_attn.is_fa3_supported",

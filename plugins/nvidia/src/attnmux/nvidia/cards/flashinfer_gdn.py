@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from attnmux.core import ANY, BackendCard, Clause, Prior, Verified, one_of, runtimes, versions
+from attnmux.core import ANY, BackendCard, Clause, Prior, one_of, runtimes, versions
+from attnmux.nvidia.cards.runs import TORCH, on_h200
 
 
 def _clause(dtype: str, *phases: str) -> Clause:
@@ -29,15 +30,11 @@ FLASHINFER_GDN = BackendCard(
     requires=("torch>=2.11", "flashinfer-python>=0.6.13"),
     extra="flashinfer",
     verified_on=(
-        Verified(
-            on="NVIDIA H200",
-            platform="nvidia:sm90",
-            libraries=(
-                "torch 2.11.0+cu130",
-                "flashinfer-python 0.6.13",
-                "sglang-kernel 0.4.5",
-            ),
-            date="2026-11-28",
+        on_h200(
+            "flashinfer-python 0.7.2",
+            "sglang-kernel 0.4.10",
+            date="2026-11-29",
+            torch=TORCH,
             cases=70,
         ),
     ),
