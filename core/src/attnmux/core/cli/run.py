@@ -29,8 +29,7 @@ from attnmux.core.facts.frozen import FrozenMapping
 from attnmux.core.find.devices import Detection, detect
 from attnmux.core.find.plugins import Plugins, load_plugins, unknown_plugins
 from attnmux.core.find.settings import Settings
-from attnmux.core.measured.passes import passes
-from attnmux.core.measured.unverified import unverified
+from attnmux.core.measured.unverified import doubtful, unverified
 
 if TYPE_CHECKING:
     from attnmux.core.cards.card import Offer
@@ -116,6 +115,10 @@ class Run:
         self, decision: Decision, offers: Sequence[Offer], measurements: Sequence[Measurement]
     ) -> None:
         """A warning for each backend that `unverified` finds."""
+        if next(doubtful(decision, offers), None) is None:
+            return
+        from attnmux.core.measured.passes import passes  # noqa: PLC0415  # most cards prove enough
+
         for each in unverified(decision, offers, measurements, passes(Settings.cache_folder())):
             self.warn(str(each))
 
