@@ -51,11 +51,11 @@ parser.parse_args()
 print("{{}}")
 """
 PLUGIN = """
-from attnmux.core import BackendCard, hookimpl, one_of, when
+from attnmux.core.plugin import BackendCard, Clause, hookimpl, one_of
 
 @hookimpl
 def attnmux_cards():
-    clauses = tuple(when(vendor=one_of("acme"), page_size=one_of(n)) for n in range(1, 9))
+    clauses = tuple(Clause.when(vendor=one_of("acme"), page_size=one_of(n)) for n in range(1, 9))
     return [BackendCard(name="{name}", summary="", clauses=clauses, factory="a:b")]
 """
 

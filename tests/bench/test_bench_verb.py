@@ -13,13 +13,13 @@ import pytest
 from click.testing import CliRunner, Result
 
 from attnmux.bench import cli as bench_cli
-from attnmux.bench import timing
 from attnmux.bench.cli import bench_run
 from attnmux.bench.keeping import RecordFile
 from attnmux.bench.roofline import Ceilings
-from attnmux.core import ANY, NONE, Decision, Platform, TunedLaunch, read_measurements
+from attnmux.core import Decision, DeviceGraphs, Measurement, Platform, TunedLaunch
 from attnmux.core.cli.verbs import verbs
-from attnmux.core.facts.records import Device
+from attnmux.core.plugin import ANY, NONE
+from attnmux.core.verbs import Device
 from attnmux.testing import FakeBackend, GraphFakeBackend, RecordingGraphs
 
 FIELDS = "dtype=bf16,num_q_heads=4,num_kv_heads=2,head_dim=16"
@@ -257,7 +257,7 @@ def test_kept_figures_change_the_choice(installed, file, fakes) -> None:
         ("fakes/Slow", True),
         ("fakes/SlowAlone", True),
     ]
-    stored = read_measurements(file).found
+    stored = Measurement.read(file).found
     assert [each.to_dict() for each in stored] == kept["measurements"]
     assert {each.batch_size for each in stored} == {1, 4}
     after = select()
@@ -281,7 +281,7 @@ def test_kept_figures_change_the_choice(installed, file, fakes) -> None:
 
 
 def test_figures_from_graphs_count_with_and_without_graphs(installed, file, monkeypatch) -> None:
-    monkeypatch.setattr(timing, "device_graphs", lambda device: RecordingGraphs())
+    monkeypatch.setattr(DeviceGraphs, "of", lambda device: RecordingGraphs())
     installed(GraphFakeBackend, Delayed, graph=ANY)
     data = answer(bench("--json", "--keep", *STEPS[2:]))
     assert {row["execution"] for row in data["rows"]} == {"graph"}
@@ -312,7 +312,7 @@ def test_tables_show_how_the_choice_changes(installed, file, fakes) -> None:
         assert said in words
         assert "2 figures are kept in" in words
     assert "before: Slow (fakes) serves extend and decode" in words
-    assert len(read_measurements(file).found) == 3
+    assert len(Measurement.read(file).found) == 3
 
 
 @pytest.mark.parametrize("factory", [WrongElsewhere])
@@ -322,7 +322,7 @@ def test_a_failed_check_is_kept_as_not_conformant(installed, file, factory, fake
     checks = {each["backend"]: each for each in data["kept"]["checks"]}
     assert not checks[f"fakes/{factory.__name__}"]["conformant"]
     assert "decode-uneven" in checks[f"fakes/{factory.__name__}"]["failure"]
-    assert {each.backend: each.conformant for each in read_measurements(file).found} == {
+    assert {each.backend: each.conformant for each in Measurement.read(file).found} == {
         "fakes/Slow": True,
         f"fakes/{factory.__name__}": False,
     }
@@ -396,7 +396,7 @@ def test_a_file_of_another_version_is_a_warning_and_set_aside(installed, file) -
     data = answer(result)
     assert any(str(file) in text for text in data["warnings"])
     assert str(file) in result.stderr
-    assert len(read_measurements(file).found) == 1
+    assert len(Measurement.read(file).found) == 1
     assert file.with_name("measurements.json.damaged").read_text() == '{"format": 0}'
 
 

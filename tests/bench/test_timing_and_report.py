@@ -28,7 +28,8 @@ from attnmux.bench import (
     interleave,
     wall_meter,
 )
-from attnmux.core import CapturedGraph, GraphStep, GraphUnsupported, InvalidInput
+from attnmux.core import GraphUnsupported, InvalidInput
+from attnmux.core.plugin import CapturedGraph, GraphStep
 from attnmux.testing import RecordingGraphs
 
 ROOT = Path(__file__).parents[2]

@@ -30,10 +30,10 @@ from attnmux.core import (
     Platform,
     Policy,
     Request,
-    Verdict,
     load_plugins,
     solve,
 )
+from attnmux.core.facts.verdicts import Verdict
 
 HERE = Path(__file__).parent
 RECORD = HERE / "golden" / "answers.txt.xz"

@@ -13,15 +13,15 @@ from click.testing import CliRunner
 from attnmux.core import Offer, Request, load_plugins, solve
 from attnmux.core.cli.verbs import verbs
 from attnmux.core.find.cpu import probe_cpu
-from attnmux.core.measured.unverified import unverified
+from attnmux.core.verbs import Unverified
 from attnmux.cpu.plugin import TORCH_LINEAR
 from attnmux.testing import FirstUse, run_case
 from attnmux.testing.linear_cases import LinearCase
 
 PLUGIN = """
-from attnmux.core import BackendCard, Prior, hookimpl, one_of, when
+from attnmux.core.plugin import Clause, BackendCard, Prior, hookimpl, one_of
 
-EVERY = when(
+EVERY = Clause.when(
     vendor=one_of("cpu"), phase=one_of("extend", "decode"), kind=one_of("mha"),
     dtype=one_of("float32"), kv_dtype=one_of("float32"), page_size=one_of(16),
 )
@@ -139,7 +139,7 @@ def test_linear_layers_backends_are_tried_too(monkeypatch, tmp_path) -> None:
     offers.append(Offer(card=card, plugin="acme", distribution="acme-linear", version="1"))
     request = Request(dtype="float32", head_dim=16, linear_layers={"gdn": 1}, linear_head_dim=24)
     decision = solve(request, probe_cpu(), offers)
-    (found,) = unverified(decision, offers, ())
+    (found,) = Unverified.by_cards(decision, offers, ())
     assert "acme/newcomer was chosen, but its card names no machine" in str(found)
     assert (found.request.kind, found.phases) == ("gdn", ("extend", "decode"))
     tried = []

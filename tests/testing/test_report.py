@@ -14,11 +14,11 @@ import pytest
 from click.testing import CliRunner, Result
 
 from attnmux.bench.keeping import RecordFile
-from attnmux.core import Measurement, Verified, load_plugins
+from attnmux.core import Measurement, load_plugins
 from attnmux.core.cli.verbs import verbs
-from attnmux.core.facts.records import Device
 from attnmux.core.find.cpu import probe_cpu
-from attnmux.core.measured.measurement import versions_of
+from attnmux.core.plugin import Verified
+from attnmux.core.verbs import Device
 from attnmux.testing import find_candidate
 from attnmux.testing.anonymous import anonymous, anonymous_error
 from attnmux.testing.candidate import Outcome
@@ -128,7 +128,7 @@ def test_kept_results_are_reported(home, no_run) -> None:
     made = {
         "backend": NAME,
         "device": Device.of(probe_cpu()),
-        "versions": versions_of(offer),
+        "versions": offer.versions(),
         "median_us": 5.0,
         "date": datetime.now(timezone.utc),
         "phase": "decode",

@@ -30,8 +30,7 @@ from rich.console import Console
 from rich.table import Table
 
 from attnmux.core import AttnmuxError, InvalidInput
-from attnmux.core.cli.run import FiniteRange
-from attnmux.core.facts.files import check_replaceable
+from attnmux.core.verbs import FiniteRange, check_replaceable
 from tools.models.children import all_names, context_of_children, machine_of, run_all
 from tools.models.outcome import Outcome, as_json, as_markdown, counts, reasons
 from tools.models.recipe import DimsKind, Recipe

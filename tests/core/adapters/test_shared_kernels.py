@@ -10,7 +10,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from attnmux.core import Platform, shared_kernel, with_shared_kernels
+from attnmux.core import Platform
+from attnmux.core.plugin import shared_kernel, with_shared_kernels
 from attnmux.testing import Case, decode, make_setup
 from attnmux.testing.fakes import FakeBackend
 
@@ -26,7 +27,7 @@ def make(context):
     return Writer(context.token_to_kv_pool)
 """
 PLUGIN = """
-from attnmux.core import hookimpl
+from attnmux.core.plugin import hookimpl
 
 @hookimpl
 def attnmux_cards():

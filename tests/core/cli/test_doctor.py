@@ -16,25 +16,22 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from attnmux.core.cards.card import BackendCard
-from attnmux.core.cards.clause import when
-from attnmux.core.cards.conditions import includes, one_of
+from attnmux.core import Platform, Settings
 from attnmux.core.choosing.requirements import required
 from attnmux.core.cli import doctor_diagnosis
 from attnmux.core.cli.doctor_diagnosis import diagnose
 from attnmux.core.cli.verbs import verbs
-from attnmux.core.facts.platform import Platform
 from attnmux.core.find import devices as probe
 from attnmux.core.find import unserved
 from attnmux.core.find.devices import survey
 from attnmux.core.find.plugin import Plugin, PluginFailure
 from attnmux.core.find.plugins import unknown_plugins
-from attnmux.core.find.settings import Settings
+from attnmux.core.plugin import BackendCard, Clause, includes, one_of
 
 GOOD = """
-from attnmux.core.cards.card import BackendCard
-from attnmux.core.facts.platform import Platform
-from attnmux.core.find.hooks import hookimpl
+from attnmux.core.plugin import BackendCard
+from attnmux.core import Platform
+from attnmux.core.plugin import hookimpl
 
 print("a banner")
 
@@ -301,16 +298,16 @@ def test_what_keeps_a_backend_from_running_here(ask, tmp_path, monkeypatch) -> N
         BackendCard(name=name, summary="", factory="a:b", clauses=clauses,
                     requires=("no_such_library>=2",) if needs else (), verified_on=runs)
         for name, clauses, needs, runs in (
-            ("other", (when(vendor=one_of("zeta", "omega")),), True, ()),
+            ("other", (Clause.when(vendor=one_of("zeta", "omega")),), True, ()),
             ("unwanted", (), False, ()),
-            ("here", (when(vendor=ANY), when(vendor=one_of("zeta"))), True,
+            ("here", (Clause.when(vendor=ANY), Clause.when(vendor=one_of("zeta"))), True,
              (Verified(on="it", libraries=(), date="2026-11-21"),)),
-            ("able", (when(vendor=one_of("acme")),), False,
+            ("able", (Clause.when(vendor=one_of("acme")),), False,
              (Verified(on="H", platform="zeta:z1", libraries=(), date="2026-11-21"),)),
         )
     ]
 """
-    head = "from attnmux.core.cards.clause import when\n"
+    head = "from attnmux.core.plugin import Clause\n"
     head += "from attnmux.core.cards.conditions import ANY, one_of\n"
     head += "from attnmux.core.cards.proof import Verified\n"
     source = head + GOOD.partition("    return [BackendCard(")[0] + cards
@@ -359,11 +356,21 @@ def test_a_machine_on_which_no_backend_runs_is_a_problem(ask) -> None:
 
 
 def test_a_machine_for_which_no_plugin_brings_a_backend_is_a_problem(ask) -> None:
-    head = "from attnmux.core.cards.clause import when\n"
+    head = "from attnmux.core.plugin import Clause\n"
     head += "from attnmux.core.cards.conditions import one_of\n"
-    elsewhere = "clauses=(when(vendor=one_of('zeta')),)"
+    elsewhere = "clauses=(Clause.when(vendor=one_of('zeta')),)"
     result = ask(good=head + GOOD.replace("clauses=()", elsewhere).format(more=""))
     assert result.exit_code == 1
+    assert "as installed and configured: pip install attnmux-cpu" in result.stdout
+
+
+def test_a_backend_that_leaves_the_machine_out_is_for_other_hardware(ask) -> None:
+    """No list of vendors says so."""
+    head = "from attnmux.core.plugin import Clause, anything_but\n"
+    elsewhere = "clauses=(Clause.when(vendor=anything_but('acme', 'cpu')),)"
+    result = ask(good=head + GOOD.replace("clauses=()", elsewhere).format(more=""))
+    assert result.exit_code == 1
+    assert "other hardware" in result.stdout
     assert "as installed and configured: pip install attnmux-cpu" in result.stdout
 
 
@@ -401,7 +408,7 @@ def bare(monkeypatch, tmp_path) -> Path:
 
 
 def test_a_backend_that_lacks_a_compiler_is_a_note(bare) -> None:
-    clause = when(vendor=one_of("nvidia"), features=includes("cxx_compiler"))
+    clause = Clause.when(vendor=one_of("nvidia"), features=includes("cxx_compiler"))
     card = BackendCard(name="made", summary="", factory="a:b", clauses=(clause,))
     for platform, said in (("nvidia:sm90", True), ("nvidia:sm90,features=cxx_compiler", False)):
         plugin = examined("nvidia", platform)._replace(cards=(card,))

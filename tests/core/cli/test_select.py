@@ -11,13 +11,11 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from attnmux.core.choosing.decision import Decision
+from attnmux.core import Decision, Detection, Platform, Plugins
 from attnmux.core.cli import run as shared
 from attnmux.core.cli.verbs import verbs
-from attnmux.core.facts.platform import Platform
 from attnmux.core.facts.verdicts import Verdict
-from attnmux.core.find.devices import Detection, UnservedDevice
-from attnmux.core.find.plugins import Plugins
+from attnmux.core.find.devices import UnservedDevice
 
 pytest.importorskip("attnmux.cpu.plugin", reason="the answers below are those of attnmux-cpu")
 

@@ -283,15 +283,15 @@ def test_an_early_exit_of_a_library_is_no_success(call, outside, tmp_path, monke
 def test_what_libraries_print_is_no_part_of_an_answer(tmp_path) -> None:
     (tmp_path / "loud_verb.py").write_text(
         "import ctypes, os, subprocess, sys\nimport click\n"
-        "from attnmux.core.cli.run import common_options, echo_json\n"
-        "@click.command()\n@common_options\n"
-        "def loud(as_json):\n"
+        "from attnmux.core.verbs import common_options, pass_run\n"
+        "@click.command()\n@common_options\n@pass_run\n"
+        "def loud(run, as_json):\n"
         "    print('spoilt')\n"
         "    os.write(1, b'spoilt')\n"
         "    sys.__stdout__.write('spoilt')\n"
         "    subprocess.run(['echo', 'spoilt'])\n"
         "    c = ctypes.CDLL(None); c.printf(b'spoilt'); c.fflush(None)\n"
-        "    echo_json([1])\n"
+        "    run.echo_json([1])\n"
     )
     info = tmp_path / "acme_loud-1.dist-info"
     info.mkdir()

@@ -13,18 +13,19 @@ import torch
 from attnmux.core import (
     AttentionBackend,
     BackendContext,
+    BackendFailed,
     Decision,
+    Detection,
     ForeignKVPool,
-    HybridAttnBackend,
+    FrozenMapping,
+    InvalidInput,
+    Offer,
     build,
+    solve,
 )
-from attnmux.core.cards.card import Offer
-from attnmux.core.cards.conditions import one_of
-from attnmux.core.choosing.solver import solve
 from attnmux.core.composites import building
-from attnmux.core.facts.errors import BackendFailed, InvalidInput, PluginError
-from attnmux.core.facts.frozen import FrozenMapping
-from attnmux.core.find.devices import Detection
+from attnmux.core.composites.dispatch import HybridAttnBackend
+from attnmux.core.plugin import PluginError, one_of
 from attnmux.testing import Case, FakeBackend, decode, extend, fake_card, fake_platform, make_setup
 
 CASE = Case(name="build", steps=(extend((0, 5)), decode(6)))

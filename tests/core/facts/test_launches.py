@@ -14,15 +14,9 @@ import pytest
 
 from attnmux.bench.keeping import RecordFile
 from attnmux.bench.trials import by_subject, winner
-from attnmux.core.cli.run import Run
-from attnmux.core.facts.errors import InvalidInput
-from attnmux.core.facts.launches import (
-    Trial,
-    TunedLaunch,
-    current_launches,
-)
-from attnmux.core.facts.platform import Platform
-from attnmux.core.facts.records import Device, Records
+from attnmux.core import InvalidInput, Platform, TunedLaunch
+from attnmux.core.plugin import Trial
+from attnmux.core.verbs import Device, Records, Run
 
 HERE = replace(Platform.parse("nvidia:sm90,cuda=13.0"), name="NVIDIA H200")
 NOW = datetime(2026, 5, 1, tzinfo=timezone.utc)
@@ -152,7 +146,7 @@ def test_one_bad_entry_costs_no_other(tmp_path, field, value) -> None:
 def test_versions_are_those_that_are_installed() -> None:
     for versions, counts in (({}, True), ({"no-such-library": "1"}, False)):
         tuned = launch(versions=versions)
-        assert bool(current_launches([tuned], "triton/triton", HERE)) is counts
+        assert bool(TunedLaunch.current([tuned], "triton/triton", HERE)) is counts
 
 
 @pytest.mark.parametrize(
@@ -167,7 +161,7 @@ def test_versions_are_those_that_are_installed() -> None:
     ],
 )
 def test_only_those_of_this_device_and_these_versions_are_used(changes, counts) -> None:
-    found = current_launches([launch(**changes)], "triton/triton", HERE, libraries=VERSIONS.get)
+    found = TunedLaunch.current([launch(**changes)], "triton/triton", HERE, libraries=VERSIONS.get)
     assert bool(found) is counts
 
 

@@ -4,10 +4,9 @@ import pickle
 
 import pytest
 
-from attnmux.core import expanded_request
-from attnmux.core.facts.errors import InvalidInput
-from attnmux.core.facts.request import READERS, Request
-from attnmux.core.facts.values import ALIASES, BY_NAME, BY_TYPE, DTYPES, canonical_dtype
+from attnmux.core import InvalidInput, Request, canonical_dtype, expanded_request
+from attnmux.core.facts.request import READERS
+from attnmux.core.facts.values import ALIASES, BY_NAME, BY_TYPE, DTYPES
 
 
 def test_each_field_has_its_reader() -> None:

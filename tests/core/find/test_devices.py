@@ -11,15 +11,13 @@ from pathlib import Path
 
 import pytest
 
-from attnmux.core.facts.errors import AmbiguousPlatform, InvalidInput
-from attnmux.core.facts.platform import Platform
+from attnmux.core import InvalidInput, Platform, Plugins, detect, pick_platform
+from attnmux.core.facts.errors import AmbiguousPlatform
 from attnmux.core.find import devices as module
 from attnmux.core.find import probes, unserved
 from attnmux.core.find.cpu import probe_cpu
-from attnmux.core.find.devices import detect, pick_platform
 from attnmux.core.find.manager import check_device
 from attnmux.core.find.plugin import Plugin, PluginFailure, failure_of
-from attnmux.core.find.plugins import Plugins
 
 SM90 = Platform.parse("nvidia:sm90,cuda=12.8,count=8")
 GFX942 = Platform.parse("amd:gfx942,rocm=6.4")

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from attnmux.core.cards.card import BackendCard, Offer, Prior
-from attnmux.core.cards.clause import when
+from attnmux.core.cards.clause import Clause
 from attnmux.core.choosing.solver import solve
 from attnmux.core.facts.errors import InvalidInput, NoBackend, UnknownBackend
 from attnmux.core.facts.platform import Platform
@@ -24,7 +24,12 @@ CPU = Platform.parse("cpu:x86_64")
 def card(name: str, *aliases: str, rank: int = 5) -> BackendCard:
     prior = Prior(rank=rank, source="the test")
     return BackendCard(
-        name=name, summary="", clauses=(when(),), factory="a:b", aliases=aliases, priors=(prior,)
+        name=name,
+        summary="",
+        clauses=(Clause.when(),),
+        factory="a:b",
+        aliases=aliases,
+        priors=(prior,),
     )
 
 

@@ -22,12 +22,14 @@ pytestmark = pytest.mark.filterwarnings(
 
 HEAD = """
 import asyncio, ctypes, itertools, os, signal, subprocess, sys, threading, time, types
-from attnmux.core import (
-    ANY, BackendCard, Clause, Condition, Option, Platform, Prior, at_most, hookimpl, one_of, when
+from attnmux.core import Platform
+from attnmux.core.plugin import (
+    ANY, BackendCard, Clause, Condition, Option, Prior, at_most, hookimpl, one_of
 )
 
 def card(name="b", **more):
-    return BackendCard(**{"summary": "", "clauses": (when(),), "factory": "a:b", **more}, name=name)
+    plain = {"summary": "", "clauses": (Clause.when(),), "factory": "a:b"}
+    return BackendCard(**{**plain, **more}, name=name)
 
 def device(vendor="acme", device_type="cpu", arch="v1", **more):
     return Platform(vendor=vendor, device_type=device_type, arch=arch, **more)
@@ -74,7 +76,7 @@ CARDS_REFUSED = {
     "card(aliases=('x\\x1b',))": "name: expected letters",
     "card(name='')": "name: expected letters",
     "card(clauses=3)": "clauses",
-    "card(clauses=(when(),) * 100_000)": "a tuple of Clause, at most 1000",
+    "card(clauses=(Clause.when(),) * 100_000)": "a tuple of Clause, at most 1000",
     "card(contract='soon')": "contract: expected a range",
     "card(requires=('a b c',))": "requires: expected a PEP 508 requirement",
     "card(sources={'no_axis': 'text'})": "sources: expected axes of a clause",
@@ -82,13 +84,13 @@ CARDS_REFUSED = {
     "card(priors=(Prior(rank=True, source=''),))": "prior, rank",
     "card(priors=(Prior(rank=-10**40, source=''),))": "prior, rank",
     "card(nonsense=1)": "unexpected keyword argument 'nonsense'",
-    "card(clauses=(when(page_size=one_of(-5, 0)),))": "clause, page_size",
-    "card(clauses=(when(page_size=one_of(10**40)),))": "clause, page_size",
-    "card(clauses=(when(page_size=one_of('16')),))": "clause, page_size",
-    "card(clauses=(when(page_size=one_of(True)),))": "clause, page_size",
-    "card(clauses=(when(head_dim=at_most(10**40)),))": "clause, head_dim",
-    "card(clauses=(when(vendor=one_of(3)),))": "clause, vendor",
-    "card(clauses=(when(page_size=type('Own', (Condition,), {})),))": "clause, page_size",
+    "card(clauses=(Clause.when(page_size=one_of(-5, 0)),))": "clause, page_size",
+    "card(clauses=(Clause.when(page_size=one_of(10**40)),))": "clause, page_size",
+    "card(clauses=(Clause.when(page_size=one_of('16')),))": "clause, page_size",
+    "card(clauses=(Clause.when(page_size=one_of(True)),))": "clause, page_size",
+    "card(clauses=(Clause.when(head_dim=at_most(10**40)),))": "clause, head_dim",
+    "card(clauses=(Clause.when(vendor=one_of(3)),))": "clause, vendor",
+    "card(clauses=(Clause.when(page_size=type('Own', (Condition,), {})),))": "clause, page_size",
     "card(), card()": "two cards named b",
 }
 DEVICES_REFUSED = {

@@ -6,9 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from attnmux.core.facts.errors import SettingsError
+from attnmux.core import Settings, SettingsError
 from attnmux.core.find import settings as module
-from attnmux.core.find.settings import Settings
 
 
 def load(folder: Path, **environ: str) -> Settings:

@@ -8,23 +8,20 @@ from datetime import datetime, timezone
 import pytest
 
 from attnmux.bench.keeping import RecordFile
-from attnmux.core.cards.conditions import one_of
-from attnmux.core.cards.proof import ErrorBound
-from attnmux.core.choosing.decision import Decision
-from attnmux.core.choosing.solver import solve
-from attnmux.core.facts.axes import Question
-from attnmux.core.facts.errors import InvalidInput, NoBackend
-from attnmux.core.facts.platform import Platform
-from attnmux.core.facts.policy import Policy
-from attnmux.core.facts.records import Device
-from attnmux.core.facts.request import Request
-from attnmux.core.measured.measurement import (
+from attnmux.core import (
+    Decision,
+    InvalidInput,
     Measurement,
-    read_measurements,
-    shape_of,
-    versions_of,
+    NoBackend,
+    Platform,
+    Policy,
+    Request,
+    solve,
+    solve_measured,
 )
-from attnmux.core.measured.ranking import accuracy_by, solve_measured
+from attnmux.core.measured.ranking import accuracy_by
+from attnmux.core.plugin import ErrorBound, one_of
+from attnmux.core.verbs import Device, Question
 
 REQUEST = Request.parse("num_q_heads=32,num_kv_heads=8,head_dim=128,dtype=bf16,phases=decode")
 HOPPER = replace(Platform.parse("nvidia:sm90,cuda=12.8"), name="NVIDIA H200")
@@ -36,10 +33,10 @@ def timed(offer, median_us, rms, worst=None, workload=LONG, **changes) -> Measur
     given = {
         "backend": offer.address,
         "phase": "decode",
-        "shape": shape_of(question),
+        "shape": Measurement.shape_of(question),
         "workload": workload,
         "device": Device.of(HOPPER),
-        "versions": versions_of(offer),
+        "versions": offer.versions(),
         "median_us": median_us,
         "rms_error": rms,
         "worst_error": worst if worst is not None or rms is None else 2 * rms,
@@ -188,7 +185,7 @@ def test_a_bound_is_checked(changes) -> None:
 def test_errors_are_kept_and_old_records_have_none(tmp_path, pair, measured) -> None:
     path = tmp_path / "measurements.json"
     RecordFile(path, Measurement).add(measured)
-    assert read_measurements(path).found == tuple(measured)
+    assert Measurement.read(path).found == tuple(measured)
     old = measured[0].to_dict()
     del old["rms_error"], old["worst_error"]
     assert Measurement.from_dict(old).rms_error is None

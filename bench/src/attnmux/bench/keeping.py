@@ -19,14 +19,7 @@ from typing import Generic, TypeVar
 from filelock import FileLock
 
 from attnmux.core import replacing
-from attnmux.core.facts.records import (
-    FORMAT,
-    Record,
-    Records,
-    latest,
-    read_records,
-    records_in,
-)
+from attnmux.core.verbs import Record, Records
 
 LOCK_SECONDS = 60
 """How long to wait for another writer."""
@@ -42,8 +35,8 @@ class RecordFile(Generic[R]):
     kind: type[R]
 
     def read(self) -> Records[R]:
-        """As `read_records`."""
-        return read_records(self.path, self.kind)
+        """As `Measurement.read`."""
+        return self.kind.read(self.path)
 
     def prepare(self) -> Records[R]:
         """The content, read as `add` reads it, so that obstacles show before anything is measured.
@@ -61,12 +54,11 @@ class RecordFile(Generic[R]):
         """
         with self._locked():
             before = self._content()
-            kept = latest([*before.found, *records])
-            data = {"format": FORMAT, self.kind.listed: [each.to_dict() for each in kept]}
+            data = self.kind.content([*before.found, *records])
             self._replace(data, set_aside=before.damaged)
 
     def _content(self) -> Records[R]:
-        found = records_in(self.path, self.kind, writable=True)
+        found = self.kind.opened(self.path, writable=True)
         if found.is_foreign:
             raise OSError(errno.EEXIST, f"it holds something else than {self.kind.listed}")
         return found

@@ -10,10 +10,10 @@ from typing import Literal
 import torch
 
 from attnmux.bench.linear_work import linear_bytes, linear_flops
+from attnmux.bench.shapes import value_bytes
 from attnmux.bench.timing import current, median_us, wait
 from attnmux.bench.workload import Workload, kv_width, q_width
-from attnmux.core import Request, torch_dtype, value_bytes
-from attnmux.core.facts.values import LINEAR_KINDS
+from attnmux.core import Request, torch_dtype
 
 MOST_SECONDS = 1.5
 """Most time for both ceilings together. One product or copy that has begun is finished."""
@@ -65,7 +65,7 @@ def cost_of(workload: Workload, request: Request) -> Cost:
     `linear_work` counts linear layers.
     """
     size = torch_dtype(request.dtype or "").itemsize
-    if request.kind in LINEAR_KINDS:
+    if request.is_linear:
         return Cost(
             flops=linear_flops(workload, request), nbytes=linear_bytes(workload, request, size)
         )

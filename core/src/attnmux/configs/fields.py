@@ -35,8 +35,7 @@ from attnmux.configs.model_types import (
     UNSAYABLE,
     WINDOW_KV_HEADS,
 )
-from attnmux.core.facts.errors import InvalidInput
-from attnmux.core.facts.values import canonical_dtype
+from attnmux.core import InvalidInput, canonical_dtype
 
 SPARSE = ("index_topk", "index_topk_blocks", "indexer_budget", "sparse_attention_config")
 """Values of models in which an indexer picks keys."""

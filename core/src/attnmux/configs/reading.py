@@ -7,9 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from attnmux.configs.fields import read_model
-from attnmux.core import InvalidInput, Request
-from attnmux.core.facts.files import read_file
-from attnmux.core.facts.values import canonical_dtype
+from attnmux.core import InvalidInput, Request, canonical_dtype
+from attnmux.core.plugin import read_file
 
 MOST_BYTES = 2**24
 """The largest configuration that is read. Published ones have up to some 100 kB."""

@@ -5,9 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Sequence
 
-from attnmux.core import Offer, RanksDiffer, TunedLaunch
-from attnmux.core.cards.installed_files import record_hash
-from attnmux.core.facts.libraries import canonical, distributions, identity
+from attnmux.core import Offer, RanksDiffer, TunedLaunch, installed
 from attnmux.distributed.ranks import RankGroup
 
 
@@ -33,16 +31,6 @@ def check_same_libraries(
     ]
     hint = "install the same distributions on every rank"
     raise RanksDiffer("plugins and libraries", by_rank=by_rank, hint=hint)
-
-
-def installed(names: Iterable[str]) -> dict[str, tuple[str, str]]:
-    """The version and the hash of RECORD of each that is installed, by canonical name."""
-    known = distributions()
-    return {
-        name: (identity(known[name])[1], record_hash(known[name]))
-        for name in map(canonical, names)
-        if name in known
-    }
 
 
 def _version(row: Sequence[str] | None) -> str:

@@ -12,8 +12,14 @@ from attnmux.bench.cli.asked import asked_of_one_shape
 from attnmux.bench.shapes import check_stated, completed, kept_shape
 from attnmux.bench.workload import GRAMMAR, Workload
 from attnmux.core import InvalidInput, NoBackend
-from attnmux.core.cli.run import FiniteRange, Run, common_options, echo_json, pass_run, writing
-from attnmux.core.facts.files import check_replaceable
+from attnmux.core.verbs import (
+    FiniteRange,
+    Run,
+    check_replaceable,
+    common_options,
+    pass_run,
+    writing,
+)
 
 if TYPE_CHECKING:
     from attnmux.bench.cli.bench_run import Kept, Result
@@ -130,7 +136,7 @@ def bench(
 def _tell(run: Run, result: Result, kept: Kept | None, *, as_json: bool) -> None:
     if as_json:
         answer = result.to_dict() if kept is None else {**result.to_dict(), "kept": kept.to_dict()}
-        echo_json({**answer, "warnings": run.warnings})
+        run.echo_json({**answer, "warnings": run.warnings})
     else:
         from attnmux.bench.cli.tables import print_bench  # noqa: PLC0415  # rich, off the JSON path
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from hashlib import sha256
 from importlib.machinery import ModuleSpec, PathFinder
@@ -33,13 +33,23 @@ def digest(card: BackendCard, distribution: str, *facts: object) -> str:
     distribution: the plugin's; empty for a backend that no plugin offers.
     """
     known = distributions()
-    names = sorted(set(map(canonical, {distribution, *card.libraries(), *OTHERS})) & known.keys())
-    installed = [(name, identity(known[name])[1], record_hash(known[name])) for name in names]
+    names = sorted({distribution, *card.libraries(), *OTHERS})
     files = set(_of_module(card.factory.partition(":")[0]))
     for name in {canonical(distribution), *SUITE} & known.keys():
         files.update(_of_distribution(known[name]))
-    parts = [*facts, installed, sorted((path, *_stamp(path)) for path in files)]
+    parts = [*facts, installed(names), sorted((path, *_stamp(path)) for path in files)]
     return sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()
+
+
+def installed(names: Iterable[str]) -> dict[str, tuple[str, str]]:
+    """The version and the hash of RECORD of each distribution that is installed, by canonical
+    name."""
+    known = distributions()
+    return {
+        name: (identity(known[name])[1], record_hash(known[name]))
+        for name in map(canonical, names)
+        if name in known
+    }
 
 
 def record_hash(distribution: Distribution) -> str:

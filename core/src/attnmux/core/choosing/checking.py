@@ -6,13 +6,13 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from attnmux.core.cards.card import CONTRACTS, DEFAULT_RANK, BackendCard, Offer
-from attnmux.core.cards.clause import ALWAYS, meets
+from attnmux.core.cards.clause import ALWAYS
 from attnmux.core.choosing.requirements import install_hint, required
 from attnmux.core.choosing.shortcomings import shortcomings
-from attnmux.core.facts.axes import Question
 from attnmux.core.facts.libraries import Libraries, assumed, installed_version, within
 from attnmux.core.facts.platform import Platform
 from attnmux.core.facts.policy import Policy
+from attnmux.core.facts.questions import Question
 from attnmux.core.facts.request import Request
 from attnmux.core.facts.verdicts import Reason, Status, Verdict, without_hints
 
@@ -59,7 +59,7 @@ Ranking = Callable[[Offer, Question], Rank]
 def prior_rank(offer: Offer, question: Question) -> Rank:
     """The rank of the card's first prior that holds."""
     for prior in offer.card.priors:
-        if prior.when is ALWAYS or meets(prior.when, question.demands):
+        if prior.when is ALWAYS or prior.when.meets(question.demands):
             return Rank(prior.rank, source=prior.source)
     return Rank(DEFAULT_RANK)
 

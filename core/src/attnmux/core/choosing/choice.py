@@ -7,7 +7,6 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from attnmux.core.cards.card import Offer
-from attnmux.core.cards.named import complete
 from attnmux.core.choosing.checking import Accuracy, check
 from attnmux.core.facts.frozen import FrozenMapping, Plain
 from attnmux.core.facts.libraries import Libraries
@@ -80,7 +79,7 @@ def choice_of(offer: Offer, given: Mapping[str, OptionValue], origin: str = "") 
         backend=offer.card.name,
         plugin=offer.plugin,
         factory=offer.card.factory,
-        options=complete(offer.card, given),
+        options=offer.card.complete(given),
         distribution=offer.distribution,
         version=offer.version,
         tree_masks=offer.card.tree_masks,
@@ -142,7 +141,7 @@ def disagreements(
 def _otherwise(choice: Choice, offer: Offer) -> Iterator[str]:
     if not offer.admitted:
         yield f"{offer.address} is left out by the configuration"
-    options = complete(offer.card, {})
+    options = offer.card.complete({})
     for name, here, decided in (
         ("distribution", offer.distribution, choice.distribution),
         ("version", offer.version, choice.version),

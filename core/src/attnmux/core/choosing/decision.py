@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from hashlib import sha256
 from typing import Any
 
-from attnmux.core.cards.card import LAST_RESORT, Offer
+from attnmux.core.cards.card import Offer, Prior
 from attnmux.core.choosing.checking import Accuracy, by_card
 from attnmux.core.choosing.choice import Choice, SizeRange, disagreements
 from attnmux.core.choosing.summary import summary
@@ -97,7 +97,7 @@ class Decision(Plain):
         """Whether the backend of a phase is not made for the platform, by its rank."""
         winners = {(choice.address, phase) for phase, choice in self.phases.items()}
         return any(each.is_last_resort for each in self.others) or any(
-            verdict.rank is not None and verdict.rank >= LAST_RESORT
+            verdict.rank is not None and verdict.rank >= Prior.LAST_RESORT
             for verdict in self.candidates
             if (verdict.address, verdict.phase) in winners
         )

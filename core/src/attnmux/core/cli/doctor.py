@@ -14,7 +14,7 @@ from rich.text import Text
 from attnmux.core.cli.doctor_diagnosis import Diagnosis, diagnose
 from attnmux.core.cli.here import LACKING, READY, Backend
 from attnmux.core.cli.render import WIDTH, plain_table, render_platforms
-from attnmux.core.cli.run import Run, common_options, echo_json, pass_run
+from attnmux.core.cli.run import Run, common_options, pass_run
 from attnmux.core.facts.frozen import plain
 from attnmux.core.facts.libraries import installed_version
 from attnmux.core.find.manager import manager
@@ -47,7 +47,7 @@ def doctor(run: Run, seconds: int, as_json: bool) -> int:
     settings = run.settings()
     diagnosis = diagnose(tried(find_plugins(*settings.plugin_filter()), seconds), settings)
     if as_json:
-        echo_json(_as_json(diagnosis))
+        run.echo_json(_as_json(diagnosis))
     else:
         _report(diagnosis)
     return PROBLEMS if diagnosis.problems else 0

@@ -128,7 +128,7 @@ def _without_backend(
     plugins: Sequence[Plugin], backends: Sequence[Backend], picked: Platform
 ) -> Iterator[str]:
     """If no backend for this machine is ready: the commands that would make one run."""
-    candidates = [each for each in backends if picked.vendor in (each.vendors or [picked.vendor])]
+    candidates = [each for each in backends if each.fits(picked)]
     if not plugins or not all(each.reasons for each in candidates):
         return
     lines = [

@@ -29,7 +29,7 @@ from attnmux.core.facts.frozen import FrozenMapping
 from attnmux.core.find.devices import Detection, detect
 from attnmux.core.find.plugins import Plugins, load_plugins, unknown_plugins
 from attnmux.core.find.settings import Settings
-from attnmux.core.measured.unverified import doubtful, unverified
+from attnmux.core.measured.unverified import Unverified, doubtful
 
 if TYPE_CHECKING:
     from attnmux.core.cards.card import Offer
@@ -104,9 +104,9 @@ class Run:
         if file is None or not os.path.exists(file):
             return ()
         # Not imported unless something was measured
-        from attnmux.core.measured.measurement import read_measurements  # noqa: PLC0415
+        from attnmux.core.measured.measurement import Measurement  # noqa: PLC0415
 
-        stored = read_measurements(file)
+        stored = Measurement.read(file)
         for problem in stored.problems:
             self.warn(problem)
         return stored.found
@@ -114,12 +114,14 @@ class Run:
     def warn_of_unverified(
         self, decision: Decision, offers: Sequence[Offer], measurements: Sequence[Measurement]
     ) -> None:
-        """A warning for each backend that `unverified` finds."""
+        """A warning for each backend that `Unverified.by_cards` finds."""
         if next(doubtful(decision, offers), None) is None:
             return
-        from attnmux.core.measured.passes import passes  # noqa: PLC0415  # most cards prove enough
+        from attnmux.core.measured.passes import Passes  # noqa: PLC0415  # most cards prove enough
 
-        for each in unverified(decision, offers, measurements, passes(Settings.cache_folder())):
+        for each in Unverified.by_cards(
+            decision, offers, measurements, Passes.in_cache(Settings.cache_folder())
+        ):
             self.warn(str(each))
 
     def launches(self, settings: Settings) -> tuple[TunedLaunch, ...]:
@@ -132,9 +134,9 @@ class Run:
         if file is None or not os.path.exists(file):
             return ()
         # Most machines have tuned nothing
-        from attnmux.core.facts.launches import read_launches  # noqa: PLC0415
+        from attnmux.core.facts.launches import TunedLaunch  # noqa: PLC0415
 
-        records = read_launches(file)
+        records = TunedLaunch.read(file)
         for problem in records.problems:
             self.warn(problem)
         return records.found
@@ -142,6 +144,9 @@ class Run:
     def warn(self, text: str) -> None:
         self.warnings.append(text)
         print(f"attnmux: warning: {text}", file=sys.stderr)
+
+    def echo_json(self, answer: object) -> None:
+        print(json.dumps(answer, indent=2), file=self.answer, flush=True)
 
     def report(self, error: Exception) -> int:
         """Print the error on stderr, if asked with its traceback. Returns the exit code.
@@ -228,8 +233,3 @@ def common_options(command: F) -> F:
     return click.option(
         "--json", "as_json", is_flag=True, callback=_set_answer, help="Answer in JSON."
     )(command)
-
-
-def echo_json(answer: object) -> None:
-    run = click.get_current_context().find_object(Run) or Run()
-    print(json.dumps(answer, indent=2), file=run.answer, flush=True)

@@ -13,6 +13,8 @@ from attnmux.core.facts.sparse import check_picked_blocks, check_sparse
 from attnmux.core.facts.values import (
     BY_NAME,
     BY_TYPE,
+    DTYPES,
+    KINDS,
     LINEAR_KINDS,
     PHASES,
     LayerGroup,
@@ -34,6 +36,13 @@ class Request(Plain):
     Aliases are replaced ("bf16"). Raises InvalidInput for a value that its field cannot hold, and
     for query heads that are not a multiple of the KV heads.
     """
+
+    KINDS = KINDS
+    LINEAR_KINDS = LINEAR_KINDS
+    """Kinds of layers without softmax attention, and the kinds of their requests."""
+    PHASES = PHASES
+    DTYPES = DTYPES
+    """Canonical names; a request takes their aliases too."""
 
     kind: str = "mha"
     """"mha", "mla", "nsa" (sparse MLA), or "dual_chunk" (Qwen2.5-1M: its weights expect positions
@@ -173,6 +182,11 @@ class Request(Plain):
     def latent(self) -> bool:
         """Whether K and V are one latent vector a token (MLA and its sparse form)."""
         return self.kind in ("mla", "nsa")
+
+    @property
+    def is_linear(self) -> bool:
+        """Whether it is about layers without softmax attention."""
+        return self.kind in LINEAR_KINDS
 
     @property
     def index_reach(self) -> int | None:

@@ -12,11 +12,11 @@ from attnmux.core.choosing.checking import (
     unbounded,
 )
 from attnmux.core.choosing.decision import Decision
-from attnmux.core.facts.axes import Question
 from attnmux.core.facts.platform import Platform
+from attnmux.core.facts.questions import Question
 from attnmux.core.facts.request import Request
 from attnmux.core.facts.verdicts import Reason
-from attnmux.core.measured.measurement import Measurement, shape_of
+from attnmux.core.measured.measurement import Measurement
 
 FACTOR = 3
 """A backend whose rms error is more than this many times the smallest one for the same workload
@@ -99,4 +99,4 @@ def _timed(
     found: Current, request: Request, platform: Platform, phase: str
 ) -> Mapping[str, Sequence[Measurement]]:
     question = Question(request=request, platform=platform, phase=phase)
-    return found.get((phase, shape_of(question)), {})
+    return found.get((phase, Measurement.shape_of(question)), {})

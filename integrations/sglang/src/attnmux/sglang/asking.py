@@ -14,8 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from attnmux.core import InvalidInput, Request
 
 if TYPE_CHECKING:
-    from attnmux.core import Decision, Platform
-    from attnmux.core.cli.engines import LaunchFacts
+    from attnmux.core import Decision, LaunchFacts, Platform
 
 NAME = "attnmux"
 """Of SGLang's attention backend."""

@@ -21,11 +21,9 @@ from attnmux.core import (
     PoolExhausted,
     Settings,
     pick_platform,
+    platform_of,
 )
-from attnmux.core.cli.run import Run, echo_json
-from attnmux.core.engines.device_platforms import platform_of
-from attnmux.core.facts.vendors import VENDORS
-from attnmux.core.find.devices import named_platforms
+from attnmux.core.verbs import Run
 from attnmux.transformers import recall
 from attnmux.transformers.checkpoint import Checkpoint, open_checkpoint, quiet_transformers
 from attnmux.transformers.cli_encoding import (
@@ -56,10 +54,13 @@ def platform_for(detection: Detection, settings: Settings, device: str | None) -
     """
     where = settings.where("platform")
     platform, wanted = None, settings.platform
-    if device is None and wanted is not None and not named_platforms(detection.platforms, wanted):
-        device = unfound_device(detection)
     if device is None:
-        platform = pick_platform(detection, wanted, named=where)
+        try:
+            platform = pick_platform(detection, wanted, named=where)
+        except InvalidInput:
+            device = unfound_device(detection)
+            if device is None:
+                raise
     name = device or (platform.device_type if platform is not None else "cpu")
     try:
         torch.empty(0, device=name)
@@ -76,8 +77,7 @@ def platform_for(detection: Detection, settings: Settings, device: str | None) -
 def unfound_device(detection: Detection) -> str | None:
     """The type of device that torch can use here and that no plugin found."""
     seen = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-    served = {row.device_type for row in VENDORS.values()}
-    if seen is None or seen.type not in served or detection.accelerators:
+    if seen is None or seen.type not in Platform.device_types() or detection.accelerators:
         return None
     return seen.type
 
@@ -156,7 +156,7 @@ def run_command(
         if as_json and ranks.rank == 0:
             texts = [one.audio or one.prompt for one in asked]
             answer = as_dict(generation, texts, runner, load_seconds, drafter=drafter)
-            echo_json({"model": checkpoint.source, **answer, "warnings": run.warnings})
+            run.echo_json({"model": checkpoint.source, **answer, "warnings": run.warnings})
         click.echo(closing_line(generation, runner, drafter=drafter), err=True)
 
 

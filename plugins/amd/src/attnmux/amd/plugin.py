@@ -6,8 +6,8 @@ Each card has its own module, `cards/<backend>.py`. Importing this module import
 from __future__ import annotations
 
 from attnmux.amd.cards import CARDS
-from attnmux.core import BackendCard, Platform, hookimpl
-from attnmux.core.find.settings import device_variables
+from attnmux.core import Platform
+from attnmux.core.plugin import BackendCard, device_variables, hookimpl
 
 
 @hookimpl

@@ -6,8 +6,8 @@ neither torch nor a kernel library.
 
 from __future__ import annotations
 
-from attnmux.core import BackendCard, Platform, hookimpl
-from attnmux.core.find.settings import device_variables
+from attnmux.core import Platform
+from attnmux.core.plugin import BackendCard, device_variables, hookimpl
 from attnmux.nvidia.cards import CARDS
 
 

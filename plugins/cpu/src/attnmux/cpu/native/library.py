@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from attnmux.core import BackendFailed, Settings, replacing
-from attnmux.core.facts.files import opened, read_file
+from attnmux.core.plugin import opened, read_file
 from attnmux.cpu.levels import COMPILERS, FOLDER, SECONDS, SOURCE, Level, find_compiler, serving
 
 if TYPE_CHECKING:
