@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from attnmux.configs import request_from_model
+from attnmux.configs import UnknownModel, request_from_model
 from attnmux.core import group_requests
 from attnmux.core.facts.errors import InvalidInput
 from attnmux.core.facts.request import Request
@@ -121,7 +121,7 @@ def config(name: str) -> dict:
 
 def from_config(folder: Path, values: object) -> Request:
     (folder / "config.json").write_text(values if isinstance(values, str) else json.dumps(values))
-    return request_from_model(folder)
+    return request_from_model(folder, assume='"model_type"' not in json.dumps(values))
 
 
 def test_dtype_has_an_older_name_and_may_be_absent(tmp_path) -> None:
@@ -439,7 +439,7 @@ def test_models_with_relative_position_biases(tmp_path, content, heads, cross_at
     [
         ("{", "which is not JSON"),
         ("[]", "which is not a JSON object"),
-        ({"model_type": "mystery"}, "mystery without num_attention_heads"),
+        ({"model_type": "llama", "num_attention_heads": 0}, "num_attention_heads=0"),
         ({"model_type": "longt5", "num_heads": 8}, "longt5, whose attention has relative"),
         ({"model_type": "deberta-v2", **SMALL}, "deberta-v2, whose attention has relative"),
         ({"model_type": "bloom", "n_head": 8}, "bloom without hidden_size"),
@@ -578,6 +578,28 @@ def test_layers_that_differ(tmp_path, name) -> None:
         *(one[1:] for one in others),
     ]
     assert Request.from_dict(json.loads(json.dumps(request.to_dict()))) == request
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        ({"model_type": "mystery"}, "unknown model type mystery: read as causal MHA"),
+        ({"text_config": {"model_type": "mystery"}}, "unknown model type mystery: read as causal"),
+        ({"model_type": "swin2sr"}, "swin2sr, which is no decoder: read as plain attention over"),
+        ({}, "no model_type: read as causal MHA"),
+    ],
+)
+def test_an_unknown_model_type_is_assumed_only_if_asked(tmp_path, content, said) -> None:
+    inner = content.get("text_config", content)
+    (tmp_path / "config.json").write_text(
+        json.dumps({**content, **SMALL, "text_config": inner | SMALL})
+    )
+    with pytest.raises(UnknownModel, match=said) as caught:
+        request_from_model(tmp_path)
+    assert str(caught.value).endswith("only with --assume (in Python: assume=True)")
+    request = request_from_model(tmp_path, assume=True)
+    assert (request.num_q_heads, request.head_dim) == (8, 64)
+    assert request.phases == (("encoder",) if "swin" in said else ("extend", "decode"))
 
 
 def test_paths_that_are_no_model(tmp_path) -> None:

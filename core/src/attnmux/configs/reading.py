@@ -24,6 +24,7 @@ def request_from_model(
     dtype: str | None = None,
     kv_dtype: str | None = None,
     kv_dtype_skip: str | None = None,
+    assume: bool = False,
 ) -> Request:
     """The model's needs, read from its Hugging Face `config.json` alone.
 
@@ -32,13 +33,15 @@ def request_from_model(
     dtype, kv_dtype: replace the model's own.
     kv_dtype_skip: layers that keep K and V in the model's dtype, as numbers, ranges and kinds:
     "0-1,31,sliding_window" (see `kept_layers`). They become groups of `other_layers`.
-    Raises InvalidInput if there is no usable config.json, if `tp` does not divide the heads, and
-    for layers that cannot be skipped.
+    assume: reads a model type that is not known as causal attention with as many KV heads as
+    config.json says, or as attention over whole sequences if it is no decoder's.
+    Raises UnknownModel for such a type otherwise, and InvalidInput if there is no usable
+    config.json, if `tp` does not divide the heads, and for layers that cannot be skipped.
     """
     config, dtypes = load_config(Path(path)), {"dtype": dtype, "kv_dtype": kv_dtype}
     asked = {name: canonical_dtype(one, name) for name, one in dtypes.items() if one}
     try:
-        fields = read_model(config, tp, **asked, kv_dtype_skip=kv_dtype_skip)
+        fields = read_model(config, tp, **asked, kv_dtype_skip=kv_dtype_skip, assume=assume)
         request = Request(**fields, origins=dict.fromkeys(fields, "model"))
         return request.replace(**asked) if asked else request
     except InvalidInput as error:

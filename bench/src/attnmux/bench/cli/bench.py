@@ -12,6 +12,7 @@ from attnmux.bench.cli.asked import asked_of_one_shape
 from attnmux.bench.shapes import check_stated, completed, kept_shape
 from attnmux.bench.workload import GRAMMAR, Workload
 from attnmux.core import InvalidInput, NoBackend
+from attnmux.core.cli.asking import ASSUME
 from attnmux.core.cli.run import FiniteRange, Run, common_options, echo_json, pass_run, writing
 
 if TYPE_CHECKING:
@@ -24,6 +25,7 @@ PAGE_NEEDS = "plotly", "jinja2"
 @click.command()
 @click.option("--request", "fields", default="", help="FIELD=VALUE,…: num_q_heads=64,page_size=16")
 @click.option("--model", help="A folder with a Hugging Face config.json.")
+@click.option("--assume", is_flag=True, help=ASSUME)
 @click.option("--tp", type=click.IntRange(min=1), default=1, help="Ranks that share the heads.")
 @click.option("--backend", "names", multiple=True, help="Time only this backend; repeatable.")
 @click.option(
@@ -64,6 +66,7 @@ def bench(
     run: Run,
     fields: str,
     model: str | None,
+    assume: bool,
     tp: int,
     names: tuple[str, ...],
     texts: tuple[str, ...],
@@ -87,7 +90,7 @@ def bench(
     if html is not None:
         _check_page(html)
     workloads = [Workload.parse(text) for text in texts]
-    asked = asked_of_one_shape(model, fields, tp)
+    asked = asked_of_one_shape(model, fields, tp, assume=run.warn if assume else None)
     if keep:
         check_stated(asked)
     request = completed(asked)

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from transformers.utils.hub import cached_file
 
-from attnmux.configs import kept_layers, request_from_model
+from attnmux.configs import UnknownModel, kept_layers, request_from_model
 from attnmux.core import (
     InvalidInput,
     LayerGroup,
@@ -186,7 +186,7 @@ def stated_request(
 ) -> Request | None:
     """What config.json says of the model's attention; None where it says it in words of its own.
 
-    Such models (GPT-2's `n_head`) are known only once they run. dtype: of the model.
+    Such models, and those of unknown types, are known only once they run. dtype: of the model.
     Raises InvalidInput for heads that the ranks do not divide, and for layers that cannot be
     skipped.
     """
@@ -202,6 +202,8 @@ def stated_request(
             kv_dtype_skip=options.kv_dtype_skip,
         )
         return known.replace(origin="model", dtype=dtype_name(dtype))
+    except UnknownModel:
+        return None
     except InvalidInput as error:
         if error.argument in ("tp", "kv_dtype_skip"):
             raise
