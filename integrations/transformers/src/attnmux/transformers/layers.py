@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import MODEL_MAPPING, PreTrainedConfig, PreTrainedModel
 
 from attnmux.core import InvalidInput, LayerSpec, dtype_name
 from attnmux.transformers.compressors import has_compressors
@@ -116,14 +116,20 @@ def check_servable(model_class: type[PreTrainedModel], config: PreTrainedConfig)
             "states of layers that `mixer_calls.py` knows",
         )
     check_own_attention(model_class, config)
-    # Some models call the interface without saying so
-    calls = model_class._supports_attention_backend or has_attention(model_class)
-    if not calls and not has_adapter(model_class):
+    text = config.get_text_config(decoder=True)
+    inner = MODEL_MAPPING.get(type(text), None) if text is not config else None
+    if not any(_calls_interface(one) for one in (model_class, inner) if one is not None):
         raise InvalidInput(
             name,
             got="a model that computes attention by itself",
             expected="one that calls transformers' AttentionInterface",
         )
+
+
+def _calls_interface(model_class: type[PreTrainedModel]) -> bool:
+    # Some models call the interface without saying so
+    calls = model_class._supports_attention_backend or has_attention(model_class)
+    return bool(calls or has_adapter(model_class))
 
 
 def check_capacities(model: torch.nn.Module) -> None:

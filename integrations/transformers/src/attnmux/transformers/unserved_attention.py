@@ -28,7 +28,8 @@ def check_own_attention(model_class: type[torch.nn.Module], config: PreTrainedCo
     """Raise InvalidInput, with the reason, for a model whose own attention no layer expresses."""
     beside = vars(sys.modules[model_class.__module__])
     found = [reason for name, reason in UNSERVED.items() if name in beside]
-    if "XLMModel" in beside and not config.causal:
+    # A module that imports everything from transformers has the name too
+    if "XLMModel" in beside and not getattr(config, "causal", True):
         found = [f"{SEES_LATER}, by its config's causal=False"]
     if found:
         expected = "causal attention, with a fixed bias by distance at most"
