@@ -106,6 +106,7 @@ def check_servable(model_class: type[PreTrainedModel], config: PreTrainedConfig)
     name = model_class.__name__
     if config.is_encoder_decoder:
         raise InvalidInput(name, got="an encoder-decoder model", expected="a decoder-only model")
+    check_own_attention(model_class, config)
     if has_mixers(model_class) or has_compressors(model_class):
         return
     if model_class._is_stateful:
@@ -115,7 +116,6 @@ def check_servable(model_class: type[PreTrainedModel], config: PreTrainedConfig)
             expected="one whose memory of earlier tokens is attention's K and V, or these and the "
             "states of layers that `mixer_calls.py` knows",
         )
-    check_own_attention(model_class, config)
     text = config.get_text_config(decoder=True)
     inner = MODEL_MAPPING.get(type(text), None) if text is not config else None
     if not any(_calls_interface(one) for one in (model_class, inner) if one is not None):

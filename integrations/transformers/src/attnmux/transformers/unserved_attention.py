@@ -15,6 +15,8 @@ SEES_LATER = "a model in which each token sees later ones too"
 UNSERVED: Mapping[str, str] = MappingProxyType(
     {
         "CpmAntAttention": SEES_LATER,
+        "Glm5NextTextIndexer": "keys of a latent that an indexer picks in pools",
+        "MistralLarge4TextIndexer": "keys that an indexer picks by scores scaled by position",
         "ProphetNetNgramSelfAttention": "a bias by distance that depends on the query, and streams "
         "that each see keys of their own",
         "ReformerAttention": "attention among the keys that are hashed to a query's bucket",
