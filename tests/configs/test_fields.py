@@ -609,6 +609,47 @@ def test_paths_that_are_no_model(tmp_path) -> None:
         request_from_model(tmp_path)
 
 
+QUARK = {"*k_proj": {"output_tensors": {"dtype": "fp8_e4m3", "qscheme": "per_tensor"}}}
+
+
+@pytest.mark.parametrize(
+    ("quantisation", "kv_dtype"),
+    [
+        ({"quant_method": "compressed-tensors", "kv_cache_scheme": None}, None),
+        ({"kv_cache_scheme": {"num_bits": 8, "type": "float", "strategy": "tensor"}}, "fp8_e4m3"),
+        ({"quant_method": "modelopt", "kv_cache_quant_algo": "FP8"}, "fp8_e4m3"),
+        ({"quant_method": "modelopt", "kv_cache_quant_algo": "NVFP4"}, "fp4_e2m1"),
+        ({"quant_method": "modelopt", "kv_cache_quant_algo": None}, None),
+        ({"export": {"kv_cache_group": ["*k_proj"]}, "layer_quant_config": QUARK}, "fp8_e4m3"),
+        ({"export": {"kv_cache_group": []}, "layer_quant_config": QUARK}, None),
+        ({"quant_method": "fp8"}, None),
+    ],
+)
+def test_the_kv_dtype_is_the_checkpoint_s(tmp_path, quantisation, kv_dtype) -> None:
+    values = {**SMALL, "model_type": "llama", **BF16}
+    request = from_config(tmp_path, {**values, "quantization_config": quantisation})
+    assert request.kv_dtype == kv_dtype
+    assert request.origins.get("kv_dtype") == (kv_dtype and "model")
+    named = request_from_model(tmp_path, kv_dtype="bfloat16")
+    assert (named.kv_dtype, named.origins["kv_dtype"]) == ("bfloat16", "user")
+
+
+def test_modelopt_has_a_file_of_its_own(tmp_path) -> None:
+    said = {"quantization": {"quant_algo": "FP8", "kv_cache_quant_algo": "FP8"}}
+    (tmp_path / "hf_quant_config.json").write_text(json.dumps(said))
+    assert from_config(tmp_path, {**SMALL, "model_type": "llama"}).kv_dtype == "fp8_e4m3"
+    (tmp_path / "hf_quant_config.json").write_text("[]")
+    assert from_config(tmp_path, {**SMALL, "model_type": "llama"}).kv_dtype is None
+
+
+def test_a_kv_scheme_that_no_cache_has(tmp_path) -> None:
+    scheme = {"quantization_config": {"kv_cache_scheme": {"num_bits": 8, "type": "int"}}}
+    values = {**SMALL, "model_type": "llama", **scheme}
+    with pytest.raises(InvalidInput, match=r"kv_dtype: .*or state kv_dtype, got .* int8"):
+        from_config(tmp_path, values)
+    assert request_from_model(tmp_path, kv_dtype="bf16").kv_dtype == "bfloat16"
+
+
 LATENT_HEADS = {"kv_lora_rank": 64, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 16}
 
 

@@ -17,6 +17,7 @@ from attnmux.configs.heads import (
     whole,
 )
 from attnmux.configs.kept import kept_layers, no_kept_layers
+from attnmux.configs.kv_schemes import kv_scheme
 from attnmux.configs.layers import (
     ATTENTION,
     INDEXED,
@@ -77,7 +78,9 @@ def read_model(
     _check_sayable(values, latent)
     # Those layers ask for the LSE of their windows
     compressed = compressed_layers(types)
-    kept = None
+    kept, scheme = None, None
+    if kv_dtype is None:
+        scheme = kv_dtype = kv_scheme(stated(parts, "quantization_config"))
     if kv_dtype_skip is not None:
         dtype = dtype or (own_dtype and canonical_dtype(own_dtype))
         kept = partial(kept_layers, kv_dtype_skip, dtype=dtype, kv_dtype=kv_dtype)
@@ -93,6 +96,7 @@ def read_model(
             kept=kept,
         ),
         "dtype": own_dtype,
+        "kv_dtype": scheme,
         "alibi": bool(values.get("alibi")),
         "relative_bias": family_of(values).relative_bias,
         "logit_cap": values.get("attn_logit_softcapping"),

@@ -26,11 +26,13 @@ def request_from_model(
     kv_dtype_skip: str | None = None,
     assume: bool = False,
 ) -> Request:
-    """The model's needs, read from its Hugging Face `config.json` alone.
+    """The model's needs, read from its Hugging Face `config.json`.
+
+    The KV dtype is that of the checkpoint's KV scheme, by compressed-tensors, ModelOpt or Quark.
 
     path: the folder or the file.
     tp: divides the heads; KV heads replicate below one.
-    dtype, kv_dtype: replace the model's own.
+    dtype, kv_dtype: replace the checkpoint's own.
     kv_dtype_skip: layers that keep K and V in the model's dtype, as numbers, ranges and kinds:
     "0-1,31,sliding_window" (see `kept_layers`). They become groups of `other_layers`.
     assume: reads a model type that is not known as causal attention with as many KV heads as
@@ -38,7 +40,10 @@ def request_from_model(
     Raises UnknownModel for such a type otherwise, and InvalidInput if there is no usable
     config.json, if `tp` does not divide the heads, and for layers that cannot be skipped.
     """
-    config, dtypes = load_config(Path(path)), {"dtype": dtype, "kv_dtype": kv_dtype}
+    config, dtypes = (
+        {**_modelopt(Path(path)), **load_config(Path(path))},
+        {"dtype": dtype, "kv_dtype": kv_dtype},
+    )
     asked = {name: canonical_dtype(one, name) for name, one in dtypes.items() if one}
     try:
         fields = read_model(config, tp, **asked, kv_dtype_skip=kv_dtype_skip, assume=assume)
@@ -49,6 +54,16 @@ def request_from_model(
             raise
         got = f"{error.got} in {path}"
         raise InvalidInput(error.argument, got=got, expected=error.expected) from None
+
+
+def _modelopt(path: Path) -> dict[str, Any]:
+    """A `quantization_config` by ModelOpt, which may have a file of its own beside config.json."""
+    folder = path if path.is_dir() else path.parent
+    try:
+        said = json.loads(read_file(str(folder / "hf_quant_config.json"), MOST_BYTES))
+        return {"quantization_config": said["quantization"]}
+    except (OSError, ValueError, RecursionError, TypeError, LookupError):
+        return {}
 
 
 def load_config(path: Path) -> dict[str, Any]:
