@@ -29,16 +29,21 @@ from attnmux.transformers.shapes import SHAPE, STORED, by_shape
 
 
 def with_kept_dtype(
-    layers: Sequence[LayerSpec], dtype: torch.dtype, options: RunnerOptions
+    layers: Sequence[LayerSpec],
+    dtype: torch.dtype,
+    options: RunnerOptions,
+    scheme: str | None = None,
 ) -> tuple[LayerSpec, ...]:
     """The layers, of which those that `RunnerOptions.kv_dtype_skip` names store K and V in `dtype`.
 
+    scheme: the checkpoint's KV dtype.
     Raises InvalidInput as `kept_layers` does.
     """
     if options.kv_dtype_skip is None:
         return tuple(layers)
     own, kinds = dtype_name(dtype), {layer.layer_id: _kind(layer) for layer in layers}
-    kv_dtype = options.kv_dtype and canonical_dtype(options.kv_dtype, "kv_dtype")
+    kv_dtype = options.kv_dtype or scheme
+    kv_dtype = kv_dtype and canonical_dtype(kv_dtype, "kv_dtype")
     kept = kept_layers(options.kv_dtype_skip, kinds, dtype=own, kv_dtype=kv_dtype)
     return tuple(
         replace(layer, kv_dtype=own) if layer.layer_id in kept else layer for layer in layers
@@ -181,6 +186,12 @@ def _compare(name: str, recorded: object, stated: object) -> None:
         )
 
 
+def folder_of(checkpoint: Checkpoint) -> Path | None:
+    """The folder of its files, for an id on the hub in the cache; None without a config.json."""
+    file = cached_file(checkpoint.source, "config.json", revision=checkpoint.revision)
+    return None if file is None else Path(file).parent
+
+
 def stated_request(
     checkpoint: Checkpoint, options: RunnerOptions, *, dtype: torch.dtype
 ) -> Request | None:
@@ -190,12 +201,12 @@ def stated_request(
     Raises InvalidInput for heads that the ranks do not divide, and for layers that cannot be
     skipped.
     """
-    file = cached_file(checkpoint.source, "config.json", revision=checkpoint.revision)
-    if file is None:
+    folder = folder_of(checkpoint)
+    if folder is None:
         return None
     try:
         known = request_from_model(
-            Path(file),
+            folder,
             tp=options.ranks.head_ranks,
             dtype=dtype_name(dtype),
             kv_dtype=options.kv_dtype,
