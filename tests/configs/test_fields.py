@@ -135,6 +135,29 @@ def test_dtype_has_an_older_name_and_may_be_absent(tmp_path) -> None:
 
 
 @pytest.mark.parametrize(
+    ("stated", "tensors", "dtype"),
+    [
+        ({}, {"a": "BF16", "b": "F32"}, "bfloat16"),
+        ({}, {"a": "F8_E4M3", "b": "F16"}, "float16"),
+        ({}, {"a": "I64"}, None),
+        ({"dtype": None}, {"a": "BF16"}, "bfloat16"),
+        ({"torch_dtype": "float16"}, {"a": "F32"}, "float16"),
+    ],
+)
+def test_a_dtype_that_is_not_stated_is_the_weights(tmp_path, stated, tensors, dtype) -> None:
+    header = {"__metadata__": {"format": "pt"}}
+    header |= {name: {"dtype": each, "shape": [0]} for name, each in tensors.items()}
+    content = json.dumps(header).encode()
+    file = tmp_path / "model-00001-of-00002.safetensors"
+    file.write_bytes(len(content).to_bytes(8, "little") + content)
+    assert from_config(tmp_path, {**SMALL, "model_type": "llama", **stated}).dtype == dtype
+    assert request_from_model(tmp_path / "config.json").dtype == dtype
+    for wrong in (b"", b"\xff" * 9, (2).to_bytes(8, "little") + b"[]"):
+        file.write_bytes(wrong)
+        assert from_config(tmp_path, {**SMALL, "model_type": "llama"}).dtype is None
+
+
+@pytest.mark.parametrize(
     ("changes", "window"),
     [
         ({"use_sliding_window": True, "sliding_window": 4096, "max_window_layers": 14}, 4095),

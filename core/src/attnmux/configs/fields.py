@@ -51,8 +51,11 @@ def read_model(
     kv_dtype: str | None = None,
     kv_dtype_skip: str | None = None,
     assume: bool = False,
+    weights: str | None = None,
 ) -> dict[str, Any]:
     """The fields of a Request that the model sets; dtype and so on as in `request_from_model`.
+
+    weights: the dtype of the weights, for a config.json that states none.
 
     Raises UnknownModel for an unknown model type unless `assume` is set, and InvalidInput for
     attention that a request cannot express, for a `tp` that does not divide the heads, and for
@@ -70,7 +73,7 @@ def read_model(
     is_encoder = not has_cross_attention and _is_encoder(parts, values)
     if kv_dtype_skip is not None and (is_encoder or has_cross_attention):
         raise no_kept_layers("an encoder" if is_encoder else "layers of cross attention")
-    own_dtype, vision = _dtype(parts), stated(parts, "vision_config")
+    own_dtype, vision = stated_dtype(parts) or weights, stated(parts, "vision_config")
     if is_encoder:
         return {**_encoder(values, vision, tp), "dtype": own_dtype}
     latent = values.get("kv_lora_rank") is not None
@@ -134,7 +137,7 @@ def _unsayable(values: Mapping[str, Any], latent: bool) -> Iterator[tuple[str, s
         yield f"layers that differ in {', '.join(sorted(differing))}", expected
 
 
-def _dtype(parts: list[Mapping[str, Any]]) -> str | None:
+def stated_dtype(parts: list[Mapping[str, Any]]) -> str | None:
     """Files older than transformers 5 call it `torch_dtype`."""
     names = (part.get("dtype") or part.get("torch_dtype") for part in reversed(parts))
     return next((name for name in names if isinstance(name, str)), None)

@@ -6,7 +6,9 @@ import json
 from pathlib import Path
 from typing import Any
 
-from attnmux.configs.fields import read_model
+from attnmux.configs.fields import read_model, stated_dtype
+from attnmux.configs.values import parts_of
+from attnmux.configs.weights_dtype import weights_dtype
 from attnmux.core import InvalidInput, Request
 from attnmux.core.facts.files import read_file
 from attnmux.core.facts.values import canonical_dtype
@@ -28,7 +30,8 @@ def request_from_model(
 ) -> Request:
     """The model's needs, read from its Hugging Face `config.json`.
 
-    The KV dtype is that of the checkpoint's KV scheme, by compressed-tensors, ModelOpt or Quark.
+    The dtype is the one that it states, else that of the weights. The KV dtype is that of the
+    checkpoint's KV scheme, by compressed-tensors, ModelOpt or Quark.
 
     path: the folder or the file.
     tp: divides the heads; KV heads replicate below one.
@@ -40,13 +43,16 @@ def request_from_model(
     Raises UnknownModel for such a type otherwise, and InvalidInput if there is no usable
     config.json, if `tp` does not divide the heads, and for layers that cannot be skipped.
     """
-    config, dtypes = (
-        {**_modelopt(Path(path)), **load_config(Path(path))},
-        {"dtype": dtype, "kv_dtype": kv_dtype},
-    )
+    config, dtypes = load_config(Path(path)), {"dtype": dtype, "kv_dtype": kv_dtype}
+    folder = Path(path) if Path(path).is_dir() else Path(path).parent
+    if config.get("quantization_config") is None:
+        config |= _modelopt(folder)
+    weights = None if stated_dtype(parts_of(config)) else weights_dtype(folder)
     asked = {name: canonical_dtype(one, name) for name, one in dtypes.items() if one}
     try:
-        fields = read_model(config, tp, **asked, kv_dtype_skip=kv_dtype_skip, assume=assume)
+        fields = read_model(
+            config, tp, **asked, kv_dtype_skip=kv_dtype_skip, assume=assume, weights=weights
+        )
         request = Request(**fields, origins=dict.fromkeys(fields, "model"))
         return request.replace(**asked) if asked else request
     except InvalidInput as error:
@@ -56,9 +62,8 @@ def request_from_model(
         raise InvalidInput(error.argument, got=got, expected=error.expected) from None
 
 
-def _modelopt(path: Path) -> dict[str, Any]:
+def _modelopt(folder: Path) -> dict[str, Any]:
     """A `quantization_config` by ModelOpt, which may have a file of its own beside config.json."""
-    folder = path if path.is_dir() else path.parent
     try:
         said = json.loads(read_file(str(folder / "hf_quant_config.json"), MOST_BYTES))
         return {"quantization_config": said["quantization"]}

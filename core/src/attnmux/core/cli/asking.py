@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 from attnmux.core.cards.card import Offer
 from attnmux.core.choosing.decision import Decision
+from attnmux.core.choosing.dtype_hint import dtype_hint
 from attnmux.core.choosing.solver import solve
 from attnmux.core.cli.run import Run
 from attnmux.core.facts.errors import InvalidInput, NoBackend, PluginError, UnknownModel
@@ -157,6 +158,8 @@ def ask(
         measurements = run.measurements(settings) if measured and not hypothetical else ()
         answer = decided(request, device, offers, policy, measurements)
         run.warn_of_unverified(answer, offers, measurements)
+        if hint := dtype_hint(answer, offers, policy):
+            run.warn(hint)
     except NoBackend as refusal:
         answer = refusal
     if hypothetical or isinstance(answer, NoBackend):

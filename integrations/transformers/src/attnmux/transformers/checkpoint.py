@@ -30,6 +30,7 @@ from transformers import (
 )
 from transformers.utils import logging
 
+from attnmux.configs import weights_dtype
 from attnmux.core import AttnmuxError, InvalidInput, torch_dtype
 from attnmux.transformers.attention import SERVED
 from attnmux.transformers.context_limit import independent_len
@@ -103,11 +104,13 @@ class Checkpoint:
         return int(self.config.get_text_config(decoder=True).vocab_size)
 
     def dtype(self, name: str | None = None) -> torch.dtype:
-        """The dtype to run in: the named one, else the checkpoint's, else float32."""
+        """The dtype to run in: the named one, else the one that config.json states, else that of
+        the weights in the folder, else float32."""
         if name is not None:
             return torch_dtype(name)
         stated = self.config.get_text_config(decoder=True).dtype or self.config.dtype
-        return torch_dtype(str(stated or "float32").removeprefix("torch."))
+        stated = stated or weights_dtype(Path(self.source)) or "float32"
+        return torch_dtype(str(stated).removeprefix("torch."))
 
     def stop_ids(self, model: PreTrainedModel | PackedDecoder) -> frozenset[int]:
         """Tokens that end a text: from generation_config.json and the tokenizer."""

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from attnmux.core import GraphUnsupported, InvalidInput, Offer, Platform, in_brief, make_first
+from attnmux.core.choosing.dtype_hint import dtype_hint
 from attnmux.transformers.checkpoint import LOADING, Checkpoint
 from attnmux.transformers.context_limit import check_context
 from attnmux.transformers.decision import decide, without
@@ -48,6 +49,9 @@ def load_runner(
     options = replace(options, launches=options.ranks.launches(options.launches))
     with LOADING:
         runner = load(checkpoint, platform, offers, options, progress, warn)
+        hint = dtype_hint(runner.decision, offers, options.policy)
+        if hint and options.dtype is None:
+            warn(hint)
         if options.compile:
             _compile(runner, warn)
         if options.graph is not False:
