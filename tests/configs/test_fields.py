@@ -630,6 +630,9 @@ def test_paths_that_are_no_model(tmp_path) -> None:
         request_from_model(tmp_path / "absent")
     with pytest.raises(InvalidInput, match=r"has no config\.json"):
         request_from_model(tmp_path)
+    (tmp_path / "adapter_config.json").write_text("{}")
+    with pytest.raises(InvalidInput, match=r"the base model.*holds an adapter"):
+        request_from_model(tmp_path)
 
 
 QUARK = {"*k_proj": {"output_tensors": {"dtype": "fp8_e4m3", "qscheme": "per_tensor"}}}

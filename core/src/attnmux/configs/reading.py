@@ -80,6 +80,10 @@ def load_config(path: Path) -> dict[str, Any]:
         config = json.loads(read_file(str(file), MOST_BYTES))
     except FileNotFoundError:
         got = f"{path}, which has no config.json" if is_folder else f"{path}: no such file"
+        if (path / "adapter_config.json").is_file():
+            got = f"{path}, which holds an adapter (adapter_config.json) and no model"
+            expected = "the folder of the base model, whose attention the adapter leaves as it is"
+            raise InvalidInput("model", got=got, expected=expected) from None
     except OSError as error:
         got = f"{str(file)[:LONGEST_NAME]}: {error.strerror or error}"
     except (ValueError, RecursionError) as error:

@@ -47,6 +47,9 @@ LOADING = threading.RLock()
 logging and torch's default dtype for every thread."""
 
 
+ADAPTER = "adapter_config.json"
+"""With peft installed, transformers loads the adapter's base model instead of the folder's."""
+
 CHECKPOINT = "a folder with a Hugging Face checkpoint, or the id of a model on the hub"
 
 
@@ -236,7 +239,16 @@ def _check_folder(path: Path) -> None:
     if not path.is_dir():
         got = f"{path}, which is a file" if path.exists() else f"{path}: no such folder"
         raise InvalidInput("model", got=got, expected=CHECKPOINT)
-    if not (path / "config.json").is_file():
+    has_config, has_adapter = ((path / name).is_file() for name in ("config.json", ADAPTER))
+    if has_adapter:
+        what = "beside a full model" if has_config else "and no model"
+        expected = (
+            "a model alone: merge the adapter into its base (peft's merge_and_unload, then "
+            f"save_pretrained), or move {ADAPTER} and the adapter's weights to another folder, if "
+            "the model shall run without them"
+        )
+        raise InvalidInput("model", got=f"{path}, with an adapter {what}", expected=expected)
+    if not has_config:
         raise InvalidInput("model", got=f"{path}, which has no config.json", expected=CHECKPOINT)
 
 
@@ -253,6 +265,14 @@ def explained(source: str) -> Iterator[None]:
                 "model",
                 got=f"{source}, a model that computes attention by itself",
                 expected="one that calls transformers' AttentionInterface",
+            ) from error
+        if "trust_remote_code" in str(error):
+            raise InvalidInput(
+                "model",
+                got=f"{source}, whose code is in the checkpoint (auto_map in its config.json)",
+                expected="a model type of the installed transformers: attnmux runs no code of a "
+                "checkpoint. Take a later transformers, a conversion of the model to its classes, "
+                "or an engine that has the model, with attnmux in it (`attnmux select --engine`)",
             ) from error
         # Every library on the way has errors of its own: a value of config.json alone may end in
         # ValueError, KeyError, TypeError, AttributeError, ZeroDivisionError or ImportError.

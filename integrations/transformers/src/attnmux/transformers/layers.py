@@ -118,7 +118,8 @@ def check_servable(model_class: type[PreTrainedModel], config: PreTrainedConfig)
         )
     text = config.get_text_config(decoder=True)
     inner = MODEL_MAPPING.get(type(text), None) if text is not config else None
-    if not any(_calls_interface(one) for one in (model_class, inner) if one is not None):
+    classes = [one for one in (model_class, inner) if isinstance(one, type)]
+    if not any(map(_calls_interface, classes)):
         raise InvalidInput(
             name,
             got="a model that computes attention by itself",

@@ -71,7 +71,7 @@ def with_kv_scales(
     folder: it reads the *.safetensors there. warn: called with a sentence about scales that are not
     one number a layer.
     """
-    scales: dict[int, dict[str, float]] = {}
+    scales: dict[int, dict[str, Any]] = {}
     unused = []
     for name, value in _kv_scales(folder):
         layer = OF_LAYER.search(name)
