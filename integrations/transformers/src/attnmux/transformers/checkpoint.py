@@ -33,7 +33,7 @@ from transformers.utils import logging
 from attnmux.configs import weights_dtype
 from attnmux.core import AttnmuxError, InvalidInput, torch_dtype
 from attnmux.transformers.attention import SERVED
-from attnmux.transformers.context_limit import independent_len
+from attnmux.transformers.context_limit import longest_len, longrope_switch
 from attnmux.transformers.layers import check_servable
 from attnmux.transformers.packed_decoder import PackedDecoder
 from attnmux.transformers.quantised import check_method
@@ -73,8 +73,14 @@ class Checkpoint:
         limits = (
             getattr(text, "max_position_embeddings", None),
             getattr(text, "max_target_positions", None),
-            independent_len(self.config),
+            longest_len(self.config),
         )
+        return min((limit for limit in limits if limit is not None), default=None)
+
+    @property
+    def default_context_len(self) -> int | None:
+        """The same, up to the length from which longrope rotates by its long factors."""
+        limits = (self.max_context_len, longrope_switch(self.config))
         return min((limit for limit in limits if limit is not None), default=None)
 
     @property

@@ -21,7 +21,11 @@ from attnmux.transformers.layer_call import LayerCall
 from attnmux.transformers.mixer import Mixer
 from attnmux.transformers.mixers import has_attention, has_mixers
 from attnmux.transformers.own_attention import adapt, has_adapter
-from attnmux.transformers.positions import count_from_own_start, take_positions
+from attnmux.transformers.positions import (
+    count_from_own_start,
+    scale_by_positions,
+    take_positions,
+)
 from attnmux.transformers.probe import Probe
 from attnmux.transformers.reach import Reach
 from attnmux.transformers.repeated import has_numbered_calls, number_calls
@@ -59,6 +63,7 @@ def record_layers(
     check_capacities(model)
     adapt(model)
     take_positions(model)
+    scale_by_positions(model)
     probe = Probe.of(model, mixers)
     logits, recorder = probe.run([probe.token], [0])
     counts: Counter[object] = Counter(module.layer_idx for module in recorder.callers)

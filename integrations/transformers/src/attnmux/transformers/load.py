@@ -9,7 +9,11 @@ from dataclasses import replace
 from attnmux.core import GraphUnsupported, InvalidInput, Offer, Platform, in_brief, make_first
 from attnmux.core.choosing.dtype_hint import dtype_hint
 from attnmux.transformers.checkpoint import LOADING, Checkpoint
-from attnmux.transformers.context_limit import check_context
+from attnmux.transformers.context_limit import (
+    check_context,
+    longrope_switch,
+    with_long_factors,
+)
 from attnmux.transformers.decision import decide, without
 from attnmux.transformers.eagle_head import EagleHead
 from attnmux.transformers.encoder_decoder import record_decoder
@@ -43,6 +47,13 @@ def load_runner(
     if graphs are required but unavailable.
     """
     check_context(checkpoint.config, options.max_context_len)
+    switch = longrope_switch(checkpoint.config)
+    if switch is not None and options.max_context_len > switch:
+        checkpoint = replace(checkpoint, config=with_long_factors(checkpoint.config))
+        warn(
+            f"every request rotates by the long factors of the model's longrope, for a context of "
+            f"{options.max_context_len} tokens: with at most {switch}, by the short ones"
+        )
     _check_images(checkpoint, options)
     load = _load_encoder_decoder if checkpoint.config.is_encoder_decoder else load_decoder
     _check_ranks(checkpoint, offers, options)
