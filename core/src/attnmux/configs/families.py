@@ -72,10 +72,7 @@ ROWS: tuple[tuple[str, Family], ...] = (
     ("llama", Family(defaults=HEADS_32)),
     ("qwen2", Family(defaults={**QWEN, "hidden_size": 4096})),
     ("qwen3", Family(defaults={**QWEN, "head_dim": 128})),
-    (
-        "mistral",
-        Family(defaults={**HEADS_32, "num_key_value_heads": 8, "sliding_window": 4096}),
-    ),
+    ("mistral", Family(defaults={**HEADS_32, "num_key_value_heads": 8, "sliding_window": 4096})),
     ("gpt2 gptj codegen openai-gpt codeshell", Family(names=GPT2)),
     ("gpt_bigcode", Family(names=GPT2, defaults=MULTI_QUERY)),
     ("xglm", Family(names={"num_attention_heads": "attention_heads", "hidden_size": "d_model"})),
@@ -107,10 +104,7 @@ ROWS: tuple[tuple[str, Family], ...] = (
     # ALiBi
     (
         "bloom",
-        Family(
-            names={"num_attention_heads": "n_head", "hidden_size": "n_embed"},
-            defaults=ALIBI,
-        ),
+        Family(names={"num_attention_heads": "n_head", "hidden_size": "n_embed"}, defaults=ALIBI),
     ),
     (
         "mpt",
@@ -133,10 +127,7 @@ ROWS: tuple[tuple[str, Family], ...] = (
             period=(2, "sliding_attention", "sliding_window"),
         ),
     ),
-    (
-        "gemma3_text",
-        Family(defaults=GEMMA, period=(6, "sliding_attention", "sliding_window")),
-    ),
+    ("gemma3_text", Family(defaults=GEMMA, period=(6, "sliding_attention", "sliding_window"))),
     ("cohere2", Family(period=(4, "sliding_attention", "sliding_window"))),
     (
         "llama4_text",
@@ -220,10 +211,7 @@ ROWS: tuple[tuple[str, Family], ...] = (
     ("zaya", Family(recurrent="conv")),
     # Decoders that see an encoder
     ("bart blenderbot m2m_100 marian mbart pegasus whisper", Family(names=BART)),
-    (
-        "t5",
-        Family(names=T5_NAMES, defaults={**T5, "num_heads": 8}, relative_bias=True),
-    ),
+    ("t5", Family(names=T5_NAMES, defaults={**T5, "num_heads": 8}, relative_bias=True)),
     ("mt5 umt5", Family(names=T5_NAMES, defaults=T5, relative_bias=True)),
     (
         "switch_transformers",
