@@ -11,7 +11,8 @@ import click
 import torch
 
 from attnmux.bench import Step, Workload, make_step
-from attnmux.core import Platform, Request, torch_dtype, value_bytes
+from attnmux.bench.shapes import value_bytes
+from attnmux.core import Platform, Request, torch_dtype
 
 DIM, RANK, ROPE = 128, 512, 64
 """Width of a dense head, of a latent, and of its rotary part."""

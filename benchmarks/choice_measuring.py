@@ -12,9 +12,8 @@ import torch
 from attnmux.bench import Bench, Row, Workload, completed
 from attnmux.bench.cli.bench_run import Keeper, Kept, find_place, measure
 from attnmux.bench.margins import server_of
-from attnmux.core import Request, Settings, graph_batch_sizes, in_brief, read_measurements
-from attnmux.core.cli.asking import decided, requested
-from attnmux.core.cli.run import Run
+from attnmux.core import GraphConfig, Measurement, Request, Settings, in_brief, solve_measured
+from attnmux.core.verbs import Run, requested
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -74,7 +73,7 @@ SIZES = _dense(
     16,
     *(
         f"decode:bs={size},ctx=4096"
-        for size in graph_batch_sizes(pool_size=2 * MOST, max_batch_size=MOST)
+        for size in GraphConfig.sizes(pool_size=2 * MOST, max_batch_size=MOST)
     ),
 )
 """One context at the batch sizes that a graph runner captures."""
@@ -150,10 +149,14 @@ class Measuring:
                 seconds=self.seconds,
             )
             kept = keeper.keep(result, self.check_seconds)
-            known = read_measurements(file).found
+            known = Measurement.read(file).found
             decisions = {
-                phase: decided(
-                    asked.replace(phases=(phase,)), place.platform, place.offers, policy, known
+                phase: solve_measured(
+                    asked.replace(phases=(phase,)),
+                    place.platform,
+                    place.offers,
+                    policy,
+                    measurements=known,
                 )
                 for phase in {each.phase for each in model.workloads}
             }

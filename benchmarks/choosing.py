@@ -24,17 +24,13 @@ import torch
 from benchmarks.cases import json_option, rounds_option
 
 from attnmux.bench import Report, facts
-from attnmux.core import (
+from attnmux.core import NoBackend, Offer, Platform, Policy, Request, solve
+from attnmux.core.plugin import (
     ANY,
     NONE,
     BackendCard,
     Clause,
-    NoBackend,
-    Offer,
-    Platform,
-    Policy,
     Prior,
-    Request,
     at_most,
     between,
     emulated,
@@ -42,11 +38,9 @@ from attnmux.core import (
     multiple_of,
     one_of,
     runtimes,
-    solve,
     versions,
-    when,
 )
-from attnmux.core.choosing.checking import check
+from attnmux.core.verbs import check
 
 SMALL, LARGE = 40, 1000
 COLUMNS = {"": "", "ms": ".3f", "CPU ms": ".3f", "ratio": ".0f", "at most": "g"}
@@ -69,7 +63,7 @@ def cards(number: int, rng: random.Random) -> list[Offer]:
         name="portable",
         summary="serves all",
         factory="made.up:Backend",
-        clauses=(when(page_size=emulated(1)),),
+        clauses=(Clause.when(page_size=emulated(1)),),
         priors=(Prior(rank=900, source="made up"),),
     )
     return [Offer(card=portable, plugin="portable"), *found]
@@ -117,8 +111,14 @@ def _offer(place: int, rng: random.Random) -> Offer:
                 for stored, deterministic in (((), ANY), (("fp8_e4m3",), NONE))
             ),
             priors=(
-                Prior(rank=rng.randrange(100), when=when(spec_topk=at_most(0)), source="made up"),
-                Prior(rank=rng.randrange(100), when=when(page_size=one_of(1)), source="made up"),
+                Prior(
+                    rank=rng.randrange(100),
+                    when=Clause.when(spec_topk=at_most(0)),
+                    source="made up",
+                ),
+                Prior(
+                    rank=rng.randrange(100), when=Clause.when(page_size=one_of(1)), source="made up"
+                ),
                 Prior(rank=rng.randrange(100), source="made up"),
             ),
         ),

@@ -33,7 +33,6 @@ from attnmux.core import (
     Platform,
     Policy,
     Request,
-    TreeAttnBackend,
     build,
     detect,
     load_plugins,
@@ -42,6 +41,7 @@ from attnmux.core import (
     solve,
     undrafted_request,
 )
+from attnmux.core.composites.draft_trees import TreeAttnBackend
 from attnmux.testing import reference
 
 DRAFTS, TOPK = 8, 4

@@ -38,7 +38,7 @@ from attnmux.bench import Bench, Report, Row, Workload, ceilings, facts
 from attnmux.bench.cli.bench_run import Place, find_place
 from attnmux.bench.entrants import make_field
 from attnmux.core import InvalidInput, NoBackend, Platform, Settings, in_brief
-from attnmux.core.cli.run import Run
+from attnmux.core.verbs import Run
 
 OURS = "triton/triton"
 SLOW = ("torch_native", "flex_attention")

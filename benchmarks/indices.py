@@ -17,7 +17,7 @@ import torch
 from benchmarks.cases import json_option, rounds_option, threads_option
 
 from attnmux.bench import Report, facts, interleave, wall_meter
-from attnmux.core import kv_indices, kv_indptr, page_table, window_view
+from attnmux.core.plugin import kv_indices, kv_indptr, page_table
 
 CPU = torch.device("cpu")
 BATCH_SIZE, CONTEXT, MAX_CONTEXT, NUM_ROWS = 256, 4096, 8192, 512
@@ -41,10 +41,6 @@ def make_builders() -> Mapping[str, tuple[Callable[[], torch.Tensor], float | No
         indptr = kv_indptr(kv_lens, page_size=page_size)
         return kv_indices(table, rows, indptr, page_size=page_size)
 
-    def windowed() -> torch.Tensor:
-        view = window_view(lens, 1023)
-        return kv_indices(table, rows, kv_indptr(view.kv_lens), kv_start=view.kv_start)
-
     def into_buffer() -> torch.Tensor:
         return kv_indices(table, rows, kv_indptr(lens), out=buffer)
 
@@ -56,7 +52,6 @@ def make_builders() -> Mapping[str, tuple[Callable[[], torch.Tensor], float | No
         "kv_indptr + kv_indices": (lambda: csr(lens), 4),
         "kv_indptr + kv_indices, lengths 0 to 8191": (lambda: csr(uneven), 4),
         "kv_indptr + kv_indices, page 16": (lambda: csr(lens, 16), None),
-        "kv_indptr + kv_indices, window 1023": (windowed, None),
         "kv_indices into a graph's buffer": (into_buffer, None),
         "page_table, page 1": (lambda: page_table(table, rows, lens), 1),
         "page_table, page 16": (lambda: page_table(table, rows, lens, page_size=16), 1),

@@ -29,13 +29,8 @@ from benchmarks.cases import dry_run_option, json_option, only_option, rounds_op
 
 from attnmux.bench import Report, device_meter, facts, interleave
 from attnmux.bench.timing import Run, graphs_of, in_graph
-from attnmux.core import (
-    GraphUnsupported,
-    LinearAttentionBackend,
-    detect,
-    load_plugins,
-    pick_platform,
-)
+from attnmux.core import GraphUnsupported, detect, load_plugins, pick_platform
+from attnmux.core.plugin import LinearAttentionBackend
 from attnmux.cpu.torch_linear import TorchLinearBackend
 from attnmux.testing.cases import Step, decode, extend
 from attnmux.testing.linear_cases import SHAPES, LinearCase

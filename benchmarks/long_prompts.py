@@ -32,7 +32,6 @@ from attnmux.bench.keeping import RecordFile
 from attnmux.bench.timing import Run
 from attnmux.core import (
     AttentionBackend,
-    ChunkedPrefixBackend,
     Decision,
     NoBackend,
     Platform,
@@ -42,15 +41,16 @@ from attnmux.core import (
     UpProjection,
     build,
     detect,
-    installed_version,
     load_plugins,
     pick_platform,
-    read_launches,
     solve,
 )
-from attnmux.core.composites.chunked_prefix import CHUNK_BYTES, crossing_subject
-from attnmux.core.facts.records import Device
-from attnmux.core.measured.measurement import versions_of
+from attnmux.core.composites.chunked_prefix import (
+    CHUNK_BYTES,
+    ChunkedPrefixBackend,
+    crossing_subject,
+)
+from attnmux.core.verbs import Device
 
 MIN_GAIN = 1.5
 LONG = 28_672
@@ -92,7 +92,7 @@ def measure(
     asked = case.request.replace(chunked_prefix=True, phases=("extend", "decode"))
     decision = solve(asked, platform, load_plugins().offers(), Policy(backend=backend or None))
     step = case.step(device, 2)
-    launches = read_launches(Settings.load().launches_file()).found
+    launches = TunedLaunch.read(Settings.load().launches_file()).found
     made = build(decision, step.context(platform, decision.request, launches))
     if not isinstance(made, ChunkedPrefixBackend) or decision.expanded is None:
         raise NoBackend(f"{decision.summary()}: none for expanded prompts")
@@ -152,7 +152,7 @@ def crossings(rows: Sequence[Row]) -> Iterator[TunedLaunch]:
         yield TunedLaunch(
             backend=expanded,
             device=Device.of(platform),
-            versions=versions_of(offers[expanded], installed_version),
+            versions=offers[expanded].versions(),
             subject=crossing_subject(absorbed, decision.request),
             values={"crossing": round(crossing, 1)},
             median_us=after.expanded_us,

@@ -32,8 +32,9 @@ from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
 
 from attnmux.bench import Report, Step, facts, in_turn, interleave
 from attnmux.bench.timing import Run
-from attnmux.core import LayerSpec, cu_seqlens
+from attnmux.core import LayerSpec
 from attnmux.core.find.cpu import probe_cpu
+from attnmux.core.plugin import cu_seqlens
 from attnmux.testing import find_candidate
 
 PAGE = 128

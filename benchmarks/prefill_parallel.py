@@ -40,11 +40,11 @@ from attnmux.core import (
     build,
     detect,
     load_plugins,
+    make_backend,
     parts_request,
     pick_platform,
     solve,
 )
-from attnmux.core.composites.factories import make_backend
 from attnmux.distributed import (
     PrefillParallelBackend,
     RankGroup,

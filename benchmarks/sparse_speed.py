@@ -28,18 +28,14 @@ from attnmux.core import (
     AttentionBackend,
     BackendContext,
     Choice,
-    PageKernels,
-    PlainPages,
-    RequestPages,
-    SparseAttnBackend,
     detect,
     load_plugins,
     make_backend,
-    shared_kernel,
     solve,
-    sparse_context,
-    with_shared_kernels,
 )
+from attnmux.core.composites.page_choice import PageKernels, PlainPages
+from attnmux.core.composites.sparse_pages import SparseAttnBackend, sparse_context
+from attnmux.core.plugin import RequestPages, shared_kernel, with_shared_kernels
 
 FACTORS = (2, 4, 8)
 REPEATS = 3

@@ -28,7 +28,7 @@ from attnmux.bench import Report, facts, interleave
 from attnmux.core import (
     AcceptedDrafts,
     AcceptThresholds,
-    organize_draft_results,
+    DraftTree,
     sample_tree_target_only,
 )
 from attnmux.transformers.draft_paths import DraftCandidates
@@ -105,7 +105,7 @@ def sampling(found: DraftCandidates, vocabulary: int, kernels: TritonTrees) -> t
     device, size = found.tokens.device, len(found.tokens)
     roots = torch.zeros(size, dtype=torch.int64, device=device)
     columns = found.scores, found.tokens, found.parents
-    tree = organize_draft_results(roots, *columns, NODES, topk=TOPK)
+    tree = DraftTree.best_of(roots, *columns, NODES, topk=TOPK)
     # Few tokens have much of it, so that drafts are accepted
     logits = torch.randn(size * NODES, vocabulary, device=device)
     logits[:, :200] += 8

@@ -12,6 +12,7 @@ import platform
 import re
 import shlex
 import shutil
+import sys
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator
 from contextlib import suppress
@@ -226,24 +227,6 @@ def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> 
         gc.freeze()
 
 
-@pytest.hookimpl(wrapper=True)
-def pytest_fixture_setup() -> Iterator[None]:
-    hide_current_test()
-    return (yield)
-
-
-@pytest.hookimpl(wrapper=True)
-def pytest_pyfunc_call() -> Iterator[None]:
-    hide_current_test()
-    return (yield)
-
-
-def hide_current_test() -> None:
-    """Devices are probed again, in a new process, whenever the environment has changed. So it does
-    not say which test runs."""
-    os.environ.pop("PYTEST_CURRENT_TEST", None)
-
-
 COMPILER = """#!/bin/sh
 case "$*" in *native/attend.cpp*) ;; *) exec {compiler} "$@" ;; esac
 kept={folder}/$(printf '%s\\n' "$@" | sed '$d' | sha256sum | cut -c1-16)
@@ -319,6 +302,19 @@ def unconfigured(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
         for name in ("XDG_CACHE_HOME", "XDG_CONFIG_HOME"):
             patch.setenv(name, str(tmp_path_factory.mktemp(name.lower())))
         yield
+
+
+@pytest.fixture
+def fresh_plugins(tmp_path: Path) -> Iterator[None]:
+    """No plugin was loaded before, and the modules of the test's folder are gone afterwards."""
+    from attnmux.core.find.manager import manager  # noqa: PLC0415  # tests that install plugins
+
+    manager.cache_clear()
+    yield
+    manager.cache_clear()
+    for name, module in list(sys.modules.items()):
+        if str(getattr(module, "__file__", None)).startswith(str(tmp_path)):
+            del sys.modules[name]
 
 
 @pytest.fixture

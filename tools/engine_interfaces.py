@@ -9,6 +9,7 @@ of the engine is imported. Exits with 1 if the newer release lacks an interface.
 from __future__ import annotations
 
 import argparse
+import ast
 import subprocess
 import sys
 import tempfile
@@ -17,7 +18,19 @@ from collections.abc import Iterable
 from importlib import import_module
 from pathlib import Path
 
-from attnmux.core.engines.engine_interfaces import Interface, Sources, missing, signature
+from attnmux.core import Interface
+from attnmux.core.engines.engine_interfaces import Function, Sources, missing
+
+
+def signature(interface: Interface, sources: Sources) -> str | None:
+    """The interface as the sources write it, on one line; None if they have no such name."""
+    node = sources.find(interface.module, interface.name)
+    if isinstance(node, Function):
+        returned = f" -> {ast.unparse(node.returns)}" if node.returns else ""
+        return f"({ast.unparse(node.args)}){returned}"
+    if isinstance(node, ast.ClassDef):
+        return f"({', '.join(map(ast.unparse, node.bases))})"
+    return None if node is None else ""
 
 
 def differences(interfaces: Iterable[Interface], old: Path, new: Path) -> list[str]:

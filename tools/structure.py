@@ -1,6 +1,6 @@
 """Print the size and the import structure of packages, from their sources.
 
-    python tools/structure.py [PACKAGE…]
+    python tools/structure.py [--names] [PACKAGE…]
 
 Without packages, all of this repository but the example. A line a package, and one for their sum:
 
@@ -11,6 +11,9 @@ Without packages, all of this repository but the example. A line a package, and 
 - circles: groups of modules that import each other;
 - public names, which `__all__` of the package and each `__init__.pyi` in it list;
 - private: imports of its inner modules by modules of the other packages in the table.
+
+Then a line for each public face, with the number of its names, and a line for each private import.
+With --names the names themselves follow each face.
 
 Imports under TYPE_CHECKING count. The packages have to be importable, and `grimp` installed.
 """
@@ -62,19 +65,37 @@ def is_text(node: ast.stmt) -> bool:
     return isinstance(value, ast.Constant) and isinstance(value.value, str)
 
 
-def public_names(folder: Path) -> int:
-    stubs = [ast.parse(path.read_text()) for path in folder.rglob("__init__.pyi")]
-    imports = [node for stub in stubs for node in stub.body if isinstance(node, ast.ImportFrom)]
+def faces(package: str, folder: Path) -> dict[str, list[str]]:
+    """The names of each module whose names are public: the package, and sub-packages with a list of
+    names."""
+    found = {package: listed(folder)}
+    for path in sorted(folder.rglob("__init__.pyi")):
+        parts = path.parent.relative_to(folder).parts
+        found[".".join([package, *parts])] = listed(path.parent)
+    return found
+
+
+def listed(folder: Path) -> list[str]:
+    """The names in a package's `__init__.pyi` or `__all__`."""
+    stub = folder / "__init__.pyi"
+    if stub.exists():
+        imports = (node for node in ast.parse(stub.read_text()).body)
+        return [a.name for node in imports if isinstance(node, ast.ImportFrom) for a in node.names]
     for node in ast.parse((folder / "__init__.py").read_text()).body:
-        if not stubs and isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__":
-            return sum(isinstance(each, ast.Constant) for each in ast.walk(node.value))
-    return sum(len(node.names) for node in imports)
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__":
+            constants = (each for each in ast.walk(node.value) if isinstance(each, ast.Constant))
+            return [str(each.value) for each in constants]
+    return []
 
 
-def faces(package: str, folder: Path) -> set[str]:
-    """The modules whose names are public: the package, and sub-packages with a list of names."""
-    inner = (path.parent.relative_to(folder).parts for path in folder.rglob("__init__.pyi"))
-    return {package, *(".".join([package, *parts]) for parts in inner)}
+def private_imports(graph: grimp.ImportGraph, package: str) -> list[tuple[str, str]]:
+    """Modules of other packages, each with an inner module of this one that it imports."""
+    modules = {package, *graph.find_descendants(package)}
+    return sorted(
+        (importer, module)
+        for module in modules - faces(package, folder_of(package)).keys()
+        for importer in graph.find_modules_that_directly_import(module) - modules
+    )
 
 
 def circles(graph: grimp.ImportGraph, package: str) -> list[list[str]]:
@@ -124,14 +145,11 @@ def row(graph: grimp.ImportGraph, package: str, num_circles: int) -> list[int]:
     folder = folder_of(package)
     modules = {package, *graph.find_descendants(package)}
     arrows, up = arrows_between(graph, package), upward(graph, package)
-    private = sum(
-        len(graph.find_modules_that_directly_import(module) - modules)
-        for module in modules - faces(package, folder)
-    )
     return [
         *(statements(folder), len(modules), len(arrows), num_floors(arrows, up)),
         *(sum(map(len, arrows.values())), len(up), num_circles),
-        *(public_names(folder), private),
+        sum(map(len, faces(package, folder).values())),
+        len(private_imports(graph, package)),
     ]
 
 
@@ -140,7 +158,9 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
     parser.add_argument("packages", nargs="*")
-    packages = parser.parse_args().packages or all_packages()
+    parser.add_argument("--names", action="store_true")
+    given = parser.parse_args()
+    packages = given.packages or all_packages()
     graph = grimp.build_graph(*packages, cache_dir=None)
     groups = {package: circles(graph, package) for package in packages}
     rows = [row(graph, package, len(groups[package])) for package in packages]
@@ -151,6 +171,11 @@ def main() -> None:
     table.add_row("sum", *(str(sum(column)) for column in zip(*rows, strict=True)))
     console = Console(width=200)
     console.print(table)
+    for package in packages:
+        for face, names in faces(package, folder_of(package)).items():
+            console.print(f"face: {face}: {len(names)}", *sorted(names if given.names else ()))
+        for importer, module in private_imports(graph, package):
+            console.print(f"private: {importer} imports {module}")
     for group in chain.from_iterable(groups.values()):
         console.print("circle:", ", ".join(group))
 

@@ -12,7 +12,7 @@ from attnmux.bench import Ceilings
 from attnmux.bench.cli import bench_run
 from attnmux.core import Detection, Offer
 from attnmux.core.cli import run as shared
-from attnmux.core.find.examine import PluginFailure
+from attnmux.core.find.plugin import PluginFailure
 from attnmux.testing import FakeBackend, fake_card, fake_platform
 
 HERE = replace(fake_platform(), name="a machine")

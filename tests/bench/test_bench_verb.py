@@ -13,12 +13,13 @@ import pytest
 from click.testing import CliRunner, Result
 
 from attnmux.bench import cli as bench_cli
-from attnmux.bench import timing
 from attnmux.bench.cli import bench_run
 from attnmux.bench.keeping import RecordFile
-from attnmux.core import ANY, NONE, Decision, Platform, TunedLaunch, read_measurements
+from attnmux.bench.roofline import Ceilings
+from attnmux.core import Decision, DeviceGraphs, Measurement, Platform, TunedLaunch
 from attnmux.core.cli.verbs import verbs
-from attnmux.core.facts.records import Device
+from attnmux.core.plugin import ANY, NONE
+from attnmux.core.verbs import Device
 from attnmux.testing import FakeBackend, GraphFakeBackend, RecordingGraphs
 
 FIELDS = "dtype=bf16,num_q_heads=4,num_kv_heads=2,head_dim=16"
@@ -135,6 +136,19 @@ def test_json(installed, here) -> None:
     assert data["request"]["num_q_heads"] == 4
 
 
+@pytest.mark.parametrize("again", [1e3, 1e-3])
+def test_a_ceiling_that_a_backend_exceeds_is_measured_again(installed, monkeypatch, again) -> None:
+    measured = [Ceilings(read_gbs=rate, matmul_tflops=rate) for rate in (again, 1e-6)]
+    monkeypatch.setattr(bench_run, "ceilings", lambda *_: measured.pop())
+    installed(FakeBackend)
+    result = bench(*STEPS[2:])
+    assert result.exit_code == 0
+    assert not measured
+    said = " ".join(result.stdout.split())
+    assert ("beyond the ceiling" in said) == (again < 1)
+    assert f"{again:,.4g} GB/s" in said
+
+
 def test_tables_have_the_fastest_first_and_reasons(installed, fakes) -> None:
     installed(fakes.Slow, fakes.Wrong, Missing, FakeBackend)
     result = bench(*STEPS[2:])
@@ -243,7 +257,7 @@ def test_kept_figures_change_the_choice(installed, file, fakes) -> None:
         ("fakes/Slow", True),
         ("fakes/SlowAlone", True),
     ]
-    stored = read_measurements(file).found
+    stored = Measurement.read(file).found
     assert [each.to_dict() for each in stored] == kept["measurements"]
     assert {each.batch_size for each in stored} == {1, 4}
     after = select()
@@ -267,7 +281,7 @@ def test_kept_figures_change_the_choice(installed, file, fakes) -> None:
 
 
 def test_figures_from_graphs_count_with_and_without_graphs(installed, file, monkeypatch) -> None:
-    monkeypatch.setattr(timing, "device_graphs", lambda device: RecordingGraphs())
+    monkeypatch.setattr(DeviceGraphs, "of", lambda device: RecordingGraphs())
     installed(GraphFakeBackend, Delayed, graph=ANY)
     data = answer(bench("--json", "--keep", *STEPS[2:]))
     assert {row["execution"] for row in data["rows"]} == {"graph"}
@@ -298,7 +312,7 @@ def test_tables_show_how_the_choice_changes(installed, file, fakes) -> None:
         assert said in words
         assert "2 figures are kept in" in words
     assert "before: Slow (fakes) serves extend and decode" in words
-    assert len(read_measurements(file).found) == 3
+    assert len(Measurement.read(file).found) == 3
 
 
 @pytest.mark.parametrize("factory", [WrongElsewhere])
@@ -308,7 +322,7 @@ def test_a_failed_check_is_kept_as_not_conformant(installed, file, factory, fake
     checks = {each["backend"]: each for each in data["kept"]["checks"]}
     assert not checks[f"fakes/{factory.__name__}"]["conformant"]
     assert "decode-uneven" in checks[f"fakes/{factory.__name__}"]["failure"]
-    assert {each.backend: each.conformant for each in read_measurements(file).found} == {
+    assert {each.backend: each.conformant for each in Measurement.read(file).found} == {
         "fakes/Slow": True,
         f"fakes/{factory.__name__}": False,
     }
@@ -367,14 +381,23 @@ def test_an_unwritable_file_is_refused_before_timing(installed, file) -> None:
     assert "us of one layer" not in result.stdout
 
 
-def test_a_corrupt_file_is_a_warning_and_set_aside(installed, file) -> None:
-    file.write_text("{")
+def test_a_file_that_is_not_ours_is_refused_before_timing(installed, file) -> None:
+    file.write_text("a diary")
+    result = bench("--keep", *STEPS)
+    assert result.exit_code == 2
+    assert f"{file} cannot be written: it holds something else than measurements" in result.stderr
+    assert "us of one layer" not in result.stdout
+    assert file.read_text() == "a diary"
+
+
+def test_a_file_of_another_version_is_a_warning_and_set_aside(installed, file) -> None:
+    file.write_text('{"format": 0}')
     result = bench("--json", "--keep", *EXTEND)
     data = answer(result)
     assert any(str(file) in text for text in data["warnings"])
     assert str(file) in result.stderr
-    assert len(read_measurements(file).found) == 1
-    assert file.with_name("measurements.json.damaged").read_text() == "{"
+    assert len(Measurement.read(file).found) == 1
+    assert file.with_name("measurements.json.damaged").read_text() == '{"format": 0}'
 
 
 def test_a_page(installed, tmp_path, fakes) -> None:
@@ -400,9 +423,10 @@ def test_a_page_that_cannot_be_made_is_refused_before_timing(
         monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     else:
         pytest.importorskip("plotly")
-    result = bench("--html", str(tmp_path / "no" / "bench.html"), *STEPS)
-    assert result.exit_code == 2
-    assert ("a folder that exists" if found else "attnmux-bench[html]") in result.stderr
+    for file, said in ((str(tmp_path / "no" / "x.html"), "that exists"), ("/dev/null", "regular")):
+        result = bench("--html", file, *STEPS)
+        assert result.exit_code == 2
+        assert (said if found else "attnmux-bench[html]") in result.stderr
 
 
 def test_without_keep_nothing_is_written(installed, file) -> None:

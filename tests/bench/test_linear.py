@@ -14,7 +14,7 @@ from attnmux.bench.conformance import check_conformance
 from attnmux.bench.entrants import find_entrants
 from attnmux.bench.measuring import Bench
 from attnmux.bench.shapes import LINEAR_SHAPES
-from attnmux.core import Policy, Request, read_measurements
+from attnmux.core import Measurement, Policy, Request
 from attnmux.core.cli.verbs import verbs
 from attnmux.cpu.plugin import TORCH_LINEAR
 from attnmux.cpu.torch_linear import TorchLinearBackend
@@ -236,7 +236,7 @@ def test_kept_figures_change_the_choice_for_a_model(
     assert (decode["fastest"], decode["next"]) == ("fakes/TorchLinearBackend", "fakes/Slow")
     assert decode["ratio"] > 1.2
     assert {each["conformant"] for each in data["kept"]["checks"]} == {True}
-    assert len(read_measurements(file).found) == 4
+    assert len(Measurement.read(file).found) == 4
     assert chosen() == "TorchLinearBackend"
 
 

@@ -20,18 +20,9 @@ from attnmux.bench.shapes import completed
 from attnmux.bench.steps import make_step
 from attnmux.bench.timing import median_us
 from attnmux.bench.workload import Workload
-from attnmux.core import (
-    NONE,
-    ForwardMode,
-    GraphViolation,
-    InvalidInput,
-    NoBackend,
-    Offer,
-    Policy,
-    Request,
-    UnknownBackend,
-    one_of,
-)
+from attnmux.core import ForwardMode, InvalidInput, NoBackend, Offer, Policy, Request
+from attnmux.core.facts.errors import UnknownBackend
+from attnmux.core.plugin import NONE, one_of
 from attnmux.testing import (
     Candidate,
     FakeBackend,
@@ -44,6 +35,7 @@ from attnmux.testing import (
     graph_card,
     reference,
 )
+from attnmux.testing.tape import GraphViolation
 
 HERE = fake_platform()
 CPU = torch.device("cpu")

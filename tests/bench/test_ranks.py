@@ -20,18 +20,16 @@ from attnmux.bench.workload import Workload
 from attnmux.core import (
     AttnmuxError,
     BackendFailed,
-    Job,
+    Measurement,
     Offer,
     Policy,
     RanksDiffer,
     Request,
-    Trial,
     TunedLaunch,
+    solve_measured,
 )
-from attnmux.core.cli.asking import decided
-from attnmux.core.cli.run import Run
-from attnmux.core.facts.records import Device
-from attnmux.core.measured.measurement import read_measurements
+from attnmux.core.plugin import Job, Trial
+from attnmux.core.verbs import Device, Run
 from attnmux.distributed import RankGroup, shared_launches
 from attnmux.emulators.ranks import run_ranks
 from attnmux.testing import FakeBackend, fake_card, fake_platform
@@ -86,7 +84,7 @@ def benched(group: RankGroup, folder: Path) -> tuple[list[tuple[str, float]], bo
         place=place,
         policy=Policy(),
         known=(),
-        before=decided(ASKED, place.platform, offers, Policy(), ()),
+        before=solve_measured(ASKED, place.platform, offers, Policy(), measurements=()),
     )
     step = [Workload.parse("decode:bs=2,ctx=21")]
     with patch.context():
@@ -94,7 +92,7 @@ def benched(group: RankGroup, folder: Path) -> tuple[list[tuple[str, float]], bo
         kept = keeper.keep(result, 0.0)
     patch.undo()
     layer_us = [(row.backend, row.median_us or 0) for row in result.rows]
-    stored = [f"{each.backend} {each.median_us:g}" for each in read_measurements(path).found]
+    stored = [f"{each.backend} {each.median_us:g}" for each in Measurement.read(path).found]
     chosen = kept.after.phases["decode"].backend
     return layer_us, all(check.conformant for check in kept.checks), stored, chosen
 

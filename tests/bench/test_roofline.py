@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import io
+import time
 from types import SimpleNamespace
 
 import pytest
 import torch
 from rich.console import Console
 
-from attnmux.bench import Ceilings, Cost, Row, Workload, ceilings, completed, cost_of
+from attnmux.bench import Ceilings, Cost, Row, Workload, ceilings, completed, cost_of, roofline
 from attnmux.bench.cli import progress
 from attnmux.bench.margins import margins
 from attnmux.core import Request
@@ -84,6 +85,27 @@ def test_ceilings_of_a_device() -> None:
     reached = ceilings(torch.device("cpu"), torch.float32, 0.01)
     assert 0.05 < reached.read_gbs < 5000
     assert 1e-4 < reached.matmul_tflops < 100
+
+
+def test_a_cold_first_product_is_no_ceiling(monkeypatch) -> None:
+    """Loading the library takes longer than all products may."""
+    cold, multiply, sides = [0.3], torch.matmul, []
+
+    def first_is_slow(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+        if cold:
+            time.sleep(cold.pop())
+        sides.append(len(left))
+        return multiply(left, right)
+
+    def once(run, seconds: float) -> float:
+        run()
+        return 10.0
+
+    monkeypatch.setattr(torch, "matmul", first_is_slow)
+    monkeypatch.setattr(roofline, "median_us", once)
+    monkeypatch.setattr(roofline, "SIDES", (8, 32))
+    ceilings(torch.device("cpu"), torch.float32, 0.2)
+    assert max(sides) == 32
 
 
 def measured(backend: str, *rounds_us: float, workload: str = "decode:ctx=10") -> Row:

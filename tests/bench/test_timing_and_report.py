@@ -28,7 +28,8 @@ from attnmux.bench import (
     interleave,
     wall_meter,
 )
-from attnmux.core import CapturedGraph, GraphStep, GraphUnsupported
+from attnmux.core import GraphUnsupported, InvalidInput
+from attnmux.core.plugin import CapturedGraph, GraphStep
 from attnmux.testing import RecordingGraphs
 
 ROOT = Path(__file__).parents[2]
@@ -155,6 +156,12 @@ def test_a_report_is_a_table_and_a_file(tmp_path, capsys) -> None:
         {"why": "failed"},
     ]
     assert (data["bars"], data["said"]) == ({"ratio": 1.0}, ["kept"])
+
+
+def test_a_report_replaces_no_device() -> None:
+    about = facts(torch.device("cpu"))
+    with pytest.raises(InvalidInput, match="--json: expected a regular file"):
+        Report({"us": ".1f"}, about, Path("/dev/null"))
 
 
 def test_the_contract_s_host_cost_is_reported(tmp_path, monkeypatch) -> None:

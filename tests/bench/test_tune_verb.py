@@ -10,8 +10,9 @@ import pytest
 from click.testing import CliRunner, Result
 
 from attnmux.bench.keeping import RecordFile
-from attnmux.core import Job, Trial, TunedLaunch, current_launches
+from attnmux.core import TunedLaunch
 from attnmux.core.cli.verbs import verbs
+from attnmux.core.plugin import Job, Trial
 
 FIELDS = "dtype=bf16,num_q_heads=8,num_kv_heads=8,head_dim=64"
 jobs: list[Job] = []
@@ -92,7 +93,7 @@ def test_the_fastest_is_kept_for_this_device_and_these_versions(installed, file,
     assert answer["file"] == str(file)
     versions = {"attnmux-fake": "1.0"}
     known = RecordFile(file, TunedLaunch).read().found
-    (kept,) = current_launches(known, "fakes/fake0", here, libraries=versions.get)
+    (kept,) = TunedLaunch.current(known, "fakes/fake0", here, libraries=versions.get)
     assert kept.to_dict() == answer["launches"][0]
     assert (kept.values, kept.median_us) == ({"warps": 8}, 8.0)
     assert kept.subject["kind"] == "shares"

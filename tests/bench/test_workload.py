@@ -13,7 +13,7 @@ from attnmux.bench.grid import default_grid
 from attnmux.bench.shapes import check_stated, completed
 from attnmux.bench.workload import Workload
 from attnmux.core import InvalidInput, Platform, Request
-from attnmux.testing.reference import visibility
+from attnmux.testing.reference.dense import visibility
 
 GPU = replace(Platform.parse("nvidia:sm90,cuda=12.8"), memory_bytes=141 * 10**9)
 CPU = Platform.parse("cpu:x86_64")

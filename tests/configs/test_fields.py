@@ -9,9 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from attnmux.configs import UnknownModel, request_from_model
-from attnmux.core import group_requests
-from attnmux.core.facts.errors import InvalidInput
-from attnmux.core.facts.request import Request
+from attnmux.core import InvalidInput, Request, group_requests
 
 DATA = Path(__file__).parents[1] / "core/data"
 

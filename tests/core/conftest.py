@@ -6,10 +6,8 @@ from collections.abc import Callable
 
 import pytest
 
-from attnmux.core.cards.card import BackendCard, Offer, Prior
-from attnmux.core.cards.clause import Clause
-from attnmux.core.cards.conditions import ANY, Condition, one_of
-from attnmux.core.facts.platform import Platform
+from attnmux.core import Offer, Platform
+from attnmux.core.plugin import ANY, BackendCard, Clause, Condition, Prior, one_of
 
 MakeClause = Callable[..., Clause]
 MakeOffer = Callable[..., Offer]

@@ -16,6 +16,8 @@ import torch
 
 from attnmux.core import (
     AttentionBackend,
+    CapturingRanks,
+    DeviceGraphs,
     ForwardBatch,
     ForwardMode,
     GraphConfig,
@@ -24,9 +26,7 @@ from attnmux.core import (
     InvalidInput,
     ModelInput,
     RanksDiffer,
-    device_graphs,
 )
-from attnmux.core.graph.devices import ALONE
 from attnmux.cpu.torch_native.backend import TorchNativeBackend
 from attnmux.distributed import (
     PaddingMode,
@@ -236,7 +236,7 @@ def served(
 def runner_of(backend: AttentionBackend, forward, sizes: Sequence[int] = (1, 2, 4), **settings):
     """How a rank makes its runner."""
     device = backend.context.device
-    devices = RecordingGraphs() if device.type == "cpu" else device_graphs(device)
+    devices = RecordingGraphs() if device.type == "cpu" else DeviceGraphs.of(device)
     return lambda ranks: GraphRunner(
         backend,
         forward,
@@ -404,7 +404,7 @@ def differs(group: RankGroup) -> None:
 
 
 def capture_alone(make) -> GraphRunner:
-    runner = make(ALONE)
+    runner = make(CapturingRanks())
     runner.capture()
     return runner
 

@@ -16,15 +16,14 @@ from torch.distributed._functional_collectives import all_reduce as functional_a
 
 from attnmux.core import (
     CapturingRanks,
+    DeviceGraphs,
     GraphConfig,
     GraphRunner,
     GraphUnsupported,
-    GraphViolation,
     ModelInput,
     RanksDiffer,
-    device_graphs,
 )
-from attnmux.core.graph.devices import DeviceGraphs, GraphStep
+from attnmux.core.plugin import GraphStep
 from attnmux.distributed import RankGroup, capture_on_all_ranks, idle_batch
 from attnmux.emulators.ranks import end_ranks, run_ranks
 from attnmux.testing import (
@@ -37,13 +36,14 @@ from attnmux.testing import (
     make_setup,
     prepare_step,
 )
+from attnmux.testing.tape import GraphViolation
 
 CASE = Case(name="ranks", steps=(decode(9, 4, 7),), dtype="float32", windows=(None,))
 Forward = Callable[..., torch.Tensor]
 
 
 def graphs_of(device: torch.device) -> DeviceGraphs:
-    return RecordingGraphs() if device.type == "cpu" else device_graphs(device)
+    return RecordingGraphs() if device.type == "cpu" else DeviceGraphs.of(device)
 
 
 def collectives(group: RankGroup, values: torch.Tensor) -> dict[str, torch.Tensor]:

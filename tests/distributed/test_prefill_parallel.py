@@ -20,10 +20,10 @@ from attnmux.core import (
     RankFailed,
     RanksDiffer,
     UpProjection,
-    imported,
     torch_dtype,
 )
 from attnmux.core.composites import part_attention
+from attnmux.core.plugin import imported
 from attnmux.cpu.native import NativeBackend
 from attnmux.cpu.torch_native import TorchNativeBackend
 from attnmux.distributed import (
@@ -417,9 +417,9 @@ def check_construction(group: RankGroup) -> None:
     inner, part = TorchNativeBackend(context), TorchNativeBackend(split_context(context))
     other = make_setup(case_of(extend((0, 4))), fake_platform(), "cpu").context
     for parts, options, match in (
-        ([], {}, "backends of a part_context, got none"),
-        ([inner], {}, "backends of a part_context"),
-        ([part, TorchNativeBackend(split_context(other))], {}, "backends of a part_context"),
+        ([], {}, "backends of a part context, got none"),
+        ([inner], {}, "backends of a part context"),
+        ([part, TorchNativeBackend(split_context(other))], {}, "backends of a part context"),
         ([part], {"chunk_bytes": 0}, "chunk_bytes"),
         ([part], {"chunks_at_once": 0}, "chunks_at_once"),
     ):

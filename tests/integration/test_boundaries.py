@@ -10,7 +10,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+import grimp
 import pytest
+
+from tools.structure import all_packages, listed, private_imports
 
 ROOT = Path(__file__).resolve().parents[2]
 MEMBERS = [
@@ -64,6 +67,18 @@ def test_a_member_imports_only_core_and_itself(member: Path) -> None:
                 assert served or not inside(module, "attnmux"), f"{path}: {module}"
 
 
+def test_no_distribution_imports_a_private_module_of_another() -> None:
+    """A package's public modules are itself and its sub-packages that list names."""
+    graph = grimp.build_graph(*all_packages(), cache_dir=None)
+    assert [pair for package in all_packages() for pair in private_imports(graph, package)] == []
+
+
+def test_the_example_imports_from_faces() -> None:
+    for path in (ROOT / "examples/vendor-plugin/src").rglob("*.py"):
+        ours = {module for module in imports(path) if inside(module, "attnmux")}
+        assert ours <= {"attnmux.core", "attnmux.core.plugin", "attnmux.testing"}, path
+
+
 def test_choosing_and_plugin_modules_import_no_torch() -> None:
     files = [
         *(path for room in WITHOUT_TORCH for path in (CORE / room).rglob("*.py")),
@@ -110,6 +125,7 @@ def test_core_names_no_vendor_outside_the_table() -> None:
 def test_importing_core_imports_no_torch() -> None:
     code = (
         "import sys; import attnmux.core, attnmux.core.choosing.solver, attnmux.core.cli;"
+        "import attnmux.core.plugin, attnmux.core.verbs;"
         "sys.exit('torch' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
@@ -123,13 +139,12 @@ def test_a_name_that_needs_torch_says_what_installs_it() -> None:
     assert last == f"ModuleNotFoundError: {remedy}"
 
 
-def test_every_public_name_resolves() -> None:
-    core = importlib.import_module("attnmux.core")
-    stub = ast.parse((ROOT / "core/src/attnmux/core/__init__.pyi").read_text())
-    imports = [node for node in ast.walk(stub) if isinstance(node, ast.ImportFrom)]
-    assert core.__all__ == sorted(alias.asname for node in imports for alias in node.names)
-    assert set(core.__all__) <= set(dir(core))
-    for name in core.__all__:
-        assert getattr(core, name) is not None
+@pytest.mark.parametrize("face", ["attnmux.core", "attnmux.core.plugin", "attnmux.core.verbs"])
+def test_every_public_name_resolves(face: str) -> None:
+    module = importlib.import_module(face)
+    assert module.__all__ == sorted(listed(Path(module.__file__ or "").parent))
+    assert set(module.__all__) <= set(dir(module))
+    for name in module.__all__:
+        assert getattr(module, name) is not None
     with pytest.raises(AttributeError, match="no attribute 'Backends'"):
-        _ = core.Backends
+        _ = module.Backends

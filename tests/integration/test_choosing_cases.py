@@ -37,9 +37,10 @@ ASKED = Policy(hypothetical=True)
 DENSE = "dtype=bf16,head_dim=128,num_q_heads=32,num_kv_heads=8"
 LATENT = "kind=mla,dtype=bf16,num_q_heads=16,kv_lora_rank=512,qk_rope_head_dim=64"
 FIRST = """
-from attnmux.core.cards.card import BackendCard, Clause, Prior
-from attnmux.core.cards.conditions import ANY
-from attnmux.core.find.hooks import hookimpl
+from attnmux.core.cards.card import Clause
+from attnmux.core.plugin import BackendCard, Prior
+from attnmux.core.plugin import ANY
+from attnmux.core.plugin import hookimpl
 
 @hookimpl
 def attnmux_cards():
@@ -54,8 +55,8 @@ def attnmux_cards():
 COMMAND = "from attnmux.core.cli import main; main()"
 CHECK = """
 import pathlib, sys
-from attnmux.core.choosing.decision import Decision
-from attnmux.core.find.installed import load_plugins
+from attnmux.core import Decision
+from attnmux.core import load_plugins
 from attnmux.core.find.cpu import probe_cpu
 
 decision = Decision.from_json(pathlib.Path(sys.argv[1]).read_text())

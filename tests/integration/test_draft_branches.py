@@ -12,14 +12,14 @@ import pytest
 import torch
 
 from attnmux.core import (
+    DraftTree,
+    ForwardContext,
     InvalidInput,
     KVPool,
     LinearLayerSpec,
     LinearStatePool,
     MHATokenToKVPool,
     ReqToTokenPool,
-    current_forward_context,
-    organize_draft_results,
 )
 from attnmux.testing import Case, FakeBackend, decode, fake_platform, make_setup
 from attnmux.transformers import ModelProposer, StepBuilder
@@ -79,7 +79,7 @@ class HashingDraft:
         return {}
 
     def logits(self, batch, inputs):
-        context = current_forward_context().backend.context
+        context = ForwardContext.current().backend.context
         return self._run(context.req_to_token_pool, batch, inputs["input_ids"])
 
     def _run(self, table, batch, ids):
@@ -120,7 +120,7 @@ def expected_tree(states, topk, steps, num):
         parts.append([each.flatten(1) for each in (new.scores, new.tokens, new.parents)])
     found = [torch.cat(each, dim=1) for each in zip(*parts, strict=True)]
     roots = torch.tensor([state.token_ids[-1] for state in states])
-    return organize_draft_results(roots, *found, num, topk=topk)
+    return DraftTree.best_of(roots, *found, num, topk=topk)
 
 
 def check_accounts(runner, proposer):

@@ -8,7 +8,7 @@ import random
 import pytest
 import torch
 
-from attnmux.core import organize_draft_results
+from attnmux.core import DraftTree
 from attnmux.transformers.draft_paths import DraftPaths, likeliest
 
 VOCABULARY = 23
@@ -100,7 +100,7 @@ def test_trees_have_the_likeliest_candidates(topk, record_property) -> None:
     models, steps = [a_model(rng) for _ in range(4)], 3
     found = drafted(models, topk, steps)
     num = 8 if topk > 1 else 4
-    tree = organize_draft_results(torch.zeros(4, dtype=torch.long), *found, num, topk=topk)
+    tree = DraftTree.best_of(torch.zeros(4, dtype=torch.long), *found, num, topk=topk)
     for row, (model, links) in enumerate(zip(models, tree.parents.tolist(), strict=True)):
         best = sorted(searched(model, topk, steps), reverse=True)[: num - 1]
         assert sorted(tree.draft_tokens[row, 1:].tolist()) == sorted(each[1] for each in best)
@@ -119,7 +119,7 @@ def test_logits_that_are_no_numbers_make_a_tree(value, record_property) -> None:
 
     found = drafted([damaged, given], 3, 3)
     assert not found[0].isnan().any()
-    tree = organize_draft_results(torch.zeros(2, dtype=torch.long), *found, 16, topk=3)
+    tree = DraftTree.best_of(torch.zeros(2, dtype=torch.long), *found, 16, topk=3)
     order = torch.arange(16)
     assert bool((tree.parents < order).all())
     assert bool((tree.parents[:, 1:] >= 0).all())

@@ -18,9 +18,9 @@ from attnmux.core import (
     InvalidInput,
     ModelInput,
     Platform,
-    imported,
 )
 from attnmux.core.find.cpu import probe_cpu
+from attnmux.core.plugin import imported
 from attnmux.cpu.torch_native import TorchNativeBackend
 from attnmux.nvidia.fa3 import FA3Backend
 from attnmux.nvidia.fa3_layers import FA3Kernels

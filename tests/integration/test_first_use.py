@@ -13,15 +13,15 @@ from click.testing import CliRunner
 from attnmux.core import Offer, Request, load_plugins, solve
 from attnmux.core.cli.verbs import verbs
 from attnmux.core.find.cpu import probe_cpu
-from attnmux.core.measured.unverified import unverified
+from attnmux.core.verbs import Unverified
 from attnmux.cpu.plugin import TORCH_LINEAR
 from attnmux.testing import FirstUse, run_case
 from attnmux.testing.linear_cases import LinearCase
 
 PLUGIN = """
-from attnmux.core import BackendCard, Prior, hookimpl, one_of, when
+from attnmux.core.plugin import Clause, BackendCard, Prior, hookimpl, one_of
 
-EVERY = when(
+EVERY = Clause.when(
     vendor=one_of("cpu"), phase=one_of("extend", "decode"), kind=one_of("mha"),
     dtype=one_of("float32"), kv_dtype=one_of("float32"), page_size=one_of(16),
 )
@@ -49,7 +49,7 @@ class make(TorchNativeBackend):
 
 
 @pytest.fixture
-def acme(tmp_path, monkeypatch):
+def acme(tmp_path, monkeypatch, fresh_plugins):
     """Installs a plugin whose backend is chosen; called with a name of BACKENDS."""
     monkeypatch.setattr(sys, "path", [*sys.path[:1], str(tmp_path), *sys.path[1:]])
     monkeypatch.setenv("ATTNMUX_ALLOW_PLUGINS", "acme-first,attnmux-cpu")
@@ -132,26 +132,6 @@ def test_without_the_suite_a_warning_is_printed(acme, monkeypatch) -> None:
     assert "acme/acme was chosen, but its card names no machine" in result.stderr
 
 
-@pytest.mark.parametrize(
-    ("args", "said"),
-    [
-        (["--model", "other/model"], "expected the locked org/model at abc123, got other/model"),
-        (
-            ["--model", "org/model", "--revision", "main"],
-            "expected the locked abc123, or none, got main",
-        ),
-        ([], "expected the content of the locked org/model, abc123"),
-    ],
-)
-def test_another_model_than_the_locked_one_is_refused(tmp_path, args, said) -> None:
-    file = str(tmp_path / "attnmux.lock")
-    locked = ["lock", "--output", file, "--model", "org/model@abc123"]
-    assert CliRunner().invoke(verbs, locked).exit_code == 0
-    result = CliRunner().invoke(verbs, ["generate", "k1 ?k", "--locked", file, *args])
-    assert result.exit_code == 2, result.output
-    assert said in result.stderr
-
-
 def test_linear_layers_backends_are_tried_too(monkeypatch, tmp_path) -> None:
     """On cases of their kind, in the model's dims."""
     card = replace(TORCH_LINEAR, name="newcomer", verified_on=())
@@ -159,7 +139,7 @@ def test_linear_layers_backends_are_tried_too(monkeypatch, tmp_path) -> None:
     offers.append(Offer(card=card, plugin="acme", distribution="acme-linear", version="1"))
     request = Request(dtype="float32", head_dim=16, linear_layers={"gdn": 1}, linear_head_dim=24)
     decision = solve(request, probe_cpu(), offers)
-    (found,) = unverified(decision, offers, ())
+    (found,) = Unverified.by_cards(decision, offers, ())
     assert "acme/newcomer was chosen, but its card names no machine" in str(found)
     assert (found.request.kind, found.phases) == ("gdn", ("extend", "decode"))
     tried = []

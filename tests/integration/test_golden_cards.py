@@ -10,9 +10,6 @@ from pathlib import Path
 import pytest
 
 from attnmux.core import (
-    ANY,
-    NONE,
-    Clause,
     MHATokenToKVPool,
     Offer,
     Platform,
@@ -21,9 +18,10 @@ from attnmux.core import (
     load_plugins,
     torch_dtype,
 )
-from attnmux.core.choosing.checking import check
 from attnmux.core.facts.request import parse_fields
 from attnmux.core.facts.values import DTYPES
+from attnmux.core.plugin import ANY, NONE, Clause
+from attnmux.core.verbs import check
 
 try:
     import tomllib

@@ -10,18 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from attnmux.core import (
-    ANY,
-    BackendCard,
-    Clause,
-    NoBackend,
-    Platform,
-    Policy,
-    Request,
-    load_plugins,
-    solve,
-)
+from attnmux.core import NoBackend, Platform, Policy, Request, load_plugins, solve
 from attnmux.core.cards.conditions import Emulated
+from attnmux.core.plugin import ANY, BackendCard, Clause
 
 FOLDER = Path(__file__).parent / "golden"
 MATRIX = json.loads((FOLDER / "support-matrix.json").read_text(encoding="utf-8"))

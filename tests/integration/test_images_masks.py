@@ -7,8 +7,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from attnmux.core import ForwardMode, Platform, imported
+from attnmux.core import ForwardMode, Platform
 from attnmux.core.find.cpu import probe_cpu
+from attnmux.core.plugin import imported
 from attnmux.cpu.flex_attention import FlexAttentionBackend
 from attnmux.cpu.native import NativeBackend
 from attnmux.cpu.torch_native import TorchNativeBackend

@@ -8,7 +8,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from attnmux.core.facts.errors import InvalidInput
+from attnmux.core import InvalidInput
 from attnmux.transformers.prefixes import PrefixTree
 from attnmux.transformers.slots import PagedAllocator
 

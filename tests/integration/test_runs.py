@@ -7,7 +7,8 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from attnmux.core import Verified, load_plugins
+from attnmux.core import load_plugins
+from attnmux.core.plugin import Verified
 
 ROOT = Path(__file__).resolve().parents[2]
 RECORDS = ROOT / "benchmarks/results/conformance.md"

@@ -21,8 +21,8 @@ from attnmux.core import (
     TunedLaunch,
     load_plugins,
 )
-from attnmux.core.facts.records import Device
 from attnmux.core.find.cpu import probe_cpu
+from attnmux.core.verbs import Device
 from attnmux.distributed import RankGroup, ranks_alike
 from attnmux.emulators.ranks import die, end_ranks, run_ranks
 from attnmux.transformers import (

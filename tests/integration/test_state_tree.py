@@ -7,8 +7,7 @@ import random
 import pytest
 import torch
 
-from attnmux.core import LinearLayerSpec, LinearStatePool
-from attnmux.core.facts.errors import InvalidInput
+from attnmux.core import InvalidInput, LinearLayerSpec, LinearStatePool
 from attnmux.transformers.prefixes import StatePrefixTree
 from attnmux.transformers.slots import PagedAllocator
 

@@ -8,21 +8,16 @@ import transformers
 from transformers import AutoModelForCausalLM
 
 from attnmux.core import (
-    ANY,
-    LAST_RESORT,
-    BackendCard,
-    Clause,
     InvalidInput,
     MHATokenToKVPool,
     MLATokenToKVPool,
     NoBackend,
     Offer,
     Policy,
-    Prior,
-    one_of,
+    merge_into,
 )
-from attnmux.core.composites.part_attention import merge_into
 from attnmux.core.find.cpu import probe_cpu
+from attnmux.core.plugin import ANY, BackendCard, Clause, Prior, one_of
 from attnmux.transformers import (
     RunnerOptions,
     SequenceState,
@@ -312,7 +307,10 @@ def test_where_no_backend_serves_it_the_model_runs_expanded_and_says_so(made):
 
 def test_a_last_resort_for_the_latent_is_not_preferred_to_a_kernel_for_heads(made):
     folder = made("v3")[1]
-    slow, fast = offer_for("mla", "mha", rank=LAST_RESORT), offer_for("mha", name="fast", rank=10)
+    slow, fast = (
+        offer_for("mla", "mha", rank=Prior.LAST_RESORT),
+        offer_for("mha", name="fast", rank=10),
+    )
     runner, warned = load(folder, slow, fast)
     assert runner.decision.request.kind == "mha"
     assert runner.decision.phases["decode"].backend == "fast"
@@ -323,7 +321,7 @@ def test_a_last_resort_for_the_latent_is_not_preferred_to_a_kernel_for_heads(mad
         assert runner.decision.request.kind == "mla"
         assert not warned
     assert load(folder, slow)[0].decision.request.kind == "mla"
-    faster = offer_for("mla", name="latent", rank=LAST_RESORT - 1)
+    faster = offer_for("mla", name="latent", rank=Prior.LAST_RESORT - 1)
     assert load(folder, slow, fast, faster)[0].decision.request.kind == "mla"
 
 

@@ -25,10 +25,8 @@ from attnmux.core import (
 )
 from attnmux.core.cli import run as shared
 from attnmux.core.cli.verbs import verbs
-from attnmux.core.facts.axes import Question
-from attnmux.core.facts.records import Device
 from attnmux.core.find.cpu import probe_cpu
-from attnmux.core.measured.measurement import shape_of, versions_of
+from attnmux.core.verbs import Device, Question
 from attnmux.transformers import cli_run, recall
 from attnmux.transformers.decision import decide, without
 
@@ -84,11 +82,11 @@ def measure(file, *, batch_size: int = 1, **times: float) -> None:
             Measurement(
                 backend=offers[name].address,
                 phase=phase,
-                shape=shape_of(Question(request=request, platform=HERE, phase=phase)),
+                shape=Measurement.shape_of(Question(request=request, platform=HERE, phase=phase)),
                 workload=f"batch={batch_size}",
                 batch_size=batch_size,
                 device=Device.of(HERE),
-                versions=versions_of(offers[name]),
+                versions=offers[name].versions(),
                 median_us=median_us,
                 conformant=True,
                 date=datetime(2026, 5, 1, tzinfo=timezone.utc),

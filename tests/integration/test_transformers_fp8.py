@@ -9,8 +9,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from attnmux.core import InvalidInput, Offer, SWAKVPool, torch_dtype, unpack_rows
-from attnmux.core.kv.quantise import stored_parts
+from attnmux.core import InvalidInput, Offer, SWAKVPool, stored_parts, torch_dtype
+from attnmux.core.plugin import unpack_rows
 from attnmux.testing import CanaryBackend, RecordingGraphs, fake_platform, graph_card
 from attnmux.transformers import (
     Engine,

@@ -12,21 +12,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from attnmux.core import (
-    ANY,
-    BackendCard,
-    Clause,
-    ForwardMode,
-    InvalidInput,
-    NoBackend,
-    Offer,
-    Policy,
-    Prior,
-    TunedLaunch,
-    one_of,
-)
-from attnmux.core.facts.records import Device
+from attnmux.core import ForwardMode, InvalidInput, NoBackend, Offer, Policy, TunedLaunch
 from attnmux.core.find.cpu import probe_cpu
+from attnmux.core.plugin import ANY, BackendCard, Clause, Prior, one_of
+from attnmux.core.verbs import Device
 from attnmux.transformers import RunnerOptions, SequenceState, load_runner, open_checkpoint
 from attnmux.transformers.attention import SERVED
 from attnmux.transformers.checkpoint import explained

@@ -12,15 +12,15 @@ from transformers import AutoModelForCausalLM
 from attnmux.core import (
     InvalidInput,
     JoinedKVPool,
-    LayerGroupsBackend,
     MHATokenToKVPool,
     NoBackend,
     Offer,
     SWAKVPool,
     load_plugins,
 )
-from attnmux.core.cards.conditions import one_of
+from attnmux.core.composites.layer_groups import LayerGroupsBackend
 from attnmux.core.find.cpu import probe_cpu
+from attnmux.core.plugin import one_of
 from attnmux.testing import CanaryBackend, RecordingGraphs, fake_card, fake_platform, graph_card
 from attnmux.transformers import (
     Engine,

@@ -7,8 +7,7 @@ import random
 import pytest
 import torch
 
-from attnmux.core import MHATokenToKVPool, SWAKVPool
-from attnmux.core.facts.errors import InvalidInput
+from attnmux.core import InvalidInput, MHATokenToKVPool, SWAKVPool
 from attnmux.transformers.prefixes import WindowPrefixTree, WindowSpan
 from attnmux.transformers.slots import SWAAllocator
 

@@ -9,7 +9,8 @@ from itertools import islice
 import pytest
 import torch
 
-from attnmux.core import NONE, ForwardMode
+from attnmux.core import ForwardMode
+from attnmux.core.plugin import NONE
 from attnmux.testing import (
     Candidate,
     Disagreement,
@@ -23,7 +24,8 @@ from attnmux.testing import (
 )
 from attnmux.testing.cases import Case, case_of, decode, extend
 from attnmux.testing.graph_fakes import graph_card
-from attnmux.testing.reference import alibi_bias, attention, dense_attention
+from attnmux.testing.reference import attention, dense_attention
+from attnmux.testing.reference.dense import alibi_bias
 from attnmux.testing.sampling import Sampler
 
 CASES = {case.name: case for case in standard_cases((16,)) if case.alibi}

@@ -17,11 +17,11 @@ from attnmux.core import (
     ForwardMode,
     GraphConfig,
     GraphRunner,
-    HybridAttnBackend,
     InvalidInput,
     LayerSpec,
     ModelInput,
 )
+from attnmux.core.composites.dispatch import HybridAttnBackend
 from attnmux.cpu.torch_native import TorchNativeBackend
 from attnmux.testing import (
     CanaryBackend,

@@ -6,19 +6,10 @@ from dataclasses import replace
 
 import pytest
 
-from attnmux.core import (
-    ANY,
-    NONE,
-    Clause,
-    InvalidInput,
-    Option,
-    Platform,
-    UnknownBackend,
-    at_most,
-    multiple_of,
-    one_of,
-)
+from attnmux.core import InvalidInput, Platform
+from attnmux.core.facts.errors import UnknownBackend
 from attnmux.core.facts.values import DTYPES
+from attnmux.core.plugin import ANY, NONE, Clause, Option, at_most, multiple_of, one_of
 from attnmux.testing import (
     Candidate,
     FakeBackend,

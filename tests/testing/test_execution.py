@@ -7,15 +7,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from attnmux.core import (
-    AttentionBackend,
-    ForwardBatch,
-    GraphUnsupported,
-    GraphViolation,
-    HybridAttnBackend,
-    LayerSpec,
-    one_of,
-)
+from attnmux.core import AttentionBackend, ForwardBatch, GraphUnsupported, LayerSpec
+from attnmux.core.composites.dispatch import HybridAttnBackend
+from attnmux.core.plugin import one_of
 from attnmux.testing import (
     AttentionBackendTests,
     Candidate,
@@ -32,6 +26,7 @@ from attnmux.testing import (
     standard_cases,
 )
 from attnmux.testing.graph_fakes import GraphState
+from attnmux.testing.tape import GraphViolation
 
 CASES = {case.name: case for case in in_graphs(standard_cases((16,)))}
 

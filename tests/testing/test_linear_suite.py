@@ -8,7 +8,8 @@ from itertools import islice
 import pytest
 import torch
 
-from attnmux.core import LinearStatePool, one_of
+from attnmux.core import LinearStatePool
+from attnmux.core.plugin import one_of
 from attnmux.cpu.plugin import TORCH_LINEAR
 from attnmux.cpu.torch_linear import TorchLinearBackend
 from attnmux.testing import Candidate, fake_card, fake_platform, run_case, verify

@@ -8,26 +8,23 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from attnmux.core.cards.card import BackendCard, Offer
-from attnmux.core.cards.clause import Clause
-from attnmux.core.cards.conditions import (
+from attnmux.core import Offer, Platform, Request, load_plugins
+from attnmux.core.cli import run as shared
+from attnmux.core.cli.verbs import verbs
+from attnmux.core.facts.values import PHASES
+from attnmux.core.find.plugin import PluginFailure
+from attnmux.core.plugin import (
     ANY,
     NONE,
+    BackendCard,
+    Clause,
+    Verified,
     emulated,
     multiple_of,
     one_of,
     versions,
 )
-from attnmux.core.cards.proof import Verified
-from attnmux.core.choosing.shortcomings import is_served
-from attnmux.core.cli import run as shared
-from attnmux.core.cli.verbs import verbs
-from attnmux.core.facts.axes import Question
-from attnmux.core.facts.platform import Platform
-from attnmux.core.facts.request import Request
-from attnmux.core.facts.values import PHASES
-from attnmux.core.find.examine import PluginFailure
-from attnmux.core.find.installed import load_plugins
+from attnmux.core.verbs import Question
 from attnmux.testing.matrix import markdown
 from attnmux.testing.matrix_rows import COLUMNS, Row, rows_of
 
@@ -73,7 +70,7 @@ def test_every_axis_of_a_feature_has_a_column() -> None:
         name for name, field in Clause.__dataclass_fields__.items() if field.default is NONE
     }
     dims = {"v_head_dim", "kv_lora_rank", "qk_rope_head_dim"}
-    assert optional - dims == {column.axis for column in COLUMNS} - {"kv_dtype", "phase"}
+    assert optional - dims == {column.axis.name for column in COLUMNS} - {"kv_dtype", "phase"}
 
 
 def test_what_is_not_declared_is_not_served() -> None:
@@ -347,8 +344,7 @@ def served_points(offer: Offer, kind: str, change: dict) -> set[tuple]:
         for machine in MACHINES
         for request in [Request(kind=kind, page_size=page, **{**model, **change})]
         for phase in ("extend", "decode", "verify", "draft")
-        if is_served(
-            offer.card,
+        if offer.card.serves(
             Question(request=request, platform=machine, phase=phase, hypothetical=True),
         )
     }
@@ -361,12 +357,12 @@ def test_the_cells_are_what_the_cards_answer(offer) -> None:
         assert plain, row
         assert {phase for *_, phase in plain} == set(row.phases) - {"encoder"}
         for column, cell in zip(COLUMNS, row.cells, strict=True):
-            if column.axis == "phase":
+            if column.axis.name == "phase":
                 continue
             for value in column.values:
-                change = ASKED_BY.get(column.axis, {column.axis: value})
+                change = ASKED_BY.get(column.axis.name, {column.axis.name: value})
                 points = served_points(offer, row.kind, change)
-                asking = ASKED_IN.get(column.axis, PHASES)
+                asking = ASKED_IN.get(column.axis.name, PHASES)
                 asked = {point for point in plain if point[-1] in asking}
                 if cell.served == "yes":
                     assert points >= asked, (column, asked - points)

@@ -6,12 +6,9 @@ import pytest
 from click import unstyle
 from click.testing import CliRunner
 
-from attnmux.core.cards.card import BackendCard, Offer
-from attnmux.core.cards.clause import Clause
-from attnmux.core.cards.conditions import ANY, at_most, one_of
+from attnmux.core import Offer, Platform, Request
 from attnmux.core.cli.verbs import verbs
-from attnmux.core.facts.platform import Platform
-from attnmux.core.facts.request import Request
+from attnmux.core.plugin import ANY, BackendCard, Clause, at_most, one_of
 from attnmux.testing.matrix import TITLES
 from attnmux.testing.matrix_rows import narrowed, rows_of
 from attnmux.testing.matrix_view import show

@@ -9,7 +9,8 @@ import pytest
 import torch
 from msgspec import structs
 
-from attnmux.core import NONE, ForwardBatch, InvalidInput, LayerSpec, one_of
+from attnmux.core import ForwardBatch, InvalidInput, LayerSpec
+from attnmux.core.plugin import NONE, one_of
 from attnmux.testing import (
     Candidate,
     Disagreement,

@@ -7,9 +7,9 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from attnmux.core import GraphViolation
-from attnmux.core.graph.devices import CapturedGraph, GraphStep
+from attnmux.core.plugin import CapturedGraph, GraphStep
 from attnmux.testing import RecordingGraphs
+from attnmux.testing.tape import GraphViolation
 
 PREPARE, FORWARD = "init_forward_metadata_in_graph", "forward"
 

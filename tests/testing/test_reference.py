@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from torch.nn.functional import scaled_dot_product_attention
 
 from attnmux.core import ForwardBatch, ForwardMode, InvalidInput, LayerSpec, MultiItem, SpecInput
-from attnmux.testing.reference import attention, dense_attention, visibility
+from attnmux.testing.reference import attention, dense_attention
+from attnmux.testing.reference.dense import visibility
 
 NUM_SLOTS = 64
 

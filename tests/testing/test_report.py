@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import socket
 from dataclasses import asdict, replace
@@ -13,13 +14,13 @@ import pytest
 from click.testing import CliRunner, Result
 
 from attnmux.bench.keeping import RecordFile
-from attnmux.core import Measurement, Verified, load_plugins
+from attnmux.core import Measurement, load_plugins
 from attnmux.core.cli.verbs import verbs
-from attnmux.core.facts.records import Device
 from attnmux.core.find.cpu import probe_cpu
-from attnmux.core.measured.measurement import versions_of
+from attnmux.core.plugin import Verified
+from attnmux.core.verbs import Device
 from attnmux.testing import find_candidate
-from attnmux.testing.anonymous import anonymous
+from attnmux.testing.anonymous import anonymous, anonymous_error
 from attnmux.testing.candidate import Outcome
 from attnmux.testing.report_facts import system
 from attnmux.testing.summary import kept_file, read_summary, summarised, verified_by
@@ -127,7 +128,7 @@ def test_kept_results_are_reported(home, no_run) -> None:
     made = {
         "backend": NAME,
         "device": Device.of(probe_cpu()),
-        "versions": versions_of(offer),
+        "versions": offer.versions(),
         "median_us": 5.0,
         "date": datetime.now(timezone.utc),
         "phase": "decode",
@@ -240,10 +241,7 @@ def test_this_user_and_this_machine_are_not_named(no_run, tmp_path) -> None:
 
 
 def test_paths_are_cut_and_shares_are_not() -> None:
-    assert (
-        anonymous("16/64, a/b, https://x.org/y and 1 / 2")
-        == "16/64, a/b, https://x.org/y and 1 / 2"
-    )
+    assert anonymous("16/64, a/b, https://x.org/y, 1 / 2") == "16/64, a/b, https://x.org/y, 1 / 2"
     assert anonymous("in /a/b/c.py:12") == "in …/c.py:12"
     assert anonymous('File "/a/b.py", line 3') == 'File "…/b.py", line 3'
 
@@ -253,6 +251,38 @@ def test_an_unknown_backend_is_a_usage_error(home, no_run) -> None:
     assert result.exit_code == 2
     assert "did you mean 'torch_native'?" in result.stderr
     assert not Path("attnmux-report.json").exists()
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("see https://ann:pw@acme.org/y?token=abc or ann@acme.org", "see … or …"),
+        ("10.0.0.7:8080 and db.acme.internal:5432, port 443", "… and …, port 443"),
+        ("host='proxy.acme.com'; [fe80:1:2:3::1]; node7:29500", "host='…'; […]; …"),
+        (
+            "api_key=abc, Authorization: Bearer abc.def, HF_TOKEN: 'abc'",
+            "api_key=…, Authorization: Bearer …, HF_TOKEN: '…'",
+        ),
+        ("a key, hf_abcdefghijklmnopqrstuvwx", "a key, …"),
+        ("no /work/My Files/Big Plan/a b.so: gone", "no …/a b.so: gone"),
+        ("'/work/My Files/a b.so' and `~/x y/z.py`", "'…/a b.so' and `…/z.py`"),
+        ("src/mine/a.py, ../x/y z/w.so, plan/a.bin", "…/a.py, …/w.so, …/a.bin"),
+        (r"C:\work\x.dll, 'C:\my work\y.dll'", "…/x.dll, '…/y.dll'"),
+        ("a.py:1234: torch 2.14.1+cu130, libcuda.so.1, cpu/native, 5 tokens/s", None),
+    ],
+)
+def test_errors_have_no_credentials_addresses_and_folders(text, said) -> None:
+    assert anonymous_error(text) == (text if said is None else said)
+
+
+@pytest.mark.parametrize("out", ["/dev/null", "pipe", "."])
+def test_what_is_no_file_is_not_replaced(home, no_run, out) -> None:
+    os.mkfifo("pipe")
+    before = os.stat(out)
+    result = report("torch_native", "--no-verify", "--out", out)
+    assert result.exit_code == 2
+    assert "'--out'" in result.stderr or "--out: expected a regular file" in result.stderr
+    assert os.path.samestat(before, os.stat(out))
 
 
 @pytest.mark.parametrize("out", ["no/such/folder/r.json", "/proc/r.json"])

@@ -7,7 +7,8 @@ import sys
 
 import pytest
 
-from attnmux.core import NONE, InvalidInput, one_of
+from attnmux.core import InvalidInput
+from attnmux.core.plugin import NONE, one_of
 from attnmux.testing import (
     AttentionBackendTests,
     Candidate,

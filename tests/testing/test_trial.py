@@ -10,12 +10,12 @@ from pathlib import Path
 
 import pytest
 
-from attnmux.core import BackendFailed, Request, Verified, load_plugins, solve
+from attnmux.core import BackendFailed, Request, load_plugins, solve
 from attnmux.core.cards.installed_files import digest
 from attnmux.core.find.cpu import probe_cpu
-from attnmux.core.find.store import Store
-from attnmux.core.measured.passes import pass_key, passes
-from attnmux.core.measured.unverified import untried, unverified
+from attnmux.core.measured.store import Store
+from attnmux.core.plugin import Verified
+from attnmux.core.verbs import Passes, Unverified
 from attnmux.testing import FirstUse, fake_card, find_candidate, run_case
 from attnmux.testing.candidate import Outcome
 from attnmux.testing.cases import PHASES
@@ -104,7 +104,7 @@ def test_a_cards_claim_does_not_spare_it(offers, in_process, tmp_path) -> None:
     )
     offers = [replace(one, card=replace(one.card, verified_on=(run,))) for one in offers]
     said: list[str] = []
-    assert not unverified(decided(offers), offers, ())
+    assert not Unverified.by_cards(decided(offers), offers, ())
     trial(offers, tmp_path, said)(decided(offers))
     assert "it has not passed the suite here with its present files" in said[0]
     count = len(in_process)
@@ -186,20 +186,20 @@ def test_verify_keep_settles_the_warning_that_recommends_it(
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     offers = [replace(one, card=replace(one.card, verified_on=())) for one in offers]
-    decision, store = decided(offers), passes(tmp_path / "attnmux")
-    (warning,) = unverified(decision, offers, (), store)
+    decision, store = decided(offers), Passes.in_cache(tmp_path / "attnmux")
+    (warning,) = Unverified.by_cards(decision, offers, (), store)
     assert str(warning).endswith("`attnmux verify cpu/torch_native --keep` tries it")
     keeper = Keeper.of(find_candidate("torch_native", device="cpu"), offers)
     keeper.keep(verification(offers, is_complete=False))
-    assert unverified(decision, offers, (), store)
+    assert Unverified.by_cards(decision, offers, (), store)
     keeper.keep(verification(offers))
-    assert not unverified(decision, offers, (), store)
-    assert not untried(decision, offers, store)
+    assert not Unverified.by_cards(decision, offers, (), store)
+    assert not Unverified.untried(decision, offers, store)
     trial(offers, tmp_path / "attnmux")(decision)
     assert not in_process
     failed = (Outcome(case="two", status="failed", message="planted"),)
     keeper.keep(verification(offers, is_complete=False, outcomes=failed))
-    assert unverified(decision, offers, (), store)
+    assert Unverified.by_cards(decision, offers, (), store)
 
 
 def test_a_pass_follows_the_files_of_the_plugin(tmp_path, monkeypatch) -> None:
@@ -248,9 +248,9 @@ def test_a_pass_follows_the_files_of_the_plugin(tmp_path, monkeypatch) -> None:
 def test_the_key_of_a_pass_has_the_options(offers) -> None:
     (offer,) = offers
     platform = probe_cpu()
-    assert pass_key(offer, platform, {}) == pass_key(offer, platform, {})
-    assert pass_key(offer, platform, {}) != pass_key(offer, platform, {"a": 1})
-    assert pass_key(offer, platform, {}) != pass_key(offer, replace(platform, name="other"), {})
+    assert Passes.key(offer, platform, {}) == Passes.key(offer, platform, {})
+    assert Passes.key(offer, platform, {}) != Passes.key(offer, platform, {"a": 1})
+    assert Passes.key(offer, platform, {}) != Passes.key(offer, replace(platform, name="other"), {})
 
 
 def test_without_a_folder_nothing_is_kept(offers, in_process) -> None:
@@ -258,4 +258,4 @@ def test_without_a_folder_nothing_is_kept(offers, in_process) -> None:
     count = len(in_process)
     trial(offers, None)(decided(offers))
     assert len(in_process) == 2 * count
-    assert passes(None) == Store(None)
+    assert Passes.in_cache(None) == Store(None)

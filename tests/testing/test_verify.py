@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner, Result
 
-from attnmux.core import one_of
 from attnmux.core.cli.verbs import verbs
+from attnmux.core.plugin import one_of
 from attnmux.testing import (
     Candidate,
     FakeBackend,

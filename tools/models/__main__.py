@@ -29,8 +29,8 @@ import click
 from rich.console import Console
 from rich.table import Table
 
-from attnmux.core import AttnmuxError
-from attnmux.core.cli.run import FiniteRange
+from attnmux.core import AttnmuxError, InvalidInput
+from attnmux.core.verbs import FiniteRange, check_replaceable
 from tools.models.children import all_names, context_of_children, machine_of, run_all
 from tools.models.outcome import Outcome, as_json, as_markdown, counts, reasons
 from tools.models.recipe import DimsKind, Recipe
@@ -51,9 +51,12 @@ def part_of(context: click.Context, option: click.Parameter, value: str) -> tupl
 
 
 def in_folder(context: click.Context, option: click.Parameter, value: Path | None) -> Path | None:
-    """The file. Its folder must be there before minutes of work."""
-    if value is not None and not value.parent.is_dir():
-        raise click.BadParameter(f"expected a file in a folder that exists, got {value}")
+    """The file. It must be one, in a folder that is there, before minutes of work."""
+    if value is not None:
+        try:
+            check_replaceable(str(option.name), value)
+        except InvalidInput as error:
+            raise click.BadParameter(str(error)) from None
     return value
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from attnmux.core import aligned, is_aligned
+from attnmux.core.plugin import aligned, is_aligned
 
 WIDE = torch.randn(7, 6, 9, 136).bfloat16()
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from attnmux.core import BackendFailed
-from attnmux.core.adapters.library import trying
+from attnmux.core.plugin import trying
 
 
 @pytest.mark.parametrize("device", ["cuda", "xpu", "privateuseone:1"])

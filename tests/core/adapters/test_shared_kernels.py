@@ -10,7 +10,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from attnmux.core import Platform, shared_kernel, with_shared_kernels
+from attnmux.core import Platform
+from attnmux.core.plugin import shared_kernel, with_shared_kernels
 from attnmux.testing import Case, decode, make_setup
 from attnmux.testing.fakes import FakeBackend
 
@@ -26,7 +27,7 @@ def make(context):
     return Writer(context.token_to_kv_pool)
 """
 PLUGIN = """
-from attnmux.core import hookimpl
+from attnmux.core.plugin import hookimpl
 
 @hookimpl
 def attnmux_cards():
@@ -41,7 +42,7 @@ def context():
 
 
 @pytest.fixture
-def install(tmp_path, monkeypatch):
+def install(tmp_path, monkeypatch, fresh_plugins):
     """Installs a plugin that offers `kv_writer` for the CPU."""
     monkeypatch.setattr(sys, "path", [*sys.path[:1], str(tmp_path), *sys.path[1:]])
     monkeypatch.setattr("attnmux.core.Settings.cache_folder", lambda *_: tmp_path / "cache")

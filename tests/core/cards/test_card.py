@@ -5,11 +5,15 @@ from dataclasses import fields
 
 import pytest
 
-from attnmux.core.cards.card import BackendCard, Option, Prior
-from attnmux.core.cards.clause import ALWAYS, Clause, when
-from attnmux.core.cards.conditions import (
+from attnmux.core import InvalidInput, Request
+from attnmux.core.cards.clause import ALWAYS
+from attnmux.core.plugin import (
     ANY,
     NONE,
+    BackendCard,
+    Clause,
+    Option,
+    Prior,
     anything_but,
     at_most,
     emulated,
@@ -18,38 +22,6 @@ from attnmux.core.cards.conditions import (
     runtimes,
     versions,
 )
-from attnmux.core.facts.axes import AXES
-from attnmux.core.facts.errors import InvalidInput
-from attnmux.core.facts.request import Request
-
-
-def test_every_axis_is_a_field_of_the_clause_and_back() -> None:
-    assert [axis.name for axis in AXES] != []
-    assert {axis.name for axis in AXES} == {item.name for item in fields(Clause)}
-
-
-def test_every_settable_axis_is_a_field_of_the_request() -> None:
-    names = {item.name for item in fields(Request)}
-    assert {axis.name for axis in AXES if axis.settable or axis.droppable} <= names
-
-
-def test_every_field_of_the_request_is_asked_by_an_axis() -> None:
-    asked = {axis.name for axis in AXES} | {"origins", "phases", "multimodal", "encoder_head_dim"}
-    asked |= {"max_error", "accuracy"}  # judged by bounds and measurements
-    # asked of other backends, by `group_requests` and `linear_request`
-    asked |= {"other_layers", "linear_layers", "linear_head_dim", "linear_v_head_dim"}
-    asked |= {"compressed_layers"}  # of which backends serve the windows alone
-    asked |= {"index_topk"}  # which says when kind "nsa" is not needed
-    asked |= {
-        "chunked_prefix",
-        "two_batches",
-        "sparse",
-        "sparse_budget",
-        "index_block_size",
-    }  # what `build` makes of the decision
-    # multimodal asks for the phase "encoder", where head_dim asks for the encoder's; the mode says
-    # who serves verify and draft
-    assert {item.name for item in fields(Request)} - asked == {"speculative_attention_mode"}
 
 
 def test_features_are_refused_unless_declared() -> None:
@@ -71,12 +43,12 @@ def test_features_are_refused_unless_declared() -> None:
 
 
 def test_when() -> None:
-    limited = when(spec_topk=at_most(1))
+    limited = Clause.when(spec_topk=at_most(1))
     assert limited.spec_topk == at_most(1)
     assert limited.sinks is ANY
     assert all(getattr(ALWAYS, item.name) is ANY for item in fields(Clause))
     with pytest.raises(TypeError, match="topk"):
-        when(topk=ANY)
+        Clause.when(topk=ANY)
 
 
 @pytest.mark.parametrize(
@@ -146,7 +118,7 @@ def test_a_card_of_other_types_is_refused(given, said) -> None:
 
 def test_a_condition_must_be_one() -> None:
     with pytest.raises(InvalidInput, match="clause, vendor: expected a condition"):
-        when(vendor="acme")
+        Clause.when(vendor="acme")
 
 
 @pytest.mark.parametrize(
@@ -161,7 +133,7 @@ def test_a_condition_must_be_one() -> None:
 def test_a_word_that_no_request_uses_is_refused(given, said) -> None:
     """Such a clause would never be asked, and nobody would be told why."""
     with pytest.raises(InvalidInput, match=said):
-        when(**given)
+        Clause.when(**given)
 
 
 PROBES = {
@@ -200,10 +172,10 @@ def test_each_axis_takes_conditions_on_its_own_values(axis) -> None:
     taken = OF_OTHERS.get(axis) or OF_FIELDS[Request.__annotations__[axis]]
     for name, condition in PROBES.items():
         if name in taken:
-            assert getattr(when(**{axis: condition}), axis) is condition
+            assert getattr(Clause.when(**{axis: condition}), axis) is condition
         else:
             with pytest.raises(InvalidInput, match=f"clause, {axis}: expected"):
-                when(**{axis: condition})
+                Clause.when(**{axis: condition})
 
 
 @pytest.mark.parametrize("given", [{"rank": "1"}, {"rank": 1, "when": "always"}])

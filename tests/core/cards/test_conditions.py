@@ -6,7 +6,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from attnmux.core.cards.conditions import (
+from attnmux.core import InvalidInput
+from attnmux.core.choosing.points import joint_examples
+from attnmux.core.plugin import (
     ANY,
     NONE,
     anything_but,
@@ -20,8 +22,6 @@ from attnmux.core.cards.conditions import (
     runtimes,
     versions,
 )
-from attnmux.core.choosing.points import joint_examples
-from attnmux.core.facts.errors import InvalidInput
 
 
 @pytest.mark.parametrize(

@@ -6,10 +6,10 @@ from dataclasses import replace
 
 import pytest
 
-from attnmux.core.cards.clause import Clause
-from attnmux.core.cards.conditions import ANY, one_of, versions
-from attnmux.core.cards.proof import PROOFS, Verified, doubt, proven, proven_on
-from attnmux.core.facts.platform import Platform
+from attnmux.core import Platform
+from attnmux.core.cards.proof import doubt
+from attnmux.core.plugin import ANY, Clause, Verified, one_of, versions
+from attnmux.core.verbs import Proven
 
 H200 = Verified(on="NVIDIA H200", platform="nvidia:sm90", libraries=(), date="2026-11-21")
 LATER = replace(H200, on="NVIDIA H100", date="2026-11-23")
@@ -49,65 +49,65 @@ NVIDIA = clause(vendor=one_of("nvidia"))
     ],
 )
 def test_the_word_is_that_of_the_strongest_run(runs, clauses, said) -> None:
-    found = proven(runs, clauses)
+    found = Proven.of(runs, clauses)
     assert str(found).startswith(said)
     assert said.startswith(found.word)
     assert {run for _, run in found.runs} == set(runs)
     assert [word for word, _ in found.runs] == sorted(
-        (word for word, _ in found.runs), key=PROOFS.index
+        (word for word, _ in found.runs), key=Proven.WORDS.index
     )
 
 
 def test_on_one_machine_only_its_own_kind_of_device_is_hardware() -> None:
     sm90, sm100 = (Platform.parse(f"nvidia:{arch},cuda=13.0") for arch in ("sm90", "sm100"))
-    assert proven_on((EMULATED, H200), sm90).word == "hardware"
-    assert proven_on((EMULATED, H200), sm100).word == "other device"
-    assert proven_on((EMULATED,), sm100).word == "emulated"
-    assert proven_on((), sm100).word == "nothing"
-    assert proven_on((H200,), sm100).is_on_a_device
-    assert not proven_on((INTERPRETED,), sm100).is_on_a_device
+    assert Proven.on((EMULATED, H200), sm90).word == "hardware"
+    assert Proven.on((EMULATED, H200), sm100).word == "other device"
+    assert Proven.on((EMULATED,), sm100).word == "emulated"
+    assert Proven.on((), sm100).word == "nothing"
+    assert Proven.on((H200,), sm100).is_on_a_device
+    assert not Proven.on((INTERPRETED,), sm100).is_on_a_device
 
 
 def test_kernels_that_compile_prove_their_own_chip_alone() -> None:
     sm86, sm89 = Platform.parse("nvidia:sm86"), Platform.parse("nvidia:sm89")
-    assert proven_on((EMULATED, H200, COMPILED), sm86).word == "compiled"
-    assert proven_on((EMULATED, H200, COMPILED), sm89).word == "other device"
-    assert proven_on((COMPILED,), sm89).word == "nothing"
-    assert proven_on((COMPILED, replace(H200, platform="nvidia:sm86")), sm86).word == "hardware"
-    assert proven((COMPILED,), (clause(arch=one_of("sm89")),)).word == "nothing"
+    assert Proven.on((EMULATED, H200, COMPILED), sm86).word == "compiled"
+    assert Proven.on((EMULATED, H200, COMPILED), sm89).word == "other device"
+    assert Proven.on((COMPILED,), sm89).word == "nothing"
+    assert Proven.on((COMPILED, replace(H200, platform="nvidia:sm86")), sm86).word == "hardware"
+    assert Proven.of((COMPILED,), (clause(arch=one_of("sm89")),)).word == "nothing"
     # What ran elsewhere is still said
-    assert proven_on((H200, COMPILED), sm86).devices == "NVIDIA H200"
-    assert proven_on((H200, COMPILED), sm86).is_on_a_device
-    assert not proven_on((COMPILED,), sm86).is_on_a_device
+    assert Proven.on((H200, COMPILED), sm86).devices == "NVIDIA H200"
+    assert Proven.on((H200, COMPILED), sm86).is_on_a_device
+    assert not Proven.on((COMPILED,), sm86).is_on_a_device
 
 
 def test_a_run_of_some_phases_proves_no_others() -> None:
     sm90 = Platform.parse("nvidia:sm90,cuda=13.0")
     prompts = replace(H200, phases=("extend", "decode"))
-    assert proven_on((prompts,), sm90).word == "hardware"
-    assert proven_on((prompts,), sm90, ("decode",)).word == "hardware"
-    assert proven_on((prompts, INTERPRETED), sm90, ("decode", "verify")).word == "interpreted"
-    assert proven_on((prompts, H200), sm90, ("verify",)).word == "hardware"
+    assert Proven.on((prompts,), sm90).word == "hardware"
+    assert Proven.on((prompts,), sm90, ("decode",)).word == "hardware"
+    assert Proven.on((prompts, INTERPRETED), sm90, ("decode", "verify")).word == "interpreted"
+    assert Proven.on((prompts, H200), sm90, ("verify",)).word == "hardware"
     said = "hardware: NVIDIA H200 (2026-11-21), extend and decode alone"
-    assert str(proven((prompts,), (NVIDIA,))) == said
+    assert str(Proven.of((prompts,), (NVIDIA,))) == said
     all_but_drafts = replace(H200, phases=("extend", "decode", "verify"))
     said = "hardware: NVIDIA H200 (2026-11-21), extend, decode and verify alone"
-    assert str(proven((all_but_drafts,), (NVIDIA,))) == said
-    assert str(proven((prompts, H200), (NVIDIA,))) == "hardware: NVIDIA H200 (2026-11-21)"
+    assert str(Proven.of((all_but_drafts,), (NVIDIA,))) == said
+    assert str(Proven.of((prompts, H200), (NVIDIA,))) == "hardware: NVIDIA H200 (2026-11-21)"
 
 
 def test_a_run_of_some_kinds_of_layers_proves_those_alone() -> None:
     sm90 = Platform.parse("nvidia:sm90,cuda=13.0")
     some = replace(H200, kinds=("gdn", "kda"))
     runs = (some, replace(INTERPRETED, kinds=("mamba1",)))
-    assert proven(runs, (NVIDIA,)).word == "hardware"
-    assert str(proven(runs, (NVIDIA,), "gdn")) == "hardware: NVIDIA H200 (2026-11-21)"
-    assert str(proven(runs, (NVIDIA,), "mamba1")) == "interpreted (2026-11-24)"
-    assert proven_on(runs, sm90, ["decode"], "kda").word == "hardware"
-    assert proven_on(runs, sm90, ["decode"], "mamba1").word == "interpreted"
-    assert proven_on(runs, sm90, ["decode"]).word == "hardware"
+    assert Proven.of(runs, (NVIDIA,)).word == "hardware"
+    assert str(Proven.of(runs, (NVIDIA,), "gdn")) == "hardware: NVIDIA H200 (2026-11-21)"
+    assert str(Proven.of(runs, (NVIDIA,), "mamba1")) == "interpreted (2026-11-24)"
+    assert Proven.on(runs, sm90, ["decode"], "kda").word == "hardware"
+    assert Proven.on(runs, sm90, ["decode"], "mamba1").word == "interpreted"
+    assert Proven.on(runs, sm90, ["decode"]).word == "hardware"
     assert (
-        proven_on((replace(some, phases=("extend",)),), sm90, ["decode"], "gdn").word == "nothing"
+        Proven.on((replace(some, phases=("extend",)),), sm90, ["decode"], "gdn").word == "nothing"
     )
 
 

@@ -6,10 +6,9 @@ from dataclasses import replace
 
 import pytest
 
-from attnmux.core.cards.card import BackendCard
-from attnmux.core.cards.proof import Verified, doubt
-from attnmux.core.facts.errors import InvalidInput
-from attnmux.core.facts.platform import Platform
+from attnmux.core import InvalidInput, Platform
+from attnmux.core.cards.proof import doubt
+from attnmux.core.plugin import BackendCard, Verified
 
 H200 = Verified(
     on="NVIDIA H200", platform="nvidia:sm90", libraries=("torch 2.11.0",), date="2026-11-21"

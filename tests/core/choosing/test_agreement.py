@@ -4,14 +4,8 @@ from dataclasses import replace
 
 import pytest
 
-from attnmux.core.cards.card import Option
-from attnmux.core.cards.conditions import includes
-from attnmux.core.choosing.decision import Decision
-from attnmux.core.choosing.solver import solve
-from attnmux.core.facts.errors import InvalidInput
-from attnmux.core.facts.platform import Platform
-from attnmux.core.facts.policy import Policy
-from attnmux.core.facts.request import Request
+from attnmux.core import Decision, InvalidInput, Platform, Policy, Request, solve
+from attnmux.core.plugin import Option, includes
 
 SPLITS = Option(name="splits", type=int, default=8)
 

@@ -2,11 +2,15 @@ from __future__ import annotations
 
 import pytest
 
-from attnmux.core.cards.card import DEFAULT_RANK, Caveat, Prior
-from attnmux.core.cards.clause import when
-from attnmux.core.cards.conditions import (
+from attnmux.core import Platform, Policy, Request, solve
+from attnmux.core.cards.card import DEFAULT_RANK
+from attnmux.core.facts.request import parse_fields
+from attnmux.core.plugin import (
     ANY,
     NONE,
+    Caveat,
+    Clause,
+    Prior,
     at_least,
     at_most,
     includes,
@@ -14,11 +18,7 @@ from attnmux.core.cards.conditions import (
     runtimes,
     versions,
 )
-from attnmux.core.choosing.checking import check
-from attnmux.core.choosing.solver import solve
-from attnmux.core.facts.platform import Platform
-from attnmux.core.facts.policy import Policy
-from attnmux.core.facts.request import Request, parse_fields
+from attnmux.core.verbs import check
 
 
 def codes(verdict) -> list[str]:
@@ -261,8 +261,8 @@ def test_the_first_prior_that_holds_counts(offer, cpu) -> None:
         "a",
         spec_topk=ANY,
         priors=(
-            Prior(rank=10, when=when(spec_topk=at_most(1), page_size=one_of(1)), source="x"),
-            Prior(rank=20, when=when(page_size=one_of(64)), source="x"),
+            Prior(rank=10, when=Clause.when(spec_topk=at_most(1), page_size=one_of(1)), source="x"),
+            Prior(rank=20, when=Clause.when(page_size=one_of(64)), source="x"),
         ),
     ).card
 

@@ -6,13 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from attnmux.core.cards.card import LAST_RESORT
-from attnmux.core.cards.conditions import one_of
-from attnmux.core.choosing.decision import Decision
-from attnmux.core.choosing.solver import solve
-from attnmux.core.facts.errors import InvalidInput
-from attnmux.core.facts.policy import Policy
-from attnmux.core.facts.request import Request
+from attnmux.core import Decision, InvalidInput, Policy, Request, solve
+from attnmux.core.plugin import Prior, one_of
 
 
 @pytest.fixture
@@ -31,7 +26,7 @@ def test_json_and_pickle_give_it_back(decision) -> None:
 
 def test_a_last_resort_in_one_phase_makes_it_one(offer, cpu) -> None:
     request = Request.parse("dtype=bf16,page_size=16")
-    fast, slow = offer("a", rank=10), offer("b", rank=LAST_RESORT)
+    fast, slow = offer("a", rank=10), offer("b", rank=Prior.LAST_RESORT)
     assert not solve(request, cpu, [fast, slow]).is_last_resort
     assert solve(request, cpu, [slow]).is_last_resort
     assert solve(request, cpu, [fast, slow], Policy(prefill_backend="b")).is_last_resort

@@ -6,11 +6,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from attnmux.core.cards.conditions import ANY, at_most, one_of
-from attnmux.core.choosing.solver import solve
-from attnmux.core.facts.errors import InvalidInput, NoBackend
-from attnmux.core.facts.policy import Policy
-from attnmux.core.facts.request import Request
+from attnmux.core import InvalidInput, NoBackend, Policy, Request, solve
+from attnmux.core.plugin import ANY, at_most, one_of
 
 ALL = one_of("extend", "decode", "verify", "draft", "encoder")
 

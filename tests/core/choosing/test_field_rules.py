@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import pytest
 
-from attnmux.core.cards.card import Prior
-from attnmux.core.cards.clause import when
-from attnmux.core.cards.conditions import (
+from attnmux.core import NoBackend, Platform, Policy, Request, solve
+from attnmux.core.plugin import (
     ANY,
+    Clause,
+    Prior,
     at_least,
     at_most,
     emulated,
@@ -18,11 +19,6 @@ from attnmux.core.cards.conditions import (
     runtimes,
     versions,
 )
-from attnmux.core.choosing.solver import solve
-from attnmux.core.facts.errors import NoBackend
-from attnmux.core.facts.platform import Platform
-from attnmux.core.facts.policy import Policy
-from attnmux.core.facts.request import Request
 
 ASKED = Policy(hypothetical=True)
 ALL = one_of("extend", "decode", "verify", "draft")
@@ -33,9 +29,11 @@ TOP = at_most(1)
 def unspeculated(rank: int, version) -> tuple[Prior, ...]:
     """First choice without speculation, or drafting a chain at page size 1; else far behind."""
     return (
-        Prior(rank=rank, when=when(version=version, spec_topk=at_most(0)), source="x"),
+        Prior(rank=rank, when=Clause.when(version=version, spec_topk=at_most(0)), source="x"),
         Prior(
-            rank=rank, when=when(version=version, spec_topk=TOP, page_size=one_of(1)), source="x"
+            rank=rank,
+            when=Clause.when(version=version, spec_topk=TOP, page_size=one_of(1)),
+            source="x",
         ),
         Prior(rank=60, source="x"),
     )
@@ -53,7 +51,7 @@ def cards(offer, clause):
             "fa3",
             requires=(("sgl-kernel", "sglang-kernel"),),
             priors=(
-                Prior(rank=10, when=when(version=HOPPER, kind=one_of("mla")), source="x"),
+                Prior(rank=10, when=Clause.when(version=HOPPER, kind=one_of("mla")), source="x"),
                 *unspeculated(10, HOPPER),
             ),
             clauses=(
@@ -88,7 +86,7 @@ def cards(offer, clause):
             requires=("flashinfer-python",),
             clauses=(nvidia(page_size=emulated(1), **latent),),
             priors=(
-                Prior(rank=10, when=when(version=BLACKWELL), source="x"),
+                Prior(rank=10, when=Clause.when(version=BLACKWELL), source="x"),
                 Prior(rank=60, source="x"),
             ),
         ),

@@ -7,22 +7,15 @@ from pathlib import Path
 import pytest
 
 from attnmux.configs import request_from_model
-from attnmux.core.cards.card import Prior
-from attnmux.core.cards.clause import when
-from attnmux.core.cards.conditions import ANY, NONE, one_of
-from attnmux.core.choosing.decision import Decision
-from attnmux.core.choosing.solver import solve
+from attnmux.core import Decision, NoBackend, Platform, Policy, Request, load_plugins, solve
 from attnmux.core.cli.outcomes import (
     Outcome,
     joined_by_first_reason,
     outcomes,
     outcomes_of_refusal,
 )
-from attnmux.core.facts.errors import NoBackend
-from attnmux.core.facts.platform import Platform
-from attnmux.core.facts.policy import Policy
-from attnmux.core.facts.request import Request, parse_fields
-from attnmux.core.find.installed import load_plugins
+from attnmux.core.facts.request import parse_fields
+from attnmux.core.plugin import ANY, NONE, Clause, Prior, one_of
 
 DATA = Path(__file__).parents[1] / "data"
 
@@ -136,7 +129,7 @@ def test_ties_and_the_only_one(tell, offer) -> None:
 
 def test_the_source_is_that_of_the_rank_that_counted(tell, offer) -> None:
     priors = (
-        Prior(rank=10, when=when(page_size=one_of(1)), source="small pages"),
+        Prior(rank=10, when=Clause.when(page_size=one_of(1)), source="small pages"),
         Prior(rank=20, source="otherwise"),
     )
     _, told = tell("page_size=16", [offer("a", priors=priors)])

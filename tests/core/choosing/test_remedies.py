@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from attnmux.core.cards.conditions import ANY, one_of
-from attnmux.core.choosing.solver import solve
-from attnmux.core.facts.errors import NoBackend
-from attnmux.core.facts.request import Request
+from attnmux.core import NoBackend, Request, solve
+from attnmux.core.plugin import ANY, one_of
 
 
 def hints(request: Request, platform, cards) -> dict[tuple[str, str], set[str]]:

@@ -5,17 +5,28 @@ from dataclasses import replace
 
 import pytest
 
-from attnmux.core.cards.card import Option, Prior
-from attnmux.core.cards.clause import when
-from attnmux.core.cards.conditions import ANY, anything_but, emulated, multiple_of, one_of
+from attnmux.core import (
+    Decision,
+    InvalidInput,
+    LayerGroup,
+    NoBackend,
+    Plugins,
+    Policy,
+    Request,
+    solve,
+)
 from attnmux.core.choosing.checking import Rank
-from attnmux.core.choosing.decision import Decision
-from attnmux.core.choosing.solver import solve
-from attnmux.core.facts.errors import InvalidInput, NoBackend, UnknownBackend
-from attnmux.core.facts.policy import Policy
-from attnmux.core.facts.request import Request
-from attnmux.core.facts.values import LayerGroup
-from attnmux.core.find.plugins import Plugins
+from attnmux.core.facts.errors import UnknownBackend
+from attnmux.core.plugin import (
+    ANY,
+    Clause,
+    Option,
+    Prior,
+    anything_but,
+    emulated,
+    multiple_of,
+    one_of,
+)
 
 NO_LIBRARIES = {}.get
 ALL_PHASES = one_of("extend", "decode", "verify", "draft", "encoder")
@@ -531,7 +542,10 @@ def test_another_ranking_can_be_joined_in(offer, cpu) -> None:
 
 
 def test_a_rank_that_depends_on_the_page_counts_at_the_page_decided(offer, cpu) -> None:
-    priors = (Prior(rank=1, when=when(page_size=one_of(1)), source="x"), Prior(rank=50, source="x"))
+    priors = (
+        Prior(rank=1, when=Clause.when(page_size=one_of(1)), source="x"),
+        Prior(rank=50, source="x"),
+    )
     cards = [offer("a", priors=priors), offer("b", rank=20)]
     assert chosen(solve(Request(), cpu, cards))["decode"] == "a"
     decision = solve(Request.parse("page_size=16"), cpu, cards)
@@ -540,7 +554,10 @@ def test_a_rank_that_depends_on_the_page_counts_at_the_page_decided(offer, cpu) 
 
 
 def test_a_rank_is_that_at_the_decided_page_size(offer, cpu) -> None:
-    priors = (Prior(rank=1, when=when(page_size=one_of(1)), source="x"), Prior(rank=50, source="x"))
+    priors = (
+        Prior(rank=1, when=Clause.when(page_size=one_of(1)), source="x"),
+        Prior(rank=50, source="x"),
+    )
     decision = solve(Request(), cpu, [offer("a", priors=priors, page_size=one_of(64))])
     assert {verdict.rank for verdict in decision.candidates} == {50}
 
@@ -723,6 +740,7 @@ def test_a_decision_of_groups_survives_json_and_is_checked(offer, cpu) -> None:
     decision = solve(grouped(), cpu, cards, libraries=NO_LIBRARIES)
     read = Decision.from_json(decision.to_json())
     assert (read.hash, by_group(read)) == (decision.hash, ["a", "b"])
+    assert not any(each.is_checked for each in (read, *read.others))
     read.check(cpu, cards, libraries=NO_LIBRARIES)
     assert read.is_checked
     with pytest.raises(InvalidInput, match="fake/b for extend and decode is offered by no plugin"):

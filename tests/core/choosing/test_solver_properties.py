@@ -9,26 +9,25 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from attnmux.core.cards.card import BackendCard, Offer, Prior
-from attnmux.core.cards.clause import ALWAYS, Clause, when
-from attnmux.core.cards.conditions import (
+from attnmux.core import Decision, LayerGroup, NoBackend, Offer, Platform, Policy, Request, solve
+from attnmux.core.cards.clause import ALWAYS
+from attnmux.core.facts.errors import UnknownBackend
+from attnmux.core.facts.request import parse_fields
+from attnmux.core.facts.values import DTYPES
+from attnmux.core.facts.verdicts import Verdict
+from attnmux.core.plugin import (
     ANY,
     NONE,
+    BackendCard,
+    Clause,
+    Prior,
     anything_but,
     at_most,
     emulated,
     multiple_of,
     one_of,
 )
-from attnmux.core.choosing.checking import check
-from attnmux.core.choosing.decision import Decision
-from attnmux.core.choosing.solver import solve
-from attnmux.core.facts.errors import NoBackend, UnknownBackend
-from attnmux.core.facts.platform import Platform
-from attnmux.core.facts.policy import Policy
-from attnmux.core.facts.request import Request, parse_fields
-from attnmux.core.facts.values import DTYPES, LayerGroup
-from attnmux.core.facts.verdicts import Verdict
+from attnmux.core.verbs import check
 
 CPU = Platform.parse("cpu:x86_64")
 PHASES = ("extend", "decode", "verify", "draft", "encoder")
@@ -66,7 +65,9 @@ clauses = st.builds(
 priors = st.builds(
     Prior,
     rank=st.integers(1, 3),
-    when=st.sampled_from([ALWAYS, when(phase=one_of("decode")), when(phase=one_of("extend"))]),
+    when=st.sampled_from(
+        [ALWAYS, Clause.when(phase=one_of("decode")), Clause.when(phase=one_of("extend"))]
+    ),
     source=st.just("x"),
 )
 cards = st.builds(

@@ -10,30 +10,28 @@ import sys
 import time
 from functools import partial
 from importlib import metadata
+from importlib.metadata import EntryPoint
 from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
 
-from attnmux.core.cards.card import BackendCard
-from attnmux.core.cards.clause import when
-from attnmux.core.cards.conditions import includes, one_of
+from attnmux.core import Platform, Settings
 from attnmux.core.choosing.requirements import required
 from attnmux.core.cli import doctor_diagnosis
 from attnmux.core.cli.doctor_diagnosis import diagnose
 from attnmux.core.cli.verbs import verbs
-from attnmux.core.facts.libraries import Distribution, EntryPoint
-from attnmux.core.facts.platform import Platform
 from attnmux.core.find import devices as probe
 from attnmux.core.find import unserved
 from attnmux.core.find.devices import survey
-from attnmux.core.find.examine import Entry, Plugin, PluginFailure
-from attnmux.core.find.settings import Settings
+from attnmux.core.find.plugin import Plugin, PluginFailure
+from attnmux.core.find.plugins import unknown_plugins
+from attnmux.core.plugin import BackendCard, Clause, includes, one_of
 
 GOOD = """
-from attnmux.core.cards.card import BackendCard
-from attnmux.core.facts.platform import Platform
-from attnmux.core.find.hooks import hookimpl
+from attnmux.core.plugin import BackendCard
+from attnmux.core import Platform
+from attnmux.core.plugin import hookimpl
 
 print("a banner")
 
@@ -60,7 +58,7 @@ def install(folder: Path, plugin: str, source: str, distribution: str = "") -> N
 
 
 @pytest.fixture
-def ask(tmp_path, monkeypatch):
+def ask(tmp_path, monkeypatch, fresh_plugins):
     """Ask for a diagnosis of a machine without devices that has these plugins and no others."""
     monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
     monkeypatch.setattr(doctor_diagnosis, "survey", partial(survey, root=tmp_path / "root"))
@@ -121,11 +119,15 @@ def test_a_plugin_that_works(ask) -> None:
 BROKEN = {
     "raises": ("raise RuntimeError('no driver')", "load", "RuntimeError: no driver"),
     "exits": ("raise SystemExit(3)", "load", "SystemExit: 3"),
-    "ends": ("import os; os._exit(0)", "load", "its process ended with 0 before it had"),
-    "crashes": ("import os; os.abort()", "load", "killed by SIGABRT"),
+    "ends": ("import os; os._exit(0)", "load", "its process ended with 0 after 0."),
+    "crashes": ("import os; os.abort()", "load", "killed by SIGABRT after "),
     "interrupts": ("raise KeyboardInterrupt", "load", "KeyboardInterrupt"),
     "cards": (f"{HOOK}def attnmux_cards(): raise OSError('gone')", "cards", "OSError: gone"),
-    "dies": (f"{HOOK}def attnmux_cards(): __import__('os').abort()", "cards", "killed by SIGABRT"),
+    "dies": (
+        f"{HOOK}def attnmux_cards(): __import__('os').abort()",
+        "load",
+        "killed by SIGABRT after ",
+    ),
     "probe": (f"{HOOK}def attnmux_platforms(): raise SystemExit(1)", "platforms", "SystemExit: 1"),
 }
 
@@ -144,8 +146,26 @@ def test_whatever_a_plugin_does_is_a_row_and_the_others_go_on(ask) -> None:
         assert said in failure["error"]
         if name != "ends":
             assert f"dist_{name}_module.py" in failure["traceback"]
+        (problem,) = (
+            one for one in json.loads(result.stdout)["problems"] if f"dist-{name} " in one
+        )
+        assert f"ATTNMUX_DENY_PLUGINS={name})" in problem
     assert not found
     assert len(json.loads(result.stdout)["problems"]) == len(BROKEN)
+
+
+def test_a_plugin_that_imports_torch_is_a_problem_with_its_seconds(ask, tmp_path) -> None:
+    (tmp_path / "fake/torch").mkdir(parents=True)
+    (tmp_path / "fake/torch/__init__.py").touch()
+    head = f"import sys; sys.path.insert(0, {str(tmp_path / 'fake')!r}); import torch\n"
+    result = ask("--json", good=GOOD.format(more=""), slow=head + GOOD.format(more=""))
+    (problem,) = json.loads(result.stdout)["problems"]
+    assert "plugin slow (dist-slow 0.3) imports torch, 0." in problem
+    assert 'deny_plugins = ["slow"] in attnmux.toml leaves it out' in problem
+    assert unknown_plugins(["slow", "good"], denied=True) == {}
+    assert unknown_plugins(["slow"], denied=False) == {"slow": "dist-slow"}
+    assert rows(result)["dist-slow"]["status"] == "works"
+    assert rows(result)["dist-slow"]["seconds"] > 0
 
 
 def test_plugins_that_hang_are_ended_with_what_they_started(ask, tmp_path) -> None:
@@ -278,16 +298,16 @@ def test_what_keeps_a_backend_from_running_here(ask, tmp_path, monkeypatch) -> N
         BackendCard(name=name, summary="", factory="a:b", clauses=clauses,
                     requires=("no_such_library>=2",) if needs else (), verified_on=runs)
         for name, clauses, needs, runs in (
-            ("other", (when(vendor=one_of("zeta", "omega")),), True, ()),
+            ("other", (Clause.when(vendor=one_of("zeta", "omega")),), True, ()),
             ("unwanted", (), False, ()),
-            ("here", (when(vendor=ANY), when(vendor=one_of("zeta"))), True,
+            ("here", (Clause.when(vendor=ANY), Clause.when(vendor=one_of("zeta"))), True,
              (Verified(on="it", libraries=(), date="2026-11-21"),)),
-            ("able", (when(vendor=one_of("acme")),), False,
+            ("able", (Clause.when(vendor=one_of("acme")),), False,
              (Verified(on="H", platform="zeta:z1", libraries=(), date="2026-11-21"),)),
         )
     ]
 """
-    head = "from attnmux.core.cards.clause import when\n"
+    head = "from attnmux.core.plugin import Clause\n"
     head += "from attnmux.core.cards.conditions import ANY, one_of\n"
     head += "from attnmux.core.cards.proof import Verified\n"
     source = head + GOOD.partition("    return [BackendCard(")[0] + cards
@@ -336,11 +356,21 @@ def test_a_machine_on_which_no_backend_runs_is_a_problem(ask) -> None:
 
 
 def test_a_machine_for_which_no_plugin_brings_a_backend_is_a_problem(ask) -> None:
-    head = "from attnmux.core.cards.clause import when\n"
+    head = "from attnmux.core.plugin import Clause\n"
     head += "from attnmux.core.cards.conditions import one_of\n"
-    elsewhere = "clauses=(when(vendor=one_of('zeta')),)"
+    elsewhere = "clauses=(Clause.when(vendor=one_of('zeta')),)"
     result = ask(good=head + GOOD.replace("clauses=()", elsewhere).format(more=""))
     assert result.exit_code == 1
+    assert "as installed and configured: pip install attnmux-cpu" in result.stdout
+
+
+def test_a_backend_that_leaves_the_machine_out_is_for_other_hardware(ask) -> None:
+    """No list of vendors says so."""
+    head = "from attnmux.core.plugin import Clause, anything_but\n"
+    elsewhere = "clauses=(Clause.when(vendor=anything_but('acme', 'cpu')),)"
+    result = ask(good=head + GOOD.replace("clauses=()", elsewhere).format(more=""))
+    assert result.exit_code == 1
+    assert "other hardware" in result.stdout
     assert "as installed and configured: pip install attnmux-cpu" in result.stdout
 
 
@@ -361,7 +391,9 @@ def examined(name: str, *platforms: str, error: str = "") -> Plugin:
         plugin=name, distribution=f"attnmux-{name}", version="0.3", stage="load", error=error
     )
     return Plugin(
-        Entry(EntryPoint(name, "", Distribution("")), f"attnmux-{name}", "0.3"),
+        EntryPoint(name, "", "attnmux"),
+        f"attnmux-{name}",
+        "0.3",
         platforms=tuple(map(Platform.parse, platforms)),
         cards=(BackendCard(name=name, summary="", factory="a:b", clauses=()),),
         failures=(failure,) if error else (),
@@ -376,7 +408,7 @@ def bare(monkeypatch, tmp_path) -> Path:
 
 
 def test_a_backend_that_lacks_a_compiler_is_a_note(bare) -> None:
-    clause = when(vendor=one_of("nvidia"), features=includes("cxx_compiler"))
+    clause = Clause.when(vendor=one_of("nvidia"), features=includes("cxx_compiler"))
     card = BackendCard(name="made", summary="", factory="a:b", clauses=(clause,))
     for platform, said in (("nvidia:sm90", True), ("nvidia:sm90,features=cxx_compiler", False)):
         plugin = examined("nvidia", platform)._replace(cards=(card,))

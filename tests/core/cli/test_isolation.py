@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from attnmux.core.find.settings import Settings
+from attnmux.core import Settings
 
 
 def test_nothing_is_configured_and_nothing_was_measured(tmp_path) -> None:

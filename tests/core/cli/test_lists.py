@@ -4,20 +4,16 @@ from __future__ import annotations
 
 import json
 from dataclasses import fields
+from importlib.metadata import EntryPoint
 
 import pytest
 from click.testing import CliRunner
 
-from attnmux.core.cards.card import BackendCard
-from attnmux.core.cards.clause import when
-from attnmux.core.cards.conditions import one_of
+from attnmux.core import Detection, Platform, Plugins
 from attnmux.core.cli import run as shared
 from attnmux.core.cli.verbs import verbs
-from attnmux.core.facts.libraries import Distribution, EntryPoint
-from attnmux.core.facts.platform import Platform
-from attnmux.core.find.devices import Detection
-from attnmux.core.find.examine import Entry, Plugin, PluginFailure
-from attnmux.core.find.plugins import Plugins
+from attnmux.core.find.plugin import Plugin, PluginFailure
+from attnmux.core.plugin import BackendCard, Clause, one_of
 
 
 @pytest.fixture
@@ -91,9 +87,9 @@ def test_a_backend_of_a_device_that_is_not_here_is_not_ready(call, monkeypatch) 
     monkeypatch.setattr(shared, "detect", lambda plugins: Detection(platforms=platforms))
     here = {}
     for vendor in ("acme", "zeta"):
-        clauses = (when(vendor=one_of(vendor)),)
+        clauses = (Clause.when(vendor=one_of(vendor)),)
         card = BackendCard(name=vendor, summary="", clauses=clauses, factory="a:b")
-        plugin = Plugin(Entry(EntryPoint("p", "", Distribution("")), "d", ""), cards=(card,))
+        plugin = Plugin(EntryPoint("p", "", "attnmux"), "d", cards=(card,))
         monkeypatch.setattr(shared, "load_plugins", lambda p=plugin, **_: Plugins(loaded=(p,)))
         (row,) = json.loads(call("backends", "--json").stdout)["backends"]
         here[vendor] = row["here"]

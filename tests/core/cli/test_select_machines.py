@@ -96,7 +96,7 @@ def test_a_plain_answer_in_json_imports_neither_rich_nor_torch() -> None:
         "import sys; from attnmux.core.cli import main\n"
         "try: main()\n"
         "except SystemExit: pass\n"
-        "slow = {'platformdirs', 'rich', 'torch'}\n"
+        "slow = {'rich', 'torch'}\n"
         "print(sorted(slow & set(sys.modules)), file=sys.stderr)"
     )
     args = ["select", "--json", "--platform", "nvidia:sm90,cuda=12.8"]

@@ -11,19 +11,10 @@ import pytest
 from click.testing import CliRunner
 
 from attnmux.bench.keeping import RecordFile
+from attnmux.core import Detection, Measurement, Platform, Request, load_plugins
 from attnmux.core.cli import run as shared
 from attnmux.core.cli.verbs import verbs
-from attnmux.core.facts.axes import Question
-from attnmux.core.facts.platform import Platform
-from attnmux.core.facts.records import Device
-from attnmux.core.facts.request import Request
-from attnmux.core.find.devices import Detection
-from attnmux.core.find.installed import load_plugins
-from attnmux.core.measured.measurement import (
-    Measurement,
-    shape_of,
-    versions_of,
-)
+from attnmux.core.verbs import Device, Question
 
 pytest.importorskip("attnmux.cpu.plugin", reason="the backends below are those of attnmux-cpu")
 pytest.importorskip("torch", reason="what those backends require")
@@ -47,10 +38,12 @@ def measure(file, times) -> None:
             Measurement(
                 backend=address,
                 phase=phase,
-                shape=shape_of(Question(request=Request.parse(FIELDS), platform=HERE, phase=phase)),
+                shape=Measurement.shape_of(
+                    Question(request=Request.parse(FIELDS), platform=HERE, phase=phase)
+                ),
                 workload="batch=1",
                 device=Device.of(HERE),
-                versions=versions_of(offers[address]),
+                versions=offers[address].versions(),
                 median_us=median_us,
                 conformant=True,
                 date=datetime(2026, 5, 1, tzinfo=timezone.utc),

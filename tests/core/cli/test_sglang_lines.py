@@ -10,11 +10,18 @@ import pytest
 from click.testing import CliRunner
 
 from attnmux.configs import request_from_model
-from attnmux.core import InvalidInput, Platform, Request, load_plugins, solve
-from attnmux.core.cli.engines import FACTS, LaunchFacts
+from attnmux.core import (
+    InvalidInput,
+    LaunchFacts,
+    LayerGroup,
+    Platform,
+    Policy,
+    Request,
+    load_plugins,
+    solve,
+)
+from attnmux.core.cli.engines import FACTS
 from attnmux.core.cli.verbs import verbs
-from attnmux.core.facts.policy import Policy
-from attnmux.core.facts.values import LayerGroup
 
 asking = pytest.importorskip("attnmux.sglang.asking")
 pytest.importorskip("attnmux.nvidia.plugin", reason="the decisions are about its cards")
@@ -51,7 +58,6 @@ REFUSED = {
     "sparse": "quest",
     "sparse_budget": 256,
     "max_error": 4.0,
-    "accuracy": "high",
     "multi_item": True,
     "chunked_prefix": True,
     "lse": True,

@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 from importlib import metadata
+from importlib.metadata import EntryPoint
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -17,7 +18,7 @@ from click.testing import CliRunner
 from attnmux.core import cli
 from attnmux.core.cli import verbs as module
 from attnmux.core.cli.verbs import verbs
-from attnmux.core.facts.libraries import Distribution, EntryPoint
+from attnmux.core.facts.libraries import identity
 
 MAIN = "import sys; sys.argv[0] = 'attnmux'; from attnmux.core.cli import main; main()"
 MODEL = {
@@ -36,8 +37,14 @@ def call():
     return invoke
 
 
+class Owner:
+    """Of an entry point."""
+
+
 def point(name: str, value: str, distribution: str = "") -> EntryPoint:
-    return EntryPoint(name, value, Distribution(distribution))
+    owner = Owner()
+    owner.metadata = {"Name": distribution, "Version": ""}
+    return EntryPoint(name, value, module.GROUP)._for(owner)
 
 
 @pytest.fixture
@@ -115,10 +122,7 @@ def test_help_of_an_installed_verb_gives_its_summary(call, outside, monkeypatch)
 
 
 def test_every_optional_verb_is_installed_by_the_distribution_that_is_named() -> None:
-    found = {
-        point.name: point.distribution.identity()[0]
-        for point in module.entry_points(module.GROUP)[0]
-    }
+    found = {point.name: identity(point.dist)[0] for point in module.entry_points(module.GROUP)[0]}
     for name, (distribution, _) in module.OPTIONAL.items():
         assert found.get(name, distribution) == distribution
 
@@ -254,7 +258,6 @@ def test_who_is_allowed_holds_for_verbs(
 ) -> None:
     (tmp_path / "singing_verb.py").write_text(SINGS)
     monkeypatch.syspath_prepend(str(tmp_path))
-    monkeypatch.setattr(module, "_distribution", lambda point: point.distribution.folder)
     verify = point("verify", "singing_verb:sing", "attnmux-testing")
     outside(point("sing", "singing_verb:sing", "acme-sing"), verify)
     monkeypatch.setenv(f"ATTNMUX_{variable}", value)
@@ -285,15 +288,15 @@ def test_an_early_exit_of_a_library_is_no_success(call, outside, tmp_path, monke
 def test_what_libraries_print_is_no_part_of_an_answer(tmp_path) -> None:
     (tmp_path / "loud_verb.py").write_text(
         "import ctypes, os, subprocess, sys\nimport click\n"
-        "from attnmux.core.cli.run import common_options, echo_json\n"
-        "@click.command()\n@common_options\n"
-        "def loud(as_json):\n"
+        "from attnmux.core.verbs import common_options, pass_run\n"
+        "@click.command()\n@common_options\n@pass_run\n"
+        "def loud(run, as_json):\n"
         "    print('spoilt')\n"
         "    os.write(1, b'spoilt')\n"
         "    sys.__stdout__.write('spoilt')\n"
         "    subprocess.run(['echo', 'spoilt'])\n"
         "    c = ctypes.CDLL(None); c.printf(b'spoilt'); c.fflush(None)\n"
-        "    echo_json([1])\n"
+        "    run.echo_json([1])\n"
     )
     info = tmp_path / "acme_loud-1.dist-info"
     info.mkdir()

@@ -9,10 +9,17 @@ from pathlib import Path
 
 import pytest
 
-from attnmux.core import InvalidInput, Platform, Request, load_plugins, solve
-from attnmux.core.cli.engines import FACTS, LaunchFacts
-from attnmux.core.facts.policy import Policy
-from attnmux.core.facts.values import LayerGroup
+from attnmux.core import (
+    InvalidInput,
+    LaunchFacts,
+    LayerGroup,
+    Platform,
+    Policy,
+    Request,
+    load_plugins,
+    solve,
+)
+from attnmux.core.cli.engines import FACTS
 
 launch = pytest.importorskip("attnmux.vllm.launch")
 pytest.importorskip("attnmux.nvidia.plugin", reason="the decisions are about its cards")
@@ -46,7 +53,6 @@ REFUSED = {
     "two_batches": True,
     "lse": True,
     "max_error": 4.0,
-    "accuracy": "high",
 }
 """Fields that no option states."""
 UNSERVED = {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from dataclasses import replace
 from types import SimpleNamespace
@@ -12,18 +13,19 @@ import torch
 from attnmux.core import (
     AttentionBackend,
     BackendContext,
+    BackendFailed,
     Decision,
+    Detection,
     ForeignKVPool,
-    HybridAttnBackend,
+    FrozenMapping,
+    InvalidInput,
+    Offer,
     build,
+    solve,
 )
-from attnmux.core.cards.card import Offer
-from attnmux.core.cards.conditions import one_of
-from attnmux.core.choosing.solver import solve
 from attnmux.core.composites import building
-from attnmux.core.facts.errors import BackendFailed, InvalidInput, PluginError
-from attnmux.core.facts.frozen import FrozenMapping
-from attnmux.core.find.devices import Detection
+from attnmux.core.composites.dispatch import HybridAttnBackend
+from attnmux.core.plugin import PluginError, one_of
 from attnmux.testing import Case, FakeBackend, decode, extend, fake_card, fake_platform, make_setup
 
 CASE = Case(name="build", steps=(extend((0, 5)), decode(6)))
@@ -253,17 +255,38 @@ def test_a_decision_without_extend_or_decode() -> None:
         build(replace(decision, phases={}), context_of(CASE))
 
 
-def test_a_decision_from_text_is_checked_first(monkeypatch) -> None:
+FORGED = "unimportable_module:factory"
+
+
+@pytest.mark.parametrize("said", [None, True, False, "yes"])
+@pytest.mark.parametrize("phases", [("extend", "decode"), ("decode",)])
+@pytest.mark.parametrize("is_asked", [True, False])
+def test_a_decision_from_text_is_checked_first(monkeypatch, said, phases, is_asked) -> None:
     """Text can name any code, and its hash proves nothing about where it comes from."""
-    offers: list[Offer] = []
+    card = fake_card(phase=one_of("extend", "decode"))
+    offers = [Offer(card=card, plugin="fakes")]
     monkeypatch.setattr(
         building, "load_plugins", lambda **_: SimpleNamespace(offers=lambda: offers)
     )
     monkeypatch.setattr(building, "detect", lambda plugins: Detection(platforms=(fake_platform(),)))
-    honest = decided(CASE, one={"phases": ("extend", "decode"), "card": {}})
-    forged = {
-        phase: replace(choice, factory="os:system") for phase, choice in honest.phases.items()
+    honest = solve(CASE.request, fake_platform(), offers)
+    changed = {
+        phase: replace(choice, factory=FORGED) if phase in phases else choice
+        for phase, choice in honest.phases.items()
     }
-    loaded = Decision.from_json(replace(honest, phases=FrozenMapping(forged)).to_json())
-    with pytest.raises(InvalidInput, match="offered by no plugin here"):
+    # A phase that the request does not ask for is built too
+    request = honest.request if is_asked else honest.request.replace(phases=("extend",))
+    forged = replace(honest, phases=FrozenMapping(changed), request=request)
+    data = forged.to_dict()
+    if said is not None:
+        data["is_checked"] = said
+    loaded = Decision.from_json(json.dumps(data))
+    assert not loaded.is_checked
+    with pytest.raises(InvalidInput, match=f"factory {card.factory} here, {FORGED} in the decis"):
         build(loaded, context_of(CASE))
+    read = Decision.from_json(honest.to_json())
+    assert type(build(read, context_of(CASE))) is FakeBackend
+    assert read.is_checked
+    offers.clear()
+    with pytest.raises(InvalidInput, match="offered by no plugin here"):
+        build(Decision.from_json(honest.to_json()), context_of(CASE))

@@ -8,16 +8,21 @@ from dataclasses import replace
 import pytest
 import torch
 
-from attnmux.core import BatchSizeAttnBackend, HybridAttnBackend, build
-from attnmux.core.cards.card import Offer, Option
+from attnmux.core import (
+    BackendFailed,
+    ForwardContext,
+    ForwardMode,
+    GraphConfig,
+    GraphRunner,
+    InvalidInput,
+    ModelInput,
+    Offer,
+    build,
+    solve,
+)
 from attnmux.core.choosing.choice import SizeRange, choice_of
-from attnmux.core.choosing.solver import solve
-from attnmux.core.composites.dispatch import Sizes
-from attnmux.core.contract.batch import ForwardMode
-from attnmux.core.contract.op import current_forward_context
-from attnmux.core.facts.errors import BackendFailed, InvalidInput
-from attnmux.core.graph.config import GraphConfig, ModelInput
-from attnmux.core.graph.runner import GraphRunner
+from attnmux.core.composites.dispatch import BatchSizeAttnBackend, HybridAttnBackend, Sizes
+from attnmux.core.plugin import Option
 from attnmux.testing import (
     Candidate,
     Case,
@@ -135,7 +140,7 @@ def test_each_graph_has_the_backend_of_its_size() -> None:
     given = step.inputs[0]
 
     def model(batch, inputs):
-        backend = current_forward_context().backend
+        backend = ForwardContext.current().backend
         return backend.forward(inputs["q"], None, None, given.layer, batch)
 
     runner = GraphRunner(

@@ -13,26 +13,28 @@ from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from attnmux.core import (
-    ChunkedPrefixBackend,
+    ForwardMode,
     InvalidInput,
+    Part,
     Policy,
-    TboAttnBackend,
     TunedLaunch,
     UpProjection,
     build,
-    expanded_context,
-    installed_version,
     load_plugins,
+    merge_into,
     solve,
     with_halves,
 )
-from attnmux.core.composites.chunked_prefix import crossing_subject
-from attnmux.core.composites.expanded_parts import prefix_chunks
-from attnmux.core.composites.part_attention import merge_into
-from attnmux.core.contract.batch import ForwardMode
+from attnmux.core.composites.chunked_prefix import (
+    ChunkedPrefixBackend,
+    crossing_subject,
+    expanded_context,
+)
+from attnmux.core.composites.two_batches import TboAttnBackend
 from attnmux.core.contract.latent import crossing_by_operations, expansion_pays
-from attnmux.core.facts.records import Device
 from attnmux.core.find.cpu import probe_cpu
+from attnmux.core.plugin import installed_version
+from attnmux.core.verbs import Device
 from attnmux.cpu.torch_native import TorchNativeBackend
 from attnmux.testing import Case, decode, extend, fake_platform, make_setup, prepare_step, verify
 
@@ -258,7 +260,7 @@ def test_no_allocation_grows_with_the_prefix() -> None:
 )
 def test_chunks_hold_every_cached_token_once(cached, most) -> None:
     seen: dict[int, list[tuple[int, int]]] = {}
-    chunks = list(prefix_chunks(cached, most))
+    chunks = list(Part.chunks(cached, most))
     for first, starts, lens in chunks:
         assert 0 < sum(lens) <= most
         for number, (start, length) in enumerate(zip(starts, lens, strict=True)):
@@ -323,7 +325,7 @@ def test_backends_of_another_context_are_refused() -> None:
     context = make_setup(case_of(extend((0, 4))), fake_platform(), "cpu").context
     absorbed = Noting(context)
     for wrong in ([], [absorbed]):
-        with pytest.raises(InvalidInput, match="backends of a part_context"):
+        with pytest.raises(InvalidInput, match="backends of a part context"):
             ChunkedPrefixBackend(absorbed=absorbed, expanded=wrong)
     with pytest.raises(InvalidInput, match="chunk_bytes"):
         ChunkedPrefixBackend(

@@ -12,27 +12,25 @@ import torch
 from click.testing import CliRunner
 
 from attnmux.core import (
-    ANY,
-    Clause,
     Decision,
+    ForwardBatch,
+    ForwardMode,
     InvalidInput,
     NoBackend,
     Platform,
     Policy,
     Request,
-    TboAttnBackend,
-    TreeAttnBackend,
     build,
-    imported,
     load_plugins,
     prefix_context,
     solve,
     undrafted_request,
     with_halves,
 )
-from attnmux.core.composites import draft_trees
-from attnmux.core.contract.batch import ForwardMode
+from attnmux.core.composites.draft_trees import TreeAttnBackend
+from attnmux.core.composites.two_batches import TboAttnBackend
 from attnmux.core.find.cpu import probe_cpu
+from attnmux.core.plugin import ANY, Clause, imported
 from attnmux.cpu.torch_native import TorchNativeBackend
 from attnmux.nvidia.fa3 import FA3Backend
 from attnmux.nvidia.fa3_layers import FA3Kernels
@@ -176,9 +174,9 @@ def test_flash_attention_verifies_trees_on_pages(page_size, seed) -> None:
 
 def test_a_wrong_link_is_seen(seed, monkeypatch) -> None:
     """The suite fails if drafts see their siblings."""
-    right = draft_trees.visible_drafts
+    right = ForwardBatch.visible_drafts
     monkeypatch.setattr(
-        draft_trees, "visible_drafts", lambda batch: torch.ones_like(right(batch)).tril()
+        ForwardBatch, "visible_drafts", lambda batch: torch.ones_like(right(batch)).tril()
     )
     case = Case(name="trees", steps=(verify(6, 9, 4),), spec_topk=3)
     assert run_case(candidate(), case, seed=seed).status == "failed"

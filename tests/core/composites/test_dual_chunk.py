@@ -7,9 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from attnmux.core.contract.batch import ForwardBatch
-from attnmux.core.contract.layer import LayerSpec
-from attnmux.core.facts.errors import InvalidInput
+from attnmux.core import ForwardBatch, InvalidInput, LayerSpec
 from attnmux.testing import (
     Candidate,
     Case,

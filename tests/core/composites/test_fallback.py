@@ -8,16 +8,18 @@ from collections.abc import Callable, Mapping
 
 import pytest
 
-from attnmux.core.cards.card import BackendCard, Offer, Prior
-from attnmux.core.cards.clause import Clause
-from attnmux.core.cards.conditions import ANY
-from attnmux.core.choosing.decision import Decision
-from attnmux.core.choosing.solver import solve
-from attnmux.core.composites.building import make_first
-from attnmux.core.facts.errors import BackendFailed, NoBackend
-from attnmux.core.facts.platform import Platform
-from attnmux.core.facts.policy import Policy
-from attnmux.core.facts.request import Request
+from attnmux.core import (
+    BackendFailed,
+    Decision,
+    NoBackend,
+    Offer,
+    Platform,
+    Policy,
+    Request,
+    make_first,
+    solve,
+)
+from attnmux.core.plugin import ANY, BackendCard, Clause, Prior
 
 Decide = Callable[[Mapping[str, BackendFailed]], Decision]
 

@@ -7,10 +7,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from attnmux.core import HybridAttnBackend
-from attnmux.core.contract.batch import ForwardMode
-from attnmux.core.contract.context import BackendContext
-from attnmux.core.facts.errors import InvalidInput
+from attnmux.core import BackendContext, ForwardMode, InvalidInput
+from attnmux.core.composites.dispatch import HybridAttnBackend
 from attnmux.testing import (
     Candidate,
     Case,

@@ -10,23 +10,24 @@ import torch
 
 from attnmux.core import (
     BackendContext,
+    BackendFailed,
     ForwardBatch,
     ForwardMode,
+    InvalidInput,
     JoinedKVPool,
     LayerGroup,
-    LayerGroupsBackend,
     LayerSpec,
     MHATokenToKVPool,
+    Offer,
     ReqToTokenPool,
     Request,
-    TboAttnBackend,
     Workspace,
     build,
+    solve,
 )
-from attnmux.core.cards.card import Offer
-from attnmux.core.cards.conditions import one_of
-from attnmux.core.choosing.solver import solve
-from attnmux.core.facts.errors import BackendFailed, InvalidInput
+from attnmux.core.composites.layer_groups import LayerGroupsBackend
+from attnmux.core.composites.two_batches import TboAttnBackend
+from attnmux.core.plugin import one_of
 from attnmux.testing import FakeBackend, fake_card, fake_platform
 
 CPU = torch.device("cpu")

@@ -7,17 +7,14 @@ from dataclasses import replace
 import pytest
 import torch
 
-from attnmux.core import (
-    ANY,
-    ForwardMode,
-    InvalidInput,
+from attnmux.core import ForwardMode, InvalidInput, SpecInput
+from attnmux.core.composites.local_attention import (
     LocalAttnBackend,
-    Pieces,
-    SpecInput,
+    local_context,
     with_virtual_requests,
 )
-from attnmux.core.composites.local_attention import local_context
 from attnmux.core.composites.virtual_requests import virtual_step
+from attnmux.core.plugin import ANY, Pieces
 from attnmux.cpu.torch_native import TorchNativeBackend
 from attnmux.testing import (
     Candidate,

@@ -8,13 +8,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from attnmux.core import (
-    InvalidInput,
-    LayerSpec,
-    PickedBlocksBackend,
-    Request,
-    dense_context,
-)
+from attnmux.core import InvalidInput, LayerSpec, Request
+from attnmux.core.composites.picked_blocks import PickedBlocksBackend, dense_context
 from attnmux.cpu.torch_native import TorchNativeBackend
 from attnmux.emulators import triton_interpreter
 from attnmux.testing import Case, decode, extend, fake_platform, make_setup, prepare_step

@@ -17,12 +17,11 @@ from attnmux.core import (
     InvalidInput,
     ModelInput,
     Request,
-    SparseAttnBackend,
-    bound_products,
-    imported,
     solve,
-    sparse_context,
 )
+from attnmux.core.composites.page_choice import bound_products
+from attnmux.core.composites.sparse_pages import SparseAttnBackend, sparse_context
+from attnmux.core.plugin import imported
 from attnmux.cpu.torch_native import TorchNativeBackend
 from attnmux.emulators import triton_interpreter
 from attnmux.nvidia.fa3 import FA3Backend

@@ -10,22 +10,23 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from attnmux.core import (
-    HybridAttnBackend,
+    ForwardContext,
+    ForwardMode,
+    GraphConfig,
+    GraphRunner,
     InvalidInput,
+    ModelInput,
     Platform,
     Policy,
-    TboAttnBackend,
     build,
-    imported,
     load_plugins,
     solve,
     with_halves,
 )
-from attnmux.core.contract.batch import ForwardMode
-from attnmux.core.contract.op import current_forward_context
+from attnmux.core.composites.dispatch import HybridAttnBackend
+from attnmux.core.composites.two_batches import TboAttnBackend
 from attnmux.core.find.cpu import probe_cpu
-from attnmux.core.graph.config import GraphConfig, ModelInput
-from attnmux.core.graph.runner import GraphRunner
+from attnmux.core.plugin import imported
 from attnmux.cpu.torch_native import TorchNativeBackend
 from attnmux.nvidia.fa3 import FA3Backend
 from attnmux.nvidia.fa3_layers import FA3Kernels
@@ -295,7 +296,7 @@ def check_graphs(make, steps, changes, *, hybrid=False, platform=None, tolerance
     layer = context.layers[0]
 
     def model(batch, inputs):
-        backend, q = current_forward_context().backend, inputs["q"]
+        backend, q = ForwardContext.current().backend, inputs["q"]
         first, second = batch.tbo_children
         middle = first.num_tokens
         halves = ((first, q[:middle]), (second, q[middle:]))

@@ -7,8 +7,7 @@ from dataclasses import fields
 import pytest
 import torch
 
-from attnmux.core.contract.batch import ForwardBatch, ForwardMode, MultiItem
-from attnmux.core.contract.spec import SpecInput
+from attnmux.core import ForwardBatch, ForwardMode, MultiItem, SpecInput
 
 
 def lens(*values: int) -> torch.Tensor:

@@ -10,12 +10,17 @@ import pytest
 import torch
 from msgspec import structs
 
+from attnmux.core import (
+    AttentionBackend,
+    BackendContext,
+    ForwardBatch,
+    ForwardMode,
+    GraphUnsupported,
+    InvalidInput,
+    LayerSpec,
+)
 from attnmux.core.composites.dispatch import HybridAttnBackend
-from attnmux.core.contract.backend import AttentionBackend
-from attnmux.core.contract.batch import ForwardBatch, ForwardMode
-from attnmux.core.contract.context import BackendContext
-from attnmux.core.contract.layer import LayerSpec
-from attnmux.core.facts.errors import GraphUnsupported, InvalidInput, PluginError
+from attnmux.core.plugin import PluginError
 from attnmux.testing import (
     Case,
     CaseSetup,

@@ -8,11 +8,8 @@ from dataclasses import fields, replace
 import pytest
 import torch
 
-from attnmux.core import SWAKVPool
-from attnmux.core.contract.batch import ForwardBatch
+from attnmux.core import ForwardBatch, InvalidInput, SpecInput, SWAKVPool
 from attnmux.core.contract.debug import check_batch, check_picks
-from attnmux.core.contract.spec import SpecInput
-from attnmux.core.facts.errors import InvalidInput
 from attnmux.testing import (
     Case,
     FakeBackend,

@@ -3,8 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from attnmux.core.contract.dtypes import dtype_name, torch_dtype
-from attnmux.core.facts.errors import InvalidInput
+from attnmux.core import InvalidInput, dtype_name, torch_dtype
 
 
 @pytest.mark.parametrize(

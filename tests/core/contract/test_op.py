@@ -11,13 +11,14 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from attnmux.core.contract.op import (
+from attnmux.core import (
+    AttnmuxError,
+    ForwardContext,
+    InvalidInput,
     RadixAttention,
     attention_with_output,
-    current_forward_context,
     forward_context,
 )
-from attnmux.core.facts.errors import AttnmuxError, InvalidInput
 from attnmux.testing import (
     Case,
     CaseSetup,
@@ -309,13 +310,13 @@ def test_contexts_nest_and_end_with_an_exception() -> None:
     batch = prepare_step(setup, setup.case.steps[0]).batch
     outer, inner = FakeBackend(setup.context), FakeBackend(setup.context)
     with forward_context(outer, batch) as context:
-        assert current_forward_context() is context
+        assert ForwardContext.current() is context
         with suppress(ZeroDivisionError), forward_context(inner, batch):
-            assert current_forward_context().backend is inner
+            assert ForwardContext.current().backend is inner
             raise ZeroDivisionError
-        assert current_forward_context().backend is outer
+        assert ForwardContext.current().backend is outer
     with pytest.raises(AttnmuxError):
-        current_forward_context()
+        ForwardContext.current()
 
 
 def test_a_context_belongs_to_its_thread() -> None:
@@ -325,7 +326,7 @@ def test_a_context_belongs_to_its_thread() -> None:
 
     def look() -> None:
         try:
-            current_forward_context()
+            ForwardContext.current()
         except AttnmuxError as error:
             seen.append(error)
 

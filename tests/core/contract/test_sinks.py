@@ -7,8 +7,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from attnmux.core import LayerSpec, refresh_sinks
-from attnmux.core.graph.devices import GraphStep
+from attnmux.core import LayerSpec
+from attnmux.core.contract.sinks import refresh_sinks
+from attnmux.core.plugin import GraphStep
 from attnmux.testing import RecordingGraphs
 
 WEIGHTS = [torch.tensor([1.0, 2.0]), torch.tensor([3.0, 4.0])]

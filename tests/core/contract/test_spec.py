@@ -7,8 +7,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from attnmux.core import InvalidInput
 from attnmux.core.contract.spec import tree_visibility, whole_mask
-from attnmux.core.facts.errors import InvalidInput
 
 TREE = [-1, 0, 0, 0, 1, 1]
 """0 → {1, 2, 3}, 1 → {4, 5}."""

@@ -9,27 +9,19 @@ import pytest
 import torch
 
 from attnmux.core import (
-    NONE,
-    TREE_MASKS,
+    ForwardMode,
     GraphConfig,
     InvalidInput,
     Request,
     SpecInput,
-    draft_depths,
-    limited_drafts,
-    pack_visible,
-    tree_mask_of,
     undrafted_request,
-    unpack_visible,
-    visible_drafts,
-    with_mask_forms,
 )
-from attnmux.core.composites.mask_forms import MaskFormsBackend
+from attnmux.core.composites.mask_forms import MaskFormsBackend, with_mask_forms
 from attnmux.core.composites.two_batches import half_of
-from attnmux.core.contract.batch import ForwardMode
-from attnmux.core.contract.spec import tree_visibility, whole_mask
-from attnmux.core.contract.tree_masks import check_trees, mask_bounds, with_form
+from attnmux.core.contract.spec import mask_bounds, tree_visibility, unpack_visible, whole_mask
+from attnmux.core.contract.tree_masks import draft_depths, pack_visible, with_form
 from attnmux.core.graph.buffers import FixedBuffers
+from attnmux.core.plugin import NONE, TREE_MASKS, check_trees, limited_drafts
 from attnmux.cpu.torch_native import TorchNativeBackend
 from attnmux.testing import (
     Candidate,
@@ -94,13 +86,13 @@ def test_bits_are_the_lowest_first(drafts: int) -> None:
 def test_each_form_is_made_from_each(given: str, wanted: str, drafts: int) -> None:
     forms = all_forms(random_trees(3, drafts))
     _, batch = verified(drafts, **forms[given])
-    assert tree_mask_of(batch.spec_info) == given
+    assert batch.tree_mask == given
     made = with_form(batch, wanted, max_context_len=64).spec_info
-    assert tree_mask_of(made) == wanted
+    assert made.tree_mask == wanted
     for name, expected in forms[wanted].items():
         assert torch.equal(getattr(made, name), expected)
     without_bounds = replace(batch, spec_info=replace(batch.spec_info, mask_indptr=None))
-    assert torch.equal(visible_drafts(without_bounds), forms["qlen_only"]["visible"])
+    assert torch.equal(without_bounds.visible_drafts(), forms["qlen_only"]["visible"])
 
 
 def test_depths_and_what_windows_leave() -> None:
@@ -219,7 +211,7 @@ def test_a_half_has_its_own_rows() -> None:
     visible = random_trees(3, 6)
     for form in ("qlen_only", "qlen_only_bitpacking"):
         _, batch = verified(6, **all_forms(visible)[form])
-        assert torch.equal(visible_drafts(half_of(batch, 1, 3, 6, 18)), visible[1:])
+        assert torch.equal(half_of(batch, 1, 3, 6, 18).visible_drafts(), visible[1:])
 
 
 TREE = Case(
@@ -239,7 +231,7 @@ def test_backends_get_the_form_that_they_read(given: str, read: str, graph: bool
 
     class Reading(GraphFakeBackend):
         def init_forward_metadata_out_graph(self, batch, in_capture=False):
-            forms.append(tree_mask_of(batch.spec_info))
+            forms.append(batch.tree_mask)
             super().init_forward_metadata_out_graph(batch, in_capture)
 
     card = replace(graph_card(), tree_masks=(read,))

@@ -6,7 +6,7 @@ import itertools
 
 import torch
 
-from attnmux.core.contract.workspace import Workspace
+from attnmux.core import Workspace
 
 
 def test_a_buffer_is_kept_until_a_larger_one_is_asked_for() -> None:

@@ -8,16 +8,25 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from attnmux.core import Chooser, Plugins, Settings, build, load_plugins
-from attnmux.core.cards.card import Offer
-from attnmux.core.choosing.solver import solve
+from attnmux.core import (
+    Chooser,
+    Detection,
+    InvalidInput,
+    Offer,
+    Platform,
+    Plugins,
+    Settings,
+    build,
+    load_plugins,
+    platform_of,
+    reported_device,
+    solve,
+)
 from attnmux.core.cli import run as shared
-from attnmux.core.cli.asking import machine
 from attnmux.core.engines import chooser
-from attnmux.core.engines.device_platforms import check_device, platform_of, reported_device
-from attnmux.core.facts.errors import AmbiguousPlatform, InvalidInput
-from attnmux.core.facts.platform import Platform
-from attnmux.core.find.devices import Detection
+from attnmux.core.engines.device_platforms import check_device
+from attnmux.core.facts.errors import AmbiguousPlatform
+from attnmux.core.verbs import machine
 from attnmux.testing import (
     Case,
     decode,

@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from attnmux.core import PluginError
-from attnmux.core.engines.engine_interfaces import Integration, Interface, missing
+from attnmux.core import Integration, Interface
+from attnmux.core.engines.engine_interfaces import missing
+from attnmux.core.plugin import PluginError
 from tools.engine_interfaces import differences
 
 SOURCES = {

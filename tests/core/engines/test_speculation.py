@@ -9,12 +9,7 @@ import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from attnmux.core import (
-    AcceptedDrafts,
-    DraftTree,
-    InvalidInput,
-    organize_draft_results,
-)
+from attnmux.core import AcceptedDrafts, DraftTree, InvalidInput
 from attnmux.core.contract.spec import tree_visibility
 from attnmux.testing.greedy_trees import verify_tree_greedy
 from attnmux.transformers.engine.ngram import NgramIndex
@@ -135,7 +130,7 @@ def test_the_best_candidates_and_their_links(data: st.DataObject) -> None:
     for parent in above:
         best = 1.0 if parent < 0 else scores[parent]
         scores.append(best * data.draw(st.sampled_from([0.25, 0.5, 1.0])))
-    tree = organize_draft_results(
+    tree = DraftTree.best_of(
         torch.tensor([99]),
         torch.tensor([scores]).view(1, num),
         torch.arange(num).unsqueeze(0),
@@ -156,7 +151,7 @@ def test_trees_of_no_shape_are_refused() -> None:
     with pytest.raises(InvalidInput, match=r"\[B, d\]"):
         DraftTree.of(tokens, torch.tensor([[-1, 0]]), topk=2)
     with pytest.raises(InvalidInput, match="draft_token_num"):
-        organize_draft_results(tokens[0, :1], tokens.float(), tokens, tokens - 1, 5, topk=2)
+        DraftTree.best_of(tokens[0, :1], tokens.float(), tokens, tokens - 1, 5, topk=2)
 
 
 @settings(max_examples=200, deadline=None)

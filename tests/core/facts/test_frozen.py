@@ -3,10 +3,9 @@ from __future__ import annotations
 import copy
 import pickle
 
-from attnmux.core.cards.conditions import one_of
-from attnmux.core.choosing.solver import solve
+from attnmux.core import Request, solve
 from attnmux.core.facts.frozen import Deferred
-from attnmux.core.facts.request import Request
+from attnmux.core.plugin import one_of
 
 
 def test_it_is_made_once_when_first_read() -> None:

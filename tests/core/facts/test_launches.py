@@ -14,15 +14,9 @@ import pytest
 
 from attnmux.bench.keeping import RecordFile
 from attnmux.bench.trials import by_subject, winner
-from attnmux.core.cli.run import Run
-from attnmux.core.facts.errors import InvalidInput
-from attnmux.core.facts.launches import (
-    Trial,
-    TunedLaunch,
-    current_launches,
-)
-from attnmux.core.facts.platform import Platform
-from attnmux.core.facts.records import Device, Records
+from attnmux.core import InvalidInput, Platform, TunedLaunch
+from attnmux.core.plugin import Trial
+from attnmux.core.verbs import Device, Records, Run
 
 HERE = replace(Platform.parse("nvidia:sm90,cuda=13.0"), name="NVIDIA H200")
 NOW = datetime(2026, 5, 1, tzinfo=timezone.utc)
@@ -69,10 +63,8 @@ def test_writers_at_once_lose_nothing(tmp_path) -> None:
     assert {each.subject["page"] for each in found.found} == set(range(4 * count))
 
 
-@pytest.mark.parametrize(
-    "content", [b"", b"{", b"\xff\xfe", b'{"format": 2, "launches": []}', b'{"measurements": []}']
-)
-def test_a_file_that_is_none_of_ours_is_named_and_costs_nothing(tmp_path, content) -> None:
+@pytest.mark.parametrize("content", [b'{"format": 2, "launches": []}', b'{"format": 1}'])
+def test_a_file_of_another_version_is_named_and_set_aside(tmp_path, content) -> None:
     path = tmp_path / "launches.json"
     path.write_bytes(content)
     records = RecordFile(path, TunedLaunch).read()
@@ -88,9 +80,13 @@ def test_unreadable_content_is_reported_before_writing(tmp_path) -> None:
     assert RecordFile(path, TunedLaunch).prepare() == Records()
     RecordFile(path, TunedLaunch).add([launch()])
     assert RecordFile(path, TunedLaunch).prepare().found == (launch(),)
-    path.write_text("{")
+    path.write_text('{"format": 0}')
     (problem,) = RecordFile(path, TunedLaunch).prepare().problems
     assert "delete it" in problem
+    assert path.read_text() == '{"format": 0}'
+    path.write_text("{")
+    with pytest.raises(FileExistsError, match="something else than launches"):
+        RecordFile(path, TunedLaunch).prepare()
     assert path.read_text() == "{"
 
 
@@ -150,7 +146,7 @@ def test_one_bad_entry_costs_no_other(tmp_path, field, value) -> None:
 def test_versions_are_those_that_are_installed() -> None:
     for versions, counts in (({}, True), ({"no-such-library": "1"}, False)):
         tuned = launch(versions=versions)
-        assert bool(current_launches([tuned], "triton/triton", HERE)) is counts
+        assert bool(TunedLaunch.current([tuned], "triton/triton", HERE)) is counts
 
 
 @pytest.mark.parametrize(
@@ -165,7 +161,7 @@ def test_versions_are_those_that_are_installed() -> None:
     ],
 )
 def test_only_those_of_this_device_and_these_versions_are_used(changes, counts) -> None:
-    found = current_launches([launch(**changes)], "triton/triton", HERE, libraries=VERSIONS.get)
+    found = TunedLaunch.current([launch(**changes)], "triton/triton", HERE, libraries=VERSIONS.get)
     assert bool(found) is counts
 
 

@@ -7,8 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from attnmux.core.facts.errors import InvalidInput
-from attnmux.core.facts.platform import Platform
+from attnmux.core import InvalidInput, Platform
 from attnmux.core.facts.vendors import VENDORS
 
 

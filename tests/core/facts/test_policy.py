@@ -2,8 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from attnmux.core.facts.errors import InvalidInput
-from attnmux.core.facts.policy import Policy
+from attnmux.core import InvalidInput, Policy
 
 
 @pytest.mark.parametrize(

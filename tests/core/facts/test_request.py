@@ -4,10 +4,9 @@ import pickle
 
 import pytest
 
-from attnmux.core import expanded_request
-from attnmux.core.facts.errors import InvalidInput
-from attnmux.core.facts.request import READERS, Request
-from attnmux.core.facts.values import ALIASES, BY_NAME, BY_TYPE, DTYPES, canonical_dtype
+from attnmux.core import InvalidInput, Request, canonical_dtype, expanded_request
+from attnmux.core.facts.request import READERS
+from attnmux.core.facts.values import ALIASES, BY_NAME, BY_TYPE, DTYPES
 
 
 def test_each_field_has_its_reader() -> None:
@@ -87,7 +86,6 @@ def test_derived_phases_follow_a_change_and_given_ones_stay() -> None:
         ("phases=extend+prefill", "one of extend, decode"),
         ("sliding_window=0", "w >= 1"),
         ("speculative_attention_mode=both", "one of prefill, decode"),
-        ("accuracy=low", "accuracy: expected high, or none, got 'low'"),
         ("page=16", "FIELD=VALUE"),
         ("page_size", "FIELD=VALUE"),
         ("page_size=1,page_size=2", "each field once"),

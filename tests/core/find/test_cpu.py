@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import ModuleType
 
 import pytest
 
@@ -93,5 +93,5 @@ def test_without_proc_another_library_is_asked(tmp_path, monkeypatch) -> None:
     ("machine", "arch"), [("AMD64", "x86_64"), ("arm64", "aarch64"), ("aarch64", "aarch64")]
 )
 def test_one_name_for_an_architecture(tmp_path, monkeypatch, machine, arch) -> None:
-    monkeypatch.setattr(module.os, "uname", lambda: SimpleNamespace(machine=machine))
+    monkeypatch.setattr(module.platform, "machine", lambda: machine)
     assert probed(tmp_path, "").arch == arch

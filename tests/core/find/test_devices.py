@@ -6,52 +6,43 @@ import os
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from importlib.metadata import EntryPoint
 from pathlib import Path
 
 import pytest
 
-from attnmux.core.facts.errors import AmbiguousPlatform, InvalidInput
-from attnmux.core.facts.libraries import Distribution, EntryPoint
-from attnmux.core.facts.platform import Platform
+from attnmux.core import InvalidInput, Platform, Plugins, detect, pick_platform
+from attnmux.core.facts.errors import AmbiguousPlatform
 from attnmux.core.find import devices as module
-from attnmux.core.find import examine as examining
-from attnmux.core.find import unserved
+from attnmux.core.find import probes, unserved
 from attnmux.core.find.cpu import probe_cpu
-from attnmux.core.find.devices import detect, pick_platform
-from attnmux.core.find.examine import Entry, Plugin, PluginFailure, failure_of
-from attnmux.core.find.plugins import Plugins
+from attnmux.core.find.manager import check_device
+from attnmux.core.find.plugin import Plugin, PluginFailure, failure_of
 
 SM90 = Platform.parse("nvidia:sm90,cuda=12.8,count=8")
 GFX942 = Platform.parse("amd:gfx942,rocm=6.4")
 
 
 PROBES: dict[str, Callable[[], object]] = {}
-ASKED: list[str] = []
 
 
 def plugin(name: str, probe: Callable[[], object] | None) -> Plugin:
     """A plugin whose probe is asked in this process."""
     PROBES[name] = probe
-    point = EntryPoint(name, f"{name}_module", Distribution(""))
-    entry = Entry(point, f"attnmux-{name}", "0.3")
-    return Plugin(entry=entry, probes=probe is not None)
+    point = EntryPoint(name, f"{name}_module", "attnmux")
+    return Plugin(point, f"attnmux-{name}", "0.3", probes=probe is not None)
 
 
-def answered(entry: Entry) -> Plugin:
-    ASKED.append(entry.plugin)
+def answered(plugin: Plugin) -> Plugin:
     try:
-        return Plugin(entry=entry, platforms=tuple(PROBES[entry.plugin]()))
+        return plugin._replace(platforms=tuple(PROBES[plugin.name]()))
     except BaseException as error:
-        row = failure_of(entry.plugin, entry.distribution, entry.version, "platforms", error)
-        return Plugin(entry=entry, failures=(row,))
+        return plugin._replace(failures=(failure_of(plugin, "platforms", error),))
 
 
 @pytest.fixture(autouse=True)
 def asked_here(monkeypatch) -> None:
-    ASKED.clear()
-    monkeypatch.setattr(
-        examining, "examine", lambda entries, stages, seconds: list(map(answered, entries))
-    )
+    monkeypatch.setattr(probes, "probe", lambda plugins, seconds: list(map(answered, plugins)))
 
 
 def raising(error: BaseException) -> Callable[[], object]:
@@ -170,38 +161,6 @@ def test_a_broken_probe_is_a_row_and_the_others_go_on(empty, probe, said) -> Non
     (failure,) = detection.failures
     assert (failure.plugin, failure.stage) == ("nvidia", "platforms")
     assert said in failure.error
-
-
-def test_an_answer_is_kept_while_the_machine_stays_the_same(empty, tmp_path, monkeypatch) -> None:
-    boot = empty / "proc/sys/kernel/random/boot_id"
-    plugins = Plugins(
-        [plugin("nvidia", lambda: [SM90]), plugin("amd", raising(OSError("gone")))],
-        cache=tmp_path / "cache",
-    )
-
-    def asked() -> list[str]:
-        ASKED.clear()
-        detection = detect(plugins, root=empty)
-        assert detection.accelerators == (SM90,)
-        assert [row.plugin for row in detection.failures] == ["amd"]
-        return [*ASKED]
-
-    everybody = ["nvidia", "amd"]
-    assert asked() == asked() == everybody  # a system that does not show its state
-    node(empty, "proc/sys/kernel/random/boot_id", "one")
-    assert (asked(), asked()) == (everybody, [])
-    node(empty, "dev/nvidia0")
-    assert (asked(), asked()) == (everybody, [])
-    monkeypatch.setenv("ROCR_VISIBLE_DEVICES", "1")
-    assert (asked(), asked()) == (everybody, [])
-    boot.write_text("two")
-    assert (asked(), asked()) == (everybody, [])
-    monkeypatch.setattr(module, "FRESH_SECONDS", 0)
-    assert asked() == everybody
-    (file,) = (tmp_path / "cache").iterdir()
-    for damaged in ("{", "[]", '{"nvidia": 3}', "[" * 100_000):
-        file.write_text(damaged)
-        assert asked() == everybody
 
 
 @pytest.fixture
@@ -350,14 +309,12 @@ def test_devices_that_the_user_hid_are_no_problem(empty) -> None:
 
 @pytest.mark.parametrize(
     "changes",
-    [{"arch": "z80"}, {"device_type": "xpu"}, {"version": [8, 0]}, {"vendor": "NVIDIA"}],
+    [{"arch": "z80"}, {"device_type": "xpu"}, {"version": (8, 0)}, {"vendor": "NVIDIA"}],
 )
 def test_a_vendor_s_own_plugin_reports_its_architectures(changes) -> None:
-    entry = Entry(EntryPoint("nvidia", "m", Distribution("")), "attnmux-nvidia", "0.3")
-    facts = Platform.parse("nvidia:sm90").to_dict()
-    assert examining._platform(entry, facts).arch == "sm90"
+    check_device("attnmux-nvidia", SM90)
     with pytest.raises(InvalidInput, match="an architecture of nvidia, such as sm80"):
-        examining._platform(entry, {**facts, **changes})
+        check_device("attnmux-nvidia", replace(SM90, **changes))
 
 
 @pytest.mark.parametrize("probe", [lambda: [], raising(RuntimeError("NVML does not start"))])

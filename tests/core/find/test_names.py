@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
+from importlib.metadata import EntryPoint
+from types import SimpleNamespace
+
 import pytest
 
 from attnmux.core.cards.card import BackendCard, Offer, Prior
-from attnmux.core.cards.clause import when
+from attnmux.core.cards.clause import Clause
 from attnmux.core.choosing.solver import solve
 from attnmux.core.facts.errors import InvalidInput, NoBackend, UnknownBackend
-from attnmux.core.facts.libraries import Distribution, EntryPoint
 from attnmux.core.facts.platform import Platform
 from attnmux.core.facts.policy import Policy
 from attnmux.core.facts.request import Request
-from attnmux.core.find import installed
-from attnmux.core.find.examine import Entry, Plugin
-from attnmux.core.find.installed import load_plugins
-from attnmux.core.find.plugins import Plugins, is_admitted
+from attnmux.core.find import plugins as installed
+from attnmux.core.find.plugin import Plugin
+from attnmux.core.find.plugins import Plugins, is_admitted, load_plugins
 
 CPU = Platform.parse("cpu:x86_64")
 
@@ -23,13 +24,18 @@ CPU = Platform.parse("cpu:x86_64")
 def card(name: str, *aliases: str, rank: int = 5) -> BackendCard:
     prior = Prior(rank=rank, source="the test")
     return BackendCard(
-        name=name, summary="", clauses=(when(),), factory="a:b", aliases=aliases, priors=(prior,)
+        name=name,
+        summary="",
+        clauses=(Clause.when(),),
+        factory="a:b",
+        aliases=aliases,
+        priors=(prior,),
     )
 
 
 def plugin(name: str, *cards: BackendCard, distribution: str = "") -> Plugin:
-    point = EntryPoint(name, "module", Distribution(""))
-    return Plugin(entry=Entry(point, distribution or f"dist-{name}", "1"), cards=cards)
+    point = EntryPoint(name, "module", "attnmux")
+    return Plugin(point, distribution or f"dist-{name}", "1", cards=cards)
 
 
 OURS = plugin("cpu", card("torch_native", rank=50), distribution="attnmux-cpu")
@@ -97,11 +103,12 @@ def configured(monkeypatch):
             monkeypatch.setenv(f"ATTNMUX_{name}", value)
         seen = []
 
-        def read(allow, deny, *, cache, seconds) -> Plugins:
+        def find(allow, deny) -> list[Plugin]:
             seen.append((allow, deny))
-            return Plugins((OURS, OTHER))
+            return [OURS, OTHER]
 
-        monkeypatch.setattr(installed, "read_plugins", read)
+        monkeypatch.setattr(installed, "find_plugins", find)
+        monkeypatch.setattr(installed, "manager", lambda: SimpleNamespace(load=lambda each: each))
         offers = load_plugins(allow, deny).offers()
         return seen[0], offers
 

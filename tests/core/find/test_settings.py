@@ -1,16 +1,13 @@
 from __future__ import annotations
 
 import os
-import sys
 from dataclasses import fields
 from pathlib import Path
 
-import platformdirs
 import pytest
 
-from attnmux.core.facts.errors import SettingsError
+from attnmux.core import Settings, SettingsError
 from attnmux.core.find import settings as module
-from attnmux.core.find.settings import Settings
 
 
 def load(folder: Path, **environ: str) -> Settings:
@@ -232,10 +229,10 @@ def test_a_file_that_another_user_could_write_is_refused(tmp_path, monkeypatch, 
         return Settings.load(environ=environ, directory=inner).backend
 
     assert load() == "x"
-    for place, mode in ((path, 0o666), (path.parent, 0o777)):
+    for place, mode in ((path, 0o666), (path, 0o620), (path.parent, 0o777), (path.parent, 0o730)):
         before = place.stat().st_mode
         place.chmod(mode)
-        with pytest.raises(SettingsError, match="can be written by every user") as caught:
+        with pytest.raises(SettingsError, match=f"as {place} can be written by a group") as caught:
             load()
         assert f"ATTNMUX_CONFIG={path}" in str(caught.value)
         assert load(ATTNMUX_CONFIG=str(path)) == "x"
@@ -246,6 +243,25 @@ def test_a_file_that_another_user_could_write_is_refused(tmp_path, monkeypatch, 
     if path.stat().st_uid:
         with pytest.raises(SettingsError, match="belongs to another user"):
             load()
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="gives a link to another user")
+def test_a_link_of_another_user_is_refused(tmp_path) -> None:
+    target, path = tmp_path / "target", tmp_path / "attnmux.toml"
+    target.write_text('backend = "x"')
+    path.symlink_to(target)
+    assert Settings.load(environ={}, directory=tmp_path).backend == "x"
+    os.lchown(path, 12345, -1)
+    with pytest.raises(SettingsError, match=f"{path} belongs to another user"):
+        Settings.load(environ={}, directory=tmp_path)
+    assert Settings.load(environ={"ATTNMUX_CONFIG": str(path)}).backend == "x"
+
+
+def test_a_file_without_our_settings_may_be_shared(tmp_path) -> None:
+    path = tmp_path / "pyproject.toml"
+    path.write_text("[tool.other]\n")
+    path.chmod(0o666)
+    assert Settings.load(environ={}, directory=tmp_path) == Settings()
 
 
 def test_a_named_file_must_hold_settings(tmp_path) -> None:
@@ -265,18 +281,6 @@ def test_seconds_for_plugins(text, seconds) -> None:
 def test_seconds_that_no_plugin_can_have(text) -> None:
     with pytest.raises(SettingsError, match="a number of seconds"):
         Settings.load(environ={"ATTNMUX_PLUGIN_SECONDS": text})
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="platformdirs answers elsewhere")
-@pytest.mark.parametrize("cache", [None, "", "relative", "/some/cache", "/some/cache/"])
-@pytest.mark.parametrize("home", ["/home/me", "/home/me/", "/", "", "relative"])
-def test_the_cache_folder_is_that_of_platformdirs(monkeypatch, cache, home) -> None:
-    monkeypatch.setenv("HOME", home)
-    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
-    if cache is not None:
-        monkeypatch.setenv("XDG_CACHE_HOME", cache)
-    expected = platformdirs.user_cache_path("attnmux", appauthor=False)
-    assert Settings.cache_folder() == expected
 
 
 def test_options_are_a_variable_too() -> None:

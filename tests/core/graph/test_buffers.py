@@ -7,12 +7,10 @@ from dataclasses import fields, replace
 import pytest
 import torch
 
-from attnmux.core import mask_indptr
-from attnmux.core.contract.batch import ForwardBatch, ForwardMode
-from attnmux.core.contract.spec import SpecInput, tree_visibility, whole_mask
-from attnmux.core.facts.errors import InvalidInput
+from attnmux.core import ForwardBatch, ForwardMode, GraphConfig, InvalidInput, ModelInput, SpecInput
+from attnmux.core.contract.spec import tree_visibility, whole_mask
 from attnmux.core.graph.buffers import FixedBuffers
-from attnmux.core.graph.config import GraphConfig, ModelInput
+from attnmux.core.plugin import mask_indptr
 
 CPU = torch.device("cpu")
 DRAFT = 3

@@ -9,8 +9,9 @@ from contextlib import contextmanager, nullcontext
 import pytest
 import torch
 
-from attnmux.core.facts.errors import GraphUnsupported, InvalidInput
-from attnmux.core.graph.devices import CudaGraphs, GraphStep
+from attnmux.core import GraphUnsupported, InvalidInput
+from attnmux.core.graph.devices import CudaGraphs
+from attnmux.core.plugin import GraphStep
 
 
 class Stream:

@@ -8,8 +8,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from attnmux.core import GraphConfig, GraphRunner, InvalidInput, ModelInput, Platform, imported
-from attnmux.core.contract.batch import ForwardMode
+from attnmux.core import ForwardMode, GraphConfig, GraphRunner, InvalidInput, ModelInput, Platform
+from attnmux.core.plugin import imported
 from attnmux.nvidia.fa3 import FA3Backend
 from attnmux.nvidia.fa3_layers import FA3Kernels
 from attnmux.testing import (

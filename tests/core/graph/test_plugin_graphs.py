@@ -7,7 +7,7 @@ import sys
 import pytest
 import torch
 
-from attnmux.core import GraphUnsupported, device_graphs
+from attnmux.core import DeviceGraphs, GraphUnsupported
 
 DEVICE = torch.device("cpu")
 GRAPHS = """
@@ -18,7 +18,7 @@ class AcmeGraphs(RecordingGraphs):
         self.device = device
 """
 PLUGIN = """
-from attnmux.core import hookimpl
+from attnmux.core.plugin import hookimpl
 
 @hookimpl
 def attnmux_cards():
@@ -27,7 +27,7 @@ def attnmux_cards():
 
 
 @pytest.fixture
-def install(tmp_path, monkeypatch):
+def install(tmp_path, monkeypatch, fresh_plugins):
     """Installs a plugin that provides graphs of one type of device."""
     monkeypatch.setattr(sys, "path", [*sys.path[:1], str(tmp_path), *sys.path[1:]])
     monkeypatch.setattr("attnmux.core.Settings.cache_folder", lambda *_: tmp_path / "cache")
@@ -48,23 +48,23 @@ def install(tmp_path, monkeypatch):
 
 def test_a_plugin_s_are_made_for_the_device(install) -> None:
     install()
-    graphs = device_graphs(DEVICE)
+    graphs = DeviceGraphs.of(DEVICE)
     assert type(graphs).__name__ == "AcmeGraphs"
     assert graphs.device == DEVICE
 
 
 def test_another_type_s_are_asked_for_by_name(install) -> None:
     install(device_type="acme")
-    assert device_graphs(DEVICE, "acme").device == DEVICE
+    assert DeviceGraphs.of(DEVICE, "acme").device == DEVICE
     with pytest.raises(GraphUnsupported, match="no graphs for 'cpu' devices"):
-        device_graphs(DEVICE)
+        DeviceGraphs.of(DEVICE)
 
 
 def test_a_plugin_that_is_left_out_provides_none(install, monkeypatch) -> None:
     install("raise AssertionError")
     monkeypatch.setenv("ATTNMUX_DENY_PLUGINS", "acme-graphs")
     with pytest.raises(GraphUnsupported, match="no graphs for 'cpu' devices"):
-        device_graphs(DEVICE)
+        DeviceGraphs.of(DEVICE)
 
 
 @pytest.mark.parametrize(
@@ -78,11 +78,11 @@ def test_a_plugin_that_is_left_out_provides_none(install, monkeypatch) -> None:
 def test_graphs_that_cannot_be_made(install, source, said) -> None:
     install(source)
     with pytest.raises(GraphUnsupported, match=f"acme-graphs's graphs of 'cpu' devices: {said}"):
-        device_graphs(DEVICE)
+        DeviceGraphs.of(DEVICE)
 
 
 def test_two_plugins_for_one_type(install) -> None:
     install()
     install(name="rocket")
     with pytest.raises(GraphUnsupported, match="acme-graphs and rocket-graphs both provide"):
-        device_graphs(DEVICE)
+        DeviceGraphs.of(DEVICE)

@@ -10,20 +10,22 @@ from dataclasses import replace
 import pytest
 import torch
 
-from attnmux.core import HybridAttnBackend
-from attnmux.core.contract.batch import ForwardMode
-from attnmux.core.contract.op import current_forward_context, forward_context
-from attnmux.core.facts.errors import GraphUnsupported, GraphViolation, InvalidInput
-from attnmux.core.graph.config import GraphConfig, ModelInput, graph_batch_sizes, show_progress
-from attnmux.core.graph.devices import (
-    CapturedGraph,
+from attnmux.core import (
     CapturingRanks,
-    CudaGraphs,
     DeviceGraphs,
-    GraphStep,
-    device_graphs,
+    ForwardContext,
+    ForwardMode,
+    GraphConfig,
+    GraphRunner,
+    GraphUnsupported,
+    InvalidInput,
+    ModelInput,
+    forward_context,
 )
-from attnmux.core.graph.runner import GraphRunner
+from attnmux.core.composites.dispatch import HybridAttnBackend
+from attnmux.core.graph.config import show_progress
+from attnmux.core.graph.devices import CudaGraphs
+from attnmux.core.plugin import CapturedGraph, GraphStep
 from attnmux.testing import (
     Case,
     FakeBackend,
@@ -36,6 +38,7 @@ from attnmux.testing import (
     prepare_step,
     verify,
 )
+from attnmux.testing.tape import GraphViolation
 
 CASE = Case(
     name="runner", steps=(decode(40, 30, 14, 17, 9),), dtype="float32", page_size=4, windows=(None,)
@@ -90,7 +93,7 @@ def setup():
 
 def model(batch, inputs):
     """Attention of one layer, and what it was called with."""
-    context = current_forward_context()
+    context = ForwardContext.current()
     assert context.batch is batch
     layer = context.backend.context.layers[0]
     ids = inputs["input_ids"]
@@ -624,21 +627,21 @@ def test_a_hybrid_captures_prefill_where_it_verifies(speculative: str, captures:
 
 def test_devices_by_type(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(GraphUnsupported, match="no graphs for 'cpu' devices, only for cuda and"):
-        device_graphs(torch.device("cpu"))
+        DeviceGraphs.of(torch.device("cpu"))
     monkeypatch.setattr(torch.cuda, "Stream", lambda device: None)
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
-    assert isinstance(device_graphs(torch.device("cuda")), CudaGraphs)
+    assert isinstance(DeviceGraphs.of(torch.device("cuda")), CudaGraphs)
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_cuda_graphs_replay_and_report_their_memory() -> None:
     device = torch.device("cuda")
     setup = make_setup(CASE, fake_platform(), device)
-    devices: DeviceGraphs = device_graphs(device)
+    devices: DeviceGraphs = DeviceGraphs.of(device)
     runner = GraphRunner(
         GraphFakeBackend(setup.context),
         lambda batch, inputs: batch.seq_lens * inputs["input_ids"],
-        GraphConfig(batch_sizes=graph_batch_sizes(pool_size=8)),
+        GraphConfig(batch_sizes=GraphConfig.sizes(pool_size=8)),
         devices=devices,
         inputs=INPUTS,
         progress=iter,
@@ -656,7 +659,7 @@ def test_cuda_graphs_replay_and_report_their_memory() -> None:
         GraphFakeBackend(setup.context),
         synchronises,
         GraphConfig(batch_sizes=(1,)),
-        devices=device_graphs(device),
+        devices=DeviceGraphs.of(device),
         inputs=INPUTS,
         progress=iter,
     )

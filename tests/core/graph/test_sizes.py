@@ -4,37 +4,37 @@ from __future__ import annotations
 
 import pytest
 
-from attnmux.core.facts.errors import InvalidInput
-from attnmux.core.graph.config import graph_batch_sizes, padded_size
+from attnmux.core import GraphConfig, InvalidInput
+from attnmux.core.graph.config import padded_size
 
 
 def test_default_sizes() -> None:
-    sizes = graph_batch_sizes(pool_size=4096)
+    sizes = GraphConfig.sizes(pool_size=4096)
     assert sizes == (1, 2, 4, *range(8, 161, 8))
     assert len(sizes) == 23
 
 
 def test_with_speculation_sizes_end_at_32() -> None:
-    assert graph_batch_sizes(pool_size=4096, speculation=True) == tuple(range(1, 33))
+    assert GraphConfig.sizes(pool_size=4096, speculation=True) == tuple(range(1, 33))
 
 
 def test_a_full_pool_has_a_graph() -> None:
-    assert graph_batch_sizes(pool_size=50) == (1, 2, 4, 8, 16, 24, 32, 40, 48, 49, 50)
-    assert graph_batch_sizes(pool_size=160) == graph_batch_sizes(pool_size=4096)
-    assert graph_batch_sizes(pool_size=1) == (1,)
-    assert graph_batch_sizes(pool_size=2, speculation=True) == (1, 2)
+    assert GraphConfig.sizes(pool_size=50) == (1, 2, 4, 8, 16, 24, 32, 40, 48, 49, 50)
+    assert GraphConfig.sizes(pool_size=160) == GraphConfig.sizes(pool_size=4096)
+    assert GraphConfig.sizes(pool_size=1) == (1,)
+    assert GraphConfig.sizes(pool_size=2, speculation=True) == (1, 2)
 
 
 def test_a_maximum_drops_what_exceeds_it() -> None:
-    assert graph_batch_sizes(pool_size=50, max_batch_size=30) == (1, 2, 4, 8, 16, 24)
-    assert graph_batch_sizes(pool_size=4096, max_batch_size=512)[-1] == 160
+    assert GraphConfig.sizes(pool_size=50, max_batch_size=30) == (1, 2, 4, 8, 16, 24)
+    assert GraphConfig.sizes(pool_size=4096, max_batch_size=512)[-1] == 160
 
 
 def test_a_users_list_wins() -> None:
-    assert graph_batch_sizes(pool_size=4096, chosen=[32, 3, 3], speculation=True) == (3, 32)
-    assert graph_batch_sizes(pool_size=4096, chosen=[200, 256]) == (200, 256)
-    assert graph_batch_sizes(pool_size=4096, chosen=[5, 200], max_batch_size=160) == (5,)
-    assert graph_batch_sizes(pool_size=10, chosen=[4, 64]) == (4, 9, 10)
+    assert GraphConfig.sizes(pool_size=4096, chosen=[32, 3, 3], speculation=True) == (3, 32)
+    assert GraphConfig.sizes(pool_size=4096, chosen=[200, 256]) == (200, 256)
+    assert GraphConfig.sizes(pool_size=4096, chosen=[5, 200], max_batch_size=160) == (5,)
+    assert GraphConfig.sizes(pool_size=10, chosen=[4, 64]) == (4, 9, 10)
 
 
 @pytest.mark.parametrize(
@@ -49,12 +49,12 @@ def test_a_users_list_wins() -> None:
 )
 def test_refuses(given: dict, argument: str) -> None:
     with pytest.raises(InvalidInput) as refused:
-        graph_batch_sizes(**given)
+        GraphConfig.sizes(**given)
     assert refused.value.argument == argument
 
 
 def test_a_batch_replays_in_the_next_size() -> None:
-    sizes = graph_batch_sizes(pool_size=4096)
+    sizes = GraphConfig.sizes(pool_size=4096)
     assert [padded_size(count, sizes) for count in (1, 3, 5, 33, 160, 161)] == [
         1,
         4,

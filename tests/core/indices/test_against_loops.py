@@ -8,15 +8,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from attnmux.core import (
-    KVView,
+from attnmux.core.plugin import (
     cu_seqlens,
     extend_positions,
     kv_indices,
     kv_indptr,
     mask_indptr,
     page_table,
-    window_view,
 )
 
 PAGE_SIZES = st.sampled_from([1, 2, 3, 4, 16])
@@ -163,34 +161,3 @@ def test_indptrs(pairs):
     masks = mask_indptr(ints(q_lens), ints(kv_lens), out=buffer)
     assert masks.tolist() == running([q * kv for q, kv in pairs])
     assert masks.dtype == torch.int32
-
-
-@given(
-    st.lists(st.tuples(st.integers(0, 30), st.integers(1, 8)), max_size=6),
-    st.integers(-1, 12),
-    PAGE_SIZES,
-    st.booleans(),
-)
-def test_window_view(requests, window, page_size, encoder):
-    prefixes, q_lens = [prefix for prefix, _ in requests], [q for _, q in requests]
-    seq_lens = [prefix + q for prefix, q in requests]
-    base = [3 * i for i in range(len(requests))] if encoder else [0] * len(requests)
-    buffers = KVView(*(torch.full((9,), JUNK, dtype=torch.int32) for _ in range(2)))
-    view = window_view(
-        ints(seq_lens),
-        window,
-        q_lens=ints(q_lens),
-        page_size=page_size,
-        kv_start=ints(base) if encoder else None,
-        out=buffers,
-    )
-    assert shares_memory(view.kv_lens, buffers.kv_lens)
-    assert shares_memory(view.kv_start, buffers.kv_start)
-    for i, (prefix, length) in enumerate(zip(prefixes, seq_lens, strict=True)):
-        queries = range(prefix, length)
-        seen = [
-            j for j in range(length) if window < 0 or any(p - window <= j <= p for p in queries)
-        ]
-        first = seen[0] // page_size * page_size
-        assert view.kv_start[i] == base[i] + first
-        assert view.kv_lens[i] == length - first

@@ -5,19 +5,15 @@ from __future__ import annotations
 import pytest
 import torch
 
-from attnmux.core import (
-    KVView,
+from attnmux.core import InvalidInput
+from attnmux.core.plugin import (
     cu_seqlens,
     extend_positions,
     kv_indices,
     kv_indptr,
-    kv_last_page_len,
     mask_indptr,
     page_table,
-    verify_kv_lens,
-    window_view,
 )
-from attnmux.core.facts.errors import InvalidInput
 
 TABLE = torch.zeros((4, 8), dtype=torch.int32)
 ROWS = torch.tensor([1, 2])
@@ -37,15 +33,12 @@ LENS = torch.tensor([3, 5], dtype=torch.int32)
         ("kv_indptr", lambda: kv_indices(TABLE, ROWS, LENS)),
         ("kv_start", lambda: kv_indices(TABLE, ROWS, kv_indptr(LENS), kv_start=LENS[:1])),
         ("page_size", lambda: kv_indptr(LENS, page_size=0)),
-        ("page_size", lambda: kv_last_page_len(LENS, 0)),
         ("kv_lens", lambda: page_table(TABLE, ROWS, LENS[:1])),
         ("width_multiple", lambda: page_table(TABLE, ROWS, LENS, width_multiple=0)),
         ("out", lambda: page_table(TABLE, ROWS, LENS, max_len=5, out=TABLE[:, :4])),
         ("out", lambda: page_table(TABLE, ROWS, LENS, out=TABLE[:1])),
         ("prefix_lens", lambda: extend_positions(LENS[:1], LENS)),
-        ("q_lens", lambda: window_view(LENS, 3, q_lens=LENS[:1])),
         ("q_lens", lambda: mask_indptr(LENS[:1], LENS)),
-        ("draft_token_num", lambda: verify_kv_lens(LENS, 0)),
     ],
 )
 def test_refused(argument, call):
@@ -63,7 +56,6 @@ def test_no_synchronisation_once_sizes_are_known():
     assert page_table(table, rows, lens, page_size=2, max_len=6).shape == (2, 3)
     assert page_table(table, rows, lens, kv_start=lens, out=buffer.view(4, 16)).shape == (2, 16)
     assert extend_positions(lens, lens, out=long_buffer).shape == (64,)
-    assert window_view(lens, 3, q_lens=lens, page_size=2).kv_lens.shape == (2,)
     assert mask_indptr(4, lens).shape == (3,)
     with pytest.raises(RuntimeError, match="meta"):
         kv_indices(table, rows, indptr)
@@ -89,11 +81,3 @@ def test_page_table_of_a_strided_buffer():
     part = page_table(table, ROWS, LENS, max_len=5, out=buffer[:, ::2])
     assert part.tolist() == [[9, 10, 11, 0, 0], [17, 18, 19, 20, 21]]
     assert buffer[:2, 1].tolist() == [9, 9]
-
-
-def test_a_window_view_refuses_a_short_buffer_before_it_writes_to_the_other():
-    lens = torch.tensor([5, 9, 2], dtype=torch.int32)
-    view = KVView(torch.full((3,), -7, dtype=torch.int32), torch.empty(2, dtype=torch.int32))
-    with pytest.raises(InvalidInput, match="at least 3"):
-        window_view(lens, 4, out=view)
-    assert view.kv_lens.tolist() == [-7, -7, -7]

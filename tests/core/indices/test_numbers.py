@@ -5,17 +5,14 @@ from __future__ import annotations
 import pytest
 import torch
 
-from attnmux.core import (
+from attnmux.core.indices.ragged import uniform_indptr
+from attnmux.core.plugin import (
     cu_seqlens,
     extend_positions,
     kv_indices,
     kv_indptr,
-    kv_last_page_len,
     mask_indptr,
     page_table,
-    uniform_indptr,
-    verify_kv_lens,
-    window_view,
 )
 
 
@@ -53,17 +50,6 @@ def test_csr_of_pages(page_size):
     assert indices.tolist() == [0, 1, 3, 5, 6, 2, 7, 4, 8]
 
 
-def test_last_page_len_is_one_to_page_size():
-    result = kv_last_page_len(lens(1, 15, 16, 17, 32, 33), 16)
-    assert result.tolist() == [1, 15, 16, 1, 16, 1]
-
-
-def test_last_page_len_without_keys_still_adds_up():
-    kv_lens = lens(0, 16, 20)
-    pages = kv_indptr(kv_lens, page_size=16).diff()
-    assert ((pages - 1) * 16 + kv_last_page_len(kv_lens, 16)).tolist() == [0, 16, 20]
-
-
 def test_page_table_is_padded_with_the_reserved_page():
     slots = [[page * 4 + i for page in row for i in range(4)] for row in ([3, 1, 9], [7])]
     table = page_table(table_of(slots), torch.tensor([2, 1]), lens(1, 9), page_size=4)
@@ -71,9 +57,8 @@ def test_page_table_is_padded_with_the_reserved_page():
     assert table.dtype == torch.int32
 
 
-def test_verify():
-    kv_lens = verify_kv_lens(lens(3, 5), 6)
-    assert kv_lens.tolist() == [9, 11]
+def test_mask_bounds():
+    kv_lens = lens(9, 11)
     assert mask_indptr(6, kv_lens).tolist() == [0, 54, 120]
     assert mask_indptr(lens(6, 6), kv_lens).tolist() == [0, 54, 120]
 
@@ -91,12 +76,6 @@ def test_block_table_width_is_a_multiple():
         assert blocks.shape == (1, width)
 
 
-def test_window_of_decode_is_the_last_w_plus_one_keys():
-    view = window_view(lens(0, 1, 4, 5, 9), 3)
-    assert view.kv_lens.tolist() == [0, 1, 4, 4, 4]
-    assert view.kv_start.tolist() == [0, 0, 0, 1, 5]
-
-
 def test_empty_batch():
     none = lens()
     table, rows = torch.zeros((1, 8), dtype=torch.int32), torch.empty(0, dtype=torch.int64)
@@ -108,5 +87,3 @@ def test_empty_batch():
     assert kv_indices(table, rows, cu_seqlens(none)).shape == (0,)
     assert kv_indices(table, rows, cu_seqlens(none), out=lens(7, 7)).tolist() == [0, 0]
     assert page_table(table, rows, none, page_size=4).shape == (0, 0)
-    assert kv_last_page_len(none, 4).shape == (0,)
-    assert window_view(none, 3).kv_lens.shape == (0,)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from attnmux.core import token_rows, topk_slots
-from attnmux.core.facts.errors import InvalidInput
+from attnmux.core import InvalidInput
+from attnmux.core.plugin import token_rows, topk_slots
 
 
 def test_rows_of_tokens() -> None:

@@ -8,12 +8,12 @@ import torch
 from attnmux.core import (
     ForeignKVPool,
     ForeignMLAPool,
-    ForeignRequestTable,
+    InvalidInput,
     KVPool,
     MHATokenToKVPool,
     MLATokenToKVPool,
 )
-from attnmux.core.facts.errors import InvalidInput
+from attnmux.sglang.request_table import ForeignRequestTable
 
 PAGE, PAGES, HEADS, DIM, V_DIM, RANK, ROPE = 4, 9, 2, 6, 4, 8, 3
 DTYPES = [torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2]

@@ -7,20 +7,18 @@ from fractions import Fraction
 import pytest
 import torch
 
+from attnmux.bench.shapes import value_bytes
 from attnmux.core import (
     ForeignKVPool,
+    InvalidInput,
     JoinedKVPool,
     MHATokenToKVPool,
     MLATokenToKVPool,
     SWAKVPool,
-    pack_rows,
-    unpack_rows,
-    value_bytes,
 )
-from attnmux.core.composites.draft_attention import DraftKeys
 from attnmux.core.contract.dtypes import BLOCK, FP4_DTYPE
-from attnmux.core.facts.errors import InvalidInput
-from attnmux.core.kv.quantise import MAGNITUDES
+from attnmux.core.kv.quantise import MAGNITUDES, pack_rows
+from attnmux.core.plugin import DraftKeys, unpack_rows
 from attnmux.testing.wide_rows import wide_rows
 
 E4M3 = sorted({float(v) for v in torch.arange(0x7F, dtype=torch.uint8).view(torch.float8_e4m3fn)})

@@ -5,8 +5,8 @@ import mmap
 import pytest
 import torch
 
+from attnmux.core import PoolExhausted
 from attnmux.core.contract import memory
-from attnmux.core.facts.errors import PoolExhausted
 
 GIGABYTE = 2**30
 
@@ -29,25 +29,25 @@ def machine(tmp_path, monkeypatch):
 
 
 def test_free_memory_of_the_machine(machine):
-    assert memory.free_host_memory() == 8 * GIGABYTE
+    assert memory.free_memory(torch.device("cpu")) == 8 * GIGABYTE
 
 
 def test_a_control_group_may_have_less(machine):
     (machine / "memory.max").write_text(f"{4 * GIGABYTE}\n")
     (machine / "memory.current").write_text(f"{3 * GIGABYTE}\n")
     (machine / "memory.stat").write_text(f"anon 5\ninactive_file {GIGABYTE}\n")
-    assert memory.free_host_memory() == 2 * GIGABYTE
+    assert memory.free_memory(torch.device("cpu")) == 2 * GIGABYTE
 
 
 def test_a_control_group_without_a_limit(machine):
     (machine / "memory.max").write_text("max\n")
     (machine / "memory.current").write_text(f"{3 * GIGABYTE}\n")
-    assert memory.free_host_memory() == 8 * GIGABYTE
+    assert memory.free_memory(torch.device("cpu")) == 8 * GIGABYTE
 
 
 def test_where_nothing_tells(machine):
     (machine / "meminfo").unlink()
-    assert memory.free_host_memory() is None
+    assert memory.free_memory(torch.device("cpu")) is None
     assert [tensor.shape for tensor in allocate([(2, 3), (4,)])] == [(2, 3), (4,)]
 
 

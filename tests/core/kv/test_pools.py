@@ -5,8 +5,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-from attnmux.core import KVPool, MHATokenToKVPool, MLATokenToKVPool
-from attnmux.core.facts.errors import InvalidInput, PoolExhausted
+from attnmux.core import InvalidInput, KVPool, MHATokenToKVPool, MLATokenToKVPool, PoolExhausted
 
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 

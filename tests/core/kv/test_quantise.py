@@ -10,10 +10,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from attnmux.core import MHATokenToKVPool, MLATokenToKVPool
-from attnmux.core.contract.dtypes import ACTIVATION_DTYPES, FP8_DTYPES
-from attnmux.core.facts.errors import InvalidInput
-from attnmux.core.kv.quantise import quantise
+from attnmux.core import FP8_DTYPES, InvalidInput, MHATokenToKVPool, MLATokenToKVPool
+from attnmux.core.contract.dtypes import ACTIVATION_DTYPES
+from attnmux.core.plugin import quantise
 
 LARGEST = {
     torch.float8_e4m3fn: 448.0,

@@ -3,8 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from attnmux.core import ReqToTokenPool
-from attnmux.core.facts.errors import InvalidInput, PoolExhausted
+from attnmux.core import InvalidInput, PoolExhausted, ReqToTokenPool
 
 
 def ints(*values: int) -> torch.Tensor:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from attnmux.core import gather_rows, scatter_rows
+from attnmux.core import scatter_rows
+from attnmux.core.plugin import gather_rows
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float8_e4m3fn])

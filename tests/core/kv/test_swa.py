@@ -10,8 +10,13 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from attnmux.core import MHATokenToKVPool, MLATokenToKVPool, SWAKVPool, tokens_behind_window
-from attnmux.core.facts.errors import InvalidInput, PoolExhausted
+from attnmux.core import (
+    InvalidInput,
+    MHATokenToKVPool,
+    MLATokenToKVPool,
+    PoolExhausted,
+    SWAKVPool,
+)
 from attnmux.transformers.prefixes import PrefixTree
 from attnmux.transformers.slots import SWAAllocator
 
@@ -155,14 +160,14 @@ def test_pools_that_do_not_go_together(argument, changes):
      (50, -1, 4, 0)],
 )  # fmt: skip
 def test_tokens_behind_the_window(seq_len, window, page_size, behind):
-    assert tokens_behind_window(seq_len, window, page_size) == behind
+    assert SWAKVPool.tokens_behind_window(seq_len, window, page_size) == behind
 
 
 def test_what_no_later_token_sees_is_behind():
     for seq_len in range(12):
         for window in range(12):
             seen_by_next = [j for j in range(seq_len + 1) if seq_len - window <= j]
-            assert tokens_behind_window(seq_len, window, 1) == seen_by_next[0]
+            assert SWAKVPool.tokens_behind_window(seq_len, window, 1) == seen_by_next[0]
 
 
 def test_the_lesser_pool_counts_and_nothing_is_taken_when_it_is_full():
@@ -282,7 +287,7 @@ class SWAMachine(RuleBasedStateMachine):
     @rule(data=st.data(), window=st.integers(1, 5))
     def slide(self, data: st.DataObject, window: int) -> None:
         request = data.draw(st.sampled_from(self.requests))
-        behind = tokens_behind_window(len(request[0]), window, self.page_size)
+        behind = SWAKVPool.tokens_behind_window(len(request[0]), window, self.page_size)
         if behind > request[1]:
             self.allocator.free_swa(torch.tensor(request[0][request[1] : behind]))
             request[1] = behind

@@ -11,15 +11,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from attnmux.core import (
     ForwardMode,
     GraphUnsupported,
-    HybridLinearAttnBackend,
     InvalidInput,
     LayerSpec,
-    LinearAttentionBackend,
     LinearLayerSpec,
     LinearStatePool,
     NoBackend,
     Offer,
-    PluginError,
     Policy,
     PoolExhausted,
     Request,
@@ -27,13 +24,12 @@ from attnmux.core import (
     build,
     linear_request,
     load_plugins,
-    one_of,
     solve,
 )
-from attnmux.core.composites.linear_hybrid import LinearByPhase
+from attnmux.core.composites.linear_hybrid import HybridLinearAttnBackend, LinearByPhase
 from attnmux.core.find.cpu import probe_cpu
-from attnmux.core.graph.devices import GraphStep
 from attnmux.core.linear import states as linear_states
+from attnmux.core.plugin import GraphStep, LinearAttentionBackend, PluginError, one_of
 from attnmux.cpu.plugin import TORCH_LINEAR
 from attnmux.cpu.torch_linear import TorchLinearBackend
 from attnmux.testing import RecordingGraphs, decode, extend, fake_platform, verify

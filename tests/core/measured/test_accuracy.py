@@ -8,23 +8,20 @@ from datetime import datetime, timezone
 import pytest
 
 from attnmux.bench.keeping import RecordFile
-from attnmux.core.cards.conditions import ANY, one_of
-from attnmux.core.cards.proof import ErrorBound
-from attnmux.core.choosing.decision import Decision
-from attnmux.core.choosing.solver import solve
-from attnmux.core.facts.axes import Question
-from attnmux.core.facts.errors import InvalidInput, NoBackend
-from attnmux.core.facts.platform import Platform
-from attnmux.core.facts.policy import Policy
-from attnmux.core.facts.records import Device
-from attnmux.core.facts.request import Request
-from attnmux.core.measured.measurement import (
+from attnmux.core import (
+    Decision,
+    InvalidInput,
     Measurement,
-    read_measurements,
-    shape_of,
-    versions_of,
+    NoBackend,
+    Platform,
+    Policy,
+    Request,
+    solve,
+    solve_measured,
 )
-from attnmux.core.measured.ranking import accuracy_by, solve_measured
+from attnmux.core.measured.ranking import accuracy_by
+from attnmux.core.plugin import ErrorBound, one_of
+from attnmux.core.verbs import Device, Question
 
 REQUEST = Request.parse("num_q_heads=32,num_kv_heads=8,head_dim=128,dtype=bf16,phases=decode")
 HOPPER = replace(Platform.parse("nvidia:sm90,cuda=12.8"), name="NVIDIA H200")
@@ -36,10 +33,10 @@ def timed(offer, median_us, rms, worst=None, workload=LONG, **changes) -> Measur
     given = {
         "backend": offer.address,
         "phase": "decode",
-        "shape": shape_of(question),
+        "shape": Measurement.shape_of(question),
         "workload": workload,
         "device": Device.of(HOPPER),
-        "versions": versions_of(offer),
+        "versions": offer.versions(),
         "median_us": median_us,
         "rms_error": rms,
         "worst_error": worst if worst is not None or rms is None else 2 * rms,
@@ -102,16 +99,6 @@ def test_only_equal_workloads_and_backends_that_could_serve_are_compared(pair, m
     assert len(decide(pair, measured, Policy(backend="fast")).notes) == 1
 
 
-def test_high_accuracy_refuses_it(pair, measured) -> None:
-    decision = decide(pair, measured, accuracy="high")
-    assert decision.phases["decode"].backend == "exact"
-    assert decision.notes == ()
-    (code, offered) = refused(pair, measured, accuracy="high")["fast"]
-    assert code == "ACCURACY"
-    assert "23 times the 0.435 of fake/exact" in offered
-    assert "exact" not in refused(pair, measured, accuracy="high")
-
-
 def test_max_error_bounds_the_worst_error(pair, measured) -> None:
     assert refused(pair, measured, max_error=25) == {}
     assert decide(pair, measured, max_error=0.9).phases["decode"].backend == "exact"
@@ -132,18 +119,15 @@ def test_a_bound_needs_a_measurement_or_the_cards_promise(pair, measured) -> Non
     assert set(refused(pair, measured, max_error=2, phases="decode+extend")) == {"fast", "exact"}
 
 
-@pytest.mark.parametrize(
-    ("asked", "said"), [({"max_error": 0.9}, "0.9 roundings"), ({"accuracy": "high"}, "high")]
-)
-def test_a_loaded_decision_is_checked_for_accuracy(pair, measured, asked, said) -> None:
+def test_a_loaded_decision_is_checked_for_accuracy(pair, measured) -> None:
     """Here the measurements differ: exact is no longer so."""
-    loaded = Decision.from_json(decide(pair, measured, **asked).to_json())
+    loaded = Decision.from_json(decide(pair, measured, max_error=0.9).to_json())
     loaded.check(HOPPER, pair, accuracy=accuracy_by(measured, HOPPER, pair))
     fast, exact = pair
     worse = [timed(fast, 50.0, 0.4), timed(exact, 100.0, 10.0)]
     with pytest.raises(InvalidInput, match="fake/exact is not accurate enough here") as caught:
         loaded.check(HOPPER, pair, accuracy=accuracy_by(worse, HOPPER, pair))
-    assert said in str(caught.value)
+    assert "0.9 roundings" in str(caught.value)
 
 
 def test_without_measurements_a_loaded_decision_goes_by_the_card(pair, measured, offer) -> None:
@@ -174,34 +158,18 @@ def test_a_card_may_promise_a_bound(offer) -> None:
     ].backend == ("a")
 
 
-def test_high_accuracy_refuses_8_bit_products_that_were_not_measured(offer) -> None:
-    a, b = offers = [
-        offer("a", rank=10, kv_dtype=ANY, fp8_products=True),
-        offer("b", rank=20, kv_dtype=ANY),
-    ]
-    asked = {"accuracy": "high", "kv_dtype": "fp8_e4m3"}
-    assert refused(offers, [], **asked)["a"] == ("ACCURACY", "products in fp8_e4m3")
-    assert decide(offers, [], accuracy="high").phases["decode"].backend == "a"
-    shape = shape_of(Question(request=REQUEST.replace(**asked), platform=HOPPER, phase="decode"))
-    found = [timed(a, 1.0, 0.6, shape=shape), timed(b, 1.0, 0.5, shape=shape)]
-    assert refused(offers, found, **asked) == {}
-
-
 @pytest.mark.parametrize(
     ("field", "value"),
     [
         ("max_error", -1),
         ("max_error", "small"),
         ("max_error", float("nan")),
-        ("accuracy", "low"),
-        ("accuracy", 3),
     ],
 )
 def test_requests_hold_a_number_and_a_word(field, value) -> None:
     with pytest.raises(InvalidInput, match=field):
         REQUEST.replace(**{field: value})
-    assert Request.parse("max_error=2.5,accuracy=high").max_error == 2.5
-    assert Request.parse("accuracy=none") == Request.parse("")
+    assert Request.parse("max_error=2.5").max_error == 2.5
 
 
 @pytest.mark.parametrize(
@@ -217,7 +185,7 @@ def test_a_bound_is_checked(changes) -> None:
 def test_errors_are_kept_and_old_records_have_none(tmp_path, pair, measured) -> None:
     path = tmp_path / "measurements.json"
     RecordFile(path, Measurement).add(measured)
-    assert read_measurements(path).found == tuple(measured)
+    assert Measurement.read(path).found == tuple(measured)
     old = measured[0].to_dict()
     del old["rms_error"], old["worst_error"]
     assert Measurement.from_dict(old).rms_error is None

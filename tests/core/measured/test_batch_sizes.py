@@ -9,19 +9,20 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from attnmux.core.cards.card import BackendCard, Offer, Option
-from attnmux.core.cards.clause import Clause
-from attnmux.core.cards.conditions import ANY, one_of
-from attnmux.core.choosing.decision import Decision
-from attnmux.core.choosing.solver import solve
-from attnmux.core.facts.axes import Question
-from attnmux.core.facts.errors import BackendFailed, InvalidInput
-from attnmux.core.facts.platform import Platform
-from attnmux.core.facts.policy import Policy
-from attnmux.core.facts.records import Device
-from attnmux.core.facts.request import Request
-from attnmux.core.measured.measurement import Measurement, shape_of, versions_of
-from attnmux.core.measured.ranking import solve_measured
+from attnmux.core import (
+    BackendFailed,
+    Decision,
+    InvalidInput,
+    Measurement,
+    Offer,
+    Platform,
+    Policy,
+    Request,
+    solve,
+    solve_measured,
+)
+from attnmux.core.plugin import ANY, BackendCard, Clause, Option, one_of
+from attnmux.core.verbs import Device, Question
 
 REQUEST = Request.parse("num_q_heads=32,num_kv_heads=8,head_dim=128,dtype=bf16")
 HOPPER = replace(Platform.parse("nvidia:sm90,cuda=12.8"), name="NVIDIA H200")
@@ -33,11 +34,11 @@ def timed(offer, size, median_us, **changes) -> Measurement:
     fields = {
         "backend": offer.address,
         "phase": "decode",
-        "shape": shape_of(question),
+        "shape": Measurement.shape_of(question),
         "workload": f"decode:bs={size},ctx=4096",
         "batch_size": size,
         "device": Device.of(HOPPER),
-        "versions": versions_of(offer),
+        "versions": offer.versions(),
         "median_us": median_us,
         "conformant": True,
         "date": datetime(2026, 5, 1, 12, tzinfo=timezone.utc),

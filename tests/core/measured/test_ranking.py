@@ -14,26 +14,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from attnmux.bench.keeping import RecordFile
-from attnmux.core.cards.card import LAST_RESORT, Prior
-from attnmux.core.cards.clause import when
-from attnmux.core.cards.conditions import one_of
+from attnmux.core import Decision, InvalidInput, Measurement, Platform, Policy, Request, solve
 from attnmux.core.choosing.checking import prior_rank
-from attnmux.core.choosing.decision import Decision
-from attnmux.core.choosing.solver import solve
 from attnmux.core.cli.outcomes import outcomes
-from attnmux.core.facts.axes import Question
-from attnmux.core.facts.errors import InvalidInput
-from attnmux.core.facts.platform import Platform
-from attnmux.core.facts.policy import Policy
-from attnmux.core.facts.records import Device
-from attnmux.core.facts.request import Request
-from attnmux.core.measured.measurement import (
-    Measurement,
-    read_measurements,
-    shape_of,
-    versions_of,
-)
 from attnmux.core.measured.ranking import current_measurements, ranking_by, ranks
+from attnmux.core.plugin import Clause, Prior, one_of
+from attnmux.core.verbs import Device, Question
 
 NOW = datetime(2026, 5, 1, 12, tzinfo=timezone.utc)
 REQUEST = Request.parse("num_q_heads=32,num_kv_heads=8,head_dim=128,dtype=bf16")
@@ -49,10 +35,10 @@ def timed(offer, median_us, request=REQUEST, phase="decode", **given) -> Measure
     fields = {
         "backend": offer.address,
         "phase": phase,
-        "shape": shape_of(question(request, phase)),
+        "shape": Measurement.shape_of(question(request, phase)),
         "workload": "batch=32,kv=4096",
         "device": Device.of(HOPPER),
-        "versions": versions_of(offer, LIBRARIES),
+        "versions": offer.versions(LIBRARIES),
         "median_us": median_us,
         "conformant": True,
         "date": NOW,
@@ -217,7 +203,7 @@ def test_measured_at_the_page_size_that_a_backend_prefers(offer) -> None:
 
 def test_priors_that_depend_on_the_page_size(offer) -> None:
     priors = (
-        Prior(rank=30, when=when(page_size=one_of(64)), source="x"),
+        Prior(rank=30, when=Clause.when(page_size=one_of(64)), source="x"),
         Prior(rank=5, source="x"),
     )
     a, b = offer("a", priors=priors), offer("b", rank=20)
@@ -250,27 +236,31 @@ def test_the_order_of_offers_and_measurements_does_not_matter(offer) -> None:
 
 
 def test_a_last_resort_that_is_faster_is_none(offer) -> None:
-    offers = [offer("a", rank=10), offer("b", rank=LAST_RESORT)]
+    offers = [offer("a", rank=10), offer("b", rank=Prior.LAST_RESORT)]
     found = [timed(offers[0], 100.0), timed(offers[1], 50.0)]
     assert not decide(offers, found).is_last_resort
 
 
 def test_the_shape_lists_the_demands() -> None:
-    plain = shape_of(question())
+    plain = Measurement.shape_of(question())
     assert (
         plain == "dtype=bfloat16,group_size=4,head_dim=128,kind=mha,num_kv_heads=8,num_q_heads=32"
     )
     tried = REQUEST.replace(origin="default", page_size=64, kv_dtype="bfloat16")
-    assert shape_of(question(tried)) == plain
-    assert shape_of(question(platform=Platform.parse("cpu:x86_64,features=amx"))) == plain
-    assert "page_size=64" in shape_of(question(REQUEST.replace(page_size=64)))
-    assert "kv_dtype=fp8_e4m3" in shape_of(question(REQUEST.replace(kv_dtype="fp8_e4m3")))
-    assert "graph=True" in shape_of(question(REQUEST.replace(graph=True)))
+    assert Measurement.shape_of(question(tried)) == plain
+    assert (
+        Measurement.shape_of(question(platform=Platform.parse("cpu:x86_64,features=amx"))) == plain
+    )
+    assert "page_size=64" in Measurement.shape_of(question(REQUEST.replace(page_size=64)))
+    assert "kv_dtype=fp8_e4m3" in Measurement.shape_of(
+        question(REQUEST.replace(kv_dtype="fp8_e4m3"))
+    )
+    assert "graph=True" in Measurement.shape_of(question(REQUEST.replace(graph=True)))
 
 
 def test_versions_of_the_plugin_and_its_installed_libraries(offer) -> None:
     found = offer("a", requires=(("fast-kernels>=1", "slow-kernels"), "none-of-it"))
-    assert versions_of(found, LIBRARIES) == {"attnmux-fake": "1.2.3", "fast-kernels": "2.1"}
+    assert found.versions(LIBRARIES) == {"attnmux-fake": "1.2.3", "fast-kernels": "2.1"}
 
 
 NAMES = st.sampled_from("abcdef")
@@ -323,7 +313,7 @@ class TestTheFile:
         path = tmp_path / "new" / "folder" / "measurements.json"
         RecordFile(path, Measurement).add(faster[:1])
         RecordFile(path, Measurement).add(faster[1:])
-        stored = read_measurements(path)
+        stored = Measurement.read(path)
         assert (stored.found, stored.problems) == (tuple(faster), ())
         assert visible(path.parent) == [path.name]
 
@@ -332,10 +322,10 @@ class TestTheFile:
         later = replace(faster[0], median_us=7.0, date=NOW + timedelta(seconds=1))
         RecordFile(path, Measurement).add([later])
         RecordFile(path, Measurement).add(faster[:1])
-        assert read_measurements(path).found == (later,)
+        assert Measurement.read(path).found == (later,)
 
     def test_none_is_no_problem(self, tmp_path) -> None:
-        stored = read_measurements(tmp_path / "none.json")
+        stored = Measurement.read(tmp_path / "none.json")
         assert (stored.found, stored.problems) == ((), ())
 
     @pytest.mark.parametrize(
@@ -352,14 +342,22 @@ class TestTheFile:
             b"[" * 100_000,
         ],
     )
-    def test_a_damaged_one_is_said_and_set_aside(self, tmp_path, faster, content) -> None:
+    def test_one_of_another_version_is_set_aside_and_a_foreign_one_is_not_touched(
+        self, tmp_path, faster, content
+    ) -> None:
         path = tmp_path / "measurements.json"
         path.write_bytes(content)
-        stored = read_measurements(path)
+        stored = Measurement.read(path)
         assert stored.found == ()
         assert str(path) in stored.problems[0]
+        if not content.startswith(b'{"format"'):
+            for write in (RecordFile.prepare, lambda file: file.add(faster)):
+                with pytest.raises(FileExistsError, match="something else than measurements"):
+                    write(RecordFile(path, Measurement))
+            assert path.read_bytes() == content
+            return
         RecordFile(path, Measurement).add(faster)
-        assert read_measurements(path).found == tuple(faster)
+        assert Measurement.read(path).found == tuple(faster)
         assert (tmp_path / "measurements.json.damaged").read_bytes() == content
 
     @pytest.mark.parametrize(
@@ -368,7 +366,7 @@ class TestTheFile:
     def test_what_is_no_file_is_neither_read_nor_replaced(self, tmp_path, faster, make) -> None:
         path = tmp_path / "measurements.json"
         make(path)
-        assert "no regular file" in read_measurements(path).problems[0]
+        assert "no regular file" in Measurement.read(path).problems[0]
         with pytest.raises(OSError, match=r"regular file|directory"):
             RecordFile(path, Measurement).add(faster)
 
@@ -400,7 +398,7 @@ class TestTheFile:
             Measurement.from_dict({**faster[0].to_dict(), field: value})
         entries = [{**faster[0].to_dict(), field: value}, faster[1].to_dict(), 3]
         path.write_text(json.dumps({"format": 1, "measurements": entries}))
-        stored = read_measurements(path)
+        stored = Measurement.read(path)
         assert stored.found == (faster[1],)
         assert len(stored.problems) == 2
         assert f"{path}, measurements[0]" in stored.problems[0]
@@ -415,7 +413,7 @@ class TestTheFile:
         monkeypatch.setattr("os.fsync", full)
         with pytest.raises(OSError, match="no space"):
             RecordFile(path, Measurement).add(faster[1:])
-        assert read_measurements(path).found == (faster[0],)
+        assert Measurement.read(path).found == (faster[0],)
         assert visible(tmp_path) == [path.name]
 
     @given(
@@ -435,5 +433,5 @@ class TestTheFile:
     def test_nothing_in_it_makes_the_reader_raise(self, tmp_path_factory, content) -> None:
         path = tmp_path_factory.mktemp("store") / "measurements.json"
         path.write_bytes(content)
-        stored = read_measurements(path)
+        stored = Measurement.read(path)
         assert stored.found == ()

@@ -16,9 +16,9 @@ pytest.importorskip("sglang")
 pytest.importorskip("attnmux.sglang")
 
 import attnmux.transformers.recall as recall
-from attnmux.core import Decision, Platform, PluginError, Request
-from attnmux.core.cli.engines import LaunchFacts
-from attnmux.core.engines.engine_interfaces import Interface, missing
+from attnmux.core import Decision, Interface, LaunchFacts, Platform, Request
+from attnmux.core.engines.engine_interfaces import missing
+from attnmux.core.plugin import PluginError
 from attnmux.sglang import INTERFACES, SglangInterfaceWarning, asking, interfaces, plugin
 
 RECALL = Path(recall.__file__).parent

@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 
 import attnmux.vllm
-from attnmux.core import PluginError
-from attnmux.core.engines.engine_interfaces import Interface, missing
+from attnmux.core import Interface
+from attnmux.core.engines.engine_interfaces import missing
+from attnmux.core.plugin import PluginError
 from attnmux.vllm import VllmInterfaceWarning, interfaces, plugin
 
 NONE = (Interface("vllm.v1.attention.backends.registry", "AttentionBackendEnum.enlist"),)

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from attnmux.core import Chooser, Request
-from attnmux.core.cli.engines import LaunchFacts
-from attnmux.core.facts.values import LayerGroup
+from attnmux.core import Chooser, LaunchFacts, LayerGroup, Request
 from attnmux.vllm import launch
 
 arguments = pytest.importorskip("vllm.engine.arg_utils")

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import DynamicOutputShapeException, FakeTensorMode
 
-from attnmux.core.facts.errors import InvalidInput, PoolExhausted
+from attnmux.core import InvalidInput, PoolExhausted
 from attnmux.transformers.slots import PagedAllocator
 
 

@@ -14,7 +14,7 @@ from hypothesis.stateful import (
     rule,
 )
 
-from attnmux.core.facts.errors import InvalidInput, PoolExhausted
+from attnmux.core import InvalidInput, PoolExhausted
 from attnmux.transformers.slots import PagedAllocator
 
 NUM_PAGES = 12

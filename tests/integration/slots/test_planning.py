@@ -5,8 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from attnmux.core import MHATokenToKVPool, SWAKVPool
-from attnmux.core.facts.errors import InvalidInput, PoolExhausted
+from attnmux.core import InvalidInput, MHATokenToKVPool, PoolExhausted, SWAKVPool
 from attnmux.transformers.slots import swa_tokens_in_budget, tokens_in_budget
 
 SHAPE = {"num_kv_heads": 2, "head_dim": 4}

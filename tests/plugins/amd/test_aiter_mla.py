@@ -15,7 +15,8 @@ import torch
 from attnmux.amd.aiter_mla import AiterMLAKernels, make
 from attnmux.amd.cards.aiter_mla import AITER_MLA
 from attnmux.amd.cards.aiter_mla_prefill import AITER_MLA_PREFILL
-from attnmux.core import ForwardMode, InvalidInput, Platform, imported
+from attnmux.core import ForwardMode, InvalidInput, Platform
+from attnmux.core.plugin import imported
 from attnmux.emulators.amd import aiter_mla as emulator
 from attnmux.testing import AttentionBackendTests, decode, extend, prepare_step, verify
 from attnmux.testing.adapters import (

@@ -22,7 +22,8 @@ if importlib.util.find_spec("triton") is None or importlib.util.find_spec("aiter
 from attnmux.amd.aiter_mla import AiterMLAKernels, make
 from attnmux.amd.cards.aiter_mla import AITER_MLA
 from attnmux.amd.cards.aiter_mla_prefill import AITER_MLA_PREFILL
-from attnmux.core import Platform, imported
+from attnmux.core import Platform
+from attnmux.core.plugin import imported
 from attnmux.emulators.amd import aiter_mla as emulator
 from attnmux.emulators.amd.aiter import aiter_kernels
 from attnmux.emulators.amd.aiter_mla_work import merge, work

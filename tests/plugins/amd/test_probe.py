@@ -13,8 +13,9 @@ import pytest
 
 from attnmux.amd import probe as module
 from attnmux.amd.probe import probe
-from attnmux.core import Platform, PluginError
+from attnmux.core import Platform
 from attnmux.core.facts.vendors import VENDORS
+from attnmux.core.plugin import PluginError
 
 DATA = Path(__file__).parent / "data"
 MACHINES = json.loads((DATA / "machines.json").read_text())

@@ -13,7 +13,8 @@ import torch
 from attnmux.amd.cards.wave import WAVE
 from attnmux.amd.wave import make
 from attnmux.amd.wave_kernels import MODULES, Heads, WaveKernels, WaveLang
-from attnmux.core import InvalidInput, Platform, imported
+from attnmux.core import InvalidInput, Platform
+from attnmux.core.plugin import imported
 from attnmux.emulators.amd.wave import KERNELS, LANG, AttentionShape, DecodeShape, wave_compile
 from attnmux.testing import AttentionBackendTests, decode, extend
 from attnmux.testing.adapters import (

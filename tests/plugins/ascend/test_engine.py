@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from attnmux.core import Platform, device_graphs, load_plugins
+from attnmux.core import DeviceGraphs, Platform, load_plugins
 from attnmux.emulators.ascend.torch_npu import torch_npu
 from attnmux.transformers import (
     Engine,
@@ -43,7 +43,7 @@ def runner(monkeypatch: pytest.MonkeyPatch) -> ModelRunner:
     )
     ours = replace(offer, card=replace(offer.card, requires=()))
     made = load_runner(open_checkpoint(recall.PATH), Platform.parse("ascend:910b"), [ours], options)
-    made.capture_graphs(draft_tokens=4, devices=device_graphs(torch.device("cpu"), "npu"))
+    made.capture_graphs(draft_tokens=4, devices=DeviceGraphs.of(torch.device("cpu"), "npu"))
     return made
 
 

@@ -20,15 +20,15 @@ from attnmux.ascend.graph_tasks import NPUGraphTasks
 from attnmux.ascend.npu_graphs import NPUGraphs
 from attnmux.ascend.npu_kernels import NPUKernels, load_kernels
 from attnmux.core import (
+    DeviceGraphs,
     ForwardBatch,
     GraphConfig,
     GraphRunner,
     GraphUnsupported,
     ModelInput,
     Platform,
-    device_graphs,
 )
-from attnmux.core.graph.devices import GraphStep
+from attnmux.core.plugin import GraphStep
 from attnmux.emulators.ascend import KERNELS
 from attnmux.emulators.ascend.torch_npu import torch_npu
 from attnmux.testing import AttentionBackendTests, decode, verify
@@ -54,7 +54,7 @@ TORCH_NPU = torch_npu()
 IN_NPU_GRAPHS = replace(
     CANDIDATE,
     factory=replace(WORLD, kernels=kernels_of(TORCH_NPU)).backend,
-    graphs=partial(device_graphs, device_type="npu"),
+    graphs=partial(DeviceGraphs.of, device_type="npu"),
 )
 
 
@@ -87,13 +87,13 @@ def test_a_replay_without_renewal_would_wait_for_ever(installed) -> None:
 
 
 def test_graphs_of_an_npu_are_the_plugin_s(installed) -> None:
-    assert type(device_graphs(torch.device("cpu"), "npu")) is NPUGraphs
+    assert type(DeviceGraphs.of(torch.device("cpu"), "npu")) is NPUGraphs
 
 
 def test_without_torch_npu_there_are_no_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "torch_npu", None)
     with pytest.raises(GraphUnsupported, match="attnmux-ascend's graphs of 'npu' devices: Module"):
-        device_graphs(torch.device("cpu"), "npu")
+        DeviceGraphs.of(torch.device("cpu"), "npu")
 
 
 @pytest.mark.parametrize(
@@ -286,7 +286,7 @@ def test_a_runner_on_npu_graphs(installed, monkeypatch: pytest.MonkeyPatch) -> N
         backend,
         forward,
         GraphConfig(batch_sizes=(4,), host_lens=True),
-        devices=device_graphs(torch.device("cpu"), "npu"),
+        devices=DeviceGraphs.of(torch.device("cpu"), "npu"),
         inputs={"q": ModelInput(dtype=torch.bfloat16, trailing=tuple(first.inputs[0].q.shape[1:]))},
         progress=iter,
     )

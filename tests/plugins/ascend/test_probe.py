@@ -12,7 +12,8 @@ import pytest
 
 from attnmux.ascend import probe as module
 from attnmux.ascend.probe import probe
-from attnmux.core import Platform, PluginError
+from attnmux.core import Platform
+from attnmux.core.plugin import PluginError
 
 DATA = Path(__file__).parent / "data"
 

@@ -18,7 +18,6 @@ from hypothesis import strategies as st
 from torch._inductor.utils import fresh_cache
 
 from attnmux.core import (
-    ANY,
     AttentionBackend,
     AttnmuxError,
     BackendContext,
@@ -27,8 +26,8 @@ from attnmux.core import (
     InvalidInput,
     MHATokenToKVPool,
     SpecInput,
-    one_of,
 )
+from attnmux.core.plugin import ANY, one_of
 from attnmux.cpu.flex_attention import FlexAttentionBackend
 from attnmux.cpu.flex_attention.kernel import kernel
 from attnmux.cpu.flex_attention.plan import Plan

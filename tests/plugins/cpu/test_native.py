@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import shutil
+import signal
+import subprocess
+import sys
 import tempfile
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -131,21 +136,84 @@ def test_the_library_is_compiled_once_and_nothing_else_is_left(
         assert callable(load(HERE))
     library_for.cache_clear()
     assert not list(scratch.iterdir())
-    assert [file.suffix for file in cache.glob("*")] == [".so"] * kept
+    assert sorted(file.suffix for file in cache.glob("*")) == [".sha256", ".so"] * kept
     assert caplog.text.count("compiling the kernels") == 1
 
 
+def damage(path: Path) -> None:
+    path.write_bytes(b"no library")
+
+
+def append(path: Path) -> None:
+    with open(path, "ab") as file:
+        file.write(b"more")
+
+
+def flip(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 1
+    path.write_bytes(content)
+
+
+def open_to_a_group(path: Path) -> None:
+    path.chmod(0o770)
+
+
+def unseal(path: Path) -> None:
+    path.with_suffix(".sha256").unlink()
+
+
 @needs_compiler
-def test_a_damaged_library_is_compiled_again(
+@pytest.mark.parametrize("change", [damage, append, flip, open_to_a_group, unseal])
+def test_a_library_that_is_not_as_it_was_written_is_compiled_again(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
     compiled: Path,
+    change: Callable[[Path], None],
 ) -> None:
-    damaged = tmp_path / compiled.name
-    damaged.write_bytes(b"no library")
-    damaged.chmod(0o700)
+    kept = tmp_path / compiled.name
     monkeypatch.setattr(Settings, "cache_folder", lambda self: tmp_path)
     assert callable(load(HERE))
-    assert damaged.read_bytes() == compiled.read_bytes()
-    assert f"{damaged} cannot be loaded" in caplog.text
+    change(kept)
+    library_for.cache_clear()
+    caplog.clear()
+    assert callable(load(HERE))
+    assert kept.read_bytes() == compiled.read_bytes()
+    assert caplog.text.count("compiling the kernels") == 1
+    assert (f"{kept} cannot be loaded" in caplog.text) is (change is not unseal)
+
+
+COMPILES = """
+import signal, sys, tempfile
+from pathlib import Path
+tempfile.tempdir = sys.argv[1]
+signal.signal(signal.SIGINT, signal.default_int_handler)
+from attnmux.core.find.cpu import probe_cpu
+from attnmux.cpu import levels
+from attnmux.cpu.native import library
+levels.COMPILERS = (sys.argv[2],)
+library.FOLDER = Path(sys.argv[1], "wheel")
+library.load(probe_cpu())
+"""
+
+
+def test_an_interrupted_compile_leaves_nothing_running_or_behind(tmp_path: Path) -> None:
+    scratch, started = tmp_path / "scratch", tmp_path / "pid"
+    scratch.mkdir()
+    compiler = tmp_path / "c++"
+    compiler.write_text(f"#!/bin/sh\nsleep 600 &\necho $! > {started}\nwait\n")
+    compiler.chmod(0o755)
+    process = subprocess.Popen(
+        [sys.executable, "-c", COMPILES, str(scratch), str(compiler)],
+        env={**os.environ, "XDG_CACHE_HOME": str(tmp_path / "cache")},
+        stderr=subprocess.DEVNULL,
+    )
+    while process.poll() is None and not (started.exists() and started.read_text()):
+        time.sleep(0.01)
+    process.send_signal(signal.SIGINT)
+    assert process.wait(60)
+    assert not list(scratch.iterdir())
+    assert not (tmp_path / "cache").exists()
+    status = Path(f"/proc/{started.read_text().strip()}/stat")
+    assert not status.exists() or status.read_text().rpartition(")")[2].split()[0] in "ZX"

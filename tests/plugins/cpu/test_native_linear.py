@@ -12,10 +12,11 @@ from typing import Any
 import pytest
 import torch
 
-from attnmux.core import BackendFailed, InvalidInput, Platform
+from attnmux.core import BackendFailed, InvalidInput, Platform, Settings
 from attnmux.core.find.cpu import probe_cpu
 from attnmux.cpu import levels
-from attnmux.cpu.levels import AVX2, BASELINE, COMPILERS, Level, levels_of
+from attnmux.cpu.levels import AVX2, AVX512, BASELINE, COMPILERS, Level, levels_of
+from attnmux.cpu.native import library
 from attnmux.cpu.native.linear import SERVED, NativeLinear, make_linear
 
 pytestmark = pytest.mark.skipif(
@@ -122,4 +123,16 @@ def test_not_offered_where_it_was_not_found_faster(
     monkeypatch.setattr(levels, "FOLDER", tmp_path)  # no kernels came with the wheel
     features = {*level.features} if level is AVX2 else {*level.features, "cxx_compiler"}
     platform = replace(Platform.parse("cpu:x86_64"), features=frozenset(features))
+    assert make_linear(on(platform)) is None
+
+
+def test_not_offered_where_only_a_compiler_is(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Whoever names another backend waits for no compiler."""
+    monkeypatch.setattr(Settings, "cache_folder", lambda self: tmp_path)
+    monkeypatch.setattr(library, "FOLDER", tmp_path / "wheel")
+    monkeypatch.setattr(library, "_run", None)
+    features = frozenset({*AVX512.features, "cxx_compiler"})
+    platform = replace(Platform.parse("cpu:x86_64"), features=features)
     assert make_linear(on(platform)) is None

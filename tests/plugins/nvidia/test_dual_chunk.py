@@ -8,13 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from attnmux.core import (
-    MultiItem,
-    Pieces,
-    Platform,
-    imported,
-    most_pieces,
-)
+from attnmux.core import MultiItem, Platform
+from attnmux.core.composites.virtual_requests import most_pieces
+from attnmux.core.plugin import Pieces, imported
 from attnmux.nvidia.cards.dual_chunk_flash_attn import DUAL_CHUNK_FLASH_ATTN
 from attnmux.nvidia.dual_chunk import DualChunkKernels, make, merge
 from attnmux.nvidia.dual_chunk_regions import longest_keys, regions_of

@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from attnmux.core import ANY, AttnmuxError, ForwardMode, InvalidInput, MultiItem, Platform
+from attnmux.core import AttnmuxError, ForwardMode, InvalidInput, MultiItem, Platform
+from attnmux.core.plugin import ANY
 from attnmux.emulators.candidates import SGL_FLASH_ATTN as EMULATED
 from attnmux.nvidia.cards.fa3 import FA3
 from attnmux.nvidia.fa3 import make

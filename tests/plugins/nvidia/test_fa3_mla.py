@@ -6,14 +6,9 @@ from typing import Any
 import pytest
 import torch
 
-from attnmux.core import (
-    GraphUnsupported,
-    InvalidInput,
-    KeyGroup,
-    Platform,
-    visible_drafts,
-)
+from attnmux.core import GraphUnsupported, InvalidInput, Platform
 from attnmux.core.contract.spec import tree_visibility, whole_mask
+from attnmux.core.plugin import KeyGroup
 from attnmux.emulators.candidates import SGL_FLASH_ATTN as EMULATED
 from attnmux.nvidia.cards.fa3_mla import FA3_MLA
 from attnmux.nvidia.fa3_mla import make
@@ -103,7 +98,7 @@ def test_the_keys_of_each_draft():
     setup = WORLD.world(verify(6, 9, 0), spec_topk=4)
     batch = drafted(setup).batch
     group = KeyGroup.of(setup.context.layers[0], setup.context)
-    keys = draft_keys(batch, visible_drafts(batch), group, setup.context)
+    keys = draft_keys(batch, batch.visible_drafts(), group, setup.context)
     seen = [[0], [0, 1], [0, 2], [0, 3], [0, 1, 4], [0, 1, 5]]
     assert keys.lens.tolist() == [len(drafts) for drafts in seen] * 2
     slots = batch.out_cache_loc.view(2, 6)

@@ -21,9 +21,9 @@ from attnmux.core import (
     Platform,
     Policy,
     Request,
-    rehearse,
     solve,
 )
+from attnmux.core.plugin import rehearse
 from attnmux.emulators.candidates import WRAPPERS as EMULATED
 from attnmux.nvidia.cards.flashinfer import FLASHINFER
 from attnmux.nvidia.flashinfer.backend import make

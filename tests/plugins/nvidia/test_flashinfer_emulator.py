@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from attnmux.core.graph.devices import GraphStep
+from attnmux.core.plugin import GraphStep
 from attnmux.emulators.candidates import WRAPPERS
 from attnmux.emulators.nvidia import flashinfer as emulator
 from attnmux.nvidia.flashinfer.backend import merge, store_natural

@@ -9,13 +9,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from attnmux.core import (
-    BackendFailed,
-    InvalidInput,
+from attnmux.core import BackendFailed, InvalidInput, LinearStatePool
+from attnmux.core.plugin import (
     LinearAttentionBackend,
     LinearCall,
     PlainConvolutions,
-    linear_states_of,
 )
 from attnmux.emulators.candidates import CONVOLUTIONS, EMULATED_LINEAR, GATED
 from attnmux.emulators.nvidia import causal_conv1d
@@ -216,7 +214,7 @@ def modules(monkeypatch) -> dict[str, object]:
 
 def test_a_plugin_s_convolutions_come_first(modules, monkeypatch) -> None:
     context = setup_of(decode(4)).context
-    modules["short_convolutions"] = offered = PlainConvolutions(linear_states_of(context))
+    modules["short_convolutions"] = offered = PlainConvolutions(LinearStatePool.of(context))
     monkeypatch.setitem(sys.modules, "sgl_kernel", causal_conv1d)
     assert convolutions(context) is offered
 

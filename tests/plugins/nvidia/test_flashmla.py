@@ -8,14 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from attnmux.core import (
-    ANY,
-    BackendFailed,
-    ForwardMode,
-    InvalidInput,
-    Platform,
-    rehearse,
-)
+from attnmux.core import BackendFailed, ForwardMode, InvalidInput, Platform
+from attnmux.core.plugin import ANY, rehearse
 from attnmux.emulators.candidates import FLASH_MLA, FLASH_MLA_OF_VLLM, OF_SGL_KERNEL
 from attnmux.emulators.nvidia.flash_mla import flash_mla, sgl_kernel
 from attnmux.nvidia.cards.flashmla import FLASHMLA

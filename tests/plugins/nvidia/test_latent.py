@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from attnmux.core import InvalidInput, joined
+from attnmux.core import InvalidInput
+from attnmux.core.plugin import joined
 
 ROWS = torch.randn(5, 4, 576).bfloat16()
 

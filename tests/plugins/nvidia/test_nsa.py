@@ -9,31 +9,26 @@ from typing import Any
 import pytest
 import torch
 
-from attnmux.core import (
-    BackendFailed,
-    Platform,
-    rehearse,
-    topk_slots,
-)
+from attnmux.core import BackendFailed, Platform
+from attnmux.core.plugin import rehearse, topk_slots
 from attnmux.emulators.nvidia.flash_mla.vllm import FlashMLAOperators
 from attnmux.emulators.nvidia.flash_mla_sparse import FlashMLA, SglKernel, sparse_prefill
 from attnmux.nvidia import picked
 from attnmux.nvidia.cards.nsa import NSA
-from attnmux.nvidia.flashmla_ops import sparse_of_vllm
-from attnmux.nvidia.nsa import (
-    NSABackend,
+from attnmux.nvidia.flashmla_kernels import (
     NSAKernels,
-    from_flash_mla,
-    from_sgl_kernel,
-    make,
+    sparse_from_flash_mla,
+    sparse_from_sgl_kernel,
+    sparse_of_vllm,
 )
+from attnmux.nvidia.nsa import NSABackend, make
 from attnmux.testing import AttentionBackendTests, Candidate, Case, decode, extend, run_case
 from attnmux.testing.adapters import LATENT, recorded
 from attnmux.testing.picked_adapters import PickedAdapterTests, PickedWorld
 
 EMULATED = {
-    "sgl_kernel": from_sgl_kernel(SglKernel),
-    "flash_mla": from_flash_mla(FlashMLA),
+    "sgl_kernel": sparse_from_sgl_kernel(SglKernel),
+    "flash_mla": sparse_from_flash_mla(FlashMLA),
     "vllm": sparse_of_vllm(FlashMLAOperators.sparse_prefill_fwd),
 }
 HOPPER = Platform.parse("nvidia:sm90,cuda=13.0")

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from attnmux.core import BackendFailed, Platform, topk_slots
+from attnmux.core import BackendFailed, Platform
+from attnmux.core.plugin import topk_slots
 from attnmux.emulators.nvidia import sgl_flash_attn
 from attnmux.nvidia import picked
 from attnmux.nvidia.cards.nsa_fa3 import NSA_FA3

@@ -7,7 +7,8 @@ from types import ModuleType, SimpleNamespace
 
 import pytest
 
-from attnmux.core import Platform, PluginError
+from attnmux.core import Platform
+from attnmux.core.plugin import PluginError
 from attnmux.nvidia import probe as module
 from attnmux.nvidia.plugin import attnmux_platforms
 

@@ -23,8 +23,7 @@ from typing import Any
 import pytest
 
 from attnmux.core import ForwardMode, Platform, Request
-from attnmux.core.choosing.shortcomings import is_served
-from attnmux.core.facts.axes import Question
+from attnmux.core.verbs import Question
 from attnmux.testing import Case, decode, extend, verify
 
 pytest.importorskip("triton")
@@ -82,7 +81,7 @@ def is_offered(request: Request, platform: Platform) -> bool:
     questions = (
         Question(request=request, platform=platform, phase=phase) for phase in request.phases
     )
-    return all(is_served(TRITON, question) for question in questions)
+    return all(TRITON.serves(question) for question in questions)
 
 
 def served(chip: str) -> list[str]:

@@ -10,7 +10,9 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from attnmux.core import PlainPages, Platform, RequestPages
+from attnmux.core import Platform
+from attnmux.core.composites.page_choice import PlainPages
+from attnmux.core.plugin import RequestPages
 from attnmux.testing import Case, decode, make_setup
 
 pytest.importorskip("triton")

@@ -9,16 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from attnmux.core import (
-    DraftKeys,
-    LayerSpec,
-    SeenPrefixes,
-    TreeAttnBackend,
-    Trees,
-    as_heads,
-    attend_to_drafts,
-    prefix_context,
-)
+from attnmux.core import LayerSpec, prefix_context
+from attnmux.core.composites.draft_trees import TreeAttnBackend
+from attnmux.core.plugin import DraftKeys, SeenPrefixes, Trees, attend_to_drafts
 from attnmux.cpu.torch_native import TorchNativeBackend
 from attnmux.testing import (
     Candidate,
@@ -34,7 +27,7 @@ from attnmux.testing.standard import in_graphs
 
 pytest.importorskip("triton")
 
-from attnmux.core import ANY, Clause
+from attnmux.core.plugin import ANY, Clause
 from attnmux.triton.draft_attention import (  # where there is a Triton
     MOST_DRAFTS,
     TritonDraftAttention,
@@ -191,8 +184,12 @@ def made(setting: Setting) -> tuple[dict[str, Any], torch.Tensor, torch.Tensor]:
         lses.append(lse)
     flat = size * setting.most
     seen = SeenPrefixes(
-        out=as_heads(seen_out.view(flat, heads, dv), groups, setting.most, setting.most),
-        lse=as_heads(seen_lse.view(flat, heads, 1), groups, setting.most, setting.most).squeeze(2),
+        out=SeenPrefixes.as_heads(
+            seen_out.view(flat, heads, dv), groups, setting.most, setting.most
+        ),
+        lse=SeenPrefixes.as_heads(
+            seen_lse.view(flat, heads, 1), groups, setting.most, setting.most
+        ).squeeze(2),
     )
     lens = torch.full((size,), PREFIX, dtype=torch.int32)
     trees = Trees(lens=lens, positions=lens.long() - 1, sees_prefix=sees, visible=visible)

@@ -7,7 +7,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from attnmux.core import ConvCall, InvalidInput, LinearAttentionBackend, Platform
+from attnmux.core import InvalidInput, Platform
+from attnmux.core.plugin import ConvCall, LinearAttentionBackend
 from attnmux.cpu.torch_linear import TorchLinearBackend
 from attnmux.testing import AttentionBackendTests, Candidate, extend
 from attnmux.testing.linear_cases import linear_cases

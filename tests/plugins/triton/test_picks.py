@@ -8,10 +8,12 @@ from dataclasses import replace
 import pytest
 import torch
 
-from attnmux.core import InvalidInput, Platform, topk_slots
+from attnmux.core import InvalidInput, Platform
+from attnmux.core.plugin import topk_slots
 from attnmux.emulators.nvidia.flash_mla_sparse import FlashMLA
 from attnmux.nvidia.cards.nsa import NSA
-from attnmux.nvidia.nsa import NSABackend, from_flash_mla
+from attnmux.nvidia.flashmla_kernels import sparse_from_flash_mla
+from attnmux.nvidia.nsa import NSABackend
 from attnmux.testing import AttentionBackendTests, Candidate
 
 pytest.importorskip("triton")
@@ -20,7 +22,7 @@ from attnmux.triton.picks import TopkSlots  # where there is a Triton
 
 
 def sparse(context, options) -> NSABackend:
-    kernels = replace(from_flash_mla(FlashMLA), topk_slots=TopkSlots())
+    kernels = replace(sparse_from_flash_mla(FlashMLA), topk_slots=TopkSlots())
     return NSABackend(context, options, kernels)
 
 

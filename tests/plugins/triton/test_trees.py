@@ -16,10 +16,9 @@ from attnmux.core import (
     AcceptThresholds,
     DraftTree,
     InvalidInput,
-    organize_draft_results,
     sample_tree_target_only,
 )
-from attnmux.core.graph.devices import GraphStep
+from attnmux.core.plugin import GraphStep
 from attnmux.testing import RecordingGraphs
 
 pytest.importorskip("triton")
@@ -50,7 +49,7 @@ def a_tree(size: int, num: int) -> DraftTree:
     """Trees of any shape with few different tokens, so that siblings are often alike."""
     scores, tokens, parents = candidates(size, 2 * num)
     roots = torch.randint(0, 4, (size,))
-    return organize_draft_results(roots, scores, tokens, parents, num, topk=3)
+    return DraftTree.best_of(roots, scores, tokens, parents, num, topk=3)
 
 
 def distributions(rows: int, vocabulary: int) -> torch.Tensor:
@@ -78,7 +77,7 @@ def check_accepted(found: AcceptedDrafts, expected: AcceptedDrafts) -> None:
 
 def check_building(kernels: TritonTrees, size: int, num: int, nodes: int) -> None:
     given = (torch.randint(0, 9, (size,)), *candidates(size, num), nodes)
-    check_built(kernels.build(*given, topk=3), organize_draft_results(*given, topk=3))
+    check_built(kernels.build(*given, topk=3), DraftTree.best_of(*given, topk=3))
 
 
 def check_sampling(kernels: TritonTrees, size: int, nodes: int, vocabulary: int) -> None:
@@ -139,7 +138,7 @@ def test_a_graph_holds_both() -> None:
         old.copy_(new)
     coins.uniform_()
     graph.replay()
-    tree = organize_draft_results(roots, *drafted, nodes, topk=3)
+    tree = DraftTree.best_of(roots, *drafted, nodes, topk=3)
     expected = [tree.parents, sample_tree_target_only(tree, probs, coins).accept_index]
     assert all(map(torch.equal, graph.outputs, expected))
 
@@ -164,7 +163,7 @@ def test_refusals_are_those_of_core() -> None:
 
 
 def test_signatures() -> None:
-    pairs = {"build": organize_draft_results, "sample": sample_tree_target_only}
+    pairs = {"build": DraftTree.best_of, "sample": sample_tree_target_only}
     for name, plain in pairs.items():
         assert inspect.signature(getattr(TritonTrees(), name)) == inspect.signature(plain)
 

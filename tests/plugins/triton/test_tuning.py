@@ -8,8 +8,9 @@ from datetime import datetime, timezone
 import pytest
 import torch
 
-from attnmux.core import BackendFailed, InvalidInput, Job, Platform, Request, TunedLaunch
-from attnmux.core.facts.records import Device
+from attnmux.core import BackendFailed, InvalidInput, Platform, Request, TunedLaunch
+from attnmux.core.plugin import Job
+from attnmux.core.verbs import Device
 from attnmux.testing import Case, decode, make_setup
 
 pytest.importorskip("triton")

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from attnmux.core import (
-    ACTIVATION_DTYPES,
+    FP8_DTYPES,
     InvalidInput,
     KVPool,
     LayerSpec,
@@ -23,7 +23,7 @@ from attnmux.core import (
     Platform,
     SWAKVPool,
 )
-from attnmux.core.contract.dtypes import FP8_DTYPES, STORABLE_DTYPES
+from attnmux.core.contract.dtypes import ACTIVATION_DTYPES, STORABLE_DTYPES
 from attnmux.testing import Case, decode, make_setup, prepare_step
 from attnmux.testing.fakes import FakeBackend
 

@@ -8,8 +8,7 @@ from dataclasses import replace
 import torch
 
 from attnmux.bench.steps import Step
-from attnmux.core import ForwardBatch, ForwardMode
-from attnmux.core.contract.dtypes import FP8_DTYPES
+from attnmux.core import FP8_DTYPES, ForwardBatch, ForwardMode
 from attnmux.testing import Errors, errors_between, reference
 
 MAX_ERROR: Mapping[torch.dtype, float] = {

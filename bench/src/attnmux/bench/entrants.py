@@ -8,9 +8,11 @@ from dataclasses import dataclass, replace
 import torch
 
 from attnmux.bench.grid import default_grid
+from attnmux.bench.shapes import value_bytes
 from attnmux.bench.timing import graphs_of
 from attnmux.bench.workload import Workload
 from attnmux.core import (
+    Choice,
     Decision,
     DeviceGraphs,
     InvalidInput,
@@ -22,11 +24,8 @@ from attnmux.core import (
     Request,
     solve,
     torch_dtype,
-    value_bytes,
 )
-from attnmux.core.cards.named import offers_named
-from attnmux.core.choosing.choice import Choice
-from attnmux.core.facts.policy import NAMING
+from attnmux.core.verbs import offers_named
 
 NAMED_FOR = {
     "decode": "decode_backend",
@@ -194,13 +193,13 @@ def _decide_alone(
 ) -> Decision | NoBackend:
     """Decide one phase with one backend named. The request is not coerced for it, and asks for no
     accuracy: the benchmark measures it."""
-    asked = request.replace(phases=(phase,), max_error=None, accuracy=None)
+    asked = request.replace(phases=(phase,), max_error=None)
     if phase == "verify":
         # An engine's backend for prompts verifies too
         asked = asked.replace(phases=("extend", phase), speculative_attention_mode="prefill")
     if in_graph:
         asked = asked.replace(graph=True)
-    unnamed = dict.fromkeys(NAMING)
+    unnamed = dict.fromkeys(Policy.NAMING)
     named = {**unnamed, NAMED_FOR[phase]: offer.address}
     alone = replace(policy, **named, allow_coercion=False)  # type: ignore[arg-type]  # names by field
     try:

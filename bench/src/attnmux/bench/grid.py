@@ -7,7 +7,6 @@ from collections.abc import Iterable
 from attnmux.bench.linear_work import state_bytes
 from attnmux.bench.workload import Workload
 from attnmux.core import Platform, Request
-from attnmux.core.facts.values import LINEAR_KINDS
 
 GRID_CPU = (
     *((1, 256), (1, 2048), (1, 8192), (4, 512), (16, 256)),
@@ -59,7 +58,7 @@ def default_grid(request: Request, platform: Platform, itemsize: float) -> tuple
             Workload(phase="verify", batch_size=batch_size, new=new, prefix=prefix)
             for batch_size, prefix in (VERIFY_CPU if on_cpu else VERIFY_ACCELERATOR)
         ]
-    if request.kind in LINEAR_KINDS:
+    if request.is_linear:
         distinct: dict[tuple[str, int, int], Workload] = {}
         for each in grid:
             distinct.setdefault((each.phase, each.batch_size, each.new), each)

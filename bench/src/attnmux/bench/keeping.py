@@ -6,6 +6,7 @@ loses another one's records.
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import shutil
@@ -18,14 +19,7 @@ from typing import Generic, TypeVar
 from filelock import FileLock
 
 from attnmux.core import replacing
-from attnmux.core.facts.records import (
-    FORMAT,
-    Record,
-    Records,
-    latest,
-    read_records,
-    records_in,
-)
+from attnmux.core.verbs import Record, Records
 
 LOCK_SECONDS = 60
 """How long to wait for another writer."""
@@ -41,27 +35,33 @@ class RecordFile(Generic[R]):
     kind: type[R]
 
     def read(self) -> Records[R]:
-        """As `read_records`."""
-        return read_records(self.path, self.kind)
+        """As `Measurement.read`."""
+        return self.kind.read(self.path)
 
     def prepare(self) -> Records[R]:
         """The content, read as `add` reads it, so that obstacles show before anything is measured.
         Creates the folder. Raises what `add` raises."""
         with self._locked():
-            return records_in(self.path, self.kind, writable=True)
+            return self._content()
 
     def add(self, records: Iterable[R]) -> None:
         """Put records into the file; they replace earlier ones with the same key.
 
-        A file that cannot be read is kept with `.damaged` after its name; single entries that
-        cannot be read are dropped. Raises OSError where the file cannot be opened, the folder is
-        not writable, or another writer does not finish; the file is unchanged then.
+        A file of another version is kept with `.damaged` after its name; single entries that
+        cannot be read are dropped. Raises OSError if the file cannot be opened or holds something
+        else, the folder is not writable, or another writer does not finish; the file is unchanged
+        then.
         """
         with self._locked():
-            before = records_in(self.path, self.kind, writable=True)
-            kept = latest([*before.found, *records])
-            data = {"format": FORMAT, self.kind.listed: [each.to_dict() for each in kept]}
+            before = self._content()
+            data = self.kind.content([*before.found, *records])
             self._replace(data, set_aside=before.damaged)
+
+    def _content(self) -> Records[R]:
+        found = self.kind.opened(self.path, writable=True)
+        if found.is_foreign:
+            raise OSError(errno.EEXIST, f"it holds something else than {self.kind.listed}")
+        return found
 
     @contextmanager
     def _locked(self) -> Iterator[None]:

@@ -12,24 +12,23 @@ from attnmux.bench.linear_work import CONV_CHANNELS, CONV_SIZE, dims, linear_byt
 from attnmux.bench.steps import cold_layers
 from attnmux.bench.timing import Run
 from attnmux.bench.workload import Workload
-from attnmux.core import (
-    Decision,
-    ForwardBatch,
-    LinearAttentionBackend,
-    LinearLayerSpec,
-    Request,
-    torch_dtype,
-)
-from attnmux.testing import Errors, decode, errors_between, extend, linear_reference, verify
-from attnmux.testing.linear_cases import LinearCase
-from attnmux.testing.linear_runner import PRODUCTS
-from attnmux.testing.linear_setup import (
+from attnmux.core import Decision, ForwardBatch, LinearLayerSpec, Request, torch_dtype
+from attnmux.core.plugin import LinearAttentionBackend
+from attnmux.testing import (
+    PRODUCTS,
+    Errors,
+    LinearCase,
     LinearInput,
     LinearSetup,
+    decode,
+    errors_between,
+    extend,
     make_linear_setup,
     prepare_linear,
+    reference,
+    verify,
 )
-from attnmux.testing.linear_setup import LinearStep as Prepared
+from attnmux.testing import LinearStep as Prepared
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -126,7 +125,7 @@ def make_linear_step(
 def linear_errors(step: LinearStep) -> Errors:
     """The larger errors of the last layer: those of its answer, or of the states that it left.
 
-    Checks the first and the last request, in some heads, against `linear_reference`.
+    Checks the first and the last request, in some heads, against `attnmux.testing.reference`.
     """
     news, given = step.workload.new_lens, step.prepared.inputs[-1]
     layer, rows = given.layer, list(step.checked)
@@ -145,13 +144,11 @@ def linear_errors(step: LinearStep) -> Errors:
         q, k = (each[tokens][:, shared] for each in (given.q, given.k))
         v, g = (each[tokens][:, heads] for each in (given.v, given.g))
         beta = None if given.beta is None else given.beta[tokens][:, heads]
-        expected, left = linear_reference.recurrence(
-            sampled, q, k, v, g, beta, start[:, heads], counts
-        )
+        expected, left = reference.recurrence(sampled, q, k, v, g, beta, start[:, heads], counts)
         out, after = out[:, heads], after[:, heads]
     else:
         ((x, weight, bias),) = given.convs
-        expected, left = linear_reference.convolution(
+        expected, left = reference.convolution(
             x[tokens], weight, bias, silu=given.silu, states=start, new=counts
         )
     pairs = (out, expected), (after, left)
@@ -182,7 +179,7 @@ def _case(workload: Workload, request: Request) -> LinearCase:
     return LinearCase(
         name=str(workload),
         steps=(lengths,),
-        kind=request.kind,  # type: ignore[arg-type]  # one of LINEAR_KINDS
+        kind=request.kind,  # type: ignore[arg-type]  # one of Request.LINEAR_KINDS
         num_k_heads=k_heads,
         num_v_heads=heads,
         head_k_dim=dim,

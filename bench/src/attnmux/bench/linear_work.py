@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from attnmux.bench.workload import Workload
-from attnmux.core import Request
-from attnmux.core.linear.layer import CHANNEL_KINDS, DELTA_KINDS
+from attnmux.core import LinearLayerSpec, Request
 
 STATE_ITEMSIZE = 4
 """Recurrent states are float32."""
@@ -31,7 +30,7 @@ def linear_flops(workload: Workload, request: Request) -> int:
     """
     if request.kind == "conv":
         return 2 * workload.num_tokens * CONV_SIZE * CONV_CHANNELS
-    each = 7 if request.kind in DELTA_KINDS else 5
+    each = 7 if request.kind in LinearLayerSpec.DELTA_KINDS else 5
     return each * workload.num_tokens * _state_values(request)
 
 
@@ -49,7 +48,7 @@ def linear_bytes(workload: Workload, request: Request, itemsize: float) -> int:
         return round(values * itemsize) + states
     heads, k_heads, dim, v_dim = dims(request)
     values = 2 * k_heads * dim + 2 * heads * v_dim
-    decays = heads * (dim if request.kind in CHANNEL_KINDS else 1)
+    decays = heads * (dim if request.kind in LinearLayerSpec.CHANNEL_KINDS else 1)
     betas = 0 if request.kind == "lightning" else heads
     token = values * itemsize + decays * STATE_ITEMSIZE + betas * itemsize
     return round(workload.num_tokens * token) + states

@@ -4,20 +4,19 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any, Literal
 
 import torch
 
 from attnmux.bench.entrants import Entrant
-from attnmux.bench.roofline import Ceilings, Cost, cost_of
-from attnmux.bench.subjects import Subject, TimedStep, subject_of
+from attnmux.bench.roofline import BEYOND, Ceilings, Cost, cost_of
+from attnmux.bench.subjects import AnyBackend, Subject, TimedStep, subject_of
 from attnmux.bench.timing import Run, current, in_graph, in_turn, interleave, median_us
 from attnmux.bench.workload import Workload
 from attnmux.core import DeviceGraphs, RankFailed, RanksDiffer, TunedLaunch, in_brief
-from attnmux.core.contract.steps import StepBackend
-from attnmux.core.facts.launches import Together, alone
+from attnmux.core.plugin import Together
 from attnmux.testing import Errors
 
 ROUNDS = 3
@@ -55,6 +54,17 @@ class Row:
     why: str = ""
     """What went wrong."""
 
+    @property
+    def is_beyond(self) -> bool:
+        """Whether it is faster than the ceiling that was measured."""
+        return (self.share or 0) > BEYOND
+
+    def under(self, ceilings: Ceilings) -> Row:
+        """The row with its share of these ceilings."""
+        if self.cost is None or self.median_us is None:
+            return self
+        return replace(self, share=ceilings.share(self.cost, self.median_us))
+
     def to_dict(self) -> dict[str, Any]:
         """Plain data. An infinite error, which JSON cannot hold, is None; `why` has it."""
         data = {**asdict(self), "workload": str(self.workload), "phase": self.workload.phase}
@@ -77,7 +87,7 @@ class Bench:
     """Least time for one figure of one backend on one workload."""
     launches: tuple[TunedLaunch, ...] = ()
     """As `BackendContext.launches`."""
-    together: Together = alone
+    together: Together = Together()  # noqa: RUF009  # without state
     """Called for every figure, so that the ranks of a group measure at the same time and all of
     them get the figure of the slowest."""
     say: Callable[[str], None] = _silent
@@ -170,7 +180,7 @@ class Bench:
 
     def _run(
         self, subject: Subject[Any], step: TimedStep, entrant: Entrant
-    ) -> tuple[tuple[StepBackend, Run, Run], Errors]:
+    ) -> tuple[tuple[AnyBackend, Run, Run], Errors]:
         """Run the step once. Returns the backend, the run, its preparation, and the errors."""
         backend = subject.build(entrant.decision, step, self.launches)
         if entrant.in_graph and self.graphs is not None:
@@ -189,7 +199,7 @@ class _Ready:
     """A backend with a right answer, ready to be timed."""
 
     run: Run
-    backend: StepBackend
+    backend: AnyBackend
     """Kept alive: a graph does not own the memory that it reads."""
     entrant: Entrant
     errors: Errors
@@ -200,13 +210,13 @@ def _figures(errors: Errors) -> dict[str, float]:
     return {"error": errors.relative, "rms_error": errors.rms, "worst_error": errors.worst}
 
 
-def all_layers(backend: StepBackend, step: TimedStep) -> Run:
+def all_layers(backend: AnyBackend, step: TimedStep) -> Run:
     """Every layer's call, one after the other, eagerly. Prepares the step, once."""
     backend.init_forward_metadata(step.batch)
     return in_turn(step.calls(backend))
 
 
-def all_layers_in_graph(backend: StepBackend, step: TimedStep, graphs: DeviceGraphs) -> Run:
+def all_layers_in_graph(backend: AnyBackend, step: TimedStep, graphs: DeviceGraphs) -> Run:
     """The same calls from one graph. Prepares the step, once, outside of the graph; before each
     replay, where the device's graphs want that.
 

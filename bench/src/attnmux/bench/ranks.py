@@ -11,8 +11,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
-from attnmux.core import AttnmuxError, BackendFailed, RanksDiffer, Trial, in_brief
-from attnmux.core.facts.launches import Together, alone
+from attnmux.core import AttnmuxError, BackendFailed, RanksDiffer, in_brief
+from attnmux.core.plugin import Together, Trial
 
 if TYPE_CHECKING:
     from attnmux.distributed import RankGroup
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 
-class TogetherOnRanks:
+class TogetherOnRanks(Together):
     """`Together` of a group: all ranks begin at the same time, and wait for each other."""
 
     def __init__(self, group: RankGroup) -> None:
@@ -57,7 +57,7 @@ class TogetherOnRanks:
 
 def together_on(group: RankGroup | None) -> Together:
     """How the ranks of a group measure; without one, how a single process does."""
-    return alone if group is None else TogetherOnRanks(group)
+    return Together() if group is None else TogetherOnRanks(group)
 
 
 def shared_trials(group: RankGroup, tuner: str, trials: Sequence[Trial]) -> tuple[Trial, ...]:

@@ -17,6 +17,8 @@ from rich.console import Console
 from rich.live import Live
 from rich.table import Table
 
+from attnmux.core.facts.files import check_replaceable
+
 Cell = str | float | None
 
 
@@ -70,7 +72,10 @@ class Report:
         title: str = "",
     ) -> None:
         """columns: a format for the numbers of each, as in {"us": ".1f"}, by heading.
-        about: `facts`. title: what all figures have in common."""
+        about: `facts`. title: what all figures have in common. Raises InvalidInput for a `path`
+        that is no regular file."""
+        if path is not None:
+            check_replaceable("--json", path)
         self.rows: list[Mapping[str, Any]] = []
         self._columns, self._about, self._path = columns, about, path
         # Text is literal: no markup, no colours for numbers

@@ -10,13 +10,16 @@ from typing import Literal
 import torch
 
 from attnmux.bench.linear_work import linear_bytes, linear_flops
-from attnmux.bench.timing import current, median_us
+from attnmux.bench.shapes import value_bytes
+from attnmux.bench.timing import current, median_us, wait
 from attnmux.bench.workload import Workload, kv_width, q_width
-from attnmux.core import Request, torch_dtype, value_bytes
-from attnmux.core.facts.values import LINEAR_KINDS
+from attnmux.core import Request, torch_dtype
 
 MOST_SECONDS = 1.5
 """Most time for both ceilings together. One product or copy that has begun is finished."""
+
+BEYOND = 1.05
+"""A larger share of a ceiling is more than two measurements of it differ by."""
 
 SIDES = 256, 8192
 """Sides of the first and of the largest square matrix. Each takes eight times the one before."""
@@ -62,7 +65,7 @@ def cost_of(workload: Workload, request: Request) -> Cost:
     `linear_work` counts linear layers.
     """
     size = torch_dtype(request.dtype or "").itemsize
-    if request.kind in LINEAR_KINDS:
+    if request.is_linear:
         return Cost(
             flops=linear_flops(workload, request), nbytes=linear_bytes(workload, request, size)
         )
@@ -96,6 +99,13 @@ class Ceilings:
         """FLOP per byte from which on the products bound a step, and no longer the bandwidth."""
         return self.matmul_tflops * 1e3 / self.read_gbs
 
+    def or_higher(self, other: Ceilings) -> Ceilings:
+        """The higher rates of two measurements."""
+        return Ceilings(
+            read_gbs=max(self.read_gbs, other.read_gbs),
+            matmul_tflops=max(self.matmul_tflops, other.matmul_tflops),
+        )
+
     def limit(self, cost: Cost) -> Literal["bandwidth", "matmul"]:
         """The ceiling that bounds this work."""
         return "matmul" if cost.intensity > self.ridge else "bandwidth"
@@ -103,7 +113,7 @@ class Ceilings:
     def share(self, cost: Cost, us: float) -> float:
         """The least time that the ceilings allow, divided by `us`.
 
-        More than 1 where a backend multiplies in a faster dtype, or finds K and V in a cache.
+        More than 1 if a backend multiplies in a faster dtype, or finds K and V in a cache.
         """
         return max(cost.nbytes / self.read_gbs / 1e3, cost.flops / self.matmul_tflops / 1e6) / us
 
@@ -131,6 +141,9 @@ def _bandwidth(device: torch.device, seconds: float) -> float:
 def _products(device: torch.device, dtype: torch.dtype, seconds: float) -> float:
     """FLOP per microsecond of the best size, of sizes that grow while they fit in `seconds`."""
     side, largest = SIDES
+    # The first product loads the library, which takes longer than `seconds`
+    torch.matmul(*torch.randn((2, side, side), device=device).to(dtype))
+    wait(device)
     best, end = 0.0, time.monotonic() + seconds
     while True:
         left, right = torch.randn((2, side, side), device=device).to(dtype)

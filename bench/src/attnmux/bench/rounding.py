@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from attnmux.core import Request, torch_dtype, unpack_rows
-from attnmux.core.kv.quantise import stored_parts
+from attnmux.core import Request, stored_parts, torch_dtype
+from attnmux.core.plugin import unpack_rows
 
 KEYS, QUERIES = 4096, 64
 

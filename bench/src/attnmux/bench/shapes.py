@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import replace
 
+import torch
+
 from attnmux.core import InvalidInput, Request, linear_request
-from attnmux.core.facts.values import LINEAR_KINDS
 
 DENSE_SHAPES = {"num_q_heads": 32, "num_kv_heads": 8, "head_dim": 128, "dtype": "bfloat16"}
 LATENT_SHAPES = {
@@ -27,7 +28,7 @@ LINEAR_SHAPES: dict[str, dict[str, object]] = {
 """The same of linear layers, V heads, K heads and dims: those of Qwen3-Next, Kimi-Linear,
 Falcon-Mamba-7B on one of eight ranks, Nemotron-H-8B and MiniMax-Text-01."""
 
-TIMED = ("mha", "mla", *LINEAR_KINDS)
+TIMED = ("mha", "mla", *Request.LINEAR_KINDS)
 """The kinds that workloads have."""
 
 UNTIMED = ("cross_attention", "custom_mask", "multi_item")
@@ -72,7 +73,7 @@ def kept_shape(request: Request) -> Request:
 
     Engines choose the backend of linear layers by kind and dims, whatever their heads.
     """
-    if request.kind not in LINEAR_KINDS:
+    if not request.is_linear:
         return request
     own = replace(request, kind="mha", linear_head_dim=request.head_dim)
     own = replace(own, linear_v_head_dim=request.v_head_dim)
@@ -80,6 +81,12 @@ def kept_shape(request: Request) -> Request:
 
 
 def _shapes(request: Request) -> Iterable[tuple[str, object]]:
-    if request.kind in LINEAR_KINDS:
+    if request.is_linear:
         return {**LINEAR_SHAPES[request.kind], "dtype": "bfloat16"}.items()
     return (LATENT_SHAPES if request.latent else DENSE_SHAPES).items()
+
+
+def value_bytes(dtype: torch.dtype) -> float:
+    """Bytes of a value of K or V in a pool of a dtype, with its share of its block's scale."""
+    # Packed two an element; 16 of them share a scale of a byte
+    return 0.5 + 1 / 16 if dtype == torch.float4_e2m1fn_x2 else dtype.itemsize

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from attnmux.bench.shapes import value_bytes
 from attnmux.bench.timing import Run
 from attnmux.bench.workload import Workload
 from attnmux.core import (
@@ -28,7 +29,6 @@ from attnmux.core import (
     TunedLaunch,
     Workspace,
     torch_dtype,
-    value_bytes,
 )
 
 COLD_BYTES, MAX_LAYERS = 256e6, 32

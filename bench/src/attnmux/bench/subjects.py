@@ -14,16 +14,15 @@ from attnmux.bench.steps import Step, make_step
 from attnmux.bench.timing import Run
 from attnmux.bench.workload import Workload
 from attnmux.core import (
-    BackendCard,
+    AttentionBackend,
     Decision,
     ForwardBatch,
     Request,
     TunedLaunch,
     build,
+    make_linear,
 )
-from attnmux.core.composites.factories import make_linear
-from attnmux.core.contract.steps import StepBackend
-from attnmux.core.facts.values import LINEAR_KINDS
+from attnmux.core.plugin import BackendCard, LinearAttentionBackend
 from attnmux.testing import Errors
 
 
@@ -47,6 +46,7 @@ class TimedStep(Protocol):
 
 
 S = TypeVar("S", bound=TimedStep)
+AnyBackend = AttentionBackend | LinearAttentionBackend
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -55,7 +55,7 @@ class Subject(Generic[S]):
 
     make_step: Callable[[Workload, Decision, torch.device], S]
     """Raises PoolExhausted where memory does not suffice."""
-    build: Callable[[Decision, S, tuple[TunedLaunch, ...]], StepBackend]
+    build: Callable[[Decision, S, tuple[TunedLaunch, ...]], AnyBackend]
     """The decided backend, for the step's context."""
     errors: Callable[[S], Errors]
     """Of the last run, against float64."""
@@ -64,18 +64,18 @@ class Subject(Generic[S]):
 
 
 def subject_of(request: Request) -> Subject[Any]:
-    return LINEAR if request.kind in LINEAR_KINDS else ATTENTION
+    return LINEAR if request.is_linear else ATTENTION
 
 
 def _build_attention(
     decision: Decision, step: Step, launches: tuple[TunedLaunch, ...]
-) -> StepBackend:
+) -> AttentionBackend:
     return build(decision, step.context(decision.platform, decision.request, launches))
 
 
 def _build_linear(
     decision: Decision, step: LinearStep, launches: tuple[TunedLaunch, ...]
-) -> StepBackend:
+) -> LinearAttentionBackend:
     context = replace(step.setup.context, request=decision.request, launches=launches)
     return make_linear(decision.phases[step.workload.phase], context)
 

@@ -17,11 +17,9 @@ from attnmux.core import (
     InvalidInput,
     RankFailed,
     RanksDiffer,
-    device_graphs,
     in_brief,
 )
-from attnmux.core.graph.config import NUM_WARM_UPS
-from attnmux.core.graph.devices import CapturedGraph, GraphStep
+from attnmux.core.plugin import CapturedGraph, GraphStep
 
 Run = Callable[[], object]
 Meter = Callable[[], float]
@@ -172,7 +170,7 @@ def in_graph(run: Run, graphs: DeviceGraphs | None, renew: Run | None = None) ->
         return run
     step = GraphStep(prepare=lambda: None, forward=run)
     with torch.inference_mode(False), graphs.session():
-        for _ in range(NUM_WARM_UPS):
+        for _ in range(graphs.NUM_WARM_UPS):
             graphs.warm_up(step)
         captured = graphs.capture(step)
     if renew is None and not captured.repeats:
@@ -184,7 +182,7 @@ def graphs_of(device: torch.device) -> DeviceGraphs | None:
     """None for a device without graphs. Raises InvalidInput for one that torch does not have."""
     try:
         torch.empty(1, device=device)
-        return device_graphs(device)
+        return DeviceGraphs.of(device)
     except GraphUnsupported:
         return None
     except (RuntimeError, AssertionError, ImportError) as error:

@@ -36,8 +36,7 @@ from attnmux.configs.values import (
     stated,
     values_of,
 )
-from attnmux.core.facts.errors import InvalidInput
-from attnmux.core.facts.values import canonical_dtype
+from attnmux.core import InvalidInput, canonical_dtype
 
 SPARSE = ("index_topk", "index_topk_blocks", "indexer_budget", "sparse_attention_config")
 """Values of models in which an indexer picks keys."""

@@ -8,7 +8,7 @@ from typing import Any
 from attnmux.configs.families import family_of
 from attnmux.configs.heads import attention_layers, differing_shapes, whole
 from attnmux.configs.layers import CHUNKED, COMPRESSED, PICKED_BLOCKS, WINDOWED
-from attnmux.core.facts.values import LayerGroup
+from attnmux.core import LayerGroup
 
 Kept = Callable[[Mapping[int, str]], frozenset[int]]
 """`kept_layers` of what the user skips."""

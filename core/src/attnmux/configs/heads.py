@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from attnmux.configs.layers import ATTENTION, BESIDE, LINEAR, UNRESTRICTED, WINDOWED
-from attnmux.core.facts.checks import is_whole
-from attnmux.core.facts.errors import InvalidInput
+from attnmux.configs.layers import ATTENTION, BESIDE, LINEAR, UNRESTRICTED, WINDOWED, is_whole
+from attnmux.core import InvalidInput
 
 LINEAR_K_DIMS = ("linear_key_head_dim", "linear_head_dim", "mamba_d_state", "ssm_state_size")
 LINEAR_V_DIMS = (

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 
-from attnmux.core.facts.errors import InvalidInput
+from attnmux.core import InvalidInput
 
 ARGUMENT = "kv_dtype_skip"
 KINDS = ("sliding_window", "attention_chunk", "full_attention")

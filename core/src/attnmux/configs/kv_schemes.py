@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from attnmux.core.facts.errors import InvalidInput
+from attnmux.core import InvalidInput
 
 DTYPES: Mapping[str, str] = {
     **dict.fromkeys(("float8", "fp8", "fp8_e4m3"), "fp8_e4m3"),

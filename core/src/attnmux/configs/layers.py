@@ -8,9 +8,7 @@ from itertools import cycle, islice
 from typing import Any
 
 from attnmux.configs.families import FAMILIES, PLAIN, family_of
-from attnmux.core.facts.checks import is_whole
-from attnmux.core.facts.errors import InvalidInput
-from attnmux.core.facts.values import LINEAR_KINDS
+from attnmux.core import InvalidInput, Request
 
 COMPRESSED = frozenset({"compressed_sparse_attention", "heavily_compressed_attention"})
 """Of layers that see a window and keys that stand for blocks of tokens (DeepSeek-V4)."""
@@ -25,7 +23,7 @@ ATTENTION = WINDOWED | CHUNKED | INDEXED | PICKED_BLOCKS | UNRESTRICTED
 UNNAMED = frozenset({"linear_attention", "mamba", "recurrent"})
 """Words for recurrent layers whose kind the model type tells."""
 
-LINEAR = UNNAMED.union(LINEAR_KINDS)
+LINEAR = UNNAMED.union(Request.LINEAR_KINDS)
 """Types of layers that mix tokens without softmax attention."""
 
 NO_MIXING = frozenset({"moe", "mlp"})
@@ -37,6 +35,11 @@ PATTERN = {"M": "mamba2", "*": "attention", "-": "mlp", "E": "moe"}
 """Letters of Nemotron-H's pattern."""
 
 MOST_LAYERS = 10_000
+
+
+def is_whole(value: object, least: int = 0) -> bool:
+    """Whether `value` is an integer of at least `least`. A bool is none."""
+    return isinstance(value, int) and not isinstance(value, bool) and value >= least
 
 
 def layer_types(values: Mapping[str, Any]) -> list[str]:

@@ -9,9 +9,8 @@ from typing import Any
 from attnmux.configs.fields import read_model, stated_dtype
 from attnmux.configs.values import parts_of
 from attnmux.configs.weights_dtype import weights_dtype
-from attnmux.core import InvalidInput, Request
-from attnmux.core.facts.files import read_file
-from attnmux.core.facts.values import canonical_dtype
+from attnmux.core import InvalidInput, Request, canonical_dtype
+from attnmux.core.plugin import read_file
 
 MOST_BYTES = 2**24
 """The largest configuration that is read. Published ones have up to some 100 kB."""

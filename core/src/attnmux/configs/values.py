@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from attnmux.configs.families import FAMILIES, Family, family_of
-from attnmux.core.facts.errors import UnknownModel
+from attnmux.core import UnknownModel
 
 PARTS = (
     *("text_config", "llm_config", "language_config", "thinker_config"),

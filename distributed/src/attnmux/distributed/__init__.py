@@ -21,7 +21,7 @@ from attnmux.distributed.merging import RankMerger, exchange_and_merge, merge_pa
 from attnmux.distributed.prefill_parallel import PrefillParallelBackend
 from attnmux.distributed.ranks import Pending, RankGroup
 from attnmux.distributed.ranks_alike import check_same_libraries, shared_launches
-from attnmux.distributed.split_context import split_context
+from attnmux.distributed.splitting import split_context
 from attnmux.distributed.zigzag import ZigzagStep, can_be_split, zigzag_step
 
 __all__ = [

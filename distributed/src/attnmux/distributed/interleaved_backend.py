@@ -19,12 +19,8 @@ from attnmux.core import (
     Part,
     PartAttention,
     among_drafts,
-    as_heads,
-    as_tokens,
-    parts_of,
-    quantise,
-    shared_kernel,
 )
+from attnmux.core.plugin import SeenPrefixes, quantise, shared_kernel
 from attnmux.distributed.heads import HeadSplit
 from attnmux.distributed.interleaved_keys import KeysOfRanks
 from attnmux.distributed.interleaved_kv import InterleavedKVPool, InterleavedTable
@@ -123,7 +119,7 @@ class InterleavedAttnBackend(AttentionBackend):
             self._serving(step).init_forward_metadata_out_graph(step.batch, in_capture)
             return
         table = self.context.req_to_token_pool
-        parts = tuple(parts_of(batch, table, crossing=None, chunk_tokens=self._chunk_tokens))
+        parts = tuple(Part.of_step(batch, table, crossing=None, chunk_tokens=self._chunk_tokens))
         if not parts:
             expected = (
                 "DECODE, EXTEND and MIXED of text only, or TARGET_VERIFY of the chains that were "
@@ -226,7 +222,7 @@ class InterleavedAttnBackend(AttentionBackend):
         width, groups = step.drafts, layer.tp_k_head_num
         most = layer.tp_q_head_num // q.shape[1]
         if width:
-            q = as_heads(q, groups, width, most)
+            q = SeenPrefixes.as_heads(q, groups, width, most)
         q, q_rope = _parts(q, call)
         lse = q.new_empty(q.shape[:2], dtype=torch.float32)
         whole = AttentionCall(q, None, None, layer, q_rope=q_rope, lse=lse)
@@ -236,7 +232,7 @@ class InterleavedAttnBackend(AttentionBackend):
         if layer.sinks is not None:  # whose weight would otherwise count what was computed
             out = torch.where(step.has_keys.unsqueeze(-1), out, 0)
         if width:
-            out, lse = (as_tokens(each, groups, width, most) for each in (out, lse))
+            out, lse = (SeenPrefixes.as_tokens(each, groups, width, most) for each in (out, lse))
         return exchange_and_merge(self._heads.group, out, lse, self._merger)
 
     def _verified(self, call: AttentionCall, batch: ForwardBatch) -> torch.Tensor:

@@ -7,19 +7,18 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from attnmux.core import (
-    MOST_LANES,
     BackendContext,
     Decision,
     FrozenMapping,
     InvalidInput,
     Measurement,
     Offer,
+    PartAttention,
     Platform,
     Policy,
     Request,
     build,
     make_backend,
-    part_context,
     parts_request,
     prefix_context,
     prefixes_request,
@@ -125,7 +124,7 @@ def build_interleaved(
         context,
         heads=heads,
         decode=build(decode, whole),
-        prompts=[make_backend(choice, of_prompts) for _ in range(MOST_LANES)],
+        prompts=[make_backend(choice, of_prompts) for _ in range(PartAttention.MOST_LANES)],
         prefixes=None
         if trees is None
         else make_backend(trees, draft_context(whole, decision.decode.request)),
@@ -166,13 +165,13 @@ def draft_context(whole: BackendContext, request: Request) -> BackendContext:
 def prompt_context(context: BackendContext, request: Request) -> BackendContext:
     """The context of the backends of prompts.
 
-    Raises InvalidInput for a pool that is not interleaved, and as `part_context` does.
+    Raises InvalidInput for a pool that is not interleaved, and as `PartAttention.context_of` does.
     """
     pool = _interleaved(context).own
     own = replace(
         context, token_to_kv_pool=pool, kv_writer=None, layers=unscaled(context.layers, pool)
     )
-    return part_context(own, request)
+    return PartAttention.context_of(own, request)
 
 
 def _interleaved(context: BackendContext) -> InterleavedKVPool:

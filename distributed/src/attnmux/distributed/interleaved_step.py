@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from attnmux.core import ForwardBatch, ForwardMode, InvalidInput, tree_mask_of
+from attnmux.core import ForwardBatch, ForwardMode, InvalidInput
 from attnmux.distributed.interleaving import Interleaving
 
 
@@ -109,7 +109,7 @@ def _without_drafts(batch: ForwardBatch) -> ForwardBatch:
 def _drafts_of(batch: ForwardBatch) -> int:
     """Drafts of each request."""
     spec = batch.spec_info
-    if spec is None or tree_mask_of(spec) is not None:
+    if spec is None or spec.tree_mask is not None:
         got = "no drafts" if spec is None else "a custom mask"
         expected = "chains of drafts: KV is interleaved over ranks"
         raise InvalidInput("spec_info", got=got, expected=expected)

@@ -8,15 +8,8 @@ from dataclasses import dataclass
 
 import torch
 
-from attnmux.core import (
-    InvalidInput,
-    KVPool,
-    LayerSpec,
-    gather_rows,
-    quantise,
-    scatter_rows,
-    word_dtype,
-)
+from attnmux.core import InvalidInput, KVPool, LayerSpec, scatter_rows
+from attnmux.core.plugin import gather_rows, quantise
 
 Stored = tuple[torch.Tensor, ...]
 """K [n, Hkv, D] and V [n, Hkv, Dv], or the one [n, 1, rank + rope] of MLA, in the pool's dtype."""
@@ -37,7 +30,9 @@ class KVRows:
     @property
     def dtype(self) -> torch.dtype:
         """Of the integers."""
-        return word_dtype(*self._part_bytes)
+        widths = (torch.int64, torch.int32, torch.int16, torch.uint8)
+        parts = self._part_bytes
+        return next(each for each in widths if not any(size % each.itemsize for size in parts))
 
     @property
     def width(self) -> int:

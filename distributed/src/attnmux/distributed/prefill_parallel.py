@@ -17,8 +17,7 @@ from attnmux.core import (
     PartAttention,
     RanksDiffer,
     UpProjection,
-    check_positive,
-    is_mergeable,
+    check_at_least,
 )
 from attnmux.distributed.chunk_gather import ChunkGather
 from attnmux.distributed.kv_rows import KVRows, Stored, check_new
@@ -70,9 +69,9 @@ class PrefillParallelBackend(DispatchingBackend):
         """
         super().__init__(inner.context, (inner,))
         self.chunks_at_once = group.size if chunks_at_once is None else chunks_at_once
-        check_positive("chunks_at_once", self.chunks_at_once)
-        check_positive("chunk_bytes", chunk_bytes)
-        layers = [layer for layer in inner.context.layers if is_mergeable(layer)]
+        check_at_least(1, "chunks_at_once", self.chunks_at_once)
+        check_at_least(1, "chunk_bytes", chunk_bytes)
+        layers = [layer for layer in inner.context.layers if layer.is_mergeable]
         pool = inner.context.token_to_kv_pool
         pool.check_whole_bytes("prompts that ranks split")
         self._parts = PartAttention[SplitKeys](parts, layers, pool)

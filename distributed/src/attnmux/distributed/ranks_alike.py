@@ -5,8 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Sequence
 
-from attnmux.core import Offer, RanksDiffer, TunedLaunch
-from attnmux.core.find.lock import Lock, installed
+from attnmux.core import Offer, RanksDiffer, TunedLaunch, installed
 from attnmux.distributed.ranks import RankGroup
 
 
@@ -17,7 +16,10 @@ def check_same_libraries(
 
     names: of distributions besides those of the offers.
     """
-    said = group.exchange({**Lock.of(offers).distributions, **installed(names)})
+    compared = {"attnmux-core", *names}
+    for offer in offers:
+        compared |= {offer.distribution, *offer.card.libraries()}
+    said = group.exchange(installed(compared))
     every = sorted({name for each in said for name in each})
     differing = [
         name for name in every if any(each.get(name) != said[0].get(name) for each in said)

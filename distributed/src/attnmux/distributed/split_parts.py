@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, TypeAlias
 
 import torch
 
-from attnmux.core import ForwardBatch, ForwardMode, Part, cu_seqlens, kv_indices, prefix_chunks
+from attnmux.core import ForwardBatch, ForwardMode, Part
+from attnmux.core.plugin import cu_seqlens, kv_indices
 from attnmux.distributed.zigzag import ZigzagStep, spans
 
 if TYPE_CHECKING:
@@ -68,7 +69,7 @@ def _own_part(step: ZigzagStep) -> Part[SplitKeys]:
 def _prefix_parts(
     step: ZigzagStep, table: RequestTable, most_tokens: int
 ) -> Iterator[Part[SplitKeys]]:
-    for first, starts, lens in prefix_chunks(step.cached_lens, most_tokens):
+    for first, starts, lens in Part.chunks(step.cached_lens, most_tokens):
         device = step.req_pool_indices.device
         of_part = torch.tensor([starts, lens], dtype=torch.int32).to(device)
         slots = kv_indices(
@@ -91,7 +92,7 @@ def _chunk_parts(
     lens, starts = (each[chunks].T for each in (all_lens, ends - all_lens))
     rows, done = spans(starts.flatten(), lens.flatten()), 0
     is_range = len(chunks) == 1 or step.num_requests == 1
-    for first, _, key_lens in prefix_chunks(lens.sum(1).tolist(), most_tokens):
+    for first, _, key_lens in Part.chunks(lens.sum(1).tolist(), most_tokens):
         found = rows[done : done + sum(key_lens)]
         done += len(found)
         some = slice(int(found[0]), int(found[-1]) + 1)

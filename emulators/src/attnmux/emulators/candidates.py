@@ -2,33 +2,27 @@
 
 from __future__ import annotations
 
+import pkgutil
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any
 
-from attnmux.amd.aiter_mla import AiterMLAKernels
-from attnmux.amd.aiter_mla import make as aiter_mla
-from attnmux.amd.cards.aiter_mla import AITER_MLA
-from attnmux.amd.cards.aiter_mla_prefill import AITER_MLA_PREFILL
-from attnmux.ascend.ascend import make as ascend
-from attnmux.ascend.cards.ascend import ASCEND
-from attnmux.core import (
+from attnmux.amd import CARDS as AMD_CARDS
+from attnmux.amd import AiterMLAKernels
+from attnmux.ascend import CARDS as ASCEND_CARDS
+from attnmux.core import AttentionBackend, BackendContext, InvalidInput, LinearStatePool, Platform
+from attnmux.core.plugin import (
     ANY,
     NONE,
-    AttentionBackend,
     BackendCard,
-    BackendContext,
-    InvalidInput,
     KernelLibrary,
     PlainConvolutions,
-    Platform,
     imported,
-    linear_states_of,
     one_of,
 )
-from attnmux.cpu.flex_attention import FlexAttentionBackend
+from attnmux.cpu import FlexAttentionBackend
 from attnmux.emulators import flex_attention
 from attnmux.emulators.ascend import KERNELS as ASCEND_KERNELS
 from attnmux.emulators.intel.amx import KERNELS as AMX_KERNELS
@@ -39,48 +33,35 @@ from attnmux.emulators.nvidia.fa3_operators import FlashAttn3, VllmFA3
 from attnmux.emulators.nvidia.flash_attn_cute import FlashAttnCute
 from attnmux.emulators.nvidia.flash_mla import flash_mla, sgl_kernel
 from attnmux.emulators.nvidia.flash_mla.vllm import FlashMLAExtension, FlashMLAOperators
-from attnmux.intel.amx import make as amx
-from attnmux.intel.cards.intel_amx import INTEL_AMX
-from attnmux.intel.cards.intel_xpu import INTEL_XPU
-from attnmux.intel.cards.vllm_xpu import VLLM_XPU
-from attnmux.intel.vllm_xpu import make as vllm_xpu
-from attnmux.intel.xpu import make as xpu
-from attnmux.nvidia.cards.cutlass_mla import CUTLASS_MLA
-from attnmux.nvidia.cards.fa3 import FA3
-from attnmux.nvidia.cards.fa3_mla import FA3_MLA
-from attnmux.nvidia.cards.fa4 import FA4
-from attnmux.nvidia.cards.flashinfer import FLASHINFER
-from attnmux.nvidia.cards.flashinfer_gdn import FLASHINFER_GDN
-from attnmux.nvidia.cards.flashinfer_mla import FLASHINFER_MLA
-from attnmux.nvidia.cards.flashmla import FLASHMLA
-from attnmux.nvidia.cards.sgl_conv import SGL_CONV
-from attnmux.nvidia.cards.trtllm_mha import TRTLLM_MHA
-from attnmux.nvidia.cards.trtllm_mla import TRTLLM_MLA
-from attnmux.nvidia.causal_convolutions import CausalConvolutions, ConvKernels
-from attnmux.nvidia.cutlass_mla import CutlassMLAKernels
-from attnmux.nvidia.cutlass_mla import make as cutlass
-from attnmux.nvidia.cutlass_mla import of_vllm as cutlass_of_vllm
-from attnmux.nvidia.fa3 import make as fa3
-from attnmux.nvidia.fa3_layers import CHUNKS, SINKS, SINKS_OF_MIXED_DIMS, FA3Kernels
-from attnmux.nvidia.fa3_mla import make as fa3_mla
-from attnmux.nvidia.fa3_ops import of_flash_attn, of_vllm
-from attnmux.nvidia.fa4 import FA4Kernels
-from attnmux.nvidia.fa4 import make as fa4
-from attnmux.nvidia.flashinfer.backend import make as flashinfer
-from attnmux.nvidia.flashinfer.planning import FlashInferKernels
-from attnmux.nvidia.flashinfer_gdn import GDNKernels, RecurrenceKernels
-from attnmux.nvidia.flashinfer_gdn import make as gdn
-from attnmux.nvidia.flashinfer_mla.backend import make as latent
-from attnmux.nvidia.flashinfer_mla.kernels import from_flashinfer
-from attnmux.nvidia.flashmla import from_flash_mla, from_sgl_kernel
-from attnmux.nvidia.flashmla import make as flashmla
-from attnmux.nvidia.flashmla_ops import of_vllm as flashmla_of_vllm
-from attnmux.nvidia.sgl_conv import make as sgl_conv
-from attnmux.nvidia.trtllm_mha import TRTLLMMHAKernels
-from attnmux.nvidia.trtllm_mha import make as trtllm_mha
-from attnmux.nvidia.trtllm_mla import TRTLLMMLAKernels
-from attnmux.nvidia.trtllm_mla import make as trtllm_mla
+from attnmux.intel import CARDS as INTEL_CARDS
+from attnmux.nvidia import CARDS as NVIDIA_CARDS
+from attnmux.nvidia import (
+    CHUNKS,
+    SINKS,
+    SINKS_OF_MIXED_DIMS,
+    CausalConvolutions,
+    ConvKernels,
+    CutlassMLAKernels,
+    FA3Kernels,
+    FA4Kernels,
+    FlashInferKernels,
+    GDNKernels,
+    RecurrenceKernels,
+    TRTLLMMHAKernels,
+    TRTLLMMLAKernels,
+    cutlass_of_vllm,
+    dense_from_flash_mla,
+    dense_from_sgl_kernel,
+    dense_of_vllm,
+    fa3_of_flash_attn,
+    fa3_of_vllm,
+    from_flashinfer,
+)
 from attnmux.testing import Candidate, find_candidate
+
+CARDS: Mapping[str, BackendCard] = {
+    card.name: card for card in (*AMD_CARDS, *ASCEND_CARDS, *INTEL_CARDS, *NVIDIA_CARDS)
+}
 
 HOPPER, BLACKWELL = "nvidia:sm90,cuda=13.0", "nvidia:sm100,cuda=13.0"
 
@@ -122,14 +103,11 @@ def emulated(name: str) -> Iterator[Candidate]:
 
 
 def _adapted(
-    platform: str,
-    card: BackendCard,
-    library: KernelLibrary[Any, Any],
-    kernels: object,
-    *page_sizes: int,
-    **options: int,
+    platform: str, card: BackendCard | str, kernels: object, *page_sizes: int, **options: int
 ) -> Emulation:
-    """The adapter itself, without the trial of its library."""
+    """The adapter itself, without the trial of its library. card: or its name."""
+    card = CARDS[card] if isinstance(card, str) else card
+    library: KernelLibrary[Any, Any] = pkgutil.resolve_name(card.factory)
 
     def adapted(context: BackendContext, given: Mapping[str, object]) -> Any:  # noqa: ANN401  # of any class
         return library.backend(context, given, kernels)
@@ -166,8 +144,7 @@ def _flex_attention() -> Candidate:
 
 
 def _triton() -> Candidate:
-    from attnmux.triton.backend import TritonBackend  # noqa: PLC0415  # where there is a Triton
-    from attnmux.triton.plugin import TRITON  # noqa: PLC0415  # as above
+    from attnmux.triton import TRITON, TritonBackend  # noqa: PLC0415  # where there is a Triton
 
     return Candidate(
         card=replace(TRITON, requires=()),
@@ -179,17 +156,15 @@ def _triton() -> Candidate:
 
 
 def _aiter() -> Candidate:
-    from attnmux.amd.aiter import make  # noqa: PLC0415  # where there are Triton and an AITER
-    from attnmux.amd.cards.aiter import AITER  # noqa: PLC0415  # as above
-    from attnmux.emulators.amd.aiter import aiter_kernels  # noqa: PLC0415  # as above
+    from attnmux.emulators.amd.aiter import aiter_kernels  # noqa: PLC0415  # where there are Triton and an AITER
 
-    return _adapted("amd:gfx942", AITER, make, aiter_kernels()).make()
+    return _adapted("amd:gfx942", "aiter", aiter_kernels()).make()
 
 
 def _vllm_xpu() -> Candidate:
     from attnmux.emulators.intel.vllm_xpu import KERNELS  # noqa: PLC0415  # where there is the package
 
-    return _adapted(XE2, VLLM_XPU, vllm_xpu, KERNELS).make()
+    return _adapted(XE2, "vllm_xpu", KERNELS).make()
 
 
 def _cute(arch: int) -> FA4Kernels:
@@ -209,8 +184,8 @@ def without_features(card: BackendCard, lacks: frozenset[str]) -> BackendCard:
     return replace(card, clauses=tuple(clauses))
 
 
-FA3_OF_VLLM = of_vllm(VllmFA3.fwd, VllmFA3.get_scheduler_metadata)
-FA3_OF_FLASH_ATTN = of_flash_attn(FlashAttn3.fwd, FlashAttn3.get_scheduler_metadata)
+FA3_OF_VLLM = fa3_of_vllm(VllmFA3.fwd, VllmFA3.get_scheduler_metadata)
+FA3_OF_FLASH_ATTN = fa3_of_flash_attn(FlashAttn3.fwd, FlashAttn3.get_scheduler_metadata)
 SGL_FLASH_ATTN = imported(FA3Kernels, f"{NVIDIA}.sgl_flash_attn")
 WRAPPERS = imported(FlashInferKernels, f"{NVIDIA}.flashinfer")
 LATENT_WRAPPERS = from_flashinfer(flashinfer_emulator)
@@ -229,14 +204,14 @@ RECURRENCE = imported(RecurrenceKernels, f"{NVIDIA}.flashinfer.gdn")
 CONVOLUTIONS = imported(ConvKernels, f"{NVIDIA}.causal_conv1d")
 GATED = GDNKernels(
     recurrence=RECURRENCE,
-    convolutions=lambda context: CausalConvolutions(linear_states_of(context), CONVOLUTIONS),
+    convolutions=lambda context: CausalConvolutions(LinearStatePool.of(context), CONVOLUTIONS),
 )
 GATED_ALONE = GDNKernels(
     recurrence=RECURRENCE,
-    convolutions=lambda context: PlainConvolutions(linear_states_of(context)),
+    convolutions=lambda context: PlainConvolutions(LinearStatePool.of(context)),
 )
-FLASH_MLA, OF_SGL_KERNEL = from_flash_mla(flash_mla), from_sgl_kernel(sgl_kernel)
-FLASH_MLA_OF_VLLM = flashmla_of_vllm(
+FLASH_MLA, OF_SGL_KERNEL = dense_from_flash_mla(flash_mla), dense_from_sgl_kernel(sgl_kernel)
+FLASH_MLA_OF_VLLM = dense_of_vllm(
     FlashMLAOperators.dense_decode_fwd,
     FlashMLAExtension.fwd_kvcache_mla_fp8,
     FlashMLAExtension.get_mla_decoding_metadata_dense_fp8,
@@ -245,36 +220,36 @@ FLASH_MLA_OF_VLLM = flashmla_of_vllm(
 EMULATED: Mapping[str, Emulation] = MappingProxyType(
     {
         "aiter": Emulation(make=_aiter, page_sizes=(16,), is_interpreted=True),
-        "aiter_mla": _adapted("amd:gfx942", AITER_MLA, aiter_mla, ASSEMBLED, 1, 16),
-        "aiter_mla_prefill": _adapted("amd:gfx942", AITER_MLA_PREFILL, aiter_mla, ASSEMBLED, 1, 16),
-        "ascend": _adapted("ascend:910b", ASCEND, ascend, ASCEND_KERNELS, 16, 128),
-        "cutlass_mla": _adapted(BLACKWELL, CUTLASS_MLA, cutlass, CUTLASS, 128),
-        "cutlass_mla-vllm": _adapted(BLACKWELL, CUTLASS_MLA, cutlass, CUTLASS_OF_VLLM, 128),
-        "fa3": _adapted(HOPPER, FA3, fa3, SGL_FLASH_ATTN, 1, 16),
+        "aiter_mla": _adapted("amd:gfx942", "aiter_mla", ASSEMBLED, 1, 16),
+        "aiter_mla_prefill": _adapted("amd:gfx942", "aiter_mla_prefill", ASSEMBLED, 1, 16),
+        "ascend": _adapted("ascend:910b", "ascend", ASCEND_KERNELS, 16, 128),
+        "cutlass_mla": _adapted(BLACKWELL, "cutlass_mla", CUTLASS, 128),
+        "cutlass_mla-vllm": _adapted(BLACKWELL, "cutlass_mla", CUTLASS_OF_VLLM, 128),
+        "fa3": _adapted(HOPPER, "fa3", SGL_FLASH_ATTN, 1, 16),
         "fa3-flash_attn_3": _adapted(
-            *(HOPPER, without_features(FA3, FA3_OF_FLASH_ATTN.lacks), fa3, FA3_OF_FLASH_ATTN),
+            *(HOPPER, without_features(CARDS["fa3"], FA3_OF_FLASH_ATTN.lacks), FA3_OF_FLASH_ATTN),
             *(1, 16),
         ),
         "fa3-vllm": _adapted(
-            *(HOPPER, without_features(FA3, FA3_OF_VLLM.lacks), fa3, FA3_OF_VLLM), *(1, 16)
+            *(HOPPER, without_features(CARDS["fa3"], FA3_OF_VLLM.lacks), FA3_OF_VLLM), *(1, 16)
         ),
-        "fa3_mla-vllm": _adapted(HOPPER, FA3_MLA, fa3_mla, FA3_OF_VLLM, 1, 16),
-        "fa3_mla": _adapted(HOPPER, FA3_MLA, fa3_mla, SGL_FLASH_ATTN, 1, 16),
-        "fa4": _adapted(BLACKWELL, FA4, fa4, _cute(100), 16, 128),
-        "fa4-hopper": _adapted(HOPPER, FA4, fa4, _cute(90), 128),
-        "flashinfer": _adapted(HOPPER, FLASHINFER, flashinfer, WRAPPERS, 1, 16),
-        "flashinfer_mla": _adapted(HOPPER, FLASHINFER_MLA, latent, LATENT_WRAPPERS, 1, 64),
-        "flashmla": _adapted(HOPPER, FLASHMLA, flashmla, OF_SGL_KERNEL, 64),
-        "flashmla-vllm": _adapted(HOPPER, FLASHMLA, flashmla, FLASH_MLA_OF_VLLM, 64),
-        "flashmla-own": _adapted(HOPPER, FLASHMLA, flashmla, FLASH_MLA, 64),
+        "fa3_mla-vllm": _adapted(HOPPER, "fa3_mla", FA3_OF_VLLM, 1, 16),
+        "fa3_mla": _adapted(HOPPER, "fa3_mla", SGL_FLASH_ATTN, 1, 16),
+        "fa4": _adapted(BLACKWELL, "fa4", _cute(100), 16, 128),
+        "fa4-hopper": _adapted(HOPPER, "fa4", _cute(90), 128),
+        "flashinfer": _adapted(HOPPER, "flashinfer", WRAPPERS, 1, 16),
+        "flashinfer_mla": _adapted(HOPPER, "flashinfer_mla", LATENT_WRAPPERS, 1, 64),
+        "flashmla": _adapted(HOPPER, "flashmla", OF_SGL_KERNEL, 64),
+        "flashmla-vllm": _adapted(HOPPER, "flashmla", FLASH_MLA_OF_VLLM, 64),
+        "flashmla-own": _adapted(HOPPER, "flashmla", FLASH_MLA, 64),
         "flex_attention": Emulation(make=_flex_attention),
-        "intel_amx": _adapted("cpu:x86_64,features=amx", INTEL_AMX, amx, AMX_KERNELS, 1, 16),
-        "intel_xpu": _adapted(XE2, INTEL_XPU, xpu, XPU_KERNELS, 16, 64),
+        "intel_amx": _adapted("cpu:x86_64,features=amx", "intel_amx", AMX_KERNELS, 1, 16),
+        "intel_xpu": _adapted(XE2, "intel_xpu", XPU_KERNELS, 16, 64),
         "triton": Emulation(make=_triton, page_sizes=(16,), is_interpreted=True),
         "trtllm_mha": _adapted(
-            BLACKWELL, TRTLLM_MHA, trtllm_mha, GENERATED, 16, 64, workspace_bytes=64 << 20
+            BLACKWELL, "trtllm_mha", GENERATED, 16, 64, workspace_bytes=64 << 20
         ),
-        "trtllm_mla": _adapted(BLACKWELL, TRTLLM_MLA, trtllm_mla, GENERATED_LATENT, 32, 64),
+        "trtllm_mla": _adapted(BLACKWELL, "trtllm_mla", GENERATED_LATENT, 32, 64),
         "vllm_xpu": Emulation(make=_vllm_xpu, page_sizes=(64,)),
     }
 )
@@ -282,9 +257,9 @@ EMULATED: Mapping[str, Emulation] = MappingProxyType(
 
 EMULATED_LINEAR: Mapping[str, Emulation] = MappingProxyType(
     {
-        "flashinfer_gdn": _adapted(HOPPER, FLASHINFER_GDN, gdn, GATED),
-        "flashinfer_gdn-alone": _adapted(HOPPER, FLASHINFER_GDN, gdn, GATED_ALONE),
-        "sgl_conv": _adapted(HOPPER, SGL_CONV, sgl_conv, CONVOLUTIONS),
+        "flashinfer_gdn": _adapted(HOPPER, "flashinfer_gdn", GATED),
+        "flashinfer_gdn-alone": _adapted(HOPPER, "flashinfer_gdn", GATED_ALONE),
+        "sgl_conv": _adapted(HOPPER, "sgl_conv", CONVOLUTIONS),
     }
 )
 """Of linear layers, named in the same way."""

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 
 if TYPE_CHECKING:
-    from attnmux.cpu.flex_attention.kernel import Kernel, KernelInput, KernelSpec, Result
+    from attnmux.cpu import Kernel, KernelInput, KernelSpec, Result
 
 
 def emulated(spec: KernelSpec) -> Kernel:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from acme_attnmux import driver
-from attnmux.core import (
+from attnmux.core import Platform
+from attnmux.core.plugin import (
     ANY,
     BackendCard,
     Clause,
     Condition,
     Option,
-    Platform,
     Prior,
     at_most,
     hookimpl,

@@ -7,15 +7,8 @@ from dataclasses import dataclass
 
 import torch
 
-from attnmux.core import (
-    BackendContext,
-    ForwardBatch,
-    InvalidInput,
-    cu_seqlens,
-    page_table,
-    tree_mask_of,
-    uniform_indptr,
-)
+from attnmux.core import BackendContext, ForwardBatch, InvalidInput
+from attnmux.core.plugin import cu_seqlens, page_table
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -66,7 +59,8 @@ class Tables:
         if batch.forward_mode.is_target_verify():
             part.kv_lens.add_(max_queries)  # there, seq_lens is the prefix alone
         if batch.forward_mode.is_decode() or batch.forward_mode.is_target_verify():
-            uniform_indptr(size, max_queries, device=context.device, out=part.cu_queries)
+            ends = torch.arange(0, size * max_queries + 1, max_queries, device=context.device)
+            part.cu_queries.copy_(ends)
         elif batch.extend_seq_lens is not None:
             cu_seqlens(batch.extend_seq_lens, out=part.cu_queries)
         pages = page_table(
@@ -88,7 +82,7 @@ def most_queries(batch: ForwardBatch) -> int:
     Raises InvalidInput for what the library does not serve, and for missing lengths.
     """
     spec, lens = batch.spec_info, batch.extend_seq_lens
-    if tree_mask_of(spec) is not None:
+    if batch.tree_mask is not None:
         raise InvalidInput("custom_mask", got="a mask", expected="None: drafts are chains")
     if batch.multi_item is not None:
         raise InvalidInput("multi_item", got="many items", expected="None")

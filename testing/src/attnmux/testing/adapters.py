@@ -17,19 +17,22 @@ import torch
 from attnmux.core import (
     AttentionBackend,
     AttnmuxError,
-    BackendCard,
     BackendContext,
     BackendFailed,
     ForwardMode,
     GraphUnsupported,
     InvalidInput,
-    KernelLibrary,
     LayerSpec,
     Platform,
+)
+from attnmux.core.plugin import (
+    BackendCard,
+    CapturedGraph,
+    GraphStep,
+    KernelLibrary,
+    OptionValue,
     rehearse,
 )
-from attnmux.core.facts.values import OptionValue
-from attnmux.core.graph.devices import CapturedGraph, GraphStep
 from attnmux.testing import reference
 from attnmux.testing.candidate import Candidate
 from attnmux.testing.case_setup import CaseSetup, make_setup

@@ -7,8 +7,7 @@ from dataclasses import replace
 
 import torch
 
-from attnmux.core import ForwardBatch, MultiItem, SpecInput, pack_visible
-from attnmux.core.contract.spec import tree_visibility, whole_mask
+from attnmux.core import ForwardBatch, MultiItem, SpecInput
 from attnmux.testing.case_setup import CaseSetup
 from attnmux.testing.cases import Step
 from attnmux.testing.placement import Placed
@@ -85,24 +84,36 @@ def _speculate(setup: CaseSetup, requests: list[Placed]) -> tuple[SpecInput, tor
         return SpecInput(draft_token_num=num_draft_tokens), None
     parents = torch.full((len(requests), num_draft_tokens), -1)
     depths = torch.zeros_like(parents)
+    visible = torch.eye(num_draft_tokens, dtype=torch.bool).repeat(len(requests), 1, 1)
     for token in range(1, num_draft_tokens):
         parents[:, token] = torch.randint(token, (len(requests),), generator=setup.generator)
+        visible[:, token] |= visible[torch.arange(len(requests)), parents[:, token]]
         depths[:, token] = depths.gather(1, parents[:, token : token + 1]).squeeze(1) + 1
     spec_info = SpecInput(draft_token_num=num_draft_tokens, topk=case.spec_topk or 1)
-    visible = tree_visibility(parents)
     if case.tree_mask != "full":
         visible = visible.to(device)
         if case.tree_mask == "qlen_only":
             return replace(spec_info, visible=visible), depths.to(device)
-        return replace(spec_info, visible_bits=pack_visible(visible)), depths.to(device)
+        return replace(spec_info, visible_bits=_packed(visible)), depths.to(device)
     widths = torch.tensor([num_draft_tokens * request.length for request in requests])
-    cached = torch.tensor([request.cached for request in requests])
+    masks = [
+        torch.nn.functional.pad(seen, (request.cached, 0), value=True).flatten()
+        for request, seen in zip(requests, visible, strict=True)
+    ]
     spec_info = replace(
         spec_info,
-        custom_mask=whole_mask(visible, cached).to(device),
+        custom_mask=torch.cat(masks).to(device),
         mask_indptr=torch.nn.functional.pad(widths.cumsum(0), (1, 0)).int().to(device),
     )
     return spec_info, depths.to(device)
+
+
+def _packed(visible: torch.Tensor) -> torch.Tensor:
+    """`SpecInput.visible_bits` from `SpecInput.visible`."""
+    size, drafts, _ = visible.shape
+    octets = torch.nn.functional.pad(visible, (0, -drafts % 8)).view(size, drafts, -1, 8)
+    weights = torch.tensor([1 << bit for bit in range(8)], dtype=torch.uint8, device=octets.device)
+    return torch.sum(octets * weights, -1, dtype=torch.uint8)
 
 
 def _multi_item(step: Step, device: torch.device) -> MultiItem:

@@ -11,14 +11,14 @@ from itertools import chain
 import torch
 
 from attnmux.core import (
+    FP8_DTYPES,
     AttentionCall,
     AttnmuxError,
     BackendContext,
     ForwardBatch,
-    quantise,
     stored_parts,
 )
-from attnmux.core.contract.dtypes import FP8_DTYPES
+from attnmux.core.plugin import quantise
 from attnmux.testing.comparison import Tolerance, lse_tolerance, output_tolerance
 from attnmux.testing.sampled import Expected, RequestView, expected_at
 from attnmux.testing.watched import Change, kv_memory, rows_at

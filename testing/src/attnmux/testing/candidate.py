@@ -9,7 +9,6 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Literal, cast
 
 from attnmux.core import (
-    BackendCard,
     FrozenMapping,
     InvalidInput,
     Offer,
@@ -22,23 +21,20 @@ from attnmux.core import (
     detect,
     load_plugins,
 )
-from attnmux.core.cards.named import complete, offers_named, read_options
-from attnmux.core.choosing.checking import check, standing
-from attnmux.core.choosing.shortcomings import is_served
-from attnmux.core.facts.axes import Question
-from attnmux.core.facts.libraries import installed_version
-from attnmux.core.facts.values import ATTENTION_KINDS, LINEAR_KINDS, OptionValue
+from attnmux.core.plugin import BackendCard, OptionValue, installed_version
+from attnmux.core.verbs import AXES, Question, check, offers_named, read_options, standing
 from attnmux.testing.linear_cases import AnyCase, in_dims_of, linear_cases, linear_in_graphs
 from attnmux.testing.standard import PAGE_SIZES, in_graphs, standard_cases
 
 if TYPE_CHECKING:
-    from attnmux.core import AttentionBackend, BackendContext, LinearAttentionBackend
+    from attnmux.core import AttentionBackend, BackendContext
+    from attnmux.core.plugin import LinearAttentionBackend
     from attnmux.testing.case_setup import Graphs
 
     Factory = Callable[[BackendContext, Mapping[str, OptionValue]], AttentionBackend]
 
 MACHINE_AXES = frozenset(
-    {"vendor", "arch", "version", "features", "runtime", "requires", "contract", "policy"}
+    [*(axis.name for axis in AXES if axis.of_machine), "requires", "contract", "policy"]
 )
 """Axes whose refusals only another machine or installation can change."""
 
@@ -136,7 +132,7 @@ class Candidate:
         if standing(offer, Policy(), installed_version):
             return
         for case in cases:
-            if all(is_served(self.card, each) for each in _questions(case, self.platform)):
+            if all(self.card.serves(each) for each in _questions(case, self.platform)):
                 yield case
 
     def cases(self, page_sizes: Collection[int] = ()) -> tuple[AnyCase, ...]:
@@ -148,10 +144,10 @@ class Candidate:
         """
         with_graphs = any(clause.graph.admits(True) for clause in self.card.clauses)
         linear: tuple[AnyCase, ...] = ()
-        if self._serves(LINEAR_KINDS):
+        if self._serves(Request.LINEAR_KINDS):
             fixed = tuple(in_dims_of(self.card, case) for case in linear_cases())
             linear = fixed + (linear_in_graphs(fixed) if with_graphs else ())
-        if linear and not self._serves(ATTENTION_KINDS):
+        if linear and not self._serves(set(Request.KINDS).difference(Request.LINEAR_KINDS)):
             return linear
         named = {
             size
@@ -172,19 +168,18 @@ class Candidate:
 
     def build(self, context: BackendContext) -> AttentionBackend:
         """Make the backend as an engine would."""
-        from attnmux.core import (  # noqa: PLC0415  # torch
-            with_mask_forms,
-            with_shared_kernels,
-            with_virtual_requests,
-        )
+        from attnmux.core import make_served  # noqa: PLC0415  # torch
+        from attnmux.core.plugin import with_shared_kernels  # noqa: PLC0415  # torch
 
         def make(context: BackendContext) -> AttentionBackend:
-            return self._factory()(context, complete(self.card, self.options))
+            return self._factory()(context, self.card.complete(self.options))
 
-        context = with_shared_kernels(context)
-        virtual = self.card.virtual_requests
-        made = with_virtual_requests(make, context) if virtual else make(context)
-        return with_mask_forms(made, self.card.tree_masks)
+        return make_served(
+            make,
+            with_shared_kernels(context),
+            self.card.tree_masks,
+            virtual_requests=self.card.virtual_requests,
+        )
 
     def build_with(
         self, options: Iterable[tuple[str, OptionValue]], context: BackendContext
@@ -205,7 +200,7 @@ class Candidate:
 
     def build_linear(self, context: BackendContext) -> LinearAttentionBackend:
         """Make a backend of linear layers as an engine would."""
-        made = self._factory()(context, complete(self.card, self.options))
+        made = self._factory()(context, self.card.complete(self.options))
         return cast("LinearAttentionBackend", made)
 
     def _factory(self) -> Factory:
@@ -246,7 +241,7 @@ def find_candidate(
     if device and len(alike) > 1:
         import torch  # noqa: PLC0415  # to read cards needs none
 
-        from attnmux.core.engines.device_platforms import reported_device  # noqa: PLC0415  # as above
+        from attnmux.core import reported_device  # noqa: PLC0415  # as above
 
         report = reported_device(torch.device(device))
         alike = [one for one in alike if report is None or report.is_of(one)] or alike

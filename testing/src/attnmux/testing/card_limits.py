@@ -3,16 +3,16 @@ case of the suite can ask for."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
 from attnmux.core import Platform, Request
-from attnmux.core.facts.axes import AXES, Axis, Question
-from attnmux.core.facts.values import DTYPES, KINDS, PHASES, Value
+from attnmux.core.verbs import AXES, Axis, Question
 from attnmux.testing.candidate import Candidate, Outcome
 from attnmux.testing.linear_cases import AnyCase, linear_cases, linear_in_graphs
+from attnmux.testing.sampled_points import Value
 from attnmux.testing.standard import in_graphs, standard_cases
 
 ELSEWHERE: Mapping[str, Any] = {
@@ -23,46 +23,6 @@ ELSEWHERE: Mapping[str, Any] = {
     "runtime": "",
 }
 """Values of `Platform`'s fields that meet no requirement of a card."""
-
-CHOICES: Mapping[str, Sequence[Value]] = {
-    "kind": KINDS,
-    "phase": PHASES,
-    "dtype": DTYPES,
-    "kv_dtype": DTYPES,
-    "sliding_window": (8,),
-    "attention_chunk": (16,),
-    "logit_cap": (30,),
-    "spec_topk": (1, 4),
-    "spec_draft_tokens": (4,),
-    "cross_attention": (True,),
-    "sinks": (True,),
-    "alibi": (True,),
-    "relative_bias": (True,),
-    "tree_windows": (True,),
-    "custom_mask": (True,),
-    "multi_item": (True,),
-    "deterministic": (True,),
-    "graph": (True,),
-    "lse": (True,),
-    "strided_kv": (True,),
-}
-"""Values that each axis is tried with, besides the neighbours of the card's limits."""
-
-NUMBERS = (
-    "num_q_heads",
-    "num_kv_heads",
-    "group_size",
-    "head_dim",
-    "v_head_dim",
-    "kv_lora_rank",
-    "qk_rope_head_dim",
-    "page_size",
-    "spec_topk",
-    "spec_draft_tokens",
-    "sliding_window",
-    "attention_chunk",
-)
-"""Axes that a card can bound from both sides."""
 
 LARGE = 1 << 20
 
@@ -134,7 +94,7 @@ def _plain_requests(candidate: Candidate) -> Iterator[Request]:
 
 @cache
 def _provable() -> frozenset[tuple[str, Value]]:
-    """The values that the suite's cases ask for, each with the name of its axis in `CHOICES`."""
+    """The values that the suite's cases ask for, each with the name of its axis."""
     platform = Platform(vendor="any", device_type="any", arch="any")
     standard, linear = standard_cases((1,)), linear_cases()
     cases: tuple[AnyCase, ...] = (*standard, *in_graphs(standard))
@@ -143,7 +103,7 @@ def _provable() -> frozenset[tuple[str, Value]]:
         for case in (*cases, *linear, *linear_in_graphs(linear))
         for phase in case.phases
         for axis, value in Question(request=case.request, platform=platform, phase=phase).demands
-        if axis.name in CHOICES
+        if axis.tried
     )
 
 
@@ -161,7 +121,7 @@ def _outside(
             continue
         is_served = any(condition.admits(wanted) for condition in conditions)
         # The suite has a few numbers of each axis, and all words and features that can be run
-        is_word = axis.name in CHOICES and isinstance(wanted, (str, bool))
+        is_word = bool(axis.tried) and isinstance(wanted, (str, bool))
         if not is_served or (is_word and (axis.name, wanted) not in provable):
             yield OutsidePoint(
                 axis=axis.name,
@@ -185,8 +145,8 @@ def _asked(
     phases = [clause.phase for clause in candidate.card.clauses]
     if axis.name == "tree_windows" and not any(each.admits("verify") for each in phases):
         return
-    values: set[Value] = set(CHOICES.get(axis.name, ()))
-    if axis.name in NUMBERS:
+    values: set[Value] = set(axis.tried)
+    if axis.values == "numbers" and axis.samples:
         for clause in candidate.card.clauses:
             ends = (axis.condition(clause).nearest(1), axis.condition(clause).nearest(LARGE))
             numbers = [end for end in ends if isinstance(end, int)]
@@ -197,9 +157,10 @@ def _asked(
 
 def _changes(axis: Axis, value: Value, request: Request) -> dict[str, Any]:
     """What to set in the request so that the axis asks for `value`."""
-    if axis.name == "tree_windows":
-        trees = {"spec_topk": 4, "sliding_window": 8, "custom_mask": False}
-        return {**trees, "phases": ("verify",)}
+    if axis.asked_by:
+        asked = Request.parse(axis.asked_by)
+        changed = {name: getattr(asked, name) for name in asked.origins}
+        return {**changed, "custom_mask": False, "phases": ("verify",)}
     if axis.name == "phase":
         return {"phases": (value,)}
     if axis.name == "group_size" and isinstance(value, int):

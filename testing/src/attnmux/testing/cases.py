@@ -6,8 +6,8 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any, Literal
 
-from attnmux.core import ForwardMode, Request, TreeMask
-from attnmux.core.facts.values import OptionValue
+from attnmux.core import ForwardMode, Request
+from attnmux.core.plugin import OptionValue
 
 PHASES = {
     ForwardMode.EXTEND: "extend",
@@ -163,7 +163,7 @@ class Case:
     """R of the table of relative position biases that self attention has; None without one."""
     spec_topk: int | None = None
     """Above 1 the drafts are random trees with a mask."""
-    tree_mask: TreeMask = "full"
+    tree_mask: str = "full"
     """The form of the mask. Other forms count windows and chunks by positions."""
     lse: bool = False
     strided_kv: bool = False

@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.progress import track
 
 from attnmux.core import InvalidInput, NoBackend, Plugins
-from attnmux.core.cli.run import FiniteRange, Run, common_options, echo_json, pass_run
+from attnmux.core.verbs import FiniteRange, Run, common_options, pass_run
 from attnmux.testing.candidate import Candidate, Outcome, find_candidate
 from attnmux.testing.kept_run import KeptRun
 from attnmux.testing.linear_cases import AnyCase
@@ -166,7 +166,7 @@ def verify(
     if keeper is not None:
         keeper.keep(verification)
     if as_json:
-        echo_json({**verification.to_dict(), "warnings": run.warnings})
+        run.echo_json({**verification.to_dict(), "warnings": run.warnings})
         return _exit_code(verification)
     report(candidate, verification.outcomes, verification.limits)
     if kept:

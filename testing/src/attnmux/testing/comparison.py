@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from attnmux.core.contract.dtypes import FP8_DTYPES
+from attnmux.core import FP8_DTYPES
 
 if TYPE_CHECKING:
     from attnmux.core import LayerSpec

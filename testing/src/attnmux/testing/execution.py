@@ -17,11 +17,8 @@ from attnmux.core import (
     GraphConfig,
     GraphRunner,
     ModelInput,
-    device_graphs,
-    graph_batch_sizes,
 )
-from attnmux.core.graph.config import padded_size
-from attnmux.core.graph.devices import CapturedGraph, GraphStep
+from attnmux.core.plugin import CapturedGraph, GraphStep
 from attnmux.testing.case_setup import CaseSetup
 from attnmux.testing.cases import Case, Step
 from attnmux.testing.comparison import Disagreement
@@ -159,7 +156,7 @@ class GraphExecution(Execution):
 
 
 def _graphs_of(device: torch.device) -> DeviceGraphs:
-    return _WarmedOnce() if device.type == "cpu" else device_graphs(device)
+    return _WarmedOnce() if device.type == "cpu" else DeviceGraphs.of(device)
 
 
 class _WarmedOnce(RecordingGraphs):
@@ -215,7 +212,7 @@ class _Graphs:
     def run(self, step: PreparedStep) -> list[LayerOutput]:
         outputs = self._runner.replay(step.batch, _by_name(step))
         num_tokens = step.batch.num_tokens
-        size = padded_size(step.batch.batch_size, self._runner.batch_sizes)
+        size = _holding(step.batch.batch_size, self._runner.batch_sizes)
         for given, whole in zip(step.inputs, self._model.outputs[size or 0], strict=True):
             if not bool(whole.out[num_tokens:].isfinite().all()):
                 raise Disagreement(
@@ -269,11 +266,16 @@ def _most_rows(case: Case) -> int:
     return case.max_graph_batch_size or max(map(_rows, case.steps))
 
 
+def _holding(count: int, sizes: Sequence[int]) -> int | None:
+    """The smallest of the sizes that holds `count`; None where the largest does not."""
+    return min((size for size in sizes if size >= count), default=None)
+
+
 def _config(
     case: Case, steps: Sequence[Step], batch: ForwardBatch, *, host_lens: bool
 ) -> GraphConfig:
-    usual = *graph_batch_sizes(pool_size=1024), *LARGE
-    sizes = {padded_size(_rows(step), usual) for step in steps}
+    usual = *GraphConfig.sizes(pool_size=1024), *LARGE
+    sizes = {_holding(_rows(step), usual) for step in steps}
     is_verify = batch.forward_mode.is_target_verify()
     return GraphConfig(
         batch_sizes=tuple(sorted(size for size in sizes if size)),

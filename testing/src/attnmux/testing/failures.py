@@ -23,7 +23,7 @@ from attnmux.core import (
     dtype_name,
     in_brief,
 )
-from attnmux.core.kv.rows import gather_rows
+from attnmux.core.plugin import gather_rows
 from attnmux.testing.watched import kv_memory
 from attnmux.testing.wrapping import WrappingBackend
 

@@ -8,22 +8,24 @@ from dataclasses import dataclass
 import torch
 
 from attnmux.core import (
+    AttentionBackend,
+    AttentionCall,
+    BackendContext,
+    ForwardBatch,
+    LayerSpec,
+    Platform,
+)
+from attnmux.core.plugin import (
     ANY,
     NO_OPTIONS,
     NONE,
     TREE_MASKS,
-    AttentionBackend,
-    AttentionCall,
     BackendCard,
-    BackendContext,
     Clause,
     Condition,
-    ForwardBatch,
-    LayerSpec,
-    Platform,
     one_of,
 )
-from attnmux.testing.reference import (
+from attnmux.testing.reference.dense import (
     chunks_before,
     dense_attention,
     drafts_seen,

@@ -7,8 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from attnmux.core import BackendFailed, Decision, Offer, TunedLaunch
-from attnmux.core.measured.passes import pass_key, passes
-from attnmux.core.measured.unverified import Unverified, untried
+from attnmux.core.verbs import Passes, Unverified
 from attnmux.testing.candidate import Candidate
 from attnmux.testing.children import Trial, run_in_children
 from attnmux.testing.trial_cases import TrialCases, trial_cases
@@ -36,15 +35,15 @@ class FirstUse:
         none. say: told, in a sentence, what is about to take seconds."""
         self._offers = offers
         self._device, self._launches, self._say = device, launches, say
-        self._store = passes(cache)
+        self._store = Passes.in_cache(cache)
 
     def __call__(self, decision: Decision) -> None:
-        """Run cases on each backend that `untried` finds, in child processes.
+        """Run cases on each backend that `Unverified.untried` finds, in child processes.
 
         Raises BackendFailed for one that fails a case, ends the process or takes too long, so that
         an automatic choice goes on to the next candidate. A pass is kept if every case ran.
         """
-        for found in untried(decision, self._offers, self._store):
+        for found in Unverified.untried(decision, self._offers, self._store):
             key = _key(found, decision)
             if key not in self._store.read() and self._passes(found, decision):
                 self._store.write({**self._store.read(), key: found.offer.address})
@@ -95,7 +94,7 @@ def _in_time(cases: TrialCases) -> Iterator[Trial]:
 
 def _key(found: Unverified, decision: Decision) -> str:
     """Names a trial: what is tried, and in which shapes."""
-    return pass_key(
+    return Passes.key(
         found.offer,
         decision.platform,
         found.choice.options,

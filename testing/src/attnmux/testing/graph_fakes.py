@@ -7,18 +7,10 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from attnmux.core import (
-    ANY,
-    NO_OPTIONS,
-    AttentionCall,
-    BackendCard,
-    BackendContext,
-    Condition,
-    ForwardBatch,
-    LayerSpec,
-)
+from attnmux.core import AttentionCall, BackendContext, ForwardBatch, LayerSpec
+from attnmux.core.plugin import ANY, NO_OPTIONS, BackendCard, Condition
 from attnmux.testing.fakes import FakeBackend, fake_card
-from attnmux.testing.reference import drafts_seen, expand_dual_chunk, visibility
+from attnmux.testing.reference.dense import drafts_seen, expand_dual_chunk, visibility
 
 
 def graph_card(**changes: Condition) -> BackendCard:

@@ -9,9 +9,9 @@ from pathlib import Path
 from random import SystemRandom
 from typing import TYPE_CHECKING, Any, Literal
 
-from attnmux.core import InvalidInput
-from attnmux.core.cards.installed_files import digest
-from attnmux.core.facts.files import read_file
+from attnmux.core import InvalidInput, Offer
+from attnmux.core.plugin import read_file
+from attnmux.core.verbs import Passes
 from attnmux.testing.candidate import Outcome, StepFigures
 
 if TYPE_CHECKING:
@@ -41,13 +41,10 @@ class KeptRun:
         seed: None for that of the file, random in a new one. distribution: the plugin's.
         Raises InvalidInput for a file that cannot be read or written.
         """
-        subject = digest(
-            candidate.card,
-            distribution,
-            repr(candidate.card),
-            dict(candidate.options),
-            candidate.platform.to_dict(),
-            candidate.device,
+        card = candidate.card
+        offer = Offer(card=card, plugin=candidate.plugin, distribution=distribution)
+        subject = Passes.key(
+            offer, candidate.platform, candidate.options, repr(card), candidate.device
         )
         try:
             lines = read_file(str(path), MOST_BYTES).splitlines() if path.exists() else []

@@ -7,7 +7,8 @@ from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any, Literal
 
-from attnmux.core import BackendCard, ForwardMode, Request
+from attnmux.core import ForwardMode, Request
+from attnmux.core.plugin import BackendCard
 from attnmux.testing.cases import PHASES, Case, Step, decode, extend, verify
 
 USUAL_DIM = 64

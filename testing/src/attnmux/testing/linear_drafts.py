@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from attnmux.testing import linear_reference
+from attnmux.testing import reference
 from attnmux.testing.comparison import Disagreement, Tolerance, compare
 from attnmux.testing.linear_execution import LinearExecution
 from attnmux.testing.linear_setup import LinearInput, LinearSetup, LinearStep
@@ -91,7 +91,7 @@ class DraftCheck:
             own, line = pool.conv(layer.layer_id, index), pool.draft_conv(layer.layer_id, index)
             states = [self._start(own)]
             for place in range(num):
-                _, after = linear_reference.convolution(
+                _, after = reference.convolution(
                     x[place::num], weight, bias, silu=False, states=states[-1], new=[1] * len(rows)
                 )
                 states.append(after)
@@ -114,7 +114,7 @@ class DraftCheck:
             q, k, v, g = (each[place::num] for each in (given.q, given.k, given.v, given.g))
             beta = None if given.beta is None else given.beta[place::num]
             ones = [1] * len(rows)
-            _, after = linear_reference.recurrence(layer, q, k, v, g, beta, states[-1], ones)
+            _, after = reference.recurrence(layer, q, k, v, g, beta, states[-1], ones)
             states.append(after)
         yield _Left(
             what=f"layer {layer.layer_id}",

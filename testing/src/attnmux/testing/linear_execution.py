@@ -9,8 +9,8 @@ from typing import TypeAlias
 
 import torch
 
-from attnmux.core import ForwardBatch, ForwardMode, LinearAttentionBackend, device_graphs
-from attnmux.core.graph.devices import CapturedGraph, GraphStep
+from attnmux.core import DeviceGraphs, ForwardBatch, ForwardMode
+from attnmux.core.plugin import CapturedGraph, GraphStep, LinearAttentionBackend
 from attnmux.testing.linear_setup import LinearInput, LinearSetup, LinearStep, prepare_linear
 from attnmux.testing.recording import RecordingGraphs
 
@@ -74,7 +74,7 @@ class LinearGraphs(LinearExecution):
         self, setup: LinearSetup, backend: LinearAttentionBackend, *, host_lens: bool
     ) -> None:
         self._backend, self._states, device = backend, setup.states, setup.context.device
-        self._devices = RecordingGraphs() if device.type == "cpu" else device_graphs(device)
+        self._devices = RecordingGraphs() if device.type == "cpu" else DeviceGraphs.of(device)
         steps = setup.case.steps
         rows = [len(step.lens) + step.padding for step in steps]
         tokens = [each * max(step.new, default=1) for each, step in zip(rows, steps, strict=True)]

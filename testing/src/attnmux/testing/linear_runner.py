@@ -7,7 +7,7 @@ import time
 import torch
 
 from attnmux.core import torch_dtype
-from attnmux.testing import linear_reference
+from attnmux.testing import reference
 from attnmux.testing.candidate import Candidate, StepFigures
 from attnmux.testing.comparison import (
     OUTPUT_TOLERANCE,
@@ -96,7 +96,7 @@ def _check(
         for index, (x, weight, bias) in enumerate(given.convs):
             pool, out = setup.states.conv(layer.layer_id, index), found[index]
             start = _started(held[id(pool)], step)
-            expected, after = linear_reference.convolution(
+            expected, after = reference.convolution(
                 x, weight, bias, silu=given.silu, states=start, new=step.new
             )
             what = f"{name}, convolution {index}"
@@ -107,7 +107,7 @@ def _check(
             pool, out = setup.states.state(layer.layer_id), found[-1]
             tensors = (given.q, given.k, given.v, given.g, given.beta)
             start = _started(held[id(pool)], step)
-            expected, after = linear_reference.recurrence(layer, *tensors, start, step.new)
+            expected, after = reference.recurrence(layer, *tensors, start, step.new)
             error = max(error, compare(f"{name}, output", out[:real], expected[:real], tolerance))
             if not is_verify:
                 _check_states(name, pool, held[id(pool)], rows, after, tolerance, step)

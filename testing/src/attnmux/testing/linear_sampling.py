@@ -6,8 +6,7 @@ from collections.abc import Iterator
 from random import Random
 from typing import Any
 
-from attnmux.core import ForwardMode
-from attnmux.core.facts.values import DTYPES, LINEAR_KINDS
+from attnmux.core import ForwardMode, Request
 from attnmux.testing.candidate import Candidate
 from attnmux.testing.cases import Step, decode, extend, verify
 from attnmux.testing.linear_cases import SHAPES, LinearCase
@@ -29,7 +28,9 @@ def linear_samples(
     most_cost: scales `MOST_PRODUCTS`.
     """
     clauses = candidate.card.clauses
-    kinds = [kind for kind in LINEAR_KINDS if any(each.kind.admits(kind) for each in clauses)]
+    kinds = [
+        kind for kind in Request.LINEAR_KINDS if any(each.kind.admits(kind) for each in clauses)
+    ]
     dims = {kind: _dims(candidate, kind) for kind in kinds}
     rng, refused, number = Random(seed), 0, 0
     while kinds and refused < DRAFTS:
@@ -75,13 +76,13 @@ def _draft(
     graph, verifies = rng.random() < 0.3, rng.random() < 0.3
     return LinearCase(
         name=f"sampled-{number}-{kind}",
-        kind=kind,  # type: ignore[arg-type]  # one of LINEAR_KINDS
+        kind=kind,  # type: ignore[arg-type]  # one of Request.LINEAR_KINDS
         steps=tuple(
             _step(rng, tokens, graph=graph, verifies=verifies) for _ in range(rng.randint(1, 3))
         ),
         qk_l2norm=kind in ("gdn", "kda") and rng.random() < 0.7,
         strong_decay=rng.random() < 0.3,
-        dtype=rng.choice(DTYPES[:3]),
+        dtype=rng.choice(Request.DTYPES[:3]),
         host_lens=rng.random() < 0.5,
         graph=graph,
         **{name: value for name, value in shape.items() if name != "qk_l2norm"},

@@ -7,13 +7,9 @@ from dataclasses import asdict
 
 import click
 
-from attnmux.core.cards.named import offers_named
-from attnmux.core.cards.proof import PROOFS, Proof, Verified
-from attnmux.core.cli.asking import machine
-from attnmux.core.cli.run import Run, common_options, echo_json, pass_run
-from attnmux.core.facts.platform import GRAMMAR
-from attnmux.core.facts.request import Request, parse_fields
-from attnmux.core.facts.values import KINDS
+from attnmux.core import Platform, Request
+from attnmux.core.plugin import Verified
+from attnmux.core.verbs import Proven, Run, common_options, machine, offers_named, pass_run
 from attnmux.testing.matrix_rows import COLUMNS, Cell, Row, narrowed, rows_of
 
 INTRODUCTION = """\
@@ -56,7 +52,8 @@ LEADING = ("backend", "plugin", "machines", "phases", "page sizes", "proof")
 @click.command()
 @click.argument("backends", nargs=-1, metavar="[BACKEND]...")
 @click.option(
-    "--platform", help=f"Only what serves a machine: {GRAMMAR}, or a vendor on this machine."
+    "--platform",
+    help=f"Only what serves a machine: {Platform.GRAMMAR}, or a vendor on this machine.",
 )
 @click.option("--request", "fields", help="Only what serves a request: FIELD=VALUE,…")
 @click.option(
@@ -85,10 +82,10 @@ def matrix(
     asked = [offer.address for name in backends for offer in offers_named(name, offers)]
     named = [offer for offer in offers if not backends or offer.address in asked]
     device = None if platform is None else machine(run, settings, plugins, platform)[0]
-    request = Request().replace(**dict(parse_fields(fields))) if fields else None
+    request = Request.parse(fields) if fields else None
     rows = rows_of(narrowed(named, request, device), device)
     if as_json:
-        echo_json(
+        run.echo_json(
             {
                 "rows": [row.to_dict() for row in rows],
                 "failures": [asdict(failure) for failure in plugins.failures],
@@ -107,7 +104,7 @@ def markdown(rows: Sequence[Row]) -> str:
     """A page with a table for each kind of attention, and its numbered limits below."""
     sections = [
         _section(TITLES.get(kind, kind), [row for row in rows if row.kind == kind])
-        for kind in KINDS
+        for kind in Request.KINDS
         if any(row.kind == kind for row in rows)
     ]
     return "\n\n".join([INTRODUCTION, *sections, _runs(rows)])
@@ -116,13 +113,13 @@ def markdown(rows: Sequence[Row]) -> str:
 def _runs(rows: Sequence[Row]) -> str:
     """Every run of every backend, with the most that it proves in a kind of attention."""
     header = ("backend", "proof", "ran on", "libraries", "cases that agreed", "date")
-    found: dict[tuple[str, str], list[tuple[Proof, Verified]]] = {}
+    found: dict[tuple[str, str], list[tuple[str, Verified]]] = {}
     for row in rows:
         found.setdefault((row.backend, row.plugin), []).extend(row.proven.runs)
     lines = [_line(header), _line("---" for _ in header)]
     for (backend, _), runs in sorted(found.items()):
-        strongest: dict[Verified, Proof] = {}
-        for word, run in sorted(runs, key=lambda each: PROOFS.index(each[0])):
+        strongest: dict[Verified, str] = {}
+        for word, run in sorted(runs, key=lambda each: Proven.WORDS.index(each[0])):
             strongest.setdefault(run, word)
         for run, word in strongest.items():
             cases = str(run.cases or "")

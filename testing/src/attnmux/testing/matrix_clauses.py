@@ -5,12 +5,11 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Sequence
 
-from attnmux.core.cards.clause import Clause
-from attnmux.core.cards.conditions import ANY, NONE, Condition, OneOf
-from attnmux.core.facts.axes import AXES, PLATFORM
+from attnmux.core.plugin import ANY, NONE, Clause, Condition
+from attnmux.core.verbs import AXES, OneOf
 
 _DECIDING = (
-    *(axis.name for axis in AXES if axis.weight == PLATFORM and axis.name != "kind"),
+    *(axis.name for axis in AXES if axis.of_platform and axis.name != "kind"),
     "dtype",
 )
 _FOLLOWING = tuple(axis.name for axis in AXES if axis.name not in (*_DECIDING, "kind"))

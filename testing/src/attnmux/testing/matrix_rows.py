@@ -10,64 +10,41 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
-from attnmux.core.cards.card import Offer
-from attnmux.core.cards.clause import Clause, meets
-from attnmux.core.cards.conditions import ANY, Condition
-from attnmux.core.cards.proof import Proven, proven, proven_on
-from attnmux.core.choosing.problem import opposed
-from attnmux.core.facts.axes import AXES, CACHED, PLATFORM, Axis, Question
-from attnmux.core.facts.platform import Platform
-from attnmux.core.facts.request import Request
-from attnmux.core.facts.values import KINDS, PHASES, Value
+from attnmux.core import Offer, Platform, Request
+from attnmux.core.plugin import ANY, Clause, Condition
+from attnmux.core.verbs import (
+    AXES,
+    Axis,
+    Proven,
+    Question,
+    opposed,
+)
 from attnmux.testing.matrix_clauses import covers, either, restrictions, union, union_said
+from attnmux.testing.sampled_points import Value
 
 Served = Literal["yes", "some", "no"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Column:
-    """A feature: served where a clause admits one of the values on the axis."""
+    """A feature: served if a clause admits one of the values on the axis."""
 
     title: str
-    axis: str
+    axis: Axis
     values: tuple[Value, ...]
-    """Any of them shows the feature; where only some are admitted, the cell lists them."""
-    asked_by: str = ""
-    """The request that asks for the feature, as `Request.parse` reads it; empty: one with a field
-    of the axis' name."""
+    """Any of them shows the feature; if only some are admitted, the cell lists them."""
 
     def request(self) -> Request:
         """One that asks for the feature."""
-        if self.asked_by:
-            return Request.parse(self.asked_by)
-        return Request(**{self.axis: self.values[0]})  # type: ignore[arg-type]  # read by its field's reader
+        if self.axis.asked_by:
+            return Request.parse(self.axis.asked_by)
+        return Request(**{self.axis.name: self.values[0]})  # type: ignore[arg-type]  # read by its field's reader
 
 
-COLUMNS: tuple[Column, ...] = (
-    Column(title="fp8 KV", axis="kv_dtype", values=("fp8_e4m3", "fp8_e5m2")),
-    Column(title="fp4 KV", axis="kv_dtype", values=("fp4_e2m1",)),
-    Column(title="topk 1", axis="spec_topk", values=(1,)),
-    Column(title="topk > 1", axis="spec_topk", values=(2, 4, 8)),
-    Column(title="window", axis="sliding_window", values=(1, 127, 4095, 1 << 20)),
-    Column(title="chunk", axis="attention_chunk", values=(1, 128, 8192, 1 << 20)),
-    Column(title="sinks", axis="sinks", values=(True,)),
-    Column(title="ALiBi", axis="alibi", values=(True,)),
-    Column(title="relative bias", axis="relative_bias", values=(True,)),
-    Column(title="logit cap", axis="logit_cap", values=(0.5, 30.0, 50.0)),
-    Column(title="cross", axis="cross_attention", values=(True,)),
-    Column(
-        title="tree windows",
-        axis="tree_windows",
-        values=(True,),
-        asked_by="spec_topk=4,sliding_window=127",
-    ),
-    Column(title="custom mask", axis="custom_mask", values=(True,)),
-    Column(title="multi-item", axis="multi_item", values=(True,)),
-    Column(title="encoder", axis="phase", values=("encoder",)),
-    Column(title="deterministic", axis="deterministic", values=(True,)),
-    Column(title="graphs", axis="graph", values=(True,)),
-    Column(title="LSE", axis="lse", values=(True,)),
-    Column(title="strided KV", axis="strided_kv", values=(True,)),
+COLUMNS = tuple(
+    Column(title=title, axis=axis, values=values)
+    for axis in AXES
+    for title, values in axis.columns.items()
 )
 
 
@@ -136,13 +113,13 @@ def narrowed(
     ]
 
     def counts(axis: Axis) -> bool:
-        of_machine = axis.weight == PLATFORM and axis.name not in ("kind", "phase")
+        of_machine = axis.of_platform and axis.name not in ("kind", "phase")
         return (platform if of_machine else request) is not None
 
     demanded = [[demand for demand in q.demands if counts(demand[0])] for q in questions]
 
     def admits(clause: Clause) -> bool:
-        return any(meets(clause, demands) for demands in demanded)
+        return any(clause.meets(demands) for demands in demanded)
 
     kept = [(offer, tuple(filter(admits, offer.card.clauses))) for offer in offers]
     return [
@@ -157,7 +134,7 @@ def rows_of(offers: Iterable[Offer], device: Platform | None = None) -> tuple[Ro
     ordered = sorted(offers, key=lambda offer: (offer.card.name, offer.plugin))
     enemies = opposed(ordered)
     found = []
-    for kind in KINDS:
+    for kind in Request.KINDS:
         serving = [offer for offer in ordered if _clauses(kind, offer)]
         for offer in serving:
             names = (o.card.name for o in serving if o.address in enemies.get(offer.address, ()))
@@ -173,7 +150,7 @@ def _clauses(kind: str, offer: Offer) -> list[Clause]:
 def _row(kind: str, offer: Offer, excludes: tuple[str, ...], device: Platform | None) -> Row | None:
     """None where the backend serves no phase of the kind."""
     clauses = _clauses(kind, offer)
-    phases = [phase for phase in PHASES if phase in CACHED or kind == "mha"]
+    phases = [phase for phase in Request.PHASES if phase != "encoder" or kind == "mha"]
     served = [phase for phase in phases if any(clause.phase.admits(phase) for clause in clauses)]
     if not served:
         return None
@@ -186,7 +163,7 @@ def _row(kind: str, offer: Offer, excludes: tuple[str, ...], device: Platform | 
         machines=_machines(clauses),
         phases=tuple(served),
         page_sizes=union_said(union("page_size", clauses)),
-        proven=proven_on(runs, device, (), kind) if device else proven(runs, clauses, kind),
+        proven=Proven.on(runs, device, (), kind) if device else Proven.of(runs, clauses, kind),
         cells=tuple(_cell(column, clauses, phases) for column in COLUMNS),
         excludes=excludes,
         companions=() if {"extend", "decode"}.issubset(served) else offer.card.companions,
@@ -213,8 +190,8 @@ def _machines(clauses: Sequence[Clause]) -> tuple[str, ...]:
 
 def _cell(column: Column, clauses: Sequence[Clause], phases: Sequence[str]) -> Cell:
     """Only clauses of phases that can ask for the feature count."""
-    axis = next(axis for axis in AXES if axis.name == column.axis)
-    if column.axis == "phase":
+    axis = column.axis
+    if axis.name == "phase":
         served = set(phases) >= set(column.values) and any(
             clause.phase.admits(value) for clause in clauses for value in column.values
         )

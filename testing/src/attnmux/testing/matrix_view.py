@@ -8,8 +8,7 @@ from rich.console import Console
 from rich.padding import Padding
 from rich.text import Text
 
-from attnmux.core.cli.render import plain_console, plain_table
-from attnmux.core.facts.axes import CACHED
+from attnmux.core.verbs import plain_console, plain_table
 from attnmux.testing.matrix_rows import COLUMNS, Cell, Row
 
 LIMITED = "*"
@@ -50,7 +49,7 @@ def _print_by_backend(console: Console, rows: Sequence[Row]) -> None:
     for row in rows:
         facts = f"  {'; '.join(row.machines)}; proof: {row.proven}"
         console.print(Text.assemble((row.backend, "bold"), (facts, "dim")))
-        phases = [phase for phase in row.phases if phase in CACHED]
+        phases = [phase for phase in row.phases if phase != "encoder"]
         console.print(Padding(Text(", ".join([*phases, *_features(row)])), (0, 0, 0, 4)))
 
 
@@ -74,7 +73,7 @@ def _print_in_full(console: Console, row: Row) -> None:
     ):
         table.add_row(name, value)
     for column, cell in row.features():
-        source = row.sources.get(column.axis, "")
+        source = row.sources.get(column.axis.name, "")
         said = "no" if cell.served == "no" else cell.where or "yes"
         table.add_row(column.title, f"{said} [{source}]" if source else said)
     console.print(table)

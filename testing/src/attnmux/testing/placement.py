@@ -14,9 +14,8 @@ from itertools import chain
 
 import torch
 
-from attnmux.core import ForwardMode, LayerSpec, SWAKVPool, stored_parts, tokens_behind_window
-from attnmux.core.contract.dtypes import FP4_DTYPE
-from attnmux.core.kv.rows import gather_rows
+from attnmux.core import ForwardMode, LayerSpec, SWAKVPool, stored_parts
+from attnmux.core.plugin import gather_rows
 from attnmux.testing.case_setup import CaseSetup, pages_of
 from attnmux.testing.cases import Step
 
@@ -153,7 +152,7 @@ def fill_reserved_page(setup: CaseSetup) -> None:
 
 def _fill_with_nan(buffer: torch.Tensor) -> None:
     """A value of 4 bits is never NaN, but its block's scale is."""
-    if buffer.dtype == FP4_DTYPE:
+    if buffer.dtype == torch.float4_e2m1fn_x2:
         buffer.view(torch.uint8).fill_(0xFF)
     else:
         buffer.fill_(torch.nan)
@@ -161,8 +160,8 @@ def _fill_with_nan(buffer: torch.Tensor) -> None:
 
 def _leave_over(buffer: torch.Tensor, slots: torch.Tensor) -> None:
     shape = len(slots), *buffer.shape[1:]
-    if buffer.dtype == FP4_DTYPE:
-        left_over = torch.full(shape, 0x77, dtype=torch.uint8).view(FP4_DTYPE)
+    if buffer.dtype == torch.float4_e2m1fn_x2:
+        left_over = torch.full(shape, 0x77, dtype=torch.uint8).view(torch.float4_e2m1fn_x2)
     else:
         left_over = torch.full(shape, LEFT_OVER).to(buffer.dtype)
     put(buffer, slots, left_over.to(buffer.device))
@@ -251,7 +250,7 @@ def _pair(setup: CaseSetup, pool: SWAKVPool, requests: list[Placed]) -> None:
     widest = max(layer.sliding_window_size for layer in setup.context.layers)
     seen = set()
     for request in requests:
-        behind = tokens_behind_window(max(request.cached, 0), widest, pool.page_size)
+        behind = SWAKVPool.tokens_behind_window(max(request.cached, 0), widest, pool.page_size)
         seen.update((request.slots[behind :: pool.page_size] // pool.page_size).tolist())
     pages = torch.tensor(sorted(seen), dtype=torch.int64)
     swa_pages = torch.randperm(pool.swa.size // pool.page_size, generator=setup.generator) + 1

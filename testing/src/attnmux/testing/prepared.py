@@ -8,8 +8,8 @@ from functools import partial
 
 import torch
 
-from attnmux.core import ForwardBatch, LayerSpec, quantise
-from attnmux.core.contract.dtypes import FP8_DTYPES
+from attnmux.core import FP8_DTYPES, ForwardBatch, LayerSpec
+from attnmux.core.plugin import quantise
 from attnmux.testing.batches import make_batch, pick_topk
 from attnmux.testing.case_setup import CaseSetup
 from attnmux.testing.cases import Step

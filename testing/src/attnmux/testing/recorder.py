@@ -11,9 +11,9 @@ import torch
 from torch._ops import OpOverload
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from attnmux.core import GraphViolation, attention_with_output
+from attnmux.core import attention_with_output
 from attnmux.testing import recorded_collectives as collectives
-from attnmux.testing.tape import Operation, Place, Tape, identity, replaced, tensors
+from attnmux.testing.tape import GraphViolation, Operation, Place, Tape, identity, replaced, tensors
 
 aten = torch.ops.aten
 

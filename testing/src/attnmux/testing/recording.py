@@ -16,10 +16,10 @@ import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
-from attnmux.core import DeviceGraphs, GraphViolation
-from attnmux.core.graph.devices import CapturedGraph, GraphStep
+from attnmux.core import DeviceGraphs
+from attnmux.core.plugin import CapturedGraph, GraphStep
 from attnmux.testing.recorder import Recorder
-from attnmux.testing.tape import Tape
+from attnmux.testing.tape import GraphViolation, Tape
 
 PREPARE, FORWARD = "init_forward_metadata_in_graph", "forward"
 

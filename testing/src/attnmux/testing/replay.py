@@ -11,6 +11,7 @@ import click
 import torch
 
 from attnmux.core import (
+    FP8_DTYPES,
     BackendContext,
     ForwardBatch,
     ForwardMode,
@@ -27,8 +28,7 @@ from attnmux.core import (
     stored_parts,
     torch_dtype,
 )
-from attnmux.core.cli.run import Run, common_options, echo_json, pass_run
-from attnmux.core.contract.dtypes import FP8_DTYPES
+from attnmux.core.verbs import Run, common_options, pass_run
 from attnmux.testing import reference
 from attnmux.testing.candidate import Candidate, find_candidate
 from attnmux.testing.comparison import Disagreement, compare, lse_tolerance, output_tolerance
@@ -243,7 +243,9 @@ def replay(run: Run, folder: Path, backend: str, device: str, as_json: bool) -> 
     if as_json:
         answer = {"failure": kept.facts["error"], "backend": candidate.card.name}
         outcome = {"error": done.error, "raised": done.raised, "max_error": done.max_error}
-        echo_json({**answer, "values_kept": kept.has_values, **outcome, "warnings": run.warnings})
+        run.echo_json(
+            {**answer, "values_kept": kept.has_values, **outcome, "warnings": run.warnings}
+        )
         return int(bool(done.error))
     error = kept.facts["error"]
     layer, mode = kept.facts["layer"]["layer_id"], kept.facts["batch"]["forward_mode"]

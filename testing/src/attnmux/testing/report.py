@@ -10,11 +10,16 @@ from pathlib import Path
 
 import click
 
-from attnmux.core import InvalidInput, Measurement, NoBackend, Offer, Plugins, Settings
-from attnmux.core.cli.run import FiniteRange, Run, common_options, echo_json, pass_run, writing
-from attnmux.core.facts.files import replacing
-from attnmux.core.facts.records import Device
-from attnmux.core.measured.measurement import versions_of
+from attnmux.core import Measurement, NoBackend, Offer, Plugins, Settings, replacing
+from attnmux.core.verbs import (
+    Device,
+    FiniteRange,
+    Run,
+    check_replaceable,
+    common_options,
+    pass_run,
+    writing,
+)
 from attnmux.testing.candidate import Candidate, find_candidate
 from attnmux.testing.report_facts import Reported, reported
 from attnmux.testing.summary import Summary, kept_file, read_summary, summarised
@@ -100,7 +105,7 @@ def report(
         json.dump(data, stream, indent=1)
         stream.write("\n")
     if as_json:
-        echo_json({"file": str(out), "report": data, "warnings": run.warnings})
+        run.echo_json({"file": str(out), "report": data, "warnings": run.warnings})
     else:
         _say(out, found)
     return 0
@@ -117,8 +122,7 @@ def _with_results(offers: Sequence[Offer], measurements: Sequence[Measurement]) 
 
 def _check_writable(out: Path) -> None:
     """Raise before minutes of running."""
-    if not out.parent.is_dir():
-        raise InvalidInput("--out", got=str(out), expected="a file in a folder that exists")
+    check_replaceable("--out", out)
     probe = out.with_name(f".{out.name}.probe")
     with writing(out, otherwise="name another file as --out"):
         probe.touch()
@@ -132,7 +136,7 @@ def _kept(run: Run, candidate: Candidate, offer: Offer) -> Summary | None:
     summary = read_summary(kept_file(candidate.address))
     if summary is None:
         return None
-    same = all(summary.versions.get(name) == each for name, each in versions_of(offer).items())
+    same = all(summary.versions.get(name) == each for name, each in offer.versions().items())
     if same and summary.device == asdict(Device.of(candidate.platform)):
         return summary
     run.warn(

@@ -6,23 +6,13 @@ import platform as interpreter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from datetime import datetime, timezone
+from importlib import metadata
 from typing import Any
 
-from attnmux.core import (
-    Measurement,
-    Offer,
-    Platform,
-    Plugins,
-    Settings,
-    Verified,
-    installed_version,
-)
-from attnmux.core.cards.proof import proven_on
-from attnmux.core.choosing.checking import standing
-from attnmux.core.facts.errors import in_brief
-from attnmux.core.facts.libraries import distributions
-from attnmux.core.facts.records import Device
-from attnmux.testing.anonymous import anonymous
+from attnmux.core import Measurement, Offer, Platform, Plugins, Settings, in_brief
+from attnmux.core.plugin import Verified, installed_version
+from attnmux.core.verbs import Device, Proven, standing
+from attnmux.testing.anonymous import anonymous, anonymous_error
 from attnmux.testing.candidate import Candidate
 from attnmux.testing.summary import Summary, verified_by
 
@@ -64,7 +54,7 @@ def reported(
         "packages": _packages(plugins),
         "libraries": _libraries(plugins),
         "failures": [
-            {"plugin": each.plugin, "stage": each.stage, "error": anonymous(each.error)}
+            {"plugin": each.plugin, "stage": each.stage, "error": anonymous_error(each.error)}
             for each in plugins.failures
         ],
         "backends": [_backend(each, settings, measurements) for each in found],
@@ -84,7 +74,7 @@ def system() -> Mapping[str, str]:
 
         facts = get_env_info()._asdict()  # type: ignore[no-untyped-call]  # torch's own
     except Exception as error:  # it asks many programs, and a report does without
-        return {**found, "torch": anonymous(in_brief(error))}
+        return {**found, "torch": anonymous_error(in_brief(error))}
     for name, value in facts.items():
         if name not in LEFT_OUT and str(value) not in UNKNOWN:
             found[name] = anonymous(str(value))
@@ -93,7 +83,7 @@ def system() -> Mapping[str, str]:
 
 def _packages(plugins: Plugins) -> dict[str, str]:
     """This project's distributions and those of other plugins, with their versions."""
-    known = {name for name in distributions() if name.startswith(OURS)}
+    known = {each.name for each in metadata.distributions() if each.name.startswith(OURS)}
     known |= {plugin.distribution for plugin in plugins.loaded}
     return _installed(known)
 
@@ -123,7 +113,7 @@ def _backend(
         "platform": str(candidate.platform),
         "device": candidate.device,
         "reasons": [str(reason) for reason in reasons],
-        "proof": proven_on(card.verified_on, candidate.platform).word,
+        "proof": Proven.on(card.verified_on, candidate.platform).word,
         "verified_on": [verified.to_dict() for verified in card.verified_on],
         "verify": None if each.summary is None else asdict(each.summary),
         "verified": None if each.verified is None else each.verified.to_dict(),

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 
 from attnmux.core import AttentionCall, ForwardBatch, KVPool, LayerSpec
-from attnmux.testing.reference import (
+from attnmux.testing.reference.dense import (
     alibi_bias,
     chunks_before,
     dense_attention,

@@ -6,28 +6,15 @@ from collections.abc import Collection, Iterator, Mapping
 from random import Random
 from typing import Any
 
-from attnmux.core import ANY, Clause, Option
-from attnmux.core.cards.conditions import Condition
-from attnmux.core.facts.values import DTYPES, OptionValue, Value
-from attnmux.testing.sampled_points import FLAGS, OPTION
+from attnmux.core import Request
+from attnmux.core.plugin import ANY, Clause, Condition, Option, OptionValue
+from attnmux.core.verbs import AXES
+from attnmux.testing.sampled_points import FLAGS, OPTION, Value
 
 Range = tuple[int, int]
 Levels = dict[str, tuple[Any, ...]]
 
-UNLIMITED: Mapping[str, tuple[int | Range, ...]] = {
-    "page_size": (1, (2, 15), 16, (17, 63), 64, (65, 255), 256),
-    "num_q_heads": (8, 16, (17, 64), 128),
-    "num_kv_heads": (1, 2, (3, 8), (9, 40)),
-    "group_size": (1, 2, (3, 8), (9, 16), (17, 32)),
-    "head_dim": (16, 64, 80, 128, 256, 512),
-    "v_head_dim": (64, 128),
-    "kv_lora_rank": (128, 512),
-    "qk_rope_head_dim": (64,),
-    "spec_topk": (1, 2, 4),
-    "spec_draft_tokens": (1, (2, 8), (9, 32)),
-    "sliding_window": (1, (2, 63), (64, 511), (512, 4095)),
-    "attention_chunk": (1, (2, 63), (64, 511), (512, 4095)),
-}
+UNLIMITED: Mapping[str, tuple[int | Range, ...]] = {axis.name: axis.samples for axis in AXES}
 """Values for axes on which a clause sets no limit; a random one of each range."""
 
 OWN: Mapping[str, tuple[Value | Range | None, ...]] = {
@@ -70,8 +57,8 @@ def levels_of(
     """The values of each axis, for each kind that the clause serves. options: the card's."""
     modes = tuple(m for phase, ms in MODES.items() if clause.phase.admits(phase) for m in ms)
     levels: Levels = {
-        "dtype": tuple(d for d in DTYPES[:3] if clause.dtype.admits(d)),
-        "kv_dtype": tuple(d for d in DTYPES if clause.kv_dtype.admits(d)),
+        "dtype": tuple(d for d in Request.DTYPES[:3] if clause.dtype.admits(d)),
+        "kv_dtype": tuple(d for d in Request.DTYPES if clause.kv_dtype.admits(d)),
         "page_size": _numbers("page_size", clause.page_size, rng),
         "spec_topk": (None, *_numbers("spec_topk", clause.spec_topk, rng)),
         "spec_draft_tokens": _numbers("spec_draft_tokens", clause.spec_draft_tokens, rng),

@@ -6,16 +6,17 @@ from collections.abc import Callable, Mapping
 from random import Random
 from typing import Any
 
+from attnmux.core.verbs import AXES
 from attnmux.testing.engine_cases import FAR_PAGE, FAR_SLOT
 
 Point = dict[str, Any]
 
-FLAGS = (
-    *("sinks", "alibi", "relative_bias", "lse", "deterministic", "cross_attention"),
-    *("multi_item", "strided_kv"),
-)
+FLAGS = tuple(axis.name for axis in AXES if axis.values == "flag" and axis.samples)
 OPTION = "option "
 """Axes of a card's options begin with it."""
+Value = str | int | float | bool | frozenset[str]
+"""A value of an axis."""
+
 FIRST_PAGES: Mapping[str, Callable[[int], int]] = {
     "pages": lambda page: FAR_PAGE,
     "slots": lambda page: FAR_SLOT // page + 1,

@@ -2,7 +2,7 @@
 
 A `Point` is one value for each axis. The axes' values come from the card's clauses: every listed
 value, both ends of a range, and random values between them; for an axis without a limit, the sizes
-of `sampled_levels.UNLIMITED`. Each case covers as many new pairs of values as a few random drafts
+of `Axis.samples`. Each case covers as many new pairs of values as a few random drafts
 allow, as AETG does
 (Cohen et al., IEEE TSE 23(7), 1997).
 """
@@ -14,16 +14,15 @@ from dataclasses import dataclass, field
 from itertools import combinations
 from random import Random
 
-from attnmux.core import Clause
-from attnmux.core.facts.axes import AXES, Question
-from attnmux.core.facts.values import Value
-from attnmux.testing.candidate import MACHINE_AXES, Candidate
+from attnmux.core.plugin import Clause
+from attnmux.core.verbs import AXES, Question
+from attnmux.testing.candidate import Candidate
 from attnmux.testing.cases import Case
 from attnmux.testing.linear_cases import AnyCase
 from attnmux.testing.linear_sampling import linear_samples
 from attnmux.testing.sampled_cases import case_of
 from attnmux.testing.sampled_levels import Levels, levels_of
-from attnmux.testing.sampled_points import Point, afford, cost, settle
+from attnmux.testing.sampled_points import Point, Value, afford, cost, settle
 
 Pair = tuple[str, Value | None, str, Value | None]
 
@@ -173,7 +172,7 @@ def _fits_machine(clause: Clause, candidate: Candidate) -> bool:
         request=Case(name="", steps=()).request, platform=candidate.platform, phase="decode"
     )
     for axis in AXES:
-        if axis.name in MACHINE_AXES:
+        if axis.of_machine:
             value = axis.wanted(question)
             if value is not None and not axis.condition(clause).admits(value):
                 return False

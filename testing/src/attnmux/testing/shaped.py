@@ -7,7 +7,6 @@ from dataclasses import replace
 from typing import Any
 
 from attnmux.core import Request
-from attnmux.core.facts.values import LINEAR_KINDS
 from attnmux.testing.candidate import Candidate
 from attnmux.testing.cases import Case
 from attnmux.testing.linear_cases import AnyCase, LinearCase
@@ -43,7 +42,7 @@ def cases_in_shape(
 
     in_graph: also those that run from graphs.
     """
-    if request.kind in LINEAR_KINDS:
+    if request.is_linear:
         yield from _linear(candidate, request, phase, in_graph=in_graph)
         return
     shapes = _shapes(request, phase)

@@ -10,7 +10,7 @@ from typing import ClassVar
 import pytest
 
 from attnmux.core import InvalidInput
-from attnmux.core.facts.values import OptionValue
+from attnmux.core.plugin import OptionValue
 from attnmux.testing.candidate import MACHINE_AXES, Candidate, find_candidate
 from attnmux.testing.card_limits import OutsidePoint, outside_points, try_point
 from attnmux.testing.execution import EXECUTIONS

@@ -10,12 +10,10 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
-from attnmux.core import Offer, Settings, SettingsError, Verified
-from attnmux.core.cli.run import writing
-from attnmux.core.facts.files import read_file, replacing
-from attnmux.core.facts.records import Device
-from attnmux.core.measured.passes import pass_key, passes
-from attnmux.testing.anonymous import anonymous
+from attnmux.core import Offer, Settings, SettingsError, replacing
+from attnmux.core.plugin import Verified, read_file
+from attnmux.core.verbs import Device, Passes, writing
+from attnmux.testing.anonymous import anonymous_error
 from attnmux.testing.candidate import Candidate
 from attnmux.testing.verify_run import Verification
 
@@ -94,7 +92,7 @@ def summarised(verification: Verification) -> Summary:
             {
                 "case": one.case,
                 "execution": one.execution,
-                "message": anonymous(one.message),
+                "message": anonymous_error(one.message),
             }
             for one in failed[:MOST_FAILURES]
         ],
@@ -133,14 +131,14 @@ class Keeper:
     def of(cls, candidate: Candidate, offers: Iterable[Offer]) -> Keeper:
         """Raises SettingsError where there is no home directory."""
         (offer,) = (each for each in offers if each.address == candidate.address)
-        key = pass_key(offer, candidate.platform, candidate.options)
+        key = Passes.key(offer, candidate.platform, candidate.options)
         return cls(file=kept_file(candidate.address), key=key)
 
     def keep(self, verification: Verification) -> None:
         """A failure takes back an earlier pass. Raises SettingsError for a file that cannot be
         written."""
         summarised(verification).write(self.file)
-        store = passes(Settings.cache_folder())
+        store = Passes.in_cache(Settings.cache_folder())
         kept = {name: each for name, each in store.read().items() if name != self.key}
         if verification.has_failed:
             store.write(kept)

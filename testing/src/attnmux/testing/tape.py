@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from attnmux.core import GraphViolation
+from attnmux.core import GraphUnsupported
 
 T = TypeVar("T")
 
@@ -190,3 +190,14 @@ def replaced(values: Any, kind: type[T], change: Callable[[T], object]) -> Any: 
     if isinstance(values, dict):
         return {name: replaced(value, kind, change) for name, value in values.items()}
     return values
+
+
+class GraphViolation(GraphUnsupported):
+    """A captured step did what a replay would not repeat; names the method and the operation."""
+
+    def __init__(self, method: str, operation: str, reason: str, *, hint: str = "") -> None:
+        self.method = method
+        self.operation = operation
+        self.reason = reason
+        self.hint = hint
+        super().__init__(f"{method}: {operation} {reason}" + (f"; {hint}" if hint else ""))

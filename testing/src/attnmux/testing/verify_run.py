@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from random import SystemRandom
 from typing import Any
 
-from attnmux.core import FrozenMapping, installed_version
-from attnmux.core.cards.installed_files import OTHERS
+from attnmux.core import FrozenMapping
+from attnmux.core.plugin import installed_version
 from attnmux.testing.candidate import Candidate, Outcome
 from attnmux.testing.card_limits import outside_points, try_point
 from attnmux.testing.children import Trial, run_in_children
@@ -109,7 +109,14 @@ class Verification:
     @property
     def versions(self) -> Mapping[str, str]:
         """Of the plugin and of everything that it ran on."""
-        names = {self.distribution, *self.candidate.card.libraries(), *OTHERS} - {""}
+        names = {
+            self.distribution,
+            *self.candidate.card.libraries(),
+            "attnmux-core",
+            "attnmux-testing",
+            "torch",
+            "triton",
+        } - {""}
         found = {name: installed_version(name) for name in sorted(names)}
         return FrozenMapping({name: each for name, each in found.items() if each is not None})
 

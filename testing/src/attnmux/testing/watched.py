@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 
 from attnmux.core import KVPool
-from attnmux.core.kv.rows import gather_rows
+from attnmux.core.plugin import gather_rows
 
 
 class Change(NamedTuple):

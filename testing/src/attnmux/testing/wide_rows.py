@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from attnmux.core import KVPool, gather_rows, unpack_rows
+from attnmux.core import KVPool
+from attnmux.core.plugin import gather_rows, unpack_rows
 
 
 def wide_rows(

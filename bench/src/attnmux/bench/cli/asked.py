@@ -5,9 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from attnmux.core import InvalidInput, Platform, Request, linear_request
-from attnmux.core.cli.asking import requested
-from attnmux.core.facts.request import parse_fields
-from attnmux.core.facts.values import LINEAR_KINDS
+from attnmux.core.verbs import requested
 
 
 def asked_of_one_shape(
@@ -19,14 +17,15 @@ def asked_of_one_shape(
     Raises InvalidInput as `requested`, for layers of several shapes, and for linear layers that the
     model does not have.
     """
-    changes = parse_fields(fields)
-    kind = changes.get("kind", "")
-    if model is not None and kind in LINEAR_KINDS:
+    stated = Request.parse(fields)
+    kind = stated.kind
+    if model is not None and stated.is_linear:
         whole = requested(model, "", tp, None, assume=assume)
         kinds = dict(whole.linear_layers)
         if kind not in kinds:
             expected = f"a kind of the model's linear layers: {', '.join(kinds) or 'it has none'}"
             raise InvalidInput("--request", got=f"kind={kind}", expected=expected)
+        changes = {name: getattr(stated, name) for name in stated.origins}
         return linear_request(whole, kind).replace(**changes)
     request = requested(model, fields, tp, None, assume=assume)
     if request.other_layers:

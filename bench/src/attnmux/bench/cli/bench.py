@@ -12,8 +12,15 @@ from attnmux.bench.cli.asked import asked_of_one_shape
 from attnmux.bench.shapes import check_stated, completed, kept_shape
 from attnmux.bench.workload import GRAMMAR, Workload
 from attnmux.core import InvalidInput, NoBackend
-from attnmux.core.cli.asking import ASSUME
-from attnmux.core.cli.run import FiniteRange, Run, common_options, echo_json, pass_run, writing
+from attnmux.core.verbs import (
+    ASSUME,
+    FiniteRange,
+    Run,
+    check_replaceable,
+    common_options,
+    pass_run,
+    writing,
+)
 
 if TYPE_CHECKING:
     from attnmux.bench.cli.bench_run import Kept, Result
@@ -132,7 +139,7 @@ def bench(
 def _tell(run: Run, result: Result, kept: Kept | None, *, as_json: bool) -> None:
     if as_json:
         answer = result.to_dict() if kept is None else {**result.to_dict(), "kept": kept.to_dict()}
-        echo_json({**answer, "warnings": run.warnings})
+        run.echo_json({**answer, "warnings": run.warnings})
     else:
         from attnmux.bench.cli.tables import print_bench  # noqa: PLC0415  # rich, off the JSON path
 
@@ -144,5 +151,4 @@ def _check_page(file: Path) -> None:
     if missing := [name for name in PAGE_NEEDS if importlib.util.find_spec(name) is None]:
         expected = f"{' and '.join(PAGE_NEEDS)}: pip install 'attnmux-bench[html]'"
         raise InvalidInput("--html", got=f"no {' and no '.join(missing)}", expected=expected)
-    if not file.parent.is_dir():
-        raise InvalidInput("--html", got=str(file), expected="a file in a folder that exists")
+    check_replaceable("--html", file)

@@ -33,13 +33,16 @@ from attnmux.core import (
     Settings,
     SettingsError,
     TunedLaunch,
+    solve_measured,
     torch_dtype,
 )
-from attnmux.core.cli.asking import decided, machine
-from attnmux.core.cli.run import Run, writing
-from attnmux.core.facts.axes import Question
-from attnmux.core.facts.records import Device
-from attnmux.core.measured.measurement import shape_of, versions_of
+from attnmux.core.verbs import (
+    Device,
+    Question,
+    Run,
+    machine,
+    writing,
+)
 from attnmux.distributed import RankGroup, check_same_libraries, shared_launches
 
 OTHERWISE = "name another file as ATTNMUX_MEASUREMENTS, or leave out --keep"
@@ -178,8 +181,13 @@ def measure(
     )
     rows = bench.rows(field.workloads, field.entrants)
     timed = tuple(bar.track(rows, f"timing on {place}", field.size))
+    if any(row.is_beyond for row in timed):
+        reached = reached.or_higher(ceilings(device, dtype, seconds))
+        timed = tuple(row.under(reached) for row in timed)
     try:
-        decision = decided(request, place.platform, place.offers, policy, measurements)
+        decision = solve_measured(
+            request, place.platform, place.offers, policy, measurements=measurements
+        )
     except NoBackend:
         decision = None
     return Result(
@@ -245,7 +253,7 @@ class Keeper:
             with writing(path, otherwise=OTHERWISE):
                 RecordFile(path, Measurement).prepare()
         policy, known = settings.policy(), run.measurements(settings)
-        before = decided(request, place.platform, place.offers, policy, known)
+        before = solve_measured(request, place.platform, place.offers, policy, measurements=known)
         return cls(
             path=path, request=request, place=place, policy=policy, known=known, before=before
         )
@@ -263,7 +271,9 @@ class Keeper:
             with writing(self.path, otherwise=OTHERWISE):
                 file.add(measurements)
         place, known = self.place, file.read().found
-        after = decided(self.request, place.platform, place.offers, self.policy, known)
+        after = solve_measured(
+            self.request, place.platform, place.offers, self.policy, measurements=known
+        )
         return Kept(
             path=self.path,
             checks=checks,
@@ -311,7 +321,7 @@ class Keeper:
                 workload=str(row.workload),
                 batch_size=row.workload.batch_size if row.workload.phase == "decode" else None,
                 device=device,
-                versions=versions_of(offers[row.backend]),
+                versions=offers[row.backend].versions(),
                 median_us=row.median_us,
                 rms_error=row.rms_error,
                 worst_error=row.worst_error,
@@ -330,4 +340,6 @@ class Keeper:
             requests.append(self.request.replace(graph=True))
         for request in requests:
             phase = row.workload.phase
-            yield shape_of(Question(request=request, platform=self.place.platform, phase=phase))
+            yield Measurement.shape_of(
+                Question(request=request, platform=self.place.platform, phase=phase)
+            )

@@ -12,9 +12,9 @@ from rich.text import Text
 from attnmux.bench.linear_work import CONV_CHANNELS, dims
 from attnmux.bench.trials import by_subject, winner
 from attnmux.bench.workload import Workload
-from attnmux.core import Platform, Request, Trial, Value
-from attnmux.core.cli.render import WIDTH, plain_table
-from attnmux.core.facts.values import LINEAR_KINDS
+from attnmux.core import Platform, Request
+from attnmux.core.plugin import OptionValue, Trial
+from attnmux.core.verbs import plain_table
 
 if TYPE_CHECKING:  # torch, which a table does not need
     from attnmux.bench.cli.bench_run import Kept, Result
@@ -24,11 +24,12 @@ if TYPE_CHECKING:  # torch, which a table does not need
     from attnmux.bench.roofline import Ceilings
 
 NEVER = float("inf")
+BEYOND_SAID = "beyond the ceiling: K and V from a cache, or a faster dtype"
 
 
 def _console() -> Console:
     console = Console()
-    width = console.width if console.is_terminal else WIDTH  # a pipe has no width of its own
+    width = console.width if console.is_terminal else 100  # a pipe has no width of its own
     return Console(highlight=False, markup=False, emoji=False, width=width)
 
 
@@ -63,7 +64,7 @@ def print_bench(result: Result, kept: Kept | None) -> None:
 def shapes(request: Request) -> str:
     """The heads and dtypes that were timed: "32/8 heads of 128, bfloat16"."""
     heads = f"{request.num_q_heads}/{request.num_kv_heads} heads of {request.head_dim}"
-    if request.kind in LINEAR_KINDS:
+    if request.is_linear:
         heads = _linear_shapes(request)
     elif request.latent:
         heads = f"{request.num_q_heads} heads over a latent of {request.kv_lora_rank}"
@@ -96,6 +97,8 @@ def _times(workload: Workload, rows: Sequence[Row], reached: Ceilings) -> Table:
             time, of_best = f"{row.median_us:.1f}", f"{row.median_us / min(times):.2f}"
             share, plan = f"{row.share or 0:.0%}", f"{row.prepare_us or 0:.0f}"
         note = row.execution if row.status == "measured" else f"{row.status}: {row.why}"
+        if row.is_beyond:
+            note += f", {BEYOND_SAID}"
         table.add_row(
             row.backend, time, of_best, share, error, plan, str(row.page_size), Text(note)
         )
@@ -154,5 +157,5 @@ def _trials(trials: Sequence[Trial]) -> Table:
     return table
 
 
-def _assignments(values: Mapping[str, Value]) -> str:
+def _assignments(values: Mapping[str, OptionValue]) -> str:
     return " ".join(f"{name}={value}" for name, value in values.items())

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pkgutil
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import redirect_stdout
 from dataclasses import dataclass, replace
 from datetime import datetime, timezone
@@ -21,7 +21,6 @@ from attnmux.core import (
     AttnmuxError,
     BackendFailed,
     InvalidInput,
-    Job,
     NoBackend,
     Offer,
     Platform,
@@ -29,18 +28,21 @@ from attnmux.core import (
     Request,
     Settings,
     SettingsError,
-    Trial,
     TunedLaunch,
     in_brief,
     solve,
 )
-from attnmux.core.cards.named import offers_named
-from attnmux.core.cli.asking import ASSUME, machine
-from attnmux.core.cli.run import Run, common_options, echo_json, pass_run, writing
-from attnmux.core.facts.launches import Tuner
-from attnmux.core.facts.policy import NAMING
-from attnmux.core.facts.records import Device
-from attnmux.core.measured.measurement import versions_of
+from attnmux.core.plugin import Job, Trial
+from attnmux.core.verbs import (
+    ASSUME,
+    Device,
+    Run,
+    common_options,
+    machine,
+    offers_named,
+    pass_run,
+    writing,
+)
 
 if TYPE_CHECKING:
     from attnmux.distributed import RankGroup
@@ -134,7 +136,7 @@ def _tell(
     launches = [launch for _, found in tuned for launch in found]
     path = path if launches else None
     if as_json:
-        echo_json(_as_json(run, [each for each, _ in tuned], launches, path))
+        run.echo_json(_as_json(run, [each for each, _ in tuned], launches, path))
         return
     faster = "1 launch is" if len(launches) == 1 else f"{len(launches)} launches are"
     kept = "nothing is kept" if path is None else f"kept in {path}"
@@ -244,7 +246,7 @@ class Tuned:
 
     def launches(self) -> list[TunedLaunch]:
         """The launches to keep: the winner of each subject."""
-        now, versions = datetime.now(timezone.utc), versions_of(self.offer)
+        now, versions = datetime.now(timezone.utc), self.offer.versions()
         won = [winner(trials) for trials in by_subject(self.trials).values()]
         return [
             TunedLaunch(
@@ -276,7 +278,11 @@ def job_for(
     Raises NoBackend where it does not serve the request, or where others serve all of the phases,
     as an encoder's; otherwise like `solve`.
     """
-    named: Mapping[str, Any] = {**dict.fromkeys(NAMING), "backend": offer.address, "origins": {}}
+    named: Mapping[str, Any] = {
+        **dict.fromkeys(Policy.NAMING),
+        "backend": offer.address,
+        "origins": {},
+    }
     decision = solve(request, here, offers, replace(policy, **named))
     name = (offer.plugin, offer.card.name)
     chosen = decision.phases.values()
@@ -325,7 +331,7 @@ def _trials(offer: Offer, job: Job) -> tuple[Trial, ...]:
 
     try:
         with redirect_stdout(sys.stderr):
-            tuner: Tuner = pkgutil.resolve_name(offer.card.tuner or "")
+            tuner: Callable[[Job], Iterator[Trial]] = pkgutil.resolve_name(offer.card.tuner or "")
             trials = tuple(Bar().track(tuner(job), f"{offer.address} tries"))
         for trial in trials:
             if not isinstance(trial, Trial):

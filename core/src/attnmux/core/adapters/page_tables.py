@@ -10,10 +10,10 @@ import torch
 from attnmux.core.contract.batch import ForwardBatch
 from attnmux.core.contract.context import BackendContext
 from attnmux.core.contract.layer import LayerSpec
-from attnmux.core.contract.tree_masks import check_no_items, check_unmasked, tree_mask_of
 from attnmux.core.facts.errors import InvalidInput
+from attnmux.core.indices._segments import store
 from attnmux.core.indices.keys import page_table
-from attnmux.core.indices.ragged import cu_seqlens, uniform_indptr, verify_kv_lens
+from attnmux.core.indices.ragged import cu_seqlens, uniform_indptr
 
 Tables = dict[tuple[bool, int], torch.Tensor]
 """Page tables before translation, by (is the encoder's, page size)."""
@@ -70,6 +70,10 @@ class Keys:
         lens = torch.zeros(rows, dtype=torch.int32, device=device)
         return cls(page_table=table, lens=lens)
 
+    def with_lens(self, lens: torch.Tensor) -> Keys:
+        """The same table with other lengths [B]."""
+        return Keys(page_table=self.page_table, lens=lens)
+
     def copied_to(self, buffers: Keys) -> Keys:
         """These keys at the front of larger buffers, where graphs read them."""
         rows, columns = self.page_table.shape
@@ -123,8 +127,8 @@ class PageTables:
         Raises InvalidInput for other custom masks and for many items, which no kernel serves.
         """
         is_verify = batch.forward_mode.is_target_verify()
-        is_tree = trees and is_verify and tree_mask_of(batch.spec_info) is not None
-        (check_no_items if is_tree else check_unmasked)(batch)
+        is_tree = trees and is_verify and batch.tree_mask is not None
+        (batch.check_no_items if is_tree else batch.check_unmasked)()
         longest = context.max_context_len
         known = not context.request.deterministic and not fixed
         queries_each = batch.queries_each()
@@ -153,6 +157,16 @@ class PageTables:
             fixed=fixed,
             key_tile=key_tile,
         )
+
+    @staticmethod
+    def buffers(
+        groups: tuple[KeyGroup, ...], max_bs: int, context: BackendContext, *, key_tile: int = 1
+    ) -> dict[KeyGroup, Keys]:
+        """What graphs of up to `max_bs` requests replay with. key_tile: as in `of`."""
+        longest, device = _rounded_up(context.max_context_len, key_tile), context.device
+        return {
+            group: Keys.zeros(max_bs, -(-longest // group.page_size), device) for group in groups
+        }
 
     def fill(
         self, batch: ForwardBatch, groups: tuple[KeyGroup, ...], context: BackendContext
@@ -214,23 +228,8 @@ class PageTables:
             return _encoder_lens(batch)
         is_chain = batch.forward_mode.is_target_verify() and not self.is_tree
         if is_chain and self.queries_each is not None:
-            return verify_kv_lens(batch.seq_lens, self.queries_each, out=out)
+            return store(batch.seq_lens + self.queries_each, out, torch.int32)
         return batch.seq_lens
-
-
-def fixed_buffers(
-    groups: tuple[KeyGroup, ...],
-    max_batch_size: int,
-    context: BackendContext,
-    *,
-    key_tile: int = 1,
-) -> dict[KeyGroup, Keys]:
-    """What graphs of up to `max_batch_size` requests replay with. key_tile: as in `PageTables`."""
-    longest, device = _rounded_up(context.max_context_len, key_tile), context.device
-    return {
-        group: Keys.zeros(max_batch_size, -(-longest // group.page_size), device)
-        for group in groups
-    }
 
 
 def _encoder_lens(batch: ForwardBatch) -> torch.Tensor:

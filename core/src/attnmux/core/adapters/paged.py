@@ -9,7 +9,7 @@ from typing import Any, Generic, Protocol, TypeVar
 import torch
 
 from attnmux.core.adapters.library import B, K, LibraryBackend, S
-from attnmux.core.adapters.page_tables import KeyGroup, Keys, PageTables, fixed_buffers
+from attnmux.core.adapters.page_tables import KeyGroup, Keys, PageTables
 from attnmux.core.contract.batch import ForwardBatch
 from attnmux.core.contract.context import BackendContext
 
@@ -104,7 +104,7 @@ class DecodeBuffers:
     ) -> Buffers:
         """For up to max_bs requests of any length. key_tile: as in `PageTables`."""
         return cls(
-            keys=fixed_buffers(groups, max_bs, context, key_tile=key_tile),
+            keys=PageTables.buffers(groups, max_bs, context, key_tile=key_tile),
             lens=KeyLens.buffers(max_bs, context.device),
             **own,
         )
@@ -151,14 +151,11 @@ class DecodeStep:
         self.keys = self.tables.keys
         if self.may_be_empty:
             self.lens = KeyLens.of(batch.seq_lens, self.buffers.lens if self.buffers else None)
-            self.keys = with_lens(self.keys, self.lens.at_least_one)
+            self.keys = {
+                group: each.with_lens(self.lens.at_least_one) for group, each in self.keys.items()
+            }
 
     def replace_empty(self, rows: torch.Tensor) -> None:
         """Write 0 to the rows [B, …] of requests without keys."""
         if self.lens is not None:
             self.lens.replace(rows, 0)
-
-
-def with_lens(keys: dict[KeyGroup, Keys], lens: torch.Tensor) -> dict[KeyGroup, Keys]:
-    """The same tables with other lengths [B]."""
-    return {group: Keys(page_table=each.page_table, lens=lens) for group, each in keys.items()}

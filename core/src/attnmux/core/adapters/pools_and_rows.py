@@ -9,62 +9,15 @@ from __future__ import annotations
 
 import torch
 
-from attnmux.core.contract.context import BackendContext
-from attnmux.core.contract.dtypes import torch_dtype
-from attnmux.core.contract.layer import LayerSpec, check_features
-from attnmux.core.facts.errors import AttnmuxError, InvalidInput
+from attnmux.core.contract.layer import LayerSpec
+from attnmux.core.facts.errors import InvalidInput
 
-FP8 = torch.float8_e4m3fn
-"""The only 8-bit float that most of the kernels read."""
-
-SIXTEEN_BITS = (torch.bfloat16, torch.float16)
 ALIGNMENT = 16
 """Bytes that the kernels load at once: heads of Q, K, V and output begin at multiples of it."""
 LATENT_DIM = 512
 """Dim of the latent, which is V too: every kernel for MLA is built for this one."""
 ROPE_DIM = 64
 """Dim of the rotary part, which follows the latent in a row."""
-
-
-def check_page_size(context: BackendContext, *page_sizes: int) -> None:
-    """Raises InvalidInput for a pool of pages of none of the sizes."""
-    pool = context.token_to_kv_pool
-    if pool.page_size not in page_sizes:
-        raise InvalidInput(
-            "token_to_kv_pool",
-            got=f"pages of {pool.page_size} tokens",
-            expected=f"pages of {' or '.join(map(str, page_sizes))}",
-        )
-
-
-def check_sixteen_bits(context: BackendContext) -> None:
-    """Raises InvalidInput for a pool of another dtype than the queries' 16-bit one."""
-    dtype, asked = context.token_to_kv_pool.dtype, context.request.dtype
-    if dtype not in SIXTEEN_BITS or (asked is not None and dtype != torch_dtype(asked)):
-        raise InvalidInput(
-            "token_to_kv_pool",
-            got=dtype,
-            expected=f"{asked or 'bfloat16 or float16'}, as the queries are",
-        )
-
-
-def kv_pages(
-    layer: LayerSpec, context: BackendContext, page_size: int
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """K [pages, page_size, Hkv, D] and V [pages, page_size, Hkv, Dv]: views of the pool's buffers.
-
-    page_size: the pool's own, or one that divides it.
-    """
-    k, v = context.token_to_kv_pool.get_kv_buffer(layer.layer_id)
-    return k.view(-1, page_size, *k.shape[1:]), v.view(-1, page_size, *v.shape[1:])
-
-
-def not_in_pool(layer: LayerSpec) -> AttnmuxError:
-    """The error of a call that reads keys of a layer that the pool does not store."""
-    return AttnmuxError(
-        f"layer {layer.layer_id} is not in the KV pool: call it with its own keys and "
-        "save_kv_cache=False"
-    )
 
 
 def is_aligned(rows: torch.Tensor) -> bool:
@@ -83,37 +36,15 @@ def is_writable(out: torch.Tensor) -> bool:
     return out.is_contiguous() and is_aligned(out)
 
 
-def check_keys_dtype(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
-    """Raises InvalidInput for a call's own K and V of another dtype than Q."""
-    if k.dtype != q.dtype or v.dtype != q.dtype:
-        raise InvalidInput("k", got=f"{k.dtype} and {v.dtype}", expected=f"{q.dtype}, as q is")
-
-
 def check_latent(layer: LayerSpec) -> None:
     """Raises InvalidInput for a layer that is not plain MLA with 512 dims and 64 of the rope."""
-    check_features(layer, kind="mla")
+    layer.check_features(kind="mla")
     if (layer.v_head_dim, layer.qk_rope_head_dim) != (LATENT_DIM, ROPE_DIM):
         raise InvalidInput(
             f"layer {layer.layer_id}",
             got=f"{layer.v_head_dim} + {layer.qk_rope_head_dim} dims",
             expected=f"mla, {LATENT_DIM} + {ROPE_DIM}",
         )
-
-
-def latent_pages(layer: LayerSpec, context: BackendContext, page_size: int) -> torch.Tensor:
-    """[pages, page_size, 1, 576]: the pool's buffer of the layer, a view.
-
-    page_size: the pool's own, or one that divides it.
-    """
-    buffer = context.token_to_kv_pool.get_key_buffer(layer.layer_id)
-    return buffer.view(-1, page_size, *buffer.shape[1:])
-
-
-def rotary(q_rope: torch.Tensor | None) -> torch.Tensor:
-    """The rotary part of the queries, [T, Hq, 64]. Raises InvalidInput where it is missing."""
-    if q_rope is None:
-        raise InvalidInput("q_rope", got=None, expected=f"the rotary part [T, Hq, {ROPE_DIM}]")
-    return q_rope
 
 
 def joined(q: torch.Tensor, q_rope: torch.Tensor | None) -> torch.Tensor:
@@ -124,7 +55,8 @@ def joined(q: torch.Tensor, q_rope: torch.Tensor | None) -> torch.Tensor:
     q: [T, Hq, 512]. q_rope: [T, Hq, 64].
     Raises InvalidInput where q_rope is missing.
     """
-    q_rope = rotary(q_rope)
+    if q_rope is None:
+        raise InvalidInput("q_rope", got=None, expected=f"the rotary part [T, Hq, {ROPE_DIM}]")
     if _are_one_row(q, q_rope):
         return q.as_strided((*q.shape[:2], LATENT_DIM + ROPE_DIM), q.stride())
     return torch.cat([q, q_rope], dim=-1)

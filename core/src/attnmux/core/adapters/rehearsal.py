@@ -15,10 +15,9 @@ from attnmux.core.contract.dtypes import torch_dtype
 from attnmux.core.contract.layer import LayerSpec
 from attnmux.core.contract.spec import SpecInput
 from attnmux.core.facts.errors import InvalidInput
-from attnmux.core.linear.backend import LinearAttentionBackend
 from attnmux.core.linear.convolutions import ShortConvolutions
 from attnmux.core.linear.layer import ConvCall, LinearLayerSpec
-from attnmux.core.linear.states import LinearStatePool, linear_states_of
+from attnmux.core.linear.states import LinearStatePool
 
 CHANNELS, TAPS = 16, 4
 """Of the convolution that is rehearsed."""
@@ -46,26 +45,7 @@ def rehearse(backend: AttentionBackend) -> None:
             for layer in _distinct_layers(context):
                 with suppress(InvalidInput):
                     _attend(backend, layer, batch)
-    backend.init_forward_metadata(_batch(context, ForwardMode.IDLE, cached=0, new=0))
-
-
-def rehearse_linear(backend: LinearAttentionBackend, kind: str) -> None:
-    """Run one token in each phase of the request, once for each shape of the kind's layers.
-
-    The states are those of padding's row. Phases that the backend refuses, and those for which the
-    pool has no room, are left out. Raises what the library raises.
-    """
-    layers = {
-        (layer.num_k_heads, layer.num_v_heads, layer.conv_size, layer.conv_dims): layer
-        for layer in backend.states.layers
-        if layer.kind == kind
-    }
-    for batch in smallest_batches(backend.context):
-        with suppress(InvalidInput):
-            backend.init_forward_metadata(batch)
-            for layer in layers.values():
-                _run_linear(backend, layer, batch)
-    backend.init_forward_metadata(_batch(backend.context, ForwardMode.IDLE, cached=0, new=0))
+    backend.init_forward_metadata(batch.slice(0, 0, first_token=0, last_token=0))
 
 
 def rehearse_convolutions(
@@ -76,7 +56,7 @@ def rehearse_convolutions(
     Returns those over the context's states. Raises InvalidInput for a context without
     `linear_states`, and what a library or compiler raises.
     """
-    states = linear_states_of(context)
+    states = LinearStatePool.of(context)
     layer = LinearLayerSpec(layer_id=0, kind="conv", conv_dims=(CHANNELS,), conv_size=TAPS)
     drafts = context.request.spec_draft_tokens or 1
     pool = LinearStatePool(
@@ -206,33 +186,6 @@ def _attend(backend: AttentionBackend, layer: LayerSpec, batch: ForwardBatch) ->
     for wanted in (None, lse) if context.request.lse else (None,):
         backend.forward(
             q, k, v, layer, batch, not brings_keys, q_rope=q_rope, k_rope=k_rope, lse=wanted
-        )
-
-
-def _run_linear(
-    backend: LinearAttentionBackend, layer: LinearLayerSpec, batch: ForwardBatch
-) -> None:
-    """Call the layer's convolutions and its recurrence."""
-    states, num = backend.states, batch.num_tokens
-
-    def zeros(*shape: int, dtype: torch.dtype = states.conv_dtype) -> torch.Tensor:
-        return torch.zeros((num, *shape), dtype=dtype, device=states.device)
-
-    for index, channels in enumerate(layer.conv_dims):
-        weight = torch.zeros(
-            (channels, layer.conv_size), dtype=states.conv_dtype, device=states.device
-        )
-        backend.convolve(zeros(channels), weight, layer, batch, silu=True, index=index)
-    if layer.has_state:
-        keys = layer.num_k_heads, layer.head_k_dim
-        backend.forward(
-            zeros(*keys),
-            zeros(*keys),
-            zeros(layer.num_v_heads, layer.head_v_dim),
-            layer,
-            batch,
-            g=zeros(*layer.decay_shape, dtype=torch.float32),
-            beta=zeros(layer.num_v_heads),
         )
 
 

@@ -12,7 +12,7 @@ changes nothing. Plain torch operations serve where no kernel is offered.
 | kernel | the function returns |
 |---|---|
 | `chosen_pages` | `PageKernels`, as `SparseAttnBackend` calls them |
-| `index_scores` | a `ScoresKeys`, as `KeyPicker` of attnmux-transformers calls it |
+| `index_scores` | a `ScoresKeys` of attnmux-transformers, as `KeyPicker` calls it |
 | `kv_writer` | a `KVWriter` of the context's pool |
 | `linear` | a `LinearKernel` of attnmux-transformers, or None |
 | `picked_blocks` | an `AttendsToBlocks`, as `PickedBlocksBackend` calls it |
@@ -20,7 +20,7 @@ changes nothing. Plain torch operations serve where no kernel is offered.
 | `short_convolutions` | a `ShortConvolutions` of the context's linear states |
 | `topk_slots` | a function with the arguments and results of `topk_slots` |
 | `draft_attention` | a `DraftAttention`, as `TreeAttnBackend` calls it |
-| `draft_trees` | `TreeKernels` |
+| `draft_trees` | `TreeKernels` of attnmux-transformers |
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from typing import Any
 from attnmux.core.adapters.library import trying
 from attnmux.core.contract.context import BackendContext
 from attnmux.core.facts.errors import BackendFailed, in_brief
-from attnmux.core.find.installed import admitted_points
+from attnmux.core.find.plugins import admitted_points
 
 GROUP = "attnmux.kernels"
 

@@ -11,14 +11,17 @@ from attnmux.core.cards.clause import ALWAYS, LARGEST, Clause
 from attnmux.core.cards.proof import ErrorBound, Verified
 from attnmux.core.facts.checks import TEXT, Check, check_fields, refusal, tuple_of
 from attnmux.core.facts.frozen import FrozenMapping, Plain, plain, plain_fields
-from attnmux.core.facts.libraries import check_range, parsed_requirement
+from attnmux.core.facts.libraries import (
+    Libraries,
+    installed_version,
+    parsed_requirement,
+    specifiers,
+)
+from attnmux.core.facts.questions import Question
 from attnmux.core.facts.values import TREE_MASKS, OptionValue, TreeMask
 
 CONTRACTS = ("1.0",)
 """The versions of the contract that this core speaks, the newest last."""
-
-LAST_RESORT = 900
-"""From this rank on, a backend is portable: it serves where nothing made for the hardware does."""
 
 DEFAULT_RANK = 1000
 """The rank where no prior holds."""
@@ -41,6 +44,10 @@ class Prior(Plain):
 
     Raises InvalidInput for a rank that is no integer, or a `when` that is no clause.
     """
+
+    LAST_RESORT = 900
+    """From this rank on, a backend is portable: it serves where nothing made for the hardware
+    does."""
 
     rank: int
     when: Clause = ALWAYS
@@ -201,7 +208,8 @@ class BackendCard(Plain):
     factory: str
     """"module:attribute", called as `factory(context, options)`; imported for the winner alone."""
     tuner: str | None = None
-    """"module:attribute", a `Tuner` that tries the backend's launches; None: it has none."""
+    """"module:attribute", a tuner that tries the backend's launches (see `Job`); None: it has
+    none."""
     contract: str = ">=1,<2"
     requires: tuple[str | tuple[str, ...], ...] = ()
     """PEP 508 requirements, all needed; an inner tuple lists alternatives, any one suffices."""
@@ -242,7 +250,7 @@ class BackendCard(Plain):
             if not re.fullmatch(NAME, name):
                 raise refusal(f"{owner}, name", name, NAME_EXPECTED)
         try:
-            check_range(self.contract)
+            specifiers(self.contract)
         except ValueError:
             expected = "a range such as >=1,<2"
             raise refusal(f"{owner}, contract", self.contract, expected) from None
@@ -264,10 +272,18 @@ class BackendCard(Plain):
         """`requires`, each as a tuple of alternatives."""
         return tuple((item,) if isinstance(item, str) else item for item in self.requires)
 
+    def serves(self, question: Question) -> bool:
+        """Whether one of the clauses meets the question's demands."""
+        return any(clause.meets(question.demands) for clause in self.clauses)
+
     def libraries(self) -> frozenset[str]:
         """The distributions of `requires`, all alternatives."""
         texts = (text for alternatives in self.requirements() for text in alternatives)
         return frozenset(parsed_requirement(text).name for text in texts)
+
+    def complete(self, given: Mapping[str, OptionValue]) -> Mapping[str, OptionValue]:
+        """Every option of the self: as given, else its default."""
+        return FrozenMapping({option.name: option.default for option in self.options} | dict(given))
 
 
 def _check_requirement(argument: str, alternatives: tuple[str, ...]) -> None:
@@ -275,7 +291,7 @@ def _check_requirement(argument: str, alternatives: tuple[str, ...]) -> None:
         raise refusal(argument, (), "at least one alternative")
     for text in alternatives:
         try:
-            check_range(parsed_requirement(text).specifier)
+            parsed_requirement(text)
         except (ValueError, TypeError):
             raise refusal(argument, text, "a PEP 508 requirement") from None
 
@@ -306,3 +322,9 @@ class Offer:
         object.__setattr__(self, "address", f"{self.plugin}/{self.card.name}")
         object.__setattr__(self, "names", claims - self.foreign)
         object.__setattr__(self, "claims", claims)
+
+    def versions(self, libraries: Libraries = installed_version) -> Mapping[str, str]:
+        """The versions of the plugin and of the card's libraries that are installed."""
+        named = sorted(self.card.libraries())
+        found = {name: version for name in named if (version := libraries(name)) is not None}
+        return FrozenMapping({**found, self.distribution or self.plugin: self.version})

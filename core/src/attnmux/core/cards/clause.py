@@ -17,34 +17,19 @@ from attnmux.core.cards.conditions import (
     Runtimes,
     Versions,
 )
-from attnmux.core.facts.axes import Demand
+from attnmux.core.facts.axes import AXES
+from attnmux.core.facts.axis import Axis, Demand
 from attnmux.core.facts.checks import refusal
 from attnmux.core.facts.frozen import Plain
-from attnmux.core.facts.values import DTYPES, KINDS, PHASES
 
 LARGEST = 2**31 - 1
 """Of a number in a card: sizes of tensors and kernels' arguments end here."""
 
-Text = Condition
-Number = Condition
-"""Positive."""
-Flag = Condition
-Own = Condition
-"""Of the axis's own kind alone, see `OWN_KIND`."""
-
 EXPECTED: Mapping[str, str] = {
-    "Text": "a condition on texts, such as one_of(…) or ANY",
-    "Number": f"a condition on numbers from 1 to {LARGEST}, such as one_of(…) or ANY",
-    "Flag": "ANY or NONE",
+    "words": "a condition on texts, such as one_of(…) or ANY",
+    "numbers": f"a condition on numbers from 1 to {LARGEST}, such as one_of(…) or ANY",
+    "flag": "ANY or NONE",
 }
-
-WORDS: Mapping[str, tuple[str, ...]] = {
-    "phase": PHASES,
-    "kind": KINDS,
-    "dtype": DTYPES,
-    "kv_dtype": DTYPES,
-}
-"""Axes whose values are words of a request: no request would match any other word."""
 
 OWN_KIND: Mapping[str, type[Condition]] = {
     "version": Versions,
@@ -57,7 +42,7 @@ OWN_KIND: Mapping[str, type[Condition]] = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Clause(Plain):
-    """Conditions that hold together, one for each axis (the table is in `facts/axes.py`).
+    """Conditions that hold together, one for each row of `AXES` in `facts/axes.py`.
 
     A clause refuses a request that uses a feature whose field is NONE: features must be declared.
     Axes that only limit (SM version, runtime, head counts) start at ANY.
@@ -67,56 +52,57 @@ class Clause(Plain):
     for.
     """
 
-    vendor: Text
-    phase: Text
-    kind: Text
-    dtype: Text
-    kv_dtype: Text
-    page_size: Number
-    head_dim: Number
+    vendor: Condition
+    phase: Condition
+    kind: Condition
+    dtype: Condition
+    kv_dtype: Condition
+    page_size: Condition
+    head_dim: Condition
 
-    arch: Text = ANY
-    version: Text = ANY
+    arch: Condition = ANY
+    version: Condition = ANY
     """Of the architecture, as text: compute capability 9.0, `versions(">=9.0,<10")`."""
-    features: Own = ANY
-    runtime: Own = ANY
-    num_q_heads: Number = ANY
-    num_kv_heads: Number = ANY
-    group_size: Number = ANY
+    features: Condition = ANY
+    runtime: Condition = ANY
+    num_q_heads: Condition = ANY
+    num_kv_heads: Condition = ANY
+    group_size: Condition = ANY
     """Query heads per KV head."""
-    v_head_dim: Number = NONE
+    v_head_dim: Condition = NONE
     """Asked only where it differs from `head_dim`."""
-    kv_lora_rank: Number = NONE
-    qk_rope_head_dim: Number = NONE
-    spec_topk: Number = NONE
-    spec_draft_tokens: Number = ANY
-    tree_windows: Flag = NONE
+    kv_lora_rank: Condition = NONE
+    qk_rope_head_dim: Condition = NONE
+    spec_topk: Condition = NONE
+    spec_draft_tokens: Condition = ANY
+    tree_windows: Condition = NONE
     """Draft trees in layers with windows or attention chunks, which count positions. Asked unless
     the request has masks of the user, under which they count places in the row."""
-    sliding_window: Number = NONE
-    attention_chunk: Number = NONE
-    cross_attention: Flag = NONE
-    sinks: Flag = NONE
-    alibi: Flag = NONE
-    relative_bias: Flag = NONE
-    logit_cap: Number = NONE
-    custom_mask: Flag = NONE
-    multi_item: Flag = NONE
-    deterministic: Flag = NONE
-    graph: Flag = NONE
-    lse: Flag = NONE
-    strided_kv: Flag = NONE
+    sliding_window: Condition = NONE
+    attention_chunk: Condition = NONE
+    cross_attention: Condition = NONE
+    sinks: Condition = NONE
+    alibi: Condition = NONE
+    relative_bias: Condition = NONE
+    logit_cap: Condition = NONE
+    custom_mask: Condition = NONE
+    multi_item: Condition = NONE
+    deterministic: Condition = NONE
+    graph: Condition = NONE
+    lse: Condition = NONE
+    strided_kv: Condition = NONE
 
     def __post_init__(self) -> None:
-        for name in self.__slots__:
-            condition = getattr(self, name)
-            if not _limits(name, condition):
-                raise refusal(f"clause, {name}", condition, _expected(name))
-        for name, words in WORDS.items():
-            unknown = set(getattr(self, name).examples()).difference(words)
+        for axis in AXES:
+            condition = getattr(self, axis.name)
+            if condition is ANY or condition is NONE:
+                continue
+            if not _limits(axis, condition):
+                raise refusal(f"clause, {axis.name}", condition, _expected(axis))
+            unknown = set(condition.examples()).difference(axis.words) if axis.words else ()
             if unknown:
-                got = ", ".join(sorted(map(str, unknown)))
-                raise refusal(f"clause, {name}", got, f"some of {', '.join(words)}")
+                got, expected = ", ".join(sorted(map(str, unknown))), ", ".join(axis.words)
+                raise refusal(f"clause, {axis.name}", got, f"some of {expected}")
 
     def to_dict(self) -> dict[str, str]:
         """The axes that the clause limits or opens: no limit that admits anything, and no feature
@@ -128,50 +114,54 @@ class Clause(Plain):
             and not (condition is ANY and axis.default is ANY)
         }
 
-
-def _limits(axis: str, condition: object) -> bool:
-    """Whether the condition can limit the axis: its kind, and the type and range of its values."""
-    kind = Clause.__annotations__[axis]
-    if condition is ANY or condition is NONE:
+    def meets(self, demands: Iterable[Demand]) -> bool:
+        """Whether the self meets all of the demands."""
+        for axis, value in demands:
+            condition = getattr(self, axis.name)
+            if condition is not ANY and not condition.admits(value):
+                return False
         return True
-    if isinstance(condition, Range):
+
+    @classmethod
+    def when(cls, **conditions: Condition) -> Clause:
+        """A clause of the given conditions alone, for priors."""
+        everything = dict.fromkeys(cls.__slots__, ANY)
+        return cls(**{**everything, **conditions})
+
+
+def _limits(axis: Axis, condition: object) -> bool:
+    """Whether the condition can limit the axis: its kind, and the type and range of its values."""
+    if type(condition) is Range:
         ends = (condition.step, condition.most or LARGEST)
         return (
-            kind == "Number"
+            axis.values == "numbers"
             and all(type(end) is int and 0 < end <= LARGEST for end in ends)
             and type(condition.least) is int
             and 0 <= condition.least <= LARGEST
         )
-    if isinstance(condition, (OneOf, Excluding)):
-        return all(_is_value(kind, value) for value in condition.values)
-    if isinstance(condition, Emulated) and not _limits(axis, condition.native):
+    if type(condition) is OneOf or type(condition) is Excluding:
+        return all(_is_value(axis, value) for value in condition.values)
+    if type(condition) is Emulated and not _limits(axis, condition.native):
         return False
-    return type(condition) is OWN_KIND.get(axis)
+    return type(condition) is OWN_KIND.get(axis.name)
 
 
-def _is_value(kind: str, value: object) -> bool:
-    if kind == "Text":
+def _is_value(axis: Axis, value: object) -> bool:
+    if axis.values == "words":
         return isinstance(value, str) and value != ""
-    if kind == "Number":
+    if axis.values == "numbers":
         return type(value) in (int, float) and 0 < value <= LARGEST  # type: ignore[operator]  # a number
-    return kind == "Flag" and isinstance(value, bool)
+    return axis.values == "flag" and isinstance(value, bool)
 
 
-def _expected(axis: str) -> str:
+def _expected(axis: Axis) -> str:
     """The conditions that can limit an axis, for the error."""
-    kind = Clause.__annotations__[axis]
-    if kind == "Own":
-        return f"ANY, NONE or {OWN_KIND[axis].__name__.lower()}(…)"
-    return EXPECTED[kind]
+    if axis.values == "own":
+        return f"ANY, NONE or {OWN_KIND[axis.name].__name__.lower()}(…)"
+    return EXPECTED[axis.values]
 
 
-def when(**conditions: Condition) -> Clause:
-    """A clause of the given conditions alone, for priors."""
-    everything = dict.fromkeys(Clause.__slots__, ANY)
-    return Clause(**{**everything, **conditions})
-
-
-ALWAYS = when()
+ALWAYS = Clause.when()
 
 
 def failing(clause: Clause, demands: Iterable[Demand]) -> list[Demand]:
@@ -181,12 +171,3 @@ def failing(clause: Clause, demands: Iterable[Demand]) -> list[Demand]:
         for axis, value in demands
         if (condition := getattr(clause, axis.name)) is not ANY and not condition.admits(value)
     ]
-
-
-def meets(clause: Clause, demands: Iterable[Demand]) -> bool:
-    """Whether the clause meets all of the demands."""
-    for axis, value in demands:
-        condition = getattr(clause, axis.name)
-        if condition is not ANY and not condition.admits(value):
-            return False
-    return True

@@ -8,7 +8,7 @@ from math import ceil
 from typing import NoReturn
 
 from attnmux.core.facts.errors import InvalidInput
-from attnmux.core.facts.libraries import check_range, parsed_requirement, satisfies, within
+from attnmux.core.facts.libraries import parsed_requirement, satisfies, specifiers, within
 from attnmux.core.facts.values import Value
 
 
@@ -275,7 +275,7 @@ def includes(*features: str) -> Condition:
 def versions(specifier: str) -> Condition:
     """A PEP 440 range that a bare version meets: ">=9.0,<10"."""
     _check("versions", (specifier,), TEXT, 'a range in text, such as ">=9.0,<10"')
-    check_range(specifier)
+    specifiers(specifier)
     return Versions(specifier)
 
 
@@ -284,7 +284,7 @@ def runtimes(*requirements: str) -> Condition:
     _check("runtimes", requirements, TEXT, 'names with ranges, such as "cuda>=12.3"')
     for requirement in requirements:
         try:
-            check_range(parsed_requirement(requirement).specifier)
+            parsed_requirement(requirement)
         except ValueError:
             expected = 'a name with a range, such as "cuda>=12.3"'
             raise InvalidInput("runtimes", got=repr(requirement), expected=expected) from None

@@ -6,19 +6,17 @@ edited afterwards, nor of the sources of an editable install.
 
 from __future__ import annotations
 
-import csv
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from hashlib import sha256
 from importlib.machinery import ModuleSpec, PathFinder
+from importlib.metadata import Distribution
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
-from urllib.parse import urlparse
-from urllib.request import url2pathname
 
-from attnmux.core.facts.libraries import Distribution, canonical, distributions
+from attnmux.core.facts.libraries import canonical, distributions, identity
 
 if TYPE_CHECKING:
     from attnmux.core.cards.card import BackendCard
@@ -35,29 +33,50 @@ def digest(card: BackendCard, distribution: str, *facts: object) -> str:
     distribution: the plugin's; empty for a backend that no plugin offers.
     """
     known = distributions()
-    names = sorted(set(map(canonical, {distribution, *card.libraries(), *OTHERS})) & known.keys())
-    installed = [(name, known[name].identity()[1], known[name].record_hash()) for name in names]
+    names = sorted({distribution, *card.libraries(), *OTHERS})
     files = set(_of_module(card.factory.partition(":")[0]))
     for name in {canonical(distribution), *SUITE} & known.keys():
         files.update(_of_distribution(known[name]))
-    parts = [*facts, installed, sorted((path, *_stamp(path)) for path in files)]
+    parts = [*facts, installed(names), sorted((path, *_stamp(path)) for path in files)]
     return sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()
+
+
+def installed(names: Iterable[str]) -> dict[str, tuple[str, str]]:
+    """The version and the hash of RECORD of each distribution that is installed, by canonical
+    name."""
+    known = distributions()
+    return {
+        name: (identity(known[name])[1], record_hash(known[name]))
+        for name in map(canonical, names)
+        if name in known
+    }
+
+
+def record_hash(distribution: Distribution) -> str:
+    """The SHA-256 of RECORD, which lists the hash of every installed file; empty without it."""
+    try:
+        content = distribution.read_text("RECORD")
+    except (OSError, ValueError):
+        return ""
+    return sha256(content.encode()).hexdigest() if content else ""
 
 
 def _of_distribution(distribution: Distribution) -> Iterator[str]:
     """The files that RECORD lists, those of the modules of entry points, and all in the folder of
     an editable install."""
     with suppress(OSError, ValueError):
-        site = os.path.dirname(distribution.folder)
-        for row in csv.reader(distribution.read("RECORD").decode().splitlines()):
-            if row and _is_source(row[0]):
-                yield os.path.normpath(os.path.join(site, row[0]))
-    with suppress(OSError, ValueError):
-        for line in distribution.read("entry_points.txt").decode().splitlines():
-            yield from _of_module(line.partition("=")[2].partition(":")[0].strip())
+        for file in distribution.files or ():
+            if _is_source(str(file)):
+                yield os.path.normpath(str(distribution.locate_file(file)))
+    with suppress(OSError, ValueError, TypeError):
+        for point in distribution.entry_points:
+            yield from _of_module(point.value.partition(":")[0].strip())
     with suppress(OSError, ValueError, AttributeError):
-        direct = json.loads(distribution.read("direct_url.json") or b"{}")
+        direct = json.loads(distribution.read_text("direct_url.json") or "{}")
         if direct.get("dir_info", {}).get("editable"):
+            from urllib.parse import urlparse  # noqa: PLC0415  # slow to import
+            from urllib.request import url2pathname  # noqa: PLC0415  # as above
+
             yield from _below(url2pathname(urlparse(direct["url"]).path))
 
 

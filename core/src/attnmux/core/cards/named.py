@@ -6,10 +6,9 @@ import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from attnmux.core.cards.card import BackendCard, Offer, Option
+from attnmux.core.cards.card import Offer, Option
 from attnmux.core.facts.checks import nearest, read_flag
 from attnmux.core.facts.errors import InvalidInput, UnknownBackend
-from attnmux.core.facts.frozen import FrozenMapping
 from attnmux.core.facts.libraries import Libraries, installed_version
 from attnmux.core.facts.values import OptionValue
 
@@ -124,11 +123,6 @@ def read_options(
                 read = _read(f"{backend}.{name}", value, option)
                 found.setdefault(offer.address, {})[name] = read
     return found
-
-
-def complete(card: BackendCard, given: Mapping[str, OptionValue]) -> Mapping[str, OptionValue]:
-    """Every option of the card: as given, else its default."""
-    return FrozenMapping({option.name: option.default for option in card.options} | dict(given))
 
 
 def _no_such(backend: str, name: str, meant: Sequence[Offer]) -> InvalidInput:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from datetime import date
+from typing import Any, ClassVar, Literal, get_args
 
 from attnmux.core.cards.clause import Clause
 from attnmux.core.cards.conditions import ANY, Condition
@@ -81,8 +82,6 @@ class Verified(Plain):
             raise refusal("verified, platform", self.platform, "that which was compiled for")
         if self.compiled and self.cases:
             raise refusal("verified, cases", self.cases, "0 where the kernels only compiled")
-        from datetime import date  # noqa: PLC0415  # off the path of cards that were checked
-
         try:
             date.fromisoformat(self.date)
         except ValueError:
@@ -143,11 +142,8 @@ class ErrorBound(Plain):
 
 
 Proof = Literal["hardware", "compiled", "other device", "interpreted", "emulated", "nothing"]
-"""The strongest first: the backend ran on a device that it serves; its kernels compile for one, and
-did not run there; it ran on another device; the library's kernels ran in an interpreter; a stand-in
-of the library ran; the card names nothing."""
+"""How a backend is proven, in a word: see `Proven.WORDS`."""
 
-PROOFS: tuple[Proof, ...] = get_args(Proof)
 ON_A_DEVICE: tuple[Proof, ...] = ("hardware", "other device")
 
 
@@ -155,12 +151,17 @@ ON_A_DEVICE: tuple[Proof, ...] = ("hardware", "other device")
 class Proven:
     """The runs of a card, each with what it proves, the strongest first."""
 
+    WORDS: ClassVar[tuple[Proof, ...]] = get_args(Proof)
+    """The strongest first: the backend ran on a device that it serves; its kernels compile for one,
+    and did not run there; it ran on another device; the library's kernels ran in an interpreter; a
+    stand-in of the library ran; the card names nothing."""
+
     runs: tuple[tuple[Proof, Verified], ...]
 
     @property
     def word(self) -> Proof:
         """The strongest proof."""
-        return self.runs[0][0] if self.runs else PROOFS[-1]
+        return self.runs[0][0] if self.runs else Proven.WORDS[-1]
 
     @property
     def is_on_a_device(self) -> bool:
@@ -186,26 +187,27 @@ class Proven:
         alone = f", {phases} alone" if all(run.phases for run in strongest) else ""
         return f"{self.word}{where} ({day}){alone}"
 
+    @staticmethod
+    def of(runs: Sequence[Verified], clauses: Sequence[Clause], kind: str = "") -> Proven:
+        """The proof for all machines that the clauses serve, in layers of the kind; empty for
+        any."""
+        covering = [run for run in runs if run.covers(kind=kind)]
+        return _ordered(covering, lambda run: any(_serves(clause, run) for clause in clauses))
 
-def proven(runs: Sequence[Verified], clauses: Sequence[Clause], kind: str = "") -> Proven:
-    """The proof for all machines that the clauses serve, in layers of the kind; empty for any."""
-    covering = [run for run in runs if run.covers(kind=kind)]
-    return _ordered(covering, lambda run: any(_serves(clause, run) for clause in clauses))
+    @staticmethod
+    def on(
+        runs: Sequence[Verified], platform: Platform, phases: Sequence[str] = (), layers: str = ""
+    ) -> Proven:
+        """The proof for one machine: a run on another kind of device is one on another device, and
+        kernels that compile for another kind prove nothing.
 
-
-def proven_on(
-    runs: Sequence[Verified], platform: Platform, phases: Sequence[str] = (), layers: str = ""
-) -> Proven:
-    """The proof for one machine: a run on another kind of device is one on another device, and
-    kernels that compile for another kind prove nothing.
-
-    phases: those that are asked for; the least proven of them counts. layers: the kind of layers
-    that is asked for; empty for any.
-    """
-    own = f"{platform.vendor}:{platform.arch}"
-    covering = [[run for run in runs if run.covers(one, layers)] for one in phases or [""]]
-    each = [_ordered(some, lambda run: run.platform == own) for some in covering]
-    return max(each, key=lambda one: PROOFS.index(one.word))
+        phases: those that are asked for; the least proven of them counts. layers: the kind of
+        layers that is asked for; empty for any.
+        """
+        own = f"{platform.vendor}:{platform.arch}"
+        covering = [[run for run in runs if run.covers(one, layers)] for one in phases or [""]]
+        each = [_ordered(some, lambda run: run.platform == own) for some in covering]
+        return max(each, key=lambda one: Proven.WORDS.index(one.word))
 
 
 def doubt(
@@ -213,7 +215,7 @@ def doubt(
 ) -> str:
     """A warning where a phase never ran on the platform's kind of device, in layers of the kind;
     else empty. layers: empty for any."""
-    proof = proven_on(runs, platform, phases, layers)
+    proof = Proven.on(runs, platform, phases, layers)
     if proof.word == "hardware":
         return ""
     own = f"{platform.vendor}:{platform.arch}"
@@ -230,10 +232,10 @@ def _never_ran(
     if not runs:
         return "its card names no machine that it ran on"
     what, tried = "", runs
-    if proven_on(runs, platform).word == "hardware":
-        if proven_on(runs, platform, (), layers).word == "hardware":
+    if Proven.on(runs, platform).word == "hardware":
+        if Proven.on(runs, platform, (), layers).word == "hardware":
             doubted = [
-                one for one in phases if proven_on(runs, platform, [one], layers).word != "hardware"
+                one for one in phases if Proven.on(runs, platform, [one], layers).word != "hardware"
             ]
             what = f" for {' and '.join(doubted)}"
         else:
@@ -248,7 +250,7 @@ def _never_ran(
 
 def _ordered(runs: Sequence[Verified], is_own: Callable[[Verified], bool]) -> Proven:
     words = [(_word(run, is_own), run) for run in runs if is_own(run) or not run.compiled]
-    return Proven(runs=tuple(sorted(words, key=lambda one: PROOFS.index(one[0]))))
+    return Proven(runs=tuple(sorted(words, key=lambda one: Proven.WORDS.index(one[0]))))
 
 
 def _word(run: Verified, is_own: Callable[[Verified], bool]) -> Proof:

@@ -15,7 +15,6 @@ from operator import itemgetter
 from typing import NamedTuple
 
 from attnmux.core.cards.card import Offer
-from attnmux.core.cards.clause import meets
 from attnmux.core.choosing.points import (
     FALLBACK_KV_DTYPE,
     Point,
@@ -171,7 +170,7 @@ def _clash(problem: Problem, winners: Sequence[Offer]) -> tuple[int, ...]:
 def _tie(problem: Problem, variant: Variant, winners: tuple[Offer, ...]) -> Key:
     """Breaks a tie: by the values that decode's winner prefers, then by names, then by numbers."""
     request, demands = variant.request, variant.questions[problem.groups[0].phases[0]].demands
-    clause = next((each for each in winners[0].card.clauses if meets(each, demands)), None)
+    clause = next((each for each in winners[0].card.clauses if each.meets(demands)), None)
     preferred = () if clause is None else clause.page_size.examples()
     stored = () if clause is None else clause.kv_dtype.examples()
     return (

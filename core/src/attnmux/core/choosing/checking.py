@@ -6,13 +6,13 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from attnmux.core.cards.card import CONTRACTS, DEFAULT_RANK, BackendCard, Offer
-from attnmux.core.cards.clause import ALWAYS, meets
+from attnmux.core.cards.clause import ALWAYS
 from attnmux.core.choosing.requirements import install_hint, required
 from attnmux.core.choosing.shortcomings import shortcomings
-from attnmux.core.facts.axes import Question
 from attnmux.core.facts.libraries import Libraries, assumed, installed_version, within
 from attnmux.core.facts.platform import Platform
 from attnmux.core.facts.policy import Policy
+from attnmux.core.facts.questions import Question
 from attnmux.core.facts.request import Request
 from attnmux.core.facts.verdicts import Reason, Status, Verdict, without_hints
 
@@ -23,11 +23,8 @@ UNPROVEN = "no measured error and no bound on its card (attnmux bench --keep mea
 
 
 def by_card(offer: Offer, request: Request) -> list[Reason]:
-    """`max_error` needs a bound of the card. `accuracy="high"` refuses 8-bit products."""
-    return [
-        *([] if request.max_error is None else unbounded(offer.card, request, request.max_error)),
-        *([] if request.accuracy is None else rounding(offer.card, request)),
-    ]
+    """`max_error` needs a bound of the card."""
+    return [] if request.max_error is None else unbounded(offer.card, request, request.max_error)
 
 
 def unbounded(card: BackendCard, request: Request, most: float) -> list[Reason]:
@@ -39,21 +36,9 @@ def unbounded(card: BackendCard, request: Request, most: float) -> list[Reason]:
     return [too_large(most, " or ".join(map(str, bounds)) or UNPROVEN)]
 
 
-def rounding(card: BackendCard, request: Request) -> list[Reason]:
-    """A reason where the kernel rounds Q and the softmax's weights to an 8-bit KV dtype."""
-    stored = request.kv_dtype or ""
-    if not card.fp8_products or not stored.startswith("fp8"):
-        return []
-    return [inaccurate(f"products in {stored}")]
-
-
 def too_large(most: float, offered: str) -> Reason:
     wanted = f"an error of {most:g} roundings at most"
     return Reason(code="MAX_ERROR", axis="max_error", wanted=wanted, offered=offered)
-
-
-def inaccurate(offered: str) -> Reason:
-    return Reason(code="ACCURACY", axis="accuracy", wanted="high", offered=offered)
 
 
 class Rank(NamedTuple):
@@ -74,7 +59,7 @@ Ranking = Callable[[Offer, Question], Rank]
 def prior_rank(offer: Offer, question: Question) -> Rank:
     """The rank of the card's first prior that holds."""
     for prior in offer.card.priors:
-        if prior.when is ALWAYS or meets(prior.when, question.demands):
+        if prior.when is ALWAYS or prior.when.meets(question.demands):
             return Rank(prior.rank, source=prior.source)
     return Rank(DEFAULT_RANK)
 

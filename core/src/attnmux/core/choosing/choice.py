@@ -7,7 +7,6 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from attnmux.core.cards.card import Offer
-from attnmux.core.cards.named import complete
 from attnmux.core.choosing.checking import Accuracy, check
 from attnmux.core.facts.frozen import FrozenMapping, Plain
 from attnmux.core.facts.libraries import Libraries
@@ -80,7 +79,7 @@ def choice_of(offer: Offer, given: Mapping[str, OptionValue], origin: str = "") 
         backend=offer.card.name,
         plugin=offer.plugin,
         factory=offer.card.factory,
-        options=complete(offer.card, given),
+        options=offer.card.complete(given),
         distribution=offer.distribution,
         version=offer.version,
         tree_masks=offer.card.tree_masks,
@@ -100,9 +99,9 @@ def disagreements(
 ) -> Iterator[str]:
     """The differences between this process and the decision's, in words; none where it holds.
 
-    They cover everything in the decision's hash. Each backend must also serve its phases here: a
-    library or a feature of the machine may be missing that the hash does not cover. Each must be as
-    accurate here as the request demands.
+    They cover everything in the decision's hash. Each backend must also serve its phases here, of
+    those that the request asks for: a library or a feature of the machine may be missing that the
+    hash does not cover. Each must be as accurate here as the request demands.
     """
     for name in ("vendor", "arch", "runtime"):
         here, there = getattr(platform, name), getattr(decided, name)
@@ -122,7 +121,8 @@ def disagreements(
         offer = found[address]
         yield from _otherwise(choice, offer)
         failing: dict[Reason, list[str]] = {}
-        for phase in phases:
+        asked = [phase for phase in phases if phase in request.phases]
+        for phase in asked:
             told = check(
                 offer.card, phase, request, platform, plugin=choice.plugin, libraries=libraries
             )
@@ -134,14 +134,14 @@ def disagreements(
         )
         yield from (
             f"{address} is not accurate enough here: {reason}"
-            for reason in accuracy(offer, request)
+            for reason in (accuracy(offer, request) if asked else ())
         )
 
 
 def _otherwise(choice: Choice, offer: Offer) -> Iterator[str]:
     if not offer.admitted:
         yield f"{offer.address} is left out by the configuration"
-    options = complete(offer.card, {})
+    options = offer.card.complete({})
     for name, here, decided in (
         ("distribution", offer.distribution, choice.distribution),
         ("version", offer.version, choice.version),

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from hashlib import sha256
 from typing import Any
 
-from attnmux.core.cards.card import LAST_RESORT, Offer
+from attnmux.core.cards.card import Offer, Prior
 from attnmux.core.choosing.checking import Accuracy, by_card
 from attnmux.core.choosing.choice import Choice, SizeRange, disagreements
 from attnmux.core.choosing.summary import summary
@@ -62,8 +62,9 @@ class Decision(Plain):
     """Facts that speak against a choice, such as a measured error. The hash leaves them out."""
     candidates: Sequence[Verdict] = ()
     """One for each backend and phase. Read-only; those of `solve` are made when first read."""
-    is_checked: bool = field(default=True, repr=False, compare=False)
-    """Whether this process decided it or has checked it: text can name any code as a factory."""
+    is_checked: bool = field(default=False, repr=False, compare=False)
+    """Whether this process decided it or has checked it. Text can name any code as a factory, so a
+    decision that was read from text is unchecked, whatever the text says."""
 
     @classmethod
     def of_groups(
@@ -96,7 +97,7 @@ class Decision(Plain):
         """Whether the backend of a phase is not made for the platform, by its rank."""
         winners = {(choice.address, phase) for phase, choice in self.phases.items()}
         return any(each.is_last_resort for each in self.others) or any(
-            verdict.rank is not None and verdict.rank >= LAST_RESORT
+            verdict.rank is not None and verdict.rank >= Prior.LAST_RESORT
             for verdict in self.candidates
             if (verdict.address, verdict.phase) in winners
         )
@@ -175,8 +176,7 @@ class Decision(Plain):
     def _disagreements(self, here: Here) -> list[str]:
         """What does not hold in this process, of one group of layers."""
         asked = self.request if self.trees is None else undrafted_request(self.request)
-        served = [(phase, choice) for phase, choice in self.choices if phase in asked.phases]
-        found = [*disagreements(served, asked, *here)]
+        found = [*disagreements(self.choices, asked, *here)]
         if self.expanded is not None:
             prompts = parts_request(asked)
             found += disagreements([("extend", self.expanded)], prompts, *here)
@@ -231,7 +231,6 @@ class Decision(Plain):
             coercions=tuple(Coercion(**coercion) for coercion in data["coercions"]),
             notes=tuple(data["notes"]),
             candidates=tuple(Verdict.from_dict(verdict) for verdict in data["candidates"]),
-            is_checked=False,
         )
         if data["hash"] != decision.hash:
             expected = f"the hash of its content, {decision.hash}"

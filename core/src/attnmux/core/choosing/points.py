@@ -16,7 +16,8 @@ from attnmux.core.cards.clause import Clause
 from attnmux.core.cards.conditions import ANY, Condition, Excluding, Range
 from attnmux.core.choosing.problem import Group, Problem, Variant
 from attnmux.core.choosing.shortcomings import admits_any
-from attnmux.core.facts.axes import Demand, Question, Questions
+from attnmux.core.facts.axis import Demand
+from attnmux.core.facts.questions import Question, Questions
 from attnmux.core.facts.request import Request
 from attnmux.core.facts.values import DTYPES
 

@@ -13,12 +13,12 @@ from typing import Any, NamedTuple
 from attnmux.core.cards.card import Offer
 from attnmux.core.cards.named import offers_named, refuse_unknown
 from attnmux.core.choosing.checking import Ranking
-from attnmux.core.choosing.shortcomings import is_served
-from attnmux.core.facts.axes import AXES, Question, Questions
+from attnmux.core.facts.axes import AXES
 from attnmux.core.facts.errors import UnknownBackend
 from attnmux.core.facts.libraries import Libraries
 from attnmux.core.facts.platform import Platform
 from attnmux.core.facts.policy import Policy
+from attnmux.core.facts.questions import Question, Questions
 from attnmux.core.facts.request import Request
 from attnmux.core.facts.verdicts import Coercion, Reason
 
@@ -85,7 +85,7 @@ class Problem:
 
     def serves(self, offer: Offer, questions: Questions, phases: Iterable[str]) -> bool:
         """Whether the offer serves all of `phases`."""
-        served = all(is_served(offer.card, questions[phase]) for phase in phases)
+        served = all(offer.card.serves(questions[phase]) for phase in phases)
         return served and not self.barred(offer.address)
 
     def variants(self) -> tuple[Variant, ...]:

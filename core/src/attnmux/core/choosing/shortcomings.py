@@ -7,8 +7,9 @@ from dataclasses import replace
 from functools import lru_cache
 
 from attnmux.core.cards.card import BackendCard
-from attnmux.core.cards.clause import Clause, failing, meets
-from attnmux.core.facts.axes import Demand, Question
+from attnmux.core.cards.clause import Clause, failing
+from attnmux.core.facts.axis import Demand
+from attnmux.core.facts.questions import Question
 from attnmux.core.facts.request import Request
 from attnmux.core.facts.verdicts import Reason
 
@@ -16,14 +17,9 @@ Failure = tuple[Clause, Sequence[Demand]]
 """A clause, and the demands that it does not meet."""
 
 
-def is_served(card: BackendCard, question: Question) -> bool:
-    """Whether `shortcomings` would be empty, without the cost of the reasons."""
-    return admits_any(card.clauses, question.demands)
-
-
 def admits_any(clauses: Iterable[Clause], demands: Sequence[Demand]) -> bool:
     """Whether one of the clauses meets the demands."""
-    return any(meets(clause, demands) for clause in clauses)
+    return any(clause.meets(demands) for clause in clauses)
 
 
 def shortcomings(card: BackendCard, question: Question) -> list[Reason]:

@@ -28,7 +28,6 @@ from attnmux.core.choosing.problem import (
 )
 from attnmux.core.choosing.requirements import caveats
 from attnmux.core.choosing.verdicts import refusal, verdicts
-from attnmux.core.facts.axes import Question
 from attnmux.core.facts.derived import (
     group_requests,
     has_separable_trees,
@@ -42,6 +41,7 @@ from attnmux.core.facts.frozen import Deferred, FrozenMapping
 from attnmux.core.facts.libraries import Libraries, assumed, installed_version
 from attnmux.core.facts.platform import Platform
 from attnmux.core.facts.policy import NAMING, Policy
+from attnmux.core.facts.questions import Question
 from attnmux.core.facts.request import Request
 from attnmux.core.facts.sparse import check_decidable
 from attnmux.core.facts.values import LINEAR_KINDS, PHASES, OptionValue, shape_said
@@ -337,4 +337,5 @@ def _decision(
             for note in caveats(offer.card, problem.platform, problem.libraries)
         ),
         candidates=Deferred(partial(verdicts, problem, variants, best)),
+        is_checked=True,
     )

@@ -16,12 +16,11 @@ from attnmux.core.choosing.checking import Rank, verdict
 from attnmux.core.choosing.problem import CACHED_LEADS, Group, Problem, Variant
 from attnmux.core.choosing.remedies import Remedies
 from attnmux.core.choosing.shortcomings import (
-    is_served,
     shortcomings,
     shortcomings_by_phase,
 )
-from attnmux.core.facts.axes import demands_of
 from attnmux.core.facts.errors import NoBackend
+from attnmux.core.facts.questions import demands_of
 from attnmux.core.facts.values import PHASES
 from attnmux.core.facts.vendors import VENDORS
 from attnmux.core.facts.verdicts import Obstacle, Reason, Verdict
@@ -132,7 +131,7 @@ class _Verdicts:
         # What keeps it from serving as decided, with the winners of the others: its own phase's
         # reasons first, then those of the phases that one backend serves with it
         together, decided = (phase, *group.phases), self._best.variant.questions
-        failing = next((each for each in together if not is_served(offer.card, decided[each])), "")
+        failing = next((each for each in together if not offer.card.serves(decided[each])), "")
         if failing:
             against = shortcomings(offer.card, decided[failing])
         else:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import click
@@ -14,14 +14,16 @@ from rich.text import Text
 from attnmux.core.cli.doctor_diagnosis import Diagnosis, diagnose
 from attnmux.core.cli.here import LACKING, READY, Backend
 from attnmux.core.cli.render import WIDTH, plain_table, render_platforms
-from attnmux.core.cli.run import Run, common_options, echo_json, pass_run
+from attnmux.core.cli.run import Run, common_options, pass_run
 from attnmux.core.facts.frozen import plain
-from attnmux.core.facts.libraries import Distribution, EntryPoint, installed_version
-from attnmux.core.find.examine import Entry, Plugin, PluginFailure, examine
-from attnmux.core.find.plugins import find_entries
+from attnmux.core.facts.libraries import installed_version
+from attnmux.core.find.manager import manager
+from attnmux.core.find.plugin import Plugin
+from attnmux.core.find.plugins import find_plugins
+from attnmux.core.find.probes import probe
 
 SECONDS, LONGEST = 15, 3600
-"""For one plugin; a healthy one answers in less than one."""
+"""For a plugin to load, and again to answer; a healthy one takes less than one."""
 PROBLEMS = 1
 
 
@@ -32,33 +34,35 @@ PROBLEMS = 1
     type=click.IntRange(1, LONGEST),
     default=SECONDS,
     show_default=True,
-    help="Seconds that one plugin may take.",
+    help="Seconds that one plugin may take to load, and again to answer.",
 )
 @common_options
 @pass_run
 def doctor(run: Run, seconds: int, as_json: bool) -> int:
     """List the devices of this machine, the plugins that work, and what is broken or missing.
 
-    Each plugin is loaded in a process of its own. Exits with 0 when all is well, 1 when something
-    is broken, missing or undecided.
+    Each plugin is loaded in a child process first: one that crashes, hangs or imports torch is
+    named. Exits with 0 when all is well, 1 when something is broken, missing or undecided.
     """
     settings = run.settings()
-    entries, unreadable = find_entries(*settings.plugin_filter())
-    plugins = [
-        *(Plugin(_entry(failure), failures=(failure,)) for failure in unreadable),
-        *examine(entries, ("cards", "platforms"), seconds),
-    ]
-    diagnosis = diagnose(plugins, settings)
+    diagnosis = diagnose(tried(find_plugins(*settings.plugin_filter()), seconds), settings)
     if as_json:
-        echo_json(_as_json(diagnosis))
+        run.echo_json(_as_json(diagnosis))
     else:
         _report(diagnosis)
     return PROBLEMS if diagnosis.problems else 0
 
 
-def _entry(failure: PluginFailure) -> Entry:
-    point = EntryPoint(failure.plugin, "", Distribution(""))
-    return Entry(point, failure.distribution, failure.version)
+def tried(plugins: Sequence[Plugin], seconds: float) -> list[Plugin]:
+    """The plugins with what a child process of each found, and the cards of those that it could
+    load."""
+    found = []
+    for plugin in plugins:
+        each = plugin if plugin.failures else probe([plugin], seconds)[0]
+        if all(failure.stage == "platforms" for failure in each.failures):
+            each = each._replace(cards=manager().load(plugin).cards)
+        found.append(each)
+    return found
 
 
 def _as_json(diagnosis: Diagnosis) -> dict[str, Any]:
@@ -75,8 +79,9 @@ def _as_json(diagnosis: Diagnosis) -> dict[str, Any]:
             {
                 "plugin": plugin.name,
                 "distribution": plugin.distribution,
-                "version": plugin.entry.version,
+                "version": plugin.version,
                 "status": _status(plugin),
+                "seconds": round(plugin.seconds, 3),
                 "platforms": [str(platform) for platform in plugin.platforms],
                 "backends": told.get(plugin.name, []) if plugin.cards else [],
                 "failures": plain(plugin.failures),
@@ -124,13 +129,14 @@ def _report(diagnosis: Diagnosis) -> None:
 
 
 def _plugins(diagnosis: Diagnosis) -> Table:
-    table = plain_table("plugin", "from", "state", "devices", "backends")
+    table = plain_table("plugin", "from", "state", "loaded in", "devices", "backends")
     for plugin in diagnosis.plugins:
         errors = "; ".join(failure.error for failure in plugin.failures)
         table.add_row(
             plugin.name,
-            f"{plugin.distribution} {plugin.entry.version}".strip(),
+            f"{plugin.distribution} {plugin.version}".strip(),
             ": ".join(filter(None, (_status(plugin), errors))),
+            f"{plugin.seconds:.2f} s" if plugin.seconds else "",
             ", ".join(f"{found.vendor}:{found.arch}" for found in plugin.platforms),
             str(len(plugin.cards) or ""),
             style="red" if plugin.failures else None,

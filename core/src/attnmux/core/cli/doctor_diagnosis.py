@@ -19,7 +19,7 @@ from attnmux.core.facts.request import Request
 from attnmux.core.facts.values import PHASES
 from attnmux.core.facts.vendors import VENDORS
 from attnmux.core.find.devices import Detection, pick_platform, survey
-from attnmux.core.find.examine import Plugin
+from attnmux.core.find.plugin import Plugin
 from attnmux.core.find.plugins import Plugins
 from attnmux.core.find.settings import Settings, device_variables
 
@@ -52,7 +52,7 @@ def diagnose(plugins: Sequence[Plugin], settings: Settings) -> Diagnosis:
     offers = Plugins(tuple(plugins)).offers()
     backends = backends_here(offers, policy, detection.platforms)
     problems = [
-        *map(str, detection.failures),
+        *_broken(plugins, detection),
         *_other_contracts(backends),
         *_misnamed(policy, offers),
         *map(str, detection.unserved),
@@ -84,6 +84,24 @@ def diagnose(plugins: Sequence[Plugin], settings: Settings) -> Diagnosis:
     )
 
 
+def _broken(plugins: Sequence[Plugin], detection: Detection) -> Iterator[str]:
+    """The failures, and plugins that import torch, each with the setting that leaves it out."""
+    names = {plugin.name for plugin in plugins}
+    for failure in detection.failures:
+        left_out = f"; {_leaving_out(failure.plugin)}" if failure.plugin in names else ""
+        yield f"{failure}{left_out}"
+    for plugin in plugins:
+        if plugin.imports_torch:
+            yield (
+                f"plugin {plugin.name} ({plugin.distribution} {plugin.version}) imports torch, "
+                f"{plugin.seconds:.1f} s at each start; {_leaving_out(plugin.name)}"
+            )
+
+
+def _leaving_out(name: str) -> str:
+    return f'deny_plugins = ["{name}"] in attnmux.toml leaves it out (ATTNMUX_DENY_PLUGINS={name})'
+
+
 def _other_contracts(backends: Sequence[Backend]) -> Iterator[str]:
     """Cards written for another version of the contract."""
     for offer, reasons in ((each.offer, each.reasons) for each in backends):
@@ -110,7 +128,7 @@ def _without_backend(
     plugins: Sequence[Plugin], backends: Sequence[Backend], picked: Platform
 ) -> Iterator[str]:
     """If no backend for this machine is ready: the commands that would make one run."""
-    candidates = [each for each in backends if picked.vendor in (each.vendors or [picked.vendor])]
+    candidates = [each for each in backends if each.fits(picked)]
     if not plugins or not all(each.reasons for each in candidates):
         return
     lines = [

@@ -13,13 +13,14 @@ from __future__ import annotations
 import shlex
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from importlib.metadata import EntryPoint
 from typing import Any, Protocol, TypeVar
 
 from attnmux.core.choosing.choice import Choice
 from attnmux.core.choosing.decision import Decision
 from attnmux.core.cli.asking import Asked
 from attnmux.core.facts.errors import InvalidInput, NoBackend, PluginError, in_brief
-from attnmux.core.facts.libraries import EntryPoint, entry_points
+from attnmux.core.facts.libraries import entry_points, identity
 from attnmux.core.facts.platform import Platform
 from attnmux.core.facts.policy import NAMING
 from attnmux.core.facts.request import Request
@@ -121,7 +122,7 @@ class Engine:
         except InvalidInput as refusal:
             raise NoBackend(f"attnmux in {self.name}: {refusal}") from refusal
         except Exception as error:
-            whose = self.point.distribution.identity()[0]
+            whose = identity(self.point.dist)[0]
             message = f"{self.point.value} of {whose} failed: {in_brief(error)}"
             raise PluginError(message) from error
 
@@ -133,7 +134,7 @@ def engine_named(name: str, settings: Settings) -> Engine:
     known = {
         point.name: point
         for point in entry_points(GROUP)[0]
-        if is_admitted(point.distribution.identity()[0], allow, deny)
+        if is_admitted(identity(point.dist)[0], allow, deny)
     }
     if name not in known:
         expected = f"one of {', '.join(sorted(known))}" if known else "an installed integration"
@@ -144,7 +145,7 @@ def engine_named(name: str, settings: Settings) -> Engine:
     try:
         module: Any = point.load()
     except Exception as error:
-        whose = point.distribution.identity()[0]
+        whose = identity(point.dist)[0]
         raise PluginError(f"{point.value} of {whose} failed: {in_brief(error)}") from error
     return Engine(name, point, module)
 
@@ -171,7 +172,7 @@ def _plugins(decision: Decision, asked: Asked) -> Iterator[str]:
         extras.setdefault(offer.distribution, set()).update(filter(None, [offer.card.extra]))
     allow, deny = asked.settings.plugin_filter()
     for point in entry_points(KERNELS)[0]:
-        owner = point.distribution.identity()[0]
+        owner = identity(point.dist)[0]
         if point.name.endswith(f".{device.device_type}") and is_admitted(owner, allow, deny):
             extras.setdefault(owner, set())
     for distribution, own in extras.items():
@@ -209,6 +210,5 @@ def _variables(asked: Asked, *, measured: bool) -> Iterator[tuple[str, str]]:
         "no_measurements": "" if measured else "true",
         "platform": "" if policy.hypothetical else asked.platform or "",
         "no_plugins": "true" if "no_plugins" in said else "",
-        "locked": (settings.locked or "") if "locked" in said else "",
     }
     yield from ((name, value) for name, value in set_here.items() if value)

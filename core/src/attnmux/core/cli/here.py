@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from attnmux.core.cards.card import BackendCard, Offer
-from attnmux.core.cards.proof import PROOFS, Proof, proven, proven_on
+from attnmux.core.cards.proof import Proof, Proven
 from attnmux.core.choosing.checking import standing
 from attnmux.core.choosing.requirements import Library, required
 from attnmux.core.facts.frozen import plain
@@ -18,6 +18,7 @@ from attnmux.core.facts.verdicts import Reason
 from attnmux.core.find.cpu import COMPILERS
 
 READY, ELSEWHERE, LACKING = "ready", "other hardware", "lacks libraries"
+UNCOMPILED = "needs a compiler"
 BARRED = {"CONTRACT": "other contract", "DENIED": "denied", "LIBRARY": LACKING}
 """By the code of the first reason."""
 
@@ -40,10 +41,17 @@ class Backend:
 
     @property
     def here(self) -> str:
-        """Whether it can run on this machine: READY, ELSEWHERE or a word of BARRED."""
-        if self.vendors and not {device.vendor for device in self.present} & {*self.vendors}:
+        """Whether it can run on this machine: READY, ELSEWHERE, UNCOMPILED or a word of BARRED."""
+        card = self.offer.card
+        if not any(map(self.fits, self.present)):
             return ELSEWHERE
-        return BARRED[self.reasons[0].code] if self.reasons else READY
+        if self.reasons:
+            return BARRED[self.reasons[0].code]
+        return READY if any(_fits(card, device) for device in self.present) else UNCOMPILED
+
+    def fits(self, device: Platform) -> bool:
+        """Whether the card serves the device, with a C++ compiler if need be."""
+        return _fits(self.offer.card, with_compiler(device))
 
     @property
     def proof(self) -> Proof:
@@ -51,8 +59,10 @@ class Backend:
         for all machines that it serves."""
         card = self.offer.card
         served = [device for device in self.present if _fits(card, device)]
-        words = [proven_on(card.verified_on, device).word for device in served]
-        return min(words or [proven(card.verified_on, card.clauses).word], key=PROOFS.index)
+        words = [Proven.on(card.verified_on, device).word for device in served]
+        return min(
+            words or [Proven.of(card.verified_on, card.clauses).word], key=Proven.WORDS.index
+        )
 
     def to_dict(self) -> dict[str, Any]:
         return {
@@ -87,7 +97,7 @@ def backends_here(
 
 def lacking_compiler(cards: Iterable[BackendCard], platform: Platform) -> tuple[str, ...]:
     """A line if cards need a C++ compiler on the platform, which has none; else nothing."""
-    would = replace(platform, features=platform.features | {"cxx_compiler"})
+    would = with_compiler(platform)
     names = [card.name for card in cards if _fits(card, would) and not _fits(card, platform)]
     if not names:
         return ()
@@ -107,8 +117,15 @@ def serving_builds(cards: Iterable[BackendCard], platform: Platform) -> tuple[st
     return tuple(lines)
 
 
+def with_compiler(platform: Platform) -> Platform:
+    """The platform, if a C++ compiler were installed."""
+    return replace(platform, features=platform.features | {"cxx_compiler"})
+
+
 def _fits(card: BackendCard, platform: Platform) -> bool:
-    """Whether some clause admits the device."""
+    """Whether some clause admits the device. A card without clauses has a reason of its own."""
+    if not card.clauses:
+        return True
     version = ".".join(map(str, platform.version))
     return any(
         clause.vendor.admits(platform.vendor)

@@ -7,7 +7,7 @@ from typing import Any
 import click
 
 from attnmux.core.cli.here import Backend, backends_here
-from attnmux.core.cli.run import Run, common_options, echo_json, pass_run
+from attnmux.core.cli.run import Run, common_options, pass_run
 from attnmux.core.facts.errors import AmbiguousPlatform, InvalidInput
 from attnmux.core.facts.frozen import plain
 from attnmux.core.find.devices import pick_platform
@@ -26,7 +26,7 @@ def backends(run: Run, as_json: bool) -> None:
             "no plugin offers a backend: pip install attnmux-cpu, or that of a device's vendor"
         )
     if as_json:
-        echo_json(
+        run.echo_json(
             {
                 "backends": list(map(_described, rows)),
                 "failures": plain(plugins.failures),
@@ -66,7 +66,7 @@ def platforms(run: Run, as_json: bool) -> None:
         run.warn(str(error))
         picked = None
     if as_json:
-        echo_json(
+        run.echo_json(
             {
                 "platforms": plain(detection.platforms),
                 "picked": picked,

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
 from attnmux.core.cards.card import Offer
-from attnmux.core.cards.proof import proven_on
+from attnmux.core.cards.proof import Proven
 from attnmux.core.choosing.decision import Decision
 from attnmux.core.choosing.problem import phases_by_lead
 from attnmux.core.choosing.verdicts import effort
@@ -109,7 +109,7 @@ class _Account:
         offer, proof = self.cards.get(verdict.address), ""
         if offer is not None:
             runs = offer.card.verified_on
-            proof = proven_on(runs, self.platform, (verdict.phase,), self.request.kind).word
+            proof = Proven.on(runs, self.platform, (verdict.phase,), self.request.kind).word
         return Outcome(
             backend=verdict.backend,
             plugin=verdict.plugin,

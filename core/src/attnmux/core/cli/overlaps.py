@@ -4,9 +4,10 @@ installation."""
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from importlib.metadata import Distribution
 
 from attnmux.core.cards.card import BackendCard
-from attnmux.core.facts.libraries import Distribution, canonical, distributions
+from attnmux.core.facts.libraries import canonical, distributions, identity
 
 INIT = "/__init__.py"
 
@@ -15,7 +16,8 @@ def overlapping(cards: Iterable[BackendCard]) -> Iterator[str]:
     """A line for each package that a library of the cards shares with another distribution."""
     libraries = {canonical(name) for card in cards for name in card.libraries()}
     owners: dict[str, dict[str, str]] = {}
-    for name, distribution in distributions().items():
+    installed = distributions()
+    for name, distribution in installed.items():
         for package, digest in _packages(distribution):
             owners.setdefault(package, {})[name] = digest
     for package, digests in sorted(owners.items()):
@@ -23,7 +25,7 @@ def overlapping(cards: Iterable[BackendCard]) -> Iterator[str]:
         if len(set(digests.values())) < 2 or libraries.isdisjoint(digests):
             continue
         names = sorted(digests)
-        versions = [f"{name} {distributions()[name].identity()[1]}".strip() for name in names]
+        versions = [f"{name} {identity(installed[name])[1]}".strip() for name in names]
         yield (
             f"{' and '.join(versions)} own one package, {package}, and overwrite each other's "
             f"files: pip uninstall {' '.join(names)}, then pip install the one that you need"
@@ -33,8 +35,8 @@ def overlapping(cards: Iterable[BackendCard]) -> Iterator[str]:
 def _packages(distribution: Distribution) -> Iterator[tuple[str, str]]:
     """Top-level packages, and the hash of each one's first file."""
     try:
-        record = distribution.read("RECORD").decode(errors="replace")
-    except OSError:
+        record = distribution.read_text("RECORD") or ""
+    except (OSError, ValueError):
         return
     for line in record.splitlines():
         path, _, rest = line.partition(",")

@@ -3,23 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 from rich.console import Console
 from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from attnmux.core.cards.proof import proven_on
+from attnmux.core.cards.proof import Proven
 from attnmux.core.choosing.choice import Choice
 from attnmux.core.choosing.decision import Decision
 from attnmux.core.cli.asking import Asked
 from attnmux.core.cli.here import LACKING, Backend
 from attnmux.core.cli.outcomes import Outcome, joined_by_first_reason
 from attnmux.core.cli.select_explained import Explanation, Stated
+from attnmux.core.facts.axes import AXES
 from attnmux.core.facts.errors import NoBackend
 from attnmux.core.facts.platform import Platform
+from attnmux.core.facts.verdicts import Reason
 
 WIDTH = 100
+MACHINE = tuple(axis.name for axis in AXES if axis.of_machine)
 LIST_WIDTH = 21
 """Width of a column that lists phases; longer lists wrap."""
 PROSE_WIDTH = 30
@@ -96,7 +100,7 @@ def render_machines(asked: Sequence[Asked]) -> None:
         for phase, choice in answer.phases.items():
             served.setdefault(choice, []).append(phase)
         proofs = {
-            choice.backend: proven_on(
+            choice.backend: Proven.on(
                 cards[choice.address].verified_on, device, own, answer.request.kind
             ).word
             for choice, own in served.items()
@@ -183,12 +187,26 @@ def _print_chosen(console: Console, told: Sequence[Outcome], phases: int) -> Non
 
 
 def _print_losers(console: Console, told: Sequence[Outcome], phases: int, *, every: bool) -> None:
-    lost = [outcome for outcome in told if outcome.standing != "chosen"]
-    shown = lost if every else joined_by_first_reason(lost)
+    lost = [_machine_first(outcome) for outcome in told if outcome.standing != "chosen"]
+    near = [each for each in lost if each.reasons[:1] == () or each.reasons[0].axis != "vendor"]
+    shown = lost if every else joined_by_first_reason(near)
     rows = [(*_candidate(each, phases), _against(each, every=every)) for each in shown]
     if rows:
         console.print()
         _print_rows(console, ("for", "not chosen", "plugin", "rank", "proof", "because"), rows)
+    elsewhere = sorted({each.backend for each in lost} - {each.backend for each in shown})
+    if elsewhere:
+        console.print()
+        console.print(Text(f"for other hardware (--all): {', '.join(elsewhere)}"))
+
+
+def _machine_first(outcome: Outcome) -> Outcome:
+    """With the reasons first that another machine would remove, that of the vendor before all."""
+
+    def place(reason: Reason) -> int:
+        return MACHINE.index(reason.axis) if reason.axis in MACHINE else len(MACHINE)
+
+    return replace(outcome, reasons=tuple(sorted(outcome.reasons, key=place)))
 
 
 def _print_values(console: Console, values: Sequence[Stated]) -> None:

@@ -26,18 +26,17 @@ from attnmux.core.facts.errors import (
     in_brief,
 )
 from attnmux.core.facts.frozen import FrozenMapping
+from attnmux.core.facts.launches import TunedLaunch
 from attnmux.core.find.devices import Detection, detect
-from attnmux.core.find.installed import load_plugins
-from attnmux.core.find.plugins import Plugins, unknown_plugins
+from attnmux.core.find.plugins import Plugins, load_plugins, unknown_plugins
 from attnmux.core.find.settings import Settings
-from attnmux.core.measured.passes import passes
-from attnmux.core.measured.unverified import unverified
+from attnmux.core.measured.measurement import Measurement
+from attnmux.core.measured.passes import Passes
+from attnmux.core.measured.unverified import Unverified
 
 if TYPE_CHECKING:
     from attnmux.core.cards.card import Offer
     from attnmux.core.choosing.decision import Decision
-    from attnmux.core.facts.launches import TunedLaunch
-    from attnmux.core.measured.measurement import Measurement
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -51,7 +50,6 @@ class Run:
     def __init__(self) -> None:
         self.debug = False
         self.no_plugins = False
-        self.locked: str | None = None
         self.warnings: list[str] = []
         """Printed on stderr, and part of a JSON answer."""
         self.answer: TextIO | None = None
@@ -60,14 +58,10 @@ class Run:
     def settings(self) -> Settings:
         settings = Settings.load()
         self.debug = self.debug or settings.debug
-        given: dict[str, Any] = {}
-        if self.no_plugins:
-            given["no_plugins"] = True
-        if self.locked is not None:
-            given["locked"] = self.locked
-        said = {name: f"--{name.replace('_', '-')}" for name in given}
-        sources = FrozenMapping({**settings.sources, **said})
-        return replace(settings, **given, sources=sources) if given else settings
+        if not self.no_plugins:
+            return settings
+        sources = FrozenMapping({**settings.sources, "no_plugins": "--no-plugins"})
+        return replace(settings, no_plugins=True, sources=sources)
 
     def plugins(self, settings: Settings) -> Plugins:
         """The plugins, with a warning for each that is broken."""
@@ -87,7 +81,8 @@ class Run:
             ("allow_plugins", settings.allow_plugins or ()),
             ("deny_plugins", settings.deny_plugins),
         ):
-            unknown = unknown_plugins(names) if names else {}
+            denied = setting == "deny_plugins"
+            unknown = unknown_plugins(names, denied=denied) if names else {}
             for name, meant in unknown.items():
                 guess = f", did you mean {meant!r}?" if meant else ""
                 source = settings.sources[setting]
@@ -110,9 +105,8 @@ class Run:
         if file is None or not os.path.exists(file):
             return ()
         # Not imported unless something was measured
-        from attnmux.core.measured.measurement import read_measurements  # noqa: PLC0415
 
-        stored = read_measurements(file)
+        stored = Measurement.read(file)
         for problem in stored.problems:
             self.warn(problem)
         return stored.found
@@ -120,8 +114,10 @@ class Run:
     def warn_of_unverified(
         self, decision: Decision, offers: Sequence[Offer], measurements: Sequence[Measurement]
     ) -> None:
-        """A warning for each backend that `unverified` finds."""
-        for each in unverified(decision, offers, measurements, passes(Settings.cache_folder())):
+        """A warning for each backend that `Unverified.by_cards` finds."""
+        for each in Unverified.by_cards(
+            decision, offers, measurements, Passes.in_cache(Settings.cache_folder())
+        ):
             self.warn(str(each))
 
     def launches(self, settings: Settings) -> tuple[TunedLaunch, ...]:
@@ -134,9 +130,8 @@ class Run:
         if file is None or not os.path.exists(file):
             return ()
         # Most machines have tuned nothing
-        from attnmux.core.facts.launches import read_launches  # noqa: PLC0415
 
-        records = read_launches(file)
+        records = TunedLaunch.read(file)
         for problem in records.problems:
             self.warn(problem)
         return records.found
@@ -144,6 +139,9 @@ class Run:
     def warn(self, text: str) -> None:
         self.warnings.append(text)
         print(f"attnmux: warning: {text}", file=sys.stderr)
+
+    def echo_json(self, answer: object) -> None:
+        print(json.dumps(answer, indent=2), file=self.answer, flush=True)
 
     def report(self, error: Exception) -> int:
         """Print the error on stderr, if asked with its traceback. Returns the exit code.
@@ -203,11 +201,11 @@ class FiniteRange(click.FloatRange):
 pass_run = click.make_pass_decorator(Run)
 
 
-def _set(ctx: click.Context, option: click.Parameter, value: bool | str | None) -> None:
+def _set(ctx: click.Context, option: click.Parameter, value: bool) -> None:
     """Note the option in the field of the run that has its name."""
     run = ctx.find_object(Run)
     if run is not None and value:
-        setattr(run, str(option.name), value)
+        setattr(run, str(option.name), True)
 
 
 def _set_answer(ctx: click.Context, _: click.Parameter, value: bool) -> bool:
@@ -219,19 +217,14 @@ def _set_answer(ctx: click.Context, _: click.Parameter, value: bool) -> bool:
 
 
 def common_options(command: F) -> F:
-    """The options of every verb: --json, --no-plugins, --locked and --debug."""
-    locked = "Refuse whatever differs from this lock file (see `attnmux lock`)."
-    for name, said, given in (
-        ("--debug", "Show the traceback of an error.", {"is_flag": True, "is_eager": True}),
-        ("--no-plugins", "Load no plugin.", {"is_flag": True}),
-        ("--locked", locked, {"metavar": "FILE"}),
+    """The options of every verb: --json, --no-plugins and --debug."""
+    for name, said in (
+        ("--debug", "Show the traceback of an error."),
+        ("--no-plugins", "Load no plugin."),
     ):
-        command = click.option(name, help=said, expose_value=False, callback=_set, **given)(command)
+        command = click.option(
+            name, help=said, is_flag=True, is_eager=True, expose_value=False, callback=_set
+        )(command)
     return click.option(
         "--json", "as_json", is_flag=True, callback=_set_answer, help="Answer in JSON."
     )(command)
-
-
-def echo_json(answer: object) -> None:
-    run = click.get_current_context().find_object(Run) or Run()
-    print(json.dumps(answer, indent=2), file=run.answer, flush=True)

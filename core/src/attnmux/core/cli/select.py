@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from attnmux.core.cards.card import BackendCard
-from attnmux.core.cards.proof import Proof, proven_on
+from attnmux.core.cards.proof import Proof, Proven
 from attnmux.core.choosing.decision import Decision
 from attnmux.core.cli.asking import ASSUME, Asked, ask, requested
-from attnmux.core.cli.run import Run, common_options, echo_json, pass_run
+from attnmux.core.cli.run import Run, common_options, pass_run
 from attnmux.core.facts.errors import InvalidInput, NoBackend
 from attnmux.core.facts.frozen import defaults, plain
 from attnmux.core.facts.libraries import canonical
@@ -122,14 +122,14 @@ def select(
     if len(asked) > 1:
         _compare(run, asked, as_json=as_json)
     elif as_json and not in_full:
-        echo_json(told)
+        run.echo_json(told)
     else:
         # Plain JSON is for programs, which should not wait for these imports
         from attnmux.core.cli.select_explained import explained  # noqa: PLC0415
 
         explanation = explained(asked[0], model=model or "", tp=tp, skip=skip)
         if as_json:
-            echo_json({**told, "explanation": explanation.to_dict()})
+            run.echo_json({**told, "explanation": explanation.to_dict()})
         else:
             from attnmux.core.cli.render import render_answer  # noqa: PLC0415  # rich is slow
 
@@ -175,7 +175,7 @@ def _engine(
 def _compare(run: Run, asked: Sequence[Asked], *, as_json: bool) -> None:
     """Print the answers of several machines: one table, or {"machines": […], "warnings": […]}."""
     if as_json:
-        echo_json({"machines": list(map(_answered, asked)), "warnings": run.warnings})
+        run.echo_json({"machines": list(map(_answered, asked)), "warnings": run.warnings})
         return
     from attnmux.core.cli.render import render_machines  # noqa: PLC0415  # rich is slow to import
 
@@ -193,7 +193,7 @@ def _answered(asked: Asked) -> dict[str, Any]:
             for phase in request.phases
             if any(clause.phase.admits(phase) for clause in card.clauses)
         ]
-        return proven_on(card.verified_on, device, served, request.kind).word
+        return Proven.on(card.verified_on, device, served, request.kind).word
 
     proof = {offer.address: proof_of(offer.card) for offer in asked.offers}
     if not isinstance(answer, NoBackend):

@@ -6,6 +6,7 @@ import gc
 import importlib
 import sys
 from collections.abc import Mapping, Sequence
+from importlib.metadata import EntryPoint
 from typing import Any
 
 import click
@@ -13,7 +14,7 @@ import click
 from attnmux.core.cli.run import INTERRUPTED, Run, escape_unknown
 from attnmux.core.facts.checks import nearest
 from attnmux.core.facts.errors import PluginError, SettingsError
-from attnmux.core.facts.libraries import EntryPoint, entry_points
+from attnmux.core.facts.libraries import entry_points, identity
 from attnmux.core.find.plugins import is_admitted
 from attnmux.core.find.settings import Settings
 
@@ -24,10 +25,6 @@ VERBS: Mapping[str, tuple[str, str]] = {
     "backends": ("attnmux.core.cli.lists:backends", "List the backends of the installed plugins."),
     "doctor": ("attnmux.core.cli.doctor:doctor", "Show what works here, and how to fix the rest."),
     "explain": ("attnmux.core.cli.explain:explain", "Explain a reason code."),
-    "lock": (
-        "attnmux.core.cli.lock:lock",
-        "Lock the plugins and libraries that decisions may use.",
-    ),
     "platforms": ("attnmux.core.cli.lists:platforms", "List the devices of this machine."),
     "select": ("attnmux.core.cli.select:select", "Choose a backend for a request, and say why."),
 }
@@ -161,7 +158,7 @@ def _listed() -> dict[str, list[EntryPoint]]:
 
 
 def _distribution(point: EntryPoint) -> str:
-    return point.distribution.identity()[0] or point.value
+    return identity(point.dist)[0] or point.value
 
 
 def _load(name: str, points: list[EntryPoint]) -> click.Command:

@@ -20,7 +20,7 @@ from attnmux.core.composites.draft_trees import TreeAttnBackend, prefix_context
 from attnmux.core.composites.factories import make_backend
 from attnmux.core.composites.layer_groups import LayerGroupsBackend, group_contexts
 from attnmux.core.composites.linear_hybrid import with_linear_layers
-from attnmux.core.composites.part_attention import MOST_LANES
+from attnmux.core.composites.part_attention import PartAttention
 from attnmux.core.composites.picked_blocks import PickedBlocksBackend, dense_context
 from attnmux.core.composites.sparse_pages import SparseAttnBackend, sparse_context
 from attnmux.core.composites.two_batches import TboAttnBackend
@@ -34,9 +34,9 @@ from attnmux.core.facts.errors import BackendFailed, InvalidInput
 from attnmux.core.facts.frozen import FrozenMapping
 from attnmux.core.facts.request import Request
 from attnmux.core.find.devices import detect, pick_platform
-from attnmux.core.find.installed import load_plugins
+from attnmux.core.find.plugins import load_plugins
 from attnmux.core.find.settings import Settings
-from attnmux.core.measured.measurement import read_measurements
+from attnmux.core.measured.measurement import Measurement
 from attnmux.core.measured.ranking import accuracy_by
 
 T = TypeVar("T")
@@ -161,7 +161,7 @@ def _assemble(
     if decision.expanded is None or "extend" not in serving:
         return made
     of_prompts = expanded_context(context)
-    lanes = [make_backend(decision.expanded, of_prompts) for _ in range(MOST_LANES)]
+    lanes = [make_backend(decision.expanded, of_prompts) for _ in range(PartAttention.MOST_LANES)]
     addresses = decision.expanded.address, serving["extend"].address
     crossing = measured_crossing(*addresses, context)
     return ChunkedPrefixBackend(absorbed=made, expanded=lanes, crossing=crossing)
@@ -173,7 +173,7 @@ def _check(decision: Decision) -> None:
     plugins = load_plugins(settings=settings)
     wanted = f"{decision.platform.vendor}:{decision.platform.arch}"
     platform, offers = pick_platform(detect(plugins), wanted), plugins.offers()
-    measurements = read_measurements(settings.measurements_file()).found
+    measurements = Measurement.read(settings.measurements_file()).found
     decision.check(platform, offers, accuracy=accuracy_by(measurements, platform, offers))
 
 

@@ -8,9 +8,9 @@ from functools import partial
 import torch
 
 from attnmux.core.composites.dispatch import DispatchingBackend
-from attnmux.core.composites.expanded_parts import parts_of
-from attnmux.core.composites.part_attention import PartAttention, part_context
-from attnmux.core.contract.arguments import check_positive
+from attnmux.core.composites.expanded_parts import Part
+from attnmux.core.composites.part_attention import PartAttention
+from attnmux.core.contract.arguments import check_at_least
 from attnmux.core.contract.backend import AttentionBackend
 from attnmux.core.contract.batch import ForwardBatch, ForwardMode
 from attnmux.core.contract.context import BackendContext
@@ -18,8 +18,9 @@ from attnmux.core.contract.latent import UpProjection, crossing_by_operations
 from attnmux.core.contract.layer import LayerSpec
 from attnmux.core.facts.derived import parts_request
 from attnmux.core.facts.errors import InvalidInput
-from attnmux.core.facts.launches import Value, current_launches
+from attnmux.core.facts.launches import TunedLaunch
 from attnmux.core.facts.request import Request
+from attnmux.core.facts.values import OptionValue
 from attnmux.core.kv.rows import gather_rows
 
 CHUNK_BYTES = 1 << 29
@@ -50,15 +51,15 @@ class ChunkedPrefixBackend(DispatchingBackend):
         chunk_bytes: int = CHUNK_BYTES,
         crossing: float | None = None,
     ) -> None:
-        """expanded: one or more backends of `expanded_context`, all alike; see `MOST_LANES`.
-        crossing: new tokens on a long prefix from which a step runs expanded; None: as
-        `crossing_by_operations` says.
+        """expanded: one or more backends of `expanded_context`, all alike; see
+        `PartAttention.MOST_LANES`. crossing: new tokens on a long prefix from which a step runs
+        expanded; None: as `crossing_by_operations` says.
 
         Raises InvalidInput for a backend of another context, and for no memory.
         """
         super().__init__(absorbed.context, (absorbed,))
         layers, pool = self.context.layers, self.context.token_to_kv_pool
-        check_positive("chunk_bytes", chunk_bytes)
+        check_at_least(1, "chunk_bytes", chunk_bytes)
         self.absorbed = absorbed
         self.expanded = tuple(expanded)
         self._parts = PartAttention[torch.Tensor](expanded, layers, pool)
@@ -86,7 +87,7 @@ class ChunkedPrefixBackend(DispatchingBackend):
         super().init_forward_metadata(batch)
         table = self.context.req_to_token_pool
         self._parts.begin(
-            parts_of(batch, table, crossing=self.crossing, chunk_tokens=self.chunk_tokens)
+            Part.of_step(batch, table, crossing=self.crossing, chunk_tokens=self.chunk_tokens)
         )
 
     def init_forward_metadata_out_graph(
@@ -140,10 +141,10 @@ def expanded_context(context: BackendContext) -> BackendContext:
         if layer.kind != "mla":
             expected = "MLA without windows and chunks"
             raise InvalidInput("layers", got=f"layer {layer.layer_id}", expected=expected)
-    return part_context(context, parts_request(context.request))
+    return PartAttention.context_of(context, parts_request(context.request))
 
 
-def crossing_subject(absorbed: str, request: Request) -> dict[str, Value]:
+def crossing_subject(absorbed: str, request: Request) -> dict[str, OptionValue]:
     """The subject of a `TunedLaunch` of the expanded backend that holds a measured `crossing`.
 
     absorbed: `plugin/name` of the other backend. Its values are {"crossing": new tokens}.
@@ -159,7 +160,7 @@ def measured_crossing(expanded: str, absorbed: str, context: BackendContext) -> 
     expanded, absorbed: `plugin/name` of both backends.
     """
     subject = crossing_subject(absorbed, context.request)
-    for each in current_launches(context.launches, expanded, context.platform):
+    for each in TunedLaunch.current(context.launches, expanded, context.platform):
         if dict(each.subject) == subject:
             return float(each.values["crossing"])
     return None

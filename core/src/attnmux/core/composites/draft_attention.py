@@ -38,23 +38,6 @@ class Trees:
         )
 
 
-def as_heads(q: torch.Tensor, groups: int, width: int, drafts: int) -> torch.Tensor:
-    """[B * width, Hq, D] to [B, drafts * Hq, D], the heads of one KV head together; absent drafts
-    have zeros."""
-    q = q.reshape(-1, width, groups, q.shape[1] // groups, q.shape[2])
-    if width < drafts:
-        q = pad(q, (0, 0, 0, 0, 0, 0, 0, drafts - width))
-    return q.transpose(1, 2).reshape(q.shape[0], -1, q.shape[-1])
-
-
-def as_tokens(values: torch.Tensor, groups: int, width: int, drafts: int) -> torch.Tensor:
-    """The inverse of `as_heads`, of [B, drafts * Hq] or [B, drafts * Hq, Dv]."""
-    size, heads = values.shape[:2]
-    by_draft = values.view(size, groups, drafts, heads // groups // drafts, *values.shape[2:])
-    by_draft = by_draft[:, :, :width].transpose(1, 2)
-    return by_draft.reshape(size * width, heads // drafts, *values.shape[2:])
-
-
 def sinks_as_heads(sinks: torch.Tensor, groups: int, drafts: int) -> torch.Tensor:
     """The sinks [Hq] of each of `drafts` tokens, [drafts * Hq] in the order of `as_heads`."""
     by_group = sinks.view(groups, 1, -1)
@@ -98,6 +81,23 @@ class SeenPrefixes:
     """[B, n * Hq, Dv] in the dtype of Q, for n drafts, of which a step may have fewer."""
     lse: torch.Tensor
     """[B, n * Hq] float32."""
+
+    @staticmethod
+    def as_heads(q: torch.Tensor, groups: int, width: int, drafts: int) -> torch.Tensor:
+        """[B * width, Hq, D] to [B, drafts * Hq, D], the heads of one KV head together; absent
+        drafts have zeros."""
+        q = q.reshape(-1, width, groups, q.shape[1] // groups, q.shape[2])
+        if width < drafts:
+            q = pad(q, (0, 0, 0, 0, 0, 0, 0, drafts - width))
+        return q.transpose(1, 2).reshape(q.shape[0], -1, q.shape[-1])
+
+    @staticmethod
+    def as_tokens(values: torch.Tensor, groups: int, width: int, drafts: int) -> torch.Tensor:
+        """The inverse of `as_heads`, of [B, drafts * Hq] or [B, drafts * Hq, Dv]."""
+        size, heads = values.shape[:2]
+        by_draft = values.view(size, groups, drafts, heads // groups // drafts, *values.shape[2:])
+        by_draft = by_draft[:, :, :width].transpose(1, 2)
+        return by_draft.reshape(size * width, heads // drafts, *values.shape[2:])
 
 
 class DraftAttention(Protocol):
@@ -148,7 +148,7 @@ def attend_to_drafts(
     k = gather_rows(keys.k, keys.slots).float() * keys.k_scale
     v = gather_rows(keys.v, keys.slots).float() * keys.v_scale
     prefixes, prefixes_lse = (
-        as_tokens(each, groups, width, drafts) for each in (seen_out, seen_lse)
+        SeenPrefixes.as_tokens(each, groups, width, drafts) for each in (seen_out, seen_lse)
     )
     return among_drafts(q, k, v, layer, trees.visible, prefixes, prefixes_lse, lse=lse)
 

@@ -13,11 +13,9 @@ from attnmux.core.composites.draft_attention import (
     DraftKeys,
     SeenPrefixes,
     Trees,
-    as_heads,
     attend_to_drafts,
     sinks_as_heads,
 )
-from attnmux.core.composites.part_attention import is_mergeable
 from attnmux.core.contract.backend import AttentionBackend
 from attnmux.core.contract.batch import ForwardBatch, ForwardMode
 from attnmux.core.contract.call import AttentionCall
@@ -25,7 +23,7 @@ from attnmux.core.contract.context import BackendContext
 from attnmux.core.contract.latent import UpProjection
 from attnmux.core.contract.layer import LayerSpec
 from attnmux.core.contract.steps import FixedTensors, prepared
-from attnmux.core.contract.tree_masks import check_trees, visible_drafts
+from attnmux.core.contract.tree_masks import check_trees
 from attnmux.core.facts.derived import prefixes_request
 from attnmux.core.facts.errors import InvalidInput
 
@@ -131,7 +129,7 @@ class TreeAttnBackend(DispatchingBackend):
             lens=lens,
             positions=lens.long() - 1,
             sees_prefix=batch.seq_lens > 0,
-            visible=visible_drafts(batch),
+            visible=batch.visible_drafts(),
         )
         width = made.visible.shape[1]
         if width > self._drafts:
@@ -155,9 +153,11 @@ class TreeAttnBackend(DispatchingBackend):
         """width: drafts of each request."""
         layer = self.prefixes.context.layer(call.layer.layer_id)
         groups, step = call.layer.tp_k_head_num, self.step_of(self.prefixes)
-        q = as_heads(call.q, groups, width, self._drafts)
+        q = SeenPrefixes.as_heads(call.q, groups, width, self._drafts)
         q_rope = call.q_rope
-        q_rope = None if q_rope is None else as_heads(q_rope, groups, width, self._drafts)
+        q_rope = (
+            None if q_rope is None else SeenPrefixes.as_heads(q_rope, groups, width, self._drafts)
+        )
         lse = q.new_empty(q.shape[:2], dtype=torch.float32)
         prefix = AttentionCall(q, None, None, layer, save_kv_cache=False, q_rope=q_rope, lse=lse)
         return SeenPrefixes(out=self.prefixes.forward_decode(prefix, step), lse=lse)
@@ -174,7 +174,7 @@ def prefix_context(context: BackendContext) -> BackendContext:
     drafts = context.request.spec_draft_tokens or 1
     layers = []
     for layer in context.layers:
-        if not is_mergeable(layer) or layer.is_cross_attention:
+        if not layer.is_mergeable or layer.is_cross_attention:
             expected = "self attention of kind mha or mla, without windows, chunks and biases"
             raise InvalidInput("layers", got=f"layer {layer.layer_id}", expected=expected)
         sinks = layer.sinks

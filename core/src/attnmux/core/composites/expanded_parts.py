@@ -29,43 +29,70 @@ class Part(Generic[K]):
     keys: K
     """Where the keys are, in the order of the requests."""
 
+    @staticmethod
+    def of_step(
+        batch: ForwardBatch, table: RequestTable, *, crossing: float | None, chunk_tokens: int
+    ) -> Iterator[Part[torch.Tensor]]:
+        """The parts of a step of prompts, the new tokens' own first; none of another step.
 
-def parts_of(
-    batch: ForwardBatch, table: RequestTable, *, crossing: float | None, chunk_tokens: int
-) -> Iterator[Part[torch.Tensor]]:
-    """The parts of a step of prompts, the new tokens' own first; none of another step.
+        Their keys are slots [n] int64. crossing: of `expansion_pays`, below which a step has no
+        parts; None cuts every step. chunk_tokens: cached tokens of a part at most. Lengths without
+        a host mirror are read from the device.
+        """
+        new, cached = batch.extend_seq_lens, batch.extend_prefix_lens
+        if batch.forward_mode not in (ForwardMode.EXTEND, ForwardMode.MIXED):
+            return
+        if new is None or cached is None or batch.encoder_lens is not None:
+            return
+        if batch.spec_info is not None or batch.multi_item is not None:
+            return
+        new_lens = _host_lens(new, batch.extend_seq_lens_cpu)
+        cached_lens = _host_lens(cached, batch.extend_prefix_lens_cpu)
+        if crossing is not None and not expansion_pays(new_lens, cached_lens, crossing):
+            return
+        own = replace(
+            batch,
+            seq_lens=new,
+            seq_lens_cpu=torch.tensor(new_lens, dtype=torch.int32),
+            seq_lens_sum=sum(new_lens),
+            extend_prefix_lens=torch.zeros_like(new),
+            extend_prefix_lens_cpu=torch.zeros(len(new_lens), dtype=torch.int32),
+            encoder_lens=torch.zeros_like(new),
+            encoder_out_cache_loc=batch.out_cache_loc[:0],
+            tbo_children=(),
+        )
+        tokens = slice(0, sum(new_lens))
+        yield Part(batch=own, tokens=tokens, keys=batch.out_cache_loc)
+        for first, starts, lens in Part.chunks(cached_lens, chunk_tokens):
+            yield _chunk(own, table, new_lens, first, starts, lens)
 
-    Their keys are slots [n] int64.
-    crossing: of `expansion_pays`, below which a step has no parts; None cuts every step.
-    chunk_tokens: cached tokens of a part at most. Lengths without a host mirror are read from the
-    device.
-    """
-    new, cached = batch.extend_seq_lens, batch.extend_prefix_lens
-    if batch.forward_mode not in (ForwardMode.EXTEND, ForwardMode.MIXED):
-        return
-    if new is None or cached is None or batch.encoder_lens is not None:
-        return
-    if batch.spec_info is not None or batch.multi_item is not None:
-        return
-    new_lens = _host_lens(new, batch.extend_seq_lens_cpu)
-    cached_lens = _host_lens(cached, batch.extend_prefix_lens_cpu)
-    if crossing is not None and not expansion_pays(new_lens, cached_lens, crossing):
-        return
-    own = replace(
-        batch,
-        seq_lens=new,
-        seq_lens_cpu=torch.tensor(new_lens, dtype=torch.int32),
-        seq_lens_sum=sum(new_lens),
-        extend_prefix_lens=torch.zeros_like(new),
-        extend_prefix_lens_cpu=torch.zeros(len(new_lens), dtype=torch.int32),
-        encoder_lens=torch.zeros_like(new),
-        encoder_out_cache_loc=batch.out_cache_loc[:0],
-        tbo_children=(),
-    )
-    tokens = slice(0, sum(new_lens))
-    yield Part(batch=own, tokens=tokens, keys=batch.out_cache_loc)
-    for first, starts, lens in prefix_chunks(cached_lens, chunk_tokens):
-        yield _chunk(own, table, new_lens, first, starts, lens)
+    @staticmethod
+    def chunks(
+        cached: Sequence[int], most: int
+    ) -> Iterator[tuple[int, tuple[int, ...], tuple[int, ...]]]:
+        """Cut all requests' prefixes, one after another, into chunks of up to `most` tokens.
+
+        Yields the first request of a chunk, and for it and those after it the first place and the
+        number of their tokens in the chunk.
+        """
+        first, starts, lens = 0, list[int](), list[int]()
+        for request, total in enumerate(cached):
+            place = 0
+            while place < total:
+                if not lens:
+                    first = request
+                taken = min(total - place, most - sum(lens))
+                starts.append(place)
+                lens.append(taken)
+                place += taken
+                if sum(lens) == most:
+                    yield first, tuple(starts), tuple(lens)
+                    starts, lens = [], []
+            if lens and not total:
+                starts.append(0)
+                lens.append(0)
+        if lens:
+            yield first, tuple(starts), tuple(lens)
 
 
 def _chunk(
@@ -89,34 +116,6 @@ def _chunk(
     ).long()
     batch = replace(batch, encoder_lens=of_chunk[1], encoder_out_cache_loc=slots)
     return Part(batch=batch, tokens=tokens, keys=slots)
-
-
-def prefix_chunks(
-    cached: Sequence[int], most: int
-) -> Iterator[tuple[int, tuple[int, ...], tuple[int, ...]]]:
-    """Cut all requests' prefixes, one after another, into chunks of up to `most` tokens.
-
-    Yields the first request of a chunk, and for it and those after it the first place and the
-    number of their tokens in the chunk.
-    """
-    first, starts, lens = 0, list[int](), list[int]()
-    for request, total in enumerate(cached):
-        place = 0
-        while place < total:
-            if not lens:
-                first = request
-            taken = min(total - place, most - sum(lens))
-            starts.append(place)
-            lens.append(taken)
-            place += taken
-            if sum(lens) == most:
-                yield first, tuple(starts), tuple(lens)
-                starts, lens = [], []
-        if lens and not total:
-            starts.append(0)
-            lens.append(0)
-    if lens:
-        yield first, tuple(starts), tuple(lens)
 
 
 def _host_lens(lens: torch.Tensor, mirror: torch.Tensor | None) -> list[int]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pkgutil
+from collections.abc import Callable
 
 import torch
 
@@ -12,6 +13,7 @@ from attnmux.core.composites.mask_forms import with_mask_forms
 from attnmux.core.contract.backend import AttentionBackend
 from attnmux.core.contract.context import BackendContext
 from attnmux.core.facts.errors import AttnmuxError, BackendFailed, PluginError, in_brief
+from attnmux.core.facts.values import TreeMask
 from attnmux.core.linear.backend import LinearAttentionBackend
 
 
@@ -29,8 +31,23 @@ def make_backend(choice: Choice, context: BackendContext) -> AttentionBackend:
             raise _misfit(choice, backend)
         return backend
 
-    made = with_virtual_requests(make, context) if choice.virtual_requests else make(context)
-    return with_mask_forms(made, choice.tree_masks)
+    return make_served(make, context, choice.tree_masks, virtual_requests=choice.virtual_requests)
+
+
+def make_served(
+    make: Callable[[BackendContext], AttentionBackend],
+    context: BackendContext,
+    tree_masks: tuple[TreeMask, ...],
+    *,
+    virtual_requests: bool,
+) -> AttentionBackend:
+    """What `make` makes, with the masks and virtual requests that core adds.
+
+    tree_masks, virtual_requests: the card's. Raises what `make` raises, and InvalidInput for chunks
+    that are not whole pages of the pool.
+    """
+    made = with_virtual_requests(make, context) if virtual_requests else make(context)
+    return with_mask_forms(made, tree_masks)
 
 
 def make_linear(choice: Choice, context: BackendContext) -> LinearAttentionBackend:

@@ -15,7 +15,7 @@ from attnmux.core.facts.errors import InvalidInput
 from attnmux.core.facts.frozen import FrozenMapping
 from attnmux.core.linear.backend import LinearAttentionBackend
 from attnmux.core.linear.layer import ConvCall, LinearCall, LinearLayerSpec
-from attnmux.core.linear.states import linear_states_of
+from attnmux.core.linear.states import LinearStatePool
 
 
 class LinearByPhase(LinearAttentionBackend):
@@ -115,7 +115,7 @@ def with_linear_layers(
         kinds = ", ".join(decision.linear)
         expected = f"a LinearStatePool for the model's {kinds} layers"
         raise InvalidInput("context.linear_states", got=None, expected=expected)
-    states = linear_states_of(context)
+    states = LinearStatePool.of(context)
     if decision.request.two_batches:
         expected = "whole steps: no half of a step prepares its linear layers"
         raise InvalidInput("two_batches", got=True, expected=expected)

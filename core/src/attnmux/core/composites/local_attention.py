@@ -19,7 +19,6 @@ from attnmux.core.contract.batch import ForwardBatch, ForwardMode
 from attnmux.core.contract.call import AttentionCall
 from attnmux.core.contract.context import BackendContext
 from attnmux.core.contract.steps import FixedTensors
-from attnmux.core.contract.tree_masks import check_unmasked
 from attnmux.core.facts.errors import GraphUnsupported, InvalidInput
 from attnmux.core.kv.request_table import ReqToTokenPool
 
@@ -133,7 +132,7 @@ class LocalAttnBackend(CompositeBackend):
         if mode not in (ForwardMode.DECODE, ForwardMode.EXTEND, ForwardMode.MIXED):
             expected = "DECODE, EXTEND or MIXED in layers with attention chunks"
             raise InvalidInput("forward_mode", got=mode.name, expected=expected)
-        check_unmasked(batch)
+        batch.check_unmasked()
         table = self.local[chunk].context.req_to_token_pool.req_to_token
         engines = self.context.req_to_token_pool.req_to_token
         return virtual_step(batch, chunk, table=table, engines=engines)

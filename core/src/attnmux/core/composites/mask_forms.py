@@ -10,7 +10,8 @@ from attnmux.core.composites.dispatch import DispatchingBackend, Parts
 from attnmux.core.contract.arguments import check_fields
 from attnmux.core.contract.backend import AttentionBackend
 from attnmux.core.contract.batch import ForwardBatch
-from attnmux.core.contract.tree_masks import FORMS, check_trees, tree_mask_of, with_form, with_mask
+from attnmux.core.contract.spec import FORMS
+from attnmux.core.contract.tree_masks import check_trees, with_form, with_mask
 from attnmux.core.facts.values import TreeMask
 
 
@@ -82,7 +83,7 @@ class MaskFormsBackend(DispatchingBackend):
         return ((self.child, made if eager else self._in_buffers(made)),)
 
     def _is_foreign(self, batch: ForwardBatch) -> bool:
-        form = tree_mask_of(batch.spec_info)
+        form = batch.tree_mask
         return form is not None and form not in self.forms and batch.forward_mode.is_target_verify()
 
     def as_served(self, batch: ForwardBatch) -> ForwardBatch:
@@ -91,8 +92,8 @@ class MaskFormsBackend(DispatchingBackend):
     def _in_buffers(self, batch: ForwardBatch) -> ForwardBatch:
         """The step with its mask where graphs read it, if it fits there."""
         spec, size = batch.drafts(), batch.batch_size
-        form = tree_mask_of(spec)
-        name = next(field for field, each in FORMS.items() if each == form)
+        form, name = spec.tree_mask, spec.mask_field
+        assert name is not None
         values: torch.Tensor = getattr(spec, name)
         width = spec.draft_token_num * (self.context.max_context_len + spec.draft_token_num)
         count = size * width if form == "full" else values.numel()

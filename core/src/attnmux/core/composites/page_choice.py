@@ -6,17 +6,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 import torch
 
 from attnmux.core.contract.memory import allocate_zeroed
 from attnmux.core.contract.pool import KVPool
-
-FIRST_PAGES = 1
-"""Pages at the start of a sequence that are always read: they hold attention sinks."""
-LAST_PAGES = 2
-"""Pages at the end that are always read. The last one may have a single token."""
 
 KVBuffers = tuple[torch.Tensor, torch.Tensor]
 """K [slots, Hkv, D] and V [slots, Hkv, Dv] of a pool without gaps."""
@@ -25,6 +20,11 @@ KVBuffers = tuple[torch.Tensor, torch.Tensor]
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class RequestPages:
     """The pages of a step's requests."""
+
+    FIRST: ClassVar = 1
+    """Pages at the start of a sequence that are always read: they hold attention sinks."""
+    LAST: ClassVar = 2
+    """Pages at the end that are always read. The last one may have a single token."""
 
     table: torch.Tensor
     """[rows, max_context] int32, the request table."""
@@ -46,6 +46,12 @@ class RequestPages:
         """[B, width] int64, their numbers; beyond a request's last page, those of others."""
         table = self.table[:, :: self.page_size]
         return table[self.rows, : self.width].long() // self.page_size
+
+    @staticmethod
+    def of_budget(budget: int, *, page_size: int, max_context_len: int) -> int:
+        """Pages of each request that a step reads: a budget of tokens, or a whole request if
+        fewer."""
+        return min(budget // page_size, -(-max_context_len // page_size))
 
 
 class PageKernels(Protocol):
@@ -120,7 +126,7 @@ class PlainPages:
         scores = bound_products(q, lower[pages], upper[pages])
         order = torch.arange(requests.width, device=q.device)
         count = requests.counts.view(-1, 1)
-        always = (order < FIRST_PAGES) | (order >= count - LAST_PAGES)
+        always = (order < requests.FIRST) | (order >= count - requests.LAST)
         scores.masked_fill_(always.unsqueeze(1), torch.inf)
         return scores.masked_fill_((order >= count).unsqueeze(1), -torch.inf)
 
@@ -174,13 +180,6 @@ class PageBounds:
         )
         self._lower = dict(zip(layer_ids, buffers[: len(shapes)], strict=True))
         self._upper = dict(zip(layer_ids, buffers[len(shapes) :], strict=True))
-
-    @staticmethod
-    def bytes_per_page(
-        *, dtype: torch.dtype, num_layers: int, num_kv_heads: int, head_dim: int
-    ) -> int:
-        """Bytes of one page's bounds in all layers."""
-        return 2 * num_layers * num_kv_heads * head_dim * dtype.itemsize
 
     @property
     def nbytes(self) -> int:

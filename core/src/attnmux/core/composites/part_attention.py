@@ -19,23 +19,24 @@ from attnmux.core.facts.request import Request
 K = TypeVar("K")
 """How the parts of a step name their keys."""
 
-MOST_LANES = 4
-"""Backends of one step. Each keeps its part prepared for all layers; the last one prepares the
-parts that are left over in every layer again."""
-
 
 class PartAttention(Generic[K]):
-    """Runs the parts of a step on backends of `part_context`, and merges the results."""
+    """Runs the parts of a step on backends of `context_of`, and merges the results."""
+
+    MOST_LANES = 4
+    """Backends of one step. Each keeps its part prepared for all layers; the last one prepares the
+    parts that are left over in every layer again."""
 
     def __init__(
         self, backends: Sequence[AttentionBackend], layers: Sequence[LayerSpec], pool: KVPool
     ) -> None:
-        """backends: one or more, all alike. layers, pool: of the context that `part_context` got.
+        """backends: one or more, all alike. layers, pool: of the context that
+        `PartAttention.context_of` got.
         Raises InvalidInput for no backend, and for backends of other contexts."""
         contexts = [each.context for each in backends]
         if not contexts or any(each.token_to_kv_pool is not pool for each in contexts):
             got = "backends of another context" if contexts else "none"
-            raise InvalidInput("backends", got=got, expected="backends of a part_context")
+            raise InvalidInput("backends", got=got, expected="backends of a part context")
         for each in contexts:
             self.layers = part_layers(layers, each)
         self.backends = tuple(backends)
@@ -105,46 +106,37 @@ class PartAttention(Generic[K]):
         k, v = keys
         return backend.forward(q, k, v, layer, part.batch, save_kv_cache=False, lse=lse)
 
+    @staticmethod
+    def context_of(context: BackendContext, request: Request) -> BackendContext:
+        """The context of backends that attend to the parts of steps of `context`.
 
-def is_mergeable(layer: LayerSpec) -> bool:
-    """Whether a new token sees all of some earlier keys, so that parts of them can be merged by
-    LSE. Windows and attention chunks end within a part, and a part does not say how far its keys
-    are from the tokens, which biases by distance ask."""
-    limiting = {"sliding_window", "attention_chunk", "alibi", "relative_bias"}
-    return layer.kind in ("mha", "mla") and layer.features.isdisjoint(limiting)
-
-
-def part_context(context: BackendContext, request: Request) -> BackendContext:
-    """The context of backends that attend to the parts of steps of `context`.
-
-    For each shape among its layers it has two layers that no pool holds: one for new tokens, which
-    see each other causally, and one for keys that every new token sees. Sinks are added when parts
-    are merged.
-    request: for these backends, as `parts_request` makes it; MLA runs with its `head_dim` and
-    `v_head_dim`.
-    Raises InvalidInput for an MLA request without `head_dim`, and for layers of which parts cannot
-    be merged by LSE.
-    """
-    for layer in context.layers:
-        if not is_mergeable(layer) or not layer.is_causal or layer.is_cross_attention:
-            expected = (
-                "causal self attention of kind mha or mla, without windows, chunks and biases"
-            )
-            raise InvalidInput("layers", got=f"layer {layer.layer_id}", expected=expected)
-    number = max(context.token_to_kv_pool.layer_ids) + 1
-    layers: list[LayerSpec] = []
-    for own in {_shape(each): each for each in _own_layers(context.layers, request)}.values():
-        own_id = number + len(layers)
-        layers.append(replace(own, layer_id=own_id))
-        layers.append(replace(own, layer_id=own_id + 1, is_cross_attention=True))
-    # The parts of a step contradict the request table, and the step was checked as a whole
-    return replace(context, request=request, layers=tuple(layers), debug=False)
+        For each shape among its layers it has two layers that no pool holds: one for new tokens,
+        which see each other causally, and one for keys that every new token sees. Sinks are added
+        when parts are merged. request: for these backends, as `parts_request` makes it; MLA runs
+        with its `head_dim` and `v_head_dim`. Raises InvalidInput for an MLA request without
+        `head_dim`, and for layers of which parts cannot be merged by LSE.
+        """
+        for layer in context.layers:
+            if not layer.is_mergeable or not layer.is_causal or layer.is_cross_attention:
+                expected = (
+                    "causal self attention of kind mha or mla, without windows, chunks and biases"
+                )
+                raise InvalidInput("layers", got=f"layer {layer.layer_id}", expected=expected)
+        number = max(context.token_to_kv_pool.layer_ids) + 1
+        layers: list[LayerSpec] = []
+        for own in {_shape(each): each for each in _own_layers(context.layers, request)}.values():
+            own_id = number + len(layers)
+            layers.append(replace(own, layer_id=own_id))
+            layers.append(replace(own, layer_id=own_id + 1, is_cross_attention=True))
+        # The parts of a step contradict the request table, and the step was checked as a whole
+        return replace(context, request=request, layers=tuple(layers), debug=False)
 
 
 def part_layers(
     layers: Sequence[LayerSpec], of_parts: BackendContext
 ) -> dict[int, tuple[LayerSpec, LayerSpec]]:
-    """The two layers of `of_parts`, a `part_context`, for each of these layers by its id.
+    """The two layers of `of_parts`, a `PartAttention.context_of`, for each of these layers by its
+    id.
 
     Raises InvalidInput for a context that was not made for them.
     """
@@ -156,7 +148,7 @@ def part_layers(
     }
     shapes = list(map(_shape, _own_layers(layers, of_parts.request)))
     if set(shapes) != by_shape.keys():
-        expected = "backends of a part_context of these layers"
+        expected = "backends of a part context of these layers"
         raise InvalidInput("backends", got="backends of another context", expected=expected)
     return {layer.layer_id: by_shape[shape] for layer, shape in zip(layers, shapes, strict=True)}
 

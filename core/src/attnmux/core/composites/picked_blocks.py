@@ -22,7 +22,6 @@ from attnmux.core.contract.call import AttentionCall
 from attnmux.core.contract.context import BackendContext
 from attnmux.core.contract.pool import KVPool
 from attnmux.core.contract.steps import prepared
-from attnmux.core.contract.tree_masks import check_unmasked
 from attnmux.core.facts.errors import InvalidInput
 from attnmux.core.indices.topk import token_rows
 
@@ -146,7 +145,7 @@ class PickedBlocksBackend(CompositeBackend):
         """Raises InvalidInput for a mask and for many items: the indexer masks."""
         if eager:
             self.check_step(batch)
-        check_unmasked(batch)
+        batch.check_unmasked()
         if eager:
             self._take_rows(batch)
         self._sees_all = eager and self._picks_all(batch)

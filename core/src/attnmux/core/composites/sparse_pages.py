@@ -20,18 +20,13 @@ from attnmux.core.contract.backend import AttentionBackend
 from attnmux.core.contract.batch import ForwardBatch
 from attnmux.core.contract.call import AttentionCall
 from attnmux.core.contract.context import BackendContext
-from attnmux.core.contract.layer import LayerSpec, check_features
+from attnmux.core.contract.layer import LayerSpec
 from attnmux.core.contract.memory import allocate_zeroed
 from attnmux.core.contract.steps import FixedTensors
 from attnmux.core.facts.errors import GraphUnsupported, InvalidInput
 from attnmux.core.facts.sparse import check_budget
 from attnmux.core.kv.foreign import ForeignKVPool
 from attnmux.core.kv.request_table import ReqToTokenPool
-
-
-def pages_of_budget(budget: int, *, page_size: int, max_context_len: int) -> int:
-    """Pages of each request that a step reads: a budget of tokens, or a whole request if fewer."""
-    return min(budget // page_size, -(-max_context_len // page_size))
 
 
 def sparse_context(context: BackendContext, budget: int) -> BackendContext:
@@ -45,12 +40,14 @@ def sparse_context(context: BackendContext, budget: int) -> BackendContext:
     page_size = pool.page_size
     check_budget(budget, page_size)
     for layer in context.layers:
-        check_features(layer, "sinks", "logit_cap", "index_block_size")
+        layer.check_features("sinks", "logit_cap", "index_block_size")
     if pool.is_strided or not pool.dtype.is_floating_point or pool.dtype.itemsize == 1:
         got = f"{pool.dtype}{', with gaps' if pool.is_strided else ''}"
         expected = "16 or 32 bits a value and no gaps between slots"
         raise InvalidInput("token_to_kv_pool", got=got, expected=expected)
-    pages = pages_of_budget(budget, page_size=page_size, max_context_len=context.max_context_len)
+    pages = RequestPages.of_budget(
+        budget, page_size=page_size, max_context_len=context.max_context_len
+    )
     size, width = context.max_batch_size, pages * page_size
     table = ReqToTokenPool(size, width, context.device)
     slots = torch.arange(size * width, dtype=torch.int32, device=context.device) + page_size

@@ -23,11 +23,6 @@ def described(tensor: torch.Tensor) -> str:
     return f"{tensor.dtype} of shape {tuple(tensor.shape)}"
 
 
-def check_positive(argument: str, value: int) -> None:
-    """Raise InvalidInput below 1, and for what is no whole number."""
-    check_at_least(1, argument, value)
-
-
 def check_at_least(least: int, argument: str, value: int) -> None:
     """Raise InvalidInput below `least`, and for what is no whole number."""
     try:
@@ -41,7 +36,7 @@ def check_at_least(least: int, argument: str, value: int) -> None:
 
 def check_whole_pages(size: int, page_size: int) -> None:
     """Raise InvalidInput unless `size` tokens fill one or more pages completely."""
-    check_positive("page_size", page_size)
+    check_at_least(1, "page_size", page_size)
     if size < page_size or size % page_size:
         raise InvalidInput(
             "size", got=f"{size} tokens", expected=f"whole pages of {page_size} tokens"
@@ -75,6 +70,14 @@ def check_table(req_to_token: torch.Tensor, req_pool_indices: torch.Tensor) -> i
             "req_to_token", got=described(table), expected="contiguous int32 [rows, max_context]"
         )
     return check_vector("req_pool_indices", req_pool_indices, torch.int64)
+
+
+def check_lookup(req_to_token: torch.Tensor, rows: torch.Tensor, topk_indices: torch.Tensor) -> int:
+    """The number of tokens. Raises InvalidInput as `check_table` for `rows` of the table, one a
+    token, and unless topk_indices is int32 [num_tokens, topk]."""
+    num_tokens = check_table(req_to_token, rows)
+    check_picks(topk_indices, num_tokens)
+    return num_tokens
 
 
 def check_picks(topk_indices: torch.Tensor, num_tokens: int) -> None:

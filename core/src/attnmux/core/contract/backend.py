@@ -12,7 +12,7 @@ token's heads are contiguous, except that `q` and `q_rope` may be parts of one [
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import final
 
 import torch
@@ -26,6 +26,7 @@ from attnmux.core.contract.dtypes import torch_dtype
 from attnmux.core.contract.latent import UpProjection
 from attnmux.core.contract.layer import LayerSpec
 from attnmux.core.contract.linear import LinearLayers
+from attnmux.core.contract.sinks import refresh_sinks
 from attnmux.core.contract.steps import NO_OPTIONS, StepBackend
 from attnmux.core.facts.errors import InvalidInput
 
@@ -103,6 +104,15 @@ class AttentionBackend(StepBackend):
             pool.set_mla_kv_buffer(layer, loc, k, second, layer.k_scale)
         else:
             pool.set_kv_buffer(layer, loc, k, second, layer.k_scale, layer.v_scale)
+
+    def refresh_sinks(self, weights: Sequence[torch.Tensor]) -> None:
+        """Copy the model's weights into the sinks of the layers, and these into every copy.
+
+        An engine calls it with each step, as the first part of what a device graph holds: weights
+        that change in place count from the next step on, also in graphs. torch may join the copies
+        of all layers. weights: [Hq] for each layer with sinks, in the order of the context's.
+        """
+        refresh_sinks(self.context.layers, weights)
 
     @final
     def forward(

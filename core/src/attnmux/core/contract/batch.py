@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     import torch
 
     from attnmux.core.contract.spec import SpecInput
+    from attnmux.core.facts.values import TreeMask
 
 
 class ForwardMode(Enum):
@@ -139,6 +140,33 @@ class ForwardBatch:
         if self.spec_info is None:
             raise InvalidInput("spec_info", got=None, expected="the drafts of a verify step")
         return self.spec_info
+
+    @property
+    def tree_mask(self) -> TreeMask | None:
+        """The form of the step's mask; None without one."""
+        return None if self.spec_info is None else self.spec_info.tree_mask
+
+    @property
+    def masks_drafts(self) -> bool:
+        """Whether the step's mask is between its drafts alone."""
+        return self.tree_mask in ("qlen_only", "qlen_only_bitpacking")
+
+    def visible_drafts(self) -> torch.Tensor:
+        """`SpecInput.visible` of a TARGET_VERIFY step, whatever form its mask has; causal for
+        chains. Raises InvalidInput for a step without drafts."""
+        return self.drafts().visible_drafts(self.seq_lens)
+
+    def check_unmasked(self) -> None:
+        """Raises InvalidInput for a step with a mask, or with many items."""
+        if self.spec_info is not None and self.spec_info.mask_field is not None:
+            name = f"spec_info.{self.spec_info.mask_field}"
+            raise InvalidInput(name, got="a mask", expected="None: drafts in chains")
+        self.check_no_items()
+
+    def check_no_items(self) -> None:
+        """Raises InvalidInput for a step with many items."""
+        if self.multi_item is not None:
+            raise InvalidInput("multi_item", got="many items", expected="None")
 
     def queries_each(self) -> int | None:
         """New tokens of each request, where its mode gives all requests equally many: 1 in DECODE,

@@ -6,6 +6,7 @@ import msgspec
 import torch
 
 from attnmux.core.contract.layer import LayerSpec
+from attnmux.core.facts.errors import InvalidInput
 
 
 class AttentionCall(msgspec.Struct, frozen=True, eq=False):
@@ -37,6 +38,18 @@ class AttentionCall(msgspec.Struct, frozen=True, eq=False):
     def has_own_kv(self) -> bool:
         """Whether `k` and `v` themselves are all keys, without a prefix and without the pool."""
         return self.k is not None and not self.save_kv_cache
+
+    def rotary_queries(self) -> torch.Tensor:
+        """`q_rope`. Raises InvalidInput where it is missing."""
+        if self.q_rope is None:
+            raise InvalidInput("q_rope", got=None, expected="the rotary part [T, Hq, rope]")
+        return self.q_rope
+
+    def check_keys_dtype(self, k: torch.Tensor, v: torch.Tensor) -> None:
+        """Raises InvalidInput for the call's own K and V of another dtype than Q."""
+        if k.dtype != self.q.dtype or v.dtype != self.q.dtype:
+            expected = f"{self.q.dtype}, as q is"
+            raise InvalidInput("k", got=f"{k.dtype} and {v.dtype}", expected=expected)
 
     def empty_result(self) -> torch.Tensor:
         """The result where no query sees a key: zeros, and an LSE of -inf or the layer's sinks."""

@@ -36,8 +36,8 @@ class BackendContext:
     max_batch_size: int
     max_context_len: int
     launches: tuple[TunedLaunch, ...] = ()
-    """Everything that was tuned on this machine, as `read_launches` reads it. A factory takes its
-    backend's with `current_launches`."""
+    """Everything that was tuned on this machine, as `TunedLaunch.read` reads it. A factory takes
+    its backend's with `TunedLaunch.current`."""
     kv_writer: KVWriter | None = None
     """Writes K and V to the pool in place of the pool's own methods. `build` takes an installed
     plugin's for the device."""
@@ -62,3 +62,41 @@ class BackendContext:
         except KeyError:
             expected = f"one of {sorted(self._layer_by_id)}"
             raise InvalidInput("layer_id", got=layer_id, expected=expected) from None
+
+    def kv_pages(self, layer: LayerSpec, page_size: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """K [pages, page_size, Hkv, D] and V [pages, page_size, Hkv, Dv]: views of the pool's
+        buffers.
+
+        page_size: the pool's own, or one that divides it.
+        """
+        k, v = self.token_to_kv_pool.get_kv_buffer(layer.layer_id)
+        return k.view(-1, page_size, *k.shape[1:]), v.view(-1, page_size, *v.shape[1:])
+
+    def latent_pages(self, layer: LayerSpec, page_size: int) -> torch.Tensor:
+        """[pages, page_size, 1, rank + rope]: a view of the pool's buffer of a layer of MLA.
+
+        page_size: the pool's own, or one that divides it.
+        """
+        buffer = self.token_to_kv_pool.get_key_buffer(layer.layer_id)
+        return buffer.view(-1, page_size, *buffer.shape[1:])
+
+    def check_page_size(self, *page_sizes: int) -> None:
+        """Raises InvalidInput for a pool of pages of none of the sizes."""
+        page_size = self.token_to_kv_pool.page_size
+        if page_size not in page_sizes:
+            raise InvalidInput(
+                "token_to_kv_pool",
+                got=f"pages of {page_size} tokens",
+                expected=f"pages of {' or '.join(map(str, page_sizes))}",
+            )
+
+    def check_sixteen_bits(self) -> None:
+        """Raises InvalidInput for a pool of another dtype than the queries' 16-bit one."""
+        dtype, asked = self.token_to_kv_pool.dtype, self.request.dtype
+        name = str(dtype).removeprefix("torch.")
+        if name not in ("bfloat16", "float16") or asked not in (None, name):
+            raise InvalidInput(
+                "token_to_kv_pool",
+                got=dtype,
+                expected=f"{asked or 'bfloat16 or float16'}, as the queries are",
+            )

@@ -47,11 +47,6 @@ def torch_dtype(name: str) -> torch.dtype:
     return _TORCH_DTYPES[canonical_dtype(name)]
 
 
-def value_bytes(dtype: torch.dtype) -> float:
-    """Bytes of a value of K or V in a pool of a dtype, with its share of its block's scale."""
-    return 0.5 + 1 / BLOCK if dtype == FP4_DTYPE else dtype.itemsize
-
-
 def dtype_name(dtype: torch.dtype) -> str:
     """The canonical name of a torch dtype. Raises InvalidInput for a dtype without one."""
     try:

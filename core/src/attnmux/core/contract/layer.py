@@ -11,7 +11,7 @@ import torch
 
 from attnmux.core.contract.sinks import SinkCopies
 from attnmux.core.facts.checks import is_whole
-from attnmux.core.facts.errors import InvalidInput
+from attnmux.core.facts.errors import AttnmuxError, InvalidInput
 from attnmux.core.facts.values import canonical_dtype
 
 
@@ -147,7 +147,7 @@ class LayerSpec:
             ("index_block_size", "index_block_size", set()),
         ):
             if feature in self.features:
-                check_features(self, feature, *sorted(allowed), argument=name)
+                self.check_features(feature, *sorted(allowed), argument=name)
         if self.index_block_size < 0:
             got, expected = self.index_block_size, "0, or keys of a block"
             raise InvalidInput("index_block_size", got=got, expected=expected)
@@ -173,6 +173,34 @@ class LayerSpec:
             "index_block_size": self.index_block_size > 0,
         }
         return frozenset(name for name, is_set in given.items() if is_set)
+
+    def check_features(self, *served: str, kind: str = "mha", argument: str | None = None) -> None:
+        """Raises InvalidInput for a layer of another kind, or with a feature that is not `served`.
+
+        argument: named by the error; None names the layer.
+        """
+        found = sorted(self.features.difference(served))
+        found += [f"kind {self.kind}"] * (self.kind != kind)
+        if found:
+            name = f"layer {self.layer_id}" if argument is None else argument
+            most = f"no feature but {', '.join(served)}" if served else "no further feature"
+            expected = f"causal self attention of kind {kind} with {most}"
+            raise InvalidInput(name, got=f"a layer with {' and '.join(found)}", expected=expected)
+
+    def not_in_pool(self) -> AttnmuxError:
+        """The error of a call that reads keys of a layer that the pool does not store."""
+        return AttnmuxError(
+            f"layer {self.layer_id} is not in the KV pool: call it with its own keys and "
+            "save_kv_cache=False"
+        )
+
+    @property
+    def is_mergeable(self) -> bool:
+        """Whether a new token sees all of some earlier keys, so that parts of them can be merged by
+        LSE. Windows and attention chunks end within a part, and a part does not say how far its
+        keys are from the tokens, which biases by distance ask."""
+        limiting = {"sliding_window", "attention_chunk", "alibi", "relative_bias"}
+        return self.kind in ("mha", "mla") and self.features.isdisjoint(limiting)
 
     @property
     def relative_reach(self) -> int:
@@ -205,19 +233,3 @@ def _check_per_head(name: str, of_heads: torch.Tensor | None, q_heads: int) -> N
         return
     got = f"{of_heads.dtype} of shape {tuple(of_heads.shape)}"
     raise InvalidInput(name, got=got, expected=f"float32 of shape ({q_heads},)")
-
-
-def check_features(
-    layer: LayerSpec, *served: str, kind: str = "mha", argument: str | None = None
-) -> None:
-    """Raises InvalidInput for a layer of another kind, or with a feature that is not `served`.
-
-    argument: named by the error; None names the layer.
-    """
-    found = sorted(layer.features.difference(served))
-    found += [f"kind {layer.kind}"] * (layer.kind != kind)
-    if found:
-        name = f"layer {layer.layer_id}" if argument is None else argument
-        most = f"no feature but {', '.join(served)}" if served else "no further feature"
-        expected = f"causal self attention of kind {kind} with {most}"
-        raise InvalidInput(name, got=f"a layer with {' and '.join(found)}", expected=expected)

@@ -34,7 +34,7 @@ def allocate_zeroed(
     """
     wanted = sum(map(math.prod, shapes)) * dtype.itemsize
     if device.type == "cpu":
-        free = free_host_memory()
+        free = free_memory(device)
         if free is not None and wanted > free:
             raise _exhausted(what, wanted, free, hint)
     tensors: list[torch.Tensor] = []
@@ -47,7 +47,7 @@ def allocate_zeroed(
         if not _is_out_of_memory(error):
             raise
         tensors.clear()
-        raise _exhausted(what, wanted, _free_memory(device), hint) from error
+        raise _exhausted(what, wanted, free_memory(device) or 0, hint) from error
     return tensors
 
 
@@ -69,12 +69,14 @@ def zeros(shape: tuple[int, ...], *, dtype: torch.dtype, device: torch.device) -
     return whole[begin : begin + size].view(dtype).view(shape)
 
 
-def free_host_memory() -> int | None:
-    """Bytes that this process can still take from the host; None where that is unknown.
+def free_memory(device: torch.device) -> int | None:
+    """Bytes that this process can still take from a device; None where that is unknown.
 
-    The lesser of the kernel's MemAvailable and the rest of the control group's limit (version 2,
-    as a container sees its own), whose reclaimable file cache counts as free.
+    Of a CPU, the lesser of the kernel's MemAvailable and the rest of the control group's limit
+    (version 2, as a container sees its own), whose reclaimable file cache counts as free.
     """
+    if device.type != "cpu":
+        return torch.accelerator.get_memory_info(device)[0]
     limits = [limit for limit in (_machine_free(), _cgroup_free()) if limit is not None]
     return min(limits) if limits else None
 
@@ -100,13 +102,6 @@ def _fields(path: Path) -> dict[str, int]:
     except OSError:
         return {}
     return {words[0]: int(words[1]) for words in map(str.split, lines) if len(words) > 1}
-
-
-def _free_memory(device: torch.device) -> int:
-    if device.type == "cpu":
-        return free_host_memory() or 0
-    free, _total = torch.accelerator.get_memory_info(device)
-    return free
 
 
 def _is_out_of_memory(error: RuntimeError | OSError) -> bool:

@@ -23,6 +23,22 @@ class ForwardContext:
     backend: AttentionBackend
     batch: ForwardBatch
 
+    @staticmethod
+    def is_running() -> bool:
+        """Whether a step is running."""
+        return _current.get(None) is not None
+
+    @staticmethod
+    def current() -> ForwardContext:
+        """The running step. Raises AttnmuxError outside `forward_context`."""
+        try:
+            return _current.get()
+        except LookupError:
+            raise AttnmuxError(
+                "attention was called outside a step: wrap the model's call in "
+                "`with attnmux.core.forward_context(backend, batch):`"
+            ) from None
+
 
 _current: ContextVar[ForwardContext] = ContextVar("attnmux_forward_context")
 
@@ -41,22 +57,6 @@ def forward_context(backend: AttentionBackend, batch: ForwardBatch) -> Iterator[
         _current.reset(token)
 
 
-def has_forward_context() -> bool:
-    """Whether a step is running."""
-    return _current.get(None) is not None
-
-
-def current_forward_context() -> ForwardContext:
-    """The running step. Raises AttnmuxError outside `forward_context`."""
-    try:
-        return _current.get()
-    except LookupError:
-        raise AttnmuxError(
-            "attention was called outside a step: wrap the model's call in "
-            "`with attnmux.core.forward_context(backend, batch):`"
-        ) from None
-
-
 def _attention_with_output(
     q: torch.Tensor,
     k: torch.Tensor | None,
@@ -69,7 +69,7 @@ def _attention_with_output(
     save_kv_cache: bool,
     topk_indices: torch.Tensor | None = None,
 ) -> None:
-    context = current_forward_context()
+    context = ForwardContext.current()
     backend, batch = context.backend, context.batch
     layer = backend.context.layer(int(layer_id))
     num_tokens = batch.num_tokens
@@ -172,7 +172,7 @@ class RadixAttention(torch.nn.Module):
                 batch.topk_indices,
             )
             return out
-        context = current_forward_context()
+        context = ForwardContext.current()
         if batch is not context.batch:
             raise InvalidInput(
                 "batch", got="another batch", expected="the batch of the forward context"

@@ -260,6 +260,24 @@ class KVPool(ABC):
                 "layer_id", got=layer_id, expected=f"one of {list(self.layer_ids)}"
             ) from None
 
+    @staticmethod
+    def check_loc(loc: torch.Tensor) -> int:
+        """The number of slots in loc. Raises InvalidInput unless loc is a vector of int64."""
+        return check_vector("loc", loc, torch.int64)
+
+    @staticmethod
+    def check_rows(
+        argument: str, rows: torch.Tensor, shape: tuple[int, ...], loc: torch.Tensor
+    ) -> None:
+        """Raise InvalidInput unless rows has that shape, an activation dtype and loc's device."""
+        if rows.shape != shape:
+            raise InvalidInput(
+                argument, got=f"shape {tuple(rows.shape)}", expected=f"shape {shape}"
+            )
+        if rows.dtype not in ACTIVATION_DTYPES:
+            raise InvalidInput(argument, got=rows.dtype, expected="bfloat16, float16 or float32")
+        check_device(argument, rows, loc.device)
+
 
 class KVWriter(Protocol):
     """Writes the new tokens' rows to a KV pool."""
@@ -279,19 +297,3 @@ class KVWriter(Protocol):
         and the rotary keys [T, 1, rope]. Does not synchronise.
         Raises what the pool's method raises, before anything is written.
         """
-
-
-def check_loc(loc: torch.Tensor) -> int:
-    """The number of slots in loc. Raises InvalidInput unless loc is a vector of int64."""
-    return check_vector("loc", loc, torch.int64)
-
-
-def check_rows(
-    argument: str, rows: torch.Tensor, shape: tuple[int, ...], loc: torch.Tensor
-) -> None:
-    """Raise InvalidInput unless rows has that shape, an activation dtype and loc's device."""
-    if rows.shape != shape:
-        raise InvalidInput(argument, got=f"shape {tuple(rows.shape)}", expected=f"shape {shape}")
-    if rows.dtype not in ACTIVATION_DTYPES:
-        raise InvalidInput(argument, got=rows.dtype, expected="bfloat16, float16 or float32")
-    check_device(argument, rows, loc.device)

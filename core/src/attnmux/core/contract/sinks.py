@@ -18,7 +18,7 @@ class Copy(NamedTuple):
 
 
 class SinkCopies:
-    """The copies of one layer's sinks, which `refresh_sinks` keeps up."""
+    """The copies of one layer's sinks, which `AttentionBackend.refresh_sinks` keeps up."""
 
     def __init__(self) -> None:
         self.all: list[Copy] = []
@@ -55,12 +55,7 @@ class HasSinks(Protocol):
 
 @torch.inference_mode()
 def refresh_sinks(layers: Iterable[HasSinks], weights: Sequence[torch.Tensor]) -> None:
-    """Copy the model's weights into the sinks of the layers, and these into every copy.
-
-    An engine calls it with each step, as the first part of what a device graph holds: weights that
-    change in place count from the next step on, also in graphs. torch may join the copies of all
-    layers. weights: [Hq] for each layer with sinks, in the order of `layers`.
-    """
+    """As `AttentionBackend.refresh_sinks`, for these layers."""
     specs = [layer for layer in layers if layer.sinks is not None]
     of_layers = [spec.sinks for spec in specs if spec.sinks is not None]
     moved = [(to, of) for to, of in zip(of_layers, weights, strict=True) if to is not of]

@@ -5,8 +5,17 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+from torch.nn.functional import pad
 
 from attnmux.core.facts.errors import InvalidInput
+from attnmux.core.facts.values import TreeMask
+
+FORMS: dict[str, TreeMask] = {
+    "custom_mask": "full",
+    "visible": "qlen_only",
+    "visible_bits": "qlen_only_bitpacking",
+}
+"""The form of each field of `SpecInput`."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -32,6 +41,37 @@ class SpecInput:
     visible_bits: torch.Tensor | None = None
     """[B, d, ceil(d / 8)] uint8: `visible`, packed. Draft j is bit j % 8, the lowest first, of byte
     j // 8; bits from d on are 0."""
+
+    @property
+    def mask_field(self) -> str | None:
+        """The field that has the mask; None without one."""
+        return next((name for name in FORMS if getattr(self, name) is not None), None)
+
+    @property
+    def tree_mask(self) -> TreeMask | None:
+        """The form of the mask; None without one."""
+        return None if self.mask_field is None else FORMS[self.mask_field]
+
+    def visible_drafts(self, seq_lens: torch.Tensor) -> torch.Tensor:
+        """`visible`, whatever form the mask has; causal for chains. seq_lens: [B] int32, prefixes.
+
+        Of a whole mask, only the columns of the drafts are read: that the prefix is visible is not
+        checked.
+        """
+        drafts, device = self.draft_token_num, seq_lens.device
+        if self.visible is not None:
+            return self.visible
+        if self.visible_bits is not None:
+            return unpack_visible(self.visible_bits)
+        if self.custom_mask is None:
+            causal = torch.ones(drafts, drafts, dtype=torch.bool, device=device).tril()
+            return causal.expand(len(seq_lens), drafts, drafts)
+        order = torch.arange(drafts, device=device)
+        prefix = seq_lens.long().view(-1, 1, 1)
+        indptr = mask_bounds(seq_lens, drafts) if self.mask_indptr is None else self.mask_indptr
+        starts = indptr[: len(seq_lens)].long()
+        rows = starts.view(-1, 1, 1) + order.view(-1, 1) * (prefix + drafts)
+        return self.custom_mask[rows + prefix + order]
 
 
 def tree_visibility(parents: torch.Tensor) -> torch.Tensor:
@@ -79,3 +119,15 @@ def whole_mask(
         columns = torch.arange(num_tokens, device=visible.device) - num_tokens
         mask[row_ends.unsqueeze(1) + columns] = visible.reshape(-1, num_tokens)
     return mask
+
+
+def unpack_visible(bits: torch.Tensor) -> torch.Tensor:
+    """`SpecInput.visible` from `SpecInput.visible_bits`."""
+    size, drafts, _ = bits.shape
+    order = torch.arange(8, dtype=torch.uint8, device=bits.device)
+    return ((bits.unsqueeze(-1) >> order) & 1).view(size, drafts, -1)[..., :drafts].bool()
+
+
+def mask_bounds(seq_lens: torch.Tensor, drafts: int) -> torch.Tensor:
+    """`SpecInput.mask_indptr` of trees. seq_lens: [B] int32, prefixes."""
+    return pad((drafts * (seq_lens.long() + drafts)).cumsum(0), (1, 0)).to(torch.int32)

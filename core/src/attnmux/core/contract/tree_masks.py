@@ -13,43 +13,9 @@ import torch
 from torch.nn.functional import pad
 
 from attnmux.core.contract.batch import ForwardBatch
-from attnmux.core.contract.spec import SpecInput, whole_mask
+from attnmux.core.contract.spec import FORMS, SpecInput, mask_bounds, whole_mask
 from attnmux.core.facts.errors import InvalidInput
 from attnmux.core.facts.values import TreeMask
-
-FORMS: dict[str, TreeMask] = {
-    "custom_mask": "full",
-    "visible": "qlen_only",
-    "visible_bits": "qlen_only_bitpacking",
-}
-"""The form of each field of `SpecInput`."""
-
-
-def tree_mask_of(spec: SpecInput | None) -> TreeMask | None:
-    """The form of a step's mask; None without one."""
-    if spec is None:
-        return None
-    given = (form for name, form in FORMS.items() if getattr(spec, name) is not None)
-    return next(given, None)
-
-
-def masks_drafts(spec: SpecInput | None) -> bool:
-    """Whether a step's mask is between its drafts alone."""
-    return tree_mask_of(spec) in ("qlen_only", "qlen_only_bitpacking")
-
-
-def check_unmasked(batch: ForwardBatch) -> None:
-    """Raise InvalidInput for a step with a mask, or with many items."""
-    for name in FORMS:
-        if getattr(batch.spec_info, name, None) is not None:
-            raise InvalidInput(f"spec_info.{name}", got="a mask", expected="None: drafts in chains")
-    check_no_items(batch)
-
-
-def check_no_items(batch: ForwardBatch) -> None:
-    """Raise InvalidInput for a step with many items."""
-    if batch.multi_item is not None:
-        raise InvalidInput("multi_item", got="many items", expected="None")
 
 
 def pack_visible(visible: torch.Tensor) -> torch.Tensor:
@@ -58,36 +24,6 @@ def pack_visible(visible: torch.Tensor) -> torch.Tensor:
     by_byte = pad(visible, (0, -drafts % 8)).view(size, drafts, -1, 8).to(torch.uint8)
     order = torch.arange(8, dtype=torch.uint8, device=visible.device)
     return (by_byte << order).sum(-1, dtype=torch.uint8)
-
-
-def unpack_visible(bits: torch.Tensor) -> torch.Tensor:
-    """`SpecInput.visible` from `SpecInput.visible_bits`."""
-    size, drafts, _ = bits.shape
-    order = torch.arange(8, dtype=torch.uint8, device=bits.device)
-    return ((bits.unsqueeze(-1) >> order) & 1).view(size, drafts, -1)[..., :drafts].bool()
-
-
-def visible_drafts(batch: ForwardBatch) -> torch.Tensor:
-    """`SpecInput.visible` of a TARGET_VERIFY step, whatever form its mask has; causal for chains.
-
-    Of a whole mask, only the columns of the drafts are read: that the prefix is visible is not
-    checked. Raises InvalidInput for a step without drafts.
-    """
-    spec, device = batch.drafts(), batch.seq_lens.device
-    if spec.visible is not None:
-        return spec.visible
-    if spec.visible_bits is not None:
-        return unpack_visible(spec.visible_bits)
-    drafts = spec.draft_token_num
-    if spec.custom_mask is None:
-        causal = torch.ones(drafts, drafts, dtype=torch.bool, device=device).tril()
-        return causal.expand(batch.batch_size, drafts, drafts)
-    order = torch.arange(drafts, device=device)
-    prefix = batch.seq_lens.long().view(-1, 1, 1)
-    indptr = mask_bounds(batch.seq_lens, drafts) if spec.mask_indptr is None else spec.mask_indptr
-    starts = indptr[: batch.batch_size].long()
-    rows = starts.view(-1, 1, 1) + order.view(-1, 1) * (prefix + drafts)
-    return spec.custom_mask[rows + prefix + order]
 
 
 def draft_depths(visible: torch.Tensor) -> torch.Tensor:
@@ -118,11 +54,6 @@ def limited_drafts(
     return visible & (position.unsqueeze(1) >= first.unsqueeze(2)), first
 
 
-def mask_bounds(seq_lens: torch.Tensor, drafts: int) -> torch.Tensor:
-    """`SpecInput.mask_indptr` of trees. seq_lens: [B] int32, prefixes."""
-    return pad((drafts * (seq_lens.long() + drafts)).cumsum(0), (1, 0)).to(torch.int32)
-
-
 def with_form(batch: ForwardBatch, form: TreeMask, *, max_context_len: int) -> ForwardBatch:
     """The verify step with its mask in a form, in new memory unless it has that form.
 
@@ -130,9 +61,9 @@ def with_form(batch: ForwardBatch, form: TreeMask, *, max_context_len: int) -> F
     lengths.
     """
     spec = batch.spec_info
-    if spec is None or tree_mask_of(spec) in (None, form):
+    if spec is None or spec.tree_mask in (None, form):
         return batch
-    visible, drafts = visible_drafts(batch), spec.draft_token_num
+    visible, drafts = batch.visible_drafts(), spec.draft_token_num
     if form == "qlen_only":
         return replace(batch, spec_info=with_mask(spec, visible=visible))
     if form == "qlen_only_bitpacking":
@@ -172,10 +103,10 @@ def check_trees(batch: ForwardBatch) -> None:
 
     A whole mask has the size that `check_batch` demands. Raises InvalidInput with the field.
     """
-    form = tree_mask_of(batch.spec_info)
-    if form is None:
+    spec, form = batch.spec_info, batch.tree_mask
+    if spec is None or form is None:
         return
-    visible = visible_drafts(batch)
+    visible = batch.visible_drafts()
     hidden = ~visible.diagonal(dim1=1, dim2=2).all(-1)
     steps = visible.float()
     skips = (((steps @ steps) > 0) & ~visible).flatten(1).any(-1)
@@ -188,14 +119,13 @@ def check_trees(batch: ForwardBatch) -> None:
     if form == "full":
         found.insert(0, ("cached tokens hidden from drafts", _hides_prefix(batch)))
     if form == "qlen_only_bitpacking":
-        packed = batch.drafts().visible_bits
+        packed = spec.visible_bits
         assert packed is not None
         found.append(("bits after the last draft", (pack_visible(visible) != packed).any((1, 2))))
-    field = next(name for name, each in FORMS.items() if each == form)
     for got, wrong in found:
         if bool(wrong.any()):
             raise InvalidInput(
-                f"spec_info.{field}",
+                f"spec_info.{spec.mask_field}",
                 got=f"{got} in request {int(wrong.nonzero()[0])} of the batch",
                 expected="the mask of a draft tree, which hides only drafts",
             )

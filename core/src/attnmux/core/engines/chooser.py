@@ -11,14 +11,14 @@ from attnmux.core.cards.card import Offer
 from attnmux.core.choosing.decision import Decision
 from attnmux.core.engines.device_platforms import platform_of
 from attnmux.core.facts.errors import BackendFailed, NoBackend
-from attnmux.core.facts.launches import TunedLaunch, read_launches
+from attnmux.core.facts.launches import TunedLaunch
 from attnmux.core.facts.platform import Platform
 from attnmux.core.facts.policy import Policy
 from attnmux.core.facts.request import Request
 from attnmux.core.find.devices import detect
-from attnmux.core.find.installed import load_plugins
+from attnmux.core.find.plugins import load_plugins
 from attnmux.core.find.settings import Settings
-from attnmux.core.measured.measurement import Measurement, read_measurements
+from attnmux.core.measured.measurement import Measurement
 from attnmux.core.measured.ranking import solve_measured
 
 
@@ -52,8 +52,8 @@ class Chooser:
             ),
             offers=tuple(plugins.offers()),
             policy=settings.policy(),
-            measurements=read_measurements(settings.measurements_file()).found,
-            launches=read_launches(settings.launches_file()).found,
+            measurements=Measurement.read(settings.measurements_file()).found,
+            launches=TunedLaunch.read(settings.launches_file()).found,
             debug=settings.debug,
         )
 

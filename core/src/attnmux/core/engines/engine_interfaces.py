@@ -94,17 +94,6 @@ def _installed(package: str) -> Path:
     return Path(spec.origin).parent.parent if spec and spec.origin else Path()
 
 
-def signature(interface: Interface, sources: Sources) -> str | None:
-    """The interface as the sources write it, on one line; None if they have no such name."""
-    node = sources.find(interface.module, interface.name)
-    if isinstance(node, Function):
-        returned = f" -> {ast.unparse(node.returns)}" if node.returns else ""
-        return f"({ast.unparse(node.args)}){returned}"
-    if isinstance(node, ast.ClassDef):
-        return f"({', '.join(map(ast.unparse, node.bases))})"
-    return None if node is None else ""
-
-
 @dataclass(frozen=True, slots=True)
 class Sources:
     """The modules below a folder, each parsed once."""

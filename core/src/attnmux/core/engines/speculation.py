@@ -122,44 +122,56 @@ class DraftTree:
             visible=None if visible is None else visible.to(device, non_blocking=True),
         )
 
+    @staticmethod
+    def check_num_nodes(draft_token_num: int, num_candidates: int) -> None:
+        """Raises InvalidInput for trees of more nodes than the root and the candidates."""
+        if not 1 <= draft_token_num <= num_candidates + 1:
+            expected = f"1 to {num_candidates + 1}, for {num_candidates} candidates and the root"
+            raise InvalidInput("draft_token_num", got=draft_token_num, expected=expected)
 
-def organize_draft_results(
-    roots: torch.Tensor,
-    scores: torch.Tensor,
-    tokens: torch.Tensor,
-    parents: torch.Tensor,
-    draft_token_num: int,
-    *,
-    topk: int,
-) -> DraftTree:
-    """The trees of the best candidates, in the order of the candidates.
+    @staticmethod
+    def best_of(
+        roots: torch.Tensor,
+        scores: torch.Tensor,
+        tokens: torch.Tensor,
+        parents: torch.Tensor,
+        draft_token_num: int,
+        *,
+        topk: int,
+    ) -> DraftTree:
+        """The trees of the best candidates, in the order of the candidates.
 
-    roots: [B] int64. scores, tokens, parents: [B, n], n candidates a request; a parent is the index
-    of an earlier candidate, or -1 for the root. A candidate's score is at most its parent's, as the
-    probability of a path is, so that the best ones form a tree. draft_token_num: nodes to take, the
-    root included, at most n + 1. topk: above 1 unless the candidates are chains.
-    Raises InvalidInput for too many nodes.
-    """
-    check_num_nodes(draft_token_num, scores.shape[1])
-    num_drafts = draft_token_num - 1
-    # A stable sort prefers a parent to a child of the same score
-    best = scores.argsort(dim=1, descending=True, stable=True)[:, :num_drafts]
-    best = best.sort(dim=1).values
-    above = parents.gather(1, best)
-    places = torch.searchsorted(best, above.contiguous()) + 1
-    roots = roots.unsqueeze(1)
-    return DraftTree.of(
-        torch.cat([roots, tokens.gather(1, best)], dim=1),
-        torch.cat([torch.full_like(roots, -1), torch.where(above < 0, 0, places)], dim=1),
-        topk=topk,
-    )
+        roots: [B] int64. scores, tokens, parents: [B, n], n candidates a request; a parent is the
+        index of an earlier candidate, or -1 for the root. A candidate's score is at most its
+        parent's, as the probability of a path is, so that the best ones form a tree.
+        draft_token_num: nodes to take, the root included, at most n + 1. topk: above 1 unless the
+        candidates are chains.
+        Raises InvalidInput for too many nodes.
+        """
+        DraftTree.check_num_nodes(draft_token_num, scores.shape[1])
+        num_drafts = draft_token_num - 1
+        # A stable sort prefers a parent to a child of the same score
+        best = scores.argsort(dim=1, descending=True, stable=True)[:, :num_drafts]
+        best = best.sort(dim=1).values
+        above = parents.gather(1, best)
+        places = torch.searchsorted(best, above.contiguous()) + 1
+        roots = roots.unsqueeze(1)
+        return DraftTree.of(
+            torch.cat([roots, tokens.gather(1, best)], dim=1),
+            torch.cat([torch.full_like(roots, -1), torch.where(above < 0, 0, places)], dim=1),
+            topk=topk,
+        )
 
-
-def check_num_nodes(draft_token_num: int, num_candidates: int) -> None:
-    """Raises InvalidInput for trees of more nodes than the root and the candidates."""
-    if not 1 <= draft_token_num <= num_candidates + 1:
-        expected = f"1 to {num_candidates + 1}, for {num_candidates} candidates and the root"
-        raise InvalidInput("draft_token_num", got=draft_token_num, expected=expected)
+    def check_sampling(self, probs: torch.Tensor, coins: torch.Tensor) -> None:
+        """Raises InvalidInput for tensors that `sample_tree_target_only` does not take."""
+        batch_size, num = self.draft_tokens.shape
+        if probs.dim() != 2 or probs.shape[0] != batch_size * num or probs.dtype != torch.float32:
+            expected = f"float32 [{batch_size * num}, vocabulary]"
+            raise InvalidInput("probs", got=described(probs), expected=expected)
+        if coins.shape != (batch_size, num) or coins.dtype != torch.float64:
+            raise InvalidInput(
+                "coins", got=described(coins), expected=f"float64 [{batch_size}, {num}]"
+            )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)

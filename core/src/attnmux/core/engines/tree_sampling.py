@@ -14,11 +14,9 @@ uniform over [sum / threshold_acc, 1), and is stretched to [0, 1).
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 
-from attnmux.core.contract.arguments import described
 from attnmux.core.engines.speculation import AcceptedDrafts, DraftTree
 from attnmux.core.facts.errors import InvalidInput
 
@@ -46,16 +44,6 @@ class AcceptThresholds:
         return self.single == self.acc == 1
 
 
-def check_sampling(tree: DraftTree, probs: torch.Tensor, coins: torch.Tensor) -> None:
-    """Raises InvalidInput for tensors that `sample_tree_target_only` does not take."""
-    batch_size, num = tree.draft_tokens.shape
-    if probs.dim() != 2 or probs.shape[0] != batch_size * num or probs.dtype != torch.float32:
-        expected = f"float32 [{batch_size * num}, vocabulary]"
-        raise InvalidInput("probs", got=described(probs), expected=expected)
-    if coins.shape != (batch_size, num) or coins.dtype != torch.float64:
-        raise InvalidInput("coins", got=described(coins), expected=f"float64 [{batch_size}, {num}]")
-
-
 def sample_tree_target_only(
     tree: DraftTree,
     probs: torch.Tensor,
@@ -71,7 +59,7 @@ def sample_tree_target_only(
     nothing is left of them. Does not synchronise.
     Raises InvalidInput for other shapes and dtypes.
     """
-    check_sampling(tree, probs, coins)
+    tree.check_sampling(probs, coins)
     limits = thresholds or AcceptThresholds()
     tokens, parents = tree.draft_tokens, tree.parents
     batch_size, num = tokens.shape
@@ -120,30 +108,3 @@ def _draw(weights: torch.Tensor, coins: torch.Tensor) -> torch.Tensor:
     last = torch.where(weights > 0, torch.arange(weights.shape[1], device=weights.device), -1)
     found = torch.where(above.any(1), above.int().argmax(1), last.amax(1))
     return torch.where(total.squeeze(1) > 0, found, -1)
-
-
-class TreeKernels(Protocol):
-    """What a plugin offers as the shared kernel `draft_trees`. Nothing synchronises, so that graphs
-    can hold it."""
-
-    def build(
-        self,
-        roots: torch.Tensor,
-        scores: torch.Tensor,
-        tokens: torch.Tensor,
-        parents: torch.Tensor,
-        draft_token_num: int,
-        *,
-        topk: int,
-    ) -> DraftTree:
-        """As `organize_draft_results`, for trees with branches and float32 scores. The tree has its
-        `levels`."""
-
-    def sample(
-        self,
-        tree: DraftTree,
-        probs: torch.Tensor,
-        coins: torch.Tensor,
-        thresholds: AcceptThresholds | None = None,
-    ) -> AcceptedDrafts:
-        """As `sample_tree_target_only`."""

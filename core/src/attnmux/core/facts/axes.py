@@ -1,135 +1,45 @@
 """The axes of choosing: how each value of a request or a platform meets a field of a clause.
 
-A new axis is a field of `Clause`, a field of `Request` (or of `Platform`), and a row of `AXES`.
-`values.py` reads a field by its type, or by its name where the type does not say enough.
+A new axis is a row of `AXES`, a field of `Clause` and a field of `Request` (or of `Platform`). The
+solver, the explanations, the support matrix and the suite read the row. `values.py` reads a field
+by its type, or by its name if the type does not say enough.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
-from typing import Protocol
-
-from attnmux.core.facts.platform import Platform
-from attnmux.core.facts.request import Request
-from attnmux.core.facts.values import Value
-from attnmux.core.facts.verdicts import Reason
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Question:
-    """One phase of a request on a platform. Unset values demand nothing."""
-
-    request: Request
-    platform: Platform
-    phase: str
-    hypothetical: bool = False
-    """The platform is not this machine: a runtime that it does not state counts as new enough."""
-    demands: tuple[Demand, ...] = field(default=(), repr=False, compare=False)
-    """The values that the question demands, each with its axis. Those given are of the same
-    question before the solver set its open values; those that the solver adds come last."""
-
-    def __post_init__(self) -> None:
-        before = self.demands
-        demands = list(before)
-        for axis in DECIDED if before else AXES:
-            value = axis.wanted(self)
-            if value is not None and value is not False and (axis, value) not in before:
-                demands.append((axis, value))
-        object.__setattr__(self, "demands", tuple(demands))
-
-
-class Limit(Protocol):
-    """A card's condition on one axis."""
-
-    def admits(self, value: Value) -> bool: ...
-
-    def nearest(self, value: Value) -> Value | None: ...
-
-
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False, repr=False)
-class Axis:
-    """A value that a card may limit. Its name is the clause's field."""
-
-    name: str
-    wanted: Callable[[Question], Value | None]
-    """The value that the question demands; None or False for no demand."""
-    settable: bool = False
-    """Whether a hint may suggest another value for the request's field of this name."""
-    droppable: bool = False
-    """Whether coercion may unset it: the engine works without it or with the solver's value."""
-    decided: bool = False
-    """Whether the solver sets it where the request does not."""
-    weight: int = 1
-    """The distance that a failure adds when the nearest clause is sought."""
-
-    def condition(self, clause: object) -> Limit:
-        """The condition of a `Clause` on this axis."""
-        condition: Limit = getattr(clause, self.name)
-        return condition
-
-    def reason(self, clause: object, wanted: Value, hint: str = "") -> Reason:
-        return Reason(
-            code=self.name.upper(),
-            axis=self.name,
-            wanted=_said(wanted),
-            offered=str(self.condition(clause)),
-            hint=hint,
-        )
-
-    def remedy(self, clause: object, wanted: Value) -> str:
-        """The value nearest to `wanted` that the clause serves."""
-        near = self.condition(clause).nearest(wanted)
-        return "none" if near is None else str(near)
-
-
-Demand = tuple[Axis, Value]
-
-Questions = Mapping[str, Question]
-"""The questions of a request, by phase."""
-
-
-def _said(value: Value) -> str:
-    if value is True:
-        return "yes"
-    if isinstance(value, frozenset):
-        return " and ".join(sorted(value)) or "none"
-    return "unknown" if value == "" else str(value)
-
-
-PLATFORM = 100
-SHAPE = 10
+from attnmux.core.facts.axis import PLATFORM, SHAPE, Asked, Axis, Wanted
+from attnmux.core.facts.values import DTYPES, KINDS, PHASES, Value
 
 CACHED = frozenset({"extend", "decode", "verify", "draft"})
 """The phases that read the KV cache; a multimodal model's encoder does not."""
 
 
-def _cached(field: str) -> Callable[[Question], Value | None]:
+def _cached(field: str) -> Wanted:
     """The request's field, demanded in the phases that read the KV cache."""
     return _in_phases(field, *CACHED)
 
 
-def _in_phases(field: str, *phases: str) -> Callable[[Question], Value | None]:
-    def wanted(question: Question) -> Value | None:
+def _in_phases(field: str, *phases: str) -> Wanted:
+    def wanted(question: Asked) -> Value | None:
         value: Value | None = getattr(question.request, field)
         return value if question.phase in phases else None
 
     return wanted
 
 
-def _drafting(field: str) -> Callable[[Question], Value | None]:
+def _drafting(field: str) -> Wanted:
     """The request's field, demanded in the phases that may see drafts: all that read the KV cache,
     except extend where decode's backend verifies. Decode always may, as it makes the drafts."""
     cached = _cached(field)
 
-    def wanted(question: Question) -> Value | None:
+    def wanted(question: Asked) -> Value | None:
         mode = question.request.speculative_attention_mode
         return None if question.phase == "extend" and mode == "decode" else cached(question)
 
     return wanted
 
 
-def _tree_windows(question: Question) -> Value | None:
+def _tree_windows(question: Asked) -> Value | None:
     request = question.request
     limited = request.sliding_window is not None or request.attention_chunk is not None
     verifies = question.phase == "verify"
@@ -137,16 +47,16 @@ def _tree_windows(question: Question) -> Value | None:
     return True if asked else None
 
 
-def _kind(question: Question) -> Value:
+def _kind(question: Asked) -> Value:
     return question.request.kind if question.phase in CACHED else "mha"
 
 
-def _runtime(question: Question) -> Value | None:
+def _runtime(question: Asked) -> Value | None:
     runtime = question.platform.runtime
     return None if question.hypothetical and not runtime else runtime
 
 
-def _head_dim(question: Question) -> Value | None:
+def _head_dim(question: Asked) -> Value | None:
     """Of the heads that the kernel sees: kernels of a latent kind see the latent instead."""
     request = question.request
     if question.phase not in CACHED:
@@ -154,77 +64,319 @@ def _head_dim(question: Question) -> Value | None:
     return None if request.latent else request.head_dim
 
 
-def _v_head_dim(question: Question) -> Value | None:
+def _v_head_dim(question: Asked) -> Value | None:
     request = question.request
     same = request.latent or request.v_head_dim == request.head_dim
     return None if same or question.phase not in CACHED else request.v_head_dim
 
 
-def _group_size(question: Question) -> Value | None:
+def _group_size(question: Asked) -> Value | None:
     q_heads, kv_heads = question.request.num_q_heads, question.request.num_kv_heads
     if question.phase not in CACHED or not q_heads or not kv_heads:
         return None
     return q_heads // kv_heads
 
 
-def _shapes(*names: str) -> Iterator[Axis]:
-    """Axes of the attention's shape, which the model decides."""
-    return (Axis(name=name, wanted=_cached(name), weight=SHAPE) for name in names)
-
-
 AXES: tuple[Axis, ...] = (
-    Axis(name="vendor", wanted=lambda q: q.platform.vendor, weight=PLATFORM),
-    Axis(name="arch", wanted=lambda q: q.platform.arch, weight=PLATFORM),
-    Axis(name="version", wanted=lambda q: ".".join(map(str, q.platform.version)), weight=PLATFORM),
-    Axis(name="features", wanted=lambda q: q.platform.features, weight=PLATFORM),
-    Axis(name="runtime", wanted=_runtime, weight=PLATFORM),
-    Axis(name="kind", wanted=_kind, weight=PLATFORM),
-    Axis(name="phase", wanted=lambda q: q.phase, weight=PLATFORM),
-    *_shapes("num_q_heads", "num_kv_heads"),
-    Axis(name="group_size", wanted=_group_size, weight=SHAPE),
-    Axis(name="head_dim", wanted=_head_dim, weight=SHAPE),
-    Axis(name="v_head_dim", wanted=_v_head_dim, weight=SHAPE),
-    *_shapes("kv_lora_rank", "qk_rope_head_dim", "sliding_window", "attention_chunk"),
-    *_shapes("cross_attention", "sinks", "alibi"),
-    # An encoder's self attention has it as well
-    Axis(name="relative_bias", wanted=lambda q: q.request.relative_bias, weight=SHAPE),
-    *_shapes("logit_cap"),
-    Axis(name="dtype", wanted=lambda q: q.request.dtype, settable=True),
+    Axis(
+        name="vendor",
+        values="words",
+        wanted=lambda q: q.platform.vendor,
+        meaning="It runs on devices of other vendors.",
+        weight=PLATFORM,
+    ),
+    Axis(
+        name="arch",
+        values="words",
+        wanted=lambda q: q.platform.arch,
+        meaning="It runs on other architectures of this vendor.",
+        weight=PLATFORM,
+    ),
+    Axis(
+        name="version",
+        values="words",
+        wanted=lambda q: ".".join(map(str, q.platform.version)),
+        meaning="It needs another compute capability, such as 9.0 for sm90.",
+        weight=PLATFORM,
+    ),
+    Axis(
+        name="features",
+        values="own",
+        wanted=lambda q: q.platform.features,
+        meaning="It needs a feature that the device or its host lacks, such as avx2 or a compiler.",
+        weight=PLATFORM,
+    ),
+    Axis(
+        name="runtime",
+        values="own",
+        wanted=_runtime,
+        meaning="It needs another version of the device's runtime, such as 12.8.",
+        weight=PLATFORM,
+    ),
+    Axis(
+        name="kind",
+        values="words",
+        wanted=_kind,
+        meaning=f"It serves other kinds of attention, of {', '.join(KINDS)}.",
+        weight=PLATFORM,
+        words=KINDS,
+    ),
+    Axis(
+        name="phase",
+        values="words",
+        wanted=lambda q: q.phase,
+        meaning="It does not serve this phase: extend, decode, verify, draft or encoder.",
+        weight=PLATFORM,
+        columns={"encoder": ("encoder",)},
+        words=PHASES,
+    ),
+    Axis(
+        name="num_q_heads",
+        values="numbers",
+        wanted=_cached("num_q_heads"),
+        meaning="Its kernels do not serve that number of query heads a rank.",
+        weight=SHAPE,
+        samples=(8, 16, (17, 64), 128),
+    ),
+    Axis(
+        name="num_kv_heads",
+        values="numbers",
+        wanted=_cached("num_kv_heads"),
+        meaning="Its kernels do not serve that number of KV heads a rank.",
+        weight=SHAPE,
+        samples=(1, 2, (3, 8), (9, 40)),
+    ),
+    Axis(
+        name="group_size",
+        values="numbers",
+        wanted=_group_size,
+        meaning="Its kernels do not serve that number of query heads per KV head.",
+        weight=SHAPE,
+        samples=(1, 2, (3, 8), (9, 16), (17, 32)),
+    ),
+    Axis(
+        name="head_dim",
+        values="numbers",
+        wanted=_head_dim,
+        meaning="Its kernels do not serve that size of a head of Q and K.",
+        weight=SHAPE,
+        samples=(16, 64, 80, 128, 256, 512),
+    ),
+    Axis(
+        name="v_head_dim",
+        values="numbers",
+        wanted=_v_head_dim,
+        meaning="Its kernels do not serve heads of V of another size than those of K.",
+        is_feature=True,
+        weight=SHAPE,
+        samples=(64, 128),
+    ),
+    Axis(
+        name="kv_lora_rank",
+        values="numbers",
+        wanted=_cached("kv_lora_rank"),
+        meaning="Its kernels do not serve that size of the latent of MLA.",
+        is_feature=True,
+        weight=SHAPE,
+        samples=(128, 512),
+    ),
+    Axis(
+        name="qk_rope_head_dim",
+        values="numbers",
+        wanted=_cached("qk_rope_head_dim"),
+        meaning="Its kernels do not serve that size of the rotary part of MLA.",
+        is_feature=True,
+        weight=SHAPE,
+        samples=(64,),
+    ),
+    Axis(
+        name="sliding_window",
+        values="numbers",
+        wanted=_cached("sliding_window"),
+        meaning="It does not serve sliding windows, or not of that size.",
+        is_feature=True,
+        weight=SHAPE,
+        columns={"window": (1, 127, 4095, 1 << 20)},
+        samples=(1, (2, 63), (64, 511), (512, 4095)),
+        tries=(8,),
+    ),
+    Axis(
+        name="attention_chunk",
+        values="numbers",
+        wanted=_cached("attention_chunk"),
+        meaning="It does not serve attention in chunks, or not of that size.",
+        is_feature=True,
+        weight=SHAPE,
+        columns={"chunk": (1, 128, 8192, 1 << 20)},
+        samples=(1, (2, 63), (64, 511), (512, 4095)),
+        tries=(16,),
+    ),
+    Axis(
+        name="cross_attention",
+        values="flag",
+        wanted=_cached("cross_attention"),
+        meaning="It does not serve cross attention to an encoder's tokens.",
+        is_feature=True,
+        weight=SHAPE,
+        columns={"cross": (True,)},
+        samples=(False, True),
+    ),
+    Axis(
+        name="sinks",
+        values="flag",
+        wanted=_cached("sinks"),
+        meaning="It does not serve attention sinks.",
+        is_feature=True,
+        weight=SHAPE,
+        columns={"sinks": (True,)},
+        samples=(False, True),
+    ),
+    Axis(
+        name="alibi",
+        values="flag",
+        wanted=_cached("alibi"),
+        meaning="It does not add a bias by distance to the logits (ALiBi), or not together with "
+        "the request's other features.",
+        is_feature=True,
+        weight=SHAPE,
+        columns={"ALiBi": (True,)},
+        samples=(False, True),
+    ),
+    Axis(
+        name="relative_bias",
+        values="flag",
+        wanted=lambda q: q.request.relative_bias,
+        meaning="It does not add relative position biases to the logits (T5), or not together with "
+        "the request's other features.",
+        is_feature=True,
+        weight=SHAPE,
+        columns={"relative bias": (True,)},
+        samples=(False, True),
+    ),
+    Axis(
+        name="logit_cap",
+        values="numbers",
+        wanted=_cached("logit_cap"),
+        meaning="It does not serve a soft cap of the logits.",
+        is_feature=True,
+        weight=SHAPE,
+        columns={"logit cap": (0.5, 30.0, 50.0)},
+        tries=(30,),
+    ),
+    Axis(
+        name="dtype",
+        values="words",
+        wanted=lambda q: q.request.dtype,
+        meaning="Its kernels do not compute in that dtype.",
+        settable=True,
+        words=DTYPES,
+    ),
     Axis(
         name="kv_dtype",
+        values="words",
         wanted=lambda q: q.request.kv_dtype or q.request.dtype if q.phase in CACHED else None,
+        meaning="Its kernels do not read K and V stored in that dtype.",
         settable=True,
         decided=True,
+        columns={"fp8 KV": ("fp8_e4m3", "fp8_e5m2"), "fp4 KV": ("fp4_e2m1",)},
+        words=DTYPES,
     ),
     Axis(
         name="page_size",
+        values="numbers",
         wanted=_cached("page_size"),
+        meaning="Its kernels do not read KV pages of that size.",
         settable=True,
         droppable=True,
         decided=True,
+        samples=(1, (2, 15), 16, (17, 63), 64, (65, 255), 256),
     ),
-    Axis(name="spec_topk", wanted=_drafting("spec_topk"), settable=True),
-    Axis(name="spec_draft_tokens", wanted=_drafting("spec_draft_tokens"), settable=True),
-    Axis(name="tree_windows", wanted=_tree_windows),
-    Axis(name="custom_mask", wanted=_in_phases("custom_mask", "extend", "verify"), settable=True),
-    Axis(name="multi_item", wanted=_in_phases("multi_item", "extend"), settable=True),
-    Axis(name="deterministic", wanted=lambda q: q.request.deterministic, settable=True),
+    Axis(
+        name="spec_topk",
+        values="numbers",
+        wanted=_drafting("spec_topk"),
+        meaning="It does not serve draft trees with that many branches a node.",
+        is_feature=True,
+        settable=True,
+        columns={"topk 1": (1,), "topk > 1": (2, 4, 8)},
+        samples=(1, 2, 4),
+        tries=(1, 4),
+    ),
+    Axis(
+        name="spec_draft_tokens",
+        values="numbers",
+        wanted=_drafting("spec_draft_tokens"),
+        meaning="It does not verify that many draft tokens a request.",
+        settable=True,
+        samples=(1, (2, 8), (9, 32)),
+        tries=(4,),
+    ),
+    Axis(
+        name="tree_windows",
+        values="flag",
+        wanted=_tree_windows,
+        meaning="It does not serve draft trees in layers with windows or attention chunks.",
+        is_feature=True,
+        columns={"tree windows": (True,)},
+        asked_by="spec_topk=4,sliding_window=127",
+    ),
+    Axis(
+        name="custom_mask",
+        values="flag",
+        wanted=_in_phases("custom_mask", "extend", "verify"),
+        meaning="It does not take a mask of the user or of a draft tree.",
+        is_feature=True,
+        settable=True,
+        columns={"custom mask": (True,)},
+    ),
+    Axis(
+        name="multi_item",
+        values="flag",
+        wanted=_in_phases("multi_item", "extend"),
+        meaning="It does not score several items after one shared prefix.",
+        is_feature=True,
+        settable=True,
+        columns={"multi-item": (True,)},
+        samples=(False, True),
+    ),
+    Axis(
+        name="deterministic",
+        values="flag",
+        wanted=lambda q: q.request.deterministic,
+        meaning="Its results may depend on the other requests of the batch.",
+        is_feature=True,
+        settable=True,
+        columns={"deterministic": (True,)},
+        samples=(False, True),
+    ),
     Axis(
         name="graph",
+        values="flag",
         wanted=_in_phases("graph", "decode", "verify", "draft"),
+        meaning="Its steps cannot be captured in a device graph.",
+        is_feature=True,
         settable=True,
         droppable=True,
+        columns={"graphs": (True,)},
     ),
-    Axis(name="lse", wanted=_cached("lse"), settable=True),
-    Axis(name="strided_kv", wanted=_cached("strided_kv")),
+    Axis(
+        name="lse",
+        values="flag",
+        wanted=_cached("lse"),
+        meaning="It does not return the log-sum-exp of the logits.",
+        is_feature=True,
+        settable=True,
+        columns={"LSE": (True,)},
+        samples=(False, True),
+    ),
+    Axis(
+        name="strided_kv",
+        values="flag",
+        wanted=_cached("strided_kv"),
+        meaning="Its kernels do not read a KV cache with gaps between slots or heads.",
+        is_feature=True,
+        columns={"strided KV": (True,)},
+        samples=(False, True),
+    ),
 )
 DECIDED = tuple(axis for axis in AXES if axis.decided)
-
-
-def demands_of(questions: Iterable[Question]) -> dict[Demand, list[str]]:
-    """The phases that make each demand, in the order of the axes."""
-    found: dict[Demand, list[str]] = {}
-    for question in questions:
-        for demand in question.demands:
-            found.setdefault(demand, []).append(question.phase)
-    return {demand: found[demand] for demand in sorted(found, key=lambda one: AXES.index(one[0]))}

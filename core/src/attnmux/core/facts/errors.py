@@ -72,17 +72,6 @@ class GraphUnsupported(AttnmuxError):
     """The backend cannot be captured in a device graph."""
 
 
-class GraphViolation(GraphUnsupported):
-    """A captured step did what a replay would not repeat; names the method and the operation."""
-
-    def __init__(self, method: str, operation: str, reason: str, *, hint: str = "") -> None:
-        self.method = method
-        self.operation = operation
-        self.reason = reason
-        self.hint = hint
-        super().__init__(_hinted(f"{method}: {operation} {reason}", hint))
-
-
 class RanksDiffer(AttnmuxError):
     """Ranks that should run the same and do not. Every rank raises it, before anything runs."""
 

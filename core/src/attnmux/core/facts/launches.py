@@ -6,10 +6,9 @@ the same device with the same versions.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 from attnmux.core.facts.checks import Check, by_name, check_fields
 from attnmux.core.facts.frozen import FrozenMapping, Plain
@@ -20,15 +19,12 @@ from attnmux.core.facts.records import (
     MICROSECONDS,
     Device,
     Record,
-    Records,
-    read_records,
 )
 from attnmux.core.facts.request import Request
 from attnmux.core.facts.values import OptionValue
 
 T = TypeVar("T")
 
-Value = OptionValue
 VALUES = by_name("numbers and words by name", bool, int, float, str)
 TRIED: Mapping[str, Check] = {"subject": VALUES, "values": VALUES}
 VERSIONS = CHECKS["versions"]
@@ -46,36 +42,33 @@ class TunedLaunch(Record):
         "versions": Check(VERSIONS.expected, lambda value: VERSIONS.holds(value) and all(value)),
     }
 
-    subject: Mapping[str, Value]
+    subject: Mapping[str, OptionValue]
     """The kernel, and the shapes that it is launched for."""
-    values: Mapping[str, Value]
+    values: Mapping[str, OptionValue]
     """The launch."""
 
-
-def read_launches(path: Path | None) -> Records[TunedLaunch]:
-    """Everything in the file that can be read; nothing without a file. Raises nothing."""
-    return read_records(path, TunedLaunch)
-
-
-def current_launches(
-    launches: Iterable[TunedLaunch],
-    backend: str,
-    platform: Platform,
-    *,
-    libraries: Libraries = installed_version,
-) -> tuple[TunedLaunch, ...]:
-    """The launches of `backend` that were tuned on this device with the versions installed now."""
-    device = Device.of(platform)
-    return tuple(
-        each
-        for each in launches
-        if (each.backend, each.device) == (backend, device)
-        and all(libraries(name) == version for name, version in each.versions.items())
-    )
+    @staticmethod
+    def current(
+        launches: Iterable[TunedLaunch],
+        backend: str,
+        platform: Platform,
+        *,
+        libraries: Libraries = installed_version,
+    ) -> tuple[TunedLaunch, ...]:
+        """The launches of `backend` that were tuned on this device with the versions installed
+        now."""
+        device = Device.of(platform)
+        return tuple(
+            each
+            for each in launches
+            if (each.backend, each.device) == (backend, device)
+            and all(libraries(name) == version for name, version in each.versions.items())
+        )
 
 
-class Together(Protocol):
-    """Calls a function on all ranks at the same time; `alone`, and another in attnmux-bench."""
+class Together:
+    """Calls a function on all ranks at the same time: here of a single process; attnmux-bench has
+    one of several."""
 
     def __call__(
         self, measure: Callable[[], tuple[T, Sequence[float]]], /
@@ -85,17 +78,14 @@ class Together(Protocol):
         Returns the former, and for each figure the largest of all ranks. Raises on every rank if
         `measure` raises on one.
         """
-
-
-def alone(measure: Callable[[], tuple[T, Sequence[float]]], /) -> tuple[T, tuple[float, ...]]:
-    """`Together` of a single process."""
-    made, figures = measure()
-    return made, tuple(figures)
+        made, figures = measure()
+        return made, tuple(figures)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Job:
-    """The task of a tuner."""
+    """The task of a tuner: the callable that a card names, which gets a job and yields each `Trial`
+    when it is done, so that progress can be shown."""
 
     request: Request
     """As decided: page size and KV dtype are set."""
@@ -106,7 +96,7 @@ class Job:
     """All options of the backend."""
     launches: tuple[TunedLaunch, ...] = ()
     """As `BackendContext.launches`."""
-    together: Together = alone
+    together: Together = Together()  # noqa: RUF009  # without state
     """A tuner that goes on from the fastest launch measures by it, so that all ranks of a group try
     the same launches."""
 
@@ -118,9 +108,9 @@ class Trial(Plain):
     Raises InvalidInput for a subject, values or a time that a `TunedLaunch` cannot hold.
     """
 
-    subject: Mapping[str, Value]
+    subject: Mapping[str, OptionValue]
     """The kernel and its shapes, in the backend's words."""
-    values: Mapping[str, Value]
+    values: Mapping[str, OptionValue]
     """The launch."""
     median_us: float | None
     """None where it failed, or its result was wrong."""
@@ -133,7 +123,3 @@ class Trial(Plain):
         check_fields("trial", self, {**TRIED, **timed})
         for name in TRIED:
             object.__setattr__(self, name, FrozenMapping(getattr(self, name)))
-
-
-Tuner = Callable[[Job], Iterator[Trial]]
-"""Named by a card. It yields each trial when it is done, so that progress can be shown."""

@@ -51,6 +51,9 @@ class Platform(Plain):
     empty, and a number that is too small.
     """
 
+    GRAMMAR = GRAMMAR
+    """The text that `parse` reads."""
+
     vendor: str
     device_type: str
     """torch's name: "cuda", "xpu", "npu", "cpu", …"""
@@ -72,6 +75,11 @@ class Platform(Plain):
 
     def __post_init__(self) -> None:
         check_fields("platform", self, CHECKS)
+
+    @staticmethod
+    def device_types() -> frozenset[str]:
+        """torch's names of the devices of known vendors."""
+        return frozenset(row.device_type for row in VENDORS.values())
 
     def __str__(self) -> str:
         """As `parse` reads it (without the product's name and the core count)."""

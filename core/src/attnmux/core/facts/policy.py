@@ -59,6 +59,9 @@ class Policy:
     for an origin that is not one of user, env and config.
     """
 
+    NAMING = NAMING
+    """The fields that name a backend."""
+
     backend: str | None = None
     """For extend and decode, unless the next two name others."""
     prefill_backend: str | None = None

@@ -20,13 +20,9 @@ from attnmux.core.facts.frozen import FrozenMapping, Plain, plain
 from attnmux.core.facts.platform import Platform
 
 FORMAT = 1
-"""Of the records; other formats are not read."""
+"""Of the files; other formats are not read."""
 
 MOST_BYTES = 64_000_000
-
-LEAST_GAIN = 0.02
-"""The share of the time that a backend or a launch must save to replace another. Smaller
-differences count as noise."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -69,6 +65,22 @@ CHECKS: Mapping[str, Check] = {
 }
 
 
+R = TypeVar("R", bound="Record")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Records(Generic[R]):
+    """The content of a file."""
+
+    found: tuple[R, ...] = ()
+    problems: tuple[str, ...] = ()
+    """What could not be read, in words."""
+    damaged: bool = False
+    """Whether the file as a whole could not be read."""
+    is_foreign: bool = False
+    """Whether it is also none that any version of attnmux wrote."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Record:
     """A time that a backend took on one device with some versions of its libraries.
@@ -76,6 +88,10 @@ class Record:
     Raises InvalidInput for an empty field or one of another type (only a device's product and
     runtime may be empty), a median that is not a positive number, and a date without a time zone.
     """
+
+    LEAST_GAIN: ClassVar = 0.02
+    """The share of the time that a backend or a launch must save to replace another. Smaller
+    differences count as noise."""
 
     noun: ClassVar[str]
     """The name of a record in errors."""
@@ -124,8 +140,45 @@ class Record:
             expected = f"the fields {', '.join(field.name for field in fields(cls))}"
             raise InvalidInput(cls.noun, got=got, expected=expected) from error
 
+    @classmethod
+    def read(cls: type[R], path: Path | None) -> Records[R]:
+        """Everything in the file that can be read; nothing without a file. Raises nothing."""
+        try:
+            return Records() if path is None else cls.opened(path)
+        except OSError as error:
+            why = error.strerror or error
+            return Records(problems=(f"{path} cannot be read: {why}",), damaged=True)
 
-R = TypeVar("R", bound=Record)
+    @classmethod
+    def opened(cls: type[R], path: Path, *, writable: bool = False) -> Records[R]:
+        """As `read`, but raises OSError as `read_file` does."""
+        data: Any = None
+        try:
+            data = json.loads(read_file(str(path), MOST_BYTES, writable=writable))
+            if data["format"] != FORMAT:
+                raise ValueError(f"its format is {data['format']!r}, this version reads {FORMAT}")
+            entries = list(data[cls.listed])
+        except FileNotFoundError:
+            return Records()
+        except (ValueError, KeyError, TypeError, RecursionError) as error:
+            problem = (
+                f"{path} holds no {cls.listed} that can be read: {in_brief(error)}; "
+                "delete it, or keep new ones, which sets aside a file of another version"
+            )
+            is_ours = isinstance(data, dict) and {"format"} <= data.keys() <= {"format", cls.listed}
+            return Records(problems=(problem,), damaged=True, is_foreign=not is_ours)
+        found, problems = [], []
+        for place, entry in enumerate(entries):
+            try:
+                found.append(cls.from_dict(entry))
+            except InvalidInput as error:
+                problems.append(f"{path}, {cls.listed}[{place}]: {error}")
+        return Records(found=latest(found), problems=tuple(problems))
+
+    @classmethod
+    def content(cls: type[R], records: Iterable[R]) -> dict[str, Any]:
+        """The content of a file with the last record of each key."""
+        return {"format": FORMAT, cls.listed: [each.to_dict() for each in latest(records)]}
 
 
 def latest(records: Iterable[R]) -> tuple[R, ...]:
@@ -136,47 +189,3 @@ def latest(records: Iterable[R]) -> tuple[R, ...]:
         if known is None or known.date <= each.date:
             found[each.key] = each
     return tuple(found.values())
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Records(Generic[R]):
-    """The content of a file."""
-
-    found: tuple[R, ...] = ()
-    problems: tuple[str, ...] = ()
-    """What could not be read, in words."""
-    damaged: bool = False
-    """Whether the file as a whole could not be read."""
-
-
-def read_records(path: Path | None, kind: type[R]) -> Records[R]:
-    """Everything in the file that can be read; nothing without a file. Raises nothing."""
-    try:
-        return Records() if path is None else records_in(path, kind)
-    except OSError as error:
-        why = error.strerror or error
-        return Records(problems=(f"{path} cannot be read: {why}",), damaged=True)
-
-
-def records_in(path: Path, kind: type[R], *, writable: bool = False) -> Records[R]:
-    """Raises OSError as `read_file` does, but nothing without a file."""
-    try:
-        data = json.loads(read_file(str(path), MOST_BYTES, writable=writable))
-        if data["format"] != FORMAT:
-            raise ValueError(f"its format is {data['format']!r}, this version reads {FORMAT}")
-        entries = list(data[kind.listed])
-    except FileNotFoundError:
-        return Records()
-    except (ValueError, KeyError, TypeError, RecursionError) as error:
-        problem = (
-            f"{path} holds no {kind.listed} that can be read: {in_brief(error)}; "
-            "delete it, or keep new ones, which sets it aside"
-        )
-        return Records(problems=(problem,), damaged=True)
-    found, problems = [], []
-    for place, entry in enumerate(entries):
-        try:
-            found.append(kind.from_dict(entry))
-        except InvalidInput as error:
-            problems.append(f"{path}, {kind.listed}[{place}]: {error}")
-    return Records(found=latest(found), problems=tuple(problems))

@@ -13,6 +13,8 @@ from attnmux.core.facts.sparse import check_picked_blocks, check_sparse
 from attnmux.core.facts.values import (
     BY_NAME,
     BY_TYPE,
+    DTYPES,
+    KINDS,
     LINEAR_KINDS,
     PHASES,
     LayerGroup,
@@ -34,6 +36,13 @@ class Request(Plain):
     Aliases are replaced ("bf16"). Raises InvalidInput for a value that its field cannot hold, and
     for query heads that are not a multiple of the KV heads.
     """
+
+    KINDS = KINDS
+    LINEAR_KINDS = LINEAR_KINDS
+    """Kinds of layers without softmax attention, and the kinds of their requests."""
+    PHASES = PHASES
+    DTYPES = DTYPES
+    """Canonical names; a request takes their aliases too."""
 
     kind: str = "mha"
     """"mha", "mla", "nsa" (sparse MLA), or "dual_chunk" (Qwen2.5-1M: its weights expect positions
@@ -117,8 +126,6 @@ class Request(Plain):
     """V dim of their recurrent states; None: as `linear_head_dim`."""
     max_error: float | None = None
     """The largest error of one query and head, in roundings of the output's format (eps / 2)."""
-    accuracy: str | None = None
-    """"high": no backend with more than 3 times the smallest measured error, nor 8-bit products."""
     origins: Mapping[str, str] = field(default_factory=FrozenMapping)
     """Who set each value that is set: one of ORIGINS. Values without an origin are the user's."""
 
@@ -175,6 +182,11 @@ class Request(Plain):
     def latent(self) -> bool:
         """Whether K and V are one latent vector a token (MLA and its sparse form)."""
         return self.kind in ("mla", "nsa")
+
+    @property
+    def is_linear(self) -> bool:
+        """Whether it is about layers without softmax attention."""
+        return self.kind in LINEAR_KINDS
 
     @property
     def index_reach(self) -> int | None:

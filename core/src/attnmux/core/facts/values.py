@@ -226,6 +226,5 @@ BY_NAME: Mapping[str, Reader] = {
     "speculative_attention_mode": partial(_word, ("prefill", "decode")),
     "sparse": lambda name, value: None if _is_unset(value) else _word(("quest",), name, value),
     "sliding_window": _window,
-    "accuracy": lambda name, value: None if _is_unset(value) else _word(("high",), name, value),
 }
 """By field, where the annotation does not say enough."""

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import platform
 import re
+import shutil
 import sys
 from pathlib import Path
 
@@ -35,7 +37,7 @@ def probe_cpu(cpuinfo: Path = CPUINFO, cgroup: Path = CGROUP) -> Platform:
     """
     flags, name = _flags_and_name(cpuinfo)
     found = {word for word, needed in FEATURES.items() if flags.issuperset(needed)}
-    if any(map(_is_on_path, COMPILERS)):
+    if any(map(shutil.which, COMPILERS)):
         found.add("cxx_compiler")
     return Platform(
         vendor="cpu",
@@ -54,23 +56,8 @@ def bare_cpu() -> Platform:
 
 
 def _arch() -> str:
-    if hasattr(os, "uname"):
-        arch = os.uname().machine.lower() or "unknown"
-    else:
-        import platform  # noqa: PLC0415  # slow to import, and only Windows needs it
-
-        arch = platform.machine().lower() or "unknown"
+    arch = platform.machine().lower() or "unknown"
     return VENDORS["cpu"].aliases.get(arch, arch)
-
-
-def _is_on_path(program: str) -> bool:
-    """As shutil.which, which is slow to import."""
-    if os.name == "nt":
-        import shutil  # noqa: PLC0415  # knows the endings of programs there
-
-        return shutil.which(program) is not None
-    found = (os.path.join(p, program) for p in os.get_exec_path())
-    return any(os.path.isfile(path) and os.access(path, os.X_OK) for path in found)
 
 
 def _flags_and_name(cpuinfo: Path) -> tuple[frozenset[str], str]:
@@ -79,8 +66,6 @@ def _flags_and_name(cpuinfo: Path) -> tuple[frozenset[str], str]:
     try:
         text = cpuinfo.read_text(encoding="utf-8", errors="replace")
     except OSError:
-        import platform  # noqa: PLC0415  # as above
-
         return frozenset(), platform.processor()
     # One block for each core, with the same flags: the first one is enough
     flags = re.search(r"^(?:flags|Features)\s*:\s*(.*)$", text, re.MULTILINE)

@@ -2,28 +2,18 @@
 
 from __future__ import annotations
 
-import os
 import threading
-import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
-from hashlib import sha256
+from importlib.metadata import EntryPoint
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from attnmux.core.facts.errors import AmbiguousPlatform, InvalidInput
 from attnmux.core.facts.platform import Platform
 from attnmux.core.find.cpu import bare_cpu, probe_cpu
-from attnmux.core.find.examine import (
-    Entry,
-    Plugin,
-    PluginFailure,
-    answers_of,
-    failure_of,
-)
+from attnmux.core.find.plugin import Plugin, PluginFailure, failure_of
 from attnmux.core.find.plugins import Plugins
-from attnmux.core.find.store import Store
 from attnmux.core.find.unserved import (
     UnservedDevice,
     diagnosis,
@@ -35,13 +25,6 @@ from attnmux.core.find.visibility import NO_VARIABLES
 CORE = "attnmux-core"
 OWN_SECONDS = 5.0
 """For each of core's own two questions."""
-FRESH_SECONDS = 600
-"""How long a probe's answer is kept. Device nodes and drivers show most changes at once.
-This bounds those that they do not show, such as a library of the driver that is upgraded under a
-container."""
-NODES = ("dev", "dev/dri", "dev/accel", "sys/class/drm", "sys/class/accel", "sys/module")
-SHELL = frozenset({"_", "PWD", "OLDPWD", "SHLVL"})
-"""Variables that a shell changes by itself. Any other may choose devices."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -61,53 +44,20 @@ class Detection:
 def detect(plugins: Plugins, *, root: Path = Path("/")) -> Detection:
     """The devices that the plugins find, and those that no plugin reports.
 
-    Every probe runs in a process of its own. One that raises, exits, crashes, or gives no answer
-    within `plugins.seconds` is a failure in the result. Answers are kept for `FRESH_SECONDS` while
-    the machine's device nodes and the environment stay the same. `root` contains /dev and /sys.
+    One child process asks all probes. One that raises, exits, crashes, or gives no answer within
+    `plugins.seconds` is a failure in the result. `root` contains /dev and /sys.
     """
-    asked = [plugin.entry for plugin in plugins.loaded if plugin.probes]
-    store, state = Store.of(plugins.cache, "devices"), _state(root)
-    rows = store.read() if asked else {}
-    kept = {entry.key: _kept(rows, entry, state) for entry in asked}
-    answers, new = answers_of(asked, kept, ("platforms",), plugins.seconds)
-    if new and state:
-        rows = {key: rows[key] for key, answer in kept.items() if answer is not None}
-        for each in new:
-            rows[each.entry.key] = {"state": state, "time": time.time(), **each.to_data()}
-        store.write(rows)
+    from attnmux.core.find.probes import probe  # noqa: PLC0415  # not asked about other machines
+
+    asked = probe([plugin for plugin in plugins.loaded if plugin.probes], plugins.seconds)
     return survey(
-        (platform for each in answers for platform in each.platforms),
+        (platform for plugin in asked for platform in plugin.platforms),
         loaded={plugin.distribution for plugin in plugins.loaded},
-        failures=[*plugins.failures, *(failure for each in answers for failure in each.failures)],
+        failures=[*plugins.failures, *(each for plugin in asked for each in plugin.failures)],
         variables=plugins.variables,
         named=plugins.named,
         root=root,
     )
-
-
-def _kept(rows: Mapping[str, Any], entry: Entry, state: str) -> Plugin | None:
-    """The answer that was kept, if it is about this state of the machine."""
-    try:
-        row = rows[entry.key]
-        if row["state"] != state or not 0 <= time.time() - row["time"] < FRESH_SECONDS:
-            return None
-        return Plugin.of_data(entry, row)
-    except Exception:  # it is damaged
-        return None
-
-
-def _state(root: Path) -> str:
-    """Changes with the boot, drivers, device nodes and the environment; empty where the system does
-    not show them."""
-    try:
-        parts = [(root / "proc/sys/kernel/random/boot_id").read_text(encoding="ascii")]
-    except OSError:
-        return ""
-    for folder in NODES:
-        with suppress(OSError):
-            parts += [folder, *sorted(os.listdir(root / folder))]
-    parts += sorted(f"{k}={v}" for k, v in os.environ.items() if k not in SHELL)
-    return sha256("\n".join(parts).encode(errors="replace")).hexdigest()
 
 
 def survey(
@@ -154,7 +104,8 @@ def _order(platform: Platform) -> tuple[bool, str, str, str]:
 def _own_failure(asked: str, error: BaseException | None) -> list[PluginFailure]:
     if error is None:
         return []
-    return [failure_of(f"core, asking {asked}", CORE, "", "platforms", error)]
+    core = Plugin(EntryPoint(f"core, asking {asked}", "", ""), CORE)
+    return [failure_of(core, "platforms", error)]
 
 
 def named_platforms(platforms: Iterable[Platform], wanted: str) -> tuple[Platform, ...]:

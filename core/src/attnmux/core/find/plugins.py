@@ -1,37 +1,26 @@
-"""The installed plugins as data. Each is imported once, in another process, until it changes."""
+"""The installed plugins that the environment and the configuration file admit."""
 
 from __future__ import annotations
 
-import os
-import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from hashlib import sha256
-from pathlib import Path
-from typing import Any
+from importlib.metadata import EntryPoint
 
 from attnmux.core.cards.card import Offer
 from attnmux.core.cards.named import KNOWN_BACKENDS
 from attnmux.core.facts.checks import nearest
 from attnmux.core.facts.errors import InvalidInput, PluginError
-from attnmux.core.facts.libraries import canonical, distributions, entry_points
+from attnmux.core.facts.libraries import canonical, entry_points, identity
 from attnmux.core.facts.policy import Policy
-from attnmux.core.find.examine import (
-    Entry,
-    Plugin,
-    PluginFailure,
-    answers_of,
-    failure_of,
-)
-from attnmux.core.find.store import Store
+from attnmux.core.find.manager import manager
+from attnmux.core.find.plugin import Plugin, PluginFailure, failure_of
+from attnmux.core.find.settings import SECONDS, Settings, device_variables
 from attnmux.core.find.visibility import NO_VARIABLES
 
 GROUP = "attnmux"
 """The entry-point group; an entry point's name is the plugin's, its value the plugin module."""
 OWN = "attnmux-"
 """Where `attnmux-NAME` is installed, the plugin name NAME is its own."""
-SECONDS = 10.0
-"""For one plugin. A healthy one answers in milliseconds, a wedged driver never."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,9 +29,8 @@ class Plugins:
 
     loaded: tuple[Plugin, ...] = ()
     failures: tuple[PluginFailure, ...] = ()
-    cache: Path | None = None
-    """The folder that keeps answers; None: nothing is kept."""
     seconds: float = SECONDS
+    """How long a probe may take."""
     policy: Policy = field(default_factory=Policy)
     """Which backends the configuration admits."""
     variables: Mapping[str, str] = NO_VARIABLES
@@ -67,12 +55,92 @@ class Plugins:
                 card=card,
                 plugin=plugin.name,
                 distribution=plugin.distribution,
-                version=plugin.entry.version,
+                version=plugin.version,
                 foreign=frozenset(foreign),
             )
             admitted = self.policy.admits(offer.names, offer.claims)
             offers.append(offer if admitted else replace(offer, admitted=False))
         return tuple(offers)
+
+
+def load_plugins(
+    allow: Iterable[str] | None = None,
+    deny: Iterable[str] = (),
+    *,
+    settings: Settings | None = None,
+) -> Plugins:
+    """The installed plugins with their cards. Each is imported once in a process.
+
+    `allow` (None: all) and `deny` name distributions. The lists of `settings` (default: the
+    environment's and the configuration file's) hold as well, and so do its lists of backends: the
+    offers that they leave out never win. A plugin that is left out is not imported. A plugin that
+    raises, or shares its name with another, is a failure in the result, never an exception.
+
+    Raises InvalidInput for one text instead of several names, SettingsError for settings that
+    cannot be read.
+    """
+    settings = settings or Settings.load()
+    allow = None if allow is None else several_names("allow", allow)
+    configured, denied = settings.plugin_filter()
+    if configured is not None:
+        known = configured if allow is None else allow
+        allow = tuple(name for name in known if is_admitted(name, configured, ()))
+    found = find_plugins(allow, (*several_names("deny", deny), *denied))
+    plugins = [plugin if plugin.failures else manager().load(plugin) for plugin in found]
+    return Plugins(
+        loaded=tuple(plugin for plugin in plugins if not plugin.failures),
+        failures=tuple(failure for plugin in plugins for failure in plugin.failures),
+        seconds=settings.plugin_seconds,
+        policy=Policy(allow=settings.allow_backends, deny=settings.deny_backends),
+        variables=device_variables(),
+        named=settings.platform,
+    )
+
+
+def find_plugins(allow: Iterable[str] | None = None, deny: Iterable[str] = ()) -> list[Plugin]:
+    """The installed plugins that are admitted. Imports none; those that cannot be used have a
+    failure.
+
+    `allow` names distributions, and `deny` names distributions or plugins (see `is_admitted`). A
+    plugin name that two distributions use is a failure, except of `attnmux-NAME`, to which NAME
+    belongs. Raises InvalidInput for one text instead of several names.
+    """
+    allowed = None if allow is None else several_names("allow", allow)
+    denied = several_names("deny", deny)
+    points, unreadable = entry_points(GROUP)
+    plugins = [
+        plugin
+        for plugin in (Plugin(point, *identity(point.dist)) for point in points)
+        if is_admitted(plugin.distribution, allowed, denied)
+        and is_admitted(plugin.name, None, denied)
+    ]
+    plugins.sort(key=lambda plugin: plugin.key)
+    found = []
+    for name, error in unreadable:
+        nameless = Plugin(EntryPoint(name, "", GROUP), name)
+        found.append(nameless._replace(failures=(failure_of(nameless, "load", error),)))
+    for plugin in plugins:
+        sharing = sorted(each.distribution for each in plugins if each.name == plugin.name)
+        owner = OWN + plugin.name
+        if len(sharing) > 1 and (plugin.distribution != owner or sharing.count(owner) > 1):
+            error = PluginError(
+                f"the plugin name {plugin.name!r} belongs to {' and '.join(sharing)}: "
+                "deny one of the distributions (deny_plugins)"
+            )
+            plugin = plugin._replace(failures=(failure_of(plugin, "load", error),))
+        found.append(plugin)
+    return found
+
+
+def admitted_points(group: str, name: str) -> dict[str, EntryPoint]:
+    """The group's entry points of that name, by distribution, of plugins that the configuration
+    admits."""
+    points = [point for point in entry_points(group)[0] if point.name == name]
+    if not points:
+        return {}
+    admitted = {plugin.distribution for plugin in load_plugins().loaded}
+    found = {identity(point.dist)[0]: point for point in points}
+    return {owner: point for owner, point in sorted(found.items()) if owner in admitted}
 
 
 def several_names(argument: str, names: Iterable[str]) -> tuple[str, ...]:
@@ -90,119 +158,14 @@ def is_admitted(distribution: str, allow: Iterable[str] | None, deny: Iterable[s
     return allowed and own.isdisjoint(map(canonical, deny))
 
 
-def find_entries(
-    allow: Iterable[str] | None = None, deny: Iterable[str] = ()
-) -> tuple[Sequence[Entry], Sequence[PluginFailure]]:
-    """The installed plugins that are admitted, and those that cannot be used. Imports none.
-
-    `allow` names distributions, and `deny` names distributions or plugins (see `is_admitted`). A
-    plugin name that two distributions use is a failure, except of `attnmux-NAME`, to which NAME
-    belongs. Raises InvalidInput for one text instead of several names.
-    """
-    allowed = None if allow is None else several_names("allow", allow)
-    denied = several_names("deny", deny)
-    points, unreadable = entry_points(GROUP)
-    failures = [failure_of(name, name, "", "load", error) for name, error in unreadable]
-    entries = [
-        entry
-        for entry in (Entry(point, *point.distribution.identity()) for point in points)
-        if is_admitted(entry.distribution, allowed, denied)
-        and is_admitted(entry.plugin, None, denied)
-    ]
-    entries.sort(key=lambda entry: entry.key)
-    unique = []
-    for entry in entries:
-        sharing = sorted(e.distribution for e in entries if e.plugin == entry.plugin)
-        owner = OWN + entry.plugin
-        if len(sharing) == 1 or (entry.distribution == owner and sharing.count(owner) == 1):
-            unique.append(entry)
-            continue
-        error = PluginError(
-            f"the plugin name {entry.plugin!r} belongs to {' and '.join(sharing)}: "
-            "deny one of the distributions (deny_plugins)"
-        )
-        failures.append(failure_of(entry.plugin, entry.distribution, entry.version, "load", error))
-    return unique, failures
-
-
-def unknown_plugins(names: Iterable[str]) -> dict[str, str]:
-    """The names that admit no installed plugin, each with the name that was probably meant, or with
-    an empty text."""
+def unknown_plugins(names: Iterable[str], *, denied: bool) -> dict[str, str]:
+    """The names that match no installed plugin, each with the name that was probably meant, or with
+    an empty text. denied: whether names of plugins match too, as they do where they are denied."""
     points, _ = entry_points(GROUP)
-    owners = {point.name: point.distribution.identity()[0] for point in points}
+    owners = {point.name: identity(point.dist)[0] for point in points}
     return {
         name: owners.get(name) or nearest(name, sorted({*owners, *owners.values()}))
         for name in names
         if not any(is_admitted(owner, (name,), ()) for owner in owners.values())
+        and not (denied and name in owners)
     }
-
-
-def read_plugins(
-    allow: Iterable[str] | None = None,
-    deny: Iterable[str] = (),
-    *,
-    cache: Path | None = None,
-    seconds: float = SECONDS,
-) -> Plugins:
-    """The installed plugins with their cards.
-
-    A plugin that is not in `cache`, or that changed since, is imported in another process, for at
-    most `seconds`. One that raises, exits, crashes or hangs is a failure in the result, never an
-    exception. Raises what `find_entries` raises.
-    """
-    entries, failures = find_entries(allow, deny)
-    environment = _environment()
-    store = Store.of(cache, "offers")
-    kept = store.read()
-    told = kept.get("plugins") if kept.get("environment") == environment else None
-    rows: dict[str, Any] = told if isinstance(told, dict) else {}
-    known = {entry.key: _kept(entry, rows[entry.key]) for entry in entries if entry.key in rows}
-    answers, new = answers_of(entries, known, ("cards",), seconds)
-    if fresh := {each.entry.key: row for each in new if (row := _row(each))}:
-        store.write({"environment": environment, "plugins": {**rows, **fresh}})
-    return Plugins(
-        loaded=tuple(each for each in answers if not each.failures),
-        failures=(*failures, *(failure for each in answers for failure in each.failures)),
-        cache=cache,
-        seconds=seconds,
-    )
-
-
-def _environment() -> str:
-    """Changes with the interpreter, with core, and with every distribution that is installed: what
-    a plugin imports may come from any of them."""
-    core = Path(__file__).parents[1]
-    parts = [sys.version, *(found.folder for found in distributions().values())]
-    for room in ("facts", "cards", "find"):
-        with os.scandir(core / room) as files:
-            parts += sorted(f"{f.path} {_stamp(f.path)}" for f in files if f.name.endswith(".py"))
-    return sha256("\n".join(parts).encode(errors="replace")).hexdigest()
-
-
-def _stamp(path: str) -> list[int]:
-    try:
-        status = os.stat(path)
-    except (OSError, ValueError):
-        return []
-    return [status.st_mtime_ns, status.st_size]
-
-
-def _row(plugin: Plugin) -> dict[str, Any] | None:
-    """What is kept of an answer; None where no later change of the plugin would show."""
-    record = plugin.entry.point.distribution.record_hash()
-    files = {name: _stamp(name) for name in plugin.files}
-    if not record and not files:
-        return None
-    return {"record": record, "files": files, **plugin.to_data()}
-
-
-def _kept(entry: Entry, row: dict[str, Any]) -> Plugin | None:
-    """The answer that was kept, or None where the plugin changed or the row cannot be read."""
-    try:
-        if row["record"] != entry.point.distribution.record_hash():
-            return None
-        if any(_stamp(name) != stamp for name, stamp in row["files"].items()):
-            return None
-        return Plugin.of_data(entry, row)
-    except Exception:  # it is damaged
-        return None

@@ -9,7 +9,6 @@ it was found, since it decides which code runs; a file that is named is trusted.
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -22,12 +21,11 @@ from attnmux.core.facts.policy import NAMING, Policy
 from attnmux.core.facts.request import ORIGINS
 from attnmux.core.facts.values import OptionValue
 from attnmux.core.facts.vendors import VENDORS
-from attnmux.core.find.plugins import SECONDS
 from attnmux.core.find.settings_file import CONFIG, find_settings
 
 PREFIX = "ATTNMUX_"
-LONGEST = 3600
-"""Seconds."""
+SECONDS, LONGEST = 10.0, 3600
+"""For one plugin. A healthy one answers in milliseconds, a wedged driver never."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -50,10 +48,8 @@ class Settings:
     deny_plugins: tuple[str, ...] = ()
     """Distributions or plugins."""
     plugin_seconds: float = SECONDS
-    """How long a plugin may take to offer its cards, and again to find its devices."""
+    """How long a plugin's probe may take to find devices."""
     no_plugins: bool = False
-    locked: str | None = None
-    """A file of `attnmux lock`: plugins and libraries that differ from it are refused."""
     allow_coercion: bool = False
     measurements: str | None = None
     """The file of this machine's measurements, instead of the one in the user's cache folder. A
@@ -113,11 +109,6 @@ class Settings:
         source = self.sources.get(name, name)
         return f"{source}: {name}" if self._is_in_file(name) else source
 
-    def locked_file(self) -> Path:
-        """The lock, which is set. Raises SettingsError for a path below an unknown home
-        directory."""
-        return self._named("locked", self.locked or "")
-
     def _named(self, name: str, given: str) -> Path:
         """A path in a configuration file is relative to that file."""
         try:
@@ -142,14 +133,7 @@ class Settings:
     def cache_folder() -> Path | None:
         """The user's folder for what can be computed again; None where there is no home directory,
         as in a container."""
-        # As platformdirs answers on Linux, where its import would take longer than the rest
-        base = os.environ.get("XDG_CACHE_HOME", "")
-        home = os.environ.get("HOME", "").rstrip("/")
-        if not os.path.isabs(base):
-            base = f"{home}/.cache" if os.path.isabs(home) else ""
-        if base and sys.platform == "linux":
-            return Path(base, "attnmux")
-        import platformdirs  # noqa: PLC0415  # as above
+        import platformdirs  # noqa: PLC0415  # few verbs ask
 
         try:
             return platformdirs.user_cache_path("attnmux", appauthor=False)

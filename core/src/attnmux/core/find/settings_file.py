@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import os
 import re
-import stat
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from attnmux.core.facts.errors import SettingsError, in_brief
-from attnmux.core.facts.files import read_file
+from attnmux.core.facts.files import check_own, opened, read_all, read_file
 
 CONFIG = "ATTNMUX_CONFIG"
 """The variable that names the file."""
@@ -25,7 +25,7 @@ def find_settings(directory: Path | None, named: str) -> tuple[Path, Mapping[str
     without one."""
     if named:
         path = Path(named).absolute()
-        table = _table(path)
+        table = _table(path, _text(path))
         if table is None:
             problem = "holds no settings" if path.exists() else "does not exist"
             raise SettingsError(f"{CONFIG}: {path} {problem}")
@@ -39,22 +39,62 @@ def find_settings(directory: Path | None, named: str) -> tuple[Path, Mapping[str
     for folder in (directory, *directory.parents):
         for name in ("attnmux.toml", "pyproject.toml"):
             path = folder / name
-            table = _table(path)
+            table = _found(path)
             if table is not None:
-                _check_owner(path)
                 return path, table
     return directory, {}
 
 
-def _table(path: Path) -> Mapping[str, Any] | None:
-    """The settings in a file; None where there is no file, or one without our table."""
-    own = path.name != "pyproject.toml"
+def _found(path: Path) -> Mapping[str, Any] | None:
+    """The settings in a file that nobody named; None if there are none. Raises SettingsError for
+    those that another user, or a group, could have written."""
+    if not hasattr(os, "geteuid"):  # access lists decide there
+        return _table(path, _text(path))
     try:
-        text = read_file(str(path), MOST_BYTES).decode("utf-8")
+        with _folder(path.parent) as folder, opened(path.name, folder=folder) as file:
+            text = read_all(file, MOST_BYTES).decode("utf-8")
+            link = os.stat(path.name, dir_fd=folder, follow_symlinks=False)
+            places = ((path, link), (path, os.fstat(file)), (path.parent, os.fstat(folder)))
     except (FileNotFoundError, NotADirectoryError):
         return None
     except (OSError, UnicodeDecodeError) as error:
         raise SettingsError(f"{path} cannot be read: {error}") from error
+    table = _table(path, text)
+    for place, status in () if table is None else places:
+        try:
+            check_own(status)
+        except OSError as error:
+            raise SettingsError(
+                f"{path} is not read, as {place} {error}; if you trust it, set {CONFIG}={path}"
+            ) from None
+    return table
+
+
+@contextmanager
+def _folder(path: Path) -> Iterator[int]:
+    """The descriptor of a folder, which need not be readable. Raises OSError."""
+    descriptor = os.open(path, getattr(os, "O_PATH", os.O_RDONLY))
+    try:
+        yield descriptor
+    finally:
+        os.close(descriptor)
+
+
+def _text(path: Path) -> str | None:
+    """The content of a file, None if there is none."""
+    try:
+        return read_file(str(path), MOST_BYTES).decode("utf-8")
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except (OSError, UnicodeDecodeError) as error:
+        raise SettingsError(f"{path} cannot be read: {error}") from error
+
+
+def _table(path: Path, text: str | None) -> Mapping[str, Any] | None:
+    """The settings in a file's text; None if there is no file, or one without our table."""
+    if text is None:
+        return None
+    own = path.name != "pyproject.toml"
     # Parsing costs milliseconds: a pyproject.toml without a key of our name is not parsed
     if not own and not OWN_KEY.search(text):
         return None
@@ -77,21 +117,3 @@ def _table(path: Path) -> Mapping[str, Any] | None:
         if not isinstance(table, dict):
             raise SettingsError(f"{path}: {key} is no table")
     return table
-
-
-def _check_owner(path: Path) -> None:
-    """Raises SettingsError for a file, or a file in a folder, that another user could write."""
-    if not hasattr(os, "geteuid"):  # access lists decide there
-        return
-    for place in (path, path.parent):
-        status = os.stat(place)
-        sticky = place != path and status.st_mode & stat.S_ISVTX
-        if status.st_uid not in (0, os.geteuid()):
-            problem = "belongs to another user"
-        elif status.st_mode & stat.S_IWOTH and not sticky:
-            problem = "can be written by every user"
-        else:
-            continue
-        raise SettingsError(
-            f"{path} is not read, as {place} {problem}; if you trust it, set {CONFIG}={path}"
-        )

@@ -11,7 +11,7 @@ from attnmux.core.facts.frozen import Plain
 from attnmux.core.facts.libraries import installed_version
 from attnmux.core.facts.platform import Platform
 from attnmux.core.facts.vendors import VENDORS, Vendor
-from attnmux.core.find.examine import PluginFailure
+from attnmux.core.find.plugin import PluginFailure
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -13,10 +13,7 @@ from attnmux.core.contract.arguments import described
 from attnmux.core.contract.batch import ForwardBatch, ForwardMode
 from attnmux.core.contract.spec import SpecInput
 from attnmux.core.contract.tree_masks import (
-    masks_drafts,
     of_requests,
-    tree_mask_of,
-    visible_drafts,
     with_mask,
 )
 from attnmux.core.facts.errors import InvalidInput
@@ -217,11 +214,11 @@ class FixedBuffers:
     def _with_visible(self, batch: ForwardBatch) -> ForwardBatch:
         """With `SpecInput.visible` where the graphs have it. Raises InvalidInput where they have
         not and the batch brings a mask between drafts."""
-        form = tree_mask_of(batch.spec_info)
+        form = batch.tree_mask
         if self._config.visible and form != "qlen_only":
-            spec = with_mask(batch.drafts(), visible=visible_drafts(batch))
+            spec = with_mask(batch.drafts(), visible=batch.visible_drafts())
             return replace(batch, spec_info=spec)
-        if not self._config.visible and masks_drafts(batch.spec_info):
+        if not self._config.visible and batch.masks_drafts:
             raise InvalidInput(VISIBLE, got="a value", expected="None, as at capture")
         return batch
 

@@ -12,7 +12,7 @@ import torch
 from rich.console import Console
 from rich.progress import Progress as ProgressBar
 
-from attnmux.core.contract.arguments import check_at_least, check_positive
+from attnmux.core.contract.arguments import check_at_least
 from attnmux.core.contract.batch import ForwardBatch, ForwardMode
 from attnmux.core.facts.errors import InvalidInput
 
@@ -23,10 +23,6 @@ Progress: TypeAlias = Callable[[Sequence[int]], Iterable[int]]
 """Iterates over the sizes to capture and shows how far it is."""
 
 NO_INPUTS: Mapping[str, torch.Tensor] = MappingProxyType({})
-
-NUM_WARM_UPS = 2
-"""Runs before a capture. The first compiles kernels and sets libraries up; the second sees the
-allocations that these made once."""
 
 MAX_GRAPH_BATCH_SIZE = 160
 
@@ -60,7 +56,7 @@ class GraphConfig:
     """The steps that a runner's graphs are captured for."""
 
     batch_sizes: tuple[int, ...]
-    """Ascending; see `graph_batch_sizes`."""
+    """Ascending; see `sizes`."""
     forward_mode: ForwardMode = ForwardMode.DECODE
     """DECODE, TARGET_VERIFY or DRAFT_EXTEND."""
     tokens_per_request: int = 1
@@ -96,7 +92,7 @@ class GraphConfig:
         if not (is_verify or mode.is_decode() or mode.is_draft_extend()):
             expected = "DECODE, TARGET_VERIFY or DRAFT_EXTEND"
             raise InvalidInput("forward_mode", got=mode.name, expected=expected)
-        check_positive("tokens_per_request", self.tokens_per_request)
+        check_at_least(1, "tokens_per_request", self.tokens_per_request)
         if mode.is_draft_extend() and self.two_batches:
             raise InvalidInput("two_batches", got=True, expected="False in DRAFT_EXTEND")
         for name in ("index_topk", "index_heads"):
@@ -117,44 +113,44 @@ class GraphConfig:
     def max_num_tokens(self) -> int:
         return self.max_batch_size * self.tokens_per_request
 
+    @staticmethod
+    def sizes(
+        *,
+        pool_size: int,
+        max_batch_size: int | None = None,
+        speculation: bool = False,
+        chosen: Sequence[int] | None = None,
+    ) -> tuple[int, ...]:
+        """Batch sizes to capture, ascending.
 
-def graph_batch_sizes(
-    *,
-    pool_size: int,
-    max_batch_size: int | None = None,
-    speculation: bool = False,
-    chosen: Sequence[int] | None = None,
-) -> tuple[int, ...]:
-    """Batch sizes to capture, ascending.
+        pool_size: rows of the request table, which limit a batch. max_batch_size: the largest size
+        to capture; None: 160, or the largest of `chosen`. chosen: the user's sizes, instead of the
+        default ones.
 
-    pool_size: rows of the request table, which limit a batch. max_batch_size: the largest size to
-    capture; None: 160, or the largest of `chosen`. chosen: the user's sizes, instead of the default
-    ones.
-
-    Where the largest size exceeds the pool, pool_size - 1 and pool_size are added, so that a full
-    pool has a graph. Sizes above the pool or the maximum are dropped.
-    Raises InvalidInput for sizes below 1 and where no size is left.
-    """
-    check_positive("pool_size", pool_size)
-    if chosen is not None:
-        if not chosen or min(chosen) < 1:
-            raise InvalidInput("chosen", got=list(chosen), expected="batch sizes from 1 up")
-        sizes = set(chosen)
-    elif speculation:
-        sizes = set(range(1, 33))
-    else:
-        sizes = {1, 2, 4, *range(8, 161, 8)}
-    if max_batch_size is None:
-        max_batch_size = MAX_GRAPH_BATCH_SIZE if chosen is None else max(sizes)
-    check_positive("max_batch_size", max_batch_size)
-    if max(sizes) > pool_size:
-        sizes |= {pool_size - 1, pool_size}
-    limit = min(pool_size, max_batch_size)
-    kept = tuple(sorted(size for size in sizes if 1 <= size <= limit))
-    if not kept:
-        expected = f"at least {min(sizes)}, the smallest size"
-        raise InvalidInput("max_batch_size", got=max_batch_size, expected=expected)
-    return kept
+        Where the largest size exceeds the pool, pool_size - 1 and pool_size are added, so that a
+        full pool has a graph. Sizes above the pool or the maximum are dropped.
+        Raises InvalidInput for sizes below 1 and where no size is left.
+        """
+        check_at_least(1, "pool_size", pool_size)
+        if chosen is not None:
+            if not chosen or min(chosen) < 1:
+                raise InvalidInput("chosen", got=list(chosen), expected="batch sizes from 1 up")
+            sizes = set(chosen)
+        elif speculation:
+            sizes = set(range(1, 33))
+        else:
+            sizes = {1, 2, 4, *range(8, 161, 8)}
+        if max_batch_size is None:
+            max_batch_size = MAX_GRAPH_BATCH_SIZE if chosen is None else max(sizes)
+        check_at_least(1, "max_batch_size", max_batch_size)
+        if max(sizes) > pool_size:
+            sizes |= {pool_size - 1, pool_size}
+        limit = min(pool_size, max_batch_size)
+        kept = tuple(sorted(size for size in sizes if 1 <= size <= limit))
+        if not kept:
+            expected = f"at least {min(sizes)}, the smallest size"
+            raise InvalidInput("max_batch_size", got=max_batch_size, expected=expected)
+        return kept
 
 
 def padded_size(count: int, sizes: Sequence[int]) -> int | None:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from attnmux.core.facts.errors import GraphUnsupported, in_brief
-from attnmux.core.find.installed import admitted_points
+from attnmux.core.find.plugins import admitted_points
 from attnmux.core.graph.config import GraphConfig
 
 GROUP = "attnmux.graphs"
@@ -55,6 +55,10 @@ class CapturedGraph:
 class DeviceGraphs(ABC):
     """The graphs of one device. They share a memory pool, so that one may run at a time."""
 
+    NUM_WARM_UPS = 2
+    """Runs before a capture. The first compiles kernels and sets libraries up; the second sees the
+    allocations that these made once."""
+
     @abstractmethod
     @contextmanager
     def session(self) -> Iterator[None]:
@@ -67,6 +71,34 @@ class DeviceGraphs(ABC):
     @abstractmethod
     def capture(self, step: GraphStep) -> CapturedGraph:
         """Capture the step. Raises GraphUnsupported for a step that cannot be replayed."""
+
+    @staticmethod
+    def of(device: torch.device, device_type: str | None = None) -> DeviceGraphs:
+        """The graphs of a device: of CUDA here, of another type those that a plugin provides.
+
+        device_type: whose graphs, where tensors of an emulated device lie on another one.
+        Raises GraphUnsupported for a device without graphs, or whose graphs cannot be made.
+        """
+        kind = device_type or device.type
+        if kind == "cuda":
+            return CudaGraphs(device)
+        offered = admitted_points(GROUP, kind)
+        if len(offered) != 1:
+            owners = " and ".join(offered)
+            raise GraphUnsupported(
+                f"{owners} both provide graphs of {kind!r} devices: deny one of them (deny_plugins)"
+                if offered
+                else f"no graphs for {kind!r} devices, only for cuda and where a plugin provides "
+                "them: run eagerly, or pass RecordingGraphs() to test a step without such a device"
+            )
+        ((owner, point),) = offered.items()
+        try:
+            make: Any = point.load()
+            graphs: DeviceGraphs = make(device)
+        except Exception as error:  # a plugin may raise anything
+            said = f"{owner}'s graphs of {kind!r} devices: {in_brief(error)}"
+            raise GraphUnsupported(said) from error
+        return graphs
 
 
 class StreamGraphs(DeviceGraphs):
@@ -163,34 +195,6 @@ def _no_garbage_collection() -> Iterator[None]:
             gc.enable()
 
 
-def device_graphs(device: torch.device, device_type: str | None = None) -> DeviceGraphs:
-    """The graphs of a device: of CUDA here, of another type those that a plugin provides.
-
-    device_type: whose graphs, where tensors of an emulated device lie on another one.
-    Raises GraphUnsupported for a device without graphs, or whose graphs cannot be made.
-    """
-    kind = device_type or device.type
-    if kind == "cuda":
-        return CudaGraphs(device)
-    offered = admitted_points(GROUP, kind)
-    if len(offered) != 1:
-        owners = " and ".join(offered)
-        raise GraphUnsupported(
-            f"{owners} both provide graphs of {kind!r} devices: deny one of them (deny_plugins)"
-            if offered
-            else f"no graphs for {kind!r} devices, only for cuda and where a plugin provides them: "
-            "run eagerly, or pass RecordingGraphs() to test a step without such a device"
-        )
-    ((owner, point),) = offered.items()
-    try:
-        make: Any = point.load()
-        graphs: DeviceGraphs = make(device)
-    except Exception as error:  # a plugin may raise anything
-        said = f"{owner}'s graphs of {kind!r} devices: {in_brief(error)}"
-        raise GraphUnsupported(said) from error
-    return graphs
-
-
 class CapturingRanks:
     """Ranks whose graphs hold collectives of each other, as one of them sees them: here a single
     one, which has no other to wait for.
@@ -214,6 +218,3 @@ class CapturingRanks:
 
     def meet(self) -> None:
         """Wait for all ranks before a warm-up and before a capture. Raises as `session` does."""
-
-
-ALONE = CapturingRanks()

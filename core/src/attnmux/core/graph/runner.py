@@ -13,13 +13,11 @@ from attnmux.core.contract.backend import AttentionBackend
 from attnmux.core.contract.batch import ForwardBatch, ForwardMode
 from attnmux.core.contract.op import forward_context
 from attnmux.core.contract.spec import SpecInput
-from attnmux.core.contract.tree_masks import masks_drafts
 from attnmux.core.facts.errors import GraphUnsupported, InvalidInput
 from attnmux.core.graph.buffers import FixedBuffers
 from attnmux.core.graph.config import (
     NO_INPUTS,
     NO_MODEL_INPUTS,
-    NUM_WARM_UPS,
     Forward,
     GraphConfig,
     ModelInput,
@@ -27,7 +25,7 @@ from attnmux.core.graph.config import (
     padded_size,
     show_progress,
 )
-from attnmux.core.graph.devices import ALONE, CapturedGraph, CapturingRanks, DeviceGraphs, GraphStep
+from attnmux.core.graph.devices import CapturedGraph, CapturingRanks, DeviceGraphs, GraphStep
 from attnmux.core.graph.outputs import FixedOutputs
 
 
@@ -60,7 +58,7 @@ class GraphRunner:
         devices: DeviceGraphs,
         inputs: Mapping[str, ModelInput] = NO_MODEL_INPUTS,
         progress: Progress = show_progress,
-        ranks: CapturingRanks = ALONE,
+        ranks: CapturingRanks | None = None,
     ) -> None:
         """forward: called with the padded batch and inputs, inside `forward_context`.
 
@@ -80,7 +78,7 @@ class GraphRunner:
         self._forward = forward
         self._devices = devices
         self._progress = progress
-        self._ranks = ranks
+        self._ranks = ranks or CapturingRanks()
         self._buffers = FixedBuffers(
             held,
             inputs,
@@ -181,7 +179,7 @@ class GraphRunner:
             host_tensors=self._buffers.host_tensors,
         )
         self._backend.init_forward_metadata_out_graph(batch, in_capture=True)
-        for _ in range(NUM_WARM_UPS):
+        for _ in range(self._devices.NUM_WARM_UPS):
             self._ranks.meet()
             self._devices.warm_up(step)
         self._ranks.meet()
@@ -233,7 +231,7 @@ class GraphRunner:
             ("encoder_lens", batch.encoder_lens is not None, config.encoder),
             ("encoder_out_cache_loc", bool(encoder is not None and encoder.numel()), False),
             ("spec_info.custom_mask", has_mask, config.custom_mask),
-            ("spec_info.visible", masks_drafts(spec), None if config.visible else False),
+            ("spec_info.visible", batch.masks_drafts, None if config.visible else False),
             ("multi_item", batch.multi_item is not None, False),
             ("topk_indices", batch.topk_indices is not None, None if config.index_topk else False),
         ):

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 
-from attnmux.core.contract.arguments import check_lens, check_picks, check_table
+from attnmux.core.contract.arguments import check_lens, check_lookup
 from attnmux.core.indices._segments import segment_of_place
 from attnmux.core.indices.ragged import cu_seqlens
 
@@ -33,8 +32,7 @@ def topk_slots(
     rows: [T] int64, each token's row of the request table. topk_indices: [T, topk] int32, as on
     `ForwardBatch`. Shapes are static, as device graphs require.
     """
-    num_tokens = check_table(req_to_token, rows)
-    check_picks(topk_indices, num_tokens)
+    check_lookup(req_to_token, rows, topk_indices)
     places = (rows * req_to_token.shape[1]).unsqueeze(1) + topk_indices
     # For -1 this reads another slot, in bounds, which is not used
     return torch.where(topk_indices < 0, -1, req_to_token.view(-1)[places])
@@ -48,27 +46,3 @@ class IndexRows:
     """[slots, index_head_dim]."""
     scales: torch.Tensor | None
     """[slots, blocks of 128 values] float32; None where keys are stored unchanged."""
-
-
-class ScoresKeys(Protocol):
-    """A device's own way to score keys."""
-
-    def __call__(
-        self,
-        index_q: torch.Tensor,
-        weights: torch.Tensor,
-        stored: IndexRows,
-        req_to_token: torch.Tensor,
-        rows: torch.Tensor,
-        positions: torch.Tensor,
-        scores: torch.Tensor,
-    ) -> None:
-        """Write scores [T, S] float32 of the keys up to each token's place.
-
-        The score of key s for token t is the sum over the indexer's heads h of
-        `weights[t, h] * relu(index_q[t, h] . index_k[s])` (DeepSeek-V3.2-Exp, equation 1).
-
-        index_q: [T, Hi, Di]. weights: [T, Hi]. rows: [R] int64, of the request table req_to_token;
-        each is that of T / R tokens, one after another. positions: [T] int64, below S.
-        Does not synchronise; shapes are static.
-        """

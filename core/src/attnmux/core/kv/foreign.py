@@ -7,8 +7,7 @@ from typing import Any
 
 import torch
 
-from attnmux.core.contract.arguments import check_positive, described
-from attnmux.core.contract.tables import RequestTable
+from attnmux.core.contract.arguments import check_at_least, described
 from attnmux.core.facts.errors import InvalidInput
 from attnmux.core.kv.token_pools import LatentPool, PairPool
 
@@ -60,24 +59,9 @@ class ForeignMLAPool(LatentPool):
         self._hold(buffers, kv_lora_rank, first.shape[2] - kv_lora_rank)
 
 
-class ForeignRequestTable(RequestTable):
-    """An engine's own table of slots, used in place. The engine hands out its rows."""
-
-    def __init__(self, req_to_token: torch.Tensor) -> None:
-        """req_to_token: [rows, max_context_len] int32; row 0 belongs to padding.
-
-        Raises InvalidInput for another dtype or shape.
-        """
-        if req_to_token.dim() != 2 or req_to_token.dtype != torch.int32 or len(req_to_token) < 2:
-            expected = "torch.int32 of shape (rows of requests + 1, max_context_len)"
-            raise InvalidInput("req_to_token", got=described(req_to_token), expected=expected)
-        super().__init__(req_to_token.shape[0] - 1, req_to_token.shape[1], req_to_token.device)
-        self._req_to_token = req_to_token
-
-
 def _storage(first: torch.Tensor, page_size: int) -> dict[str, Any]:
     """What a pool of such buffers is made with, apart from its layers."""
-    check_positive("page_size", page_size)
+    check_at_least(1, "page_size", page_size)
     size, dtype, device = first.shape[0] - page_size, first.dtype, first.device
     return {"size": size, "page_size": page_size, "dtype": dtype, "device": device}
 

@@ -9,9 +9,9 @@ from types import MappingProxyType
 
 import torch
 
-from attnmux.core.contract.arguments import check_positive
+from attnmux.core.contract.arguments import check_at_least
 from attnmux.core.contract.layer import LayerSpec
-from attnmux.core.contract.pool import KVPool, check_loc
+from attnmux.core.contract.pool import KVPool
 from attnmux.core.facts.errors import InvalidInput
 
 STORAGE = ("page_size", "device")
@@ -92,7 +92,7 @@ class JoinedKVPool(KVPool):
         k_scale: float | None = None,
         v_scale: float | None = None,
     ) -> None:
-        check_loc(loc)
+        KVPool.check_loc(loc)
         pool, loc = self._pool_of(layer.layer_id), self.translate(loc, layer.layer_id)
         pool.set_kv_buffer(layer, loc, k, v, k_scale, v_scale)
 
@@ -104,7 +104,7 @@ class JoinedKVPool(KVPool):
         k_rope: torch.Tensor,
         k_scale: float | None = None,
     ) -> None:
-        check_loc(loc)
+        KVPool.check_loc(loc)
         pool, loc = self._pool_of(layer.layer_id), self.translate(loc, layer.layer_id)
         pool.set_mla_kv_buffer(layer, loc, k_nope, k_rope, k_scale)
 
@@ -206,18 +206,18 @@ class SWAKVPool(JoinedKVPool):
         except KeyError:
             raise InvalidInput(argument, got=indices.dtype, expected="int32 or int64") from None
 
+    @staticmethod
+    def tokens_behind_window(seq_len: int, sliding_window_size: int, page_size: int) -> int:
+        """Tokens at the front of a request, in whole pages, that no later token sees.
+
+        seq_len: tokens of the request. The next one, at place seq_len, sees keys from
+        seq_len - sliding_window_size on. With several windows, pass the widest.
+        """
+        check_at_least(1, "page_size", page_size)
+        if sliding_window_size < 0:
+            return 0
+        return max(seq_len - sliding_window_size, 0) // page_size * page_size
+
 
 def _gather(table: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
     return table.index_select(0, indices.reshape(-1)).view(indices.shape)
-
-
-def tokens_behind_window(seq_len: int, sliding_window_size: int, page_size: int) -> int:
-    """Tokens at the front of a request, in whole pages, that no later token sees.
-
-    seq_len: tokens of the request. The next one, at place seq_len, sees keys from
-    seq_len - sliding_window_size on. With several windows, pass the widest.
-    """
-    check_positive("page_size", page_size)
-    if sliding_window_size < 0:
-        return 0
-    return max(seq_len - sliding_window_size, 0) // page_size * page_size

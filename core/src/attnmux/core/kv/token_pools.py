@@ -6,10 +6,10 @@ from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 
-from attnmux.core.contract.arguments import check_positive
+from attnmux.core.contract.arguments import check_at_least
 from attnmux.core.contract.dtypes import BLOCK, FP4_DTYPE
 from attnmux.core.contract.layer import LayerSpec
-from attnmux.core.contract.pool import KVPool, check_loc, check_rows
+from attnmux.core.contract.pool import KVPool
 from attnmux.core.kv.quantise import SCALE_DTYPE, check_width, quantise, scale_bytes, stored_parts
 from attnmux.core.kv.rows import words_of, write_rows
 
@@ -50,9 +50,9 @@ class PairPool(KVPool):
         v_scale: float | None = None,
     ) -> None:
         k_buffer, v_buffer = self.get_kv_buffer(layer.layer_id)
-        num_tokens, packed = check_loc(loc), 2 if self.dtype == FP4_DTYPE else 1
+        num_tokens, packed = KVPool.check_loc(loc), 2 if self.dtype == FP4_DTYPE else 1
         for name, rows, (_, heads, dim) in (("k", k, k_buffer.shape), ("v", v, v_buffer.shape)):
-            check_rows(name, rows, (num_tokens, heads, dim * packed), loc)
+            KVPool.check_rows(name, rows, (num_tokens, heads, dim * packed), loc)
         k, *k_scales = stored_parts(k, self.dtype, k_scale)
         v, *v_scales = stored_parts(v, self.dtype, v_scale)
         k_words, v_words = self._words[layer.layer_id]
@@ -108,9 +108,9 @@ class LatentPool(KVPool):
         k_scale: float | None = None,
     ) -> None:
         self._layer_index(layer.layer_id)
-        num_tokens = check_loc(loc)
-        check_rows("k_nope", k_nope, (num_tokens, 1, self.kv_lora_rank), loc)
-        check_rows("k_rope", k_rope, (num_tokens, 1, self.qk_rope_head_dim), loc)
+        num_tokens = KVPool.check_loc(loc)
+        KVPool.check_rows("k_nope", k_nope, (num_tokens, 1, self.kv_lora_rank), loc)
+        KVPool.check_rows("k_rope", k_rope, (num_tokens, 1, self.qk_rope_head_dim), loc)
         nope = quantise(k_nope, self.dtype, k_scale)
         rope = quantise(k_rope, self.dtype, k_scale)
         nope_words, rope_words = self._words[layer.layer_id]
@@ -152,7 +152,7 @@ class MHATokenToKVPool(PairPool):
         self.head_dim = head_dim
         self.v_head_dim = head_dim if v_head_dim is None else v_head_dim
         for name in ("num_kv_heads", "head_dim", "v_head_dim"):
-            check_positive(name, getattr(self, name))
+            check_at_least(1, name, getattr(self, name))
         layers, dims = len(self.layer_ids), (head_dim, self.v_head_dim)
         self._scales: list[tuple[torch.Tensor, torch.Tensor]] = []
         if dtype == FP4_DTYPE:
@@ -229,8 +229,8 @@ class MLATokenToKVPool(LatentPool):
             size=size, page_size=page_size, dtype=dtype, layer_ids=layer_ids, device=device
         )
         self.check_whole_bytes("MLA's latents")
-        check_positive("kv_lora_rank", kv_lora_rank)
-        check_positive("qk_rope_head_dim", qk_rope_head_dim)
+        check_at_least(1, "kv_lora_rank", kv_lora_rank)
+        check_at_least(1, "qk_rope_head_dim", qk_rope_head_dim)
         shape = (self.num_slots, 1, kv_lora_rank + qk_rope_head_dim)
         buffers = self._allocate([shape] * len(self.layer_ids), dtype, "MLA KV pool")
         rows = dict(zip(self.layer_ids, buffers, strict=True))

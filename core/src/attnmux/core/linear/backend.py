@@ -17,7 +17,6 @@ from attnmux.core.contract.batch import ForwardBatch, ForwardMode
 from attnmux.core.contract.context import BackendContext
 from attnmux.core.contract.debug import check_batch, check_types
 from attnmux.core.contract.steps import NO_OPTIONS, StepBackend
-from attnmux.core.contract.tree_masks import tree_mask_of
 from attnmux.core.facts.errors import InvalidInput, PluginError
 from attnmux.core.linear.layer import (
     ConvCall,
@@ -26,7 +25,7 @@ from attnmux.core.linear.layer import (
     check_conv,
     check_linear,
 )
-from attnmux.core.linear.states import LinearStatePool, linear_states_of
+from attnmux.core.linear.states import LinearStatePool
 
 SERVED = (
     *(ForwardMode.EXTEND, ForwardMode.MIXED, ForwardMode.DECODE, ForwardMode.IDLE),
@@ -50,7 +49,7 @@ class LinearAttentionBackend(StepBackend):
 
     def __init__(self, context: BackendContext, options: Mapping[str, object] = NO_OPTIONS) -> None:
         """Raises InvalidInput for a context without `linear_states`."""
-        self.states = linear_states_of(context)
+        self.states = LinearStatePool.of(context)
         self.context = context
         self.options = options
 
@@ -170,7 +169,7 @@ class LinearAttentionBackend(StepBackend):
 def check_drafts(states: LinearStatePool, batch: ForwardBatch) -> None:
     """Raise InvalidInput unless a step's drafts are chains for which the pool has room."""
     spec = batch.drafts()
-    if spec.topk > 1 or tree_mask_of(spec) is not None:
+    if spec.topk > 1 or spec.tree_mask is not None:
         expected = "chains: the states of a tree's branches are not kept"
         raise InvalidInput("spec_info", got="a draft tree", expected=expected)
     num, most = spec.draft_token_num, states.draft_tokens

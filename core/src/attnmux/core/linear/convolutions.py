@@ -70,6 +70,20 @@ class ShortConvolutions(ABC):
     def verify(self, call: ConvCall, batch: ForwardBatch) -> None:
         """As `LinearAttentionBackend.verify_conv`."""
 
+    def keep_drafts(self, call: ConvCall, batch: ForwardBatch) -> torch.Tensor:
+        """Write the states after drafts, `LinearStatePool.draft_conv`.
+
+        Returns them in the dtype of the call: [B, W - 1 + d, C], the inputs before the drafts,
+        zeros for requests that start with them, then the drafts'.
+        """
+        layer_id, rows, states = call.layer.layer_id, batch.req_pool_indices, self.states
+        num, drafted = batch.drafts().draft_token_num, states.draft_conv(layer_id, call.index)
+        history = states.read(states.conv(layer_id, call.index), rows, batch.seq_lens <= 0)
+        x = call.x.view(batch.batch_size, num, call.x.shape[1])
+        line = torch.cat([history.to(x.dtype), x], dim=1)
+        drafted[:, : line.shape[1]].index_copy_(0, rows, line.to(drafted.dtype))
+        return line
+
 
 class PlainConvolutions(ShortConvolutions):
     """In plain torch, on any device and of any number of taps."""
@@ -89,14 +103,14 @@ class PlainConvolutions(ShortConvolutions):
 
     def verify(self, call: ConvCall, batch: ForwardBatch) -> None:
         """All drafts of a request after its W - 1 last inputs."""
-        line = keep_drafts(call, batch, self.states)
+        line = self.keep_drafts(call, batch)
         convolved = _convolved(line.transpose(1, 2), call).transpose(1, 2)
         call.out.copy_(convolved.flatten(0, 1))
         _activate(call)
 
     def _convolve_one(self, call: ConvCall, batch: ForwardBatch) -> None:
         pool, rows = self.states.conv(call.layer.layer_id, call.index), batch.req_pool_indices
-        history = read_states(pool, rows, batch.seq_lens <= 1)
+        history = LinearStatePool.read(pool, rows, batch.seq_lens <= 1)
         window = torch.cat([history.to(call.x.dtype), call.x.unsqueeze(1)], dim=1)
         pool.index_copy_(0, rows, window[:, 1:].to(pool.dtype))
         call.out.copy_(_convolved(window.transpose(1, 2), call).squeeze(-1))
@@ -105,7 +119,7 @@ class PlainConvolutions(ShortConvolutions):
         """All requests as one sequence, each after its W - 1 last inputs."""
         pool, tokens = self.states.conv(call.layer.layer_id, call.index), self.tokens
         before = call.layer.conv_size - 1
-        history = read_states(pool, batch.req_pool_indices, tokens.fresh).to(call.x.dtype)
+        history = LinearStatePool.read(pool, batch.req_pool_indices, tokens.fresh).to(call.x.dtype)
         count, num, device = batch.batch_size, tokens.num_tokens, call.x.device
         line = call.x.new_empty((num + count * before, call.x.shape[1]))
         places = torch.arange(num, device=device) + before * tokens.request_of_token
@@ -120,28 +134,6 @@ class PlainConvolutions(ShortConvolutions):
         if num:
             convolved = _convolved(line.t().unsqueeze(0), call)[0]
             call.out[:num] = convolved[:, places].t()
-
-
-def keep_drafts(call: ConvCall, batch: ForwardBatch, states: LinearStatePool) -> torch.Tensor:
-    """Write the states after drafts, `states.draft_conv`.
-
-    Returns them in the dtype of the call: [B, W - 1 + d, C], the inputs before the drafts, zeros
-    for requests that start with them, then the drafts'.
-    """
-    layer_id, rows = call.layer.layer_id, batch.req_pool_indices
-    num, drafted = batch.drafts().draft_token_num, states.draft_conv(layer_id, call.index)
-    history = read_states(states.conv(layer_id, call.index), rows, batch.seq_lens <= 0)
-    x = call.x.view(batch.batch_size, num, call.x.shape[1])
-    line = torch.cat([history.to(x.dtype), x], dim=1)
-    drafted[:, : line.shape[1]].index_copy_(0, rows, line.to(drafted.dtype))
-    return line
-
-
-def read_states(pool: torch.Tensor, rows: torch.Tensor, fresh: torch.Tensor) -> torch.Tensor:
-    """A copy [B, ...] of the rows' states, with zeros for those that start: their rows may hold
-    NaN. fresh: [B] bool."""
-    held = pool[rows]
-    return held.masked_fill_(fresh.view(-1, *[1] * (held.dim() - 1)), 0)
 
 
 def _convolved(windows: torch.Tensor, call: ConvCall) -> torch.Tensor:

@@ -3,23 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import msgspec
 import torch
 
-from attnmux.core.contract.arguments import check_positive, check_tensor
+from attnmux.core.contract.arguments import check_at_least, check_tensor
 from attnmux.core.facts.errors import InvalidInput
 from attnmux.core.facts.values import LinearKind
-
-DELTA_KINDS = frozenset({"gdn", "kda"})
-"""Kinds that subtract what the state already holds for a key before they add its value."""
-
-L2_EPS = 1e-6
-"""Added to a sum of squares before its root, see `LinearLayerSpec.qk_l2norm`. Source: the l2norm of
-flash-linear-attention, which transformers' models call or repeat."""
-
-CHANNEL_KINDS = frozenset({"kda", "mamba1"})
-"""Kinds whose decay is a number for each K channel of a head."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -42,6 +33,14 @@ class LinearLayerSpec:
     are all that a layer of kind "conv" has.
     Raises InvalidInput for values that contradict each other.
     """
+
+    DELTA_KINDS: ClassVar = frozenset({"gdn", "kda"})
+    """Kinds that subtract what the state already holds for a key before they add its value."""
+    CHANNEL_KINDS: ClassVar = frozenset({"kda", "mamba1"})
+    """Kinds whose decay is a number for each K channel of a head."""
+    L2_EPS: ClassVar = 1e-6
+    """Added to a sum of squares before its root, see `qk_l2norm`. Source: the l2norm of
+    flash-linear-attention, which transformers' models call or repeat."""
 
     layer_id: int
     """Unique among the linear layers of a context; attention layers count by themselves."""
@@ -69,9 +68,9 @@ class LinearLayerSpec:
         if not self.has_state and not self.conv_dims:
             raise InvalidInput("conv_dims", got=(), expected="a convolution in kind 'conv'")
         for dim in self.conv_dims:
-            check_positive("conv_dims", dim)
+            check_at_least(1, "conv_dims", dim)
         if self.conv_dims:
-            check_positive("conv_size", self.conv_size)
+            check_at_least(1, "conv_size", self.conv_size)
 
     @property
     def has_state(self) -> bool:
@@ -80,13 +79,13 @@ class LinearLayerSpec:
 
     @property
     def has_delta_rule(self) -> bool:
-        return self.kind in DELTA_KINDS
+        return self.kind in self.DELTA_KINDS
 
     @property
     def decay_shape(self) -> tuple[int, ...]:
         """Shape of a token's g: [Hv], in `CHANNEL_KINDS` [Hv, K]."""
         heads = (self.num_v_heads,)
-        return (*heads, self.head_k_dim) if self.kind in CHANNEL_KINDS else heads
+        return (*heads, self.head_k_dim) if self.kind in self.CHANNEL_KINDS else heads
 
 
 class LinearCall(msgspec.Struct, frozen=True, eq=False):

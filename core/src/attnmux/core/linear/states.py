@@ -10,7 +10,6 @@ import torch
 from attnmux.core.contract.arguments import (
     check_at_least,
     check_device,
-    check_positive,
     check_vector,
 )
 from attnmux.core.contract.context import BackendContext
@@ -23,15 +22,6 @@ Key = TypeVar("Key", bound=Hashable)
 COPIED_BYTES = 256 << 20
 """Of states that `accept` copies at once: layers are copied together, to take few launches, but not
 so many that the copies need much memory."""
-
-
-def linear_states_of(context: BackendContext) -> LinearStatePool:
-    """The context's states. Raises InvalidInput for a context without linear layers."""
-    states = context.linear_states
-    if not isinstance(states, LinearStatePool):
-        got = None if states is None else f"one of type {type(states).__name__}"
-        raise InvalidInput("context.linear_states", got=got, expected="a LinearStatePool")
-    return states
 
 
 class LinearStatePool:
@@ -64,7 +54,7 @@ class LinearStatePool:
         Raises InvalidInput for a size below 1, fewer kept states or draft tokens than 0 and two
         layers with one id, and PoolExhausted when memory does not suffice.
         """
-        check_positive("size", size)
+        check_at_least(1, "size", size)
         for name, value in (("kept_size", kept_size), ("draft_tokens", draft_tokens)):
             check_at_least(0, name, value)
         ids = [layer.layer_id for layer in layers]
@@ -102,6 +92,22 @@ class LinearStatePool:
         self._draft_convs, self._draft_conv_stacks = self._stacked(
             {key: (1 + size, taps + d, dim) for key, (taps, dim) in convs.items() if d}, conv_dtype
         )
+
+    @classmethod
+    def of(cls, context: BackendContext) -> LinearStatePool:
+        """The context's states. Raises InvalidInput for a context without linear layers."""
+        states = context.linear_states
+        if not isinstance(states, cls):
+            got = None if states is None else f"one of type {type(states).__name__}"
+            raise InvalidInput("context.linear_states", got=got, expected="a LinearStatePool")
+        return states
+
+    @staticmethod
+    def read(pool: torch.Tensor, rows: torch.Tensor, fresh: torch.Tensor) -> torch.Tensor:
+        """A copy [B, ...] of rows of `state` or `conv`, with zeros for those that start: their rows
+        may hold NaN. fresh: [B] bool."""
+        held = pool[rows]
+        return held.masked_fill_(fresh.view(-1, *[1] * (held.dim() - 1)), 0)
 
     def _stacked(
         self, shapes: Mapping[Key, tuple[int, ...]], dtype: torch.dtype

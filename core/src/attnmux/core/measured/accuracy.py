@@ -8,17 +8,15 @@ from attnmux.core.cards.card import Offer
 from attnmux.core.choosing.checking import (
     Accuracy,
     by_card,
-    inaccurate,
-    rounding,
     too_large,
     unbounded,
 )
 from attnmux.core.choosing.decision import Decision
-from attnmux.core.facts.axes import Question
 from attnmux.core.facts.platform import Platform
+from attnmux.core.facts.questions import Question
 from attnmux.core.facts.request import Request
 from attnmux.core.facts.verdicts import Reason
-from attnmux.core.measured.measurement import Measurement, shape_of
+from attnmux.core.measured.measurement import Measurement
 
 FACTOR = 3
 """A backend whose rms error is more than this many times the smallest one for the same workload
@@ -39,20 +37,19 @@ def by_measurement(found: Current, platform: Platform) -> Accuracy:
     def accuracy(offer: Offer, request: Request) -> list[Reason]:
         reasons: list[Reason] = []
         most = request.max_error
-        for phase in TIMED if most is not None or request.accuracy is not None else ():
+        if most is None:
+            return reasons
+        for phase in TIMED:
             if phase not in request.phases:
                 continue
             timed = _timed(found, request, platform, phase)
             own = [each for each in timed.get(offer.address, ()) if each.worst_error is not None]
-            if most is not None:
-                worst = max(own, key=lambda each: each.worst_error or 0, default=None)
-                if worst is None:
-                    reasons += unbounded(offer.card, request, most)
-                elif (worst.worst_error or 0) > most:
-                    where = f"{worst.worst_error:.3g} measured for {worst.workload}"
-                    reasons.append(too_large(most, where))
-            if request.accuracy is not None:
-                reasons += _inaccurate(offer, timed) if own else rounding(offer.card, request)
+            worst = max(own, key=lambda each: each.worst_error or 0, default=None)
+            if worst is None:
+                reasons += unbounded(offer.card, request, most)
+            elif (worst.worst_error or 0) > most:
+                where = f"{worst.worst_error:.3g} measured for {worst.workload}"
+                reasons.append(too_large(most, where))
         return list(dict.fromkeys(reasons))
 
     return accuracy
@@ -70,12 +67,7 @@ def notes_on(decision: Decision, found: Current) -> Iterator[str]:
         # Only now: a decision makes its candidates when they are first read
         eligible = {v.address for v in decision.candidates if v.phase == phase and v.eligible}
         if said := _compared(choice.address, timed, eligible | {choice.address}):
-            yield f"{choice.address} for {phase}: {said}; accuracy=high refuses it"
-
-
-def _inaccurate(offer: Offer, timed: Mapping[str, Iterable[Measurement]]) -> list[Reason]:
-    said = _compared(offer.address, timed, timed.keys())
-    return [inaccurate(said)] if said else []
+            yield f"{choice.address} for {phase}: {said}; max_error bounds it"
 
 
 def _compared(
@@ -107,4 +99,4 @@ def _timed(
     found: Current, request: Request, platform: Platform, phase: str
 ) -> Mapping[str, Sequence[Measurement]]:
     question = Question(request=request, platform=platform, phase=phase)
-    return found.get((phase, shape_of(question)), {})
+    return found.get((phase, Measurement.shape_of(question)), {})

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 
-from attnmux.core.cards.card import Offer
-from attnmux.core.facts.axes import Demand, Question
+from attnmux.core.facts.axis import Demand
 from attnmux.core.facts.checks import NAME, Check, is_whole
-from attnmux.core.facts.frozen import FrozenMapping
-from attnmux.core.facts.libraries import Libraries, installed_version
-from attnmux.core.facts.records import Record, Records, is_figure, read_records
+from attnmux.core.facts.questions import Question
+from attnmux.core.facts.records import Record, is_figure
 
 STATED_APART = frozenset({"vendor", "arch", "version", "features", "runtime", "phase"})
 """Axes that a measurement states by its device and its phase."""
@@ -42,7 +38,8 @@ class Measurement(Record):
 
     phase: str
     shape: str
-    """`shape_of` the question. Without a page size in it, the backend preferred its own."""
+    """`Measurement.shape_of` the question. Without a page size in it, the backend preferred its
+    own."""
     workload: str
     """The timed batch, as the benchmark calls it: "batch=32,kv=4096". Only equal workloads are
     compared."""
@@ -55,21 +52,16 @@ class Measurement(Record):
     """None: the error was not measured."""
     worst_error: float | None = None
 
+    @staticmethod
+    def shape_of(question: Question) -> str:
+        """The demands besides phase and platform, as text: "dtype=bfloat16,head_dim=128,…".
 
-def read_measurements(path: Path | None) -> Records[Measurement]:
-    """Everything in the file that can be read; nothing without a file. Raises nothing."""
-    return read_records(path, Measurement)
-
-
-def shape_of(question: Question) -> str:
-    """The demands besides phase and platform, as text: "dtype=bfloat16,head_dim=128,…".
-
-    An open page size or KV dtype is left out: the solver tries several.
-    """
-    named = {axis.name: value for axis, value in insisted(question)}
-    return ",".join(
-        f"{name}={value}" for name, value in sorted(named.items()) if name not in STATED_APART
-    )
+        An open page size or KV dtype is left out: the solver tries several.
+        """
+        named = {axis.name: value for axis, value in insisted(question)}
+        return ",".join(
+            f"{name}={value}" for name, value in sorted(named.items()) if name not in STATED_APART
+        )
 
 
 def insisted(question: Question) -> list[Demand]:
@@ -77,10 +69,3 @@ def insisted(question: Question) -> list[Demand]:
     origins = question.request.origins
     tried = {name for name in DECIDED if origins.get(name, "default") == "default"}
     return [(axis, value) for axis, value in question.demands if axis.name not in tried]
-
-
-def versions_of(offer: Offer, libraries: Libraries = installed_version) -> Mapping[str, str]:
-    """The versions of the plugin and of the card's libraries that are installed."""
-    named = sorted(offer.card.libraries())
-    found = {name: version for name in named if (version := libraries(name)) is not None}
-    return FrozenMapping({**found, offer.distribution or offer.plugin: offer.version})

@@ -19,14 +19,14 @@ from attnmux.core.choosing.choice import SizeRange, choice_of
 from attnmux.core.choosing.decision import Decision
 from attnmux.core.choosing.shortcomings import admits_any
 from attnmux.core.choosing.solver import solve
-from attnmux.core.facts.axes import Question
 from attnmux.core.facts.libraries import Libraries, assumed, installed_version
 from attnmux.core.facts.platform import Platform
 from attnmux.core.facts.policy import Policy
-from attnmux.core.facts.records import LEAST_GAIN, Device, latest
+from attnmux.core.facts.questions import Question
+from attnmux.core.facts.records import Device, latest
 from attnmux.core.facts.request import Request
 from attnmux.core.measured.accuracy import Current, by_measurement, notes_on
-from attnmux.core.measured.measurement import Measurement, insisted, shape_of, versions_of
+from attnmux.core.measured.measurement import Measurement, insisted
 
 Times = Mapping[str, float]
 """Medians in microseconds by workload."""
@@ -87,7 +87,9 @@ def ranking_by(found: Current, offers: Iterable[Offer]) -> Ranking:
         """Ranks of the backends that serve the question, at any page size."""
         timed = {
             address: {each.workload: each.median_us for each in measured}
-            for address, measured in found.get((question.phase, shape_of(question)), {}).items()
+            for address, measured in found.get(
+                (question.phase, Measurement.shape_of(question)), {}
+            ).items()
         }
         asked = insisted(question)
         cards = {address: by_address[address].card for address in timed}
@@ -131,7 +133,7 @@ def current_measurements(
         offer = by_address[address]
         if standing(offer, policy, known):
             continue
-        versions = versions_of(offer, known)
+        versions = offer.versions(known)
         own = (each for each in here if each.backend == address and each.versions == versions)
         for each in latest(own):
             found = current.setdefault((each.phase, each.shape), {})
@@ -155,12 +157,12 @@ def ranks(priors: Mapping[str, int], times: Mapping[str, Times]) -> Mapping[str,
         first = left[0]
         share = {address: share_of(times[address], times[first]) for address in left}
         fastest = min(left, key=lambda address: share[address])
-        taken = fastest if share[fastest] < 1 - LEAST_GAIN else first
+        taken = fastest if share[fastest] < 1 - Measurement.LEAST_GAIN else first
         # The best rank that is left, but after the previous place
         rank = priors[first]
         if placed:
             before = placed[-1]
-            faster = share_of(times[before], times[taken]) < 1 - LEAST_GAIN
+            faster = share_of(times[before], times[taken]) < 1 - Measurement.LEAST_GAIN
             level = priors[before] == priors[taken] and not faster
             rank = max(rank, found[before] + (not level))
         placed.append(taken)
@@ -197,7 +199,7 @@ def with_batch_sizes(
     if not found or "decode" not in decision.phases or policy.named_for("decode") is not None:
         return decision
     question = Question(request=decision.request, platform=decision.platform, phase="decode")
-    times = _by_size(found.get(("decode", shape_of(question)), {}))
+    times = _by_size(found.get(("decode", Measurement.shape_of(question)), {}))
     usual = decision.phases["decode"].address
     sizes = [size for size, timed in sorted(times.items()) if usual in timed]
     if len(sizes) < 2:
@@ -257,7 +259,8 @@ def _best(times: Mapping[str, Times], usual: str, rivals: Iterable[str]) -> tupl
         address: share_of(times[address], times[usual]) for address in rivals if address in times
     }
     fastest = min(shares, key=lambda address: (shares[address], address), default=usual)
-    return (fastest, shares[fastest]) if shares.get(fastest, 1) < 1 - LEAST_GAIN else (usual, 1.0)
+    gains = shares.get(fastest, 1) < 1 - Measurement.LEAST_GAIN
+    return (fastest, shares[fastest]) if gains else (usual, 1.0)
 
 
 def _between(sizes: Sequence[int], place: int) -> int:

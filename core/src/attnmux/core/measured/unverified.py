@@ -7,14 +7,14 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from attnmux.core.cards.card import Offer
-from attnmux.core.cards.proof import doubt, proven_on
+from attnmux.core.cards.proof import Proven, doubt
 from attnmux.core.choosing.choice import Choice
 from attnmux.core.choosing.decision import Decision
 from attnmux.core.facts.derived import linear_request
 from attnmux.core.facts.platform import Platform
 from attnmux.core.facts.request import Request
-from attnmux.core.find.store import Store
-from attnmux.core.measured.passes import pass_key
+from attnmux.core.measured.passes import Passes
+from attnmux.core.measured.store import Store
 
 if TYPE_CHECKING:
     from attnmux.core.measured.measurement import Measurement
@@ -39,42 +39,42 @@ class Unverified:
         tried = f"`attnmux verify {address} --keep` tries it"
         return f"{address} was chosen, but {self.reason}; {tried}"
 
+    @staticmethod
+    def untried(
+        decision: Decision, offers: Sequence[Offer], kept: Store = NOTHING_KEPT
+    ) -> tuple[Unverified, ...]:
+        """Backends that the user did not name and whose suite did not pass here with their present
+        files, whatever their cards say."""
+        found = [
+            each if each.reason else replace(each, reason=NOT_HERE)
+            for each in chosen(decision, offers)
+            if not each.choice.origin
+        ]
+        return tuple(_without_pass(found, decision.platform, kept))
 
-def unverified(
-    decision: Decision,
-    offers: Sequence[Offer],
-    measurements: Sequence[Measurement],
-    kept: Store = NOTHING_KEPT,
-) -> tuple[Unverified, ...]:
-    """Backends that the user did not name and that never passed the suite: not on this kind of
-    device, by their cards, and not here, by the measurements of the installed versions and by the
-    passes that were kept."""
-    passed = {
-        (each.backend, name, version)
-        for each in measurements
-        if each.conformant
-        for name, version in each.versions.items()
-    }
-    found = [
-        each
-        for each in doubtful(decision, offers)
-        if not each.choice.origin
-        and (each.offer.address, each.offer.distribution, each.choice.version) not in passed
-    ]
-    return tuple(_without_pass(found, decision.platform, kept))
-
-
-def untried(
-    decision: Decision, offers: Sequence[Offer], kept: Store = NOTHING_KEPT
-) -> tuple[Unverified, ...]:
-    """Backends that the user did not name and whose suite did not pass here with their present
-    files, whatever their cards say."""
-    found = [
-        each if each.reason else replace(each, reason=NOT_HERE)
-        for each in chosen(decision, offers)
-        if not each.choice.origin
-    ]
-    return tuple(_without_pass(found, decision.platform, kept))
+    @staticmethod
+    def by_cards(
+        decision: Decision,
+        offers: Sequence[Offer],
+        measurements: Sequence[Measurement],
+        kept: Store = NOTHING_KEPT,
+    ) -> tuple[Unverified, ...]:
+        """Backends that the user did not name and that never passed the suite: not on this kind of
+        device, by their cards, and not here, by the measurements of the installed versions and by
+        the passes that were kept."""
+        passed = {
+            (each.backend, name, version)
+            for each in measurements
+            if each.conformant
+            for name, version in each.versions.items()
+        }
+        found = [
+            each
+            for each in doubtful(decision, offers)
+            if not each.choice.origin
+            and (each.offer.address, each.offer.distribution, each.choice.version) not in passed
+        ]
+        return tuple(_without_pass(found, decision.platform, kept))
 
 
 def _without_pass(
@@ -82,7 +82,7 @@ def _without_pass(
 ) -> Iterator[Unverified]:
     passed = kept.read() if found else {}
     for each in found:
-        if not passed or pass_key(each.offer, platform, each.choice.options) not in passed:
+        if not passed or Passes.key(each.offer, platform, each.choice.options) not in passed:
             yield each
 
 
@@ -122,7 +122,7 @@ def passed_over(
     """The backends that fit for these phases and ran on a device, in words, where the chosen one
     ran on none; else empty. offers: by address."""
     layers = decision.request.kind
-    if proven_on(chosen.card.verified_on, decision.platform, phases, layers).is_on_a_device:
+    if Proven.on(chosen.card.verified_on, decision.platform, phases, layers).is_on_a_device:
         return ""
     fitting = [each for each in decision.candidates if each.phase in phases and each.eligible]
     found: dict[str, str] = {}
@@ -130,7 +130,7 @@ def passed_over(
         offer = offers.get(verdict.address)
         if offer is None or offer is chosen:
             continue
-        proof = proven_on(offer.card.verified_on, decision.platform, (verdict.phase,), layers)
+        proof = Proven.on(offer.card.verified_on, decision.platform, (verdict.phase,), layers)
         if proof.is_on_a_device:
             found[verdict.address] = f"{verdict.backend} ({proof.devices})"
     names = ", ".join(found.values())

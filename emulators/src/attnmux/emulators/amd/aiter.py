@@ -7,11 +7,12 @@
 from __future__ import annotations
 
 import importlib
+import pkgutil
 import sys
 from importlib.machinery import ModuleSpec
 from importlib.util import find_spec, module_from_spec
 
-from attnmux.amd.aiter_kernels import PROVIDERS, AiterKernels
+from attnmux.amd import CARDS, AiterKernels
 
 ARCH = "gfx942"
 FEW_UNITS = 4
@@ -38,4 +39,6 @@ def aiter_kernels(compute_units: int = FEW_UNITS) -> AiterKernels:
         arch_info.get_arch = lambda: ARCH  # type: ignore[attr-defined]  # the device's name
         device_info = importlib.import_module("aiter.ops.triton.utils.device_info")
         device_info.get_num_sms = lambda: compute_units  # type: ignore[attr-defined]  # as above
-    return PROVIDERS["aiter 0.1.7"]()
+    card = next(card for card in CARDS if card.name == "aiter")
+    kernels: AiterKernels = pkgutil.resolve_name(card.factory).providers["aiter 0.1.7"]()
+    return kernels

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.library import Library
 
-from attnmux.amd.wave_kernels import WaveKernels, WaveLang
+from attnmux.amd import WaveKernels, WaveLang
 
 TARGETS = ("gfx942", "gfx950")
 MATRIX_UNIT = "F32_16x16x16_F16"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch.library import Library
 
-from attnmux.ascend.npu_kernels import NPUKernels
+from attnmux.ascend import NPUKernels
 from attnmux.emulators.ascend import fused_infer, paged_attention, ring_mla
 from attnmux.emulators.ascend.graph_tasks import EmulatedTasks
 

@@ -15,9 +15,7 @@ from typing import Any
 import torch
 
 from attnmux.emulators.ascend import KERNELS
-from attnmux.testing.recorder import Recorder
-from attnmux.testing.recording import FORWARD, HostReads
-from attnmux.testing.tape import Tape
+from attnmux.testing import FORWARD, HostReads, Recorder, Tape
 
 
 class NPUStream:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch.library import Library
 
-from attnmux.intel.amx_library import AMXKernels
+from attnmux.intel import AMXKernels
 
 SCHEMAS = {
     "decode_attention_cpu": (

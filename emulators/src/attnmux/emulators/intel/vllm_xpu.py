@@ -22,10 +22,10 @@ import math
 import torch
 from torch.library import Library
 
-from attnmux.core import imported
+from attnmux.core.plugin import imported
 from attnmux.emulators.intel.xpu import visible
 from attnmux.emulators.nvidia.dense import attend
-from attnmux.intel.vllm_xpu import VLLMXPUKernels
+from attnmux.intel import VLLMXPUKernels
 
 SCHEMA = (
     "varlen_fwd(Tensor q, Tensor k, Tensor v, Tensor!? out, Tensor cu_seqlens_q, "

@@ -17,7 +17,7 @@ import torch
 from torch.library import Library
 
 from attnmux.emulators.nvidia.dense import attend
-from attnmux.intel.xpu_library import XPUKernels
+from attnmux.intel import XPUKernels
 
 SCHEMAS = {
     "fwd": (

@@ -14,8 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from attnmux.core import InvalidInput, Request
 
 if TYPE_CHECKING:
-    from attnmux.core import Decision, Platform
-    from attnmux.core.cli.engines import LaunchFacts
+    from attnmux.core import Decision, LaunchFacts, Platform
 
 NAME = "attnmux"
 """Of SGLang's attention backend."""
@@ -51,7 +50,7 @@ REFUSALS = (
 )
 """The first that holds is the error."""
 
-UNASKED = ("sparse", "max_error", "accuracy", "multi_item", "chunked_prefix", "lse", "strided_kv")
+UNASKED = ("sparse", "max_error", "multi_item", "chunked_prefix", "lse", "strided_kv")
 """Fields that no option of SGLang sets: the bridge never asks for them."""
 
 

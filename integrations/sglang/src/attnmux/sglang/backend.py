@@ -27,7 +27,6 @@ from attnmux.core import (
     Workspace,
     build,
     make_first,
-    refresh_sinks,
 )
 from attnmux.sglang.asking import NAME, asked
 from attnmux.sglang.layers import record_layers, request_of, sink_owners
@@ -133,7 +132,7 @@ class AttnmuxAttnBackend(SglangBackend):  # type: ignore[misc,unused-ignore]  # 
         """SGLang's `update_weights` writes the sinks of the model in place."""
         if self._sink_owners:
             weights = [owner.sinks for owner in self._sink_owners]
-            refresh_sinks(self.backend.context.layers, weights)  # type: ignore[arg-type]  # tensors
+            self.backend.refresh_sinks(weights)  # type: ignore[arg-type]  # tensors
 
     def _prepared(self) -> ForwardBatch:
         if self._batch is None:

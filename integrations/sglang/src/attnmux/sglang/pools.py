@@ -9,15 +9,8 @@ import torch
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, MLATokenToKVPool
 from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool as SglangSWAKVPool
 
-from attnmux.core import (
-    ForeignKVPool,
-    ForeignMLAPool,
-    ForeignRequestTable,
-    InvalidInput,
-    KVPool,
-    LayerSpec,
-    SWAKVPool,
-)
+from attnmux.core import ForeignKVPool, ForeignMLAPool, InvalidInput, KVPool, LayerSpec, SWAKVPool
+from attnmux.sglang.request_table import ForeignRequestTable
 
 
 def kv_pool(theirs: Any, layers: Sequence[LayerSpec]) -> KVPool:  # noqa: ANN401  # any pool of SGLang

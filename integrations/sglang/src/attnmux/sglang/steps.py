@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from sglang.srt.model_executor.forward_batch_info import ForwardMode as SglangMode
 
-from attnmux.core import ForwardBatch, ForwardMode, InvalidInput, SpecInput, extend_positions
+from attnmux.core import ForwardBatch, ForwardMode, InvalidInput, SpecInput
+from attnmux.core.plugin import extend_positions
 
 MODES = {
     SglangMode.EXTEND: ForwardMode.EXTEND,

@@ -21,7 +21,7 @@ import torch
 from torch.nn.functional import linear, pad
 from transformers import AttentionInterface, PreTrainedModel
 
-from attnmux.core import LayerSpec, UpProjection, attention_with_output, current_forward_context
+from attnmux.core import ForwardContext, LayerSpec, UpProjection, attention_with_output
 from attnmux.transformers.attention import SERVED, check_recorded, refuse_mask
 from attnmux.transformers.layer_call import LayerCall, read_call, traced_layer_id
 from attnmux.transformers.mixer import Mixer
@@ -117,7 +117,7 @@ def absorbed_forward(
         layer_id = traced_layer_id(module)
         attention_with_output(q, latent, None, q_rope, k_rope, out, None, layer_id, True)
         return projection.outputs(out).unsqueeze(0), None
-    step = current_forward_context()
+    step = ForwardContext.current()
     layer = step.backend.context.layer(call.layer_id)
     check_recorded(call, layer)
     out = step.backend.forward_latent(call.q, latent, k_rope, layer, step.batch, projection)

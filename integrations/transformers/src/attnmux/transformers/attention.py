@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 from transformers import AttentionInterface, PreTrainedModel
 
-from attnmux.core import InvalidInput, attention_with_output, current_forward_context
+from attnmux.core import ForwardContext, InvalidInput, attention_with_output
 from attnmux.transformers.layer_call import LayerCall, read_call, shown, traced_layer_id
 
 if TYPE_CHECKING:
@@ -70,7 +70,7 @@ def attention_forward(
         layer_id = traced_layer_id(module)
         attention_with_output(call.q, call.k, call.v, None, None, out, None, layer_id, True)
         return out.unsqueeze(0), None
-    step = current_forward_context()
+    step = ForwardContext.current()
     layer = step.backend.context.layer(call.layer_id)
     more: Callable[..., None] | None = getattr(module, MORE_KEYS, None)
     if more is None:

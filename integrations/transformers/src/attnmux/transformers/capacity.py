@@ -14,12 +14,11 @@ from attnmux.core import (
     KVPool,
     LayerSpec,
     LinearStatePool,
-    PageBounds,
     PoolExhausted,
     ReqToTokenPool,
-    pages_of_budget,
     torch_dtype,
 )
+from attnmux.core.plugin import RequestPages
 from attnmux.transformers import hidden_states
 from attnmux.transformers.hidden_states import HiddenStates
 from attnmux.transformers.indexers import Indexers
@@ -35,7 +34,7 @@ from attnmux.transformers.pools import (
 from attnmux.transformers.prefixes import StatePrefixTree, WindowPrefixTree
 from attnmux.transformers.ranks import Ranks
 from attnmux.transformers.served_model import ServedModel
-from attnmux.transformers.shapes import SHAPE, STORED, by_shape
+from attnmux.transformers.shapes import SHAPE, by_shape
 from attnmux.transformers.slots import PagedAllocator
 from attnmux.transformers.sparse.compressed_pool import CompressedPool
 from attnmux.transformers.sparse.index_pool import IndexKPool
@@ -218,19 +217,12 @@ def _kv_bytes(
 
 
 def _bounds_bytes(decision: Decision, stored: Sequence[LayerSpec]) -> int:
-    """Of a page, where decode steps choose pages by their bounds."""
+    """Of a page, where decode steps choose pages by their bounds: the smallest and largest K."""
     if decision.request.sparse_budget is None:
         return 0
     dtype = torch_dtype(decision.kv_dtype)
-    return sum(
-        PageBounds.bytes_per_page(
-            dtype=dtype,
-            num_layers=len(alike),
-            num_kv_heads=alike[0].tp_k_head_num,
-            head_dim=alike[0].qk_head_dim,
-        )
-        for alike in by_shape(stored, *STORED)
-    )
+    values = sum(layer.tp_k_head_num * layer.qk_head_dim for layer in stored)
+    return 2 * values * dtype.itemsize
 
 
 def _copies_bytes(decision: Decision, capacity: Capacity, stored: Sequence[LayerSpec]) -> int:
@@ -238,7 +230,7 @@ def _copies_bytes(decision: Decision, capacity: Capacity, stored: Sequence[Layer
     budget, page_size = decision.request.sparse_budget, decision.page_size
     if budget is None:
         return 0
-    pages = pages_of_budget(budget, page_size=page_size, max_context_len=capacity.columns)
+    pages = RequestPages.of_budget(budget, page_size=page_size, max_context_len=capacity.columns)
     tokens = (capacity.max_batch_size * pages + 1) * page_size
     first = [alike[0] for alike in by_shape(stored, *SHAPE)]
     return tokens * sum(bytes_per_token([layer], decision) for layer in first)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import click
 
-from attnmux.core.cli.run import FiniteRange, Run, common_options, pass_run
+from attnmux.core.verbs import FiniteRange, Run, common_options, pass_run
 from attnmux.transformers.cli_prompts import read_prompts
 from attnmux.transformers.sampling_params import SamplingParams
 

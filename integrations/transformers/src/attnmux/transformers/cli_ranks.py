@@ -12,7 +12,7 @@ import click
 from transformers import PreTrainedConfig
 
 from attnmux.core import InvalidInput, NoBackend, RanksDiffer
-from attnmux.core.cli.run import Run
+from attnmux.core.verbs import Run
 from attnmux.transformers.cli_drafts import Drafting
 from attnmux.transformers.ranks import ONE_RANK, Ranks
 

@@ -21,12 +21,9 @@ from attnmux.core import (
     PoolExhausted,
     Settings,
     pick_platform,
+    platform_of,
 )
-from attnmux.core.cli.run import Run, echo_json
-from attnmux.core.engines.device_platforms import platform_of
-from attnmux.core.facts.vendors import VENDORS
-from attnmux.core.find.devices import named_platforms
-from attnmux.core.find.lock import Lock
+from attnmux.core.verbs import Run
 from attnmux.transformers import recall
 from attnmux.transformers.checkpoint import Checkpoint, open_checkpoint, quiet_transformers
 from attnmux.transformers.cli_encoding import (
@@ -57,10 +54,13 @@ def platform_for(detection: Detection, settings: Settings, device: str | None) -
     """
     where = settings.where("platform")
     platform, wanted = None, settings.platform
-    if device is None and wanted is not None and not named_platforms(detection.platforms, wanted):
-        device = unfound_device(detection)
     if device is None:
-        platform = pick_platform(detection, wanted, named=where)
+        try:
+            platform = pick_platform(detection, wanted, named=where)
+        except InvalidInput:
+            device = unfound_device(detection)
+            if device is None:
+                raise
     name = device or (platform.device_type if platform is not None else "cpu")
     try:
         torch.empty(0, device=name)
@@ -77,8 +77,7 @@ def platform_for(detection: Detection, settings: Settings, device: str | None) -
 def unfound_device(detection: Detection) -> str | None:
     """The type of device that torch can use here and that no plugin found."""
     seen = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-    served = {row.device_type for row in VENDORS.values()}
-    if seen is None or seen.type not in served or detection.accelerators:
+    if seen is None or seen.type not in Platform.device_types() or detection.accelerators:
         return None
     return seen.type
 
@@ -109,7 +108,7 @@ def run_command(
     with ExitStack() as stack:
         stack.enter_context(_quiet(run.debug))
         began = time.perf_counter()
-        checkpoint = _open(answering, settings)
+        checkpoint = _open(answering)
         context = context_of(checkpoint, answering.context)
         if answering.context is None and context != checkpoint.max_context_len:
             run.warn(
@@ -162,17 +161,14 @@ def run_command(
         if as_json and ranks.rank == 0:
             texts = [one.audio or one.prompt for one in asked]
             answer = as_dict(generation, texts, runner, load_seconds, drafter=drafter)
-            echo_json({"model": checkpoint.source, **answer, "warnings": run.warnings})
+            run.echo_json({"model": checkpoint.source, **answer, "warnings": run.warnings})
         click.echo(closing_line(generation, runner, drafter=drafter), err=True)
 
 
-def _open(answering: Answering, settings: Settings) -> Checkpoint:
+def _open(answering: Answering) -> Checkpoint:
     """The model that is asked."""
     source = recall.PATH if answering.model is None else answering.model
-    revision = answering.revision
-    if settings.locked is not None:
-        revision = Lock.read(settings.locked_file()).model_revision(str(source), revision)
-    return open_checkpoint(source, revision=revision, progress=sys.stderr.isatty())
+    return open_checkpoint(source, revision=answering.revision, progress=sys.stderr.isatty())
 
 
 def _may_have_linear(checkpoint: Checkpoint, options: RunnerOptions) -> bool:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from attnmux.core import AttentionBackend, Decision, InvalidInput, Measurement, Offer
-from attnmux.core.cli.run import Run
+from attnmux.core.verbs import Run
 from attnmux.transformers.cli_options import Watching
 
 

@@ -18,12 +18,12 @@ from attnmux.core import (
     BackendContext,
     Decision,
     ForwardBatch,
+    ForwardContext,
     InvalidInput,
     KVPool,
     LayerSpec,
     torch_dtype,
 )
-from attnmux.core import current_forward_context as current
 from attnmux.transformers.attention import MORE_KEYS
 from attnmux.transformers.compressor import OVERLAPPING, Compressor
 from attnmux.transformers.layer_call import LayerCall
@@ -124,7 +124,7 @@ class Compressors:
             layer_idx: int,
         ) -> tuple[torch.Tensor, None]:
             if self.keys:
-                rows, batch = compressor.rows(hidden_states), current().batch
+                rows, batch = compressor.rows(hidden_states), ForwardContext.current().batch
                 keys, captured = self.keys[compressor.layer_id], self.is_captured
                 keys.write(compressor.layer_id, rows, batch, compressor.make, captured=captured)
                 compressor.queries = compressor.asks(hidden_states, q_residual, position_ids)

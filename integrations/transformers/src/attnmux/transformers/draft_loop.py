@@ -9,9 +9,12 @@ from typing import Protocol
 import torch
 
 from attnmux.core import (
+    AcceptedDrafts,
+    AcceptThresholds,
     AttentionBackend,
     BackendContext,
     DeviceGraphs,
+    DraftTree,
     ForwardBatch,
     GraphConfig,
     GraphRunner,
@@ -177,3 +180,30 @@ class DraftLoop:
         """
         sources = slots.gather(1, before.unsqueeze(2).expand_as(slots))
         self._model.steps.move(sources.flatten(), slots.flatten())
+
+
+class TreeKernels(Protocol):
+    """What a plugin offers as the shared kernel `draft_trees`. Nothing synchronises, so that graphs
+    can hold it."""
+
+    def build(
+        self,
+        roots: torch.Tensor,
+        scores: torch.Tensor,
+        tokens: torch.Tensor,
+        parents: torch.Tensor,
+        draft_token_num: int,
+        *,
+        topk: int,
+    ) -> DraftTree:
+        """As `DraftTree.best_of`, for trees with branches and float32 scores. The tree has its
+        `levels`."""
+
+    def sample(
+        self,
+        tree: DraftTree,
+        probs: torch.Tensor,
+        coins: torch.Tensor,
+        thresholds: AcceptThresholds | None = None,
+    ) -> AcceptedDrafts:
+        """As `sample_tree_target_only`."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import torch
@@ -14,9 +14,8 @@ from attnmux.core import (
     ForwardBatch,
     ForwardMode,
     InvalidInput,
-    check_positive,
+    check_at_least,
 )
-from attnmux.core.composites.dispatch import Parts
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -80,7 +79,7 @@ class MultiStepDraftBackend(DispatchingBackend):
 
         Raises InvalidInput for fewer steps than 1, and for a backend of another context.
         """
-        check_positive("num_steps", num_steps)
+        check_at_least(1, "num_steps", num_steps)
         made = (make(context) for _ in range(num_steps))
         self.children = tuple(each.select(ForwardMode.DECODE) for each in made)
         super().__init__(context, self.children)
@@ -113,7 +112,9 @@ class MultiStepDraftBackend(DispatchingBackend):
             made = _StepTensors.buffers(num_steps, max_bs, self.context.device)
             self._buffers.append(made)
 
-    def parts(self, batch: ForwardBatch, *, eager: bool) -> Parts:
+    def parts(
+        self, batch: ForwardBatch, *, eager: bool
+    ) -> Iterable[tuple[AttentionBackend, ForwardBatch]]:
         """All steps. Raises InvalidInput for a malformed batch."""
         self.steps = self._split(batch)
         return zip(self.children, self.steps, strict=False)

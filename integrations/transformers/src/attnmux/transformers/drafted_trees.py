@@ -6,7 +6,8 @@ from dataclasses import replace
 
 import torch
 
-from attnmux.core import DraftTree, TreeKernels, organize_draft_results
+from attnmux.core import DraftTree
+from attnmux.transformers.draft_loop import TreeKernels
 from attnmux.transformers.draft_paths import DraftCandidates
 
 
@@ -18,7 +19,7 @@ def drafted_tree(
     topk: int,
     kernels: TreeKernels | None,
 ) -> DraftTree:
-    """The trees of the best candidates, as `organize_draft_results` makes them.
+    """The trees of the best candidates, as `DraftTree.best_of` makes them.
 
     roots: [B] int64 on the host. found: [B, n] on the draft model's device, which this waits for.
     kernels: of that device. The tree is on the host, but for the `visible` that a kernel made.
@@ -31,7 +32,7 @@ def drafted_tree(
         # A float64 holds every float32, and every id
         columns = (found.scores, found.tokens, found.parents)
         scores, tokens, parents = torch.stack([each.double() for each in columns]).cpu()
-        return organize_draft_results(
+        return DraftTree.best_of(
             roots, scores.float(), tokens.long(), parents.long(), draft_token_num, topk=topk
         )
     moved = roots.to(found.tokens.device, non_blocking=True)

@@ -11,7 +11,7 @@ import torch
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-from attnmux.core import current_forward_context, has_forward_context, merge_into
+from attnmux.core import ForwardContext, merge_into
 from attnmux.transformers.attention import UNMASKED, check_recorded, refuse_mask
 from attnmux.transformers.layer_call import LayerCall, read_arguments
 
@@ -54,7 +54,7 @@ def decoder_forward(
     kwargs.pop("is_causal", None)
     call = read_arguments(query, key, value, attention_mask, layer_id=layer_id, **kwargs)
     refuse_mask(call)
-    step = current_forward_context()
+    step = ForwardContext.current()
     layer = step.backend.context.layer(layer_id)
     check_recorded(call, layer)
     if layer.is_cross_attention:
@@ -70,7 +70,7 @@ def _attend_to_encoder(
     call: LayerCall, layer: LayerSpec, lse: torch.Tensor | None = None
 ) -> torch.Tensor:
     """The keys of the call are those of new encoder states, or stand in for none."""
-    step = current_forward_context()
+    step = ForwardContext.current()
     loc = step.batch.encoder_out_cache_loc
     k, v = (None, None) if loc is None or not loc.shape[0] else (call.k, call.v)
     return step.backend.forward(call.q, k, v, layer, step.batch, lse=lse)
@@ -78,7 +78,7 @@ def _attend_to_encoder(
 
 def _attend_to_both(call: LayerCall, own: LayerSpec) -> torch.Tensor:
     """The keys of the call are those of the decoder's tokens, then the encoder's."""
-    step = current_forward_context()
+    step = ForwardContext.current()
     num = call.q.shape[0]
     lse, theirs = (call.q.new_empty(call.q.shape[:2], dtype=torch.float32) for _ in range(2))
     first = step.backend.forward(call.q, call.k[:num], call.v[:num], own, step.batch, lse=lse)
@@ -111,7 +111,7 @@ def _encoder_forward(
 def encoder_mask(**kwargs: Any) -> torch.Tensor | None:  # noqa: ANN401  # of transformers' mask functions
     """An encoder's, with its windows. A step has none, not even those that some decoders ask
     for: `UNMASKED` stands for one that a decoder joins to another."""
-    if has_forward_context():
+    if ForwardContext.is_running():
         may_skip = kwargs.get("allow_is_causal_skip") or kwargs.get("allow_is_bidirectional_skip")
         return None if may_skip else UNMASKED
     masks = AttentionMaskInterface()  # type: ignore[no-untyped-call]  # transformers' own

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from attnmux.core import ForwardMode, GraphConfig, graph_batch_sizes
+from attnmux.core import ForwardMode, GraphConfig
 from attnmux.transformers.index_shape import IndexShape
 
 
@@ -14,7 +14,7 @@ def decode_graphs(
     """Of decode steps. pool_size: rows of the request table. chosen: batch sizes; None takes the
     usual ones. index: what the model's indexers pick."""
     return GraphConfig(
-        batch_sizes=graph_batch_sizes(pool_size=pool_size, chosen=chosen),
+        batch_sizes=GraphConfig.sizes(pool_size=pool_size, chosen=chosen),
         encoder=encoder,
         host_lens=True,
         index_topk=index.places,
@@ -32,7 +32,7 @@ def verify_graphs(
 ) -> GraphConfig:
     """Of steps that verify drafts; arguments as in `decode_graphs` and `RunnerOptions`."""
     return GraphConfig(
-        batch_sizes=graph_batch_sizes(pool_size=pool_size, chosen=chosen, speculation=True),
+        batch_sizes=GraphConfig.sizes(pool_size=pool_size, chosen=chosen, speculation=True),
         forward_mode=ForwardMode.TARGET_VERIFY,
         tokens_per_request=draft_tokens,
         spec_topk=draft_topk,

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from attnmux.core import InvalidInput, current_forward_context
+from attnmux.core import ForwardContext, InvalidInput
 from attnmux.transformers.decoder_layers import decoder_layers
 
 STATES_DIMS = 3
@@ -58,7 +58,7 @@ class HiddenStates:
         args: object,
         output: Any,  # noqa: ANN401  # transformers'
     ) -> None:
-        slots = current_forward_context().batch.out_cache_loc
+        slots = ForwardContext.current().batch.out_cache_loc
         columns = self.states.narrow(1, place * self._width, self._width)
         columns.index_copy_(0, slots, read(output)[0].to(columns.dtype))
 

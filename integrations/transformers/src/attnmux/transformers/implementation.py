@@ -13,7 +13,7 @@ import transformers
 from packaging.version import Version
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
-from attnmux.core import InvalidInput, has_forward_context
+from attnmux.core import ForwardContext, InvalidInput
 from attnmux.transformers.attention import attention_forward, no_mask
 from attnmux.transformers.layer_call import layer_id_of, read_rows, window_of
 from attnmux.transformers.reach import MaskFunction, Reach
@@ -56,7 +56,7 @@ class Implementation:
         **_: object,
     ) -> MaskWithKeys | None:
         """Raises InvalidInput for a mask function of the model's own."""
-        if has_forward_context():
+        if ForwardContext.is_running():
             no_mask(attention_mask=attention_mask, use_vmap=use_vmap)
             return None
         no_mask(use_vmap=use_vmap)

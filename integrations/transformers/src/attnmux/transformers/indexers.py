@@ -15,8 +15,8 @@ from typing import Any
 
 import torch
 
-from attnmux.core import BackendContext, InvalidInput, LayerSpec, shared_kernel
-from attnmux.core import current_forward_context as current
+from attnmux.core import BackendContext, ForwardContext, InvalidInput, LayerSpec
+from attnmux.core.plugin import shared_kernel
 from attnmux.transformers.attention import UNMASKED
 from attnmux.transformers.block_indexers import BlockIndexer, block_indexer, has_block_parts
 from attnmux.transformers.index_shape import IndexShape
@@ -116,7 +116,7 @@ class Indexers:
                 parts = indexer.project(*args, **kwargs)
                 # Its arguments are the parts of its own kind of indexer
                 pick: Callable[..., None] = self.picker.pick
-                batch, captured = current().batch, self.is_captured
+                batch, captured = ForwardContext.current().batch, self.is_captured
                 pick(indexer.module.layer_idx, *parts, batch, captured=captured)
             return answer
 

@@ -6,8 +6,15 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from attnmux.core import GraphUnsupported, InvalidInput, Offer, Platform, in_brief, make_first
-from attnmux.core.choosing.dtype_hint import dtype_hint
+from attnmux.core import (
+    GraphUnsupported,
+    InvalidInput,
+    Offer,
+    Platform,
+    dtype_hint,
+    in_brief,
+    make_first,
+)
 from attnmux.transformers.checkpoint import LOADING, Checkpoint
 from attnmux.transformers.context_limit import (
     check_context,

@@ -9,7 +9,7 @@ from types import MappingProxyType
 
 import torch
 
-from attnmux.core import InvalidInput, free_host_memory
+from attnmux.core import InvalidInput, free_memory
 
 UNITS: Mapping[str, int] = MappingProxyType(
     {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
@@ -58,10 +58,3 @@ class MemoryBudget:
                 "memory", got=f"a share of an unknown amount on {device}", expected="bytes"
             )
         return int(free * self.fraction)
-
-
-def free_memory(device: torch.device) -> int | None:
-    """Free bytes on a device; None if unknown."""
-    if device.type == "cpu":
-        return free_host_memory()
-    return torch.accelerator.get_memory_info(device)[0]

@@ -7,14 +7,15 @@ from typing import Protocol
 
 import torch
 
-from attnmux.core import InvalidInput, LinearKind, LinearLayerSpec
+from attnmux.core import InvalidInput, LinearLayerSpec
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Recurrence:
     """What a mixer asks for, in the contract's terms: see `LinearCall`."""
 
-    kind: LinearKind
+    kind: str
+    """Of `Request.LINEAR_KINDS`."""
     q: torch.Tensor
     k: torch.Tensor
     v: torch.Tensor

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from attnmux.core import InvalidInput, LinearKind
+from attnmux.core import InvalidInput
 from attnmux.transformers.layer_call import NOT_ATTENTION
 from attnmux.transformers.mixer import Convolution, Mixer, Recurrence
 
@@ -36,7 +36,7 @@ def _convolve(
 
 
 def _delta_rule(
-    kind: LinearKind,
+    kind: str,
     mixer: Mixer,
     query: torch.Tensor,
     key: torch.Tensor,

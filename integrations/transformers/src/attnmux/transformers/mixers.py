@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from attnmux.core import L2_EPS, InvalidInput, LinearLayerSpec, current_forward_context
+from attnmux.core import ForwardContext, InvalidInput, LinearLayerSpec
 from attnmux.transformers.mixer import Convolution, Mixer, Recurrence
 from attnmux.transformers.mixer_calls import FUNCTIONS
 from attnmux.transformers.own_recurrences import ADAPTERS
@@ -137,7 +137,7 @@ class MixerRecorder:
         shape = {} if asked is None else _shape(asked)
         return LinearLayerSpec(
             layer_id=mixer.number,
-            kind="conv" if asked is None else asked.kind,
+            kind="conv" if asked is None else asked.kind,  # type: ignore[arg-type]  # one of LINEAR_KINDS
             conv_dims=tuple(conv.weight.shape[0] for conv in convs),
             conv_size=max(sizes, default=0),
             **shape,
@@ -156,20 +156,22 @@ def _shape(asked: Recurrence) -> dict[str, Any]:
 
 
 def _normed(x: torch.Tensor, normed: bool) -> torch.Tensor:
-    return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + L2_EPS) if normed else x
+    return (
+        x * torch.rsqrt(x.square().sum(-1, keepdim=True) + LinearLayerSpec.L2_EPS) if normed else x
+    )
 
 
 class OnBackend:
     """Runs mixers on the backends of the running step."""
 
     def recur(self, mixer: Mixer, asked: Recurrence) -> torch.Tensor:
-        step, spec = current_forward_context(), _spec(mixer)
+        step, spec = ForwardContext.current(), _spec(mixer)
         backend = step.backend.linear(spec.kind)
         qkv = asked.q, asked.k, asked.v
         return backend.forward(*qkv, spec, step.batch, g=asked.g, beta=asked.beta)
 
     def convolve(self, mixer: Mixer, asked: Convolution, index: int) -> torch.Tensor:
-        step, spec = current_forward_context(), _spec(mixer)
+        step, spec = ForwardContext.current(), _spec(mixer)
         return step.backend.linear(spec.kind).convolve(
             asked.x,
             asked.weight,

@@ -19,14 +19,14 @@ from attnmux.core import (
     ForwardMode,
     GraphRunner,
     InvalidInput,
-    TreeKernels,
     TunedLaunch,
     Workspace,
     forward_context,
-    shared_kernel,
 )
+from attnmux.core.plugin import shared_kernel
 from attnmux.transformers.batching import StepBuilder
 from attnmux.transformers.capacity import Capacity, RunnerMemory, allocate
+from attnmux.transformers.draft_loop import TreeKernels
 from attnmux.transformers.engine.stats import Laps
 from attnmux.transformers.linears import LinearKernel, multiply_by
 from attnmux.transformers.model_call import ModelCall

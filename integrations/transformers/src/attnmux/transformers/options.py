@@ -17,9 +17,9 @@ from attnmux.core import (
     Platform,
     Policy,
     TunedLaunch,
+    check_at_least,
     in_brief,
 )
-from attnmux.core.contract.arguments import check_at_least
 from attnmux.transformers.memory_budget import MemoryBudget
 from attnmux.transformers.pools import WINDOW_STEP_TOKENS
 from attnmux.transformers.ranks import ONE_RANK, Ranks
@@ -123,7 +123,7 @@ class RunnerOptions:
     mla: Literal["absorbed", "expanded"] | None = None
     """How latent attention runs. Absorbed, the KV cache holds the latent; expanded, every head's
     K and V. None: absorbed where a backend serves it, unless only as a last resort (see
-    `LAST_RESORT`) while expanded has a better one."""
+    `Prior.LAST_RESORT`) while expanded has a better one."""
     page_size: int | None = None
     device: str | None = None
     """torch's name, such as "cuda:1"; None takes the platform's current device."""

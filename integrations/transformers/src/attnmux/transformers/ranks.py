@@ -27,7 +27,6 @@ from attnmux.core import (
     build,
     solve_measured,
 )
-from attnmux.core.graph.devices import ALONE
 from attnmux.transformers.images.prompt import PromptImages
 from attnmux.transformers.sequence import Step
 from attnmux.transformers.slots import PagedAllocator
@@ -127,7 +126,7 @@ class Ranks:
 
     def capture(self, make: Callable[[CapturingRanks], GraphRunner]) -> GraphRunner:
         """A runner with captured graphs. Raises GraphUnsupported."""
-        runner = make(ALONE)
+        runner = make(CapturingRanks())
         runner.capture()
         return runner
 

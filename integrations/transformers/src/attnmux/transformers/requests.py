@@ -18,11 +18,11 @@ from attnmux.core import (
     LayerSpec,
     LinearLayerSpec,
     Request,
+    canonical_dtype,
     dtype_name,
     expanded_request,
     group_requests,
 )
-from attnmux.core.facts.values import canonical_dtype
 from attnmux.transformers.checkpoint import Checkpoint
 from attnmux.transformers.options import RunnerOptions
 from attnmux.transformers.shapes import SHAPE, STORED, by_shape

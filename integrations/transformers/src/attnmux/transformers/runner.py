@@ -15,7 +15,6 @@ from attnmux.core import (
     GraphRunner,
     InvalidInput,
     ModelInput,
-    device_graphs,
 )
 from attnmux.transformers import graph_configs
 from attnmux.transformers.encoder_batches import check_inputs
@@ -71,7 +70,7 @@ class ModelRunner(ModelOnBackend):
         verify cannot be captured, decode steps have theirs.
         """
         context = self.context
-        devices = devices or device_graphs(context.device)
+        devices = devices or DeviceGraphs.of(context.device)
         index = NO_PICKS if self.indexers is None else self.indexers.shape
         rows, encoder = context.max_batch_size, self.steps.max_encoder_len > 0
         config = graph_configs.decode_graphs(rows, batch_sizes, encoder=encoder, index=index)

@@ -12,9 +12,7 @@ from typing import TYPE_CHECKING, Any
 from attnmux.core import InvalidInput
 
 if TYPE_CHECKING:
-    from attnmux.core import Request
-    from attnmux.core.facts.platform import Platform
-    from attnmux.core.facts.values import LayerGroup
+    from attnmux.core import LayerGroup, Platform, Request
 
 KV_DTYPES = {"fp8": "fp8_e4m3", "fp8_e4m3": "fp8_e4m3", "fp8_e5m2": "fp8_e5m2"}
 """vLLM's names of 8-bit caches, which it keeps as bytes, and ours."""
@@ -48,7 +46,6 @@ UNSERVED = {
     "lse": "none: only context parallelism reads it, which is not served",
     "sparse": NO_OPTION,
     "max_error": NO_OPTION,
-    "accuracy": NO_OPTION,
 }
 """Fields of a request that no layer of vLLM's has, or that are refused, with what is expected."""
 

@@ -12,7 +12,6 @@ from vllm.logger import init_logger
 from attnmux.core import (
     BackendContext,
     BackendFailed,
-    BlockTable,
     Chooser,
     Decision,
     ForeignKVPool,
@@ -24,10 +23,10 @@ from attnmux.core import (
     build,
     dtype_name,
     make_first,
-    refresh_sinks,
     torch_dtype,
 )
 from attnmux.vllm.asking import kv_dtype
+from attnmux.vllm.block_table import BlockTable
 from attnmux.vllm.layers import is_latent, request_of, slots_of, specs_of
 from attnmux.vllm.steps import StepBuilder
 
@@ -177,7 +176,7 @@ class Group:
         """Prepare what a graph of the step holds."""
         # Weights may have been updated in place
         if self._sinks:
-            refresh_sinks(self.backend.context.layers, self._sinks)
+            self.backend.refresh_sinks(self._sinks)
         self.backend.init_forward_metadata_in_graph(batch)
 
 

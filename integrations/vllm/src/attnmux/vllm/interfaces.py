@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from attnmux.core.engines.engine_interfaces import Integration, Interface
+from attnmux.core import Integration, Interface
 
 
 class VllmInterfaceWarning(UserWarning):

@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING
 from attnmux.vllm.asking import KV_DTYPES, ask, refuse
 
 if TYPE_CHECKING:
-    from attnmux.core import Decision
-    from attnmux.core.cli.engines import LaunchFacts
+    from attnmux.core import Decision, LaunchFacts
 
 __all__ = ["ask", "install", "launch"]
 

@@ -6,7 +6,9 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from attnmux.core import BlockTable, ForwardBatch, ForwardMode, extend_positions
+from attnmux.core import ForwardBatch, ForwardMode
+from attnmux.core.plugin import extend_positions
+from attnmux.vllm.block_table import BlockTable
 
 if TYPE_CHECKING:
     from vllm.v1.attention.backend import CommonAttentionMetadata

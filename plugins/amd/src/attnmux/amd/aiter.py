@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from attnmux.amd.aiter_kernels import PROVIDERS, AiterKernels
 from attnmux.amd.aiter_latents import AiterLatentBackend
 from attnmux.amd.aiter_pages import AiterPagesBackend
-from attnmux.core import KernelLibrary, rehearse
+from attnmux.core.plugin import KernelLibrary, rehearse
 
 if TYPE_CHECKING:
     from attnmux.core import AttentionBackend, BackendContext

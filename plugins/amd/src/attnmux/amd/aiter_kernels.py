@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from attnmux.core import imported
+from attnmux.core.plugin import imported
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -15,19 +15,15 @@ import torch
 
 from attnmux.amd.aiter_kernels import AiterKernels
 from attnmux.amd.slot_lists import SlotBuffers, SlotLists, slot_groups, slot_lists, without_keys
-from attnmux.core import (
+from attnmux.core import InvalidInput
+from attnmux.core.plugin import (
     LATENT_DIM,
-    InvalidInput,
     LibraryBackend,
     PageTables,
     check_latent,
-    check_sixteen_bits,
     filled,
     joined,
-    latent_pages,
     mask_indptr,
-    not_in_pool,
-    verify_kv_lens,
 )
 
 if TYPE_CHECKING:
@@ -96,8 +92,8 @@ class AiterLatentBackend(LibraryBackend[AiterKernels, LatentLayer, LatentStep, L
         pool = self.context.token_to_kv_pool
         if layer.layer_id not in pool.layer_ids:
             return LatentLayer(group=-1, rows=None)
-        check_sixteen_bits(self.context)
-        rows = latent_pages(layer, self.context, 1).squeeze(1)
+        self.context.check_sixteen_bits()
+        rows = self.context.latent_pages(layer, 1).squeeze(1)
         return LatentLayer(group=pool.group_of(layer.layer_id), rows=rows)
 
     def plan_step(self, batch: ForwardBatch, buffers: LatentBuffers | None) -> LatentStep:
@@ -122,7 +118,7 @@ class AiterLatentBackend(LibraryBackend[AiterKernels, LatentLayer, LatentStep, L
                 drafts = spec.draft_token_num
                 step.mask_indptr = mask_indptr(
                     drafts,
-                    verify_kv_lens(batch.seq_lens, drafts),
+                    batch.seq_lens + drafts,
                     out=buffers.mask_indptr if buffers else None,
                 )
 
@@ -157,7 +153,7 @@ class AiterLatentBackend(LibraryBackend[AiterKernels, LatentLayer, LatentStep, L
         step: LatentStep,
     ) -> None:
         if layer.rows is None:
-            raise not_in_pool(call.layer)
+            raise call.layer.not_in_pool()
         cached = filled(step.cached)[layer.group]
         splits = _splits(q.shape[0] * -(-q.shape[1] // HEADS))
         # The last value of a row is the part's LSE.
@@ -193,14 +189,14 @@ class AiterLatentBackend(LibraryBackend[AiterKernels, LatentLayer, LatentStep, L
         if call.k is not None and call.k_rope is not None:
             own = torch.cat([call.k, call.k_rope], dim=-1)
         elif layer.rows is None:
-            raise not_in_pool(call.layer)
+            raise call.layer.not_in_pool()
         else:
             pool = self.context.token_to_kv_pool
             own = layer.rows[pool.translate(batch.out_cache_loc, call.layer.layer_id)]
         if call.has_own_kv:
             rows, cached = own, SlotLists(indptr=torch.zeros_like(bounds), indices=bounds)
         elif layer.rows is None:
-            raise not_in_pool(call.layer)
+            raise call.layer.not_in_pool()
         else:
             rows, cached = layer.rows, filled(step.cached)[layer.group]
         if own.dtype != q.dtype:

@@ -29,20 +29,17 @@ from attnmux.amd.aiter_mla_steps import (
 from attnmux.amd.aiter_mla_work import HEADS as PLANNED_HEADS
 from attnmux.amd.aiter_mla_work import PlannedWork
 from attnmux.amd.slot_lists import SlotLists, slot_groups, slot_lists, without_keys
-from attnmux.core import (
+from attnmux.core import InvalidInput
+from attnmux.core.plugin import (
     LATENT_DIM,
-    InvalidInput,
     KernelLibrary,
     LibraryBackend,
     PageTables,
-    check_keys_dtype,
     check_latent,
     filled,
     imported,
     is_writable,
     joined,
-    latent_pages,
-    not_in_pool,
     quantise,
     rehearse,
 )
@@ -112,7 +109,7 @@ class AiterMLABackend(
         pool = self.context.token_to_kv_pool
         if layer.layer_id not in pool.layer_ids:
             return AiterMLALayer(group=-1, rows=None, scale=layer.scaling)
-        rows = latent_pages(layer, self.context, 1)
+        rows = self.context.latent_pages(layer, 1)
         if (nbytes := rows.shape[0] * rows.stride(0) * rows.element_size()) > MOST_BYTES:
             raise InvalidInput(
                 "token_to_kv_pool",
@@ -223,11 +220,11 @@ class AiterMLABackend(
         """[slots, 1, 1, 576], and the rows of each request: of the pool, or the call's own."""
         if not call.has_own_kv:
             if layer.rows is None:
-                raise not_in_pool(call.layer)
+                raise call.layer.not_in_pool()
             return layer.rows, filled(step.cached)[layer.group]
         if call.k is None or call.k_rope is None:
-            raise not_in_pool(call.layer)
-        check_keys_dtype(call.q, call.k, call.k_rope)
+            raise call.layer.not_in_pool()
+        call.check_keys_dtype(call.k, call.k_rope)
         own = joined(call.k, call.k_rope).unsqueeze(1)
         numbers = torch.arange(len(own), dtype=torch.int32, device=own.device)
         return own, SlotLists(indptr=step.tables.query_bounds(own.device), indices=numbers)

@@ -11,7 +11,8 @@ from attnmux.amd.aiter_mla_work import PlannedWork
 from attnmux.amd.slot_lists import SlotBuffers, SlotLists
 
 if TYPE_CHECKING:
-    from attnmux.core import BackendContext, PageTables
+    from attnmux.core import BackendContext
+    from attnmux.core.plugin import PageTables
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)

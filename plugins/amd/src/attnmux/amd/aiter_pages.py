@@ -12,19 +12,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from attnmux.amd.aiter_kernels import AiterKernels
-from attnmux.core import (
+from attnmux.core import InvalidInput
+from attnmux.core.plugin import (
     DecodeBuffers,
     DecodeStep,
-    InvalidInput,
     KeyGroup,
     PagedBackend,
     PagedLayer,
-    check_keys_dtype,
-    check_page_size,
-    check_sixteen_bits,
     filled,
-    kv_pages,
-    not_in_pool,
 )
 
 if TYPE_CHECKING:
@@ -65,11 +60,11 @@ class AiterPagesBackend(PagedBackend[AiterKernels, PagedLayer, AiterStep, Decode
         }
         if is_encoders or layer.layer_id not in self.context.token_to_kv_pool.layer_ids:
             return PagedLayer(arguments=arguments)
-        check_sixteen_bits(self.context)
-        check_page_size(self.context, *PAGE_SIZES)
+        self.context.check_sixteen_bits()
+        self.context.check_page_size(*PAGE_SIZES)
         _check_dims(layer)
         group = KeyGroup.of(layer, self.context)
-        kv = kv_pages(layer, self.context, group.page_size)
+        kv = self.context.kv_pages(layer, group.page_size)
         return PagedLayer(arguments=arguments, group=group, kv=kv)
 
     def plan_step(self, batch: ForwardBatch, buffers: DecodeBuffers | None) -> AiterStep:
@@ -104,7 +99,7 @@ class AiterPagesBackend(PagedBackend[AiterKernels, PagedLayer, AiterStep, Decode
         self, call: AttentionCall, out: torch.Tensor, layer: PagedLayer, step: AiterStep
     ) -> None:
         if layer.group is None or layer.kv is None:
-            raise not_in_pool(call.layer)
+            raise call.layer.not_in_pool()
         keys, tables = filled(step.keys)[layer.group], step.tables
         self.kernels.unified_attention(
             q=call.q,
@@ -122,14 +117,14 @@ class AiterPagesBackend(PagedBackend[AiterKernels, PagedLayer, AiterStep, Decode
     def _over_own_keys(self, call: AttentionCall, out: torch.Tensor, step: AiterStep) -> None:
         spec, k, v = call.layer, call.k, call.v
         if k is None or v is None:
-            raise not_in_pool(spec)
+            raise spec.not_in_pool()
         if spec.sliding_window_size >= 0 or spec.sinks is not None:
             raise InvalidInput(
                 "save_kv_cache",
                 got="False for a layer with a window or sinks",
                 expected="True: the kernel for keys of the call does neither",
             )
-        check_keys_dtype(call.q, k, v)
+        call.check_keys_dtype(k, v)
         bounds = step.tables.query_bounds(out.device)
         self.kernels.extend_attention_fwd(
             q_extend=call.q,

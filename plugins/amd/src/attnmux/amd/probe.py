@@ -10,8 +10,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import NamedTuple
 
-from attnmux.core import Platform, PluginError, installed_version
-from attnmux.core.find.visibility import NO_VARIABLES, visible_devices
+from attnmux.core import Platform
+from attnmux.core.plugin import NO_VARIABLES, PluginError, installed_version, visible_devices
 
 TOPOLOGY = "sys/class/kfd/kfd/topology/nodes"
 ROCM_VERSION = "opt/rocm/.info/version"

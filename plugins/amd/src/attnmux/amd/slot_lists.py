@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from attnmux.core import InvalidInput, kv_indices, kv_indptr, verify_kv_lens
+from attnmux.core import InvalidInput
+from attnmux.core.plugin import kv_indices, kv_indptr
 
 if TYPE_CHECKING:
     from attnmux.core import BackendContext, ForwardBatch
@@ -74,7 +75,7 @@ def slot_lists(
         raise InvalidInput("extend_prefix_lens", got=None, expected="lengths in an extend step")
     if with_new and mode.is_target_verify():
         drafts = batch.queries_each() or 0
-        lens, on_host = verify_kv_lens(lens, drafts), None if on_host is None else on_host + drafts
+        lens, on_host = lens + drafts, None if on_host is None else on_host + drafts
     indptr = kv_indptr(lens, out=buffers.indptr if buffers else None)
     slots = kv_indices(
         context.req_to_token_pool,

@@ -15,20 +15,14 @@ import torch
 
 from attnmux.amd.slot_lists import SlotBuffers, SlotLists, slot_groups, slot_lists, without_keys
 from attnmux.amd.wave_kernels import PROVIDERS, Compiled, Heads, WaveKernels
-from attnmux.core import (
-    InvalidInput,
+from attnmux.core import InvalidInput, check_at_least
+from attnmux.core.plugin import (
     KernelLibrary,
     LibraryBackend,
     PageTables,
     aligned,
-    check_features,
-    check_keys_dtype,
-    check_positive,
-    check_sixteen_bits,
     filled,
     is_writable,
-    kv_pages,
-    not_in_pool,
     rehearse,
 )
 
@@ -73,19 +67,19 @@ class WaveBackend(LibraryBackend[WaveKernels, WaveLayer, WaveStep, SlotBuffers])
         Raises InvalidInput for layers, pools and options that the kernels do not serve.
         """
         self._splits = int(str(options.get("num_kv_splits", 8)))
-        check_positive("num_kv_splits", self._splits)
+        check_at_least(1, "num_kv_splits", self._splits)
         self._compiled: dict[Heads, tuple[tuple[Compiled, Compiled], Compiled]] = {}
         super().__init__(context, options, kernels)
         self._groups = slot_groups(context)
 
     def prepare_layer(self, layer: LayerSpec) -> WaveLayer:
-        check_features(layer, "logit_cap")
-        check_sixteen_bits(self.context)
+        layer.check_features("logit_cap")
+        self.context.check_sixteen_bits()
         decode, extend = self._kernels_of(layer)
         pool = self.context.token_to_kv_pool
         if layer.layer_id not in pool.layer_ids:
             return WaveLayer(decode=decode, extend=extend, group=-1, kv=None)
-        k, v = (pages.squeeze(1) for pages in kv_pages(layer, self.context, 1))
+        k, v = (pages.squeeze(1) for pages in self.context.kv_pages(layer, 1))
         for name, rows in (("K", k), ("V", v)):
             if not rows.is_contiguous():
                 got = f"strides {rows.stride()} of {name}"
@@ -126,7 +120,7 @@ class WaveBackend(LibraryBackend[WaveKernels, WaveLayer, WaveStep, SlotBuffers])
         self, call: AttentionCall, out: torch.Tensor, layer: WaveLayer, step: WaveStep
     ) -> None:
         if layer.kv is None:
-            raise not_in_pool(call.layer)
+            raise call.layer.not_in_pool()
         cached = filled(step.cached)[layer.group]
         attend, merge = layer.decode
         parts = out.new_empty((self._splits, *out.shape), dtype=torch.float32)
@@ -147,13 +141,13 @@ class WaveBackend(LibraryBackend[WaveKernels, WaveLayer, WaveStep, SlotBuffers])
         if call.k is not None and call.v is not None:
             k, v = aligned(call.k.contiguous()), aligned(call.v.contiguous())
         elif layer.kv is None:
-            raise not_in_pool(call.layer)
+            raise call.layer.not_in_pool()
         else:
             slots = self.context.token_to_kv_pool.translate(
                 batch.out_cache_loc, call.layer.layer_id
             )
             k, v = (rows[slots] for rows in layer.kv)
-        check_keys_dtype(call.q, k, v)
+        call.check_keys_dtype(k, v)
         if call.has_own_kv or layer.kv is None:
             rows, cached = (k, v), SlotLists(indptr=torch.zeros_like(bounds), indices=bounds)
         else:

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from attnmux.core import imported
+from attnmux.core.plugin import imported
 
 if TYPE_CHECKING:
     import torch

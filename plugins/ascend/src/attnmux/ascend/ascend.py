@@ -10,7 +10,7 @@ from attnmux.ascend.latents import AscendLatentBackend
 from attnmux.ascend.npu_kernels import NPUKernels, load_kernels
 from attnmux.ascend.pages import AscendPagesBackend
 from attnmux.ascend.ring import NOPE, ROPE, AscendRingBackend
-from attnmux.core import KernelLibrary, rehearse
+from attnmux.core.plugin import KernelLibrary, rehearse
 
 if TYPE_CHECKING:
     from attnmux.core import AttentionBackend, BackendContext

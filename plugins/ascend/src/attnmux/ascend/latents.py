@@ -24,20 +24,14 @@ from attnmux.ascend.npu_kernels import (
     NPUKernels,
     causal_mask,
 )
-from attnmux.core import (
+from attnmux.core import GraphUnsupported, InvalidInput
+from attnmux.core.plugin import (
     LATENT_DIM,
-    GraphUnsupported,
-    InvalidInput,
     KeyGroup,
     PagedBackend,
     PageTables,
     check_latent,
-    check_page_size,
-    check_sixteen_bits,
     joined,
-    latent_pages,
-    not_in_pool,
-    rotary,
 )
 
 if TYPE_CHECKING:
@@ -86,12 +80,12 @@ class AscendLatentBackend(PagedBackend[NPUKernels, LatentLayer, LatentStep, None
         if layer.tp_q_head_num > MOST_HEADS:
             got, expected = f"{layer.tp_q_head_num} heads", f"at most {MOST_HEADS}"
             raise InvalidInput(f"layer {layer.layer_id}", got=got, expected=expected)
-        check_page_size(self.context, *PAGE_SIZES)
+        self.context.check_page_size(*PAGE_SIZES)
         pool = self.context.token_to_kv_pool
         if layer.layer_id not in pool.layer_ids:
             return LatentLayer()
-        check_sixteen_bits(self.context)
-        cache = latent_pages(layer, self.context, pool.page_size)
+        self.context.check_sixteen_bits()
+        cache = self.context.latent_pages(layer, pool.page_size)
         if not cache.is_contiguous() or cache.numel() > INT32:
             raise InvalidInput(
                 "token_to_kv_pool",
@@ -131,12 +125,12 @@ class AscendLatentBackend(PagedBackend[NPUKernels, LatentLayer, LatentStep, None
         if call.has_own_kv:
             return self._over_own_keys(call, step)
         if layer.cache is None or layer.group is None:
-            raise not_in_pool(call.layer)
+            raise call.layer.not_in_pool()
         page_table = step.tables.keys[layer.group].page_table
         if step.context_lens is not None:
             return self._decode(call, layer.cache, page_table, step.context_lens, step.lens)
         if step.chunks is None:
-            raise not_in_pool(call.layer)
+            raise call.layer.not_in_pool()
         pages = step.chunks.copied(layer.cache.squeeze(2), page_table)
         return self._extend(call, pages, step.chunks)
 
@@ -173,7 +167,7 @@ class AscendLatentBackend(PagedBackend[NPUKernels, LatentLayer, LatentStep, None
         more = (1 << (heads - 1).bit_length()) - heads
         q, q_rope = (
             pad(each[:count], (0, 0, 0, more)).contiguous()
-            for each in (call.q, rotary(call.q_rope))
+            for each in (call.q, call.rotary_queries())
         )
         latents = pages[..., :LATENT_DIM].contiguous()
         is_causal = not chunks.has_one_query_each
@@ -200,7 +194,7 @@ class AscendLatentBackend(PagedBackend[NPUKernels, LatentLayer, LatentStep, None
     def _over_own_keys(self, call: AttentionCall, step: LatentStep) -> torch.Tensor:
         """The call's K are all keys: they are copied to pages."""
         if call.k is None or call.k_rope is None:
-            raise not_in_pool(call.layer)
+            raise call.layer.not_in_pool()
         if call.k.dtype != call.q.dtype or call.k_rope.dtype != call.q.dtype:
             got = f"{call.k.dtype} and {call.k_rope.dtype}"
             raise InvalidInput("k", got=got, expected=f"{call.q.dtype}, as q is")

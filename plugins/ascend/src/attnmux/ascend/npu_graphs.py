@@ -11,11 +11,11 @@ from typing import Any
 
 import torch
 
-from attnmux.core import CapturedGraph, GraphStep, StreamGraphs
+from attnmux.core.plugin import CapturedGraph, GraphStep, StreamGraphs
 
 
 class NPUGraphs(StreamGraphs):
-    """What `attnmux.core.device_graphs` makes for an NPU.
+    """What `DeviceGraphs.of` makes for an NPU.
 
     Never run on a device. A replay waits until the backend has renewed its lengths, which it does
     in `init_forward_metadata_out_graph`; the runner calls that before each replay.

@@ -23,18 +23,14 @@ from attnmux.ascend.npu_kernels import (
     NPUKernels,
     causal_mask,
 )
-from attnmux.core import (
+from attnmux.core import ForwardMode, InvalidInput
+from attnmux.core.plugin import (
     DecodeBuffers,
-    ForwardMode,
-    InvalidInput,
     KeyGroup,
     KeyLens,
     PagedBackend,
     PagedLayer,
     PageTables,
-    check_keys_dtype,
-    check_page_size,
-    not_in_pool,
 )
 
 if TYPE_CHECKING:
@@ -91,7 +87,7 @@ class AscendPagesBackend(PagedBackend[NPUKernels, PagedLayer, PagedStep, DecodeB
             return PagedLayer(arguments=arguments)
         if pool.dtype != DTYPE:
             raise InvalidInput("token_to_kv_pool", got=pool.dtype, expected=str(DTYPE))
-        check_page_size(self.context, *PAGE_SIZES)
+        self.context.check_page_size(*PAGE_SIZES)
         k, v = pool.get_kv_buffer(layer.layer_id)
         kv = _pages(k, pool.page_size), _pages(v, pool.page_size)
         return PagedLayer(arguments=arguments, group=KeyGroup.of(layer, self.context), kv=kv)
@@ -158,12 +154,12 @@ class AscendPagesBackend(PagedBackend[NPUKernels, PagedLayer, PagedStep, DecodeB
         lens = step.lens
         if call.has_own_kv:
             if call.k is None or call.v is None:
-                raise not_in_pool(call.layer)
-            check_keys_dtype(call.q, call.k, call.v)
+                raise call.layer.not_in_pool()
+            call.check_keys_dtype(call.k, call.v)
             k, v = (rows[: lens.num_queries].contiguous() for rows in (call.k, call.v))
             return {"key": k, "value": v, "actual_seq_kvlen": lens.bounds}
         if layer.group is None or layer.kv is None:
-            raise not_in_pool(call.layer)
+            raise call.layer.not_in_pool()
         return {
             "key": layer.kv[0],
             "value": layer.kv[1],

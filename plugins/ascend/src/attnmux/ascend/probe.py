@@ -11,8 +11,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
-from attnmux.core import Platform, PluginError
-from attnmux.core.find.visibility import NO_VARIABLES
+from attnmux.core import Platform
+from attnmux.core.plugin import NO_VARIABLES, PluginError
 
 NODES = "dev/davinci[0-9]*"
 PCI = "sys/bus/pci/devices"

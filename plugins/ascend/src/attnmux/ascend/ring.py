@@ -19,16 +19,8 @@ from torch.nn.functional import pad
 from attnmux.ascend.host_lens import HostLens
 from attnmux.ascend.npu_kernels import NPUKernels
 from attnmux.ascend.ring_parts import RingPart, prefix_parts
-from attnmux.core import (
-    ForwardMode,
-    GraphUnsupported,
-    InvalidInput,
-    LibraryBackend,
-    check_features,
-    check_keys_dtype,
-    gather_rows,
-    not_in_pool,
-)
+from attnmux.core import ForwardMode, GraphUnsupported, InvalidInput
+from attnmux.core.plugin import LibraryBackend, gather_rows
 
 if TYPE_CHECKING:
     from attnmux.core import AttentionCall, BackendContext, ForwardBatch, LayerSpec
@@ -81,7 +73,7 @@ class AscendRingBackend(LibraryBackend[NPUKernels, RingLayer, RingStep, None]):
         self._has_encoder = any(layer.is_cross_attention for layer in context.layers)
 
     def prepare_layer(self, layer: LayerSpec) -> RingLayer:
-        check_features(layer, "cross_attention", kind="mha")
+        layer.check_features("cross_attention", kind="mha")
         heads, kv_heads = layer.tp_q_head_num, layer.tp_k_head_num
         dims = layer.qk_head_dim, layer.v_head_dim
         is_served = dims[0] == NOPE + ROPE and dims[1] in V_DIMS
@@ -158,14 +150,14 @@ class AscendRingBackend(LibraryBackend[NPUKernels, RingLayer, RingStep, None]):
         """K [m, H, 192] and V [m, H, Dv] of a part."""
         if call.has_own_kv:
             if call.k is None or call.v is None:
-                raise not_in_pool(call.layer)
-            check_keys_dtype(call.q, call.k, call.v)
+                raise call.layer.not_in_pool()
+            call.check_keys_dtype(call.k, call.v)
             if part.places is not None:
                 return call.k[part.places], call.v[part.places]
             total = sum(part.lens)
             return call.k[:total], call.v[:total]
         if layer.kv is None:
-            raise not_in_pool(call.layer)
+            raise call.layer.not_in_pool()
         slots = self.context.token_to_kv_pool.translate(step.slots[part], call.layer.layer_id)
         return gather_rows(layer.kv[0], slots), gather_rows(layer.kv[1], slots)
 

@@ -12,7 +12,8 @@ from dataclasses import dataclass
 
 import torch
 
-from attnmux.core import ForwardBatch, RequestTable, cu_seqlens, kv_indices
+from attnmux.core import ForwardBatch, RequestTable
+from attnmux.core.plugin import cu_seqlens, kv_indices
 
 MOST_PARTS = 8
 """Of a prefix: the operator rounds the result so far to bfloat16 after each."""

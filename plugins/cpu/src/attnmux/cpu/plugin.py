@@ -5,9 +5,8 @@ The CPU itself is found by core, since it is on every machine.
 
 from __future__ import annotations
 
-from attnmux.core import (
+from attnmux.core.plugin import (
     ANY,
-    LAST_RESORT,
     NONE,
     TREE_MASKS,
     BackendCard,
@@ -23,7 +22,6 @@ from attnmux.core import (
     multiple_of,
     one_of,
     versions,
-    when,
 )
 from attnmux.cpu.levels import levels_of, shipped
 
@@ -159,11 +157,11 @@ TORCH_NATIVE = BackendCard(
     priors=(
         Prior(
             rank=50,
-            when=when(vendor=one_of("cpu")),
+            when=Clause.when(vendor=one_of("cpu")),
             source="benchmarks/results/torch_native-cpu.md: at best a third of the bandwidth",
         ),
         Prior(
-            rank=LAST_RESORT,
+            rank=Prior.LAST_RESORT,
             source="gathers K and V before it multiplies, which a GPU kernel does not",
         ),
     ),
@@ -271,8 +269,10 @@ TORCH_LINEAR = BackendCard(
         for dtype in _UNSCALED
     ),
     priors=(
-        Prior(rank=50, when=when(vendor=one_of("cpu")), source="no other serves a CPU"),
-        Prior(rank=LAST_RESORT, source="reads the state of a chunk from memory for each product"),
+        Prior(rank=50, when=Clause.when(vendor=one_of("cpu")), source="no other serves a CPU"),
+        Prior(
+            rank=Prior.LAST_RESORT, source="reads the state of a chunk from memory for each product"
+        ),
     ),
 )
 
@@ -362,7 +362,7 @@ FLEX_ATTENTION = BackendCard(
     priors=(
         Prior(
             rank=60,
-            when=when(vendor=one_of("cpu")),
+            when=Clause.when(vendor=one_of("cpu")),
             source="benchmarks/results/flex_attention-cpu.md: 0.4 to 0.7 times torch_native",
         ),
         Prior(rank=800, source="a general kernel, ranked after kernels made for paged KV"),

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from attnmux.core import cu_seqlens, extend_positions, kv_indices
+from attnmux.core.plugin import cu_seqlens, extend_positions, kv_indices
 from attnmux.cpu.steps import draft_keys, mask_starts
 
 if TYPE_CHECKING:

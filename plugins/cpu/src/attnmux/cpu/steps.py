@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from attnmux.core import InvalidInput, limited_drafts, masks_drafts, visible_drafts
+from attnmux.core import InvalidInput
+from attnmux.core.plugin import limited_drafts
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -80,7 +81,7 @@ class DraftKeys:
         """Of a step with `SpecInput.visible` or its bits, on the device."""
         prefix = batch.seq_lens.long()
         visible, first = limited_drafts(
-            visible_drafts(batch),
+            batch.visible_drafts(),
             torch.zeros_like(prefix) if rule.in_call else prefix,
             window=rule.window,
             chunk=rule.chunk,
@@ -90,7 +91,7 @@ class DraftKeys:
 
 def draft_keys(rule: KeyRule, batch: ForwardBatch) -> DraftKeys | None:
     """None for other steps, cross attention and whole masks."""
-    is_tree = masks_drafts(batch.spec_info) and not rule.is_cross
+    is_tree = batch.masks_drafts and not rule.is_cross
     return DraftKeys.of(rule, batch) if is_tree else None
 
 

@@ -1,1 +1,7 @@
 """Intel devices, and backends around Intel's kernel libraries. `plugin.py` advertises them."""
+
+from __future__ import annotations
+
+from attnmux.core.plugin import lazy_face
+
+__getattr__, __dir__ = lazy_face(__name__)

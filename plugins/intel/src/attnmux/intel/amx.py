@@ -14,9 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from attnmux.core import (
-    GraphUnsupported,
-    InvalidInput,
+from attnmux.core import GraphUnsupported, InvalidInput
+from attnmux.core.plugin import (
     KernelLibrary,
     KeyGroup,
     Keys,
@@ -24,7 +23,6 @@ from attnmux.core import (
     PageTables,
     filled,
     joined,
-    not_in_pool,
     rehearse,
 )
 from attnmux.intel.amx_layers import AMXLayer, check_layer
@@ -139,7 +137,7 @@ class AMXBackend(PagedBackend[AMXKernels, AMXLayer, AMXStep, None]):
     ) -> tuple[Keys, torch.Tensor]:
         """Returns the keys of each request, and the rows of K that they name."""
         if layer.group is None or layer.kv is None:
-            raise not_in_pool(call.layer)
+            raise call.layer.not_in_pool()
         table, lens = step.tables.keys[layer.group].page_table, filled(step.seq_lens)
         # A part's result, then its LSE.
         splits = _splits(step.tables.max_seqlen_k)
@@ -181,7 +179,7 @@ class AMXBackend(PagedBackend[AMXKernels, AMXLayer, AMXStep, None]):
             each = torch.arange(step.tables.max_seqlen_q, dtype=bounds.dtype)
             table = bounds[:-1, None] + each
         elif layer.group is None or layer.kv is None:
-            raise not_in_pool(call.layer)
+            raise call.layer.not_in_pool()
         else:
             kv, lens = layer.kv, filled(step.seq_lens)
             table = step.tables.keys[layer.group].page_table
@@ -218,7 +216,7 @@ class AMXBackend(PagedBackend[AMXKernels, AMXLayer, AMXStep, None]):
                 return call.k, second
             own = torch.cat([call.k, second], dim=-1)
         elif layer.kv is None:
-            raise not_in_pool(call.layer)
+            raise call.layer.not_in_pool()
         else:
             pool = self.context.token_to_kv_pool
             places = pool.translate(batch.out_cache_loc, call.layer.layer_id)

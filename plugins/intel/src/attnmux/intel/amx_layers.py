@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from attnmux.core import ROPE_DIM, InvalidInput, KeyGroup
+from attnmux.core import InvalidInput
+from attnmux.core.plugin import ROPE_DIM, KeyGroup
 
 if TYPE_CHECKING:
     from attnmux.core import LayerSpec

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 
 if TYPE_CHECKING:
-    from attnmux.core import Keys
+    from attnmux.core.plugin import Keys
 
 QUERIES = 32
 """Attended at once. With 128 heads over 8192 keys their float32 weights take 128 MiB."""

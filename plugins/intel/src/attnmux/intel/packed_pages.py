@@ -12,17 +12,13 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
-from attnmux.core import (
+from attnmux.core.plugin import (
     KeyGroup,
     Keys,
     PagedLayer,
     aligned,
-    check_keys_dtype,
-    check_sixteen_bits,
     filled,
     is_writable,
-    kv_pages,
-    not_in_pool,
 )
 from attnmux.intel.packed_steps import PackedBackend, PackedStep
 
@@ -50,7 +46,7 @@ class Operands:
     """[B + 1] int32: where the queries of each begin."""
 
 
-class PackedPagesBackend(PackedBackend[K, PagedLayer]):
+class PackedPagesBackend(PackedBackend[K]):
     """MHA and GQA, prefill and decode."""
 
     @abstractmethod
@@ -67,12 +63,12 @@ class PackedPagesBackend(PackedBackend[K, PagedLayer]):
 
     def prepare_layer(self, layer: LayerSpec) -> PagedLayer:
         self.check(layer)
-        check_sixteen_bits(self.context)
+        self.context.check_sixteen_bits()
         arguments = self.arguments(layer)
         if layer.layer_id not in self.context.token_to_kv_pool.layer_ids:
             return PagedLayer(arguments=arguments)
         group = KeyGroup.of(layer, self.context)
-        kv = kv_pages(layer, self.context, group.page_size)
+        kv = self.context.kv_pages(layer, group.page_size)
         return PagedLayer(arguments=arguments, group=group, kv=kv)
 
     def plan_step(self, batch: ForwardBatch, buffers: None) -> PackedStep:
@@ -108,10 +104,10 @@ class PackedPagesBackend(PackedBackend[K, PagedLayer]):
     ) -> tuple[Keys, tuple[torch.Tensor, ...]]:
         if call.has_own_kv:
             if call.k is None or call.v is None:
-                raise not_in_pool(call.layer)
-            check_keys_dtype(call.q, call.k, call.v)
+                raise call.layer.not_in_pool()
+            call.check_keys_dtype(call.k, call.v)
             page_size = self.context.token_to_kv_pool.page_size
             return requests.own_pages(page_size, page_size, call.k, call.v)
         if layer.group is None or layer.kv is None:
-            raise not_in_pool(call.layer)
+            raise call.layer.not_in_pool()
         return requests.keys(filled(step.keys)[layer.group]), layer.kv

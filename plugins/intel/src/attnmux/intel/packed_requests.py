@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from attnmux.core import InvalidInput, Keys
+from attnmux.core import InvalidInput
+from attnmux.core.plugin import Keys
 
 if TYPE_CHECKING:
     from attnmux.core import ForwardBatch

@@ -3,16 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
-from attnmux.core import (
-    DecodeStep,
-    GraphUnsupported,
-    HasKeys,
-    InvalidInput,
-    PagedBackend,
-    filled,
-)
+from attnmux.core import GraphUnsupported, InvalidInput
+from attnmux.core.plugin import DecodeStep, PagedBackend, filled
 from attnmux.intel.packed_requests import PackedRequests
 
 if TYPE_CHECKING:
@@ -20,7 +14,6 @@ if TYPE_CHECKING:
 
 
 K = TypeVar("K")
-L = TypeVar("L", bound=HasKeys)
 
 
 @dataclass(kw_only=True, slots=True, eq=False)
@@ -31,7 +24,7 @@ class PackedStep(DecodeStep):
     """Set by `plan_step`."""
 
 
-class PackedBackend(PagedBackend[K, L, PackedStep, None]):
+class PackedBackend(PagedBackend[K, Any, PackedStep, None], Generic[K]):
     """Prefill and decode by kernels that write no LSE and run in no graph."""
 
     def plan_packed(self, batch: ForwardBatch, *, key_tile: int = 1) -> PackedStep:

@@ -9,8 +9,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
-from attnmux.core import Platform, installed_version
-from attnmux.core.find.visibility import NO_VARIABLES
+from attnmux.core import Platform
+from attnmux.core.plugin import NO_VARIABLES, installed_version
 
 CARDS = "sys/class/drm"
 INTEL = "0x8086"

@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from attnmux.core import InvalidInput, KernelLibrary, PagedLayer, filled, imported, rehearse
+from attnmux.core import InvalidInput
+from attnmux.core.plugin import KernelLibrary, PagedLayer, filled, imported, rehearse
 from attnmux.intel.packed_pages import Operands, PackedPagesBackend
 from attnmux.intel.packed_steps import PackedStep
 from attnmux.intel.vllm_xpu_shapes import PAGE_STEP, SHAPES

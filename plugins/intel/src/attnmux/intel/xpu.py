@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from attnmux.core import KernelLibrary, rehearse
+from attnmux.core.plugin import KernelLibrary, rehearse
 from attnmux.intel.xpu_latents import XPULatentBackend
 from attnmux.intel.xpu_library import XPUKernels, load_kernels
 from attnmux.intel.xpu_pages import XPUPagesBackend

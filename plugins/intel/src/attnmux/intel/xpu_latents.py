@@ -11,25 +11,21 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from attnmux.core import (
+from attnmux.core import InvalidInput
+from attnmux.core.plugin import (
     LATENT_DIM,
-    InvalidInput,
     KeyGroup,
     aligned,
     check_latent,
-    check_page_size,
-    check_sixteen_bits,
     filled,
     is_writable,
-    latent_pages,
-    not_in_pool,
-    rotary,
 )
 from attnmux.intel.packed_steps import PackedBackend, PackedStep
 from attnmux.intel.xpu_library import XPUKernels
 
 if TYPE_CHECKING:
-    from attnmux.core import AttentionCall, ForwardBatch, Keys, LayerSpec
+    from attnmux.core import AttentionCall, ForwardBatch, LayerSpec
+    from attnmux.core.plugin import Keys
     from attnmux.intel.packed_requests import PackedRequests
 
 PAGE_SIZES = (128, 64, 32, 16)
@@ -53,7 +49,7 @@ class LatentLayer:
     """[pages, page, 576], the pool's memory."""
 
 
-class XPULatentBackend(PackedBackend[XPUKernels, LatentLayer]):
+class XPULatentBackend(PackedBackend[XPUKernels]):
     """MLA, prefill and decode."""
 
     def prepare_layer(self, layer: LayerSpec) -> LatentLayer:
@@ -61,12 +57,12 @@ class XPULatentBackend(PackedBackend[XPUKernels, LatentLayer]):
         if layer.tp_q_head_num > MOST_HEADS:
             got, expected = f"{layer.tp_q_head_num} heads", f"at most {MOST_HEADS}"
             raise InvalidInput(f"layer {layer.layer_id}", got=got, expected=expected)
-        check_page_size(self.context, *PAGE_SIZES)
-        check_sixteen_bits(self.context)
+        self.context.check_page_size(*PAGE_SIZES)
+        self.context.check_sixteen_bits()
         pool = self.context.token_to_kv_pool
         if layer.layer_id not in pool.layer_ids:
             return LatentLayer()
-        cache = latent_pages(layer, self.context, pool.page_size).squeeze(2)
+        cache = self.context.latent_pages(layer, pool.page_size).squeeze(2)
         if not cache.is_contiguous():
             got = f"latents with strides {cache.stride()}"
             raise InvalidInput("token_to_kv_pool", got=got, expected="latents without gaps")
@@ -94,7 +90,7 @@ class XPULatentBackend(PackedBackend[XPUKernels, LatentLayer]):
     ) -> tuple[Keys, torch.Tensor]:
         if call.has_own_kv:
             if call.k is None or call.k_rope is None:
-                raise not_in_pool(call.layer)
+                raise call.layer.not_in_pool()
             if call.k.dtype != call.q.dtype or call.k_rope.dtype != call.q.dtype:
                 got = f"{call.k.dtype} and {call.k_rope.dtype}"
                 raise InvalidInput("k", got=got, expected=f"{call.q.dtype}, as q is")
@@ -103,7 +99,7 @@ class XPULatentBackend(PackedBackend[XPUKernels, LatentLayer]):
             keys, (pages,) = requests.own_pages(page_size, KEY_TILE, rows)
             return keys, pages
         if layer.group is None or layer.cache is None:
-            raise not_in_pool(call.layer)
+            raise call.layer.not_in_pool()
         return requests.keys(filled(step.keys)[layer.group]), layer.cache
 
     def _decode(
@@ -119,7 +115,7 @@ class XPULatentBackend(PackedBackend[XPUKernels, LatentLayer]):
         self.kernels.flash_mla_decode(
             out=out,
             q_nope=aligned(call.q.contiguous()),
-            q_pe=aligned(rotary(call.q_rope).contiguous()),
+            q_pe=aligned(call.rotary_queries().contiguous()),
             kv_c_and_k_pe_cache=cache,
             seq_lens=keys.lens.contiguous(),
             page_table=keys.page_table.contiguous(),
@@ -147,7 +143,7 @@ class XPULatentBackend(PackedBackend[XPUKernels, LatentLayer]):
         self.kernels.flash_mla_prefill(
             out=out,
             q_nope=aligned(call.q[:count].contiguous()),
-            q_pe=aligned(rotary(call.q_rope)[:count].contiguous()),
+            q_pe=aligned(call.rotary_queries()[:count].contiguous()),
             kv_c_and_k_pe_cache=cache,
             cu_seqlens_q=bounds,
             seq_lens=keys.lens.contiguous(),

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from attnmux.core import InvalidInput, PagedLayer, check_page_size, filled
+from attnmux.core import InvalidInput
+from attnmux.core.plugin import PagedLayer, filled
 from attnmux.intel.packed_pages import Operands, PackedPagesBackend
 from attnmux.intel.packed_steps import PackedStep
 from attnmux.intel.xpu_library import XPUKernels
@@ -37,7 +38,7 @@ class XPUPagesBackend(PackedPagesBackend[XPUKernels]):
 
     def check(self, layer: LayerSpec) -> None:
         _check_layer(layer)
-        check_page_size(self.context, *PAGE_SIZES)
+        self.context.check_page_size(*PAGE_SIZES)
 
     def arguments(self, layer: LayerSpec) -> dict[str, Any]:
         dtype, window = self.context.token_to_kv_pool.dtype, layer.sliding_window_size

@@ -20,11 +20,13 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from attnmux.core import PlainConvolutions, ShortConvolutions, keep_drafts, read_states
+from attnmux.core import LinearStatePool
+from attnmux.core.plugin import PlainConvolutions, ShortConvolutions
 from attnmux.nvidia.packed_requests import PackedRequests
 
 if TYPE_CHECKING:
-    from attnmux.core import ConvCall, ForwardBatch, LinearStatePool
+    from attnmux.core import ForwardBatch
+    from attnmux.core.plugin import ConvCall
 
 TAPS = (2, 3, 4)
 """Of the convolutions that the kernels compute."""
@@ -68,7 +70,7 @@ class CausalConvolutions(ShortConvolutions):
         if not _is_served(call):
             self._plain.verify(call, batch)
             return
-        line = keep_drafts(call, batch, self.states)
+        line = self.keep_drafts(call, batch)
         history = line[:, : call.layer.conv_size - 1].clone()
         out = call.out.view(batch.batch_size, -1, call.out.shape[1])
         out.copy_(line[:, history.shape[1] :])
@@ -76,7 +78,7 @@ class CausalConvolutions(ShortConvolutions):
 
     def _convolve_one(self, call: ConvCall, batch: ForwardBatch) -> None:
         pool, rows = self.states.conv(call.layer.layer_id, call.index), batch.req_pool_indices
-        history = read_states(pool, rows, batch.seq_lens <= 1)
+        history = LinearStatePool.read(pool, rows, batch.seq_lens <= 1)
         call.out.copy_(call.x)
         self._update(call, call.out.unsqueeze(-1), history.transpose(1, 2))
         pool.index_copy_(0, rows, history)

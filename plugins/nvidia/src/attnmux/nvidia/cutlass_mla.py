@@ -16,23 +16,17 @@ from typing import TYPE_CHECKING
 import torch
 from torch.nn.functional import pad
 
-from attnmux.core import (
+from attnmux.core import ForwardMode, GraphUnsupported, InvalidInput
+from attnmux.core.plugin import (
     LATENT_DIM,
     DecodeBuffers,
     DecodeStep,
-    ForwardMode,
-    GraphUnsupported,
-    InvalidInput,
     KernelLibrary,
     KeyGroup,
     aligned,
-    check_page_size,
-    check_sixteen_bits,
     filled,
     imported,
-    latent_pages,
     rehearse,
-    rotary,
 )
 from attnmux.nvidia.latent import LatentDecodeBackend
 from attnmux.nvidia.vllm_files import load_operators
@@ -50,7 +44,7 @@ MOST_SPLITS = 256
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CutlassMLAKernels:
-    """Functions of `sgl_kernel`; see `of_vllm` for vLLM's."""
+    """Functions of `sgl_kernel`; see `cutlass_of_vllm` for vLLM's."""
 
     cutlass_mla_decode: Callable[..., torch.Tensor]
     """Attention of one query a request over a paged cache."""
@@ -99,8 +93,8 @@ class CutlassMLABackend(
         self._num_kv_splits = _read_num_kv_splits(options)
 
     def prepare_layer(self, layer: LayerSpec) -> CutlassMLALayer:
-        check_page_size(self.context, PAGE)
-        check_sixteen_bits(self.context)
+        self.context.check_page_size(PAGE)
+        self.context.check_sixteen_bits()
         if layer.tp_q_head_num > MOST_HEADS:
             raise InvalidInput(
                 f"layer {layer.layer_id}",
@@ -109,7 +103,7 @@ class CutlassMLABackend(
             )
         return CutlassMLALayer(
             group=KeyGroup.of(layer, self.context),
-            cache=latent_pages(layer, self.context, PAGE).squeeze(2),
+            cache=self.context.latent_pages(layer, PAGE).squeeze(2),
             scale=layer.scaling,
         )
 
@@ -142,7 +136,7 @@ class CutlassMLABackend(
         keys = filled(step.keys)[layer.group]
         result = self.kernels.cutlass_mla_decode(
             aligned(call.q),
-            aligned(rotary(call.q_rope)),
+            aligned(call.rotary_queries()),
             layer.cache,
             keys.lens,
             keys.page_table,
@@ -173,7 +167,7 @@ def _read_num_kv_splits(options: Mapping[str, object]) -> int:
     return splits
 
 
-def of_vllm(
+def cutlass_of_vllm(
     decode: Callable[..., None], get_workspace_size: Callable[..., int]
 ) -> CutlassMLAKernels:
     """The kernels of vLLM's operators `sm100_cutlass_mla_decode` and
@@ -212,7 +206,7 @@ def of_vllm(
 def from_vllm() -> CutlassMLAKernels:
     """vLLM's build. Raises ImportError if vLLM is not installed or has none."""
     operators = load_operators("_C", "sm100_cutlass_mla_decode", "_C_stable_libtorch")
-    return of_vllm(
+    return cutlass_of_vllm(
         operators.sm100_cutlass_mla_decode.default,
         operators.sm100_cutlass_mla_get_workspace_size.default,
     )

@@ -17,20 +17,15 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from attnmux.core import (
-    GraphUnsupported,
-    InvalidInput,
+from attnmux.core import GraphUnsupported, InvalidInput, torch_dtype
+from attnmux.core.plugin import (
     KernelLibrary,
     Keys,
     LibraryBackend,
     Pieces,
     aligned,
-    check_keys_dtype,
     is_aligned,
-    kv_pages,
-    not_in_pool,
     rehearse,
-    torch_dtype,
 )
 from attnmux.nvidia.dual_chunk_regions import (
     ChunkGroup,
@@ -110,7 +105,7 @@ class DualChunkBackend(LibraryBackend[DualChunkKernels, DualChunkLayer, DualChun
                 "token_to_kv_pool", got=pool.dtype, expected=f"{asked}, as the queries are"
             )
         group = ChunkGroup.of(layer, self.context)
-        kv = kv_pages(layer, self.context, group.keys.page_size)
+        kv = self.context.kv_pages(layer, group.keys.page_size)
         return DualChunkLayer(group=group, kv=kv)
 
     def plan_step(self, batch: ForwardBatch, buffers: Buffers | None) -> DualChunkStep:
@@ -153,9 +148,9 @@ class DualChunkBackend(LibraryBackend[DualChunkKernels, DualChunkLayer, DualChun
         k, v = call.k, call.v
         if k is None or v is None or call.save_kv_cache or batch.forward_mode.is_decode():
             if layer.group is None or layer.kv is None:
-                raise not_in_pool(call.layer)
+                raise call.layer.not_in_pool()
             return self._over(call, *layer.kv, step.in_pool[layer.group])
-        check_keys_dtype(call.q, k, v)
+        call.check_keys_dtype(k, v)
         chunk_len = call.layer.dual_chunk_len
         regions = step.in_call.get(chunk_len)
         if regions is None:

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from attnmux.core import InvalidInput, KeyGroup, Keys, Pieces, page_table
+from attnmux.core import InvalidInput
+from attnmux.core.plugin import KeyGroup, Keys, Pieces, page_table
 
 if TYPE_CHECKING:
     from attnmux.core import BackendContext, ForwardBatch, LayerSpec

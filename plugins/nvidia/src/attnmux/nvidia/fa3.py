@@ -10,19 +10,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from attnmux.core import (
-    FP8,
-    InvalidInput,
-    KernelLibrary,
-    aligned,
-    kv_pages,
-    rehearse,
-)
+from attnmux.core import InvalidInput
+from attnmux.core.plugin import KernelLibrary, aligned, rehearse
 from attnmux.nvidia.fa3_base import FA3Base
 from attnmux.nvidia.fa3_layers import KV, FA3Cache, FA3Layer
 from attnmux.nvidia.fa3_providers import PROVIDERS
 from attnmux.nvidia.fa3_steps import FA3Step
-from attnmux.nvidia.kernel_rows import check_own_or_fp8
+from attnmux.nvidia.kernel_rows import FP8, check_own_or_fp8
 
 if TYPE_CHECKING:
     from attnmux.core import AttentionCall, LayerSpec
@@ -60,7 +54,9 @@ class FA3Backend(FA3Base):
         return FA3Layer(
             layer=layer,
             arguments=arguments,
-            cache=FA3Cache.of(layer, self.context, kv_pages, arguments, headdim=headdim),
+            cache=FA3Cache.of(
+                layer, self.context, self.context.kv_pages, arguments, headdim=headdim
+            ),
             descales=self._descales(layer) if pool.dtype == FP8 else None,
         )
 

@@ -14,18 +14,15 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from attnmux.core import (
-    FP8,
-    InvalidInput,
+from attnmux.core import InvalidInput
+from attnmux.core.plugin import (
     Keys,
     LibraryBackend,
     PageTables,
     aligned,
-    check_keys_dtype,
     check_trees,
     is_aligned,
     is_writable,
-    not_in_pool,
     quantise,
 )
 from attnmux.nvidia.fa3_layers import (
@@ -37,7 +34,7 @@ from attnmux.nvidia.fa3_layers import (
     read_num_splits,
 )
 from attnmux.nvidia.fa3_steps import FA3Buffers, FA3Step
-from attnmux.nvidia.kernel_rows import by_request, store_lse
+from attnmux.nvidia.kernel_rows import FP8, by_request, store_lse
 from attnmux.nvidia.packed_values import bounded
 
 if TYPE_CHECKING:
@@ -100,7 +97,7 @@ class FA3Base(LibraryBackend[FA3Kernels, FA3Layer, FA3Step, FA3Buffers]):
         if own is not None:
             return self._over_own_keys(call, own, layer, step, batch)
         if layer.cache is None:
-            raise not_in_pool(call.layer)
+            raise call.layer.not_in_pool()
         if step.tables.is_tree:
             return self._over_tree(call, layer, layer.cache, step)
         return self._over_pool(call, layer, layer.cache, step)
@@ -182,7 +179,7 @@ class FA3Base(LibraryBackend[FA3Kernels, FA3Layer, FA3Step, FA3Buffers]):
         (k, v), tables = kv, step.tables
         if not k.shape[0]:
             return call.empty_result()
-        check_keys_dtype(call.q, k, v)
+        call.check_keys_dtype(k, v)
         q, qv = self.queries(call)
         bounds = tables.query_bounds(q.device)
         is_cross = call.layer.is_cross_attention

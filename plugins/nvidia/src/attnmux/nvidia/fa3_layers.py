@@ -8,14 +8,8 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
-from attnmux.core import (
-    LATENT_DIM,
-    BackendFailed,
-    InvalidInput,
-    KeyGroup,
-    PageTables,
-    latent_pages,
-)
+from attnmux.core import BackendFailed, InvalidInput
+from attnmux.core.plugin import LATENT_DIM, KeyGroup, PageTables
 
 if TYPE_CHECKING:
     from attnmux.core import BackendContext, LayerSpec
@@ -111,7 +105,7 @@ class FA3Cache:
         cls,
         layer: LayerSpec,
         context: BackendContext,
-        pages: Callable[[LayerSpec, BackendContext, int], KV],
+        pages: Callable[[LayerSpec, int], KV],
         arguments: dict[str, Any],
         *,
         headdim: int,
@@ -135,8 +129,8 @@ class FA3Cache:
         )
         return cls(
             group=group,
-            pages=pages(layer, context, group.page_size),
-            slots=pages(layer, context, 1),
+            pages=pages(layer, group.page_size),
+            slots=pages(layer, 1),
             schedule=schedule,
         )
 
@@ -162,9 +156,9 @@ class FA3Layer:
         return not hides and layer.sinks is None and not layer.is_cross_attention
 
 
-def rotary_and_latent(layer: LayerSpec, context: BackendContext, page_size: int) -> KV:
+def rotary_and_latent(context: BackendContext, layer: LayerSpec, page_size: int) -> KV:
     """[pages, page, 1, 64] and [pages, page, 1, 512], in rows of 576 values."""
-    rows = latent_pages(layer, context, page_size)
+    rows = context.latent_pages(layer, page_size)
     return rows[..., LATENT_DIM:], rows[..., :LATENT_DIM]
 
 

@@ -6,16 +6,15 @@ cache; `qv` is the rest of the queries and V the latent.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from attnmux.core import (
+from attnmux.core.plugin import (
     ROPE_DIM,
     KernelLibrary,
     aligned,
     check_latent,
-    check_sixteen_bits,
     rehearse,
-    rotary,
 )
 from attnmux.nvidia.fa3_base import FA3Base
 from attnmux.nvidia.fa3_layers import KV, FA3Cache, FA3Layer, rotary_and_latent
@@ -45,12 +44,18 @@ class FA3MLABackend(FA3Base):
         }
         if layer.layer_id not in self.context.token_to_kv_pool.layer_ids:
             return FA3Layer(layer=layer, arguments=arguments, cache=None)
-        check_sixteen_bits(self.context)
-        cache = FA3Cache.of(layer, self.context, rotary_and_latent, arguments, headdim=ROPE_DIM)
+        self.context.check_sixteen_bits()
+        cache = FA3Cache.of(
+            layer,
+            self.context,
+            partial(rotary_and_latent, self.context),
+            arguments,
+            headdim=ROPE_DIM,
+        )
         return FA3Layer(layer=layer, arguments=arguments, cache=cache)
 
     def queries(self, call: AttentionCall) -> tuple[torch.Tensor, torch.Tensor]:
-        return aligned(rotary(call.q_rope)), aligned(call.q)
+        return aligned(call.rotary_queries()), aligned(call.q)
 
     def own_keys(self, call: AttentionCall, layer: FA3Layer, step: FA3Step) -> KV | None:
         if call.save_kv_cache or call.k is None or call.k_rope is None:

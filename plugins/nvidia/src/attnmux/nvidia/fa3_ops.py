@@ -156,7 +156,9 @@ def merge_state_v2(
     return v_merged, lse
 
 
-def of_vllm(fwd: Callable[..., Any], scheduler_metadata: Callable[..., torch.Tensor]) -> FA3Kernels:
+def fa3_of_vllm(
+    fwd: Callable[..., Any], scheduler_metadata: Callable[..., torch.Tensor]
+) -> FA3Kernels:
     """The kernels of vLLM's operators."""
     operators = FA3Operators(
         fwd=fwd, scheduler_metadata=scheduler_metadata, takes_chunks=False, takes_sinks=True
@@ -164,7 +166,7 @@ def of_vllm(fwd: Callable[..., Any], scheduler_metadata: Callable[..., torch.Ten
     return operators.kernels(lacks=frozenset({CHUNKS, SINKS_OF_MIXED_DIMS}))
 
 
-def of_flash_attn(
+def fa3_of_flash_attn(
     fwd: Callable[..., Any], scheduler_metadata: Callable[..., torch.Tensor]
 ) -> FA3Kernels:
     """The kernels of FlashAttention's own operators."""
@@ -177,11 +179,11 @@ def of_flash_attn(
 def from_vllm() -> FA3Kernels:
     """vLLM's build, for SM90. Raises ImportError if vLLM is not installed or has none."""
     operators = load_operators("_vllm_fa3_C", "fwd", "vllm_flash_attn/_vllm_fa3_C")
-    return of_vllm(operators.fwd.default, operators.get_scheduler_metadata.default)
+    return fa3_of_vllm(operators.fwd.default, operators.get_scheduler_metadata.default)
 
 
 def from_flash_attn() -> FA3Kernels:
     """FlashAttention's own build. Raises ImportError if it is not installed."""
     import_module("flash_attn_3._C")
     operators = torch.ops.flash_attn_3
-    return of_flash_attn(operators.fwd.default, operators.get_scheduler_metadata.default)
+    return fa3_of_flash_attn(operators.fwd.default, operators.get_scheduler_metadata.default)

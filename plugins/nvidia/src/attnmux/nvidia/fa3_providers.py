@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import TypeVar
 
-from attnmux.core import imported
+from attnmux.core.plugin import imported
 from attnmux.nvidia.fa3_layers import FA3Kernels
 from attnmux.nvidia.fa3_ops import from_flash_attn, from_vllm
 

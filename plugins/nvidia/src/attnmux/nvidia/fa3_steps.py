@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from attnmux.core import KeyGroup, Keys, PageTables, fixed_buffers, visible_drafts
+from attnmux.core.plugin import KeyGroup, Keys, PageTables
 from attnmux.nvidia.fa3_layers import FA3Kernels, FA3Schedule
 from attnmux.nvidia.fa3_trees import draft_keys
 
@@ -37,7 +37,7 @@ class FA3Buffers:
     ) -> FA3Buffers:
         size = 4 * (-(-max_bs // 4) * 4) + 1  # see `FA3Schedule.compute`
         return cls(
-            keys=fixed_buffers(groups, max_bs, context),
+            keys=PageTables.buffers(groups, max_bs, context),
             schedules={
                 schedule: torch.zeros(size, dtype=torch.int32, device=context.device)
                 for schedule in schedules
@@ -67,7 +67,7 @@ class FA3Step:
         self, batch: ForwardBatch, groups: Iterable[KeyGroup], context: BackendContext
     ) -> None:
         """The keys that each token of a draft tree sees among the drafts."""
-        visible = visible_drafts(batch)
+        visible = batch.visible_drafts()
         for group in groups:
             keys = draft_keys(batch, visible, group, context)
             if self.buffers:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from attnmux.core import KeyGroup, Keys
+from attnmux.core.plugin import KeyGroup, Keys
 from attnmux.nvidia.listed_keys import listed
 
 if TYPE_CHECKING:

@@ -17,26 +17,18 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
-from attnmux.core import (
+from attnmux.core import ForwardMode, GraphUnsupported, InvalidInput
+from attnmux.core.plugin import (
     LATENT_DIM,
-    ForwardMode,
-    GraphUnsupported,
-    InvalidInput,
     KernelLibrary,
     KeyGroup,
     PagedBackend,
     PagedLayer,
     PageTables,
     aligned,
-    check_keys_dtype,
     check_latent,
-    check_sixteen_bits,
     imported,
-    kv_pages,
-    latent_pages,
-    not_in_pool,
     rehearse,
-    rotary,
 )
 from attnmux.nvidia.kernel_rows import store_lse
 from attnmux.nvidia.packed_values import bounded
@@ -97,13 +89,13 @@ class FA4Backend(PagedBackend[FA4Kernels, PagedLayer, FA4Step, None]):
             arguments["pack_gqa"] = False  # by default heads are packed, and tiles must be whole
         if layer.layer_id not in self.context.token_to_kv_pool.layer_ids:
             return PagedLayer(arguments=arguments)
-        check_sixteen_bits(self.context)
+        self.context.check_sixteen_bits()
         group = KeyGroup.of(layer, self.context)
         if layer.kind == "mla":
-            rows = latent_pages(layer, self.context, group.page_size)
+            rows = self.context.latent_pages(layer, group.page_size)
             kv = rows[..., LATENT_DIM:], rows[..., :LATENT_DIM]
         else:
-            kv = kv_pages(layer, self.context, group.page_size)
+            kv = self.context.kv_pages(layer, group.page_size)
         return PagedLayer(arguments=arguments, group=group, kv=kv)
 
     def plan_step(self, batch: ForwardBatch, buffers: None) -> FA4Step:
@@ -132,7 +124,7 @@ class FA4Backend(PagedBackend[FA4Kernels, PagedLayer, FA4Step, None]):
     ) -> torch.Tensor:
         is_latent = call.layer.kind == "mla"
         if is_latent:
-            q, qv = aligned(rotary(call.q_rope)), aligned(call.q)
+            q, qv = aligned(call.rotary_queries()), aligned(call.q)
         else:
             q, qv = aligned(call.q), None
         result, lse = self.kernels.flash_attn_varlen_func(
@@ -157,7 +149,7 @@ def _keys(call: AttentionCall, layer: PagedLayer, tables: PageTables) -> dict[st
     """The keys of the call, or the layer's in the pool, by the library's names."""
     k, v = (call.k_rope, call.k) if call.layer.kind == "mla" else (call.k, call.v)
     if k is not None and v is not None and not call.save_kv_cache:
-        check_keys_dtype(call.q, k, v)
+        call.check_keys_dtype(k, v)
         return {
             "k": aligned(k),
             "v": aligned(bounded(v, tables.batch_size)),
@@ -165,7 +157,7 @@ def _keys(call: AttentionCall, layer: PagedLayer, tables: PageTables) -> dict[st
             "max_seqlen_k": tables.max_seqlen_q,
         }
     if layer.group is None or layer.kv is None:
-        raise not_in_pool(call.layer)
+        raise call.layer.not_in_pool()
     keys = tables.keys[layer.group]
     return {
         "k": layer.kv[0],

@@ -4,19 +4,18 @@ Facts of the kernels, from flashinfer/gdn_prefill.py, flashinfer/gdn_decode.py a
 flashinfer-python 0.6.13 and 0.7.2:
 
 - `chunk_gated_delta_rule` takes packed requests: q and k [T, Hk, 128], v [T, Hv, 128], contiguous,
-  fp16 or bf16; g is the decay itself, not its logarithm, and beta, both float32 [T, Hv]. States are
-  float32 [n, Hv, V, K], those afterwards in memory of their own. 0.6 does not look at
-  `use_qk_l2norm_in_kernel` on SM90: q and k are normalised here. A decay is at least 1e-10. In 0.7
-  it is of CuTe DSL, and cuts long requests where requests times heads are fewer than half of the
-  multiprocessors.
-- `gated_delta_rule_decode` takes one token of each request and states [n, Hv, K, V], which it
-  overwrites; `gated_delta_rule_mtp` takes T tokens and states [n, Hv, V, K], which it leaves, and
-  writes those after each token, [n, T, Hv, V, K]. Both compute the gates from the model's own
-  numbers, g = -exp(A_log) * softplus(a + dt_bias) and beta = sigmoid(b); see
-  `gdn_inputs.py`. They normalise q and k with the same constant as `L2_EPS`. Outputs are bf16.
-- Both are compiled for each batch size, number of tokens and scale, for the strides and dtypes of
-  their first call. A call with others is not compiled anew, so that tensors here are always dense
-  and gates always float32.
+fp16 or bf16; g is the decay itself, not its logarithm, and beta, both float32 [T, Hv]. States are
+float32 [n, Hv, V, K], those afterwards in memory of their own. 0.6 does not look at
+`use_qk_l2norm_in_kernel` on SM90: q and k are normalised here. A decay is at least 1e-10. In 0.7 it
+is of CuTe DSL, and cuts long requests where requests times heads are fewer than half of the
+multiprocessors. - `gated_delta_rule_decode` takes one token of each request and states [n, Hv, K,
+V], which it overwrites; `gated_delta_rule_mtp` takes T tokens and states [n, Hv, V, K], which it
+leaves, and writes those after each token, [n, T, Hv, V, K]. Both compute the gates from the model's
+own numbers, g = -exp(A_log) * softplus(a + dt_bias) and beta = sigmoid(b); see `gdn_inputs.py`.
+They normalise q and k with the same constant as `LinearLayerSpec.L2_EPS`. Outputs are bf16. - Both
+are compiled for each batch size, number of tokens and scale, for the strides and dtypes of their
+first call. A call with others is not compiled anew, so that tensors here are always dense and gates
+always float32.
 
 The states of a pool are [rows, Hv, K, V], so that each call copies those of its requests, and
 transposes them where the kernel wants it.
@@ -32,21 +31,16 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from attnmux.core import (
-    BackendFailed,
-    InvalidInput,
+from attnmux.core import BackendFailed, InvalidInput, LinearStatePool, in_brief
+from attnmux.core.plugin import (
     KernelLibrary,
     LinearAttentionBackend,
     NewTokens,
     PlainConvolutions,
     ShortConvolutions,
     imported,
-    in_brief,
     is_writable,
-    linear_states_of,
-    read_states,
     rehearse_convolutions,
-    rehearse_linear,
     shared_kernel,
     trying,
 )
@@ -60,15 +54,12 @@ from attnmux.nvidia.gdn_inputs import (
     normed,
     transposed,
 )
+from attnmux.nvidia.linear_rehearsal import rehearse_linear
 from attnmux.nvidia.packed_requests import PackedRequests
 
 if TYPE_CHECKING:
-    from attnmux.core import (
-        BackendContext,
-        ConvCall,
-        ForwardBatch,
-        LinearCall,
-    )
+    from attnmux.core import BackendContext, ForwardBatch
+    from attnmux.core.plugin import ConvCall, LinearCall
 
 DIM = 128
 """Of a head of K and of V: a tile of the kernels."""
@@ -134,7 +125,7 @@ class FlashInferGDNBackend(LinearAttentionBackend):
             return
         _check_dtype(call, torch.bfloat16)
         pool = self.states.state(layer.layer_id)
-        states = read_states(pool, rows, batch.seq_lens <= 1)
+        states = LinearStatePool.read(pool, rows, batch.seq_lens <= 1)
         inputs = (call.q, call.k, call.v, *decode_gates(call))
         q, k, v, a, b, out, states = _deducible(
             [*(by_request(each, count) for each in inputs), _room(call, count), states],
@@ -163,7 +154,7 @@ class FlashInferGDNBackend(LinearAttentionBackend):
         _check_dtype(call, torch.bfloat16)
         num, heads = batch.drafts().draft_token_num, layer.num_v_heads
         pool = self.states.state(layer.layer_id)
-        states = transposed(read_states(pool, rows, batch.seq_lens <= 0))
+        states = transposed(LinearStatePool.read(pool, rows, batch.seq_lens <= 0))
         inputs = (call.q, call.k, call.v, *draft_gates(call))
         q, k, v, a, b, out, states = _deducible(
             [*(by_request(each, count) for each in inputs), _room(call, count), states],
@@ -267,7 +258,7 @@ def convolutions(context: BackendContext) -> ShortConvolutions:
         pass
     except (ImportError, OSError, AttributeError, BackendFailed) as error:
         warnings.warn(f"convolutions are plain operations: {in_brief(error)}", stacklevel=2)
-    return PlainConvolutions(linear_states_of(context))
+    return PlainConvolutions(LinearStatePool.of(context))
 
 
 def of_flashinfer() -> GDNKernels:

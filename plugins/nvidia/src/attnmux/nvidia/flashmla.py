@@ -12,36 +12,29 @@ given one key, in the reserved page, and its answer is replaced.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from importlib import import_module
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from attnmux.core import (
-    FP8,
+from attnmux.core import ForwardMode, InvalidInput
+from attnmux.core.plugin import (
     LATENT_DIM,
     DecodeBuffers,
     DecodeStep,
-    ForwardMode,
-    InvalidInput,
     KernelLibrary,
     KeyGroup,
     KeyLens,
     Keys,
     PageTables,
-    check_page_size,
     filled,
     joined,
-    latent_pages,
     quantise,
     rehearse,
-    segment_of_place,
-    with_lens,
 )
-from attnmux.nvidia.kernel_rows import check_own_or_fp8, store_lse
+from attnmux.nvidia.flashmla_kernels import DENSE, FlashMLAKernels
+from attnmux.nvidia.kernel_rows import FP8, check_own_or_fp8, store_lse
 from attnmux.nvidia.latent import LatentDecodeBackend
 
 if TYPE_CHECKING:
@@ -58,24 +51,6 @@ process beyond)."""
 FP8_QUERIES = PAGE + 2
 """Most queries of a request over e4m3: causality hides only keys of the last two pages
 (`n_masking_steps` in flash_fwd_mla_kernel.h), and the last may hold a single key."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class FlashMLAKernels:
-    """The library's functions; see `from_flash_mla`, `from_sgl_kernel` and flashmla_ops.py."""
-
-    flash_mla_with_kvcache: Callable[..., tuple[torch.Tensor, torch.Tensor]]
-    """Attention over a paged cache, with the library's own signature."""
-    schedule: Callable[[torch.Tensor, int, bool], Sequence[torch.Tensor]]
-    """(lengths [B] int32, queries times heads of a request, whether Q and cache are e4m3): which
-    keys each thread block takes, [parts, 8] int32, and where the parts of each request begin,
-    [B + 1] int32. One launch that reads the lengths on the device; only parts depends on the
-    device, and it falls as there are more queries. Nothing, if the first call of a step makes the
-    schedule."""
-    schedule_arguments: Callable[..., dict[str, Any]]
-    """The arguments of `flash_mla_with_kvcache` that carry what `schedule` made."""
-    constants: Mapping[str, Any]
-    """Its arguments that never change."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -126,7 +101,7 @@ class FlashMLABackend(
         self._max_queries = self._most_fp8_queries() if self._is_fp8 else None
 
     def prepare_layer(self, layer: LayerSpec) -> FlashMLALayer:
-        check_page_size(self.context, PAGE)
+        self.context.check_page_size(PAGE)
         check_own_or_fp8(self.context)
         pool = self.context.token_to_kv_pool
         is_fp8 = pool.dtype == FP8
@@ -146,7 +121,7 @@ class FlashMLABackend(
         return FlashMLALayer(
             group=KeyGroup.of(layer, self.context),
             heads=layer.tp_q_head_num,
-            k_cache=latent_pages(layer, self.context, PAGE),
+            k_cache=self.context.latent_pages(layer, PAGE),
             is_fp8=is_fp8,
             arguments=arguments,
         )
@@ -165,7 +140,8 @@ class FlashMLABackend(
         keys = tables.keys if tables.queries_each else _by_token(tables, batch)
         lens = keys[self._groups[0]].lens  # as in every group
         step.lens = KeyLens.of(lens, buffers.lens if buffers else None)
-        step.keys = with_lens(keys, step.lens.at_least_one if self._is_fp8 else lens)
+        lens = step.lens.at_least_one if self._is_fp8 else lens
+        step.keys = {group: each.with_lens(lens) for group, each in keys.items()}
         step.schedules = {heads: self._schedule(step, heads, buffers) for heads in self._heads}
 
     def make_buffers(self, max_bs: int, max_num_tokens: int) -> FlashMLABuffers:
@@ -253,7 +229,7 @@ def _by_token(tables: PageTables, batch: ForwardBatch) -> dict[KeyGroup, Keys]:
     assert new is not None  # which PageTables.of has checked
     bounds = tables.query_bounds(new.device)
     tokens = torch.arange(batch.num_tokens, dtype=torch.int32, device=new.device)
-    request = segment_of_place(bounds, batch.num_tokens)
+    request = torch.searchsorted(bounds[1:], tokens, right=True, out_int32=True)
     owner = request.clamp(max=batch.batch_size - 1)
     place = tokens - bounds[owner]
     expanded = {}
@@ -266,66 +242,9 @@ def _by_token(tables: PageTables, batch: ForwardBatch) -> dict[KeyGroup, Keys]:
     return expanded
 
 
-def from_flash_mla(library: Any) -> FlashMLAKernels:  # noqa: ANN401  # a module
-    """`flash_mla`, of sgl-flash-mla: its legacy half decodes densely.
-
-    An object carries the schedule, which the first call would make. Made ahead, it is one launch a
-    step, apart from the layers.
-    """
-
-    def schedule(lens: torch.Tensor, num_rows: int, is_fp8: bool) -> Sequence[torch.Tensor]:
-        tensors: Sequence[torch.Tensor] = library.get_mla_decoding_metadata(
-            lens, num_rows, 1, is_fp8_kvcache=is_fp8, use_legacy=True
-        )
-        return tensors
-
-    def arguments(tiles: torch.Tensor, splits: torch.Tensor) -> dict[str, Any]:
-        metadata, _ = library.get_mla_metadata()
-        metadata.tile_scheduler_metadata = tiles
-        metadata.num_splits = splits
-        return {"tile_scheduler_metadata": metadata}
-
-    return FlashMLAKernels(
-        flash_mla_with_kvcache=library.flash_mla_with_kvcache,
-        schedule=schedule,
-        schedule_arguments=arguments,
-        constants=MappingProxyType({"use_legacy": True}),
-    )
-
-
-def from_sgl_kernel(library: Any) -> FlashMLAKernels:  # noqa: ANN401  # a module
-    """`sgl_kernel.flash_mla`, of sglang-kernel: the same kernels, other names."""
-
-    def schedule(lens: torch.Tensor, num_rows: int, is_fp8: bool) -> Sequence[torch.Tensor]:
-        tensors: Sequence[torch.Tensor] = library.get_mla_metadata(
-            lens, num_rows, 1, is_fp8_kvcache=is_fp8
-        )
-        return tensors
-
-    def arguments(tiles: torch.Tensor, splits: torch.Tensor) -> dict[str, Any]:
-        return {"tile_scheduler_metadata": tiles, "num_splits": splits}
-
-    return FlashMLAKernels(
-        flash_mla_with_kvcache=library.flash_mla_with_kvcache,
-        schedule=schedule,
-        schedule_arguments=arguments,
-        constants=MappingProxyType({}),
-    )
-
-
-def _from_vllm() -> FlashMLAKernels:
-    from attnmux.nvidia.flashmla_ops import dense_from_vllm  # noqa: PLC0415  # which imports this
-
-    return dense_from_vllm()
-
-
 make = KernelLibrary(
     address="nvidia/flashmla",
     backend=FlashMLABackend,
-    providers={
-        "flash_mla": lambda: from_flash_mla(import_module("flash_mla")),
-        "sgl_kernel.flash_mla": lambda: from_sgl_kernel(import_module("sgl_kernel.flash_mla")),
-        "vllm": _from_vllm,
-    },
+    providers=DENSE,
     trial=rehearse,
 )

@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from attnmux.core import ALIGNMENT, L2_EPS
+from attnmux.core import LinearLayerSpec
 
 if TYPE_CHECKING:
-    from attnmux.core import LinearCall, LinearLayerSpec
+    from attnmux.core.plugin import LinearCall
 
 STEEPNESS = 24
 """softplus(x) is x, but for at most log 2. With a factor of 2^-24 that is within the rounding of
@@ -38,7 +38,7 @@ def normed(x: torch.Tensor, layer: LinearLayerSpec) -> torch.Tensor:
     if not layer.qk_l2norm:
         return dense(x)
     squares = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.float32).square()
-    return torch.mul(x, (squares + L2_EPS).rsqrt(), out=x.new_empty(x.shape))
+    return torch.mul(x, (squares + LinearLayerSpec.L2_EPS).rsqrt(), out=x.new_empty(x.shape))
 
 
 def _logit(call: LinearCall) -> torch.Tensor:
@@ -49,7 +49,7 @@ def _logit(call: LinearCall) -> torch.Tensor:
 
 def dense(x: torch.Tensor) -> torch.Tensor:
     """The tensor, or a copy that kernels can load: end to end, from an aligned address."""
-    is_dense = x.is_contiguous() and x.data_ptr() % ALIGNMENT == 0
+    is_dense = x.is_contiguous() and x.data_ptr() % 16 == 0
     return x if is_dense else x.clone(memory_format=torch.contiguous_format)
 
 

@@ -6,10 +6,15 @@ from typing import TYPE_CHECKING, overload
 
 import torch
 
-from attnmux.core import FP8, InvalidInput, check_latent, torch_dtype
+from attnmux.core import InvalidInput, torch_dtype
+from attnmux.core.plugin import check_latent
 
 if TYPE_CHECKING:
     from attnmux.core import BackendContext, LayerSpec
+
+
+FP8 = torch.float8_e4m3fn
+"""The only 8-bit float that most of the kernels read."""
 
 
 def latent_layers(context: BackendContext) -> tuple[LayerSpec, ...]:

@@ -8,15 +8,8 @@ from typing import TYPE_CHECKING, ClassVar, TypeVar
 
 import torch
 
-from attnmux.core import (
-    DecodeBuffers,
-    DecodeStep,
-    ForwardMode,
-    GraphUnsupported,
-    InvalidInput,
-    KeyGroup,
-    LibraryBackend,
-)
+from attnmux.core import ForwardMode, GraphUnsupported, InvalidInput
+from attnmux.core.plugin import DecodeBuffers, DecodeStep, KeyGroup, LibraryBackend
 from attnmux.nvidia.kernel_rows import latent_layers
 
 if TYPE_CHECKING:

@@ -11,28 +11,23 @@ for this one.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from importlib import import_module
-from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch.nn.functional import pad
 
-from attnmux.core import (
-    FP8,
+from attnmux.core import BackendFailed, InvalidInput
+from attnmux.core.plugin import (
     LATENT_DIM,
     ROPE_DIM,
-    BackendFailed,
-    InvalidInput,
     KernelLibrary,
     joined,
     rehearse,
-    rotary,
-    topk_slots,
 )
-from attnmux.nvidia.kernel_rows import check_bfloat16_or_fp8, latent_layers
+from attnmux.nvidia.flashmla_kernels import SPARSE, NSAKernels
+from attnmux.nvidia.kernel_rows import FP8, check_bfloat16_or_fp8, latent_layers
 from attnmux.nvidia.picked import PickedBackend, lookup_arguments
 
 if TYPE_CHECKING:
@@ -49,18 +44,6 @@ TOKENS_AT_ONCE = 64
 """Tokens whose rows are widened together: of 2048 keys each that is 151 MB of bfloat16."""
 LSE_UNITS = {1.0: math.log(2), math.log(2): 1.0}
 """The factor that makes an LSE natural, and the LSE of two keys of logit 0 where it applies."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class NSAKernels:
-    """The functions of each layer."""
-
-    flash_mla_sparse_fwd: Callable[..., tuple[torch.Tensor, torch.Tensor, torch.Tensor]]
-    """(q, kv, indices, sm_scale, d_v, …): attention of each token over rows of kv of its own."""
-    constants: Mapping[str, Any]
-    """Its arguments that never change."""
-    topk_slots: Callable[..., torch.Tensor] = topk_slots
-    """Makes its indices of an indexer's picks, as `attnmux.core.topk_slots`."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -88,7 +71,7 @@ class NSALayer:
             return joined(q, call.q_rope)
         rows = q.new_zeros(q.shape[0], self.kernel_heads, WIDTH)
         rows[:, : self.num_heads, :LATENT_DIM] = q
-        rows[:, : self.num_heads, LATENT_DIM:] = rotary(call.q_rope)
+        rows[:, : self.num_heads, LATENT_DIM:] = call.rotary_queries()
         return rows
 
 
@@ -211,27 +194,6 @@ def _picked(
         yield slice(start, start + len(part)), rows.bfloat16(), own
 
 
-def from_flash_mla(library: Any) -> NSAKernels:  # noqa: ANN401  # a module
-    """`flash_mla`, of sgl-flash-mla: its legacy half reads rows of 576."""
-    return NSAKernels(
-        flash_mla_sparse_fwd=library.flash_mla_sparse_fwd,
-        constants=MappingProxyType({"use_legacy": True}),
-    )
-
-
-def from_sgl_kernel(library: Any) -> NSAKernels:  # noqa: ANN401  # a module
-    """`sgl_kernel.flash_mla`, of sglang-kernel."""
-    return NSAKernels(
-        flash_mla_sparse_fwd=library.flash_mla_sparse_fwd, constants=MappingProxyType({})
-    )
-
-
-def _from_vllm() -> NSAKernels:
-    from attnmux.nvidia.flashmla_ops import sparse_from_vllm  # noqa: PLC0415  # which imports this
-
-    return sparse_from_vllm()
-
-
 def _with_lookup(
     context: BackendContext, options: Mapping[str, object], kernels: NSAKernels
 ) -> NSABackend:
@@ -243,10 +205,6 @@ def _with_lookup(
 make = KernelLibrary(
     address="nvidia/nsa",
     backend=_with_lookup,
-    providers={
-        "flash_mla": lambda: from_flash_mla(import_module("flash_mla")),
-        "sgl_kernel.flash_mla": lambda: from_sgl_kernel(import_module("sgl_kernel.flash_mla")),
-        "vllm": _from_vllm,
-    },
+    providers=SPARSE,
     trial=rehearse,
 )

@@ -12,13 +12,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from attnmux.core import (
+from attnmux.core.plugin import (
     KernelLibrary,
     aligned,
-    check_sixteen_bits,
     is_aligned,
     rehearse,
-    rotary,
     topk_slots,
 )
 from attnmux.nvidia.fa3_layers import KV, FA3Kernels, read_num_splits, rotary_and_latent
@@ -64,9 +62,9 @@ class NSAFA3Backend(PickedBackend[NSAFA3Kernels, NSAFA3Layer]):
         super().__init__(context, options, kernels, latent_layers(context))
 
     def prepare_layer(self, layer: LayerSpec) -> NSAFA3Layer:
-        check_sixteen_bits(self.context)
+        self.context.check_sixteen_bits()
         return NSAFA3Layer(
-            slots=rotary_and_latent(layer, self.context, 1),
+            slots=rotary_and_latent(self.context, layer, 1),
             arguments={
                 "softmax_scale": layer.scaling,
                 "causal": False,  # the indexer picks what a token sees
@@ -86,7 +84,8 @@ class NSAFA3Backend(PickedBackend[NSAFA3Kernels, NSAFA3Layer]):
         self, call: AttentionCall, layer: NSAFA3Layer, rows: torch.Tensor
     ) -> torch.Tensor:
         assert call.k is not None  # as has_own_kv says
-        own = aligned(rotary(call.k_rope)).unsqueeze(1), aligned(call.k).unsqueeze(1)
+        assert call.k_rope is not None
+        own = aligned(call.k_rope).unsqueeze(1), aligned(call.k).unsqueeze(1)
         return self._attend_to(call, layer, own, rows)
 
     def _attend_to(
@@ -98,7 +97,7 @@ class NSAFA3Backend(PickedBackend[NSAFA3Kernels, NSAFA3Layer]):
         table, lens = listed(places, places >= 0)
         out = call.out if call.out is not None and is_aligned(call.out) else None
         result = self.kernels.flash_attn_with_kvcache(
-            by_request(aligned(rotary(call.q_rope)), 1),
+            by_request(aligned(call.rotary_queries()), 1),
             *kv,
             qv=by_request(aligned(call.q), 1),
             cache_seqlens=lens,

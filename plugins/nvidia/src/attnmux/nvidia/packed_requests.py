@@ -7,7 +7,8 @@ from itertools import accumulate
 
 import torch
 
-from attnmux.core import NewTokens, read_states
+from attnmux.core import LinearStatePool
+from attnmux.core.plugin import NewTokens
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -40,7 +41,7 @@ class PackedRequests:
 
     def start(self, pool: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
         """[B, ...] the states before the step, zeros where a request starts."""
-        return read_states(pool, rows, self.tokens.fresh)
+        return LinearStatePool.read(pool, rows, self.tokens.fresh)
 
     def of_active(self, states: torch.Tensor) -> torch.Tensor:
         """[n, ...] of states [B, ...]."""

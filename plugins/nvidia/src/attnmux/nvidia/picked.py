@@ -13,16 +13,8 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import torch
 
-from attnmux.core import (
-    GraphUnsupported,
-    InvalidInput,
-    LibraryBackend,
-    cu_seqlens,
-    filled,
-    shared_kernel,
-    token_rows,
-    tree_mask_of,
-)
+from attnmux.core import GraphUnsupported, InvalidInput
+from attnmux.core.plugin import LibraryBackend, cu_seqlens, filled, shared_kernel, token_rows
 
 if TYPE_CHECKING:
     from attnmux.core import AttentionCall, BackendContext, ForwardBatch
@@ -66,7 +58,7 @@ class PickedBackend(LibraryBackend[K, L, PickedStep, tuple[()]]):
         """
 
     def plan_step(self, batch: ForwardBatch, buffers: tuple[()] | None) -> PickedStep:
-        if tree_mask_of(batch.spec_info) is not None:
+        if batch.tree_mask is not None:
             raise InvalidInput("custom_mask", got="a mask", expected="None: the indexer masks")
         if buffers is not None and not batch.forward_mode.is_decode():
             raise GraphUnsupported(

@@ -6,14 +6,15 @@ neither torch nor a kernel library.
 
 from __future__ import annotations
 
-from attnmux.core import BackendCard, Platform, hookimpl
-from attnmux.core.find.settings import device_variables
+from attnmux.core import Platform
+from attnmux.core.plugin import BackendCard, device_variables, hookimpl
 from attnmux.nvidia.cards import CARDS
-from attnmux.nvidia.probe import probe
 
 
 @hookimpl
 def attnmux_platforms() -> list[Platform]:
+    from attnmux.nvidia.probe import probe  # noqa: PLC0415  # in the child that asks for devices
+
     return probe(variables=device_variables())
 
 

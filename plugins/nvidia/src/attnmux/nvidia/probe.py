@@ -9,8 +9,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
 
-from attnmux.core import Platform, PluginError
-from attnmux.core.find.visibility import NO_VARIABLES, visible_devices
+from attnmux.core import Platform
+from attnmux.core.plugin import NO_VARIABLES, PluginError, visible_devices
 
 DRIVER_NODE, GUEST_NODE = "/dev/nvidiactl", "/dev/dxg"
 """Device files: of the driver under Linux, and of Windows in WSL for any vendor. Without either,

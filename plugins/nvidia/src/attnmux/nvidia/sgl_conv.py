@@ -6,17 +6,14 @@ from collections.abc import Mapping
 from functools import partial
 from typing import TYPE_CHECKING, NoReturn
 
-from attnmux.core import (
-    InvalidInput,
-    KernelLibrary,
-    LinearAttentionBackend,
-    imported,
-    rehearse_linear,
-)
+from attnmux.core import InvalidInput
+from attnmux.core.plugin import KernelLibrary, LinearAttentionBackend, imported
 from attnmux.nvidia.causal_convolutions import CausalConvolutions, ConvKernels
+from attnmux.nvidia.linear_rehearsal import rehearse_linear
 
 if TYPE_CHECKING:
-    from attnmux.core import BackendContext, ConvCall, ForwardBatch, LinearCall
+    from attnmux.core import BackendContext, ForwardBatch
+    from attnmux.core.plugin import ConvCall, LinearCall
 
 
 class SglConvBackend(LinearAttentionBackend):

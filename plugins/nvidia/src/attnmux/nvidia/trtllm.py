@@ -9,7 +9,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, TypeVar, cast
 
-from attnmux.core import FP8, InvalidInput, quantise
+from attnmux.core import InvalidInput
+from attnmux.core.plugin import quantise
+from attnmux.nvidia.kernel_rows import FP8
 
 if TYPE_CHECKING:
     import torch

@@ -13,13 +13,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from attnmux.core import (
+from attnmux.core import ForwardMode, InvalidInput
+from attnmux.core.plugin import (
     LATENT_DIM,
     ROPE_DIM,
     DecodeBuffers,
     DecodeStep,
-    ForwardMode,
-    InvalidInput,
     KernelLibrary,
     KeyGroup,
     Keys,
@@ -27,10 +26,7 @@ from attnmux.core import (
     imported,
     is_writable,
     joined,
-    latent_pages,
     rehearse,
-    segment_of_place,
-    with_lens,
 )
 from attnmux.nvidia.flashinfer.shared import HINT
 from attnmux.nvidia.kernel_rows import by_request, check_bfloat16_or_fp8
@@ -94,8 +90,8 @@ class Padding:
     ) -> Padding:
         """bounds: [B + 1] int32, where each request's tokens begin. kv_lens: [B] int32."""
         batch_size = len(kv_lens)
-        tokens = torch.arange(num_tokens, device=bounds.device)
-        request = segment_of_place(bounds, num_tokens)
+        tokens = torch.arange(num_tokens, dtype=torch.int32, device=bounds.device)
+        request = torch.searchsorted(bounds[1:], tokens, right=True)
         rows = request * each + tokens - bounds[request]
         return cls(
             batch_size=batch_size,
@@ -147,7 +143,7 @@ class TRTLLMMLABackend(
         kv_scale, _ = pool.read_scales(layer.k_scale, layer.v_scale)
         return TRTLLMMLALayer(
             group=KeyGroup.of(layer, self.context),
-            cache=latent_pages(layer, self.context, pool.page_size).squeeze(2),
+            cache=self.context.latent_pages(layer, pool.page_size).squeeze(2),
             scale=layer.scaling,
             kv_scale=kv_scale,
         )
@@ -173,7 +169,9 @@ class TRTLLMMLABackend(
                 each=tables.max_seqlen_q,
                 num_tokens=batch.num_tokens,
             )
-            step.keys = with_lens(keys, step.padding.kv_lens)
+            step.keys = {
+                group: each.with_lens(step.padding.kv_lens) for group, each in keys.items()
+            }
 
     def make_buffers(self, max_bs: int, max_num_tokens: int) -> DecodeBuffers:
         longest = _whole_tiles(self.context.max_context_len)

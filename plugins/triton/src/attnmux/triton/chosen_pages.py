@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from attnmux.core import FIRST_PAGES, LAST_PAGES, RequestPages, torch_dtype
+from attnmux.core import torch_dtype
+from attnmux.core.plugin import RequestPages
 from attnmux.triton.bound_kernel import BoundKernel, Launcher
 from attnmux.triton.kernels.chosen_pages import (
     choose_places,
@@ -17,7 +18,7 @@ from attnmux.triton.kernels.chosen_pages import (
 from attnmux.triton.shapes import LEAST_WIDTH, next_power_of_2
 
 if TYPE_CHECKING:
-    from attnmux.core import BackendContext, KVBuffers
+    from attnmux.core import BackendContext
 
 BLOCK_N = 64
 """Pages that a program scores."""
@@ -95,7 +96,11 @@ class ChosenPages:
         return places
 
     def copy(
-        self, source: KVBuffers, target: KVBuffers, places: torch.Tensor, requests: RequestPages
+        self,
+        source: tuple[torch.Tensor, torch.Tensor],
+        target: tuple[torch.Tensor, torch.Tensor],
+        places: torch.Tensor,
+        requests: RequestPages,
     ) -> None:
         """As `PageKernels.copy`. What stood in places beyond a request's last page remains."""
         size, heads, number = places.shape
@@ -139,8 +144,8 @@ class ChosenPages:
                 "GROUP": group,
                 "DIM": dim,
                 "PAGE": self._page_size,
-                "FIRST": FIRST_PAGES,
-                "LAST": LAST_PAGES,
+                "FIRST": RequestPages.FIRST,
+                "LAST": RequestPages.LAST,
                 "BLOCK_G": max(LEAST_WIDTH, next_power_of_2(group)),
                 "BLOCK_D": min(BLOCK_D, max(LEAST_WIDTH, next_power_of_2(dim))),
                 "BLOCK_N": BLOCK_N,

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import triton
 
-from attnmux.core import ShortConvolutions, rehearse_convolutions
+from attnmux.core.plugin import ShortConvolutions, rehearse_convolutions
 from attnmux.triton.factory import compute_units
 from attnmux.triton.kernels.convolutions import (
     convolve,
@@ -17,7 +17,8 @@ from attnmux.triton.kernels.convolutions import (
 from attnmux.triton.linear_step import LinearStep, strided
 
 if TYPE_CHECKING:
-    from attnmux.core import BackendContext, ConvCall, ForwardBatch
+    from attnmux.core import BackendContext, ForwardBatch
+    from attnmux.core.plugin import ConvCall
 
 BLOCK_C = 256
 BLOCK_T = 16

@@ -7,8 +7,8 @@ from collections.abc import Mapping
 import triton as library
 from triton.runtime import driver
 
-from attnmux.core import BackendContext, BackendFailed, current_launches, in_brief
-from attnmux.core import rehearse as rehearse_all
+from attnmux.core import BackendContext, BackendFailed, TunedLaunch, in_brief
+from attnmux.core.plugin import rehearse as rehearse_all
 from attnmux.triton.backend import TritonBackend
 from attnmux.triton.config_tables import ConfigTables
 from attnmux.triton.picked import PickedBackend
@@ -26,7 +26,7 @@ def triton(context: BackendContext, options: Mapping[str, object]) -> TritonBack
     """
     if context.request.kind == "nsa":
         return _picked(context, options)
-    tuned = current_launches(context.launches, ADDRESS, context.platform)
+    tuned = TunedLaunch.current(context.launches, ADDRESS, context.platform)
     backend = TritonBackend(
         context,
         options,

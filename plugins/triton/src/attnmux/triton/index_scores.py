@@ -11,7 +11,8 @@ from attnmux.triton.kernels.index_scores import score_keys
 from attnmux.triton.shapes import next_power_of_2
 
 if TYPE_CHECKING:
-    from attnmux.core import BackendContext, IndexRows
+    from attnmux.core import BackendContext
+    from attnmux.core.plugin import IndexRows
 
 BLOCK_N = 64
 """Keys that a program scores."""

@@ -8,11 +8,8 @@ from typing import TYPE_CHECKING
 import torch
 import triton
 
-from attnmux.core import (
-    NO_OPTIONS,
-    BackendContext,
-    LinearAttentionBackend,
-)
+from attnmux.core import BackendContext
+from attnmux.core.plugin import NO_OPTIONS, LinearAttentionBackend
 from attnmux.triton.convolutions import TritonConvolutions
 from attnmux.triton.kernels.channel_scan import scan_channels
 from attnmux.triton.kernels.linear import recur
@@ -21,7 +18,8 @@ from attnmux.triton.linear_device import LinearDevice
 from attnmux.triton.linear_step import LinearStep, strided
 
 if TYPE_CHECKING:
-    from attnmux.core import ConvCall, ForwardBatch, LinearCall
+    from attnmux.core import ForwardBatch
+    from attnmux.core.plugin import ConvCall, LinearCall
 
 SCAN_TILE = 1024
 """Numbers of a state that a program of `scan_channels` holds: 32 for each thread of its warp. On an

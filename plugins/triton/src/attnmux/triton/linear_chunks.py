@@ -18,7 +18,7 @@ from attnmux.triton.kernels.linear_chunks import chunk_outputs, solve_chunks
 from attnmux.triton.linear_step import CHUNK, LinearStep, strided
 
 if TYPE_CHECKING:
-    from attnmux.core import LinearCall
+    from attnmux.core.plugin import LinearCall
     from attnmux.triton.linear_device import LinearDevice
 
 LEAST_BLOCK = 64

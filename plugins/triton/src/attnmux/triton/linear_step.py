@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from attnmux.core import InvalidInput, cu_seqlens
+from attnmux.core import InvalidInput
+from attnmux.core.plugin import cu_seqlens
 
 if TYPE_CHECKING:
     from attnmux.core import ForwardBatch

@@ -19,9 +19,8 @@ from attnmux.core import (
     BackendContext,
     ForwardMode,
     InvalidInput,
-    cu_seqlens,
-    token_rows,
 )
+from attnmux.core.plugin import cu_seqlens, token_rows
 from attnmux.triton.bound_kernel import BoundKernel, Launcher
 from attnmux.triton.kernels.merge import MOST_SPLITS
 from attnmux.triton.kernels.picked import attend_picks

@@ -17,7 +17,8 @@ from attnmux.triton.shapes import halves, next_power_of_2
 from attnmux.triton.splits import SplitMerge
 
 if TYPE_CHECKING:
-    from attnmux.core import AttentionCall, BackendContext, LayerSpec, PickedBlocks
+    from attnmux.core import AttentionCall, BackendContext, LayerSpec
+    from attnmux.core.plugin import PickedBlocks
 
 LEAST = 16
 """Rows and columns of a product, at least."""

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from attnmux.core import check_picks, check_table
+from attnmux.core.plugin import check_lookup
 from attnmux.triton.bound_kernel import BoundKernel, Launcher
 from attnmux.triton.kernels.indices import look_up_picks
 
@@ -39,8 +39,7 @@ class TopkSlots:
         Raises InvalidInput for other shapes and dtypes, BackendFailed where the kernel does not
         compile.
         """
-        num_tokens = check_table(req_to_token, rows)
-        check_picks(topk_indices, num_tokens)
+        num_tokens = check_lookup(req_to_token, rows, topk_indices)
         topk = topk_indices.shape[1]
         result = torch.empty((num_tokens, topk), dtype=torch.int32, device=topk_indices.device)
         if result.numel():

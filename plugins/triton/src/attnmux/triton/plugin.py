@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
-from attnmux.core import (
+from attnmux.core.plugin import (
     ANY,
     NONE,
     TREE_MASKS,

@@ -7,7 +7,8 @@ from dataclasses import dataclass, field
 
 import torch
 
-from attnmux.core import AttnmuxError, BackendContext, LayerSpec, page_table
+from attnmux.core import AttnmuxError, BackendContext, LayerSpec
+from attnmux.core.plugin import page_table
 from attnmux.triton.bound_kernel import BoundKernel, Launcher
 from attnmux.triton.kernels.indices import fill_seen_pages
 from attnmux.triton.operands import Slots

@@ -8,15 +8,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from attnmux.core import (
-    ForwardBatch,
-    InvalidInput,
-    limited_drafts,
-    mask_indptr,
-    masks_drafts,
-    tree_mask_of,
-    visible_drafts,
-)
+from attnmux.core import ForwardBatch, InvalidInput
+from attnmux.core.plugin import limited_drafts, mask_indptr
 from attnmux.triton.bound_kernel import BoundKernel, Launcher
 from attnmux.triton.kernels.indices import sum_lens
 from attnmux.triton.shapes import next_power_of_2
@@ -101,7 +94,7 @@ class TritonStep:
     @property
     def hides(self) -> bool:
         """Whether a mask or items hide keys, besides causality, windows and chunks."""
-        is_masked = tree_mask_of(self.batch.spec_info) is not None
+        is_masked = self.batch.tree_mask is not None
         return is_masked or self.batch.multi_item is not None
 
     def encoder_lens(self) -> torch.Tensor:
@@ -185,9 +178,9 @@ def batch_block(count: int) -> int:
 
 def fill_trees(step: TritonStep, limits: Iterable[tuple[int, int]]) -> None:
     """Make `TritonStep.trees`. limits: the layers' windows and chunks."""
-    if not masks_drafts(step.batch.spec_info):
+    if not step.batch.masks_drafts:
         return
-    visible = visible_drafts(step.batch)
+    visible = step.batch.visible_drafts()
     for window, chunk in limits:
         seen, first = limited_drafts(visible, step.lens, window=window, chunk=chunk)
         step.trees[window, chunk] = Trees(visible=seen.contiguous(), first=first)

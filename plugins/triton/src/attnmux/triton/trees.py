@@ -10,9 +10,6 @@ from attnmux.core import (
     AcceptedDrafts,
     AcceptThresholds,
     DraftTree,
-    check_num_nodes,
-    check_sampling,
-    organize_draft_results,
     sample_tree_target_only,
 )
 from attnmux.triton.bound_kernel import BoundKernel, Launcher
@@ -62,11 +59,11 @@ class TritonTrees:
         *,
         topk: int,
     ) -> DraftTree:
-        """As core's `organize_draft_results`."""
+        """As `DraftTree.best_of`."""
         num, (batch_size, num_candidates) = draft_token_num, scores.shape
-        check_num_nodes(num, num_candidates)
+        DraftTree.check_num_nodes(num, num_candidates)
         if num > MOST_NODES or not batch_size or topk == 1:
-            return organize_draft_results(roots, scores, tokens, parents, num, topk=topk)
+            return DraftTree.best_of(roots, scores, tokens, parents, num, topk=topk)
         links = torch.empty((3, batch_size, num), dtype=torch.int64, device=scores.device)
         shape = (batch_size, num, num)
         visible = torch.empty(shape, dtype=torch.bool, device=scores.device)
@@ -96,7 +93,7 @@ class TritonTrees:
         thresholds: AcceptThresholds | None = None,
     ) -> AcceptedDrafts:
         """As core's `sample_tree_target_only`."""
-        check_sampling(tree, probs, coins)
+        tree.check_sampling(probs, coins)
         batch_size, num = tree.draft_tokens.shape
         if num > MOST_NODES or not batch_size:
             return sample_tree_target_only(tree, probs, coins, thresholds)

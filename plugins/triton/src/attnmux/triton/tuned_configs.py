@@ -6,7 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, cast
 
-from attnmux.core import FrozenMapping, InvalidInput, Value
+from attnmux.core import FrozenMapping, InvalidInput
+from attnmux.core.plugin import OptionValue
 from attnmux.triton import hopper_configs
 from attnmux.triton.configs import (
     HOPPER,
@@ -47,7 +48,7 @@ class Variants:
     axes: Mapping[str, Sequence[int]] = field(default_factory=dict)
     """Values of single fields, each of which fits every base."""
 
-    def read(self, values: Mapping[str, Value]) -> Config | None:
+    def read(self, values: Mapping[str, OptionValue]) -> Config | None:
         """The configuration that `values_of` wrote; None where it is not one of these."""
         for base in self.bases:
             changes: dict[str, Any] = {
@@ -103,13 +104,13 @@ VARIANTS: Mapping[tuple[str, type[Config]], Variants] = {
 """By kernel and kind of configuration."""
 
 
-def values_of(config: Config) -> dict[str, Value]:
+def values_of(config: Config) -> dict[str, OptionValue]:
     """A configuration as `TunedLaunch.values`."""
     numbers = {name: getattr(config, name) for name in sorted(number_fields(type(config)))}
     return {"kernel": config.kernel, **numbers, **config.constants, **config.options}
 
 
-def config_of(kind: type[Config], values: Mapping[str, Value]) -> Config:
+def config_of(kind: type[Config], values: Mapping[str, OptionValue]) -> Config:
     """The configuration that `values_of` wrote.
 
     Raises InvalidInput for one that no kernel here takes.
@@ -131,7 +132,7 @@ def config_of(kind: type[Config], values: Mapping[str, Value]) -> Config:
 
 def subject_of(
     kind: str, shape: Shape, *, page_size: int, key_bits: int, queries: int
-) -> dict[str, Value]:
+) -> dict[str, OptionValue]:
     """`TunedLaunch.subject` for a layer and `queries` new tokens of a request."""
     k_dim, v_dim = shape.dims
     rows = shape.group * (1 if kind == "tiles" else queries)

@@ -17,7 +17,8 @@ from typing import Any
 import torch
 import triton
 
-from attnmux.core import BackendFailed, Job, Trial, current_launches, in_brief
+from attnmux.core import BackendFailed, TunedLaunch, in_brief
+from attnmux.core.plugin import Job, Trial
 from attnmux.triton.backend import TritonBackend
 from attnmux.triton.config_tables import ConfigTables
 from attnmux.triton.configs import ConfigEntry
@@ -91,7 +92,7 @@ def _served(job: Job, load: Load, setup: Setup) -> tuple[str, Dispatch, Config]:
     """What a load's step runs: a kind of configuration, the layer's dispatch, and its own one."""
     (spec,) = setup.context.layers
     arch = job.platform.arch
-    tables = ConfigTables.of(current_launches(job.launches, ADDRESS, job.platform), arch)
+    tables = ConfigTables.of(TunedLaunch.current(job.launches, ADDRESS, job.platform), arch)
     layer = TritonLayer.of(spec, setup.context, tables=tables)
     if load.new > 1 and not load.verifies:
         # Prompts over keys of 8 bits run where these are widened

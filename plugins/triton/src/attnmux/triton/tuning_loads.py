@@ -23,7 +23,8 @@ from attnmux.core import (
 )
 
 if TYPE_CHECKING:
-    from attnmux.core import Job, Request
+    from attnmux.core import Request
+    from attnmux.core.plugin import Job
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -7,14 +7,14 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from attnmux.core import check_loc, check_rows, torch_dtype
+from attnmux.core import KVPool, torch_dtype
 from attnmux.triton.bound_kernel import BoundKernel, Launcher, overlaps_launches
 from attnmux.triton.kernels.write import write_kv
 from attnmux.triton.kernels.write_four_bits import write_four_bits
 from attnmux.triton.shapes import next_power_of_2
 
 if TYPE_CHECKING:
-    from attnmux.core import BackendContext, KVPool, LayerSpec
+    from attnmux.core import BackendContext, LayerSpec
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -81,7 +81,7 @@ class LayerWriter:
         Raises InvalidInput where the pool does: for a layer that it does not store, for K and V in
         a pool of latents or the reverse, for dtypes, devices and scales.
         """
-        check_loc(loc)
+        KVPool.check_loc(loc)
         first, second = pool.get_kv_buffer(layer.layer_id)
         if is_latent:
             row, rank = first, second.shape[-1]
@@ -120,11 +120,11 @@ class LayerWriter:
         Raises InvalidInput, before anything is written, for shapes, dtypes, devices and scales
         that do not fit.
         """
-        num_tokens = check_loc(loc)
+        num_tokens = KVPool.check_loc(loc)
         for name, rows, buffer in zip(
             self.names, (first, second), (self.first, self.second), strict=True
         ):
-            check_rows(name, rows, (num_tokens, *self._row_shape(buffer)), loc)
+            KVPool.check_rows(name, rows, (num_tokens, *self._row_shape(buffer)), loc)
         scales = self.pool.read_scales(layer.k_scale, layer.v_scale)
         slots = loc if self.slot_map is not None else self.pool.translate(loc, layer.layer_id)
         if not num_tokens:

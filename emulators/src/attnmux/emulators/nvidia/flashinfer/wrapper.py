@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from attnmux.core import is_aligned
+from attnmux.core.plugin import is_aligned
 from attnmux.emulators.nvidia.flashinfer.arguments import refuse
 from attnmux.emulators.nvidia.flashinfer.numerics import (
     dense,

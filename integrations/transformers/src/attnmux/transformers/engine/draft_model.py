@@ -12,12 +12,11 @@ import torch
 from attnmux.core import (
     DeviceGraphs,
     DraftTree,
+    GraphConfig,
     GraphRunner,
     InvalidInput,
     PoolExhausted,
-    check_positive,
-    device_graphs,
-    graph_batch_sizes,
+    check_at_least,
 )
 from attnmux.transformers.batching import StepBuilder
 from attnmux.transformers.catch_up import can_reread, reread
@@ -79,8 +78,8 @@ class ModelProposer:
         one with a window pool, which branches cannot share. Also for a target without the hidden
         states that the head reads.
         """
-        check_positive("steps", steps)
-        check_positive("topk", topk)
+        check_at_least(1, "steps", steps)
+        check_at_least(1, "topk", topk)
         most = most_nodes(steps, topk)
         num = steps + 1 if draft_token_num is None else draft_token_num
         if not 2 <= num <= most:
@@ -120,9 +119,9 @@ class ModelProposer:
         model's device. Raises GraphUnsupported if device or backend have no graphs; what could not
         be captured runs eagerly.
         """
-        devices = devices or device_graphs(self.device)
+        devices = devices or DeviceGraphs.of(self.device)
         most = self._runner.context.max_batch_size
-        sizes = graph_batch_sizes(pool_size=most, speculation=True, chosen=batch_sizes)
+        sizes = GraphConfig.sizes(pool_size=most, speculation=True, chosen=batch_sizes)
         if self._loop is not None:
             self._loop.capture(sizes, devices)
         self._runner.capture_catch_up(self.steps + 1, batch_sizes=sizes, devices=devices)

@@ -6,9 +6,10 @@ from typing import Protocol
 
 import torch
 
-from attnmux.core import ForwardMode, GraphRunner, TreeKernels
+from attnmux.core import ForwardMode, GraphRunner
 from attnmux.transformers.batching import StepBuilder
 from attnmux.transformers.decode_batch import DecodeBatch
+from attnmux.transformers.draft_loop import TreeKernels
 from attnmux.transformers.engine.plan import Plan
 from attnmux.transformers.engine.stats import Laps
 from attnmux.transformers.ranks import ONE_RANK, Ranks

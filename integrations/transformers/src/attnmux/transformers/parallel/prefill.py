@@ -8,19 +8,18 @@ from dataclasses import replace
 import torch
 
 from attnmux.core import (
-    MOST_LANES,
     AttentionBackend,
     BackendContext,
     Decision,
     InvalidInput,
     Measurement,
     Offer,
+    PartAttention,
     Platform,
     Policy,
     Request,
     build,
-    check_positive,
-    is_mergeable,
+    check_at_least,
     make_backend,
     parts_request,
     solve_measured,
@@ -58,7 +57,7 @@ class PrefillParallelRanks(GroupRanks):
         for each rank. Raises InvalidInput for fewer than each rank has two chunks for."""
         super().__init__(group)
         least = TOKENS_EACH * group.size if least_tokens is None else least_tokens
-        check_positive("least_tokens", least)
+        check_at_least(1, "least_tokens", least)
         if least < 2 * group.size:
             expected = f"at least {2 * group.size}, a token for each of 2 chunks on each rank"
             raise InvalidInput("pcp_min_tokens", got=least, expected=expected)
@@ -100,13 +99,13 @@ class PrefillParallelRanks(GroupRanks):
 
     def build(self, decision: Decision, context: BackendContext) -> AttentionBackend:
         of_parts = split_context(context)
-        if not all(map(is_mergeable, context.layers)):
+        if not all(layer.is_mergeable for layer in context.layers):
             # Their layers run the rank's two pieces of each request as requests of their own
             context = replace(context, max_batch_size=2 * context.max_batch_size)
         choice = self._parts.of(decision).phases["extend"]
         return PrefillParallelBackend(
             inner=build(decision, context),
-            parts=[make_backend(choice, of_parts) for _ in range(2 * MOST_LANES)],
+            parts=[make_backend(choice, of_parts) for _ in range(2 * PartAttention.MOST_LANES)],
             group=self.group,
         )
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from attnmux.core import tokens_behind_window
+from attnmux.core import SWAKVPool
 from attnmux.transformers.prefixes.node import PrefixNode, whole_pages
 from attnmux.transformers.prefixes.tree import PrefixTree
 from attnmux.transformers.slots import SWAAllocator
@@ -46,7 +46,9 @@ class WindowSpan:
         whole = num_tokens // page_size * page_size
         firsts = [whole // size * size for size in self.attention_chunk_sizes]
         if self.sliding_window_size >= 0:
-            firsts.append(tokens_behind_window(whole, self.sliding_window_size, page_size))
+            firsts.append(
+                SWAKVPool.tokens_behind_window(whole, self.sliding_window_size, page_size)
+            )
         return min(firsts, default=0) // page_size * page_size
 
 

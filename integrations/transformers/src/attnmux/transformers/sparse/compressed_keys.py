@@ -13,18 +13,15 @@ from dataclasses import dataclass, replace
 import torch
 
 from attnmux.core import (
-    AttendsToBlocks,
     AttentionCall,
     BackendContext,
     ForwardBatch,
     LayerSpec,
-    PickedBlocks,
     PlainBlocks,
     add_sinks,
     merge_into,
-    shared_kernel,
-    token_rows,
 )
+from attnmux.core.plugin import PickedBlocks, shared_kernel, token_rows
 from attnmux.transformers.sparse.compressed_pool import CompressedPool
 from attnmux.transformers.sparse.key_picks import SCORES_AT_ONCE, lens_of
 from attnmux.transformers.sparse.scores import best_keys, index_scores
@@ -88,8 +85,7 @@ class CompressedKeys:
         ]
         self._layers = {layer.layer_id: layer for layer in alone}
         of_keys = replace(context, layers=tuple(alone), token_to_kv_pool=pool.keys)
-        kernel: AttendsToBlocks | None = shared_kernel("picked_blocks", of_keys)
-        self._attend = PlainBlocks(pool.keys) if kernel is None else kernel
+        self._attend = shared_kernel("picked_blocks", of_keys) or PlainBlocks(pool.keys)
 
     def write(
         self,

@@ -6,17 +6,8 @@ from collections.abc import Sequence
 
 import torch
 
-from attnmux.core import (
-    ACTIVATION_DTYPES,
-    IndexRows,
-    InvalidInput,
-    allocate_zeroed,
-    check_loc,
-    check_positive,
-    check_rows,
-    gather_rows,
-    scatter_rows,
-)
+from attnmux.core import InvalidInput, KVPool, allocate_zeroed, check_at_least, scatter_rows
+from attnmux.core.plugin import IndexRows, gather_rows
 
 BLOCK = 128
 """Values of a key that share a scale, as in DeepSeek-V3.2's indexer."""
@@ -51,9 +42,9 @@ class IndexKPool:
 
         Raises InvalidInput for impossible sizes and dtypes, PoolExhausted when memory is short.
         """
-        check_positive("num_slots", num_slots)
-        check_positive("head_dim", head_dim)
-        if dtype not in (*ACTIVATION_DTYPES, FP8):
+        check_at_least(1, "num_slots", num_slots)
+        check_at_least(1, "head_dim", head_dim)
+        if dtype not in (torch.bfloat16, torch.float16, torch.float32, FP8):
             expected = "bfloat16, float16, float32 or float8_e4m3fn"
             raise InvalidInput("dtype", got=dtype, expected=expected)
         self.num_slots = num_slots
@@ -103,7 +94,7 @@ class IndexKPool:
         Raises InvalidInput for a layer without an indexer, and for wrong shapes and dtypes.
         """
         buffer = self._keys[self._checked(layer_id)]
-        check_rows("keys", keys, (check_loc(loc), self.head_dim), loc)
+        KVPool.check_rows("keys", keys, (KVPool.check_loc(loc), self.head_dim), loc)
         keys = keys.detach()
         if self.dtype == FP8:
             keys, scales = _quantised(keys)

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 
-from attnmux.core import ForwardBatch, InvalidInput, ScoresKeys, check_positive, token_rows
+from attnmux.core import ForwardBatch, InvalidInput, check_at_least
+from attnmux.core.plugin import IndexRows, token_rows
 from attnmux.transformers.sparse.index_pool import IndexKPool
 from attnmux.transformers.sparse.scores import best_keys, index_scores
 
@@ -26,7 +28,7 @@ class KeyPicker:
     kernel: ScoresKeys | None = None
 
     def __post_init__(self) -> None:
-        check_positive("topk", self.topk)
+        check_at_least(1, "topk", self.topk)
 
     def room(self, batch: ForwardBatch) -> torch.Tensor:
         """A `ForwardBatch.topk_indices` for a step: [T, topk] int32, all -1."""
@@ -162,3 +164,27 @@ def lens_of(batch: ForwardBatch) -> list[tuple[int, int]]:
             raise InvalidInput(name, got=None, expected="lengths in an extend step")
         pairs.append(lens.tolist())
     return list(zip(*pairs, strict=True))
+
+
+class ScoresKeys(Protocol):
+    """A device's own way to score keys."""
+
+    def __call__(
+        self,
+        index_q: torch.Tensor,
+        weights: torch.Tensor,
+        stored: IndexRows,
+        req_to_token: torch.Tensor,
+        rows: torch.Tensor,
+        positions: torch.Tensor,
+        scores: torch.Tensor,
+    ) -> None:
+        """Write scores [T, S] float32 of the keys up to each token's place.
+
+        The score of key s for token t is the sum over the indexer's heads h of
+        `weights[t, h] * relu(index_q[t, h] . index_k[s])` (DeepSeek-V3.2-Exp, equation 1).
+
+        index_q: [T, Hi, Di]. weights: [T, Hi]. rows: [R] int64, of the request table req_to_token;
+        each is that of T / R tokens, one after another. positions: [T] int64, below S.
+        Does not synchronise; shapes are static.
+        """

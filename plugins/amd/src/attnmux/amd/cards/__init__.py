@@ -6,6 +6,6 @@ from attnmux.amd.cards.aiter import AITER
 from attnmux.amd.cards.aiter_mla import AITER_MLA
 from attnmux.amd.cards.aiter_mla_prefill import AITER_MLA_PREFILL
 from attnmux.amd.cards.wave import WAVE
-from attnmux.core import BackendCard
+from attnmux.core.plugin import BackendCard
 
 CARDS: tuple[BackendCard, ...] = (AITER, AITER_MLA, AITER_MLA_PREFILL, WAVE)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from attnmux.core import (
+from attnmux.core.plugin import (
     ANY,
     BackendCard,
     Clause,
@@ -15,7 +15,6 @@ from attnmux.core import (
     emulated,
     multiple_of,
     one_of,
-    when,
 )
 
 _CAPS = at_least(20)
@@ -100,10 +99,12 @@ AITER = BackendCard(
     },
     clauses=tuple(clause for dtype in ("bfloat16", "float16") for clause in _clauses(dtype)),
     priors=(
-        Prior(rank=10, when=when(kind=one_of("mha")), source="SGLang 0.5.23's default on AMD"),
+        Prior(
+            rank=10, when=Clause.when(kind=one_of("mha")), source="SGLang 0.5.23's default on AMD"
+        ),
         Prior(
             rank=10,
-            when=when(num_q_heads=multiple_of(16, most=128)),
+            when=Clause.when(num_q_heads=multiple_of(16, most=128)),
             source="SGLang 0.5.23's default on AMD for MLA with 16 or 128 heads a rank",
         ),
         Prior(rank=60, source="SGLang 0.5.23 takes triton on AMD for other MLA"),

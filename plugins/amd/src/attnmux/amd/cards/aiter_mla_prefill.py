@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from attnmux.amd.cards.aiter_mla import AITER_MLA, clause
-from attnmux.core import BackendCard, Prior
+from attnmux.core.plugin import BackendCard, Prior
 
 AITER_MLA_PREFILL = BackendCard(
     name="aiter_mla_prefill",

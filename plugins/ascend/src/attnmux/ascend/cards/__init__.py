@@ -3,6 +3,6 @@
 from __future__ import annotations
 
 from attnmux.ascend.cards.ascend import ASCEND
-from attnmux.core import BackendCard
+from attnmux.core.plugin import BackendCard
 
 CARDS: tuple[BackendCard, ...] = (ASCEND,)

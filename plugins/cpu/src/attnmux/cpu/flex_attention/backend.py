@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING
 import torch
 
 from attnmux.core import (
-    NO_OPTIONS,
     AttentionBackend,
     AttentionCall,
     AttnmuxError,
@@ -22,6 +21,7 @@ from attnmux.core import (
     ForwardMode,
     GraphUnsupported,
 )
+from attnmux.core.plugin import NO_OPTIONS
 from attnmux.cpu.flex_attention.blocks import Tiles, block_of_page, make_tiles
 from attnmux.cpu.flex_attention.kernel import check_reach, heads_first, kernel, plain_tensors
 from attnmux.cpu.flex_attention.plan import (

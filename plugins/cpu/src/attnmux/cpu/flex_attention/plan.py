@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from attnmux.core import torch_dtype, tree_mask_of
+from attnmux.core import torch_dtype
 from attnmux.cpu.flex_attention.blocks import (
     GATHERED_BLOCK,
     LEAST_CAPACITY,
@@ -245,7 +245,7 @@ class FixedPlan:
 
     def holds(self, batch: ForwardBatch) -> bool:
         """Whether the step fits. Steps with a custom mask or items have no buffers here."""
-        is_plain = batch.multi_item is None and tree_mask_of(batch.spec_info) is None
+        is_plain = batch.multi_item is None and batch.tree_mask is None
         has_graphs = batch.forward_mode.is_decode() or batch.forward_mode.is_target_verify()
         return is_plain and has_graphs and self.has_room(batch.batch_size, batch.num_tokens)
 

@@ -12,14 +12,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from attnmux.core import (
-    NO_OPTIONS,
-    AttentionBackend,
-    AttnmuxError,
-    ForwardMode,
-    InvalidInput,
-    cu_seqlens,
-)
+from attnmux.core import AttentionBackend, AttnmuxError, ForwardMode, InvalidInput
+from attnmux.core.plugin import NO_OPTIONS, cu_seqlens
 from attnmux.cpu.native.library import TYPES, Call, Keys, load
 from attnmux.cpu.spans import slots_of, spans_of, visibility
 from attnmux.cpu.steps import KeyRule, StepLens, keys_and_values

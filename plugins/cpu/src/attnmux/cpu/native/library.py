@@ -6,17 +6,21 @@ import ctypes
 import hashlib
 import json
 import logging
+import os
+import signal
 import subprocess
 import sys
 import tempfile
 from collections.abc import Callable
+from contextlib import suppress
 from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from attnmux.core import BackendFailed, Settings, is_own, replacing
+from attnmux.core import BackendFailed, Settings, replacing
+from attnmux.core.plugin import opened, read_file
 from attnmux.cpu.levels import COMPILERS, FOLDER, SECONDS, SOURCE, Level, find_compiler, serving
 
 if TYPE_CHECKING:
@@ -92,26 +96,28 @@ def load_linear(platform: Platform) -> Multiply:
     return multiply
 
 
+def is_made(platform: Platform) -> bool:
+    """Whether the kernels came with the wheel or were compiled before."""
+    level = serving(platform.arch, platform.features)
+    return (_installed_library(level) or _kept_library(level)) is not None
+
+
 @lru_cache(maxsize=4)
 def library_for(platform: Platform) -> ctypes.CDLL:
     """All kernels for a CPU. Raises BackendFailed as `load` does."""
     level = serving(platform.arch, platform.features)
-    return _installed_library(level) or _compiled_library(level)
+    return _installed_library(level) or _kept_library(level) or _compiled_library(level)
 
 
 def _installed_library(level: Level) -> ctypes.CDLL | None:
-    """What came with the wheel."""
-    return _loaded(FOLDER / level.file_name, "the kernels of the wheel are not used")
-
-
-def _loaded(path: Path, otherwise: str) -> ctypes.CDLL | None:
-    """The library in a file. Warns, and returns None, where it cannot be loaded."""
+    """What came with the wheel. Warns, and returns None, where it cannot be loaded."""
+    path = FOLDER / level.file_name
     if not path.is_file():
         return None
     try:
         return ctypes.CDLL(str(path))
     except OSError as error:
-        LOG.warning("%s: %s", otherwise, error)
+        LOG.warning("the kernels of the wheel are not used: %s", error)
         return None
 
 
@@ -144,32 +150,52 @@ def _torch_library() -> Path:
     return Path(torch.__file__).parent / "lib" / f"libtorch_cpu.{ending}"
 
 
+def _kept_library(level: Level) -> ctypes.CDLL | None:
+    """What was compiled here before. Warns, and returns None, where it is not as it was written or
+    another user could have written it."""
+    path = _place(level)
+    if path is None:
+        return None
+    try:
+        with opened(str(path), own=True) as descriptor:
+            with open(descriptor, "rb", closefd=False) as file:
+                content = file.read()
+            if read_file(str(_seal(path)), len(_sealed(content)), own=True) != _sealed(content):
+                raise OSError("it has other bytes than those that were compiled")
+            # By its name another file could be loaded than the one that was read
+            of_process = f"/proc/self/fd/{descriptor}"
+            return ctypes.CDLL(of_process if os.path.exists(of_process) else str(path))
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        LOG.warning("%s cannot be loaded and is compiled again: %s", path, error)
+        return None
+
+
 def _compiled_library(level: Level) -> ctypes.CDLL:
-    compiler = find_compiler()
+    compiler, path = find_compiler(), _place(level)
     if compiler is None:
         raise BackendFailed(ADDRESS, f"none of {', '.join(COMPILERS)} is on PATH", hint=HINT)
+    often = "once" if path is not None else "at each start, as no folder is there to keep them"
+    LOG.warning("compiling the kernels of native for %s, %s: about 15 s", level.name, often)
     try:
-        path = _place(level, compiler)
-        if path is not None and path.is_file() and is_own(path):
-            kept = _loaded(path, f"{path} cannot be loaded and is compiled again")
-            if kept is not None:
-                return kept
-        often = "once" if path is not None else "at each start, as no folder is there to keep them"
-        LOG.warning("compiling the kernels of native for %s, %s: about 15 s", level.name, often)
         # A loaded library outlives its file.
         with tempfile.TemporaryDirectory(prefix="attnmux-", ignore_cleanup_errors=True) as scratch:
             made = Path(scratch) / level.file_name
             _run(level.command(compiler, made))
-            return ctypes.CDLL(str(made if path is None else _kept(made, path)))
+            if path is not None:
+                with suppress(OSError):
+                    _keep(made.read_bytes(), path)
+            return _kept_library(level) or ctypes.CDLL(str(made))
     except OSError as error:
         raise BackendFailed(ADDRESS, str(error), hint=HINT) from error
 
 
-def _place(level: Level, compiler: str) -> Path | None:
+def _place(level: Level) -> Path | None:
     """Where the cache folder has the library for this source, compiler and level, or gets it; None
-    without a folder."""
-    folder = Settings.load().cache_folder()
-    if folder is None:
+    without a folder or a compiler."""
+    folder, compiler = Settings.load().cache_folder(), find_compiler()
+    if folder is None or compiler is None:
         return None
     sources = [file.read_text() for file in (SOURCE, *sorted(FOLDER.glob("*.h")))]
     parts = json.dumps([*sources, level.command(compiler, Path(level.file_name))])
@@ -177,23 +203,50 @@ def _place(level: Level, compiler: str) -> Path | None:
     return folder / f"native-{level.name}-{digest}.so"
 
 
-def _kept(made: Path, path: Path) -> Path:
-    """Where the library is in the cache folder; `made` itself where that cannot be written."""
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with replacing(path, mode=0o700) as file:
-            file.buffer.write(made.read_bytes())
-    except OSError:
-        return made
-    return path
+def _seal(path: Path) -> Path:
+    """The file that tells the length and the hash of a kept library."""
+    return path.with_suffix(".sha256")
+
+
+def _sealed(content: bytes) -> bytes:
+    return f"{len(content)} {hashlib.sha256(content).hexdigest()}\n".encode()
+
+
+def _keep(content: bytes, path: Path) -> None:
+    """Raises OSError where the cache folder cannot be written."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    for place, written in ((_seal(path), _sealed(content)), (path, content)):
+        with replacing(place, mode=0o700) as file:
+            file.buffer.write(written)
 
 
 def _run(command: list[str]) -> None:
-    try:
-        subprocess.run(command, check=True, capture_output=True, text=True, timeout=SECONDS)
-    except subprocess.TimeoutExpired as error:
-        reason = f"{command[0]} took more than {SECONDS:g} s"
-        raise BackendFailed(ADDRESS, reason, hint=HINT) from error
-    except subprocess.CalledProcessError as error:
-        lines = [line for line in error.stderr.splitlines() if "error" in line] or [str(error)]
-        raise BackendFailed(ADDRESS, f"{command[0]}: {lines[0]}", hint=HINT) from error
+    """Run the compiler. It ends, with all that it started, when this process stops waiting."""
+    with tempfile.TemporaryFile("w+", errors="replace") as said:
+        compiler = subprocess.Popen(command, stdout=said, stderr=said, start_new_session=True)
+        try:
+            code = compiler.wait(SECONDS)
+        except subprocess.TimeoutExpired as error:
+            reason = f"{command[0]} took more than {SECONDS:g} s"
+            raise BackendFailed(ADDRESS, reason, hint=HINT) from error
+        finally:
+            if compiler.returncode is None:
+                _end(compiler)
+        if code:
+            said.seek(0)
+            lines = [line for line in said.read().splitlines() if "error" in line]
+            reason = lines[0] if lines else f"it ended with {code}"
+            raise BackendFailed(ADDRESS, f"{command[0]}: {reason}", hint=HINT)
+
+
+def _end(compiler: subprocess.Popen[bytes]) -> None:
+    """End a compiler that runs, and what it started. It removes its files if it is asked to end."""
+    if not hasattr(os, "killpg"):
+        compiler.kill()
+        return
+    for how in (signal.SIGTERM, signal.SIGKILL):
+        with suppress(OSError):
+            os.killpg(compiler.pid, how)
+        with suppress(subprocess.TimeoutExpired):
+            compiler.wait(5)
+            return

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 import torch
 
 from attnmux.core import InvalidInput
-from attnmux.cpu.levels import AMX, AVX2, AVX512, BF16, serving, shipped
-from attnmux.cpu.native.library import TYPES, Linear, load_linear
+from attnmux.cpu.levels import AMX, AVX2, AVX512, BF16, serving
+from attnmux.cpu.native.library import TYPES, Linear, is_made, load_linear
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -64,16 +64,11 @@ SERVED = {
 
 
 def make_linear(context: BackendContext) -> NativeLinear | None:
-    """The products of the context's CPU; None where torch's own are not slower, or where there are
-    no kernels and no compiler.
-
-    Raises BackendFailed where the kernels cannot be compiled.
-    """
+    """The products of the context's CPU; None if torch's own are not slower, or if the kernels are
+    not there: only the backend `native` compiles them."""
     platform = context.platform
-    has_kernels = "cxx_compiler" in platform.features or bool(shipped(platform.arch))
-    if not has_kernels or serving(platform.arch, platform.features).name not in SERVED:
-        return None
-    return NativeLinear(context)
+    is_served = serving(platform.arch, platform.features).name in SERVED
+    return NativeLinear(context) if is_served and is_made(platform) else None
 
 
 class NativeLinear:

@@ -9,18 +9,18 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from attnmux.core import (
-    L2_EPS,
+from attnmux.core import LinearStatePool
+from attnmux.core.plugin import (
     NO_OPTIONS,
     LinearAttentionBackend,
     NewTokens,
     PlainConvolutions,
-    read_states,
 )
 from attnmux.cpu.torch_linear.chunks import CHANNEL_CHUNK, CHUNK, Chunks, run_chunks
 
 if TYPE_CHECKING:
-    from attnmux.core import BackendContext, ConvCall, ForwardBatch, LinearCall, LinearLayerSpec
+    from attnmux.core import BackendContext, ForwardBatch, LinearLayerSpec
+    from attnmux.core.plugin import ConvCall, LinearCall
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -109,7 +109,7 @@ class TorchLinearBackend(LinearAttentionBackend):
     def forward_decode(self, call: LinearCall, batch: ForwardBatch) -> None:
         layer, rows = call.layer, batch.req_pool_indices
         pool = self.states.state(layer.layer_id)
-        state = read_states(pool, rows, batch.seq_lens <= 1).float()
+        state = LinearStatePool.read(pool, rows, batch.seq_lens <= 1).float()
         tokens = OneByOne.of(call, (batch.batch_size, 1))
         state, out = tokens.advance(state, 0)
         pool.index_copy_(0, rows, state.to(pool.dtype))
@@ -118,7 +118,9 @@ class TorchLinearBackend(LinearAttentionBackend):
     def forward_verify(self, call: LinearCall, batch: ForwardBatch) -> None:
         layer, rows, num = call.layer, batch.req_pool_indices, batch.drafts().draft_token_num
         drafted = self.states.draft_state(layer.layer_id)
-        state = read_states(self.states.state(layer.layer_id), rows, batch.seq_lens <= 0).float()
+        state = LinearStatePool.read(
+            self.states.state(layer.layer_id), rows, batch.seq_lens <= 0
+        ).float()
         shape = batch.batch_size, num
         tokens, answers = OneByOne.of(call, shape), _by_request(call.out, shape)
         for place in range(num):
@@ -130,7 +132,7 @@ class TorchLinearBackend(LinearAttentionBackend):
         layer, rows, step = call.layer, batch.req_pool_indices, self._step
         pool = self.states.state(layer.layer_id)
         chunks = step.chunks_of(CHANNEL_CHUNK if call.g.dim() == 3 else CHUNK)
-        states = read_states(pool, rows, step.tokens.fresh).float()
+        states = LinearStatePool.read(pool, rows, step.tokens.fresh).float()
         q, k = (_by_value_head(each, layer) for each in (call.q, call.k))
         out = run_chunks(
             chunks,
@@ -162,5 +164,5 @@ def _by_value_head(x: torch.Tensor, layer: LinearLayerSpec) -> torch.Tensor:
     """Q or K in float32, for each V head [T, Hv, K]."""
     x = x.float()
     if layer.qk_l2norm:
-        x = x * torch.rsqrt(x.square().sum(-1, keepdim=True) + L2_EPS)
+        x = x * torch.rsqrt(x.square().sum(-1, keepdim=True) + layer.L2_EPS)
     return x.repeat_interleave(layer.num_v_heads // layer.num_k_heads, dim=1)

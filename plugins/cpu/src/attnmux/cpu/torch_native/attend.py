@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from attnmux.core import unpack_rows
+from attnmux.core.plugin import unpack_rows
 
 if TYPE_CHECKING:
     from collections.abc import Callable

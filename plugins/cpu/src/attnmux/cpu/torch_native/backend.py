@@ -11,15 +11,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from attnmux.core import (
-    NO_OPTIONS,
-    AttentionBackend,
-    AttnmuxError,
-    ForwardMode,
-    cu_seqlens,
-    token_rows,
-    topk_slots,
-)
+from attnmux.core import AttentionBackend, AttnmuxError, ForwardMode
+from attnmux.core.plugin import NO_OPTIONS, cu_seqlens, token_rows, topk_slots
 from attnmux.cpu.steps import KeyRule, StepLens, keys_and_values
 from attnmux.cpu.torch_native.attend import Operands, Widening, attend
 from attnmux.cpu.torch_native.plan import Plan, TileSize, make_plan

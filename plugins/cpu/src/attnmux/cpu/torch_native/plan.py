@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from attnmux.core import cu_seqlens
+from attnmux.core.plugin import cu_seqlens
 from attnmux.cpu.spans import slots_of, spans_of, visibility
 
 if TYPE_CHECKING:

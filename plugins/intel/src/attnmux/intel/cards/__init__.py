@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from attnmux.core import BackendCard
+from attnmux.core.plugin import BackendCard
 from attnmux.intel.cards.intel_amx import INTEL_AMX
 from attnmux.intel.cards.intel_xpu import INTEL_XPU
 from attnmux.intel.cards.vllm_xpu import VLLM_XPU

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from attnmux.core import (
+from attnmux.core.plugin import (
     ANY,
     BackendCard,
     Clause,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from attnmux.core import BackendCard
+from attnmux.core.plugin import BackendCard
 from attnmux.nvidia.cards.cutlass_mla import CUTLASS_MLA
 from attnmux.nvidia.cards.dual_chunk_flash_attn import DUAL_CHUNK_FLASH_ATTN
 from attnmux.nvidia.cards.fa3 import FA3

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
-from attnmux.core import NONE, Clause, multiple_of, one_of
+from attnmux.core.plugin import NONE, Clause, multiple_of, one_of
 
 PHASES = ("extend", "decode")
 """Those that virtual requests serve. Drafts may lie in two chunks, and a verify step has as many

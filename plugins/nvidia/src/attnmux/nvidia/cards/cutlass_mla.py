@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from attnmux.core import (
+from attnmux.core.plugin import (
     ANY,
     BackendCard,
     Clause,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from attnmux.core import ANY, BackendCard, Clause, Prior, one_of, runtimes, versions
+from attnmux.core.plugin import ANY, BackendCard, Clause, Prior, one_of, runtimes, versions
 from attnmux.nvidia.cards.fa3 import REQUIRES
 from attnmux.nvidia.cards.runs import TORCH, on_h200
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from attnmux.core import (
+from attnmux.core.plugin import (
     ANY,
     NONE,
     TREE_MASKS,
@@ -19,7 +19,6 @@ from attnmux.core import (
     one_of,
     runtimes,
     versions,
-    when,
 )
 from attnmux.nvidia.cards.runs import TORCH, on_h200
 
@@ -130,12 +129,12 @@ FA3 = BackendCard(
     priors=(
         Prior(
             rank=10,
-            when=when(spec_topk=NONE),
+            when=Clause.when(spec_topk=NONE),
             source="H200, bf16: the fastest kernel of most decode and extend workloads tried",
         ),
         Prior(
             rank=10,
-            when=when(spec_topk=one_of(1), page_size=one_of(1)),
+            when=Clause.when(spec_topk=one_of(1), page_size=one_of(1)),
             source="as without speculation: a chain of drafts is causal",
         ),
         Prior(rank=30, source="speculation over larger pages goes to flashinfer first"),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from attnmux.core import (
+from attnmux.core.plugin import (
     ANY,
     NONE,
     BackendCard,
@@ -16,7 +16,6 @@ from attnmux.core import (
     multiple_of,
     one_of,
     versions,
-    when,
 )
 from attnmux.nvidia.cards import chunks
 from attnmux.nvidia.cards.chunks import with_chunks
@@ -136,12 +135,12 @@ FA4 = BackendCard(
     priors=(
         Prior(
             rank=40,
-            when=when(version=_SM90),
+            when=Clause.when(version=_SM90),
             source="not measured on SM90: after fa3, flashinfer and triton",
         ),
         Prior(
             rank=26,
-            when=when(v_head_dim=NONE),
+            when=Clause.when(v_head_dim=NONE),
             source="SGLang 0.5.23 takes trtllm_mha where K and V have one dim",
         ),
         Prior(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from attnmux.core import (
+from attnmux.core.plugin import (
     ANY,
     NONE,
     BackendCard,
@@ -15,7 +15,6 @@ from attnmux.core import (
     one_of,
     runtimes,
     versions,
-    when,
 )
 from attnmux.nvidia.cards import chunks
 from attnmux.nvidia.cards.chunks import with_chunks
@@ -108,7 +107,7 @@ FLASHINFER = BackendCard(
     priors=(
         Prior(
             rank=20,
-            when=when(sinks=NONE),
+            when=Clause.when(sinks=NONE),
             source="H200, bf16: next to fa3, and the one that takes draft trees at any page size; "
             "elsewhere the fastest that is there",
         ),

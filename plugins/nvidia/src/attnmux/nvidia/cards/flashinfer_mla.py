@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from attnmux.core import (
+from attnmux.core.plugin import (
     ANY,
     NONE,
     BackendCard,
@@ -15,7 +15,6 @@ from attnmux.core import (
     one_of,
     runtimes,
     versions,
-    when,
 )
 from attnmux.nvidia.cards.runs import TORCH, on_h200
 from attnmux.nvidia.cards.scratch import workspace_bytes
@@ -88,7 +87,7 @@ FLASHINFER_MLA = BackendCard(
     priors=(
         Prior(
             rank=10,
-            when=when(version=DATACENTER_BLACKWELL),
+            when=Clause.when(version=DATACENTER_BLACKWELL),
             source="SGLang 0.5.23's default for MLA on SM100 and SM103",
         ),
         Prior(rank=30, source="SGLang 0.5.23 takes fa3 on SM90 and triton on all others"),

@@ -2,7 +2,16 @@
 
 from __future__ import annotations
 
-from attnmux.core import ANY, BackendCard, Clause, Condition, Prior, at_most, one_of, versions
+from attnmux.core.plugin import (
+    ANY,
+    BackendCard,
+    Clause,
+    Condition,
+    Prior,
+    at_most,
+    one_of,
+    versions,
+)
 from attnmux.nvidia.cards.runs import TORCH, on_h200
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from attnmux.core import ANY, BackendCard, Clause, Prior, Verified, at_most, one_of, versions
+from attnmux.core.plugin import ANY, BackendCard, Clause, Prior, Verified, at_most, one_of, versions
 from attnmux.nvidia.cards.runs import TORCH, on_h200
 
 NSA = BackendCard(

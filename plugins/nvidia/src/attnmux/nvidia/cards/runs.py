@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from attnmux.core import Verified
+from attnmux.core.plugin import Verified
 
 TORCH = "torch 2.14.1+cu130"
 """What users of SGLang 0.5.23 have."""

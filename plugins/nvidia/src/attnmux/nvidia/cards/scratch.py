@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from attnmux.core import Option
+from attnmux.core.plugin import Option
 
 MOST_BYTES = 1 << 40
 """More than any device has: a larger number is an error in writing."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from attnmux.core import ANY, BackendCard, Clause, Prior, Verified, one_of, versions
+from attnmux.core.plugin import ANY, BackendCard, Clause, Prior, Verified, one_of, versions
 
 SGL_CONV = BackendCard(
     name="sgl_conv",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from attnmux.core import (
+from attnmux.core.plugin import (
     ANY,
     NONE,
     BackendCard,
@@ -17,7 +17,6 @@ from attnmux.core import (
     one_of,
     runtimes,
     versions,
-    when,
 )
 from attnmux.nvidia.cards import chunks
 from attnmux.nvidia.cards.chunks import with_chunks
@@ -134,7 +133,7 @@ TRTLLM_MHA = BackendCard(
     priors=(
         Prior(
             rank=5,
-            when=when(version=DATACENTER_BLACKWELL, spec_topk=NONE),
+            when=Clause.when(version=DATACENTER_BLACKWELL, spec_topk=NONE),
             source="SGLang 0.5.23's default on SM100 and SM103",
         ),
         Prior(

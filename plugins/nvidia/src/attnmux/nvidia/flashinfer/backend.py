@@ -13,9 +13,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from attnmux.core import (
-    GraphUnsupported,
-    InvalidInput,
+from attnmux.core import GraphUnsupported, InvalidInput
+from attnmux.core.plugin import (
     KernelLibrary,
     LibraryBackend,
     aligned,

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from attnmux.core import BackendContext, ForwardBatch, ForwardMode, InvalidInput, kv_indices
+from attnmux.core import BackendContext, ForwardBatch, ForwardMode, InvalidInput
+from attnmux.core.plugin import kv_indices
 
 MIB = 1 << 20
 

@@ -9,19 +9,11 @@ from typing import Any
 
 import torch
 
-from attnmux.core import (
-    BackendContext,
-    ForwardBatch,
-    ForwardMode,
-    InvalidInput,
-    MultiItem,
-    cu_seqlens,
-    kv_indptr,
-    kv_last_page_len,
-    window_view,
-)
+from attnmux.core import BackendContext, ForwardBatch, ForwardMode, InvalidInput, MultiItem
+from attnmux.core.plugin import cu_seqlens, kv_indptr
 from attnmux.nvidia.flashinfer.layers import View
 from attnmux.nvidia.flashinfer.shared import check_tokens, host_lens, page_indices
+from attnmux.nvidia.flashinfer.windows import window_view
 
 LONGEST = (1 << 16) - 1
 """Tokens of an item: the library counts them in 16 bits."""
@@ -226,7 +218,7 @@ class FlashInferStep:
                 kv_start=start,
                 out=None if buffers is None else buffers[view],
             )
-            last = kv_last_page_len(lens, self._page_size).masked_fill_(lens == 0, 0)
+            last = ((lens - 1) % self._page_size + 1).masked_fill_(lens == 0, 0)
             keys = Keys(indptr=indptr, last_page_len=last, indices=indices)
             self._keys[view] = keys
         return keys

@@ -10,21 +10,15 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from attnmux.core import (
+from attnmux.core import ForwardMode, GraphUnsupported, InvalidInput, torch_dtype
+from attnmux.core.plugin import (
     LATENT_DIM,
-    SIXTEEN_BITS,
-    ForwardMode,
-    GraphUnsupported,
-    InvalidInput,
     KernelLibrary,
     LibraryBackend,
     aligned,
     check_latent,
     is_aligned,
-    latent_pages,
     rehearse,
-    rotary,
-    torch_dtype,
 )
 from attnmux.nvidia.flashinfer.shared import HINT, MIB, Staging, workspace, writable_lse
 from attnmux.nvidia.flashinfer_mla.kernels import FlashInferMLAKernels, from_flashinfer
@@ -109,7 +103,7 @@ class FlashInferMLABackend(
         scale, _ = pool.read_scales(layer.k_scale, layer.v_scale)
         power = 2.0 ** math.floor(math.log2(scale))
         rows = pool.get_key_buffer(layer.layer_id).squeeze(1)
-        pages = latent_pages(layer, self.context, self._settings.page_size)
+        pages = self.context.latent_pages(layer, self._settings.page_size)
         return FlashInferMLALayer(
             group=LatentGroup(
                 num_heads=layer.tp_q_head_num,
@@ -165,7 +159,7 @@ class FlashInferMLABackend(
         step: FlashInferMLAStep,
         batch: ForwardBatch,
     ) -> torch.Tensor:
-        q, q_rope, out = call.q, rotary(call.q_rope), call.out
+        q, q_rope, out = call.q, call.rotary_queries(), call.out
         if not step.num_rows:
             return call.empty_result()
         scale = 1.0
@@ -218,7 +212,7 @@ def _own_latents(k: torch.Tensor, k_rope: torch.Tensor | None, dtype: torch.dtyp
 def _read_settings(context: BackendContext, options: Mapping[str, object]) -> Settings:
     request, pool = context.request, context.token_to_kv_pool
     dtype = torch_dtype(request.dtype) if request.dtype else None
-    if dtype not in SIXTEEN_BITS:
+    if dtype not in (torch.bfloat16, torch.float16):
         raise InvalidInput("request.dtype", got=request.dtype, expected="bfloat16 or float16")
     widens = pool.dtype == WIDENED
     if not widens and pool.dtype != dtype:

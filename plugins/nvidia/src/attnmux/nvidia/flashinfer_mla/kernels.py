@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from attnmux.core import LATENT_DIM, ROPE_DIM
+from attnmux.core.plugin import LATENT_DIM, ROPE_DIM
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -8,14 +8,8 @@ from typing import Any
 
 import torch
 
-from attnmux.core import (
-    BackendContext,
-    ForwardBatch,
-    InvalidInput,
-    check_unmasked,
-    cu_seqlens,
-    kv_indptr,
-)
+from attnmux.core import BackendContext, ForwardBatch, InvalidInput
+from attnmux.core.plugin import cu_seqlens, kv_indptr
 from attnmux.nvidia.flashinfer.shared import check_tokens, host_lens, page_indices
 from attnmux.nvidia.flashinfer_mla.kernels import FlashInferMLAKernels
 
@@ -272,6 +266,6 @@ def _columns(rows: list[tuple[int, int, int]]) -> tuple[torch.Tensor, torch.Tens
 
 
 def _check_served(batch: ForwardBatch) -> None:
-    check_unmasked(batch)
+    batch.check_unmasked()
     if batch.topk_indices is not None:
         raise InvalidInput("topk_indices", got="picked keys", expected="None: each is attended to")

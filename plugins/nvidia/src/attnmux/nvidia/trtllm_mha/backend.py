@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from attnmux.core import (
+from attnmux.core import InvalidInput
+from attnmux.core.plugin import (
     DecodeBuffers,
-    InvalidInput,
     KernelLibrary,
     LibraryBackend,
     imported,

@@ -7,12 +7,15 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from attnmux.core import FP8, DecodeBuffers, DecodeStep, InvalidInput, aligned, filled, is_writable
+from attnmux.core import InvalidInput
+from attnmux.core.plugin import DecodeBuffers, DecodeStep, aligned, filled, is_writable
+from attnmux.nvidia.kernel_rows import FP8
 from attnmux.nvidia.trtllm import BLOCK_ROWS, queries_like
 from attnmux.nvidia.trtllm_mha.layers import Half, TRTLLMMHAKernels, TRTLLMMHALayer
 
 if TYPE_CHECKING:
-    from attnmux.core import BackendContext, ForwardBatch, Keys, LayerSpec
+    from attnmux.core import BackendContext, ForwardBatch, LayerSpec
+    from attnmux.core.plugin import Keys
 
 MOST_HEADS = 16
 """Query heads of a KV head that XQA compiles for, whatever K and V are: with 17 to 24 it stops in

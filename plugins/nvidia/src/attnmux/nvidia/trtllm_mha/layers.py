@@ -9,10 +9,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from attnmux.core import InvalidInput, KeyGroup, kv_pages
+from attnmux.core import InvalidInput
+from attnmux.core.plugin import KeyGroup
 
 if TYPE_CHECKING:
-    from attnmux.core import BackendContext, DecodeBuffers, ForwardBatch, LayerSpec
+    from attnmux.core import BackendContext, ForwardBatch, LayerSpec
+    from attnmux.core.plugin import DecodeBuffers
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -49,7 +51,7 @@ class TRTLLMMHALayer:
         _check(layer, context)
         pool = context.token_to_kv_pool
         k_scale, v_scale = pool.read_scales(layer.k_scale, layer.v_scale)
-        k_cache, v_cache = kv_pages(layer, context, pool.page_size)
+        k_cache, v_cache = context.kv_pages(layer, pool.page_size)
         bmm1_scale = layer.scaling * k_scale
         return cls(
             layer=layer,

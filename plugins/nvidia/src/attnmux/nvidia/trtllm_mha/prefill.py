@@ -14,9 +14,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from attnmux.core import (
-    GraphUnsupported,
-    InvalidInput,
+from attnmux.core import GraphUnsupported, InvalidInput
+from attnmux.core.plugin import (
     KeyGroup,
     PageTables,
     aligned,
@@ -29,7 +28,8 @@ from attnmux.nvidia.trtllm import queries_like
 from attnmux.nvidia.trtllm_mha.layers import Half, TRTLLMMHAKernels, TRTLLMMHALayer
 
 if TYPE_CHECKING:
-    from attnmux.core import BackendContext, DecodeBuffers, ForwardBatch
+    from attnmux.core import BackendContext, ForwardBatch
+    from attnmux.core.plugin import DecodeBuffers
 
 _TILE_COUNTER_BYTES = 1 << 20
 """One counter of tiles, cleared before a launch and left at what it came to (fmha_v2_run.cu)."""

@@ -12,9 +12,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from attnmux.core import L2_EPS
+from attnmux.core import LinearLayerSpec
 
-EPS = tl.constexpr(L2_EPS)
+EPS = tl.constexpr(LinearLayerSpec.L2_EPS)
 
 
 @triton.jit

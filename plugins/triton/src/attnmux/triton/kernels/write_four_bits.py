@@ -14,7 +14,7 @@ BLOCK = tl.constexpr(16)
 @triton.jit
 def pack(values):
     """Rows [T, W] float32 as bytes [T, W / 2] of two E2M1 values each, and their blocks' scales
-    [T, W / BLOCK] as bits of E4M3: bit for bit as `attnmux.core.pack_rows`."""
+    [T, W / BLOCK] as bits of E4M3: bit for bit as `pack_rows` of core."""
     T: tl.constexpr = values.shape[0]
     W: tl.constexpr = values.shape[1]
     blocks = values.reshape([T, W // BLOCK, BLOCK])

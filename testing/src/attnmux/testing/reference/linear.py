@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from attnmux.core import L2_EPS, LinearLayerSpec
+from attnmux.core import LinearLayerSpec
 
 
 def recurrence(
@@ -77,4 +77,4 @@ def convolution(
 def _normed(x: torch.Tensor, layer: LinearLayerSpec) -> torch.Tensor:
     if not layer.qk_l2norm:
         return x
-    return x / (x.square().sum(-1, keepdim=True) + L2_EPS).sqrt()
+    return x / (x.square().sum(-1, keepdim=True) + LinearLayerSpec.L2_EPS).sqrt()

@@ -3,9 +3,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from attnmux.core import BlockTable, ReqToTokenPool, kv_indices, page_table
-from attnmux.core.facts.errors import InvalidInput
-from attnmux.core.indices.ragged import kv_indptr
+from attnmux.core import InvalidInput, ReqToTokenPool
+from attnmux.core.plugin import kv_indices, kv_indptr, page_table
+from attnmux.vllm.block_table import BlockTable
 
 PAGE = 4
 LENS = torch.tensor([9, 3, 0, 16], dtype=torch.int32)

@@ -1,0 +1,36 @@
+"""The public names of attnmux-bench, each with its module."""
+
+from attnmux.bench.answers import error_of as error_of
+from attnmux.bench.answers import errors_of as errors_of
+from attnmux.bench.answers import max_error as max_error
+from attnmux.bench.conformance import Check as Check
+from attnmux.bench.conformance import check_conformance as check_conformance
+from attnmux.bench.entrants import Entrant as Entrant
+from attnmux.bench.entrants import Field as Field
+from attnmux.bench.entrants import Refused as Refused
+from attnmux.bench.entrants import find_entrants as find_entrants
+from attnmux.bench.entrants import make_field as make_field
+from attnmux.bench.grid import default_grid as default_grid
+from attnmux.bench.measuring import Bench as Bench
+from attnmux.bench.measuring import Row as Row
+from attnmux.bench.measuring import all_layers as all_layers
+from attnmux.bench.measuring import all_layers_in_graph as all_layers_in_graph
+from attnmux.bench.report import Report as Report
+from attnmux.bench.report import facts as facts
+from attnmux.bench.roofline import Ceilings as Ceilings
+from attnmux.bench.roofline import Cost as Cost
+from attnmux.bench.roofline import ceilings as ceilings
+from attnmux.bench.roofline import cost_of as cost_of
+from attnmux.bench.shapes import completed as completed
+from attnmux.bench.steps import Step as Step
+from attnmux.bench.steps import make_step as make_step
+from attnmux.bench.timing import Times as Times
+from attnmux.bench.timing import device_meter as device_meter
+from attnmux.bench.timing import graphs_of as graphs_of
+from attnmux.bench.timing import host_meter as host_meter
+from attnmux.bench.timing import in_graph as in_graph
+from attnmux.bench.timing import in_turn as in_turn
+from attnmux.bench.timing import interleave as interleave
+from attnmux.bench.timing import median_us as median_us
+from attnmux.bench.timing import wall_meter as wall_meter
+from attnmux.bench.workload import Workload as Workload

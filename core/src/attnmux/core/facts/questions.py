@@ -1,0 +1,47 @@
+"""One phase of a request on a platform, and what it demands on each axis."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+
+from attnmux.core.facts.axes import AXES, DECIDED
+from attnmux.core.facts.axis import Demand
+from attnmux.core.facts.platform import Platform
+from attnmux.core.facts.request import Request
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Question:
+    """One phase of a request on a platform. Unset values demand nothing."""
+
+    request: Request
+    platform: Platform
+    phase: str
+    hypothetical: bool = False
+    """The platform is not this machine: a runtime that it does not state counts as new enough."""
+    demands: tuple[Demand, ...] = field(default=(), repr=False, compare=False)
+    """The values that the question demands, each with its axis. Those given are of the same
+    question before the solver set its open values; those that the solver adds come last."""
+
+    def __post_init__(self) -> None:
+        before = self.demands
+        demands = list(before)
+        for axis in DECIDED if before else AXES:
+            value = axis.wanted(self)
+            if value is not None and value is not False and (axis, value) not in before:
+                demands.append((axis, value))
+        object.__setattr__(self, "demands", tuple(demands))
+
+
+Questions = Mapping[str, Question]
+"""The questions of a request, by phase."""
+
+
+def demands_of(questions: Iterable[Question]) -> dict[Demand, list[str]]:
+    """The phases that make each demand, in the order of the axes."""
+    found: dict[Demand, list[str]] = {}
+    for question in questions:
+        for demand in question.demands:
+            found.setdefault(demand, []).append(question.phase)
+    return {demand: found[demand] for demand in sorted(found, key=lambda one: AXES.index(one[0]))}

@@ -1,0 +1,133 @@
+"""The manager that holds the plugins of this process. Each is loaded once."""
+
+from __future__ import annotations
+
+import reprlib
+import sys
+from collections.abc import Callable
+from contextlib import redirect_stdout
+from functools import cache
+from threading import RLock
+from types import ModuleType
+from typing import Any, TypeVar
+
+import pluggy
+
+from attnmux.core.cards.card import BackendCard
+from attnmux.core.facts.checks import refusal
+from attnmux.core.facts.errors import InvalidInput, PluginError
+from attnmux.core.facts.libraries import canonical
+from attnmux.core.facts.platform import Platform
+from attnmux.core.facts.vendors import VENDORS
+from attnmux.core.find.hooks import HOOKS, HookSpecs
+from attnmux.core.find.plugin import Plugin, Stage, failure_of
+
+T = TypeVar("T")
+
+
+class Manager:
+    """Loads plugins and calls their hooks. Whatever a plugin raises is a failure of its own."""
+
+    def __init__(self) -> None:
+        self._modules = pluggy.PluginManager("attnmux")
+        self._modules.add_hookspecs(HookSpecs)
+        self._loaded: dict[Plugin, Plugin] = {}
+        self._lock = RLock()
+
+    def load(self, plugin: Plugin) -> Plugin:
+        """The plugin with its cards, or with a failure. It is imported on the first call."""
+        with self._lock:
+            if plugin not in self._loaded:
+                loaded = _attempt(self._register, plugin, "load")
+                if not loaded.failures:
+                    loaded = _attempt(self._with_cards, plugin, "cards")
+                self._loaded[plugin] = loaded
+            return self._loaded[plugin]
+
+    def probe(self, plugin: Plugin) -> Plugin:
+        """A loaded plugin with the devices that it finds, or with a failure."""
+        return _attempt(self._with_platforms, plugin, "platforms")
+
+    def _register(self, plugin: Plugin) -> Plugin:
+        """Raises whatever importing raises, and PluginError for anything but a module with
+        hooks."""
+        module = plugin.point.load()
+        if not isinstance(module, ModuleType):
+            raise PluginError(
+                f"{plugin.point.value} is no module but of type {type(module).__name__}"
+            )
+        self._modules.register(module, name=plugin.key)
+        for caller in self._modules.get_hookcallers(module) or ():
+            if not caller.has_spec():
+                raise PluginError(f"{caller.name} is no hook: expected {' or '.join(HOOKS)}")
+        for hook in HOOKS:
+            if hook in vars(module) and not self._caller(plugin, hook).get_hookimpls():
+                raise PluginError(f"{hook} is not marked with @hookimpl: it would never be called")
+        return plugin
+
+    def _with_cards(self, plugin: Plugin) -> Plugin:
+        cards = self._ask(plugin, "attnmux_cards", BackendCard)
+        names = [card.name for card in cards]
+        repeated = sorted({name for name in names if names.count(name) > 1})
+        if repeated:
+            raise PluginError(f"two cards named {', '.join(repeated)}")
+        probes = bool(self._caller(plugin, "attnmux_platforms").get_hookimpls())
+        return plugin._replace(cards=tuple(cards), probes=probes)
+
+    def _with_platforms(self, plugin: Plugin) -> Plugin:
+        platforms = self._ask(plugin, "attnmux_platforms", Platform)
+        for platform in platforms:
+            check_device(plugin.distribution, platform)
+        return plugin._replace(platforms=tuple(platforms))
+
+    def _caller(self, plugin: Plugin, hook: str) -> pluggy.HookCaller:
+        """Calls the hook of this plugin alone."""
+        every: pluggy.HookCaller = getattr(self._modules.hook, hook)
+        others = [each.plugin for each in every.get_hookimpls() if each.plugin_name != plugin.key]
+        return self._modules.subset_hook_caller(hook, others)
+
+    def _ask(self, plugin: Plugin, hook: str, expected: type[T]) -> list[T]:
+        """The hook's answer. Raises whatever it raises, and PluginError for another type."""
+        caller = self._caller(plugin, hook)
+        answers: Any = caller()
+        called = [each for each in caller.get_hookimpls() if not (each.wrapper or each.hookwrapper)]
+        if type(answers) is list and len(answers) < len(called):
+            answers = [None]  # pluggy drops it
+        found: list[T] = []
+        for answer in answers if type(answers) is list else [answers]:
+            if type(answer) is not list or not all(type(each) is expected for each in answer):
+                got = reprlib.repr(answer)
+                raise PluginError(f"{hook} returned {got}, not a list of {expected.__name__}")
+            found += answer
+        return found
+
+
+@cache
+def manager() -> Manager:
+    """The manager of this process."""
+    return Manager()
+
+
+def check_device(distribution: str, platform: Platform) -> None:
+    """Raise InvalidInput for a device of a vendor in the table, unless its own distribution reports
+    one of its architectures."""
+    row = VENDORS.get(platform.vendor.lower())
+    if row is None:
+        return
+    if canonical(distribution) != row.distribution:
+        expected = f"the plugin's own: {row.distribution} reports devices of {row.name}"
+        raise refusal("platform, vendor", platform.vendor, expected)
+    named = (platform.vendor, platform.device_type, platform.version)
+    if named != (row.name, row.device_type, row.version_of(platform.arch)):
+        got = f"{platform.vendor}:{platform.arch} on {platform.device_type}, {platform.version}"
+        expected = f"an architecture of {row.name}, such as {row.examples}, on {row.device_type}"
+        raise InvalidInput("platform, arch", got=got, expected=f"{expected}, with its version")
+
+
+def _attempt(work: Callable[[Plugin], Plugin], plugin: Plugin, stage: Stage) -> Plugin:
+    """The result, or the plugin with a failure. What the plugin prints goes to standard error."""
+    try:
+        with redirect_stdout(sys.stderr):
+            return work(plugin)
+    except BaseException as error:  # SystemExit too
+        return plugin._replace(failures=(failure_of(plugin, stage, error),))

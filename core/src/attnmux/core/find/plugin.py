@@ -1,0 +1,86 @@
+"""An installed plugin, and the reason why one does not work."""
+
+from __future__ import annotations
+
+import traceback
+from dataclasses import dataclass
+from importlib.metadata import EntryPoint
+from typing import Literal, NamedTuple
+
+from attnmux.core.cards.card import BackendCard
+from attnmux.core.facts.frozen import Plain
+from attnmux.core.facts.libraries import printable
+from attnmux.core.facts.platform import Platform
+
+MOST_ERROR = 1000
+LONGEST_TRACEBACK = 20_000
+
+Stage = Literal["load", "cards", "platforms"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PluginFailure(Plain):
+    """A plugin, or one of its hooks, that did not work. The others continue."""
+
+    plugin: str
+    distribution: str
+    version: str
+    stage: Stage
+    error: str
+    """Type and message, in one line."""
+    traceback: str = ""
+
+    def __str__(self) -> str:
+        source = f"{self.distribution} {self.version}".strip()
+        return f"plugin {self.plugin} ({source or 'of no distribution'}): {self.error}"
+
+
+class Plugin(NamedTuple):
+    """An entry point with its distribution, and the answers of its hooks."""
+
+    point: EntryPoint
+    distribution: str = ""
+    version: str = ""
+    cards: tuple[BackendCard, ...] = ()
+    probes: bool = False
+    """Whether the plugin implements the probe."""
+    platforms: tuple[Platform, ...] = ()
+    failures: tuple[PluginFailure, ...] = ()
+    seconds: float = 0.0
+    """How long loading took in a child process; 0 if it was not measured."""
+    imports_torch: bool = False
+    """Whether loading imported torch, in a child process."""
+
+    @property
+    def name(self) -> str:
+        return self.point.name
+
+    @property
+    def key(self) -> str:
+        """Unique, also for sorting."""
+        return f"{self.name} = {self.point.value} ({self.distribution} {self.version})"
+
+
+def failure_of(plugin: Plugin, stage: Stage, error: BaseException) -> PluginFailure:
+    """The exception as a row of the report."""
+    try:
+        said = str(error)
+    except BaseException:  # it is the plugin's own code that fails
+        said = "its message cannot be read"
+    try:
+        trace = "".join(traceback.format_exception(error))
+    except BaseException:
+        trace = "".join(traceback.format_tb(error.__traceback__))
+    return failed(plugin, stage, f"{type(error).__name__}: {said}", trace)
+
+
+def failed(plugin: Plugin, stage: Stage, error: str, trace: str = "") -> PluginFailure:
+    """A row of the report that obeys no terminal's control characters."""
+    return PluginFailure(
+        plugin=plugin.name,
+        distribution=plugin.distribution,
+        version=plugin.version,
+        stage=stage,
+        error=printable(" ".join(error[:MOST_ERROR].split())),
+        traceback="\n".join(map(printable, trace[-LONGEST_TRACEBACK:].splitlines())),
+    )
