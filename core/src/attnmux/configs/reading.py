@@ -8,7 +8,7 @@ from typing import Any
 
 from attnmux.configs.fields import read_model, stated_dtype
 from attnmux.configs.values import parts_of
-from attnmux.configs.weights_dtype import weights_dtype
+from attnmux.configs.weights import weights_dtype
 from attnmux.core import InvalidInput, Request, canonical_dtype
 from attnmux.core.plugin import read_file
 

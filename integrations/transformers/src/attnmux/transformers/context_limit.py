@@ -37,8 +37,9 @@ def longest_len(config: PreTrainedConfig) -> int | None:
     """
     text = config.get_text_config(decoder=True)
     limits = [_switch(text, rope) for rope in _ropes(text) if rope.get("rope_type") == "dynamic"]
-    limits.append(getattr(text, "keep_window_size", None))
-    return min((limit for limit in limits if limit is not None), default=None)
+    if (kept := getattr(text, "keep_window_size", None)) is not None:
+        limits.append(int(kept))
+    return min(limits, default=None)
 
 
 def longrope_switch(config: PreTrainedConfig) -> int | None:
