@@ -11,7 +11,7 @@ from attnmux.transformers.batching import StepBuilder
 from attnmux.transformers.sequence import SequenceState, Step
 
 
-def can_reread(states: Sequence[SequenceState], steps: StepBuilder, num_tokens: int) -> bool:
+def can_reread(states: Sequence[SequenceState], num_tokens: int) -> bool:
     """Whether `reread` serves the requests."""
     return all(each.num_pending <= num_tokens <= len(each.token_ids) for each in states)
 

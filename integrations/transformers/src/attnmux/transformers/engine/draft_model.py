@@ -190,7 +190,7 @@ class ModelProposer:
         self, states: Sequence[SequenceState], counts: Sequence[int] | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
         steps, graphs = self._runner.steps, self._runner.catch_up_graphs
-        if graphs is not None and counts is None and can_reread(states, steps, self.steps + 1):
+        if graphs is not None and counts is None and can_reread(states, self.steps + 1):
             step = reread(states, steps, self.steps + 1)
             counts = [self.steps + 1] * len(states)
         else:
