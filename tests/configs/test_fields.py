@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from attnmux.configs import request_from_model
+from attnmux.configs import UnknownModel, request_from_model
 from attnmux.core import InvalidInput, Request, group_requests
 
 DATA = Path(__file__).parents[1] / "core/data"
@@ -119,7 +119,7 @@ def config(name: str) -> dict:
 
 def from_config(folder: Path, values: object) -> Request:
     (folder / "config.json").write_text(values if isinstance(values, str) else json.dumps(values))
-    return request_from_model(folder)
+    return request_from_model(folder, assume='"model_type"' not in json.dumps(values))
 
 
 def test_dtype_has_an_older_name_and_may_be_absent(tmp_path) -> None:
@@ -130,6 +130,29 @@ def test_dtype_has_an_older_name_and_may_be_absent(tmp_path) -> None:
     silent = {**values, "dtype": None, "torch_dtype": "torch.bfloat16"}
     assert from_config(tmp_path, silent).dtype == "bfloat16"
     assert from_config(tmp_path, {**values, "dtype": "auto"}).dtype is None
+
+
+@pytest.mark.parametrize(
+    ("stated", "tensors", "dtype"),
+    [
+        ({}, {"a": "BF16", "b": "F32"}, "bfloat16"),
+        ({}, {"a": "F8_E4M3", "b": "F16"}, "float16"),
+        ({}, {"a": "I64"}, None),
+        ({"dtype": None}, {"a": "BF16"}, "bfloat16"),
+        ({"torch_dtype": "float16"}, {"a": "F32"}, "float16"),
+    ],
+)
+def test_a_dtype_that_is_not_stated_is_the_weights(tmp_path, stated, tensors, dtype) -> None:
+    header = {"__metadata__": {"format": "pt"}}
+    header |= {name: {"dtype": each, "shape": [0]} for name, each in tensors.items()}
+    content = json.dumps(header).encode()
+    file = tmp_path / "model-00001-of-00002.safetensors"
+    file.write_bytes(len(content).to_bytes(8, "little") + content)
+    assert from_config(tmp_path, {**SMALL, "model_type": "llama", **stated}).dtype == dtype
+    assert request_from_model(tmp_path / "config.json").dtype == dtype
+    for wrong in (b"", b"\xff" * 9, (2).to_bytes(8, "little") + b"[]"):
+        file.write_bytes(wrong)
+        assert from_config(tmp_path, {**SMALL, "model_type": "llama"}).dtype is None
 
 
 @pytest.mark.parametrize(
@@ -437,7 +460,7 @@ def test_models_with_relative_position_biases(tmp_path, content, heads, cross_at
     [
         ("{", "which is not JSON"),
         ("[]", "which is not a JSON object"),
-        ({"model_type": "mystery"}, "mystery without num_attention_heads"),
+        ({"model_type": "llama", "num_attention_heads": 0}, "num_attention_heads=0"),
         ({"model_type": "longt5", "num_heads": 8}, "longt5, whose attention has relative"),
         ({"model_type": "deberta-v2", **SMALL}, "deberta-v2, whose attention has relative"),
         ({"model_type": "bloom", "n_head": 8}, "bloom without hidden_size"),
@@ -578,11 +601,77 @@ def test_layers_that_differ(tmp_path, name) -> None:
     assert Request.from_dict(json.loads(json.dumps(request.to_dict()))) == request
 
 
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        ({"model_type": "mystery"}, "unknown model type mystery: read as causal MHA"),
+        ({"text_config": {"model_type": "mystery"}}, "unknown model type mystery: read as causal"),
+        ({"model_type": "swin2sr"}, "swin2sr, which is no decoder: read as plain attention over"),
+        ({}, "no model_type: read as causal MHA"),
+    ],
+)
+def test_an_unknown_model_type_is_assumed_only_if_asked(tmp_path, content, said) -> None:
+    inner = content.get("text_config", content)
+    (tmp_path / "config.json").write_text(
+        json.dumps({**content, **SMALL, "text_config": inner | SMALL})
+    )
+    with pytest.raises(UnknownModel, match=said) as caught:
+        request_from_model(tmp_path)
+    assert str(caught.value).endswith("only with --assume (in Python: assume=True)")
+    request = request_from_model(tmp_path, assume=True)
+    assert (request.num_q_heads, request.head_dim) == (8, 64)
+    assert request.phases == (("encoder",) if "swin" in said else ("extend", "decode"))
+
+
 def test_paths_that_are_no_model(tmp_path) -> None:
     with pytest.raises(InvalidInput, match="no such file"):
         request_from_model(tmp_path / "absent")
     with pytest.raises(InvalidInput, match=r"has no config\.json"):
         request_from_model(tmp_path)
+    (tmp_path / "adapter_config.json").write_text("{}")
+    with pytest.raises(InvalidInput, match=r"the base model.*holds an adapter"):
+        request_from_model(tmp_path)
+
+
+QUARK = {"*k_proj": {"output_tensors": {"dtype": "fp8_e4m3", "qscheme": "per_tensor"}}}
+
+
+@pytest.mark.parametrize(
+    ("quantisation", "kv_dtype"),
+    [
+        ({"quant_method": "compressed-tensors", "kv_cache_scheme": None}, None),
+        ({"kv_cache_scheme": {"num_bits": 8, "type": "float", "strategy": "tensor"}}, "fp8_e4m3"),
+        ({"quant_method": "modelopt", "kv_cache_quant_algo": "FP8"}, "fp8_e4m3"),
+        ({"quant_method": "modelopt", "kv_cache_quant_algo": "NVFP4"}, "fp4_e2m1"),
+        ({"quant_method": "modelopt", "kv_cache_quant_algo": None}, None),
+        ({"export": {"kv_cache_group": ["*k_proj"]}, "layer_quant_config": QUARK}, "fp8_e4m3"),
+        ({"export": {"kv_cache_group": []}, "layer_quant_config": QUARK}, None),
+        ({"quant_method": "fp8"}, None),
+    ],
+)
+def test_the_kv_dtype_is_the_checkpoint_s(tmp_path, quantisation, kv_dtype) -> None:
+    values = {**SMALL, "model_type": "llama", **BF16}
+    request = from_config(tmp_path, {**values, "quantization_config": quantisation})
+    assert request.kv_dtype == kv_dtype
+    assert request.origins.get("kv_dtype") == (kv_dtype and "model")
+    named = request_from_model(tmp_path, kv_dtype="bfloat16")
+    assert (named.kv_dtype, named.origins["kv_dtype"]) == ("bfloat16", "user")
+
+
+def test_modelopt_has_a_file_of_its_own(tmp_path) -> None:
+    said = {"quantization": {"quant_algo": "FP8", "kv_cache_quant_algo": "FP8"}}
+    (tmp_path / "hf_quant_config.json").write_text(json.dumps(said))
+    assert from_config(tmp_path, {**SMALL, "model_type": "llama"}).kv_dtype == "fp8_e4m3"
+    (tmp_path / "hf_quant_config.json").write_text("[]")
+    assert from_config(tmp_path, {**SMALL, "model_type": "llama"}).kv_dtype is None
+
+
+def test_a_kv_scheme_that_no_cache_has(tmp_path) -> None:
+    scheme = {"quantization_config": {"kv_cache_scheme": {"num_bits": 8, "type": "int"}}}
+    values = {**SMALL, "model_type": "llama", **scheme}
+    with pytest.raises(InvalidInput, match=r"kv_dtype: .*or state kv_dtype, got .* int8"):
+        from_config(tmp_path, values)
+    assert request_from_model(tmp_path, kv_dtype="bf16").kv_dtype == "bfloat16"
 
 
 LATENT_HEADS = {"kv_lora_rank": 64, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 16}

@@ -305,14 +305,6 @@ def test_paths_are_no_longer_than_a_tree_has_room() -> None:
     assert ModelProposer(HashingDraft(4, 64), steps=9, **given).steps == 3
 
 
-def test_a_model_that_runs_few_tokens_in_a_step_drafts_for_few_requests() -> None:
-    runner = HashingDraft(4, 256, max_step_tokens=7)
-    proposer = ModelProposer(runner, vocabulary_size=VOCABULARY, topk=4, draft_token_num=8)
-    states = [SequenceState(token_ids=[1, 2, 3]), SequenceState(token_ids=[6])]
-    assert proposer.propose(states, 8) is None
-    assert proposer.propose(states[:1], 8) is not None
-
-
 def test_linear_layers_are_refused() -> None:
     layer = LinearLayerSpec(layer_id=0, kind="conv", conv_dims=(8,), conv_size=3)
     states = LinearStatePool(size=ROWS, layers=[layer], conv_dtype=torch.float32, device="cpu")

@@ -70,7 +70,6 @@ class HashingRunner:
         context=48,
         size=96,
         page_size=4,
-        max_step_tokens=None,
         window=None,
         graphs=None,
     ):
@@ -96,7 +95,6 @@ class HashingRunner:
             allocator,
             token_to_kv_pool=self.pool,
             window_tree=tree,
-            max_step_tokens=max_step_tokens,
         )
         self.vocabulary_size = VOCABULARY
         self.during = lambda: None
@@ -357,8 +355,8 @@ def test_a_step_yields_many_tokens_when_drafts_are_right():
     assert engine.stats.drafts.accepted_per_step == 5
 
 
-def test_rows_of_limited_length_and_full_contexts():
-    runner = HashingRunner(rows=3, context=20, max_step_tokens=7)
+def test_full_contexts():
+    runner = HashingRunner(rows=3, context=20)
     prompts = [[1, 2, 3], [2] * 15, [0, 1] * 6]
     found, _ = generated(prompts, RandomProposer(chains=True), runner=runner, num=40)
     assert found == [continued(ids, 21 - len(ids)) for ids in prompts]

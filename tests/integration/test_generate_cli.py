@@ -371,7 +371,14 @@ def test_code_in_a_checkpoint_is_not_run(copy):
     config |= {"model_type": "own", "auto_map": {"AutoConfig": "own.Config"}}
     (copy / "config.json").write_text(json.dumps(config))
     (copy / "own.py").write_text("raise SystemExit('was run')")
-    assert refused(attnmux("x", "--model", copy), "custom code")
+    words = "whose code is in the checkpoint", "attnmux runs no code of a checkpoint"
+    assert refused(attnmux("x", "--model", copy), *words)
+
+
+def test_an_adapter_beside_a_full_model(copy):
+    """With peft installed, transformers would load the adapter's base model instead."""
+    (copy / "adapter_config.json").write_text('{"base_model_name_or_path": "another/model"}')
+    assert refused(attnmux("x", "--model", copy), "merge the adapter into its base")
 
 
 @pytest.mark.filterwarnings("default")

@@ -109,16 +109,56 @@ def test_the_backend_that_verifies_is_either_phase_s(tiny):
         load(folder, *offers, speculative_attention_mode="decode")
 
 
-def test_scales_of_a_checkpoint_that_are_not_used_are_named(tiny, tmp_path):
+@pytest.mark.parametrize(
+    ("names", "scales"),
+    [
+        (("k_scale", "v_scale"), (0.5, 0.25)),
+        (("k_proj.k_scale", "v_proj.v_scale"), (0.5, 0.25)),
+        (("k_proj.output_scale", "v_proj.output_scale"), (0.5, 0.25)),
+        (("kv_scale",), (0.5, 0.5)),
+    ],
+)
+def test_the_checkpoint_s_kv_dtype_and_scales_are_used(tiny, tmp_path, names, scales):
+    """By the names of compressed-tensors, ModelOpt, Quark and older files."""
+    folder = scaled(
+        tiny, tmp_path, {n: torch.tensor([s]) for n, s in zip(names, (0.5, 0.25), strict=False)}
+    )
+    said = {"quantization": {"kv_cache_quant_algo": "FP8"}}
+    (folder / "hf_quant_config.json").write_text(json.dumps(said))
+    runner, warnings = load(folder, GOOD)
+    assert not warnings
+    assert runner.decision.kv_dtype == "fp8_e4m3"
+    assert runner.decision.request.origins["kv_dtype"] == "model"
+    first, second, _ = runner.context.layers
+    assert (first.k_scale, first.v_scale) == scales
+    assert second.k_scale is None
+    exact, _ = load(folder, GOOD, kv_dtype="float32")
+    stored, unscaled = (keys_of_three(each) for each in (runner, exact))
+    assert unscaled.abs().max() > 0
+    torch.testing.assert_close(stored * scales[0], unscaled, atol=0.01, rtol=0.07)
+
+
+def keys_of_three(runner):
+    """The first layer's keys of three tokens, as the pool has them."""
+    runner.extend([SequenceState(token_ids=[1, 2, 3])])
+    return runner.context.token_to_kv_pool.get_key_buffer(0).float()
+
+
+def test_scales_that_are_not_one_number_a_layer_are_named(tiny, tmp_path):
+    folder = scaled(tiny, tmp_path, {"k_scale": torch.tensor([0.5, 0.25])})
+    runner, (warning,) = load(folder, GOOD, kv_dtype="fp8_e4m3")
+    assert "a scale of 1 there" in warning
+    assert "model.layers.0.self_attn.k_scale" in warning
+    assert runner.context.layers[0].k_scale is None
+
+
+def scaled(tiny, tmp_path, scales):
+    """A tiny model with these tensors in its first attention."""
     folder = shutil.copytree(tiny("llama")[1], tmp_path / "scaled")
     tensors = load_file(folder / "model.safetensors")
-    for name in ("k_scale", "v_scale"):
-        tensors[f"model.layers.0.self_attn.{name}"] = torch.tensor(0.5)
+    tensors |= {f"model.layers.0.self_attn.{name}": value for name, value in scales.items()}
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    runner, (warning,) = load(folder, GOOD, kv_dtype="fp8_e4m3")
-    assert "a scale of 1" in warning
-    assert "model.layers.0.self_attn.k_scale, model.layers.0.self_attn.v_scale" in warning
-    assert runner.context.layers[0].k_scale is None
+    return folder
 
 
 @pytest.mark.parametrize("architecture", ["llama", "deepseek-v3"])

@@ -15,7 +15,7 @@ from attnmux.core.find.cpu import probe_cpu
 from attnmux.transformers import RunnerOptions, SequenceState, load_runner, open_checkpoint
 from attnmux.transformers.checkpoint import quiet_transformers
 from attnmux.transformers.own_attention import ADAPTERS, adapt, has_adapter
-from attnmux.transformers.unserved_attention import UNSERVED
+from attnmux.transformers.unserved_attention import UNSERVED, check_own_attention
 
 ROOT = Path(__file__).resolve().parents[2]
 NO_TOKENS = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None, "vocab_size": 97}
@@ -121,6 +121,32 @@ def test_logits_are_those_of_eager_attention(tmp_path, name, page_size):
             ours = runner.decode(states)
 
 
+def test_a_model_around_a_decoder_of_transformers_is_served(tmp_path):
+    """DeepSeek-VL's own class does not say that its Llama calls the interface."""
+    torch.manual_seed(0)
+    text = {"model_type": "llama", "hidden_size": 48, "num_attention_heads": 4, "vocab_size": 97}
+    text |= {"num_key_value_heads": 2, "num_hidden_layers": 2, "intermediate_size": 48}
+    tower = {"hidden_size": 16, "num_attention_heads": 2, "num_hidden_layers": 1}
+    tower |= {"intermediate_size": 16, "image_size": 32, "patch_size": 16}
+    config = transformers.DeepseekVLConfig(text_config=text, vision_config=tower)
+    model = transformers.DeepseekVLForConditionalGeneration(config).eval()
+    model.save_pretrained(tmp_path)
+    options = RunnerOptions(max_batch_size=3, max_context_len=64, max_total_tokens=192)
+    offers = [offer for offer in load_plugins().offers() if offer.card.name == "torch_native"]
+    runner = load_runner(open_checkpoint(tmp_path), probe_cpu(), offers, options)
+    sequences = [torch.randint(97, (n,)).tolist() for n in PROMPT_LENS]
+    ours = runner.extend([SequenceState(token_ids=ids) for ids in sequences])
+    with torch.inference_mode():
+        theirs = [model(input_ids=torch.tensor([ids])).logits[0, -1] for ids in sequences]
+    torch.testing.assert_close(ours, torch.stack(theirs), atol=1e-4, rtol=0)
+
+
+def test_a_module_that_imports_everything_from_transformers_is_no_xlm(monkeypatch):
+    module = importlib.import_module("transformers.models.llama.modeling_llama")
+    monkeypatch.setattr(module, "XLMModel", transformers.XLMModel, raising=False)
+    check_own_attention(module.LlamaForCausalLM, transformers.LlamaConfig())
+
+
 def test_every_adapter_s_class_exists():
     known = [
         *transformers.MODEL_FOR_CAUSAL_LM_MAPPING.values(),
@@ -171,8 +197,13 @@ def test_others_are_refused_with_the_reason(tmp_path, name):
         open_checkpoint(tmp_path)
 
 
+@pytest.mark.transformers("5.23")  # earlier ones lack some of these
 def test_every_class_with_a_reason_exists():
-    files = {one.__module__ for one in transformers.MODEL_FOR_CAUSAL_LM_MAPPING.values()}
+    mappings = (
+        transformers.MODEL_FOR_CAUSAL_LM_MAPPING,
+        transformers.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
+    )
+    files = {one.__module__ for mapping in mappings for one in mapping.values()}
     beside = {name for file in files for name in vars(importlib.import_module(file))}
     assert beside.issuperset(UNSERVED)
 

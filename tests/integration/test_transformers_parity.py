@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, Llama4TextConfig
+from transformers import AutoModelForCausalLM, Llama4TextConfig, Phi3Config
 
-from attnmux.core import InvalidInput
 from attnmux.transformers import Engine, Prompt, SequenceState, run_prompts
 from attnmux.transformers.checkpoint import quiet_transformers
+from attnmux.transformers.context_limit import with_long_factors
 
 ARCHITECTURES = (
     "llama",
@@ -90,8 +90,8 @@ def test_a_prompt_in_chunks(tiny, run_on, sequences, architecture, page_size):
     runner.release(states)
 
 
-def test_a_model_that_scales_by_place_in_the_row_runs_in_short_rows(tmp_path, run_on):
-    """Llama 4's attention temperature steps at its floor_scale: two prompts would cross it."""
+def test_a_model_that_scales_by_place_in_the_row_takes_positions(tmp_path, run_on):
+    """Llama 4's attention temperature steps at its floor_scale, which two of the prompts cross."""
     config = Llama4TextConfig(
         vocab_size=97,
         hidden_size=32,
@@ -108,25 +108,53 @@ def test_a_model_that_scales_by_place_in_the_row_runs_in_short_rows(tmp_path, ru
         attn_scale=5.0,
         eos_token_id=None,
     )
+    assert_texts(AutoModelForCausalLM.from_config, config, tmp_path, run_on, max_context_len=64)
+
+
+def test_longrope_beyond_its_switch_rotates_by_the_long_factors(tmp_path, run_on):
+    """A prompt shorter than the switch agrees with the model in which both factors are long."""
+    ropes = {"rope_type": "longrope", "rope_theta": 100.0, "long_factor": [3.0, 5.0, 7.0, 9.0]}
+    config = Phi3Config(
+        vocab_size=97,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        max_position_embeddings=128,
+        original_max_position_embeddings=16,
+        rope_parameters={**ropes, "short_factor": [1.0] * 4},
+        pad_token_id=None,
+        eos_token_id=None,
+        bos_token_id=None,
+    )
+    long = with_long_factors(config)
+
+    def make(_, **options):
+        return AutoModelForCausalLM.from_config(long, **options)
+
+    with pytest.warns(UserWarning, match=r"long factors.*context of 64 tokens: with at most 16"):
+        assert_texts(make, config, tmp_path, run_on, max_context_len=64)
+    run_on(tmp_path, max_context_len=16)  # without the warning
+
+
+def assert_texts(make, config, folder, run_on, **options):
+    """The engine's texts are those of the model that `make` makes of the config."""
     with quiet_transformers(progress=False):
-        model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+        model = make(config, attn_implementation="eager").eval()
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter.normal_(0, 0.3)
-        model.save_pretrained(tmp_path)
-    prompts = [list(range(1, 12)), list(range(20, 31))]
-    with pytest.raises(InvalidInput, match="at most 15"):
-        run_on(tmp_path, max_context_len=16)
-    runner = run_on(tmp_path, max_context_len=15)
-    asked = [Prompt(token_ids=ids, max_new_tokens=4) for ids in prompts]
-    generated = run_prompts(Engine(runner, prefix_cache=False), asked).results
-    for ids, result in zip(prompts, generated, strict=True):
-        whole = model.generate(torch.tensor([ids]), max_new_tokens=4, do_sample=False)[0].tolist()
-        assert list(result.token_ids) == whole[len(ids) :]
-    states = [SequenceState(token_ids=ids) for ids in prompts]
-    with pytest.raises(InvalidInput, match="at most 15"):
-        runner.extend(states)
-    assert all(state.row is None for state in states)
+        model.save_pretrained(folder)
+        config.save_pretrained(folder)
+    prompts = [list(range(1, 12)), list(range(20, 61)), [5, 7]]
+    engine = Engine(run_on(folder, **options), prefix_cache=False, prefill_tokens=9)
+    asked = [Prompt(token_ids=ids, max_new_tokens=9) for ids in prompts]
+    for ids, result in zip(prompts, run_prompts(engine, asked).results, strict=True):
+        row = list(ids)
+        with torch.inference_mode():
+            for _ in range(9):  # without a cache, which Phi-3's own `generate` drops at the switch
+                row.append(int(model(torch.tensor([row]), use_cache=False).logits[0, -1].argmax()))
+        assert list(result.token_ids) == row[len(ids) :]
 
 
 def test_the_reference_behind_the_contract_agrees_too(tiny, run_on, sequences):

@@ -133,8 +133,32 @@ def test_a_model_on_another_machine(call) -> None:
     assert data["request"]["origins"]["kv_lora_rank"] == "model"
 
 
+def test_an_unknown_model_is_refused_unless_assumed(call, tmp_path) -> None:
+    values = {"model_type": "mystery", "num_attention_heads": 8, "head_dim": 128}
+    (tmp_path / "config.json").write_text(json.dumps({**values, "dtype": "bfloat16"}))
+    args = ["--platform", HERE, "--model", str(tmp_path), "--json"]
+    said = "unknown model type mystery: read as causal MHA"
+    result = call(*args)
+    assert (result.exit_code, result.stdout) == (3, "")
+    assert f"{said} only with --assume" in result.stderr
+    result = call(*args, "--assume")
+    assert result.exit_code == 0
+    assert json.loads(result.stdout)["warnings"] == [said]
+
+
+def test_a_checkpoint_in_float32_gets_a_hint(call, tmp_path) -> None:
+    values = {"model_type": "llama", "num_attention_heads": 8, "head_dim": 128}
+    (tmp_path / "config.json").write_text(json.dumps({**values, "dtype": "float32"}))
+    args = ["--platform", "nvidia:sm90,cuda=13.0", "--model", str(tmp_path), "--json"]
+    (hint,) = json.loads(call(*args).stdout)["warnings"]
+    assert "the checkpoint is in float32" in hint
+    assert "with dtype=bfloat16, fa3 serves it" in hint
+    named = call(*args, "--request", "dtype=float32")
+    assert json.loads(named.stdout)["warnings"] == []
+
+
 def test_layers_that_no_backend_serves_are_said(call, tmp_path) -> None:
-    values = {"layer_types": [*["mamba"] * 3, "full_attention"] * 12}
+    values = {"model_type": "llama", "layer_types": [*["mamba"] * 3, "full_attention"] * 12}
     values |= {"num_attention_heads": 16, "head_dim": 256}
     values |= {"num_key_value_heads": 2, "num_hidden_layers": 48, "dtype": "bfloat16"}
     (tmp_path / "config.json").write_text(json.dumps(values))

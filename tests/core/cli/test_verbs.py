@@ -21,7 +21,12 @@ from attnmux.core.cli.verbs import verbs
 from attnmux.core.facts.libraries import identity
 
 MAIN = "import sys; sys.argv[0] = 'attnmux'; from attnmux.core.cli import main; main()"
-MODEL = {"hidden_size": 64, "num_attention_heads": 1, "torch_dtype": "bfloat16"}
+MODEL = {
+    "model_type": "llama",
+    "hidden_size": 64,
+    "num_attention_heads": 1,
+    "torch_dtype": "bfloat16",
+}
 
 
 @pytest.fixture

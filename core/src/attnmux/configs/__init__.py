@@ -5,5 +5,7 @@
 
 from attnmux.configs.kept import kept_layers
 from attnmux.configs.reading import request_from_model
+from attnmux.configs.weights import weights_dtype
+from attnmux.core import UnknownModel
 
-__all__ = ["kept_layers", "request_from_model"]
+__all__ = ["UnknownModel", "kept_layers", "request_from_model", "weights_dtype"]

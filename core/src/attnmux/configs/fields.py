@@ -6,7 +6,8 @@ from collections.abc import Iterator, Mapping
 from functools import partial
 from typing import Any
 
-from attnmux.configs.groups import layer_groups
+from attnmux.configs.families import WINDOWS, family_of
+from attnmux.configs.groups import layer_groups, reach
 from attnmux.configs.heads import (
     attention_heads,
     attention_layers,
@@ -16,6 +17,7 @@ from attnmux.configs.heads import (
     whole,
 )
 from attnmux.configs.kept import kept_layers, no_kept_layers
+from attnmux.configs.kv_schemes import kv_scheme
 from attnmux.configs.layers import (
     ATTENTION,
     INDEXED,
@@ -26,14 +28,13 @@ from attnmux.configs.layers import (
     layer_types,
     linear_layers,
 )
-from attnmux.configs.model_types import (
-    ALIBI,
-    DEFAULTS,
-    ENCODERS,
-    NAMES,
-    RELATIVE,
-    UNSAYABLE,
-    WINDOW_KV_HEADS,
+from attnmux.configs.values import (
+    check_known,
+    families,
+    is_tower,
+    parts_of,
+    stated,
+    values_of,
 )
 from attnmux.core import InvalidInput, canonical_dtype
 
@@ -48,41 +49,45 @@ def read_model(
     dtype: str | None = None,
     kv_dtype: str | None = None,
     kv_dtype_skip: str | None = None,
+    assume: bool = False,
+    weights: str | None = None,
 ) -> dict[str, Any]:
     """The fields of a Request that the model sets; dtype and so on as in `request_from_model`.
 
-    Raises InvalidInput for attention that a request cannot express, for a `tp` that does not
-    divide the heads, and for layers that cannot be skipped.
+    weights: the dtype of the weights, for a config.json that states none.
+
+    Raises UnknownModel for an unknown model type unless `assume` is set, and InvalidInput for
+    attention that a request cannot express, for a `tp` that does not divide the heads, and for
+    layers that cannot be skipped.
     """
-    inner = config.get("text_config")
-    text = inner if isinstance(inner, dict) else config
-    model_type = str(text.get("model_type", config.get("model_type", "")))
-    values = {**DEFAULTS.get(model_type, {}), **text}
-    for name, own in NAMES.get(model_type, {}).items():
-        if values.get(name) is None:
-            values[name] = values.get(own)
-    kv_heads = values.get("num_key_value_heads")
-    if model_type in WINDOW_KV_HEADS and isinstance(kv_heads, int):
-        values.setdefault("swa_num_key_value_heads", kv_heads * WINDOW_KV_HEADS[model_type])
-    values["model_type"] = model_type
-    whole_type = str(config.get("model_type", ""))
+    parts = parts_of(config)
+    for part in parts:
+        if unsayable := family_of(part).unsayable:
+            got = f"{part['model_type']}, whose attention has {unsayable},"
+            raise InvalidInput("model", got=got, expected="what a Request has fields for")
+    if not assume:
+        check_known(parts)
+    values = values_of(parts)
     has_cross_attention = _has_cross_attention(config, values)
-    is_encoder = not {model_type, whole_type}.isdisjoint(ENCODERS) and not values.get("is_decoder")
+    is_encoder = not has_cross_attention and _is_encoder(parts, values)
     if kv_dtype_skip is not None and (is_encoder or has_cross_attention):
         raise no_kept_layers("an encoder" if is_encoder else "layers of cross attention")
+    own_dtype, vision = stated_dtype(parts) or weights, stated(parts, "vision_config")
     if is_encoder:
-        return _encoder(config, values, tp)
+        return {**_encoder(values, vision, tp), "dtype": own_dtype}
     latent = values.get("kv_lora_rank") is not None
     values["layer_types"] = types = layer_types(values)
     _check_sayable(values, latent)
     # Those layers ask for the LSE of their windows
     compressed = compressed_layers(types)
-    own_dtype, kept = _dtype(text) or _dtype(config), None
+    kept, scheme = None, None
+    if kv_dtype is None:
+        scheme = kv_dtype = kv_scheme(stated(parts, "quantization_config"))
     if kv_dtype_skip is not None:
         dtype = dtype or (own_dtype and canonical_dtype(own_dtype))
         kept = partial(kept_layers, kv_dtype_skip, dtype=dtype, kv_dtype=kv_dtype)
     return {
-        "linear_layers": linear_layers(types, model_type),
+        "linear_layers": linear_layers(types, values["model_type"]),
         **linear_dims(values, types),
         **({"compressed_layers": compressed, "lse": True} if compressed else {}),
         **layer_groups(
@@ -93,11 +98,12 @@ def read_model(
             kept=kept,
         ),
         "dtype": own_dtype,
-        "alibi": _has_alibi(values),
-        "relative_bias": model_type in RELATIVE,
+        "kv_dtype": scheme,
+        "alibi": bool(values.get("alibi")),
+        "relative_bias": family_of(values).relative_bias,
         "logit_cap": values.get("attn_logit_softcapping"),
-        "multimodal": isinstance(config.get("vision_config"), dict),
-        "encoder_head_dim": _encoder_head_dim(config.get("vision_config")),
+        "multimodal": isinstance(vision, dict),
+        "encoder_head_dim": _encoder_head_dim(vision),
         "cross_attention": has_cross_attention,
     }
 
@@ -116,12 +122,8 @@ def _unsayable(values: Mapping[str, Any], latent: bool) -> Iterator[tuple[str, s
         counts = linear_layers(values["layer_types"], values["model_type"])
         said = " and ".join(f"{count} {kind}" for kind, count in counts)
         yield f"{said or 'only moe and mlp'} layers and no attention", "softmax attention"
-    bias = UNSAYABLE.get(values["model_type"], "")
-    if bias:
-        yield (
-            f"{values['model_type']}, whose attention has {bias},",
-            "what a Request has fields for",
-        )
+    if values.get("sliding_window") == 1 and reach(values)["sliding_window"] is not None:
+        yield "sliding_window=1, by which a token sees itself alone,", "2 or more, or none"
     if not types <= known:
         unknown = ", ".join(sorted(types - known))
         yield f"layer_types {unknown}", f"types of {', '.join(sorted(known))}"
@@ -134,37 +136,45 @@ def _unsayable(values: Mapping[str, Any], latent: bool) -> Iterator[tuple[str, s
         yield f"layers that differ in {', '.join(sorted(differing))}", expected
 
 
-def _dtype(config: Mapping[str, Any]) -> str | None:
+def stated_dtype(parts: list[Mapping[str, Any]]) -> str | None:
     """Files older than transformers 5 call it `torch_dtype`."""
-    name = config.get("dtype") or config.get("torch_dtype")
-    return name if isinstance(name, str) else None
+    names = (part.get("dtype") or part.get("torch_dtype") for part in reversed(parts))
+    return next((name for name in names if isinstance(name, str)), None)
 
 
-def _encoder(config: Mapping[str, Any], values: Mapping[str, Any], tp: int) -> dict[str, Any]:
+def _is_encoder(parts: list[Mapping[str, Any]], values: Mapping[str, Any]) -> bool:
+    """Whether tokens see later ones. A decoder may be trained further as an encoder."""
+    sees_later = values.get("use_bidirectional_attention") in (True, "all")
+    if sees_later or values.get("is_causal") is False:
+        return True
+    of_type = is_tower(parts) or any(family.encoder for family in families(parts))
+    return of_type and not values.get("is_decoder")
+
+
+def _encoder(values: Mapping[str, Any], vision: object, tp: int) -> dict[str, Any]:
     """Fields of a model that encodes whole sequences: it has no KV cache."""
+    types = layer_types(values)
     _check_sayable({**values, "layer_types": []}, latent=False)
-    if _has_alibi(values):
-        got = "an encoder with a bias by distance (ALiBi)"
-        raise InvalidInput("model", got=got, expected="an encoder without a bias")
+    hindrances = {
+        "a bias by distance (ALiBi)": values.get("alibi"),
+        WINDOWS: reach({**values, "layer_types": types})["sliding_window"],
+        "layers without attention": not ATTENTION.issuperset(types),
+    }
+    for what, hinders in hindrances.items():
+        if hinders:
+            got, expected = f"an encoder with {what}", "one of plain attention over whole sequences"
+            raise InvalidInput("model", got=got, expected=expected)
     heads = attention_heads(values, tp)
-    vision = _encoder_head_dim(config.get("vision_config"))
-    if vision not in (None, heads["head_dim"]):
-        got = f"towers with head_dim {heads['head_dim']} and {vision}"
+    tower = _encoder_head_dim(vision)
+    if tower not in (None, heads["head_dim"]):
+        got = f"towers with head_dim {heads['head_dim']} and {tower}"
         raise InvalidInput("model", got=got, expected="one head_dim, or a request for each tower")
     return {
         "phases": ("encoder",),
         **{name: heads[name] for name in ("num_q_heads", "num_kv_heads", "head_dim")},
         "encoder_head_dim": heads["head_dim"],
-        "relative_bias": values["model_type"] in RELATIVE,
-        "dtype": _dtype(values) or _dtype(config),
+        "relative_bias": family_of(values).relative_bias,
     }
-
-
-def _has_alibi(values: Mapping[str, Any]) -> bool:
-    if values["model_type"] not in ALIBI:
-        return bool(values.get("alibi"))
-    attention = values.get("attn_config")
-    return not (isinstance(attention, dict) and attention.get("alibi") is False)
 
 
 def _encoder_head_dim(vision: object) -> int | None:

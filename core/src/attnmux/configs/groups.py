@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from attnmux.configs.families import family_of
 from attnmux.configs.heads import attention_layers, differing_shapes, whole
 from attnmux.configs.layers import CHUNKED, COMPRESSED, PICKED_BLOCKS, WINDOWED
-from attnmux.configs.model_types import SINKS, WINDOW_SINKS
 from attnmux.core import LayerGroup
 
 Kept = Callable[[Mapping[int, str]], frozenset[int]]
@@ -28,22 +28,22 @@ def layer_groups(
     """
     types = frozenset(values["layer_types"])
     # Those of compressed layers come after the keys of blocks, which no backend sees
-    has_sinks = values["model_type"] in SINKS and not (types and types <= COMPRESSED)
+    has_sinks = bool(family_of(values).sinks) and not (types and types <= COMPRESSED)
     if kept is None and not differing_shapes(values):
         return {
             **heads_of(values, tp),
-            **_layers(values),
+            **reach(values),
             **_blocks(values),
             "sinks": has_sinks,
         }
-    windowed_alone = values["model_type"] in WINDOW_SINKS
+    windowed_alone = family_of(values).sinks == "windowed"
     every, kinds = {}, {}
     for place, (kind, own) in attention_layers(values).items():
         of_layer = {**values, **own, "layer_types": [kind] if kind else []}
-        heads, reach = heads_of(of_layer, tp), _layers(of_layer)
-        sinks = has_sinks and (reach["sliding_window"] is not None or not windowed_alone)
-        every[place] = heads, {**reach, "sinks": sinks}
-        kinds[place] = _kind(kind, heads["kind"], reach)
+        heads, limits = heads_of(of_layer, tp), reach(of_layer)
+        sinks = has_sinks and (limits["sliding_window"] is not None or not windowed_alone)
+        every[place] = heads, {**limits, "sinks": sinks}
+        kinds[place] = _kind(kind, heads["kind"], limits)
     kept_places = frozenset() if kept is None else kept(kinds)
     alike: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
     for place, (heads, features) in every.items():
@@ -64,14 +64,14 @@ def layer_groups(
     return {**dict(first[0][1:]), **_joined(first[1]), "other_layers": tuple(groups)}
 
 
-def _kind(kind: str, of_heads: str, reach: Mapping[str, Any]) -> str:
+def _kind(kind: str, of_heads: str, limits: Mapping[str, Any]) -> str:
     """What `kept_layers` calls a layer of that type in config.json."""
     if of_heads != "mha":
         return of_heads
     if kind in COMPRESSED | PICKED_BLOCKS:
         return kind
     return next(
-        (name for name in ("sliding_window", "attention_chunk") if reach[name]), "full_attention"
+        (name for name in ("sliding_window", "attention_chunk") if limits[name]), "full_attention"
     )
 
 
@@ -83,7 +83,7 @@ def _joined(features: list[dict[str, Any]]) -> dict[str, Any]:
     }
 
 
-def _layers(values: Mapping[str, Any]) -> dict[str, Any]:
+def reach(values: Mapping[str, Any]) -> dict[str, Any]:
     """Window and chunk, where at least one layer uses them."""
     types = frozenset(values["layer_types"])
     windowed = bool(types & WINDOWED) if types else _any_layer_windowed(values)

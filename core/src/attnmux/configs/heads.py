@@ -48,7 +48,7 @@ def attention_heads(values: Mapping[str, Any], tp: int) -> dict[str, Any]:
     if not head_dim:
         got = f"{name}={dims} for {heads} heads"
         raise InvalidInput("model", got=got, expected="at least one dimension a head")
-    v_head_dim = None if values.get("v_head_dim") is None else whole(values, "v_head_dim")
+    v_head_dim = whole(values, "v_head_dim") if values.get("v_head_dim") else None
     return {
         # Qwen2.5-1M
         "kind": "dual_chunk" if values.get("dual_chunk_attention_config") else "mha",

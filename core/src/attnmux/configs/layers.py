@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from itertools import cycle, islice
 from typing import Any
 
+from attnmux.configs.families import FAMILIES, PLAIN, family_of
 from attnmux.core import InvalidInput, Request
 
 COMPRESSED = frozenset({"compressed_sparse_attention", "heavily_compressed_attention"})
@@ -25,40 +26,10 @@ UNNAMED = frozenset({"linear_attention", "mamba", "recurrent"})
 LINEAR = UNNAMED.union(Request.LINEAR_KINDS)
 """Types of layers that mix tokens without softmax attention."""
 
-KIND_OF: Mapping[str, str] = {
-    **dict.fromkeys(("qwen3_next", "qwen3_5", "qwen3_5_text", "olmo_hybrid"), "gdn"),
-    **dict.fromkeys(("qwen3_5_moe", "qwen3_5_moe_text", "qwen4_exp", "qwen4_exp_text"), "gdn"),
-    **dict.fromkeys(("kimi_linear", "glm5_next", "glm5_next_text", "bailing_hybrid"), "kda"),
-    **dict.fromkeys(("minimax", "minimax_text_01"), "lightning"),
-    **dict.fromkeys(("bamba", "falcon_h1", "nemotron_h", "granitemoehybrid"), "mamba2"),
-    **dict.fromkeys(("zamba2", "mamba2", "xlstm"), "mamba2"),
-    **dict.fromkeys(("jamba", "zamba", "mamba", "falcon_mamba", "recurrent_gemma"), "mamba1"),
-    "zaya": "conv",
-}
-"""The kind of a model type's recurrent layers, which its config.json calls "linear_attention",
-"mamba" or "recurrent". Source: the functions that the models of transformers 5.23 call."""
-
 NO_MIXING = frozenset({"moe", "mlp"})
 
 BESIDE = {"hybrid": "mamba", "hybrid_sliding": "mamba"}
 """Kinds whose layers have attention and a layer of another kind side by side."""
-
-UNIFORM = {
-    **dict.fromkeys(("mamba", "mamba2", "falcon_mamba"), "mamba"),
-    **dict.fromkeys(("rwkv", "xlstm"), "recurrent"),
-    "falcon_h1": "hybrid",
-}
-"""Model types all of whose layers are of one kind that their config.json does not state."""
-
-PERIODS = {
-    "gemma2": (2, "sliding_attention", "sliding_window"),
-    "gemma3_text": (6, "sliding_attention", "sliding_window"),
-    "cohere2": (4, "sliding_attention", "sliding_window"),
-    "llama4_text": (4, "chunked_attention", "attention_chunk_size"),
-}
-"""Model types that may leave their layers to their class: the layers of a period, of which the
-last sees everything, the kind of the others, and the value that limits them. Source: their
-configurations in transformers 5.23."""
 
 PATTERN = {"M": "mamba2", "*": "attention", "-": "mlp", "E": "moe"}
 """Letters of Nemotron-H's pattern."""
@@ -103,35 +74,17 @@ def _flagged(values: Mapping[str, Any]) -> list[str]:
 
 def _derived(values: Mapping[str, Any]) -> list[str]:
     """From the words of model types that do not list their layers."""
-    model_type = str(values.get("model_type", ""))
-    if isinstance(pattern := values.get("hybrid_override_pattern"), str) and pattern:
-        return [PATTERN.get(letter, letter) for letter in pattern]
-    if blocks := _list(values, "block_types"):  # RecurrentGemma repeats them
-        known = ["sliding_attention" if each == "attention" else str(each) for each in blocks]
-        return list(islice(cycle(known), _count(values)))
-    if is_whole(period := values.get("attn_layer_period"), 1):  # Jamba
-        offset = values.get("attn_layer_offset") or 0
-        return _placed(values, lambda place: place % period == offset, "mamba1")
-    if (places := _list(values, "full_attn_idxs")) is not None:
-        return _placed(values, lambda place: place in places, "conv")  # LFM2
-    if (places := _list(values, "attn_layer_indices")) is not None:
-        return _placed(values, lambda place: place in places, "mamba2")  # Bamba
-    if kinds := _list(values, "attn_type_list"):  # MiniMax-Text-01
-        return ["attention" if kind == 1 else "lightning" for kind in kinds]
-    if isinstance(linear := values.get("linear_attn_config"), dict):  # Kimi-Linear counts from 1
-        places = linear.get("full_attn_layers") or []
-        return _placed(values, lambda place: place + 1 in places, "kda")
-    interval = values.get("full_attention_interval") or (4 if model_type == "qwen3_next" else None)
-    if is_whole(interval, 1):
-        return _placed(values, lambda place: (place + 1) % interval == 0, "gdn")
-    if model_type in UNIFORM:
-        return [UNIFORM[model_type]] * _count(values)
-    return []
+    for name, (kind, layers_by) in WORDS.items():
+        word = values.get(name)
+        if isinstance(word, kind) and (kind is not int or is_whole(word, 1)):
+            return layers_by(word, values)
+    every = family_of(values).every_layer
+    return [every] * _count(values) if every else []
 
 
 def _periodic(values: Mapping[str, Any]) -> list[str]:
-    """By PERIODS, where the config.json states the size of windows or chunks."""
-    period, kind, size = PERIODS.get(str(values.get("model_type")), (0, "", ""))
+    """By the family's period, if the config.json states the size of windows or chunks."""
+    period, kind, size = family_of(values).period
     if not values.get(size) or not is_whole(values.get("num_hidden_layers"), 1):
         return []
     stated = values.get("sliding_window_pattern")
@@ -157,7 +110,7 @@ def _list(values: Mapping[str, Any], name: str) -> list[Any] | None:
     return list(found) if isinstance(found, (list, tuple)) else None
 
 
-def _placed(values: Mapping[str, Any], attends: Any, other: str) -> list[str]:  # noqa: ANN401  # a predicate of a place
+def _placed(values: Mapping[str, Any], attends: Callable[[int], bool], other: str) -> list[str]:
     count = _count(values)
     return ["attention" if attends(place) else other for place in range(count)]
 
@@ -171,6 +124,83 @@ def _count(values: Mapping[str, Any]) -> int:
     return count
 
 
+def _flags(flags: list[Any], _: Mapping[str, Any]) -> list[str]:
+    return ["sliding_attention" if flag else "full_attention" for flag in flags]
+
+
+def _repeated(parts: list[Any], _: Mapping[str, Any]) -> list[str]:
+    """From [[["global", "local"], 12]]."""
+    kinds: list[Any] = []
+    for part in parts:
+        names, times = part if isinstance(part, list) and len(part) == 2 else ((), 0)
+        if not isinstance(names, list) or not is_whole(times, 1):
+            got = f"attention_types={parts!r}"
+            raise InvalidInput("model", got=got, expected="pairs of kinds and a number")
+        kinds += names * times
+    return ["sliding_attention" if kind == "local" else "full_attention" for kind in kinds]
+
+
+def _cycle(kinds: list[Any], values: Mapping[str, Any]) -> list[str]:
+    known = ["sliding_attention" if each == "attention" else str(each) for each in kinds]
+    return list(islice(cycle(known), _count(values))) if known else []
+
+
+def _grouped(size: int, values: Mapping[str, Any]) -> list[str]:
+    """The last layer of each group, and those that fill no group, attend."""
+    whole = _count(values) // size * size
+    return _placed(values, lambda at: (at + 1) % size == 0 or at >= whole, "lightning")
+
+
+def _stepped(step: int, values: Mapping[str, Any]) -> list[str]:
+    """The layer in the middle of each step attends in a window, unless it is listed."""
+    unrestricted = _list(values, "full_attention_idx") or []
+    kinds = _placed(values, lambda at: at % step == step // 2, "mamba2")
+    return [
+        "sliding_attention" if kind == "attention" and at not in unrestricted else kind
+        for at, kind in enumerate(kinds)
+    ]
+
+
+WORDS: Mapping[str, tuple[type, Callable[[Any, Mapping[str, Any]], list[str]]]] = {
+    # Nemotron-H
+    "hybrid_override_pattern": (str, lambda word, _: [PATTERN.get(each, each) for each in word]),
+    "hybrid_layer_pattern": (list, _flags),  # MiMo-V2-Flash
+    "attention_types": (list, _repeated),  # GPT-Neo
+    "block_types": (list, _cycle),  # RecurrentGemma
+    # Jamba
+    "attn_layer_period": (
+        int,
+        lambda period, values: _placed(
+            values, lambda at: at % period == (values.get("attn_layer_offset") or 0), "mamba1"
+        ),
+    ),
+    # LFM2
+    "full_attn_idxs": (list, lambda at, values: _placed(values, at.__contains__, "conv")),
+    # Bamba
+    "attn_layer_indices": (list, lambda at, values: _placed(values, at.__contains__, "mamba2")),
+    # MiniMax-Text-01
+    "attn_type_list": (
+        list,
+        lambda kinds, _: ["attention" if kind == 1 else "lightning" for kind in kinds],
+    ),
+    # Kimi-Linear counts from 1
+    "linear_attn_config": (
+        dict,
+        lambda word, values: _placed(
+            values, lambda at: at + 1 in (word.get("full_attn_layers") or []), "kda"
+        ),
+    ),
+    "layer_group_size": (int, _grouped),  # Ring-linear
+    "mamba_step": (int, _stepped),  # PLaMo 2
+    # Qwen3-Next
+    "full_attention_interval": (
+        int,
+        lambda period, values: _placed(values, lambda at: (at + 1) % period == 0, "gdn"),
+    ),
+}
+"""A word that places the kinds of layers, its type, and the layers by it. The first word counts."""
+
+
 def compressed_layers(types: list[str]) -> tuple[tuple[str, int], ...]:
     """(kind, how many) of the layers that see keys of blocks, by name."""
     return tuple(sorted(Counter(each for each in types if each in COMPRESSED).items()))
@@ -180,6 +210,6 @@ def linear_layers(types: list[str], model_type: str) -> tuple[tuple[str, int], .
     """(kind, how many) of the layers without softmax attention, by name. What a model type does not
     tell more precisely keeps the name of its config.json."""
     named = [name for each in types if (name := BESIDE.get(each, each)) in LINEAR]
-    own = KIND_OF.get(model_type)
+    own = FAMILIES.get(model_type, PLAIN).recurrent
     counts = Counter(own if own and name in UNNAMED else name for name in named)
     return tuple(sorted(counts.items()))

@@ -6,7 +6,9 @@ import json
 from pathlib import Path
 from typing import Any
 
-from attnmux.configs.fields import read_model
+from attnmux.configs.fields import read_model, stated_dtype
+from attnmux.configs.values import parts_of
+from attnmux.configs.weights import weights_dtype
 from attnmux.core import InvalidInput, Request, canonical_dtype
 from attnmux.core.plugin import read_file
 
@@ -23,21 +25,33 @@ def request_from_model(
     dtype: str | None = None,
     kv_dtype: str | None = None,
     kv_dtype_skip: str | None = None,
+    assume: bool = False,
 ) -> Request:
-    """The model's needs, read from its Hugging Face `config.json` alone.
+    """The model's needs, read from its Hugging Face `config.json`.
+
+    The dtype is the one that it states, else that of the weights. The KV dtype is that of the
+    checkpoint's KV scheme, by compressed-tensors, ModelOpt or Quark.
 
     path: the folder or the file.
     tp: divides the heads; KV heads replicate below one.
-    dtype, kv_dtype: replace the model's own.
+    dtype, kv_dtype: replace the checkpoint's own.
     kv_dtype_skip: layers that keep K and V in the model's dtype, as numbers, ranges and kinds:
     "0-1,31,sliding_window" (see `kept_layers`). They become groups of `other_layers`.
-    Raises InvalidInput if there is no usable config.json, if `tp` does not divide the heads, and
-    for layers that cannot be skipped.
+    assume: reads a model type that is not known as causal attention with as many KV heads as
+    config.json says, or as attention over whole sequences if it is no decoder's.
+    Raises UnknownModel for such a type otherwise, and InvalidInput if there is no usable
+    config.json, if `tp` does not divide the heads, and for layers that cannot be skipped.
     """
     config, dtypes = load_config(Path(path)), {"dtype": dtype, "kv_dtype": kv_dtype}
+    folder = Path(path) if Path(path).is_dir() else Path(path).parent
+    if config.get("quantization_config") is None:
+        config |= _modelopt(folder)
+    weights = None if stated_dtype(parts_of(config)) else weights_dtype(folder)
     asked = {name: canonical_dtype(one, name) for name, one in dtypes.items() if one}
     try:
-        fields = read_model(config, tp, **asked, kv_dtype_skip=kv_dtype_skip)
+        fields = read_model(
+            config, tp, **asked, kv_dtype_skip=kv_dtype_skip, assume=assume, weights=weights
+        )
         request = Request(**fields, origins=dict.fromkeys(fields, "model"))
         return request.replace(**asked) if asked else request
     except InvalidInput as error:
@@ -45,6 +59,15 @@ def request_from_model(
             raise
         got = f"{error.got} in {path}"
         raise InvalidInput(error.argument, got=got, expected=error.expected) from None
+
+
+def _modelopt(folder: Path) -> dict[str, Any]:
+    """A `quantization_config` by ModelOpt, which may have a file of its own beside config.json."""
+    try:
+        said = json.loads(read_file(str(folder / "hf_quant_config.json"), MOST_BYTES))
+        return {"quantization_config": said["quantization"]}
+    except (OSError, ValueError, RecursionError, TypeError, LookupError):
+        return {}
 
 
 def load_config(path: Path) -> dict[str, Any]:
@@ -56,6 +79,10 @@ def load_config(path: Path) -> dict[str, Any]:
         config = json.loads(read_file(str(file), MOST_BYTES))
     except FileNotFoundError:
         got = f"{path}, which has no config.json" if is_folder else f"{path}: no such file"
+        if (path / "adapter_config.json").is_file():
+            got = f"{path}, which holds an adapter (adapter_config.json) and no model"
+            expected = "the folder of the base model, whose attention the adapter leaves as it is"
+            raise InvalidInput("model", got=got, expected=expected) from None
     except OSError as error:
         got = f"{str(file)[:LONGEST_NAME]}: {error.strerror or error}"
     except (ValueError, RecursionError) as error:

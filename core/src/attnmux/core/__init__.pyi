@@ -4,6 +4,7 @@ from attnmux.core.cards.card import Offer as Offer
 from attnmux.core.cards.installed_files import installed as installed
 from attnmux.core.choosing.choice import Choice as Choice
 from attnmux.core.choosing.decision import Decision as Decision
+from attnmux.core.choosing.dtype_hint import dtype_hint as dtype_hint
 from attnmux.core.choosing.solver import solve as solve
 from attnmux.core.cli.engines import LaunchFacts as LaunchFacts
 from attnmux.core.composites.building import build as build
@@ -66,6 +67,7 @@ from attnmux.core.facts.errors import PoolExhausted as PoolExhausted
 from attnmux.core.facts.errors import RankFailed as RankFailed
 from attnmux.core.facts.errors import RanksDiffer as RanksDiffer
 from attnmux.core.facts.errors import SettingsError as SettingsError
+from attnmux.core.facts.errors import UnknownModel as UnknownModel
 from attnmux.core.facts.errors import in_brief as in_brief
 from attnmux.core.facts.files import replacing as replacing
 from attnmux.core.facts.frozen import FrozenMapping as FrozenMapping

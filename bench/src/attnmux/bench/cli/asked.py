@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from attnmux.configs import request_from_model
+from collections.abc import Callable
+
 from attnmux.core import InvalidInput, Platform, Request, linear_request
 from attnmux.core.verbs import requested
 
 
-def asked_of_one_shape(model: str | None, fields: str, tp: int) -> Request:
-    """The model's needs, overruled by the user's fields.
+def asked_of_one_shape(
+    model: str | None, fields: str, tp: int, *, assume: Callable[[str], None] | None = None
+) -> Request:
+    """The model's needs, overruled by the user's fields. assume: as `requested` takes it.
 
     A kind of linear layers in the fields asks for the model's layers of that kind.
     Raises InvalidInput as `requested`, for layers of several shapes, and for linear layers that the
@@ -17,14 +20,14 @@ def asked_of_one_shape(model: str | None, fields: str, tp: int) -> Request:
     stated = Request.parse(fields)
     kind = stated.kind
     if model is not None and stated.is_linear:
-        whole = request_from_model(model, tp=tp)
+        whole = requested(model, "", tp, None, assume=assume)
         kinds = dict(whole.linear_layers)
         if kind not in kinds:
             expected = f"a kind of the model's linear layers: {', '.join(kinds) or 'it has none'}"
             raise InvalidInput("--request", got=f"kind={kind}", expected=expected)
         changes = {name: getattr(stated, name) for name in stated.origins}
         return linear_request(whole, kind).replace(**changes)
-    request = requested(model, fields, tp, None)
+    request = requested(model, fields, tp, None, assume=assume)
     if request.other_layers:
         got = f"layers of {len(request.other_layers) + 1} shapes"
         expected = "layers of one shape: state one of them with --request"

@@ -13,6 +13,7 @@ from attnmux.bench.shapes import check_stated, completed, kept_shape
 from attnmux.bench.workload import GRAMMAR, Workload
 from attnmux.core import InvalidInput, NoBackend
 from attnmux.core.verbs import (
+    ASSUME,
     FiniteRange,
     Run,
     check_replaceable,
@@ -31,6 +32,7 @@ PAGE_NEEDS = "plotly", "jinja2"
 @click.command()
 @click.option("--request", "fields", default="", help="FIELD=VALUE,…: num_q_heads=64,page_size=16")
 @click.option("--model", help="A folder with a Hugging Face config.json.")
+@click.option("--assume", is_flag=True, help=ASSUME)
 @click.option("--tp", type=click.IntRange(min=1), default=1, help="Ranks that share the heads.")
 @click.option("--backend", "names", multiple=True, help="Time only this backend; repeatable.")
 @click.option(
@@ -71,6 +73,7 @@ def bench(
     run: Run,
     fields: str,
     model: str | None,
+    assume: bool,
     tp: int,
     names: tuple[str, ...],
     texts: tuple[str, ...],
@@ -94,7 +97,7 @@ def bench(
     if html is not None:
         _check_page(html)
     workloads = [Workload.parse(text) for text in texts]
-    asked = asked_of_one_shape(model, fields, tp)
+    asked = asked_of_one_shape(model, fields, tp, assume=run.warn if assume else None)
     if keep:
         check_stated(asked)
     request = completed(asked)

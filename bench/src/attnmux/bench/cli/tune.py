@@ -33,7 +33,16 @@ from attnmux.core import (
     solve,
 )
 from attnmux.core.plugin import Job, Trial
-from attnmux.core.verbs import Device, Run, common_options, machine, offers_named, pass_run, writing
+from attnmux.core.verbs import (
+    ASSUME,
+    Device,
+    Run,
+    common_options,
+    machine,
+    offers_named,
+    pass_run,
+    writing,
+)
 
 if TYPE_CHECKING:
     from attnmux.distributed import RankGroup
@@ -46,6 +55,7 @@ OTHERWISE = "name another file as ATTNMUX_LAUNCHES, or --dry-run"
 @click.argument("backend", required=False)
 @click.option("--request", "fields", default="", help="FIELD=VALUE,…: head_dim=128,page_size=16")
 @click.option("--model", help="A folder with a Hugging Face config.json.")
+@click.option("--assume", is_flag=True, help=ASSUME)
 @click.option("--tp", type=click.IntRange(min=1), default=1, help="Ranks that share the heads.")
 @click.option("--platform", help="A vendor, if the machine has devices of several.")
 @click.option("--device", default="", help="A torch device, as in cuda:1. [default: the first]")
@@ -58,6 +68,7 @@ def tune(
     backend: str | None,
     fields: str,
     model: str | None,
+    assume: bool,
     tp: int,
     platform: str | None,
     device: str,
@@ -70,7 +81,7 @@ def tune(
     each on a device of its own, and a time is that of the slowest. Exits with 0 when launches were
     tried, 3 when no backend fits.
     """
-    request = asked_of_one_shape(model, fields, tp)
+    request = asked_of_one_shape(model, fields, tp, assume=run.warn if assume else None)
     settings = run.settings()
     plugins = run.plugins(settings)
     here, hypothetical = machine(run, settings, plugins, platform, elsewhere=False, device=device)

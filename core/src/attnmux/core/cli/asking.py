@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 from attnmux.core.cards.card import Offer
 from attnmux.core.choosing.decision import Decision
+from attnmux.core.choosing.dtype_hint import dtype_hint
 from attnmux.core.choosing.solver import solve
 from attnmux.core.cli.run import Run
-from attnmux.core.facts.errors import InvalidInput, NoBackend, PluginError
+from attnmux.core.facts.errors import InvalidInput, NoBackend, PluginError, UnknownModel
 from attnmux.core.facts.libraries import entry_points, installed_version
 from attnmux.core.facts.platform import GRAMMAR, Platform
 from attnmux.core.facts.policy import Policy
@@ -42,13 +44,28 @@ class Asked(NamedTuple):
     answer: Decision | NoBackend
 
 
-def requested(
-    model: str | None, fields: str, tp: int, mode: str | None, *, skip: str | None = None
-) -> Request:
-    """The model's needs, overruled by the user's fields. skip: layers without the KV dtype.
+ASSUME = (
+    "Read a --model of an unknown model_type as causal attention (that of an encoder as attention "
+    "over whole sequences), with a warning. Without it, exits with 3."
+)
 
-    Raises InvalidInput for a model or fields that cannot be read, for layers that cannot be
-    skipped, and for `tp` and `skip` without a model.
+
+def requested(
+    model: str | None,
+    fields: str,
+    tp: int,
+    mode: str | None,
+    *,
+    skip: str | None = None,
+    assume: Callable[[str], None] | None = None,
+) -> Request:
+    """The model's needs, overruled by the user's fields.
+
+    skip: layers without the KV dtype. assume: called with what is assumed of an unknown model type;
+    None assumes nothing.
+    Raises UnknownModel for a type of whose attention nothing is known, and InvalidInput for a model
+    or fields that cannot be read, for layers that cannot be skipped, and for `tp` and `skip`
+    without a model.
     """
     if model is None and tp > 1:
         raise InvalidInput("--tp", got=str(tp), expected="--model, whose heads it divides")
@@ -60,7 +77,14 @@ def requested(
         named = {name: changes[name] for name in ("dtype", "kv_dtype") if name in changes}
         known = Request().replace(**named)
         read = _reader_of_models()
-        request = read(model, tp=tp, dtype=known.dtype, kv_dtype=known.kv_dtype, kv_dtype_skip=skip)
+        read = partial(read, model, tp=tp, dtype=known.dtype, kv_dtype=known.kv_dtype)
+        try:
+            request = read(kv_dtype_skip=skip)
+        except UnknownModel as unknown:
+            if assume is None:
+                raise
+            assume(unknown.assumed)
+            request = read(kv_dtype_skip=skip, assume=True)
     if mode is not None:
         changes["speculative_attention_mode"] = mode
     return request.replace(**changes)
@@ -134,6 +158,8 @@ def ask(
         measurements = run.measurements(settings) if measured and not hypothetical else ()
         answer = decided(request, device, offers, policy, measurements)
         run.warn_of_unverified(answer, offers, measurements)
+        if hint := dtype_hint(answer, offers, policy):
+            run.warn(hint)
     except NoBackend as refusal:
         answer = refusal
     if hypothetical or isinstance(answer, NoBackend):

@@ -11,7 +11,7 @@ import click
 from attnmux.core.cards.card import BackendCard
 from attnmux.core.cards.proof import Proof, Proven
 from attnmux.core.choosing.decision import Decision
-from attnmux.core.cli.asking import Asked, ask, requested
+from attnmux.core.cli.asking import ASSUME, Asked, ask, requested
 from attnmux.core.cli.run import Run, common_options, pass_run
 from attnmux.core.facts.errors import InvalidInput, NoBackend
 from attnmux.core.facts.frozen import defaults, plain
@@ -38,6 +38,7 @@ SET = "An option of a backend; `attnmux backends --json` lists them."
 @click.option("--platform", "platforms", multiple=True, help=PLATFORM)
 @click.option("--request", "fields", default="", help="FIELD=VALUE,…: page_size=16,spec_topk=4")
 @click.option("--model", help="A folder with a Hugging Face config.json.")
+@click.option("--assume", is_flag=True, help=ASSUME)
 @click.option("--tp", type=click.IntRange(min=1), default=1, help="Ranks that share the heads.")
 @click.option("--kv-dtype-skip", "skip", metavar="LAYERS", help=SKIP)
 @click.option("--backend", help="The backend for extend and decode.")
@@ -73,6 +74,7 @@ def select(
     platforms: tuple[str, ...],
     fields: str,
     model: str | None,
+    assume: bool,
     tp: int,
     skip: str | None,
     speculative_attention_mode: str | None,
@@ -88,9 +90,11 @@ def select(
     """Choose the backend of each phase, and say why.
 
     Exits with 0 when decided, 2 for a request that cannot be read, 3 when nothing fits
-    (with --engine, in that engine) or the model has layers that no backend serves.
+    (with --engine, in that engine), the model has layers that no backend serves, or its
+    model_type is not known.
     """
-    request = requested(model, fields, tp, speculative_attention_mode, skip=skip)
+    asked_mode, warn = speculative_attention_mode, run.warn if assume else None
+    request = requested(model, fields, tp, asked_mode, skip=skip, assume=warn)
     in_full = explain or every
     _refuse_several(platforms, in_full=in_full, engine=engine_name)
     settings = run.settings()

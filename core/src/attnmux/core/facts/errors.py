@@ -45,6 +45,15 @@ class NoBackend(AttnmuxError):
         super().__init__(message)
 
 
+class UnknownModel(NoBackend):
+    """A model type of whose attention nothing is known, so that no backend is chosen for it."""
+
+    def __init__(self, what: str, *, assumption: str) -> None:
+        self.assumed = f"{what}: read as {assumption}"
+        """What `--assume` does with it, in words."""
+        super().__init__(f"{self.assumed} only with --assume (in Python: assume=True)")
+
+
 class UnknownBackend(AttnmuxError):
     """A backend name that no installed plugin advertises."""
 

@@ -7,6 +7,7 @@ from attnmux.core.cards.proof import Proven as Proven
 from attnmux.core.choosing.checking import check as check
 from attnmux.core.choosing.checking import standing as standing
 from attnmux.core.choosing.problem import opposed as opposed
+from attnmux.core.cli.asking import ASSUME as ASSUME
 from attnmux.core.cli.asking import machine as machine
 from attnmux.core.cli.asking import requested as requested
 from attnmux.core.cli.render import plain_console as plain_console

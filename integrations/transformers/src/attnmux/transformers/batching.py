@@ -131,12 +131,6 @@ class StepBuilder(RequestMemory):
     def _check_new(self, states: Sequence[SequenceState], counts: Sequence[int]) -> None:
         if len(set(states)) != len(states):
             raise InvalidInput("states", got="a request twice", expected="each request once")
-        if self.max_step_tokens is not None and sum(counts) > self.max_step_tokens:
-            raise InvalidInput(
-                "num_new",
-                got=f"{sum(counts)} tokens in one step",
-                expected=f"at most {self.max_step_tokens}, the longest row that the model can read",
-            )
         longest = self.max_context_len
         for state, count in zip(states, counts, strict=True):
             self.check_encoder_states(state.encoder_states)

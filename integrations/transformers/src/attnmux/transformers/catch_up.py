@@ -11,12 +11,9 @@ from attnmux.transformers.batching import StepBuilder
 from attnmux.transformers.sequence import SequenceState, Step
 
 
-def can_reread(states: Sequence[SequenceState], steps: StepBuilder, num_tokens: int) -> bool:
+def can_reread(states: Sequence[SequenceState], num_tokens: int) -> bool:
     """Whether `reread` serves the requests."""
-    most = steps.max_step_tokens
-    return (most is None or len(states) * num_tokens <= most) and all(
-        each.num_pending <= num_tokens <= len(each.token_ids) for each in states
-    )
+    return all(each.num_pending <= num_tokens <= len(each.token_ids) for each in states)
 
 
 def reread(states: Sequence[SequenceState], steps: StepBuilder, num_tokens: int) -> Step:

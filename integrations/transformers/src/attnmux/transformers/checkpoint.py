@@ -30,9 +30,10 @@ from transformers import (
 )
 from transformers.utils import logging
 
+from attnmux.configs import weights_dtype
 from attnmux.core import AttnmuxError, InvalidInput, torch_dtype
 from attnmux.transformers.attention import SERVED
-from attnmux.transformers.context_limit import independent_len
+from attnmux.transformers.context_limit import longest_len, longrope_switch
 from attnmux.transformers.layers import check_servable
 from attnmux.transformers.packed_decoder import PackedDecoder
 from attnmux.transformers.quantised import check_method
@@ -45,6 +46,9 @@ LOADING = threading.RLock()
 """Held while a model is opened or loaded. Meanwhile transformers changes its registries, its
 logging and torch's default dtype for every thread."""
 
+
+ADAPTER = "adapter_config.json"
+"""With peft installed, transformers loads the adapter's base model instead of the folder's."""
 
 CHECKPOINT = "a folder with a Hugging Face checkpoint, or the id of a model on the hub"
 
@@ -69,8 +73,14 @@ class Checkpoint:
         limits = (
             getattr(text, "max_position_embeddings", None),
             getattr(text, "max_target_positions", None),
-            independent_len(self.config),
+            longest_len(self.config),
         )
+        return min((limit for limit in limits if limit is not None), default=None)
+
+    @property
+    def default_context_len(self) -> int | None:
+        """The same, up to the length from which longrope rotates by its long factors."""
+        limits = (self.max_context_len, longrope_switch(self.config))
         return min((limit for limit in limits if limit is not None), default=None)
 
     @property
@@ -103,11 +113,13 @@ class Checkpoint:
         return int(self.config.get_text_config(decoder=True).vocab_size)
 
     def dtype(self, name: str | None = None) -> torch.dtype:
-        """The dtype to run in: the named one, else the checkpoint's, else float32."""
+        """The dtype to run in: the named one, else the one that config.json states, else that of
+        the weights in the folder, else float32."""
         if name is not None:
             return torch_dtype(name)
         stated = self.config.get_text_config(decoder=True).dtype or self.config.dtype
-        return torch_dtype(str(stated or "float32").removeprefix("torch."))
+        stated = stated or weights_dtype(Path(self.source)) or "float32"
+        return torch_dtype(str(stated).removeprefix("torch."))
 
     def stop_ids(self, model: PreTrainedModel | PackedDecoder) -> frozenset[int]:
         """Tokens that end a text: from generation_config.json and the tokenizer."""
@@ -233,7 +245,16 @@ def _check_folder(path: Path) -> None:
     if not path.is_dir():
         got = f"{path}, which is a file" if path.exists() else f"{path}: no such folder"
         raise InvalidInput("model", got=got, expected=CHECKPOINT)
-    if not (path / "config.json").is_file():
+    has_config, has_adapter = ((path / name).is_file() for name in ("config.json", ADAPTER))
+    if has_adapter:
+        what = "beside a full model" if has_config else "and no model"
+        expected = (
+            "a model alone: merge the adapter into its base (peft's merge_and_unload, then "
+            f"save_pretrained), or move {ADAPTER} and the adapter's weights to another folder, if "
+            "the model shall run without them"
+        )
+        raise InvalidInput("model", got=f"{path}, with an adapter {what}", expected=expected)
+    if not has_config:
         raise InvalidInput("model", got=f"{path}, which has no config.json", expected=CHECKPOINT)
 
 
@@ -250,6 +271,14 @@ def explained(source: str) -> Iterator[None]:
                 "model",
                 got=f"{source}, a model that computes attention by itself",
                 expected="one that calls transformers' AttentionInterface",
+            ) from error
+        if "trust_remote_code" in str(error):
+            raise InvalidInput(
+                "model",
+                got=f"{source}, whose code is in the checkpoint (auto_map in its config.json)",
+                expected="a model type of the installed transformers: attnmux runs no code of a "
+                "checkpoint. Take a later transformers, a conversion of the model to its classes, "
+                "or an engine that has the model, with attnmux in it (`attnmux select --engine`)",
             ) from error
         # Every library on the way has errors of its own: a value of config.json alone may end in
         # ValueError, KeyError, TypeError, AttributeError, ZeroDivisionError or ImportError.

@@ -100,7 +100,9 @@ AT_LEAST_1 = click.IntRange(min=1)
     "Default: absorbed, unless only a last-resort backend serves it.",
 )
 @click.option(
-    "--context", type=AT_LEAST_1, help="Maximum tokens of a request. Default: the model's limit."
+    "--context",
+    type=AT_LEAST_1,
+    help="Maximum tokens of a request. Default: the model's limit, or where its longrope switches.",
 )
 @click.option(
     "--memory",

@@ -130,7 +130,7 @@ def context_of(checkpoint: Checkpoint, wanted: int | None) -> int:
             "--context", got="nothing", expected="a number, since the model states no limit"
         )
     if wanted is None or limit is None:
-        return wanted or limit or 0
+        return wanted or checkpoint.default_context_len or 0
     if wanted > limit:
         raise InvalidInput("--context", got=wanted, expected=f"at most the model's limit, {limit}")
     return wanted

@@ -110,6 +110,11 @@ def run_command(
         began = time.perf_counter()
         checkpoint = _open(answering)
         context = context_of(checkpoint, answering.context)
+        if answering.context is None and context != checkpoint.max_context_len:
+            run.warn(
+                f"requests have up to {context} tokens: beyond it the model's longrope rotates by "
+                "its long factors, which a larger --context takes for every request"
+            )
         encoded = encode(checkpoint, asked, answering, sampling, context)
         plugins = run.plugins(settings)
         options.check_used(plugins.offers(), images=bool(encoded.pictured))

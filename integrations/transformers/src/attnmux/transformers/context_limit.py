@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
+from copy import deepcopy
 from typing import Any
 
 from transformers import PreTrainedConfig
@@ -18,50 +19,56 @@ def check_context(config: PreTrainedConfig, max_context_len: int) -> None:
 
     Raises InvalidInput naming the longest context that is safe.
     """
-    limit = independent_len(config)
+    limit = longest_len(config)
     if limit is not None and max_context_len > limit:
         raise InvalidInput(
             "context",
             got=f"{max_context_len} tokens",
-            expected=f"at most {limit}: beyond it the model scales rotary embeddings or queries "
-            "or hides keys by the longest request or row of a step, and requests would not be "
-            "independent",
+            expected=f"at most {limit}: beyond it the model scales rotary embeddings or hides keys "
+            "by the longest request of a step, and requests would not be independent",
         )
 
 
-def independent_len(config: PreTrainedConfig) -> int | None:
-    """Up to this number of tokens, a token sees the same in all steps; None for no limit.
+def longest_len(config: PreTrainedConfig) -> int | None:
+    """The longest context that is served, by `with_long_factors` if it has to be; None for no
+    limit.
 
     Doge hides keys where there are more than its `keep_window_size`.
     """
     text = config.get_text_config(decoder=True)
-    limits = [
-        rope.get("original_max_position_embeddings")
-        or getattr(text, "original_max_position_embeddings", None)
-        or text.max_position_embeddings
-        for rope in _ropes(getattr(text, "rope_parameters", None) or {})
-        if rope.get("rope_type") in RESCALING
-    ]
-    limits += [fixed_row_len(config), getattr(text, "keep_window_size", None)]
-    return min((limit for limit in limits if limit is not None), default=None)
+    limits = [_switch(text, rope) for rope in _ropes(text) if rope.get("rope_type") == "dynamic"]
+    if (kept := getattr(text, "keep_window_size", None)) is not None:
+        limits.append(int(kept))
+    return min(limits, default=None)
 
 
-def fixed_row_len(config: PreTrainedConfig) -> int | None:
-    """Up to this number of tokens in a step's row, a token's place does not matter; None for no
-    limit.
-
-    Llama 4 scales queries by log1p(floor((place + 1) / floor_scale)). Without a cache it takes the
-    place in the row. `independent_len` keeps positions below the limit as well.
-    """
+def longrope_switch(config: PreTrainedConfig) -> int | None:
+    """Tokens of the longest row that the model rotates by the short factors of its longrope."""
     text = config.get_text_config(decoder=True)
-    if not getattr(text, "attn_temperature_tuning", False):
-        return None
-    return int(text.floor_scale) - 1
+    ropes = [rope for rope in _ropes(text) if rope.get("rope_type") == "longrope"]
+    differing = [rope for rope in ropes if rope.get("short_factor") != rope.get("long_factor")]
+    return min((_switch(text, rope) for rope in differing), default=None)
 
 
-def _ropes(parameters: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
+def with_long_factors(config: PreTrainedConfig) -> PreTrainedConfig:
+    """The config with the long factors of longrope for rows of any length, by which requests are
+    independent. Requests no longer than `longrope_switch` then differ from a row of their own."""
+    changed = deepcopy(config)
+    for rope in _ropes(changed.get_text_config(decoder=True)):
+        if rope.get("rope_type") == "longrope":
+            rope["short_factor"] = rope["long_factor"]
+    return changed
+
+
+def _switch(text: PreTrainedConfig, rope: Mapping[str, Any]) -> int:
+    stated = rope.get("original_max_position_embeddings")
+    own = getattr(text, "original_max_position_embeddings", None)
+    return int(stated or own or text.max_position_embeddings)
+
+
+def _ropes(text: PreTrainedConfig) -> list[dict[str, Any]]:
     """One, or one for each type of layer."""
+    parameters = getattr(text, "rope_parameters", None) or {}
     if "rope_type" in parameters:
-        yield parameters
-    else:
-        yield from (rope for rope in parameters.values() if isinstance(rope, Mapping))
+        return [parameters]
+    return [rope for rope in parameters.values() if isinstance(rope, dict)]

@@ -212,8 +212,9 @@ def window_of(sliding_window: int | None) -> int:
     """transformers' n counts the token itself; the contract's w counts the ones before it."""
     if sliding_window is None:
         return -1
-    if sliding_window < 1:
-        raise InvalidInput("sliding_window", got=sliding_window, expected="at least 1, or None")
+    if sliding_window < 2:
+        expected = "at least 2, or None: by a window of 1 a token sees itself alone"
+        raise InvalidInput("sliding_window", got=sliding_window, expected=expected)
     return sliding_window - 1
 
 

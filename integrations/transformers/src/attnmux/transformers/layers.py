@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import MODEL_MAPPING, PreTrainedConfig, PreTrainedModel
 
 from attnmux.core import InvalidInput, LayerSpec, dtype_name
 from attnmux.transformers.compressors import has_compressors
@@ -21,7 +21,11 @@ from attnmux.transformers.layer_call import LayerCall
 from attnmux.transformers.mixer import Mixer
 from attnmux.transformers.mixers import has_attention, has_mixers
 from attnmux.transformers.own_attention import adapt, has_adapter
-from attnmux.transformers.positions import count_from_own_start, take_positions
+from attnmux.transformers.positions import (
+    count_from_own_start,
+    scale_by_positions,
+    take_positions,
+)
 from attnmux.transformers.probe import Probe
 from attnmux.transformers.reach import Reach
 from attnmux.transformers.repeated import has_numbered_calls, number_calls
@@ -59,6 +63,7 @@ def record_layers(
     check_capacities(model)
     adapt(model)
     take_positions(model)
+    scale_by_positions(model)
     probe = Probe.of(model, mixers)
     logits, recorder = probe.run([probe.token], [0])
     counts: Counter[object] = Counter(module.layer_idx for module in recorder.callers)
@@ -106,6 +111,7 @@ def check_servable(model_class: type[PreTrainedModel], config: PreTrainedConfig)
     name = model_class.__name__
     if config.is_encoder_decoder:
         raise InvalidInput(name, got="an encoder-decoder model", expected="a decoder-only model")
+    check_own_attention(model_class, config)
     if has_mixers(model_class) or has_compressors(model_class):
         return
     if model_class._is_stateful:
@@ -115,15 +121,21 @@ def check_servable(model_class: type[PreTrainedModel], config: PreTrainedConfig)
             expected="one whose memory of earlier tokens is attention's K and V, or these and the "
             "states of layers that `mixer_calls.py` knows",
         )
-    check_own_attention(model_class, config)
-    # Some models call the interface without saying so
-    calls = model_class._supports_attention_backend or has_attention(model_class)
-    if not calls and not has_adapter(model_class):
+    text = config.get_text_config(decoder=True)
+    inner = MODEL_MAPPING.get(type(text), None) if text is not config else None
+    classes = [one for one in (model_class, inner) if isinstance(one, type)]
+    if not any(map(_calls_interface, classes)):
         raise InvalidInput(
             name,
             got="a model that computes attention by itself",
             expected="one that calls transformers' AttentionInterface",
         )
+
+
+def _calls_interface(model_class: type[PreTrainedModel]) -> bool:
+    # Some models call the interface without saying so
+    calls = model_class._supports_attention_backend or has_attention(model_class)
+    return bool(calls or has_adapter(model_class))
 
 
 def check_capacities(model: torch.nn.Module) -> None:

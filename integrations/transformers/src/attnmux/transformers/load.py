@@ -6,9 +6,21 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from attnmux.core import GraphUnsupported, InvalidInput, Offer, Platform, in_brief, make_first
+from attnmux.core import (
+    GraphUnsupported,
+    InvalidInput,
+    Offer,
+    Platform,
+    dtype_hint,
+    in_brief,
+    make_first,
+)
 from attnmux.transformers.checkpoint import LOADING, Checkpoint
-from attnmux.transformers.context_limit import check_context
+from attnmux.transformers.context_limit import (
+    check_context,
+    longrope_switch,
+    with_long_factors,
+)
 from attnmux.transformers.decision import decide, without
 from attnmux.transformers.eagle_head import EagleHead
 from attnmux.transformers.encoder_decoder import record_decoder
@@ -42,12 +54,22 @@ def load_runner(
     if graphs are required but unavailable.
     """
     check_context(checkpoint.config, options.max_context_len)
+    switch = longrope_switch(checkpoint.config)
+    if switch is not None and options.max_context_len > switch:
+        checkpoint = replace(checkpoint, config=with_long_factors(checkpoint.config))
+        warn(
+            f"every request rotates by the long factors of the model's longrope, for a context of "
+            f"{options.max_context_len} tokens: with at most {switch}, by the short ones"
+        )
     _check_images(checkpoint, options)
     load = _load_encoder_decoder if checkpoint.config.is_encoder_decoder else load_decoder
     _check_ranks(checkpoint, offers, options)
     options = replace(options, launches=options.ranks.launches(options.launches))
     with LOADING:
         runner = load(checkpoint, platform, offers, options, progress, warn)
+        hint = dtype_hint(runner.decision, offers, options.policy)
+        if hint and options.dtype is None:
+            warn(hint)
         if options.compile:
             _compile(runner, warn)
         if options.graph is not False:

@@ -32,8 +32,10 @@ from attnmux.transformers.mixer import Mixer
 from attnmux.transformers.mixers import bind, mixers_of, serve
 from attnmux.transformers.options import RunnerOptions
 from attnmux.transformers.pools import bytes_per_token
+from attnmux.transformers.quantised import with_kv_scales
 from attnmux.transformers.requests import (
     check_against_config,
+    folder_of,
     latent_request,
     request_of,
     stated_request,
@@ -72,9 +74,13 @@ def load_decoder(
     layers = _marked(layers, model, compressors, chunks)
     linear = serve(mixers)
     indexers, layers = _picking(indexers, layers, options)
-    layers = with_kept_dtype(layers, dtype, options)
+    scheme = None if stated is None else stated.kv_dtype
+    layers = with_kept_dtype(layers, dtype, options, scheme)
+    if (folder := folder_of(checkpoint)) is not None and not (stated and stated.latent):
+        layers = with_kv_scales(layers, folder, warn)
     images = ImageReader(model, layers) if options.images else None
     request = _with_images(request_of(layers, dtype, linear), images)
+    request = request.replace(origin="model", kv_dtype=scheme)
     if stated is not None:
         check_against_config(request, stated, max_context_len=options.max_context_len)
     latent = _latent_layers(model, layers, mixers, options)

@@ -26,7 +26,6 @@ from attnmux.core import (
 from attnmux.core.plugin import shared_kernel
 from attnmux.transformers.batching import StepBuilder
 from attnmux.transformers.capacity import Capacity, RunnerMemory, allocate
-from attnmux.transformers.context_limit import fixed_row_len
 from attnmux.transformers.draft_loop import TreeKernels
 from attnmux.transformers.engine.stats import Laps
 from attnmux.transformers.linears import LinearKernel, multiply_by
@@ -109,7 +108,6 @@ class ModelOnBackend:
             memory.allocator,
             token_to_kv_pool=memory.pool,
             window_tree=memory.window_tree,
-            max_step_tokens=fixed_row_len(self.model.config),
             max_encoder_len=capacity.max_encoder_len,
             encoder_like=self._encoder_like,
             image_width=0 if self.images is None else self.images.width,

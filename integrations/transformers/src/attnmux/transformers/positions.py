@@ -115,6 +115,40 @@ def take_positions(model: PreTrainedModel) -> None:
     model.forward = forward
 
 
+def scale_by_positions(model: PreTrainedModel) -> None:
+    """Let layers that scale queries by a token's place in the row take its position (Llama 4:
+    log1p(floor((place + 1) / floor_scale)) * attn_scale + 1, in layers without rotary embeddings).
+    """
+    for layer in list(model.modules()):
+        attention: Any = getattr(layer, "self_attn", None)
+        if getattr(attention, "attn_temperature_tuning", False):
+            attention.attn_temperature_tuning = False
+            if not attention.use_rope:
+                scaling = QueryScaling(attention.floor_scale, attention.attn_scale)
+                layer.register_forward_pre_hook(scaling.take, with_kwargs=True)
+                attention.q_proj.register_forward_hook(scaling.scale)
+
+
+class QueryScaling:
+    """The scaling of one layer's queries by their positions."""
+
+    def __init__(self, floor_scale: float, attn_scale: float) -> None:
+        self.floor_scale, self.attn_scale = floor_scale, attn_scale
+        self.positions: torch.Tensor | None = None
+        """[1, T], of the call that runs."""
+
+    def take(self, layer: torch.nn.Module, args: tuple[Any, ...], kwargs: Kwargs) -> None:
+        self.positions = kwargs["position_ids"]
+
+    def scale(
+        self, projection: torch.nn.Module, args: tuple[Any, ...], queries: torch.Tensor
+    ) -> torch.Tensor:
+        assert self.positions is not None
+        steps = torch.floor((self.positions.float() + 1) / self.floor_scale)
+        scales = torch.log1p(steps) * self.attn_scale + 1
+        return (queries * scales.unsqueeze(-1)).to(queries.dtype)
+
+
 def _takes_positions(module: torch.nn.Module) -> bool:
     return "position_ids" in inspect.signature(module.forward).parameters
 

@@ -1,23 +1,28 @@
-"""Which quantised checkpoints are refused: those that would run on raw codes."""
+"""Quantised checkpoints: which are refused, since they would run on raw codes, and the scales of K
+and V."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors import safe_open
 from transformers import PreTrainedConfig
 from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
 
-from attnmux.core import InvalidInput
+from attnmux.core import InvalidInput, LayerSpec
 
 FLOAT8 = ("F8_", "float8_", "torch.float8_")
 """How names of dtypes begin, in safetensors and in torch."""
 
-KV_SCALES = (".k_scale", ".v_scale", ".kv_scale")
-"""Endings of the names of tensors that were calibrated for an 8-bit KV cache."""
+KV_SCALES = (".k_scale", ".v_scale", ".kv_scale", ".k_proj.output_scale", ".v_proj.output_scale")
+"""Endings of the names of tensors that were calibrated for a quantised KV cache."""
+
+OF_LAYER = re.compile(r"\.layers\.(\d+)\.")
 
 WEIGHT_SCALE = re.compile(r"\.(weight_scale|scale_weight)[^.]*$")
 
@@ -56,6 +61,43 @@ def check_scales(source: str, dtypes: Mapping[str, str]) -> None:
         if owner in owners and "scale" in tail and not name.endswith(KV_SCALES):
             got = f"{source}, whose {owners[owner]} has float8 codes and a scale, {name}"
             raise InvalidInput("model", got=got, expected=EXPECTED)
+
+
+def with_kv_scales(
+    layers: Sequence[LayerSpec], folder: Path, warn: Callable[[str], None]
+) -> tuple[LayerSpec, ...]:
+    """The layers with the checkpoint's scales of K and V, which a KV cache of few bits divides by.
+
+    folder: it reads the *.safetensors there. warn: called with a sentence about scales that are not
+    one number a layer.
+    """
+    scales: dict[int, dict[str, Any]] = {}
+    unused = []
+    for name, value in _kv_scales(folder):
+        layer = OF_LAYER.search(name)
+        if layer is None or value.numel() != 1:
+            unused.append(name)
+            continue
+        owner = "kv" if name.endswith(".kv_scale") else name.removesuffix(".output_scale")
+        for side in ("k", "v"):
+            if owner == "kv" or owner.rpartition(".")[2].startswith(side):
+                scales.setdefault(int(layer[1]), {})[f"{side}_scale"] = float(value)
+    known = {layer.layer_id for layer in layers}
+    unused += [f"layer {number}" for number in sorted(scales.keys() - known)]
+    if unused:
+        warn(
+            f"{folder} holds scales of K and V that are not one number for each attention layer "
+            f"({', '.join(unused[:3])}): a KV cache of few bits takes a scale of 1 there"
+        )
+    return tuple(replace(layer, **scales.get(layer.layer_id, {})) for layer in layers)
+
+
+def _kv_scales(folder: Path) -> Iterator[tuple[str, torch.Tensor]]:
+    for path in sorted(folder.glob("*.safetensors")):
+        with safe_open(path, framework="pt") as file:
+            for name in file.keys():  # noqa: SIM118  # no mapping
+                if name.endswith(KV_SCALES):
+                    yield name, file.get_tensor(name)
 
 
 def weight_scales(names: Iterable[str]) -> list[str]:

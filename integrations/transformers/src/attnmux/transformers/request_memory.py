@@ -29,7 +29,6 @@ class RequestMemory:
         token_to_kv_pool: KVPool | None = None,
         window_tree: WindowPrefixTree | None = None,
         state_tree: StatePrefixTree | None = None,
-        max_step_tokens: int | None = None,
         max_encoder_len: int = 0,
         encoder_like: torch.Tensor | None = None,
         image_width: int = 0,
@@ -41,7 +40,6 @@ class RequestMemory:
         window_tree: an empty tree on `allocator`, for a model with a window pool. Callers then
         `slide` requests before they build steps.
         state_tree: an empty tree on `allocator`, for a model whose linear layers' states are kept.
-        max_step_tokens: T of the largest step that the model can run; None for any.
         max_encoder_len: the most encoder tokens of a request. Every row of the table has columns
         for them before its tokens. 0 for a decoder-only model.
         encoder_like: as in `check_encoder_states`. image_width: as in `check_images`.
@@ -62,7 +60,6 @@ class RequestMemory:
         """The prefix tree, if the model has a window pool."""
         self.state_tree = state_tree
         """The prefix tree, if the states of linear layers are kept."""
-        self.max_step_tokens = max_step_tokens
         self.max_encoder_len = max_encoder_len
         self._encoder_like, self._image_width = encoder_like, image_width
         self.linear_states = linear_states

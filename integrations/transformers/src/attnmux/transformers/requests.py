@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from transformers.utils.hub import cached_file
 
-from attnmux.configs import kept_layers, request_from_model
+from attnmux.configs import UnknownModel, kept_layers, request_from_model
 from attnmux.core import (
     InvalidInput,
     LayerGroup,
@@ -29,16 +29,21 @@ from attnmux.transformers.shapes import SHAPE, STORED, by_shape
 
 
 def with_kept_dtype(
-    layers: Sequence[LayerSpec], dtype: torch.dtype, options: RunnerOptions
+    layers: Sequence[LayerSpec],
+    dtype: torch.dtype,
+    options: RunnerOptions,
+    scheme: str | None = None,
 ) -> tuple[LayerSpec, ...]:
     """The layers, of which those that `RunnerOptions.kv_dtype_skip` names store K and V in `dtype`.
 
+    scheme: the checkpoint's KV dtype.
     Raises InvalidInput as `kept_layers` does.
     """
     if options.kv_dtype_skip is None:
         return tuple(layers)
     own, kinds = dtype_name(dtype), {layer.layer_id: _kind(layer) for layer in layers}
-    kv_dtype = options.kv_dtype and canonical_dtype(options.kv_dtype, "kv_dtype")
+    kv_dtype = options.kv_dtype or scheme
+    kv_dtype = kv_dtype and canonical_dtype(kv_dtype, "kv_dtype")
     kept = kept_layers(options.kv_dtype_skip, kinds, dtype=own, kv_dtype=kv_dtype)
     return tuple(
         replace(layer, kv_dtype=own) if layer.layer_id in kept else layer for layer in layers
@@ -181,27 +186,35 @@ def _compare(name: str, recorded: object, stated: object) -> None:
         )
 
 
+def folder_of(checkpoint: Checkpoint) -> Path | None:
+    """The folder of its files, for an id on the hub in the cache; None without a config.json."""
+    file = cached_file(checkpoint.source, "config.json", revision=checkpoint.revision)
+    return None if file is None else Path(file).parent
+
+
 def stated_request(
     checkpoint: Checkpoint, options: RunnerOptions, *, dtype: torch.dtype
 ) -> Request | None:
     """What config.json says of the model's attention; None where it says it in words of its own.
 
-    Such models (GPT-2's `n_head`) are known only once they run. dtype: of the model.
+    Such models, and those of unknown types, are known only once they run. dtype: of the model.
     Raises InvalidInput for heads that the ranks do not divide, and for layers that cannot be
     skipped.
     """
-    file = cached_file(checkpoint.source, "config.json", revision=checkpoint.revision)
-    if file is None:
+    folder = folder_of(checkpoint)
+    if folder is None:
         return None
     try:
         known = request_from_model(
-            Path(file),
+            folder,
             tp=options.ranks.head_ranks,
             dtype=dtype_name(dtype),
             kv_dtype=options.kv_dtype,
             kv_dtype_skip=options.kv_dtype_skip,
         )
         return known.replace(origin="model", dtype=dtype_name(dtype))
+    except UnknownModel:
+        return None
     except InvalidInput as error:
         if error.argument in ("tp", "kv_dtype_skip"):
             raise

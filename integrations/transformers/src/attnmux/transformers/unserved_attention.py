@@ -15,6 +15,8 @@ SEES_LATER = "a model in which each token sees later ones too"
 UNSERVED: Mapping[str, str] = MappingProxyType(
     {
         "CpmAntAttention": SEES_LATER,
+        "Glm5NextTextIndexer": "keys of a latent that an indexer picks in pools",
+        "MistralLarge4TextIndexer": "keys that an indexer picks by scores scaled by position",
         "ProphetNetNgramSelfAttention": "a bias by distance that depends on the query, and streams "
         "that each see keys of their own",
         "ReformerAttention": "attention among the keys that are hashed to a query's bucket",
@@ -28,7 +30,8 @@ def check_own_attention(model_class: type[torch.nn.Module], config: PreTrainedCo
     """Raise InvalidInput, with the reason, for a model whose own attention no layer expresses."""
     beside = vars(sys.modules[model_class.__module__])
     found = [reason for name, reason in UNSERVED.items() if name in beside]
-    if "XLMModel" in beside and not config.causal:
+    # A module that imports everything from transformers has the name too
+    if "XLMModel" in beside and not getattr(config, "causal", True):
         found = [f"{SEES_LATER}, by its config's causal=False"]
     if found:
         expected = "causal attention, with a fixed bias by distance at most"

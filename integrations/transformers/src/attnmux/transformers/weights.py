@@ -89,13 +89,7 @@ def load_model(
     if codes := weight_scales(unexpected):
         got = f"{source}, whose weights have scales that its model does not read: {_shown(codes)}"
         raise InvalidInput("model", got=got, expected=QUANTISED)
-    scales = [name for name in unexpected if name.endswith(KV_SCALES)]
-    if scales:
-        warn(
-            f"{source} holds scales of K and V, which are not used: a KV cache of 8-bit floats "
-            f"takes a scale of 1 instead ({_shown(scales)})"
-        )
-    if others := [name for name in unexpected if name not in scales]:
+    if others := [name for name in unexpected if not name.endswith(KV_SCALES)]:
         warn(f"{source} holds tensors that its model does not read: {_shown(others)}")
     if split is not None:
         split(cast("PreTrainedModel", model))

@@ -132,9 +132,6 @@ class ModelProposer:
         room = self._runner.steps.max_context_len - longest
         if room < 0:
             return None
-        most = self._runner.steps.max_step_tokens
-        if most is not None and len(states) * self.topk > most:
-            return None
         num_steps = min(self.steps, room + 1, num_tokens - 1)
         try:
             found = self._draft(states, num_steps)
@@ -178,8 +175,7 @@ class ModelProposer:
         self, read: Sequence[SequenceState]
     ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         """Read all pending tokens. What `likeliest` returns of them, in parts of n requests."""
-        steps = self._runner.steps
-        most = min(CATCH_UP_TOKENS, steps.max_step_tokens or CATCH_UP_TOKENS)
+        most = CATCH_UP_TOKENS
         group: list[SequenceState] = []
         for state in read:
             while state.num_pending > most:
@@ -194,7 +190,7 @@ class ModelProposer:
         self, states: Sequence[SequenceState], counts: Sequence[int] | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
         steps, graphs = self._runner.steps, self._runner.catch_up_graphs
-        if graphs is not None and counts is None and can_reread(states, steps, self.steps + 1):
+        if graphs is not None and counts is None and can_reread(states, self.steps + 1):
             step = reread(states, steps, self.steps + 1)
             counts = [self.steps + 1] * len(states)
         else:

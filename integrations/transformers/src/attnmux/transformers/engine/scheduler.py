@@ -42,7 +42,7 @@ class Scheduler:
         """max_running, prefill_tokens: as in `Engine`. Raises InvalidInput for those below 1."""
         steps = cache.steps
         # A step runs at least one token of every decoding request.
-        limits = [steps.req_to_token_pool.size, max_running, steps.max_step_tokens]
+        limits = [steps.req_to_token_pool.size, max_running]
         check_at_least(1, "prefill_tokens", prefill_tokens)
         if max_running is not None:
             check_at_least(1, "max_running", max_running)
@@ -54,7 +54,6 @@ class Scheduler:
         self._page_size = cache.page_size
         self._max_running = min(limit for limit in limits if limit is not None)
         self.prefill_tokens = prefill_tokens
-        self._max_step_tokens = steps.max_step_tokens
         self._closed = False
         """Whether memory ran out: no request is admitted until one has ended."""
 
@@ -113,7 +112,7 @@ class Scheduler:
         """The next parts of the prompts that have begun, up to the limits of a step. The window
         pool must hold a whole part, so that a long prompt may run in smaller ones."""
         chunks: list[tuple[LiveRequest, int]] = []
-        room = self._room()
+        room = self.prefill_tokens
         for request in self.prefilling:
             if room == 0:
                 break
@@ -147,11 +146,6 @@ class Scheduler:
             return count
         start = state.num_cached
         return state.images.chunk_end(start, start + count) - start
-
-    def _room(self) -> int:
-        if self._max_step_tokens is None:
-            return self.prefill_tokens
-        return min(self.prefill_tokens, self._max_step_tokens - len(self.decoding))
 
     def _make_room(self, chunks: list[tuple[LiveRequest, int]]) -> bool:
         """Evict as much as the step needs. Returns whether that was enough."""
@@ -190,7 +184,7 @@ class Scheduler:
 
     def _admit(self, chunks: list[tuple[LiveRequest, int]]) -> None:
         """Admit waiting requests while rows, the step's tokens and memory suffice."""
-        room = self._room() - sum(count for _, count in chunks)
+        room = self.prefill_tokens - sum(count for _, count in chunks)
         rows = self._max_running - len(self.prefilling) - len(self.decoding)
         if not self._admits:
             return

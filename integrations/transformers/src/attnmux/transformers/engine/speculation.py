@@ -143,8 +143,6 @@ class Speculation:
             max([request.num_remaining for request in requests]),
             steps.max_context_len - longest,
         )
-        if steps.max_step_tokens is not None:
-            most = min(most, steps.max_step_tokens // len(requests))
         if self._has_room(requests, most):
             return most
         while most > 1 and self._new_tokens(requests, most) > self._cache.obtainable:
