@@ -177,7 +177,7 @@ def _compiled_library(level: Level) -> ctypes.CDLL:
     if compiler is None:
         raise BackendFailed(ADDRESS, f"none of {', '.join(COMPILERS)} is on PATH", hint=HINT)
     often = "once" if path is not None else "at each start, as no folder is there to keep them"
-    LOG.warning("compiling the kernels of native for %s, %s: about 15 s", level.name, often)
+    LOG.warning("compiling the kernels of native for %s, %s: up to a minute", level.name, often)
     try:
         # A loaded library outlives its file.
         with tempfile.TemporaryDirectory(prefix="attnmux-", ignore_cleanup_errors=True) as scratch:
