@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, get_type_hints
 
 from attnmux.core.facts.checks import nearest
 from attnmux.core.facts.errors import InvalidInput
@@ -234,8 +234,9 @@ class Request(Plain):
 
 
 DEFAULTS = tuple(defaults(Request).items())
+_TYPES = get_type_hints(Request)
 READERS: Mapping[str, Reader] = {
-    name: BY_NAME.get(name) or BY_TYPE[Request.__annotations__[name]] for name, _ in DEFAULTS
+    name: BY_NAME.get(name) or BY_TYPE[_TYPES[name]] for name, _ in DEFAULTS
 }
 """By field."""
 

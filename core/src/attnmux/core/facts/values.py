@@ -209,14 +209,14 @@ def _layers(name: str, value: Any) -> tuple[tuple[str, int], ...]:  # noqa: ANN4
         raise InvalidInput(name, got=repr(value), expected="KIND:COUNT+KIND:COUNT") from None
 
 
-BY_TYPE: Mapping[str, Reader] = {
-    "int | None": _positive,
-    "float | None": partial(_number, float, "a positive number, or none"),
-    "bool": _flag,
-    "tuple[LayerGroup, ...]": read_groups,
-    "tuple[tuple[str, int], ...]": _layers,
+BY_TYPE: Mapping[Any, Reader] = {
+    int | None: _positive,
+    float | None: partial(_number, float, "a positive number, or none"),
+    bool: _flag,
+    tuple[LayerGroup, ...]: read_groups,
+    tuple[tuple[str, int], ...]: _layers,
 }
-"""By the annotation of a request's field."""
+"""By the type of a request's field."""
 
 BY_NAME: Mapping[str, Reader] = {
     "kind": partial(_word, KINDS),
@@ -227,4 +227,4 @@ BY_NAME: Mapping[str, Reader] = {
     "sparse": lambda name, value: None if _is_unset(value) else _word(("quest",), name, value),
     "sliding_window": _window,
 }
-"""By field, where the annotation does not say enough."""
+"""By field, if its type does not say enough."""

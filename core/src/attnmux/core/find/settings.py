@@ -12,7 +12,7 @@ import os
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, get_args, get_type_hints
 
 from attnmux.core.facts.checks import nearest, read_flag
 from attnmux.core.facts.errors import InvalidInput, SettingsError
@@ -237,16 +237,16 @@ def _seconds(where: str, value: Any) -> float:  # noqa: ANN401  # reads any valu
     return seconds
 
 
-BY_TYPE: Mapping[str, Callable[[str, Any], Any]] = {
-    "str | None": _word,
-    "tuple[str, ...]": _words,
-    "tuple[str, ...] | None": _words,
-    "bool": read_flag,
-    "float": _seconds,
-    "Mapping[str, Mapping[str, Any]]": _options,
+BY_TYPE: Mapping[Any, Callable[[str, Any], Any]] = {
+    str | None: _word,
+    tuple[str, ...]: _words,
+    tuple[str, ...] | None: _words,
+    bool: read_flag,
+    float: _seconds,
+    Mapping[str, Mapping[str, Any]]: _options,
 }
 READERS: Mapping[str, Callable[[str, Any], Any]] = {
-    name: BY_TYPE[kind] for name, kind in Settings.__annotations__.items() if name != "sources"
+    name: BY_TYPE[kind] for name, kind in get_type_hints(Settings).items() if name != "sources"
 }
 
 
