@@ -1,7 +1,4 @@
-"""Tests ignore the configuration, variables and measurements of this machine's user.
-
-With `--full` they also run what differs from a case that always runs by a number or a page size.
-"""
+"""Tests ignore the configuration, variables and measurements of this machine's user."""
 
 from __future__ import annotations
 
@@ -13,18 +10,15 @@ import re
 import shlex
 import shutil
 import sys
-from collections import defaultdict
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import replace
-from functools import cache
 from hashlib import sha256
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 from zipfile import BadZipFile, ZipFile
 from zipfile import Path as ZipPath
-from zlib import crc32
 
 import pytest
 from packaging.version import Version
@@ -39,77 +33,13 @@ os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 re._MAXCACHE = 8192
 
 
-EVERY_PAGE_SIZE = frozenset(
-    {
-        "decode-changing-batch-size",
-        "decode-max-length",
-        "decode-nan",
-        "decode-page-boundaries",
-        "decode-uneven",
-        "decode-window",
-        "decode-window-of-a-page",
-        "decode-window-pool",
-        "extend-cross",
-        "extend-full-prefix-hit",
-        "extend-max-length",
-        "extend-nan",
-        "extend-page-boundaries",
-        "extend-partly-filled-page",
-        "extend-prefix",
-        "extend-shared-prefix",
-        "extend-window",
-        "extend-window-of-a-page",
-        "extend-window-pool",
-        "mixed",
-        "mla-decode",
-        "mla-extend",
-        "nsa-decode-page-boundaries",
-        "nsa-extend",
-        "strided-decode",
-        "verify-chain",
-        "verify-tree",
-    }
-)
-"""Cases of a suite that run at each of its page sizes. Of every other case, and in graphs, one is
-enough."""
-NOT_OF_GRAPHS = re.compile(
-    r"-heads|-dims?-|-float(16|32)|-fp8_e5m2|-scale$|-saturated|-cap|-one-request|kv-scales|"
-    r"(e4m3|mla)-kv-in-pool|e4m3-(window|scales-lse)|-(window|pool)-(sinks|fp8_e4m3)|"
-    r"-long-(?!windows$)|strided-(?!decode$)|"
-    r"(padding|size|mla-decode|then-decode|verify-empty-prefix)-host-lens"
-)
-"""Cases that differ from others by a number, a dtype or a flag of the kernel, which graphs do not
-change, or join two that run in graphs."""
-JOINED = re.compile(
-    r"fp8_e5m2-(?!scales$)|(verify|(mla|nsa)-\w+)-fp8_e5m2|empty-prefix-.+-host-lens|"
-    r"mixed-(window|chunk|sinks|kv-in-pool|deterministic|fp8|dims).*-host-lens|"
-    r"(alibi|relative)-extend-long|mla-unsaved-long|mixed-long-chunk|long-chunk-empty-prefix|"
-    r"alibi-(decode|extend)-(\d|dim|float|scale|fp8|deterministic|sinks|chunk)|"
-    r"relative-(decode|extend)-(\d|float|fp8|deterministic|sinks|chunk|strided|reach-128)|"
-    r"relative-encoder-(float|reach-128)|mla-\w+-\d+-requests"
-)
-"""Cases that join features, each of which has a case of its own. Of 8-bit floats, e4m3 has these
-cases too."""
-SHARE_OF_ENGINES = 14
-"""Each suite runs one in so many cases of what engines do, all suites together all of them: what
-they reveal is in core as often as in a backend."""
-PAGED = re.compile(r"(.*::test_agrees_with_reference\[[^-]*-(.*))-page(\d+)(.*)")
-
-
-def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption(
-        "--full", action="store_true", help="run every case at every page size, and in graphs"
-    )
+pytest_plugins = ["turns"]
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    config.addinivalue_line("markers", "full: near to a case that always runs; needs --full")
-    config.addinivalue_line("markers", "share(n): run one case in n without --full")
-    config.addinivalue_line("markers", "one_of(parameter): run at one of its values without --full")
     config.addinivalue_line(
         "markers", "transformers(release): needs that release of transformers, or a later one"
     )
-    config.addinivalue_line("markers", "near(n): run one case in n of a suite, and those of pages")
     with suppress(ImportError):  # engines' own environments have none
         from hypothesis import settings  # noqa: PLC0415  # as above
 
@@ -118,63 +48,7 @@ def pytest_configure(config: pytest.Config) -> None:
         settings.load_profile("full" if config.getoption("full") else "short")
 
 
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Without `--full`, run each case of a suite at one page size, which its name decides, cases
-    that differ by a number without graphs alone, no joined ones, and a share of those of engines. A
-    suite that is `near` another runs a share of its cases: the same adapter runs all of them
-    elsewhere."""
-    skip_for_transformers(items)
-    if config.getoption("full"):
-        return
-    values: defaultdict[str, set[int | str]] = defaultdict(set)
-    others: list[tuple[pytest.Item, str, int | str]] = []
-    left_out = {item for item in items if item.get_closest_marker("full")}
-    for item in items:
-        if (mark := item.get_closest_marker("share")) and crc32(item.name.encode()) % mark.args[0]:
-            left_out.add(item)
-        if mark := item.get_closest_marker("one_of"):
-            value = item.callspec.params[mark.args[0]]
-            value = getattr(value, "__name__", value)
-            start, _, ids = item.nodeid.rstrip("]").partition("[")
-            kept = ids.split("-")
-            kept.remove(str(value))
-            name = "-".join([start, *kept])
-            values[name].add(value)
-            others.append((item, name, value))
-        found = PAGED.fullmatch(item.nodeid)
-        in_graph = found and found[4] == "-graph]"
-        if found and found[2] not in EVERY_PAGE_SIZE and (mark := item.get_closest_marker("near")):
-            left_out.update([item] if crc32(found[2].encode()) % mark.args[0] else [])
-        if found and runs_in_full_alone(found):
-            left_out.add(item)
-        elif found and (in_graph or found[2] not in EVERY_PAGE_SIZE):
-            values[found[1] + found[4]].add(int(found[3]))
-            others.append((item, found[1] + found[4], int(found[3])))
-    left_out |= {item for item, name, value in others if value != one_value(name, values[name])}
-    config.hook.pytest_deselected(items=[item for item in items if item in left_out])
-    items[:] = [item for item in items if item not in left_out]
-
-
-@cache
-def of_engines() -> frozenset[str]:
-    """Cases of what engines do, without their page size."""
-    # Imports torch, which reads what is set above; environments of engines have no suite
-    from attnmux.testing.engine_cases import engine_cases  # noqa: PLC0415
-    from attnmux.testing.steady_cases import steady_cases  # noqa: PLC0415
-
-    cases = (*engine_cases(1), *steady_cases(1))
-    return frozenset(case.name.removesuffix("-page1") for case in cases)
-
-
-def runs_in_full_alone(found: re.Match[str]) -> bool:
-    """Whether a case, as `PAGED` reads it, runs with `--full` alone."""
-    name, in_graph = found[2], found[4] == "-graph]"
-    if name in of_engines() and crc32((found[1] + found[4]).encode()) % SHARE_OF_ENGINES:
-        return True
-    return bool(JOINED.search(name) or (in_graph and NOT_OF_GRAPHS.search(name)))
-
-
-def skip_for_transformers(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Skip tests of models that the installed transformers does not serve yet."""
     for item in items:
         if mark := item.get_closest_marker("transformers"):
@@ -182,22 +56,6 @@ def skip_for_transformers(items: list[pytest.Item]) -> None:
             if Version(there) < Version(needed):
                 why = f"needs transformers {needed}, got {there}"
                 item.add_marker(pytest.mark.skip(reason=why))
-
-
-def one_value(name: str, values: Collection[int | str]) -> int | str:
-    """The same one in every process, and all of them over many names."""
-    return sorted(values)[crc32(name.encode()) % len(values)]
-
-
-@pytest.fixture(scope="session")
-def full(pytestconfig: pytest.Config) -> bool:
-    """Whether random runs take their whole length."""
-    return bool(pytestconfig.getoption("full"))
-
-
-@pytest.fixture(scope="session")
-def every_page_size() -> Collection[str]:
-    return EVERY_PAGE_SIZE
 
 
 def pytest_sessionstart() -> None:

@@ -318,7 +318,7 @@ def test_tables_show_how_the_choice_changes(installed, file, fakes) -> None:
 @pytest.mark.parametrize("factory", [WrongElsewhere])
 def test_a_failed_check_is_kept_as_not_conformant(installed, file, factory, fakes) -> None:
     installed(fakes.Slow, factory)
-    data = answer(bench("--json", "--keep", "--check-seconds", "5", *STEPS[2:]))
+    data = answer(bench("--json", "--keep", "--check-seconds", "1", *STEPS[2:]))
     checks = {each["backend"]: each for each in data["kept"]["checks"]}
     assert not checks[f"fakes/{factory.__name__}"]["conformant"]
     assert "decode-uneven" in checks[f"fakes/{factory.__name__}"]["failure"]

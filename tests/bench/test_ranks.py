@@ -195,6 +195,7 @@ def of_ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     return run_ranks(everything, 2, folder, folder)
 
 
+@pytest.mark.turns(3, suite="ranks")
 def test_a_figure_is_that_of_the_slowest_rank_and_rank_0_keeps_it(of_ranks) -> None:
     slowest = [("fakes/Quick", 30.0), ("fakes/Steady", 20.0)]
     first, second = (each["benched"] for each in of_ranks)

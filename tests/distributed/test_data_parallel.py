@@ -276,6 +276,7 @@ def agrees_with_one_process(group: RankGroup, way: str) -> dict[str, list[str]]:
 
 @pytest.mark.parametrize("way", BACKENDS)
 @pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.turns(3)
 def test_ranks_agree_with_one_process(tmp_path: Path, size: int, way: str) -> None:
     for modes in run_ranks(agrees_with_one_process, size, tmp_path, way):
         long, short = "MAX_LEN", "SUM_LEN"

@@ -96,6 +96,7 @@ def of_ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, list[Ou
 
 
 @pytest.mark.parametrize("name", NAMES)
+@pytest.mark.turns(12)
 def test_the_suite_agrees(of_ranks, name: str) -> None:
     if missing(name):
         pytest.skip(f"needs {NEEDED[name]}")
@@ -113,6 +114,7 @@ def test_the_suite_agrees(of_ranks, name: str) -> None:
         *((name, "phase: wanted decode, offered extend") for name in WITHOUT_DECODE),
     ],
 )
+@pytest.mark.turns(3)
 def test_who_cannot_decode_over_ranks_is_refused(of_ranks, name: str, reason: str) -> None:
     if missing(name):
         pytest.skip(f"needs {NEEDED[name]}")

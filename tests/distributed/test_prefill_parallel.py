@@ -256,6 +256,7 @@ def worlds_of(draw: random.Random, *changes) -> list[tuple[Case, int, dict[str, 
 
 
 @pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.turns(3, suite="ranks")
 def test_every_rank_has_the_answer_and_all_keys(tmp_path: Path, size: int) -> None:
     draw = random.Random(secrets.randbits(64))
     worlds = worlds_of(

@@ -180,7 +180,7 @@ def rounds(page_size, topk, steps, size, num_rounds, seed, kernels=None):
 
 @pytest.mark.parametrize("topk", [1, 2, 4])
 @pytest.mark.parametrize("page_size", [1, 4, 16])
-@pytest.mark.one_of("page_size")
+@pytest.mark.turns(over="page_size")
 def test_nothing_leaks_in_random_rounds(page_size, topk, full, record_property) -> None:
     """The pool runs out again and again."""
     seed = random.randrange(1 << 30)
@@ -194,6 +194,7 @@ def test_nothing_leaks_in_random_rounds(page_size, topk, full, record_property) 
 
 @pytest.mark.filterwarnings("ignore:Conversion of an array:DeprecationWarning")
 @pytest.mark.parametrize("topk", [2, 4])
+@pytest.mark.turns(2)
 def test_kernels_build_the_same_trees(topk) -> None:
     triton_trees = pytest.importorskip("attnmux.triton.trees", exc_type=ImportError)
     assert rounds(4, topk, 3, 960, 25, topk, triton_trees.TritonTrees()) > 10

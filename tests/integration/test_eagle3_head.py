@@ -214,11 +214,12 @@ def counted_graphs(runner, drafter, drafts, eagle):
         (1, 1, (0, 1, 2), None, False),
         (16, 4, (0, 1), None, False),
         (1, 4, (0, 2), 24, True),
-        pytest.param(1, 1, (0, 1, 2), None, True, marks=pytest.mark.full),
-        pytest.param(16, 4, (0, 1), None, True, marks=pytest.mark.full),
-        pytest.param(1, 4, (0, 2), 24, False, marks=pytest.mark.full),
+        (1, 1, (0, 1, 2), None, True),
+        (16, 4, (0, 1), None, True),
+        (1, 4, (0, 2), 24, False),
     ],
 )
+@pytest.mark.turns(12)
 def test_scores_are_those_of_the_statement(
     tiny, run_on, head_of, page_size, topk, layers, width, graphs, eagle
 ):
@@ -242,6 +243,7 @@ def test_scores_are_those_of_the_statement(
     ("target", "page_size", "topk"),
     [("llama", 1, 4), ("llama", 16, 1), ("deepseek-v3", 16, 4), ("gemma3", 1, 1)],
 )
+@pytest.mark.turns(2)
 def test_greedy_text_is_that_of_each_prompt_alone(
     tiny, run_on, head_of, target, page_size, topk, monkeypatch, eagle
 ):

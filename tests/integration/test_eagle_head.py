@@ -60,6 +60,7 @@ def head_of(tiny, tmp_path_factory):
     ("target", "page_size", "topk"),
     [("llama", 1, 4), ("llama", 16, 1), ("deepseek-v3", 16, 4), ("gemma3", 1, 1)],
 )
+@pytest.mark.turns(4)
 def test_greedy_text_is_that_of_each_prompt_alone(
     tiny, run_on, head_of, target, page_size, topk, monkeypatch, eagle
 ):
@@ -113,11 +114,12 @@ class Statement:
         (1, 1, False),
         (1, 4, False),
         (16, 4, True),
-        pytest.param(1, 1, True, marks=pytest.mark.full),
-        pytest.param(1, 4, True, marks=pytest.mark.full),
-        pytest.param(16, 4, False, marks=pytest.mark.full),
+        (1, 1, True),
+        (1, 4, True),
+        (16, 4, False),
     ],
 )
+@pytest.mark.turns(12)
 def test_scores_are_those_of_the_head_alone(tiny, run_on, head_of, page_size, topk, graphs, eagle):
     """After prompts, accepted drafts, reused prefixes, and branches that continue others."""
     model, folder = tiny("llama")

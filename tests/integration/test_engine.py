@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 import zlib
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -263,15 +264,10 @@ SPANS = (
 
 @pytest.mark.parametrize(
     ("page_size", "options", "span"),
-    [
-        # Each pair of any two of them
-        pytest.param(*(page_size, options, span), marks=[pytest.mark.full] * bool((x + y + z) % 3))
-        for x, page_size in enumerate([1, 4, 16])
-        for y, options in enumerate([{}, {"prefill_tokens": 7}, {"prefix_cache": False}])
-        for z, span in enumerate(SPANS)
-    ],
+    [*product((1, 4, 16), ({}, {"prefill_tokens": 7}, {"prefix_cache": False}), SPANS)],
 )
 @pytest.mark.usefixtures("_bold")
+@pytest.mark.turns(9)
 def test_windows_are_there_for_every_token_that_needs_them(span, page_size, options):
     """The window pool has room for the windows of the requests and for a page or two besides."""
     rows = 5
@@ -349,7 +345,7 @@ def test_a_prefix_is_reused_where_its_window_is_still_there():
     ],
 )
 @pytest.mark.usefixtures("_bold")
-@pytest.mark.one_of("page_size")
+@pytest.mark.turns(over="page_size")
 def test_tokens_do_not_depend_on_what_shares_a_step(size, options, page_size):
     runner = HashingRunner(rows=6, size=size, page_size=page_size, context=80)
     engine = Engine(runner, **options)
@@ -755,10 +751,10 @@ def test_pools_that_an_interrupt_left_undefined_are_refused_until_a_reset():
     assert steps.allocator.available_size() == steps.allocator.size - 4
 
 
-def test_exceptions_at_random_lines_lose_nothing():
+def test_exceptions_at_random_lines_lose_nothing(full, day):
     tool = Path(__file__).resolve().parents[2] / "tools" / "inject_faults.py"
     done = subprocess.run(
-        [sys.executable, str(tool), "--faults", "400"],
+        [sys.executable, str(tool), "--faults", "400" if full else "100", "--seed", str(day)],
         capture_output=True,
         text=True,
         check=False,
@@ -1035,6 +1031,7 @@ def test_drawn_tokens_do_not_depend_on_what_shares_a_step():
 @pytest.mark.usefixtures("_bold")
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize(("span", "num"), [(None, 10_000), (SPANS[1], 3000), (SPANS[3], 3000)])
+@pytest.mark.turns(6)
 def test_soak(span, num, overlap, full):
     """Thousands of arrivals, aborts and evictions at random, from outside and from within steps."""
     num = num if full else max(num // 12, 750)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import replace
+from itertools import product
 
 import pytest
 import torch
@@ -99,17 +100,13 @@ def counting(graphs):
         ("llama", "qwen3", 1, 1),
         ("llama", "mistral", 4, 4),
         ("deepseek-v3", "llama", 16, 4),
-        *(
-            pytest.param(*each, marks=pytest.mark.full)
-            for each in [
-                ("llama", "qwen3", 16, 1),
-                ("llama", "qwen3", 1, 4),
-                ("llama", "qwen3", 16, 4),
-                ("deepseek-v3", "llama", 1, 4),
-            ]
-        ),
+        ("llama", "qwen3", 16, 1),
+        ("llama", "qwen3", 1, 4),
+        ("llama", "qwen3", 16, 4),
+        ("deepseek-v3", "llama", 1, 4),
     ],
 )
+@pytest.mark.turns(8)
 def test_greedy_text_is_that_of_each_prompt_alone(
     tiny, run_on, target, draft, page_size, topk, monkeypatch, alone
 ):
@@ -134,18 +131,9 @@ NO_WINDOWS = {"window_step_tokens": None}
 
 
 @pytest.mark.parametrize(
-    ("graphs", "page_size", "topk"),
-    [
-        (False, 1, 1),
-        (False, 16, 4),
-        (True, 16, 1),
-        (True, 1, 4),
-        *(
-            pytest.param(*each, marks=pytest.mark.full)
-            for each in [(False, 1, 4), (False, 16, 1), (True, 1, 1), (True, 16, 4)]
-        ),
-    ],
+    ("graphs", "page_size", "topk"), [*product((False, True), (1, 16), (1, 4))]
 )
+@pytest.mark.turns(8)
 def test_the_target_itself_guesses_right(sure, run_on, page_size, topk, graphs, alone):
     """Each round accepts as many tokens as it has steps."""
     model, folder = sure
@@ -172,6 +160,7 @@ def test_the_target_itself_guesses_right(sure, run_on, page_size, topk, graphs, 
 
 
 @pytest.mark.parametrize(("page_size", "topk"), [(1, 1), (16, 4)])
+@pytest.mark.turns(2)
 def test_scores_are_those_of_the_paths(tiny, page_size, topk):
     """With graphs and without: the log-probability that the model has for each path alone."""
     model, folder = tiny("llama")
@@ -342,6 +331,7 @@ def test_contexts_and_texts_too_short_for_graphs(tiny, lens):
 
 
 @pytest.mark.parametrize("topk", [1, 4])
+@pytest.mark.turns(2)
 def test_thresholds_accept_more_of_sampled_requests_alone(tiny, run_on, topk, alone):
     """Greedy requests of the same steps keep their texts; a text is the same each time."""
     model, folder = tiny("llama")

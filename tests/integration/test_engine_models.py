@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from contextlib import suppress
+from itertools import product
 
 import pytest
 import torch
@@ -51,6 +52,7 @@ def tokens(engine, prompts, num):
 
 
 @pytest.mark.parametrize("architecture", ["llama", "gemma3", "gpt-oss", "deepseek-v3"])
+@pytest.mark.turns(2)
 def test_tokens_are_those_of_each_prompt_alone(tiny, run_on, architecture, monkeypatch, alone):
     monkeypatch.setattr(scheduler, "GROWTH", 1)
     model, folder = tiny(architecture)
@@ -68,19 +70,9 @@ def test_tokens_are_those_of_each_prompt_alone(tiny, run_on, architecture, monke
 
 @pytest.mark.parametrize(
     ("architecture", "page_size"),
-    [
-        *[("gpt-oss", 1), ("llama4", 1), ("gemma3", 16)],
-        *(
-            pytest.param(*each, marks=pytest.mark.full)
-            for each in [("gpt-oss", 16), ("llama4", 16), ("gemma3", 1)]
-        ),
-        *(
-            pytest.param(name, page_size, marks=pytest.mark.full)
-            for name in ("gemma2", "mistral")
-            for page_size in (1, 16)
-        ),
-    ],
+    [*product(("gpt-oss", "llama4", "gemma3", "gemma2", "mistral"), (1, 16))],
 )
+@pytest.mark.turns(12)
 def test_tokens_are_the_same_with_a_window_pool(
     tiny, run_on, architecture, page_size, monkeypatch, alone
 ):

@@ -100,6 +100,7 @@ def run(budget, asked):
     return runner, [one.token_ids for one in done.results]
 
 
+@pytest.mark.turns(2)
 def test_a_budget_of_all_keys_has_the_texts_of_dense_attention(asked, kernels) -> None:
     _, dense = run(None, asked)
     runner, sparse = run(512, asked)
@@ -108,6 +109,7 @@ def test_a_budget_of_all_keys_has_the_texts_of_dense_attention(asked, kernels) -
     assert sparse == dense
 
 
+@pytest.mark.turns(2)
 def test_the_bounds_of_every_decode_step_are_those_of_the_pool(monkeypatch, asked, kernels) -> None:
     plain, seen = SparseAttnBackend.forward_decode, []
 

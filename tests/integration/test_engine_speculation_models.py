@@ -93,6 +93,7 @@ def some_prompts():
         ("deepseek-v3", 1, 16),
     ],
 )
+@pytest.mark.turns(3)
 def test_greedy_text_is_that_of_each_prompt_alone(
     tiny, run_on, architecture, topk, page_size, monkeypatch, alone
 ):
@@ -165,10 +166,11 @@ def counting(graphs):
         ("llama", 1, {}, 1),
         ("llama", 4, {}, 16),
         ("mistral", 1, WINDOW_POOL, 1),
-        pytest.param("llama", 4, {}, 1, marks=pytest.mark.full),
-        pytest.param("gemma3", 1, WINDOW_POOL, 16, marks=pytest.mark.full),
+        ("llama", 4, {}, 1),
+        ("gemma3", 1, WINDOW_POOL, 16),
     ],
 )
+@pytest.mark.turns(3)
 def test_steps_replayed_from_graphs_give_the_same_text(
     tiny, architecture, topk, options, page_size, alone
 ):
@@ -205,6 +207,7 @@ def test_steps_replayed_from_graphs_give_the_same_text(
 
 
 @pytest.mark.parametrize(("architecture", "page_size"), [("llama", 16), ("deepseek-v3", 1)])
+@pytest.mark.turns(2)
 def test_trees_on_a_backend_without_masks_give_the_same_text(tiny, architecture, page_size, alone):
     model, folder = tiny(architecture)
     prompts = some_prompts()

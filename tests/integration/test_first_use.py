@@ -97,6 +97,7 @@ def test_a_backend_that_passes_serves_and_is_not_tried_again(acme, tmp_path) -> 
     ("backend", "said"),
     [("wrong", "decode-"), ("exits", "its process ended with exit status 0")],
 )
+@pytest.mark.turns(2)
 def test_a_backend_that_fails_gives_way_to_the_next(acme, tmp_path, backend, said) -> None:
     acme(backend)
     result = generate()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import shutil
+from itertools import product
 
 import pytest
 import torch
@@ -418,14 +419,9 @@ def test_streamed_pieces_are_the_text(run_on, tokenizer):
 
 @pytest.mark.parametrize(
     ("length", "page_size"),
-    [
-        *[(32, 1), (200, 16), (900, 16)],
-        *(
-            pytest.param(*each, marks=pytest.mark.full)
-            for each in [(32, 16), (200, 1), (900, 1), (1500, 16)]
-        ),
-    ],
+    [*product((32, 200, 900), (1, 16)), (1500, 16)],
 )
+@pytest.mark.turns(6)
 def test_the_shipped_model_recalls(run_on, tokenizer, page_size, length):
     """A wrong page, prefix or mask gives a wrong answer. The seed is one that the model knows in
     transformers' own attention as well."""

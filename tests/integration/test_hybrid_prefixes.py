@@ -39,12 +39,12 @@ def of_families(rng):
 @pytest.mark.parametrize(
     "architecture",
     [
-        *["qwen3-next", "kimi-linear", "falcon-h1", "jamba", "lfm2", "minimax", "mamba2"],
-        *(pytest.param(each, marks=pytest.mark.full) for each in ("bamba", "nemotron-h")),
+        *("qwen3-next", "kimi-linear", "falcon-h1", "jamba", "lfm2", "minimax", "mamba2"),
+        *("bamba", "nemotron-h"),
     ],
 )
 @pytest.mark.parametrize("page_size", [1, 4])
-@pytest.mark.one_of("page_size")
+@pytest.mark.turns(6)
 def test_the_third_prompt_begins_where_the_second_parted(
     tiny, run_hybrid, architecture, page_size, alone
 ) -> None:
@@ -86,6 +86,7 @@ def test_a_conversation_goes_on_from_its_last_token(tiny, run_hybrid, alone) -> 
         (1, 3, {"overlap": True}),
     ],
 )
+@pytest.mark.turns(4)
 def test_random_families_of_prompts(
     tiny, run_hybrid, monkeypatch, page_size, kept_states, given, alone
 ) -> None:
@@ -131,9 +132,8 @@ def test_windows_and_states_are_shared_together(tiny, run_hybrid, page_size, alo
     assert reused == [0, 0, 20, 20, 0, 20]
 
 
-@pytest.mark.parametrize(
-    "seed", [*range(2), *(pytest.param(each, marks=pytest.mark.full) for each in range(2, 6))]
-)
+@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.turns(6)
 def test_random_families_with_windows(tiny, run_hybrid, monkeypatch, seed, alone) -> None:
     """States, windows and pages make room each for themselves."""
     monkeypatch.setattr(scheduler, "GROWTH", 1)

@@ -73,15 +73,12 @@ def texts_of(engine, prompts, num=NUM, ways=()):
     [
         *[("qwen3-next", 1, None), ("mamba2", 4, None), ("lfm2", 1, None), ("jamba", 4, None)],
         ("kimi-linear", 4, None),
-        # Mamba2 has the first one's states, and MiniMax with windows the other's
-        *(
-            pytest.param(*each, None, marks=pytest.mark.full)
-            for each in (("falcon-h1", 4), ("minimax", 1))
-        ),
+        *[("falcon-h1", 4, None), ("minimax", 1, None)],
         *[("zaya", 1, None), ("xlstm", 1, None), ("recurrent-gemma", 4, 8)],
         ("minimax-windows", 4, 8),
     ],
 )
+@pytest.mark.turns(4)
 def test_greedy_text_is_that_without_drafts(
     tiny, run_hybrid, architecture, page_size, window, monkeypatch, alone
 ) -> None:
@@ -103,6 +100,7 @@ def test_greedy_text_is_that_without_drafts(
 
 
 @pytest.mark.parametrize("architecture", ["qwen3-next", "mamba2", "lfm2", "jamba"])
+@pytest.mark.turns(2)
 def test_steps_replayed_from_graphs_give_the_same_text(tiny, architecture, alone) -> None:
     """A stop id inside an accepted run too."""
     model, folder = tiny(architecture)

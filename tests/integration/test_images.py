@@ -117,7 +117,7 @@ def runner_of(run_on, folder, backend="torch_native", **changes):
 
 @pytest.mark.parametrize("page_size", [1, 16])
 @pytest.mark.parametrize("name", MODELS)
-@pytest.mark.one_of("page_size")
+@pytest.mark.turns(6)
 def test_text_is_that_of_transformers(tiny, run_on, name, page_size, monkeypatch):
     monkeypatch.setattr(scheduler, "GROWTH", 1)
     model, folder = tiny(name)
@@ -160,6 +160,7 @@ def test_text_depends_on_the_image(tiny, run_on, name):
 
 @pytest.mark.parametrize("page_size", [1, 4])
 @pytest.mark.parametrize("name", MODELS)
+@pytest.mark.turns(2)
 def test_prefixes_match_as_far_as_the_images_do(tiny, run_on, name, page_size):
     model, folder = tiny(name)
     pictures = Pictures(name)

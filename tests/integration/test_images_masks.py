@@ -68,6 +68,7 @@ def state_of(length, spans):
     ],
 )
 @pytest.mark.filterwarnings("ignore:Conversion of an array:DeprecationWarning")
+@pytest.mark.turns(3)
 def test_tokens_of_a_span_see_each_other(name, page_size, windows):
     """Prompts with spans, from their begin, from inside a span, without any, and decoding ones."""
     lens = ((0, 40), (5, 33), (20, 9), (31, 1))

@@ -256,6 +256,7 @@ def alone(model, inputs, use_cache=True):
 
 
 @pytest.mark.parametrize("name", SHAPES)
+@pytest.mark.turns(3)
 def test_layers_of_several_shapes(models, found, name) -> None:
     """Each rank keeps MiniMax's lightning layers whole, since its plan does not name them."""
     # With its cache, MiniMax's text is not that of its forward over the whole text

@@ -116,7 +116,7 @@ def named(names):
 
 
 @pytest.mark.parametrize("name", named(SAMPLE))
-@pytest.mark.share(2)
+@pytest.mark.turns(12)
 def test_an_architecture_says_what_it_says_eagerly(trial, offers, name):
     page_sizes = (1,) if SAMPLE.index(name) % 2 else (16,)
     outcome = trial.try_architecture(
@@ -140,7 +140,7 @@ SIXTEEN_BITS = (
 
 
 @pytest.mark.parametrize("name", named(SIXTEEN_BITS))
-@pytest.mark.share(2)
+@pytest.mark.turns(8)
 def test_in_16_bits_an_architecture_differs_no_more_than_rounding_does(trial, offers, name):
     outcome = trial.try_architecture(
         name, trial.Recipe(dtype="bfloat16"), probe_cpu(), offers, page_sizes=(16,)
@@ -182,6 +182,7 @@ def hide_a_key(patch):
 
 @pytest.mark.parametrize("name", named(["DeepseekV4Config", "GlmMoeDsaConfig", "GptOssConfig"]))
 @pytest.mark.parametrize("fault", ["position", "key"])
+@pytest.mark.turns(2)
 def test_in_16_bits_a_fault_is_found(trial, offers, monkeypatch, name, fault):
     """A wrong position, or a key too few: also in models that pick experts and keys."""
     make = trial.make_runner

@@ -105,6 +105,7 @@ def generated(
         ("gemma3", 2, False, {}, 0, {}),
     ],
 )
+@pytest.mark.turns(8)
 def test_the_text_is_that_of_one_rank(
     tiny, tmp_path: Path, architecture, size, interleaved, engine, drafts, changes, alone
 ) -> None:
@@ -213,6 +214,7 @@ def test_models_that_cannot_be_split(tiny, tmp_path: Path, architecture, size, s
         assert said in result.error
 
 
+@pytest.mark.turns(3, suite="ranks")
 def test_generate_on_two_ranks(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "attnmux.core", "generate", "The key is K77. ?K"]
     options = ["--tp", "2", "--dcp", "--page-size", "4", "--backend", "torch_native"]

@@ -148,6 +148,7 @@ def assert_same(ours, theirs):
 
 @pytest.mark.parametrize("page_size", [1, 16])
 @pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.turns(3)
 def test_chunks_and_decode_give_the_expanded_models_logits(
     made, run_on, sequences, name, page_size
 ):

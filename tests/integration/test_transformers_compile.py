@@ -103,12 +103,12 @@ def generated(runner, new=12):
         ("llama", 1, "aot_eager"),
         ("gpt-oss", 16, "eager"),
         ("deepseek-v2", 1, "eager"),
-        *(
-            pytest.param(*each, "aot_eager", marks=pytest.mark.full)
-            for each in [("gemma2", 16), ("gpt-oss", 16), ("deepseek-v2", 1)]
-        ),
+        ("gemma2", 16, "aot_eager"),
+        ("gpt-oss", 16, "aot_eager"),
+        ("deepseek-v2", 1, "aot_eager"),
     ],
 )
+@pytest.mark.turns(5)
 def test_compiled_layers_generate_the_same_text(tiny, run_on, architecture, page_size, compiler):
     folder = tiny(architecture)[1]
     plain = generated(run_on(folder, page_size=page_size, **ENGINE_STEPS))
@@ -193,6 +193,7 @@ def test_compiled_layers_in_graphs(tiny, run_on):
 
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="Inductor needs a C++ compiler")
+@pytest.mark.turns(3, suite="inductor")
 def test_inductor(tiny, run_on):
     folder = tiny("llama")[1]
     plain = generated(run_on(folder, page_size=16, **ENGINE_STEPS))
@@ -226,6 +227,7 @@ class OneRow:
 
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="Inductor needs a C++ compiler")
+@pytest.mark.turns(3, suite="inductor")
 def test_merged_projections_are_one_call_of_a_kernel(tiny, run_on):
     folder = tiny("llama")[1]
     runner = run_on(folder, page_size=16, **ENGINE_STEPS)

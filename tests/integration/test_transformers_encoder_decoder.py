@@ -236,7 +236,7 @@ def states_of(runner, inputs, ids, lens):
         ("t5gemma2", "fake"),
     ],
 )
-@pytest.mark.one_of("page_size")
+@pytest.mark.turns(8)
 def test_chunks_and_decode_give_the_models_own_logits(made, run_on, name, page_size, backend):
     """In the second extend one request goes on, one comes with its encoder, one is through."""
     model, folder = made(name)
@@ -294,6 +294,7 @@ def test_8_bit_floats_round_the_encoders_k_and_v_too(made, run_on, kv_dtype, mon
         *("mvp", "led", "fsmt", "bert2roberta", "speecht5"),
     ],
 )
+@pytest.mark.turns(3)
 def test_greedy_tokens_are_those_of_transformers_generate(made, run_on, name):
     model, folder = made(name)
     runner = run(run_on, folder, page_size=16)
@@ -332,7 +333,7 @@ def generated(engine, requests):
 
 @pytest.mark.parametrize("page_size", [1, 16])
 @pytest.mark.parametrize("name", ["whisper", "bart", "t5", "umt5", "t5gemma2", "bert2roberta"])
-@pytest.mark.one_of("page_size")
+@pytest.mark.turns(12)
 def test_the_engine_gives_each_request_what_it_gets_alone(
     made, run_on, monkeypatch, name, page_size
 ):
@@ -447,6 +448,7 @@ PADS = {
 
 
 @pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.turns(2)
 def test_encoders_in_one_call_give_each_request_its_own_states(made, run_on, name):
     model, folder = made(name)
     runner = run(run_on, folder)

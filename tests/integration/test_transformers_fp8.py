@@ -62,6 +62,7 @@ def round_what_is_written(pool, dtype, monkeypatch, *, kept=()):
         *product(("gemma3", "gpt-oss"), ("fp4_e2m1",)),
     ],
 )
+@pytest.mark.turns(2)
 def test_a_cache_of_few_bits_rounds_k_and_v_and_nothing_else(
     tiny, run_on, name, kv_dtype, monkeypatch
 ):
@@ -108,6 +109,7 @@ SKIPS = [
     ("name", "skip", "kept", "kv_dtype"),
     [*((*each, "fp8_e4m3") for each in SKIPS), (*SKIPS[1], "fp4_e2m1")],
 )
+@pytest.mark.turns(2)
 def test_skipped_layers_hold_what_was_written(
     tiny, run_on, monkeypatch, name, skip, kept, kv_dtype
 ):
@@ -149,6 +151,7 @@ def test_without_a_layer_whose_rounding_counts_nothing_changes(tiny, run_on, tmp
 
 @pytest.mark.parametrize("backend", ["torch_native", "native"])
 @pytest.mark.parametrize(("name", "skip", "kept"), SKIPS)
+@pytest.mark.turns(4)
 def test_texts_with_shared_prefixes_windows_and_drafts(tiny, run_on, name, skip, kept, backend):
     """Those of requests that run alone, in one pool without drafts."""
     folder, generator = tiny(name)[1], torch.Generator().manual_seed(1)

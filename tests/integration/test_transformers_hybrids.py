@@ -81,6 +81,7 @@ def decoded(runner, states, sequences, theirs):
 
 
 @pytest.mark.parametrize("architecture", KINDS)
+@pytest.mark.turns(3)
 def test_every_logit_of_prefill_and_decode(tiny, run_hybrid, sequences, architecture) -> None:
     model, folder = tiny(architecture)
     runner = run_hybrid(folder)
@@ -99,6 +100,7 @@ def test_every_logit_of_prefill_and_decode(tiny, run_hybrid, sequences, architec
 
 
 @pytest.mark.parametrize("architecture", KINDS)
+@pytest.mark.turns(4)
 def test_prompts_in_chunks_beside_decoding(tiny, run_hybrid, sequences, architecture) -> None:
     """Chunks shorter than the convolutions' taps too; rows are used again without being cleared."""
     model, folder = tiny(architecture)
@@ -129,17 +131,14 @@ def tokens(engine, prompts, num):
     return [result.token_ids for result in run_prompts(engine, asked).results]
 
 
-MORE_HYBRIDS = ("qwen3-next", "falcon-h1", "minimax", "bamba", "jamba", "nemotron-h")
-MORE_IN_GRAPHS = ("jamba", "lfm2", "minimax", "mamba2", "bamba", "kimi-linear", "nemotron-h")
-
-
 @pytest.mark.parametrize(
     "architecture",
     [
-        *["kimi-linear", "lfm2", "mamba2", "zaya"],
-        *(pytest.param(each, marks=pytest.mark.full) for each in MORE_HYBRIDS),
+        *("kimi-linear", "lfm2", "mamba2", "zaya", "qwen3-next", "falcon-h1", "minimax", "bamba"),
+        *("jamba", "nemotron-h"),
     ],
 )
+@pytest.mark.turns(10)
 def test_text_of_continuous_batches(tiny, run_hybrid, architecture, monkeypatch, alone) -> None:
     """Requests come and go, prompts run in chunks, and memory runs out."""
     monkeypatch.setattr(scheduler, "GROWTH", 1)
@@ -158,10 +157,11 @@ def test_text_of_continuous_batches(tiny, run_hybrid, architecture, monkeypatch,
 @pytest.mark.parametrize(
     "architecture",
     [
-        *["qwen3-next", "falcon-h1", "recurrent-gemma"],
-        *(pytest.param(each, marks=pytest.mark.full) for each in MORE_IN_GRAPHS),
+        *("qwen3-next", "falcon-h1", "recurrent-gemma", "jamba", "lfm2", "minimax", "mamba2"),
+        *("bamba", "kimi-linear", "nemotron-h"),
     ],
 )
+@pytest.mark.turns(12)
 def test_text_of_steps_replayed_from_graphs(tiny, architecture, alone) -> None:
     model, folder = tiny(architecture)
     linear = [offer for offer in load_plugins().offers() if offer.card.name == "torch_linear"]

@@ -83,7 +83,7 @@ NUM_DECODED = 4
 
 @pytest.mark.parametrize("name", MAKERS)
 @pytest.mark.parametrize("page_size", [1, 16])
-@pytest.mark.one_of("page_size")
+@pytest.mark.turns(10)
 def test_logits_are_those_of_eager_attention(tmp_path, name, page_size):
     torch.manual_seed(0)
     with quiet_transformers(progress=False):

@@ -47,6 +47,7 @@ def assert_same(ours, theirs):
 
 @pytest.mark.parametrize("page_size", [1, 16])
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.turns(3)
 def test_every_logit_of_prefill_and_decode(tiny, run_on, sequences, architecture, page_size):
     model, folder = tiny(architecture)
     runner = run_on(folder, page_size=page_size)

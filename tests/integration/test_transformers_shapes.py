@@ -146,6 +146,7 @@ def assert_logits(runner, one):
 @pytest.mark.parametrize("name", MAKERS)
 @pytest.mark.parametrize("page_size", [1, 16])
 @pytest.mark.parametrize("window_step_tokens", [8, None])
+@pytest.mark.turns(2)
 def test_logits_are_those_of_eager_attention(model, name, page_size, window_step_tokens):
     one, folder = model(name)
     changes = {"page_size": page_size, "window_step_tokens": window_step_tokens}
@@ -173,6 +174,7 @@ def test_the_pools_take_what_a_budget_grants(model, name):
 
 @pytest.mark.parametrize("name", MAKERS)
 @pytest.mark.parametrize("page_size", [1, 16])
+@pytest.mark.turns(2)
 def test_texts_of_an_engine_with_shared_prefixes(model, name, page_size):
     one, folder = model(name)
     runner = run(folder, page_size=page_size, window_step_tokens=16)

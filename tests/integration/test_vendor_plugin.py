@@ -204,9 +204,10 @@ from attnmux.testing import Candidate, run_case
 
 m2 = Platform.parse("acme:m2,device=cpu,runtime=acmert 3.1")
 candidate = Candidate(card=attnmux_cards()[-1], platform=m2)
-cases = [case for case in candidate.cases(page_sizes=[16]) if not candidate.refusals(case.request)]
+some = candidate.cases(page_sizes=[16])[::4]
+cases = [case for case in some if not candidate.refusals(case.request)]
 outcomes = {case.name: run_case(candidate, case) for case in cases}
-assert len(outcomes) > 20
+assert len(outcomes) > 10
 assert all(outcome.status == "passed" for outcome in outcomes.values()), outcomes
 """
     site = {**os.environ, "PYTHONPATH": str(source / "src"), "OMP_NUM_THREADS": "1"}
@@ -221,6 +222,7 @@ def test_the_page_has_its_commands() -> None:
 
 # Not the suite twice: `.ci/run` verifies what the example's wheel brings.
 @pytest.mark.parametrize("command", [each for each in COMMANDS if "attnmux verify" not in each])
+@pytest.mark.turns(2)
 def test_a_command_of_the_page_does_what_it_says(installed, tmp_path, command) -> None:
     source, site = installed
     said = re.search(r"# exits with (\d+)", command)

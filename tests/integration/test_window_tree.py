@@ -94,6 +94,7 @@ def test_locked_windows_stay():
 
 @pytest.mark.parametrize("span", SPANS)
 @pytest.mark.parametrize("page_size", [1, 2])
+@pytest.mark.turns(3)
 def test_a_match_always_has_its_windows(span, page_size):
     """Random prefixes come and lose their windows; what matches can be continued."""
     rng = random.Random(3)

@@ -505,7 +505,7 @@ CLEAN = {
 
 @pytest.mark.parametrize("name", CLEAN)
 @pytest.mark.parametrize("make", [FakeBackend, TorchNativeBackend])
-@pytest.mark.one_of("make")
+@pytest.mark.turns(6)
 def test_a_correct_backend_raises_no_alarm(
     name: str, make: Callable[[BackendContext], AttentionBackend], full: bool
 ) -> None:
@@ -521,11 +521,11 @@ def test_only_a_share_of_the_steps_is_checked(share: float) -> None:
     """Slots that unchecked steps wrote again are no finding."""
     traffic = Traffic(case(page_size=1), seed=3)
     canary = CanaryBackend(TorchNativeBackend(traffic.context), share=share, seed=5)
-    traffic.run(canary, 300)
-    assert abs(canary.checked_steps - 300 * share) < 40
+    traffic.run(canary, 100)
+    assert abs(canary.checked_steps - 100 * share) < 25
     traffic = Traffic(case(page_size=1), seed=4)
     again = CanaryBackend(TorchNativeBackend(traffic.context), share=share, seed=5)
-    traffic.run(again, 300)
+    traffic.run(again, 100)
     assert again.checked_steps == canary.checked_steps
 
 
@@ -573,7 +573,7 @@ class Forgetful(CanaryBackend):
         super().init_forward_metadata_out_graph(batch, in_capture)
 
 
-def test_the_whole_contract_passes_through() -> None:
+def test_the_whole_contract_passes_through(day: int) -> None:
     """Every kind of layer and step: trees, items, picks, encoders, window pools, padding."""
     made: list[CanaryBackend] = []
 
@@ -585,10 +585,10 @@ def test_the_whole_contract_passes_through() -> None:
     candidate = replace(find_candidate("torch_native", device="cpu"), factory=factory)
     # `made` keeps the instances, which cases that repeat a step count as growth
     cases = [each for each in candidate.cases({5}) if candidate.admits(each) and not each.repeats]
-    outcomes = [run_case(candidate, each) for each in cases[::8]]
+    outcomes = [run_case(candidate, each) for each in cases[day % 24 :: 24]]
     assert [(each.case, each.message) for each in outcomes if each.status == "failed"] == []
-    assert len(outcomes) > 20
-    assert sum(each.checked_steps for each in made) > 50
+    assert len(outcomes) > 8
+    assert sum(each.checked_steps for each in made) > 15
 
 
 def graphs_over(traffic: Traffic, backend: AttentionBackend) -> GraphRunner:

@@ -229,7 +229,6 @@ def test_a_card_that_claims_graphs_fails_without_them() -> None:
     assert isinstance(outcome.error, GraphUnsupported)
 
 
-@pytest.mark.share(3)
 class TestGraphFake(AttentionBackendTests):
     """The fake in graphs alone, in one page size: it is as slow as it is plain."""
 

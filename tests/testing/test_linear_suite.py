@@ -162,6 +162,7 @@ def test_a_wrong_backend_fails(factory) -> None:
 
 
 @pytest.mark.parametrize("factory", WRONG_DRAFTS)
+@pytest.mark.turns(2)
 def test_a_backend_that_verifies_wrongly_fails(factory) -> None:
     wrong = candidate(factory)
     names = ("gdn-verify", "gdn-verify-first-tokens")

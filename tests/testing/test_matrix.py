@@ -351,6 +351,7 @@ def served_points(offer: Offer, kind: str, change: dict) -> set[tuple]:
 
 
 @pytest.mark.parametrize("offer", load_plugins(OURS, ()).offers(), ids=lambda offer: offer.address)
+@pytest.mark.turns(4)
 def test_the_cells_are_what_the_cards_answer(offer) -> None:
     for row in rows_of([offer]):
         plain = served_points(offer, row.kind, {})

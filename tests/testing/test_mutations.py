@@ -452,6 +452,7 @@ CASES = {case.name: case for case in standard_cases((16,))}
     [(fault, name) for fault, names in CAUGHT_BY.items() for name in names],
     ids=lambda value: value if isinstance(value, str) else value.__name__,
 )
+@pytest.mark.turns(9)
 def test_catches(fault: type[FakeBackend], name: str) -> None:
     case = CASES.get(f"{name}-page16") or CASES[f"{name}-page1"]
     broken = Candidate(card=fake_card(), platform=fake_platform(), factory=fault)

@@ -93,6 +93,7 @@ PLACES = [(name, page) for name in ("fake", "whole pages", "torch_native") for p
 @pytest.mark.parametrize(
     ("name", "page", "case"), [(*place, case) for place in PLACES for case in cases(place[1])]
 )
+@pytest.mark.turns(2)
 def test_a_correct_backend_passes(name: str, page: int, case: str) -> None:
     candidate = candidate_of(name)
     outcome = run_case(candidate, cases(page)[case])

@@ -158,7 +158,7 @@ def test_layers_have_windows_and_sinks_of_their_own() -> None:
 
 
 @pytest.mark.parametrize("case", standard_cases((16,)), ids=lambda case: case.name)
-@pytest.mark.share(4)
+@pytest.mark.turns(12)
 def test_the_reference_is_finite_in_every_case(case: Case) -> None:
     """Whatever the contract lets a backend read holds numbers."""
     setup = make_setup(case, fake_platform(), "cpu")

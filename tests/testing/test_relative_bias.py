@@ -107,6 +107,7 @@ def test_catches(fault: type[FakeBackend], name: str) -> None:
 
 
 @pytest.mark.parametrize("case", CASES.values(), ids=lambda case: case.name)
+@pytest.mark.turns(2)
 def test_a_right_backend_passes(case: Case) -> None:
     candidate = Candidate(card=fake_card(), platform=fake_platform())
     assert run_case(candidate, case).status == "passed"

@@ -22,7 +22,6 @@ from attnmux.testing import (
 from attnmux.testing.standard import case_of
 
 
-@pytest.mark.share(3)
 class TestFakeBackend(AttentionBackendTests):
     backend = Candidate(card=fake_card(), platform=fake_platform())
     page_sizes = (16,)

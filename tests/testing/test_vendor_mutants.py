@@ -329,6 +329,7 @@ def test_the_suite_finds_what_an_engine_meets(full) -> None:
 
 
 @pytest.mark.parametrize("source", SOURCES)
+@pytest.mark.turns(2)
 def test_places_alone_are_no_faults(source) -> None:
     names = ("serving", "verify-other-drafts", "decode-table", "decode-long-sinks-lse")
     for place, expression in FAULTS[source]["neutral"].items():

@@ -13,9 +13,8 @@ from pathlib import Path
 import attnmux.core
 import attnmux.testing
 from attnmux.core import Platform, Request
-from attnmux.core.facts.questions import Question
 from attnmux.core.plugin import ANY, NONE, Clause
-from attnmux.core.verbs import AXES
+from attnmux.core.verbs import AXES, Question
 
 OF_SEVERAL = {"group_size", "phase", "tree_windows"}
 """Axes that follow from several fields of a request."""

@@ -63,7 +63,7 @@ def candidate(base) -> Candidate:
 
 @pytest.mark.parametrize("base", [FakeBackend, TorchNativeBackend])
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-@pytest.mark.share(2)
+@pytest.mark.turns(4)
 def test_virtual_requests_have_the_answers_of_chunks(case, base) -> None:
     outcome = run_case(candidate(base), case)
     assert outcome.status == "passed", outcome.message

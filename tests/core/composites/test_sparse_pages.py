@@ -315,6 +315,7 @@ def test_the_choice_matters(seed) -> None:
 
 
 @pytest.mark.parametrize("base", [TorchNativeBackend, GraphFakeBackend])
+@pytest.mark.turns(2)
 def test_a_budget_of_all_pages_has_the_answers_of_dense_attention(
     base, kernels, seed, full
 ) -> None:

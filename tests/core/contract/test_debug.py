@@ -153,7 +153,7 @@ def test_forward_checks_only_in_debug(extending) -> None:
 
 
 @pytest.mark.parametrize("case", standard_cases((16,)), ids=lambda case: case.name)
-@pytest.mark.share(3)
+@pytest.mark.turns(8)
 def test_every_standard_case_is_a_valid_batch(case: Case) -> None:
     setup = make_setup(case, fake_platform(), "cpu")
     for lengths in case.steps:

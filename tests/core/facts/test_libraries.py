@@ -7,11 +7,11 @@ import pytest
 from attnmux.core.facts.libraries import (
     distributions,
     identity,
-    installed_version,
     parsed_requirement,
     printable,
     within,
 )
+from attnmux.core.plugin import installed_version
 
 
 @pytest.mark.parametrize(

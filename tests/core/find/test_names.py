@@ -7,16 +7,22 @@ from types import SimpleNamespace
 
 import pytest
 
-from attnmux.core.cards.card import BackendCard, Offer, Prior
-from attnmux.core.cards.clause import Clause
-from attnmux.core.choosing.solver import solve
-from attnmux.core.facts.errors import InvalidInput, NoBackend, UnknownBackend
-from attnmux.core.facts.platform import Platform
-from attnmux.core.facts.policy import Policy
-from attnmux.core.facts.request import Request
+from attnmux.core import (
+    InvalidInput,
+    NoBackend,
+    Offer,
+    Platform,
+    Plugins,
+    Policy,
+    Request,
+    load_plugins,
+    solve,
+)
+from attnmux.core.facts.errors import UnknownBackend
 from attnmux.core.find import plugins as installed
 from attnmux.core.find.plugin import Plugin
-from attnmux.core.find.plugins import Plugins, is_admitted, load_plugins
+from attnmux.core.find.plugins import is_admitted
+from attnmux.core.plugin import BackendCard, Clause, Prior
 
 CPU = Platform.parse("cpu:x86_64")
 

@@ -9,12 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from attnmux.core.facts.errors import InvalidInput
+from attnmux.core import InvalidInput, Plugins, Settings, load_plugins
 from attnmux.core.find.manager import manager
 from attnmux.core.find.plugin import Plugin
-from attnmux.core.find.plugins import Plugins, load_plugins
 from attnmux.core.find.probes import probe
-from attnmux.core.find.settings import Settings
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:coroutine", "ignore::pytest.PytestUnraisableExceptionWarning"

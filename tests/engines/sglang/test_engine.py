@@ -62,6 +62,7 @@ def test_fp8_caches_give_right_answers(run: Callable[..., Any]) -> None:
     assert "native (cpu) serves extend and decode" in log  # native or torch_native
 
 
+@pytest.mark.turns(2)
 @pytest.mark.parametrize(
     ("prefill", "decode"), [("attnmux", "torch_native"), ("torch_native", "attnmux")]
 )

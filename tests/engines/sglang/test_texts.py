@@ -99,6 +99,7 @@ def _prompts(vocabulary: int) -> list[list[int]]:
     return [*first, *([*prompt, rng.randrange(3, vocabulary)] for prompt in first)]
 
 
+@pytest.mark.turns(3)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_random_model_gives_the_same_tokens(
     family: str, run: Callable[..., Any], select: Callable[..., Any], tmp_path: Path
@@ -139,6 +140,7 @@ def _greedy_texts(
     return [tuple(greedy(model, prompt, length)) for prompt, length in zip(*asked, strict=True)]
 
 
+@pytest.mark.turns(2)
 @pytest.mark.parametrize(
     ("changes", "count"),
     [({}, 24), ({"page_size": 16}, 12), ({"enable_mixed_chunk": True}, 12)],

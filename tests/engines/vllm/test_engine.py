@@ -67,6 +67,7 @@ def texts(
         return [text for _ in range(rounds) for text in answered(llm, prompts)]
 
 
+@pytest.mark.turns(3)
 @pytest.mark.parametrize(
     "family", ["gqa", "windows", "sinks", "soft_cap", "alibi", "mla", "mixed_windows"]
 )
@@ -109,6 +110,7 @@ def answers(tokens: Sequence[Sequence[int]]) -> list[str]:
 END = 256
 
 
+@pytest.mark.turns(2)
 @pytest.mark.parametrize(
     ("backend", "engine"),
     [
@@ -131,6 +133,7 @@ def plain(checkpoint, prompts) -> list[list[int]]:
     return texts(checkpoint("mixed_windows"), "ATTNMUX", prompts)
 
 
+@pytest.mark.turns(over="skip")
 @pytest.mark.parametrize("skip", [["0", "1", "2", "3"], ["sliding_window", "1", "3"]])
 def test_layers_that_vllm_skips_are_not_quantised(checkpoint, prompts, plain, skip):
     """All of them here, so that the text is that of a cache in the model's dtype."""
@@ -232,6 +235,7 @@ def test_requests_choose_nothing(checkpoint, prompts, decided):
         assert not decided
 
 
+@pytest.mark.turns(3)
 @pytest.mark.parametrize("family", ["windows", "sinks", "soft_cap", "alibi", "mla"])
 def test_select_asks_what_the_backend_asks(family, checkpoint, decided):
     model = checkpoint(family)

@@ -99,7 +99,7 @@ def said(indexed_texts):
     ],
     ids=["heads", "more", "all"],
 )
-@pytest.mark.one_of("page_size")
+@pytest.mark.turns(4)
 def test_text_is_that_of_each_prompt_alone(blocks, run_on, more, page_size, said):
     model, folder = blocks(**more)
     expected = said.all_alone(model)

@@ -87,6 +87,7 @@ def said(indexed_texts):
     [({}, 1), ({"compress_rates": {SPARSE: 3, HEAVY: 16}, "sliding_window": 24}, 16)],
     ids=["rates", "odd"],
 )
+@pytest.mark.turns(2)
 def test_text_is_that_of_each_prompt_alone(compressed, run_hybrid, more, page_size, said):
     model, folder = compressed(**more)
     expected = said.all_alone(model)
@@ -216,6 +217,7 @@ def test_such_a_model_drafts_for_no_other(compressed, run_hybrid):
 
 
 @pytest.mark.parametrize("page_size", [1, 4])
+@pytest.mark.turns(2)
 def test_a_pool_of_windows_holds_what_keys_are_made_of(compressed, run_hybrid, said, page_size):
     """Rows of tokens that fell out of the windows are gone, their keys stay."""
     model, folder = compressed()

@@ -94,7 +94,7 @@ def said(indexed_texts):
 
 @pytest.mark.parametrize("page_size", [1, 16])
 @pytest.mark.parametrize("name", CONFIGS)
-@pytest.mark.one_of("page_size")
+@pytest.mark.turns(4)
 def test_text_is_that_of_each_prompt_alone(sparse, run_on, name, page_size, said):
     model, folder = sparse(name)
     expected = said.all_alone(model)

@@ -48,19 +48,7 @@ SLOW = ("128-heads", "long", "host-lens", "max-length", "window-pool-", "windows
 """Parts of the names of cases for which the interpreter takes seconds."""
 
 
-IN_FULL = (
-    *("extend-8x8", "extend-8x1", "extend-16x2", "extend-14x2", "extend-dim", "extend-float16"),
-    *("extend-window-sinks", "mla-verify-tree-page16-graph", "mla-verify-tree-qlen-page16-graph"),
-)
-"""Decode steps have these numbers too, and the same call takes prompts; joins of what has cases of
-its own, and trees in graphs, which an eager step and a chain in graphs stand for."""
-
-
-def is_in_full(case: Case) -> bool:
-    return any(part in case.name for part in IN_FULL)
-
-
-class AiterTests(AttentionBackendTests):
+class TestAiter(AttentionBackendTests):
     backend = CANDIDATE
     page_sizes = (16,)
     executions = ("eager",)
@@ -69,35 +57,13 @@ class AiterTests(AttentionBackendTests):
         return not any(part in case.name for part in SLOW)
 
 
-class AiterTestsInGraphs(AiterTests):
+class TestAiterInGraphs(TestAiter):
     executions = ("graph",)
 
     def wants(self, case: Case) -> bool:
         """Steps of each kind: what they hold is the eager cases' matter."""
         kinds = ("padding", "changing", "verify", "kv-in-pool")
         return super().wants(case) and any(kind in case.name for kind in kinds)
-
-
-class TestAiter(AiterTests):
-    def wants(self, case: Case) -> bool:
-        return super().wants(case) and not is_in_full(case)
-
-
-class TestAiterInGraphs(AiterTestsInGraphs):
-    def wants(self, case: Case) -> bool:
-        return super().wants(case) and not is_in_full(case)
-
-
-@pytest.mark.full
-class TestAiterInFull(AiterTests):
-    def wants(self, case: Case) -> bool:
-        return super().wants(case) and is_in_full(case)
-
-
-@pytest.mark.full
-class TestAiterInGraphsInFull(AiterTestsInGraphs):
-    def wants(self, case: Case) -> bool:
-        return super().wants(case) and is_in_full(case)
 
 
 class TestAiterAdapter(AdapterTests):

@@ -89,6 +89,7 @@ def test_other_steps(steps, stored, heads, graph) -> None:
     # 64 heads over e4m3 are refused.
     [(32, {}), (64, {}), (112, {}), (32, FNUZ), (48, FNUZ), (112, FNUZ)],
 )
+@pytest.mark.turns(3)
 def test_work_that_is_planned_ahead(stored, heads, graph) -> None:
     settings = {**SETTINGS, **stored, "num_q_heads": heads, "max_context_len": 320}
     steps = decode(1, 0, 130), decode(0, 0, 3), decode(45, 3, 300)
@@ -165,6 +166,7 @@ def test_a_capture_finds_the_parts_that_were_made_before_it() -> None:
     ("stored", "drafts"), [({}, 1), ({}, 3), ({}, 4), ({}, 7), (FNUZ, 1), (FNUZ, 2), (FNUZ, 4)]
 )
 @pytest.mark.parametrize("heads", [16, 128])
+@pytest.mark.turns(8)
 def test_chains(heads, stored, drafts, graph) -> None:
     settings = {**SETTINGS, **stored, "num_q_heads": heads, "max_context_len": 320}
     steps = verify(drafts, 40, 0, 5), verify(drafts, 3, 300)

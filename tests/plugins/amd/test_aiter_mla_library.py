@@ -189,7 +189,7 @@ def test_128_heads(kernels, stored) -> None:
     assert_passes(candidate(kernels), decode(45, 3), decode(9), **settings)
 
 
-@pytest.mark.share(2)
+@pytest.mark.turns(12)
 @pytest.mark.parametrize("graph", [False, True], ids=["eager", "graph"])
 @pytest.mark.parametrize(
     ("heads", "stored", "drafts"),

@@ -60,17 +60,7 @@ RARE = (
     *("float16", "unsaved-long", "mla-extend-empty", "strided-decode-long", "strided-mla-extend"),
     "unscaled",
 )
-"""Cases that differ from others by a number or a dtype alone, or join two that run."""
-IN_FULL = (
-    *("extend-cap", "extend-window-cap", "prefix-cap", "extend-float32", "prefix-float32"),
-    *("extend-dims", "prefix-dims", "extend-long", "mixed-long-chunk", "mla-unsaved", "mla-extend"),
-    *("decode-dims", "decode-float32", "relative-decode", "relative-extend-unsaved"),
-    "relative-extend-then-decode",
-    *("alibi-extend", "alibi-mixed", "alibi-draft", "alibi-verify"),
-    *("alibi-decode-strided", "alibi-extend-strided", "strided-extend", "strided-verify"),
-    "strided-mla-decode",
-)
-"""Cases whose kernels join features of kernels that other cases compile. Those with NaN run."""
+"""Cases that differ from others by a number or a dtype alone."""
 NAN: dict[str, Any] = {"nan_request": 1, "page_size": 16}
 CROSS = extend((0, 5), (0, 9), (7, 3), encoder=(12, 4, 30))
 WITH_NAN = (
@@ -113,6 +103,7 @@ class TestEmulated(AttentionBackendTests):
     page_sizes = (1, 16)
 
 
+@pytest.mark.turns(32)
 class TestFlexAttention(AttentionBackendTests):
     backend = WHOLE
 
@@ -120,21 +111,7 @@ class TestFlexAttention(AttentionBackendTests):
         """The cases that there is time for."""
         if case.name in OF_OTHER_PAGES:
             return True
-        left_out = RARE if "nan" in case.name else (*RARE, *IN_FULL)
-        return case.name.endswith("-page16") and not any(rare in case.name for rare in left_out)
-
-
-@pytest.mark.full
-class TestJoinedFeatures(AttentionBackendTests):
-    backend = WHOLE
-    page_sizes = (16,)
-
-    def wants(self, case: Case) -> bool:
-        return (
-            any(name in case.name for name in IN_FULL)
-            and "nan" not in case.name
-            and not any(rare in case.name for rare in RARE)
-        )
+        return case.name.endswith("-page16") and not any(rare in case.name for rare in RARE)
 
 
 pytestmark = pytest.mark.skipif(not RUNS_HERE, reason="needs a C++ compiler and AVX2")
@@ -186,12 +163,13 @@ def blocks_of(plan: Plan) -> int:
 
 
 @pytest.mark.parametrize("case", WITH_NAN, ids=lambda case: case.name)
+@pytest.mark.turns(2)
 def test_nan_stays_within_a_request(case: Case) -> None:
     outcome = run_case(WHOLE, case)
     assert outcome.status == "passed", (outcome.message, outcome.reasons)
 
 
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=5, deadline=None)
 @given(
     requests=st.lists(st.tuples(st.integers(0, 60), st.integers(0, 40)), max_size=4),
     page_size=st.sampled_from((3, 16, 48)),

@@ -14,33 +14,7 @@ from attnmux.testing import AttentionBackendTests
 class TestTorchLinear(AttentionBackendTests):
     backend = "torch_linear"
     device = "cpu"
-    executions = ("eager",)
     sampled = 20
-
-
-def is_of_graphs(case) -> bool:
-    return any(kind in case.name for kind in ("changing-batch", "padding", "verify"))
-
-
-class TestTorchLinearInGraphs(AttentionBackendTests):
-    """Steps of each kind. What they hold changes no graph."""
-
-    backend = "torch_linear"
-    device = "cpu"
-    executions = ("graph",)
-
-    def wants(self, case) -> bool:
-        return is_of_graphs(case)
-
-
-@pytest.mark.full
-class TestTorchLinearInOtherGraphs(AttentionBackendTests):
-    backend = "torch_linear"
-    device = "cpu"
-    executions = ("graph",)
-
-    def wants(self, case) -> bool:
-        return not is_of_graphs(case)
 
 
 @settings(max_examples=60, deadline=None)

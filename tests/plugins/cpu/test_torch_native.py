@@ -49,7 +49,7 @@ class TestTorchNative(AttentionBackendTests):
     device = "cpu"
 
 
-@pytest.mark.near(3)
+@pytest.mark.turns(32)
 class TestSmallTiles(AttentionBackendTests):
     backend = SMALL_TILES
     page_sizes = (16,)

@@ -72,6 +72,7 @@ CASES = {
 @pytest.mark.parametrize("graph", [False, True], ids=["eager", "graph"])
 @pytest.mark.parametrize("splits", [1, 4])
 @pytest.mark.parametrize("name", CASES)
+@pytest.mark.turns(4)
 def test_other_steps(name, splits, graph) -> None:
     steps, settings = CASES[name]
     candidate = replace(CANDIDATE, options={"num_kv_splits": splits})

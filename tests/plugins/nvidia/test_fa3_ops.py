@@ -29,13 +29,13 @@ HOPPER = Platform.parse("nvidia:sm90,cuda=13.0")
 WORLD = AdapterWorld(library=make, kernels=FA3_OF_VLLM, platform=HOPPER)
 
 
-@pytest.mark.near(4)
+@pytest.mark.turns(32)
 class TestFA3OfVllm(AttentionBackendTests):
     backend = EMULATED["fa3-vllm"].make()
     page_sizes = (1, 16)
 
 
-@pytest.mark.near(4)
+@pytest.mark.turns(32)
 class TestFA3OfFlashAttn(AttentionBackendTests):
     backend = EMULATED["fa3-flash_attn_3"].make()
     page_sizes = (16,)

@@ -51,7 +51,7 @@ EMULATED = WORLD.kernels
 SM90, SM100 = world_on(90).candidate(FA4), WORLD.candidate(FA4)
 
 
-@pytest.mark.near(2)
+@pytest.mark.turns(32)
 class TestFA4EmulatedOnSM90(AttentionBackendTests):
     backend = SM90
     page_sizes = (128,)

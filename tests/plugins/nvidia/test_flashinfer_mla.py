@@ -172,6 +172,7 @@ def test_keys_of_the_call_are_planned_when_they_come() -> None:
     ],
     ids=["pool", "widened", "padded", "call"],
 )
+@pytest.mark.turns(2)
 def test_a_step_that_no_plan_holds_is_cut(monkeypatch, room, settings) -> None:
     """Within requests too: what ends early sees fewer keys."""
     monkeypatch.setattr(steps_module, "PLAN_TILES", room)

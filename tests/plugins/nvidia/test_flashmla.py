@@ -110,6 +110,7 @@ CAPTURED = [name for name, (steps, _) in CASES.items() if any(s.can_be_captured 
 @pytest.mark.parametrize(
     ("name", "graph"), [(name, False) for name in CASES] + [(name, True) for name in CAPTURED]
 )
+@pytest.mark.turns(3)
 def test_other_steps(name, graph, quantised) -> None:
     steps, settings = CASES[name]
     candidate = CANDIDATES["flash_mla" if graph else "sgl_kernel"]

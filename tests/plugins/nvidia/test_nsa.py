@@ -83,6 +83,7 @@ CASES = {
 
 @pytest.mark.parametrize("library", EMULATED)
 @pytest.mark.parametrize("name", CASES)
+@pytest.mark.turns(4)
 def test_agrees_with_reference(library, name) -> None:
     steps, settings = CASES[name]
     case = Case(name=name, steps=steps, **{**SETTINGS, **settings})

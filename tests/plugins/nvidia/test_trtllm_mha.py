@@ -62,7 +62,7 @@ CANDIDATES = {
 """On devices of few processors, whose partial results take little memory."""
 
 
-@pytest.mark.near(3)
+@pytest.mark.turns(32)
 class TestOnHopper(AttentionBackendTests):
     backend = CANDIDATES["sm90"]
     page_sizes = (16,)
@@ -73,7 +73,7 @@ class TestOnDatacenterBlackwell(AttentionBackendTests):
     page_sizes = (128,)
 
 
-@pytest.mark.near(3)
+@pytest.mark.turns(32)
 class TestOnDesktopBlackwell(AttentionBackendTests):
     backend = CANDIDATES["sm120"]
     page_sizes = (64,)

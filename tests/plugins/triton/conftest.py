@@ -5,8 +5,7 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
-from datetime import date
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -53,18 +52,6 @@ def script(request: pytest.FixtureRequest, script_server: Server) -> Script:
             return [json.loads(line) for line in Path(out.name).read_text().splitlines()]
 
     return run
-
-
-@pytest.fixture
-def in_turn(full: bool) -> Callable[[str, Sequence[str]], None]:
-    """Skips a GPU on the days of the others, without `--full`: compiling for one takes a minute."""
-
-    def skip(arch: str, others: Sequence[str]) -> None:
-        today = others[date.today().toordinal() % len(others)]
-        if not full and arch in others and arch != today:
-            pytest.skip(f"it is the turn of {today}; --full compiles for all")
-
-    return skip
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -1,9 +1,9 @@
 """What the card's clauses can launch compiles for chips that are not here, and fits their shared
 memory: every cell of dims, dtypes, steps and features with `nox -s chips`, and in the suite one a
-day for each of four chips.
+day for each of two chips.
 
 As a script it prints a line for each kernel, and fails if one does not compile or fit: `python
-test_chips.py [CHIP…] [--day 2026-11-29] [--cell "extend, bfloat16, 256/256"]`.
+test_chips.py [CHIP…] [--day 739949] [--cell "extend, bfloat16, 256/256"]`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ import sys
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import ExitStack
-from datetime import date
 from functools import cache
 from typing import Any
 
@@ -165,13 +164,12 @@ def test_the_card_says_compiled_of_these_chips_and_steps():
     assert all(set(run.phases) == phases for run in compiled)
 
 
-@pytest.mark.parametrize("number", range(4))
-def test_a_cell_of_the_day_compiles_and_fits(number, script):
+@pytest.mark.parametrize("number", range(2))
+def test_a_cell_of_the_day_compiles_and_fits(number, script, day):
     """On as many chips in turn. It fails with the chip and the cell, by which the script repeats
     it."""
-    today = date.today()
-    chip = CHIPS[(4 * today.toordinal() + number) % len(CHIPS)]
-    assert script(chip, "--day", today.isoformat())
+    chip = CHIPS[(2 * day + number) % len(CHIPS)]
+    assert script(chip, "--day", str(day))
 
 
 if __name__ == "__main__":

@@ -145,7 +145,7 @@ SPREAD = {
     "gfx950": ("decode, ALiBi", "extend, ALiBi", "extend, latent", "extend, relative"),
     "gfx1201": ("decode, 8-bit", "extend, window", "decode, latent"),
 }
-"""Every kernel for every GPU, gfx950 with `--full`, and each of their features for one. `decode,
+"""Every kernel for every GPU, and each of their features for one. `decode,
 picked latent` compiles for all: its kernel has no other case."""
 
 
@@ -398,16 +398,9 @@ PAGES = {
 }
 
 
-@pytest.mark.parametrize(
-    "arch",
-    [
-        # gfx942 has its matrix instructions and less shared memory
-        pytest.param(each, marks=pytest.mark.full) if each == "gfx950" else each
-        for each in TARGETS
-    ],
-)
-def test_every_kernel_compiles_and_fits(arch, script, full, in_turn):
-    in_turn(arch, [each for each in TARGETS if each not in ("sm90", "gfx950")])
+@pytest.mark.turns(over="arch")
+@pytest.mark.parametrize("arch", TARGETS)
+def test_every_kernel_compiles_and_fits(arch, script, full):
     lines = script(arch, *(["full"] if full else []))
     assert {line["case"] for line in lines} == {
         *cases_of(arch, full=full),

@@ -74,7 +74,7 @@ SPREAD = {
         "conv, verify",
     ),
 }
-"""Every kernel for every GPU, gfx950 with `--full`, and each kind's code for one or two."""
+"""Every kernel for every GPU, and each kind's code for one or two."""
 KERNELS = {
     *("linear.recur", "channel_scan.scan_channels"),
     *(f"convolutions.{name}" for name in ("convolve", "convolve_drafts", "convolve_one")),
@@ -170,16 +170,9 @@ def main(arch: str, *, full: bool) -> None:
             print(json.dumps(facts))
 
 
-@pytest.mark.parametrize(
-    "arch",
-    [
-        # gfx942 has its matrix instructions and less shared memory
-        pytest.param(each, marks=pytest.mark.full) if each == "gfx950" else each
-        for each in SPREAD
-    ],
-)
-def test_kernels_of_linear_layers_compile_and_fit(arch, script, full, in_turn):
-    in_turn(arch, [each for each in SPREAD if each != "gfx950"])
+@pytest.mark.turns(over="arch")
+@pytest.mark.parametrize("arch", SPREAD)
+def test_kernels_of_linear_layers_compile_and_fit(arch, script, full):
     lines = script(arch, *(["full"] if full else []))
     assert {line["case"] for line in lines} == set(names_of(arch, full=full))
     assert {line["kernel"] for line in lines} == KERNELS

@@ -85,6 +85,7 @@ DIMS = {
 
 
 @pytest.mark.parametrize("name", KERNELS)
+@pytest.mark.turns(12)
 def test_agrees_with_reference(name, run_emulated):
     run_emulated(CASES[name], KERNELS[name])
 
@@ -104,6 +105,7 @@ def test_agrees_for_other_dims(name, run_emulated):
     ],
 )
 @pytest.mark.parametrize("most_turns", [0, 100])
+@pytest.mark.turns(2)
 def test_merges_many_parts(name, step, most_turns, run_emulated, monkeypatch):
     """In two steps, and in one."""
     monkeypatch.setattr(shares, "MOST_TURNS", most_turns)

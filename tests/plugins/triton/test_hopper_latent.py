@@ -45,6 +45,7 @@ def compiled() -> None:
         print(json.dumps({"case": name, **facts(made)}))
 
 
+@pytest.mark.turns(4, suite="compilers")
 def test_it_compiles_within_registers_and_shared_memory(script):
     lines = script("compile")
     assert [line["case"] for line in lines] == list(CASES)

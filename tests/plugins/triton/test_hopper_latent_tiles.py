@@ -123,6 +123,7 @@ def launch_on(
         emulate(attend_latent_tiles, grid, *given, **constants)
 
 
+@pytest.mark.turns(4, suite="compilers")
 def test_every_variant_fits(script):
     lines = script("compile")
     assert [line["variant"] for line in lines] == list(VARIANTS)

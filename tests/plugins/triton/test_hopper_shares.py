@@ -108,6 +108,7 @@ def of_dims(case: dict[str, Any]) -> tuple[int, int]:
     return case["REAL_D"] + case["REAL_TAIL"], case["REAL_DV"]
 
 
+@pytest.mark.turns(4, suite="compilers")
 def test_programs_share_an_sm(script, full):
     names = CASES if full else SOME
     lines = script(*names)

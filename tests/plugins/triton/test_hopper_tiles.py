@@ -297,6 +297,7 @@ def launch_on(
         emulate(attend_hopper_tiles, grid, *given, **constants)
 
 
+@pytest.mark.turns(4, suite="compilers")
 def test_every_variant_fits_and_overlaps(script, full):
     names = VARIANTS if full else SOME
     lines = script("compile", *names)
@@ -314,6 +315,7 @@ def test_every_variant_fits_and_overlaps(script, full):
 
 
 @pytest.mark.parametrize("case", RUNS)
+@pytest.mark.turns(4)
 def test_it_attends_as_float64_does_where_it_is_emulated(case):
     assert run_case(RUNS[case], "cpu") < 0.02
 

@@ -38,25 +38,9 @@ CANDIDATE = Candidate(
 )
 
 
-IN_FULL = {f"nsa-extend-{feature}-page16" for feature in ("sinks", "lse", "fp8_e4m3")}
-"""Features of prompts take seconds, and decode steps have them too: one kernel serves both."""
-
-
 class TestPicked(AttentionBackendTests):
     backend = CANDIDATE
     page_sizes = (16,)
-
-    def wants(self, case: Case) -> bool:
-        return case.name not in IN_FULL
-
-
-@pytest.mark.full
-class TestPickedFeaturesOfPrompts(AttentionBackendTests):
-    backend = CANDIDATE
-    page_sizes = (16,)
-
-    def wants(self, case: Case) -> bool:
-        return case.name in IN_FULL
 
 
 class TestPickedAtPageOne(AttentionBackendTests):
@@ -84,6 +68,7 @@ SPARSE = {
 
 @pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize("topk", [130, 300])
+@pytest.mark.turns(2)
 def test_parts_of_a_tokens_picks(monkeypatch, topk, deterministic):
     """As where a device has more units than a step has tokens."""
     monkeypatch.setattr(picked, "ALIKE_KEYS", 64)

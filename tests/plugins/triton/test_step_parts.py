@@ -169,6 +169,7 @@ CASES = {
 
 @pytest.mark.parametrize("requests", [PROMPTS_FIRST, PROMPTS_LAST, IN_TURNS])
 @pytest.mark.parametrize("name", CASES)
+@pytest.mark.turns(2)
 def test_agrees_with_reference(name, requests, run_mixed):
     parted = run_mixed(CASES[name], extend(*requests, mode=MIXED))
     assert bool(parted) == (requests != IN_TURNS)

@@ -191,6 +191,7 @@ MUTANTS: dict[str, tuple[Callable[[TritonTrees], None], str, str]] = {
 
 
 @pytest.mark.parametrize("mutant", MUTANTS)
+@pytest.mark.turns(9)
 def test_a_wrong_kernel_is_found(
     mutant: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

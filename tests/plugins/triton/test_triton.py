@@ -192,6 +192,7 @@ def test_more_requests_than_there_is_room_for_are_refused():
         ({"reduce_in_fp32": True}, [10, 5], torch.float32),
     ],
 )
+@pytest.mark.turns(2)
 def test_a_deterministic_result_does_not_depend_on_the_batch(options, splits, part_dtype):
     step = decode(2500, 1100)
     backend, setup = backend_of(step, **options)
@@ -269,6 +270,7 @@ def test_whole_blocks_of_4_bit_keys_are_read_without_comparisons(cap):
 
 
 @pytest.mark.parametrize("step", STEPS.values(), ids=STEPS)
+@pytest.mark.turns(2)
 def test_results_may_lie_in_any_order(step):
     """The heads of a token apart, and the columns of a head."""
     backend, setup = backend_of(step)

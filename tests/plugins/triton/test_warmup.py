@@ -98,6 +98,7 @@ def main(case: str) -> None:
     print(json.dumps({"compiled": compiled, "bound": bound, "launched": device.launched}))
 
 
+@pytest.mark.turns(4, suite="compilers")
 def test_no_step_waits_for_a_compiler(script):
     found = script("fits")[-1]
     assert found["compiled"] == []
@@ -114,6 +115,7 @@ def test_a_kernel_that_needs_more_than_the_device_has_fails_when_the_backend_is_
     assert "out of resource: shared memory" in script("does not fit")[-1]["failed"]
 
 
+@pytest.mark.turns(4, suite="compilers")
 def test_cross_attention_over_eight_bits_is_rehearsed(script):
     assert script("cross")[-1] == {"widens": True}
 

@@ -72,6 +72,7 @@ def test_every_name_is_a_case():
 
 
 @pytest.mark.parametrize("name", CASES)
+@pytest.mark.turns(8)
 def test_agrees_with_reference(name, widened):
     outcome = run_case(CANDIDATE, replace(CASES[name], host_lens=True))
     assert outcome.status == "passed", outcome.message

@@ -17,7 +17,7 @@ from rich.console import Console
 from rich.live import Live
 from rich.table import Table
 
-from attnmux.core.facts.files import check_replaceable
+from attnmux.core.verbs import check_replaceable
 
 Cell = str | float | None
 

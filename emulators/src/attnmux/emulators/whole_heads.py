@@ -247,10 +247,14 @@ MODES = (
 
 
 def can_be_split(case: Case, size: int) -> bool:
-    """Whether the case's keys may lie on several ranks, and its heads too."""
+    """Whether the case's keys may lie on several ranks, and its heads too.
+
+    Cases that repeat a step are none: how often depends on what grows in a rank's own process.
+    """
     modes = {step.mode for step in case.steps}
     return (
         modes.issubset(MODES)
+        and not case.repeats
         and not case.has_trees
         and case.kind in ("mha", "mla")
         and case.kv_dtype != "fp4_e2m1"

@@ -26,17 +26,16 @@ from attnmux.core.facts.errors import (
     in_brief,
 )
 from attnmux.core.facts.frozen import FrozenMapping
-from attnmux.core.facts.launches import TunedLaunch
 from attnmux.core.find.devices import Detection, detect
 from attnmux.core.find.plugins import Plugins, load_plugins, unknown_plugins
 from attnmux.core.find.settings import Settings
-from attnmux.core.measured.measurement import Measurement
-from attnmux.core.measured.passes import Passes
-from attnmux.core.measured.unverified import Unverified
+from attnmux.core.measured.unverified import Unverified, doubtful
 
 if TYPE_CHECKING:
     from attnmux.core.cards.card import Offer
     from attnmux.core.choosing.decision import Decision
+    from attnmux.core.facts.launches import TunedLaunch
+    from attnmux.core.measured.measurement import Measurement
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -105,6 +104,7 @@ class Run:
         if file is None or not os.path.exists(file):
             return ()
         # Not imported unless something was measured
+        from attnmux.core.measured.measurement import Measurement  # noqa: PLC0415
 
         stored = Measurement.read(file)
         for problem in stored.problems:
@@ -115,6 +115,10 @@ class Run:
         self, decision: Decision, offers: Sequence[Offer], measurements: Sequence[Measurement]
     ) -> None:
         """A warning for each backend that `Unverified.by_cards` finds."""
+        if next(doubtful(decision, offers), None) is None:
+            return
+        from attnmux.core.measured.passes import Passes  # noqa: PLC0415  # most cards prove enough
+
         for each in Unverified.by_cards(
             decision, offers, measurements, Passes.in_cache(Settings.cache_folder())
         ):
@@ -130,6 +134,7 @@ class Run:
         if file is None or not os.path.exists(file):
             return ()
         # Most machines have tuned nothing
+        from attnmux.core.facts.launches import TunedLaunch  # noqa: PLC0415
 
         records = TunedLaunch.read(file)
         for problem in records.problems:

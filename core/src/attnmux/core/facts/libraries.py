@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import cache, lru_cache
@@ -49,9 +50,27 @@ def identity(distribution: metadata.Distribution | None) -> tuple[str, str]:
 def distributions() -> Mapping[str, metadata.Distribution]:
     """Those on `sys.path` by canonical name. The first of a name hides the others."""
     found: dict[str, metadata.Distribution] = {}
-    for each in metadata.distributions():
+    for each in _on_path():
         found.setdefault(canonical(identity(each)[0]), each)
     return found
+
+
+def _on_path() -> Sequence[metadata.Distribution]:
+    """All on `sys.path`, found again when it or one of its folders changes."""
+    return _found(tuple((entry, _changed(entry)) for entry in sys.path))
+
+
+def _changed(entry: str) -> int:
+    try:
+        return os.stat(entry or ".").st_mtime_ns
+    except (OSError, ValueError):
+        return 0
+
+
+# New objects at each search would fill the cache of `identity`
+@lru_cache(maxsize=4)
+def _found(path: tuple[tuple[str, int], ...]) -> Sequence[metadata.Distribution]:
+    return tuple(metadata.distributions())
 
 
 def installed_version(distribution: str) -> str | None:
@@ -72,7 +91,7 @@ def entry_points(group: str) -> tuple[Sequence[metadata.EntryPoint], Unreadable]
     """The entry points of a group, and the distributions whose entry points cannot be read."""
     found: dict[str, Sequence[metadata.EntryPoint]] = {}
     unreadable: dict[str, Exception] = {}
-    for distribution in metadata.distributions():
+    for distribution in _on_path():
         try:
             # Names are in files that take longer to parse, and few have entry points of the group
             if f"[{group}]" in (distribution.read_text("entry_points.txt") or ""):

@@ -13,7 +13,6 @@ from attnmux.core.choosing.decision import Decision
 from attnmux.core.facts.derived import linear_request
 from attnmux.core.facts.platform import Platform
 from attnmux.core.facts.request import Request
-from attnmux.core.measured.passes import Passes
 from attnmux.core.measured.store import Store
 
 if TYPE_CHECKING:
@@ -81,6 +80,8 @@ def _without_pass(
     found: Sequence[Unverified], platform: Platform, kept: Store
 ) -> Iterator[Unverified]:
     passed = kept.read() if found else {}
+    if passed:
+        from attnmux.core.measured.passes import Passes  # noqa: PLC0415  # few keep passes
     for each in found:
         if not passed or Passes.key(each.offer, platform, each.choice.options) not in passed:
             yield each
