@@ -446,8 +446,23 @@ def test_the_backends_of_a_cpu(monkeypatch, file) -> None:
 
 
 def test_layers_of_several_shapes_are_refused(tmp_path) -> None:
-    content = {"num_query_heads": [4, 8], "num_kv_heads": [2, 2], "head_dim": 64}
+    content = {
+        "model_type": "openelm",
+        "num_query_heads": [4, 8],
+        "num_kv_heads": [2, 2],
+        "head_dim": 64,
+    }
     (tmp_path / "config.json").write_text(json.dumps(content))
     result = call("bench", "--model", str(tmp_path))
     assert result.exit_code == 2
+    assert "--model: expected layers of one shape" in result.stderr
+
+
+def test_an_unknown_model_is_refused_unless_assumed(tmp_path) -> None:
+    content = {"model_type": "mystery", "num_query_heads": [4, 8], "num_kv_heads": [2, 2]}
+    (tmp_path / "config.json").write_text(json.dumps({**content, "head_dim": 64}))
+    result = call("bench", "--model", str(tmp_path))
+    assert (result.exit_code, "only with --assume" in result.stderr) == (3, True)
+    result = call("bench", "--model", str(tmp_path), "--assume")
+    assert "warning: unknown model type mystery: read as causal MHA" in result.stderr
     assert "--model: expected layers of one shape" in result.stderr
