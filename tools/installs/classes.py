@@ -34,6 +34,7 @@ FIRST: Mapping[str, str] = MappingProxyType(
     {
         "DeepseekV4CSACompressor": "5.8",
         "DeepseekV4HCACompressor": "5.8",
+        "MistralLarge4TextIndexer": "5.22",
         "Qwen4ExpTextPLELayer": "5.16",
         "ZayaCCAProjection": "5.13",
     }

@@ -121,6 +121,7 @@ def test_not_offered_where_it_was_not_found_faster(
     level: Level, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(levels, "FOLDER", tmp_path)  # no kernels came with the wheel
+    monkeypatch.setattr(Settings, "cache_folder", lambda self: tmp_path)
     features = {*level.features} if level is AVX2 else {*level.features, "cxx_compiler"}
     platform = replace(Platform.parse("cpu:x86_64"), features=frozenset(features))
     assert make_linear(on(platform)) is None

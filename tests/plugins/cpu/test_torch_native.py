@@ -250,6 +250,7 @@ def test_a_mask_may_have_more_values_than_an_int32_counts():
             forward_mode=ForwardMode.TARGET_VERIFY,
             spec_info=SpecInput(draft_token_num=3, custom_mask=keep),
             multi_item=None,
+            masks_drafts=False,
         ),
         StepLens(new=new, cached=num_keys - new, encoder=torch.zeros_like(new)),
     ).mask

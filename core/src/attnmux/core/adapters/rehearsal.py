@@ -45,7 +45,7 @@ def rehearse(backend: AttentionBackend) -> None:
             for layer in _distinct_layers(context):
                 with suppress(InvalidInput):
                     _attend(backend, layer, batch)
-    backend.init_forward_metadata(batch.slice(0, 0, first_token=0, last_token=0))
+    backend.init_forward_metadata(_batch(context, ForwardMode.IDLE, cached=0, new=0))
 
 
 def rehearse_convolutions(
