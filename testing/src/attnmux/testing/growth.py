@@ -61,9 +61,13 @@ def _entries(folder: str) -> int:
 
 
 def _resident(_: torch.device) -> int:
+    """Without pages of files, which the system takes back when others need memory; 0 on a system
+    without /proc."""
     path = Path("/proc/self/statm")
-    pages = int(path.read_text().split()[1]) if path.exists() else 0
-    return pages * os.sysconf("SC_PAGE_SIZE") if pages else 0
+    if not path.exists():
+        return 0
+    _, resident, of_files, *_ = map(int, path.read_text().split())
+    return (resident - of_files) * os.sysconf("SC_PAGE_SIZE")
 
 
 KEEP_NONE = "keep no tensor and no batch of a step after the next one is prepared"
