@@ -108,3 +108,14 @@ def test_runs_are_read_as_people_read_them() -> None:
 """
     expected = [("a", "2026-11-23", 5), ("d", "2026-11-23", 5), ("e", "2026-11-20", 7)]
     assert list(recorded(text)) == expected
+
+
+def test_no_reason_cites_a_file_of_this_repository() -> None:
+    """No wheel has it."""
+    ours = tuple(path.name for path in (ROOT / "plugins").iterdir() if path.is_dir())
+    cards = [offer.card for offer in load_plugins(ours, ()).offers()]
+    reasons = [prior.source for card in cards for prior in card.priors]
+    reasons += [source for card in cards for source in card.sources.values()]
+    reasons += [caveat.text for card in cards for caveat in card.caveats]
+    assert len(reasons) > 100
+    assert not [reason for reason in reasons if re.search(r"\b(benchmarks|docs|tests)/", reason)]

@@ -55,7 +55,7 @@ def _said(decision: Any) -> list[str]:  # noqa: ANN401  # as above
     if decision.request.compressed_layers:
         layers = [f"{count} {kind}" for kind, count in decision.request.compressed_layers]
         said.append(
-            "attnmux-core, or a kernel that a plugin offers, serves the keys of blocks in "
+            "the engine, such as attnmux-transformers, serves the keys of blocks in "
             f"{_listed(layers)} layers, merged with their windows by LSE"
         )
     if decision.trees is not None:
