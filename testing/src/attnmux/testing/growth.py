@@ -66,7 +66,7 @@ def _resident(_: torch.device) -> int:
     path = Path("/proc/self/statm")
     if not path.exists():
         return 0
-    _, resident, of_files, *_ = map(int, path.read_text().split())
+    resident, of_files = map(int, path.read_text().split()[1:3])
     return (resident - of_files) * os.sysconf("SC_PAGE_SIZE")
 
 
