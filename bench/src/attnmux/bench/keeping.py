@@ -35,7 +35,7 @@ class RecordFile(Generic[R]):
     kind: type[R]
 
     def read(self) -> Records[R]:
-        """As `Measurement.read`."""
+        """The content of the file, as `Record.read` returns it."""
         return self.kind.read(self.path)
 
     def prepare(self) -> Records[R]:

@@ -1,4 +1,4 @@
-"""What a config.json leaves to its model type, in one table: a row for each family of model types.
+"""Facts that a config.json leaves to its model type: a table with a row for each family of types.
 
 Sources: the config classes of transformers 5.23, which a test compares; for types that transformers
 does not have, the code that is published with their checkpoints.

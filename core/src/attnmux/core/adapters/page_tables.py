@@ -71,7 +71,7 @@ class Keys:
         return cls(page_table=table, lens=lens)
 
     def with_lens(self, lens: torch.Tensor) -> Keys:
-        """The same table with other lengths [B]."""
+        """These keys with other lengths [B]."""
         return Keys(page_table=self.page_table, lens=lens)
 
     def copied_to(self, buffers: Keys) -> Keys:
@@ -162,7 +162,7 @@ class PageTables:
     def buffers(
         groups: tuple[KeyGroup, ...], max_bs: int, context: BackendContext, *, key_tile: int = 1
     ) -> dict[KeyGroup, Keys]:
-        """What graphs of up to `max_bs` requests replay with. key_tile: as in `of`."""
+        """Tables of zeros for graphs of up to `max_bs` requests. key_tile: as in `of`."""
         longest, device = _rounded_up(context.max_context_len, key_tile), context.device
         return {
             group: Keys.zeros(max_bs, -(-longest // group.page_size), device) for group in groups

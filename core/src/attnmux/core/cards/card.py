@@ -282,7 +282,7 @@ class BackendCard(Plain):
         return frozenset(parsed_requirement(text).name for text in texts)
 
     def complete(self, given: Mapping[str, OptionValue]) -> Mapping[str, OptionValue]:
-        """Every option of the self: as given, else its default."""
+        """Every option of the card: as given, else its default."""
         return FrozenMapping({option.name: option.default for option in self.options} | dict(given))
 
 

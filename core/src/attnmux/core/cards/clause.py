@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, fields
 
 from attnmux.core.cards.conditions import (
@@ -114,8 +114,16 @@ class Clause(Plain):
             and not (condition is ANY and axis.default is ANY)
         }
 
+    def failing(self, demands: Iterable[Demand]) -> Iterator[Demand]:
+        """The demands that the clause does not meet."""
+        for axis, value in demands:
+            condition = getattr(self, axis.name)
+            if condition is not ANY and not condition.admits(value):
+                yield axis, value
+
     def meets(self, demands: Iterable[Demand]) -> bool:
-        """Whether the self meets all of the demands."""
+        """Whether the clause meets all of the demands."""
+        # The search asks it most: by `failing`, it takes 1.4 times as long
         for axis, value in demands:
             condition = getattr(self, axis.name)
             if condition is not ANY and not condition.admits(value):
@@ -162,12 +170,3 @@ def _expected(axis: Axis) -> str:
 
 
 ALWAYS = Clause.when()
-
-
-def failing(clause: Clause, demands: Iterable[Demand]) -> list[Demand]:
-    """The demands that `clause` does not meet."""
-    return [
-        (axis, value)
-        for axis, value in demands
-        if (condition := getattr(clause, axis.name)) is not ANY and not condition.admits(value)
-    ]

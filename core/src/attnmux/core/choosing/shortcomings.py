@@ -7,7 +7,7 @@ from dataclasses import replace
 from functools import lru_cache
 
 from attnmux.core.cards.card import BackendCard
-from attnmux.core.cards.clause import Clause, failing
+from attnmux.core.cards.clause import Clause
 from attnmux.core.facts.axis import Demand
 from attnmux.core.facts.questions import Question
 from attnmux.core.facts.request import Request
@@ -30,7 +30,7 @@ def shortcomings(card: BackendCard, question: Question) -> list[Reason]:
     needs changes of values that the engine can do without (a page size, not the breadth of a
     draft). Either all reasons have a hint or none has, as following only some would not help.
     """
-    failures = [(clause, failing(clause, question.demands)) for clause in card.clauses]
+    failures = [(clause, [*clause.failing(question.demands)]) for clause in card.clauses]
     return _reasons(question, failures)
 
 
@@ -45,7 +45,7 @@ def shortcomings_by_phase(
     for clause in card.clauses:
         for found in failures.values():
             found.append((clause, []))
-        for demand in failing(clause, phases):
+        for demand in clause.failing(phases):
             for phase in phases[demand]:
                 failures[phase][-1][1].append(demand)
     return {phase: _reasons(questions[phase], found) for phase, found in failures.items()}
@@ -64,7 +64,7 @@ def remedy(card: BackendCard, question: Question) -> Mapping[str, str] | None:
     it does already, None where no change helps."""
     if not card.clauses:
         return None
-    clause, failed = _nearest([(one, failing(one, question.demands)) for one in card.clauses])
+    clause, failed = _nearest([(one, [*one.failing(question.demands)]) for one in card.clauses])
     return _changes(clause, question, failed) or None if failed else {}
 
 
@@ -96,7 +96,7 @@ def _changes(clause: Clause, question: Question, failed: Sequence[Demand]) -> di
             return {}
         changes.update((axis.name, axis.remedy(clause, value)) for axis, value in failed)
         request = changed(question.request, tuple(changes.items()))
-        failed = failing(clause, replace(question, request=request, demands=()).demands)
+        failed = [*clause.failing(replace(question, request=request, demands=()).demands)]
     return changes
 
 

@@ -188,7 +188,7 @@ def _print_chosen(console: Console, told: Sequence[Outcome], phases: int) -> Non
 
 def _print_losers(console: Console, told: Sequence[Outcome], phases: int, *, every: bool) -> None:
     lost = [_machine_first(outcome) for outcome in told if outcome.standing != "chosen"]
-    near = [each for each in lost if each.reasons[:1] == () or each.reasons[0].axis != "vendor"]
+    near = [each for each in lost if not each.reasons or each.reasons[0].axis != "vendor"]
     shown = lost if every else joined_by_first_reason(near)
     rows = [(*_candidate(each, phases), _against(each, every=every)) for each in shown]
     if rows:

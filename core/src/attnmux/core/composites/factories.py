@@ -41,7 +41,7 @@ def make_served(
     *,
     virtual_requests: bool,
 ) -> AttentionBackend:
-    """What `make` makes, with the masks and virtual requests that core adds.
+    """The backend that `make` returns, with the masks and virtual requests that core adds.
 
     tree_masks, virtual_requests: the card's. Raises what `make` raises, and InvalidInput for chunks
     that are not whole pages of the pool.

@@ -55,7 +55,7 @@ class HasSinks(Protocol):
 
 @torch.inference_mode()
 def refresh_sinks(layers: Iterable[HasSinks], weights: Sequence[torch.Tensor]) -> None:
-    """As `AttentionBackend.refresh_sinks`, for these layers."""
+    """Copy the weights into the sinks of these layers, as `AttentionBackend.refresh_sinks` says."""
     specs = [layer for layer in layers if layer.sinks is not None]
     of_layers = [spec.sinks for spec in specs if spec.sinks is not None]
     moved = [(to, of) for to, of in zip(of_layers, weights, strict=True) if to is not of]

@@ -50,7 +50,7 @@ class UnknownModel(NoBackend):
 
     def __init__(self, what: str, *, assumption: str) -> None:
         self.assumed = f"{what}: read as {assumption}"
-        """What `--assume` does with it, in words."""
+        """The assumption under which `--assume` goes on, in words."""
         super().__init__(f"{self.assumed} only with --assume (in Python: assume=True)")
 
 

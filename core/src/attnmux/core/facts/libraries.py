@@ -48,7 +48,7 @@ def identity(distribution: metadata.Distribution | None) -> tuple[str, str]:
 
 
 def distributions() -> Mapping[str, metadata.Distribution]:
-    """Those on `sys.path` by canonical name. The first of a name hides the others."""
+    """The distributions on `sys.path`, by canonical name. The first of a name hides the others."""
     found: dict[str, metadata.Distribution] = {}
     for each in _on_path():
         found.setdefault(canonical(identity(each)[0]), each)
