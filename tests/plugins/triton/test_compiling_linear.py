@@ -14,8 +14,8 @@ from unittest.mock import patch
 import pytest
 
 from attnmux.testing import decode, extend, verify
-from attnmux.testing.linear_cases import SHAPES, LinearCase
-from attnmux.testing.linear_setup import make_linear_setup, prepare_linear
+from attnmux.testing.cases.linear import SHAPES, LinearCase
+from attnmux.testing.setup.linear import make_linear_setup, prepare_linear
 
 pytest.importorskip("triton")
 
@@ -113,8 +113,8 @@ def launches(case: LinearCase, arch: str, target: Any, most_shared: int) -> list
     from test_compiling import platform_of  # noqa: PLC0415  # not the interpreter's
     from triton import JITFunction  # noqa: PLC0415  # as above
 
-    from attnmux.triton.linear import TritonLinearBackend  # noqa: PLC0415  # as above
-    from attnmux.triton.linear_device import LinearDevice  # noqa: PLC0415  # as above
+    from attnmux.triton.linear.backend import TritonLinearBackend  # noqa: PLC0415  # as above
+    from attnmux.triton.linear.device import LinearDevice  # noqa: PLC0415  # as above
 
     noted: list[Any] = []
 

@@ -14,13 +14,13 @@ pytest.importorskip("triton")
 
 import triton
 
-from attnmux.triton import config_tables, dispatch
-from attnmux.triton.backend import TritonBackend
-from attnmux.triton.config_tables import ConfigTables
-from attnmux.triton.dispatch import SHARE_KERNELS, TILE_KERNELS, Dispatch, LayerTraits
+from attnmux.triton.attention.backend import TritonBackend
 from attnmux.triton.kernels.latent_merge import HELD, merge_slices
-from attnmux.triton.operands import Keys, has_whole_rows, whole_rows
-from attnmux.triton.shapes import Shape
+from attnmux.triton.launches import config_tables, dispatch
+from attnmux.triton.launches.config_tables import ConfigTables
+from attnmux.triton.launches.dispatch import SHARE_KERNELS, TILE_KERNELS, Dispatch, LayerTraits
+from attnmux.triton.launches.operands import Keys, has_whole_rows, whole_rows
+from attnmux.triton.launches.shapes import Shape
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 E4M3, E5M2, FNUZ = torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz

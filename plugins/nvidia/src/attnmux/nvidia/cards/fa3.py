@@ -91,7 +91,7 @@ def _clauses(dtype: str, head_dim: Condition, v_head_dim: Condition) -> Iterator
 FA3 = BackendCard(
     name="fa3",
     summary="FlashAttention 3 on Hopper: paged KV of any page size, windows, sinks, FP8, graphs",
-    factory="attnmux.nvidia.fa3:make",
+    factory="attnmux.nvidia.fa3.backend:make",
     tree_masks=TREE_MASKS,
     requires=REQUIRES,
     extra="fa3",

@@ -11,7 +11,7 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_wait
 
 from attnmux.triton.kernels.blocks import LN_2
-from attnmux.triton.shapes import next_power_of_2
+from attnmux.triton.launches.shapes import next_power_of_2
 
 WIDTH = tl.constexpr(512)
 """Columns of a result."""
