@@ -15,8 +15,8 @@ from transformers import AutoModelForSeq2SeqLM, AutoModelForSpeechSeq2Seq, PreTr
 
 from attnmux.core.cli.verbs import verbs
 from attnmux.transformers import open_checkpoint
+from attnmux.transformers.load import sounds
 from attnmux.transformers.load.checkpoint import quiet_transformers
-from attnmux.transformers.load.load_runner import sounds
 from attnmux.transformers.load.sounds import read_samples
 
 START = {"decoder_start_token_id": 3}

@@ -16,8 +16,8 @@ from attnmux.nvidia import vllm_files
 from attnmux.nvidia.cards.dual_chunk_flash_attn import DUAL_CHUNK_FLASH_ATTN
 from attnmux.nvidia.cards.fa3 import FA3
 from attnmux.nvidia.cards.nsa_fa3 import NSA_FA3
+from attnmux.nvidia.fa3 import providers as fa3_providers
 from attnmux.nvidia.fa3.backend import make
-from attnmux.nvidia.fa3.backend import providers as fa3_providers
 from attnmux.nvidia.fa3.dual_chunk import make as dual_chunk
 from attnmux.nvidia.fa3.dual_chunk import of_fa3 as of_dual_chunk
 from attnmux.nvidia.fa3.ops import merge_state_v2

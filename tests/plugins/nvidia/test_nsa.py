@@ -14,7 +14,7 @@ from attnmux.core.plugin import rehearse, topk_slots
 from attnmux.emulators.nvidia.flash_mla.vllm import FlashMLAOperators
 from attnmux.emulators.nvidia.flash_mla_sparse import FlashMLA, SglKernel, sparse_prefill
 from attnmux.nvidia.cards.nsa import NSA
-from attnmux.nvidia.latent.base import picked
+from attnmux.nvidia.latent import picked
 from attnmux.nvidia.latent.flashmla_kernels import (
     NSAKernels,
     sparse_from_flash_mla,

@@ -12,7 +12,7 @@ from attnmux.core import BackendFailed, Platform
 from attnmux.core.plugin import topk_slots
 from attnmux.emulators.nvidia import sgl_flash_attn
 from attnmux.nvidia.cards.nsa_fa3 import NSA_FA3
-from attnmux.nvidia.latent.base import picked
+from attnmux.nvidia.latent import picked
 from attnmux.nvidia.latent.nsa_fa3 import NSAFA3Backend, NSAFA3Kernels, make
 from attnmux.nvidia.listed_keys import listed
 from attnmux.testing import AttentionBackendTests, decode, extend

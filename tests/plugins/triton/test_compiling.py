@@ -224,7 +224,7 @@ def compile_launch(launch: Any, target: Any) -> Any:
 
 def name_of(kernel: Any) -> str:
     """module.function, without the packages."""
-    return f"{kernel.__module__.rpartition('.')[2]}.{kernel.__name__}"
+    return f"{kernel.__module__.removeprefix('attnmux.triton.kernels.')}.{kernel.__name__}"
 
 
 def chosen_pages() -> list[Any]:
@@ -379,10 +379,10 @@ PORTABLE = {
 }
 FOUR_BITS = {"write_four_bits.write_four_bits"}
 HOPPER = {
-    "hopper_latent.attend_latent",
-    "hopper_latent_tiles.attend_latent_tiles",
-    "hopper_shares.attend_shares",
-    "hopper_tiles.attend_hopper_tiles",
+    "latent.attend_latent",
+    "latent_tiles.attend_latent_tiles",
+    "shares.attend_shares",
+    "tiles.attend_hopper_tiles",
     "latent_merge.merge_latent",
     "widen.widen_keys",
 }

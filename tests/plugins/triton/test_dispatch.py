@@ -280,7 +280,11 @@ def launched_by(step: Any, change: Any = None, **case: Any) -> dict[str, dict[st
     for launch in backend.launcher.rehearse(taken):
         kernel = launch.bound.kernel
         is_plan = kernel.__name__.startswith("plan")
-        name = kernel.__name__ if is_plan else kernel.fn.__module__.rpartition(".")[2]
+        name = (
+            kernel.__name__
+            if is_plan
+            else kernel.fn.__module__.removeprefix(f"{dispatch.KERNELS}.")
+        )
         launched[name] = dict(zip(kernel.arg_names, launch.values, strict=True))
     return launched
 
@@ -288,11 +292,11 @@ def launched_by(step: Any, change: Any = None, **case: Any) -> dict[str, dict[st
 @pytest.mark.parametrize(
     ("step", "case", "kernel"),
     [
-        (decode(45, 3), GQA, "hopper_shares"),
-        (verify(3, 40, 4), GQA, "hopper_shares"),
+        (decode(45, 3), GQA, "hopper.shares"),
+        (verify(3, 40, 4), GQA, "hopper.shares"),
         (verify(20, 40, 4), GQA, "hopper_tiles"),
-        (verify(5, 40, 4), {**GQA, **TREE}, "hopper_shares"),
-        (verify(20, 40, 4), {**GQA, **TREE}, "hopper_shares"),
+        (verify(5, 40, 4), {**GQA, **TREE}, "hopper.shares"),
+        (verify(20, 40, 4), {**GQA, **TREE}, "hopper.shares"),
         (extend((16, 41), (0, 7)), GQA, "hopper_tiles"),
         (extend((16, 8), items=((3, 4),)), GQA, "tiles"),
         (decode(45, 3), MLA, "hopper_latent"),
@@ -324,7 +328,7 @@ def test_rows_that_are_not_aligned_are_copied():
         return dataclasses.replace(given, q=moved(given.q), k=moved(given.k), v=moved(given.v))
 
     for step, more, kernel in (
-        (decode(45, 3), {}, "hopper_shares"),
+        (decode(45, 3), {}, "hopper.shares"),
         (extend((16, 41)), {}, "hopper_tiles"),
         (extend((0, 41)), {"save_kv_cache": False}, "hopper_tiles"),
     ):

@@ -1,4 +1,4 @@
-"""Checks of adapters that some of them need, next to the tests of `adapters` that all pass."""
+"""Checks of adapters that some of them need, next to the tests of `AdapterTests` that all pass."""
 
 from __future__ import annotations
 

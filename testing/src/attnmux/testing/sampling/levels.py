@@ -36,7 +36,7 @@ OWN: Mapping[str, tuple[Value | Range | None, ...]] = {
 }
 """Values for properties that every card supports implicitly, and for those that the engine decides.
 `scale` is in units of the usual one. `empty`: a step without a key comes second. `place`: where in
-the pool the requests lie, as in `sampled_points.FIRST_PAGES`."""
+the pool the requests lie, as in `points.FIRST_PAGES`."""
 
 MOST_OPTION = 1 << 20
 """An option with a larger bound counts bytes, say, so that its largest values are not tried."""

@@ -1,6 +1,6 @@
 """`attnmux generate`: its options and its help.
 
-Importing this module imports no torch: `cli_run` runs the command.
+Importing this module imports no torch: `run` runs the command.
 """
 
 from __future__ import annotations

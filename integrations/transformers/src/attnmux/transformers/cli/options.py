@@ -68,7 +68,7 @@ class Options:
 
     @classmethod
     def of(cls, given: Mapping[str, Any]) -> Options:
-        """given: arguments of `cli.generate`, by name.
+        """given: arguments of `command.generate`, by name.
 
         Raises InvalidInput for options that exclude each other, or that want another.
         """

@@ -101,7 +101,7 @@ def run_command(
     sampling: SamplingParams,
     given: Mapping[str, Any],
 ) -> None:
-    """Generate for the prompts. given: the other arguments of `cli.generate`, by name."""
+    """Generate for the prompts. given: the other arguments of `command.generate`, by name."""
     options = Options.of(given)
     answering, drafting = options.answering, options.drafting
     options.parallel.start(run)

@@ -32,7 +32,7 @@ NUM_SPLITS = Option(
 )
 REQUIRES = (
     "torch>=2.11",
-    # In the order of `fa3_providers.PROVIDERS`. Before 0.4, under the name sgl-kernel, the
+    # In the order of `fa3/providers.PROVIDERS`. Before 0.4, under the name sgl-kernel, the
     # functions had no `out`; vLLM before 0.32 was not tried.
     ("sglang-kernel>=0.4.5", "flash-attn-3", "vllm>=0.32"),
 )

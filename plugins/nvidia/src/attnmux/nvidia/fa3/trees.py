@@ -1,7 +1,7 @@
 """The mask of a draft tree as keys: each draft token is a request with one query.
 
 The mask hides draft tokens only. Every draft token sees the whole prefix, so attention to the
-prefix is another call, and `fa3_base` merges the results of both.
+prefix is another call, and `base` merges the results of both.
 """
 
 from __future__ import annotations

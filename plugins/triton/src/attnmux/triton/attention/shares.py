@@ -1,6 +1,6 @@
 """Attention of few new tokens a request, over equal shares of all keys.
 
-The kernels are in `kernels/shares.py`, `kernels/hopper_shares.py`, `kernels/hopper_latent.py` and
+The kernels are in `kernels/shares.py`, `kernels/hopper/shares.py`, `kernels/hopper/latent.py` and
 `kernels/latent_merge.py`; `share_plans.py` plans the shares.
 """
 

@@ -1,7 +1,7 @@
 """Attention of many new tokens a request, in tiles of queries.
 
-The kernels are in `kernels/tiles.py`, `kernels/hopper_tiles.py` and
-`kernels/hopper_latent_tiles.py`; `tile_plans.py` has the plan of a step.
+The kernels are in `kernels/tiles.py`, `kernels/hopper/tiles.py` and
+`kernels/hopper/latent_tiles.py`; `tile_plans.py` has the plan of a step.
 """
 
 from __future__ import annotations

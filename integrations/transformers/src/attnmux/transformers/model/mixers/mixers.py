@@ -20,8 +20,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from attnmux.core import ForwardContext, InvalidInput, LinearLayerSpec
-from attnmux.transformers.model.mixers.calls import FUNCTIONS
 from attnmux.transformers.model.mixers.mixer import Convolution, Mixer, Recurrence
+from attnmux.transformers.model.mixers.mixer_calls import FUNCTIONS
 from attnmux.transformers.model.mixers.own_recurrences import ADAPTERS
 
 if TYPE_CHECKING:

@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 
-from attnmux.transformers.model.mixers.calls import refuse_padding, row_of
 from attnmux.transformers.model.mixers.mixer import Convolution, Mixer
+from attnmux.transformers.model.mixers.mixer_calls import refuse_padding, row_of
 
 BASE = 256
 

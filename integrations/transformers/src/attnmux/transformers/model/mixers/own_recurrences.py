@@ -17,12 +17,12 @@ import torch
 
 from attnmux.core import InvalidInput
 from attnmux.transformers.model.layer_call import replace_function
-from attnmux.transformers.model.mixers.calls import (
+from attnmux.transformers.model.mixers.mixer import Convolution, Mixer, Recurrence
+from attnmux.transformers.model.mixers.mixer_calls import (
     ACTIVATIONS,
     refuse_padding,
     row_of,
 )
-from attnmux.transformers.model.mixers.mixer import Convolution, Mixer, Recurrence
 from attnmux.transformers.model.mixers.ngram_layers import ngram_features
 
 

@@ -14,7 +14,7 @@ from attnmux.triton.kernels.hopper.walk import after_share, first_unit, place_ro
 COLUMNS_A_COPY = gl.constexpr(8)
 """Columns of 16 bits in 16 bytes, the most that a thread copies at a time."""
 COPY_WARPS = gl.constexpr(4)
-"""Warps of `hopper_shares` that copy."""
+"""Warps of `shares` that copy."""
 
 
 @aggregate

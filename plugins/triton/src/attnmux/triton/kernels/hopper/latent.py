@@ -1,6 +1,6 @@
 """`attend_shares` for absorbed MLA on Hopper GPUs, in Gluon.
 
-Every part of a program walks the units of its share; `hopper_latent_tile.py` attends from the rows
+Every part of a program walks the units of its share; `latent_tile.py` attends from the rows
 of one item. Partial results of an item are left to `merge_latent`.
 """
 

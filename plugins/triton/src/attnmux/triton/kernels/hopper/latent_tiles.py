@@ -1,6 +1,6 @@
 """`attend_tiles` for absorbed MLA on Hopper GPUs, in Gluon.
 
-A program attends from one tile, as `hopper_latent_tile.py` does.
+A program attends from one tile, as `latent_tile.py` does.
 """
 
 from __future__ import annotations

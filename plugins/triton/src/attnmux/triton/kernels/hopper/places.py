@@ -1,4 +1,4 @@
-"""The constants of `hopper_tiles`, and the rows and keys of each program."""
+"""The constants of `tiles`, and the rows and keys of each program."""
 
 # No annotations as strings: an aggregate reads those of its fields.
 

@@ -1,4 +1,4 @@
-"""The results of `hopper_shares`: stored, left as a partial result, or merged from those.
+"""The results of `shares`: stored, left as a partial result, or merged from those.
 
 Whichever program finishes a part last merges them. It reads a few parts at a time, so that the
 parts of many programs take as long as the attention. More than MOST_PARTS are merged in two steps:

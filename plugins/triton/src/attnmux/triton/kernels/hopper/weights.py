@@ -1,4 +1,4 @@
-"""The softmax of `hopper_tiles`: a block's weights, and their form between two turns."""
+"""The softmax of `tiles`: a block's weights, and their form between two turns."""
 
 from __future__ import annotations
 

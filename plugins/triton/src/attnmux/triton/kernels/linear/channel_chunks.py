@@ -1,6 +1,6 @@
 """Linear layers with a decay for each channel (Kimi's delta rule) in chunks of 64 tokens.
 
-As in `linear_chunks`, with G [T, K] the running sum of g in a chunk:
+As in `chunks`, with G [T, K] the running sum of g in a chunk:
 
     (I + diag(beta) L) [W U] = diag(beta) [exp(G) K, V]     L_ij = k_i . exp(G_i - G_j) k_j, j < i
     N = U - W S

@@ -2,7 +2,7 @@
 
 A state is then a row of K numbers. A program holds those of a tile of channels in registers and
 goes from token to token; no product of matrices would be larger than one row. Tensors and DRAFTS
-are as in `linear.recur`, with `states` [rows, Hv, K, 1] and g [T, Hv, K].
+are as in `tokens.recur`, with `states` [rows, Hv, K, 1] and g [T, Hv, K].
 """
 
 from __future__ import annotations

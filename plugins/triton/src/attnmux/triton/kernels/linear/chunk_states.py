@@ -1,4 +1,4 @@
-"""The states of linear layers from chunk to chunk of 64 tokens, as `linear_chunks` has them.
+"""The states of linear layers from chunk to chunk of 64 tokens, as `chunks` has them.
 
 What a span of chunks makes of the state before it is A S + B, with B what it makes of a state of
 zeros. So long prompts of few heads go through their spans at once: `weigh_spans` finds each A and

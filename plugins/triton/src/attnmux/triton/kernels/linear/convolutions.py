@@ -1,6 +1,6 @@
 """The short convolutions of linear layers.
 
-Docstrings name the tensors of `ConvCall`, and `rows`, `known`, `starts` and `drafted` as `linear`
+Docstrings name the tensors of `ConvCall`, and `rows`, `known`, `starts` and `drafted` as `tokens`
 does.
 """
 
