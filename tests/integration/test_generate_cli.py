@@ -20,9 +20,9 @@ from safetensors.torch import load_file, save_file
 from attnmux.core.cli.verbs import verbs
 from attnmux.core.find.cpu import probe_cpu
 from attnmux.transformers import recall
-from attnmux.transformers.cli.command import command as cli
-from attnmux.transformers.cli.command import prompts as cli_prompts
-from attnmux.transformers.cli.command import run as cli_run
+from attnmux.transformers.cli import command as cli
+from attnmux.transformers.cli import prompts as cli_prompts
+from attnmux.transformers.cli import run as cli_run
 from attnmux.transformers.engine import PREFILL_TOKENS
 
 USUAL = "native" if "cxx_compiler" in probe_cpu().features else "torch_native"

@@ -28,7 +28,7 @@ from attnmux.core.cli.verbs import verbs
 from attnmux.core.find.cpu import probe_cpu
 from attnmux.core.verbs import Device, Question
 from attnmux.transformers import recall
-from attnmux.transformers.cli.command import run as cli_run
+from attnmux.transformers.cli import run as cli_run
 from attnmux.transformers.load.decision import decide, without
 
 HERE = replace(probe_cpu(), features=frozenset({"avx2", "cxx_compiler"}))
