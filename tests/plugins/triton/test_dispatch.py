@@ -294,20 +294,20 @@ def launched_by(step: Any, change: Any = None, **case: Any) -> dict[str, dict[st
     [
         (decode(45, 3), GQA, "hopper.shares"),
         (verify(3, 40, 4), GQA, "hopper.shares"),
-        (verify(20, 40, 4), GQA, "hopper_tiles"),
+        (verify(20, 40, 4), GQA, "hopper.tiles"),
         (verify(5, 40, 4), {**GQA, **TREE}, "hopper.shares"),
         (verify(20, 40, 4), {**GQA, **TREE}, "hopper.shares"),
-        (extend((16, 41), (0, 7)), GQA, "hopper_tiles"),
+        (extend((16, 41), (0, 7)), GQA, "hopper.tiles"),
         (extend((16, 8), items=((3, 4),)), GQA, "tiles"),
-        (decode(45, 3), MLA, "hopper_latent"),
-        (verify(3, 40, 4), MLA, "hopper_latent"),
+        (decode(45, 3), MLA, "hopper.latent"),
+        (verify(3, 40, 4), MLA, "hopper.latent"),
         (verify(5, 40, 4), {**MLA, **TREE}, "shares"),
-        (extend((16, 41), (0, 7)), MLA, "hopper_latent_tiles"),
+        (extend((16, 41), (0, 7)), MLA, "hopper.latent_tiles"),
     ],
 )
 def test_the_kernel_of_a_step(step, case, kernel):
     launched = {name for name in launched_by(step, **case) if not name.startswith("plan")}
-    merge = {"latent_merge"} if kernel == "hopper_latent" else set()
+    merge = {"latent_merge"} if kernel == "hopper.latent" else set()
     assert launched - {"indices"} == {kernel} | merge
 
 
@@ -329,8 +329,8 @@ def test_rows_that_are_not_aligned_are_copied():
 
     for step, more, kernel in (
         (decode(45, 3), {}, "hopper.shares"),
-        (extend((16, 41)), {}, "hopper_tiles"),
-        (extend((0, 41)), {"save_kv_cache": False}, "hopper_tiles"),
+        (extend((16, 41)), {}, "hopper.tiles"),
+        (extend((0, 41)), {"save_kv_cache": False}, "hopper.tiles"),
     ):
         values = launched_by(step, shifted, **GQA, **more)[kernel]
         for name in ("q", "k", "v"):
@@ -343,7 +343,7 @@ def test_keys_of_a_call_are_converted_to_the_dtype_of_q():
     def as_floats(given: Any) -> Any:
         return dataclasses.replace(given, k=given.k.float(), v=given.v.float())
 
-    values = launched_by(extend((0, 41)), as_floats, **GQA, save_kv_cache=False)["hopper_tiles"]
+    values = launched_by(extend((0, 41)), as_floats, **GQA, save_kv_cache=False)["hopper.tiles"]
     assert values["k"].dtype == values["v"].dtype == values["q"].dtype
 
 

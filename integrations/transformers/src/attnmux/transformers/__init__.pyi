@@ -1,13 +1,12 @@
-from attnmux.transformers.engine import Engine as Engine
-from attnmux.transformers.engine import EngineStats as EngineStats
-from attnmux.transformers.engine import GenerationResult as GenerationResult
-from attnmux.transformers.engine import ModelProposer as ModelProposer
-from attnmux.transformers.engine import NgramProposer as NgramProposer
-from attnmux.transformers.engine import TokenOutput as TokenOutput
+from attnmux.transformers.draft.model import ModelProposer as ModelProposer
+from attnmux.transformers.draft.proposers import NgramProposer as NgramProposer
+from attnmux.transformers.engine.engine import Engine as Engine
 from attnmux.transformers.engine.generate import Generation as Generation
 from attnmux.transformers.engine.generate import Prompt as Prompt
 from attnmux.transformers.engine.generate import Timings as Timings
 from attnmux.transformers.engine.generate import run_prompts as run_prompts
+from attnmux.transformers.engine.request import GenerationResult as GenerationResult
+from attnmux.transformers.engine.request import TokenOutput as TokenOutput
 from attnmux.transformers.load.checkpoint import Checkpoint as Checkpoint
 from attnmux.transformers.load.checkpoint import open_checkpoint as open_checkpoint
 from attnmux.transformers.load.eagle_files import hidden_layers as hidden_layers
@@ -40,3 +39,4 @@ from attnmux.transformers.run.implementation import IMPLEMENTATION as IMPLEMENTA
 from attnmux.transformers.run.implementation import allow_generate_batch as allow_generate_batch
 from attnmux.transformers.run.runner import ModelRunner as ModelRunner
 from attnmux.transformers.run.served_model import ServedModel as ServedModel
+from attnmux.transformers.run.stats import EngineStats as EngineStats

@@ -11,8 +11,8 @@ from typing import Any, Literal
 from attnmux.core import GraphUnsupported, InvalidInput, Policy
 from attnmux.transformers import recall
 from attnmux.transformers.draft.eagle_head import EagleHead
-from attnmux.transformers.draft.model import most_nodes
-from attnmux.transformers.engine import ModelProposer, NgramProposer, Proposer
+from attnmux.transformers.draft.model import ModelProposer, most_nodes
+from attnmux.transformers.draft.proposers import NgramProposer, Proposer
 from attnmux.transformers.load.checkpoint import Checkpoint, open_checkpoint
 from attnmux.transformers.load.eagle_files import head_folder, hidden_layers, load_head
 from attnmux.transformers.load.options import RunnerOptions

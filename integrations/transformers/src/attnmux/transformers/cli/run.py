@@ -36,7 +36,7 @@ from attnmux.transformers.cli.prompts import UserPrompt
 from attnmux.transformers.cli.ranks import only_first
 from attnmux.transformers.cli.watching import first_use, wrapper
 from attnmux.transformers.draft.eagle_head import EagleHead
-from attnmux.transformers.engine import Engine
+from attnmux.transformers.engine.engine import Engine
 from attnmux.transformers.engine.generate import Generation, Prompt, run_prompts
 from attnmux.transformers.load.checkpoint import Checkpoint, open_checkpoint, quiet_transformers
 from attnmux.transformers.load.load_runner import load_head_runner, load_runner

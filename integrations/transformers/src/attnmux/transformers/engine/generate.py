@@ -10,9 +10,11 @@ from functools import partial
 import torch
 
 from attnmux.core import AttnmuxError, InvalidInput
-from attnmux.transformers.engine import Engine, EngineStats, GenerationResult
+from attnmux.transformers.engine.engine import Engine
+from attnmux.transformers.engine.request import GenerationResult
 from attnmux.transformers.requests.prompt_images import PromptImages
 from attnmux.transformers.requests.sampling_params import SamplingParams
+from attnmux.transformers.run.stats import EngineStats
 
 OnText = Callable[[int, str, bool], None]
 """Called with a prompt's index, the next piece of its text (whole characters, at the end perhaps
