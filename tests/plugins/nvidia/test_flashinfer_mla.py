@@ -36,12 +36,12 @@ from attnmux.testing import (
     run_case,
     verify,
 )
-from attnmux.testing.adapter_checks import (
+from attnmux.testing.adapters.checks import (
     check_keys_of_another_dtype_are_refused,
     check_rows_are_copied,
     check_runners_of_two_modes,
 )
-from attnmux.testing.adapters import (
+from attnmux.testing.adapters.tests import (
     LATENT,
     AdapterTests,
     AdapterWorld,
