@@ -42,6 +42,17 @@ class Asked(NamedTuple):
     platform: str | None
     """The platform named on the command line."""
     answer: Decision | NoBackend
+    measurements: tuple[Measurement, ...] = ()
+    """Of this machine, that the answer followed."""
+
+    @property
+    def is_measured(self) -> bool:
+        """Whether something was measured here, or a plugin carries figures of such a device."""
+        return bool(self.measurements) or _is_carried(self.offers, self.device)
+
+
+def _is_carried(offers: Sequence[Offer], device: Platform) -> bool:
+    return any(each.hold_on(device) for offer in offers for each in offer.figures)
 
 
 ASSUME = (
@@ -153,9 +164,9 @@ def ask(
     device, hypothetical = machine(run, settings, plugins, platform)
     policy, offers = settings.policy(**given, hypothetical=hypothetical), plugins.offers()
     answer: Decision | NoBackend
+    measurements = run.measurements(settings) if measured and not hypothetical else ()
     try:
         request = request if of_engine is None else of_engine(request, device)
-        measurements = run.measurements(settings) if measured and not hypothetical else ()
         answer = decided(request, device, offers, policy, measurements)
         run.warn_of_unverified(answer, offers, measurements)
         if hint := dtype_hint(answer, offers, policy):
@@ -164,7 +175,8 @@ def ask(
         answer = refusal
     if hypothetical or isinstance(answer, NoBackend):
         _warn_of_absent_plugin(run, offers, device.vendor)
-    return Asked(request, device, policy, offers, settings, given, platform, answer)
+    told = (request, device, policy, offers, settings, given, platform, answer)
+    return Asked(*told, measurements=measurements)
 
 
 def decided(
@@ -174,8 +186,8 @@ def decided(
     policy: Policy,
     measurements: Sequence[Measurement],
 ) -> Decision:
-    """The decision, with this machine's measurements if there are any."""
-    if not measurements:
+    """The decision, with this machine's measurements and the plugins' figures if there are any."""
+    if not measurements and not _is_carried(offers, device):
         return solve(request, device, offers, policy)
     # Not imported unless something was measured
     from attnmux.core.measured.ranking import solve_measured  # noqa: PLC0415
