@@ -114,5 +114,6 @@ class Spot:
 
 
 def _is_last_resort(entrant: Entrant) -> bool:
-    own = (each for each in entrant.decision.candidates if each.address == entrant.offer.address)
-    return min((each.rank or 0 for each in own), default=0) >= Prior.LAST_RESORT
+    """Whether a prior says so: a card without priors says nothing."""
+    own = [each for each in entrant.decision.candidates if each.address == entrant.offer.address]
+    return any((each.rank or 0) >= Prior.LAST_RESORT and each.source for each in own)

@@ -189,7 +189,7 @@ def _ship(run: Run, path: Path, given: dict[str, Any], *, as_json: bool) -> int:
         run.echo_json({**told, "warnings": run.warnings})
     else:
         ship.tell(told)
-    return 0 if told["backends"] else NOTHING_MEASURED
+    return 0 if told["bytes"] else NOTHING_MEASURED
 
 
 def _tell(run: Run, result: Result, kept: Kept | None, *, as_json: bool) -> None:
