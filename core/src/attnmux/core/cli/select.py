@@ -17,7 +17,7 @@ from attnmux.core.facts.errors import InvalidInput, NoBackend
 from attnmux.core.facts.frozen import defaults, plain
 from attnmux.core.facts.libraries import canonical
 from attnmux.core.facts.platform import GRAMMAR
-from attnmux.core.facts.request import Request
+from attnmux.core.facts.request import Request, parse_fields
 from attnmux.core.find.plugins import Plugins
 from attnmux.core.find.settings import Settings, read_assignments
 
@@ -110,7 +110,11 @@ def select(
         "without": frozenset(without),
     }
     measured = not no_measurements
-    one = partial(ask, run, settings, plugins, request, given=given, measured=measured)
+    # A request keeps no flag that is off
+    graphs = "graph" not in parse_fields(fields)
+    one = partial(
+        ask, run, settings, plugins, request, given=given, measured=measured, graphs=graphs
+    )
     of_engine = None if engine is None else engine.ask
     asked = [one(platform, of_engine=of_engine) for platform in platforms or (None,)]
     lines: tuple[str, ...] = ()
