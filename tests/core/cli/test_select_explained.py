@@ -187,7 +187,7 @@ def test_a_rank_over_a_backend_that_ran_on_a_device_is_told(call, monkeypatch, r
 def test_several_machines_say_which_winner_ran_on_none_of_their_kind(call, monkeypatch) -> None:
     given = (replace(CARDS[0], verified_on=(RAN,)),)
     monkeypatch.setitem(globals(), "CARDS", given)
-    result = call("--platform", "nvidia:sm90,cuda=13.0")
+    result = call("--platform", "nvidia:sm90,cuda=13.0", "--request", "graph=no")
     assert [line.split()[-1] for line in result.stdout.splitlines()[1:]] == ["bfloat16", "device"]
     assert "best: other device" in words(result.stdout)
     both = json.loads(call("--platform", "nvidia:sm90,cuda=13.0", "--json").stdout)["machines"]
@@ -300,3 +300,14 @@ def test_a_refusal_is_explained_too(call) -> None:
     data = json.loads(call("--explain", "--json", *args).stdout)
     assert data["hash"] is None
     assert {each["standing"] for each in data["explanation"]["outcomes"]} == {"rejected"}
+
+
+def test_decode_that_no_backend_captures_runs_eagerly_and_says_so(call) -> None:
+    machine = ("--platform", "nvidia:sm90,cuda=13.0")
+    told = json.loads(call(*machine, "--json").stdout)["machines"]
+    assert [one["coercions"] for one in told] == [[], []]
+    assert [note for one in told for note in one["notes"]] == [
+        "decode runs eagerly, without device graphs: best for decode offers graph none"
+    ]
+    # A user who asks for graphs gets them or an error
+    assert call(*machine, "--request", "graph=yes").exit_code == 3

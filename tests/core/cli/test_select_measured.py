@@ -74,7 +74,7 @@ def test_the_faster_one_is_chosen_unless_that_is_to_be_ignored(file, monkeypatch
     assert ranked()[:2] == [second, favourite]
     explained = select("--explain")
     assert "measured on this machine" in " ".join(explained.stdout.split())
-    assert "(measured)" in explained.stdout
+    assert "(measured on this machine; the fastest of 2)" in explained.stdout
     assert ranked("--no-measurements")[0] == favourite
     assert ranked("--backend", favourite, "--no-measurements")[0] == favourite
     hypothetical = select("--platform", str(HERE), "--json")

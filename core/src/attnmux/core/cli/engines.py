@@ -210,5 +210,6 @@ def _variables(asked: Asked, *, measured: bool) -> Iterator[tuple[str, str]]:
         "no_measurements": "" if measured else "true",
         "platform": "" if policy.hypothetical else asked.platform or "",
         "no_plugins": "true" if "no_plugins" in said else "",
+        "no_shipped_figures": "true" if "no_shipped_figures" in said else "",
     }
     yield from ((name, value) for name, value in set_here.items() if value)

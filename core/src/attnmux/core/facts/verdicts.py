@@ -69,7 +69,7 @@ class Verdict(Plain):
     rank: int | None
     """Lower is better; None where rejected."""
     measured: bool = False
-    """Whether measurements of this machine changed the prior's rank."""
+    """Whether the rank follows figures, of this machine or of its kind, and not a prior."""
     source: str = ""
     """Where the rank comes from."""
     eligible: bool = False
