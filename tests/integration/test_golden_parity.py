@@ -67,7 +67,7 @@ def offers() -> tuple[Offer, ...]:
 def decided(offers: tuple[Offer, ...], machine: str, column: str) -> str:
     """The backend, as "extend + decode" where the phases differ."""
     platforms, without = MACHINES[machine]
-    policy = Policy(hypothetical=True, without=without)
+    policy = Policy(without=without)
     request = Request.parse(REQUESTS[column])
     found = [solve(request, Platform.parse(text), offers, policy) for text in platforms]
     names = [

@@ -335,8 +335,8 @@ def test_lists_with_unknown_plugins(call, tmp_path, setting, said) -> None:
     assert said is None or said in stderr
 
 
-SM90 = Platform.parse("nvidia:sm90,cuda=12.8")
-CPU = Platform.parse("cpu:x86_64")
+SM90 = Platform.parse("nvidia:sm90,cuda=12.8", is_here=True)
+CPU = Platform.parse("cpu:x86_64", is_here=True)
 
 
 def on_a_machine(monkeypatch, **given) -> None:

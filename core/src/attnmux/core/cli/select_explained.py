@@ -108,7 +108,7 @@ def _policy(asked: Asked) -> Iterator[Stated]:
     names = {"allow": "allow_backends", "deny": "deny_backends", "prefer": "prefer_backends"}
     for field in Policy.__dataclass_fields__:
         value = getattr(asked.policy, field)
-        if value and field not in ("options", "failed", "origins", "hypothetical"):
+        if value and field not in ("options", "failed", "origins"):
             setting = names.get(field, field)
             yield _stated(setting, value, *_set_by(asked, asked.given.get(field), setting))
 

@@ -119,14 +119,14 @@ def current_measurements(
 
     Their device is `platform` and their versions are those of `libraries`. No current measurement
     of the backend for the same phase and shape failed conformance, and neither libraries nor
-    `policy` bar the backend. On a hypothetical platform none counts.
+    `policy` bar the backend. On a platform elsewhere none counts.
     """
     policy = policy or Policy()
     device = Device.of(platform)
     here = [each for each in measurements if each.device == device]
-    if policy.hypothetical or not here:
+    if not platform.is_here or not here:
         return {}
-    known = assumed(policy.without, libraries, False)
+    known = assumed(policy.without, libraries, platform.is_here)
     by_address = {offer.address: offer for offer in offers}
     current: dict[tuple[str, str], dict[str, list[Measurement]]] = {}
     for address in sorted({each.backend for each in here} & by_address.keys()):
