@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+from attnmux.configs.gguf_files import gguf_file, read_gguf
 from attnmux.configs.fields import read_model, stated_dtype
 from attnmux.configs.values import parts_of
 from attnmux.configs.weights import weights_dtype
@@ -27,12 +28,12 @@ def request_from_model(
     kv_dtype_skip: str | None = None,
     assume: bool = False,
 ) -> Request:
-    """The model's needs, read from its Hugging Face `config.json`.
+    """The model's needs, read from its Hugging Face `config.json`, or from a GGUF file.
 
     The dtype is the one that it states, else that of the weights. The KV dtype is that of the
     checkpoint's KV scheme, by compressed-tensors, ModelOpt or Quark.
 
-    path: the folder or the file.
+    path: the folder or the file. transformers reads GGUF files (`attnmux-transformers[gguf]`).
     tp: divides the heads; KV heads replicate below one.
     dtype, kv_dtype: replace the checkpoint's own.
     kv_dtype_skip: layers that keep K and V in the model's dtype, as numbers, ranges and kinds:
@@ -71,7 +72,10 @@ def _modelopt(folder: Path) -> dict[str, Any]:
 
 
 def load_config(path: Path) -> dict[str, Any]:
-    """Raises InvalidInput for a path without a usable config.json."""
+    """Raises InvalidInput for a path without a usable config.json or GGUF file."""
+    gguf = gguf_file(path)
+    if gguf is not None:
+        return read_gguf(gguf)
     file, is_folder = path, False
     try:
         is_folder = path.is_dir()
@@ -91,5 +95,5 @@ def load_config(path: Path) -> dict[str, Any]:
         if isinstance(config, dict):
             return config
         got = f"{file}, which is not a JSON object"
-    expected = "a folder with a Hugging Face config.json, or that file"
+    expected = "a folder with a Hugging Face config.json, that file, or a GGUF file"
     raise InvalidInput("model", got=got, expected=expected)

@@ -187,7 +187,10 @@ def _compare(name: str, recorded: object, stated: object) -> None:
 
 
 def folder_of(checkpoint: Checkpoint) -> Path | None:
-    """The folder of its files, for an id on the hub in the cache; None without a config.json."""
+    """The folder of its files, for an id on the hub in the cache, or the GGUF file; None without a
+    config.json."""
+    if checkpoint.gguf is not None:
+        return Path(checkpoint.source) / checkpoint.gguf
     file = cached_file(checkpoint.source, "config.json", revision=checkpoint.revision)
     return None if file is None else Path(file).parent
 
