@@ -6,8 +6,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-from attnmux.configs.gguf_files import gguf_file, read_gguf
 from attnmux.configs.fields import read_model, stated_dtype
+from attnmux.configs.gguf_files import gguf_file, read_gguf
 from attnmux.configs.values import parts_of
 from attnmux.configs.weights import weights_dtype
 from attnmux.core import InvalidInput, Request, canonical_dtype

@@ -215,12 +215,11 @@ def read_config(
 ) -> PreTrainedConfig:
     """transformers' configuration. place: as `Checkpoint.place`. Raises InvalidInput for one that
     cannot be used, and for a GGUF file without the libraries that read it."""
-    if file := place.get("gguf_file"):
-        if missing := [name for name in GGUF_LIBRARIES if find_spec(name) is None]:
-            got = f"{Path(source) / file}, a GGUF file, without {' and '.join(missing)}"
-            raise InvalidInput(
-                "model", got=got, expected="pip install 'attnmux-transformers[gguf]'"
-            )
+    file = place.get("gguf_file")
+    missing = [name for name in GGUF_LIBRARIES if file and find_spec(name) is None]
+    if missing:
+        got = f"{Path(source) / str(file)}, a GGUF file, without {' and '.join(missing)}"
+        raise InvalidInput("model", got=got, expected="pip install 'attnmux-transformers[gguf]'")
     with quiet_transformers(progress=progress), explained(source):
         return AutoConfig.from_pretrained(source, **place, **ALWAYS)
 
