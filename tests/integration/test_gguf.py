@@ -13,8 +13,8 @@ from transformers import AutoModelForCausalLM
 from attnmux.configs import request_from_model
 from attnmux.core import InvalidInput
 from attnmux.core.cli.verbs import verbs
-from attnmux.transformers import checkpoint as checkpoints
 from attnmux.transformers import open_checkpoint
+from attnmux.transformers.load import checkpoint as checkpoints
 
 VOCABULARY = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), "▁a", "b"]
 LAYERS, HEADS, KV_HEADS, HEAD_DIM, WIDTH = 2, 6, 2, 8, 48
@@ -86,7 +86,7 @@ def test_it_generates_as_transformers_does(file, tmp_path) -> None:
 
 
 def test_choosing_reads_the_same(file, monkeypatch) -> None:
-    reader = "attnmux.transformers.gguf_files"
+    reader = "attnmux.transformers.load.gguf_files"
     point = pytest.importorskip(reader).config_of
     monkeypatch.setattr("attnmux.configs.reading.read_gguf", point)
     request = request_from_model(file)

@@ -9,7 +9,7 @@ from transformers.cache_utils import DynamicCache
 
 from attnmux.core import InvalidInput
 from attnmux.transformers import IMPLEMENTATION
-from attnmux.transformers.checkpoint import quiet_transformers
+from attnmux.transformers.load.checkpoint import quiet_transformers
 
 LENS = (13, 1, 9, 4)
 BOUNDS = torch.tensor([0, 13, 14, 23, 27], dtype=torch.int32)
