@@ -43,7 +43,7 @@ def test_one_of_several_must_be_named(files) -> None:
 
 def test_what_is_read_is_a_config_json(files, tmp_path, monkeypatch) -> None:
     folder = files("4.gguf")
-    monkeypatch.setattr("attnmux.configs.gguf_files.READER", {"group": "none", "name": "gguf"})
+    monkeypatch.setattr("attnmux.configs.gguf_files.READER", ("none", "gguf"))
     with pytest.raises(InvalidInput, match=r"pip install 'attnmux-transformers\[gguf\]'"):
         request_from_model(folder)
     monkeypatch.undo()

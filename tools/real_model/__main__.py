@@ -105,7 +105,8 @@ def texts(subject: Subject, backends: tuple[str, ...]) -> Iterator[tuple[list[st
     wanted = []
     for prompt in ids:
         tokens = torch.tensor([prompt], device=model.device)
-        said = model.generate(tokens, attention_mask=torch.ones_like(tokens), **given)
+        generate: Any = model.generate
+        said = generate(tokens, attention_mask=torch.ones_like(tokens), **given)
         wanted.append([one for one in said[0, len(prompt) :].tolist() if one not in stops])
     for backend in backends:
         for way, changes in WAYS.items():
@@ -203,7 +204,8 @@ def main() -> None:
             subject, backends, ids, exact
         ),
     }
-    rows, missed = {}, 0
+    rows: dict[str, Any] = {}
+    missed = 0
     for head, table in tables.items():
         print(f"\n| {head} | |\n|{'---|' * (head.count('|') + 2)}")
         rows[head] = []

@@ -9,8 +9,8 @@ from typing import Any, cast
 
 from attnmux.core import InvalidInput
 
-READER = {"group": "attnmux.configs", "name": "gguf"}
-"""The entry point that reads them, of a distribution that has transformers."""
+READER = "attnmux.configs", "gguf"
+"""The group and the name of the entry point that reads them."""
 REMEDY = "pip install 'attnmux-transformers[gguf]'"
 
 
@@ -33,7 +33,8 @@ def gguf_file(path: Path) -> Path | None:
 def read_gguf(file: Path) -> dict[str, Any]:
     """The values of a config.json. Raises InvalidInput for a file that cannot be read, and without
     the libraries that read it."""
-    for point in entry_points(**READER):
+    group, name = READER
+    for point in entry_points(group=group, name=name):
         return cast("Callable[[Path], dict[str, Any]]", point.load())(file)
     expected = f"a folder with a Hugging Face config.json; for GGUF files {REMEDY}"
     raise InvalidInput("model", got=f"{file}, a GGUF file", expected=expected)

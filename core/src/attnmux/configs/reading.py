@@ -8,7 +8,8 @@ from typing import Any
 
 from attnmux.configs.fields import read_model, stated_dtype
 from attnmux.configs.gguf_files import gguf_file, read_gguf
-from attnmux.configs.values import parts_of
+from attnmux.configs.kv_schemes import kv_scheme
+from attnmux.configs.values import parts_of, stated
 from attnmux.configs.weights import weights_dtype
 from attnmux.core import InvalidInput, Request, canonical_dtype
 from attnmux.core.plugin import read_file
@@ -43,10 +44,8 @@ def request_from_model(
     Raises UnknownModel for such a type otherwise, and InvalidInput if there is no usable
     config.json, if `tp` does not divide the heads, and for layers that cannot be skipped.
     """
-    config, dtypes = load_config(Path(path)), {"dtype": dtype, "kv_dtype": kv_dtype}
-    folder = Path(path) if Path(path).is_dir() else Path(path).parent
-    if config.get("quantization_config") is None:
-        config |= _modelopt(folder)
+    dtypes, folder = {"dtype": dtype, "kv_dtype": kv_dtype}, _folder(Path(path))
+    config = _with_quantisation(Path(path))
     weights = None if stated_dtype(parts_of(config)) else weights_dtype(folder)
     asked = {name: canonical_dtype(one, name) for name, one in dtypes.items() if one}
     try:
@@ -60,6 +59,26 @@ def request_from_model(
             raise
         got = f"{error.got} in {path}"
         raise InvalidInput(error.argument, got=got, expected=error.expected) from None
+
+
+def stored_kv_dtype(path: str | Path) -> str | None:
+    """The KV dtype of the checkpoint's KV scheme, of any model; None if it has none.
+
+    Raises InvalidInput if there is no usable config.json, and for a scheme that no KV cache has.
+    """
+    parts = parts_of(_with_quantisation(Path(path)))
+    return kv_scheme(stated(parts, "quantization_config"))
+
+
+def _folder(path: Path) -> Path:
+    return path if path.is_dir() else path.parent
+
+
+def _with_quantisation(path: Path) -> dict[str, Any]:
+    """The config.json, with the `quantization_config` that ModelOpt may have beside it."""
+    config = load_config(path)
+    said = {} if config.get("quantization_config") is not None else _modelopt(_folder(path))
+    return {**config, **said}
 
 
 def _modelopt(folder: Path) -> dict[str, Any]:

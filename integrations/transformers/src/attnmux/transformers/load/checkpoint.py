@@ -221,7 +221,8 @@ def read_config(
         got = f"{Path(source) / str(file)}, a GGUF file, without {' and '.join(missing)}"
         raise InvalidInput("model", got=got, expected="pip install 'attnmux-transformers[gguf]'")
     with quiet_transformers(progress=progress), explained(source):
-        return AutoConfig.from_pretrained(source, **place, **ALWAYS)
+        config: PreTrainedConfig = AutoConfig.from_pretrained(source, **place, **ALWAYS)
+        return config
 
 
 def at_home(path: str | Path) -> Path:
