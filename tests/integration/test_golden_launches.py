@@ -27,7 +27,7 @@ def launch(offers, platform: str, request: Request, **policy) -> Decision:
     kv_dtype = policy.pop("kv_dtype", None)
     if kv_dtype is not None:
         request = request.replace(kv_dtype=kv_dtype)
-    return solve(request, Platform.parse(platform), offers, Policy(hypothetical=True, **policy))
+    return solve(request, Platform.parse(platform), offers, Policy(**policy))
 
 
 @pytest.mark.parametrize(

@@ -31,9 +31,6 @@ class Asked(Protocol):
     @property
     def phase(self) -> str: ...
 
-    @property
-    def hypothetical(self) -> bool: ...
-
 
 Wanted = Callable[[Asked], Value | None]
 
