@@ -172,7 +172,7 @@ def test_one_name_for_both_phases_is_the_base_name(offers, name) -> None:
             BLACKWELL,
             LLAMA.replace(page_size=32),
             {"prefill_backend": "fa4", "decode_backend": "trtllm_mha"},
-            "offered 128; backend: .*never shares a KV cache with trtllm_mha",
+            "serves 128; backend: .*never shares a KV cache with trtllm_mha",
         ),
         # A name holds for a phase's own flag too, and nothing is snapped in silence.
         (HOPPER, DEEPSEEK.replace(page_size=16), {"decode_backend": "flashmla"}, "page_size=64"),

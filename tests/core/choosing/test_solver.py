@@ -296,9 +296,8 @@ def test_a_refusal_says_once_which_phases_a_backend_lacks(offer, cpu) -> None:
         solve(Request(page_size=16, spec_topk=1), cpu, [half])
     lines = str(caught.value).splitlines()
     assert sum("phase: " in line for line in lines) == 1
-    assert (
-        "half (fake) for decode, verify, draft: phase: asked for decode, verify, draft" in lines[2]
-    )
+    asked = "phase: asked for decode, verify, draft"
+    assert f"half (fake) for decode, verify, draft: {asked}" in lines[2]
 
 
 def test_a_refusal_keeps_the_reasons_where_nothing_else_is_there_or_was_named(offer, cpu) -> None:

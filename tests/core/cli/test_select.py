@@ -75,9 +75,8 @@ def test_nothing_fits(call) -> None:
     assert (data["phases"], data["hash"], data["page_size"]) == ({}, None, None)
     assert {candidate["verdict"] for candidate in data["candidates"]} == {"rejected"}
     reasons = [reason for c in data["candidates"] for reason in c["reasons"]]
-    assert all(
-        set(reason) == {"code", "axis", "wanted", "offered", "hint", "by"} for reason in reasons
-    )
+    keys = {"code", "axis", "wanted", "offered", "hint", "by"}
+    assert all(set(reason) == keys for reason in reasons)
     assert "DETERMINISTIC" in {reason["code"] for reason in reasons}
     assert "torch_native (cpu) for extend, decode: deterministic: not served" in result.stderr
     assert "Traceback" not in result.output

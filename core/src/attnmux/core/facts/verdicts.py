@@ -90,7 +90,7 @@ class Verdict(Plain):
         return cls(**{**data, "obstacle": obstacle, "reasons": _reasons(data["reasons"])})
 
 
-def _reasons(data: Iterable[dict[str, str]]) -> tuple[Reason, ...]:
+def _reasons(data: Iterable[dict[str, Any]]) -> tuple[Reason, ...]:
     return tuple(Reason(**reason) for reason in data)
 
 
