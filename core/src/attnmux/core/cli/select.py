@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from attnmux.core.cards.card import BackendCard
+from attnmux.core.cards.named import offers_named
 from attnmux.core.cards.proof import Proof, Proven
 from attnmux.core.choosing.decision import Decision
 from attnmux.core.cli.asking import ASSUME, Asked, ask, requested
@@ -31,6 +32,8 @@ SKIP = (
     "Layers of --model that keep its dtype, with --request kv_dtype=…: numbers, ranges and the "
     "kinds sliding_window, attention_chunk and full_attention, such as 0-1,31,sliding_window."
 )
+EVERY = "*"
+"""`--explain` without a name."""
 SET = "An option of a backend; `attnmux backends --json` lists them."
 
 
@@ -63,7 +66,11 @@ SET = "An option of a backend; `attnmux backends --json` lists them."
     help="Ask what this engine asks, and print its commands: vllm, sglang.",
 )
 @click.option(
-    "--explain", is_flag=True, help="Say why each other backend lost, and who set each value."
+    "--explain",
+    is_flag=False,
+    flag_value=EVERY,
+    metavar="[BACKEND]",
+    help="Say why each other backend lost, or why one did, and who set each value.",
 )
 @click.option("--all", "every", is_flag=True, help="Like --explain, with every reason.")
 @common_options
@@ -85,7 +92,7 @@ def select(
     no_measurements: bool,
     no_shipped_figures: bool,
     engine_name: str | None,
-    explain: bool,
+    explain: str | None,
     every: bool,
     **backends: str | None,
 ) -> None:
@@ -97,7 +104,7 @@ def select(
     """
     asked_mode, warn = speculative_attention_mode, run.warn if assume else None
     request = requested(model, fields, tp, asked_mode, skip=skip, assume=warn)
-    in_full = explain or every
+    in_full = explain is not None or every
     _refuse_several(platforms, in_full=in_full, engine=engine_name)
     settings = run.settings(no_shipped_figures="--no-shipped-figures" * no_shipped_figures)
     plugins = run.plugins(settings)
@@ -134,6 +141,8 @@ def select(
         from attnmux.core.cli.select_explained import explained  # noqa: PLC0415
 
         explanation = explained(asked[0], model=model or "", tp=tp, skip=skip)
+        if explain not in (None, EVERY):
+            explanation, every = explanation.of(offers_named(explain, asked[0].offers)), True
         if as_json:
             run.echo_json({**told, "explanation": explanation.to_dict()})
         else:

@@ -5,17 +5,17 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Sequence
 
-from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from attnmux.core.verbs import plain_console
 from attnmux.testing.run.candidate import Candidate, Outcome
 from attnmux.testing.verification.by_length import by_length
 
 
 def report(candidate: Candidate, outcomes: Sequence[Outcome], limits: Sequence[Outcome]) -> None:
     """Print failures, refusals by reason, errors by length, and the number of cases that ran."""
-    console = Console(highlight=False)
+    console = plain_console()
     failed = [outcome for outcome in (*outcomes, *limits) if outcome.status == "failed"]
     if failed:
         console.print(_failures(failed))
