@@ -13,6 +13,7 @@ from attnmux.core.cards.named import offers_named
 from attnmux.core.cards.proof import Proof, Proven
 from attnmux.core.choosing.decision import Decision
 from attnmux.core.cli.asking import ASSUME, Asked, ask, requested
+from attnmux.core.cli.completion import BACKENDS, ENGINES, PLATFORMS
 from attnmux.core.cli.run import Run, common_options, pass_run
 from attnmux.core.facts.errors import InvalidInput, NoBackend
 from attnmux.core.facts.frozen import defaults, plain
@@ -38,17 +39,21 @@ SET = "An option of a backend; `attnmux backends --json` lists them."
 
 
 @click.command()
-@click.option("--platform", "platforms", multiple=True, help=PLATFORM)
+@click.option("--platform", "platforms", multiple=True, help=PLATFORM, shell_complete=PLATFORMS)
 @click.option("--request", "fields", default="", help="FIELD=VALUE,…: page_size=16,spec_topk=4")
 @click.option("--model", help="A folder with a Hugging Face config.json, or a GGUF file.")
 @click.option("--assume", is_flag=True, help=ASSUME)
 @click.option("--tp", type=click.IntRange(min=1), default=1, help="Ranks that share the heads.")
 @click.option("--kv-dtype-skip", "skip", metavar="LAYERS", help=SKIP)
-@click.option("--backend", help="The backend for extend and decode.")
-@click.option("--prefill-backend", help="The backend for extend.")
-@click.option("--decode-backend", help="The backend for decode.")
-@click.option("--mm-backend", help="The backend for a multimodal encoder.")
-@click.option("--linear-backend", help="The backend for layers without softmax attention.")
+@click.option("--backend", shell_complete=BACKENDS, help="The backend for extend and decode.")
+@click.option("--prefill-backend", shell_complete=BACKENDS, help="The backend for extend.")
+@click.option("--decode-backend", shell_complete=BACKENDS, help="The backend for decode.")
+@click.option("--mm-backend", shell_complete=BACKENDS, help="The backend for a multimodal encoder.")
+@click.option(
+    "--linear-backend",
+    shell_complete=BACKENDS,
+    help="The backend for layers without softmax attention.",
+)
 @click.option(
     "--speculative-attention-mode",
     type=click.Choice(["prefill", "decode"]),
@@ -63,6 +68,7 @@ SET = "An option of a backend; `attnmux backends --json` lists them."
     "--engine",
     "engine_name",
     metavar="NAME",
+    shell_complete=ENGINES,
     help="Ask what this engine asks, and print its commands: vllm, sglang.",
 )
 @click.option(
@@ -70,6 +76,7 @@ SET = "An option of a backend; `attnmux backends --json` lists them."
     is_flag=False,
     flag_value=EVERY,
     metavar="[BACKEND]",
+    shell_complete=BACKENDS,
     help="Say why each other backend lost, or why one did, and who set each value.",
 )
 @click.option("--all", "every", is_flag=True, help="Like --explain, with every reason.")
