@@ -154,10 +154,11 @@ def with_batch_sizes(
     backends), and the policy must not prefer the phase's own backend to it. At each batch size
     that was measured for both, the fastest backend serves if it saves more than 2 %. A size in
     between goes with the measured size that is nearer as a ratio, a larger one with the last. A
-    named backend decodes all sizes.
+    named backend decodes all sizes, and so does that of a deterministic request.
     """
     policy = policy or Policy()
-    if "decode" not in decision.phases or policy.named_for("decode") is not None:
+    fixed = policy.named_for("decode") is not None or decision.request.deterministic
+    if "decode" not in decision.phases or fixed:
         return decision
     question = Question(request=decision.request, platform=decision.platform, phase="decode")
     timed = evidence.timed(question)

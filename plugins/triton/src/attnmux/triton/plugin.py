@@ -195,8 +195,8 @@ OPTIONS = (
         name="reduce_in_fp32",
         type=bool,
         default=False,
-        summary="keep the results of parts that these options or deterministic ask for in fp32 "
-        "until they are merged; those of others always are",
+        summary="keep the results of parts that these options ask for in fp32 until they are "
+        "merged; those of others always are",
     ),
 )
 

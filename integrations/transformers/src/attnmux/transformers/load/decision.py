@@ -14,6 +14,7 @@ from attnmux.core import (
     Platform,
     Request,
     expanded_request,
+    with_graphs,
 )
 from attnmux.transformers.load.model_request import without_indexer
 from attnmux.transformers.load.options import RunnerOptions
@@ -57,6 +58,7 @@ def decide(
         "page_size": options.page_size,
         "kv_dtype": options.kv_dtype,
         "graph": options.graph or None,
+        "deterministic": options.deterministic or None,
     }
     for name, value in asked.items():
         if value is not None:
@@ -84,6 +86,8 @@ def decide(
             expected = "draft_tokens with it: there is nothing to verify"
             raise InvalidInput("speculative_attention_mode", got=mode, expected=expected)
         request = request.replace(origin="user", speculative_attention_mode=mode)
+    if options.graph is None:
+        request = with_graphs(request, platform)
     decision = options.ranks.solve(request, platform, offers, options.policy, options.measurements)
     if decision.unserved_layers:
         kinds = ", ".join(f"{count} {kind}" for kind, count in decision.unserved_layers)

@@ -62,6 +62,9 @@ def load_runner(
             f"{options.max_context_len} tokens: with at most {switch}, by the short ones"
         )
     _check_images(checkpoint, options)
+    if options.deterministic:
+        # Absorbed products have a row a token, and a pool of windows cuts prompts by what is free
+        options = replace(options, mla="expanded", window_step_tokens=None)
     load = _load_encoder_decoder if checkpoint.config.is_encoder_decoder else load_decoder
     _check_ranks(checkpoint, offers, options)
     options = replace(options, launches=options.ranks.launches(options.launches))
