@@ -92,7 +92,7 @@ def test_a_backend_replaced_by_its_companion_has_no_time(choice) -> None:
         choice.MODELS[-1].request,
         Platform.parse("nvidia:sm90,cuda=13.0"),
         run.plugins(run.settings()).offers(),
-        Policy(hypothetical=True),
+        Policy(),
         phases=("decode",),
     )
     seen = {each.offer.address for each in found}

@@ -13,7 +13,6 @@ from attnmux.core import (
     MHATokenToKVPool,
     Offer,
     Platform,
-    Policy,
     Request,
     load_plugins,
     torch_dtype,
@@ -493,8 +492,7 @@ def every_value(row: str) -> list[str]:
 def test_a_card_serves_what_its_kernels_do(row) -> None:
     address, platform, phase, shape, changes, said = row.split()
     request = Request.parse(SHAPES[shape]).replace(**parse_fields(changes))
-    policy = Policy(hypothetical=True)
-    verdict = check(CARDS[address].card, phase, request, Platform.parse(platform), policy=policy)
+    verdict = check(CARDS[address].card, phase, request, Platform.parse(platform))
     codes = "+".join(reason.code for reason in verdict.reasons)
     assert codes == ("" if said == "served" else said)
 

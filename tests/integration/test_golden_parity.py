@@ -68,7 +68,7 @@ def offers() -> tuple[Offer, ...]:
 def decided(offers: tuple[Offer, ...], machine: str, column: str) -> str:
     """The backend, as "extend + decode" where the phases differ."""
     platforms, without = MACHINES[machine]
-    policy = Policy(hypothetical=True, without=without)
+    policy = Policy(without=without)
     request = Request.parse(REQUESTS[column])
     found = [solve(request, Platform.parse(text), offers, policy) for text in platforms]
     names = [
@@ -147,6 +147,6 @@ def further(offers: tuple[Offer, ...], machine: str, column: str) -> str:
     """The backend, as "extend + decode" where they differ, and whether decode runs eagerly."""
     platform = Platform.parse(machine)
     request = with_graphs(Request.parse(FURTHER[column]), platform)
-    one = solve(request, platform, offers, Policy(hypothetical=True))
+    one = solve(request, platform, offers)
     names = dict.fromkeys(one.phases[phase].backend for phase in ("extend", "decode"))
     return " + ".join(names) + (" (eager)" if request.graph and not one.request.graph else "")

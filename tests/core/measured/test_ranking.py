@@ -24,7 +24,7 @@ from attnmux.core.verbs import Device, Question
 
 NOW = datetime(2026, 5, 1, 12, tzinfo=timezone.utc)
 REQUEST = Request.parse("num_q_heads=32,num_kv_heads=8,head_dim=128,dtype=bf16")
-HOPPER = replace(Platform.parse("nvidia:sm90,cuda=12.8"), name="NVIDIA H200")
+HOPPER = replace(Platform.parse("nvidia:sm90,cuda=12.8", is_here=True), name="NVIDIA H200")
 LIBRARIES = {"fast-kernels": "2.1"}.get
 
 
@@ -131,8 +131,8 @@ def test_a_library_that_changed_since(pair, faster) -> None:
 
 
 def test_a_question_about_another_machine_is_answered_by_priors(pair, faster) -> None:
-    policy = Policy(hypothetical=True)
-    assert measured_ranking(faster, HOPPER, pair, policy, libraries=LIBRARIES) is prior_rank
+    elsewhere = replace(HOPPER, is_here=False)
+    assert measured_ranking(faster, elsewhere, pair, libraries=LIBRARIES) is prior_rank
 
 
 def test_the_latest_of_one_subject_counts(pair, faster) -> None:

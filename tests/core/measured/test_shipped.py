@@ -27,7 +27,7 @@ from attnmux.core.plugin import ANY, Build, Figures
 from attnmux.core.verbs import Device, Question
 
 FOLDER = Path(__file__).parent / "figures"
-HERE = replace(Platform.parse("nvidia:sm90,cuda=13.0"), name="NVIDIA H200")
+HERE = replace(Platform.parse("nvidia:sm90,cuda=13.0", is_here=True), name="NVIDIA H200")
 ASKED = Request.parse("num_q_heads=32,num_kv_heads=8,head_dim=128,dtype=bf16,phases=extend+decode")
 WHO = "measured on NVIDIA H200 by attnmux-fake 1.2.3"
 
@@ -104,8 +104,7 @@ def test_figures_hold_for_their_kind_of_device(pair, platform, backend) -> None:
 
 
 def test_a_machine_elsewhere_has_shipped_figures_too(pair) -> None:
-    policy = Policy(hypothetical=True)
-    assert chosen(pair, Platform.parse("nvidia:sm90"), policy) == "other"
+    assert chosen(pair, Platform.parse("nvidia:sm90")) == "other"
 
 
 def test_figures_hold_within_their_versions_and_for_their_build(pair) -> None:

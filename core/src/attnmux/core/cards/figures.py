@@ -29,7 +29,7 @@ class Figures(Plain):
     def of(cls, file: Path) -> Figures:
         """Raises InvalidInput for a name that does not say the device."""
         if not (parts := NAMED.fullmatch(file.name)):
-            expected = "VENDOR-ARCH-PRODUCT.json, such as nvidia-sm90-h200.json"
+            expected = "VENDOR-ARCH-PRODUCT.json"
             raise refusal("file of figures, name", file.name, expected)
         vendor, arch, product = parts.groups()
         return cls(vendor=vendor, arch=arch, product=product, file=str(file))

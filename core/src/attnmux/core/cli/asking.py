@@ -120,8 +120,8 @@ def machine(
     *,
     elsewhere: bool = True,
     device: str = "",
-) -> tuple[Platform, bool]:
-    """(the platform, whether the question is about a hypothetical machine).
+) -> Platform:
+    """The platform that a question is about: of this machine, or described by its name.
 
     elsewhere: whether an error suggests that there are such questions. device: torch's name; it
     decides among several kinds of its type.
@@ -135,12 +135,12 @@ def machine(
             from attnmux.core.engines.device_platforms import platform_of  # noqa: PLC0415  # imports torch
 
             named = settings.where("platform")
-            return platform_of(torch.device(device), found, settings.platform, named=named), False
-        return pick_platform(found, settings.platform, named=settings.where("platform")), False
+            return platform_of(torch.device(device), found, settings.platform, named=named)
+        return pick_platform(found, settings.platform, named=settings.where("platform"))
     if ":" in wanted:
-        return Platform.parse(wanted), True
+        return Platform.parse(wanted)
     try:
-        return pick_platform(run.detect(plugins), wanted, named="--platform"), False
+        return pick_platform(run.detect(plugins), wanted, named="--platform")
     except InvalidInput as error:
         if not elsewhere:
             raise
@@ -165,10 +165,10 @@ def ask(
     graphs: whether graphs are asked for where the device has them. of_engine: makes the request
     that an engine asks instead; it raises NoBackend for what it refuses.
     """
-    device, hypothetical = machine(run, settings, plugins, platform)
-    policy, offers = settings.policy(**given, hypothetical=hypothetical), plugins.offers()
+    device = machine(run, settings, plugins, platform)
+    policy, offers = settings.policy(**given), plugins.offers()
     answer: Decision | NoBackend
-    measurements = run.measurements(settings) if measured and not hypothetical else ()
+    measurements = run.measurements(settings) if measured and device.is_here else ()
     try:
         if of_engine is not None or graphs:
             request = (of_engine or with_graphs)(request, device)
@@ -179,7 +179,7 @@ def ask(
             run.warn(hint)
     except NoBackend as refusal:
         answer = refusal
-    if hypothetical or isinstance(answer, NoBackend):
+    if not device.is_here or isinstance(answer, NoBackend):
         _warn_of_absent_plugin(run, offers, device.vendor)
     told = (request, device, policy, offers, settings, given, platform, answer)
     return Asked(*told, measurements=measurements)

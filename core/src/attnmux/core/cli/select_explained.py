@@ -98,12 +98,7 @@ def _figures(asked: Asked, decision: Decision) -> Iterator[Figured]:
 
     evidence = evidence_of(asked.measurements, asked.device, asked.offers, asked.policy)
     for phase in decision.phases:
-        question = Question(
-            request=decision.request,
-            platform=asked.device,
-            phase=phase,
-            hypothetical=asked.policy.hypothetical,
-        )
+        question = Question(request=decision.request, platform=asked.device, phase=phase)
         timed = evidence.timed(question)
         by_workload: dict[str, dict[str, float]] = {}
         for address, times in timed.times.items():
@@ -143,7 +138,7 @@ def _policy(asked: Asked) -> Iterator[Stated]:
     names = {"allow": "allow_backends", "deny": "deny_backends", "prefer": "prefer_backends"}
     for field in Policy.__dataclass_fields__:
         value = getattr(asked.policy, field)
-        if value and field not in ("options", "failed", "origins", "hypothetical"):
+        if value and field not in ("options", "failed", "origins"):
             setting = names.get(field, field)
             yield _stated(setting, value, *_set_by(asked, asked.given.get(field), setting))
 

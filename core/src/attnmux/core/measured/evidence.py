@@ -109,14 +109,14 @@ def evidence_of(
 
     A measurement of this machine counts with its device and its versions, and an offer's shipped
     figures on a device of their kind, within their ranges of versions. Neither does for a backend
-    that libraries or `policy` bar. On a hypothetical platform only shipped figures count.
+    that libraries or `policy` bar. On a platform elsewhere only shipped figures count.
     """
     policy, offers = policy or Policy(), tuple(offers)
     carried = {each: offer for offer in offers for each in offer.figures if each.hold_on(platform)}
     own = current_measurements(measurements, platform, offers, policy, libraries=libraries)
     if not own and not carried:
         return Evidence()
-    known = assumed(policy.without, libraries, policy.hypothetical)
+    known = assumed(policy.without, libraries, platform.is_here)
     admitted = {each.address: each for each in offers if not standing(each, policy, known)}
     shipped: list[tuple[Shipped, Sequence[str | None], str]] = []
     problems = []
@@ -149,14 +149,14 @@ def current_measurements(
 
     Their device is `platform` and their versions are those of `libraries`. No current measurement
     of the backend for the same phase and shape failed conformance, and neither libraries nor
-    `policy` bar the backend. On a hypothetical platform none counts.
+    `policy` bar the backend. On a platform elsewhere none counts.
     """
     policy = policy or Policy()
     device = Device.of(platform)
     here = [each for each in measurements if each.device == device]
-    if policy.hypothetical or not here:
+    if not platform.is_here or not here:
         return {}
-    known = assumed(policy.without, libraries, False)
+    known = assumed(policy.without, libraries, platform.is_here)
     by_address = {offer.address: offer for offer in offers}
     current: dict[tuple[str, str], dict[str, list[Measurement]]] = {}
     for address in sorted({each.backend for each in here} & by_address.keys()):

@@ -21,7 +21,8 @@ Forward = Callable[[torch.Tensor], Any]
 ROWS, ROWS_CPU = 64, 8
 """Rows of a block. A larger one wastes more of a decode step and reads weights less often."""
 
-_ACTIVATIONS: set[Any] = {each[0] if isinstance(each, tuple) else each for each in ACT2CLS.values()}
+_CLASSES: list[Any] = [kind[0] if isinstance(kind, tuple) else kind for kind in ACT2CLS.values()]
+_ACTIVATIONS: tuple[type[torch.nn.Module], ...] = tuple(dict.fromkeys(_CLASSES))
 _BY_ROWS: tuple[type[torch.nn.Module], ...] = (
     *(torch.nn.Linear, Conv1D, torch.nn.LayerNorm, torch.nn.RMSNorm),
     *_ACTIVATIONS,
