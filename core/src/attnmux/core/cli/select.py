@@ -114,6 +114,8 @@ def select(
     in_full = explain is not None or every
     _refuse_several(platforms, in_full=in_full, engine=engine_name)
     settings = run.settings(no_shipped_figures="--no-shipped-figures" * no_shipped_figures)
+    if settings.deterministic and not request.deterministic:
+        request = request.replace(origin="config", deterministic=True)
     plugins = run.plugins(settings)
     _warn_of_unused_without(run, plugins, without)
     engine = _engine(engine_name, settings, request, model)

@@ -102,7 +102,8 @@ def run_command(
     given: Mapping[str, Any],
 ) -> None:
     """Generate for the prompts. given: the other arguments of `command.generate`, by name."""
-    options = Options.of(given)
+    deterministic = given["deterministic"] or settings.deterministic
+    options = Options.of({**given, "deterministic": deterministic})
     answering, drafting = options.answering, options.drafting
     options.parallel.start(run)
     with ExitStack() as stack:
