@@ -17,8 +17,7 @@ from transformers import AttentionMaskInterface, PreTrainedModel
 
 from attnmux.core import AttnmuxError, InvalidInput, LayerSpec, Request, in_brief
 from attnmux.transformers.model.images.encoder import VisionTower
-from attnmux.transformers.model.images.spans import read_spans
-from attnmux.transformers.model.reach import MaskFunction, Reach
+from attnmux.transformers.model.reach import MaskFunction, Reach, read_spans
 from attnmux.transformers.requests.prompt_images import PromptImages, keys_of
 
 TOKEN_INPUTS = ("input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids")
