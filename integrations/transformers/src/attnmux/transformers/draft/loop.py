@@ -44,10 +44,6 @@ class DraftModel(Protocol):
     @property
     def context(self) -> BackendContext: ...
 
-    @property
-    def has_compressed_keys(self) -> bool:
-        """Whether layers see keys of blocks of tokens."""
-
     def build(self, context: BackendContext) -> AttentionBackend:
         """The model's backend once more, over another request table."""
 

@@ -285,7 +285,7 @@ def _check_model(runner: DraftRunner, vocabulary_size: int) -> None:
     elif runner.context.request.index_topk is not None:
         got = "a draft model with indexers, whose keys no branch has"
         expected = "a max_context_len of no more tokens than they pick, or another model"
-    elif runner.has_compressed_keys:
+    elif runner.context.request.compressed_layers:
         got = "a draft model with keys of blocks of tokens, which no branch has"
         expected = "a model whose layers see only tokens"
     if got:

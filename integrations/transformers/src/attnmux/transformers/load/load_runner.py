@@ -29,6 +29,7 @@ from attnmux.transformers.load.model_request import request_of, with_kept_dtype
 from attnmux.transformers.load.options import RunnerOptions
 from attnmux.transformers.load.weights import load_model, warn_in_python
 from attnmux.transformers.model.encoder_decoder import record_decoder
+from attnmux.transformers.model.hidden_states import HiddenStates
 from attnmux.transformers.model.layers import record_layers
 from attnmux.transformers.model.packed_decoder import PackedDecoder
 from attnmux.transformers.run.runner import ModelRunner
@@ -87,12 +88,15 @@ def load_head_runner(
 ) -> ModelRunner:
     """The runner of an EAGLE head, on the backend that fits. Raises as `load_runner` does."""
     with LOADING:
+        states = HiddenStates.find(head, options)
         layers = record_layers(head, max_context_len=options.max_context_len)
         layers = with_kept_dtype(layers, head.dtype, options)
         request = request_of(layers, head.dtype)
         return make_first(
             lambda failed: decide(request, platform, offers, without(failed, options)),
-            lambda decision: make_runner(head, layers, decision, options, head=head),
+            lambda decision: make_runner(
+                head, layers, decision, options, [states] if states else []
+            ),
             lambda failure, decision: warn(f"{failure}; instead {decision.summary()}"),
         )
 
@@ -154,7 +158,9 @@ def _load_encoder_decoder(
     )
     return make_first(
         lambda failed: decide(request, platform, offers, without(failed, options)),
-        lambda decision: make_runner(decoder, layers, decision, options, max_encoder_len),
+        lambda decision: make_runner(
+            decoder, layers, decision, options, max_encoder_len=max_encoder_len
+        ),
         lambda failure, decision: warn(f"{failure}; instead {decision.summary()}"),
     )
 

@@ -64,16 +64,16 @@ def check_scales(source: str, dtypes: Mapping[str, str]) -> None:
 
 
 def with_kv_scales(
-    layers: Sequence[LayerSpec], folder: Path, warn: Callable[[str], None]
+    layers: Sequence[LayerSpec], folder: Path | None, warn: Callable[[str], None]
 ) -> tuple[LayerSpec, ...]:
     """The layers with the checkpoint's scales of K and V, which a KV cache of few bits divides by.
 
-    folder: it reads the *.safetensors there. warn: called with a sentence about scales that are not
-    one number a layer.
+    folder: it reads the *.safetensors there; None: there are none. warn: called with a sentence
+    about scales that are not one number a layer.
     """
     scales: dict[int, dict[str, Any]] = {}
     unused = []
-    for name, value in _kv_scales(folder):
+    for name, value in () if folder is None else _kv_scales(folder):
         layer = OF_LAYER.search(name)
         if layer is None or value.numel() != 1:
             unused.append(name)

@@ -116,20 +116,16 @@ class PrefillParallelRanks(GroupRanks):
             f"{self.size} ranks: {parts}"
         )
 
-    def run(
-        self,
-        step: Step,
-        indices: torch.Tensor,
-        run: Callable[[Step, torch.Tensor], torch.Tensor],
-    ) -> torch.Tensor:
-        if self._is_split(step, indices):
-            part = self._part(step)
-            logits = run(part, part.last_indices)
-        else:
-            logits = run(step, indices)
+    def begin(self, step: Step, indices: torch.Tensor) -> tuple[Step, torch.Tensor]:
+        if not self._is_split(step, indices):
+            return step, indices
+        part = self._part(step)
+        return part, part.last_indices
+
+    def end(self, logits: torch.Tensor, num_rows: int) -> torch.Tensor:
         # Ranks may round otherwise, and would go on with other tokens
-        shape = len(indices), logits.shape[-1]
-        logits = logits.contiguous() if len(logits) == len(indices) else logits.new_empty(shape)
+        shape = num_rows, logits.shape[-1]
+        logits = logits.contiguous() if len(logits) == num_rows else logits.new_empty(shape)
         self.group.broadcast(logits.view(torch.uint8))
         return logits
 

@@ -14,9 +14,18 @@ import torch
 from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch._ops import OpOverload
 
+from attnmux.core import InvalidInput
 from attnmux.transformers.model.decoder_layers import decoder_layers
 from attnmux.transformers.model.layer_call import mark_layer
+from attnmux.transformers.model.packed_decoder import PackedDecoder
+from attnmux.transformers.model.repeated import has_numbered_calls
+from attnmux.transformers.requests.sequence import SequenceState
 from attnmux.transformers.run.linears import KernelLinear, is_plain, multiply_by, product_ops
+from attnmux.transformers.run.model_on_backend import ModelOnBackend
+from attnmux.transformers.run.served_model import ServedModel
+
+TRIAL_TOKENS = 19
+"""Prompt tokens of the steps that compile a model."""
 
 TOGETHER = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 """Names of projections that Hugging Face's models apply to one input."""
@@ -168,3 +177,54 @@ def undo(model: torch.nn.Module) -> None:
     for layer, _, _ in decoder_layers(model):
         layer._compiled_call_impl = None
         split(layer)
+
+
+def compile_model(runner: ModelOnBackend, backend: str) -> None:
+    """As `ModelRunner.compile`."""
+    check_compiles(runner.served)
+    if not compile_layers(runner.model, backend):
+        raise no_layers(runner.served)
+    runner.is_compiled = True
+    try:
+        try_steps(runner)
+    except BaseException:
+        undo(runner.model)
+        runner.is_compiled = False
+        raise
+
+
+def check_compiles(model: ServedModel) -> None:
+    """Raise InvalidInput for a model whose layers no compiler takes as they are."""
+    for part in model.parts:
+        if part.uncompiled is not None:
+            got, expected = part.uncompiled
+            raise InvalidInput("compile", got=got, expected=expected)
+    if has_numbered_calls(model.module):
+        expected = "attention once in each layer: its code serves all that are alike"
+        raise InvalidInput("compile", got="layers that attend again", expected=expected)
+    if isinstance(model.module, PackedDecoder):
+        raise no_layers(model)
+
+
+def no_layers(model: ServedModel) -> InvalidInput:
+    """The error of a model without a list of layers."""
+    got = type(model.module).__name__
+    return InvalidInput("compile", got=got, expected="a model with a list of layers")
+
+
+def try_steps(runner: ModelOnBackend) -> None:
+    """Run a prompt, then one decode step of two requests and one of one. A compiler makes other
+    code for a single token than for more."""
+    states: list[SequenceState] = []
+    try:
+        for _ in range(min(2, runner.context.max_batch_size)):
+            prompt_len = max(min(TRIAL_TOKENS, runner.context.max_context_len - 2), 1)
+            states.append(SequenceState(token_ids=[0] * prompt_len))
+            runner.extend(states[-1:])
+            states[-1].token_ids.append(0)
+        runner.decode(states)
+        for state in states:
+            state.token_ids.append(0)
+        runner.decode(states[:1])
+    finally:
+        runner.release(states)

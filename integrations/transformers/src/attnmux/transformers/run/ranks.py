@@ -130,17 +130,13 @@ class Ranks:
         runner.capture()
         return runner
 
-    def run(
-        self,
-        step: Step,
-        indices: torch.Tensor,
-        run: Callable[[Step, torch.Tensor], torch.Tensor],
-    ) -> torch.Tensor:
-        """The logits after the step's tokens at `indices`, [n, vocabulary].
+    def begin(self, step: Step, indices: torch.Tensor) -> tuple[Step, torch.Tensor]:
+        """What this rank runs of a step, and the tokens whose logits it needs."""
+        return step, indices
 
-        run: runs the model on a step's tokens, and returns the logits after some of them.
-        """
-        return run(step, indices)
+    def end(self, logits: torch.Tensor, num_rows: int) -> torch.Tensor:
+        """The logits that every rank goes on with, [num_rows, vocabulary], of what this one has."""
+        return logits
 
     def graph_size(self, batch: ForwardBatch, graphs: GraphRunner | None) -> int | None:
         """Agree on a step before it runs. Returns the captured size that every rank replays; None
