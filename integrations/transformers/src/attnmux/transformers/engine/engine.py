@@ -140,7 +140,8 @@ class Engine:
             stats=self.stats,
         )
         self._next_id = 0
-        self._overlap = runner.steps.device.type != "cpu" if overlap is None else overlap
+        overlap = runner.steps.device.type != "cpu" if overlap is None else overlap
+        self._runs_ahead = overlap and drafts is None
         self._lock = threading.RLock()
 
     @property
@@ -281,21 +282,32 @@ class Engine:
         of this step as well. Raises InvalidInput when called while the model runs, and
         PoolExhausted if others hold so much of the pool that nothing can run.
         """
-        accounts = self._accounts
+        accounts, laps = self._accounts, Laps()
+        plan, num_new = None, 0
         with self._turn():
             if accounts.running is not None:
                 raise InvalidInput("step", got="a call while a step runs", expected="one at a time")
-            laps = Laps()
-            num_new = 0
-            try:
-                accounts.settle()
-                plan = self._next_plan() if accounts.ahead is None else accounts.ahead.plan
-                laps.lap("schedule")
-                drafts = None if plan is None else self._draft(plan, laps)
-                if plan is not None:
-                    num_new = self._run(plan, drafts, laps)
-            finally:
-                accounts.running = None
+            accounts.settle()
+            plan = self._next_plan() if accounts.ahead is None else accounts.ahead.plan
+            laps.lap("schedule")
+            if plan is not None:
+                drafts = self._draft(plan, laps)
+                with accounts.step(plan, laps) as running:
+                    self.runner.ranks.check_step(plan.kind, plan.told)
+                    step: Launched | Verification
+                    if self._speculation is not None and drafts is not None:
+                        self._execution.forget()
+                        step = self._speculation.launch(plan.decoding, drafts, laps)
+                    else:
+                        ahead, accounts.ahead = accounts.ahead, None
+                        step = ahead or self._execution.launch(plan, laps)
+                        if self._runs_ahead and self._scheduler.repeats(plan):
+                            laps.lap("schedule")
+                            accounts.ahead = self._execution.launch(plan, laps, ahead=True)
+                    delivery = Delivery(plan, accounts.outputs, self.stats)
+                    tokens = step.wait(laps)
+                    running.commits = True
+                    num_new = self._commit(plan, tokens, delivery)
             self._tell(plan, num_new, laps)
         return accounts.outputs.hand_over()
 
@@ -339,42 +351,6 @@ class Engine:
             self._speculation.make_room(plan.decoding, drafts)
             self._accounts.intact = True
         return drafts
-
-    def _run(self, plan: Plan, drafts: DraftTree | None, laps: Laps) -> int:
-        """Run a step. Returns the number of new tokens. The accounts are not `intact` until it ends
-        or fails."""
-        accounts = self._accounts
-        committing = False
-        try:
-            accounts.running, accounts.intact = plan, False
-            self.runner.ranks.check_step(plan.kind, plan.told)
-            step = self._launch(plan, drafts, laps)
-            delivery = Delivery(plan, accounts.outputs, self.stats)
-            tokens = step.wait(laps)
-            committing = True
-            num_new = self._commit(plan, tokens, delivery)
-            accounts.intact = True
-            return num_new
-        except BaseException:
-            accounts.drop(plan)
-            accounts.intact = not committing
-            raise
-        finally:
-            accounts.running = None
-            accounts.settle()
-            laps.lap("commit")
-
-    def _launch(self, plan: Plan, drafts: DraftTree | None, laps: Laps) -> Launched | Verification:
-        """Launch a step, unless the device has it already. If the next one is known, it follows."""
-        accounts = self._accounts
-        if self._speculation is not None and drafts is not None:
-            self._execution.forget()
-            return self._speculation.launch(plan.decoding, drafts, laps)
-        step, accounts.ahead = accounts.ahead or self._execution.launch(plan, laps), None
-        if self._overlap and self._speculation is None and self._scheduler.repeats(plan):
-            laps.lap("schedule")
-            accounts.ahead = self._execution.launch(plan, laps, ahead=True)
-        return step
 
     def _tell(self, plan: Plan | None, num_new: int, laps: Laps) -> None:
         try:

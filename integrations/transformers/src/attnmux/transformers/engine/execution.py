@@ -94,20 +94,18 @@ class Execution:
         self._last: Launched | None = None
         """The last step of `_decode`."""
 
-    @torch.inference_mode(False)
-    @torch.no_grad()
     def launch(self, plan: Plan, laps: Laps, *, ahead: bool = False) -> Launched:
         """Launch a step.
 
         ahead: the requests decode in the step that was launched last, and have not taken its tokens
         yet.
         """
-        step = self._extend(plan) if plan.chunks else self._decode_step(plan, ahead=ahead)
-        laps.lap("allocate")
-        logits = self._runner.forward(step, step.last_indices, laps)
-        self._last = launched = Launched(
-            plan, sample(logits, _draws(plan, int(ahead))), self._runner.ranks
-        )
+        with torch.inference_mode(False), torch.no_grad():
+            step = self._extend(plan) if plan.chunks else self._decode_step(plan, ahead=ahead)
+            laps.lap("allocate")
+            logits = self._runner.forward(step, step.last_indices, laps)
+            tokens = sample(logits, _draws(plan, int(ahead)))
+            self._last = launched = Launched(plan, tokens, self._runner.ranks)
         laps.lap("sample")
         return launched
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from functools import cached_property
 from typing import Any, TypeVar, cast
 
@@ -210,7 +210,8 @@ class ModelOnBackend:
         replayed graph is all "launch".
         """
         laps = laps or Laps()
-        with plain_tensors():
+        # Captures cannot have tensors of inference mode, and compiled code would be made twice.
+        with torch.inference_mode(False), torch.no_grad():
             run, kept = self.ranks.begin(step, indices)
             mode, inputs = run.batch.forward_mode, self._inputs(run)
             is_last = kept is run.last_indices
@@ -222,7 +223,8 @@ class ModelOnBackend:
                     logits = logits[kept]
             else:
                 every = (mode.is_target_verify() or mode.is_decode()) and is_last
-                with self._prepared(run, laps) as batch:
+                with ExitStack() as stack:
+                    batch = self._prepare(run, stack, laps)
                     logits = self.logits(batch, inputs, None if every else kept)
             laps.lap("launch")
             return self.ranks.end(logits, len(indices))
@@ -235,26 +237,25 @@ class ModelOnBackend:
     def idle(self) -> bool:
         """Run a step without requests, for other ranks that have some. Returns False if no rank
         has any."""
-        with plain_tensors():
+        with torch.inference_mode(False), torch.no_grad():
             return self.ranks.idle(self.graphs, self._run_padding)
 
     def _run_padding(self) -> None:
         seq_len = self.backend.select(ForwardMode.DECODE).get_cuda_graph_seq_len_fill_value()
         step = Step.padding(seq_len, self.context.device)
-        with self._prepared(step, Laps()) as batch:
+        with ExitStack() as stack:
+            batch = self._prepare(step, stack, Laps())
             self.logits(batch, {"input_ids": step.input_ids})
 
-    @contextmanager
-    def _prepared(self, step: Step, laps: Laps) -> Iterator[ForwardBatch]:
-        """A block that runs a step eagerly, over the batch that it gets."""
+    def _prepare(self, step: Step, stack: ExitStack, laps: Laps) -> ForwardBatch:
+        """The batch of a step that runs eagerly while `stack` is open."""
         batch = step.batch
-        with ExitStack() as stack:
-            for part in self.served.parts:
-                batch = stack.enter_context(part.eager(batch))
-            self.backend.init_forward_metadata(batch)
-            laps.lap("metadata")
-            stack.enter_context(forward_context(self.backend, batch))
-            yield batch
+        for part in self.served.parts:
+            batch = stack.enter_context(part.eager(batch))
+        self.backend.init_forward_metadata(batch)
+        laps.lap("metadata")
+        stack.enter_context(forward_context(self.backend, batch))
+        return batch
 
     def _inputs(self, step: Step) -> dict[str, torch.Tensor]:
         """What the model takes in a step, besides what the batch has."""
@@ -291,11 +292,3 @@ class ModelOnBackend:
             position_ids=positions.unsqueeze(-2), use_cache=False, **given, **keeps
         ).logits[0]
         return logits if keep is None or keeps else logits[keep]
-
-
-@contextmanager
-def plain_tensors() -> Iterator[None]:
-    """A block without gradients, and not in inference mode: captures cannot have its tensors, and
-    compiled code would be made twice."""
-    with torch.inference_mode(False), torch.no_grad():
-        yield
