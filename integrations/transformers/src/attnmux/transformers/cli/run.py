@@ -181,7 +181,7 @@ def run_command(
         platform = platform_for(detection, settings, options.running["device"])
         ranks = options.parallel.ranks(platform.device_type, checkpoint.config)
         stack.enter_context(only_first(ranks))
-        parts = ranks.deal(encoded.prompts)
+        parts = ranks.requests.deal(encoded.prompts)
         room = partial(most_tokens, encoder_len=encoded.encoder_len)
         most = max(room(part, context, answering.max_running) for part in parts)
         running = RunnerOptions(
@@ -203,7 +203,7 @@ def run_command(
         drafts = drafting.proposer(checkpoint, runner, drafter, running, warn=run.warn)
         wanted = encoded.read_by(runner)
         load_seconds = time.perf_counter() - began
-        click.echo(ranks.summary(runner.decision), err=True)
+        click.echo(ranks.building.summary(runner.decision), err=True)
         if drafter is not None:
             click.echo(f"drafts: {drafter.decision.summary()}", err=True)
         engine = Engine(

@@ -127,7 +127,7 @@ class Engine:
         if isinstance(drafts, str):
             expected = "a Proposer, such as NgramProposer(draft_token_num=8)"
             raise InvalidInput("drafts", got=repr(drafts), expected=expected)
-        if drafts is not None and runner.ranks.num_parts > 1:
+        if drafts is not None and runner.ranks.requests.num_parts > 1:
             expected = "none where ranks have requests of their own"
             raise InvalidInput("drafts", got=type(drafts).__name__, expected=expected)
         if drafts is not None:
@@ -293,7 +293,7 @@ class Engine:
             if plan is not None:
                 drafts = self._draft(plan, laps)
                 with accounts.step(plan, laps) as running:
-                    self.runner.ranks.check_step(plan.kind, plan.told)
+                    self.runner.ranks.steps.check_step(plan.kind, plan.told)
                     step: Launched | Verification
                     if self._speculation is not None and drafts is not None:
                         self._execution.forget()

@@ -84,7 +84,9 @@ def decide(
             expected = "draft_tokens with it: there is nothing to verify"
             raise InvalidInput("speculative_attention_mode", got=mode, expected=expected)
         request = request.replace(origin="user", speculative_attention_mode=mode)
-    decision = options.ranks.solve(request, platform, offers, options.policy, options.measurements)
+    decision = options.ranks.building.solve(
+        request, platform, offers, options.policy, options.measurements
+    )
     if decision.unserved_layers:
         kinds = ", ".join(f"{count} {kind}" for kind, count in decision.unserved_layers)
         kinds += decision.unserved_hint

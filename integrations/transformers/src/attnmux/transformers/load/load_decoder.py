@@ -57,10 +57,17 @@ def load_decoder(
     stated = _stated(checkpoint, options, dtype)
     if stated is not None:
         by_config = stated_ways(stated, options)
-        ranks.decided(lambda: decide_first(by_config, platform, offers, options), platform, offers)
+        ranks.building.decided(
+            lambda: decide_first(by_config, platform, offers, options), platform, offers
+        )
     device = options.device_on(platform)
     model = load_model(
-        checkpoint, dtype=dtype, device=device, split=ranks.split, progress=progress, warn=warn
+        checkpoint,
+        dtype=dtype,
+        device=device,
+        split=ranks.building.split,
+        progress=progress,
+        warn=warn,
     )
     parts = parts_of(model, options)
     mixers = _mixers(parts)
@@ -91,11 +98,13 @@ def load_decoder(
 
     def choose(failed: Mapping[str, BackendFailed]) -> Decision:
         chosen = without(failed, options)
-        return ranks.decided(lambda: decide_first(ways, platform, offers, chosen), platform, offers)
+        return ranks.building.decided(
+            lambda: decide_first(ways, platform, offers, chosen), platform, offers
+        )
 
     runner = make_first(
         choose,
-        lambda decision: ranks.together(lambda: make(decision)),
+        lambda decision: ranks.building.together(lambda: make(decision)),
         lambda failure, decision: warn(f"{failure}; instead {decision.summary()}"),
     )
     if options.mla is None:

@@ -65,7 +65,7 @@ def load_runner(
     _check_images(checkpoint, options)
     load = _load_encoder_decoder if checkpoint.config.is_encoder_decoder else load_decoder
     _check_ranks(checkpoint, offers, options)
-    options = replace(options, launches=options.ranks.launches(options.launches))
+    options = replace(options, launches=options.ranks.building.launches(options.launches))
     with LOADING:
         runner = load(checkpoint, platform, offers, options, progress, warn)
         hint = dtype_hint(runner.decision, offers, options.policy)
@@ -107,7 +107,7 @@ def _check_images(checkpoint: Checkpoint, options: RunnerOptions) -> None:
         return
     hindrances = {
         f"{checkpoint.source}, which reads only text": not checkpoint.reads_images,
-        "ranks that split more than weights": not options.ranks.run_images,
+        "ranks that split more than weights": not options.ranks.building.run_images,
         "drafts": options.draft_tokens is not None,
     }
     found = [name for name, hinders in hindrances.items() if hinders]
@@ -120,7 +120,7 @@ def _check_ranks(checkpoint: Checkpoint, offers: Sequence[Offer], options: Runne
     """Refuse what several ranks cannot run, and ranks with other plugins or libraries."""
     if options.ranks.size == 1:
         return
-    options.ranks.check_libraries(offers)
+    options.ranks.building.check_libraries(offers)
     if options.hidden_states:
         got = f"{options.ranks.size}, with hidden states"
         raise InvalidInput("ranks", got=got, expected="1 rank: an EAGLE head runs on only one")

@@ -70,8 +70,10 @@ class Capacity:
         if self.max_total_tokens is None:
             return None
         # With tokens interleaved over ranks, each page of these may be filled in part
-        part_filled = self.max_batch_size if page_size > 1 or ranks.tokens_each(2) < 2 else 0
-        tokens = ranks.tokens_each(self.max_total_tokens)
+        part_filled = (
+            self.max_batch_size if page_size > 1 or ranks.building.tokens_each(2) < 2 else 0
+        )
+        tokens = ranks.building.tokens_each(self.max_total_tokens)
         return (tokens // page_size + part_filled + self.spare_pages) * page_size
 
 
@@ -94,7 +96,7 @@ def allocate(
     model: ServedModel, decision: Decision, capacity: Capacity, ranks: Ranks
 ) -> RunnerMemory:
     """The memory of a model for so much. Raises PoolExhausted where it does not suffice."""
-    device, stored = model.module.device, ranks.stored(model.layers)
+    device, stored = model.module.device, ranks.building.stored(model.layers)
     for part in model.parts:
         stored = part.stored(stored)
     taken = [part.bytes_per_token(decision) for part in model.parts]
@@ -113,11 +115,11 @@ def allocate(
         more_bytes=(sum(each.full for each in taken), sum(each.windowed for each in taken)),
     )
     own, allocator, window_tree = make_pools(stored, decision, sizes, device=device, states=states)
-    pool, allocator = ranks.shared_pool(own, allocator)
+    pool, allocator = ranks.building.shared_pool(own, allocator)
     table = ReqToTokenPool(batch_size, capacity.columns, device)
     return RunnerMemory(
         sizes=sizes,
-        kv_tokens=allocator.size * ranks.num_parts,
+        kv_tokens=allocator.size * ranks.requests.num_parts,
         table=table,
         pool=pool,
         allocator=allocator,
@@ -168,7 +170,7 @@ def _kv_bytes(
     ours = bytes_per_token(stored, decision) * page_size
     theirs = _bounds_bytes(decision, stored) + beside * page_size
     left = left * ours // (ours + theirs)
-    return ranks.smallest(left)
+    return ranks.building.smallest(left)
 
 
 def _bounds_bytes(decision: Decision, stored: Sequence[LayerSpec]) -> int:

@@ -133,7 +133,7 @@ class ModelOnBackend:
 
     def build(self, context: BackendContext) -> AttentionBackend:
         """The decided backend once more, over another request table of the same pools."""
-        return self.ranks.build(self.decision, context)
+        return self.ranks.building.build(self.decision, context)
 
     @cached_property
     def tree_kernels(self) -> TreeKernels | None:
@@ -212,11 +212,11 @@ class ModelOnBackend:
         laps = laps or Laps()
         # Captures cannot have tensors of inference mode, and compiled code would be made twice.
         with torch.inference_mode(False), torch.no_grad():
-            run, kept = self.ranks.begin(step, indices)
+            run, kept = self.ranks.steps.begin(step, indices)
             mode, inputs = run.batch.forward_mode, self._inputs(run)
             is_last = kept is run.last_indices
             graphs = self._graphs(mode)
-            size = self.ranks.graph_size(run.batch, graphs)
+            size = self.ranks.steps.graph_size(run.batch, graphs)
             if graphs is not None and size is not None:
                 logits = cast("torch.Tensor", graphs.replay(run.batch, inputs, size=size))
                 if mode.is_draft_extend() or not is_last:
@@ -227,7 +227,7 @@ class ModelOnBackend:
                     batch = self._prepare(run, stack, laps)
                     logits = self.logits(batch, inputs, None if every else kept)
             laps.lap("launch")
-            return self.ranks.end(logits, len(indices))
+            return self.ranks.steps.end(logits, len(indices))
 
     def _graphs(self, mode: ForwardMode) -> GraphRunner | None:
         if mode.is_draft_extend():
@@ -238,7 +238,7 @@ class ModelOnBackend:
         """Run a step without requests, for other ranks that have some. Returns False if no rank
         has any."""
         with torch.inference_mode(False), torch.no_grad():
-            return self.ranks.idle(self.graphs, self._run_padding)
+            return self.ranks.steps.idle(self.graphs, self._run_padding)
 
     def _run_padding(self) -> None:
         seq_len = self.backend.select(ForwardMode.DECODE).get_cuda_graph_seq_len_fill_value()

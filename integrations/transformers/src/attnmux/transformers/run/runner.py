@@ -107,7 +107,7 @@ class ModelRunner(ModelOnBackend):
                 self.backend, self.logits, config, devices=devices, inputs=inputs, ranks=ranks
             )
 
-        return self.ranks.capture(make)
+        return self.ranks.steps.capture(make)
 
     def encode(self, inputs: Mapping[str, torch.Tensor]) -> torch.Tensor:
         """`SequenceState.encoder_states` of a request. Raises as `encode_all` does."""
@@ -144,4 +144,4 @@ class ModelRunner(ModelOnBackend):
         if images is None:
             expected = "none: the runner was made without images=True"
             raise InvalidInput("images", got="some", expected=expected)
-        return self.ranks.read_images(lambda: images.read(inputs))
+        return self.ranks.requests.read_images(lambda: images.read(inputs))

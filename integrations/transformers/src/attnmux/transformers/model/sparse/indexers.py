@@ -123,15 +123,15 @@ class Indexers(ModelPart):
         if options.draft_topk > 1:
             expected = "1, chains of drafts: an indexer counts places"
             raise InvalidInput("draft_topk", got=options.draft_topk, expected=expected)
-        if not options.ranks.run_indexers:
+        if not options.ranks.building.run_indexers:
             expected = "1, or --tp alone: an indexer reads all keys of a request"
             raise InvalidInput("ranks", got=options.ranks.size, expected=expected)
         picks = {"index_topk": self.shape.topk}
         if latent:
             return [way.replace(origin="model", kind="nsa", **picks) for way in latent]
-        if options.ranks.head_ranks > 1:
+        if options.ranks.building.head_ranks > 1:
             expected = "1: every rank would need only the picks for its own heads"
-            raise InvalidInput("ranks", got=options.ranks.head_ranks, expected=expected)
+            raise InvalidInput("ranks", got=options.ranks.building.head_ranks, expected=expected)
         picks["index_block_size"] = self.shape.block_size
         return [way.replace(origin="model", **picks) for way in ways]
 
