@@ -26,6 +26,7 @@ from attnmux.transformers.load.model_request import (
     latent_request,
     request_of,
     stated_request,
+    stored_scheme,
     with_kept_dtype,
 )
 from attnmux.transformers.load.options import RunnerOptions
@@ -74,10 +75,11 @@ def load_decoder(
     layers = record_layers(model, max_context_len=options.max_context_len, mixers=mixers)
     for part in parts:
         layers = part.mark(layers)
-    scheme = None if stated is None else stated.kv_dtype
+    scheme = stored_scheme(checkpoint) if stated is None else stated.kv_dtype
     layers = with_kept_dtype(layers, dtype, options, scheme)
-    if stated is None or not stated.latent:
-        layers = with_kv_scales(layers, folder_of(checkpoint), warn)
+    if (folder := folder_of(checkpoint)) is not None:
+        # A latent is stored by k_scale, as in vLLM and SGLang
+        layers = with_kv_scales(layers, folder, warn)
     linear = [layer for part in parts for layer in part.linear]
     request = request_of(layers, dtype, linear).replace(origin="model", kv_dtype=scheme)
     if stated is not None:
