@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
 from attnmux.core import ForwardBatch, GraphRunner, InvalidInput
 from attnmux.distributed import AgreedStep, RankGroup, TokensOfRanks, agree_on_step, idle_batch
@@ -25,7 +25,7 @@ class DataParallelRanks(GroupRanks):
     A rank without requests runs one token of padding, or a graph's padding, while another has some.
     """
 
-    def __init__(self, group: RankGroup, config: PreTrainedConfig) -> None:
+    def __init__(self, group: RankGroup) -> None:
         """Raises InvalidInput for a single rank."""
         if group.size == 1:
             raise InvalidInput("dp_attention", got="1 rank", expected="2 ranks or more")
