@@ -31,7 +31,7 @@ from attnmux.core import (
     DraftTree,
     sample_tree_target_only,
 )
-from attnmux.transformers.draft.drafted_trees import drafted_tree
+from attnmux.transformers.draft.loop import drafted_tree
 from attnmux.transformers.draft.paths import DraftCandidates
 from attnmux.triton.functions.trees import TritonTrees
 

@@ -76,7 +76,9 @@ def decide(
     request = _with_drafts(request, options)
     if options.graph is None:
         request = with_graphs(request, platform)
-    decision = options.ranks.solve(request, platform, offers, options.policy, options.measurements)
+    decision = options.ranks.building.solve(
+        request, platform, offers, options.policy, options.measurements
+    )
     if decision.unserved_layers:
         kinds = ", ".join(f"{count} {kind}" for kind, count in decision.unserved_layers)
         kinds += decision.unserved_hint
