@@ -172,13 +172,13 @@ def backend_of(
     try:
         if way == "own":
             decision = solve(asked, platform, offers, policy)
-            if decision.trees is not None:
+            if decision.parts:
                 return None
         else:
             decision = solve(undrafted_request(asked), platform, offers, policy)
         if way in ("merged", "plain"):
-            reads = solve(prefixes_request(asked), platform, offers, policy).phases["decode"]
-            decision = replace(decision, request=asked, trees=reads)
+            reads = solve(prefixes_request(asked), platform, offers, policy).phases
+            decision = replace(decision, request=asked, parts={"draft_trees": {"prefixes": reads}})
     except NoBackend:
         return None
     context = step.context(platform, decision.request)

@@ -187,7 +187,7 @@ def test_a_long_prompt_runs_expanded_after_its_cached_prefix(
 ):
     model, folder = made(name)
     runner = run_on(folder, page_size=page_size, mla="absorbed", max_context_len=120)
-    assert runner.decision.expanded is not None
+    assert runner.decision.answer("expanded_prompts", "prompts", "extend") is not None
     merged = []
     monkeypatch.setattr(
         "attnmux.core.composites.part_attention.merge_into",

@@ -58,6 +58,7 @@ REFUSED = {
     "sparse": "quest",
     "sparse_budget": 256,
     "max_error": 4.0,
+    "parts": {"acme": 1},
     "multi_item": True,
     "chunked_prefix": True,
     "lse": True,

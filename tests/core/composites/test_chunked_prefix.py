@@ -371,11 +371,13 @@ def test_a_decision_names_the_backend_and_build_makes_it() -> None:
     asked = case.request.replace(chunked_prefix=True)
     policy = Policy(allow=("torch_native",))
     decision = solve(asked, setup.context.platform, offers, policy)
-    assert decision.expanded is not None
-    assert decision.expanded.backend == "torch_native"
+    assert decision.answer("expanded_prompts", "prompts", "extend") is not None
+    assert decision.answer("expanded_prompts", "prompts", "extend").backend == "torch_native"
     assert "torch_native (cpu) serves prompts with expanded heads" in decision.summary()
     again = type(decision).from_json(decision.to_json())
-    assert again.expanded == decision.expanded
+    assert again.answer("expanded_prompts", "prompts", "extend") == decision.answer(
+        "expanded_prompts", "prompts", "extend"
+    )
     again.check(setup.context.platform, offers)
     assert decision.hash != solve(case.request, setup.context.platform, offers, policy).hash
     context = replace(setup.context, request=decision.request)

@@ -160,8 +160,8 @@ def test_long_prompts_of_mla_run_expanded(step, monkeypatch: pytest.MonkeyPatch)
     asked = world.context.request.replace(chunked_prefix=True, phases=("extend", "decode"))
     policy = Policy(hypothetical=True, backend="ascend")
     decision = solve(asked, WORLD.platform, load_plugins().offers(), policy)
-    assert decision.expanded is not None
-    assert decision.expanded.address == "ascend/ascend"
+    assert decision.answer("expanded_prompts", "prompts", "extend") is not None
+    assert decision.answer("expanded_prompts", "prompts", "extend").address == "ascend/ascend"
     backend = build(decision, replace(world.context, request=decision.request))
     assert isinstance(backend, ChunkedPrefixBackend)
     assert {type(each) for each in backend.expanded} == {AscendRingBackend}

@@ -79,8 +79,8 @@ def test_build_rehearses_the_layers_that_no_pool_holds(benchmark) -> None:
 def test_fa3_expands_the_prompts_of_every_mla_backend_on_hopper(named) -> None:
     policy = Policy(hypothetical=True, backend=named)
     decision = solve(DEEPSEEK, HOPPER, load_plugins().offers(), policy)
-    assert decision.expanded is not None
-    assert decision.expanded.address == "nvidia/fa3"
+    assert decision.answer("expanded_prompts", "prompts", "extend") is not None
+    assert decision.answer("expanded_prompts", "prompts", "extend").address == "nvidia/fa3"
 
 
 @pytest.mark.parametrize(
@@ -89,7 +89,7 @@ def test_fa3_expands_the_prompts_of_every_mla_backend_on_hopper(named) -> None:
 def test_other_requests_have_no_expanded_prompts(changes) -> None:
     policy = Policy(hypothetical=True)
     decision = solve(DEEPSEEK.replace(**changes), HOPPER, load_plugins().offers(), policy)
-    assert decision.expanded is None
+    assert decision.answer("expanded_prompts", "prompts", "extend") is None
 
 
 @pytest.fixture

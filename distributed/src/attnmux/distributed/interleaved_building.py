@@ -99,9 +99,10 @@ def _with_drafts(
     )
     decided = {"page_size": decode.page_size, "kv_dtype": decode.kv_dtype}
     of_prefixes = prefixes_request(asked).replace(origin="user", **decided)
-    trees = solved(of_prefixes).phases["decode"]
-    phases = FrozenMapping({**decode.phases, "verify": trees})
-    return replace(decode, request=asked, phases=phases, trees=trees)
+    trees = solved(of_prefixes).phases
+    phases = FrozenMapping({**decode.phases, "verify": trees["decode"]})
+    parts = FrozenMapping({"draft_trees": FrozenMapping({"prefixes": trees})})
+    return replace(decode, request=asked, phases=phases, parts=parts)
 
 
 def build_interleaved(
@@ -112,11 +113,12 @@ def build_interleaved(
     context: with this rank's heads, the engine's table, an `InterleavedKVPool` and a `Workspace`.
     Raises what `build` raises.
     """
-    decode, trees = decision.decode, decision.decode.trees
+    decode = decision.decode
+    trees = decode.answer("draft_trees", "prefixes", "decode")
     if trees is not None:
         asked = undrafted_request(decode.request).replace(origin="model", phases=("decode",))
         served = FrozenMapping({"decode": decode.phases["decode"]})
-        decode = replace(decode, request=asked, phases=served, trees=None)
+        decode = replace(decode, request=asked, phases=served, parts=FrozenMapping())
     whole = decode_context(context, heads, decode.request)
     of_prompts = prompt_context(context, decision.prompts.request)
     choice = decision.prompts.phases["extend"]

@@ -7,8 +7,10 @@ from functools import partial
 
 import torch
 
+from attnmux.core.choosing.decision import Decision
 from attnmux.core.composites.dispatch import DispatchingBackend
 from attnmux.core.composites.expanded_parts import Part
+from attnmux.core.composites.factories import Make, make_backend
 from attnmux.core.composites.part_attention import PartAttention
 from attnmux.core.contract.arguments import check_at_least
 from attnmux.core.contract.backend import AttentionBackend
@@ -164,3 +166,18 @@ def measured_crossing(expanded: str, absorbed: str, context: BackendContext) -> 
         if dict(each.subject) == subject:
             return float(each.values["crossing"])
     return None
+
+
+def make_expanded(
+    inner: Make, decision: Decision, context: BackendContext, phases: Sequence[str]
+) -> AttentionBackend:
+    """The factory of the part `expanded_prompts`."""
+    absorbed, served = inner(context, phases), decision.parts["expanded_prompts"]
+    if not served or "extend" not in phases:
+        return absorbed
+    choice, of_prompts = served["prompts"]["extend"], expanded_context(context)
+    return ChunkedPrefixBackend(
+        absorbed=absorbed,
+        expanded=[make_backend(choice, of_prompts) for _ in range(PartAttention.MOST_LANES)],
+        crossing=measured_crossing(choice.address, decision.phases["extend"].address, context),
+    )

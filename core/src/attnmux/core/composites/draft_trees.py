@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import fields, replace
 from functools import partial
 
 import torch
 
+from attnmux.core.adapters.shared_kernels import shared_kernel
+from attnmux.core.choosing.decision import Decision
 from attnmux.core.composites.dispatch import DispatchingBackend, Parts, check_padding
 from attnmux.core.composites.draft_attention import (
     DraftAttention,
@@ -16,6 +19,7 @@ from attnmux.core.composites.draft_attention import (
     attend_to_drafts,
     sinks_as_heads,
 )
+from attnmux.core.composites.factories import Make, make_backend
 from attnmux.core.contract.backend import AttentionBackend
 from attnmux.core.contract.batch import ForwardBatch, ForwardMode
 from attnmux.core.contract.call import AttentionCall
@@ -24,7 +28,7 @@ from attnmux.core.contract.latent import UpProjection
 from attnmux.core.contract.layer import LayerSpec
 from attnmux.core.contract.steps import FixedTensors, prepared
 from attnmux.core.contract.tree_masks import check_trees
-from attnmux.core.facts.derived import prefixes_request
+from attnmux.core.facts.derived import prefixes_request, undrafted_request
 from attnmux.core.facts.errors import InvalidInput
 
 
@@ -185,3 +189,20 @@ def prefix_context(context: BackendContext) -> BackendContext:
         layers.append(replace(layer, tp_q_head_num=heads, sinks=sinks))
     # A decode step over prefixes contradicts the request table, and the step was checked whole
     return replace(context, request=request, layers=tuple(layers), debug=False)
+
+
+def make_trees(
+    inner: Make, decision: Decision, context: BackendContext, phases: Sequence[str]
+) -> AttentionBackend:
+    """The factory of the part `draft_trees`."""
+    if "decode" not in phases:
+        return inner(context, phases)
+    plain = replace(context, request=undrafted_request(context.request))
+    return TreeAttnBackend(
+        context,
+        child=inner(plain, phases),
+        prefixes=make_backend(
+            decision.parts["draft_trees"]["prefixes"]["decode"], prefix_context(context)
+        ),
+        attend=shared_kernel("draft_attention", context) or attend_to_drafts,
+    )

@@ -8,13 +8,17 @@ kernel that a plugin offers for the device, or in plain torch.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
 from msgspec import structs
 
+from attnmux.core.adapters.shared_kernels import shared_kernel
+from attnmux.core.choosing.decision import Decision
 from attnmux.core.composites.dispatch import CompositeBackend, Parts, Route
+from attnmux.core.composites.factories import Make
 from attnmux.core.contract.arguments import check_picked_blocks
 from attnmux.core.contract.backend import AttentionBackend
 from attnmux.core.contract.batch import ForwardBatch, ForwardMode
@@ -210,3 +214,16 @@ class PickedBlocksBackend(CompositeBackend):
         if lens is None or reach is None or self.context.request.deterministic:
             return False
         return not mode.is_target_verify() and (not lens.numel() or int(lens.max()) <= reach)
+
+
+def make_picked_blocks(
+    inner: Make, decision: Decision, context: BackendContext, phases: Sequence[str]
+) -> AttentionBackend:
+    """The factory of the part `picked_blocks`."""
+    if not any(layer.index_block_size for layer in context.layers):
+        return inner(context, phases)
+    return PickedBlocksBackend(
+        context,
+        dense=inner(dense_context(context), phases),
+        attend=shared_kernel("picked_blocks", context),
+    )

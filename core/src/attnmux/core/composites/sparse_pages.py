@@ -8,12 +8,16 @@ whatever is chosen. Copying also lets each KV head have pages of its own.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
 from msgspec import structs
 
+from attnmux.core.adapters.shared_kernels import shared_kernel
+from attnmux.core.choosing.decision import Decision
 from attnmux.core.composites.dispatch import CompositeBackend, Parts, Route
+from attnmux.core.composites.factories import Make
 from attnmux.core.composites.page_choice import PageBounds, PageKernels, PlainPages, RequestPages
 from attnmux.core.composites.virtual_requests import room_for_decoding
 from attnmux.core.contract.backend import AttentionBackend
@@ -193,3 +197,19 @@ class SparseAttnBackend(CompositeBackend):
         """Tokens of the chosen pages: all are full but the last one, as it is in the sequence."""
         missing = -lens % self._page_size
         return torch.minimum(lens, self._pages * self._page_size - missing)
+
+
+def make_chosen_pages(
+    inner: Make, decision: Decision, context: BackendContext, phases: Sequence[str]
+) -> AttentionBackend:
+    """The factory of the part `chosen_pages`."""
+    budget = decision.request.sparse_budget
+    if budget is None or "decode" not in phases:
+        return inner(context, phases)
+    of_pages = sparse_context(context, budget)
+    return SparseAttnBackend(
+        context,
+        whole=inner(context, [phase for phase in phases if phase != "decode"] or phases),
+        chosen=inner(of_pages, ["decode"]),
+        kernels=shared_kernel("chosen_pages", context),
+    )

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import accumulate
 
 import torch
 
+from attnmux.core.choosing.decision import Decision
 from attnmux.core.composites.dispatch import DispatchingBackend, Parts, check_context, check_padding
+from attnmux.core.composites.factories import Make
 from attnmux.core.contract.backend import AttentionBackend
 from attnmux.core.contract.batch import ForwardBatch, ForwardMode, MultiItem
+from attnmux.core.contract.context import BackendContext
 from attnmux.core.contract.spec import SpecInput
 from attnmux.core.contract.tree_masks import of_requests
 from attnmux.core.facts.errors import InvalidInput
@@ -134,3 +138,14 @@ def _new_tokens(batch: ForwardBatch) -> list[int]:
     (new, _), mirror = batch.extend_lens(), batch.extend_seq_lens_cpu
     found: list[int] = (new if mirror is None else mirror).tolist()
     return found
+
+
+def make_two_batches(
+    inner: Make, decision: Decision, context: BackendContext, phases: Sequence[str]
+) -> AttentionBackend:
+    """The factory of the part `two_batches`. Raises InvalidInput for a model with linear layers."""
+    if context.linear_states is not None:
+        expected = "whole steps: no half of a step prepares its linear layers"
+        raise InvalidInput("two_batches", got=True, expected=expected)
+    primary, first, second = (inner(context, phases) for _ in range(3))
+    return TboAttnBackend(primary, (first, second))

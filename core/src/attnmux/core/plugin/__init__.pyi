@@ -46,6 +46,8 @@ from attnmux.core.cards.conditions import runtimes as runtimes
 from attnmux.core.cards.conditions import versions as versions
 from attnmux.core.cards.proof import ErrorBound as ErrorBound
 from attnmux.core.cards.proof import Verified as Verified
+from attnmux.core.choosing.part import Ask as Ask
+from attnmux.core.choosing.part import Part as Part
 from attnmux.core.composites.draft_attention import DraftKeys as DraftKeys
 from attnmux.core.composites.draft_attention import SeenPrefixes as SeenPrefixes
 from attnmux.core.composites.draft_attention import Trees as Trees

@@ -50,7 +50,7 @@ REFUSALS = (
 )
 """The first that holds is the error."""
 
-UNASKED = ("sparse", "max_error", "multi_item", "chunked_prefix", "lse", "strided_kv")
+UNASKED = ("sparse", "max_error", "multi_item", "chunked_prefix", "lse", "strided_kv", "parts")
 """Fields that no option of SGLang sets: the bridge never asks for them."""
 
 

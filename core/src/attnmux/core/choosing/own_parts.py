@@ -1,0 +1,139 @@
+"""The parts of this package: draft trees, linear layers, expanded prompts and others."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
+
+from attnmux.core.choosing.part import Ask, Part, Served, named, named_by_phase
+from attnmux.core.choosing.problem import verify_lead
+from attnmux.core.facts.derived import (
+    has_separable_trees,
+    linear_request,
+    parts_request,
+    prefixes_request,
+    undrafted_request,
+)
+from attnmux.core.facts.request import Request
+from attnmux.core.facts.values import LINEAR_KINDS
+
+
+class DraftTrees(Part):
+    """Draft trees on backends without masks: one reads the prefixes, and what the drafts add to
+    each other is merged by LSE (`TreeAttnBackend`)."""
+
+    factory = "attnmux.core.composites.draft_trees:make_trees"
+    after_refusal = True
+    level = 1
+    phases = MappingProxyType({"verify": ("prefixes", "decode"), "draft": ("", "extend")})
+
+    def wants(self, request: Request) -> bool:
+        return not request.other_layers and has_separable_trees(request)
+
+    def left(self, request: Request) -> Request:
+        return undrafted_request(request)
+
+    def asks(self, request: Request) -> Mapping[str, Ask]:
+        prefixes = Ask(
+            request=prefixes_request(request),
+            named_for=verify_lead(request) if "verify" in request.phases else "",
+            otherwise="has no draft trees, and does not read their prefixes with LSE",
+        )
+        return {"prefixes": prefixes}
+
+    def lines(self, request: Request, served: Served) -> Sequence[str]:
+        reader = named(served["prefixes"]["decode"])
+        return [
+            "draft trees are verified in two parts, merged by LSE: "
+            f"{reader} reads the prefixes, and attnmux-core the drafts"
+        ]
+
+
+class ExpandedPrompts(Part):
+    """Long MLA prompts with expanded heads, the cached prefix in chunks (`ChunkedPrefixBackend`).
+
+    Only plain MLA has them: a part of the keys can be merged by LSE, but not a part of a window.
+    Chunks depend on the other requests of a step, so that a deterministic request has none.
+    """
+
+    factory = "attnmux.core.composites.chunked_prefix:make_expanded"
+
+    def wants(self, request: Request) -> bool:
+        unmerged = (request.sliding_window, request.attention_chunk, request.custom_mask)
+        unfit = request.kind != "mla" or any(unmerged) or request.deterministic
+        return not unfit and bool(request.dtype and request.head_dim)
+
+    def asks(self, request: Request) -> Mapping[str, Ask]:
+        asked = parts_request(request)
+        return {"prompts": Ask(request=asked, is_optional=True, rivals="extend")}
+
+    def lines(self, request: Request, served: Served) -> Sequence[str]:
+        if not served:
+            return ()
+        reader = named(served["prompts"]["extend"])
+        return [f"{reader} serves prompts with expanded heads, where that takes fewer operations"]
+
+
+class LinearLayers(Part):
+    """Layers without softmax attention, each kind by backends of its own
+    (`HybridLinearAttnBackend`)."""
+
+    factory = "attnmux.core.composites.linear_hybrid:make_linear_layers"
+    around = "model"
+    level = 1
+
+    def asks(self, request: Request) -> Mapping[str, Ask]:
+        return {
+            kind: Ask(request=linear_request(request, kind), is_optional=True, named_for="linear")
+            for kind, _ in request.linear_layers
+            if kind in LINEAR_KINDS
+        }
+
+    def lines(self, request: Request, served: Served) -> Sequence[str]:
+        return [
+            f"{named_by_phase(served[kind])} serves {count} {kind} layers"
+            if kind in served
+            else f"no backend serves {count} {kind} layers"
+            for kind, count in request.linear_layers
+        ]
+
+
+class ChosenPages(Part):
+    """Decode steps over the pages that Quest chooses (`SparseAttnBackend`)."""
+
+    factory = "attnmux.core.composites.sparse_pages:make_chosen_pages"
+    level = 1
+
+    def lines(self, request: Request, served: Served) -> Sequence[str]:
+        return [
+            f"an approximation: decode reads {request.sparse_budget} tokens of a request, in the "
+            f"pages that {request.sparse} chooses for each KV head; prompts are read whole"
+        ]
+
+
+class PickedBlocks(Part):
+    """Layers whose tokens see the blocks that an indexer picks (`PickedBlocksBackend`)."""
+
+    factory = "attnmux.core.composites.picked_blocks:make_picked_blocks"
+    level = 1
+
+    def lines(self, request: Request, served: Served) -> Sequence[str]:
+        return [
+            "attnmux-core, or a kernel that a plugin offers, serves the layers with an indexer: "
+            f"each token sees {request.index_topk} blocks of {request.index_block_size} keys"
+        ]
+
+
+class TwoBatches(Part):
+    """Steps in two halves, each with a backend of its own (`TboAttnBackend`)."""
+
+    factory = "attnmux.core.composites.two_batches:make_two_batches"
+    around = "model"
+
+
+CHOSEN_PAGES = ChosenPages()
+DRAFT_TREES = DraftTrees()
+EXPANDED_PROMPTS = ExpandedPrompts()
+LINEAR_LAYERS = LinearLayers()
+PICKED_BLOCKS = PickedBlocks()
+TWO_BATCHES = TwoBatches()
