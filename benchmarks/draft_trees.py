@@ -25,7 +25,6 @@ from attnmux.bench import Report, Step, device_meter, facts, interleave
 from attnmux.bench.timing import Run, graphs_of, in_graph
 from attnmux.core import (
     AttentionBackend,
-    DraftTree,
     ForwardBatch,
     ForwardMode,
     NoBackend,
@@ -37,11 +36,10 @@ from attnmux.core import (
     detect,
     load_plugins,
     pick_platform,
-    prefixes_request,
     solve,
-    undrafted_request,
 )
-from attnmux.core.composites.draft_trees import TreeAttnBackend
+from attnmux.parts import DraftTree, prefixes_request, undrafted_request
+from attnmux.parts.draft_trees import TreeAttnBackend
 from attnmux.testing import reference
 
 DRAFTS, TOPK = 8, 4

@@ -45,12 +45,8 @@ from attnmux.core import (
     pick_platform,
     solve,
 )
-from attnmux.core.composites.chunked_prefix import (
-    CHUNK_BYTES,
-    ChunkedPrefixBackend,
-    crossing_subject,
-)
 from attnmux.core.verbs import Device
+from attnmux.parts.chunked_prefix import CHUNK_BYTES, ChunkedPrefixBackend, crossing_subject
 
 MIN_GAIN = 1.5
 LONG = 28_672

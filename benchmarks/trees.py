@@ -25,12 +25,7 @@ import triton
 from benchmarks.cases import json_option, rounds_option
 
 from attnmux.bench import Report, facts, interleave
-from attnmux.core import (
-    AcceptedDrafts,
-    AcceptThresholds,
-    DraftTree,
-    sample_tree_target_only,
-)
+from attnmux.parts import AcceptedDrafts, AcceptThresholds, DraftTree, sample_tree_target_only
 from attnmux.transformers.draft_paths import DraftCandidates
 from attnmux.transformers.drafted_trees import drafted_tree
 from attnmux.triton.trees import TritonTrees

@@ -12,7 +12,6 @@ import pytest
 import torch
 
 from attnmux.core import (
-    DraftTree,
     ForwardContext,
     InvalidInput,
     KVPool,
@@ -21,6 +20,7 @@ from attnmux.core import (
     MHATokenToKVPool,
     ReqToTokenPool,
 )
+from attnmux.parts import DraftTree
 from attnmux.testing import Case, FakeBackend, decode, fake_platform, make_setup
 from attnmux.transformers import ModelProposer, StepBuilder
 from attnmux.transformers.branch_rows import BranchRows

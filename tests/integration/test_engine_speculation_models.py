@@ -8,11 +8,12 @@ from functools import partialmethod
 import pytest
 import torch
 
-from attnmux.core import DraftTree, NoBackend, Offer, load_plugins
+from attnmux.core import NoBackend, Offer, load_plugins
 from attnmux.core.find.cpu import probe_cpu
 from attnmux.core.plugin import NONE, one_of
 from attnmux.cpu.flex_attention import FlexAttentionBackend
 from attnmux.emulators.flex_attention import emulated
+from attnmux.parts import DraftTree
 from attnmux.testing import RecordingGraphs, fake_platform, graph_card
 from attnmux.transformers import (
     Engine,

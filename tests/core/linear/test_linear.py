@@ -22,16 +22,16 @@ from attnmux.core import (
     Request,
     SpecInput,
     build,
-    linear_request,
     load_plugins,
     solve,
 )
-from attnmux.core.composites.linear_hybrid import HybridLinearAttnBackend, LinearByPhase
 from attnmux.core.find.cpu import probe_cpu
 from attnmux.core.linear import states as linear_states
 from attnmux.core.plugin import GraphStep, LinearAttentionBackend, PluginError, one_of
 from attnmux.cpu.plugin import TORCH_LINEAR
 from attnmux.cpu.torch_linear import TorchLinearBackend
+from attnmux.parts import linear_request
+from attnmux.parts.linear_hybrid import HybridLinearAttnBackend, LinearByPhase
 from attnmux.testing import RecordingGraphs, decode, extend, fake_platform, verify
 from attnmux.testing.fakes import FakeBackend, fake_card
 from attnmux.testing.linear_cases import LinearCase, linear_cases

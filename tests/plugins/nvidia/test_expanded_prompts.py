@@ -13,10 +13,10 @@ import torch
 from click.testing import CliRunner
 
 from attnmux.core import Platform, Policy, Request, UpProjection, build, load_plugins, solve
-from attnmux.core.composites.chunked_prefix import ChunkedPrefixBackend, expanded_context
 from attnmux.emulators.candidates import SGL_FLASH_ATTN as FA3
 from attnmux.nvidia.fa3 import FA3Backend
 from attnmux.nvidia.fa3_mla import make as make_fa3_mla
+from attnmux.parts.chunked_prefix import ChunkedPrefixBackend, expanded_context
 from attnmux.testing import Case, extend, make_setup
 from attnmux.testing.adapters import LATENT, AdapterWorld
 

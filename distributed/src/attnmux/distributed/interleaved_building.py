@@ -13,21 +13,23 @@ from attnmux.core import (
     InvalidInput,
     Measurement,
     Offer,
-    PartAttention,
     Platform,
     Policy,
     Request,
     build,
     make_backend,
-    parts_request,
-    prefix_context,
-    prefixes_request,
     solve_measured,
-    undrafted_request,
 )
 from attnmux.distributed.heads import HeadSplit
 from attnmux.distributed.interleaved_backend import InterleavedAttnBackend, unscaled
 from attnmux.distributed.interleaved_kv import InterleavedKVPool, InterleavedTable
+from attnmux.parts import (
+    PartAttention,
+    parts_request,
+    prefix_context,
+    prefixes_request,
+    undrafted_request,
+)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

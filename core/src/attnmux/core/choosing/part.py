@@ -77,16 +77,3 @@ PartFactory = Callable[..., Any]
 inner: `(context, phases) -> AttentionBackend` makes what lies inside the part, anew at each call.
 decision: of one group of layers if the part is around layers. phases: those that are built.
 """
-
-
-def named(choice: Choice) -> str:
-    """A backend with its plugin, for a person."""
-    return f"{choice.backend} ({choice.plugin})"
-
-
-def named_by_phase(served: Mapping[str, Choice]) -> str:
-    """One name, or that of each phase."""
-    names = {choice.backend: phase for phase, choice in served.items()}
-    if len(names) == 1:
-        return named(next(iter(served.values())))
-    return " and ".join(f"{name} ({phase})" for name, phase in names.items())

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from functools import cache
-from importlib import import_module
 from importlib.metadata import EntryPoint
 from types import MappingProxyType
 
@@ -53,8 +52,6 @@ def installed_part(name: str) -> Part | None:
     It is imported on first use. Raises PluginError for a part that cannot be imported, something
     else in its place, and a name that two packages use; SettingsError as `Settings.load` does.
     """
-    if name in OWN_DEMANDS:
-        return getattr(import_module("attnmux.core.choosing.own_parts"), name.upper())  # type: ignore[no-any-return]
     points = [point for point in entry_points(GROUP)[0] if point.name == name]
     if not points:
         return None

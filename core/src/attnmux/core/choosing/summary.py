@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 from attnmux.core.choosing.choice import Choice
-from attnmux.core.choosing.part import named
 from attnmux.core.choosing.parts import Parts, absence
 
 
@@ -38,9 +37,9 @@ def _said(decision: Any, parts: Parts) -> list[str]:  # noqa: ANN401  # as above
     said = []
     for phases in served.values():
         won = decision.phases["decode" if "decode" in phases else phases[0]]
-        said.append(f"{named(won)} serves {_listed(phases)}, {_standing(decision, won, phases)}")
+        said.append(f"{won} serves {_listed(phases)}, {_standing(decision, won, phases)}")
     said += [
-        f"{named(each.choice)} serves decode of {each} requests, "
+        f"{each.choice} serves decode of {each} requests, "
         f"saving at least {each.gain:.0%} of the time (measured)"
         for each in decision.decode_sizes
     ]

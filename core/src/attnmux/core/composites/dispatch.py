@@ -17,7 +17,7 @@ from attnmux.core.contract.layer import LayerSpec
 from attnmux.core.contract.steps import StepBackend, prepared
 from attnmux.core.facts.errors import InvalidInput
 
-Parts = Iterable[tuple[StepBackend, ForwardBatch]]
+MemberSteps = Iterable[tuple[StepBackend, ForwardBatch]]
 """The members that a step prepares, each with the step as it gets it."""
 
 Route = tuple[AttentionBackend, AttentionCall, ForwardBatch]
@@ -37,7 +37,7 @@ class CompositeBackend(AttentionBackend):
         self._steps: tuple[tuple[StepBackend, ForwardBatch], ...] = ()
 
     @abstractmethod
-    def parts(self, batch: ForwardBatch, *, eager: bool) -> Parts:
+    def parts(self, batch: ForwardBatch, *, eager: bool) -> MemberSteps:
         """What a step prepares. Unless eager, tensors are where captured graphs read them."""
 
     @abstractmethod
@@ -112,7 +112,7 @@ class DispatchingBackend(CompositeBackend):
         """A prepared step as that backend gets it."""
         return batch
 
-    def parts(self, batch: ForwardBatch, *, eager: bool) -> Parts:
+    def parts(self, batch: ForwardBatch, *, eager: bool) -> MemberSteps:
         return ((self.serving(batch), batch),)
 
     def route(self, call: AttentionCall, batch: ForwardBatch) -> Route:

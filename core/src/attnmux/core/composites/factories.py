@@ -26,11 +26,11 @@ from attnmux.core.facts.errors import (
 from attnmux.core.facts.values import TreeMask
 from attnmux.core.linear.backend import LinearAttentionBackend
 
-Make = Callable[[BackendContext, Sequence[str]], AttentionBackend]
+MakeBackend = Callable[[BackendContext, Sequence[str]], AttentionBackend]
 """Makes a backend of a context for some phases."""
 
 
-def around(inner: Make, decision: Decision, place: str) -> Make:
+def around(inner: MakeBackend, decision: Decision, place: str) -> MakeBackend:
     """What makes a decision's parts around the layers or around the model, over `inner`.
 
     Raises InvalidInput for a part that this process lacks.

@@ -12,7 +12,7 @@ from dataclasses import replace
 
 from msgspec import structs
 
-from attnmux.core.composites.dispatch import CompositeBackend, Parts, Route, check_padding
+from attnmux.core.composites.dispatch import CompositeBackend, MemberSteps, Route, check_padding
 from attnmux.core.composites.virtual_requests import room_for_decoding, virtual_step
 from attnmux.core.contract.backend import AttentionBackend
 from attnmux.core.contract.batch import ForwardBatch, ForwardMode
@@ -101,7 +101,7 @@ class LocalAttnBackend(CompositeBackend):
         for fixed in self._fixed.values():
             fixed.add(**room_for_decoding(max_bs, self.context.device))
 
-    def parts(self, batch: ForwardBatch, *, eager: bool) -> Parts:
+    def parts(self, batch: ForwardBatch, *, eager: bool) -> MemberSteps:
         if eager:
             self.check_step(batch)
         if self.whole is not None:

@@ -18,7 +18,7 @@ from attnmux.core import (
     ReqToTokenPool,
     torch_dtype,
 )
-from attnmux.core.plugin import RequestPages
+from attnmux.parts import RequestPages
 from attnmux.transformers import hidden_states
 from attnmux.transformers.hidden_states import HiddenStates
 from attnmux.transformers.indexers import Indexers

@@ -5,16 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from attnmux.core import (
-    BackendFailed,
-    Decision,
-    InvalidInput,
-    NoBackend,
-    Offer,
-    Platform,
-    Request,
-    expanded_request,
-)
+from attnmux.core import BackendFailed, Decision, InvalidInput, NoBackend, Offer, Platform, Request
+from attnmux.parts import expanded_request
 from attnmux.transformers.options import RunnerOptions
 from attnmux.transformers.requests import without_indexer
 

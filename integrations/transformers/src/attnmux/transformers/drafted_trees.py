@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import torch
 
-from attnmux.core import DraftTree
+from attnmux.parts import DraftTree
 from attnmux.transformers.draft_loop import TreeKernels
 from attnmux.transformers.draft_paths import DraftCandidates
 

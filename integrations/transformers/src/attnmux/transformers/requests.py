@@ -20,9 +20,9 @@ from attnmux.core import (
     Request,
     canonical_dtype,
     dtype_name,
-    expanded_request,
     group_requests,
 )
+from attnmux.parts import expanded_request
 from attnmux.transformers.checkpoint import Checkpoint
 from attnmux.transformers.options import RunnerOptions
 from attnmux.transformers.shapes import SHAPE, STORED, by_shape

@@ -11,13 +11,13 @@ import torch
 
 from attnmux.core import (
     DeviceGraphs,
-    DraftTree,
     GraphConfig,
     GraphRunner,
     InvalidInput,
     PoolExhausted,
     check_at_least,
 )
+from attnmux.parts import DraftTree
 from attnmux.transformers.batching import StepBuilder
 from attnmux.transformers.catch_up import can_reread, reread
 from attnmux.transformers.draft_loop import DraftLoop, DraftModel

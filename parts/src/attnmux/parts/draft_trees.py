@@ -8,10 +8,29 @@ from functools import partial
 
 import torch
 
-from attnmux.core.adapters.shared_kernels import shared_kernel
-from attnmux.core.choosing.decision import Decision
-from attnmux.core.composites.dispatch import DispatchingBackend, Parts, check_padding
-from attnmux.core.composites.draft_attention import (
+from attnmux.core import (
+    AttentionBackend,
+    AttentionCall,
+    BackendContext,
+    Decision,
+    DispatchingBackend,
+    ForwardBatch,
+    ForwardMode,
+    InvalidInput,
+    LayerSpec,
+    UpProjection,
+    make_backend,
+)
+from attnmux.core.plugin import (
+    FixedTensors,
+    MakeBackend,
+    MemberSteps,
+    check_padding,
+    check_trees,
+    prepared,
+    shared_kernel,
+)
+from attnmux.parts.draft_attention import (
     DraftAttention,
     DraftKeys,
     SeenPrefixes,
@@ -19,17 +38,7 @@ from attnmux.core.composites.draft_attention import (
     attend_to_drafts,
     sinks_as_heads,
 )
-from attnmux.core.composites.factories import Make, make_backend
-from attnmux.core.contract.backend import AttentionBackend
-from attnmux.core.contract.batch import ForwardBatch, ForwardMode
-from attnmux.core.contract.call import AttentionCall
-from attnmux.core.contract.context import BackendContext
-from attnmux.core.contract.latent import UpProjection
-from attnmux.core.contract.layer import LayerSpec
-from attnmux.core.contract.steps import FixedTensors, prepared
-from attnmux.core.contract.tree_masks import check_trees
-from attnmux.core.facts.derived import prefixes_request, undrafted_request
-from attnmux.core.facts.errors import InvalidInput
+from attnmux.parts.requests import prefixes_request, undrafted_request
 
 
 class TreeAttnBackend(DispatchingBackend):
@@ -79,7 +88,7 @@ class TreeAttnBackend(DispatchingBackend):
         made = Trees.blank(max_bs, max_num_tokens // max_bs, self.context.device)
         self._fixed.add(**{field.name: getattr(made, field.name) for field in fields(made)})
 
-    def parts(self, batch: ForwardBatch, *, eager: bool) -> Parts:
+    def parts(self, batch: ForwardBatch, *, eager: bool) -> MemberSteps:
         if eager:
             self.check_step(batch)
         verifies = batch.forward_mode.is_target_verify()
@@ -192,7 +201,7 @@ def prefix_context(context: BackendContext) -> BackendContext:
 
 
 def make_trees(
-    inner: Make, decision: Decision, context: BackendContext, phases: Sequence[str]
+    inner: MakeBackend, decision: Decision, context: BackendContext, phases: Sequence[str]
 ) -> AttentionBackend:
     """The factory of the part `draft_trees`."""
     if "decode" not in phases:

@@ -1,28 +1,26 @@
-"""The parts of this package: draft trees, linear layers, expanded prompts and others."""
+"""The parts of this package, each as the solver sees it. This module imports no torch."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 
-from attnmux.core.choosing.part import Ask, Part, Served, named, named_by_phase
-from attnmux.core.choosing.problem import verify_lead
-from attnmux.core.facts.derived import (
+from attnmux.core import Choice, Request
+from attnmux.core.plugin import Ask, Part, Served, verify_lead
+from attnmux.parts.requests import (
     has_separable_trees,
     linear_request,
     parts_request,
     prefixes_request,
     undrafted_request,
 )
-from attnmux.core.facts.request import Request
-from attnmux.core.facts.values import LINEAR_KINDS
 
 
 class DraftTrees(Part):
     """Draft trees on backends without masks: one reads the prefixes, and what the drafts add to
     each other is merged by LSE (`TreeAttnBackend`)."""
 
-    factory = "attnmux.core.composites.draft_trees:make_trees"
+    factory = "attnmux.parts.draft_trees:make_trees"
     after_refusal = True
     level = 1
     phases = MappingProxyType({"verify": ("prefixes", "decode"), "draft": ("", "extend")})
@@ -42,10 +40,10 @@ class DraftTrees(Part):
         return {"prefixes": prefixes}
 
     def lines(self, request: Request, served: Served) -> Sequence[str]:
-        reader = named(served["prefixes"]["decode"])
+        reader = served["prefixes"]["decode"]
         return [
             "draft trees are verified in two parts, merged by LSE: "
-            f"{reader} reads the prefixes, and attnmux-core the drafts"
+            f"{reader} reads the prefixes, and attnmux-parts the drafts"
         ]
 
 
@@ -56,7 +54,7 @@ class ExpandedPrompts(Part):
     Chunks depend on the other requests of a step, so that a deterministic request has none.
     """
 
-    factory = "attnmux.core.composites.chunked_prefix:make_expanded"
+    factory = "attnmux.parts.chunked_prefix:make_expanded"
 
     def wants(self, request: Request) -> bool:
         unmerged = (request.sliding_window, request.attention_chunk, request.custom_mask)
@@ -70,7 +68,7 @@ class ExpandedPrompts(Part):
     def lines(self, request: Request, served: Served) -> Sequence[str]:
         if not served:
             return ()
-        reader = named(served["prompts"]["extend"])
+        reader = served["prompts"]["extend"]
         return [f"{reader} serves prompts with expanded heads, where that takes fewer operations"]
 
 
@@ -78,7 +76,7 @@ class LinearLayers(Part):
     """Layers without softmax attention, each kind by backends of its own
     (`HybridLinearAttnBackend`)."""
 
-    factory = "attnmux.core.composites.linear_hybrid:make_linear_layers"
+    factory = "attnmux.parts.linear_hybrid:make_linear_layers"
     around = "model"
     level = 1
 
@@ -86,22 +84,30 @@ class LinearLayers(Part):
         return {
             kind: Ask(request=linear_request(request, kind), is_optional=True, named_for="linear")
             for kind, _ in request.linear_layers
-            if kind in LINEAR_KINDS
+            if kind in Request.LINEAR_KINDS
         }
 
     def lines(self, request: Request, served: Served) -> Sequence[str]:
         return [
-            f"{named_by_phase(served[kind])} serves {count} {kind} layers"
+            f"{_by_phase(served[kind])} serves {count} {kind} layers"
             if kind in served
             else f"no backend serves {count} {kind} layers"
             for kind, count in request.linear_layers
         ]
 
 
+def _by_phase(served: Mapping[str, Choice]) -> str:
+    """One name, or that of each phase."""
+    names = {choice.backend: phase for phase, choice in served.items()}
+    if len(names) == 1:
+        return str(next(iter(served.values())))
+    return " and ".join(f"{name} ({phase})" for name, phase in names.items())
+
+
 class ChosenPages(Part):
     """Decode steps over the pages that Quest chooses (`SparseAttnBackend`)."""
 
-    factory = "attnmux.core.composites.sparse_pages:make_chosen_pages"
+    factory = "attnmux.parts.sparse_pages:make_chosen_pages"
     level = 1
 
     def lines(self, request: Request, served: Served) -> Sequence[str]:
@@ -111,15 +117,15 @@ class ChosenPages(Part):
         ]
 
 
-class PickedBlocks(Part):
+class IndexedBlocks(Part):
     """Layers whose tokens see the blocks that an indexer picks (`PickedBlocksBackend`)."""
 
-    factory = "attnmux.core.composites.picked_blocks:make_picked_blocks"
+    factory = "attnmux.parts.picked_blocks:make_picked_blocks"
     level = 1
 
     def lines(self, request: Request, served: Served) -> Sequence[str]:
         return [
-            "attnmux-core, or a kernel that a plugin offers, serves the layers with an indexer: "
+            "attnmux-parts, or a kernel that a plugin offers, serves the layers with an indexer: "
             f"each token sees {request.index_topk} blocks of {request.index_block_size} keys"
         ]
 
@@ -127,7 +133,7 @@ class PickedBlocks(Part):
 class TwoBatches(Part):
     """Steps in two halves, each with a backend of its own (`TboAttnBackend`)."""
 
-    factory = "attnmux.core.composites.two_batches:make_two_batches"
+    factory = "attnmux.parts.two_batches:make_two_batches"
     around = "model"
 
 
@@ -135,5 +141,5 @@ CHOSEN_PAGES = ChosenPages()
 DRAFT_TREES = DraftTrees()
 EXPANDED_PROMPTS = ExpandedPrompts()
 LINEAR_LAYERS = LinearLayers()
-PICKED_BLOCKS = PickedBlocks()
+PICKED_BLOCKS = IndexedBlocks()
 TWO_BATCHES = TwoBatches()

@@ -14,23 +14,30 @@ from dataclasses import replace
 import torch
 from msgspec import structs
 
-from attnmux.core.adapters.shared_kernels import shared_kernel
-from attnmux.core.choosing.decision import Decision
-from attnmux.core.composites.dispatch import CompositeBackend, Parts, Route
-from attnmux.core.composites.factories import Make
-from attnmux.core.composites.page_choice import PageBounds, PageKernels, PlainPages, RequestPages
-from attnmux.core.composites.virtual_requests import room_for_decoding
-from attnmux.core.contract.backend import AttentionBackend
-from attnmux.core.contract.batch import ForwardBatch
-from attnmux.core.contract.call import AttentionCall
-from attnmux.core.contract.context import BackendContext
-from attnmux.core.contract.layer import LayerSpec
-from attnmux.core.contract.memory import allocate_zeroed
-from attnmux.core.contract.steps import FixedTensors
-from attnmux.core.facts.errors import GraphUnsupported, InvalidInput
-from attnmux.core.facts.sparse import check_budget
-from attnmux.core.kv.foreign import ForeignKVPool
-from attnmux.core.kv.request_table import ReqToTokenPool
+from attnmux.core import (
+    AttentionBackend,
+    AttentionCall,
+    BackendContext,
+    Decision,
+    ForeignKVPool,
+    ForwardBatch,
+    GraphUnsupported,
+    InvalidInput,
+    LayerSpec,
+    ReqToTokenPool,
+    allocate_zeroed,
+)
+from attnmux.core.plugin import (
+    CompositeBackend,
+    FixedTensors,
+    MakeBackend,
+    MemberSteps,
+    Route,
+    check_budget,
+    room_for_decoding,
+    shared_kernel,
+)
+from attnmux.parts.page_choice import PageBounds, PageKernels, PlainPages, RequestPages
 
 
 def sparse_context(context: BackendContext, budget: int) -> BackendContext:
@@ -122,7 +129,7 @@ class SparseAttnBackend(CompositeBackend):
         super().init_cuda_graph_state(max_bs, max_num_tokens)
         self._fixed.add(**room_for_decoding(max_bs, self.context.device))
 
-    def parts(self, batch: ForwardBatch, *, eager: bool) -> Parts:
+    def parts(self, batch: ForwardBatch, *, eager: bool) -> MemberSteps:
         if eager:
             self.check_step(batch)
         if not self._decodes(batch):
@@ -200,7 +207,7 @@ class SparseAttnBackend(CompositeBackend):
 
 
 def make_chosen_pages(
-    inner: Make, decision: Decision, context: BackendContext, phases: Sequence[str]
+    inner: MakeBackend, decision: Decision, context: BackendContext, phases: Sequence[str]
 ) -> AttentionBackend:
     """The factory of the part `chosen_pages`."""
     budget = decision.request.sparse_budget

@@ -23,18 +23,17 @@ from attnmux.core import (
     Request,
     build,
     load_plugins,
-    prefix_context,
     solve,
-    undrafted_request,
     with_halves,
 )
-from attnmux.core.composites.draft_trees import TreeAttnBackend
-from attnmux.core.composites.two_batches import TboAttnBackend
 from attnmux.core.find.cpu import probe_cpu
 from attnmux.core.plugin import ANY, Clause, imported
 from attnmux.cpu.torch_native import TorchNativeBackend
 from attnmux.nvidia.fa3 import FA3Backend
 from attnmux.nvidia.fa3_layers import FA3Kernels
+from attnmux.parts import prefix_context, undrafted_request
+from attnmux.parts.draft_trees import TreeAttnBackend
+from attnmux.parts.two_batches import TboAttnBackend
 from attnmux.testing import (
     Candidate,
     Case,

@@ -4,20 +4,29 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from attnmux.core.choosing.choice import Choice
-from attnmux.core.choosing.decision import Decision
-from attnmux.core.choosing.part import Served
-from attnmux.core.composites.dispatch import DispatchingBackend, Parts
-from attnmux.core.composites.factories import Make, make_linear
-from attnmux.core.contract.backend import AttentionBackend
-from attnmux.core.contract.batch import ForwardBatch, ForwardMode
-from attnmux.core.contract.context import BackendContext
-from attnmux.core.facts.errors import InvalidInput
-from attnmux.core.facts.frozen import FrozenMapping
-from attnmux.core.facts.request import Request
-from attnmux.core.linear.backend import LinearAttentionBackend
-from attnmux.core.linear.layer import ConvCall, LinearCall, LinearLayerSpec
-from attnmux.core.linear.states import LinearStatePool
+from attnmux.core import (
+    AttentionBackend,
+    BackendContext,
+    Choice,
+    Decision,
+    DispatchingBackend,
+    ForwardBatch,
+    ForwardMode,
+    FrozenMapping,
+    InvalidInput,
+    LinearLayerSpec,
+    LinearStatePool,
+    Request,
+    make_linear,
+)
+from attnmux.core.plugin import (
+    ConvCall,
+    LinearAttentionBackend,
+    LinearCall,
+    MakeBackend,
+    MemberSteps,
+    Served,
+)
 
 
 class LinearByPhase(LinearAttentionBackend):
@@ -94,7 +103,7 @@ class HybridLinearAttnBackend(DispatchingBackend):
         child = self.full.select(mode)
         return self if child is self.full else HybridLinearAttnBackend(child, self._linear)
 
-    def parts(self, batch: ForwardBatch, *, eager: bool) -> Parts:
+    def parts(self, batch: ForwardBatch, *, eager: bool) -> MemberSteps:
         return ((each, batch) for each in (self.full, *self._linear.values()))
 
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
@@ -103,7 +112,7 @@ class HybridLinearAttnBackend(DispatchingBackend):
 
 
 def make_linear_layers(
-    inner: Make, decision: Decision, context: BackendContext, phases: Sequence[str]
+    inner: MakeBackend, decision: Decision, context: BackendContext, phases: Sequence[str]
 ) -> AttentionBackend:
     """The factory of the part `linear_layers`: the attention backend, which also prepares the
     decided backends of the linear layers.
