@@ -16,11 +16,10 @@ from attnmux.core import (
     InvalidInput,
     KVPool,
     LinearLayerSpec,
-    LinearStatePool,
     MHATokenToKVPool,
     ReqToTokenPool,
 )
-from attnmux.parts import DraftTree
+from attnmux.parts import DraftTree, LinearStatePool
 from attnmux.testing import Case, FakeBackend, decode, fake_platform, make_setup
 from attnmux.transformers import ModelProposer, StepBuilder
 from attnmux.transformers.branch_rows import BranchRows

@@ -14,7 +14,6 @@ from attnmux.core import (
     InvalidInput,
     LayerSpec,
     LinearLayerSpec,
-    LinearStatePool,
     NoBackend,
     Offer,
     Policy,
@@ -26,11 +25,11 @@ from attnmux.core import (
     solve,
 )
 from attnmux.core.find.cpu import probe_cpu
-from attnmux.core.linear import states as linear_states
 from attnmux.core.plugin import GraphStep, LinearAttentionBackend, PluginError, one_of
 from attnmux.cpu.plugin import TORCH_LINEAR
 from attnmux.cpu.torch_linear import TorchLinearBackend
-from attnmux.parts import linear_request
+from attnmux.parts import LinearStatePool, linear_request
+from attnmux.parts import states as linear_states
 from attnmux.parts.linear_hybrid import HybridLinearAttnBackend, LinearByPhase
 from attnmux.testing import RecordingGraphs, decode, extend, fake_platform, verify
 from attnmux.testing.fakes import FakeBackend, fake_card

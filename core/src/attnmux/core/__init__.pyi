@@ -83,6 +83,5 @@ from attnmux.core.kv.rows import scatter_rows as scatter_rows
 from attnmux.core.kv.token_pools import MHATokenToKVPool as MHATokenToKVPool
 from attnmux.core.kv.token_pools import MLATokenToKVPool as MLATokenToKVPool
 from attnmux.core.linear.layer import LinearLayerSpec as LinearLayerSpec
-from attnmux.core.linear.states import LinearStatePool as LinearStatePool
 from attnmux.core.measured.measurement import Measurement as Measurement
 from attnmux.core.measured.ranking import solve_measured as solve_measured

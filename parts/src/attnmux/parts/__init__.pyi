@@ -20,5 +20,6 @@ from attnmux.parts.requests import prefixes_request as prefixes_request
 from attnmux.parts.requests import undrafted_request as undrafted_request
 from attnmux.parts.speculation import AcceptedDrafts as AcceptedDrafts
 from attnmux.parts.speculation import DraftTree as DraftTree
+from attnmux.parts.states import LinearStatePool as LinearStatePool
 from attnmux.parts.tree_sampling import AcceptThresholds as AcceptThresholds
 from attnmux.parts.tree_sampling import sample_tree_target_only as sample_tree_target_only

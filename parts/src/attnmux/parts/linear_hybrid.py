@@ -15,7 +15,6 @@ from attnmux.core import (
     FrozenMapping,
     InvalidInput,
     LinearLayerSpec,
-    LinearStatePool,
     Request,
     make_linear,
 )
@@ -27,6 +26,7 @@ from attnmux.core.plugin import (
     MemberSteps,
     Served,
 )
+from attnmux.parts.states import LinearStatePool
 
 
 class LinearByPhase(LinearAttentionBackend):

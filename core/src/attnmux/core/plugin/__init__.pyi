@@ -58,7 +58,9 @@ from attnmux.core.composites.dispatch import check_padding as check_padding
 from attnmux.core.composites.factories import MakeBackend as MakeBackend
 from attnmux.core.composites.virtual_requests import Pieces as Pieces
 from attnmux.core.composites.virtual_requests import room_for_decoding as room_for_decoding
+from attnmux.core.contract.arguments import check_device as check_device
 from attnmux.core.contract.arguments import check_lookup as check_lookup
+from attnmux.core.contract.arguments import check_vector as check_vector
 from attnmux.core.contract.arguments import described as described
 from attnmux.core.contract.spec import tree_visibility as tree_visibility
 from attnmux.core.contract.steps import NO_OPTIONS as NO_OPTIONS
@@ -103,3 +105,4 @@ from attnmux.core.linear.convolutions import PlainConvolutions as PlainConvoluti
 from attnmux.core.linear.convolutions import ShortConvolutions as ShortConvolutions
 from attnmux.core.linear.layer import ConvCall as ConvCall
 from attnmux.core.linear.layer import LinearCall as LinearCall
+from attnmux.core.linear.states import StatePool as StatePool

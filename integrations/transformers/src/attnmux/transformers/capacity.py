@@ -13,12 +13,11 @@ from attnmux.core import (
     InvalidInput,
     KVPool,
     LayerSpec,
-    LinearStatePool,
     PoolExhausted,
     ReqToTokenPool,
     torch_dtype,
 )
-from attnmux.parts import RequestPages
+from attnmux.parts import LinearStatePool, RequestPages
 from attnmux.transformers import hidden_states
 from attnmux.transformers.hidden_states import HiddenStates
 from attnmux.transformers.indexers import Indexers

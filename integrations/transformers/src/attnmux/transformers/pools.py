@@ -13,12 +13,12 @@ from attnmux.core import (
     KVPool,
     LayerSpec,
     LinearLayerSpec,
-    LinearStatePool,
     MHATokenToKVPool,
     MLATokenToKVPool,
     SWAKVPool,
     torch_dtype,
 )
+from attnmux.parts import LinearStatePool
 from attnmux.transformers.prefixes import WindowPrefixTree, WindowSpan, WindowStatePrefixTree
 from attnmux.transformers.shapes import STORED, by_shape
 from attnmux.transformers.slots import (

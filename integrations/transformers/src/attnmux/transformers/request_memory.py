@@ -7,7 +7,8 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 import torch
 
-from attnmux.core import InvalidInput, KVPool, LinearStatePool, ReqToTokenPool
+from attnmux.core import InvalidInput, KVPool, ReqToTokenPool
+from attnmux.parts import LinearStatePool
 from attnmux.transformers.hidden_states import HiddenStates
 from attnmux.transformers.images.prompt import check_images
 from attnmux.transformers.prefixes import PrefixTree, StatePrefixTree, WindowPrefixTree

@@ -7,8 +7,8 @@ from functools import partial
 
 import torch
 
-from attnmux.core import InvalidInput, LinearStatePool
-from attnmux.parts import AcceptThresholds, DraftTree, sample_tree_target_only
+from attnmux.core import InvalidInput
+from attnmux.parts import AcceptThresholds, DraftTree, LinearStatePool, sample_tree_target_only
 from attnmux.transformers.engine.acceptance import HostTrees, followed_paths, sampled_paths
 from attnmux.transformers.engine.execution import StepRunner
 from attnmux.transformers.engine.prefix import PrefixCache

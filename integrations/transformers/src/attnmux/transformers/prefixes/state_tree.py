@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from attnmux.core import InvalidInput, LinearStatePool
+from attnmux.core import InvalidInput
+from attnmux.parts import LinearStatePool
 from attnmux.transformers.prefixes.node import PrefixNode
 from attnmux.transformers.prefixes.tree import PrefixTree
 from attnmux.transformers.slots import PagedAllocator

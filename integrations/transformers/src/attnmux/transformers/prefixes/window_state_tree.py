@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from attnmux.core import LinearStatePool
+from attnmux.parts import LinearStatePool
 from attnmux.transformers.prefixes.node import PrefixNode
 from attnmux.transformers.prefixes.state_tree import StatePrefixTree
 from attnmux.transformers.prefixes.window_tree import WindowPrefixTree, WindowSpan
