@@ -26,9 +26,9 @@ from benchmarks.cases import json_option, rounds_option
 
 from attnmux.bench import Report, facts, interleave
 from attnmux.parts import AcceptedDrafts, AcceptThresholds, DraftTree, sample_tree_target_only
-from attnmux.transformers.draft_paths import DraftCandidates
-from attnmux.transformers.drafted_trees import drafted_tree
-from attnmux.triton.trees import TritonTrees
+from attnmux.transformers.draft.drafted_trees import drafted_tree
+from attnmux.transformers.draft.paths import DraftCandidates
+from attnmux.triton.functions.trees import TritonTrees
 
 NODES, TOPK, STEPS = 8, 4, 3
 COLUMNS = {

@@ -9,8 +9,8 @@ import torch
 
 from attnmux.core import InvalidInput, LinearLayerSpec
 from attnmux.parts import LinearStatePool
-from attnmux.transformers.prefixes import StatePrefixTree
-from attnmux.transformers.slots import PagedAllocator
+from attnmux.transformers.requests.prefixes import StatePrefixTree
+from attnmux.transformers.requests.slots import PagedAllocator
 
 LAYERS = [
     LinearLayerSpec(
