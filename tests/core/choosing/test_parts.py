@@ -20,7 +20,7 @@ from attnmux.core import (
     solve,
 )
 from attnmux.core.find.cpu import probe_cpu
-from attnmux.core.plugin import Ask, Part
+from attnmux.core.plugin import ANY, Ask, Part
 from attnmux.testing import Case, extend, make_setup
 
 
@@ -118,3 +118,49 @@ def test_a_part_that_does_not_want_the_request_refuses_it(setup) -> None:
     asked = setup.context.request.replace(parts={"echo": 1}, kind="dual_chunk")
     with pytest.raises(NoBackend, match="echo does not take such a request"):
         decided(asked)
+
+
+@pytest.mark.parametrize(
+    "demand",
+    [
+        {"linear_layers": {"gdn": 2}, "linear_head_dim": 64},
+        {"sparse": "quest", "sparse_budget": 64, "page_size": 16},
+        {"index_topk": 4, "index_block_size": 16},
+        {"two_batches": True},
+    ],
+    ids=lambda demand: next(iter(demand)),
+)
+def test_what_demands_an_absent_part_is_refused_with_its_line(demand) -> None:
+    """And never served without it."""
+    asked = Request.parse("num_q_heads=8,num_kv_heads=2,head_dim=64,dtype=bf16").replace(**demand)
+    offers = load_plugins().offers()
+    assert solve(asked, probe_cpu(), offers).parts
+    with pytest.raises(NoBackend, match="pip install attnmux-parts"):
+        solve(asked, probe_cpu(), offers, parts=no_part)
+
+
+def test_what_can_do_without_a_part_says_what_would_help() -> None:
+    offers = load_plugins().offers()
+    latent = Request.parse(
+        "kind=mla,num_q_heads=16,num_kv_heads=1,head_dim=192,v_head_dim=128,kv_lora_rank=512,"
+        "qk_rope_head_dim=64,dtype=bf16,chunked_prefix=true"
+    )
+    decision = solve(latent, probe_cpu(), offers, parts=no_part)
+    assert not decision.parts
+    assert "pip install attnmux-parts" in decision.summary()
+    assert "pip install" not in solve(latent, probe_cpu(), offers).summary()
+
+
+def test_a_refused_tree_names_the_part_that_could_verify_it(offer, cpu) -> None:
+    maskless = [offer("maskless", lse=ANY)]
+    asked = Request.parse(
+        "num_q_heads=8,num_kv_heads=2,head_dim=64,dtype=bf16,spec_topk=2,spec_draft_tokens=4"
+    )
+    assert "draft_trees" in solve(asked, cpu, maskless).parts
+    with pytest.raises(NoBackend, match="pip install attnmux-parts") as refused:
+        solve(asked, cpu, maskless, parts=no_part)
+    assert refused.value.candidates
+
+
+def no_part(name: str) -> None:
+    """Of a process without attnmux-parts."""

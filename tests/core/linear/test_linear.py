@@ -262,7 +262,7 @@ def test_drafts_that_no_state_follows() -> None:
         (tree, "chains: the states of a tree's branches are not kept"),
         (mask, "chains"),
         (None, "the drafts of a verify step"),
-        (SpecInput(draft_token_num=5), "1 to 4, for which the LinearStatePool has room"),
+        (SpecInput(draft_token_num=5), "1 to 4, for which the states have room"),
         (SpecInput(draft_token_num=2), "2 of each"),
     ):
         wrong = replace(batch, spec_info=spec_info)

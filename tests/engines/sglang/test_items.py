@@ -22,15 +22,17 @@ def step(cached: list[int], new: list[int], delimiters: list[list[int]]) -> Simp
     return SimpleNamespace(positions=torch.cat(rows), multi_item_delimiter_indices=indices)
 
 
-def test_places_and_positions_agree_with_a_walk() -> None:
-    rng = random.Random()
+def test_places_and_positions_agree_with_a_walk(record_property) -> None:
+    seed = random.randrange(2**32)
+    record_property("seed", seed)
+    rng = random.Random(seed)
     for _ in range(50):
         new = [rng.randint(1, 12) for _ in range(rng.randint(1, 4))]
         cached = [rng.randint(0, 5) for _ in new]
         delimiters = [sorted(rng.sample(range(n), rng.randint(0, n))) for n in new]
         theirs = step(cached, new, delimiters)
         items = items_of(theirs, torch.tensor(new).int(), torch.tensor(cached).int())
-        assert items is not None
+        assert items is not None, seed
         token = 0
         for request, own in enumerate(delimiters):
             first = own[0] if own else new[request]

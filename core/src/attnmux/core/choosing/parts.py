@@ -32,9 +32,9 @@ OWN_DEMANDS: Mapping[str, Callable[[Request], bool]] = MappingProxyType(
 )
 """By part, whether the fields of a request demand it."""
 
-DISPENSABLE = ("draft_trees", "expanded_prompts")
-"""Parts without which backends may serve all of the request: those that take the masks of trees,
-and absorbed ones."""
+DISPENSABLE: Mapping[str, bool] = MappingProxyType({"draft_trees": True, "expanded_prompts": False})
+"""Parts without which backends may serve all of the request, as those do that take the masks of
+trees, and absorbed ones; and whether the part may serve what they refuse."""
 
 Parts = Callable[[str], "Part | None"]
 """A part's name → the part, None where no installed package brings it."""

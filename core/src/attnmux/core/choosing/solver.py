@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from functools import cache, partial
 
 from attnmux.core.cards.card import Offer
@@ -18,7 +19,7 @@ from attnmux.core.choosing.assignments import (
 from attnmux.core.choosing.checking import Accuracy, Ranking, by_card, prior_rank, standing
 from attnmux.core.choosing.choice import choice_of
 from attnmux.core.choosing.decision import Decision
-from attnmux.core.choosing.parts import Parts, installed_part
+from attnmux.core.choosing.parts import DISPENSABLE, Parts, absence, installed_part
 from attnmux.core.choosing.problem import (
     Problem,
     Variant,
@@ -93,16 +94,21 @@ def solve(
         return _decided(left, problems, libraries)
 
     asking = Asking(solve=again, policy=policy, rank=rank)
-    always, after_refusal = parts_of(request, parts)
+    always, after_refusal, missing = parts_of(request, parts)
     left = left_by(request, always)
     try:
         mains = main(left)
-    except NoBackend:
+    except NoBackend as refused:
         for each in after_refusal:
             tried, used = left_by(left, [each]), inside_first([each, *always])
             with suppress(NoBackend):
                 return asking.served(main(tried), request, tried, used)
-        raise
+        hints = [absence(name) for name in missing if DISPENSABLE[name]]
+        if not hints:
+            raise
+        raise NoBackend("; ".join([str(refused), *hints]), refused.candidates) from None
+    notes = tuple(absence(name) for name in missing if not DISPENSABLE[name])
+    mains[0] = replace(mains[0], notes=(*mains[0].notes, *notes))
     return asking.served(mains, request, left, always)
 
 

@@ -22,20 +22,26 @@ Named = tuple[str, Part]
 """A part with its name."""
 
 
-def parts_of(request: Request, parts: Parts) -> tuple[Sequence[Named], Sequence[Named]]:
-    """The parts that serve a request always, and those that are tried after a refusal; the inner
-    ones first. Raises NoBackend, with the line that installs it, for a part that is missing and
-    that the request cannot do without."""
-    found = []
+def parts_of(
+    request: Request, parts: Parts
+) -> tuple[Sequence[Named], Sequence[Named], Sequence[str]]:
+    """The parts that serve a request always, the inner ones first; those that are tried after a
+    refusal; and the names of those that are missing and that it can do without.
+
+    Raises NoBackend, with the line that installs it, for another part that is missing.
+    """
+    found, missing = [], []
     for name in demanded(request):
         part = parts(name)
         if part is not None and part.wants(request):
             found.append((name, part))
+        elif part is None and name in DISPENSABLE:
+            missing.append(name)
         elif name not in DISPENSABLE:
             why = absence(name) if part is None else f"the part {name} does not take such a request"
             raise NoBackend(f"nothing serves the request: {why}")
     always = [pair for pair in found if not pair[1].after_refusal]
-    return inside_first(always), [pair for pair in found if pair[1].after_refusal]
+    return inside_first(always), [pair for pair in found if pair[1].after_refusal], missing
 
 
 def inside_first(parts: Iterable[Named]) -> list[Named]:

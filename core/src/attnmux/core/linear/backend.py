@@ -174,7 +174,7 @@ def check_drafts(states: StatePool, batch: ForwardBatch) -> None:
         raise InvalidInput("spec_info", got="a draft tree", expected=expected)
     num, most = spec.draft_token_num, states.draft_tokens
     if not 1 <= num <= most:
-        expected = f"1 to {most}, for which the pool has room (draft_tokens)"
+        expected = f"1 to {most}, for which the states have room (draft_tokens)"
         raise InvalidInput("spec_info.draft_token_num", got=num, expected=expected)
     if batch.num_tokens != batch.batch_size * num:
         got = f"{batch.num_tokens} tokens of {batch.batch_size} requests"
