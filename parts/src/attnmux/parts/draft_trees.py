@@ -25,7 +25,6 @@ from attnmux.core.plugin import (
     FixedTensors,
     MakeBackend,
     MemberSteps,
-    check_padding,
     check_trees,
     prepared,
     shared_kernel,
@@ -74,7 +73,7 @@ class TreeAttnBackend(DispatchingBackend):
             ):
                 expected = f"a backend of {'prefix_context(context)' if heads != 1 else 'context'}"
                 raise InvalidInput(argument, got="a backend of another context", expected=expected)
-        check_padding("prefixes", child, prefixes)
+        self.check_padding("prefixes", child, prefixes)
         self.child = child
         self.prefixes = prefixes
         self._attend = attend

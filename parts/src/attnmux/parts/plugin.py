@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 
 from attnmux.core import Choice, Request
-from attnmux.core.plugin import Ask, Part, Served, verify_lead
+from attnmux.core.plugin import Ask, Part, Served
 from attnmux.parts.requests import (
     has_separable_trees,
     linear_request,
@@ -34,7 +34,7 @@ class DraftTrees(Part):
     def asks(self, request: Request) -> Mapping[str, Ask]:
         prefixes = Ask(
             request=prefixes_request(request),
-            named_for=verify_lead(request) if "verify" in request.phases else "",
+            named_for=request.verify_lead if "verify" in request.phases else "",
             otherwise="has no draft trees, and does not read their prefixes with LSE",
         )
         return {"prefixes": prefixes}

@@ -13,7 +13,7 @@ from attnmux.core import (
     ForwardMode,
     InvalidInput,
 )
-from attnmux.core.plugin import MakeBackend, MemberSteps, check_context, check_padding
+from attnmux.core.plugin import MakeBackend, MemberSteps
 
 
 class TboAttnBackend(DispatchingBackend):
@@ -33,8 +33,8 @@ class TboAttnBackend(DispatchingBackend):
         if len({id(each) for each in (primary, *children)}) != 3:
             expected = "two backends besides primary: each has a step of its own in flight"
             raise InvalidInput("children", got="one backend twice", expected=expected)
-        check_context("children", primary, *children)
-        check_padding("children", primary, *children)
+        self.check_context("children", primary, *children)
+        self.check_padding("children", primary, *children)
         self.primary = primary
         self.children = children
         self._halves: tuple[ForwardBatch, ...] = ()

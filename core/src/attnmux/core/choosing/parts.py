@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Mapping
 from functools import cache
 from importlib.metadata import EntryPoint
@@ -49,9 +50,15 @@ def demanded(request: Request) -> tuple[str, ...]:
 def installed_part(name: str) -> Part | None:
     """The part of that name of the installed packages that the configuration admits.
 
-    It is imported on first use. Raises PluginError for a part that cannot be imported, something
-    else in its place, and a name that two packages use; SettingsError as `Settings.load` does.
+    It is looked for once for each `sys.path`, and imported on first use. Raises PluginError for a
+    part that cannot be imported, something else in its place, and a name that two packages use;
+    SettingsError as `Settings.load` does.
     """
+    return _found(name, tuple(sys.path))
+
+
+@cache
+def _found(name: str, path: tuple[str, ...]) -> Part | None:
     points = [point for point in entry_points(GROUP)[0] if point.name == name]
     if not points:
         return None
@@ -66,7 +73,6 @@ def installed_part(name: str) -> Part | None:
     return next(map(_loaded, admitted.values()), None)
 
 
-@cache
 def _loaded(point: EntryPoint) -> Part:
     try:
         part: object = point.load()
@@ -82,4 +88,5 @@ def absence(name: str) -> str:
     if name in OWN_DEMANDS:
         hint = f"pip install {DISTRIBUTION}"
         return f"the part {name} of {DISTRIBUTION} is not installed or not admitted: {hint}"
-    return f"the part {name} is not installed: expected a package that offers it in {GROUP}"
+    offered = f"expected a package that offers it in {GROUP}"
+    return f"the part {name} is not installed, or not admitted: {offered}"

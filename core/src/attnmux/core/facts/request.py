@@ -209,6 +209,11 @@ class Request(Plain):
         """Whether drafts are trees with branches, whose verification needs a mask."""
         return (self.spec_topk or 1) > 1
 
+    @property
+    def verify_lead(self) -> str:
+        """The phase whose backend verifies drafts: "decode" or "extend"."""
+        return "decode" if self.speculative_attention_mode == "decode" else "extend"
+
     def to_dict(self) -> dict[str, Any]:
         layers = {
             "compressed_layers": dict(self.compressed_layers),

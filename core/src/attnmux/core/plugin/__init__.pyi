@@ -49,12 +49,9 @@ from attnmux.core.cards.proof import Verified as Verified
 from attnmux.core.choosing.part import Ask as Ask
 from attnmux.core.choosing.part import Part as Part
 from attnmux.core.choosing.part import Served as Served
-from attnmux.core.choosing.problem import verify_lead as verify_lead
 from attnmux.core.composites.dispatch import CompositeBackend as CompositeBackend
 from attnmux.core.composites.dispatch import MemberSteps as MemberSteps
 from attnmux.core.composites.dispatch import Route as Route
-from attnmux.core.composites.dispatch import check_context as check_context
-from attnmux.core.composites.dispatch import check_padding as check_padding
 from attnmux.core.composites.factories import MakeBackend as MakeBackend
 from attnmux.core.composites.virtual_requests import Pieces as Pieces
 from attnmux.core.composites.virtual_requests import room_for_decoding as room_for_decoding
