@@ -49,7 +49,7 @@ def solve(
     offers: Iterable[Offer],
     policy: Policy | None = None,
     *,
-    libraries: Libraries = installed_version,
+    libraries: Libraries | None = None,
     ranking: Ranking = prior_rank,
     accuracy: Accuracy = by_card,
     parts: Parts = installed_part,
@@ -58,6 +58,9 @@ def solve(
 
     The answer has the fewest coercions; then the best ranks of decode, extend and encoder, in that
     order; then the fewest backends; then the page size that decode's backend prefers.
+
+    libraries: those that count. None: those of this environment if the platform is here
+    (`Platform.is_here`), else all that a card requires.
 
     Raises NoBackend, with every verdict, where nothing serves the request; UnknownBackend or
     InvalidInput for a name or an option in `policy` that cannot be used, for arguments of other
@@ -81,9 +84,7 @@ def solve(
     )
 
     def rank(one: Decision, phase: str) -> int:
-        asked = Question(
-            request=one.request, platform=platform, phase=phase, hypothetical=policy.hypothetical
-        )
+        asked = Question(request=one.request, platform=platform, phase=phase)
         return ranking(by_address[one.phases[phase].address], asked).value
 
     def main(left: Request) -> list[Decision]:
@@ -91,7 +92,7 @@ def solve(
             _problem(each, platform, offers, policy, libraries, ranking, accuracy)
             for each in group_requests(left)
         ]
-        return _decided(left, problems, libraries)
+        return _decided(left, problems, libraries or installed_version)
 
     asking = Asking(solve=again, policy=policy, rank=rank)
     always, after_refusal, missing = parts_of(request, parts)
@@ -150,12 +151,12 @@ def _problem(
     platform: Platform,
     offers: tuple[Offer, ...],
     policy: Policy,
-    libraries: Libraries,
+    libraries: Libraries | None,
     ranking: Ranking,
     accuracy: Accuracy,
 ) -> Problem:
     # The search and the verdicts, which may be read later, must see the same libraries
-    known = cache(assumed(policy.without, libraries, policy.hypothetical))
+    known = cache(assumed(policy.without, libraries, platform.is_here))
     by_address = {offer.address: offer for offer in offers}
 
     def barred(address: str) -> Sequence[Reason]:
@@ -167,7 +168,7 @@ def _problem(
         platform=platform,
         policy=policy,
         offers=offers,
-        groups=groups_of(request, policy, offers, libraries),
+        groups=groups_of(request, policy, offers, libraries or installed_version),
         barred=cache(barred),
         ranking=ranking,
         opposed=opposed(offers),
