@@ -1,4 +1,4 @@
-"""What a shell completes: backends, engines, platforms and reason codes."""
+"""What a shell completes: backends, engines and platforms."""
 
 from __future__ import annotations
 
@@ -42,13 +42,6 @@ def _platforms() -> Iterable[str]:
     return (*PRODUCTS, *VENDORS)
 
 
-def _codes() -> Iterable[str]:
-    from attnmux.core.cli.explain import meanings  # noqa: PLC0415  # as above
-
-    return meanings()
-
-
 BACKENDS = completing(_backends)
 ENGINES = completing(_engines)
 PLATFORMS = completing(_platforms)
-CODES = completing(_codes)

@@ -232,7 +232,7 @@ def _answered(asked: Asked) -> dict[str, Any]:
         "hash": None,
         "phases": {},
         **undecided,
-        "linear": {},
+        "parts": {},
         "candidates": plain(answer.candidates),
         "proof": proof,
     }

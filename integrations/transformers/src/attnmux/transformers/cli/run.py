@@ -199,7 +199,7 @@ def run_command(
         options.check_linear(partial(_may_have_linear, checkpoint, running))
         load = partial(_load, run, platform, plugins)
         runner = load(checkpoint, running)
-        options.check_linear(lambda: bool(runner.decision.linear))
+        options.check_linear(lambda: bool(runner.decision.parts.get("linear_layers")))
         drafter = drafting.drafter(checkpoint, runner, running, load, max_total_tokens=most)
         drafts = drafting.proposer(checkpoint, runner, drafter, running, warn=run.warn)
         wanted = encoded.read_by(runner)

@@ -13,9 +13,9 @@ from attnmux.core import (
     Offer,
     Platform,
     Request,
-    expanded_request,
     with_graphs,
 )
+from attnmux.parts import expanded_request
 from attnmux.transformers.load.model_request import without_indexer
 from attnmux.transformers.load.options import RunnerOptions
 
