@@ -20,9 +20,11 @@ from attnmux.core.facts.derived import (
     undrafted_request,
 )
 from attnmux.core.facts.errors import InvalidInput
+from attnmux.core.facts.fields import read_fields
 from attnmux.core.facts.frozen import FrozenMapping, Plain, plain_fields
 from attnmux.core.facts.libraries import Libraries, installed_version
 from attnmux.core.facts.platform import Platform
+from attnmux.core.facts.reading import read_fact
 from attnmux.core.facts.request import Request
 from attnmux.core.facts.values import LayerGroup
 from attnmux.core.facts.verdicts import Coercion, Verdict
@@ -65,6 +67,9 @@ class Decision(Plain):
     is_checked: bool = field(default=False, repr=False, compare=False)
     """Whether this process decided it or has checked it. Text can name any code as a factory, so a
     decision that was read from text is unchecked, whatever the text says."""
+
+    def __post_init__(self) -> None:
+        read_fields(self, "decision")
 
     @classmethod
     def of_groups(
@@ -228,9 +233,9 @@ class Decision(Plain):
             linear=FrozenMapping(
                 {kind: _choices(served) for kind, served in data["linear"].items()}
             ),
-            coercions=tuple(Coercion(**coercion) for coercion in data["coercions"]),
+            coercions=tuple(read_fact(Coercion, each) for each in data["coercions"]),
             notes=tuple(data["notes"]),
-            candidates=tuple(Verdict.from_dict(verdict) for verdict in data["candidates"]),
+            candidates=tuple(read_fact(Verdict, each) for each in data["candidates"]),
         )
         if data["hash"] != decision.hash:
             expected = f"the hash of its content, {decision.hash}"
