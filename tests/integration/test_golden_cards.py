@@ -9,15 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from attnmux.core import (
-    MHATokenToKVPool,
-    Offer,
-    Platform,
-    Policy,
-    Request,
-    load_plugins,
-    torch_dtype,
-)
+from attnmux.core import MHATokenToKVPool, Offer, Platform, Plugins, Policy, Request, torch_dtype
 from attnmux.core.facts.request import parse_fields
 from attnmux.core.facts.values import DTYPES
 from attnmux.core.plugin import ANY, NONE, Clause
@@ -29,7 +21,7 @@ except ModuleNotFoundError:  # Python 3.10
     import tomli as tomllib
 
 ROOT = Path(__file__).resolve().parents[2]
-OFFERS: tuple[Offer, ...] = load_plugins().offers()
+OFFERS: tuple[Offer, ...] = Plugins.load().offers()
 CARDS = {offer.address: offer for offer in OFFERS}
 KNOWN = json.loads(
     files("attnmux.core.cards").joinpath("known_backends.json").read_text(encoding="utf-8")

@@ -374,7 +374,7 @@ def test_the_same_card_twice_is_an_error(offer, cpu) -> None:
 
 def test_a_card_without_its_plugin_is_no_offer(offer, cpu) -> None:
     with pytest.raises(
-        InvalidInput, match=r"load_plugins\(\).offers\(\) are, got one of type Back"
+        InvalidInput, match=r"Plugins.load\(\).offers\(\) are, got one of type Back"
     ):
         solve(Request(), cpu, [offer("a").card])
 

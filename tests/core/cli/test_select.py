@@ -345,7 +345,7 @@ def on_a_machine(monkeypatch, **given) -> None:
     def detect(plugins: Plugins) -> Detection:
         return detection
 
-    monkeypatch.setattr(shared, "detect", detect)
+    monkeypatch.setattr(shared.Plugins, "detect", detect)
 
 
 def test_a_device_without_its_plugin_is_said_loudly(call, monkeypatch) -> None:

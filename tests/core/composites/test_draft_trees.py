@@ -18,10 +18,10 @@ from attnmux.core import (
     InvalidInput,
     NoBackend,
     Platform,
+    Plugins,
     Policy,
     Request,
     build,
-    load_plugins,
     prefix_context,
     solve,
     undrafted_request,
@@ -30,7 +30,7 @@ from attnmux.core import (
 from attnmux.core.composites.draft_trees import TreeAttnBackend
 from attnmux.core.composites.two_batches import TboAttnBackend
 from attnmux.core.find.cpu import probe_cpu
-from attnmux.core.plugin import ANY, Clause, imported
+from attnmux.core.plugin import ANY, Clause, KernelLibrary
 from attnmux.cpu.torch_native import TorchNativeBackend
 from attnmux.nvidia.fa3 import FA3Backend
 from attnmux.nvidia.fa3_layers import FA3Kernels
@@ -49,7 +49,7 @@ from attnmux.testing import (
 )
 from attnmux.testing.standard import in_graphs
 
-FA3 = imported(FA3Kernels, "attnmux.emulators.nvidia.sgl_flash_attn")
+FA3 = KernelLibrary.imported(FA3Kernels, "attnmux.emulators.nvidia.sgl_flash_attn")
 LATENT = {
     **{"kind": "mla", "num_q_heads": 4, "num_kv_heads": 1, "head_dim": 48},
     **{"kv_lora_rank": 32, "qk_rope_head_dim": 16},
@@ -224,7 +224,7 @@ LATENT_TREES = Request.parse(
 )
 def test_a_named_backend_without_trees_gets_them(asked, name, platform, reads_prefixes) -> None:
     policy = Policy(hypothetical=True, backend=name)
-    decision = solve(asked, platform, load_plugins().offers(), policy)
+    decision = solve(asked, platform, Plugins.load().offers(), policy)
     assert decision.trees is not None
     assert decision.trees.backend == (reads_prefixes or decision.trees.backend)
     assert decision.request.spec_topk == 4
@@ -250,7 +250,7 @@ def test_only_the_name_for_the_phase_that_verifies_counts(mode) -> None:
         named = dict(zip(named, reversed(named.values()), strict=True))
     policy = Policy(hypothetical=True, origins=dict.fromkeys(named, "config"), **named)
     asked = TREES.replace(speculative_attention_mode=mode)
-    decision = solve(asked, BLACKWELL, load_plugins().offers(), policy)
+    decision = solve(asked, BLACKWELL, Plugins.load().offers(), policy)
     (change,) = decision.coercions
     assert (change.field, change.old, change.origin) == (
         "backend for verify",
@@ -261,7 +261,7 @@ def test_only_the_name_for_the_phase_that_verifies_counts(mode) -> None:
 
 
 def test_a_backend_with_masks_is_preferred() -> None:
-    decision = solve(TREES, HOPPER, load_plugins().offers(), Policy(hypothetical=True))
+    decision = solve(TREES, HOPPER, Plugins.load().offers(), Policy(hypothetical=True))
     assert decision.trees is None
 
 
@@ -280,7 +280,7 @@ def test_a_backend_with_masks_is_preferred() -> None:
 def test_other_requests_are_refused_as_before(changes) -> None:
     policy = Policy(hypothetical=True, backend="trtllm_mha")
     with pytest.raises(NoBackend):
-        solve(TREES.replace(**changes), BLACKWELL, load_plugins().offers(), policy)
+        solve(TREES.replace(**changes), BLACKWELL, Plugins.load().offers(), policy)
 
 
 def test_build_makes_what_was_decided(seed) -> None:
@@ -288,7 +288,7 @@ def test_build_makes_what_was_decided(seed) -> None:
     setup = make_setup(case, probe_cpu(), "cpu", seed=seed)
     asked = setup.context.request.replace(custom_mask=False, phases=("extend", "decode", "verify"))
     policy = Policy(backend="torch_native")
-    offers = load_plugins().offers()
+    offers = Plugins.load().offers()
     plain = solve(undrafted_request(asked), probe_cpu(), offers, policy)
     assert plain.trees is None
     choice = plain.phases["decode"]
@@ -311,7 +311,7 @@ def test_two_batches_of_trees_have_a_composite_each(seed) -> None:
     setup = make_setup(case, probe_cpu(), "cpu", seed=seed)
     phases = ("extend", "decode", "verify")
     asked = setup.context.request.replace(custom_mask=False, phases=phases, two_batches=True)
-    plain = solve(undrafted_request(asked), probe_cpu(), load_plugins().offers())
+    plain = solve(undrafted_request(asked), probe_cpu(), Plugins.load().offers())
     choice = plain.phases["decode"]
     decision = replace(plain, request=asked, trees=choice)
     backend = build(decision, replace(setup.context, request=asked))

@@ -21,7 +21,7 @@ from attnmux.core import (
 )
 from attnmux.core.composites.page_choice import bound_products
 from attnmux.core.composites.sparse_pages import SparseAttnBackend, sparse_context
-from attnmux.core.plugin import imported
+from attnmux.core.plugin import KernelLibrary
 from attnmux.cpu.torch_native import TorchNativeBackend
 from attnmux.emulators import triton_interpreter
 from attnmux.nvidia.fa3 import FA3Backend
@@ -42,7 +42,7 @@ from attnmux.testing.standard import in_graphs, standard_cases
 from attnmux.triton.chosen_pages import make_kernels
 from attnmux.triton.factory import triton as make_triton
 
-FA3 = imported(FA3Kernels, "attnmux.emulators.nvidia.sgl_flash_attn")
+FA3 = KernelLibrary.imported(FA3Kernels, "attnmux.emulators.nvidia.sgl_flash_attn")
 PAGE = 4
 CASES = [
     case

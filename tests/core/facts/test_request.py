@@ -4,7 +4,7 @@ import pickle
 
 import pytest
 
-from attnmux.core import InvalidInput, Request, canonical_dtype, expanded_request
+from attnmux.core import InvalidInput, Request, expanded_request
 from attnmux.core.facts.request import READERS
 from attnmux.core.facts.values import ALIASES, DTYPES
 
@@ -150,6 +150,6 @@ def test_expanded_is_the_same_model_as_mha() -> None:
 
 
 def test_dtype_names() -> None:
-    assert all(canonical_dtype(name) == name for name in DTYPES)
-    assert all(canonical_dtype(alias) in DTYPES for alias in ALIASES)
-    assert canonical_dtype("torch.bfloat16") == "bfloat16"
+    assert all(Request.canonical_dtype(name) == name for name in DTYPES)
+    assert all(Request.canonical_dtype(alias) in DTYPES for alias in ALIASES)
+    assert Request.canonical_dtype("torch.bfloat16") == "bfloat16"

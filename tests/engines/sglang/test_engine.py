@@ -16,9 +16,8 @@ pytest.importorskip("sglang")
 pytest.importorskip("attnmux.sglang")
 
 import attnmux.transformers.recall as recall
-from attnmux.core import Decision, Interface, LaunchFacts, Platform, Request
+from attnmux.core import AttnmuxError, Decision, Interface, LaunchFacts, Platform, Request
 from attnmux.core.engines.engine_interfaces import missing
-from attnmux.core.plugin import PluginError
 from attnmux.sglang import INTERFACES, SglangInterfaceWarning, asking, interfaces, plugin
 
 RECALL = Path(recall.__file__).parent
@@ -154,7 +153,7 @@ def test_an_sglang_without_an_interface_is_not_registered(
     said = r"in sglang \S+, which lacks sglang\S+:get_nothing: install sglang 0\.5\.22"
     with pytest.warns(SglangInterfaceWarning, match=said):
         plugin.register()
-    with pytest.raises(PluginError, match=said):
+    with pytest.raises(AttnmuxError, match=said):
         interfaces.INTEGRATION.require((gap,))
 
 

@@ -16,10 +16,10 @@ from attnmux.core import (
     ForwardMode,
     InvalidInput,
     Platform,
+    Plugins,
     Policy,
     UpProjection,
     build,
-    load_plugins,
     solve,
 )
 from attnmux.core.composites.chunked_prefix import ChunkedPrefixBackend
@@ -159,7 +159,7 @@ def test_long_prompts_of_mla_run_expanded(step, monkeypatch: pytest.MonkeyPatch)
     world = make_setup(case, WORLD.platform, "cpu")
     asked = world.context.request.replace(chunked_prefix=True, phases=("extend", "decode"))
     policy = Policy(hypothetical=True, backend="ascend")
-    decision = solve(asked, WORLD.platform, load_plugins().offers(), policy)
+    decision = solve(asked, WORLD.platform, Plugins.load().offers(), policy)
     assert decision.expanded is not None
     assert decision.expanded.address == "ascend/ascend"
     backend = build(decision, replace(world.context, request=decision.request))

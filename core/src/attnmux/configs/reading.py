@@ -9,7 +9,7 @@ from typing import Any
 from attnmux.configs.fields import read_model, stated_dtype
 from attnmux.configs.values import parts_of
 from attnmux.configs.weights import weights_dtype
-from attnmux.core import InvalidInput, Request, canonical_dtype
+from attnmux.core import InvalidInput, Request
 from attnmux.core.plugin import read_file
 
 MOST_BYTES = 2**24
@@ -47,7 +47,7 @@ def request_from_model(
     if config.get("quantization_config") is None:
         config |= _modelopt(folder)
     weights = None if stated_dtype(parts_of(config)) else weights_dtype(folder)
-    asked = {name: canonical_dtype(one, name) for name, one in dtypes.items() if one}
+    asked = {name: Request.canonical_dtype(one, name) for name, one in dtypes.items() if one}
     try:
         fields = read_model(
             config, tp, **asked, kv_dtype_skip=kv_dtype_skip, assume=assume, weights=weights

@@ -198,6 +198,9 @@ class BackendCard(Plain):
     parsed, a factory or tuner that is not "module:attribute", and a source of an unknown axis.
     """
 
+    TREE_MASKS = TREE_MASKS
+    """All forms of a draft tree's mask, for a backend that reads each of them."""
+
     name: str
     summary: str
     clauses: Annotated[

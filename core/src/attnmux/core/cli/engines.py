@@ -19,7 +19,7 @@ from typing import Any, Protocol, TypeVar
 from attnmux.core.choosing.choice import Choice
 from attnmux.core.choosing.decision import Decision
 from attnmux.core.cli.asking import Asked
-from attnmux.core.facts.errors import InvalidInput, NoBackend, PluginError, in_brief
+from attnmux.core.facts.errors import AttnmuxError, InvalidInput, NoBackend
 from attnmux.core.facts.libraries import entry_points, identity
 from attnmux.core.facts.platform import Platform
 from attnmux.core.facts.policy import NAMING
@@ -123,13 +123,13 @@ class Engine:
             raise NoBackend(f"attnmux in {self.name}: {refusal}") from refusal
         except Exception as error:
             whose = identity(self.point.dist)[0]
-            message = f"{self.point.value} of {whose} failed: {in_brief(error)}"
-            raise PluginError(message) from error
+            message = f"{self.point.value} of {whose} failed: {AttnmuxError.in_brief(error)}"
+            raise AttnmuxError(message) from error
 
 
 def engine_named(name: str, settings: Settings) -> Engine:
     """The installed integration of that engine. Raises InvalidInput where there is none, and
-    PluginError for one that cannot be imported."""
+    AttnmuxError for one that cannot be imported."""
     allow, deny = settings.plugin_filter()
     known = {
         point.name: point
@@ -146,7 +146,9 @@ def engine_named(name: str, settings: Settings) -> Engine:
         module: Any = point.load()
     except Exception as error:
         whose = identity(point.dist)[0]
-        raise PluginError(f"{point.value} of {whose} failed: {in_brief(error)}") from error
+        raise AttnmuxError(
+            f"{point.value} of {whose} failed: {AttnmuxError.in_brief(error)}"
+        ) from error
     return Engine(name, point, module)
 
 

@@ -10,18 +10,17 @@ import torch
 from attnmux.core.composites.dispatch import DispatchingBackend
 from attnmux.core.composites.expanded_parts import Part
 from attnmux.core.composites.part_attention import PartAttention
-from attnmux.core.contract.arguments import check_at_least
 from attnmux.core.contract.backend import AttentionBackend
 from attnmux.core.contract.batch import ForwardBatch, ForwardMode
 from attnmux.core.contract.context import BackendContext
 from attnmux.core.contract.latent import UpProjection, crossing_by_operations
 from attnmux.core.contract.layer import LayerSpec
+from attnmux.core.contract.rows import gather_rows
 from attnmux.core.facts.derived import parts_request
 from attnmux.core.facts.errors import InvalidInput
 from attnmux.core.facts.launches import TunedLaunch
 from attnmux.core.facts.request import Request
 from attnmux.core.facts.values import OptionValue
-from attnmux.core.kv.rows import gather_rows
 
 CHUNK_BYTES = 1 << 29
 """Memory for the expanded K and V of a chunk: 6,241 tokens of DeepSeek-V3's 128 heads in bfloat16,
@@ -59,7 +58,7 @@ class ChunkedPrefixBackend(DispatchingBackend):
         """
         super().__init__(absorbed.context, (absorbed,))
         layers, pool = self.context.layers, self.context.token_to_kv_pool
-        check_at_least(1, "chunk_bytes", chunk_bytes)
+        InvalidInput.check_at_least(1, "chunk_bytes", chunk_bytes)
         self.absorbed = absorbed
         self.expanded = tuple(expanded)
         self._parts = PartAttention[torch.Tensor](expanded, layers, pool)

@@ -11,7 +11,7 @@ from torch.nn.functional import pad
 from attnmux.core.composites.part_attention import merge_into
 from attnmux.core.contract.layer import LayerSpec
 from attnmux.core.contract.pool import KVPool
-from attnmux.core.kv.rows import gather_rows
+from attnmux.core.contract.rows import gather_rows
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)

@@ -13,7 +13,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Generic, TypeVar
 
-from attnmux.core.facts.errors import InvalidInput, in_brief
+from attnmux.core.facts.errors import AttnmuxError, InvalidInput
 from attnmux.core.facts.fields import Check, Name, read_fields
 from attnmux.core.facts.files import read_file
 from attnmux.core.facts.frozen import plain
@@ -135,7 +135,7 @@ class Record(Fact):
             return Records()
         except (ValueError, KeyError, TypeError, RecursionError) as error:
             problem = (
-                f"{path} holds no {cls.listed} that can be read: {in_brief(error)}; "
+                f"{path} holds no {cls.listed} that can be read: {AttnmuxError.in_brief(error)}; "
                 "delete it, or keep new ones, which sets aside a file of another version"
             )
             is_ours = isinstance(data, dict) and {"format"} <= data.keys() <= {"format", cls.listed}

@@ -27,6 +27,7 @@ from attnmux.core.facts.values import (
     Phases,
     Sparse,
     Window,
+    canonical_dtype,
 )
 
 ORIGINS = ("user", "env", "config", "model", "platform", "default")
@@ -58,6 +59,7 @@ class Request(Plain):
     PHASES = PHASES
     DTYPES = DTYPES
     """Canonical names; a request takes their aliases too."""
+    canonical_dtype = staticmethod(canonical_dtype)
 
     kind: Kind = "mha"
     """"mha", "mla", "nsa" (sparse MLA), or "dual_chunk" (Qwen2.5-1M: its weights expect positions

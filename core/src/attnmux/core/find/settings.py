@@ -206,6 +206,13 @@ class Settings:
         except RuntimeError:
             return None
 
+    @staticmethod
+    def device_variables() -> Mapping[str, str]:
+        """The environment variables that hide devices from this process (`Vendor.variables`), of
+        those that are set: for the probes, which must not read the environment themselves."""
+        names = {name for row in VENDORS.values() for name in row.variables}
+        return {name: os.environ[name] for name in sorted(names & os.environ.keys())}
+
     def policy(self, **given: Any) -> Policy:  # noqa: ANN401  # the fields of Policy
         """A policy of the fields that the user gave (None: not given), else of those configured.
 
@@ -239,13 +246,6 @@ class Settings:
         if name in given:
             return "user"
         return "env" if self.sources.get(name, "").startswith(PREFIX) else "config"
-
-
-def device_variables() -> Mapping[str, str]:
-    """The environment variables that hide devices from this process (`Vendor.variables`), of those
-    that are set: for the probes, which must not read the environment themselves."""
-    names = {name for row in VENDORS.values() for name in row.variables}
-    return {name: os.environ[name] for name in sorted(names & os.environ.keys())}
 
 
 READERS = readers_of(Settings)

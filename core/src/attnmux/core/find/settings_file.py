@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from attnmux.core.facts.errors import SettingsError, in_brief
+from attnmux.core.facts.errors import AttnmuxError, SettingsError
 from attnmux.core.facts.files import check_own, opened, read_all, read_file
 
 CONFIG = "ATTNMUX_CONFIG"
@@ -105,7 +105,7 @@ def _table(path: Path, text: str | None) -> Mapping[str, Any] | None:
     try:
         table = tomllib.loads(text)
     except (ValueError, RecursionError) as error:
-        raise SettingsError(f"{path} is not TOML: {in_brief(error)}") from error
+        raise SettingsError(f"{path} is not TOML: {AttnmuxError.in_brief(error)}") from error
     if own and "tool" in table:
         raise SettingsError(
             f"{path}: write the settings without [tool.attnmux], a table of pyproject.toml"

@@ -7,11 +7,7 @@ from typing import TypeVar
 
 import torch
 
-from attnmux.core.contract.arguments import (
-    check_at_least,
-    check_device,
-    check_vector,
-)
+from attnmux.core.contract.arguments import check_device, check_vector
 from attnmux.core.contract.context import BackendContext
 from attnmux.core.contract.memory import allocate_zeroed
 from attnmux.core.facts.errors import InvalidInput
@@ -54,9 +50,9 @@ class LinearStatePool:
         Raises InvalidInput for a size below 1, fewer kept states or draft tokens than 0 and two
         layers with one id, and PoolExhausted when memory does not suffice.
         """
-        check_at_least(1, "size", size)
+        InvalidInput.check_at_least(1, "size", size)
         for name, value in (("kept_size", kept_size), ("draft_tokens", draft_tokens)):
-            check_at_least(0, name, value)
+            InvalidInput.check_at_least(0, name, value)
         ids = [layer.layer_id for layer in layers]
         if len(set(ids)) != len(ids):
             raise InvalidInput("layers", got=f"ids {ids}", expected="a different id for each")

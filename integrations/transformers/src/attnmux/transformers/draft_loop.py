@@ -16,10 +16,10 @@ from attnmux.core import (
     DeviceGraphs,
     DraftTree,
     ForwardBatch,
+    ForwardContext,
     GraphConfig,
     GraphRunner,
     ModelInput,
-    forward_context,
 )
 from attnmux.transformers.batching import StepBuilder
 from attnmux.transformers.branch_rows import BranchRows
@@ -163,7 +163,7 @@ class DraftLoop:
             if number and topk > 1:
                 self._follow(paths.before, slots[..., :number])
             given = self._model.features_after(before.flatten())
-            with forward_context(self.backends, step):
+            with ForwardContext.enter(self.backends, step):
                 logits = self._model.logits(step, {"input_ids": paths.tokens.flatten(), **given})
             before = slots[..., number]
             paths, candidates = paths.grow(

@@ -16,12 +16,12 @@ from attnmux.core import (
     BackendContext,
     Decision,
     ForwardBatch,
+    ForwardContext,
     ForwardMode,
     GraphRunner,
     InvalidInput,
     TunedLaunch,
     Workspace,
-    forward_context,
 )
 from attnmux.core.plugin import shared_kernel
 from attnmux.transformers.batching import StepBuilder
@@ -269,7 +269,7 @@ class ModelOnBackend:
         self.backend.init_forward_metadata(batch)
         laps.lap("metadata")
         every = (mode.is_target_verify() or mode.is_decode()) and indices is step.last_indices
-        with forward_context(self.backend, batch), eagerly:
+        with ForwardContext.enter(self.backend, batch), eagerly:
             logits = self.logits(batch, inputs, None if every else indices)
         laps.lap("launch")
         return logits
@@ -280,7 +280,7 @@ class ModelOnBackend:
         inputs: Mapping[str, torch.Tensor],
         keep: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Call the model on a prepared step, inside its `forward_context`.
+        """Call the model on a prepared step, inside its `ForwardContext.enter`.
 
         keep: [n] int64, the tokens whose logits [n, vocabulary] are returned; None for all T.
         """

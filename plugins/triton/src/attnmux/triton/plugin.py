@@ -12,7 +12,6 @@ from typing import Any
 from attnmux.core.plugin import (
     ANY,
     NONE,
-    TREE_MASKS,
     BackendCard,
     Caveat,
     Clause,
@@ -201,7 +200,7 @@ TRITON = BackendCard(
     name="triton",
     summary="portable Triton kernels, MHA and MLA: windows, sinks, caps, masks, 8-bit KV, graphs",
     factory="attnmux.triton.factory:triton",
-    tree_masks=TREE_MASKS,
+    tree_masks=BackendCard.TREE_MASKS,
     requires=REQUIRES,
     extra="triton",
     options=OPTIONS,

@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from itertools import islice
 
-from attnmux.core import InvalidInput, check_at_least
+from attnmux.core import InvalidInput
 
 OCCURRENCES = 32
 """The most occurrences of one n-gram that a lookup reads. In a text of few different tokens nearly
@@ -22,7 +22,7 @@ class NgramIndex:
 
     def __init__(self, *, min_ngram: int = 1, max_ngram: int = 4) -> None:
         """Raises InvalidInput for lengths below 1 and for a smallest above the largest."""
-        check_at_least(1, "min_ngram", min_ngram)
+        InvalidInput.check_at_least(1, "min_ngram", min_ngram)
         if max_ngram < min_ngram:
             raise InvalidInput("max_ngram", got=max_ngram, expected=f"at least {min_ngram}")
         self._lengths = range(max_ngram, min_ngram - 1, -1)

@@ -9,7 +9,7 @@ from weakref import WeakKeyDictionary
 import numpy as np
 import torch
 
-from attnmux.core import DraftTree, InvalidInput, check_at_least
+from attnmux.core import DraftTree, InvalidInput
 from attnmux.transformers.engine.ngram import NgramIndex
 from attnmux.transformers.sequence import SequenceState
 
@@ -57,7 +57,7 @@ class NgramProposer:
         counts = {"draft_token_num": draft_token_num, "topk": topk, "steps": steps}
         for argument, value in counts.items():
             if value is not None:
-                check_at_least(1, argument, value)
+                InvalidInput.check_at_least(1, argument, value)
         if draft_token_num < 2:
             got = draft_token_num
             raise InvalidInput("draft_token_num", got=got, expected="the root and a draft, or more")

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from transformers import AttentionMaskInterface, PreTrainedModel
 
-from attnmux.core import AttnmuxError, InvalidInput, LayerSpec, Request, in_brief
+from attnmux.core import AttnmuxError, InvalidInput, LayerSpec, Request
 from attnmux.transformers.images.encoder import VisionTower
 from attnmux.transformers.images.prompt import PromptImages, keys_of
 from attnmux.transformers.images.spans import read_spans
@@ -182,7 +182,7 @@ class ImageReader:
         except Exception as error:  # each model has errors of its own
             raise InvalidInput(
                 "images",
-                got=in_brief(error),
+                got=AttnmuxError.in_brief(error),
                 expected=f"images that {self._name} reads, one for each placeholder",
             ) from error
         finally:

@@ -9,13 +9,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from attnmux.core import LinearStatePool
-from attnmux.core.plugin import (
-    NO_OPTIONS,
-    LinearAttentionBackend,
-    NewTokens,
-    PlainConvolutions,
-)
+from attnmux.core import AttentionBackend, LinearStatePool
+from attnmux.core.plugin import LinearAttentionBackend, NewTokens, PlainConvolutions
 from attnmux.cpu.torch_linear.chunks import CHANNEL_CHUNK, CHUNK, Chunks, run_chunks
 
 if TYPE_CHECKING:
@@ -90,7 +85,9 @@ class TorchLinearBackend(LinearAttentionBackend):
 
     _step: ExtendStep
 
-    def __init__(self, context: BackendContext, options: Mapping[str, object] = NO_OPTIONS) -> None:
+    def __init__(
+        self, context: BackendContext, options: Mapping[str, object] = AttentionBackend.NO_OPTIONS
+    ) -> None:
         super().__init__(context, options)
         self._convolutions = PlainConvolutions(self.states)
 
