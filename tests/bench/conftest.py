@@ -33,12 +33,6 @@ class Installed:
     def detect(self) -> Detection:
         return Detection(platforms=(HERE,))
 
-    def detect(self) -> Detection:
-        return Detection(platforms=(HERE,))
-
-    def detect(self) -> Detection:
-        return Detection(platforms=(HERE,))
-
 
 @pytest.fixture
 def here():

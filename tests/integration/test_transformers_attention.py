@@ -7,8 +7,8 @@ import torch
 
 from attnmux.core import AttnmuxError, ForwardContext, InvalidInput
 from attnmux.transformers import SequenceState
-from attnmux.transformers.attention import attention_forward, no_mask
-from attnmux.transformers.layer_call import NOT_ATTENTION, read_call
+from attnmux.transformers.model.attention import attention_forward, no_mask
+from attnmux.transformers.model.layer_call import NOT_ATTENTION, read_call
 
 
 class Layer(torch.nn.Module):
@@ -90,7 +90,7 @@ def test_the_mask_function_builds_nothing_and_refuses_padding():
 
 
 def test_outside_a_step_the_error_says_what_to_do():
-    with pytest.raises(AttnmuxError, match="ForwardContext.enter"):
+    with pytest.raises(AttnmuxError, match=r"ForwardContext\.enter"):
         attention_forward(Layer(), *qkv(), None)
 
 

@@ -18,9 +18,9 @@ from attnmux.core import (
     SWAKVPool,
 )
 from attnmux.core.contract.dtypes import BLOCK, FP4_DTYPE
-from attnmux.core.contract.quantise import MAGNITUDES, pack_rows
+from attnmux.core.kv.quantise import MAGNITUDES, pack_rows
 from attnmux.core.plugin import DraftKeys
-from attnmux.testing.wide_rows import wide_rows
+from attnmux.testing.reference.wide_rows import wide_rows
 
 E4M3 = sorted({float(v) for v in torch.arange(0x7F, dtype=torch.uint8).view(torch.float8_e4m3fn)})
 
