@@ -390,8 +390,8 @@ def ask(request, platform):
         raise InvalidInput("alibi", got=True, expected="none in acme")
     return request.replace(origin="model", strided_kv=True, graph=True)
 
-def launch(decision, model, facts):
-    return ["acme-serve", model, "--page", decision.page_size, "--ranks", facts.tp]
+def launch(decision, model, *, tp, kv_dtype_skip):
+    return ["acme-serve", model, "--page", decision.page_size, "--ranks", tp]
 
 def install(decision, plugins):
     return ["acme", *plugins]

@@ -12,7 +12,6 @@ from click.testing import CliRunner
 from attnmux.configs import request_from_model
 from attnmux.core import (
     InvalidInput,
-    LaunchFacts,
     LayerGroup,
     Platform,
     Plugins,
@@ -81,7 +80,7 @@ UNSERVED = {
 def launched(request: Request, platform: Platform = HOPPER, *, tp: int = 1) -> str:
     policy = Policy(hypothetical=True)
     decision = solve(asking.ask(request, platform), platform, Plugins.load().offers(), policy)
-    return shlex.join(asking.launch(decision, "MODEL", LaunchFacts(tp=tp)))
+    return shlex.join(asking.launch(decision, "MODEL", tp=tp))
 
 
 def test_every_field_of_a_request_is_on_the_line_or_refused_or_the_models() -> None:
@@ -132,7 +131,7 @@ def test_steps_are_captured_where_a_backend_can_be() -> None:
         asking.ask(SHAPE.replace(graph=True), Platform.parse("cpu:x86_64"))
     policy, offers = Policy(hypothetical=True, backend="torch_native"), Plugins.load().offers()
     decision = solve(asking.ask(SHAPE, HOPPER), HOPPER, offers, policy)
-    words = asking.launch(decision, "MODEL", LaunchFacts())
+    words = asking.launch(decision, "MODEL")
     assert "--disable-decode-cuda-graph" in words
 
 

@@ -11,7 +11,6 @@ import pytest
 
 from attnmux.core import (
     InvalidInput,
-    LaunchFacts,
     LayerGroup,
     Platform,
     Plugins,
@@ -73,7 +72,7 @@ def asked(**changes: object) -> Request:
 def line(request: Request, platform: Platform = HOPPER, **facts: object) -> str:
     policy = Policy(hypothetical=True)
     decision = solve(launch.ask(request, platform), platform, Plugins.load().offers(), policy)
-    return shlex.join(launch.launch(decision, "MODEL", LaunchFacts(**facts)))
+    return shlex.join(launch.launch(decision, "MODEL", **facts))
 
 
 def test_every_field_of_a_request_is_on_the_line_or_refused_or_the_models() -> None:
@@ -163,10 +162,10 @@ def test_images_whose_tokens_see_each_other_are_refused(tmp_path: Path) -> None:
         config = {"model_type": kind, "text_config": text}
         (tmp_path / "config.json").write_text(json.dumps(config))
         if kind == "qwen2_vl":
-            assert launch.launch(decision, str(tmp_path), LaunchFacts())
+            assert launch.launch(decision, str(tmp_path))
             continue
         with pytest.raises(InvalidInput, match=f"without images, got {kind}"):
-            launch.launch(decision, str(tmp_path), LaunchFacts())
+            launch.launch(decision, str(tmp_path))
 
 
 def test_a_line_names_the_ranks_and_the_device() -> None:

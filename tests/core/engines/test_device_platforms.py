@@ -17,7 +17,6 @@ from attnmux.core import (
     Plugins,
     Settings,
     build,
-    reported_device,
     solve,
 )
 from attnmux.core.cli import run as shared
@@ -146,13 +145,13 @@ def test_an_engine_s_device_that_no_probe_finds_can_be_named(reports) -> None:
 )
 def test_the_vendor_is_told_by_the_properties(reports, facts, text) -> None:
     reports(facts)
-    assert str(reported_device(torch.device("cuda:0"))) == text
+    assert str(Chooser.reported_device(torch.device("cuda:0"))) == text
 
 
 def test_the_cpu_and_a_device_without_a_driver_are_not_reported() -> None:
-    assert reported_device(torch.device("cpu")) is None
+    assert Chooser.reported_device(torch.device("cpu")) is None
     if not torch.cuda.is_available():
-        assert reported_device(torch.device("cuda:0")) is None
+        assert Chooser.reported_device(torch.device("cuda:0")) is None
 
 
 def test_a_decision_for_another_architecture_is_refused(reports) -> None:

@@ -16,7 +16,7 @@ pytest.importorskip("sglang")
 pytest.importorskip("attnmux.sglang")
 
 import attnmux.transformers.recall as recall
-from attnmux.core import AttnmuxError, Decision, Interface, LaunchFacts, Platform, Request
+from attnmux.core import AttnmuxError, Decision, Interface, Platform, Request
 from attnmux.core.engines.engine_interfaces import missing
 from attnmux.sglang import INTERFACES, SglangInterfaceWarning, asking, interfaces, plugin
 
@@ -119,7 +119,7 @@ def test_sglang_knows_every_word_of_a_line(fields: str, imported: None) -> None:
     )
     eager = replace(made, request=request.replace(graph=False))
     for decision in (made, eager):
-        words = asking.launch(decision, "MODEL", LaunchFacts(tp=2))
+        words = asking.launch(decision, "MODEL", tp=2)
         parser = argparse.ArgumentParser()
         server_args.ServerArgs.add_cli_args(parser)
         given = parser.parse_args(words[3:])

@@ -10,7 +10,7 @@ from attnmux.configs.fields import read_model, stated_dtype
 from attnmux.configs.values import parts_of
 from attnmux.configs.weights import weights_dtype
 from attnmux.core import InvalidInput, Request
-from attnmux.core.plugin import read_file
+from attnmux.core.plugin import Files
 
 MOST_BYTES = 2**24
 """The largest configuration that is read. Published ones have up to some 100 kB."""
@@ -64,7 +64,7 @@ def request_from_model(
 def _modelopt(folder: Path) -> dict[str, Any]:
     """A `quantization_config` by ModelOpt, which may have a file of its own beside config.json."""
     try:
-        said = json.loads(read_file(str(folder / "hf_quant_config.json"), MOST_BYTES))
+        said = json.loads(Files.read(str(folder / "hf_quant_config.json"), MOST_BYTES))
         return {"quantization_config": said["quantization"]}
     except (OSError, ValueError, RecursionError, TypeError, LookupError):
         return {}
@@ -76,7 +76,7 @@ def load_config(path: Path) -> dict[str, Any]:
     try:
         is_folder = path.is_dir()
         file = path / "config.json" if is_folder else path
-        config = json.loads(read_file(str(file), MOST_BYTES))
+        config = json.loads(Files.read(str(file), MOST_BYTES))
     except FileNotFoundError:
         got = f"{path}, which has no config.json" if is_folder else f"{path}: no such file"
         if (path / "adapter_config.json").is_file():

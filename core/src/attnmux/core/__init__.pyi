@@ -1,11 +1,9 @@
 """The public names for engine authors, each with its module."""
 
 from attnmux.core.cards.card import Offer as Offer
-from attnmux.core.cards.installed_files import installed as installed
 from attnmux.core.choosing.choice import Choice as Choice
 from attnmux.core.choosing.decision import Decision as Decision
 from attnmux.core.choosing.solver import solve as solve
-from attnmux.core.cli.engines import LaunchFacts as LaunchFacts
 from attnmux.core.composites.building import build as build
 from attnmux.core.composites.building import make_first as make_first
 from attnmux.core.composites.dispatch import DispatchingBackend as DispatchingBackend
@@ -37,7 +35,6 @@ from attnmux.core.contract.spec import SpecInput as SpecInput
 from attnmux.core.contract.tables import RequestTable as RequestTable
 from attnmux.core.contract.workspace import Workspace as Workspace
 from attnmux.core.engines.chooser import Chooser as Chooser
-from attnmux.core.engines.device_platforms import reported_device as reported_device
 from attnmux.core.engines.engine_interfaces import Integration as Integration
 from attnmux.core.engines.engine_interfaces import Interface as Interface
 from attnmux.core.engines.speculation import AcceptedDrafts as AcceptedDrafts
@@ -60,7 +57,6 @@ from attnmux.core.facts.errors import RankFailed as RankFailed
 from attnmux.core.facts.errors import RanksDiffer as RanksDiffer
 from attnmux.core.facts.errors import SettingsError as SettingsError
 from attnmux.core.facts.errors import UnknownModel as UnknownModel
-from attnmux.core.facts.files import replacing as replacing
 from attnmux.core.facts.frozen import FrozenMapping as FrozenMapping
 from attnmux.core.facts.launches import TunedLaunch as TunedLaunch
 from attnmux.core.facts.platform import Platform as Platform

@@ -10,7 +10,7 @@ import torch
 from attnmux.core.cards.card import Offer
 from attnmux.core.choosing.decision import Decision
 from attnmux.core.choosing.dtype_hint import dtype_hint
-from attnmux.core.engines.device_platforms import platform_of
+from attnmux.core.engines.device_platforms import platform_of, reported_device
 from attnmux.core.facts.errors import BackendFailed, NoBackend
 from attnmux.core.facts.launches import TunedLaunch
 from attnmux.core.facts.platform import Platform
@@ -28,6 +28,7 @@ class Chooser:
 
     dtype_hint = staticmethod(dtype_hint)
     platform_of = staticmethod(platform_of)
+    reported_device = staticmethod(reported_device)
 
     platform: Platform
     offers: tuple[Offer, ...]

@@ -15,7 +15,7 @@ from typing import Annotated, Any, ClassVar, Generic, TypeVar
 
 from attnmux.core.facts.errors import AttnmuxError, InvalidInput
 from attnmux.core.facts.fields import Check, Name, read_fields
-from attnmux.core.facts.files import read_file
+from attnmux.core.facts.files import Files
 from attnmux.core.facts.frozen import plain
 from attnmux.core.facts.platform import Platform
 from attnmux.core.facts.reading import Fact
@@ -127,7 +127,7 @@ class Record(Fact):
         """As `read`, but raises OSError as `read_file` does."""
         data: Any = None
         try:
-            data = json.loads(read_file(str(path), MOST_BYTES, writable=writable))
+            data = json.loads(Files.read(str(path), MOST_BYTES, writable=writable))
             if data["format"] != FORMAT:
                 raise ValueError(f"its format is {data['format']!r}, this version reads {FORMAT}")
             entries = list(data[cls.listed])

@@ -8,6 +8,7 @@ from importlib.metadata import EntryPoint
 from pathlib import Path
 
 from attnmux.core.cards.card import Offer
+from attnmux.core.cards.installed_files import installed
 from attnmux.core.cards.named import KNOWN_BACKENDS
 from attnmux.core.facts.checks import nearest
 from attnmux.core.facts.errors import AttnmuxError, InvalidInput
@@ -28,6 +29,8 @@ OWN = "attnmux-"
 @dataclass(frozen=True, slots=True)
 class Plugins:
     """The plugins that work, and why the others do not."""
+
+    installed = staticmethod(installed)
 
     loaded: tuple[Plugin, ...] = ()
     failures: tuple[PluginFailure, ...] = ()

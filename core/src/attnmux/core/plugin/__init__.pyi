@@ -49,8 +49,7 @@ from attnmux.core.contract.arguments import check_lookup as check_lookup
 from attnmux.core.contract.tree_masks import check_trees as check_trees
 from attnmux.core.contract.tree_masks import limited_drafts as limited_drafts
 from attnmux.core.faces import lazy_face as lazy_face
-from attnmux.core.facts.files import opened as opened
-from attnmux.core.facts.files import read_file as read_file
+from attnmux.core.facts.files import Files as Files
 from attnmux.core.facts.launches import Job as Job
 from attnmux.core.facts.launches import Together as Together
 from attnmux.core.facts.launches import Trial as Trial

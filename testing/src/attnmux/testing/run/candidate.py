@@ -239,9 +239,9 @@ def find_candidate(
     if device and len(alike) > 1:
         import torch  # noqa: PLC0415  # to read cards needs none
 
-        from attnmux.core import reported_device  # noqa: PLC0415  # as above
+        from attnmux.core import Chooser  # noqa: PLC0415  # as above
 
-        report = reported_device(torch.device(device))
+        report = Chooser.reported_device(torch.device(device))
         alike = [one for one in alike if report is None or report.is_of(one)] or alike
     found = [
         Candidate(
