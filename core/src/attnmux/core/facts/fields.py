@@ -106,9 +106,12 @@ def types_of(kind: type) -> Mapping[str, Any]:
     types: dict[str, Any] = {}
     for base in reversed(kind.__mro__):
         written = {name: text for name, text in get_annotations(base).items() if name in known}
-        # Not of the class itself, in which a field called `type` hides the type of that name
-        bare = SimpleNamespace(__annotations__=written)
-        types |= get_type_hints(bare, vars(sys.modules[base.__module__]), {}, include_extras=True)
+        # Each text once, for a short start. Not of the class itself, in which a field called `type`
+        # hides the type of that name
+        texts = SimpleNamespace(__annotations__={text: text for text in written.values()})
+        scope = vars(sys.modules[base.__module__])
+        found = get_type_hints(texts, scope, {}, include_extras=True) if written else {}
+        types |= {name: found[text] for name, text in written.items()}
     return types
 
 
@@ -126,6 +129,7 @@ def parted(hint: Any) -> tuple[Any, Check | Reader | None]:  # noqa: ANN401  # a
     return kind, mark
 
 
+@cache
 def _reader(hint: Any) -> Reader:  # noqa: ANN401  # any type
     kind, mark = parted(hint)
     if mark is not None and not isinstance(mark, Check):
