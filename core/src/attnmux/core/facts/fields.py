@@ -13,16 +13,16 @@ from functools import cache
 from inspect import get_annotations
 from itertools import compress
 from operator import attrgetter, is_not
-from types import SimpleNamespace, UnionType
+from types import UnionType
 from typing import (
     Annotated,
     Any,
+    ForwardRef,
     Literal,
     NamedTuple,
     Union,
     get_args,
     get_origin,
-    get_type_hints,
 )
 
 from attnmux.core.facts.checks import refusal
@@ -101,18 +101,34 @@ def plan_of(kind: type) -> Plan:
 
 @cache
 def types_of(kind: type) -> Mapping[str, Any]:
-    """The types of a dataclass's fields by name, with what `Annotated` adds."""
+    """The types of a dataclass's fields by name, with what `Annotated` adds.
+
+    `typing.get_type_hints` looks names up in the class, where a field called `type` hides the type,
+    and leaves quotes within a type of `collections.abc` in Python 3.10.
+    """
     known = {each.name for each in fields(kind)}
     types: dict[str, Any] = {}
     for base in reversed(kind.__mro__):
-        written = {name: text for name, text in get_annotations(base).items() if name in known}
-        # Each text once, for a short start. Not of the class itself, in which a field called `type`
-        # hides the type of that name
-        texts = SimpleNamespace(__annotations__={text: text for text in written.values()})
         scope = vars(sys.modules[base.__module__])
-        found = get_type_hints(texts, scope, {}, include_extras=True) if written else {}
+        written = {name: text for name, text in get_annotations(base).items() if name in known}
+        found = {text: _unquoted(text, scope) for text in set(written.values())}
         types |= {name: found[text] for name, text in written.items()}
     return types
+
+
+def _unquoted(kind: Any, scope: dict[str, Any]) -> Any:  # noqa: ANN401  # any type
+    """A type whose parts are types too, not their names in quotes."""
+    if isinstance(kind, ForwardRef):
+        return _unquoted(kind.__forward_arg__, scope)
+    if isinstance(kind, str):
+        return _unquoted(eval(kind, scope, {}), scope)
+    origin, args = get_origin(kind), get_args(kind)
+    if origin is Annotated:
+        return Annotated[(_unquoted(args[0], scope), *args[1:])]
+    parts = args if origin is Literal else tuple(_unquoted(each, scope) for each in args)
+    if parts == args:
+        return kind
+    return Union[parts] if origin in (Union, UnionType) else origin[parts]  # noqa: UP007  # of any number
 
 
 def readers_of(kind: type) -> dict[str, Reader]:
