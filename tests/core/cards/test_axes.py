@@ -31,7 +31,6 @@ ROW = """    Axis(
     ),
 )
 DECIDED ="""
-FIELD, FLAG = "    graph: Condition", "    graph: bool"
 READ = """
 import json
 from random import Random
@@ -109,10 +108,10 @@ def with_a_toy(folder: Path) -> Path:
         ("facts/axes.py", ")\nDECIDED =", ROW),
         (
             "cards/clause.py",
-            "    graph: Condition",
-            "    toy: Condition = NONE\n    graph: Condition",
+            "    graph: Limit",
+            "    toy: Limit = NONE\n    graph: Limit",
         ),
-        ("facts/request.py", "    graph: bool", "    toy: bool = False\n    graph: bool"),
+        ("facts/request.py", "    graph: Flag", "    toy: Flag = False\n    graph: Flag"),
     ):
         path = core / name
         text = path.read_text()
