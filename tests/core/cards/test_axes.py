@@ -84,7 +84,10 @@ def test_every_field_of_the_request_is_asked_by_an_axis() -> None:
     }  # what `build` makes of the decision
     # multimodal asks for the phase "encoder", where head_dim asks for the encoder's; the mode says
     # who serves verify and draft
-    assert {item.name for item in fields(Request)} - asked == {"speculative_attention_mode"}
+    assert {item.name for item in fields(Request)} - asked == {
+        "speculative_attention_mode",
+        "parts",
+    }
 
 
 def test_what_asks_for_an_axis_does() -> None:

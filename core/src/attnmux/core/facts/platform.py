@@ -11,7 +11,7 @@ from attnmux.core.facts.checks import nearest
 from attnmux.core.facts.errors import InvalidInput
 from attnmux.core.facts.fields import Check, Name, Positive, Whole, read_fields
 from attnmux.core.facts.frozen import plain_fields
-from attnmux.core.facts.reading import Fact
+from attnmux.core.facts.reading import Fact, read_fact
 from attnmux.core.facts.vendors import EXAMPLE, PRODUCTS, VENDORS, Vendor
 
 GRAMMAR = f"PRODUCT or VENDOR:ARCH[,KEY=VALUE]…, such as h100 or {EXAMPLE}"
@@ -65,6 +65,14 @@ class Platform(Fact):
         data = plain_fields(self)
         del data["is_here"]
         return data
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> Platform:
+        """The inverse of `to_dict`, a platform that is here. Raises InvalidInput as `read_fact`,
+        and for a word on where it is."""
+        if "is_here" in data:
+            raise InvalidInput("platform", got="a field 'is_here'", expected="the machine alone")
+        return read_fact(cls, data, cls.noun)
 
     @staticmethod
     def device_types() -> frozenset[str]:
