@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pkgutil
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -59,12 +60,13 @@ class ModelRunner(ModelOnBackend):
         batch_sizes: Sequence[int] | None = None,
         draft_tokens: int | None = None,
         draft_topk: int = 1,
+        pads: bool = True,
         devices: DeviceGraphs | None = None,
     ) -> None:
         """Capture decode steps, and with drafts those that verify them. Later steps replay them.
 
-        batch_sizes: None takes the usual ones of each. draft_tokens, draft_topk: as in
-        `RunnerOptions`. devices: None takes those of the model's device.
+        batch_sizes: None takes the usual ones of each. pads: as `GraphConfig.pads`. draft_tokens,
+        draft_topk: as in `RunnerOptions`. devices: None takes those of the model's device.
         Raises GraphUnsupported if the device or the backend has no graphs, or if the model does
         something that a graph cannot hold. Steps without graphs stay eager; if only the steps that
         verify cannot be captured, decode steps have theirs.
@@ -74,7 +76,7 @@ class ModelRunner(ModelOnBackend):
         index = NO_PICKS if self.indexers is None else self.indexers.shape
         rows, encoder = context.max_batch_size, self.steps.max_encoder_len > 0
         config = graph_configs.decode_graphs(rows, batch_sizes, encoder=encoder, index=index)
-        self.graphs = self._captured(config, devices)
+        self.graphs = self._captured(replace(config, pads=pads), devices)
         if draft_tokens is not None:
             config = graph_configs.verify_graphs(
                 rows,
@@ -83,7 +85,7 @@ class ModelRunner(ModelOnBackend):
                 draft_topk=draft_topk,
                 index=index,
             )
-            self.verify_graphs = self._captured(config, devices)
+            self.verify_graphs = self._captured(replace(config, pads=pads), devices)
 
     def capture_catch_up(
         self, num_tokens: int, *, batch_sizes: Sequence[int], devices: DeviceGraphs
