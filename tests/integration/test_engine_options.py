@@ -9,10 +9,17 @@ import torch
 from click.testing import CliRunner
 from transformers import GenerationConfig
 
-from attnmux.core import InvalidInput
+from attnmux.core import InvalidInput, Offer
 from attnmux.core.cli.verbs import verbs
-from attnmux.testing import RecordingGraphs
-from attnmux.transformers import Engine, NgramProposer, Prompt, run_prompts
+from attnmux.testing import RecordingGraphs, fake_platform, graph_card
+from attnmux.transformers import (
+    Engine,
+    NgramProposer,
+    Prompt,
+    load_runner,
+    open_checkpoint,
+    run_prompts,
+)
 from attnmux.transformers.load.generation_config import ignored_sampling
 from attnmux.transformers.load.options import RunnerOptions
 from attnmux.transformers.requests.sampling_params import SamplingParams
@@ -63,8 +70,11 @@ def test_log_probabilities_of_drafts_are_refused(tiny, run_on) -> None:
 
 
 @pytest.mark.parametrize(("pads", "size"), [(True, 4), (False, None)])
-def test_steps_are_padded_to_a_captured_size_or_run_eagerly(tiny, run_on, pads, size) -> None:
-    runner = run_on(tiny("llama")[1], "fake", max_total_tokens=256)
+def test_steps_are_padded_to_a_captured_size_or_run_eagerly(tiny, pads, size) -> None:
+    offer = Offer(card=graph_card(), plugin="fake", distribution="attnmux-fake", version="1.0")
+    options = RunnerOptions(max_batch_size=4, max_context_len=64, max_total_tokens=256)
+    folder = tiny("llama")[1]
+    runner = load_runner(open_checkpoint(folder), fake_platform(), [offer], options)
     runner.capture_graphs(batch_sizes=[1, 4], pads=pads, devices=RecordingGraphs())
     seen = []
     size_for = runner.graphs.size_for
