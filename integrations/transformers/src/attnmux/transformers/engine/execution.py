@@ -15,7 +15,7 @@ from attnmux.transformers.requests.logprobs import Logprobs
 from attnmux.transformers.requests.sampling import Draws, Sampler, Upcoming, sample
 from attnmux.transformers.requests.sampling_params import SamplingParams
 from attnmux.transformers.requests.sequence import Step
-from attnmux.transformers.run.ranks import ONE_RANK, Ranks
+from attnmux.transformers.run.ranks import ONE_RANK, Ranks, Synchronises
 from attnmux.transformers.run.stats import Laps
 
 GREEDY = Sampler(SamplingParams())
@@ -69,7 +69,7 @@ class Launched:
         self,
         plan: Plan,
         tokens: torch.Tensor,
-        ranks: Ranks = ONE_RANK,
+        ranks: Synchronises = ONE_RANK.steps,
         logprobs: Logprobs | None = None,
     ) -> None:
         """tokens: [B] int64, of each of `plan.requests`. logprobs: of them, if one asks for any."""
@@ -115,20 +115,19 @@ class Execution:
         self._last: Launched | None = None
         """The last step of `_decode`."""
 
-    @torch.inference_mode(False)
-    @torch.no_grad()
     def launch(self, plan: Plan, laps: Laps, *, ahead: bool = False) -> Launched:
         """Launch a step.
 
         ahead: the requests decode in the step that was launched last, and have not taken its tokens
         yet.
         """
-        step = self._extend(plan) if plan.chunks else self._decode_step(plan, ahead=ahead)
-        laps.lap("allocate")
-        logits = self._runner.forward(step, step.last_indices, laps)
-        tokens = sample(logits, _draws(plan, int(ahead)))
-        wanted = Logprobs.wanted([one.sampler for one in plan.sampled], logits, tokens)
-        self._last = launched = Launched(plan, tokens, self._runner.ranks, wanted)
+        with torch.inference_mode(False), torch.no_grad():
+            step = self._extend(plan) if plan.chunks else self._decode_step(plan, ahead=ahead)
+            laps.lap("allocate")
+            logits = self._runner.forward(step, step.last_indices, laps)
+            tokens = sample(logits, _draws(plan, int(ahead)))
+            wanted = Logprobs.wanted([one.sampler for one in plan.sampled], logits, tokens)
+            self._last = launched = Launched(plan, tokens, self._runner.ranks.steps, wanted)
         laps.lap("sample")
         return launched
 

@@ -13,9 +13,9 @@ from attnmux.core import (
     Offer,
     Platform,
     Request,
-    expanded_request,
     with_graphs,
 )
+from attnmux.parts import expanded_request
 from attnmux.transformers.load.model_request import without_indexer
 from attnmux.transformers.load.options import RunnerOptions
 
@@ -76,7 +76,9 @@ def decide(
     request = _with_drafts(request, options)
     if options.graph is None:
         request = with_graphs(request, platform)
-    decision = options.ranks.solve(request, platform, offers, options.policy, options.measurements)
+    decision = options.ranks.building.solve(
+        request, platform, offers, options.policy, options.measurements
+    )
     if decision.unserved_layers:
         kinds = ", ".join(f"{count} {kind}" for kind, count in decision.unserved_layers)
         kinds += decision.unserved_hint
