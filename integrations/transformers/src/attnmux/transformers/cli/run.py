@@ -42,6 +42,7 @@ from attnmux.transformers.draft.eagle_head import EagleHead
 from attnmux.transformers.engine.engine import Engine
 from attnmux.transformers.engine.generate import Generation, Prompt, run_prompts
 from attnmux.transformers.load.checkpoint import Checkpoint, open_checkpoint, quiet_transformers
+from attnmux.transformers.load.generation_config import ignored_sampling
 from attnmux.transformers.load.load_runner import load_head_runner, load_runner
 from attnmux.transformers.load.model_request import stated_request
 from attnmux.transformers.load.options import RunnerOptions
@@ -162,6 +163,8 @@ def run_command(
     deterministic = given["deterministic"] or settings.deterministic
     options = Options.of({**given, "deterministic": deterministic})
     answering, drafting = options.answering, options.drafting
+    if sampling.logprobs is not None and not answering.as_json:
+        raise InvalidInput("--logprobs", got="text", expected="--json with it")
     options.parallel.start(run)
     with ExitStack() as stack:
         stack.enter_context(_quiet(run.debug))
@@ -203,6 +206,8 @@ def run_command(
         drafts = drafting.proposer(checkpoint, runner, drafter, running, warn=run.warn)
         wanted = encoded.read_by(runner)
         load_seconds = time.perf_counter() - began
+        if not answering.states_sampling and (said := ignored_sampling(runner.model)):
+            run.warn(said)
         click.echo(ranks.building.summary(runner.decision), err=True)
         if drafter is not None:
             click.echo(f"drafts: {drafter.decision.summary()}", err=True)

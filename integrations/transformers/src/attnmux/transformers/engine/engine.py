@@ -227,6 +227,8 @@ class Engine:
         sampling = SamplingParams() if sampling is None else sampling
         if not isinstance(sampling, SamplingParams):
             raise InvalidInput("sampling", got=repr(sampling), expected="SamplingParams")
+        if sampling.logprobs is not None and self._speculation is not None:
+            raise InvalidInput("logprobs", got="some, with drafts", expected="an engine without")
         self.check(token_ids, max_new_tokens, encoder_states=encoder_states, images=images)
         state = SequenceState(token_ids=token_ids[:], encoder_states=encoder_states, images=images)
         if on_text is not None and self.tokenizer is None:
@@ -318,6 +320,7 @@ class Engine:
                     tokens = step.wait(laps)
                     running.commits = True
                     num_new = self._commit(plan, tokens, delivery)
+                    step.tell()
             self._tell(plan, num_new, laps)
         return accounts.outputs.hand_over()
 

@@ -202,7 +202,12 @@ def _capture_graphs(
     """Capture decode steps, and those that verify drafts. Without graphs they run eagerly, unless
     graphs are required."""
     try:
-        runner.capture_graphs(draft_tokens=options.draft_tokens, draft_topk=options.draft_topk)
+        runner.capture_graphs(
+            batch_sizes=options.graph_sizes,
+            draft_tokens=options.draft_tokens,
+            draft_topk=options.draft_topk,
+            pads=options.graph_padding,
+        )
     except GraphUnsupported as error:
         if options.graph is True:
             raise
