@@ -89,6 +89,12 @@ def compared(question: Question, offers: Sequence[Offer], theirs: str) -> Answer
     return theirs, ours, "" if set(chosen) <= set(names) else _why(decision, names, chosen)
 
 
+def because(engine: str, answer: Answer) -> str:
+    """What is known of a difference; "" if nobody has looked at its kind."""
+    theirs, _, why = answer
+    return LOOKED_AT.get((engine, theirs, why), "")
+
+
 def _why(decision: Decision, names: Sequence[str], chosen: Sequence[str]) -> str:
     """Why none of the named backends serves every phase."""
     for phase, winner in zip(("extend", "decode"), chosen, strict=True):
@@ -131,9 +137,9 @@ def main() -> None:
         print("|---|--:|---|---|---|---|")
         for (platform, theirs, ours, why), count in sorted(counts.items()):
             if why:
-                because = LOOKED_AT.get((name, theirs, why), "")
-                unknown += not because
-                print(f"| {platform} | {count} | {theirs} | {ours} | {why} | {because or '?'} |")
+                known = because(name, (theirs, ours, why))
+                unknown += not known
+                print(f"| {platform} | {count} | {theirs} | {ours} | {why} | {known or '?'} |")
     print(f"\n{unknown} reasons that nobody has looked at")
     if args.json is not None:
         args.json.write_text(json.dumps(rows, indent=1))
