@@ -21,8 +21,16 @@ SHARED_ATTENTION = {
     "layers_block_type": [*["linear_attention", "hybrid"] * 2, "linear_attention"],
 }
 
-SECTIONS = {"hidden_size": 256, "num_attention_heads": 2, "num_key_value_heads": 1}
-NARROW_SECTIONS = {"hidden_size": 128, "num_attention_heads": 2, "num_key_value_heads": 1}
+SECTIONS: Mapping[str, object] = {
+    "hidden_size": 256,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+}
+NARROW_SECTIONS: Mapping[str, object] = {
+    "hidden_size": 128,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+}
 """Heads of 128 and 64 dims, which rotate by time, height and width in a class's own sections."""
 
 OVERRIDES: Mapping[str, object] = {"index_head_dim": 128}
