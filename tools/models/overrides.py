@@ -21,32 +21,9 @@ SHARED_ATTENTION = {
     "layers_block_type": [*["linear_attention", "hybrid"] * 2, "linear_attention"],
 }
 
-SECTIONS: Mapping[str, object] = {
-    "hidden_size": 256,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-}
-NARROW_SECTIONS: Mapping[str, object] = {
-    "hidden_size": 128,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-}
-"""Heads of 128 and 64 dims, which rotate by time, height and width in a class's own sections."""
-
-OVERRIDES: Mapping[str, object] = {"index_head_dim": 128}
-"""Where dims are those of deployed models, whatever the config's class."""
-SHARED_KV = {
-    "num_hidden_layers": 4,
-    "num_kv_shared_layers": 2,
-    "layer_types": ["sliding_attention", "full_attention"] * 2,
-}
-SHARED_ATTENTION = {
-    "num_hidden_layers": 5,
-    "layers_block_type": [*["linear_attention", "hybrid"] * 2, "linear_attention"],
-}
-
 SECTIONS = {"hidden_size": 256, "num_attention_heads": 2, "num_key_value_heads": 1}
-"""Rotations by time, height and width, of heads of 128 dims if a config states no sections."""
+NARROW_SECTIONS = {"hidden_size": 128, "num_attention_heads": 2, "num_key_value_heads": 1}
+"""Heads of 128 and 64 dims, which rotate by time, height and width in a class's own sections."""
 
 OVERRIDES: Mapping[str, Mapping[str, object]] = {
     **dict.fromkeys(
