@@ -18,6 +18,7 @@ from tools.structure import all_packages, circles, listed, private_imports
 ROOT = Path(__file__).resolve().parents[2]
 MEMBERS = [
     ROOT / "core",
+    ROOT / "parts",
     ROOT / "distributed",
     *sorted((ROOT / "plugins").iterdir()),
     ROOT / "integrations/transformers",
@@ -26,6 +27,8 @@ CORE = ROOT / "core/src/attnmux/core"
 WITHOUT_TORCH = ("facts", "cards", "find", "choosing", "measured")
 RANKS = ROOT / "integrations/transformers/src/attnmux/transformers/parallel"
 """Loaded where a model runs on several ranks, which attnmux-distributed is needed for."""
+WITH_PARTS = ("distributed", "transformers", "triton")
+"""What stands on attnmux-parts. A vendor's plugin needs core alone."""
 VENDORS = {"nvidia", "amd", "rocm", "intel", "ascend", "npu", "xpu", "hip", "cann", "oneapi"}
 
 
@@ -60,6 +63,8 @@ def test_a_member_imports_only_core_and_itself(member: Path) -> None:
         allowed = [f"attnmux.{folder.name}", "attnmux.core"]
         if folder.name != "core":
             allowed.append("attnmux.configs")
+        if folder.name in WITH_PARTS:
+            allowed.append("attnmux.parts")
         for path in folder.rglob("*.py"):
             ranks = ["attnmux.distributed"] if path.is_relative_to(RANKS) else []
             for module in imports(path):

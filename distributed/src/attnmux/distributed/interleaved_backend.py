@@ -16,15 +16,13 @@ from attnmux.core import (
     ForwardMode,
     InvalidInput,
     KVPool,
-    Part,
-    PartAttention,
-    among_drafts,
 )
-from attnmux.core.plugin import SeenPrefixes, quantise, shared_kernel
+from attnmux.core.plugin import quantise, shared_kernel
 from attnmux.distributed.heads import HeadSplit
 from attnmux.distributed.interleaved_kv import InterleavedKVPool, InterleavedTable
 from attnmux.distributed.interleaved_step import RankStep, StepBuffers
 from attnmux.distributed.merging import RankMerger, exchange_and_merge
+from attnmux.parts import KeyPart, PartAttention, SeenPrefixes, among_drafts
 
 if TYPE_CHECKING:
     from attnmux.core import LayerSpec, UpProjection
@@ -166,7 +164,7 @@ class InterleavedAttnBackend(AttentionBackend):
             self._serving(step).init_forward_metadata_out_graph(step.batch, in_capture)
             return
         table = self.context.req_to_token_pool
-        parts = tuple(Part.of_step(batch, table, crossing=None, chunk_tokens=self._chunk_tokens))
+        parts = tuple(KeyPart.of_step(batch, table, crossing=None, chunk_tokens=self._chunk_tokens))
         if not parts:
             expected = (
                 "DECODE, EXTEND and MIXED of text only, or TARGET_VERIFY of the chains that were "
@@ -175,7 +173,7 @@ class InterleavedAttnBackend(AttentionBackend):
             raise InvalidInput("forward_mode", got=batch.forward_mode.name, expected=expected)
         found = (KeysOfRanks.of(part.keys, self._interleaving) for part in parts[1:])
         self._parts.begin(
-            Part(batch=part.batch, tokens=part.tokens, keys=keys)
+            KeyPart(batch=part.batch, tokens=part.tokens, keys=keys)
             for part, keys in zip(parts, (None, *found), strict=True)
         )
         self._writes = replace(batch, out_cache_loc=self._interleaving.mine(batch.out_cache_loc))

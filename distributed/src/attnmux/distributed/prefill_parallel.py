@@ -14,7 +14,6 @@ from attnmux.core import (
     ForwardBatch,
     GraphUnsupported,
     InvalidInput,
-    PartAttention,
     RanksDiffer,
     UpProjection,
     check_at_least,
@@ -23,6 +22,7 @@ from attnmux.distributed.kv_rows import KVRows, Stored, check_new
 from attnmux.distributed.ranks import RankGroup
 from attnmux.distributed.split_parts import ChunkRows, SplitKeys, parts_of
 from attnmux.distributed.zigzag import SPLIT_MODES, ZigzagStep
+from attnmux.parts import PartAttention
 
 if TYPE_CHECKING:
     from attnmux.core import AttentionCall, ForwardMode, LayerSpec

@@ -7,10 +7,10 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from statistics import median
 
-from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from attnmux.core.verbs import plain_console
 from attnmux.testing.run.candidate import Candidate, Outcome, StepFigures
 
 
@@ -47,7 +47,7 @@ def _errors(steps: list[StepFigures]) -> str:
 
 def report(candidate: Candidate, outcomes: Sequence[Outcome], limits: Sequence[Outcome]) -> None:
     """Print failures, refusals by reason, errors by length, and the number of cases that ran."""
-    console = Console(highlight=False)
+    console = plain_console()
     failed = [outcome for outcome in (*outcomes, *limits) if outcome.status == "failed"]
     if failed:
         console.print(_failures(failed))

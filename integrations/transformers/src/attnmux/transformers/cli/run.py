@@ -106,7 +106,8 @@ def run_command(
     given: Mapping[str, Any],
 ) -> None:
     """Generate for the prompts. given: the other arguments of `command.generate`, by name."""
-    options = Options.of(given)
+    deterministic = given["deterministic"] or settings.deterministic
+    options = Options.of({**given, "deterministic": deterministic})
     answering, drafting = options.answering, options.drafting
     options.parallel.start(run)
     with ExitStack() as stack:
@@ -144,7 +145,7 @@ def run_command(
         options.check_linear(partial(_may_have_linear, checkpoint, running))
         load = partial(_load, run, platform, plugins)
         runner = load(checkpoint, running)
-        options.check_linear(lambda: bool(runner.decision.linear))
+        options.check_linear(lambda: bool(runner.decision.parts.get("linear_layers")))
         drafter = drafting.drafter(checkpoint, runner, running, load, max_total_tokens=most)
         drafts = drafting.proposer(checkpoint, runner, drafter, running, warn=run.warn)
         wanted = encoded.read_by(runner)

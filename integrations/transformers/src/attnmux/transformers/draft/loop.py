@@ -9,18 +9,16 @@ from typing import Protocol
 import torch
 
 from attnmux.core import (
-    AcceptedDrafts,
-    AcceptThresholds,
     AttentionBackend,
     BackendContext,
     DeviceGraphs,
-    DraftTree,
     ForwardBatch,
     GraphConfig,
     GraphRunner,
     ModelInput,
     forward_context,
 )
+from attnmux.parts import AcceptedDrafts, AcceptThresholds, DraftTree
 from attnmux.transformers.draft.branch_rows import BranchRows
 from attnmux.transformers.draft.paths import DraftCandidates, DraftPaths
 from attnmux.transformers.draft.steps import MultiStepDraftBackend

@@ -11,7 +11,6 @@ import torch
 
 from attnmux.core import (
     DeviceGraphs,
-    DraftTree,
     ForwardBatch,
     ForwardMode,
     GraphConfig,
@@ -20,6 +19,7 @@ from attnmux.core import (
     PoolExhausted,
     check_at_least,
 )
+from attnmux.parts import DraftTree
 from attnmux.transformers.draft.loop import DraftLoop, DraftModel, drafted_tree
 from attnmux.transformers.draft.paths import DraftCandidates, likeliest
 from attnmux.transformers.engine.execution import StepRunner

@@ -11,7 +11,8 @@ from weakref import WeakKeyDictionary
 import numpy as np
 import torch
 
-from attnmux.core import DraftTree, InvalidInput, check_at_least
+from attnmux.core import InvalidInput, check_at_least
+from attnmux.parts import DraftTree
 from attnmux.transformers.requests.sequence import SequenceState
 
 OCCURRENCES = 32

@@ -8,7 +8,8 @@ from collections.abc import Callable, Collection, Sequence
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from attnmux.core import AcceptThresholds, DraftTree, InvalidInput, PoolExhausted
+from attnmux.core import InvalidInput, PoolExhausted
+from attnmux.parts import AcceptThresholds, DraftTree
 from attnmux.transformers.draft.proposers import Proposer
 from attnmux.transformers.engine.accounts import Accounts
 from attnmux.transformers.engine.delivery import Delivery

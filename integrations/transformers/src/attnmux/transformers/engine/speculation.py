@@ -7,13 +7,8 @@ from functools import partial
 
 import torch
 
-from attnmux.core import (
-    AcceptThresholds,
-    DraftTree,
-    InvalidInput,
-    LinearStatePool,
-    sample_tree_target_only,
-)
+from attnmux.core import InvalidInput
+from attnmux.parts import AcceptThresholds, DraftTree, LinearStatePool, sample_tree_target_only
 from attnmux.transformers.draft.proposers import Proposer
 from attnmux.transformers.draft.verify_rows import VerifyRows
 from attnmux.transformers.draft.verify_step import VerifyStep

@@ -20,9 +20,9 @@ from attnmux.core import (
     Request,
     canonical_dtype,
     dtype_name,
-    expanded_request,
     group_requests,
 )
+from attnmux.parts import expanded_request
 from attnmux.transformers.load.checkpoint import Checkpoint
 from attnmux.transformers.load.options import RunnerOptions
 from attnmux.transformers.requests.shapes import SHAPE, STORED, by_shape

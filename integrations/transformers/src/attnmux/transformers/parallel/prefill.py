@@ -14,14 +14,12 @@ from attnmux.core import (
     InvalidInput,
     Measurement,
     Offer,
-    PartAttention,
     Platform,
     Policy,
     Request,
     build,
     check_at_least,
     make_backend,
-    parts_request,
     solve_measured,
 )
 from attnmux.distributed import (
@@ -31,6 +29,7 @@ from attnmux.distributed import (
     split_context,
     zigzag_step,
 )
+from attnmux.parts import PartAttention, parts_request
 from attnmux.transformers.parallel.agreement import Companions
 from attnmux.transformers.parallel.ranks import (
     GroupBuilds,

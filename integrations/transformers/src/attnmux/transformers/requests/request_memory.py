@@ -8,7 +8,8 @@ from typing import Protocol
 import numpy as np
 import torch
 
-from attnmux.core import InvalidInput, KVPool, LinearStatePool, ReqToTokenPool
+from attnmux.core import InvalidInput, KVPool, ReqToTokenPool
+from attnmux.parts import LinearStatePool
 from attnmux.transformers.requests.prefixes import PrefixTree, StatePrefixTree, WindowPrefixTree
 from attnmux.transformers.requests.prompt_images import check_images
 from attnmux.transformers.requests.sequence import SequenceState, check_encoder_states

@@ -12,12 +12,11 @@ from attnmux.core import (
     InvalidInput,
     KVPool,
     LayerSpec,
-    LinearStatePool,
     PoolExhausted,
     ReqToTokenPool,
     torch_dtype,
 )
-from attnmux.core.plugin import RequestPages
+from attnmux.parts import LinearStatePool, RequestPages
 from attnmux.transformers.requests.memory_budget import MemoryBudget
 from attnmux.transformers.requests.pools import (
     PoolSizes,

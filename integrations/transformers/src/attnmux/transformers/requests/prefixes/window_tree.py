@@ -7,7 +7,8 @@ from dataclasses import dataclass
 
 import torch
 
-from attnmux.core import LinearStatePool, SWAKVPool
+from attnmux.core import SWAKVPool
+from attnmux.parts import LinearStatePool
 from attnmux.transformers.requests.prefixes.node import PrefixNode, whole_pages
 from attnmux.transformers.requests.prefixes.state_tree import StatePrefixTree
 from attnmux.transformers.requests.prefixes.tree import PrefixTree

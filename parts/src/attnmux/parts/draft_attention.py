@@ -8,10 +8,9 @@ from typing import Protocol
 import torch
 from torch.nn.functional import pad
 
-from attnmux.core.composites.part_attention import merge_into
-from attnmux.core.contract.layer import LayerSpec
-from attnmux.core.contract.pool import KVPool
-from attnmux.core.kv.rows import gather_rows
+from attnmux.core import KVPool, LayerSpec
+from attnmux.core.plugin import gather_rows
+from attnmux.parts.part_attention import merge_into
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)

@@ -7,21 +7,26 @@ from functools import partial
 
 import torch
 
-from attnmux.core.composites.dispatch import DispatchingBackend
-from attnmux.core.composites.expanded_parts import Part
-from attnmux.core.composites.part_attention import PartAttention
-from attnmux.core.contract.arguments import check_at_least
-from attnmux.core.contract.backend import AttentionBackend
-from attnmux.core.contract.batch import ForwardBatch, ForwardMode
-from attnmux.core.contract.context import BackendContext
-from attnmux.core.contract.latent import UpProjection, crossing_by_operations
-from attnmux.core.contract.layer import LayerSpec
-from attnmux.core.facts.derived import parts_request
-from attnmux.core.facts.errors import InvalidInput
-from attnmux.core.facts.launches import TunedLaunch
-from attnmux.core.facts.request import Request
-from attnmux.core.facts.values import OptionValue
-from attnmux.core.kv.rows import gather_rows
+from attnmux.core import (
+    AttentionBackend,
+    BackendContext,
+    Decision,
+    DispatchingBackend,
+    ForwardBatch,
+    ForwardMode,
+    InvalidInput,
+    LayerSpec,
+    Request,
+    TunedLaunch,
+    UpProjection,
+    check_at_least,
+    make_backend,
+)
+from attnmux.core.plugin import MakeBackend, OptionValue, gather_rows
+from attnmux.parts.crossing import crossing_by_operations
+from attnmux.parts.key_parts import KeyPart
+from attnmux.parts.part_attention import PartAttention
+from attnmux.parts.requests import parts_request
 
 CHUNK_BYTES = 1 << 29
 """Memory for the expanded K and V of a chunk: 6,241 tokens of DeepSeek-V3's 128 heads in bfloat16,
@@ -87,7 +92,7 @@ class ChunkedPrefixBackend(DispatchingBackend):
         super().init_forward_metadata(batch)
         table = self.context.req_to_token_pool
         self._parts.begin(
-            Part.of_step(batch, table, crossing=self.crossing, chunk_tokens=self.chunk_tokens)
+            KeyPart.of_step(batch, table, crossing=self.crossing, chunk_tokens=self.chunk_tokens)
         )
 
     def init_forward_metadata_out_graph(
@@ -164,3 +169,18 @@ def measured_crossing(expanded: str, absorbed: str, context: BackendContext) -> 
         if dict(each.subject) == subject:
             return float(each.values["crossing"])
     return None
+
+
+def make_expanded(
+    inner: MakeBackend, decision: Decision, context: BackendContext, phases: Sequence[str]
+) -> AttentionBackend:
+    """The factory of the part `expanded_prompts`."""
+    absorbed, served = inner(context, phases), decision.parts["expanded_prompts"]
+    if not served or "extend" not in phases:
+        return absorbed
+    choice, of_prompts = served["prompts"]["extend"], expanded_context(context)
+    return ChunkedPrefixBackend(
+        absorbed=absorbed,
+        expanded=[make_backend(choice, of_prompts) for _ in range(PartAttention.MOST_LANES)],
+        crossing=measured_crossing(choice.address, decision.phases["extend"].address, context),
+    )

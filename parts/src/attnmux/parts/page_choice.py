@@ -10,8 +10,7 @@ from typing import ClassVar, Protocol
 
 import torch
 
-from attnmux.core.contract.memory import allocate_zeroed
-from attnmux.core.contract.pool import KVPool
+from attnmux.core import KVPool, allocate_zeroed
 
 KVBuffers = tuple[torch.Tensor, torch.Tensor]
 """K [slots, Hkv, D] and V [slots, Hkv, Dv] of a pool without gaps."""

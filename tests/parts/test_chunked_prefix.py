@@ -15,27 +15,22 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from attnmux.core import (
     ForwardMode,
     InvalidInput,
-    Part,
     Policy,
     TunedLaunch,
     UpProjection,
     build,
     load_plugins,
-    merge_into,
     solve,
     with_halves,
 )
-from attnmux.core.composites.chunked_prefix import (
-    ChunkedPrefixBackend,
-    crossing_subject,
-    expanded_context,
-)
-from attnmux.core.composites.two_batches import TboAttnBackend
-from attnmux.core.contract.latent import crossing_by_operations, expansion_pays
 from attnmux.core.find.cpu import probe_cpu
 from attnmux.core.plugin import installed_version
 from attnmux.core.verbs import Device
 from attnmux.cpu.torch_native import TorchNativeBackend
+from attnmux.parts import KeyPart, merge_into
+from attnmux.parts.chunked_prefix import ChunkedPrefixBackend, crossing_subject, expanded_context
+from attnmux.parts.crossing import crossing_by_operations, expansion_pays
+from attnmux.parts.two_batches import TboAttnBackend
 from attnmux.testing import Case, decode, extend, fake_platform, make_setup, prepare_step, verify
 
 DEEPSEEK = {"num_q_heads": 2, "head_dim": 192, "kv_lora_rank": 512, "qk_rope_head_dim": 64}
@@ -260,7 +255,7 @@ def test_no_allocation_grows_with_the_prefix() -> None:
 )
 def test_chunks_hold_every_cached_token_once(cached, most) -> None:
     seen: dict[int, list[tuple[int, int]]] = {}
-    chunks = list(Part.chunks(cached, most))
+    chunks = list(KeyPart.chunks(cached, most))
     for first, starts, lens in chunks:
         assert 0 < sum(lens) <= most
         for number, (start, length) in enumerate(zip(starts, lens, strict=True)):
@@ -371,11 +366,13 @@ def test_a_decision_names_the_backend_and_build_makes_it() -> None:
     asked = case.request.replace(chunked_prefix=True)
     policy = Policy(allow=("torch_native",))
     decision = solve(asked, setup.context.platform, offers, policy)
-    assert decision.expanded is not None
-    assert decision.expanded.backend == "torch_native"
+    assert decision.answer("expanded_prompts", "prompts", "extend") is not None
+    assert decision.answer("expanded_prompts", "prompts", "extend").backend == "torch_native"
     assert "torch_native (cpu) serves prompts with expanded heads" in decision.summary()
     again = type(decision).from_json(decision.to_json())
-    assert again.expanded == decision.expanded
+    assert again.answer("expanded_prompts", "prompts", "extend") == decision.answer(
+        "expanded_prompts", "prompts", "extend"
+    )
     again.check(setup.context.platform, offers)
     assert decision.hash != solve(case.request, setup.context.platform, offers, policy).hash
     context = replace(setup.context, request=decision.request)

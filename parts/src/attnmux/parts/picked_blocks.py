@@ -8,22 +8,33 @@ kernel that a plugin offers for the device, or in plain torch.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
 from msgspec import structs
 
-from attnmux.core.composites.dispatch import CompositeBackend, Parts, Route
-from attnmux.core.contract.arguments import check_picked_blocks
-from attnmux.core.contract.backend import AttentionBackend
-from attnmux.core.contract.batch import ForwardBatch, ForwardMode
-from attnmux.core.contract.call import AttentionCall
-from attnmux.core.contract.context import BackendContext
-from attnmux.core.contract.pool import KVPool
-from attnmux.core.contract.steps import prepared
-from attnmux.core.facts.errors import InvalidInput
-from attnmux.core.indices.topk import token_rows
+from attnmux.core import (
+    AttentionBackend,
+    AttentionCall,
+    BackendContext,
+    Decision,
+    ForwardBatch,
+    ForwardMode,
+    InvalidInput,
+    KVPool,
+)
+from attnmux.core.plugin import (
+    CompositeBackend,
+    MakeBackend,
+    MemberSteps,
+    Route,
+    described,
+    prepared,
+    shared_kernel,
+    token_rows,
+)
 
 GATHERED_VALUES = 2**22
 """Values of K that are gathered at once: 16 MiB of float32."""
@@ -141,7 +152,7 @@ class PickedBlocksBackend(CompositeBackend):
         self._rows: torch.Tensor | None = None
         self._sees_all = False
 
-    def parts(self, batch: ForwardBatch, *, eager: bool) -> Parts:
+    def parts(self, batch: ForwardBatch, *, eager: bool) -> MemberSteps:
         """Raises InvalidInput for a mask and for many items: the indexer masks."""
         if eager:
             self.check_step(batch)
@@ -188,7 +199,9 @@ class PickedBlocksBackend(CompositeBackend):
         if picks is None:
             expected = "the blocks that the indexer picked: the model writes them before each layer"
             raise InvalidInput("topk_indices", got=None, expected=expected)
-        check_picked_blocks(picks, call.q.shape[0])
+        if picks.dtype != torch.int32 or picks.dim() != 3 or picks.shape[0] != call.q.shape[0]:
+            expected = f"torch.int32 of shape ({call.q.shape[0]}, heads, topk)"
+            raise InvalidInput("topk_indices", got=described(picks), expected=expected)
         heads = picks.shape[1]
         if heads < 1 or heads % layer.tp_k_head_num or layer.tp_q_head_num % heads:
             expected = f"a multiple of {layer.tp_k_head_num}, in {layer.tp_q_head_num} query heads"
@@ -210,3 +223,16 @@ class PickedBlocksBackend(CompositeBackend):
         if lens is None or reach is None or self.context.request.deterministic:
             return False
         return not mode.is_target_verify() and (not lens.numel() or int(lens.max()) <= reach)
+
+
+def make_picked_blocks(
+    inner: MakeBackend, decision: Decision, context: BackendContext, phases: Sequence[str]
+) -> AttentionBackend:
+    """The factory of the part `picked_blocks`."""
+    if not any(layer.index_block_size for layer in context.layers):
+        return inner(context, phases)
+    return PickedBlocksBackend(
+        context,
+        dense=inner(dense_context(context), phases),
+        attend=shared_kernel("picked_blocks", context),
+    )

@@ -24,12 +24,12 @@ from attnmux.core import (
     with_halves,
 )
 from attnmux.core.composites.dispatch import HybridAttnBackend
-from attnmux.core.composites.two_batches import TboAttnBackend
 from attnmux.core.find.cpu import probe_cpu
 from attnmux.core.plugin import imported
 from attnmux.cpu.torch_native import TorchNativeBackend
 from attnmux.nvidia.fa3.backend import FA3Backend
 from attnmux.nvidia.fa3.layers import FA3Kernels
+from attnmux.parts.two_batches import TboAttnBackend
 from attnmux.testing import (
     Case,
     GraphFakeBackend,

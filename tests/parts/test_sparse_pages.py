@@ -19,13 +19,13 @@ from attnmux.core import (
     Request,
     solve,
 )
-from attnmux.core.composites.page_choice import bound_products
-from attnmux.core.composites.sparse_pages import SparseAttnBackend, sparse_context
 from attnmux.core.plugin import imported
 from attnmux.cpu.torch_native import TorchNativeBackend
 from attnmux.emulators import triton_interpreter
 from attnmux.nvidia.fa3.backend import FA3Backend
 from attnmux.nvidia.fa3.layers import FA3Kernels
+from attnmux.parts.page_choice import bound_products
+from attnmux.parts.sparse_pages import SparseAttnBackend, sparse_context
 from attnmux.testing import (
     Candidate,
     Case,

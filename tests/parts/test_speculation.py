@@ -9,8 +9,9 @@ import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from attnmux.core import AcceptedDrafts, DraftTree, InvalidInput
+from attnmux.core import InvalidInput
 from attnmux.core.contract.spec import tree_visibility
+from attnmux.parts import AcceptedDrafts, DraftTree
 from attnmux.testing.reference.greedy_trees import verify_tree_greedy
 from attnmux.transformers.draft.proposers import NgramIndex
 

@@ -8,25 +8,36 @@ whatever is chosen. Copying also lets each KV head have pages of its own.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
 from msgspec import structs
 
-from attnmux.core.composites.dispatch import CompositeBackend, Parts, Route
-from attnmux.core.composites.page_choice import PageBounds, PageKernels, PlainPages, RequestPages
-from attnmux.core.composites.virtual_requests import room_for_decoding
-from attnmux.core.contract.backend import AttentionBackend
-from attnmux.core.contract.batch import ForwardBatch
-from attnmux.core.contract.call import AttentionCall
-from attnmux.core.contract.context import BackendContext
-from attnmux.core.contract.layer import LayerSpec
-from attnmux.core.contract.memory import allocate_zeroed
-from attnmux.core.contract.steps import FixedTensors
-from attnmux.core.facts.errors import GraphUnsupported, InvalidInput
-from attnmux.core.facts.sparse import check_budget
-from attnmux.core.kv.foreign import ForeignKVPool
-from attnmux.core.kv.request_table import ReqToTokenPool
+from attnmux.core import (
+    AttentionBackend,
+    AttentionCall,
+    BackendContext,
+    Decision,
+    ForeignKVPool,
+    ForwardBatch,
+    GraphUnsupported,
+    InvalidInput,
+    LayerSpec,
+    ReqToTokenPool,
+    allocate_zeroed,
+)
+from attnmux.core.plugin import (
+    CompositeBackend,
+    FixedTensors,
+    MakeBackend,
+    MemberSteps,
+    Route,
+    check_budget,
+    room_for_decoding,
+    shared_kernel,
+)
+from attnmux.parts.page_choice import PageBounds, PageKernels, PlainPages, RequestPages
 
 
 def sparse_context(context: BackendContext, budget: int) -> BackendContext:
@@ -118,7 +129,7 @@ class SparseAttnBackend(CompositeBackend):
         super().init_cuda_graph_state(max_bs, max_num_tokens)
         self._fixed.add(**room_for_decoding(max_bs, self.context.device))
 
-    def parts(self, batch: ForwardBatch, *, eager: bool) -> Parts:
+    def parts(self, batch: ForwardBatch, *, eager: bool) -> MemberSteps:
         if eager:
             self.check_step(batch)
         if not self._decodes(batch):
@@ -193,3 +204,19 @@ class SparseAttnBackend(CompositeBackend):
         """Tokens of the chosen pages: all are full but the last one, as it is in the sequence."""
         missing = -lens % self._page_size
         return torch.minimum(lens, self._pages * self._page_size - missing)
+
+
+def make_chosen_pages(
+    inner: MakeBackend, decision: Decision, context: BackendContext, phases: Sequence[str]
+) -> AttentionBackend:
+    """The factory of the part `chosen_pages`."""
+    budget = decision.request.sparse_budget
+    if budget is None or "decode" not in phases:
+        return inner(context, phases)
+    of_pages = sparse_context(context, budget)
+    return SparseAttnBackend(
+        context,
+        whole=inner(context, [phase for phase in phases if phase != "decode"] or phases),
+        chosen=inner(of_pages, ["decode"]),
+        kernels=shared_kernel("chosen_pages", context),
+    )

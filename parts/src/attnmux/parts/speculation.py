@@ -11,9 +11,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch.nn.functional import pad
 
-from attnmux.core.contract.arguments import described
-from attnmux.core.contract.spec import SpecInput, tree_visibility
-from attnmux.core.facts.errors import InvalidInput
+from attnmux.core import InvalidInput, SpecInput
+from attnmux.core.plugin import described, tree_visibility
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)

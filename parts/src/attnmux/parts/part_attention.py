@@ -8,13 +8,8 @@ from typing import Generic, TypeVar
 
 import torch
 
-from attnmux.core.composites.expanded_parts import Part
-from attnmux.core.contract.backend import AttentionBackend
-from attnmux.core.contract.context import BackendContext
-from attnmux.core.contract.layer import LayerSpec
-from attnmux.core.contract.pool import KVPool
-from attnmux.core.facts.errors import InvalidInput
-from attnmux.core.facts.request import Request
+from attnmux.core import AttentionBackend, BackendContext, InvalidInput, KVPool, LayerSpec, Request
+from attnmux.parts.key_parts import KeyPart
 
 K = TypeVar("K")
 """How the parts of a step name their keys."""
@@ -42,11 +37,11 @@ class PartAttention(Generic[K]):
         self.backends = tuple(backends)
         self.begin(())
 
-    def begin(self, parts: Iterable[Part[K]]) -> None:
+    def begin(self, parts: Iterable[KeyPart[K]]) -> None:
         """Take the parts of a new step, of which the first has every new token, and its own keys.
         None: the step has no tokens, or is not run in parts."""
-        self.parts: tuple[Part[K], ...] = tuple(parts)
-        self._prepared: list[Part[K] | None] = [None] * len(self.backends)
+        self.parts: tuple[KeyPart[K], ...] = tuple(parts)
+        self._prepared: list[KeyPart[K] | None] = [None] * len(self.backends)
 
     def attend(
         self,
@@ -91,7 +86,7 @@ class PartAttention(Generic[K]):
     def _of_part(
         self,
         number: int,
-        part: Part[K],
+        part: KeyPart[K],
         q: torch.Tensor,
         keys: tuple[torch.Tensor, ...],
         layer: LayerSpec,

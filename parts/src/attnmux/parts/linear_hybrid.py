@@ -2,20 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
-from attnmux.core.choosing.choice import Choice
-from attnmux.core.choosing.decision import Decision
-from attnmux.core.composites.dispatch import DispatchingBackend, Parts
-from attnmux.core.composites.factories import make_linear
-from attnmux.core.contract.backend import AttentionBackend
-from attnmux.core.contract.batch import ForwardBatch, ForwardMode
-from attnmux.core.contract.context import BackendContext
-from attnmux.core.facts.errors import InvalidInput
-from attnmux.core.facts.frozen import FrozenMapping
-from attnmux.core.linear.backend import LinearAttentionBackend
-from attnmux.core.linear.layer import ConvCall, LinearCall, LinearLayerSpec
-from attnmux.core.linear.states import LinearStatePool
+from attnmux.core import (
+    AttentionBackend,
+    BackendContext,
+    Choice,
+    Decision,
+    DispatchingBackend,
+    ForwardBatch,
+    ForwardMode,
+    FrozenMapping,
+    InvalidInput,
+    LinearLayerSpec,
+    Request,
+    make_linear,
+)
+from attnmux.core.plugin import (
+    ConvCall,
+    LinearAttentionBackend,
+    LinearCall,
+    MakeBackend,
+    MemberSteps,
+    Served,
+)
+from attnmux.parts.states import LinearStatePool
 
 
 class LinearByPhase(LinearAttentionBackend):
@@ -92,7 +103,7 @@ class HybridLinearAttnBackend(DispatchingBackend):
         child = self.full.select(mode)
         return self if child is self.full else HybridLinearAttnBackend(child, self._linear)
 
-    def parts(self, batch: ForwardBatch, *, eager: bool) -> Parts:
+    def parts(self, batch: ForwardBatch, *, eager: bool) -> MemberSteps:
         return ((each, batch) for each in (self.full, *self._linear.values()))
 
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
@@ -100,37 +111,34 @@ class HybridLinearAttnBackend(DispatchingBackend):
             each.init_cuda_graph_state(max_bs, max_num_tokens)
 
 
-def with_linear_layers(
-    attention: AttentionBackend, decision: Decision, context: BackendContext
+def make_linear_layers(
+    inner: MakeBackend, decision: Decision, context: BackendContext, phases: Sequence[str]
 ) -> AttentionBackend:
-    """The attention backend, which also prepares the decided backends of the linear layers.
+    """The factory of the part `linear_layers`: the attention backend, which also prepares the
+    decided backends of the linear layers.
 
-    It is `attention` itself where neither the decision nor the context has linear layers. Raises
-    InvalidInput where only one of them has some, for layers of other kinds or dims, for states
-    without room for the request's draft tokens, and for a request of two batches.
+    Raises InvalidInput for a context without states, for layers of other kinds or dims than the
+    decision's, and for states without room for the request's draft tokens.
     """
+    served = decision.parts["linear_layers"]
     if context.linear_states is None:
-        if not decision.linear:
-            return attention
-        kinds = ", ".join(decision.linear)
-        expected = f"a LinearStatePool for the model's {kinds} layers"
+        if not served:
+            return inner(context, phases)
+        expected = f"a LinearStatePool for the model's {', '.join(served)} layers"
         raise InvalidInput("context.linear_states", got=None, expected=expected)
     states = LinearStatePool.of(context)
-    if decision.request.two_batches:
-        expected = "whole steps: no half of a step prepares its linear layers"
-        raise InvalidInput("two_batches", got=True, expected=expected)
     drafts = decision.request.spec_draft_tokens or 0
     if states.draft_tokens < drafts:
         got = f"room for the states of {states.draft_tokens} draft tokens"
         expected = f"a LinearStatePool with draft_tokens={drafts}, as the request verifies"
         raise InvalidInput("context.linear_states", got=got, expected=expected)
     for layer in states.layers:
-        _check(layer, decision)
+        _check(layer, decision.request, served)
     made: dict[str, LinearAttentionBackend] = {
-        kind: _by_phase(decision.linear[kind], context)
+        kind: _by_phase(served[kind], context)
         for kind in dict.fromkeys(layer.kind for layer in states.layers)
     }
-    return HybridLinearAttnBackend(attention, made)
+    return HybridLinearAttnBackend(inner(context, phases), made)
 
 
 def _by_phase(served: Mapping[str, Choice], context: BackendContext) -> LinearAttentionBackend:
@@ -141,12 +149,12 @@ def _by_phase(served: Mapping[str, Choice], context: BackendContext) -> LinearAt
     return LinearByPhase(extend=extend, decode=decode)
 
 
-def _check(layer: LinearLayerSpec, decision: Decision) -> None:
+def _check(layer: LinearLayerSpec, request: Request, served: Served) -> None:
     name = f"linear layer {layer.layer_id}"
-    if layer.kind not in decision.linear:
-        expected = f"a kind that the decision serves: {', '.join(decision.linear) or 'none'}"
+    if layer.kind not in served:
+        expected = f"a kind that the decision serves: {', '.join(served) or 'none'}"
         raise InvalidInput(name, got=layer.kind, expected=expected)
-    k_dim, v_dim = decision.request.linear_head_dim, decision.request.linear_v_head_dim
+    k_dim, v_dim = request.linear_head_dim, request.linear_v_head_dim
     dims = (layer.head_k_dim, k_dim), (layer.head_v_dim, v_dim or k_dim)
     for got, asked in dims if layer.has_state else ():
         if asked is not None and got != asked:

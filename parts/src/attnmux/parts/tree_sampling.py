@@ -17,8 +17,8 @@ from dataclasses import dataclass
 
 import torch
 
-from attnmux.core.engines.speculation import AcceptedDrafts, DraftTree
-from attnmux.core.facts.errors import InvalidInput
+from attnmux.core import InvalidInput
+from attnmux.parts.speculation import AcceptedDrafts, DraftTree
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

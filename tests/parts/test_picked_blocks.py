@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from attnmux.core import InvalidInput, LayerSpec, Request
-from attnmux.core.composites.picked_blocks import PickedBlocksBackend, dense_context
 from attnmux.cpu.torch_native import TorchNativeBackend
 from attnmux.emulators import triton_interpreter
+from attnmux.parts.picked_blocks import PickedBlocksBackend, dense_context
 from attnmux.testing import Case, decode, extend, fake_platform, make_setup, prepare_step
 from attnmux.testing.reference import attention
 from attnmux.triton.functions.picked_blocks import BlockAttention

@@ -2,13 +2,34 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import fields, replace
 from functools import partial
 
 import torch
 
-from attnmux.core.composites.dispatch import DispatchingBackend, Parts, check_padding
-from attnmux.core.composites.draft_attention import (
+from attnmux.core import (
+    AttentionBackend,
+    AttentionCall,
+    BackendContext,
+    Decision,
+    DispatchingBackend,
+    ForwardBatch,
+    ForwardMode,
+    InvalidInput,
+    LayerSpec,
+    UpProjection,
+    make_backend,
+)
+from attnmux.core.plugin import (
+    FixedTensors,
+    MakeBackend,
+    MemberSteps,
+    check_trees,
+    prepared,
+    shared_kernel,
+)
+from attnmux.parts.draft_attention import (
     DraftAttention,
     DraftKeys,
     SeenPrefixes,
@@ -16,16 +37,7 @@ from attnmux.core.composites.draft_attention import (
     attend_to_drafts,
     sinks_as_heads,
 )
-from attnmux.core.contract.backend import AttentionBackend
-from attnmux.core.contract.batch import ForwardBatch, ForwardMode
-from attnmux.core.contract.call import AttentionCall
-from attnmux.core.contract.context import BackendContext
-from attnmux.core.contract.latent import UpProjection
-from attnmux.core.contract.layer import LayerSpec
-from attnmux.core.contract.steps import FixedTensors, prepared
-from attnmux.core.contract.tree_masks import check_trees
-from attnmux.core.facts.derived import prefixes_request
-from attnmux.core.facts.errors import InvalidInput
+from attnmux.parts.requests import prefixes_request, undrafted_request
 
 
 class TreeAttnBackend(DispatchingBackend):
@@ -61,7 +73,7 @@ class TreeAttnBackend(DispatchingBackend):
             ):
                 expected = f"a backend of {'prefix_context(context)' if heads != 1 else 'context'}"
                 raise InvalidInput(argument, got="a backend of another context", expected=expected)
-        check_padding("prefixes", child, prefixes)
+        self.check_padding("prefixes", child, prefixes)
         self.child = child
         self.prefixes = prefixes
         self._attend = attend
@@ -75,7 +87,7 @@ class TreeAttnBackend(DispatchingBackend):
         made = Trees.blank(max_bs, max_num_tokens // max_bs, self.context.device)
         self._fixed.add(**{field.name: getattr(made, field.name) for field in fields(made)})
 
-    def parts(self, batch: ForwardBatch, *, eager: bool) -> Parts:
+    def parts(self, batch: ForwardBatch, *, eager: bool) -> MemberSteps:
         if eager:
             self.check_step(batch)
         verifies = batch.forward_mode.is_target_verify()
@@ -185,3 +197,20 @@ def prefix_context(context: BackendContext) -> BackendContext:
         layers.append(replace(layer, tp_q_head_num=heads, sinks=sinks))
     # A decode step over prefixes contradicts the request table, and the step was checked whole
     return replace(context, request=request, layers=tuple(layers), debug=False)
+
+
+def make_trees(
+    inner: MakeBackend, decision: Decision, context: BackendContext, phases: Sequence[str]
+) -> AttentionBackend:
+    """The factory of the part `draft_trees`."""
+    if "decode" not in phases:
+        return inner(context, phases)
+    plain = replace(context, request=undrafted_request(context.request))
+    return TreeAttnBackend(
+        context,
+        child=inner(plain, phases),
+        prefixes=make_backend(
+            decision.parts["draft_trees"]["prefixes"]["decode"], prefix_context(context)
+        ),
+        attend=shared_kernel("draft_attention", context) or attend_to_drafts,
+    )

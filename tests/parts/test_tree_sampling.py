@@ -7,7 +7,8 @@ import math
 import pytest
 import torch
 
-from attnmux.core import AcceptThresholds, DraftTree, InvalidInput, sample_tree_target_only
+from attnmux.core import InvalidInput
+from attnmux.parts import AcceptThresholds, DraftTree, sample_tree_target_only
 
 DRAWS = 100_000
 VOCABULARY = 5

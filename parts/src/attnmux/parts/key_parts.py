@@ -8,17 +8,15 @@ from typing import Generic, TypeVar
 
 import torch
 
-from attnmux.core.contract.batch import ForwardBatch, ForwardMode
-from attnmux.core.contract.latent import expansion_pays
-from attnmux.core.contract.tables import RequestTable
-from attnmux.core.indices.keys import kv_indices
-from attnmux.core.indices.ragged import cu_seqlens
+from attnmux.core import ForwardBatch, ForwardMode, RequestTable
+from attnmux.core.plugin import cu_seqlens, kv_indices
+from attnmux.parts.crossing import expansion_pays
 
 K = TypeVar("K")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class Part(Generic[K]):
+class KeyPart(Generic[K]):
     """Keys of a step that are attended to at once, and new tokens that see them."""
 
     batch: ForwardBatch
@@ -32,7 +30,7 @@ class Part(Generic[K]):
     @staticmethod
     def of_step(
         batch: ForwardBatch, table: RequestTable, *, crossing: float | None, chunk_tokens: int
-    ) -> Iterator[Part[torch.Tensor]]:
+    ) -> Iterator[KeyPart[torch.Tensor]]:
         """The parts of a step of prompts, the new tokens' own first; none of another step.
 
         Their keys are slots [n] int64. crossing: of `expansion_pays`, below which a step has no
@@ -62,8 +60,8 @@ class Part(Generic[K]):
             tbo_children=(),
         )
         tokens = slice(0, sum(new_lens))
-        yield Part(batch=own, tokens=tokens, keys=batch.out_cache_loc)
-        for first, starts, lens in Part.chunks(cached_lens, chunk_tokens):
+        yield KeyPart(batch=own, tokens=tokens, keys=batch.out_cache_loc)
+        for first, starts, lens in KeyPart.chunks(cached_lens, chunk_tokens):
             yield _chunk(own, table, new_lens, first, starts, lens)
 
     @staticmethod
@@ -102,7 +100,7 @@ def _chunk(
     first: int,
     starts: Sequence[int],
     lens: Sequence[int],
-) -> Part[torch.Tensor]:
+) -> KeyPart[torch.Tensor]:
     last, before = first + len(lens), sum(new[:first])
     tokens = slice(before, before + sum(new[first:last]))
     batch = own.slice(first, last, first_token=tokens.start, last_token=tokens.stop)
@@ -115,7 +113,7 @@ def _chunk(
         total=sum(lens),
     ).long()
     batch = replace(batch, encoder_lens=of_chunk[1], encoder_out_cache_loc=slots)
-    return Part(batch=batch, tokens=tokens, keys=slots)
+    return KeyPart(batch=batch, tokens=tokens, keys=slots)
 
 
 def _host_lens(lens: torch.Tensor, mirror: torch.Tensor | None) -> list[int]:

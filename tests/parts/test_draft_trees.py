@@ -12,6 +12,7 @@ import torch
 from click.testing import CliRunner
 
 from attnmux.core import (
+    Choice,
     Decision,
     ForwardBatch,
     ForwardMode,
@@ -22,18 +23,17 @@ from attnmux.core import (
     Request,
     build,
     load_plugins,
-    prefix_context,
     solve,
-    undrafted_request,
     with_halves,
 )
-from attnmux.core.composites.draft_trees import TreeAttnBackend
-from attnmux.core.composites.two_batches import TboAttnBackend
 from attnmux.core.find.cpu import probe_cpu
 from attnmux.core.plugin import ANY, Clause, imported
 from attnmux.cpu.torch_native import TorchNativeBackend
 from attnmux.nvidia.fa3.backend import FA3Backend
 from attnmux.nvidia.fa3.layers import FA3Kernels
+from attnmux.parts import prefix_context, undrafted_request
+from attnmux.parts.draft_trees import TreeAttnBackend
+from attnmux.parts.two_batches import TboAttnBackend
 from attnmux.testing import (
     Candidate,
     Case,
@@ -225,22 +225,36 @@ LATENT_TREES = Request.parse(
 def test_a_named_backend_without_trees_gets_them(asked, name, platform, reads_prefixes) -> None:
     policy = Policy(backend=name)
     decision = solve(asked, platform, load_plugins().offers(), policy)
-    assert decision.trees is not None
-    assert decision.trees.backend == (reads_prefixes or decision.trees.backend)
+    assert decision.answer("draft_trees", "prefixes", "decode") is not None
+    assert decision.answer("draft_trees", "prefixes", "decode").backend == (
+        reads_prefixes or decision.answer("draft_trees", "prefixes", "decode").backend
+    )
     assert decision.request.spec_topk == 4
     assert decision.request.lse is False
     assert set(decision.phases) == {"extend", "decode", "verify", "draft"}
     assert name in {choice.backend for choice in decision.phases.values()}
-    assert decision.phases["verify"] == decision.trees
-    assert f"merged by LSE: {decision.trees.backend} (" in decision.summary()
+    assert decision.phases["verify"] == decision.answer("draft_trees", "prefixes", "decode")
+    assert (
+        f"merged by LSE: {decision.answer('draft_trees', 'prefixes', 'decode').backend} ("
+        in decision.summary()
+    )
     assert "elsewhere" not in decision.summary()
     again = Decision.from_json(decision.to_json())
-    assert again.trees == decision.trees
+    assert again.answer("draft_trees", "prefixes", "decode") == decision.answer(
+        "draft_trees", "prefixes", "decode"
+    )
     assert again.hash == decision.hash
-    assert replace(decision, trees=None).hash != decision.hash
-    change = ("backend for verify", name, decision.trees.backend, "user")
+    assert replace(decision, parts={}).hash != decision.hash
+    change = (
+        "backend for verify",
+        name,
+        decision.answer("draft_trees", "prefixes", "decode").backend,
+        "user",
+    )
     recorded = [(each.field, each.old, each.new, each.origin) for each in decision.coercions]
-    assert (change in recorded) is (decision.trees.backend != name)
+    assert (change in recorded) is (
+        decision.answer("draft_trees", "prefixes", "decode").backend != name
+    )
 
 
 @pytest.mark.parametrize("mode", ["prefill", "decode"])
@@ -257,12 +271,12 @@ def test_only_the_name_for_the_phase_that_verifies_counts(mode) -> None:
         "trtllm_mha",
         "config",
     )
-    assert change.new == decision.trees.backend
+    assert change.new == decision.answer("draft_trees", "prefixes", "decode").backend
 
 
 def test_a_backend_with_masks_is_preferred() -> None:
     decision = solve(TREES, HOPPER, load_plugins().offers())
-    assert decision.trees is None
+    assert decision.answer("draft_trees", "prefixes", "decode") is None
 
 
 @pytest.mark.parametrize(
@@ -283,6 +297,11 @@ def test_other_requests_are_refused_as_before(changes) -> None:
         solve(TREES.replace(**changes), BLACKWELL, load_plugins().offers(), policy)
 
 
+def read_by(choice: Choice) -> dict[str, dict[str, dict[str, Choice]]]:
+    """The part of a decision whose `choice` reads the prefixes of trees."""
+    return {"draft_trees": {"prefixes": {"decode": choice}}}
+
+
 def test_build_makes_what_was_decided(seed) -> None:
     case = Case(name="trees", steps=(verify(6, 9, 0, 30),), spec_topk=3, page_size=4)
     setup = make_setup(case, probe_cpu(), "cpu", seed=seed)
@@ -290,10 +309,10 @@ def test_build_makes_what_was_decided(seed) -> None:
     policy = Policy(backend="torch_native")
     offers = load_plugins().offers()
     plain = solve(undrafted_request(asked), probe_cpu(), offers, policy)
-    assert plain.trees is None
+    assert plain.answer("draft_trees", "prefixes", "decode") is None
     choice = plain.phases["decode"]
     decision = replace(
-        plain, request=asked, phases={**plain.phases, "verify": choice}, trees=choice
+        plain, request=asked, phases={**plain.phases, "verify": choice}, parts=read_by(choice)
     )
     context = replace(setup.context, request=decision.request)
     read = Decision.from_json(decision.to_json())
@@ -313,7 +332,7 @@ def test_two_batches_of_trees_have_a_composite_each(seed) -> None:
     asked = setup.context.request.replace(custom_mask=False, phases=phases, two_batches=True)
     plain = solve(undrafted_request(asked), probe_cpu(), load_plugins().offers())
     choice = plain.phases["decode"]
-    decision = replace(plain, request=asked, trees=choice)
+    decision = replace(plain, request=asked, parts={**read_by(choice), "two_batches": {}})
     backend = build(decision, replace(setup.context, request=asked))
     assert isinstance(backend, TboAttnBackend)
     assert all(isinstance(each, TreeAttnBackend) for each in (backend.primary, *backend.children))
