@@ -26,11 +26,11 @@ from attnmux.transformers.engine.request import (
 from attnmux.transformers.engine.scheduler import Scheduler
 from attnmux.transformers.engine.speculation import Speculation
 from attnmux.transformers.engine.verification import Verification
-from attnmux.transformers.load.tokenization import TextStream, read_ids
 from attnmux.transformers.requests.prompt_images import PromptImages
 from attnmux.transformers.requests.sampling import Sampler
 from attnmux.transformers.requests.sampling_params import SamplingParams
 from attnmux.transformers.requests.sequence import SequenceState
+from attnmux.transformers.requests.text import TextStream, read_ids
 from attnmux.transformers.run.stats import EngineStats, Laps
 
 PREFILL_TOKENS = 8192
