@@ -7,13 +7,13 @@ from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
 from attnmux.core import InvalidInput, PoolExhausted
-from attnmux.transformers.load.tokenization import TextStream, check_prompt
 from attnmux.transformers.requests.batching import StepBuilder
 from attnmux.transformers.requests.logprobs import TokenLogprobs
 from attnmux.transformers.requests.prefixes import PrefixNode
 from attnmux.transformers.requests.prompt_images import PromptImages, check_prompt_images
 from attnmux.transformers.requests.sampling import Sampler
 from attnmux.transformers.requests.sequence import SequenceState, check_encoder_len
+from attnmux.transformers.requests.text import TextStream, check_prompt
 
 FinishReason = Literal["stop", "length", "abort", "error"]
 

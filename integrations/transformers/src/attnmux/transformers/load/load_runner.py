@@ -25,15 +25,11 @@ from attnmux.transformers.load.context_limit import (
 from attnmux.transformers.load.decision import decide, without
 from attnmux.transformers.load.load_decoder import load_decoder
 from attnmux.transformers.load.making import make_runner
-from attnmux.transformers.load.model_request import (
-    folder_of,
-    request_of,
-    stored_scheme,
-    with_kept_dtype,
-)
+from attnmux.transformers.load.model_request import folder_of, stored_scheme, with_kept_dtype
 from attnmux.transformers.load.options import RunnerOptions
 from attnmux.transformers.load.quantised import with_kv_scales
 from attnmux.transformers.load.weights import load_model, warn_in_python
+from attnmux.transformers.model.asked import request_of
 from attnmux.transformers.model.encoder_decoder import record_decoder
 from attnmux.transformers.model.encoder_decoder_attention import numbers_by_name
 from attnmux.transformers.model.hidden_states import HiddenStates

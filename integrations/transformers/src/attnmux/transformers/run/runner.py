@@ -18,12 +18,12 @@ from attnmux.core import (
     InvalidInput,
     ModelInput,
 )
-from attnmux.transformers.load.tokenization import check_prompt
 from attnmux.transformers.model.encoder_batches import check_inputs
 from attnmux.transformers.model.images.capture import ImageReader
 from attnmux.transformers.model.packed_decoder import PackedDecoder
 from attnmux.transformers.requests.prompt_images import PromptImages
 from attnmux.transformers.requests.sequence import check_encoder_len
+from attnmux.transformers.requests.text import check_prompt
 from attnmux.transformers.run.model_on_backend import ModelOnBackend
 
 
