@@ -44,6 +44,8 @@ from attnmux.core.contract.spec import SpecInput as SpecInput
 from attnmux.core.contract.tables import RequestTable as RequestTable
 from attnmux.core.contract.workspace import Workspace as Workspace
 from attnmux.core.engines.chooser import Chooser as Chooser
+from attnmux.core.engines.contexts import layer_of as layer_of
+from attnmux.core.engines.contexts import make_context as make_context
 from attnmux.core.engines.device_platforms import platform_of as platform_of
 from attnmux.core.engines.device_platforms import reported_device as reported_device
 from attnmux.core.engines.engine_interfaces import Integration as Integration
