@@ -36,13 +36,21 @@ class Settings:
     """A vendor, or vendor:arch, that is on this machine. A device that no plugin finds is described
     as `Platform.parse` reads it, "nvidia:sm87,cuda=12.6"."""
     backend: str | None = None
+    """The backend of every phase that has no setting of its own."""
     prefill_backend: str | None = None
+    """The backend of extend."""
     decode_backend: str | None = None
+    """The backend of decode."""
     mm_backend: str | None = None
+    """The backend of a multimodal model's encoder."""
     linear_backend: str | None = None
+    """The backend of layers without softmax attention."""
     allow_backends: tuple[str, ...] | None = None
+    """The only backends that may be chosen."""
     deny_backends: tuple[str, ...] = ()
+    """Backends that may not be chosen."""
     prefer_backends: tuple[str, ...] = ()
+    """Backends that are chosen before others, the first one first, if they serve the request."""
     allow_plugins: tuple[str, ...] | None = None
     """Distributions; plugins of others are not imported. NAME also means attnmux-NAME."""
     deny_plugins: tuple[str, ...] = ()
@@ -50,7 +58,9 @@ class Settings:
     plugin_seconds: float = SECONDS
     """How long a plugin's probe may take to find devices."""
     no_plugins: bool = False
+    """Import no plugin."""
     allow_coercion: bool = False
+    """Let the solver change or drop values that no backend serves; the decision records them."""
     measurements: str | None = None
     """The file of this machine's measurements, instead of the one in the user's cache folder. A
     path in a configuration file is relative to that file."""
@@ -61,6 +71,7 @@ class Settings:
     no_launches: bool = False
     """Launch as if nothing had been tuned."""
     debug: bool = False
+    """Show the traceback of an error. `generate` also checks the values of each batch."""
     options: Mapping[str, Mapping[str, Any]] = field(default_factory=FrozenMapping)
     """By backend. As a variable: BACKEND.OPTION=VALUE,…"""
     sources: Mapping[str, str] = field(default_factory=FrozenMapping)
