@@ -1,4 +1,4 @@
-"""Reference pages from the tables that the code reads: axes, reason codes, verbs, settings, matrix."""
+"""Reference pages from the tables that the code reads."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from attnmux.core.facts.axes import AXES
 from attnmux.core.facts.axis import Axis
 from attnmux.core.find import settings
 from attnmux.core.find.plugins import load_plugins
+from attnmux.core.find.settings_file import CONFIG
 from attnmux.testing.matrix import markdown
 from attnmux.testing.matrix_rows import rows_of
 from tools.site.files import ROOT
@@ -102,7 +103,7 @@ def setting_names() -> str:
         "Settings",
         "A setting comes from its variable, else from `attnmux.toml` or `[tool.attnmux]` of a "
         "`pyproject.toml`, the first of these from the working directory upwards. An argument "
-        f"overrides both. `{settings.CONFIG}=FILE` names the file. A file that another user could "
+        f"overrides both. `{CONFIG}=FILE` names the file. A file that another user could "
         "have written is refused.",
         '```toml\n# attnmux.toml\nprefer_backends = ["flashinfer"]\ndecode_backend = "fa3"\n'
         "[options.fa3]\nnum_splits = 4\n```",
@@ -111,7 +112,7 @@ def setting_names() -> str:
 
 
 def _fields(source: str) -> Iterator[tuple[str, str, str]]:
-    """(name, type, docstring) of each field of a dataclass. Raises SystemExit without a docstring."""
+    """(name, type, docstring) of each field of a dataclass. Raises SystemExit for one without."""
     (cls,) = ast.parse(source).body
     assert isinstance(cls, ast.ClassDef)
     for place, field in enumerate(cls.body):

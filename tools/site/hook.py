@@ -53,9 +53,6 @@ def llms(nav: list[Any]) -> str:
     lines = [first, "", f"> {rest.partition(chr(10) + chr(10))[0]}"]
     for section in nav:
         ((title, pages),) = section.items()
-        if isinstance(pages, str):
-            lines.append(f"- [{title}]({pages.removesuffix('.md')}/)")
-            continue
         lines += ["", f"## {title}", ""]
         lines += [line for entry in pages for line in _entries(entry)]
     return "\n".join(lines) + "\n"
@@ -64,6 +61,6 @@ def llms(nav: list[Any]) -> str:
 def _entries(entry: Any) -> list[str]:  # noqa: ANN401  # of mkdocs
     ((title, page),) = entry.items()
     if isinstance(page, str):
-        path = page.removesuffix("index.md").removesuffix(".md").rstrip("/")
-        return [f"- [{title}]({path}/)"]
+        folder = page.removesuffix(".md").removesuffix("index")
+        return [f"- [{title}]({folder.rstrip('/') or '.'}/)"]
     return [line for inner in page for line in _entries(inner)]
