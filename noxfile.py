@@ -169,7 +169,8 @@ def docs(session: nox.Session) -> None:
     """Build the site into site/, which checks its links, and run every block of code of the pages.
     With `-- build` it builds alone."""
     install(session, *MEMBERS, *TEST_SUPPORT, "pytest", *SITE)
-    session.run("mkdocs", "build", "--quiet")
+    # With --quiet, mkdocs does not count the warnings that a strict build ends with.
+    session.run("mkdocs", "build", "--strict")
     if session.posargs != ["build"]:
         pages = ("docs", "site", "vendor_plugin", "troubleshooting")
         session.run("pytest", *(f"tests/integration/test_{page}.py" for page in pages))
