@@ -5,9 +5,11 @@ from __future__ import annotations
 import ast
 import inspect
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import MISSING, fields
 
 import click
 
+from attnmux.core.cards.clause import Clause
 from attnmux.core.cli.explain import meanings
 from attnmux.core.cli.verbs import verbs
 from attnmux.core.facts.axes import AXES
@@ -21,6 +23,12 @@ from tools.site.files import ROOT
 
 OURS = tuple(sorted(path.parent.name for path in ROOT.glob("plugins/*/pyproject.toml")))
 """The plugins of this repository, by their names."""
+REQUIRED = frozenset(
+    field.name
+    for field in fields(Clause)
+    if (field.default, field.default_factory) == (MISSING,) * 2
+)
+"""The axes that each clause states."""
 
 
 def support_matrix() -> str:
@@ -58,6 +66,7 @@ def _values(axis: Axis) -> str:
 
 def _asked(axis: Axis) -> str:
     words = {
+        "a clause must state it": axis.name in REQUIRED,
         "feature": axis.is_feature,
         "decided with the backend": axis.decided,
         "`--allow-coercion` may drop it": axis.droppable,
