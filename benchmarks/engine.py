@@ -51,13 +51,13 @@ from attnmux.transformers import (
     open_checkpoint,
     recall,
 )
-from attnmux.transformers.attention import SERVED
-from attnmux.transformers.cli_run import platform_for
-from attnmux.transformers.compiled import compile_layers, undo
-from attnmux.transformers.decision import decide
-from attnmux.transformers.engine import PARTS
-from attnmux.transformers.layers import record_layers
-from attnmux.transformers.requests import request_of
+from attnmux.transformers.cli.run import platform_for
+from attnmux.transformers.load.decision import decide
+from attnmux.transformers.load.model_request import request_of
+from attnmux.transformers.model.attention import SERVED
+from attnmux.transformers.model.layers import record_layers
+from attnmux.transformers.run.compiled import compile_layers, undo
+from attnmux.transformers.run.stats import PARTS
 
 BETWEEN = ("commit", "stream", "schedule", "allocate", "metadata")
 """From the tokens of one step to the launch of the next one."""

@@ -28,11 +28,11 @@ from transformers import AutoModelForCausalLM, Qwen2Config
 from attnmux.bench import Report, Times, facts, interleave
 from attnmux.core import Policy, Settings, detect, load_plugins
 from attnmux.transformers import Capacity, Engine, ModelRunner, RunnerOptions, ServedModel
-from attnmux.transformers.attention import SERVED
-from attnmux.transformers.cli_run import platform_for
-from attnmux.transformers.decision import decide
-from attnmux.transformers.layers import record_layers
-from attnmux.transformers.requests import request_of
+from attnmux.transformers.cli.run import platform_for
+from attnmux.transformers.load.decision import decide
+from attnmux.transformers.load.model_request import request_of
+from attnmux.transformers.model.attention import SERVED
+from attnmux.transformers.model.layers import record_layers
 
 CONFIG = Qwen2Config(
     vocab_size=151936,

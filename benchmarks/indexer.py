@@ -24,8 +24,8 @@ from attnmux.bench import Report, device_meter, facts, interleave
 from attnmux.bench.timing import Run
 from attnmux.core import ForwardBatch, ForwardMode, torch_dtype
 from attnmux.transformers import IndexKPool, KeyPicker
-from attnmux.transformers.sparse.scores import index_scores
-from attnmux.triton.index_scores import IndexScores
+from attnmux.transformers.model.sparse.scores import index_scores
+from attnmux.triton.functions.index_scores import IndexScores
 
 LAYER = 0
 PAGE_SIZE = 64

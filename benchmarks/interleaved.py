@@ -14,7 +14,7 @@ from collections.abc import Callable
 import torch
 
 from attnmux.distributed import HeadSplit, RankGroup, exchange_and_merge
-from attnmux.triton.rank_merge import RankMerger
+from attnmux.triton.functions.rank_merge import RankMerger
 
 CALLS = 20
 """In one graph, so that a launch costs nothing."""

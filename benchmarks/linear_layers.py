@@ -32,9 +32,9 @@ from attnmux.bench.timing import Run, graphs_of, in_graph
 from attnmux.core import GraphUnsupported, detect, load_plugins, pick_platform
 from attnmux.core.plugin import LinearAttentionBackend
 from attnmux.cpu.torch_linear import TorchLinearBackend
-from attnmux.testing.cases import Step, decode, extend
-from attnmux.testing.linear_cases import SHAPES, LinearCase
-from attnmux.testing.linear_setup import (
+from attnmux.testing.cases.case import Step, decode, extend
+from attnmux.testing.cases.linear import SHAPES, LinearCase
+from attnmux.testing.setup.linear import (
     LinearInput,
     LinearSetup,
     LinearStep,
@@ -158,7 +158,7 @@ def sides_of(case: LinearCase, device: torch.device) -> Sides:
     if step.num_real_tokens > MOST_BY_TORCH:
         runs.pop("torch")
     if device.type != "cpu":
-        kernels = import_module("attnmux.triton.linear").TritonLinearBackend
+        kernels = import_module("attnmux.triton.linear.backend").TritonLinearBackend
         add("triton", on_backend(kernels(setup.context), step, given))
         if not step.batch.forward_mode.is_decode() and case.kind != "mamba1":
             recurrent = kernels(setup.context)

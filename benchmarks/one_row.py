@@ -20,7 +20,7 @@ from benchmarks.cases import json_option, rounds_option
 
 from attnmux.bench import Report, device_meter, facts, interleave
 from attnmux.bench.timing import graphs_of, in_graph, in_turn
-from attnmux.triton.one_row import OneRowProducts
+from attnmux.triton.functions.one_row import OneRowProducts
 
 WEIGHTS = {
     "random 3B: queries, keys, values": (5120, 3072),

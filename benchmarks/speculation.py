@@ -40,10 +40,10 @@ from attnmux.transformers import (
     open_checkpoint,
     recall,
 )
-from attnmux.transformers.engine import PARTS
-from attnmux.transformers.engine.proposers import Proposer
-from attnmux.transformers.sequence import Step
-from attnmux.transformers.verify_step import VerifyStep
+from attnmux.transformers.draft.proposers import Proposer
+from attnmux.transformers.draft.verify_step import VerifyStep
+from attnmux.transformers.requests.sequence import Step
+from attnmux.transformers.run.stats import PARTS
 
 WARM_UP_STEPS = 4
 """Steps of each run that are not counted."""

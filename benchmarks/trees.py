@@ -31,9 +31,9 @@ from attnmux.core import (
     DraftTree,
     sample_tree_target_only,
 )
-from attnmux.transformers.draft_paths import DraftCandidates
-from attnmux.transformers.drafted_trees import drafted_tree
-from attnmux.triton.trees import TritonTrees
+from attnmux.transformers.draft.drafted_trees import drafted_tree
+from attnmux.transformers.draft.paths import DraftCandidates
+from attnmux.triton.functions.trees import TritonTrees
 
 NODES, TOPK, STEPS = 8, 4, 3
 COLUMNS = {

@@ -27,7 +27,7 @@ from attnmux.amd.cards.aiter import AITER
 from attnmux.core import AttentionBackend, BackendContext, Platform
 from attnmux.emulators.amd.aiter import aiter_kernels
 from attnmux.testing import Candidate, Sampler, run_case
-from attnmux.testing.linear_cases import AnyCase
+from attnmux.testing.cases.linear import AnyCase
 
 AMD_ONLY = ("waves_per_eu", "matrix_instr_nonkdim", "kpack")
 """Options of AMD's compiler, which others refuse."""

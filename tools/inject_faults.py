@@ -27,10 +27,10 @@ import attnmux.transformers.engine as engine_package
 from attnmux.core import DraftTree, ForwardBatch, MHATokenToKVPool, ReqToTokenPool, SWAKVPool
 from attnmux.transformers import Engine, StepBuilder
 from attnmux.transformers.engine import scheduler
-from attnmux.transformers.prefixes import PrefixNode, WindowPrefixTree, WindowSpan
-from attnmux.transformers.ranks import ONE_RANK
-from attnmux.transformers.sequence import SequenceState, Step
-from attnmux.transformers.slots import PagedAllocator, SWAAllocator
+from attnmux.transformers.requests.prefixes import PrefixNode, WindowPrefixTree, WindowSpan
+from attnmux.transformers.requests.sequence import SequenceState, Step
+from attnmux.transformers.requests.slots import PagedAllocator, SWAAllocator
+from attnmux.transformers.run.ranks import ONE_RANK
 
 VOCABULARY = 50
 PLACES = 10_000

@@ -28,9 +28,9 @@ from safetensors.torch import save_file
 from torch.nn.functional import cross_entropy, smooth_l1_loss
 from transformers import LlamaForCausalLM
 
-from attnmux.transformers.eagle3_head import Eagle3Head
-from attnmux.transformers.eagle_files import LAYERS, SHARED, WEIGHTS
-from attnmux.transformers.eagle_head import EagleHead
+from attnmux.transformers.draft.eagle3_head import Eagle3Head
+from attnmux.transformers.draft.eagle_head import EagleHead
+from attnmux.transformers.load.eagle_files import LAYERS, SHARED, WEIGHTS
 from attnmux.transformers.recall import PATH
 from tools.train_recall import Sampler
 

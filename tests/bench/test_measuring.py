@@ -35,7 +35,7 @@ from attnmux.testing import (
     graph_card,
     reference,
 )
-from attnmux.testing.tape import GraphViolation
+from attnmux.testing.graphs.tape import GraphViolation
 
 HERE = fake_platform()
 CPU = torch.device("cpu")

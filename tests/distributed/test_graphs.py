@@ -36,7 +36,7 @@ from attnmux.testing import (
     make_setup,
     prepare_step,
 )
-from attnmux.testing.tape import GraphViolation
+from attnmux.testing.graphs.tape import GraphViolation
 
 CASE = Case(name="ranks", steps=(decode(9, 4, 7),), dtype="float32", windows=(None,))
 Forward = Callable[..., torch.Tensor]

@@ -25,7 +25,7 @@ from attnmux.distributed import (
 from attnmux.emulators.ranks import run_ranks
 from attnmux.emulators.whole_heads import can_be_split, copies_of, viewed
 from attnmux.testing import find_candidate, run_case, standard_cases
-from attnmux.testing.comparison import OUTPUT_TOLERANCE, Tolerance
+from attnmux.testing.run.comparison import OUTPUT_TOLERANCE, Tolerance
 
 NUM_CASES = 24
 MERGED = Tolerance(atol=0.016, rtol=0.016)

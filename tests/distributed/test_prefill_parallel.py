@@ -36,16 +36,16 @@ from attnmux.distributed.kv_rows import KVRows
 from attnmux.distributed.split_parts import ChunkRows
 from attnmux.emulators.ranks import end_ranks, run_ranks
 from attnmux.testing import Case, decode, extend, fake_platform, make_setup, prepare_step
-from attnmux.testing.comparison import (
+from attnmux.testing.reference import attention
+from attnmux.testing.run.comparison import (
     LSE_TOLERANCE,
     Disagreement,
     Tolerance,
     compare,
     output_tolerance,
 )
-from attnmux.testing.placement import buffers, put
-from attnmux.testing.prepared import kv_rows
-from attnmux.testing.reference import attention
+from attnmux.testing.setup.placement import buffers, put
+from attnmux.testing.setup.prepared import kv_rows
 
 SMALL = {"num_q_heads": 4, "num_kv_heads": 2, "head_dim": 16, "v_head_dim": 16}
 LATENT = {
@@ -70,8 +70,8 @@ class Telling(TorchNativeBackend):
 
 
 def fa3(context):
-    from attnmux.nvidia.fa3 import FA3Backend  # noqa: PLC0415  # for few tests
-    from attnmux.nvidia.fa3_layers import FA3Kernels  # noqa: PLC0415  # as above
+    from attnmux.nvidia.fa3.backend import FA3Backend  # noqa: PLC0415  # for few tests
+    from attnmux.nvidia.fa3.layers import FA3Kernels  # noqa: PLC0415  # as above
 
     kernels = imported(FA3Kernels, "attnmux.emulators.nvidia.sgl_flash_attn")
     return FA3Backend(context, {"num_splits": 0}, kernels)
@@ -86,7 +86,7 @@ def flashinfer(context):
 
 
 def triton(context):
-    from attnmux.triton.backend import TritonBackend  # noqa: PLC0415  # as above
+    from attnmux.triton.attention.backend import TritonBackend  # noqa: PLC0415  # as above
 
     return TritonBackend(context, {}, compute_units=4)
 

@@ -33,7 +33,7 @@ from attnmux.transformers import (
     open_checkpoint,
     run_prompts,
 )
-from attnmux.transformers.checkpoint import quiet_transformers
+from attnmux.transformers.load.checkpoint import quiet_transformers
 
 BASE = {
     "vocab_size": 97,
@@ -276,7 +276,7 @@ def randomise(model: PreTrainedModel) -> PreTrainedModel:
 def no_trial(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """`generate` tries no backend first, which takes seconds, except in the tests of that."""
     if request.path.name != "test_first_use.py":
-        target = "attnmux.transformers.cli_run.first_use"
+        target = "attnmux.transformers.cli.run.first_use"
         monkeypatch.setattr(target, lambda *_, **__: lambda decision: None)
 
 

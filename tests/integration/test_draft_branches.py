@@ -23,12 +23,12 @@ from attnmux.core import (
 )
 from attnmux.testing import Case, FakeBackend, decode, fake_platform, make_setup
 from attnmux.transformers import ModelProposer, StepBuilder
-from attnmux.transformers.branch_rows import BranchRows
-from attnmux.transformers.draft_loop import DraftLoop
-from attnmux.transformers.draft_paths import DraftPaths, likeliest
-from attnmux.transformers.ranks import ONE_RANK
-from attnmux.transformers.sequence import SequenceState
-from attnmux.transformers.slots import PagedAllocator
+from attnmux.transformers.draft.branch_rows import BranchRows
+from attnmux.transformers.draft.loop import DraftLoop
+from attnmux.transformers.draft.paths import DraftPaths, likeliest
+from attnmux.transformers.requests.sequence import SequenceState
+from attnmux.transformers.requests.slots import PagedAllocator
+from attnmux.transformers.run.ranks import ONE_RANK
 
 VOCABULARY = 19
 PLACES = 1000
@@ -196,7 +196,7 @@ def test_nothing_leaks_in_random_rounds(page_size, topk, full, record_property) 
 @pytest.mark.parametrize("topk", [2, 4])
 @pytest.mark.turns(2)
 def test_kernels_build_the_same_trees(topk) -> None:
-    triton_trees = pytest.importorskip("attnmux.triton.trees", exc_type=ImportError)
+    triton_trees = pytest.importorskip("attnmux.triton.functions.trees", exc_type=ImportError)
     assert rounds(4, topk, 3, 960, 25, topk, triton_trees.TritonTrees()) > 10
 
 
@@ -205,7 +205,7 @@ def test_kernels_build_the_same_trees(topk) -> None:
 @pytest.mark.parametrize("topk", [1, 4])
 def test_a_round_waits_once(topk, offered, monkeypatch) -> None:
     """One copy to the host, with kernels and without."""
-    triton_trees = pytest.importorskip("attnmux.triton.trees", exc_type=ImportError)
+    triton_trees = pytest.importorskip("attnmux.triton.functions.trees", exc_type=ImportError)
     runner = HashingDraft(4, 960)
     runner.tree_kernels = triton_trees.TritonTrees() if offered else None
     proposer = ModelProposer(runner, vocabulary_size=VOCABULARY, steps=3, topk=topk)

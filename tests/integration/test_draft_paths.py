@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from attnmux.core import DraftTree
-from attnmux.transformers.draft_paths import DraftPaths, likeliest
+from attnmux.transformers.draft.paths import DraftPaths, likeliest
 
 VOCABULARY = 23
 

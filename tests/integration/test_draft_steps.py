@@ -22,8 +22,8 @@ from attnmux.core import (
 from attnmux.core.find.cpu import probe_cpu
 from attnmux.core.plugin import imported
 from attnmux.cpu.torch_native import TorchNativeBackend
-from attnmux.nvidia.fa3 import FA3Backend
-from attnmux.nvidia.fa3_layers import FA3Kernels
+from attnmux.nvidia.fa3.backend import FA3Backend
+from attnmux.nvidia.fa3.layers import FA3Kernels
 from attnmux.testing import (
     Case,
     FakeBackend,
@@ -32,12 +32,12 @@ from attnmux.testing import (
     decode,
     make_setup,
 )
-from attnmux.transformers.draft_steps import MultiStepDraftBackend
+from attnmux.transformers.draft.steps import MultiStepDraftBackend
 
 pytest.importorskip("triton")
 
 from attnmux.emulators import triton_interpreter
-from attnmux.triton.backend import TritonBackend
+from attnmux.triton.attention.backend import TritonBackend
 
 FA3 = imported(FA3Kernels, "attnmux.emulators.nvidia.sgl_flash_attn")
 HOPPER = Platform.parse("nvidia:sm90,cuda=13.0")

@@ -16,10 +16,10 @@ from transformers import AttentionInterface
 from attnmux.core import InvalidInput, NoBackend, Request
 from attnmux.core.cli.verbs import verbs
 from attnmux.testing import cases_in_shape, fake_card, fake_platform, run_case
-from attnmux.testing.candidate import Candidate
+from attnmux.testing.run.candidate import Candidate
 from attnmux.transformers import Engine, Prompt, SequenceState, open_checkpoint, run_prompts
-from attnmux.transformers.attention import set_attention
-from attnmux.transformers.dual_chunks import DualChunks
+from attnmux.transformers.model.attention import set_attention
+from attnmux.transformers.model.dual_chunks import DualChunks
 
 CHUNK, LOCAL = 12, 4
 C = CHUNK - LOCAL

@@ -30,8 +30,8 @@ from attnmux.transformers import (
     recall,
     run_prompts,
 )
-from attnmux.transformers.eagle_files import head_folder, is_head
 from attnmux.transformers.engine import scheduler
+from attnmux.transformers.load.eagle_files import head_folder, is_head
 
 VOCABULARY, OWN_VOCABULARY, NUM = 97, 40, 11
 HEADS, KV_HEADS, HEAD_DIM, MLP = 4, 2, 8, 48

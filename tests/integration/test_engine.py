@@ -27,11 +27,11 @@ from attnmux.core import (
 from attnmux.transformers import Engine, Prompt, StepBuilder, run_prompts
 from attnmux.transformers.engine import scheduler
 from attnmux.transformers.engine.scheduler import WORTH_WAITING
-from attnmux.transformers.prefixes import WindowPrefixTree, WindowSpan
-from attnmux.transformers.ranks import ONE_RANK
-from attnmux.transformers.sampling_params import SamplingParams
-from attnmux.transformers.sequence import SequenceState
-from attnmux.transformers.slots import PagedAllocator, SWAAllocator
+from attnmux.transformers.requests.prefixes import WindowPrefixTree, WindowSpan
+from attnmux.transformers.requests.sampling_params import SamplingParams
+from attnmux.transformers.requests.sequence import SequenceState
+from attnmux.transformers.requests.slots import PagedAllocator, SWAAllocator
+from attnmux.transformers.run.ranks import ONE_RANK
 
 VOCABULARY = 50
 PLACES = 10_000

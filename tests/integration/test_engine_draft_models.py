@@ -28,7 +28,7 @@ from attnmux.transformers import (
     run_prompts,
 )
 from attnmux.transformers.engine import scheduler
-from attnmux.transformers.sequence import SequenceState
+from attnmux.transformers.requests.sequence import SequenceState
 
 NUM = 13
 """New tokens of a prompt: the first, and those of three rounds in which all drafts are right."""
@@ -243,11 +243,11 @@ def test_stop_ids_and_aborted_requests(sure, run_on, page_size, alone):
 def test_triton_drafts(sure, topk, alone):
     pytest.importorskip("triton")
     from attnmux.emulators import triton_interpreter  # noqa: PLC0415  # where there is a Triton
-    from attnmux.triton.backend import TritonBackend  # noqa: PLC0415  # as above
+    from attnmux.triton.attention.backend import TritonBackend  # noqa: PLC0415  # as above
 
     model, folder = sure
     prompts = [[5, 9, 2, 44, 7], [11, 80]]
-    card = replace(fake_card(), name="triton", factory="attnmux.triton.factory:triton")
+    card = replace(fake_card(), name="triton", factory="attnmux.triton.attention.factory:triton")
     offers = [Offer(card=card, plugin="triton", distribution="attnmux-triton", version="1.0")]
     given = {"max_batch_size": 2, "max_context_len": 24, "max_total_tokens": 96}
     given |= {"spare_pages": 2 * topk * 2, "page_size": 16, "draft_tokens": 4}
@@ -360,7 +360,7 @@ def test_thresholds_accept_more_of_sampled_requests_alone(tiny, run_on, topk, al
 @pytest.mark.filterwarnings("ignore:Conversion of an array:DeprecationWarning")
 def test_kernels_for_trees_change_no_text(tiny, run_on, monkeypatch):
     """Those that build them, and those that sample them."""
-    triton_trees = pytest.importorskip("attnmux.triton.trees", exc_type=ImportError)
+    triton_trees = pytest.importorskip("attnmux.triton.functions.trees", exc_type=ImportError)
     _, folder = tiny("llama")
     prompts = some_prompts(3)
     ways = [SamplingParams(temperature=place % 2, seed=place) for place in range(len(prompts))]

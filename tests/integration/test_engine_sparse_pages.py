@@ -53,7 +53,7 @@ def kernels(request, monkeypatch):
         return
     pytest.importorskip("triton")
     from attnmux.emulators import triton_interpreter  # noqa: PLC0415  # where there is a Triton
-    from attnmux.triton.chosen_pages import make_kernels  # noqa: PLC0415  # as above
+    from attnmux.triton.functions.chosen_pages import make_kernels  # noqa: PLC0415  # as above
 
     names = []
 

@@ -21,15 +21,15 @@ from attnmux.core import (
     SWAKVPool,
 )
 from attnmux.core.contract.spec import tree_visibility
-from attnmux.testing.greedy_trees import verify_tree_greedy
+from attnmux.testing.reference.greedy_trees import verify_tree_greedy
 from attnmux.transformers import Engine, NgramProposer, SamplingParams, StepBuilder
-from attnmux.transformers import verify_step as verify_step_module
+from attnmux.transformers.draft import verify_step as verify_step_module
 from attnmux.transformers.engine import scheduler
 from attnmux.transformers.engine.acceptance import HostTrees
-from attnmux.transformers.prefixes import WindowPrefixTree, WindowSpan
-from attnmux.transformers.ranks import ONE_RANK
-from attnmux.transformers.sampling import Sampler, Upcoming, sample
-from attnmux.transformers.slots import PagedAllocator, SWAAllocator
+from attnmux.transformers.requests.prefixes import WindowPrefixTree, WindowSpan
+from attnmux.transformers.requests.sampling import Sampler, Upcoming, sample
+from attnmux.transformers.requests.slots import PagedAllocator, SWAAllocator
+from attnmux.transformers.run.ranks import ONE_RANK
 
 VOCABULARY = 50
 PLACES = 10_000

@@ -16,7 +16,7 @@ from attnmux.core.find.cpu import probe_cpu
 from attnmux.core.verbs import Unverified
 from attnmux.cpu.plugin import TORCH_LINEAR
 from attnmux.testing import FirstUse, run_case
-from attnmux.testing.linear_cases import LinearCase
+from attnmux.testing.cases.linear import LinearCase
 
 PLUGIN = """
 from attnmux.core.plugin import Clause, BackendCard, Prior, hookimpl, one_of
@@ -127,7 +127,7 @@ def test_a_backend_that_was_named_is_not_tried(acme) -> None:
 
 def test_without_the_suite_a_warning_is_printed(acme, monkeypatch) -> None:
     acme("right")
-    monkeypatch.setattr("attnmux.transformers.cli_watching._from_testing", lambda _: None)
+    monkeypatch.setattr("attnmux.transformers.cli.watching._from_testing", lambda _: None)
     result = generate()
     assert result.exit_code == 0
     assert "acme/acme was chosen, but its card names no machine" in result.stderr
@@ -150,7 +150,7 @@ def test_linear_layers_backends_are_tried_too(monkeypatch, tmp_path) -> None:
             tried.append(case)
             yield run_case(candidate, case, seed=seed)
 
-    monkeypatch.setattr("attnmux.testing.first_use.run_in_children", run)
+    monkeypatch.setattr("attnmux.testing.first_use.first_use.run_in_children", run)
     said: list[str] = []
     FirstUse(offers, device="cpu", cache=tmp_path, say=said.append)(decision)
     linear = [case for case in tried if isinstance(case, LinearCase)]

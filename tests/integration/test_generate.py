@@ -23,8 +23,8 @@ from attnmux.transformers import (
     recall,
     run_prompts,
 )
-from attnmux.transformers.sampling import NOT_A_NUMBER, sample
-from attnmux.transformers.tokenization import TextStream
+from attnmux.transformers.load.tokenization import TextStream
+from attnmux.transformers.requests.sampling import NOT_A_NUMBER, sample
 
 PROMPTS = [[5, 9, 2], [7], list(range(1, 30))]
 
@@ -466,6 +466,6 @@ def test_a_chat_template_that_does_not_end_is_refused(tmp_path, monkeypatch):
     # It ends after a while, so that its thread does not slow down the tests that follow.
     template = "{% for a in range(50) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
     (tmp_path / "m" / "chat_template.jinja").write_text(template)
-    monkeypatch.setattr("attnmux.transformers.tokenization.TEMPLATE_SECONDS", 0.01)
+    monkeypatch.setattr("attnmux.transformers.load.tokenization.TEMPLATE_SECONDS", 0.01)
     with pytest.raises(InvalidInput, match=r"chat template that did not end within 0\.01 s"):
         encode_prompts(open_checkpoint(tmp_path / "m"), ["hi"], max_context_len=100, chat=True)

@@ -19,8 +19,11 @@ from safetensors.torch import load_file, save_file
 
 from attnmux.core.cli.verbs import verbs
 from attnmux.core.find.cpu import probe_cpu
-from attnmux.transformers import cli, cli_prompts, cli_run, recall
-from attnmux.transformers.engine import PREFILL_TOKENS
+from attnmux.transformers import recall
+from attnmux.transformers.cli import command as cli
+from attnmux.transformers.cli import prompts as cli_prompts
+from attnmux.transformers.cli import run as cli_run
+from attnmux.transformers.engine.engine import PREFILL_TOKENS
 
 USUAL = "native" if "cxx_compiler" in probe_cpu().features else "torch_native"
 """The backend of a CPU for which nothing is configured."""

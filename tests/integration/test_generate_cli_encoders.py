@@ -14,9 +14,10 @@ from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import AutoModelForSeq2SeqLM, AutoModelForSpeechSeq2Seq, PreTrainedTokenizerFast
 
 from attnmux.core.cli.verbs import verbs
-from attnmux.transformers import open_checkpoint, sounds
-from attnmux.transformers.checkpoint import quiet_transformers
-from attnmux.transformers.sounds import read_samples
+from attnmux.transformers import open_checkpoint
+from attnmux.transformers.load import sounds
+from attnmux.transformers.load.checkpoint import quiet_transformers
+from attnmux.transformers.load.sounds import read_samples
 
 START = {"decoder_start_token_id": 3}
 RATE = 16_000

@@ -13,7 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from attnmux.core.cli.verbs import verbs
 from attnmux.transformers import recall
-from attnmux.transformers.checkpoint import quiet_transformers
+from attnmux.transformers.load.checkpoint import quiet_transformers
 
 TOKENIZER_FILES = shutil.ignore_patterns("*.py", "__*", "config.json", "*.safetensors")
 

@@ -23,7 +23,7 @@ from attnmux.transformers import (
     open_checkpoint,
     run_prompts,
 )
-from attnmux.transformers.eagle_head import EagleHead
+from attnmux.transformers.draft.eagle_head import EagleHead
 from attnmux.transformers.engine import scheduler
 
 NUM, DRAFTS, VOCABULARY = 12, 5, 97

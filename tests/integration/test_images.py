@@ -231,7 +231,7 @@ def test_without_its_mask_the_text_is_another(tiny, run_on, monkeypatch):
     engine = Engine(runner_of(run_on, folder))
     expected = alone(model, inputs, 9)
     assert tokens(engine, inputs, 9) == expected
-    monkeypatch.setattr("attnmux.transformers.batching.mask_of", lambda *_: None)
+    monkeypatch.setattr("attnmux.transformers.requests.batching.mask_of", lambda *_: None)
     assert tokens(engine, inputs, 9) != expected
 
 
@@ -239,7 +239,7 @@ def test_without_their_positions_the_text_is_another(tiny, run_on, monkeypatch):
     model, folder = tiny("qwen2.5-vl")
     inputs = Pictures("qwen2.5-vl").several()
     engine = Engine(runner_of(run_on, folder))
-    monkeypatch.setattr("attnmux.transformers.batching.positions_of", lambda *_: None)
+    monkeypatch.setattr("attnmux.transformers.requests.batching.positions_of", lambda *_: None)
     assert tokens(engine, inputs, 9) != alone(model, inputs, 9)
 
 

@@ -16,10 +16,10 @@ from attnmux.cpu.torch_native import TorchNativeBackend
 from attnmux.nvidia.flashinfer.backend import make as make_flashinfer
 from attnmux.nvidia.flashinfer.planning import FlashInferKernels
 from attnmux.testing import Case, extend, fake_platform, make_setup, prepare_step, reference
-from attnmux.testing.adapters import AdapterWorld
+from attnmux.testing.adapters.tests import AdapterWorld
 from attnmux.transformers import SequenceState
-from attnmux.transformers.images.prompt import PromptImages
-from attnmux.transformers.images.step import mask_of
+from attnmux.transformers.requests.prompt_images import PromptImages
+from attnmux.transformers.requests.step_images import mask_of
 
 FLASHINFER_WORLD = AdapterWorld(
     library=make_flashinfer,
@@ -33,7 +33,7 @@ def triton(context, options):
     found = pytest.importorskip("triton")
     if not found.knobs.runtime.interpret:
         pytest.skip("kernels are compiled here: TRITON_INTERPRET=0")
-    return pytest.importorskip("attnmux.triton.backend").TritonBackend(
+    return pytest.importorskip("attnmux.triton.attention.backend").TritonBackend(
         context, options, compute_units=3
     )
 

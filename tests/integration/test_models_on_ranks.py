@@ -25,7 +25,7 @@ from attnmux.transformers import (
     open_checkpoint,
     run_prompts,
 )
-from attnmux.transformers.checkpoint import quiet_transformers
+from attnmux.transformers.load.checkpoint import quiet_transformers
 from attnmux.transformers.parallel.data_parallel import DataParallelRanks
 from attnmux.transformers.parallel.ranks import InterleavedRanks, TensorParallelRanks
 

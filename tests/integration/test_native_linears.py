@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from attnmux.transformers.linears import multiply_by
+from attnmux.transformers.run.linears import multiply_by
 
 
 class Doubled:

@@ -29,7 +29,7 @@ from attnmux.transformers import (
 )
 from attnmux.transformers.parallel import launch
 from attnmux.transformers.parallel.prefill import TOKENS_EACH, PrefillParallelRanks
-from attnmux.transformers.sequence import SequenceState
+from attnmux.transformers.requests.sequence import SequenceState
 
 OPTIONS = {"max_batch_size": 4, "max_context_len": 64, "max_total_tokens": 192, "dtype": "float32"}
 ARCHITECTURES: dict[str, dict[str, Any]] = {

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from attnmux.core import InvalidInput
-from attnmux.transformers.prefixes import PrefixTree
-from attnmux.transformers.slots import PagedAllocator
+from attnmux.transformers.requests.prefixes import PrefixTree
+from attnmux.transformers.requests.slots import PagedAllocator
 
 NUM_PAGES = 24
 

@@ -34,7 +34,7 @@ from attnmux.transformers import (
     open_checkpoint,
     run_prompts,
 )
-from attnmux.transformers.decision import decide
+from attnmux.transformers.load.decision import decide
 from attnmux.transformers.parallel.ranks import InterleavedRanks, TensorParallelRanks
 
 OPTIONS = {"max_batch_size": 4, "max_context_len": 64, "max_total_tokens": 192, "dtype": "float32"}

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from attnmux.core import InvalidInput, LinearLayerSpec, LinearStatePool
-from attnmux.transformers.prefixes import StatePrefixTree
-from attnmux.transformers.slots import PagedAllocator
+from attnmux.transformers.requests.prefixes import StatePrefixTree
+from attnmux.transformers.requests.slots import PagedAllocator
 
 LAYERS = [
     LinearLayerSpec(

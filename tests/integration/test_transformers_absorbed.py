@@ -25,10 +25,10 @@ from attnmux.transformers import (
     open_checkpoint,
     record_layers,
 )
-from attnmux.transformers.absorbed import UpProjection, absorb, absorbed_layers, expand
-from attnmux.transformers.attention import SERVED
-from attnmux.transformers.checkpoint import quiet_transformers
-from attnmux.transformers.pools import bytes_per_token
+from attnmux.transformers.load.checkpoint import quiet_transformers
+from attnmux.transformers.model.absorbed import UpProjection, absorb, absorbed_layers, expand
+from attnmux.transformers.model.attention import SERVED
+from attnmux.transformers.requests.pools import bytes_per_token
 
 OP = torch.ops.attnmux.attention_with_output
 

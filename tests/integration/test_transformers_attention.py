@@ -7,8 +7,8 @@ import torch
 
 from attnmux.core import AttnmuxError, InvalidInput, forward_context
 from attnmux.transformers import SequenceState
-from attnmux.transformers.attention import attention_forward, no_mask
-from attnmux.transformers.layer_call import NOT_ATTENTION, read_call
+from attnmux.transformers.model.attention import attention_forward, no_mask
+from attnmux.transformers.model.layer_call import NOT_ATTENTION, read_call
 
 
 class Layer(torch.nn.Module):

@@ -20,8 +20,8 @@ from attnmux.transformers import (
     load_runner,
     open_checkpoint,
 )
-from attnmux.transformers.compiled import compile_layers, undo
-from attnmux.transformers.linears import KernelLinear, multiply_by
+from attnmux.transformers.run.compiled import compile_layers, undo
+from attnmux.transformers.run.linears import KernelLinear, multiply_by
 
 OP = torch.ops.attnmux.attention_with_output
 

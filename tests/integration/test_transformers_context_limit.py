@@ -6,7 +6,7 @@ import pytest
 import transformers
 
 from attnmux.core import InvalidInput
-from attnmux.transformers.context_limit import (
+from attnmux.transformers.load.context_limit import (
     check_context,
     longest_len,
     longrope_switch,

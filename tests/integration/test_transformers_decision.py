@@ -27,8 +27,9 @@ from attnmux.core.cli import run as shared
 from attnmux.core.cli.verbs import verbs
 from attnmux.core.find.cpu import probe_cpu
 from attnmux.core.verbs import Device, Question
-from attnmux.transformers import cli_run, recall
-from attnmux.transformers.decision import decide, without
+from attnmux.transformers import recall
+from attnmux.transformers.cli import run as cli_run
+from attnmux.transformers.load.decision import decide, without
 
 HERE = replace(probe_cpu(), features=frozenset({"avx2", "cxx_compiler"}))
 

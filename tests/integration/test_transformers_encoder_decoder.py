@@ -8,18 +8,12 @@ import transformers
 from transformers import AutoModelForSeq2SeqLM, AutoModelForSpeechSeq2Seq
 
 from attnmux.core import InvalidInput, PoolExhausted, torch_dtype
-from attnmux.transformers import (
-    Engine,
-    Prompt,
-    SequenceState,
-    encoder_batches,
-    record_layers,
-    run_prompts,
-)
-from attnmux.transformers.checkpoint import quiet_transformers
-from attnmux.transformers.encoder_decoder import record_decoder
+from attnmux.transformers import Engine, Prompt, SequenceState, record_layers, run_prompts
 from attnmux.transformers.engine import scheduler
-from attnmux.transformers.packed_decoder import PackedDecoder
+from attnmux.transformers.load.checkpoint import quiet_transformers
+from attnmux.transformers.model import encoder_batches
+from attnmux.transformers.model.encoder_decoder import record_decoder
+from attnmux.transformers.model.packed_decoder import PackedDecoder
 
 TEXT = {"max_position_embeddings": 64}
 CONFIGS = {

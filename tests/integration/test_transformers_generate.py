@@ -15,10 +15,10 @@ from transformers.generation import ContinuousBatchingConfig
 
 from attnmux.core import InvalidInput, NoBackend
 from attnmux.transformers import IMPLEMENTATION, allow_generate_batch
-from attnmux.transformers.checkpoint import quiet_transformers
-from attnmux.transformers.implementation import Implementation
-from attnmux.transformers.stage import LEAST_CONTEXT, Room
-from attnmux.transformers.visible import Lens, MaskWithKeys
+from attnmux.transformers.load.checkpoint import quiet_transformers
+from attnmux.transformers.model.stage import LEAST_CONTEXT, Room
+from attnmux.transformers.model.visible import Lens, MaskWithKeys
+from attnmux.transformers.run.implementation import Implementation
 
 ARCHITECTURES = (
     "llama",
@@ -147,7 +147,7 @@ def test_generate_batch(tiny, on_attnmux, prompts, architecture):
 
 def test_batching_takes_a_transformers_that_admits_it(on_attnmux, monkeypatch):
     later = Version("99.1")
-    monkeypatch.setattr("attnmux.transformers.implementation.FIRST_BATCHING", later)
+    monkeypatch.setattr("attnmux.transformers.run.implementation.FIRST_BATCHING", later)
     with pytest.raises(InvalidInput, match=r"99\.1 or later"):
         allow_generate_batch(on_attnmux("llama"))
 
@@ -202,7 +202,7 @@ def test_layers_of_a_kind_share_a_backend_and_more_room_replaces_it(caplog):
     fresh = Implementation()
     first, second = torch.nn.Module(), torch.nn.Module()
     first.layer_idx, second.layer_idx = 0, 1
-    caplog.set_level(logging.INFO, logger="attnmux.transformers.staged")
+    caplog.set_level(logging.INFO, logger="attnmux.transformers.run.staged")
 
     def attend(module, tokens):
         q, k = torch.randn(1, 4, tokens, 8), torch.randn(1, 2, tokens, 8)

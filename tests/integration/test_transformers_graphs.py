@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM
 from attnmux.core import Offer
 from attnmux.testing import RecordingGraphs, fake_platform, graph_card
 from attnmux.transformers import RunnerOptions, SequenceState, load_runner, open_checkpoint
-from attnmux.transformers.checkpoint import quiet_transformers
+from attnmux.transformers.load.checkpoint import quiet_transformers
 
 OFFER = Offer(card=graph_card(), plugin="fake", distribution="attnmux-fake", version="1.0")
 NO_TOKENS = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}

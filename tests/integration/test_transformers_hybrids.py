@@ -24,8 +24,8 @@ from attnmux.transformers import (
     run_prompts,
 )
 from attnmux.transformers.engine import scheduler
-from attnmux.transformers.layers import TOKEN_COUNTER, record_layers
-from attnmux.transformers.mixers import bind, has_mixers, mixers_of
+from attnmux.transformers.model.layers import TOKEN_COUNTER, record_layers
+from attnmux.transformers.model.mixers.mixers import bind, has_mixers, mixers_of
 
 KINDS = {
     "qwen3-next": {"gdn": 3},

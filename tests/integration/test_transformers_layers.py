@@ -19,17 +19,12 @@ from transformers.masking_utils import (
 )
 
 from attnmux.core import InvalidInput, LayerSpec, Request
-from attnmux.transformers import (
-    IMPLEMENTATION,
-    RunnerOptions,
-    layers,
-    record_layers,
-    request_of,
-)
-from attnmux.transformers.checkpoint import quiet_transformers
-from attnmux.transformers.probe import Probe
-from attnmux.transformers.reach import Reach, read_reach
-from attnmux.transformers.requests import check_against_config, with_kept_dtype
+from attnmux.transformers import IMPLEMENTATION, RunnerOptions, record_layers, request_of
+from attnmux.transformers.load.checkpoint import quiet_transformers
+from attnmux.transformers.load.model_request import check_against_config, with_kept_dtype
+from attnmux.transformers.model import layers
+from attnmux.transformers.model.probe import Probe
+from attnmux.transformers.model.reach import Reach, read_reach
 
 SMALL = {"vocab_size": 97, "hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4}
 LLAMA_LIKE = {**SMALL, "intermediate_size": 48, "num_key_value_heads": 2}

@@ -17,8 +17,8 @@ from attnmux.core.find.cpu import probe_cpu
 from attnmux.core.plugin import ANY, BackendCard, Clause, Prior, one_of
 from attnmux.core.verbs import Device
 from attnmux.transformers import RunnerOptions, SequenceState, load_runner, open_checkpoint
-from attnmux.transformers.attention import SERVED
-from attnmux.transformers.checkpoint import explained
+from attnmux.transformers.load.checkpoint import explained
+from attnmux.transformers.model.attention import SERVED
 
 CLAUSE = Clause(
     vendor=ANY,

@@ -13,9 +13,9 @@ from transformers import AutoModelForCausalLM
 from attnmux.core import InvalidInput, load_plugins
 from attnmux.core.find.cpu import probe_cpu
 from attnmux.transformers import RunnerOptions, SequenceState, load_runner, open_checkpoint
-from attnmux.transformers.checkpoint import quiet_transformers
-from attnmux.transformers.own_attention import ADAPTERS, adapt, has_adapter
-from attnmux.transformers.unserved_attention import UNSERVED, check_own_attention
+from attnmux.transformers.load.checkpoint import quiet_transformers
+from attnmux.transformers.model.own_attention import ADAPTERS, adapt, has_adapter
+from attnmux.transformers.model.unserved_attention import UNSERVED, check_own_attention
 
 ROOT = Path(__file__).resolve().parents[2]
 NO_TOKENS = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None, "vocab_size": 97}

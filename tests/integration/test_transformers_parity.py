@@ -7,8 +7,8 @@ import torch
 from transformers import AutoModelForCausalLM, Llama4TextConfig, Phi3Config
 
 from attnmux.transformers import Engine, Prompt, SequenceState, run_prompts
-from attnmux.transformers.checkpoint import quiet_transformers
-from attnmux.transformers.context_limit import with_long_factors
+from attnmux.transformers.load.checkpoint import quiet_transformers
+from attnmux.transformers.load.context_limit import with_long_factors
 
 ARCHITECTURES = (
     "llama",

@@ -19,7 +19,7 @@ from attnmux.core import (
     SWAKVPool,
 )
 from attnmux.core.find.cpu import probe_cpu
-from attnmux.transformers.pools import (
+from attnmux.transformers.requests.pools import (
     SLOT_MAP_BYTES,
     bytes_per_token,
     make_pool,

@@ -9,11 +9,11 @@ from transformers import AutoModelForCausalLM
 
 from attnmux.core import InvalidInput
 from attnmux.transformers import IMPLEMENTATION, record_layers
-from attnmux.transformers.absorbed import absorbed_layers
-from attnmux.transformers.checkpoint import quiet_transformers
-from attnmux.transformers.layer_call import layer_id_of
-from attnmux.transformers.probe import Probe
-from attnmux.transformers.repeated import CALLS, NumberedCalls, has_numbered_calls
+from attnmux.transformers.load.checkpoint import quiet_transformers
+from attnmux.transformers.model.absorbed import absorbed_layers
+from attnmux.transformers.model.layer_call import layer_id_of
+from attnmux.transformers.model.probe import Probe
+from attnmux.transformers.model.repeated import CALLS, NumberedCalls, has_numbered_calls
 
 
 def make(**changes):

@@ -32,8 +32,8 @@ from attnmux.transformers import (
     open_checkpoint,
     run_prompts,
 )
-from attnmux.transformers.checkpoint import quiet_transformers
-from attnmux.transformers.cli_output import as_dict, closing_line
+from attnmux.transformers.cli.output import as_dict, closing_line
+from attnmux.transformers.load.checkpoint import quiet_transformers
 
 BASE = {
     "vocab_size": 97,

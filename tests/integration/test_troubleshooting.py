@@ -56,7 +56,7 @@ def failure(tmp_path: Path) -> Path:
 def shortened(monkeypatch: pytest.MonkeyPatch) -> None:
     """`verify` runs every twentieth case."""
     monkeypatch.setattr(
-        "attnmux.testing.candidate.standard_cases", lambda sizes: standard_cases(sizes)[::20]
+        "attnmux.testing.run.candidate.standard_cases", lambda sizes: standard_cases(sizes)[::20]
     )
 
 

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from attnmux.core import LinearLayerSpec, LinearStatePool, MHATokenToKVPool, SWAKVPool
-from attnmux.transformers.prefixes import WindowSpan, WindowStatePrefixTree
-from attnmux.transformers.slots import SWAAllocator
+from attnmux.transformers.requests.prefixes import WindowSpan, WindowStatePrefixTree
+from attnmux.transformers.requests.slots import SWAAllocator
 
 LAYER = LinearLayerSpec(
     layer_id=0, kind="lightning", num_k_heads=1, num_v_heads=1, head_k_dim=1, head_v_dim=1

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from attnmux.core import InvalidInput, MHATokenToKVPool, SWAKVPool
-from attnmux.transformers.prefixes import WindowPrefixTree, WindowSpan
-from attnmux.transformers.slots import SWAAllocator
+from attnmux.transformers.requests.prefixes import WindowPrefixTree, WindowSpan
+from attnmux.transformers.requests.slots import SWAAllocator
 
 SPANS = (
     WindowSpan(sliding_window_size=0),

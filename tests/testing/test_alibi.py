@@ -22,11 +22,11 @@ from attnmux.testing import (
     run_case,
     standard_cases,
 )
-from attnmux.testing.cases import Case, case_of, decode, extend
-from attnmux.testing.graph_fakes import graph_card
+from attnmux.testing.cases.case import Case, case_of, decode, extend
+from attnmux.testing.fakes.graphs import graph_card
 from attnmux.testing.reference import attention, dense_attention
 from attnmux.testing.reference.dense import alibi_bias
-from attnmux.testing.sampling import Sampler
+from attnmux.testing.sampling.sampler import Sampler
 
 CASES = {case.name: case for case in standard_cases((16,)) if case.alibi}
 

@@ -37,8 +37,8 @@ from attnmux.testing import (
     make_setup,
     run_case,
 )
-from attnmux.testing.fakes import FullMetadata
-from attnmux.transformers.slots import PagedAllocator
+from attnmux.testing.fakes.backend import FullMetadata
+from attnmux.transformers.requests.slots import PagedAllocator
 
 WITHIN = 100
 """Steps in which a planted fault must be found."""

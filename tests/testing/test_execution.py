@@ -25,8 +25,8 @@ from attnmux.testing import (
     run_case,
     standard_cases,
 )
-from attnmux.testing.graph_fakes import GraphState
-from attnmux.testing.tape import GraphViolation
+from attnmux.testing.fakes.graphs import GraphState
+from attnmux.testing.graphs.tape import GraphViolation
 
 CASES = {case.name: case for case in in_graphs(standard_cases((16,)))}
 

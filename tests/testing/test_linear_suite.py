@@ -13,8 +13,8 @@ from attnmux.core.plugin import one_of
 from attnmux.cpu.plugin import TORCH_LINEAR
 from attnmux.cpu.torch_linear import TorchLinearBackend
 from attnmux.testing import Candidate, fake_card, fake_platform, run_case, verify
-from attnmux.testing.linear_cases import LinearCase
-from attnmux.testing.linear_sampling import linear_samples
+from attnmux.testing.cases.linear import LinearCase
+from attnmux.testing.sampling.linear import linear_samples
 
 
 class KeepsOldStates(TorchLinearBackend):

@@ -25,8 +25,8 @@ from attnmux.core.plugin import (
     versions,
 )
 from attnmux.core.verbs import Question
-from attnmux.testing.matrix import markdown
-from attnmux.testing.matrix_rows import COLUMNS, Row, rows_of
+from attnmux.testing.matrix.command import markdown
+from attnmux.testing.matrix.rows import COLUMNS, Row, rows_of
 
 ROOT = Path(__file__).resolve().parents[2]
 OURS = tuple(sorted(path.name for path in (ROOT / "plugins").iterdir() if path.is_dir()))

@@ -9,9 +9,9 @@ from click.testing import CliRunner
 from attnmux.core import Offer, Platform, Request
 from attnmux.core.cli.verbs import verbs
 from attnmux.core.plugin import ANY, BackendCard, Clause, at_most, one_of
-from attnmux.testing.matrix import TITLES
-from attnmux.testing.matrix_rows import narrowed, rows_of
-from attnmux.testing.matrix_view import show
+from attnmux.testing.matrix.command import TITLES
+from attnmux.testing.matrix.rows import narrowed, rows_of
+from attnmux.testing.matrix.view import show
 
 PLAIN = {
     "phase": one_of("extend", "decode"),

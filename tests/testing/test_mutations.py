@@ -20,9 +20,9 @@ from attnmux.testing import (
     run_case,
     standard_cases,
 )
-from attnmux.testing.cases import case_of, decode
-from attnmux.testing.fakes import FullMetadata
-from attnmux.testing.variant_cases import LATENT
+from attnmux.testing.cases.case import case_of, decode
+from attnmux.testing.cases.variants import LATENT
+from attnmux.testing.fakes.backend import FullMetadata
 
 
 class OffByOnePage(FakeBackend):

@@ -19,9 +19,9 @@ from attnmux.testing import (
     standard_cases,
     verify,
 )
-from attnmux.testing.batches import UNWRITTEN
-from attnmux.testing.placement import LEFT_OVER, buffers
-from attnmux.testing.prepared import kv_rows
+from attnmux.testing.setup.batches import UNWRITTEN
+from attnmux.testing.setup.placement import LEFT_OVER, buffers
+from attnmux.testing.setup.prepared import kv_rows
 
 
 def setup_of(*steps, page_size=4, **settings):

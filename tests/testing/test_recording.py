@@ -9,7 +9,7 @@ import torch
 
 from attnmux.core.plugin import CapturedGraph, GraphStep
 from attnmux.testing import RecordingGraphs
-from attnmux.testing.tape import GraphViolation
+from attnmux.testing.graphs.tape import GraphViolation
 
 PREPARE, FORWARD = "init_forward_metadata_in_graph", "forward"
 

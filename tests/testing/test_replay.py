@@ -27,8 +27,8 @@ from attnmux.testing import (
     run_again,
     verify,
 )
-from attnmux.testing.execution import call_layer
-from attnmux.testing.failures import FACTS, TENSORS
+from attnmux.testing.canary.failures import FACTS, TENSORS
+from attnmux.testing.run.execution import call_layer
 
 
 class Broken(FakeBackend):

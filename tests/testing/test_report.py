@@ -20,11 +20,11 @@ from attnmux.core.find.cpu import probe_cpu
 from attnmux.core.plugin import Verified
 from attnmux.core.verbs import Device
 from attnmux.testing import find_candidate
-from attnmux.testing.anonymous import anonymous, anonymous_error
-from attnmux.testing.candidate import Outcome
-from attnmux.testing.report_facts import system
-from attnmux.testing.summary import kept_file, read_summary, summarised, verified_by
-from attnmux.testing.verify_run import Verification
+from attnmux.testing.report.facts import system
+from attnmux.testing.run.candidate import Outcome
+from attnmux.testing.verification.anonymous import anonymous, anonymous_error
+from attnmux.testing.verification.run import Verification
+from attnmux.testing.verification.summary import kept_file, read_summary, summarised, verified_by
 
 NAME = "cpu/torch_native"
 PASSED = Outcome(case="one", status="passed", max_error=0.25)
@@ -65,7 +65,7 @@ def no_run(monkeypatch) -> None:
     def fail(*_: object, **__: object) -> None:
         pytest.fail("the report ran cases")
 
-    monkeypatch.setattr("attnmux.testing.report.verify_quickly", fail)
+    monkeypatch.setattr("attnmux.testing.report.command.verify_quickly", fail)
 
 
 def report(*arguments: str) -> Result:
@@ -216,7 +216,7 @@ def test_a_report_names_neither_the_user_nor_the_machine(home, monkeypatch) -> N
     )
     failed = replace(PASSED, status="failed", message=message)
     monkeypatch.setattr(
-        "attnmux.testing.report.verify_quickly", lambda *_, **__: verification(failed)
+        "attnmux.testing.report.command.verify_quickly", lambda *_, **__: verification(failed)
     )
     result = report("torch_native")
     assert result.exit_code == 0, result.output

@@ -17,7 +17,7 @@ from random import SystemRandom
 import torch
 
 from attnmux.testing import run_case
-from attnmux.testing.side_effects import SideEffects
+from attnmux.testing.run.side_effects import SideEffects
 
 if __name__ == "__main__":  # pytest has the folder in its path
     sys.path.insert(0, str(Path(__file__).resolve().parents[2]))

@@ -19,7 +19,7 @@ from attnmux.testing import (
     find_candidate,
     run_case,
 )
-from attnmux.testing.standard import case_of
+from attnmux.testing.cases.standard import case_of
 
 
 class TestFakeBackend(AttentionBackendTests):
@@ -94,11 +94,11 @@ def test_unknown_executions_are_refused() -> None:
     ("module", "absent"),
     [
         ("attnmux.testing", ("torch", "pytest")),
-        ("attnmux.testing.standard", ("torch", "pytest")),
-        ("attnmux.testing.candidate", ("torch", "pytest")),
-        ("attnmux.testing.card_limits", ("torch", "pytest")),
-        ("attnmux.testing.runner", ("pytest",)),
-        ("attnmux.testing.fakes", ("pytest",)),
+        ("attnmux.testing.cases.standard", ("torch", "pytest")),
+        ("attnmux.testing.run.candidate", ("torch", "pytest")),
+        ("attnmux.testing.sampling.card_limits", ("torch", "pytest")),
+        ("attnmux.testing.run.runner", ("pytest",)),
+        ("attnmux.testing.fakes.backend", ("pytest",)),
     ],
 )
 def test_imports_only_what_it_needs(module: str, absent: tuple[str, ...]) -> None:

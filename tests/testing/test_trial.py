@@ -17,12 +17,12 @@ from attnmux.core.measured.store import Store
 from attnmux.core.plugin import Verified
 from attnmux.core.verbs import Passes, Unverified
 from attnmux.testing import FirstUse, fake_card, find_candidate, run_case
-from attnmux.testing.candidate import Outcome
-from attnmux.testing.cases import PHASES
-from attnmux.testing.shaped import cases_in_shape
-from attnmux.testing.summary import Keeper
-from attnmux.testing.trial_cases import trial_cases
-from attnmux.testing.verify_run import Verification
+from attnmux.testing.cases.case import PHASES
+from attnmux.testing.first_use.shaped import cases_in_shape
+from attnmux.testing.first_use.trial_cases import trial_cases
+from attnmux.testing.run.candidate import Outcome
+from attnmux.testing.verification.run import Verification
+from attnmux.testing.verification.summary import Keeper
 
 SHAPES = {"dtype": "float32", "kv_dtype": "float32", "num_q_heads": 4, "num_kv_heads": 2}
 REQUEST = Request(**SHAPES, head_dim=16, phases=("extend", "decode"))
@@ -44,7 +44,7 @@ def in_process(monkeypatch) -> list:
             ran.append(case)
             yield run_case(candidate, case, seed=seed)
 
-    monkeypatch.setattr("attnmux.testing.first_use.run_in_children", run)
+    monkeypatch.setattr("attnmux.testing.first_use.first_use.run_in_children", run)
     return ran
 
 
@@ -118,7 +118,7 @@ def test_a_cards_claim_does_not_spare_it(offers, in_process, tmp_path) -> None:
 def test_a_trial_cut_short_is_not_kept_and_leaves_no_phase_out(
     offers, in_process, monkeypatch, tmp_path
 ) -> None:
-    monkeypatch.setattr("attnmux.testing.first_use.SECONDS", -1.0)
+    monkeypatch.setattr("attnmux.testing.first_use.first_use.SECONDS", -1.0)
     said: list[str] = []
     for _ in range(2):
         in_process.clear()
@@ -132,7 +132,7 @@ def test_a_trial_cut_short_is_not_kept_and_leaves_no_phase_out(
 def test_the_clock_starts_after_the_needed_cases(offers, in_process, monkeypatch, tmp_path) -> None:
     """In which kernels are compiled."""
     now = [0.0]
-    monkeypatch.setattr("attnmux.testing.first_use.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("attnmux.testing.first_use.first_use.time.monotonic", lambda: now[0])
 
     class Slow(list):
         def append(self, case):
@@ -146,7 +146,7 @@ def test_the_clock_starts_after_the_needed_cases(offers, in_process, monkeypatch
             slow.append(case)
             yield run_case(candidate, case, seed=seed)
 
-    monkeypatch.setattr("attnmux.testing.first_use.run_in_children", run)
+    monkeypatch.setattr("attnmux.testing.first_use.first_use.run_in_children", run)
     said: list[str] = []
     trial(offers, tmp_path, said)(decided(offers))
     assert len(slow) > 2
@@ -160,7 +160,7 @@ def test_a_phase_without_cases_is_said_and_not_kept(
     def no_decode(candidate, request, phase, **given):
         return iter(()) if phase == "decode" else cases_in_shape(candidate, request, phase, **given)
 
-    monkeypatch.setattr("attnmux.testing.trial_cases.cases_in_shape", no_decode)
+    monkeypatch.setattr("attnmux.testing.first_use.trial_cases.cases_in_shape", no_decode)
     said: list[str] = []
     trial(offers, tmp_path, said)(decided(offers))
     assert said[0].startswith("the suite has no case of decode for cpu/torch_native")

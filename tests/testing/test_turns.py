@@ -9,7 +9,7 @@ import pytest
 
 import turns
 from attnmux.testing import Case, find_candidate
-from attnmux.testing.linear_cases import LinearCase
+from attnmux.testing.cases.linear import LinearCase
 
 CASES = find_candidate("torch_native", device="cpu").cases((1, 16))
 

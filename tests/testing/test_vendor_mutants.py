@@ -27,7 +27,7 @@ import tomllib
 
 from attnmux.core import Platform
 from attnmux.testing import Candidate, Sampler, run_case
-from attnmux.testing.linear_cases import AnyCase
+from attnmux.testing.cases.linear import AnyCase
 
 ROOT = Path(__file__).resolve().parents[2]
 M2 = Platform.parse("acme:m2,device=cpu,runtime=acmert 3.1,features=fp8")

@@ -17,15 +17,15 @@ from attnmux.core.plugin import one_of
 from attnmux.testing import (
     Candidate,
     FakeBackend,
-    children,
     fake_card,
     fake_platform,
     graph_card,
     run_in_children,
     standard_cases,
 )
-from attnmux.testing.by_length import by_length
-from attnmux.testing.candidate import Outcome, StepFigures
+from attnmux.testing.run import children
+from attnmux.testing.run.candidate import Outcome, StepFigures
+from attnmux.testing.verification.by_length import by_length
 
 
 class NoScale(FakeBackend):
@@ -44,7 +44,9 @@ def on_trial(monkeypatch: pytest.MonkeyPatch):
 
     def put(**given: object) -> None:
         candidate = Candidate(**{"card": fake_card(), "platform": fake_platform(), **given})
-        monkeypatch.setattr("attnmux.testing.cli.find_candidate", lambda *_, **__: candidate)
+        monkeypatch.setattr(
+            "attnmux.testing.verification.command.find_candidate", lambda *_, **__: candidate
+        )
 
     return put
 
@@ -53,7 +55,7 @@ def on_trial(monkeypatch: pytest.MonkeyPatch):
 def fewer_cases(monkeypatch: pytest.MonkeyPatch) -> None:
     """One case in six, where what is said of them is what matters."""
     monkeypatch.setattr(
-        "attnmux.testing.candidate.standard_cases", lambda sizes: standard_cases(sizes)[::6]
+        "attnmux.testing.run.candidate.standard_cases", lambda sizes: standard_cases(sizes)[::6]
     )
 
 
@@ -132,7 +134,7 @@ def test_a_device_that_is_not_there_is_a_usage_error() -> None:
 
 
 def test_without_torch_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("attnmux.testing.cli.find_spec", lambda name: None)
+    monkeypatch.setattr("attnmux.testing.verification.command.find_spec", lambda name: None)
     result = invoke("torch_native", "--device", "cpu")
     assert result.exit_code == 3
     assert "pip install 'attnmux-core[torch]'" in result.stderr
@@ -285,7 +287,7 @@ class Passing:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.ran: list[str] = []
-        monkeypatch.setattr("attnmux.testing.runner.run_case", self)
+        monkeypatch.setattr("attnmux.testing.run.runner.run_case", self)
 
     def __call__(self, candidate: Candidate, case, *, seed: int) -> Outcome:
         self.ran.append(f"{case.name} {case.execution} {seed}")

@@ -23,10 +23,10 @@ from tools.installs.pip_runs import ROOT
 SOURCES = ROOT / "integrations/transformers/src/attnmux/transformers"
 TABLES: Mapping[str, str] = MappingProxyType(
     {
-        "compressor.py": "OVERLAPPING",
-        "own_attention.py": "ADAPTERS",
-        "own_recurrences.py": "ADAPTERS",
-        "unserved_attention.py": "UNSERVED",
+        "model/sparse/compressor.py": "OVERLAPPING",
+        "model/own_attention.py": "ADAPTERS",
+        "model/mixers/own_recurrences.py": "ADAPTERS",
+        "model/unserved_attention.py": "UNSERVED",
     }
 )
 """Mappings by the names of classes."""

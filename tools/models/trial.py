@@ -21,7 +21,7 @@ import torch
 
 from attnmux.core import AttnmuxError, Offer, Platform
 from attnmux.transformers import ModelRunner, RunnerOptions, load_runner, open_checkpoint
-from attnmux.transformers.checkpoint import quiet_transformers
+from attnmux.transformers.load.checkpoint import quiet_transformers
 from tools.models.architectures import architecture_of
 from tools.models.compare import WrongAnswer, compare_logits, compare_text
 from tools.models.outcome import Outcome, Status

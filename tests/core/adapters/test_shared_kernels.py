@@ -13,7 +13,7 @@ import torch
 from attnmux.core import Platform
 from attnmux.core.plugin import shared_kernel, with_shared_kernels
 from attnmux.testing import Case, decode, make_setup
-from attnmux.testing.fakes import FakeBackend
+from attnmux.testing.fakes.backend import FakeBackend
 
 WRITER = """
 class Writer:

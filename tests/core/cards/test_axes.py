@@ -36,10 +36,10 @@ READ = """
 import json
 from random import Random
 from attnmux.core.plugin import ANY, Clause, one_of
-from attnmux.testing.card_limits import outside_points
+from attnmux.testing.sampling.card_limits import outside_points
 from attnmux.testing import find_candidate
-from attnmux.testing.matrix_rows import COLUMNS
-from attnmux.testing.sampled_levels import levels_of
+from attnmux.testing.matrix.rows import COLUMNS
+from attnmux.testing.sampling.levels import levels_of
 
 found = find_candidate("torch_native", device="cpu")
 clause = Clause.when(toy=ANY)

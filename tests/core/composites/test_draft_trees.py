@@ -32,8 +32,8 @@ from attnmux.core.composites.two_batches import TboAttnBackend
 from attnmux.core.find.cpu import probe_cpu
 from attnmux.core.plugin import ANY, Clause, imported
 from attnmux.cpu.torch_native import TorchNativeBackend
-from attnmux.nvidia.fa3 import FA3Backend
-from attnmux.nvidia.fa3_layers import FA3Kernels
+from attnmux.nvidia.fa3.backend import FA3Backend
+from attnmux.nvidia.fa3.layers import FA3Kernels
 from attnmux.testing import (
     Candidate,
     Case,
@@ -47,7 +47,7 @@ from attnmux.testing import (
     run_case,
     verify,
 )
-from attnmux.testing.standard import in_graphs
+from attnmux.testing.cases.standard import in_graphs
 
 FA3 = imported(FA3Kernels, "attnmux.emulators.nvidia.sgl_flash_attn")
 LATENT = {

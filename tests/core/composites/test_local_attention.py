@@ -30,8 +30,8 @@ from attnmux.testing import (
     run_case,
     verify,
 )
-from attnmux.testing.fakes import FakeBackend
-from attnmux.testing.standard import in_graphs, standard_cases
+from attnmux.testing.cases.standard import in_graphs, standard_cases
+from attnmux.testing.fakes.backend import FakeBackend
 
 CASES = [
     case

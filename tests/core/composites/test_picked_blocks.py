@@ -14,7 +14,7 @@ from attnmux.cpu.torch_native import TorchNativeBackend
 from attnmux.emulators import triton_interpreter
 from attnmux.testing import Case, decode, extend, fake_platform, make_setup, prepare_step
 from attnmux.testing.reference import attention
-from attnmux.triton.picked_blocks import BlockAttention
+from attnmux.triton.functions.picked_blocks import BlockAttention
 
 STEPS = (extend((0, 14), (17, 1), (5, 21)), decode(75, 1, 33), extend((60, 3)))
 

@@ -24,8 +24,8 @@ from attnmux.core.composites.sparse_pages import SparseAttnBackend, sparse_conte
 from attnmux.core.plugin import imported
 from attnmux.cpu.torch_native import TorchNativeBackend
 from attnmux.emulators import triton_interpreter
-from attnmux.nvidia.fa3 import FA3Backend
-from attnmux.nvidia.fa3_layers import FA3Kernels
+from attnmux.nvidia.fa3.backend import FA3Backend
+from attnmux.nvidia.fa3.layers import FA3Kernels
 from attnmux.testing import (
     Candidate,
     Case,
@@ -38,9 +38,9 @@ from attnmux.testing import (
     make_setup,
     run_case,
 )
-from attnmux.testing.standard import in_graphs, standard_cases
-from attnmux.triton.chosen_pages import make_kernels
-from attnmux.triton.factory import triton as make_triton
+from attnmux.testing.cases.standard import in_graphs, standard_cases
+from attnmux.triton.attention.factory import triton as make_triton
+from attnmux.triton.functions.chosen_pages import make_kernels
 
 FA3 = imported(FA3Kernels, "attnmux.emulators.nvidia.sgl_flash_attn")
 PAGE = 4

@@ -28,8 +28,8 @@ from attnmux.core.composites.two_batches import TboAttnBackend
 from attnmux.core.find.cpu import probe_cpu
 from attnmux.core.plugin import imported
 from attnmux.cpu.torch_native import TorchNativeBackend
-from attnmux.nvidia.fa3 import FA3Backend
-from attnmux.nvidia.fa3_layers import FA3Kernels
+from attnmux.nvidia.fa3.backend import FA3Backend
+from attnmux.nvidia.fa3.layers import FA3Kernels
 from attnmux.testing import (
     Case,
     GraphFakeBackend,

@@ -33,7 +33,7 @@ from attnmux.testing import (
     prepare_step,
     verify,
 )
-from attnmux.testing.placement import buffers
+from attnmux.testing.setup.placement import buffers
 
 
 def setup_of(*steps: object, **settings: object) -> CaseSetup:

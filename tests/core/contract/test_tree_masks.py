@@ -35,8 +35,8 @@ from attnmux.testing import (
     run_case,
     verify,
 )
-from attnmux.testing.fakes import FakeBackend
-from attnmux.testing.standard import in_graphs
+from attnmux.testing.cases.standard import in_graphs
+from attnmux.testing.fakes.backend import FakeBackend
 
 PREFIXES = (9, 0, 30)
 CPU = torch.device("cpu")

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from attnmux.core import AcceptedDrafts, DraftTree, InvalidInput
 from attnmux.core.contract.spec import tree_visibility
-from attnmux.testing.greedy_trees import verify_tree_greedy
-from attnmux.transformers.engine.ngram import NgramIndex
+from attnmux.testing.reference.greedy_trees import verify_tree_greedy
+from attnmux.transformers.draft.ngram import NgramIndex
 
 TREE = [-1, 0, 0, 0, 1, 1]
 """0 → {1, 2, 3}, 1 → {4, 5}."""

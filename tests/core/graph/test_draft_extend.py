@@ -10,8 +10,8 @@ import torch
 
 from attnmux.core import ForwardMode, GraphConfig, GraphRunner, InvalidInput, ModelInput, Platform
 from attnmux.core.plugin import imported
-from attnmux.nvidia.fa3 import FA3Backend
-from attnmux.nvidia.fa3_layers import FA3Kernels
+from attnmux.nvidia.fa3.backend import FA3Backend
+from attnmux.nvidia.fa3.layers import FA3Kernels
 from attnmux.testing import (
     Case,
     FakeBackend,

@@ -38,7 +38,7 @@ from attnmux.testing import (
     prepare_step,
     verify,
 )
-from attnmux.testing.tape import GraphViolation
+from attnmux.testing.graphs.tape import GraphViolation
 
 CASE = Case(
     name="runner", steps=(decode(40, 30, 14, 17, 9),), dtype="float32", page_size=4, windows=(None,)

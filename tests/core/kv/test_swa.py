@@ -17,8 +17,8 @@ from attnmux.core import (
     PoolExhausted,
     SWAKVPool,
 )
-from attnmux.transformers.prefixes import PrefixTree
-from attnmux.transformers.slots import SWAAllocator
+from attnmux.transformers.requests.prefixes import PrefixTree
+from attnmux.transformers.requests.slots import SWAAllocator
 
 FULL_LAYERS, WINDOW_LAYERS = (5, 1), (0, 7)
 

@@ -33,9 +33,9 @@ from attnmux.core.plugin import GraphStep, LinearAttentionBackend, PluginError, 
 from attnmux.cpu.plugin import TORCH_LINEAR
 from attnmux.cpu.torch_linear import TorchLinearBackend
 from attnmux.testing import RecordingGraphs, decode, extend, fake_platform, verify
-from attnmux.testing.fakes import FakeBackend, fake_card
-from attnmux.testing.linear_cases import LinearCase, linear_cases
-from attnmux.testing.linear_setup import make_linear_setup, prepare_linear
+from attnmux.testing.cases.linear import LinearCase, linear_cases
+from attnmux.testing.fakes.backend import FakeBackend, fake_card
+from attnmux.testing.setup.linear import make_linear_setup, prepare_linear
 
 GDN = {"kind": "gdn", "num_k_heads": 2, "num_v_heads": 4, "head_k_dim": 8, "head_v_dim": 16}
 
@@ -426,7 +426,7 @@ def test_a_decision_becomes_a_hybrid(setup) -> None:
 
 def test_a_factory_that_makes_something_else(setup) -> None:
     decision = decided()
-    choice = replace_choice(decision, "attnmux.testing.fakes:FakeBackend")
+    choice = replace_choice(decision, "attnmux.testing.fakes.backend:FakeBackend")
     with pytest.raises(PluginError, match="made a FakeBackend"):
         build(choice, context_of(setup, decision))
 

@@ -18,7 +18,7 @@ from attnmux.transformers import (
     CompressedShape,
     IndexQueries,
 )
-from attnmux.triton.picked_blocks import BlockAttention
+from attnmux.triton.functions.picked_blocks import BlockAttention
 
 DIM, INDEX_DIM, ROW, HEADS, WIDTH = 16, 8, 20, 6, 96
 SPANS = (
@@ -87,11 +87,11 @@ def step(table, mode, spans):
 )
 def test_tokens_see_whole_blocks(drawn, monkeypatch, page_size, has_kernel, captured, topk):
     monkeypatch.setattr(
-        "attnmux.transformers.sparse.compressed_keys.SCORES_AT_ONCE",
+        "attnmux.transformers.model.sparse.compressed_keys.SCORES_AT_ONCE",
         drawn.choice((1, 300, 1 << 26)),
     )
     monkeypatch.setattr(
-        "attnmux.transformers.sparse.compressed_keys.shared_kernel",
+        "attnmux.transformers.model.sparse.compressed_keys.shared_kernel",
         lambda name, context: BlockAttention(context, compute_units=4) if has_kernel else None,
     )
     shape = CompressedShape(

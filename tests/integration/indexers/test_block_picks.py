@@ -26,10 +26,12 @@ def drawn(record_property) -> random.Random:
 @pytest.mark.parametrize("captured", [False, True])
 def test_picks_are_the_best_blocks(drawn, captured, monkeypatch):
     monkeypatch.setattr(
-        "attnmux.transformers.sparse.block_picks.KEYS_AT_ONCE", drawn.choice((1, 400, 1 << 26))
+        "attnmux.transformers.model.sparse.block_picks.KEYS_AT_ONCE",
+        drawn.choice((1, 400, 1 << 26)),
     )
     monkeypatch.setattr(
-        "attnmux.transformers.sparse.block_picks.SCORES_AT_ONCE", drawn.choice((1, 300, 1 << 26))
+        "attnmux.transformers.model.sparse.block_picks.SCORES_AT_ONCE",
+        drawn.choice((1, 300, 1 << 26)),
     )
     heads, size, topk = drawn.choice((1, 3)), drawn.choice((3, 4, 16)), drawn.choice((2, 4))
     local = drawn.choice((0, 1, 2))
@@ -93,7 +95,8 @@ def test_picks_are_the_best_blocks(drawn, captured, monkeypatch):
 def test_picks_are_the_best_whole_blocks(drawn, captured, monkeypatch):
     """By a key for each: here the product of what is kept of its tokens."""
     monkeypatch.setattr(
-        "attnmux.transformers.sparse.block_picks.KEYS_AT_ONCE", drawn.choice((1, 400, 1 << 26))
+        "attnmux.transformers.model.sparse.block_picks.KEYS_AT_ONCE",
+        drawn.choice((1, 400, 1 << 26)),
     )
     heads, size, topk = drawn.choice((1, 2)), drawn.choice((1, 3, 4)), drawn.choice((2, 3, 5))
     table = (torch.randperm(2 * WIDTH) + 1).view(2, -1).int()

@@ -23,7 +23,7 @@ from attnmux.transformers import (
     SequenceState,
     run_prompts,
 )
-from attnmux.transformers.checkpoint import quiet_transformers
+from attnmux.transformers.load.checkpoint import quiet_transformers
 
 SIZE, TOPK, NEW = 4, 3, 8
 BASE = {
@@ -140,7 +140,7 @@ def test_decode_steps_replayed_from_graphs_say_the_same(blocks, said):
 def kernels(monkeypatch):
     """The kernel that a GPU's runner gets, interpreted; the names of those that were asked for."""
     pytest.importorskip("triton")
-    from attnmux.triton.picked_blocks import BlockAttention  # noqa: PLC0415  # with a Triton
+    from attnmux.triton.functions.picked_blocks import BlockAttention  # noqa: PLC0415  # with a Triton
 
     asked = []
 

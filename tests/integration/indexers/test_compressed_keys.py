@@ -12,8 +12,8 @@ from transformers import AutoModelForCausalLM
 
 from attnmux.core import InvalidInput
 from attnmux.transformers import CompressedKeys, Engine, ModelProposer, NgramProposer, SequenceState
-from attnmux.transformers.checkpoint import quiet_transformers
-from attnmux.transformers.sparse import compressed_keys
+from attnmux.transformers.load.checkpoint import quiet_transformers
+from attnmux.transformers.model.sparse import compressed_keys
 
 PICKED, NEW = 12, 8
 SPARSE, HEAVY, WINDOW = (

@@ -9,9 +9,9 @@ import torch
 
 from attnmux.core import ForwardBatch, ForwardMode, InvalidInput
 from attnmux.transformers import IndexKPool, KeyPicker
-from attnmux.transformers.sparse import key_picks
-from attnmux.transformers.sparse.index_pool import hadamard
-from attnmux.transformers.sparse.scores import index_scores
+from attnmux.transformers.model.sparse import key_picks
+from attnmux.transformers.model.sparse.index_pool import hadamard
+from attnmux.transformers.model.sparse.scores import index_scores
 
 HEADS, DIM, TOPK, WIDTH = 20, 16, 6, 48  # of few heads, many keys have the same score, 0
 

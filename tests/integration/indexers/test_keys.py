@@ -18,10 +18,10 @@ from attnmux.transformers import (
     NgramProposer,
     Prompt,
     SequenceState,
-    indexers,
     run_prompts,
 )
-from attnmux.transformers.checkpoint import quiet_transformers
+from attnmux.transformers.load.checkpoint import quiet_transformers
+from attnmux.transformers.model.sparse import indexers
 
 TOPK, NEW = 12, 8
 BASE = {
@@ -135,7 +135,7 @@ def kernels(monkeypatch):
     """The kernels that a GPU's runner gets, interpreted; the names of those that were asked for."""
     pytest.importorskip("triton")
     from attnmux.emulators import triton_interpreter  # noqa: PLC0415  # where there is a Triton
-    from attnmux.triton.index_scores import IndexScores  # noqa: PLC0415  # as above
+    from attnmux.triton.functions.index_scores import IndexScores  # noqa: PLC0415  # as above
 
     asked = []
 

@@ -18,7 +18,7 @@ from attnmux.transformers import (
     SequenceState,
     run_prompts,
 )
-from attnmux.transformers.checkpoint import quiet_transformers
+from attnmux.transformers.load.checkpoint import quiet_transformers
 
 SIZE, TOPK, NEW, END = 4, 3, 8, 11
 BASE = {

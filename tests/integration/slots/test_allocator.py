@@ -5,7 +5,7 @@ import torch
 from torch._subclasses.fake_tensor import DynamicOutputShapeException, FakeTensorMode
 
 from attnmux.core import InvalidInput, PoolExhausted
-from attnmux.transformers.slots import PagedAllocator
+from attnmux.transformers.requests.slots import PagedAllocator
 
 
 def ints(*values: int) -> torch.Tensor:

@@ -15,7 +15,7 @@ from hypothesis.stateful import (
 )
 
 from attnmux.core import InvalidInput, PoolExhausted
-from attnmux.transformers.slots import PagedAllocator
+from attnmux.transformers.requests.slots import PagedAllocator
 
 NUM_PAGES = 12
 

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from attnmux.core import InvalidInput, MHATokenToKVPool, PoolExhausted, SWAKVPool
-from attnmux.transformers.slots import swa_tokens_in_budget, tokens_in_budget
+from attnmux.transformers.requests.slots import swa_tokens_in_budget, tokens_in_budget
 
 SHAPE = {"num_kv_heads": 2, "head_dim": 4}
 

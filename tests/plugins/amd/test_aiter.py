@@ -10,7 +10,7 @@ import torch
 
 from attnmux.core import InvalidInput, Platform
 from attnmux.testing import AttentionBackendTests, Case, decode, extend, verify
-from attnmux.testing.adapters import (
+from attnmux.testing.adapters.tests import (
     LATENT,
     AdapterTests,
     AdapterWorld,

@@ -19,7 +19,7 @@ from attnmux.core import ForwardMode, InvalidInput, Platform
 from attnmux.core.plugin import imported
 from attnmux.emulators.amd import aiter_mla as emulator
 from attnmux.testing import AttentionBackendTests, decode, extend, prepare_step, verify
-from attnmux.testing.adapters import (
+from attnmux.testing.adapters.tests import (
     LATENT,
     AdapterWorld,
     LatentDecodeTests,

@@ -29,7 +29,12 @@ from attnmux.emulators.amd.aiter import aiter_kernels
 from attnmux.emulators.amd.aiter_mla_work import merge, work
 from attnmux.emulators.nvidia.dense import attend
 from attnmux.testing import Candidate, decode, extend, verify
-from attnmux.testing.adapters import LATENT, AdapterWorld, assert_passes, check_graphs_side_by_side
+from attnmux.testing.adapters.tests import (
+    LATENT,
+    AdapterWorld,
+    assert_passes,
+    check_graphs_side_by_side,
+)
 
 KEYS = {(16, torch.bfloat16): 64, (16, torch.float8_e4m3fnuz): 64}
 """Keys of a part are a multiple of these; with 128 heads or several queries each, of 16."""

@@ -17,7 +17,7 @@ from attnmux.core import InvalidInput, Platform
 from attnmux.core.plugin import imported
 from attnmux.emulators.amd.wave import KERNELS, LANG, AttentionShape, DecodeShape, wave_compile
 from attnmux.testing import AttentionBackendTests, decode, extend
-from attnmux.testing.adapters import (
+from attnmux.testing.adapters.tests import (
     AdapterTests,
     AdapterWorld,
     assert_passes,

@@ -16,7 +16,7 @@ from attnmux.ascend.npu_kernels import load_kernels
 from attnmux.core import BackendFailed, InvalidInput, Platform
 from attnmux.emulators.ascend import KERNELS
 from attnmux.testing import AttentionBackendTests, decode, extend, verify
-from attnmux.testing.adapters import (
+from attnmux.testing.adapters.tests import (
     LATENT,
     AdapterTests,
     AdapterWorld,

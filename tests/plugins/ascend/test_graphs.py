@@ -32,7 +32,7 @@ from attnmux.core.plugin import GraphStep
 from attnmux.emulators.ascend import KERNELS
 from attnmux.emulators.ascend.torch_npu import torch_npu
 from attnmux.testing import AttentionBackendTests, decode, verify
-from attnmux.testing.adapters import LATENT, AdapterWorld, assert_passes
+from attnmux.testing.adapters.tests import LATENT, AdapterWorld, assert_passes
 
 WORLD = AdapterWorld(
     library=make,

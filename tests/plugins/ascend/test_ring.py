@@ -25,7 +25,7 @@ from attnmux.core import (
 from attnmux.core.composites.chunked_prefix import ChunkedPrefixBackend
 from attnmux.emulators.ascend import KERNELS
 from attnmux.testing import AttentionBackendTests, Case, decode, extend, make_setup
-from attnmux.testing.adapters import LATENT, AdapterWorld, EagerAdapterTests, assert_passes
+from attnmux.testing.adapters.tests import LATENT, AdapterWorld, EagerAdapterTests, assert_passes
 
 HEADS = {"num_q_heads": 16, "num_kv_heads": 16, "head_dim": 192, "v_head_dim": 128}
 WORLD = AdapterWorld(

@@ -13,7 +13,7 @@ from attnmux.intel.amx import make
 from attnmux.intel.amx_library import load_kernels
 from attnmux.intel.cards.intel_amx import INTEL_AMX
 from attnmux.testing import AttentionBackendTests, Step, decode, extend, verify
-from attnmux.testing.adapters import (
+from attnmux.testing.adapters.tests import (
     LATENT,
     AdapterWorld,
     EagerAdapterTests,

@@ -17,7 +17,7 @@ from attnmux.intel.cards.vllm_xpu import VLLM_XPU
 from attnmux.intel.vllm_xpu import make
 from attnmux.intel.vllm_xpu_shapes import SHAPES
 from attnmux.testing import AttentionBackendTests, decode, extend, verify
-from attnmux.testing.adapters import (
+from attnmux.testing.adapters.tests import (
     AdapterWorld,
     EagerAdapterTests,
     assert_passes,

@@ -13,7 +13,7 @@ from attnmux.emulators.intel.xpu import KERNELS
 from attnmux.intel.cards.intel_xpu import INTEL_XPU
 from attnmux.intel.xpu import make
 from attnmux.testing import AttentionBackendTests, decode, extend, verify
-from attnmux.testing.adapters import (
+from attnmux.testing.adapters.tests import (
     LATENT,
     AdapterWorld,
     EagerAdapterTests,

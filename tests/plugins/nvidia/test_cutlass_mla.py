@@ -10,7 +10,7 @@ from attnmux.core import ForwardMode, GraphUnsupported, InvalidInput, Platform
 from attnmux.emulators.candidates import CUTLASS as EMULATED
 from attnmux.emulators.candidates import CUTLASS_OF_VLLM as OF_VLLM
 from attnmux.nvidia.cards.cutlass_mla import CUTLASS_MLA
-from attnmux.nvidia.cutlass_mla import make
+from attnmux.nvidia.latent.cutlass_mla import make
 from attnmux.testing import (
     AttentionBackendTests,
     Case,
@@ -20,7 +20,7 @@ from attnmux.testing import (
     run_case,
     verify,
 )
-from attnmux.testing.adapters import (
+from attnmux.testing.adapters.tests import (
     LATENT,
     AdapterWorld,
     LatentDecodeTests,

@@ -12,8 +12,8 @@ from attnmux.core import MultiItem, Platform
 from attnmux.core.composites.virtual_requests import most_pieces
 from attnmux.core.plugin import Pieces, imported
 from attnmux.nvidia.cards.dual_chunk_flash_attn import DUAL_CHUNK_FLASH_ATTN
-from attnmux.nvidia.dual_chunk import DualChunkKernels, make, merge
-from attnmux.nvidia.dual_chunk_regions import longest_keys, regions_of
+from attnmux.nvidia.fa3.dual_chunk import DualChunkKernels, make, merge
+from attnmux.nvidia.fa3.dual_chunk_regions import longest_keys, regions_of
 from attnmux.testing import (
     AttentionBackendTests,
     decode,
@@ -22,7 +22,7 @@ from attnmux.testing import (
     reference,
     verify,
 )
-from attnmux.testing.adapters import (
+from attnmux.testing.adapters.tests import (
     AdapterTests,
     AdapterWorld,
     assert_passes,

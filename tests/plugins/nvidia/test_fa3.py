@@ -11,7 +11,7 @@ from attnmux.core import AttnmuxError, ForwardMode, InvalidInput, MultiItem, Pla
 from attnmux.core.plugin import ANY
 from attnmux.emulators.candidates import SGL_FLASH_ATTN as EMULATED
 from attnmux.nvidia.cards.fa3 import FA3
-from attnmux.nvidia.fa3 import make
+from attnmux.nvidia.fa3.backend import make
 from attnmux.testing import (
     AttentionBackendTests,
     Case,
@@ -21,11 +21,11 @@ from attnmux.testing import (
     run_case,
     verify,
 )
-from attnmux.testing.adapter_checks import (
+from attnmux.testing.adapters.checks import (
     check_keys_of_another_dtype_are_refused,
     check_large_queries_saturate,
 )
-from attnmux.testing.adapters import (
+from attnmux.testing.adapters.tests import (
     AdapterTests,
     AdapterWorld,
     KernelCall,

@@ -11,8 +11,8 @@ from attnmux.core.contract.spec import tree_visibility, whole_mask
 from attnmux.core.plugin import KeyGroup
 from attnmux.emulators.candidates import SGL_FLASH_ATTN as EMULATED
 from attnmux.nvidia.cards.fa3_mla import FA3_MLA
-from attnmux.nvidia.fa3_mla import make
-from attnmux.nvidia.fa3_trees import draft_keys
+from attnmux.nvidia.fa3.mla import make
+from attnmux.nvidia.fa3.trees import draft_keys
 from attnmux.testing import (
     AttentionBackendTests,
     CaseSetup,
@@ -22,8 +22,8 @@ from attnmux.testing import (
     reference,
     verify,
 )
-from attnmux.testing.adapter_checks import check_keys_of_another_dtype_are_refused
-from attnmux.testing.adapters import (
+from attnmux.testing.adapters.checks import check_keys_of_another_dtype_are_refused
+from attnmux.testing.adapters.tests import (
     LATENT,
     AdapterTests,
     AdapterWorld,

@@ -12,18 +12,19 @@ import torch
 from attnmux.core import BackendFailed, InvalidInput, Platform
 from attnmux.core.choosing.requirements import required
 from attnmux.emulators.candidates import EMULATED, FA3_OF_FLASH_ATTN, FA3_OF_VLLM, SGL_FLASH_ATTN
-from attnmux.nvidia import fa3_providers, vllm_files
+from attnmux.nvidia import vllm_files
 from attnmux.nvidia.cards.dual_chunk_flash_attn import DUAL_CHUNK_FLASH_ATTN
 from attnmux.nvidia.cards.fa3 import FA3
 from attnmux.nvidia.cards.nsa_fa3 import NSA_FA3
-from attnmux.nvidia.dual_chunk import make as dual_chunk
-from attnmux.nvidia.dual_chunk import of_fa3 as of_dual_chunk
-from attnmux.nvidia.fa3 import make
-from attnmux.nvidia.fa3_ops import merge_state_v2
-from attnmux.nvidia.nsa_fa3 import NSAFA3Backend, of_fa3
-from attnmux.nvidia.nsa_fa3 import make as nsa_fa3
+from attnmux.nvidia.fa3 import providers as fa3_providers
+from attnmux.nvidia.fa3.backend import make
+from attnmux.nvidia.fa3.dual_chunk import make as dual_chunk
+from attnmux.nvidia.fa3.dual_chunk import of_fa3 as of_dual_chunk
+from attnmux.nvidia.fa3.ops import merge_state_v2
+from attnmux.nvidia.latent.nsa_fa3 import NSAFA3Backend, of_fa3
+from attnmux.nvidia.latent.nsa_fa3 import make as nsa_fa3
 from attnmux.testing import AttentionBackendTests, decode, extend, verify
-from attnmux.testing.adapters import LATENT, AdapterWorld, assert_passes
+from attnmux.testing.adapters.tests import LATENT, AdapterWorld, assert_passes
 
 HOPPER = Platform.parse("nvidia:sm90,cuda=13.0")
 WORLD = AdapterWorld(library=make, kernels=FA3_OF_VLLM, platform=HOPPER)

@@ -20,8 +20,8 @@ from attnmux.testing import (
     extend,
     verify,
 )
-from attnmux.testing.adapter_checks import check_keys_of_another_dtype_are_refused
-from attnmux.testing.adapters import (
+from attnmux.testing.adapters.checks import check_keys_of_another_dtype_are_refused
+from attnmux.testing.adapters.tests import (
     LATENT,
     AdapterWorld,
     EagerAdapterTests,

@@ -44,8 +44,8 @@ from attnmux.testing import (
     run_case,
     verify,
 )
-from attnmux.testing.adapter_checks import check_rows_are_copied, check_runners_of_two_modes
-from attnmux.testing.adapters import (
+from attnmux.testing.adapters.checks import check_rows_are_copied, check_runners_of_two_modes
+from attnmux.testing.adapters.tests import (
     AdapterTests,
     AdapterWorld,
     KernelCall,

@@ -18,21 +18,21 @@ from attnmux.core.plugin import (
 from attnmux.emulators.candidates import CONVOLUTIONS, EMULATED_LINEAR, GATED
 from attnmux.emulators.nvidia import causal_conv1d
 from attnmux.emulators.nvidia.flashinfer import gdn as emulator
-from attnmux.nvidia import flashinfer_gdn as adapter
-from attnmux.nvidia.causal_convolutions import CausalConvolutions
-from attnmux.nvidia.flashinfer_gdn import (
+from attnmux.nvidia.linear import flashinfer_gdn as adapter
+from attnmux.nvidia.linear.causal_convolutions import CausalConvolutions
+from attnmux.nvidia.linear.flashinfer_gdn import (
     FlashInferGDNBackend,
     GDNKernels,
     convolutions,
     make,
 )
-from attnmux.nvidia.gdn_inputs import STEEP, decode_gates, draft_gates, normed
-from attnmux.nvidia.packed_requests import PackedRequests
+from attnmux.nvidia.linear.gdn_inputs import STEEP, decode_gates, draft_gates, normed
+from attnmux.nvidia.linear.packed_requests import PackedRequests
 from attnmux.testing import AttentionBackendTests, decode, extend, run_case, verify
-from attnmux.testing.adapters import recorded
-from attnmux.testing.linear_cases import SHAPES, LinearCase
-from attnmux.testing.linear_execution import call_layer
-from attnmux.testing.linear_setup import LinearSetup, make_linear_setup, prepare_linear
+from attnmux.testing.adapters.tests import recorded
+from attnmux.testing.cases.linear import SHAPES, LinearCase
+from attnmux.testing.run.linear_execution import call_layer
+from attnmux.testing.setup.linear import LinearSetup, make_linear_setup, prepare_linear
 
 CANDIDATE = EMULATED_LINEAR["flashinfer_gdn"].make()
 ALONE = EMULATED_LINEAR["flashinfer_gdn-alone"].make()

@@ -36,12 +36,12 @@ from attnmux.testing import (
     run_case,
     verify,
 )
-from attnmux.testing.adapter_checks import (
+from attnmux.testing.adapters.checks import (
     check_keys_of_another_dtype_are_refused,
     check_rows_are_copied,
     check_runners_of_two_modes,
 )
-from attnmux.testing.adapters import (
+from attnmux.testing.adapters.tests import (
     LATENT,
     AdapterTests,
     AdapterWorld,
@@ -86,9 +86,19 @@ def arguments(calls: list[KernelCall], method: str, name: str) -> list[Any]:
 
 
 def test_layers_share_a_plan_a_step() -> None:
-    calls = ADAPTER.calls(decode(5, 30), decode(6, 31), windows=(None,) * 5)
+    calls = ADAPTER.calls(decode(5, 30), decode(6, 31, 7), windows=(None,) * 5)
     assert len(arguments(calls, "plan", "causal")) == 2
     assert len(arguments(calls, "run", "out")) == 10
+
+
+def test_steps_of_one_shape_plan_into_one_workspace() -> None:
+    """Each `plan` of the library allocates one."""
+    steps = (
+        *(decode(5, 30), extend((9, 3), (0, 40)), decode(100, 1), decode(6, 31)),
+        *(extend((70, 40), (2, 3)), decode(7), decode(8), decode(9, 3)),
+    )
+    assert len(arguments(ADAPTER.calls(*steps), "plan", "causal")) == 4
+    assert_agrees(*steps, lse=True)
 
 
 def test_layers_of_another_scale_have_a_plan_of_their_own() -> None:

@@ -13,7 +13,7 @@ from attnmux.core.plugin import ANY, rehearse
 from attnmux.emulators.candidates import FLASH_MLA, FLASH_MLA_OF_VLLM, OF_SGL_KERNEL
 from attnmux.emulators.nvidia.flash_mla import flash_mla, sgl_kernel
 from attnmux.nvidia.cards.flashmla import FLASHMLA
-from attnmux.nvidia.flashmla import FP8_REQUESTS, ROWS, make
+from attnmux.nvidia.latent.flashmla import FP8_REQUESTS, ROWS, make
 from attnmux.testing import (
     AttentionBackendTests,
     Case,
@@ -23,8 +23,8 @@ from attnmux.testing import (
     run_case,
     verify,
 )
-from attnmux.testing.adapter_checks import check_large_queries_saturate
-from attnmux.testing.adapters import (
+from attnmux.testing.adapters.checks import check_large_queries_saturate
+from attnmux.testing.adapters.tests import (
     LATENT,
     AdapterWorld,
     LatentDecodeTests,

@@ -13,18 +13,18 @@ from attnmux.core import BackendFailed, Platform
 from attnmux.core.plugin import rehearse, topk_slots
 from attnmux.emulators.nvidia.flash_mla.vllm import FlashMLAOperators
 from attnmux.emulators.nvidia.flash_mla_sparse import FlashMLA, SglKernel, sparse_prefill
-from attnmux.nvidia import picked
 from attnmux.nvidia.cards.nsa import NSA
-from attnmux.nvidia.flashmla_kernels import (
+from attnmux.nvidia.latent import picked
+from attnmux.nvidia.latent.flashmla_kernels import (
     NSAKernels,
     sparse_from_flash_mla,
     sparse_from_sgl_kernel,
     sparse_of_vllm,
 )
-from attnmux.nvidia.nsa import NSABackend, make
+from attnmux.nvidia.latent.nsa import NSABackend, make
 from attnmux.testing import AttentionBackendTests, Candidate, Case, decode, extend, run_case
-from attnmux.testing.adapters import LATENT, recorded
-from attnmux.testing.picked_adapters import PickedAdapterTests, PickedWorld
+from attnmux.testing.adapters.picked import PickedAdapterTests, PickedWorld
+from attnmux.testing.adapters.tests import LATENT, recorded
 
 EMULATED = {
     "sgl_kernel": sparse_from_sgl_kernel(SglKernel),
@@ -156,7 +156,7 @@ def test_refuses_what_is_not_on_the_card(settings, said) -> None:
 
 def test_the_factory_takes_the_first_package_that_runs(monkeypatch) -> None:
     context = SPARSE.world(decode(3)).context
-    monkeypatch.setitem(sys.modules, "attnmux.triton.picks", None)
+    monkeypatch.setitem(sys.modules, "attnmux.triton.functions.picks", None)
 
     def broken(*args, **named):
         raise RuntimeError("no kernel image")

@@ -11,18 +11,18 @@ import torch
 from attnmux.core import BackendFailed, Platform
 from attnmux.core.plugin import topk_slots
 from attnmux.emulators.nvidia import sgl_flash_attn
-from attnmux.nvidia import picked
 from attnmux.nvidia.cards.nsa_fa3 import NSA_FA3
+from attnmux.nvidia.latent import picked
+from attnmux.nvidia.latent.nsa_fa3 import NSAFA3Backend, NSAFA3Kernels, make
 from attnmux.nvidia.listed_keys import listed
-from attnmux.nvidia.nsa_fa3 import NSAFA3Backend, NSAFA3Kernels, make
 from attnmux.testing import AttentionBackendTests, decode, extend
-from attnmux.testing.adapters import (
+from attnmux.testing.adapters.picked import PickedAdapterTests, PickedWorld
+from attnmux.testing.adapters.tests import (
     LATENT,
     assert_passes,
     outputs,
     recorded,
 )
-from attnmux.testing.picked_adapters import PickedAdapterTests, PickedWorld
 
 EMULATED = NSAFA3Kernels(flash_attn_with_kvcache=sgl_flash_attn.flash_attn_with_kvcache)
 PAGED = "flash_attn_with_kvcache"

@@ -9,11 +9,11 @@ import torch
 
 from attnmux.core import BackendFailed, InvalidInput
 from attnmux.emulators.candidates import CONVOLUTIONS, EMULATED_LINEAR
-from attnmux.nvidia.sgl_conv import SglConvBackend, make
+from attnmux.nvidia.linear.sgl_conv import SglConvBackend, make
 from attnmux.testing import AttentionBackendTests, decode, extend, verify
-from attnmux.testing.adapters import recorded
-from attnmux.testing.linear_cases import SHAPES, LinearCase
-from attnmux.testing.linear_setup import LinearSetup, make_linear_setup, prepare_linear
+from attnmux.testing.adapters.tests import recorded
+from attnmux.testing.cases.linear import SHAPES, LinearCase
+from attnmux.testing.setup.linear import LinearSetup, make_linear_setup, prepare_linear
 
 CANDIDATE = EMULATED_LINEAR["sgl_conv"].make()
 

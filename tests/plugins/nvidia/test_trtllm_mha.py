@@ -26,8 +26,8 @@ from attnmux.testing import (
     run_case,
     verify,
 )
-from attnmux.testing.adapter_checks import check_large_queries_saturate
-from attnmux.testing.adapters import (
+from attnmux.testing.adapters.checks import check_large_queries_saturate
+from attnmux.testing.adapters.tests import (
     AdapterTests,
     AdapterWorld,
     assert_passes,

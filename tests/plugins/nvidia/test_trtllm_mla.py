@@ -14,7 +14,7 @@ from attnmux.core import (
 )
 from attnmux.emulators.candidates import GENERATED_LATENT as EMULATED
 from attnmux.nvidia.cards.trtllm_mla import TRTLLM_MLA
-from attnmux.nvidia.trtllm_mla import Padding, make
+from attnmux.nvidia.latent.trtllm_mla import Padding, make
 from attnmux.testing import (
     AttentionBackendTests,
     Step,
@@ -22,7 +22,7 @@ from attnmux.testing import (
     extend,
     verify,
 )
-from attnmux.testing.adapters import (
+from attnmux.testing.adapters.tests import (
     LATENT,
     AdapterWorld,
     LatentDecodeTests,

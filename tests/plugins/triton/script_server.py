@@ -20,7 +20,7 @@ PRELOADED = (
     "torch._dynamo",  # which the registration of operators imports
     "triton.experimental.gluon.language",
     "attnmux.testing",
-    "attnmux.triton.factory",
+    "attnmux.triton.attention.factory",
     "compile_kernel",
     "pytest",
 )

@@ -16,11 +16,16 @@ from triton import knobs
 from triton.backends.compiler import BaseBackend, GPUTarget
 from triton.errors import TritonError
 
-from attnmux.triton import bound_kernel
-from attnmux.triton.backend import TritonBackend
-from attnmux.triton.bound_kernel import MOST_VARIANTS, BoundKernel, Launcher, RehearsedLaunch
-from attnmux.triton.step import LEAST_BATCH
-from attnmux.triton.warmup import compile_ahead, rehearse
+from attnmux.triton.attention.backend import TritonBackend
+from attnmux.triton.attention.step import LEAST_BATCH
+from attnmux.triton.attention.warmup import compile_ahead, rehearse
+from attnmux.triton.launches import bound_kernel
+from attnmux.triton.launches.bound_kernel import (
+    MOST_VARIANTS,
+    BoundKernel,
+    Launcher,
+    RehearsedLaunch,
+)
 
 TARGET = GPUTarget("cuda", 90, 32)
 ALIGNED = torch.zeros(64, dtype=torch.int32)

@@ -17,8 +17,8 @@ from attnmux.testing import Case, decode, make_setup
 
 pytest.importorskip("triton")
 
-from attnmux.triton import chosen_pages  # where there is a Triton
-from attnmux.triton.chosen_pages import ChosenPages, make_kernels
+from attnmux.triton.functions import chosen_pages  # where there is a Triton
+from attnmux.triton.functions.chosen_pages import ChosenPages, make_kernels
 
 PLAIN = PlainPages()
 LENS = (33, 700, 1, 0, 64, 517)

@@ -179,8 +179,8 @@ def rehearsed(arch: str, *, full: bool) -> Iterator[tuple[str, Any]]:
 
 def launches_of(case: Case, platform: Platform) -> list[Any]:
     """The launches of the case's first step."""
-    from attnmux.triton.backend import TritonBackend  # noqa: PLC0415  # not the interpreter's
-    from attnmux.triton.picked import PickedBackend  # noqa: PLC0415
+    from attnmux.triton.attention.backend import TritonBackend  # noqa: PLC0415  # not the interpreter's
+    from attnmux.triton.attention.picked import PickedBackend  # noqa: PLC0415
 
     setup = make_setup(case, platform, "cpu")
     make = PickedBackend if case.kind == "nsa" else TritonBackend
@@ -224,13 +224,13 @@ def compile_launch(launch: Any, target: Any) -> Any:
 
 def name_of(kernel: Any) -> str:
     """module.function, without the packages."""
-    return f"{kernel.__module__.rpartition('.')[2]}.{kernel.__name__}"
+    return f"{kernel.__module__.removeprefix('attnmux.triton.kernels.')}.{kernel.__name__}"
 
 
 def chosen_pages() -> list[Any]:
     """The launches of a decode step over pages that are chosen from 65,536 keys."""
     from attnmux.core.plugin import RequestPages  # noqa: PLC0415  # not the interpreter's
-    from attnmux.triton.chosen_pages import ChosenPages  # noqa: PLC0415
+    from attnmux.triton.functions.chosen_pages import ChosenPages  # noqa: PLC0415
 
     kernels = ChosenPages(num_kv_heads=8, head_dim=128, v_head_dim=128, page_size=16)
     keys = torch.zeros(64, 8, 128, dtype=torch.bfloat16)
@@ -253,7 +253,7 @@ def chosen_pages() -> list[Any]:
 
 def draft_attention() -> Iterator[Any]:
     """The launches of layers that verify 8 drafts with their prefixes' results."""
-    from attnmux.triton.draft_attention import TritonDraftAttention, try_layers  # noqa: PLC0415
+    from attnmux.triton.functions.draft_attention import TritonDraftAttention, try_layers  # noqa: PLC0415
 
     wide = {"num_q_heads": 32, "num_kv_heads": 8, "head_dim": 128, "sinks": True}
     for name, shape in (("drafts", wide), ("drafts, latent", LATENT)):
@@ -314,7 +314,7 @@ def index_kernels() -> Iterator[tuple[Any, dict[str, str], dict[str, Any], int]]
 def block_attention(arch: str) -> list[Any]:
     """The launches of a decode step and a prompt over MiniMax-M3's blocks, with 8-bit K and V."""
     from attnmux.core.plugin import PickedBlocks  # noqa: PLC0415  # not the interpreter's
-    from attnmux.triton.picked_blocks import BlockAttention  # noqa: PLC0415
+    from attnmux.triton.functions.picked_blocks import BlockAttention  # noqa: PLC0415
 
     shape = {"num_q_heads": 64, "num_kv_heads": 4, "head_dim": 128, "v_head_dim": 128}
     launches = []
@@ -339,7 +339,7 @@ def block_attention(arch: str) -> list[Any]:
 
 def merges() -> Iterator[tuple[Any, dict[str, str], dict[str, int | bool]]]:
     """(kernel, Triton's types, constants) of those that merge partial results of 128 columns."""
-    from attnmux.triton import splits  # noqa: PLC0415  # not the interpreter's
+    from attnmux.triton.attention import splits  # noqa: PLC0415  # not the interpreter's
 
     sizes = {"HEADS": 8, "DV": 128, "BLOCK_D": 128}
     floats = {name: "*fp32" for name in ("lse", "parts", "part_lse", "sinks")}
@@ -379,10 +379,10 @@ PORTABLE = {
 }
 FOUR_BITS = {"write_four_bits.write_four_bits"}
 HOPPER = {
-    "hopper_latent.attend_latent",
-    "hopper_latent_tiles.attend_latent_tiles",
-    "hopper_shares.attend_shares",
-    "hopper_tiles.attend_hopper_tiles",
+    "latent.attend_latent",
+    "latent_tiles.attend_latent_tiles",
+    "shares.attend_shares",
+    "tiles.attend_hopper_tiles",
     "latent_merge.merge_latent",
     "widen.widen_keys",
 }

@@ -14,8 +14,8 @@ from unittest.mock import patch
 import pytest
 
 from attnmux.testing import decode, extend, verify
-from attnmux.testing.linear_cases import SHAPES, LinearCase
-from attnmux.testing.linear_setup import make_linear_setup, prepare_linear
+from attnmux.testing.cases.linear import SHAPES, LinearCase
+from attnmux.testing.setup.linear import make_linear_setup, prepare_linear
 
 pytest.importorskip("triton")
 
@@ -76,13 +76,13 @@ SPREAD = {
 }
 """Every kernel for every GPU, and each kind's code for one or two."""
 KERNELS = {
-    *("linear.recur", "channel_scan.scan_channels"),
-    *(f"convolutions.{name}" for name in ("convolve", "convolve_drafts", "convolve_one")),
-    "convolutions.keep_inputs",
-    *(f"linear_chunks.{name}" for name in ("solve_chunks", "chunk_outputs")),
-    *(f"channel_chunks.{name}" for name in ("solve_channel_chunks", "channel_outputs")),
-    "channel_chunks.weigh_channel_chunks",
-    *(f"chunk_states.{name}" for name in ("weigh_spans", "join_spans", "pass_states")),
+    *("linear.tokens.recur", "linear.channel_scan.scan_channels"),
+    *(f"linear.convolutions.{name}" for name in ("convolve", "convolve_drafts", "convolve_one")),
+    "linear.convolutions.keep_inputs",
+    *(f"linear.chunks.{name}" for name in ("solve_chunks", "chunk_outputs")),
+    *(f"linear.channel_chunks.{name}" for name in ("solve_channel_chunks", "channel_outputs")),
+    "linear.channel_chunks.weigh_channel_chunks",
+    *(f"linear.chunk_states.{name}" for name in ("weigh_spans", "join_spans", "pass_states")),
 }
 SCRATCH = {"gfx942": 0, "gfx950": 0, "gfx1201": 128}
 """The most bytes of registers that a thread may spill, in 16 bits on gfx1201."""
@@ -113,8 +113,8 @@ def launches(case: LinearCase, arch: str, target: Any, most_shared: int) -> list
     from test_compiling import platform_of  # noqa: PLC0415  # not the interpreter's
     from triton import JITFunction  # noqa: PLC0415  # as above
 
-    from attnmux.triton.linear import TritonLinearBackend  # noqa: PLC0415  # as above
-    from attnmux.triton.linear_device import LinearDevice  # noqa: PLC0415  # as above
+    from attnmux.triton.linear.backend import TritonLinearBackend  # noqa: PLC0415  # as above
+    from attnmux.triton.linear.device import LinearDevice  # noqa: PLC0415  # as above
 
     noted: list[Any] = []
 
@@ -157,9 +157,10 @@ def main(arch: str, *, full: bool) -> None:
                     name for name, value in values.items() if isinstance(value, int) and value % 16
                 ),
             )
+            module = kernel.__module__.removeprefix("attnmux.triton.kernels.")
             facts = {
                 "case": case,
-                "kernel": f"{kernel.__module__.rpartition('.')[2]}.{kernel.__name__}",
+                "kernel": f"{module}.{kernel.__name__}",
                 "options": options,
                 "spare": SHARED[arch] - compiled.metadata.shared,
             }

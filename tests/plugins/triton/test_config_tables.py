@@ -8,9 +8,15 @@ from attnmux.core import LayerSpec
 
 pytest.importorskip("triton")
 
-from attnmux.triton.config_tables import SHARES, TILES, ConfigTables
-from attnmux.triton.configs import PORTABLE, ConfigEntry, ConfigQuery, ShareConfig, TileConfig
-from attnmux.triton.shapes import Shape
+from attnmux.triton.launches.config_tables import SHARES, TILES, ConfigTables
+from attnmux.triton.launches.configs import (
+    PORTABLE,
+    ConfigEntry,
+    ConfigQuery,
+    ShareConfig,
+    TileConfig,
+)
+from attnmux.triton.launches.shapes import Shape
 
 LAYER = LayerSpec(
     layer_id=0,

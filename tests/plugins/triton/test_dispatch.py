@@ -14,13 +14,13 @@ pytest.importorskip("triton")
 
 import triton
 
-from attnmux.triton import config_tables, dispatch
-from attnmux.triton.backend import TritonBackend
-from attnmux.triton.config_tables import ConfigTables
-from attnmux.triton.dispatch import SHARE_KERNELS, TILE_KERNELS, Dispatch, LayerTraits
+from attnmux.triton.attention.backend import TritonBackend
 from attnmux.triton.kernels.latent_merge import HELD, merge_slices
-from attnmux.triton.operands import Keys, has_whole_rows, whole_rows
-from attnmux.triton.shapes import Shape
+from attnmux.triton.launches import config_tables, dispatch
+from attnmux.triton.launches.config_tables import ConfigTables
+from attnmux.triton.launches.dispatch import SHARE_KERNELS, TILE_KERNELS, Dispatch, LayerTraits
+from attnmux.triton.launches.operands import Keys, has_whole_rows, whole_rows
+from attnmux.triton.launches.shapes import Shape
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 E4M3, E5M2, FNUZ = torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz
@@ -280,7 +280,11 @@ def launched_by(step: Any, change: Any = None, **case: Any) -> dict[str, dict[st
     for launch in backend.launcher.rehearse(taken):
         kernel = launch.bound.kernel
         is_plan = kernel.__name__.startswith("plan")
-        name = kernel.__name__ if is_plan else kernel.fn.__module__.rpartition(".")[2]
+        name = (
+            kernel.__name__
+            if is_plan
+            else kernel.fn.__module__.removeprefix(f"{dispatch.KERNELS}.")
+        )
         launched[name] = dict(zip(kernel.arg_names, launch.values, strict=True))
     return launched
 
@@ -288,22 +292,22 @@ def launched_by(step: Any, change: Any = None, **case: Any) -> dict[str, dict[st
 @pytest.mark.parametrize(
     ("step", "case", "kernel"),
     [
-        (decode(45, 3), GQA, "hopper_shares"),
-        (verify(3, 40, 4), GQA, "hopper_shares"),
-        (verify(20, 40, 4), GQA, "hopper_tiles"),
-        (verify(5, 40, 4), {**GQA, **TREE}, "hopper_shares"),
-        (verify(20, 40, 4), {**GQA, **TREE}, "hopper_shares"),
-        (extend((16, 41), (0, 7)), GQA, "hopper_tiles"),
+        (decode(45, 3), GQA, "hopper.shares"),
+        (verify(3, 40, 4), GQA, "hopper.shares"),
+        (verify(20, 40, 4), GQA, "hopper.tiles"),
+        (verify(5, 40, 4), {**GQA, **TREE}, "hopper.shares"),
+        (verify(20, 40, 4), {**GQA, **TREE}, "hopper.shares"),
+        (extend((16, 41), (0, 7)), GQA, "hopper.tiles"),
         (extend((16, 8), items=((3, 4),)), GQA, "tiles"),
-        (decode(45, 3), MLA, "hopper_latent"),
-        (verify(3, 40, 4), MLA, "hopper_latent"),
+        (decode(45, 3), MLA, "hopper.latent"),
+        (verify(3, 40, 4), MLA, "hopper.latent"),
         (verify(5, 40, 4), {**MLA, **TREE}, "shares"),
-        (extend((16, 41), (0, 7)), MLA, "hopper_latent_tiles"),
+        (extend((16, 41), (0, 7)), MLA, "hopper.latent_tiles"),
     ],
 )
 def test_the_kernel_of_a_step(step, case, kernel):
     launched = {name for name in launched_by(step, **case) if not name.startswith("plan")}
-    merge = {"latent_merge"} if kernel == "hopper_latent" else set()
+    merge = {"latent_merge"} if kernel == "hopper.latent" else set()
     assert launched - {"indices"} == {kernel} | merge
 
 
@@ -324,9 +328,9 @@ def test_rows_that_are_not_aligned_are_copied():
         return dataclasses.replace(given, q=moved(given.q), k=moved(given.k), v=moved(given.v))
 
     for step, more, kernel in (
-        (decode(45, 3), {}, "hopper_shares"),
-        (extend((16, 41)), {}, "hopper_tiles"),
-        (extend((0, 41)), {"save_kv_cache": False}, "hopper_tiles"),
+        (decode(45, 3), {}, "hopper.shares"),
+        (extend((16, 41)), {}, "hopper.tiles"),
+        (extend((0, 41)), {"save_kv_cache": False}, "hopper.tiles"),
     ):
         values = launched_by(step, shifted, **GQA, **more)[kernel]
         for name in ("q", "k", "v"):
@@ -339,7 +343,7 @@ def test_keys_of_a_call_are_converted_to_the_dtype_of_q():
     def as_floats(given: Any) -> Any:
         return dataclasses.replace(given, k=given.k.float(), v=given.v.float())
 
-    values = launched_by(extend((0, 41)), as_floats, **GQA, save_kv_cache=False)["hopper_tiles"]
+    values = launched_by(extend((0, 41)), as_floats, **GQA, save_kv_cache=False)["hopper.tiles"]
     assert values["k"].dtype == values["v"].dtype == values["q"].dtype
 
 

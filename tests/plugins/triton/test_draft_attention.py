@@ -23,12 +23,12 @@ from attnmux.testing import (
     run_case,
     verify,
 )
-from attnmux.testing.standard import in_graphs
+from attnmux.testing.cases.standard import in_graphs
 
 pytest.importorskip("triton")
 
 from attnmux.core.plugin import ANY, Clause
-from attnmux.triton.draft_attention import (  # where there is a Triton
+from attnmux.triton.functions.draft_attention import (  # where there is a Triton
     MOST_DRAFTS,
     TritonDraftAttention,
     make_attention,

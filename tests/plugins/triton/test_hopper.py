@@ -8,22 +8,23 @@ import pytest
 
 from attnmux.core import Platform
 from attnmux.testing import Candidate
-from attnmux.testing.cases import decode, verify
-from attnmux.testing.runner import run_case
+from attnmux.testing.cases.case import decode, verify
+from attnmux.testing.run.runner import run_case
 from attnmux.triton.plugin import TRITON
 
 pytest.importorskip("triton")
 
 from attnmux.emulators.gluon import emulated
-from attnmux.triton import dispatch, shares
-from attnmux.triton.backend import TritonBackend
+from attnmux.triton.attention import shares
+from attnmux.triton.attention.backend import TritonBackend
 from attnmux.triton.kernels import latent_merge
+from attnmux.triton.launches import dispatch
 
 
 def candidate(units=3):
     """units: by default so few that requests are split and programs take several."""
     return Candidate(
-        card=replace(TRITON, requires=(), factory="attnmux.triton.factory:triton"),
+        card=replace(TRITON, requires=(), factory="attnmux.triton.attention.factory:triton"),
         platform=Platform.parse("nvidia:sm90,cuda=13.0"),
         device="cpu",
         factory=lambda context, options: TritonBackend(context, options, compute_units=units),

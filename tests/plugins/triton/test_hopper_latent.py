@@ -36,7 +36,7 @@ def compiled() -> None:
     """Prints a line for each case."""
     from compile_kernel import compile_kernel, facts  # noqa: PLC0415  # not the interpreter's
 
-    from attnmux.triton.kernels.hopper_latent import attend_latent  # noqa: PLC0415  # as above
+    from attnmux.triton.kernels.hopper.latent import attend_latent  # noqa: PLC0415  # as above
 
     for name, case in CASES.items():
         given = {**case, "LENS_SHIFT": 0, "PART_ROWS": 16, "REGISTERS": 216, "COPY_REGISTERS": 72}
@@ -104,7 +104,7 @@ def attended(
     emulated."""
     import torch  # noqa: PLC0415  # not for the process that only compiles
 
-    from attnmux.triton.kernels.hopper_latent import (  # noqa: PLC0415  # not the interpreter's
+    from attnmux.triton.kernels.hopper.latent import (  # noqa: PLC0415  # not the interpreter's
         attend_latent,
     )
     from attnmux.triton.kernels.latent_merge import (  # noqa: PLC0415  # as above

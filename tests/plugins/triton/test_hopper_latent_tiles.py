@@ -44,7 +44,7 @@ RUNS: dict[str, dict[str, Any]] = {
 def compiled() -> None:
     from compile_kernel import compile_kernel, facts  # noqa: PLC0415  # not the interpreter's
 
-    from attnmux.triton.kernels.hopper_latent_tiles import (  # noqa: PLC0415  # as above
+    from attnmux.triton.kernels.hopper.latent_tiles import (  # noqa: PLC0415  # as above
         attend_latent_tiles,
     )
 
@@ -61,7 +61,7 @@ def compiled() -> None:
 
 def run_case(changed: dict[str, Any], device: str) -> float:
     """The largest error compared with float64. On a CPU, the kernel is emulated."""
-    from attnmux.triton.tile_plans import TileKey, TilePlan  # noqa: PLC0415  # not in both processes
+    from attnmux.triton.attention.tile_plans import TileKey, TilePlan  # noqa: PLC0415  # not in both processes
 
     torch.manual_seed(0)
     variant = {**PLAIN, **changed}
@@ -113,7 +113,7 @@ def run_case(changed: dict[str, Any], device: str) -> float:
 def launch_on(
     device: str, grid: tuple[int, int, int], given: Sequence[Any], constants: dict[str, Any]
 ) -> None:
-    from attnmux.triton.kernels.hopper_latent_tiles import (  # noqa: PLC0415  # not in both
+    from attnmux.triton.kernels.hopper.latent_tiles import (  # noqa: PLC0415  # not in both
         attend_latent_tiles,
     )
 

@@ -87,7 +87,7 @@ OPTIONAL = ("lse", "sinks", "encoder_lens", "mask", "mask_indptr", "first_keys")
 def main(names: Sequence[str]) -> None:
     from compile_kernel import compile_kernel, facts  # noqa: PLC0415  # not the interpreter's
 
-    from attnmux.triton.kernels.hopper_shares import attend_shares  # noqa: PLC0415  # as above
+    from attnmux.triton.kernels.hopper.shares import attend_shares  # noqa: PLC0415  # as above
 
     for name in names:
         case = CASES[name]

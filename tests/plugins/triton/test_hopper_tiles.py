@@ -20,7 +20,11 @@ import torch
 pytest.importorskip("triton")
 
 from attnmux.emulators.gluon import run as emulate
-from attnmux.triton.hopper_configs import HOPPER_HIGH_HELD_TILES, HOPPER_HIGH_TILES, HOPPER_TILES
+from attnmux.triton.launches.hopper_configs import (
+    HOPPER_HIGH_HELD_TILES,
+    HOPPER_HIGH_TILES,
+    HOPPER_TILES,
+)
 
 SHARED = 232448
 """Bytes of shared memory that one program may take, by NVIDIA's manual."""
@@ -124,7 +128,7 @@ def compile_variants(names: Sequence[str]) -> Iterator[dict[str, Any]]:
     import triton  # noqa: PLC0415  # not in the interpreter's process
     from compile_kernel import compile_kernel  # noqa: PLC0415  # as above
 
-    from attnmux.triton.kernels.hopper_tiles import (  # noqa: PLC0415  # as above
+    from attnmux.triton.kernels.hopper.tiles import (  # noqa: PLC0415  # as above
         attend_hopper_tiles,
     )
 
@@ -189,7 +193,7 @@ RUNS: dict[str, dict[str, Any]] = {
 
 def run_case(changed: dict[str, Any], device: str) -> float:
     """The largest error compared with float64. On a CPU, the kernel is emulated."""
-    from attnmux.triton.tile_plans import TileKey, TilePlan  # noqa: PLC0415  # not in both processes
+    from attnmux.triton.attention.tile_plans import TileKey, TilePlan  # noqa: PLC0415  # not in both processes
 
     torch.manual_seed(0)
     variant = {**PLAIN, **changed}
@@ -287,7 +291,7 @@ def attended(
 def launch_on(
     device: str, grid: tuple[int, int, int], given: Sequence[Any], constants: dict[str, Any]
 ) -> None:
-    from attnmux.triton.kernels.hopper_tiles import (  # noqa: PLC0415  # not in both processes
+    from attnmux.triton.kernels.hopper.tiles import (  # noqa: PLC0415  # not in both processes
         attend_hopper_tiles,
     )
 
@@ -322,7 +326,7 @@ def test_it_attends_as_float64_does_where_it_is_emulated(case):
 
 def parts_of_prompt(lens: Sequence[int], variant: dict[str, Any]) -> tuple[torch.Tensor, ...]:
     """out and lse of a prompt that is emulated in parts of as many tokens."""
-    from attnmux.triton.tile_plans import TileKey, TilePlan  # noqa: PLC0415  # not in both processes
+    from attnmux.triton.attention.tile_plans import TileKey, TilePlan  # noqa: PLC0415  # not in both processes
 
     generator, total, group, width = torch.Generator().manual_seed(0), sum(lens), 4, variant["D"]
     q, k, v = (

@@ -9,12 +9,12 @@ import torch
 
 from attnmux.core import ForwardBatch, ForwardMode
 from attnmux.transformers import IndexKPool, KeyPicker
-from attnmux.transformers.sparse import key_picks
-from attnmux.transformers.sparse.scores import index_scores
+from attnmux.transformers.model.sparse import key_picks
+from attnmux.transformers.model.sparse.scores import index_scores
 
 pytest.importorskip("triton")
 
-from attnmux.triton.index_scores import IndexScores  # where there is a Triton
+from attnmux.triton.functions.index_scores import IndexScores  # where there is a Triton
 
 WIDTH = 150
 

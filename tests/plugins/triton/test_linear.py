@@ -11,8 +11,8 @@ from attnmux.core import InvalidInput, Platform
 from attnmux.core.plugin import ConvCall, LinearAttentionBackend
 from attnmux.cpu.torch_linear import TorchLinearBackend
 from attnmux.testing import AttentionBackendTests, Candidate, extend
-from attnmux.testing.linear_cases import linear_cases
-from attnmux.testing.linear_setup import make_linear_setup, prepare_linear
+from attnmux.testing.cases.linear import linear_cases
+from attnmux.testing.setup.linear import make_linear_setup, prepare_linear
 from attnmux.triton.plugin import TRITON_LINEAR
 
 pytest.importorskip("triton")
@@ -20,11 +20,11 @@ pytest.importorskip("triton")
 import triton
 import triton.language as tl
 
-from attnmux.triton.convolutions import make_convolutions
-from attnmux.triton.kernels.linear_chunks import inverted
-from attnmux.triton.linear import TritonLinearBackend
-from attnmux.triton.linear_device import LinearDevice
-from attnmux.triton.linear_step import CHUNK, LinearStep
+from attnmux.triton.kernels.linear.chunks import inverted
+from attnmux.triton.linear.backend import TritonLinearBackend
+from attnmux.triton.linear.convolutions import make_convolutions
+from attnmux.triton.linear.device import LinearDevice
+from attnmux.triton.linear.step import CHUNK, LinearStep
 
 CANDIDATE = Candidate(
     card=replace(TRITON_LINEAR, requires=()),

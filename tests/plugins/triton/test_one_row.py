@@ -16,7 +16,7 @@ from attnmux.core import InvalidInput
 
 pytest.importorskip("triton")
 
-from attnmux.triton.one_row import OneRowProducts, make_linear  # where there is a Triton
+from attnmux.triton.functions.one_row import OneRowProducts, make_linear  # where there is a Triton
 
 OVERLAP = "attnmux.triton.kernels.overlap"
 
@@ -107,8 +107,8 @@ def test_the_benchmark_runs_in_small(monkeypatch, tmp_path) -> None:
 def main() -> None:
     from compile_kernel import compile_kernel, facts  # noqa: PLC0415  # not the interpreter's
 
+    from attnmux.triton.functions.one_row import BLOCK_K, BLOCK_N, STAGES, WARPS  # noqa: PLC0415  # as above
     from attnmux.triton.kernels.one_row import multiply_row  # noqa: PLC0415  # as above
-    from attnmux.triton.one_row import BLOCK_K, BLOCK_N, STAGES, WARPS  # noqa: PLC0415  # as above
 
     compiled = compile_kernel(
         multiply_row,

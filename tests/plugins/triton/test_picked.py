@@ -22,8 +22,8 @@ from attnmux.triton.plugin import TRITON
 
 pytest.importorskip("triton")
 
-from attnmux.triton import picked
-from attnmux.triton.picked import PickedBackend
+from attnmux.triton.attention import picked
+from attnmux.triton.attention.picked import PickedBackend
 
 CANDIDATE = Candidate(
     card=replace(

@@ -12,13 +12,13 @@ from attnmux.core import InvalidInput, Platform
 from attnmux.core.plugin import topk_slots
 from attnmux.emulators.nvidia.flash_mla_sparse import FlashMLA
 from attnmux.nvidia.cards.nsa import NSA
-from attnmux.nvidia.flashmla_kernels import sparse_from_flash_mla
-from attnmux.nvidia.nsa import NSABackend
+from attnmux.nvidia.latent.flashmla_kernels import sparse_from_flash_mla
+from attnmux.nvidia.latent.nsa import NSABackend
 from attnmux.testing import AttentionBackendTests, Candidate
 
 pytest.importorskip("triton")
 
-from attnmux.triton.picks import TopkSlots  # where there is a Triton
+from attnmux.triton.functions.picks import TopkSlots  # where there is a Triton
 
 
 def sparse(context, options) -> NSABackend:

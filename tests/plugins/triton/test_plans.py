@@ -10,11 +10,11 @@ from attnmux.core import ForwardBatch, ForwardMode
 pytest.importorskip("triton")
 
 from attnmux.core import InvalidInput
-from attnmux.triton.configs import ShareConfig
+from attnmux.triton.attention.share_plans import ShareKey, SharePlan, Splitting
+from attnmux.triton.attention.step import TritonStep
+from attnmux.triton.attention.tile_plans import TileKey, TilePlan
 from attnmux.triton.kernels.shares import WHOLE_KEYS
-from attnmux.triton.share_plans import ShareKey, SharePlan, Splitting
-from attnmux.triton.step import TritonStep
-from attnmux.triton.tile_plans import TileKey, TilePlan
+from attnmux.triton.launches.configs import ShareConfig
 
 LEAST_SHARE = 2
 BLOCK = 16

@@ -10,7 +10,7 @@ from attnmux.distributed import merge_packed, pack
 
 pytest.importorskip("triton")
 
-from attnmux.triton.rank_merge import RankMerger  # where there is a Triton
+from attnmux.triton.functions.rank_merge import RankMerger  # where there is a Triton
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])

@@ -10,9 +10,9 @@ from attnmux.testing import Case, decode, extend, make_setup, prepare_step
 
 pytest.importorskip("triton")
 
-from attnmux.triton.bound_kernel import Launcher
-from attnmux.triton.slots import BLOCK, SlotGroup, SlotTables
-from attnmux.triton.step import TritonStep
+from attnmux.triton.attention.slots import BLOCK, SlotGroup, SlotTables
+from attnmux.triton.attention.step import TritonStep
+from attnmux.triton.launches.bound_kernel import Launcher
 
 WINDOW = 20
 STEPS = {
@@ -65,7 +65,7 @@ def test_only_what_the_step_sees_is_looked_up(name, page_size, monkeypatch):
 def test_the_table_is_filled_in_one_launch(monkeypatch):
     launches: list[str] = []
     monkeypatch.setattr(
-        "attnmux.triton.bound_kernel.BoundKernel.__call__",
+        "attnmux.triton.launches.bound_kernel.BoundKernel.__call__",
         lambda self, *given, **more: launches.append(self.kernel.__name__),
     )
     filled("decode", 1, monkeypatch, by_translating=False)

@@ -21,11 +21,11 @@ from attnmux.triton.plugin import TRITON
 
 pytest.importorskip("triton")
 
-from attnmux.triton import splits
-from attnmux.triton.backend import TritonBackend
-from attnmux.triton.config_tables import ConfigTables
-from attnmux.triton.configs import ConfigEntry, TileConfig
-from attnmux.triton.splits import num_splits
+from attnmux.triton.attention import splits
+from attnmux.triton.attention.backend import TritonBackend
+from attnmux.triton.attention.splits import num_splits
+from attnmux.triton.launches.config_tables import ConfigTables
+from attnmux.triton.launches.configs import ConfigEntry, TileConfig
 
 UNITS = 24
 CASES = {
@@ -71,7 +71,7 @@ def _short_splits(monkeypatch):
 
 class TestTritonInSplits(AttentionBackendTests):
     backend = Candidate(
-        card=replace(TRITON, requires=(), factory="attnmux.triton.factory:triton"),
+        card=replace(TRITON, requires=(), factory="attnmux.triton.attention.factory:triton"),
         platform=SM90,
         device="cpu",
         factory=lambda context, options: TritonBackend(context, options, compute_units=UNITS),

@@ -10,8 +10,8 @@ import torch
 
 from attnmux.core import ForwardBatch, ForwardMode, Platform, SpecInput, load_plugins
 from attnmux.testing import Candidate
-from attnmux.testing.cases import extend
-from attnmux.testing.runner import run_case
+from attnmux.testing.cases.case import extend
+from attnmux.testing.run.runner import run_case
 from attnmux.transformers import (
     Engine,
     Prompt,
@@ -26,10 +26,11 @@ from attnmux.triton.plugin import TRITON
 pytest.importorskip("triton")
 
 from attnmux.emulators.gluon import emulated
-from attnmux.triton import backend, dispatch, step_parts
-from attnmux.triton.backend import TritonBackend
-from attnmux.triton.step import TritonStep
-from attnmux.triton.step_parts import StepCosts, parts_of
+from attnmux.triton.attention import backend, step_parts
+from attnmux.triton.attention.backend import TritonBackend
+from attnmux.triton.attention.step import TritonStep
+from attnmux.triton.attention.step_parts import StepCosts, parts_of
+from attnmux.triton.launches import dispatch
 
 HOPPER = Platform.parse("nvidia:sm90,cuda=13.0")
 MIXED = ForwardMode.MIXED
@@ -185,7 +186,7 @@ def run_mixed(monkeypatch, parted):
     metadata had."""
     monkeypatch.setattr(dispatch, "can_compile", lambda address: True)
     candidate = Candidate(
-        card=replace(TRITON, requires=(), factory="attnmux.triton.factory:triton"),
+        card=replace(TRITON, requires=(), factory="attnmux.triton.attention.factory:triton"),
         platform=HOPPER,
         device="cpu",
         factory=lambda context, options: TritonBackend(context, options, compute_units=3),
@@ -212,7 +213,7 @@ def test_an_engine_answers_from_parted_steps(parted):
     """Prompts run in chunks, of which later ones run beside the decoding of earlier prompts."""
     checkpoint = open_checkpoint(recall.PATH)
     (offer,) = (one for one in load_plugins(("triton",), ()).offers() if one.card.name == "triton")
-    card = replace(offer.card, requires=(), factory="attnmux.triton.factory:triton")
+    card = replace(offer.card, requires=(), factory="attnmux.triton.attention.factory:triton")
     options = RunnerOptions(
         max_batch_size=4, max_context_len=128, max_total_tokens=512, device="cpu", graph=False
     )

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 pytest.importorskip("triton")
 
-from attnmux.triton.tile_heights import (
+from attnmux.triton.attention.tile_heights import (
     MOST_ROUNDS,
     least_makespan,
     takes_short_tiles,

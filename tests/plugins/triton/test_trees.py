@@ -23,8 +23,8 @@ from attnmux.testing import RecordingGraphs
 
 pytest.importorskip("triton")
 
-from attnmux.triton import trees  # where there is a Triton
-from attnmux.triton.trees import MOST_NODES, TritonTrees
+from attnmux.triton.functions import trees  # where there is a Triton
+from attnmux.triton.functions.trees import MOST_NODES, TritonTrees
 
 WHOLE = 2**12
 """Probabilities are multiples of its inverse, whose sums float32 and float64 hold alike."""

@@ -25,16 +25,16 @@ from attnmux.triton.plugin import TRITON
 
 pytest.importorskip("triton")
 
-from attnmux.triton import step_parts
-from attnmux.triton.backend import TritonBackend
-from attnmux.triton.layer import TritonLayer
-from attnmux.triton.share_plans import SplitOptions
+from attnmux.triton.attention import step_parts
+from attnmux.triton.attention.backend import TritonBackend
+from attnmux.triton.attention.layer import TritonLayer
+from attnmux.triton.attention.share_plans import SplitOptions
 
 CANDIDATE = Candidate(
     card=replace(
         TRITON,
         requires=(),
-        factory="attnmux.triton.factory:triton",
+        factory="attnmux.triton.attention.factory:triton",
         # Another backend serves picked keys
         clauses=tuple(each for each in TRITON.clauses if not each.kind.admits("nsa")),
     ),

@@ -15,17 +15,18 @@ from attnmux.testing import Case, decode, make_setup
 
 pytest.importorskip("triton")
 
-from attnmux.triton import dispatch, tuning
-from attnmux.triton.config_tables import CHAINS, SHORT_TILES, ConfigTables
-from attnmux.triton.config_tables import SHARES as SHARES_TABLE
-from attnmux.triton.config_tables import TILES as TILES_TABLE
-from attnmux.triton.configs import HOPPER, PORTABLE, ConfigQuery, ShareConfig, TileConfig
-from attnmux.triton.factory import ADDRESS, triton
-from attnmux.triton.hopper_configs import HOPPER_SHARES
+from attnmux.triton.attention.factory import ADDRESS, triton
+from attnmux.triton.launches import dispatch
+from attnmux.triton.launches.config_tables import CHAINS, SHORT_TILES, ConfigTables
+from attnmux.triton.launches.config_tables import SHARES as SHARES_TABLE
+from attnmux.triton.launches.config_tables import TILES as TILES_TABLE
+from attnmux.triton.launches.configs import HOPPER, PORTABLE, ConfigQuery, ShareConfig, TileConfig
+from attnmux.triton.launches.hopper_configs import HOPPER_SHARES
+from attnmux.triton.launches.shapes import Shape
+from attnmux.triton.launches.tuned_configs import VARIANTS, Variants, config_of, values_of
 from attnmux.triton.plugin import TRITON
-from attnmux.triton.shapes import Shape
-from attnmux.triton.tuned_configs import VARIANTS, Variants, config_of, values_of
-from attnmux.triton.tuning_loads import Load, layer_of
+from attnmux.triton.tune import tuning
+from attnmux.triton.tune.loads import Load, layer_of
 
 HERE = replace(Platform.parse("nvidia:sm90,cuda=13.0"), name="NVIDIA H200", core_count=3)
 REQUEST = Request.parse(

@@ -64,8 +64,8 @@ def main(case: str) -> None:
     import triton  # noqa: PLC0415  # not in the interpreter's process
     from triton.runtime import driver  # noqa: PLC0415  # as above
 
-    from attnmux.triton import bound_kernel  # noqa: PLC0415  # not in the interpreter's process
-    from attnmux.triton.factory import triton as made  # noqa: PLC0415  # as above
+    from attnmux.triton.attention.factory import triton as made  # noqa: PLC0415  # as above
+    from attnmux.triton.launches import bound_kernel  # noqa: PLC0415  # not in the interpreter's process
 
     device = Driver(4096 if case == "does not fit" else 232448)
     if case != "no driver":

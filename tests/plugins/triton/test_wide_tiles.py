@@ -9,19 +9,19 @@ import torch
 
 from attnmux.core import GraphUnsupported, Platform
 from attnmux.testing import Candidate, Case, extend, make_setup, prepare_step
-from attnmux.testing.runner import run_case
+from attnmux.testing.run.runner import run_case
 from attnmux.triton.plugin import TRITON
 
 pytest.importorskip("triton")
 
-from attnmux.triton import wide_tiles
-from attnmux.triton.backend import TritonBackend
-from attnmux.triton.configs import PORTABLE
-from attnmux.triton.wide_tiles import LEAST_ROWS, WideTileAttention, is_worth
+from attnmux.triton.attention import wide_tiles
+from attnmux.triton.attention.backend import TritonBackend
+from attnmux.triton.attention.wide_tiles import LEAST_ROWS, WideTileAttention, is_worth
+from attnmux.triton.launches.configs import PORTABLE
 
 SM90 = Platform.parse("nvidia:sm90,cuda=13.0")
 CANDIDATE = Candidate(
-    card=replace(TRITON, requires=(), factory="attnmux.triton.factory:triton"),
+    card=replace(TRITON, requires=(), factory="attnmux.triton.attention.factory:triton"),
     platform=SM90,
     device="cpu",
     factory=lambda context, options: TritonBackend(context, options, compute_units=1),

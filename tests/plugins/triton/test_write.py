@@ -25,12 +25,12 @@ from attnmux.core import (
 )
 from attnmux.core.contract.dtypes import ACTIVATION_DTYPES, STORABLE_DTYPES
 from attnmux.testing import Case, decode, make_setup, prepare_step
-from attnmux.testing.fakes import FakeBackend
+from attnmux.testing.fakes.backend import FakeBackend
 
 pytest.importorskip("triton")
 
-from attnmux.triton.backend import TritonBackend  # where there is a Triton
-from attnmux.triton.write import LayerWriter, PoolWriter, make_writer  # as above
+from attnmux.triton.attention.backend import TritonBackend  # where there is a Triton
+from attnmux.triton.attention.write import LayerWriter, PoolWriter, make_writer  # as above
 
 PAGE_SIZE = 4
 NUM_SLOTS = 36

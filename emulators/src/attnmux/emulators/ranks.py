@@ -23,9 +23,9 @@ PRELOADED = [
     "torch._dynamo",  # which recording graphs import
     "attnmux.core",
     "attnmux.distributed",
-    "attnmux.testing.graph_fakes",
-    "attnmux.testing.prepared",
-    "attnmux.testing.recording",
+    "attnmux.testing.fakes.graphs",
+    "attnmux.testing.setup.prepared",
+    "attnmux.testing.graphs.recording",
     "attnmux.transformers.parallel.data_parallel",  # transformers alone takes seconds
     "pytest",
 ]

@@ -11,12 +11,12 @@ import pytest
 
 from attnmux.core import InvalidInput
 from attnmux.core.plugin import OptionValue
-from attnmux.testing.candidate import MACHINE_AXES, Candidate, find_candidate
-from attnmux.testing.card_limits import OutsidePoint, outside_points, try_point
-from attnmux.testing.execution import EXECUTIONS
-from attnmux.testing.linear_cases import AnyCase
-from attnmux.testing.runner import run_case
-from attnmux.testing.sampling import Sampler
+from attnmux.testing.cases.linear import AnyCase
+from attnmux.testing.run.candidate import MACHINE_AXES, Candidate, find_candidate
+from attnmux.testing.run.execution import EXECUTIONS
+from attnmux.testing.run.runner import run_case
+from attnmux.testing.sampling.card_limits import OutsidePoint, outside_points, try_point
+from attnmux.testing.sampling.sampler import Sampler
 
 
 class AttentionBackendTests:

@@ -9,4 +9,4 @@ from __future__ import annotations
 
 from attnmux.core.plugin import lazy_face
 
-__getattr__, __dir__ = lazy_face(__name__, first=f"{__name__}.implementation")
+__getattr__, __dir__ = lazy_face(__name__, first=f"{__name__}.run.implementation")

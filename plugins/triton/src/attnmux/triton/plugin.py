@@ -200,7 +200,7 @@ OPTIONS = (
 TRITON = BackendCard(
     name="triton",
     summary="portable Triton kernels, MHA and MLA: windows, sinks, caps, masks, 8-bit KV, graphs",
-    factory="attnmux.triton.factory:triton",
+    factory="attnmux.triton.attention.factory:triton",
     tree_masks=TREE_MASKS,
     requires=REQUIRES,
     extra="triton",
@@ -213,7 +213,7 @@ TRITON = BackendCard(
             arch=("sm90",),
         ),
     ),
-    tuner="attnmux.triton.tuning:tune",
+    tuner="attnmux.triton.tune.tuning:tune",
     error_bounds=(
         ErrorBound(
             max_error=1,
@@ -302,7 +302,7 @@ def _linear_clause(dtype: str, *kinds: str, v_head_dim: Condition) -> Clause:
 TRITON_LINEAR = BackendCard(
     name="triton_linear",
     summary="portable Triton kernels of recurrent and convolutional layers, also in graphs",
-    factory="attnmux.triton.linear:TritonLinearBackend",
+    factory="attnmux.triton.linear.backend:TritonLinearBackend",
     requires=REQUIRES,
     extra="triton",
     sources={

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from attnmux.core import InvalidInput
-from attnmux.testing.wide_rows import wide_rows
+from attnmux.testing.reference.wide_rows import wide_rows
 
 if TYPE_CHECKING:
     from attnmux.core import ForwardBatch, KVPool, LayerSpec

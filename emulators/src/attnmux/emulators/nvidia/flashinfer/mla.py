@@ -76,8 +76,8 @@ class _Module:
         num_heads: int,
         head_dim_o: int,
         causal: bool,
-    ) -> int:
-        """Returns rows of a tile."""
+    ) -> tuple[int, int, int]:
+        """Returns rows of a tile, requests, and rows."""
         q_lens, batch_size = qo_indptr.diff().long(), len(kv_len)
         if not batch_size:
             raise RuntimeError("floating point exception: the number of rows over 0 requests")
@@ -95,7 +95,17 @@ class _Module:
         table = torch.stack([qo_indptr[:-1], qo_indptr.diff(), kv_indptr[:-1], kv_len])
         plan_table(int_workspace_buffer, batch_size).copy_(table)
         plan_shape(int_workspace_buffer).copy_(torch.tensor([tile, batch_size]))
-        return tile
+        return tile, batch_size, int(q_lens.sum())
+
+
+@dataclass(kw_only=True, slots=True, eq=False)
+class _PlannedBackend:
+    """What a launch reads of its wrapper besides the workspace."""
+
+    _plan_info: tuple[int, int, int]
+    _kv_indices_buf: torch.Tensor
+    planned_rows: int
+    """Of the last `plan`; 0.7.4 refuses others."""
 
 
 def plan_shape(workspace: torch.Tensor) -> torch.Tensor:
@@ -127,9 +137,8 @@ class BatchMLAPagedAttentionWrapper:
         self._float_workspace_buffer = float_workspace_buffer
         self.device = float_workspace_buffer.device
         self._int_workspace_buffer = torch.empty(0, dtype=torch.uint8)
-        self._kv_indices_buf: torch.Tensor | None = None
+        self._planned_backend: _PlannedBackend | None = None
         self._backend = "fa3" if backend == "auto" else backend
-        self._batch_size: int | None = None
 
     def plan(
         self,
@@ -179,7 +188,6 @@ class BatchMLAPagedAttentionWrapper:
         if any(values.dtype != torch.int32 for values in (*lists, metadata.kv_indices)):
             raise ValueError("metadata must have dtype torch.int32")
         _check_pages(metadata, page_size)
-        self._kv_indices_buf = metadata.kv_indices.to(self.device)
         # The last workspace is free for others, whatever still reads it.
         self._int_workspace_buffer.fill_(255)
         self._int_workspace_buffer = torch.empty(
@@ -188,7 +196,7 @@ class BatchMLAPagedAttentionWrapper:
         self._pin_memory_int_workspace_buffer = self._int_workspace_buffer.to("cpu", copy=True)
         self._cached_module = _Module()
         qo_bounds, kv_bounds, kv_lens = (values.to("cpu") for values in lists)
-        self._tile = self._cached_module.plan(
+        info = self._cached_module.plan(
             self._float_workspace_buffer,
             self._int_workspace_buffer,
             self._pin_memory_int_workspace_buffer,
@@ -199,7 +207,11 @@ class BatchMLAPagedAttentionWrapper:
             RANK,
             causal,
         )
-        self._batch_size, self._num_rows = len(lists[2]), int(lists[0][-1])
+        self._planned_backend = _PlannedBackend(
+            _plan_info=info,
+            _kv_indices_buf=metadata.kv_indices.to(self.device),
+            planned_rows=info[2],
+        )
         self._num_heads, self._page_size = num_heads, page_size
         self._causal, self._sm_scale, self._dtype = causal, sm_scale, q_data_type
 
@@ -232,8 +244,7 @@ class BatchMLAPagedAttentionWrapper:
             profiler_buffer, kv_len, page_table, o_scale, ckv_scale, ckv_scale_arr, kpe_scale,
             sinks, skip_softmax_threshold_scale_factor, bmm1_scale, bmm2_scale,
         )  # fmt: skip
-        if self._batch_size is None:
-            raise RuntimeError("BatchMLAPagedAttentionWrapper.run() called before plan().")
+        tile, batch_size, _ = self._planned()._plan_info
         q_nope, q_pe = (buffer_of(q_nope), buffer_of(q_pe)) if query is None else query
         ckv_cache, kpe_cache = (
             (buffer_of(ckv_cache), buffer_of(kpe_cache)) if kv_cache is None else kv_cache
@@ -254,13 +265,18 @@ class BatchMLAPagedAttentionWrapper:
         self._check_run(q_nope, q_pe, ckv_cache, kpe_cache, out, lse)
         result, natural, written = self._attend(q_nope, q_pe, ckv_cache, kpe_cache)
         shape = plan_shape(self._int_workspace_buffer)
-        fits = (shape[0] == self._tile) & (shape[1] == self._batch_size)
+        fits = (shape[0] == tile) & (shape[1] == batch_size)
         result = torch.where(fits, result, math.nan)
         out.copy_(torch.where(written[:, None, None], result.to(out.dtype), out))
         if lse is not None:
             made = natural if return_lse_base_on_e else natural / math.log(2)
             lse.copy_(torch.where(written[:, None], made, lse))
         return (out, lse) if return_lse and lse is not None else out
+
+    def _planned(self) -> _PlannedBackend:
+        if self._planned_backend is None:
+            raise RuntimeError("BatchMLAPagedAttentionWrapper.run() called before plan().")
+        return self._planned_backend
 
     def _attend(
         self,
@@ -271,7 +287,8 @@ class BatchMLAPagedAttentionWrapper:
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """[T, H, 512], natural LSE [T, H], and which rows are of a request: [T]."""
         num_rows, heads = q_nope.shape[:2]
-        batch_size = self._batch_size or 0
+        planned = self._planned()
+        batch_size = planned._plan_info[1]
         table = plan_table(self._int_workspace_buffer, batch_size).long()
         rows = torch.arange(num_rows, device=self.device)
         first_row, row_counts = table[:2]
@@ -280,7 +297,7 @@ class BatchMLAPagedAttentionWrapper:
         request = request.clamp(max=batch_size - 1)
         place = rows - first_row[request]
         keep, loads = self._visible(table, request, place, heads)
-        pages = buffer_of(self._kv_indices_buf).long()
+        pages = planned._kv_indices_buf.long()
         if not len(pages):
             return torch.zeros_like(q_nope), q_nope.new_full(q_nope.shape[:2], -torch.inf), written
         cache = torch.cat([ckv_cache[pages], kpe_cache[pages]], dim=-1).flatten(0, 1)
@@ -298,9 +315,9 @@ class BatchMLAPagedAttentionWrapper:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """The keys that each row's heads attend to, [T, H, S], and those of its request, [T, S], of
         all pages end to end."""
-        row_counts, first_page, key_counts = table[1:]
+        planned, (row_counts, first_page, key_counts) = self._planned(), table[1:]
         first_key = first_page * self._page_size
-        num_keys = len(buffer_of(self._kv_indices_buf)) * self._page_size
+        num_keys = len(planned._kv_indices_buf) * self._page_size
         key = torch.arange(num_keys, device=self.device)
         offset = key - first_key[request].unsqueeze(1)
         end = key_counts[request].view(-1, 1)
@@ -308,7 +325,8 @@ class BatchMLAPagedAttentionWrapper:
         if self._causal:
             hidden_before = end - row_counts[request].view(-1, 1)
             packed = place.unsqueeze(1) * heads + torch.arange(heads, device=self.device)
-            tiles_end = (packed // self._tile + 1) * self._tile
+            tile = planned._plan_info[0]
+            tiles_end = (packed // tile + 1) * tile
             loaded = torch.minimum(end, hidden_before + tiles_end // heads)
             loaded = (loaded + KEY_TILE - 1) // KEY_TILE * KEY_TILE
             end = torch.minimum(loaded, hidden_before + place.unsqueeze(1) + 1)
@@ -342,8 +360,9 @@ class BatchMLAPagedAttentionWrapper:
         heads, page = self._num_heads, self._page_size
         if shapes != ((heads, RANK), (heads, ROPE), (page, RANK), (page, ROPE)):
             raise ValueError(f"{shapes} of heads and pages, planned were {heads} and {page}")
-        if not self._num_rows == len(q_nope) == len(q_pe):  # from 0.7.4 on
-            raise ValueError(f"{len(q_nope)} rows, planned were {self._num_rows}")
+        planned_rows = self._planned().planned_rows
+        if not planned_rows == len(q_nope) == len(q_pe):  # from 0.7.4 on
+            raise ValueError(f"{len(q_nope)} rows, planned were {planned_rows}")
         given = (q_nope, q_pe, ckv_cache, kpe_cache)
         if any(tensor.dtype != self._dtype for tensor in given):
             raise ValueError(f"{[tensor.dtype for tensor in given]}, planned was {self._dtype}")

@@ -8,8 +8,8 @@ from dataclasses import dataclass, replace
 import torch
 
 from attnmux.core import AcceptedDrafts, AcceptThresholds, DraftTree
-from attnmux.transformers.engine.stats import Laps
-from attnmux.transformers.sampling import NOT_A_NUMBER, Draws, distributions
+from attnmux.transformers.requests.sampling import NOT_A_NUMBER, Draws, distributions
+from attnmux.transformers.run.stats import Laps
 
 Choose = Callable[[DraftTree, torch.Tensor, torch.Tensor, AcceptThresholds], AcceptedDrafts]
 """`sample_tree_target_only`, or a kernel that does the same."""

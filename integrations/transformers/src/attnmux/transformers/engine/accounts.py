@@ -9,7 +9,7 @@ from attnmux.transformers.engine.prefix import PrefixCache
 from attnmux.transformers.engine.request import LiveRequest
 from attnmux.transformers.engine.scheduler import Scheduler
 from attnmux.transformers.engine.speculation import Speculation
-from attnmux.transformers.engine.stats import EngineStats
+from attnmux.transformers.run.stats import EngineStats
 
 
 class Accounts:

@@ -8,8 +8,8 @@ from itertools import chain
 from attnmux.transformers.engine.outputs import OutputQueue
 from attnmux.transformers.engine.plan import Plan
 from attnmux.transformers.engine.request import FinishReason, LiveRequest
-from attnmux.transformers.engine.stats import EngineStats
-from attnmux.transformers.sampling import NOT_A_NUMBER
+from attnmux.transformers.requests.sampling import NOT_A_NUMBER
+from attnmux.transformers.run.stats import EngineStats
 
 
 class Delivery:

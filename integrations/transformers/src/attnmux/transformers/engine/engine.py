@@ -9,12 +9,12 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from attnmux.core import AcceptThresholds, DraftTree, InvalidInput, PoolExhausted
+from attnmux.transformers.draft.proposers import Proposer
 from attnmux.transformers.engine.accounts import Accounts
 from attnmux.transformers.engine.delivery import Delivery
 from attnmux.transformers.engine.execution import Execution, Launched, StepRunner
 from attnmux.transformers.engine.plan import Plan
 from attnmux.transformers.engine.prefix import MemoryUse, PrefixCache
-from attnmux.transformers.engine.proposers import Proposer
 from attnmux.transformers.engine.request import (
     GenerationResult,
     LiveRequest,
@@ -24,14 +24,14 @@ from attnmux.transformers.engine.request import (
 )
 from attnmux.transformers.engine.scheduler import Scheduler
 from attnmux.transformers.engine.speculation import Speculation
-from attnmux.transformers.engine.stats import EngineStats, Laps
 from attnmux.transformers.engine.turn import Turn
 from attnmux.transformers.engine.verification import Verification
-from attnmux.transformers.images.prompt import PromptImages
-from attnmux.transformers.sampling import Sampler
-from attnmux.transformers.sampling_params import SamplingParams
-from attnmux.transformers.sequence import SequenceState
-from attnmux.transformers.tokenization import TextStream, read_ids
+from attnmux.transformers.load.tokenization import TextStream, read_ids
+from attnmux.transformers.requests.prompt_images import PromptImages
+from attnmux.transformers.requests.sampling import Sampler
+from attnmux.transformers.requests.sampling_params import SamplingParams
+from attnmux.transformers.requests.sequence import SequenceState
+from attnmux.transformers.run.stats import EngineStats, Laps
 
 PREFILL_TOKENS = 8192
 """Prompt tokens of one step. Longer prompts run in chunks, which bounds the activations and the

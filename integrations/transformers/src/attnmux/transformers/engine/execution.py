@@ -7,15 +7,15 @@ from typing import Protocol
 import torch
 
 from attnmux.core import ForwardMode, GraphRunner
-from attnmux.transformers.batching import StepBuilder
-from attnmux.transformers.decode_batch import DecodeBatch
-from attnmux.transformers.draft_loop import TreeKernels
+from attnmux.transformers.draft.loop import TreeKernels
 from attnmux.transformers.engine.plan import Plan
-from attnmux.transformers.engine.stats import Laps
-from attnmux.transformers.ranks import ONE_RANK, Ranks
-from attnmux.transformers.sampling import Draws, Sampler, Upcoming, sample
-from attnmux.transformers.sampling_params import SamplingParams
-from attnmux.transformers.sequence import Step
+from attnmux.transformers.requests.batching import StepBuilder
+from attnmux.transformers.requests.decode_batch import DecodeBatch
+from attnmux.transformers.requests.sampling import Draws, Sampler, Upcoming, sample
+from attnmux.transformers.requests.sampling_params import SamplingParams
+from attnmux.transformers.requests.sequence import Step
+from attnmux.transformers.run.ranks import ONE_RANK, Ranks
+from attnmux.transformers.run.stats import Laps
 
 GREEDY = Sampler(SamplingParams())
 

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from attnmux.transformers.engine.request import FinishReason, LiveRequest, TokenOutput
-from attnmux.transformers.sampling import NOT_A_NUMBER
+from attnmux.transformers.requests.sampling import NOT_A_NUMBER
 
 
 class _Entry(NamedTuple):

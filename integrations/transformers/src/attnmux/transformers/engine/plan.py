@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from attnmux.transformers.engine.request import LiveRequest
-from attnmux.transformers.engine.stats import Kind
+from attnmux.transformers.run.stats import Kind
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -6,9 +6,9 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from attnmux.transformers.batching import StepBuilder
 from attnmux.transformers.engine.request import LiveRequest
-from attnmux.transformers.prefixes import PrefixMatch
+from attnmux.transformers.requests.batching import StepBuilder
+from attnmux.transformers.requests.prefixes import PrefixMatch
 
 EVICTED_SHARE = 32
 """Evictions of windows free at least this part of the window pool, since each reads the whole

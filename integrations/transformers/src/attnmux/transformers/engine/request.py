@@ -7,12 +7,12 @@ from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
 from attnmux.core import PoolExhausted, check_at_least
-from attnmux.transformers.batching import StepBuilder
-from attnmux.transformers.images.prompt import PromptImages, check_prompt_images
-from attnmux.transformers.prefixes import PrefixNode
-from attnmux.transformers.sampling import Sampler
-from attnmux.transformers.sequence import SequenceState, check_encoder_len
-from attnmux.transformers.tokenization import TextStream, check_prompt
+from attnmux.transformers.load.tokenization import TextStream, check_prompt
+from attnmux.transformers.requests.batching import StepBuilder
+from attnmux.transformers.requests.prefixes import PrefixNode
+from attnmux.transformers.requests.prompt_images import PromptImages, check_prompt_images
+from attnmux.transformers.requests.sampling import Sampler
+from attnmux.transformers.requests.sequence import SequenceState, check_encoder_len
 
 FinishReason = Literal["stop", "length", "abort", "error"]
 

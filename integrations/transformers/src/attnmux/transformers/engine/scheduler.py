@@ -10,8 +10,8 @@ from attnmux.core import check_at_least
 from attnmux.transformers.engine.plan import Plan
 from attnmux.transformers.engine.prefix import PrefixCache
 from attnmux.transformers.engine.request import LiveRequest
-from attnmux.transformers.engine.stats import EngineStats
-from attnmux.transformers.prefixes import PrefixMatch
+from attnmux.transformers.requests.prefixes import PrefixMatch
+from attnmux.transformers.run.stats import EngineStats
 
 GROWTH = 64
 """Tokens that each running request may still grow by, reserved before another is admitted. Without

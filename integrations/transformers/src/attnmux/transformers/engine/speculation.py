@@ -14,16 +14,16 @@ from attnmux.core import (
     LinearStatePool,
     sample_tree_target_only,
 )
+from attnmux.transformers.draft.proposers import Proposer
+from attnmux.transformers.draft.verify_rows import VerifyRows
+from attnmux.transformers.draft.verify_step import VerifyStep
 from attnmux.transformers.engine.acceptance import HostTrees, followed_paths, sampled_paths
 from attnmux.transformers.engine.execution import StepRunner
 from attnmux.transformers.engine.prefix import PrefixCache
-from attnmux.transformers.engine.proposers import Proposer
 from attnmux.transformers.engine.request import LiveRequest
-from attnmux.transformers.engine.stats import EngineStats, Laps
 from attnmux.transformers.engine.verification import Verification
-from attnmux.transformers.sampling import Draws, Upcoming, sample
-from attnmux.transformers.verify_rows import VerifyRows
-from attnmux.transformers.verify_step import VerifyStep
+from attnmux.transformers.requests.sampling import Draws, Upcoming, sample
+from attnmux.transformers.run.stats import EngineStats, Laps
 
 LOOKAHEAD = 32
 """Tokens for which requests get slots besides those of their drafts: most steps then take none."""

@@ -5,10 +5,10 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Sequence
 
+from attnmux.transformers.draft.verify_step import VerifyStep
 from attnmux.transformers.engine.acceptance import Answer
-from attnmux.transformers.engine.stats import DraftStats, Laps
-from attnmux.transformers.sampling import NOT_A_NUMBER
-from attnmux.transformers.verify_step import VerifyStep
+from attnmux.transformers.requests.sampling import NOT_A_NUMBER
+from attnmux.transformers.run.stats import DraftStats, Laps
 
 
 class Verification:

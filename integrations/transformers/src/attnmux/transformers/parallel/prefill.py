@@ -33,7 +33,7 @@ from attnmux.distributed import (
 )
 from attnmux.transformers.parallel.agreement import Companions
 from attnmux.transformers.parallel.ranks import GroupRanks, check_whole_keys
-from attnmux.transformers.sequence import Step
+from attnmux.transformers.requests.sequence import Step
 
 TOKENS_EACH = 256
 """New tokens of a rank from which splitting a prompt pays. With fewer of them, reading the weights

@@ -37,7 +37,6 @@ from attnmux.distributed import (
     decide_interleaved,
     shared_launches,
 )
-from attnmux.transformers.images.prompt import PromptImages
 from attnmux.transformers.parallel.agreement import (
     Companions,
     check_step,
@@ -45,8 +44,9 @@ from attnmux.transformers.parallel.agreement import (
     together,
 )
 from attnmux.transformers.parallel.split import Joints, heads_are_split, split_model
-from attnmux.transformers.ranks import Ranks
-from attnmux.transformers.slots import PagedAllocator
+from attnmux.transformers.requests.prompt_images import PromptImages
+from attnmux.transformers.requests.slots import PagedAllocator
+from attnmux.transformers.run.ranks import Ranks
 
 LIBRARIES = ("torch", "transformers", "attnmux-distributed", "attnmux-transformers")
 """Distributions that ranks have in common, besides those of plugins."""

@@ -17,7 +17,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from attnmux.core import InvalidInput
 from attnmux.distributed import RankGroup
-from attnmux.transformers.images.encoder import tower_of
+from attnmux.transformers.model.images.encoder import tower_of
 
 WHOLE = frozenset(
     {

@@ -36,7 +36,7 @@ def _clause(dtype: str) -> Clause:
 CUTLASS_MLA = BackendCard(
     name="cutlass_mla",
     summary="CUTLASS's MLA decode on SM100 over pages of 128 tokens",
-    factory="attnmux.nvidia.cutlass_mla:make",
+    factory="attnmux.nvidia.latent.cutlass_mla:make",
     # sglang-kernel 0.4.10 has no `cutlass_mla_decode`; sgl-kernel, its name before 0.4, is built
     # for older releases of torch.
     requires=("torch>=2.11", ("vllm>=0.32", "sglang-kernel>=0.4.5,<0.4.10")),

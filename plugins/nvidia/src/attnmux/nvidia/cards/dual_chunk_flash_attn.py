@@ -10,7 +10,7 @@ DUAL_CHUNK_FLASH_ATTN = BackendCard(
     name="dual_chunk_flash_attn",
     # The approximate prefill over a selection of keys is not offered: all keys count.
     summary="Qwen2.5-1M's dual chunk attention: three FlashAttention calls a step, merged by LSE",
-    factory="attnmux.nvidia.dual_chunk:make",
+    factory="attnmux.nvidia.fa3.dual_chunk:make",
     requires=REQUIRES,
     extra="fa3",
     verified_on=(on_h200("sglang-kernel 0.4.10", date="2026-11-29", torch=TORCH, cases=147),),

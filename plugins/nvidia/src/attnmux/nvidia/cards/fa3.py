@@ -32,7 +32,7 @@ NUM_SPLITS = Option(
 )
 REQUIRES = (
     "torch>=2.11",
-    # In the order of `fa3_providers.PROVIDERS`. Before 0.4, under the name sgl-kernel, the
+    # In the order of `fa3/providers.PROVIDERS`. Before 0.4, under the name sgl-kernel, the
     # functions had no `out`; vLLM before 0.32 was not tried.
     ("sglang-kernel>=0.4.5", "flash-attn-3", "vllm>=0.32"),
 )
@@ -91,7 +91,7 @@ def _clauses(dtype: str, head_dim: Condition, v_head_dim: Condition) -> Iterator
 FA3 = BackendCard(
     name="fa3",
     summary="FlashAttention 3 on Hopper: paged KV of any page size, windows, sinks, FP8, graphs",
-    factory="attnmux.nvidia.fa3:make",
+    factory="attnmux.nvidia.fa3.backend:make",
     tree_masks=TREE_MASKS,
     requires=REQUIRES,
     extra="fa3",

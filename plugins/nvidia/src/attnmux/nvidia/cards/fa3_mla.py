@@ -54,7 +54,7 @@ FA3_MLA = BackendCard(
     # Users know both under one name; the request's kind tells the cards apart.
     aliases=("fa3",),
     summary="FlashAttention 3 on Hopper over MLA's latent: any page size, trees at page 1, graphs",
-    factory="attnmux.nvidia.fa3_mla:make",
+    factory="attnmux.nvidia.fa3.mla:make",
     tree_masks=TREE_MASKS,
     requires=REQUIRES,
     extra="fa3",

@@ -26,7 +26,7 @@ def _clause(dtype: str, *phases: str) -> Clause:
 FLASHINFER_GDN = BackendCard(
     name="flashinfer_gdn",
     summary="flashinfer's gated delta rule on SM90, with the convolutions that are installed",
-    factory="attnmux.nvidia.flashinfer_gdn:make",
+    factory="attnmux.nvidia.linear.flashinfer_gdn:make",
     requires=("torch>=2.11", "flashinfer-python>=0.6.13"),
     extra="flashinfer",
     verified_on=(

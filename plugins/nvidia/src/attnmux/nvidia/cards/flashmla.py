@@ -39,7 +39,7 @@ def _clause(dtype: str, kv_dtype: str, drafts: Condition) -> Clause:
 FLASHMLA = BackendCard(
     name="flashmla",
     summary="FlashMLA's decode over pages of 64 tokens, in bf16, fp16 or e4m3; SM90",
-    factory="attnmux.nvidia.flashmla:make",
+    factory="attnmux.nvidia.latent.flashmla:make",
     requires=("torch>=2.11", ("sgl-flash-mla>=1.0.0", "sglang-kernel>=0.4.5", "vllm>=0.32")),
     extra="flashmla",
     companions=("flashinfer_mla",),

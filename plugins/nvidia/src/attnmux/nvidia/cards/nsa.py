@@ -9,7 +9,7 @@ NSA = BackendCard(
     name="nsa",
     aliases=("dsa",),
     summary="DeepSeek-V3.2's sparse MLA: an indexer picks 2048 tokens, FlashMLA reads those",
-    factory="attnmux.nvidia.nsa:make",
+    factory="attnmux.nvidia.latent.nsa:make",
     requires=("torch>=2.11", ("sgl-flash-mla>=1.0.0", "sglang-kernel>=0.4.5", "vllm>=0.32")),
     extra="flashmla",
     verified_on=(

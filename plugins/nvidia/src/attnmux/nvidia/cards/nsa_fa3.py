@@ -19,7 +19,7 @@ from attnmux.nvidia.cards.runs import TORCH, on_h200
 NSA_FA3 = BackendCard(
     name="nsa_fa3",
     summary="DeepSeek-V3.2's sparse MLA by FlashAttention 3 on Hopper: 16 bits, any page size",
-    factory="attnmux.nvidia.nsa_fa3:make",
+    factory="attnmux.nvidia.latent.nsa_fa3:make",
     requires=REQUIRES,
     extra="fa3",
     options=(NUM_SPLITS,),

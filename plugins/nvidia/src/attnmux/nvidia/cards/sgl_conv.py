@@ -7,7 +7,7 @@ from attnmux.core.plugin import ANY, BackendCard, Clause, Prior, Verified, one_o
 SGL_CONV = BackendCard(
     name="sgl_conv",
     summary="sgl_kernel's causal convolutions, for layers that are nothing else",
-    factory="attnmux.nvidia.sgl_conv:make",
+    factory="attnmux.nvidia.linear.sgl_conv:make",
     requires=("torch>=2.11", "sglang-kernel>=0.4.5"),
     extra="fa3",
     verified_on=(

@@ -40,7 +40,7 @@ def _clause(version: Condition, num_q_heads: Condition, *phases: str) -> Clause:
 TRTLLM_MLA = BackendCard(
     name="trtllm_mla",
     summary="TensorRT-LLM's MLA decode through flashinfer, in bf16 or e4m3; SM100 and SM120",
-    factory="attnmux.nvidia.trtllm_mla:make",
+    factory="attnmux.nvidia.latent.trtllm_mla:make",
     requires=("torch>=2.11", "flashinfer-python>=0.6.13"),
     extra="flashinfer",
     # Over e4m3 the kernels want queries in e4m3, and round weights to it.

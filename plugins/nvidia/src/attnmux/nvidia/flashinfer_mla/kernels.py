@@ -34,9 +34,21 @@ class FlashInferMLAKernels:
         causal: bool,
         sm_scale: float,
         dtype: torch.dtype,
+        again: bool = False,
     ) -> None:
-        """lens: `qo_indptr` and `kv_indptr` [B + 1] from 0 on, and `kv_len_arr` [B], int32 on the
-        host. indices: [pages] int32 or more, on the device. dtype: of Q and of the keys."""
+        """Plan a step.
+
+        lens: `qo_indptr` and `kv_indptr` [B + 1] from 0 on, and `kv_len_arr` [B], int32 on the
+        host. indices: [pages] int32 or more, on the device. dtype: of Q and of the keys.
+        again: the wrapper's last plan had as many rows and requests, and the same other arguments.
+        Then 0.7 plans into the workspace that is there: its `plan` allocates one of 8 MiB, and as
+        much of pinned memory.
+        """
+        if again and self.plan_metadata is not None:
+            planned = wrapper._planned_backend
+            planned._plan_info = self.replan(wrapper, lens, num_heads=num_heads, causal=causal)
+            planned._kv_indices_buf = indices
+            return
         metadata: dict[str, Any] = {"kv_indices": indices, **lens}
         if self.plan_metadata is not None:
             metadata = {
@@ -64,11 +76,12 @@ class FlashInferMLAKernels:
         *,
         num_heads: int,
         causal: bool,
-    ) -> None:
+    ) -> object:
         """Plan into the workspace that the wrapper's last `plan` left, for as many rows, requests
-        and heads. The wrapper keeps these attributes for such replays (`_MIRRORED_BACKEND_ATTRS`
-        in mla/_batch_mla/_wrapper.py of 0.7)."""
-        wrapper._cached_module.plan(
+        and heads. Returns what the kernels' launch reads of a plan. The wrapper keeps these
+        attributes for such replays (`_MIRRORED_BACKEND_ATTRS` in mla/_batch_mla/_wrapper.py of
+        0.7)."""
+        return wrapper._cached_module.plan(
             wrapper._float_workspace_buffer,
             wrapper._int_workspace_buffer,
             wrapper._pin_memory_int_workspace_buffer,

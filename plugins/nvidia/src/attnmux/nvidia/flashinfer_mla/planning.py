@@ -3,13 +3,13 @@
 Kernels read two things of a plan: the wrapper's int workspace, and the indices, which `plan` takes
 as they are where they lie on the device. From 0.7 on each `plan` allocates a workspace, so a
 captured batch has a wrapper of its own, whose indices are in fixed memory. A replay plans into its
-workspace, see `FlashInferMLAKernels.replan`. The library's own `use_cuda_graph` adds copies of
-lengths that no kernel reads.
+workspace (`FlashInferMLAKernels.replan`), and so does an eager step of the last one's shape. The
+library's own `use_cuda_graph` adds copies of lengths that no kernel reads.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -38,6 +38,21 @@ class Settings:
     """Kernels, by the library's names."""
 
 
+WrapperKey = tuple[LatentGroup, int, bool, bool, int]
+"""A group of layers, the padded heads, whether rows see different keys, whether the call brings the
+keys, and the number of the plan in its step: with the settings, all that a plan fixes but lengths
+and indices."""
+
+
+@dataclass(kw_only=True, slots=True, eq=False)
+class Wrapper:
+    """A wrapper of the library, and what its last plan was for."""
+
+    library: Any
+    shape: tuple[int, int] | None = None
+    """Rows and requests; None before the first plan, and after one that failed."""
+
+
 class Planner:
     """Makes wrappers, each when it is first planned, and plans them."""
 
@@ -47,29 +62,21 @@ class Planner:
         self._kernels = kernels
         self._settings = settings
         self._workspace = workspace
-        self._wrappers: dict[tuple[bool, LatentGroup, int], Any] = {}
+        self._wrappers: dict[WrapperKey, Wrapper] = {}
 
     def plan(
         self, group: LatentGroup, step: FlashInferMLAStep, slots: torch.Tensor | None
     ) -> Planned:
         """An eager step's plan. slots: the pages of keys, as `FlashInferMLAStep.indices` has them;
         None where the call brings the keys."""
-        of_call = slots is None
-
-        def wrapper_of(number: int) -> Any:  # noqa: ANN401  # the library's class
-            key = (of_call, group, number)
-            if key not in self._wrappers:
-                self._wrappers[key] = self._make()
-            return self._wrappers[key]
-
-        return self._plan(group, step, slots, wrapper_of)
+        return self._plan(group, step, slots, self._wrappers)
 
     def capture(self, group: LatentGroup, step: FlashInferMLAStep, slots: torch.Tensor) -> Planned:
         """The plan of a step that is about to be captured, on a wrapper of its own.
 
         Raises GraphUnsupported for a step of several plans, whose indices are copies.
         """
-        planned = self._plan(group, step, slots, lambda number: self._make())
+        planned = self._plan(group, step, slots, {})
         if len(planned.calls) > 1:
             raise GraphUnsupported(
                 f"a captured step is one plan, and {step.batch.num_tokens} tokens of "
@@ -90,8 +97,9 @@ class Planner:
         group: LatentGroup,
         step: FlashInferMLAStep,
         slots: torch.Tensor | None,
-        wrapper_of: Callable[[int], Any],
+        wrappers: dict[WrapperKey, Wrapper],
     ) -> Planned:
+        """wrappers: what is planned if it is there, and made if it is not."""
         settings, of_call = self._settings, slots is None
         heads = padded_heads(group.num_heads) if step.is_causal else group.num_heads
         parts = step.parts(heads, of_call=of_call)
@@ -106,9 +114,12 @@ class Planner:
         in_one = len(parts) == 1 and step.num_rows == step.batch.num_tokens
         calls: list[tuple[slice | None, Any]] = []
         for number, part in enumerate(parts):
-            wrapper = wrapper_of(number)
+            key = (group, heads, step.is_causal, of_call, number)
+            wrapper = wrappers.get(key) or wrappers.setdefault(key, self._make())
+            shape, wrapper.shape = wrapper.shape, None
+            planned = (part.rows.stop - part.rows.start, len(part.kv_lens))
             self._kernels.plan(
-                wrapper,
+                wrapper.library,
                 part.lens(),
                 part.indices(indices),
                 num_heads=heads,
@@ -116,8 +127,10 @@ class Planner:
                 causal=step.is_causal,
                 sm_scale=group.scaling,
                 dtype=settings.dtype,
+                again=planned == shape,
             )
-            calls.append((None if in_one else part.rows, wrapper))
+            wrapper.shape = planned
+            calls.append((None if in_one else part.rows, wrapper.library))
         return Planned(
             kernels=self._kernels,
             num_heads=heads,
@@ -126,9 +139,11 @@ class Planner:
             slots=indices if slots is None else slots,
         )
 
-    def _make(self) -> Any:  # noqa: ANN401  # the library's class
-        return self._kernels.BatchMLAPagedAttentionWrapper(
-            self._workspace, backend=self._settings.backend
+    def _make(self) -> Wrapper:
+        return Wrapper(
+            library=self._kernels.BatchMLAPagedAttentionWrapper(
+                self._workspace, backend=self._settings.backend
+            )
         )
 
 

@@ -14,19 +14,22 @@ Portable, in Triton:
     picked_blocks.py   attention of each token over blocks of keys that an indexer picked
     chosen_pages.py    bounds, scores, choice and copies of the pages that a decode step reads
     index_scores.py    an indexer's scores of the keys that each token sees
-    linear.py   recurrent layers token by token, and short convolutions
-    linear_chunks.py   recurrent layers in chunks, with channel_chunks.py (a decay for each channel)
-                       and chunk_states.py (states from chunk to chunk)
-    channel_scan.py    recurrent layers whose every channel is a head
 
-For Hopper GPUs, in Gluon, Triton's lower level language:
-    hopper_tiles.py    as tiles.py, with hopper_places.py (a program's rows and keys) and
-                       hopper_weights.py (the softmax)
-    hopper_shares.py   as shares.py, with hopper_eight_bits.py (8-bit K and V) and
-                       hopper_share_results.py (results and their merging)
-    hopper_latent.py   as shares.py for absorbed MLA, with latent_merge.py
-    hopper_copies.py   copies into shared memory
-    hopper_walk.py     a program's way through its share of the keys
+Recurrent layers and short convolutions, in `linear/`:
+    tokens.py   recurrences token by token
+    chunks.py   recurrences in chunks, with channel_chunks.py (a decay for each channel) and
+                chunk_states.py (states from chunk to chunk)
+    channel_scan.py   layers whose every channel is a head
+    convolutions.py   short convolutions
+
+For Hopper GPUs, in Gluon, Triton's lower level language, in `hopper/`:
+    tiles.py    as the portable one, with places.py (a program's rows and keys) and weights.py (the
+                softmax)
+    shares.py   as the portable one, with eight_bits.py (8-bit K and V) and share_results.py
+                (results and their merging)
+    latent.py   as shares.py for absorbed MLA, with latent_merge.py
+    copies.py   copies into shared memory
+    walk.py     a program's way through its share of the keys
 
 Docstrings of kernels give shapes and dtypes of the tensors. T tokens, B requests, Hq and Hkv heads;
 an int32 `x_stride` beside a tensor x is the distance of its rows in elements, `x_head_stride` that

@@ -11,12 +11,12 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_wait
 
 from attnmux.triton.kernels.blocks import LN_2
-from attnmux.triton.shapes import next_power_of_2
+from attnmux.triton.launches.shapes import next_power_of_2
 
 WIDTH = tl.constexpr(512)
 """Columns of a result."""
 TILE = tl.constexpr(64)
-"""Rows of an item, as `hopper_latent.ROWS`."""
+"""Rows of an item, as `hopper.latent.ROWS`."""
 HELD = 4096
 """Values that a program holds at a time."""
 

@@ -14,9 +14,9 @@ def round_to_8_bits(
 ):
     """float32 as the bits of an 8-bit float: to the nearest, ties to even, saturated.
 
-    The rest describes the format, as `attnmux.triton.write.Format` does. Uses integers, since
-    Triton has no cast to these formats for SM80, and elsewhere the device decides whether a cast
-    saturates.
+    The rest describes the format, as `attnmux.triton.attention.write.Format` does. Uses integers,
+    since Triton has no cast to these formats for SM80, and elsewhere the device decides whether a
+    cast saturates.
     """
     SHIFT: tl.constexpr = 23 - MANTISSA
     LEAST_NORMAL: tl.constexpr = (128 - BIAS) << 23

@@ -1,0 +1,1 @@
+"""`attnmux generate`: its options, what it reads, runs and prints."""

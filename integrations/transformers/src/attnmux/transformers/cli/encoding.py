@@ -1,0 +1,136 @@
+"""The prompts of `attnmux generate` in token ids, and the contexts that they need."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from attnmux.core import InvalidInput
+from attnmux.transformers.cli.encoders import (
+    Inputs,
+    first_tokens,
+    longest_source,
+    read_sources,
+    refuse_encoder_options,
+)
+from attnmux.transformers.cli.options import Answering
+from attnmux.transformers.cli.prompts import UserPrompt
+from attnmux.transformers.engine.generate import Prompt
+from attnmux.transformers.load.checkpoint import Checkpoint
+from attnmux.transformers.load.image_files import ImageProcessor
+from attnmux.transformers.load.tokenization import encode_prompts
+from attnmux.transformers.requests.sampling_params import SamplingParams
+from attnmux.transformers.run.runner import ModelRunner
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Encoded:
+    """Prompts in token ids, with what is left for the model's encoder to read."""
+
+    prompts: Sequence[Prompt]
+    pictured: Mapping[int, Inputs] = field(default_factory=dict)
+    """Those with images, by their index."""
+    sources: Sequence[Inputs] = ()
+    """What the encoder of an encoder-decoder model reads for each of them."""
+    encoder_len: int = 0
+    """The most encoder tokens of one."""
+
+    def read_by(self, runner: ModelRunner) -> list[Prompt]:
+        """The prompts with what the encoder makes of their images or sources."""
+        wanted = [*self.prompts]
+        for index, inputs in self.pictured.items():
+            wanted[index] = replace(wanted[index], images=runner.read_images(inputs))
+        if self.sources:
+            states = runner.encode_all(self.sources)
+            return [
+                replace(one, encoder_states=each) for one, each in zip(wanted, states, strict=True)
+            ]
+        return wanted
+
+
+def encode(
+    checkpoint: Checkpoint,
+    asked: Sequence[UserPrompt],
+    answering: Answering,
+    sampling: SamplingParams,
+    context: int,
+) -> Encoded:
+    """The prompts in token ids, with what they override of the command's options.
+
+    context: tokens of the longest request.
+    """
+    own = zip(asked, sampling.for_each(len(asked)), strict=True)
+    if checkpoint.config.is_encoder_decoder:
+        longest = checkpoint.max_encoder_len or context
+        sources = read_sources(checkpoint, asked, longest=longest, chat=answering.chat)
+        first = first_tokens(checkpoint, answering.decoder_prompt)
+        return Encoded(
+            prompts=[_prompt(one, first, each, answering) for one, each in own],
+            sources=sources,
+            encoder_len=longest_source(checkpoint, sources) or longest,
+        )
+    refuse_encoder_options(checkpoint, asked, answering)
+    pictured = _read_images(checkpoint, asked, answering.chat)
+    texts = [one.prompt for one in asked]
+    for index, inputs in pictured.items():
+        texts[index] = inputs["input_ids"][0].tolist()
+    encoded = encode_prompts(checkpoint, texts, max_context_len=context, chat=answering.chat)
+    _refuse_placeholders(checkpoint, [ids for at, ids in enumerate(encoded) if at not in pictured])
+    prompts = [
+        _prompt(one, ids, each, answering) for ids, (one, each) in zip(encoded, own, strict=True)
+    ]
+    return Encoded(prompts=prompts, pictured=pictured)
+
+
+def _read_images(
+    checkpoint: Checkpoint, asked: Sequence[UserPrompt], chat: bool
+) -> dict[int, Inputs]:
+    """The prompts with images, by their index."""
+    if not any(one.images for one in asked):
+        return {}
+    processor = ImageProcessor(checkpoint)
+    return {
+        index: processor.read(f"prompt {index + 1}", str(one.prompt), one.images, chat=chat)
+        for index, one in enumerate(asked)
+        if one.images
+    }
+
+
+def _refuse_placeholders(checkpoint: Checkpoint, encoded: Sequence[Sequence[int]]) -> None:
+    """Refuse prompts without images that have placeholders of some."""
+    token = getattr(checkpoint.config, "image_token_id", None)
+    if any(token in ids for ids in encoded):
+        raise InvalidInput(
+            "prompts", got="a placeholder of an image", expected="an image for each, by --image"
+        )
+
+
+def _prompt(
+    asked: UserPrompt, ids: Sequence[int], sampling: SamplingParams, answering: Answering
+) -> Prompt:
+    """The prompt in token ids. What it overrides takes the place of the command's options."""
+    own = dict(asked.overrides)
+    most = own.pop("max_new_tokens", answering.max_new_tokens)
+    return Prompt(token_ids=ids, max_new_tokens=most, sampling=replace(sampling, **own))
+
+
+def most_tokens(
+    wanted: Sequence[Prompt], context: int, max_running: int, *, encoder_len: int
+) -> int:
+    """Tokens of the longest prompts that may run at a time, with their answers and sources."""
+    lens = sorted(min(len(one.token_ids) + one.max_new_tokens, context) for one in wanted)
+    return sum(encoder_len + each for each in lens[-max_running:])
+
+
+def context_of(checkpoint: Checkpoint, wanted: int | None) -> int:
+    """Tokens of the longest request. Raises InvalidInput for more than the model's positions."""
+    limit = checkpoint.max_context_len
+    if wanted is None and limit is None:
+        raise InvalidInput(
+            "--context", got="nothing", expected="a number, since the model states no limit"
+        )
+    if wanted is None or limit is None:
+        return wanted or checkpoint.default_context_len or 0
+    if wanted > limit:
+        raise InvalidInput("--context", got=wanted, expected=f"at most the model's limit, {limit}")
+    return wanted

@@ -1,0 +1,254 @@
+"""Runs `attnmux generate`: loads the model and prints what it generates."""
+
+from __future__ import annotations
+
+import sys
+import time
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from typing import Any
+
+import click
+import torch
+
+from attnmux.core import (
+    Detection,
+    InvalidInput,
+    Platform,
+    Plugins,
+    PoolExhausted,
+    Settings,
+    pick_platform,
+    platform_of,
+)
+from attnmux.core.verbs import Run
+from attnmux.transformers import recall
+from attnmux.transformers.cli.encoding import (
+    context_of,
+    encode,
+    most_tokens,
+)
+from attnmux.transformers.cli.options import Answering, Options
+from attnmux.transformers.cli.output import Printer, as_dict, closing_line
+from attnmux.transformers.cli.prompts import UserPrompt
+from attnmux.transformers.cli.ranks import only_first
+from attnmux.transformers.cli.watching import first_use, wrapper
+from attnmux.transformers.draft.eagle_head import EagleHead
+from attnmux.transformers.engine.engine import Engine
+from attnmux.transformers.engine.generate import Generation, Prompt, run_prompts
+from attnmux.transformers.load.checkpoint import Checkpoint, open_checkpoint, quiet_transformers
+from attnmux.transformers.load.load_runner import load_head_runner, load_runner
+from attnmux.transformers.load.model_request import stated_request
+from attnmux.transformers.load.options import RunnerOptions
+from attnmux.transformers.requests.sampling_params import SamplingParams
+from attnmux.transformers.run.runner import ModelRunner
+
+
+def platform_for(detection: Detection, settings: Settings, device: str | None) -> Platform:
+    """The platform of a torch device; without one the configured or the only accelerator's.
+
+    Raises InvalidInput for a device that is not here, or that this build of torch cannot use, and
+    AmbiguousPlatform as `pick_platform` does.
+    """
+    where = settings.where("platform")
+    platform, wanted = None, settings.platform
+    if device is None:
+        try:
+            platform = pick_platform(detection, wanted, named=where)
+        except InvalidInput:
+            device = unfound_device(detection)
+            if device is None:
+                raise
+    name = device or (platform.device_type if platform is not None else "cpu")
+    try:
+        torch.empty(0, device=name)
+    except (RuntimeError, AssertionError) as error:
+        reason = str(error).splitlines()[0]
+        raise InvalidInput(
+            "--device", got=f"{name} ({reason})", expected="a device that torch can use here"
+        ) from error
+    if platform is not None:
+        return platform
+    return platform_of(torch.device(name), detection, wanted, named=where)
+
+
+def unfound_device(detection: Detection) -> str | None:
+    """The type of device that torch can use here and that no plugin found."""
+    seen = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    if seen is None or seen.type not in Platform.device_types() or detection.accelerators:
+        return None
+    return seen.type
+
+
+def _warn_of_unfound(
+    run: Run, detection: Detection, settings: Settings, device: str | None
+) -> None:
+    """The CPU is not taken in silence beside a device that torch can use."""
+    if device is None and settings.platform is None and (kind := unfound_device(detection)):
+        run.warn(
+            f"torch can use a device of type {kind}, which no plugin found, and the CPU is used: "
+            f"say --device {kind}, or name its platform (VENDOR:ARCH in ATTNMUX_PLATFORM or as "
+            "platform in attnmux.toml; cpu keeps the CPU)"
+        )
+
+
+def run_command(
+    run: Run,
+    settings: Settings,
+    asked: Sequence[UserPrompt],
+    sampling: SamplingParams,
+    given: Mapping[str, Any],
+) -> None:
+    """Generate for the prompts. given: the other arguments of `command.generate`, by name."""
+    options = Options.of(given)
+    answering, drafting = options.answering, options.drafting
+    options.parallel.start(run)
+    with ExitStack() as stack:
+        stack.enter_context(_quiet(run.debug))
+        began = time.perf_counter()
+        checkpoint = _open(answering)
+        context = context_of(checkpoint, answering.context)
+        if answering.context is None and context != checkpoint.max_context_len:
+            run.warn(
+                f"requests have up to {context} tokens: beyond it the model's longrope rotates by "
+                "its long factors, which a larger --context takes for every request"
+            )
+        encoded = encode(checkpoint, asked, answering, sampling, context)
+        plugins = run.plugins(settings)
+        options.check_used(plugins.offers(), images=bool(encoded.pictured))
+        detection = run.detect(plugins)
+        _warn_of_unfound(run, detection, settings, options.running["device"])
+        platform = platform_for(detection, settings, options.running["device"])
+        ranks = options.parallel.ranks(platform.device_type, checkpoint.config)
+        stack.enter_context(only_first(ranks))
+        parts = ranks.deal(encoded.prompts)
+        room = partial(most_tokens, encoder_len=encoded.encoder_len)
+        most = max(room(part, context, answering.max_running) for part in parts)
+        running = RunnerOptions(
+            max_batch_size=min(len(parts[0]), answering.max_running),
+            max_context_len=context,
+            max_total_tokens=most if options.memory is None else None,
+            max_encoder_len=encoded.encoder_len or None,
+            images=bool(encoded.pictured),
+            ranks=ranks,
+            **_of_drafts(options, checkpoint),
+            **_of_machine(run, settings, options, plugins, platform),
+            **options.running,
+        )
+        options.check_linear(partial(_may_have_linear, checkpoint, running))
+        load = partial(_load, run, platform, plugins)
+        runner = load(checkpoint, running)
+        options.check_linear(lambda: bool(runner.decision.linear))
+        drafter = drafting.drafter(checkpoint, runner, running, load, max_total_tokens=most)
+        drafts = drafting.proposer(checkpoint, runner, drafter, running, warn=run.warn)
+        wanted = encoded.read_by(runner)
+        load_seconds = time.perf_counter() - began
+        click.echo(ranks.summary(runner.decision), err=True)
+        if drafter is not None:
+            click.echo(f"drafts: {drafter.decision.summary()}", err=True)
+        engine = Engine(
+            runner,
+            tokenizer=checkpoint.require_tokenizer(),
+            stop_ids=checkpoint.stop_ids(runner.model),
+            prefill_tokens=answering.prefill_tokens,
+            drafts=drafts,
+            accept=options.accept,
+        )
+        as_json = answering.as_json
+        generation = _generate(engine, wanted, silent=as_json, stream=not answering.no_stream)
+        if as_json and ranks.rank == 0:
+            texts = [one.audio or one.prompt for one in asked]
+            answer = as_dict(generation, texts, runner, load_seconds, drafter=drafter)
+            run.echo_json({"model": checkpoint.source, **answer, "warnings": run.warnings})
+        click.echo(closing_line(generation, runner, drafter=drafter), err=True)
+
+
+def _open(answering: Answering) -> Checkpoint:
+    """The model that is asked."""
+    source = recall.PATH if answering.model is None else answering.model
+    return open_checkpoint(source, revision=answering.revision, progress=sys.stderr.isatty())
+
+
+def _may_have_linear(checkpoint: Checkpoint, options: RunnerOptions) -> bool:
+    """Whether the model's config says so, or says nothing of layers."""
+    stated = stated_request(checkpoint, options, dtype=checkpoint.dtype(options.dtype))
+    return stated is None or bool(stated.linear_layers)
+
+
+def _of_drafts(options: Options, checkpoint: Checkpoint) -> dict[str, Any]:
+    """Fields of `RunnerOptions` that drafts ask for."""
+    drafting = options.drafting
+    return {
+        "draft_tokens": drafting.draft_token_num,
+        "draft_topk": drafting.topk,
+        "hidden_states": drafting.head is not None,
+        "hidden_layers": drafting.hidden_layers(checkpoint),
+    }
+
+
+def _of_machine(
+    run: Run, settings: Settings, options: Options, plugins: Plugins, platform: Platform
+) -> dict[str, Any]:
+    """Fields of `RunnerOptions` that come from the machine, its settings and measurements."""
+    measurements, launches = run.measurements(settings), run.launches(settings)
+    return {
+        "memory": options.memory,
+        "policy": settings.policy(**options.backends),
+        "measurements": measurements,
+        "launches": launches,
+        "debug": run.debug,
+        "check": first_use(
+            run,
+            plugins.offers(),
+            measurements,
+            device=options.running["device"] or platform.device_type,
+            cache=settings.cache_folder(),
+            launches=launches,
+        ),
+        "wrap": wrapper(run, options.watching),
+    }
+
+
+def _load(
+    run: Run,
+    platform: Platform,
+    plugins: Plugins,
+    model: Checkpoint | EagleHead,
+    options: RunnerOptions,
+) -> ModelRunner:
+    offers = plugins.offers()
+    progress = sys.stderr.isatty()
+    try:
+        if isinstance(model, EagleHead):
+            return load_head_runner(model, platform, offers, options, warn=run.warn)
+        return load_runner(model, platform, offers, options, progress=progress, warn=run.warn)
+    except PoolExhausted as error:
+        if options.memory is not None:
+            raise
+        raise PoolExhausted(
+            error.what,
+            wanted=error.wanted,
+            available=error.available,
+            hint="lower --max-running, --max-new-tokens or --context, use a smaller --kv-dtype, or "
+            "set --memory, so that prompts wait for room",
+        ) from error
+
+
+def _generate(
+    engine: Engine, wanted: Sequence[Prompt], *, silent: bool, stream: bool
+) -> Generation:
+    if silent:
+        return run_prompts(engine, wanted)
+    with Printer(len(wanted), stream=stream) as printer:
+        return run_prompts(engine, wanted, on_text=printer)
+
+
+@contextmanager
+def _quiet(debug: bool) -> Iterator[None]:
+    """Only errors from the libraries below, unless debugging."""
+    with warnings.catch_warnings(), quiet_transformers(progress=sys.stderr.isatty()):
+        if not debug:
+            warnings.simplefilter("ignore")
+        yield

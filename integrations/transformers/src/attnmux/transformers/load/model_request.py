@@ -1,0 +1,221 @@
+"""What a model asks of a backend: by its layers as recorded, and by its config.json."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers.utils.hub import cached_file
+
+from attnmux.configs import UnknownModel, kept_layers, request_from_model
+from attnmux.core import (
+    InvalidInput,
+    LayerGroup,
+    LayerSpec,
+    LinearLayerSpec,
+    Request,
+    canonical_dtype,
+    dtype_name,
+    expanded_request,
+    group_requests,
+)
+from attnmux.transformers.load.checkpoint import Checkpoint
+from attnmux.transformers.load.options import RunnerOptions
+from attnmux.transformers.requests.shapes import SHAPE, STORED, by_shape
+
+
+def with_kept_dtype(
+    layers: Sequence[LayerSpec],
+    dtype: torch.dtype,
+    options: RunnerOptions,
+    scheme: str | None = None,
+) -> tuple[LayerSpec, ...]:
+    """The layers, of which those that `RunnerOptions.kv_dtype_skip` names store K and V in `dtype`.
+
+    scheme: the checkpoint's KV dtype.
+    Raises InvalidInput as `kept_layers` does.
+    """
+    if options.kv_dtype_skip is None:
+        return tuple(layers)
+    own, kinds = dtype_name(dtype), {layer.layer_id: _kind(layer) for layer in layers}
+    kv_dtype = options.kv_dtype or scheme
+    kv_dtype = kv_dtype and canonical_dtype(kv_dtype, "kv_dtype")
+    kept = kept_layers(options.kv_dtype_skip, kinds, dtype=own, kv_dtype=kv_dtype)
+    return tuple(
+        replace(layer, kv_dtype=own) if layer.layer_id in kept else layer for layer in layers
+    )
+
+
+def _kind(layer: LayerSpec) -> str:
+    """The word of `kept_layers` for a layer."""
+    if layer.kind != "mha":
+        return layer.kind
+    others = ("index_block_size", "cross_attention", "sliding_window", "attention_chunk")
+    return next((name for name in others if name in layer.features), "full_attention")
+
+
+def request_of(
+    layers: Sequence[LayerSpec], dtype: torch.dtype, linear: Sequence[LinearLayerSpec] = ()
+) -> Request:
+    """What the layers need, every value with the origin "model".
+
+    Where windows or chunks differ between layers of the same heads and dims, the largest is asked
+    for. Layers of other heads or dims than the first, or with a KV dtype of their own, are the
+    request's `other_layers`.
+    Raises InvalidInput where latent layers or linear layers of a kind differ.
+    """
+    alike = by_shape(layers, *SHAPE)
+    first, *others = sorted(alike, key=lambda group: group[0].kv_dtype is not None)
+    given: dict[str, object] = {
+        "kind": first[0].kind,
+        **_needs(first),
+        "other_layers": [
+            LayerGroup(layers=len(each), kv_dtype=each[0].kv_dtype, **_needs(each))
+            for each in others
+        ],
+        "dtype": dtype_name(dtype),
+        "cross_attention": any(layer.is_cross_attention for layer in layers),
+        "alibi": any(layer.alibi_slopes is not None for layer in layers),
+        "relative_bias": any(layer.relative_bias is not None for layer in layers),
+        **_linear_needs(linear),
+    }
+    return Request().replace(origin="model", **given)
+
+
+def _needs(layers: Sequence[LayerSpec]) -> dict[str, Any]:
+    """What layers of one shape ask for."""
+    first = layers[0]
+    windows = [layer.sliding_window_size for layer in layers if layer.sliding_window_size >= 0]
+    return {
+        "num_q_heads": first.tp_q_head_num,
+        "num_kv_heads": first.tp_k_head_num,
+        "head_dim": first.qk_head_dim,
+        "v_head_dim": None if first.v_head_dim == first.qk_head_dim else first.v_head_dim,
+        "sliding_window": max(windows, default=None),
+        "attention_chunk": max(layer.attention_chunk_size for layer in layers) or None,
+        "logit_cap": max(layer.logit_cap for layer in layers) or None,
+        "sinks": any(layer.sinks is not None for layer in layers),
+    }
+
+
+def _linear_needs(linear: Sequence[LinearLayerSpec]) -> dict[str, object]:
+    dims = {(layer.head_k_dim, layer.head_v_dim) for layer in linear if layer.has_state}
+    if len(dims) > 1:
+        got = f"dims {sorted(dims)} of K and V"
+        raise InvalidInput("linear layers", got=got, expected="the same in all of them")
+    k_dim, v_dim = next(iter(dims), (None, None))
+    return {
+        "linear_layers": Counter(layer.kind for layer in linear),
+        "linear_head_dim": k_dim,
+        "linear_v_head_dim": None if v_dim == k_dim else v_dim,
+    }
+
+
+def latent_request(
+    expanded: Request, layers: Sequence[LayerSpec], *, index_topk: int | None = None
+) -> Request:
+    """What `absorbed_layers` need, with the expanded heads of `request_of` as MLA states them.
+
+    index_topk: keys that the model's indexers pick for each token; None where all are seen.
+    """
+    first = by_shape(layers, *STORED)[0][0]
+    return expanded.replace(
+        origin="model",
+        kind="mla" if index_topk is None else "nsa",
+        index_topk=index_topk,
+        num_kv_heads=1,
+        v_head_dim=expanded.v_head_dim or expanded.head_dim,
+        kv_lora_rank=first.v_head_dim,
+        qk_rope_head_dim=first.qk_rope_head_dim,
+    )
+
+
+def without_indexer(stated: Request) -> Request:
+    """The same for contexts of which the indexer picks every key: plain MLA or MHA."""
+    kind = "mla" if stated.latent else stated.kind
+    return stated.replace(origin="model", kind=kind, index_topk=None, index_block_size=None)
+
+
+def check_against_config(recorded: Request, config: Request, *, max_context_len: int) -> None:
+    """Refuse a model that does not do what its config.json says.
+
+    recorded: from `request_of`. config: from `request_from_model`; a latent model is recorded
+    expanded and compared as such. A feature that config.json does not mention is no contradiction
+    (what runs is what was recorded), nor is a window or chunk that the context never fills.
+    Raises InvalidInput naming the field.
+    """
+    stated = expanded_request(config) if config.latent else config
+    groups, said = group_requests(recorded), group_requests(stated)
+    if len(groups) != len(said):
+        got = f"{len(groups)} groups of layers when the model runs"
+        raise InvalidInput("layers", got=got, expected=f"{len(said)}, by config.json")
+    for ran, told in zip(groups, said, strict=True):
+        _check_group(ran, told, max_context_len)
+
+
+def _check_group(recorded: Request, stated: Request, max_context_len: int) -> None:
+    """The same for layers that are alike."""
+    for name in ("num_q_heads", "head_dim"):
+        _compare(name, getattr(recorded, name), getattr(stated, name))
+    # A model may repeat K and V itself, as JetMoE does for each expert
+    if not _repeats_heads(recorded.num_kv_heads, stated.num_kv_heads):
+        _compare("num_kv_heads", recorded.num_kv_heads, stated.num_kv_heads)
+    _compare(
+        "v_head_dim",
+        recorded.v_head_dim or recorded.head_dim,
+        stated.v_head_dim or stated.head_dim,
+    )
+    for name in ("sliding_window", "attention_chunk", "logit_cap", "sinks"):
+        reach = getattr(stated, name) if name in ("sliding_window", "attention_chunk") else None
+        if getattr(stated, name) and (reach is None or reach < max_context_len):
+            _compare(name, getattr(recorded, name), getattr(stated, name))
+
+
+def _repeats_heads(recorded: int | None, stated: int | None) -> bool:
+    return recorded is not None and stated is not None and recorded % stated == 0
+
+
+def _compare(name: str, recorded: object, stated: object) -> None:
+    if recorded != stated:
+        raise InvalidInput(
+            name, got=f"{recorded!r} when the model runs", expected=f"{stated!r}, by config.json"
+        )
+
+
+def folder_of(checkpoint: Checkpoint) -> Path | None:
+    """The folder of its files, for an id on the hub in the cache; None without a config.json."""
+    file = cached_file(checkpoint.source, "config.json", revision=checkpoint.revision)
+    return None if file is None else Path(file).parent
+
+
+def stated_request(
+    checkpoint: Checkpoint, options: RunnerOptions, *, dtype: torch.dtype
+) -> Request | None:
+    """What config.json says of the model's attention; None where it says it in words of its own.
+
+    Such models, and those of unknown types, are known only once they run. dtype: of the model.
+    Raises InvalidInput for heads that the ranks do not divide, and for layers that cannot be
+    skipped.
+    """
+    folder = folder_of(checkpoint)
+    if folder is None:
+        return None
+    try:
+        known = request_from_model(
+            folder,
+            tp=options.ranks.head_ranks,
+            dtype=dtype_name(dtype),
+            kv_dtype=options.kv_dtype,
+            kv_dtype_skip=options.kv_dtype_skip,
+        )
+        return known.replace(origin="model", dtype=dtype_name(dtype))
+    except UnknownModel:
+        return None
+    except InvalidInput as error:
+        if error.argument in ("tp", "kv_dtype_skip"):
+            raise
+        return None

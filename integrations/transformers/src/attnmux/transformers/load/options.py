@@ -1,0 +1,174 @@
+"""How a checkpoint is run: what its user asks for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Literal
+
+import torch
+
+from attnmux.core import (
+    AttentionBackend,
+    Decision,
+    InvalidInput,
+    Measurement,
+    Platform,
+    Policy,
+    TunedLaunch,
+    check_at_least,
+    in_brief,
+)
+from attnmux.transformers.requests.memory_budget import MemoryBudget
+from attnmux.transformers.requests.pools import WINDOW_STEP_TOKENS
+from attnmux.transformers.run.ranks import ONE_RANK, Ranks
+
+LEAST: Mapping[int, Sequence[str]] = MappingProxyType(
+    {
+        0: ("spare_pages", "kept_states"),
+        1: (
+            *("max_batch_size", "max_context_len", "max_encoder_len", "max_total_tokens"),
+            *("window_step_tokens", "page_size", "sparse_budget", "draft_topk"),
+        ),
+        2: ("draft_tokens",),
+    }
+)
+"""The least value of each option that counts something, if it is not None."""
+
+REQUIRED = frozenset({"max_batch_size", "max_context_len", "spare_pages", "draft_topk"})
+"""Those of them that are never None."""
+
+NONE = type(None)
+KINDS: Mapping[str, tuple[type, ...]] = MappingProxyType(
+    {
+        **dict.fromkeys(("dtype", "kv_dtype", "kv_dtype_skip", "device"), (str, NONE)),
+        "memory": (MemoryBudget, NONE),
+        "policy": (Policy,),
+    }
+)
+"""The types of options that are often given as something else."""
+
+EXAMPLES: Mapping[str, str] = MappingProxyType(
+    {
+        **dict.fromkeys(("dtype", "kv_dtype"), '"bfloat16"'),
+        "kv_dtype_skip": '"0-1,sliding_window"',
+        "device": '"cuda:1"',
+        "memory": 'MemoryBudget.parse("2GB")',
+        "policy": 'Policy(backend="triton")',
+    }
+)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RunnerOptions:
+    """How to run a checkpoint. What is None is left to the checkpoint or to the solver."""
+
+    max_batch_size: int
+    """Requests at a time."""
+    max_context_len: int
+    """Tokens of one request, prompt and answer."""
+    max_encoder_len: int | None = None
+    """Encoder tokens of one request in an encoder-decoder model, beside its `max_context_len`; None
+    takes the model's limit, or `max_context_len` where it has none."""
+    max_total_tokens: int | None = None
+    """Tokens of all requests together, their encoders' included, for which the KV pool has room."""
+    spare_pages: int = 0
+    """Pages of the KV pool beside those of `max_total_tokens`. The branches of a draft model take
+    topk * (steps - 1) for each request, see `ModelProposer`."""
+    kept_states: int | None = None
+    """Prefixes whose linear layers' states are kept, so that later prompts can begin with them;
+    None: as many as `max_batch_size`. Each takes the memory of a request's states, without those of
+    drafts."""
+    memory: MemoryBudget | None = None
+    """What the KV pool may take, with the bounds and copies of chosen pages. Of this and
+    `max_total_tokens` one is needed; of both the smaller counts."""
+    window_step_tokens: int | None = WINDOW_STEP_TOKENS
+    """Layers with windows or chunks get a KV pool of their own where that saves memory, with room
+    for a prompt's step of at least so many tokens. None for callers that do not use the engine,
+    which frees the tokens that fell out of the windows."""
+    images: bool = False
+    """Whether prompts may hold images. The vision tower then runs on the backend of the phase
+    "encoder"; without them a model that reads images runs text alone, and needs none."""
+    draft_tokens: int | None = None
+    """Nodes of a request's draft tree, the root included; None without speculative decoding. Linear
+    layers keep a request's states after each of them, which takes so many times the memory of its
+    own; their drafts are chains."""
+    draft_topk: int = 1
+    """Branches of a draft tree; 1 for chains."""
+    speculative_attention_mode: Literal["prefill", "decode"] | None = None
+    """Whether the backend for prefill or that for decode verifies drafts and, in a draft model,
+    reads what was accepted; None: that for prefill. Needs `draft_tokens`."""
+    hidden_states: bool = False
+    """Whether to keep the last hidden state of every cached token, which an EAGLE head reads."""
+    hidden_layers: tuple[int, ...] = ()
+    """Numbers of the layers whose outputs `hidden_states` keeps instead, one after another: those
+    that `hidden_layers` finds for an EAGLE 3 head."""
+    sparse: str | None = None
+    """"quest": decode steps read the pages of each request whose keys may score highest; see
+    `Request.sparse`. Pages have `SPARSE_PAGE_SIZE` tokens where `page_size` says nothing else."""
+    sparse_budget: int | None = None
+    """Tokens of each request that such a step reads, in whole pages."""
+    graph: bool | None = None
+    """Whether decode steps are replayed from device graphs; None: where device, backend and model
+    can."""
+    compile: bool = False
+    """Whether the model's layers are compiled with torch.compile, which takes up to a minute at the
+    first start. Where they cannot be, they run as they are, with a warning."""
+    dtype: str | None = None
+    kv_dtype: str | None = None
+    kv_dtype_skip: str | None = None
+    """Layers that keep K and V in the model's dtype instead: numbers, ranges and kinds, such as
+    "0-1,31,sliding_window". The kinds are sliding_window, attention_chunk and full_attention."""
+    mla: Literal["absorbed", "expanded"] | None = None
+    """How latent attention runs. Absorbed, the KV cache holds the latent; expanded, every head's
+    K and V. None: absorbed where a backend serves it, unless only as a last resort (see
+    `Prior.LAST_RESORT`) while expanded has a better one."""
+    page_size: int | None = None
+    device: str | None = None
+    """torch's name, such as "cuda:1"; None takes the platform's current device."""
+    policy: Policy = field(default_factory=Policy)
+    measurements: tuple[Measurement, ...] = ()
+    """Of this machine; those that hold for the model move the ranks that backends are chosen by."""
+    launches: tuple[TunedLaunch, ...] = ()
+    """As `BackendContext.launches`: everything that was tuned on this machine."""
+    ranks: Ranks = ONE_RANK
+    """The ranks that run the model together."""
+    debug: bool = False
+    """Check every batch's values, at the cost of synchronising."""
+    check: Callable[[Decision], None] | None = None
+    """Called with each decision before its backend is made, such as `attnmux.testing.FirstUse`;
+    BackendFailed takes the next candidate."""
+    wrap: Callable[[AttentionBackend, Decision], AttentionBackend] | None = None
+    """Called with the backend that was made; the runner uses what it returns, such as a canary."""
+
+    def device_on(self, platform: Platform) -> torch.device:
+        """The device to run on. Raises InvalidInput for one that torch cannot use here."""
+        name = self.device or platform.device_type
+        try:
+            device = torch.device(name)
+            torch.empty(0, device=device)
+        except (RuntimeError, AssertionError) as error:
+            got = f"{name} ({in_brief(error)})"
+            expected = "a device that torch can use here"
+            raise InvalidInput("device", got=got, expected=expected) from error
+        return device
+
+    def __post_init__(self) -> None:
+        """Raises InvalidInput for values that no model runs with, or that need another option."""
+        for least, names in LEAST.items():
+            for name in names:
+                if (value := getattr(self, name)) is not None or name in REQUIRED:
+                    check_at_least(least, name, value)
+        for name, kinds in KINDS.items():
+            if not isinstance(value := getattr(self, name), kinds):
+                kind = f"{kinds[0].__name__}, such as {EXAMPLES[name]}"
+                raise InvalidInput(name, got=repr(value), expected=f"a {kind}")
+        if self.mla not in (None, "absorbed", "expanded"):
+            raise InvalidInput("mla", got=repr(self.mla), expected='"absorbed", "expanded" or None')
+        if self.draft_topk > 1 and self.draft_tokens is None:
+            expected = "draft_tokens with it: there are no drafts"
+            raise InvalidInput("draft_topk", got=self.draft_topk, expected=expected)
+        if self.hidden_layers and not self.hidden_states:
+            expected = "hidden_states=True with it: no states are kept"
+            raise InvalidInput("hidden_layers", got=self.hidden_layers, expected=expected)

@@ -1,0 +1,31 @@
+"""Loads what a checkpoint has for its inputs besides texts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from attnmux.core import InvalidInput, in_brief
+from attnmux.transformers.load.checkpoint import ALWAYS, Checkpoint, quiet_transformers
+
+
+def load_processor(
+    checkpoint: Checkpoint,
+    auto: Any,  # noqa: ANN401  # transformers' own
+    *,
+    argument: str,
+    what: str,
+    files: str,
+) -> Any:  # noqa: ANN401
+    """What `auto`, an auto class of transformers, makes of the checkpoint's files.
+
+    Raises InvalidInput that names `argument`, what is missing, and the files that it needs.
+    """
+    try:
+        with quiet_transformers(progress=False):
+            return auto.from_pretrained(checkpoint.source, revision=checkpoint.revision, **ALWAYS)
+    except Exception as error:  # each library has errors of its own
+        raise InvalidInput(
+            argument,
+            got=f"{checkpoint.source}, without {what} ({in_brief(error)})",
+            expected=f"a checkpoint with {files}",
+        ) from error

@@ -1,0 +1,196 @@
+"""From prompts to token ids, and from generated tokens to text."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future, wait
+from functools import partial
+from operator import index
+from threading import Thread
+from typing import TYPE_CHECKING, SupportsIndex, TypeVar, cast
+
+from transformers import PreTrainedTokenizerBase
+
+from attnmux.core import InvalidInput
+from attnmux.transformers.load.checkpoint import Checkpoint
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+TextOrIds = str | Sequence[int]
+"""Text, or token ids that are taken as they are."""
+
+
+def encode_prompts(
+    checkpoint: Checkpoint,
+    prompts: Sequence[TextOrIds],
+    *,
+    max_context_len: int,
+    chat: bool = False,
+) -> list[list[int]]:
+    """The token ids of each prompt; `chat` puts texts into the tokenizer's chat template.
+
+    Raises InvalidInput for no prompts, an empty prompt, one that is longer than the context, ids
+    outside the vocabulary, text that UTF-8 cannot hold, text where there is no tokenizer or no
+    chat template, and a chat template that does not end within `TEMPLATE_SECONDS`.
+    """
+    if not prompts:
+        raise InvalidInput("prompts", got="none", expected="at least one prompt")
+    encoded = []
+    for number, prompt in enumerate(prompts, start=1):
+        name = f"prompt {number}"
+        if not prompt:
+            raise InvalidInput(name, got="an empty prompt", expected="at least one token")
+        if isinstance(prompt, str):
+            _check_text(name, prompt)
+            ids = _encode(checkpoint.require_tokenizer(), prompt, chat)
+        else:
+            ids = read_ids(name, prompt)
+        check_prompt(name, ids, checkpoint.vocabulary_size, max_context_len)
+        encoded.append(ids)
+    return encoded
+
+
+def read_ids(name: str, token_ids: Iterable[SupportsIndex]) -> list[int]:
+    """Token ids as Python's ints, whatever integers they are. Raises InvalidInput for others."""
+    try:
+        return [index(one) for one in token_ids]
+    except TypeError as error:
+        raise InvalidInput(name, got=f"{error}", expected="a list of token ids") from error
+
+
+def check_prompt(name: str, ids: Sequence[int], vocabulary_size: int, max_context_len: int) -> None:
+    """Raise InvalidInput unless the model can read these ids in this context."""
+    if not ids:
+        raise InvalidInput(name, got="no tokens", expected="at least one token")
+    if len(ids) > max_context_len:
+        raise InvalidInput(
+            name, got=f"{len(ids)} tokens", expected=f"at most the context of {max_context_len}"
+        )
+    for token in (min(ids), max(ids)):
+        if not 0 <= token < vocabulary_size:
+            raise InvalidInput(
+                name, got=f"token id {token}", expected=f"ids from 0 to {vocabulary_size - 1}"
+            )
+
+
+def _check_text(name: str, text: str) -> None:
+    """Python carries bytes of an argument that are not UTF-8 as surrogates; tokenizers cannot."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        got = f"{text[error.start]!r} at character {error.start + 1}"
+        raise InvalidInput(name, got=got, expected="text in UTF-8") from error
+
+
+T = TypeVar("T")
+
+TEMPLATE_SECONDS = 10.0
+"""A template takes milliseconds. One that takes longer than this is taken to loop."""
+
+
+def within(seconds: float, render: Callable[[], T]) -> T:
+    """The result of `render`. Raises its error, and InvalidInput after that many seconds.
+
+    Python cannot stop a thread, so a template that loops keeps running until the process ends.
+    """
+    done: Future[T] = Future()
+
+    def run() -> None:
+        try:
+            done.set_result(render())
+        except BaseException as error:
+            done.set_exception(error)
+
+    # A daemon: the threads of an executor would keep the interpreter from exiting.
+    Thread(target=run, name="attnmux-chat-template", daemon=True).start()
+    wait([done], timeout=seconds)
+    if not done.done():
+        raise InvalidInput(
+            "chat",
+            got=f"a chat template that did not end within {seconds:g} s",
+            expected="raw prompts, or a tokenizer with another chat template",
+        )
+    return done.result()
+
+
+def _encode(tokenizer: PreTrainedTokenizerBase, text: str, chat: bool) -> list[int]:
+    if not chat:
+        return list(tokenizer(text)["input_ids"])
+    if tokenizer.chat_template is None:
+        raise InvalidInput(
+            "chat", got="a tokenizer without a chat template", expected="raw prompts"
+        )
+    message = [{"role": "user", "content": text}]
+    shown = within(
+        TEMPLATE_SECONDS,
+        partial(tokenizer.apply_chat_template, message, tokenize=False, add_generation_prompt=True),
+    )
+    # The template writes the special tokens itself.
+    return list(tokenizer(shown, add_special_tokens=False)["input_ids"])
+
+
+UNFINISHED = "\ufffd"
+"""What decoders write for bytes that are no whole character."""
+
+CONTEXT = 8
+"""Tokens of the prompt that are decoded with the first piece, because some decoders treat the
+first token of a text differently (a leading space is dropped)."""
+
+LONGEST = 4
+"""Bytes, and so at most tokens, of a character in UTF-8."""
+
+
+class TextStream:
+    """Detokenises one request as it grows; the pieces joined are the whole text.
+
+    Each piece is decoded together with the one before it, which begins and ends with a character:
+    a decoder that falls back to bytes gives up on all bytes of a run where one is cut off.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, prompt_ids: Sequence[int]) -> None:
+        self._tokenizer = tokenizer
+        self._ids, self._done = self._whole_end(list(prompt_ids[-CONTEXT - LONGEST :]))
+
+    def put(self, *token_ids: int) -> str:
+        """The text that these next tokens complete; "" inside a character of several tokens."""
+        self._ids += token_ids
+        piece = self._new_text()
+        if not piece or piece.endswith(UNFINISHED):
+            return ""
+        self._advance()
+        return piece
+
+    def end(self) -> str:
+        """What is left: bytes that never became a whole character, as replacement characters."""
+        piece = self._new_text()
+        self._advance()
+        return piece
+
+    def _new_text(self) -> str:
+        before = self._decode(self._ids[: self._done])
+        return self._decode(self._ids)[len(before) :]
+
+    def _advance(self) -> None:
+        self._ids = self._ids[self._done :]
+        self._done = len(self._ids)
+
+    def _whole_end(self, ids: list[int]) -> tuple[list[int], int]:
+        """Some last tokens, from the start of a character on, and how many end with one.
+
+        A prompt of token ids may end inside a character, which the first piece then completes.
+        """
+        first = max(0, len(ids) - CONTEXT)
+        for end in range(len(ids), max(-1, len(ids) - LONGEST), -1):
+            for start in range(first, max(-1, first - LONGEST), -1):
+                text = self._decode(ids[start:end])
+                if not text.startswith(UNFINISHED) and not text.endswith(UNFINISHED):
+                    return ids[start:], end - start
+        return ids[first:], len(ids) - first  # no characters: nothing to complete
+
+    def _decode(self, ids: list[int]) -> str:
+        text = self._tokenizer.decode(
+            ids, skip_special_tokens=True, clean_up_tokenization_spaces=False
+        )
+        return cast("str", text)  # a list of texts comes only from a list of lists

@@ -1,0 +1,272 @@
+"""What a model hands to its decoder for a prompt with images, read off the model itself.
+
+The model runs up to its decoder, which a hook stops. Nothing is known about any model by its name:
+embeddings, positions and masks are those that the model made.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from transformers import AttentionMaskInterface, PreTrainedModel
+
+from attnmux.core import AttnmuxError, InvalidInput, LayerSpec, Request, in_brief
+from attnmux.transformers.model.images.encoder import VisionTower
+from attnmux.transformers.model.images.spans import read_spans
+from attnmux.transformers.model.reach import MaskFunction, Reach
+from attnmux.transformers.requests.prompt_images import PromptImages, keys_of
+
+TOKEN_INPUTS = ("input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids")
+"""What a processor returns besides the inputs of the vision tower."""
+
+TYPES = ("token_type_ids", "mm_token_type_ids")
+"""Names under which models take the kind of each token: 0 text, 1 image."""
+
+IGNORED = frozenset({"use_cache", "return_dict", "input_ids", "logits_to_keep"})
+"""Arguments of a decoder on which its result does not depend, or that are None here."""
+
+
+class _Stopped(Exception):
+    """The decoder was called."""
+
+
+@dataclass(kw_only=True, slots=True)
+class _Handed:
+    """What the decoder got."""
+
+    inputs: dict[str, Any] = field(default_factory=dict)
+    masks: list[MaskFunction] = field(default_factory=list)
+
+    def mask(self, *, mask_function: MaskFunction, **_: object) -> torch.Tensor:
+        """A mask function of transformers that notes what it was asked for."""
+        self.masks.append(mask_function)
+        return torch.full((1, 1, 1, 1), len(self.masks) - 1)
+
+    def stop(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self.inputs = kwargs
+        raise _Stopped
+
+
+class ImageReader:
+    """Reads the images of prompts with a model."""
+
+    def __init__(self, model: PreTrainedModel, layers: Sequence[LayerSpec]) -> None:
+        """layers: of the decoder. Raises InvalidInput for a model that cannot serve images."""
+        self.tower = VisionTower(model)
+        self._model = model
+        self._name = type(model).__name__
+        self._decoder: torch.nn.Module = model.get_decoder()  # type: ignore[no-untyped-call]  # transformers' own
+        self._reaches = {
+            Reach(layer.sliding_window_size, layer.attention_chunk_size) for layer in layers
+        }
+        token_id = getattr(model.config, "image_token_id", None)
+        if not isinstance(token_id, int):
+            raise InvalidInput(
+                "images", got=f"{self._name} without an image_token_id", expected="a placeholder"
+            )
+        self.token_id = token_id
+        """Of the placeholders."""
+        table: Any = model.get_input_embeddings()
+        self.width = int(table.weight.shape[1])
+        """Of the input embeddings."""
+        self.has_spans = bool(self._probe_spans())
+        """Whether tokens of an image see each other, which needs custom masks."""
+
+    def ask(self, request: Request) -> Request:
+        """What images demand besides the decoder's `request`."""
+        head_dim, masked = self.tower.layer.qk_head_dim, self.has_spans
+        return request.replace(origin="model", encoder_head_dim=head_dim, custom_mask=masked)
+
+    def _probe_spans(self) -> list[tuple[int, int]]:
+        """The spans of a prompt without pixels that claims to hold an image."""
+        types = torch.tensor([[0, 1, 1, 1, 0]], device=self._model.device)
+        taken = inspect.signature(self._model.forward).parameters
+        told = {name: types for name in TYPES if name in taken}
+        handed = self._run({"input_ids": torch.zeros_like(types), **told})
+        return self._spans(handed, types.shape[1])
+
+    @torch.inference_mode(False)
+    @torch.no_grad()
+    def read(self, inputs: Mapping[str, Any]) -> PromptImages:
+        """The images of one prompt, as the model's processor returns it in torch tensors.
+
+        Raises InvalidInput for a batch, for padding, for positions of the caller's own, for images
+        that do not match the placeholders, and for a model whose decoder takes more than
+        embeddings, positions and spans.
+        """
+        given = self._given(inputs)
+        ids = [int(token) for token in given["input_ids"][0].tolist()]
+        places = [place for place, token in enumerate(ids) if token == self.token_id]
+        seen = {name: value for name, value in given.items() if name not in TOKEN_INPUTS}
+        pixels = [name for name, value in seen.items() if value.is_floating_point()]
+        for name in pixels:
+            given[name] = seen[name].to(self._model.dtype)
+        if not places or not pixels:
+            raise InvalidInput(
+                "images",
+                got=f"{len(places)} placeholders, and {', '.join(pixels) or 'no pixels'}",
+                expected="a prompt with a placeholder for each of its images",
+            )
+        del given["attention_mask"]
+        calls = self.tower.num_calls
+        handed = self._run(given)
+        if self.tower.num_calls == calls:
+            raise InvalidInput(
+                "images",
+                got=f"{self._name}, whose vision tower computes attention by itself",
+                expected="one that calls transformers' AttentionInterface",
+            )
+        spans = self._spans(handed, len(ids))
+        if spans and not self.has_spans:
+            raise InvalidInput(
+                self._name,
+                got="an image whose tokens see each other",
+                expected="causal attention, as in the model's probe",
+            )
+        positions = self._positions(handed, len(ids))
+        return PromptImages(
+            token_ids=tuple(ids),
+            places=torch.tensor(places),
+            embeds=self._embeds(handed, ids, places),
+            keys=keys_of(ids, places, seen, positions=positions, spans=spans),
+            positions=positions,
+            delta=0 if positions is None else int(positions.max()) + 1 - len(ids),
+            spans=tuple(spans),
+        )
+
+    def _given(self, inputs: object) -> dict[str, torch.Tensor]:
+        """The tensors, on the model's device, with an attention_mask that hides nothing."""
+        found: Mapping[str, object] = inputs if isinstance(inputs, Mapping) else {}
+        given = {
+            name: value.to(self._model.device)
+            for name, value in found.items()
+            if isinstance(value, torch.Tensor)
+        }
+        ids = given.get("input_ids")
+        mask = given.setdefault("attention_mask", torch.ones(1))
+        got = f"no input_ids in a {type(inputs).__name__}"
+        if ids is not None:
+            got = f"input_ids {tuple(ids.shape)} in {ids.dtype}, or padding"
+            is_prompt = ids.ndim == 2 and len(ids) == 1 and not ids.is_floating_point()
+            # Prefixes are shared by ids and images alone
+            own = [f"{name} too" for name in ("position_ids", "inputs_embeds") if name in given]
+            own += [
+                f"{name} {tuple(given[name].shape)} for input_ids {tuple(ids.shape)}"
+                for name in TYPES
+                if name in given and given[name].shape != ids.shape
+            ]
+            if is_prompt and bool(mask.all()) and not own:
+                return given
+            got = ", ".join(own) or got
+        raise InvalidInput(
+            "images",
+            got=got,
+            expected="what the processor returns for one prompt in torch tensors: input_ids [1, P]",
+        )
+
+    def _run(self, given: Mapping[str, torch.Tensor]) -> _Handed:
+        handed = _Handed()
+        hook = self._decoder.register_forward_pre_hook(handed.stop, with_kwargs=True)
+        try:
+            with _noting_masks(self._model, self._decoder, handed):
+                self._model(**given, use_cache=False)
+        except _Stopped:
+            pass
+        except (torch.OutOfMemoryError, AttnmuxError):
+            raise
+        except Exception as error:  # each model has errors of its own
+            raise InvalidInput(
+                "images",
+                got=in_brief(error),
+                expected=f"images that {self._name} reads, one for each placeholder",
+            ) from error
+        finally:
+            hook.remove()
+        self._check_known(handed)
+        return handed
+
+    def _check_known(self, handed: _Handed) -> None:
+        """Refuse what the steps of a request would not hand to the decoder."""
+        known = {"inputs_embeds", "position_ids", "attention_mask", *IGNORED}
+        more = [
+            name
+            for name, value in handed.inputs.items()
+            if name not in known and value is not None and value is not False
+        ]
+        mask = handed.inputs.get("attention_mask")
+        masks = list(mask.values()) if isinstance(mask, dict) else [mask]
+        own = [one for one in masks if one is not None and one.shape != (1, 1, 1, 1)]
+        if more or own or handed.inputs.get("inputs_embeds") is None:
+            raise InvalidInput(
+                "images",
+                got=f"{self._name}, whose decoder takes {more or 'a mask of its own'}",
+                expected="a decoder that takes embeddings, positions and transformers' masks",
+            )
+
+    def _embeds(self, handed: _Handed, ids: Sequence[int], places: Sequence[int]) -> torch.Tensor:
+        """[N, width] of the placeholders. Refuses a model that changes other embeddings."""
+        embeds: torch.Tensor = handed.inputs["inputs_embeds"][0]
+        is_text = torch.ones(len(ids), dtype=torch.bool)
+        is_text[places] = False
+        text = torch.tensor(ids)[is_text].to(embeds.device)
+        table: Any = self._model.get_input_embeddings()
+        if not torch.equal(table(text), embeds[is_text.to(embeds.device)]):
+            raise InvalidInput(
+                "images",
+                got=f"{self._name}, in which images change the embeddings of text",
+                expected="embeddings only in the places of the placeholders",
+            )
+        return embeds[torch.tensor(places, device=embeds.device)].clone()
+
+    def _positions(self, handed: _Handed, length: int) -> torch.Tensor | None:
+        """[3, P] on the host; None where positions are places."""
+        given = handed.inputs.get("position_ids")
+        if given is None:
+            return None
+        rows: torch.Tensor = given.reshape(-1, length).cpu()
+        if torch.equal(rows, torch.arange(length).expand_as(rows)):
+            return None
+        if rows.shape[0] == 3 and bool((rows[:, -1] == rows.max()).all()):
+            return rows
+        raise InvalidInput(
+            "images",
+            got=f"positions {tuple(given.shape)}, and an image or a smaller one at the end",
+            expected="positions [3, 1, P], whose last token is text",
+        )
+
+    def _spans(self, handed: _Handed, length: int) -> list[tuple[int, int]]:
+        """The parts whose tokens see each other. Refuses masks that show anything else."""
+        device = self._model.device
+        spans = read_spans(handed.masks, self._reaches, length, device)
+        if spans is None:
+            raise InvalidInput(
+                "images",
+                got=f"a mask of {self._name} for {length} tokens",
+                expected="causal attention with the layers' windows, in which parts may see "
+                "themselves",
+            )
+        return spans
+
+
+@contextmanager
+def _noting_masks(
+    model: PreTrainedModel, decoder: torch.nn.Module, handed: _Handed
+) -> Iterator[None]:
+    """Have the model ask `handed` for the decoder's masks, under a name that no other call uses."""
+    name = f"attnmux_images_{id(handed)}"
+    configs: list[Any] = [decoder.config, model.config.get_text_config()]
+    before = [config._attn_implementation for config in configs]
+    AttentionMaskInterface.register(name, handed.mask)
+    try:
+        for config in configs:
+            config._attn_implementation = name
+        yield
+    finally:
+        for config, implementation in zip(configs, before, strict=True):
+            config._attn_implementation = implementation
+        AttentionMaskInterface._global_mapping.pop(name)  # there is no public way to unregister

@@ -1,0 +1,1 @@
+"""Layers that mix tokens without softmax attention, in the contract's terms."""

@@ -1,0 +1,180 @@
+"""Layers that see a window of keys and, in the same softmax, keys that modules of the model make.
+
+Such a module hands its layer no keys here: they go to a pool, and attention to them is merged with
+the window's.
+"""
+
+from __future__ import annotations
+
+import pkgutil
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+
+import torch
+
+from attnmux.core import (
+    BackendContext,
+    Decision,
+    ForwardBatch,
+    ForwardContext,
+    InvalidInput,
+    KVPool,
+    LayerSpec,
+    torch_dtype,
+)
+from attnmux.transformers.model.attention import MORE_KEYS
+from attnmux.transformers.model.layer_call import LayerCall
+from attnmux.transformers.model.sparse.compressed_keys import CompressedKeys
+from attnmux.transformers.model.sparse.compressed_pool import CompressedPool, CompressedShape
+from attnmux.transformers.model.sparse.compressor import OVERLAPPING, Compressor
+
+
+@dataclass(kw_only=True, slots=True, eq=False)
+class Compressors:
+    """The modules of a model."""
+
+    each: tuple[Compressor, ...]
+    sinks: dict[int, torch.Tensor | None] = field(default_factory=dict)
+    """Of their layers, which a backend does not get."""
+    keys: dict[int, CompressedKeys] = field(default_factory=dict)
+    """By layer; none while a probe runs."""
+    is_captured: bool = field(default=True, init=False)
+    """Whether steps have static shapes: any that do not run `eagerly`."""
+
+    def bind(self) -> None:
+        """Let the modules keep what they make, and their layers' attention read it."""
+        for compressor in self.each:
+            compressor.module.forward = self._bound(compressor)
+            setattr(compressor.owner, MORE_KEYS, self._attending(compressor))
+
+    def kinds(self) -> Counter[str]:
+        """How many layers there are of each kind, by the words of config.json."""
+        return Counter(str(compressor.owner.layer_type) for compressor in self.each)
+
+    def mark(self, layers: Sequence[LayerSpec]) -> tuple[LayerSpec, ...]:
+        """The layers as a backend serves them: sinks come after all keys."""
+        ids = {compressor.layer_id for compressor in self.each}
+        self.sinks = {layer.layer_id: layer.sinks for layer in layers if layer.layer_id in ids}
+        return tuple(
+            replace(layer, sinks=None) if layer.layer_id in ids else layer for layer in layers
+        )
+
+    def stored(self, layers: Sequence[LayerSpec]) -> tuple[LayerSpec, ...]:
+        """The layers with windows of as many tokens as are kept for them, and for all of one pool:
+        what keys are made of lies in its slots."""
+        least = max(compressor.shape.earlier_tokens for compressor in self.each)
+        return tuple(
+            replace(layer, sliding_window_size=max(layer.sliding_window_size, least))
+            if layer.sliding_window_size >= 0
+            else layer
+            for layer in layers
+        )
+
+    def pools(self, decision: Decision, pool: KVPool) -> tuple[CompressedPool, ...]:
+        """One for each shape. Raises as `CompressedPool` does."""
+        dtype = torch_dtype(decision.request.dtype or decision.kv_dtype)
+        return tuple(
+            CompressedPool(shape, pool=pool, dtype=dtype, layer_ids=[one.layer_id for one in alike])
+            for shape, alike in self._by_shape().items()
+        )
+
+    def bytes_per_token(self, decision: Decision) -> tuple[int, int]:
+        """Of keys, and of what they are made of."""
+        parts = [
+            CompressedPool.bytes_per_token(
+                shape,
+                page_size=decision.page_size,
+                dtype=torch_dtype(decision.request.dtype or decision.kv_dtype),
+                kv_dtype=torch_dtype(decision.kv_dtype),
+                num_layers=len(alike),
+            )
+            for shape, alike in self._by_shape().items()
+        ]
+        return sum(keys for keys, _ in parts), sum(rows for _, rows in parts)
+
+    def keep_in(self, pools: Sequence[CompressedPool], context: BackendContext) -> None:
+        """Write to the pools, and read them, from now on."""
+        for pool in pools:
+            layers = [context.layer(layer_id) for layer_id in pool.layer_ids]
+            self.keys.update(dict.fromkeys(pool.layer_ids, CompressedKeys(pool, context, layers)))
+
+    @contextmanager
+    def eagerly(self) -> Iterator[None]:
+        """Let shapes follow the lengths on the host in the steps of the block."""
+        self.is_captured = False
+        try:
+            yield
+        finally:
+            self.is_captured = True
+
+    def _by_shape(self) -> dict[CompressedShape, list[Compressor]]:
+        shapes: dict[CompressedShape, list[Compressor]] = {}
+        for compressor in self.each:
+            shapes.setdefault(compressor.shape, []).append(compressor)
+        return shapes
+
+    def _bound(self, compressor: Compressor) -> Callable[..., tuple[torch.Tensor, None]]:
+        def forward(
+            hidden_states: torch.Tensor,
+            q_residual: torch.Tensor,
+            position_ids: torch.Tensor,
+            past_key_values: None,
+            layer_idx: int,
+        ) -> tuple[torch.Tensor, None]:
+            if self.keys:
+                rows, batch = compressor.rows(hidden_states), ForwardContext.current().batch
+                keys, captured = self.keys[compressor.layer_id], self.is_captured
+                keys.write(compressor.layer_id, rows, batch, compressor.make, captured=captured)
+                compressor.queries = compressor.asks(hidden_states, q_residual, position_ids)
+            return hidden_states.new_empty((1, 1, 0, compressor.module.head_dim)), None
+
+        return forward
+
+    def _attending(self, compressor: Compressor) -> Callable[..., None]:
+        def attend(
+            call: LayerCall, batch: ForwardBatch, out: torch.Tensor, lse: torch.Tensor
+        ) -> None:
+            layer_id, queries = compressor.layer_id, compressor.queries
+            compressor.queries = None
+            self.keys[layer_id].attend(
+                layer_id,
+                call.q,
+                batch,
+                out,
+                lse,
+                queries=queries,
+                sinks=self.sinks[layer_id],
+                captured=self.is_captured,
+            )
+
+        return attend
+
+
+def has_compressors(model_class: type[torch.nn.Module]) -> bool:
+    """Whether the module of a model's class has modules that make keys."""
+    return any(hasattr(pkgutil.resolve_name(model_class.__module__), name) for name in OVERLAPPING)
+
+
+def bound_compressors(model: torch.nn.Module) -> Compressors | None:
+    """Those of a model, bound; None without any.
+
+    Raises InvalidInput for one that makes other keys than ours.
+    """
+    found = tuple(
+        Compressor(module=child, owner=owner)
+        for owner in model.modules()
+        for child in owner.children()
+        if type(child).__name__ in OVERLAPPING
+    )
+    if not found:
+        return None
+    for compressor in {type(each.module): each for each in found}.values():
+        if not compressor.agrees():
+            name = type(compressor.module).__name__
+            expected = "those of transformers 5.23"
+            raise InvalidInput(name, got="other keys of blocks of tokens", expected=expected)
+    compressors = Compressors(each=found)
+    compressors.bind()
+    return compressors

@@ -1,0 +1,175 @@
+"""Sparse attention: modules of a model that pick what each layer sees.
+
+An indexer's projections, norms and rotary function are the model's; its keys go to a pool beside
+the KV pool, and its picks to the batch. No model is recognised by its name: an indexer is a module
+with the parts of one whose own forward picks as ours does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
+
+import torch
+
+from attnmux.core import BackendContext, ForwardContext, InvalidInput, LayerSpec
+from attnmux.core.plugin import shared_kernel
+from attnmux.transformers.model.attention import UNMASKED
+from attnmux.transformers.model.sparse.block_indexers import (
+    BlockIndexer,
+    block_indexer,
+    has_block_parts,
+)
+from attnmux.transformers.model.sparse.block_picks import BlockPicker
+from attnmux.transformers.model.sparse.index_pool import IndexKPool
+from attnmux.transformers.model.sparse.index_shape import IndexShape
+from attnmux.transformers.model.sparse.key_indexers import KeyIndexer, has_key_parts, key_indexer
+from attnmux.transformers.model.sparse.key_picks import KeyPicker
+from attnmux.transformers.model.sparse.mean_indexers import (
+    MeanIndexer,
+    has_mean_parts,
+    mean_indexer,
+)
+
+Indexer = KeyIndexer | BlockIndexer | MeanIndexer
+KINDS: tuple[tuple[Callable[..., bool], Callable[..., Indexer | None]], ...] = (
+    (has_key_parts, key_indexer),
+    (has_block_parts, block_indexer),
+    (has_mean_parts, mean_indexer),
+)
+"""Whether a module is built as an indexer of the kind, and the indexer, where it picks as ours."""
+
+
+@dataclass(kw_only=True, slots=True, eq=False)
+class Indexers:
+    """The indexers of a model."""
+
+    each: tuple[Indexer, ...]
+    shape: IndexShape
+    picker: KeyPicker | BlockPicker | None = None
+    """While there is none, nothing is picked: as a probe runs, and where every key is seen."""
+    is_captured: bool = field(default=True, init=False)
+    """Whether steps have static shapes: any that do not run `eagerly`."""
+
+    def bind(self) -> None:
+        """Give the modules a forward that writes their picks to the batch of the running step."""
+        for indexer in self.each:
+            indexer.module.forward = self._bound(indexer)
+            mask = UNMASKED.to(next(indexer.module.parameters()).device)
+            unmasked = partial(_unmasked, mask)
+            indexer.owner.register_forward_pre_hook(unmasked, with_kwargs=True)
+
+    def mark(self, layers: Sequence[LayerSpec]) -> tuple[LayerSpec, ...]:
+        """The layers, of which those with an indexer of blocks see blocks.
+
+        Raises InvalidInput where its heads do not fit the layer's, or the layer hides other keys.
+        """
+        with_blocks = {indexer.module.layer_idx for indexer in self.each if self.shape.block_size}
+        return tuple(
+            self._marked(layer) if layer.layer_id in with_blocks else layer for layer in layers
+        )
+
+    def pool(self, *, num_slots: int, dtype: torch.dtype, device: torch.device) -> IndexKPool:
+        """A pool for their keys. Raises PoolExhausted when memory does not suffice."""
+        return IndexKPool(
+            num_slots=num_slots,
+            dtype=dtype,
+            layer_ids=[indexer.module.layer_idx for indexer in self.each],
+            head_dim=self.shape.head_dim,
+            device=device,
+        )
+
+    def bytes_per_token(self, dtype: torch.dtype) -> int:
+        return IndexKPool.bytes_per_token(
+            dtype=dtype, num_layers=len(self.each), head_dim=self.shape.head_dim
+        )
+
+    def pick_from(self, pool: IndexKPool, context: BackendContext) -> None:
+        """Pick from now on, by the kernels that are offered for the context's device."""
+        shape, table = self.shape, context.req_to_token_pool.req_to_token
+        if shape.block_size:
+            self.picker = BlockPicker(
+                pool=pool,
+                req_to_token=table,
+                topk=shape.places,
+                block_size=shape.block_size,
+                heads=shape.heads,
+                rankings={
+                    indexer.module.layer_idx: indexer.ranking
+                    for indexer in self.each
+                    if not isinstance(indexer, KeyIndexer)
+                },
+            )
+            return
+        kernel = shared_kernel("index_scores", context)
+        self.picker = KeyPicker(pool=pool, req_to_token=table, topk=shape.topk, kernel=kernel)
+
+    @contextmanager
+    def eagerly(self) -> Iterator[None]:
+        """Pick by the lengths on the host in the steps of the block."""
+        self.is_captured = False
+        try:
+            yield
+        finally:
+            self.is_captured = True
+
+    def _bound(self, indexer: Indexer) -> Callable[..., bool | torch.Tensor]:
+        answer = indexer.answer
+
+        def forward(*args: Any, **kwargs: Any) -> bool | torch.Tensor:  # noqa: ANN401  # what its own forward takes
+            if self.picker is not None:
+                parts = indexer.project(*args, **kwargs)
+                # Its arguments are the parts of its own kind of indexer
+                pick: Callable[..., None] = self.picker.pick
+                batch, captured = ForwardContext.current().batch, self.is_captured
+                pick(indexer.module.layer_idx, *parts, batch, captured=captured)
+            return answer
+
+        return forward
+
+    def _marked(self, layer: LayerSpec) -> LayerSpec:
+        heads, q_heads, kv_heads = self.shape.heads, layer.tp_q_head_num, layer.tp_k_head_num
+        if heads % kv_heads or q_heads % heads:
+            got = f"blocks for {heads} heads, in a layer of {q_heads}/{kv_heads} heads"
+            raise InvalidInput("indexer", got=got, expected="some for each KV head, evenly")
+        return replace(layer, index_block_size=self.shape.block_size)
+
+
+def bound_indexers(model: torch.nn.Module) -> Indexers | None:
+    """The indexers of a model, bound; None without any, and where one is not known.
+
+    A model with others is refused when its layers are recorded. Raises InvalidInput for indexers
+    that differ from each other.
+    """
+    found = [
+        known_as(child, owner)
+        for owner in model.modules()
+        for child in owner.children()
+        for has_parts, known_as in KINDS
+        if has_parts(child)
+    ]
+    known = tuple(indexer for indexer in found if indexer is not None)
+    if not found or len(known) < len(found):
+        return None
+    shapes = {indexer.shape for indexer in known}
+    if len(shapes) > 1:
+        expected = "the same in all layers"
+        raise InvalidInput("indexers", got=f"{sorted(shapes)}", expected=expected)
+    indexers = Indexers(each=known, shape=shapes.pop())
+    indexers.bind()
+    return indexers
+
+
+def _unmasked(
+    mask: torch.Tensor,
+    module: torch.nn.Module,
+    args: tuple[object, ...],
+    kwargs: dict[str, Any],
+) -> tuple[tuple[object, ...], dict[str, Any]]:
+    """Hand a mask to a layer that gets none, and slices it for its indexer."""
+    if kwargs.get("attention_mask") is None:
+        kwargs = {**kwargs, "attention_mask": mask}
+    return args, kwargs

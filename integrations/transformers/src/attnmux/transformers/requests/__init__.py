@@ -1,0 +1,1 @@
+"""Requests with their tokens and memory: rows, slots, pools, prefixes and sampling."""

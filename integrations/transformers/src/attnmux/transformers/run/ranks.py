@@ -1,0 +1,167 @@
+"""The ranks that run one model: a single one here, several in `parallel`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import TypeVar
+
+import torch
+from transformers import PreTrainedModel
+
+from attnmux.core import (
+    AttentionBackend,
+    BackendContext,
+    CapturingRanks,
+    Choice,
+    Decision,
+    ForwardBatch,
+    GraphRunner,
+    KVPool,
+    LayerSpec,
+    Measurement,
+    Offer,
+    Platform,
+    Policy,
+    Request,
+    TunedLaunch,
+    build,
+    solve_measured,
+)
+from attnmux.transformers.requests.prompt_images import PromptImages
+from attnmux.transformers.requests.sequence import Step
+from attnmux.transformers.requests.slots import PagedAllocator
+
+T = TypeVar("T")
+
+
+class Ranks:
+    """One rank alone. Subclasses meet the others in each method, which every rank calls."""
+
+    rank: int = 0
+    size: int = 1
+    num_parts: int = 1
+    """Parts of the requests. Every rank runs all of them, or has one part of its own."""
+    part: int = 0
+    """This rank's."""
+    run_images: bool = True
+    """Whether prompts may hold images."""
+    run_indexers: bool = True
+    """Whether indexers may pick keys: each rank keeps those of all tokens of its requests, and
+    picks from the same states."""
+
+    def deal(self, items: Sequence[T]) -> list[Sequence[T]]:
+        """Deal out the requests, one to each part in turn, so that the first is the largest."""
+        return [items[part :: self.num_parts] for part in range(self.num_parts)]
+
+    def gather(self, said: T) -> list[T]:
+        """What the ranks of each part say. It is pickled."""
+        return [said]
+
+    def check_prompts(self, prompts: Callable[[], Sequence[Sequence[int]]]) -> None:
+        """Raise RanksDiffer unless every rank got the same prompts, if only now they can tell."""
+
+    @property
+    def head_ranks(self) -> int:
+        """Ranks that the heads of a layer are split over."""
+        return 1
+
+    def check_libraries(self, offers: Sequence[Offer]) -> None:
+        """Raise RanksDiffer where plugins or libraries of two ranks differ."""
+
+    def split(self, model: PreTrainedModel) -> None:
+        """Keep this rank's part of the weights. Raises InvalidInput for a model that cannot be
+        split."""
+
+    def solve(
+        self,
+        request: Request,
+        platform: Platform,
+        offers: Sequence[Offer],
+        policy: Policy,
+        measurements: Sequence[Measurement],
+    ) -> Decision:
+        """Choose the backends of a request, whose heads are those of one rank."""
+        return solve_measured(request, platform, offers, policy, measurements=measurements)
+
+    def decided(
+        self, decide: Callable[[], Decision], platform: Platform, offers: Sequence[Offer]
+    ) -> Decision:
+        """The decision of rank 0. `decide` calls `solve`, and its errors are every rank's."""
+        return decide()
+
+    def launches(self, own: tuple[TunedLaunch, ...]) -> tuple[TunedLaunch, ...]:
+        """The tuned launches that every rank runs: those of rank 0."""
+        return own
+
+    def together(self, make: Callable[[], T]) -> T:
+        """What `make` returns, if it succeeds on every rank."""
+        return make()
+
+    def smallest(self, number: int) -> int:
+        """The smallest number of all ranks."""
+        return number
+
+    def stored(self, layers: Sequence[LayerSpec]) -> tuple[LayerSpec, ...]:
+        """The layers as this rank's KV pool stores them."""
+        return tuple(layers)
+
+    def tokens_each(self, tokens: int) -> int:
+        """Tokens of this rank's pool, in whole pages, for so many tokens of requests."""
+        return tokens
+
+    def shared_pool(self, own: KVPool, allocator: PagedAllocator) -> tuple[KVPool, PagedAllocator]:
+        """The pool and the allocator of all ranks' slots, of which `own` has this rank's."""
+        return own, allocator
+
+    def build(self, decision: Decision, context: BackendContext) -> AttentionBackend:
+        return build(decision, context)
+
+    def served(self, decision: Decision) -> Mapping[str, Choice]:
+        """The backends of a decision by phase."""
+        return decision.phases
+
+    def summary(self, decision: Decision) -> str:
+        """The decision for a reader."""
+        return decision.summary()
+
+    def capture(self, make: Callable[[CapturingRanks], GraphRunner]) -> GraphRunner:
+        """A runner with captured graphs. Raises GraphUnsupported."""
+        runner = make(CapturingRanks())
+        runner.capture()
+        return runner
+
+    def run(
+        self,
+        step: Step,
+        indices: torch.Tensor,
+        run: Callable[[Step, torch.Tensor], torch.Tensor],
+    ) -> torch.Tensor:
+        """The logits after the step's tokens at `indices`, [n, vocabulary].
+
+        run: runs the model on a step's tokens, and returns the logits after some of them.
+        """
+        return run(step, indices)
+
+    def graph_size(self, batch: ForwardBatch, graphs: GraphRunner | None) -> int | None:
+        """Agree on a step before it runs. Returns the captured size that every rank replays; None
+        where they run eagerly."""
+        return None if graphs is None else graphs.size_for(batch)
+
+    def idle(self, graphs: GraphRunner | None, run_padding: Callable[[], object]) -> bool:
+        """Take part in a step of ranks that have requests, without any. Returns False if no rank
+        has any. run_padding: runs one token of padding eagerly."""
+        return False
+
+    def read_images(self, read: Callable[[], PromptImages]) -> PromptImages:
+        """The images that `read` returns, which every rank reads from the same inputs."""
+        return read()
+
+    def check_step(self, kind: str, requests: Callable[[], Sequence[Sequence[int]]]) -> None:
+        """Raise RanksDiffer unless every rank runs the same step of the same requests."""
+
+    def wait(self, event: torch.Event) -> None:
+        """Wait for the device."""
+        event.synchronize()
+
+
+ONE_RANK = Ranks()

@@ -1,0 +1,149 @@
+"""A model on its backend: pools, steps and logits, and what makes the steps faster."""
+
+from __future__ import annotations
+
+import pkgutil
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from attnmux.core import (
+    CapturingRanks,
+    DeviceGraphs,
+    GraphConfig,
+    GraphRunner,
+    InvalidInput,
+    ModelInput,
+)
+from attnmux.transformers.load.tokenization import check_prompt
+from attnmux.transformers.model.encoder_batches import check_inputs
+from attnmux.transformers.model.packed_decoder import PackedDecoder
+from attnmux.transformers.model.sparse.index_shape import NO_PICKS
+from attnmux.transformers.requests.prompt_images import PromptImages
+from attnmux.transformers.requests.sequence import check_encoder_len
+from attnmux.transformers.run import graph_configs
+from attnmux.transformers.run.model_on_backend import ModelOnBackend
+from attnmux.transformers.run.trial_steps import check_compiles, no_layers, try_steps
+
+
+class ModelRunner(ModelOnBackend):
+    """Runs steps of a model, in compiled code and graphs where these are made, and reads what
+    requests bring besides tokens."""
+
+    def compile(self, backend: str = "inductor") -> None:
+        """Compile the model's layers, and run a few steps so that their code is made now.
+
+        Call it before `capture_graphs`: graphs then hold the compiled code. Earlier graphs are
+        dropped, since weights move. backend: as `torch.compile` takes it.
+        Raises InvalidInput for an encoder-decoder model and one without a list of layers, and
+        whatever the compiler raises; the layers then run as before.
+        """
+        self.graphs = self.verify_graphs = self.catch_up_graphs = None
+        # By name: the import loads a compiler, which takes seconds.
+        compiled = pkgutil.resolve_name("attnmux.transformers.run.compiled")
+        check_compiles(self._served)
+        if not compiled.compile_layers(self.model, backend):
+            raise no_layers(self._served)
+        self.is_compiled = True
+        try:
+            try_steps(self)
+        except BaseException:
+            compiled.undo(self.model)
+            self.is_compiled = False
+            raise
+
+    def capture_graphs(
+        self,
+        *,
+        batch_sizes: Sequence[int] | None = None,
+        draft_tokens: int | None = None,
+        draft_topk: int = 1,
+        devices: DeviceGraphs | None = None,
+    ) -> None:
+        """Capture decode steps, and with drafts those that verify them. Later steps replay them.
+
+        batch_sizes: None takes the usual ones of each. draft_tokens, draft_topk: as in
+        `RunnerOptions`. devices: None takes those of the model's device.
+        Raises GraphUnsupported if the device or the backend has no graphs, or if the model does
+        something that a graph cannot hold. Steps without graphs stay eager; if only the steps that
+        verify cannot be captured, decode steps have theirs.
+        """
+        context = self.context
+        devices = devices or DeviceGraphs.of(context.device)
+        index = NO_PICKS if self.indexers is None else self.indexers.shape
+        rows, encoder = context.max_batch_size, self.steps.max_encoder_len > 0
+        config = graph_configs.decode_graphs(rows, batch_sizes, encoder=encoder, index=index)
+        self.graphs = self._captured(config, devices)
+        if draft_tokens is not None:
+            config = graph_configs.verify_graphs(
+                rows,
+                batch_sizes,
+                draft_tokens=draft_tokens,
+                draft_topk=draft_topk,
+                index=index,
+            )
+            self.verify_graphs = self._captured(config, devices)
+
+    def capture_catch_up(
+        self, num_tokens: int, *, batch_sizes: Sequence[int], devices: DeviceGraphs
+    ) -> None:
+        """Capture DRAFT_EXTEND steps with `num_tokens` new tokens for each request.
+
+        batch_sizes: ascending. Raises as `capture_graphs` does.
+        """
+        self.catch_up_graphs = None
+        config = graph_configs.catch_up_graphs(num_tokens, batch_sizes)
+        self.catch_up_graphs = self._captured(config, devices)
+
+    def _captured(self, config: GraphConfig, devices: DeviceGraphs) -> GraphRunner:
+        inputs = {"input_ids": ModelInput(dtype=torch.int64)}
+        if self._served.head is not None and self.steps.hidden is not None:
+            states = self.steps.hidden.states
+            inputs["features"] = ModelInput(dtype=states.dtype, trailing=states.shape[1:])
+        if self.images is not None:
+            inputs["position_ids"] = ModelInput(dtype=torch.int64)
+
+        def make(ranks: CapturingRanks) -> GraphRunner:
+            return GraphRunner(
+                self.backend, self.logits, config, devices=devices, inputs=inputs, ranks=ranks
+            )
+
+        return self.ranks.capture(make)
+
+    def encode(self, inputs: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        """`SequenceState.encoder_states` of a request. Raises as `encode_all` does."""
+        return self.encode_all([inputs])[0]
+
+    def encode_all(self, inputs: Sequence[Mapping[str, torch.Tensor]]) -> list[torch.Tensor]:
+        """`SequenceState.encoder_states` of each request: see `PackedDecoder.encode`.
+
+        Raises InvalidInput for a decoder-only model, and for more tokens than fit.
+        """
+        if not isinstance(self.model, PackedDecoder):
+            raise InvalidInput(
+                "encoder", got="inputs for an encoder", expected="none: the model has none"
+            )
+        longest = self.steps.max_encoder_len
+        for each in inputs:
+            check_inputs(each)
+            if "input_ids" in each:
+                ids = each["input_ids"].flatten().tolist()
+                check_prompt("encoder input_ids", ids, self.model.encoder_vocabulary, longest)
+        states = self.model.encode(inputs)
+        for rows in states:
+            check_encoder_len(rows.shape[0], longest)
+        return states
+
+    def read_images(self, inputs: Mapping[str, Any]) -> PromptImages:
+        """The images of one prompt, for `Engine.add`: see `ImageReader.read`.
+
+        inputs: what the model's processor returns for a text and its images, in torch tensors.
+        Every rank calls it, with the same inputs. Raises InvalidInput for a runner that was not
+        made for images, and as `ImageReader.read`; RanksDiffer for other images on one rank.
+        """
+        images = self.images
+        if images is None:
+            expected = "none: the runner was made without images=True"
+            raise InvalidInput("images", got="some", expected=expected)
+        return self.ranks.read_images(lambda: images.read(inputs))

@@ -1,0 +1,1 @@
+"""Backends on latent rows (MLA): dense decode, and DeepSeek's sparse attention."""

@@ -1,0 +1,1 @@
+"""Backends of linear layers: the gated delta rule and short causal convolutions."""

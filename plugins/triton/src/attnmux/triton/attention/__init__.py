@@ -1,0 +1,1 @@
+"""The softmax backend: layers, steps, plans and launches of its two kernels."""

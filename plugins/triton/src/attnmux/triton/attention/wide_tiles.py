@@ -1,0 +1,217 @@
+"""Attention of many new tokens over an 8-bit pool by the kernel for 16 bits.
+
+Every tile of queries would convert the keys that it reads. Where many tiles read each key, one
+launch converts them all first, into memory that the layer's call takes and gives back. Where that
+would be too much memory, KV heads are served one part after another.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from dataclasses import dataclass, replace
+
+import torch
+
+from attnmux.core import AttentionCall
+from attnmux.triton.attention.layer import TritonLayer
+from attnmux.triton.attention.step import TritonStep
+from attnmux.triton.attention.tile_plans import Plans
+from attnmux.triton.attention.tiles import TileAttention
+from attnmux.triton.attention.wide_places import WidePlaces
+from attnmux.triton.kernels.widen import widen_keys
+from attnmux.triton.launches.bound_kernel import BoundKernel
+from attnmux.triton.launches.configs import HOPPER
+from attnmux.triton.launches.dispatch import EIGHT_BITS
+from attnmux.triton.launches.operands import Keys, Results, Slots
+from attnmux.triton.launches.shapes import next_power_of_2
+
+WIDE_KERNELS = frozenset({HOPPER})
+"""Kernels that serve 16 bits alone, and are faster than the portable one is with 8 bits."""
+LEAST_ROWS = 512
+"""Rows of queries that have to see a key, on average, for widening to pay. At 3 TB/s and
+500 TFLOP/s, to write and read a key again takes as long as a kernel that is 1.7 times as fast saves
+on about 360 rows."""
+MOST_BYTES = 512 << 20
+"""Of 16-bit keys and values at a time, unless those of one KV head are more."""
+BLOCK = 64
+"""Keys that a program converts."""
+
+
+def wide_layer(layer: TritonLayer) -> TritonLayer | None:
+    """The layer as it is with 16-bit keys; None where no faster kernel serves these.
+
+    Layers with windows or chunks see few keys, of which most would be converted in vain.
+    """
+    keys = layer.keys
+    if keys is None or keys.k.dtype not in EIGHT_BITS or keys.v.dtype not in EIGHT_BITS:
+        return None
+    if layer.spec.is_cross_attention or layer.window >= 0 or layer.chunk > 0:
+        return None
+    traits = replace(layer.dispatch.traits, keys=None, page_size=1)
+    dispatch = replace(layer.dispatch, traits=traits, page_size=1)
+    tiles = dispatch.tiles(hides=False)
+    if tiles.kernel not in WIDE_KERNELS:
+        return None
+    short = dispatch.short_tiles()
+    return replace(layer, dispatch=dispatch, keys=None, tiles=tiles, short_tiles=short)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class HeadPart:
+    """Some of a layer's KV heads, and the attention of their queries."""
+
+    kv_heads: range
+    q_heads: slice | None
+    """None for those of all KV heads."""
+    tiles: TileAttention
+
+
+class WideTileAttention:
+    """A layer's launches of `widen_keys`, each followed by one over what it wrote."""
+
+    def __init__(
+        self,
+        layer: TritonLayer,
+        wide: TritonLayer,
+        units: int,
+        max_context_len: int,
+        *,
+        always: bool = False,
+    ) -> None:
+        """wide: as `wide_layer` makes it. units, max_context_len: as of `TileAttention`. always:
+        whether also keys that few rows see are widened, so that the bits of a request do not
+        depend on its batch."""
+        self._layer, self._wide = layer, wide
+        self._units, self._max_context_len = units, max_context_len
+        self._least_rows = 0 if always else LEAST_ROWS
+        self._parts: dict[int, tuple[HeadPart, ...]] = {}
+        """By KV heads of a part."""
+        self._bound: dict[Hashable, BoundKernel] = {}
+
+    def __call__(
+        self,
+        call: AttentionCall,
+        step: TritonStep,
+        plans: Plans,
+        slots: Slots,
+        results: Results,
+    ) -> bool:
+        """Whether the step is served. slots: of the pool's keys."""
+        places = self._places(step)
+        if places is None:
+            return False
+        for part in self._parts_of(places.total):
+            self._attend_part(part, call, step, plans, slots, results, places)
+        return True
+
+    def _attend_part(
+        self,
+        part: HeadPart,
+        call: AttentionCall,
+        step: TritonStep,
+        plans: Plans,
+        slots: Slots,
+        results: Results,
+        places: WidePlaces,
+    ) -> None:
+        narrow, (k_dim, v_dim) = self._layer.required_keys(), self._layer.shape.dims
+        k, v, count = narrow.k, narrow.v, len(part.kv_heads)
+        if part.q_heads is not None:
+            k, v = (each[:, part.kv_heads.start : part.kv_heads.stop] for each in (k, v))
+            lse = None if results.lse is None else results.lse[:, part.q_heads]
+            results = Results(results.out[:, part.q_heads], lse)
+            call = AttentionCall(q=call.q[:, part.q_heads], k=None, v=None, layer=call.layer)
+        wide = Keys(
+            call.q.new_empty(places.total, count, k_dim),
+            call.q.new_empty(places.total, count, v_dim),
+        )
+        variant = slots.page_size, slots.rows is None, count
+        bound = self._bound.get(variant)
+        if bound is None:
+            bound = self._bound[variant] = self._bind(slots.page_size, count)
+        bound(
+            (count, -(-places.longest // BLOCK), step.batch.batch_size),
+            (k, v, slots.table, slots.rows, step.batch.seq_lens, places.starts, wide.k, wide.v),
+            (*k.stride()[:2], *v.stride()[:2], slots.table.stride()[0]),
+            (),
+            wide.k.dtype,
+        )
+        part.tiles(call, step, plans, places.slots, results, wide)
+
+    def _parts_of(self, total: int) -> tuple[HeadPart, ...]:
+        """The parts of the KV heads for a step of `total` keys. Their results do not depend on
+        their number."""
+        kv_heads, row_bytes = self._layer.shape.kv_heads, 2 * sum(self._layer.shape.dims)
+        count = kv_heads
+        while count > 1 and (kv_heads % count or total * count * row_bytes > MOST_BYTES):
+            count -= 1
+        if count not in self._parts:
+            self._parts[count] = tuple(
+                self._part(range(at, at + count)) for at in range(0, kv_heads, count)
+            )
+        return self._parts[count]
+
+    def _part(self, kv_heads: range) -> HeadPart:
+        layer, q_heads = self._wide, None
+        if len(kv_heads) < layer.shape.kv_heads:
+            group = layer.shape.group
+            q_heads = slice(kv_heads.start * group, kv_heads.stop * group)
+            layer = of_heads(layer, len(kv_heads), q_heads)
+        tiles = TileAttention(layer, self._units, self._max_context_len)
+        return HeadPart(kv_heads=kv_heads, q_heads=q_heads, tiles=tiles)
+
+    def _places(self, step: TritonStep) -> WidePlaces | None:
+        """None where the step's keys are better read as they are.
+
+        So they are in graphs, whose replays may have more keys, and where the host does not know
+        the lengths.
+        """
+        batch = step.batch
+        lens, new = batch.seq_lens_cpu, batch.extend_seq_lens_cpu
+        if step.in_capture or step.hides or batch.encoder_lens is not None:
+            return None
+        if lens is None or new is None:
+            return None
+        shape = self._layer.shape
+        key = shape.group, self._least_rows
+        if key not in step.wide:
+            step.wide[key] = WidePlaces.of(batch, lens) if is_worth(lens, new, *key) else None
+        return step.wide[key]
+
+    def _bind(self, page_size: int, kv_heads: int) -> BoundKernel:
+        shape = self._layer.shape
+        k_dim, v_dim = shape.dims
+        widths = {"D": next_power_of_2(k_dim), "DV": next_power_of_2(v_dim)}
+        return BoundKernel(
+            self._layer.launcher,
+            widen_keys,
+            {"HEADS": kv_heads, "REAL_D": k_dim, "REAL_DV": v_dim, **widths}
+            | {"PAGE": page_size, "BLOCK_N": BLOCK},
+            tensors=("k", "v", "slots", "rows", "seq_lens", "starts", "wide_k", "wide_v"),
+            numbers=("k_stride", "k_head_stride", "v_stride", "v_head_stride", "slots_stride"),
+            options={"num_warps": 4},
+        )
+
+
+def of_heads(layer: TritonLayer, kv_heads: int, q_heads: slice) -> TritonLayer:
+    """A layer of as many KV heads, whose query heads are some of those of `layer`."""
+    spec = replace(
+        layer.spec,
+        tp_q_head_num=q_heads.stop - q_heads.start,
+        tp_k_head_num=kv_heads,
+        tp_v_head_num=kv_heads,
+        sinks=None if layer.spec.sinks is None else layer.spec.sinks[q_heads],
+    )
+    return replace(layer, spec=spec, shape=replace(layer.shape, kv_heads=kv_heads))
+
+
+def is_worth(lens: torch.Tensor, new_lens: torch.Tensor, group: int, least_rows: int) -> bool:
+    """Whether each key is seen by `least_rows` rows of queries, on average.
+
+    lens, new_lens: [B] int32 on the host, keys and new tokens of each request. group: query heads
+    of a KV head.
+    """
+    keys = lens.long()
+    total = int(keys.sum())
+    rows = int((keys * new_lens).sum()) * group
+    return total > 0 and rows >= least_rows * total

@@ -1,0 +1,1 @@
+"""Attention kernels for Hopper GPUs, in Gluon."""

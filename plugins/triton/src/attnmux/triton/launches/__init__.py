@@ -1,0 +1,1 @@
+"""How a kernel is launched: its shape, its configurations, and the choice among kernels."""

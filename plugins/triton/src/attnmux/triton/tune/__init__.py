@@ -1,0 +1,1 @@
+"""The tuner of launch configurations, and the kernels compiled before the first request."""

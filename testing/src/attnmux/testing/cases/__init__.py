@@ -1,0 +1,1 @@
+"""Cases and their steps, as plain data. Importing a module of this room imports no torch."""

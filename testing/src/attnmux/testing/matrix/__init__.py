@@ -1,0 +1,1 @@
+"""`attnmux matrix`: the support matrix, read from the cards alone."""

@@ -1,0 +1,67 @@
+"""What `attnmux verify` prints of the outcomes."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from attnmux.testing.run.candidate import Candidate, Outcome
+from attnmux.testing.verification.by_length import by_length
+
+
+def report(candidate: Candidate, outcomes: Sequence[Outcome], limits: Sequence[Outcome]) -> None:
+    """Print failures, refusals by reason, errors by length, and the number of cases that ran."""
+    console = Console(highlight=False)
+    failed = [outcome for outcome in (*outcomes, *limits) if outcome.status == "failed"]
+    if failed:
+        console.print(_failures(failed))
+    refused = [outcome for outcome in outcomes if outcome.status == "refused"]
+    if refused:
+        console.print(_refusals(refused))
+    steps = [step for outcome in outcomes for step in outcome.steps]
+    if steps:
+        console.print(by_length(steps))
+    ran = [outcome for outcome in outcomes if outcome.status != "refused"]
+    counts = "no case was run"
+    if ran:
+        largest = max(outcome.max_error for outcome in ran)
+        agree = " and ".join(_counts(ran))
+        counts = f"{agree} with the reference (largest error {largest:.2g})"
+    where = candidate.platform.name or str(candidate.platform)
+    console.print(
+        Text(
+            f"{candidate.card.name} on {where} ({candidate.device}): {counts}, "
+            f"{len(refused)} refused by the card; "
+            f"{sum(limit.status == 'refused' for limit in limits)} of {len(limits)} points beyond "
+            "its limits refused",
+            style="red" if failed or not ran else "green",
+        )
+    )
+
+
+def _counts(ran: Sequence[Outcome]) -> Iterator[str]:
+    """The number of cases that agree, by execution."""
+    for execution, words in (("eager", "cases agree"), ("graph", "cases in graphs agree")):
+        statuses = [outcome.status for outcome in ran if outcome.execution == execution]
+        if statuses:
+            yield f"{statuses.count('passed')} of {len(statuses)} {words}"
+
+
+def _failures(failed: Sequence[Outcome]) -> Table:
+    table = Table("case", "what went wrong", title="failed", title_style="red", box=None)
+    for outcome in failed:
+        table.add_row(Text(outcome.case), Text(outcome.message))
+    return table
+
+
+def _refusals(refused: Sequence[Outcome]) -> Table:
+    """Refused cases by their first reason, since most share a few."""
+    counts = Counter(str(outcome.reasons[0]) for outcome in refused)
+    table = Table("cases", "reason", title="refused by the card", box=None)
+    for reason, count in counts.most_common():
+        table.add_row(str(count), Text(reason))
+    return table
