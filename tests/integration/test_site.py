@@ -114,4 +114,5 @@ def test_the_readme_s_table_of_proofs_is_the_cards(offers: tuple[Offer, ...]) ->
     assert len(others) == 16, "four names and twelve more"
     assert {*re.findall(r"`(\w+)`", on_h200)} <= others
     compiled = [run.date for _, run in runs if run.compiled]
-    assert last["compiled", "SM75 to SM120, gfx90a to gfx1201"] == max(compiled)
+    # A part of the chore may have run again since.
+    assert last["compiled", "SM75 to SM120, gfx90a to gfx1201"] >= max(compiled)

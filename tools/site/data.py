@@ -17,8 +17,8 @@ from attnmux.core.facts.axis import Axis
 from attnmux.core.find import settings
 from attnmux.core.find.plugins import load_plugins
 from attnmux.core.find.settings_file import CONFIG
-from attnmux.testing.matrix import markdown
-from attnmux.testing.matrix_rows import rows_of
+from attnmux.testing.matrix.command import markdown
+from attnmux.testing.matrix.rows import rows_of
 from tools.site.files import ROOT
 
 OURS = tuple(sorted(path.parent.name for path in ROOT.glob("plugins/*/pyproject.toml")))
