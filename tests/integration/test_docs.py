@@ -18,7 +18,10 @@ ROOT = Path(__file__).resolve().parents[2]
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("**/*.md")])
 READMES = sorted(
     page
-    for folder in ("core", "plugins", "integrations", "examples", "benchmarks", "tools")
+    for folder in (
+        *("core", "testing", "bench", "distributed", "emulators", "plugins", "integrations"),
+        *("examples", "benchmarks", "tools"),
+    )
     for page in (ROOT / folder).glob("**/*.md")
     if not any(part.startswith(".") for part in page.relative_to(ROOT).parts)
 )
@@ -58,7 +61,7 @@ OF_NEWCOMERS = {"bench": ("--backend", "torch_native", "--backend", "native", "-
 """The same for the first pages: flex_attention would compile each step."""
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", [*PAGES, *READMES], ids=lambda page: str(page.relative_to(ROOT)))
 def test_a_page_runs(page: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(ROOT / "examples/vendor-plugin/src")
     names: dict[str, object] = {}
