@@ -60,6 +60,13 @@ def test_reference_pages_have_a_line_for_each_row_of_their_table(offers: tuple[O
             assert f"| `{name}` |" in page
 
 
+def test_each_result_has_its_last_day() -> None:
+    lines = [line for line in data.results().splitlines() if line.startswith("| [")]
+    assert len(lines) == len([*ROOT.glob("benchmarks/results/*.md")])
+    days = [re.findall(r" (\d{4}-\d\d-\d\d) ", line)[-1] for line in lines]
+    assert days == sorted(days, reverse=True)
+
+
 def test_each_verb_has_its_help() -> None:
     page = data.verb_pages()
     for verb in ("select", "verify", "generate"):

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import ast
 import inspect
+import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import MISSING, fields
+from pathlib import Path
 
 import click
 
@@ -23,6 +25,8 @@ from tools.site.files import ROOT
 
 OURS = tuple(sorted(path.parent.name for path in ROOT.glob("plugins/*/pyproject.toml")))
 """The plugins of this repository, by their names."""
+DAY = re.compile(r"\b20\d\d-\d\d-\d\d\b")
+MACHINE = re.compile(r"^\| machine \| ([^|,;(]+)", re.MULTILINE)
 REQUIRED = frozenset(
     field.name
     for field in fields(Clause)
@@ -133,6 +137,30 @@ def _fields(source: str) -> Iterator[tuple[str, str, str]]:
             raise SystemExit(f"{cls.name}.{field.target.id}: expected a docstring, got none")
         kind = ast.unparse(field.annotation).replace(" | None", "")
         yield field.target.id, kind, " ".join(text.value.split())
+
+
+def results() -> str:
+    """A line for each file of benchmarks/results/, the newest first."""
+    rows = sorted(
+        (_result(path) for path in ROOT.glob("benchmarks/results/*.md")), key=lambda row: row[1]
+    )
+    return _page(
+        "Results by date",
+        "Each page has its machine, versions and command. The date is that of its last run. "
+        "[Benchmarks](results/index.md) says what each compares.",
+        _table(("result", "last run", "machine"), rows[::-1]),
+    )
+
+
+def _result(path: Path) -> tuple[str, str, str]:
+    """Its title, its last date, and the machine of its first table up to the first comma."""
+    text = path.read_text(encoding="utf-8")
+    title = text.partition("\n")[0].removeprefix("# ")
+    machine = MACHINE.search(text)
+    days = DAY.findall(text)
+    if not days:
+        raise SystemExit(f"{path.name}: expected the date of a run, got none")
+    return f"[{title}](results/{path.name})", max(days), machine[1].strip() if machine else ""
 
 
 def _page(title: str, *parts: str) -> str:

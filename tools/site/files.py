@@ -12,6 +12,7 @@ MADE = frozenset(
     {
         "docs/axes.md",
         "docs/reason-codes.md",
+        "docs/results-by-date.md",
         "docs/settings.md",
         "docs/support-matrix.md",
         "docs/verbs.md",

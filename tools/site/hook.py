@@ -27,6 +27,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     made = {
         "axes.md": data.axes(),
         "reason-codes.md": data.reason_codes(),
+        "results-by-date.md": data.results(),
         "settings.md": data.setting_names(),
         "support-matrix.md": data.support_matrix(),
         "verbs.md": data.verb_pages(),
