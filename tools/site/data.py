@@ -146,9 +146,9 @@ def results() -> str:
     )
     return _page(
         "Results by date",
-        "Each page has its machine, versions and command. The date is that of its last run. "
+        "Each page has its machine, versions and command. The date is the last one that it names. "
         "[Benchmarks](results/index.md) says what each compares.",
-        _table(("result", "last run", "machine"), rows[::-1]),
+        _table(("result", "last date", "machine"), rows[::-1]),
     )
 
 
