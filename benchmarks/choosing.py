@@ -24,7 +24,7 @@ import torch
 from benchmarks.cases import json_option, rounds_option
 
 from attnmux.bench import Report, facts
-from attnmux.core import NoBackend, Offer, Platform, Policy, Request, solve
+from attnmux.core import NoBackend, Offer, Platform, Request, solve
 from attnmux.core.plugin import (
     ANY,
     NONE,
@@ -52,7 +52,6 @@ MACHINES = {
     "cpu": (ANY,),
 }
 PLATFORM = Platform.parse("nvidia:sm90,cuda=12.8")
-POLICY = Policy(hypothetical=True)
 PAGES = (ANY, emulated(1), one_of(64, 32, 16), one_of(128), multiple_of(16))
 
 
@@ -150,21 +149,21 @@ def questions(
     """By name: the question, how often it is asked, and its bar in milliseconds."""
 
     def decide(found: Sequence[Offer], request: Request) -> object:
-        return solve(request, PLATFORM, found, POLICY)
+        return solve(request, PLATFORM, found)
 
     def explain(request: Request) -> object:
-        return len(solve(request, PLATFORM, offers, POLICY).candidates)
+        return len(solve(request, PLATFORM, offers).candidates)
 
     def refuse(found: Sequence[Offer], request: Request) -> object:
         """No card but the portable one serves trees in float32 over pages of 7."""
         asked = request.replace(dtype="float32", page_size=7, spec_topk=4, deterministic=True)
         try:
-            return solve(asked, PLATFORM, found[1:], POLICY)
+            return solve(asked, PLATFORM, found[1:])
         except NoBackend as refusal:
             return len(refusal.candidates)
 
     def one(request: Request) -> object:
-        return check(offers[0].card, "decode", request, PLATFORM, policy=POLICY)
+        return check(offers[0].card, "decode", request, PLATFORM)
 
     few = max(rounds // 10, 5)
     return {

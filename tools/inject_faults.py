@@ -145,6 +145,7 @@ class HashingRunner:
         self.windows = torch.full((size + page_size,), -1)
         self.vocabulary_size = VOCABULARY
         self.ranks = ONE_RANK
+        self.is_deterministic = False
         self.verify_graphs = self.tree_kernels = None
         self.cache = torch.full((size + page_size,), -1)
 

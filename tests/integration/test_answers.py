@@ -91,26 +91,29 @@ RARE: dict[str, tuple[Any, ...]] = {
 """Fields that most requests leave alone, with values. One draw has no field: without it, all later
 draws would differ."""
 
-Ask = Callable[[], tuple[Request, str, Policy, dict[str, str]]]
+Ask = Callable[[], tuple[Request, Platform, Policy, "dict[str, str] | None"]]
 
 
 class Question(NamedTuple):
     name: str
     ask: Ask
-    """Makes the request, the platform, the policy and the installed libraries."""
+    """Makes the request, the platform, the policy and the installed libraries: None if the platform
+    is elsewhere."""
 
 
 def random_question(number: int) -> Question:
     rng = Random(number)
     model, engine = model_fields(rng), engine_fields(rng)
     platform = rng.choice(COMMON_PLATFORMS if rng.random() < 0.6 else PLATFORMS)
+    is_here = rng.random() >= 0.7
     policy, missing = policy_fields(rng), rng.choice((0.0, 0.2))
     libraries = {name: one for name, one in LIBRARIES.items() if rng.random() >= missing}
     origin = rng.choice(ORIGINS)
 
-    def ask() -> tuple[Request, str, Policy, dict[str, str]]:
+    def ask() -> tuple[Request, Platform, Policy, dict[str, str] | None]:
         request = Request().replace(origin="model", **model).replace(origin=origin, **engine)
-        return request, platform, Policy(**policy), libraries
+        device = Platform.parse(platform, is_here=is_here)
+        return request, device, Policy(**policy), libraries if is_here else None
 
     return Question(f"random {number}", ask)
 
@@ -156,8 +159,7 @@ def engine_fields(rng: Random) -> dict[str, Any]:
 
 
 def policy_fields(rng: Random) -> dict[str, Any]:
-    fields: dict[str, Any] = {"hypothetical": rng.random() < 0.7}
-    fields["allow_coercion"] = rng.random() < 0.3
+    fields: dict[str, Any] = {"allow_coercion": rng.random() < 0.3}
     if rng.random() < 0.25:
         name = rng.choice(NAMING)
         fields |= {name: rng.choice(BACKENDS), "origins": {name: rng.choice(("user", "env"))}}
@@ -196,14 +198,15 @@ def golden_questions() -> Iterator[Question]:
 
 
 def fixed(name: str, request: Request, platform: str, **policy: Any) -> Question:
-    return Question(name, lambda: (request, platform, Policy(hypothetical=True, **policy), {}))
+    return Question(name, lambda: (request, Platform.parse(platform), Policy(**policy), None))
 
 
 def answer(question: Question, offers: Iterable[Offer]) -> list[str]:
     """The parts of the answer, in words."""
     try:
         request, platform, policy, libraries = question.ask()
-        decision = solve(request, Platform.parse(platform), offers, policy, libraries=libraries.get)
+        known = None if libraries is None else libraries.get
+        decision = solve(request, platform, offers, policy, libraries=known)
     except NoBackend as refusal:
         return ["none", *reasons(refusal.candidates)]
     except AttnmuxError as error:

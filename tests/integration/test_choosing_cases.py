@@ -33,7 +33,6 @@ from attnmux.core.cli import run as shared
 from attnmux.core.cli.verbs import verbs
 from attnmux.core.find import unserved
 
-ASKED = Policy(hypothetical=True)
 DENSE = "dtype=bf16,head_dim=128,num_q_heads=32,num_kv_heads=8"
 LATENT = "kind=mla,dtype=bf16,num_q_heads=16,kv_lora_rank=512,qk_rope_head_dim=64"
 FIRST = """
@@ -123,7 +122,7 @@ def choose(offers) -> Callable[..., Decision]:
     """(platform, request, what the policy names) → the decision."""
 
     def call(platform: str, asked: str, **named: object) -> Decision:
-        policy = Policy(hypothetical=True, **named)
+        policy = Policy(**named)
         return solve(Request.parse(asked), Platform.parse(platform), offers, policy)
 
     return call

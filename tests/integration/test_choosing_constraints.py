@@ -54,7 +54,7 @@ class Row:
     def decide(self, offers: tuple[Offer, ...], hint: str = "") -> Decision:
         request = Request.parse(",".join(filter(None, [MODELS[self.model], self.changes])))
         platform = Platform.parse(self.platform)
-        policy = Policy(hypothetical=True, **self.named)
+        policy = Policy(**self.named)
         return solve(request.replace(**parse_fields(hint)), platform, offers, policy)
 
 

@@ -49,6 +49,7 @@ class HashingDraft:
     ranks = ONE_RANK
     has_compressed_keys = False
     catch_up_graphs = verify_graphs = tree_kernels = token_ids = None
+    is_deterministic = False
 
     def __init__(self, page_size, size, **changes):
         kind = {"num_kv_heads": 1, "head_dim": 1, "v_head_dim": 1, "dtype": torch.float32}

@@ -136,14 +136,9 @@ def test_a_decision_says_what_is_approximate() -> None:
         "dtype=bf16,head_dim=128,num_q_heads=8,num_kv_heads=2,page_size=16,"
         "sparse=quest,sparse_budget=256"
     )
-    decision = solve(request, Platform.parse("cpu:x86_64"), OFFERS, Policy(hypothetical=True))
+    decision = solve(request, Platform.parse("cpu:x86_64"), OFFERS)
     assert "decode reads 256 tokens" in decision.summary()
-    plain = solve(
-        request.replace(sparse=None, sparse_budget=None),
-        decision.platform,
-        OFFERS,
-        Policy(hypothetical=True),
-    )
+    plain = solve(request.replace(sparse=None, sparse_budget=None), decision.platform, OFFERS)
     assert {phase: one.address for phase, one in plain.choices} == {
         phase: one.address for phase, one in decision.choices
     }

@@ -104,6 +104,7 @@ class HashingRunner:
         self.ranks = ONE_RANK
         self.verify_graphs = graphs and SimpleNamespace(config=graphs)
         self.tree_kernels = None
+        self.is_deterministic = False
         self.steps_with_drafts = self.padded_steps = 0
 
     def check_drafts(self, topk):

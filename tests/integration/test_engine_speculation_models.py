@@ -242,7 +242,7 @@ def test_windows_count_positions_of_nodes(tiny, run_on, page_size, alone):
 def test_trees_with_windows_need_a_backend_that_serves_them(tiny):
     folder = tiny("gemma3")[1]
     by_places = graph_card(tree_windows=NONE)
-    with pytest.raises(NoBackend, match="tree_windows: wanted yes, offered none"):
+    with pytest.raises(NoBackend, match="tree_windows: not served"):
         graph_runner(folder, card=by_places, draft_topk=3)
 
 

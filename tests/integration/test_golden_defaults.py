@@ -87,7 +87,7 @@ def decided(offers, platform, kind, topk, page, flashinfer) -> set[str]:
     cards = {offer.card.name: offer.card for offer in offers}
     without = frozenset() if flashinfer else frozenset({"flashinfer-python"})
     asked = f"{SHAPES[kind]},dtype=bf16,kind={kind},spec_topk={topk},page_size={page}"
-    policy = Policy(hypothetical=True, without=without)
+    policy = Policy(without=without)
     try:
         decision = solve(Request.parse(asked), Platform.parse(platform), offers, policy)
     except NoBackend:
@@ -121,15 +121,15 @@ def test_each_listed_default_is_unique_and_differs_from_the_promise() -> None:
 @pytest.mark.parametrize("platform", ["nvidia:sm90", "nvidia:sm100"])
 def test_sparse_models_get_their_own_backend(offers, platform) -> None:
     request = Request.parse(f"{SHAPES['mla']},dtype=bf16,kind=nsa")
-    decision = solve(request, Platform.parse(platform), offers, Policy(hypothetical=True))
+    decision = solve(request, Platform.parse(platform), offers)
     assert {choice.backend for choice in decision.phases.values()} == {"nsa"}
     assert decision.page_size == 64
 
 
 def test_a_draft_tree_over_latent_pages_is_refused_and_page_1_is_the_hint(offers) -> None:
     asked = f"{SHAPES['mla']},dtype=bf16,kind=mla,spec_topk=4,page_size=64"
-    hopper, policy = Platform.parse("nvidia:sm90"), Policy(hypothetical=True)
+    hopper = Platform.parse("nvidia:sm90")
     with pytest.raises(NoBackend, match=r"fa3_mla .*\(page_size=1\)"):
-        solve(Request.parse(asked), hopper, offers, policy)
-    followed = solve(Request.parse(asked).replace(page_size=1), hopper, offers, policy)
+        solve(Request.parse(asked), hopper, offers)
+    followed = solve(Request.parse(asked).replace(page_size=1), hopper, offers)
     assert {choice.backend for choice in followed.phases.values()} == {"fa3_mla"}

@@ -27,7 +27,7 @@ def launch(offers, platform: str, request: Request, **policy) -> Decision:
     kv_dtype = policy.pop("kv_dtype", None)
     if kv_dtype is not None:
         request = request.replace(kv_dtype=kv_dtype)
-    return solve(request, Platform.parse(platform), offers, Policy(hypothetical=True, **policy))
+    return solve(request, Platform.parse(platform), offers, Policy(**policy))
 
 
 @pytest.mark.parametrize(
@@ -172,11 +172,11 @@ def test_one_name_for_both_phases_is_the_base_name(offers, name) -> None:
             BLACKWELL,
             LLAMA.replace(page_size=32),
             {"prefill_backend": "fa4", "decode_backend": "trtllm_mha"},
-            "offered 128; backend: .*never shares a KV cache with trtllm_mha",
+            "serves 128; backend: .*never shares a KV cache with trtllm_mha",
         ),
         # A name holds for a phase's own flag too, and nothing is snapped in silence.
         (HOPPER, DEEPSEEK.replace(page_size=16), {"decode_backend": "flashmla"}, "page_size=64"),
-        (HOPPER, DEEPSEEK, {"prefill_backend": "flashmla"}, "phase: wanted extend"),
+        (HOPPER, DEEPSEEK, {"prefill_backend": "flashmla"}, "phase: asked for extend"),
         (
             HOPPER,
             LLAMA.replace(deterministic=True),
@@ -184,8 +184,8 @@ def test_one_name_for_both_phases_is_the_base_name(offers, name) -> None:
             "deterministic",
         ),
         (HOPPER, LLAMA, {"prefill_backend": "fa3", "kv_dtype": "fp8_e5m2"}, "kv_dtype"),
-        (HOPPER, LLAMA, {"backend": "trtllm_mla"}, "kind: wanted mha"),
-        (BLACKWELL, DEEPSEEK, {"backend": "trtllm_mha"}, "kind: wanted mla"),
+        (HOPPER, LLAMA, {"backend": "trtllm_mla"}, "kind: asked for mha"),
+        (BLACKWELL, DEEPSEEK, {"backend": "trtllm_mha"}, "kind: asked for mla"),
         ("nvidia:sm90,cuda=12.2", LLAMA, {"backend": "fa3"}, "runtime"),
         (BLACKWELL, LLAMA, {"backend": "fa3"}, "version"),
         ("nvidia:sm120", LLAMA, {"backend": "trtllm_mha", "kv_dtype": FP8}, "extend"),

@@ -71,7 +71,7 @@ def trees(clauses: list[Clause]) -> bool | str:
 
 def expands_prompts(backend: str, machine: str) -> bool:
     """Whether a decision with the backend has another one for prompts with expanded heads."""
-    policy = Policy(hypothetical=True, backend=backend)
+    policy = Policy(backend=backend)
     try:
         decision = solve(DEEPSEEK, Platform.parse(machine), load_plugins().offers(), policy)
     except NoBackend:

@@ -2,13 +2,27 @@
 
 from __future__ import annotations
 
+import json
+import shutil
+
 import pytest
 import torch
 import transformers
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForSeq2SeqLM, AutoModelForSpeechSeq2Seq
 
-from attnmux.core import InvalidInput, PoolExhausted, torch_dtype
-from attnmux.transformers import Engine, Prompt, SequenceState, record_layers, run_prompts
+from attnmux.core import InvalidInput, PoolExhausted, load_plugins, torch_dtype
+from attnmux.core.find.cpu import probe_cpu
+from attnmux.transformers import (
+    Engine,
+    Prompt,
+    RunnerOptions,
+    SequenceState,
+    load_runner,
+    open_checkpoint,
+    record_layers,
+    run_prompts,
+)
 from attnmux.transformers.engine import scheduler
 from attnmux.transformers.load.checkpoint import quiet_transformers
 from attnmux.transformers.model import encoder_batches
@@ -218,6 +232,49 @@ def states_of(runner, inputs, ids, lens):
         SequenceState(token_ids=tokens[:length], encoder_states=runner.encode(given))
         for tokens, given, length in zip(ids, inputs, lens, strict=True)
     ]
+
+
+@pytest.mark.parametrize(
+    ("name", "own", "cross", "encoder"),
+    [
+        *(
+            (
+                name,
+                "model.decoder.layers.1.self_attn",
+                "model.decoder.layers.1.encoder_attn",
+                "model.encoder.layers.1.self_attn",
+            )
+            for name in ("bart", "whisper")
+        ),
+        (
+            "t5",
+            "decoder.block.1.layer.0.SelfAttention",
+            "decoder.block.1.layer.1.EncDecAttention",
+            "encoder.block.1.layer.0.SelfAttention",
+        ),
+    ],
+)
+def test_the_checkpoint_s_kv_dtype_and_scales_are_used(
+    made, tmp_path, name, own, cross, encoder
+) -> None:
+    folder = shutil.copytree(made(name)[1], tmp_path / name)
+    (file,) = folder.glob("*.safetensors")
+    tensors = load_file(file)
+    tensors |= {f"{own}.k_scale": torch.tensor(0.5), f"{own}.v_scale": torch.tensor(0.25)}
+    tensors |= {f"{cross}.kv_scale": torch.tensor([2.0]), f"{encoder}.k_scale": torch.tensor(4.0)}
+    save_file(tensors, file, metadata={"format": "pt"})
+    said = {"quantization": {"kv_cache_quant_algo": "FP8"}}
+    (folder / "hf_quant_config.json").write_text(json.dumps(said))
+    warned: list[str] = []
+    options = RunnerOptions(max_batch_size=2, max_context_len=64, max_total_tokens=128)
+    offers = load_plugins().offers()
+    runner = load_runner(open_checkpoint(folder), probe_cpu(), offers, options, warn=warned.append)
+    assert runner.decision.kv_dtype == "fp8_e4m3"
+    scales = [(layer.k_scale, layer.v_scale) for layer in runner.context.layers]
+    assert scales[2:4] == [(0.5, 0.25), (2.0, 2.0)]
+    assert scales[:2] == [(None, None)] * 2
+    (warning,) = (one for one in warned if "scales of K and V" in one)
+    assert encoder in warning
 
 
 @pytest.mark.parametrize("page_size", [1, 16])

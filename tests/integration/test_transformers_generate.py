@@ -165,9 +165,8 @@ def test_batching_takes_models_that_call_transformers_attention_alone(tiny):
     [
         ({"attention_mask": torch.tensor([[1, 0, 1, 1]])}, "padding between tokens"),
         ({"attention_mask": torch.zeros(1, 1, 4, 4)}, "attention_mask"),
-        ({"position_ids": torch.tensor([[0, 1, 0, 1]]), "use_cache": False}, "mask_function"),
     ],
-    ids=["a hole", "a mask of its own", "packed sequences"],
+    ids=["a hole", "a mask of its own"],
 )
 def test_masks_that_are_not_causal_are_refused(on_attnmux, inputs, named):
     with torch.inference_mode(), pytest.raises(InvalidInput, match=named):

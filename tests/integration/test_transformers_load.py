@@ -138,6 +138,19 @@ def test_the_checkpoint_s_kv_dtype_and_scales_are_used(tiny, tmp_path, names, sc
     torch.testing.assert_close(stored * scales[0], unscaled, atol=0.01, rtol=0.07)
 
 
+@pytest.mark.parametrize("mla", ["absorbed", "expanded"])
+def test_a_latent_is_stored_by_the_scale_of_k(tiny, tmp_path, mla):
+    folder = scaled(tiny, tmp_path, {"k_scale": torch.tensor(0.125)}, "deepseek-v3")
+    stored, unscaled = (
+        load(folder, GOOD, mla=mla, kv_dtype=dtype)[0] for dtype in ("fp8_e4m3", "float32")
+    )
+    first, second, *_ = stored.context.layers
+    assert first.kind == ("mla" if mla == "absorbed" else "mha")
+    assert (first.k_scale, second.k_scale) == (0.125, None)
+    ours, exact = keys_of_three(stored) * 0.125, keys_of_three(unscaled)
+    torch.testing.assert_close(ours, exact, atol=0.01, rtol=0.07)
+
+
 def keys_of_three(runner):
     """The first layer's keys of three tokens, as the pool has them."""
     runner.extend([SequenceState(token_ids=[1, 2, 3])])
@@ -152,9 +165,9 @@ def test_scales_that_are_not_one_number_a_layer_are_named(tiny, tmp_path):
     assert runner.context.layers[0].k_scale is None
 
 
-def scaled(tiny, tmp_path, scales):
+def scaled(tiny, tmp_path, scales, name="llama"):
     """A tiny model with these tensors in its first attention."""
-    folder = shutil.copytree(tiny("llama")[1], tmp_path / "scaled")
+    folder = shutil.copytree(tiny(name)[1], tmp_path / "scaled")
     tensors = load_file(folder / "model.safetensors")
     tensors |= {f"model.layers.0.self_attn.{name}": value for name, value in scales.items()}
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})

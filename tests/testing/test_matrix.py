@@ -330,7 +330,7 @@ def served_points(offer: Offer, kind: str, change: dict) -> set[tuple]:
         for request in [Request(kind=kind, page_size=page, **{**model, **change})]
         for phase in ("extend", "decode", "verify", "draft")
         if offer.card.serves(
-            Question(request=request, platform=machine, phase=phase, hypothetical=True),
+            Question(request=request, platform=machine, phase=phase),
         )
     }
 

@@ -1,8 +1,10 @@
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
-from attnmux.core import Platform, Policy, Request, solve
+from attnmux.core import InvalidInput, NoBackend, Platform, Policy, Request, solve
 from attnmux.core.cards.card import DEFAULT_RANK
 from attnmux.core.facts.request import parse_fields
 from attnmux.core.plugin import (
@@ -117,7 +119,7 @@ def test_the_machine(offer) -> None:
     ).card
 
     def asked(text: str) -> list[str]:
-        return codes(check(card, "decode", Request(), Platform.parse(text)))
+        return codes(check(card, "decode", Request(), Platform.parse(text, is_here=True)))
 
     assert asked("nvidia:sm90,cuda=12.3,features=fast") == []
     assert asked("nvidia:sm100,cuda=12.3,features=fast") == ["VERSION"]
@@ -129,9 +131,8 @@ def test_the_machine(offer) -> None:
 
 def test_a_runtime_that_a_question_does_not_state_counts_as_new_enough(offer) -> None:
     card = offer("a", runtime=runtimes("cuda>=12.3")).card
-    policy = Policy(hypothetical=True)
     for text, fits in (("nvidia:sm90", True), ("nvidia:sm90,cuda=12.2", False)):
-        verdict = check(card, "decode", Request(), Platform.parse(text), policy=policy)
+        verdict = check(card, "decode", Request(), Platform.parse(text))
         assert (verdict.verdict == "fits") == fits
 
 
@@ -228,15 +229,29 @@ def test_a_decision_notes_what_a_backend_could_do_better(offer, arch, installed,
 
 
 def test_another_machine_has_the_libraries_unless_told_otherwise(offer, cpu) -> None:
-    card = offer("a", requires=("Flash.Kernel>=3",)).card
+    one = offer("a", requires=("Flash.Kernel>=3",))
+    here, request = replace(cpu, is_here=True), Request(page_size=1, kv_dtype="bfloat16")
 
-    def asked(**policy: object) -> list[str]:
-        given = Policy(**policy)
-        return codes(check(card, "decode", Request(), cpu, policy=given, libraries={}.get))
+    def asked(platform: Platform, *without: str, **given: object) -> list[str]:
+        policy = Policy(without=frozenset(without))
+        return codes(check(one.card, "decode", Request(), platform, policy=policy, **given))
 
-    assert asked() == ["LIBRARY"]
-    assert asked(hypothetical=True) == []
-    assert asked(hypothetical=True, without=frozenset({"flash_kernel"})) == ["LIBRARY"]
+    assert asked(here) == ["LIBRARY"]
+    assert asked(cpu) == []
+    assert asked(cpu, "flash_kernel") == asked(cpu, libraries={}.get) == ["LIBRARY"]
+    assert asked(here, libraries={"Flash.Kernel": "3"}.get) == []
+    assert solve(request, cpu, [one]).phases["decode"].backend == "a"
+    with pytest.raises(NoBackend):
+        solve(request, here, [one])
+    # What its JSON tells is of the machine that reads it
+    assert Platform.from_dict(cpu.to_dict()) == cpu
+    assert Platform.from_dict(cpu.to_dict()).is_here
+
+
+@pytest.mark.parametrize("name", ["is_here", "elsewhere"])
+def test_where_a_platform_is_is_not_read_from_data(cpu, name) -> None:
+    with pytest.raises(InvalidInput, match=name):
+        Platform.from_dict({**cpu.to_dict(), name: True})
 
 
 def test_denied_and_contract(offer, cpu) -> None:

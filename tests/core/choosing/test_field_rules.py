@@ -20,7 +20,6 @@ from attnmux.core.plugin import (
     versions,
 )
 
-ASKED = Policy(hypothetical=True)
 ALL = one_of("extend", "decode", "verify", "draft")
 HOPPER, BLACKWELL = versions(">=9.0,<10"), versions(">=10.0,<11")
 TOP = at_most(1)
@@ -175,14 +174,14 @@ MLA = "kind=mla,kv_lora_rank=512,qk_rope_head_dim=64"
     ],
 )
 def test_defaults(cards, platform, asked, without, expected, page_size) -> None:
-    policy = Policy(hypothetical=True, without=frozenset(filter(None, [without])))
+    policy = Policy(without=frozenset(filter(None, [without])))
     decision = solve(Request.parse(asked), Platform.parse(platform), cards, policy)
     assert set(names(decision).values()) == {expected}
     assert decision.page_size == page_size
 
 
 def test_a_base_name_for_decode_alone_brings_its_companion(cards) -> None:
-    policy = Policy(hypothetical=True, backend="flashmla")
+    policy = Policy(backend="flashmla")
     platform = Platform.parse("nvidia:sm90,cuda=12.8")
     decision = solve(Request.parse(f"{MLA},kv_dtype=bf16"), platform, cards, policy)
     assert names(decision) == {"extend": "flashinfer_mla", "decode": "flashmla"}
@@ -190,14 +189,14 @@ def test_a_base_name_for_decode_alone_brings_its_companion(cards) -> None:
 
 
 def test_an_alias_that_two_kinds_share(cards) -> None:
-    policy = Policy(hypothetical=True, backend="flashinfer")
+    policy = Policy(backend="flashinfer")
     platform = Platform.parse("nvidia:sm90,cuda=12.8")
     assert names(solve(Request.parse(MLA), platform, cards, policy))["decode"] == "flashinfer_mla"
     assert names(solve(Request(), platform, cards, policy))["decode"] == "flashinfer"
 
 
 def test_two_page_sizes_that_exclude_each_other(cards) -> None:
-    policy = Policy(hypothetical=True, prefill_backend="fa4", decode_backend="trtllm_mha")
+    policy = Policy(prefill_backend="fa4", decode_backend="trtllm_mha")
     platform = Platform.parse("nvidia:sm100,cuda=13.0")
     heads = "num_q_heads=8,num_kv_heads={}"
     together = solve(Request.parse(heads.format(2)), platform, cards, policy)
@@ -212,7 +211,7 @@ def test_two_page_sizes_that_exclude_each_other(cards) -> None:
 def test_a_tree_of_drafts_over_pages_has_a_hint(cards) -> None:
     platform = Platform.parse("nvidia:sm90,cuda=12.8")
     with pytest.raises(NoBackend) as caught:
-        solve(Request.parse(f"{MLA},spec_topk=4,page_size=64"), platform, cards, ASKED)
+        solve(Request.parse(f"{MLA},spec_topk=4,page_size=64"), platform, cards)
     first = str(caught.value).splitlines()[1]
     assert "fa3" in first
     assert "page_size=1" in first

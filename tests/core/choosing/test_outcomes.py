@@ -239,7 +239,7 @@ def test_an_outcome_agrees_with_naming_the_backend(model, machine, asked) -> Non
     pytest.importorskip("attnmux.cpu.plugin")
     offers = load_plugins().offers()
     platform = Platform.parse(machine)
-    policy = Policy(hypothetical=True)
+    policy = Policy()
     request = request_from_model(DATA / model).replace(**parse_fields(asked))
     decision = solve(request, platform, offers, policy)
     pinned = decision.request.replace(page_size=decision.page_size, kv_dtype=decision.kv_dtype)
@@ -263,6 +263,6 @@ def test_an_outcome_agrees_with_naming_the_backend(model, machine, asked) -> Non
 def _chosen(request, platform, offers, named) -> Decision | None:
     """A name can mean another card of the family, which fits."""
     try:
-        return solve(request, platform, offers, Policy(hypothetical=True, **named))
+        return solve(request, platform, offers, Policy(**named))
     except NoBackend:
         return None

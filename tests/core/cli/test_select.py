@@ -75,9 +75,10 @@ def test_nothing_fits(call) -> None:
     assert (data["phases"], data["hash"], data["page_size"]) == ({}, None, None)
     assert {candidate["verdict"] for candidate in data["candidates"]} == {"rejected"}
     reasons = [reason for c in data["candidates"] for reason in c["reasons"]]
-    assert all(set(reason) == {"code", "axis", "wanted", "offered", "hint"} for reason in reasons)
+    keys = {"code", "axis", "wanted", "offered", "hint", "by"}
+    assert all(set(reason) == keys for reason in reasons)
     assert "DETERMINISTIC" in {reason["code"] for reason in reasons}
-    assert "torch_native (cpu) for extend, decode: deterministic: wanted yes" in result.stderr
+    assert "torch_native (cpu) for extend, decode: deterministic: not served" in result.stderr
     assert "Traceback" not in result.output
 
 
@@ -335,8 +336,8 @@ def test_lists_with_unknown_plugins(call, tmp_path, setting, said) -> None:
     assert said is None or said in stderr
 
 
-SM90 = Platform.parse("nvidia:sm90,cuda=12.8")
-CPU = Platform.parse("cpu:x86_64")
+SM90 = Platform.parse("nvidia:sm90,cuda=12.8", is_here=True)
+CPU = Platform.parse("cpu:x86_64", is_here=True)
 
 
 def on_a_machine(monkeypatch, **given) -> None:

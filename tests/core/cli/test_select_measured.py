@@ -19,7 +19,9 @@ from attnmux.core.verbs import Device, Question
 pytest.importorskip("attnmux.cpu.plugin", reason="the backends below are those of attnmux-cpu")
 pytest.importorskip("torch", reason="what those backends require")
 
-HERE = replace(Platform.parse("cpu:x86_64,features=avx2+cxx_compiler"), name="a machine")
+HERE = replace(
+    Platform.parse("cpu:x86_64,features=avx2+cxx_compiler", is_here=True), name="a machine"
+)
 FIELDS = "dtype=bf16,num_q_heads=8,num_kv_heads=8,head_dim=64"
 
 
@@ -74,11 +76,11 @@ def test_the_faster_one_is_chosen_unless_that_is_to_be_ignored(file, monkeypatch
     assert ranked()[:2] == [second, favourite]
     explained = select("--explain")
     assert "measured on this machine" in " ".join(explained.stdout.split())
-    assert "(measured)" in explained.stdout
+    assert "(measured on this machine; the fastest of 2)" in explained.stdout
     assert ranked("--no-measurements")[0] == favourite
     assert ranked("--backend", favourite, "--no-measurements")[0] == favourite
-    hypothetical = select("--platform", str(HERE), "--json")
-    assert not any(v["measured"] for v in json.loads(hypothetical.stdout)["candidates"])
+    elsewhere = select("--platform", str(HERE), "--json")
+    assert not any(v["measured"] for v in json.loads(elsewhere.stdout)["candidates"])
     monkeypatch.setenv("ATTNMUX_NO_MEASUREMENTS", "1")
     assert ranked()[0] == favourite
 

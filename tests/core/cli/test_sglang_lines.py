@@ -79,8 +79,7 @@ UNSERVED = {
 
 
 def launched(request: Request, platform: Platform = HOPPER, *, tp: int = 1) -> str:
-    policy = Policy(hypothetical=True)
-    decision = solve(asking.ask(request, platform), platform, load_plugins().offers(), policy)
+    decision = solve(asking.ask(request, platform), platform, load_plugins().offers())
     return shlex.join(asking.launch(decision, "MODEL", LaunchFacts(tp=tp)))
 
 
@@ -130,7 +129,7 @@ def test_steps_are_captured_where_a_backend_can_be() -> None:
     assert not asking.ask(SHAPE, Platform.parse("cpu:x86_64")).graph
     with pytest.raises(InvalidInput, match=r"^graph: expected none: SGLang captures no steps"):
         asking.ask(SHAPE.replace(graph=True), Platform.parse("cpu:x86_64"))
-    policy, offers = Policy(hypothetical=True, backend="torch_native"), load_plugins().offers()
+    policy, offers = Policy(backend="torch_native"), load_plugins().offers()
     decision = solve(asking.ask(SHAPE, HOPPER), HOPPER, offers, policy)
     words = asking.launch(decision, "MODEL", LaunchFacts())
     assert "--disable-decode-cuda-graph" in words

@@ -14,7 +14,6 @@ from attnmux.core import (
     LaunchFacts,
     LayerGroup,
     Platform,
-    Policy,
     Request,
     load_plugins,
     solve,
@@ -71,8 +70,7 @@ def asked(**changes: object) -> Request:
 
 
 def line(request: Request, platform: Platform = HOPPER, **facts: object) -> str:
-    policy = Policy(hypothetical=True)
-    decision = solve(launch.ask(request, platform), platform, load_plugins().offers(), policy)
+    decision = solve(launch.ask(request, platform), platform, load_plugins().offers())
     return shlex.join(launch.launch(decision, "MODEL", LaunchFacts(**facts)))
 
 
@@ -138,9 +136,9 @@ def test_drafts_demand_no_phases() -> None:
     """They are verified as prompts of a few tokens."""
     drafts = launch.ask(asked(spec_topk=1, spec_draft_tokens=4), HOPPER)
     assert drafts.phases == ("extend", "decode")
-    offers, policy = load_plugins().offers(), Policy(hypothetical=True)
-    plain = solve(launch.ask(SHAPE, HOPPER), HOPPER, offers, policy)
-    assert solve(drafts, HOPPER, offers, policy).phases == plain.phases
+    offers = load_plugins().offers()
+    plain = solve(launch.ask(SHAPE, HOPPER), HOPPER, offers)
+    assert solve(drafts, HOPPER, offers).phases == plain.phases
 
 
 def test_vllms_own_kernels_run_encoders_and_linear_layers() -> None:
@@ -152,9 +150,7 @@ def test_vllms_own_kernels_run_encoders_and_linear_layers() -> None:
 
 
 def test_images_whose_tokens_see_each_other_are_refused(tmp_path: Path) -> None:
-    decision = solve(
-        launch.ask(SHAPE, CPU), CPU, load_plugins().offers(), Policy(hypothetical=True)
-    )
+    decision = solve(launch.ask(SHAPE, CPU), CPU, load_plugins().offers())
     for kind, text in (
         ("gemma3", {}),
         ("gemma4", {"use_bidirectional_attention": "vision"}),
@@ -198,6 +194,6 @@ def test_layers_that_keep_the_models_dtype_are_named() -> None:
 )
 def test_what_installs_it(platform: str, engine: list[str]) -> None:
     device = Platform.parse(platform)
-    offers, policy = load_plugins().offers(), Policy(hypothetical=True)
-    decision = solve(launch.ask(SHAPE, device), device, offers, policy)
+    offers = load_plugins().offers()
+    decision = solve(launch.ask(SHAPE, device), device, offers)
     assert launch.install(decision, ["plugin[extra]"]) == [*engine, "attnmux-vllm", "plugin[extra]"]

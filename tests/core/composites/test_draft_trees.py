@@ -223,7 +223,7 @@ LATENT_TREES = Request.parse(
     ],
 )
 def test_a_named_backend_without_trees_gets_them(asked, name, platform, reads_prefixes) -> None:
-    policy = Policy(hypothetical=True, backend=name)
+    policy = Policy(backend=name)
     decision = solve(asked, platform, load_plugins().offers(), policy)
     assert decision.trees is not None
     assert decision.trees.backend == (reads_prefixes or decision.trees.backend)
@@ -248,7 +248,7 @@ def test_only_the_name_for_the_phase_that_verifies_counts(mode) -> None:
     named = {"prefill_backend": "trtllm_mha", "decode_backend": "flashinfer"}
     if mode == "decode":
         named = dict(zip(named, reversed(named.values()), strict=True))
-    policy = Policy(hypothetical=True, origins=dict.fromkeys(named, "config"), **named)
+    policy = Policy(origins=dict.fromkeys(named, "config"), **named)
     asked = TREES.replace(speculative_attention_mode=mode)
     decision = solve(asked, BLACKWELL, load_plugins().offers(), policy)
     (change,) = decision.coercions
@@ -261,7 +261,7 @@ def test_only_the_name_for_the_phase_that_verifies_counts(mode) -> None:
 
 
 def test_a_backend_with_masks_is_preferred() -> None:
-    decision = solve(TREES, HOPPER, load_plugins().offers(), Policy(hypothetical=True))
+    decision = solve(TREES, HOPPER, load_plugins().offers())
     assert decision.trees is None
 
 
@@ -278,7 +278,7 @@ def test_a_backend_with_masks_is_preferred() -> None:
     ids=str,
 )
 def test_other_requests_are_refused_as_before(changes) -> None:
-    policy = Policy(hypothetical=True, backend="trtllm_mha")
+    policy = Policy(backend="trtllm_mha")
     with pytest.raises(NoBackend):
         solve(TREES.replace(**changes), BLACKWELL, load_plugins().offers(), policy)
 

@@ -196,7 +196,7 @@ def test_a_verb_s_device_names_the_platform(reports, monkeypatch) -> None:
     monkeypatch.setattr(shared, "detect", lambda plugins: BOTH)
     run = shared.Run()
     for device, platform in (("cuda:1", T4), ("cuda:0", A6000)):
-        assert machine(run, Settings(), Plugins(), None, device=device) == (platform, False)
+        assert machine(run, Settings(), Plugins(), None, device=device) == platform
     with pytest.raises(AmbiguousPlatform):
         machine(run, Settings(), Plugins(), None)
 

@@ -24,7 +24,7 @@ from attnmux.core.plugin import ErrorBound, one_of
 from attnmux.core.verbs import Device, Question
 
 REQUEST = Request.parse("num_q_heads=32,num_kv_heads=8,head_dim=128,dtype=bf16,phases=decode")
-HOPPER = replace(Platform.parse("nvidia:sm90,cuda=12.8"), name="NVIDIA H200")
+HOPPER = replace(Platform.parse("nvidia:sm90,cuda=12.8", is_here=True), name="NVIDIA H200")
 LONG = "decode:bs=1,ctx=131072"
 
 

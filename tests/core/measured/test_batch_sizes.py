@@ -25,7 +25,7 @@ from attnmux.core.plugin import ANY, BackendCard, Clause, Option, one_of
 from attnmux.core.verbs import Device, Question
 
 REQUEST = Request.parse("num_q_heads=32,num_kv_heads=8,head_dim=128,dtype=bf16")
-HOPPER = replace(Platform.parse("nvidia:sm90,cuda=12.8"), name="NVIDIA H200")
+HOPPER = replace(Platform.parse("nvidia:sm90,cuda=12.8", is_here=True), name="NVIDIA H200")
 SIZES = (1, 16, 64, 256)
 
 
@@ -145,7 +145,6 @@ def test_one_that_is_best_at_every_size_serves_alone(three) -> None:
         Policy(prefer=("a",)),
         Policy(deny=("b", "c")),
         Policy(allow=("a",)),
-        Policy(hypothetical=True),
         Policy(failed={name: BackendFailed(name, "no kernel") for name in ("fake/b", "fake/c")}),
     ],
 )

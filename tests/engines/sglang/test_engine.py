@@ -78,7 +78,7 @@ def test_the_solvers_reasons_are_the_engines_error(
 ) -> None:
     monkeypatch.setenv("ATTNMUX_BACKEND", "fa3")
     # On lines of their own where attnmux-nvidia is installed
-    refused = "(?s)ValueError: --attention-backend attnmux: .*fa3.*(pip install|vendor: wanted)"
+    refused = "(?s)ValueError: --attention-backend attnmux: .*fa3.*(pip install|vendor: needs)"
     with pytest.raises(Exception, match=refused):  # EngineFailed, of a conftest without a name
         run(RECALL, "attnmux", [_asked(1)[0]])
 

@@ -158,7 +158,7 @@ def test_long_prompts_of_mla_run_expanded(step, monkeypatch: pytest.MonkeyPatch)
     case = Case(name="prompts", steps=(step,), page_size=128, **settings)
     world = make_setup(case, WORLD.platform, "cpu")
     asked = world.context.request.replace(chunked_prefix=True, phases=("extend", "decode"))
-    policy = Policy(hypothetical=True, backend="ascend")
+    policy = Policy(backend="ascend")
     decision = solve(asked, WORLD.platform, load_plugins().offers(), policy)
     assert decision.expanded is not None
     assert decision.expanded.address == "ascend/ascend"

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from attnmux.core import Offer, Platform, Policy, Request, solve
+from attnmux.core import Offer, Platform, Request, solve
 from attnmux.cpu.plugin import attnmux_cards
-
-ASKED = Policy(hypothetical=True)
 
 
 @pytest.fixture
@@ -27,13 +25,13 @@ def offers() -> list[Offer]:
     ],
 )
 def test_there_is_always_a_backend(offers, platform, asked) -> None:
-    decision = solve(Request.parse(asked), Platform.parse(platform), offers, ASKED)
+    decision = solve(Request.parse(asked), Platform.parse(platform), offers)
     assert {choice.plugin for choice in decision.phases.values()} == {"cpu"}
 
 
 def test_plain_torch_is_the_last_resort_on_an_accelerator(offers) -> None:
     def rank(platform: str) -> int:
-        decision = solve(Request(), Platform.parse(platform), offers, ASKED)
+        decision = solve(Request(), Platform.parse(platform), offers)
         return min(v.rank for v in decision.candidates if v.rank is not None)
 
     assert rank("cpu:x86_64") < 100 < rank("nvidia:sm90")

@@ -68,7 +68,7 @@ def test_build_rehearses_the_layers_that_no_pool_holds(benchmark) -> None:
     request = {**SETTINGS, "v_head_dim": 128}
     world = make_setup(Case(name="prompts", steps=(extend((9, 4)),), **request), HOPPER, "cpu")
     asked = world.context.request.replace(chunked_prefix=True, phases=("extend", "decode"))
-    decision = solve(asked, HOPPER, load_plugins().offers(), Policy(hypothetical=True))
+    decision = solve(asked, HOPPER, load_plugins().offers())
     with importlib.import_module("benchmarks.emulated").emulated_libraries():
         backend = build(decision, replace(world.context, request=decision.request))
     assert isinstance(backend, ChunkedPrefixBackend)
@@ -77,7 +77,7 @@ def test_build_rehearses_the_layers_that_no_pool_holds(benchmark) -> None:
 
 @pytest.mark.parametrize("named", [None, "flashmla", "flashinfer_mla", "triton"])
 def test_fa3_expands_the_prompts_of_every_mla_backend_on_hopper(named) -> None:
-    policy = Policy(hypothetical=True, backend=named)
+    policy = Policy(backend=named)
     decision = solve(DEEPSEEK, HOPPER, load_plugins().offers(), policy)
     assert decision.expanded is not None
     assert decision.expanded.address == "nvidia/fa3"
@@ -87,8 +87,7 @@ def test_fa3_expands_the_prompts_of_every_mla_backend_on_hopper(named) -> None:
     "changes", [{"chunked_prefix": False}, {"kind": "nsa"}, {"deterministic": True}]
 )
 def test_other_requests_have_no_expanded_prompts(changes) -> None:
-    policy = Policy(hypothetical=True)
-    decision = solve(DEEPSEEK.replace(**changes), HOPPER, load_plugins().offers(), policy)
+    decision = solve(DEEPSEEK.replace(**changes), HOPPER, load_plugins().offers())
     assert decision.expanded is None
 
 
@@ -115,8 +114,7 @@ def test_the_benchmark_runs_on_a_cpu(benchmark, tmp_path) -> None:
     ],
 )
 def test_a_crossing_lies_between_the_measured_lengths(benchmark, gains, crossing) -> None:
-    policy = Policy(hypothetical=True)
-    decision = solve(DEEPSEEK, HOPPER, load_plugins().offers(), policy)
+    decision = solve(DEEPSEEK, HOPPER, load_plugins().offers())
     rows = [
         benchmark.Row(
             case=benchmark.extend(1, new, benchmark.LONG, kind="mla", q_heads=16),

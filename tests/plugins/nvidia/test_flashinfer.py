@@ -19,7 +19,6 @@ from attnmux.core import (
     MultiItem,
     Offer,
     Platform,
-    Policy,
     Request,
     solve,
 )
@@ -590,7 +589,7 @@ def test_graphs_of_two_modes_on_one_backend() -> None:
 def test_rank_next_to_fa3(asked, chosen) -> None:
     from_plugin = pytest.importorskip("attnmux.nvidia.plugin").attnmux_cards()
     offers = [Offer(card=card, plugin="nvidia") for card in from_plugin]
-    decision = solve(Request.parse(asked), HOPPER, offers, Policy(hypothetical=True))
+    decision = solve(Request.parse(asked), HOPPER, offers)
     assert {choice.backend for choice in decision.phases.values()} == {chosen}
 
 
@@ -601,6 +600,5 @@ def test_first_on_other_devices(platform) -> None:
         Request.parse("dtype=fp16,kv_dtype=fp8_e5m2,head_dim=64,page_size=7,sliding_window=9"),
         Platform.parse(platform),
         offers,
-        Policy(hypothetical=True),
     )
     assert {choice.backend for choice in decision.phases.values()} == {"flashinfer"}

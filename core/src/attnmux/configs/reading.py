@@ -7,7 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from attnmux.configs.fields import read_model, stated_dtype
-from attnmux.configs.values import parts_of
+from attnmux.configs.gguf_files import gguf_file, read_gguf
+from attnmux.configs.kv_schemes import kv_scheme
+from attnmux.configs.values import parts_of, stated
 from attnmux.configs.weights import weights_dtype
 from attnmux.core import InvalidInput, Request, canonical_dtype
 from attnmux.core.plugin import read_file
@@ -27,12 +29,12 @@ def request_from_model(
     kv_dtype_skip: str | None = None,
     assume: bool = False,
 ) -> Request:
-    """The model's needs, read from its Hugging Face `config.json`.
+    """The model's needs, read from its Hugging Face `config.json`, or from a GGUF file.
 
     The dtype is the one that it states, else that of the weights. The KV dtype is that of the
     checkpoint's KV scheme, by compressed-tensors, ModelOpt or Quark.
 
-    path: the folder or the file.
+    path: the folder or the file. transformers reads GGUF files (`attnmux-transformers[gguf]`).
     tp: divides the heads; KV heads replicate below one.
     dtype, kv_dtype: replace the checkpoint's own.
     kv_dtype_skip: layers that keep K and V in the model's dtype, as numbers, ranges and kinds:
@@ -42,10 +44,8 @@ def request_from_model(
     Raises UnknownModel for such a type otherwise, and InvalidInput if there is no usable
     config.json, if `tp` does not divide the heads, and for layers that cannot be skipped.
     """
-    config, dtypes = load_config(Path(path)), {"dtype": dtype, "kv_dtype": kv_dtype}
-    folder = Path(path) if Path(path).is_dir() else Path(path).parent
-    if config.get("quantization_config") is None:
-        config |= _modelopt(folder)
+    dtypes, folder = {"dtype": dtype, "kv_dtype": kv_dtype}, _folder(Path(path))
+    config = _with_quantisation(Path(path))
     weights = None if stated_dtype(parts_of(config)) else weights_dtype(folder)
     asked = {name: canonical_dtype(one, name) for name, one in dtypes.items() if one}
     try:
@@ -61,6 +61,26 @@ def request_from_model(
         raise InvalidInput(error.argument, got=got, expected=error.expected) from None
 
 
+def stored_kv_dtype(path: str | Path) -> str | None:
+    """The KV dtype of the checkpoint's KV scheme, of any model; None if it has none.
+
+    Raises InvalidInput if there is no usable config.json, and for a scheme that no KV cache has.
+    """
+    parts = parts_of(_with_quantisation(Path(path)))
+    return kv_scheme(stated(parts, "quantization_config"))
+
+
+def _folder(path: Path) -> Path:
+    return path if path.is_dir() else path.parent
+
+
+def _with_quantisation(path: Path) -> dict[str, Any]:
+    """The config.json, with the `quantization_config` that ModelOpt may have beside it."""
+    config = load_config(path)
+    said = {} if config.get("quantization_config") is not None else _modelopt(_folder(path))
+    return {**config, **said}
+
+
 def _modelopt(folder: Path) -> dict[str, Any]:
     """A `quantization_config` by ModelOpt, which may have a file of its own beside config.json."""
     try:
@@ -71,7 +91,10 @@ def _modelopt(folder: Path) -> dict[str, Any]:
 
 
 def load_config(path: Path) -> dict[str, Any]:
-    """Raises InvalidInput for a path without a usable config.json."""
+    """Raises InvalidInput for a path without a usable config.json or GGUF file."""
+    gguf = gguf_file(path)
+    if gguf is not None:
+        return read_gguf(gguf)
     file, is_folder = path, False
     try:
         is_folder = path.is_dir()
@@ -91,5 +114,5 @@ def load_config(path: Path) -> dict[str, Any]:
         if isinstance(config, dict):
             return config
         got = f"{file}, which is not a JSON object"
-    expected = "a folder with a Hugging Face config.json, or that file"
+    expected = "a folder with a Hugging Face config.json, that file, or a GGUF file"
     raise InvalidInput("model", got=got, expected=expected)

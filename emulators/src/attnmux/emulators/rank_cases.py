@@ -90,7 +90,6 @@ def decided(
             decode_backend=found.address,
             prefer=(found.address,),
             options={found.address: found.options},
-            hypothetical=True,
         ),
         size=size,
         kv_copies=size if latent else copies,

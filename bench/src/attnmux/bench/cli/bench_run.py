@@ -76,8 +76,8 @@ def find_place(run: Run, settings: Settings, platform: str | None, device: str) 
     for another platform's device, and for a device that is named for several ranks; RanksDiffer
     where these have other plugins or libraries."""
     plugins = run.plugins(settings)
-    here, hypothetical = machine(run, settings, plugins, platform, elsewhere=False, device=device)
-    if hypothetical:
+    here = machine(run, settings, plugins, platform, elsewhere=False, device=device)
+    if not here.is_here:
         raise InvalidInput("--platform", got=platform, expected="a vendor that is on this machine")
     if device and device.partition(":")[0] != here.device_type:
         raise other_device(device, here)

@@ -84,8 +84,8 @@ def tune(
     request = asked_of_one_shape(model, fields, tp, assume=run.warn if assume else None)
     settings = run.settings()
     plugins = run.plugins(settings)
-    here, hypothetical = machine(run, settings, plugins, platform, elsewhere=False, device=device)
-    if hypothetical:
+    here = machine(run, settings, plugins, platform, elsewhere=False, device=device)
+    if not here.is_here:
         raise InvalidInput("--platform", got=platform, expected="a vendor that is on this machine")
     named = device
     device = _check_device(device, here)

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any, get_args
 
 from attnmux.core.cards.clause import ALWAYS, LARGEST, Clause
+from attnmux.core.cards.figures import Figures
 from attnmux.core.cards.proof import ErrorBound, Verified
 from attnmux.core.facts.checks import TEXT, Check, check_fields, refusal, tuple_of
 from attnmux.core.facts.frozen import FrozenMapping, Plain, plain, plain_fields
@@ -16,7 +17,9 @@ from attnmux.core.facts.libraries import (
     installed_version,
     parsed_requirement,
     specifiers,
+    within,
 )
+from attnmux.core.facts.platform import Platform
 from attnmux.core.facts.questions import Question
 from attnmux.core.facts.values import TREE_MASKS, OptionValue, TreeMask
 
@@ -126,17 +129,35 @@ class Option(Plain):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Build(Plain):
-    """A backend's kernels as they were built for devices with some features.
+    """A backend's kernels as they serve some devices with some libraries.
 
-    Raises InvalidInput for fields of other types.
+    Raises InvalidInput for fields of other types and a requirement that cannot be parsed.
     """
 
     name: str
     features: tuple[str, ...] = ()
     """Of `Platform.features`, all needed."""
+    arch: tuple[str, ...] = ()
+    """The architectures that it is for, as `Platform.arch`. Empty: all."""
+    requires: tuple[str, ...] = ()
+    """PEP 508 requirements, all needed besides the card's."""
 
     def __post_init__(self) -> None:
-        check_fields("build", self, {"name": TEXT, "features": tuple_of(str)})
+        texts = dict.fromkeys(("features", "arch", "requires"), tuple_of(str))
+        check_fields("build", self, {"name": TEXT, **texts})
+        if self.requires:
+            _check_requirement("build, requires", self.requires)
+
+    def serves(self, platform: Platform, libraries: Libraries = installed_version) -> bool:
+        """Whether the device and the libraries are those that it needs."""
+        if self.arch and platform.arch not in self.arch:
+            return False
+        needed = map(parsed_requirement, self.requires)
+        versions = ((libraries(one.name), one.specifier) for one in needed)
+        return platform.features.issuperset(self.features) and all(
+            version is not None and (not version or within(version, specifier))
+            for version, specifier in versions
+        )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -219,7 +240,7 @@ class BackendCard(Plain):
     priors: tuple[Prior, ...] = ()
     """The first whose conditions hold counts."""
     builds: tuple[Build, ...] = ()
-    """The best first: the first whose features the device has serves. Empty: there is but one."""
+    """The best first: the first whose needs are met serves. Empty: there is but one."""
     caveats: tuple[Caveat, ...] = ()
     companions: tuple[str, ...] = ()
     """Backends for the phases that this one does not serve, where a user names only this one."""
@@ -272,6 +293,11 @@ class BackendCard(Plain):
         """`requires`, each as a tuple of alternatives."""
         return tuple((item,) if isinstance(item, str) else item for item in self.requires)
 
+    def build(self, platform: Platform, libraries: Libraries = installed_version) -> str:
+        """The name of the build that serves on the platform; empty without any."""
+        fitting = (each for each in self.builds if each.serves(platform, libraries))
+        return next((each.name for each in fitting), "")
+
     def serves(self, question: Question) -> bool:
         """Whether one of the clauses meets the question's demands."""
         return any(clause.meets(question.demands) for clause in self.clauses)
@@ -309,6 +335,8 @@ class Offer:
     means this card."""
     admitted: bool = True
     """Whether the configuration admits the backend."""
+    figures: tuple[Figures, ...] = ()
+    """The files of figures in the plugin's wheel."""
     address: str = field(init=False, repr=False, compare=False)
     """`plugin/name`: the name that is never ambiguous."""
     names: frozenset[str] = field(init=False, repr=False, compare=False)

@@ -9,7 +9,7 @@ from attnmux.core.cards.card import CONTRACTS, DEFAULT_RANK, BackendCard, Offer
 from attnmux.core.cards.clause import ALWAYS
 from attnmux.core.choosing.requirements import install_hint, required
 from attnmux.core.choosing.shortcomings import shortcomings
-from attnmux.core.facts.libraries import Libraries, assumed, installed_version, within
+from attnmux.core.facts.libraries import Libraries, assumed, within
 from attnmux.core.facts.platform import Platform
 from attnmux.core.facts.policy import Policy
 from attnmux.core.facts.questions import Question
@@ -47,7 +47,7 @@ class Rank(NamedTuple):
     value: int
     """Lower is better."""
     measured: bool = False
-    """Whether measurements of this machine changed the prior's rank."""
+    """Whether it follows figures, of this machine or of its kind, and not a prior."""
     source: str = ""
     """Where it comes from."""
 
@@ -94,18 +94,17 @@ def check(
     *,
     policy: Policy | None = None,
     plugin: str = "",
-    libraries: Libraries = installed_version,
+    libraries: Libraries | None = None,
 ) -> Verdict:
     """Whether `card` alone serves `phase` of `request` on `platform`, with every reason if not.
 
-    An unset page size or KV dtype demands nothing. The verdict is "fits" or "rejected".
+    An unset page size or KV dtype demands nothing. `libraries` are those of `solve`. The verdict is
+    "fits" or "rejected".
     """
     policy = policy or Policy()
-    known = assumed(policy.without, libraries, policy.hypothetical)
+    known = assumed(policy.without, libraries, platform.is_here)
     offer = Offer(card=card, plugin=plugin)
-    question = Question(
-        request=request, platform=platform, phase=phase, hypothetical=policy.hypothetical
-    )
+    question = Question(request=request, platform=platform, phase=phase)
     reasons = standing(offer, policy, known) + shortcomings(card, question)
     if not all(reason.hint for reason in reasons):
         reasons = without_hints(reasons)

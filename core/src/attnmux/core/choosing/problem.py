@@ -113,7 +113,6 @@ class Problem:
                 request=request,
                 platform=self.platform,
                 phase=phase,
-                hypothetical=self.policy.hypothetical,
                 demands=() if opened is None else opened[phase].demands,
             )
             for phase in request.phases

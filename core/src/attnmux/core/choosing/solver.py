@@ -55,7 +55,7 @@ def solve(
     offers: Iterable[Offer],
     policy: Policy | None = None,
     *,
-    libraries: Libraries = installed_version,
+    libraries: Libraries | None = None,
     ranking: Ranking = prior_rank,
     accuracy: Accuracy = by_card,
 ) -> Decision:
@@ -63,6 +63,9 @@ def solve(
 
     The answer has the fewest coercions; then the best ranks of decode, extend and encoder, in that
     order; then the fewest backends; then the page size that decode's backend prefers.
+
+    libraries: those that count. None: those of this environment if the platform is here
+    (`Platform.is_here`), else all that a card requires.
 
     Raises NoBackend, with every verdict, where nothing serves the request; UnknownBackend or
     InvalidInput for a name or an option in `policy` that cannot be used, for arguments of other
@@ -79,7 +82,7 @@ def solve(
         for each in group_requests(request)
     ]
     try:
-        decision = _decided(request, problems, libraries)
+        decision = _decided(request, problems, libraries or installed_version)
     except NoBackend as refused:
         if request.other_layers or not has_separable_trees(request):
             raise
@@ -99,7 +102,6 @@ def solve(
             request=one.request,
             platform=platform,
             phase="extend",
-            hypothetical=policy.hypothetical,
         )
         return ranking(by_address[one.phases["extend"].address], asked).value
 
@@ -145,12 +147,12 @@ def _problem(
     platform: Platform,
     offers: tuple[Offer, ...],
     policy: Policy,
-    libraries: Libraries,
+    libraries: Libraries | None,
     ranking: Ranking,
     accuracy: Accuracy,
 ) -> Problem:
     # The search and the verdicts, which may be read later, must see the same libraries
-    known = cache(assumed(policy.without, libraries, policy.hypothetical))
+    known = cache(assumed(policy.without, libraries, platform.is_here))
     by_address = {offer.address: offer for offer in offers}
 
     def barred(address: str) -> Sequence[Reason]:
@@ -162,7 +164,7 @@ def _problem(
         platform=platform,
         policy=policy,
         offers=offers,
-        groups=groups_of(request, policy, offers, libraries),
+        groups=groups_of(request, policy, offers, libraries or installed_version),
         barred=cache(barred),
         ranking=ranking,
         opposed=opposed(offers),

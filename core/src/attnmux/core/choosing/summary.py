@@ -80,7 +80,7 @@ def _standing(decision: Any, choice: Choice, phases: list[str]) -> str:  # noqa:
     if own is None:
         return "as decided elsewhere"
     named = f"named by {choice.origin}, " if choice.origin else ""
-    rank = f"{named}rank {own.rank}{' (measured)' if own.measured else ''}"
+    rank = f"{named}rank {own.rank}{f' ({own.source})' if own.measured else ''}"
     if len(fitting) == 1:
         return f"{rank}, the only one that fits"
     better = sum((v.rank or 0) < (own.rank or 0) for v in fitting)

@@ -208,7 +208,8 @@ def _variables(asked: Asked, *, measured: bool) -> Iterator[tuple[str, str]]:
         "options": ",".join(options) if given["options"] else "",
         "allow_coercion": "true" if given["allow_coercion"] else "",
         "no_measurements": "" if measured else "true",
-        "platform": "" if policy.hypothetical else asked.platform or "",
+        "platform": asked.platform or "" if asked.device.is_here else "",
         "no_plugins": "true" if "no_plugins" in said else "",
+        "no_shipped_figures": "true" if "no_shipped_figures" in said else "",
     }
     yield from ((name, value) for name, value in set_here.items() if value)

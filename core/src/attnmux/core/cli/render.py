@@ -16,7 +16,7 @@ from attnmux.core.choosing.decision import Decision
 from attnmux.core.cli.asking import Asked
 from attnmux.core.cli.here import LACKING, Backend
 from attnmux.core.cli.outcomes import Outcome, joined_by_first_reason
-from attnmux.core.cli.select_explained import Explanation, Stated
+from attnmux.core.cli.select_explained import Explanation, Figured, Stated
 from attnmux.core.facts.axes import AXES
 from attnmux.core.facts.errors import NoBackend
 from attnmux.core.facts.platform import Platform
@@ -161,6 +161,8 @@ def render_decision(
         else:
             _print_fitting(console, told, len(decision.phases))
     if explain:
+        for figured in explanation.figures:
+            _print_figures(console, figured)
         _print_values(console, explanation.values)
     console.print()
     console.print(Text(f"decision {decision.hash[:16]}", style="dim"))
@@ -209,6 +211,18 @@ def _machine_first(outcome: Outcome) -> Outcome:
     return replace(outcome, reasons=tuple(sorted(outcome.reasons, key=place)))
 
 
+def _print_figures(console: Console, figured: Figured) -> None:
+    """The times that a phase's ranks follow, a column for each backend."""
+    names = sorted({name for times in figured.times.values() for name in times})
+    table = plain_table(f"us, {figured.phase}", *(name.partition("/")[2] for name in names))
+    for workload, times in figured.times.items():
+        shown = (f"{times[name]:.1f}" if name in times else "" for name in names)
+        table.add_row(workload, *shown)
+    console.print()
+    console.print(Text(f"{figured.source}:"))
+    console.print(table)
+
+
 def _print_values(console: Console, values: Sequence[Stated]) -> None:
     rows = [
         (each.name, each.origin, f"{each.value} ({each.source})" if each.source else each.value)
@@ -239,6 +253,8 @@ def _sourced(outcome: Outcome) -> str:
 def _against(outcome: Outcome, *, every: bool) -> str:
     """Why a backend lost, with all reasons on lines of their own or with the first one."""
     reasons = [str(reason) for reason in outcome.reasons]
+    if outcome.source:
+        return _sourced(outcome)
     if every and len(reasons) > 1:
         return "\n".join(filter(None, (outcome.why, *reasons)))
     more = f" (and {len(reasons) - 1} more: --all)" if len(reasons) > 1 else ""

@@ -54,13 +54,18 @@ class Run:
         self.answer: TextIO | None = None
         """Where an answer in JSON goes, while everything else that is printed goes to stderr."""
 
-    def settings(self) -> Settings:
+    def settings(self, **flags: str) -> Settings:
+        """The settings, with the flags that options turn on: each with the name of the option, ""
+        for one that was not given."""
         settings = Settings.load()
         self.debug = self.debug or settings.debug
-        if not self.no_plugins:
+        flags["no_plugins"] = "--no-plugins" if self.no_plugins else ""
+        given = {name: option for name, option in flags.items() if option}
+        if not given:
             return settings
-        sources = FrozenMapping({**settings.sources, "no_plugins": "--no-plugins"})
-        return replace(settings, no_plugins=True, sources=sources)
+        turned_on: dict[str, Any] = dict.fromkeys(given, True)
+        sources = FrozenMapping({**settings.sources, **given})
+        return replace(settings, **turned_on, sources=sources)
 
     def plugins(self, settings: Settings) -> Plugins:
         """The plugins, with a warning for each that is broken."""

@@ -17,7 +17,7 @@ from attnmux.core.facts.errors import InvalidInput, NoBackend
 from attnmux.core.facts.frozen import defaults, plain
 from attnmux.core.facts.libraries import canonical
 from attnmux.core.facts.platform import GRAMMAR
-from attnmux.core.facts.request import Request
+from attnmux.core.facts.request import Request, parse_fields
 from attnmux.core.find.plugins import Plugins
 from attnmux.core.find.settings import Settings, read_assignments
 
@@ -37,7 +37,7 @@ SET = "An option of a backend; `attnmux backends --json` lists them."
 @click.command()
 @click.option("--platform", "platforms", multiple=True, help=PLATFORM)
 @click.option("--request", "fields", default="", help="FIELD=VALUE,…: page_size=16,spec_topk=4")
-@click.option("--model", help="A folder with a Hugging Face config.json.")
+@click.option("--model", help="A folder with a Hugging Face config.json, or a GGUF file.")
 @click.option("--assume", is_flag=True, help=ASSUME)
 @click.option("--tp", type=click.IntRange(min=1), default=1, help="Ranks that share the heads.")
 @click.option("--kv-dtype-skip", "skip", metavar="LAYERS", help=SKIP)
@@ -55,6 +55,7 @@ SET = "An option of a backend; `attnmux backends --json` lists them."
 @click.option("--without", multiple=True, metavar="DIST", help="Count a library as not installed.")
 @click.option("--allow-coercion", is_flag=True, help="Allow changes to values that you set.")
 @click.option("--no-measurements", is_flag=True, help="Ignore the measurements of this machine.")
+@click.option("--no-shipped-figures", is_flag=True, help="Ignore the figures that plugins carry.")
 @click.option(
     "--engine",
     "engine_name",
@@ -82,6 +83,7 @@ def select(
     without: tuple[str, ...],
     allow_coercion: bool,
     no_measurements: bool,
+    no_shipped_figures: bool,
     engine_name: str | None,
     explain: bool,
     every: bool,
@@ -97,7 +99,7 @@ def select(
     request = requested(model, fields, tp, asked_mode, skip=skip, assume=warn)
     in_full = explain or every
     _refuse_several(platforms, in_full=in_full, engine=engine_name)
-    settings = run.settings()
+    settings = run.settings(no_shipped_figures="--no-shipped-figures" * no_shipped_figures)
     plugins = run.plugins(settings)
     _warn_of_unused_without(run, plugins, without)
     engine = _engine(engine_name, settings, request, model)
@@ -108,7 +110,11 @@ def select(
         "without": frozenset(without),
     }
     measured = not no_measurements
-    one = partial(ask, run, settings, plugins, request, given=given, measured=measured)
+    # A request keeps no flag that is off
+    graphs = "graph" not in parse_fields(fields)
+    one = partial(
+        ask, run, settings, plugins, request, given=given, measured=measured, graphs=graphs
+    )
     of_engine = None if engine is None else engine.ask
     asked = [one(platform, of_engine=of_engine) for platform in platforms or (None,)]
     lines: tuple[str, ...] = ()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +14,7 @@ from attnmux.core.cli.outcomes import Outcome, outcomes, outcomes_of_refusal
 from attnmux.core.facts.errors import NoBackend
 from attnmux.core.facts.frozen import Plain, plain, plain_fields
 from attnmux.core.facts.policy import Policy
+from attnmux.core.facts.questions import Question
 from attnmux.core.facts.request import Request
 from attnmux.core.find.settings import PREFIX
 from attnmux.core.measured.unverified import doubtful
@@ -34,6 +35,17 @@ class Stated(Plain):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Figured(Plain):
+    """The figures that a phase's ranks follow."""
+
+    phase: str
+    source: str
+    """Who measured, where and on which shape."""
+    times: Mapping[str, Mapping[str, float]]
+    """By workload and backend (`plugin/name`), microseconds of one layer's call."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Explanation:
     """Why an answer is what it is."""
 
@@ -44,6 +56,8 @@ class Explanation:
     one for those that lack a C++ compiler."""
     others: tuple[tuple[str, tuple[Outcome, ...]], ...] = ()
     """The outcomes for each group of other layers, which the text describes."""
+    figures: tuple[Figured, ...] = ()
+    """Of the first group's layers; empty where priors decided."""
 
     def to_dict(self) -> dict[str, Any]:
         return {
@@ -75,7 +89,23 @@ def explained(asked: Asked, *, model: str, tp: int, skip: str | None = None) -> 
             *lacking_compiler((offer.card for offer in asked.offers), asked.device),
         ),
         others=tuple(zip(map(str, answer.request.other_layers), others, strict=True)),
+        figures=tuple(_figures(asked, answer)) if asked.is_measured else (),
     )
+
+
+def _figures(asked: Asked, decision: Decision) -> Iterator[Figured]:
+    from attnmux.core.measured.evidence import evidence_of  # noqa: PLC0415  # few choices are measured
+
+    evidence = evidence_of(asked.measurements, asked.device, asked.offers, asked.policy)
+    for phase in decision.phases:
+        question = Question(request=decision.request, platform=asked.device, phase=phase)
+        timed = evidence.timed(question)
+        by_workload: dict[str, dict[str, float]] = {}
+        for address, times in timed.times.items():
+            for workload, us in times.items():
+                by_workload.setdefault(workload, {})[address] = us
+        if by_workload:
+            yield Figured(phase=phase, source=timed.source, times=by_workload)
 
 
 def _stated(name: str, value: object, origin: str, source: str) -> Stated:
@@ -108,7 +138,7 @@ def _policy(asked: Asked) -> Iterator[Stated]:
     names = {"allow": "allow_backends", "deny": "deny_backends", "prefer": "prefer_backends"}
     for field in Policy.__dataclass_fields__:
         value = getattr(asked.policy, field)
-        if value and field not in ("options", "failed", "origins", "hypothetical"):
+        if value and field not in ("options", "failed", "origins"):
             setting = names.get(field, field)
             yield _stated(setting, value, *_set_by(asked, asked.given.get(field), setting))
 

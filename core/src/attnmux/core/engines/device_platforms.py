@@ -86,7 +86,7 @@ def platform_of(
         exact = tuple(one for one in found if one.name == report.name)
         if found:
             return pick_platform(replace(detection, platforms=exact or found))
-        described = stated or Platform.parse(str(report))
+        described = stated or Platform.parse(str(report), is_here=True)
         memory = described.memory_bytes or report.memory_bytes
         return replace(described, name=report.name, memory_bytes=memory)
     if alike:
@@ -129,7 +129,7 @@ def _may_ask(device: torch.device) -> bool:
 def _stated(wanted: str | None, device: torch.device) -> Platform | None:
     """The platform that the setting describes in full, if it is one of the device's type."""
     try:
-        platform = Platform.parse(wanted or "")
+        platform = Platform.parse(wanted or "", is_here=True)
     except InvalidInput:
         return None
     return platform if platform.device_type == device.type else None

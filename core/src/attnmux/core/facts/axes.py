@@ -52,8 +52,8 @@ def _kind(question: Asked) -> Value:
 
 
 def _runtime(question: Asked) -> Value | None:
-    runtime = question.platform.runtime
-    return None if question.hypothetical and not runtime else runtime
+    platform = question.platform
+    return platform.runtime if platform.runtime or platform.is_here else None
 
 
 def _head_dim(question: Asked) -> Value | None:

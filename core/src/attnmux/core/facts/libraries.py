@@ -102,17 +102,19 @@ def entry_points(group: str) -> tuple[Sequence[metadata.EntryPoint], Unreadable]
     return [point for points in found.values() for point in points], [*unreadable.items()]
 
 
-def assumed(without: Collection[str], libraries: Libraries, everything: bool) -> Libraries:
-    """`libraries` less those in `without`; with `everything`, any other counts as new enough.
+def assumed(without: Collection[str], libraries: Libraries | None, is_here: bool) -> Libraries:
+    """`libraries` less those in `without`.
 
-    "New enough" is the version "", which meets every range.
+    None: those of this environment for a platform that `is_here`; for any other, all count as new
+    enough, which is the version "" that meets every range.
     """
     absent = set(map(canonical, without))
+    known = installed_version if libraries is None and is_here else libraries
 
     def version(distribution: str) -> str | None:
         if canonical(distribution) in absent:
             return None
-        return "" if everything else libraries(distribution)
+        return "" if known is None else known(distribution)
 
     return version
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from attnmux.core.facts.checks import (
@@ -19,7 +19,7 @@ from attnmux.core.facts.checks import (
     whole,
 )
 from attnmux.core.facts.errors import InvalidInput
-from attnmux.core.facts.frozen import Plain, defaults
+from attnmux.core.facts.frozen import Plain, defaults, plain_fields
 from attnmux.core.facts.vendors import EXAMPLE, VENDORS, Vendor
 
 GRAMMAR = f"VENDOR:ARCH[,KEY=VALUE]…, such as {EXAMPLE}"
@@ -72,9 +72,18 @@ class Platform(Plain):
     """Of one device; 0 where it is unknown, or shared with the CPU and not reported."""
     core_count: int = 0
     """SMs or compute units of one device, or the CPU cores that this process may use; 0 unknown."""
+    is_here: bool = field(default=True, repr=False, compare=False)
+    """Whether it is a device of this machine, so that the libraries installed here count. For any
+    other, requirements count as met, and so does a runtime that it does not state."""
 
     def __post_init__(self) -> None:
         check_fields("platform", self, CHECKS)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The machine alone: another process may run on it."""
+        data = plain_fields(self)
+        del data["is_here"]
+        return data
 
     @staticmethod
     def device_types() -> frozenset[str]:
@@ -108,11 +117,12 @@ class Platform(Plain):
         Raises InvalidInput for an unknown key, a missing field, and a value that its field cannot
         hold.
         """
+        names = [name for name in cls.__slots__ if name != "is_here"]
         for name in data:
-            if name not in cls.__slots__:
-                expected = f"the fields {', '.join(sorted(cls.__slots__))}"
+            if name not in names:
+                expected = f"the fields {', '.join(sorted(names))}"
                 raise InvalidInput("platform", got=f"a field {name!r}", expected=expected)
-        for name in cls.__slots__:
+        for name in names:
             if name not in data and name not in defaults(cls):
                 raise InvalidInput(f"platform, {name}", got="nothing", expected="a name")
         given = dict(data)
@@ -123,8 +133,8 @@ class Platform(Plain):
         return cls(**given)
 
     @classmethod
-    def parse(cls, text: str) -> Platform:
-        """A platform that need not be this machine: `VENDOR:ARCH[,KEY=VALUE]…`.
+    def parse(cls, text: str, *, is_here: bool = False) -> Platform:
+        """A platform that is elsewhere, unless it `is_here`: `VENDOR:ARCH[,KEY=VALUE]…`.
 
         Keys: the vendor's runtime (`cuda`, `rocm`, `oneapi`, `cann`), `features=a+b`, `count`,
         `memory=141GB`. The table of vendors adds torch's device type and the version of the
@@ -139,7 +149,8 @@ class Platform(Plain):
             raise InvalidInput("platform", got=repr(text), expected=GRAMMAR)
         given = _pairs(text, pairs)
         row = VENDORS.get(vendor.lower())
-        return cls(**(_of_the_table(row, arch, given) if row else _other(vendor, arch, given)))
+        fields = _of_the_table(row, arch, given) if row else _other(vendor, arch, given)
+        return cls(**fields, is_here=is_here)
 
 
 def _of_the_table(row: Vendor, arch: str, given: Mapping[str, str]) -> dict[str, Any]:

@@ -80,9 +80,6 @@ class Policy:
     """Backends that win over every rank where they fit; the first wins over the next."""
     allow_coercion: bool = False
     """Whether values that a user, the environment or a config file set may be changed."""
-    hypothetical: bool = False
-    """The platform is not this machine: library requirements count as met, and a runtime that the
-    platform does not state counts as new enough."""
     without: frozenset[str] = frozenset()
     """Distributions that count as not installed."""
     failed: Mapping[str, BackendFailed] = field(default_factory=FrozenMapping)

@@ -18,8 +18,6 @@ class Question:
     request: Request
     platform: Platform
     phase: str
-    hypothetical: bool = False
-    """The platform is not this machine: a runtime that it does not state counts as new enough."""
     demands: tuple[Demand, ...] = field(default=(), repr=False, compare=False)
     """The values that the question demands, each with its axis. Those given are of the same
     question before the solver set its open values; those that the solver adds come last."""

@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 import pluggy
 
 from attnmux.core.cards.card import BackendCard
+from attnmux.core.cards.figures import Figures
 from attnmux.core.facts.checks import refusal
 from attnmux.core.facts.errors import InvalidInput, PluginError
 from attnmux.core.facts.libraries import canonical
@@ -41,6 +42,8 @@ class Manager:
                 loaded = _attempt(self._register, plugin, "load")
                 if not loaded.failures:
                     loaded = _attempt(self._with_cards, plugin, "cards")
+                if not loaded.failures:
+                    loaded = _attempt(self._with_figures, loaded, "figures")
                 self._loaded[plugin] = loaded
             return self._loaded[plugin]
 
@@ -73,6 +76,9 @@ class Manager:
             raise PluginError(f"two cards named {', '.join(repeated)}")
         probes = bool(self._caller(plugin, "attnmux_platforms").get_hookimpls())
         return plugin._replace(cards=tuple(cards), probes=probes)
+
+    def _with_figures(self, plugin: Plugin) -> Plugin:
+        return plugin._replace(figures=tuple(self._ask(plugin, "attnmux_figures", Figures)))
 
     def _with_platforms(self, plugin: Plugin) -> Plugin:
         platforms = self._ask(plugin, "attnmux_platforms", Platform)

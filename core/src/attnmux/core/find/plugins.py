@@ -35,6 +35,8 @@ class Plugins:
     """Which backends the configuration admits."""
     variables: Mapping[str, str] = NO_VARIABLES
     """The environment's variables that hide devices."""
+    shipped: bool = True
+    """Whether offers have the figures that plugins carry."""
     named: str | None = None
     """The configured platform, which may describe a device that no plugin finds."""
 
@@ -57,6 +59,7 @@ class Plugins:
                 distribution=plugin.distribution,
                 version=plugin.version,
                 foreign=frozenset(foreign),
+                figures=plugin.figures if self.shipped else (),
             )
             admitted = self.policy.admits(offer.names, offer.claims)
             offers.append(offer if admitted else replace(offer, admitted=False))
@@ -93,6 +96,7 @@ def load_plugins(
         seconds=settings.plugin_seconds,
         policy=Policy(allow=settings.allow_backends, deny=settings.deny_backends),
         variables=device_variables(),
+        shipped=not settings.no_shipped_figures,
         named=settings.platform,
     )
 

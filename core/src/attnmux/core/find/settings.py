@@ -65,7 +65,9 @@ class Settings:
     """The file of this machine's measurements, instead of the one in the user's cache folder. A
     path in a configuration file is relative to that file."""
     no_measurements: bool = False
-    """Choose as if nothing had been measured."""
+    """Choose as if nothing had been measured on this machine."""
+    no_shipped_figures: bool = False
+    """Choose as if plugins carried no figures: by this machine's, else by the priors of cards."""
     launches: str | None = None
     """The file of launches that were tuned on this machine, as `measurements` is."""
     no_launches: bool = False

@@ -98,6 +98,6 @@ def named_device(wanted: str | None, unserved: Sequence[UnservedDevice]) -> Plat
     if wanted is None or not colon or vendor.lower() not in nameable:
         return None
     try:
-        return Platform.parse(wanted)
+        return Platform.parse(wanted, is_here=True)
     except InvalidInput:  # `pick_platform` says what is expected
         return None

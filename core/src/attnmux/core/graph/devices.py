@@ -14,11 +14,9 @@ from typing import Any
 import torch
 
 from attnmux.core.facts.errors import GraphUnsupported, in_brief
+from attnmux.core.find.graphs import GROUP
 from attnmux.core.find.plugins import admitted_points
 from attnmux.core.graph.config import GraphConfig
-
-GROUP = "attnmux.graphs"
-"""Entry points named after a type of torch device: what makes a device's `DeviceGraphs`."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)

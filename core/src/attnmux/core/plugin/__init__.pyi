@@ -44,6 +44,7 @@ from attnmux.core.cards.conditions import multiple_of as multiple_of
 from attnmux.core.cards.conditions import one_of as one_of
 from attnmux.core.cards.conditions import runtimes as runtimes
 from attnmux.core.cards.conditions import versions as versions
+from attnmux.core.cards.figures import Figures as Figures
 from attnmux.core.cards.proof import ErrorBound as ErrorBound
 from attnmux.core.cards.proof import Verified as Verified
 from attnmux.core.composites.draft_attention import DraftKeys as DraftKeys

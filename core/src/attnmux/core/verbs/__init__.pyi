@@ -1,6 +1,7 @@
 """The public names for authors of commands, each with its module."""
 
 from attnmux.core.cards.conditions import OneOf as OneOf
+from attnmux.core.cards.figures import Figures as Figures
 from attnmux.core.cards.named import offers_named as offers_named
 from attnmux.core.cards.named import read_options as read_options
 from attnmux.core.cards.proof import Proven as Proven
@@ -25,4 +26,7 @@ from attnmux.core.facts.records import Device as Device
 from attnmux.core.facts.records import Record as Record
 from attnmux.core.facts.records import Records as Records
 from attnmux.core.measured.passes import Passes as Passes
+from attnmux.core.measured.shipped import Shape as Shape
+from attnmux.core.measured.shipped import Shipped as Shipped
+from attnmux.core.measured.shipped import Source as Source
 from attnmux.core.measured.unverified import Unverified as Unverified

@@ -5,6 +5,8 @@ The CPU itself is found by core, since it is on every machine.
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from attnmux.core.plugin import (
     ANY,
     NONE,
@@ -13,6 +15,7 @@ from attnmux.core.plugin import (
     Build,
     Clause,
     Condition,
+    Figures,
     Prior,
     Verified,
     bare_cpu,
@@ -373,3 +376,8 @@ FLEX_ATTENTION = BackendCard(
 @hookimpl
 def attnmux_cards() -> list[BackendCard]:
     return [TORCH_NATIVE, NATIVE, FLEX_ATTENTION, TORCH_LINEAR]
+
+
+@hookimpl
+def attnmux_figures() -> list[Figures]:
+    return Figures.in_folder(Path(__file__).parent / "figures")

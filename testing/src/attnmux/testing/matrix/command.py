@@ -81,7 +81,7 @@ def matrix(
     offers = plugins.offers()
     asked = [offer.address for name in backends for offer in offers_named(name, offers)]
     named = [offer for offer in offers if not backends or offer.address in asked]
-    device = None if platform is None else machine(run, settings, plugins, platform)[0]
+    device = None if platform is None else machine(run, settings, plugins, platform)
     request = Request.parse(fields) if fields else None
     rows = rows_of(narrowed(named, request, device), device)
     if as_json:

@@ -106,11 +106,8 @@ def narrowed(
     that the request leaves open demand nothing.
     """
     asked = request or Request()
-    machine = platform or Platform(vendor="any", device_type="any", arch="any")
-    questions = [
-        Question(request=asked, platform=machine, phase=phase, hypothetical=True)
-        for phase in asked.phases
-    ]
+    machine = platform or Platform(vendor="any", device_type="any", arch="any", is_here=False)
+    questions = [Question(request=asked, platform=machine, phase=phase) for phase in asked.phases]
 
     def counts(axis: Axis) -> bool:
         of_machine = axis.of_platform and axis.name not in ("kind", "phase")

@@ -48,7 +48,9 @@ AT_LEAST_1 = click.IntRange(min=1)
     help="Text that an encoder-decoder model's answers begin with, such as <|en|><|transcribe|>. "
     "Default: the token that its checkpoint forces, if any.",
 )
-@click.option("--model", help="A folder or a Hugging Face hub id. Default: the shipped model.")
+@click.option(
+    "--model", help="A folder, a GGUF file or a Hugging Face hub id. Default: the shipped model."
+)
 @click.option("--revision", help="A branch, tag or commit of the model on the hub.")
 @click.option(
     "--max-new-tokens",

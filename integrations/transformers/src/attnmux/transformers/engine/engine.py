@@ -74,7 +74,8 @@ class Engine:
         prefill_tokens: the most prompt tokens of a step. Each decoding request adds one token.
         prefix_cache: keep K and V for later prompts that begin with the same tokens. A prefix of a
         model with linear layers counts as cached where its states were kept, see
-        `RunnerOptions.kept_states`.
+        `RunnerOptions.kept_states`. A deterministic runner keeps none, since what others left would
+        cut a prompt elsewhere.
         drafts: guesses tokens that decode steps then verify. Steps with prompts run without.
         accept: which drafts of sampled requests are accepted; None keeps their texts.
         overlap: launch steps ahead; None does so on every device but the CPU. Steps with drafts
@@ -89,15 +90,23 @@ class Engine:
         if not isinstance(accept, AcceptThresholds):
             raise InvalidInput("accept", got=repr(accept), expected="AcceptThresholds")
         self.stats = EngineStats()
-        self._cache = PrefixCache(runner.steps, enabled=prefix_cache)
+        alone = runner.is_deterministic
+        self._cache = PrefixCache(runner.steps, enabled=prefix_cache and not alone)
         self._scheduler = Scheduler(
-            self._cache, self.stats, max_running=max_running, prefill_tokens=prefill_tokens
+            self._cache,
+            self.stats,
+            max_running=max_running,
+            prefill_tokens=prefill_tokens,
+            deterministic=alone,
         )
         self._execution = Execution(runner)
         self._speculation = None
         if isinstance(drafts, str):
             expected = "a Proposer, such as NgramProposer(draft_token_num=8)"
             raise InvalidInput("drafts", got=repr(drafts), expected=expected)
+        if drafts is not None and alone:
+            expected = "none: steps that verify have other sums than those that decode"
+            raise InvalidInput("drafts", got="some, of a deterministic runner", expected=expected)
         if drafts is not None and runner.ranks.num_parts > 1:
             expected = "none where ranks have requests of their own"
             raise InvalidInput("drafts", got=type(drafts).__name__, expected=expected)

@@ -30,6 +30,10 @@ class StepRunner(Protocol):
     def vocabulary_size(self) -> int: ...
 
     @property
+    def is_deterministic(self) -> bool:
+        """Whether a request's logits must not depend on the other requests."""
+
+    @property
     def ranks(self) -> Ranks:
         """The ranks that run the model, each with an engine of the same requests, or of its own
         part of them."""

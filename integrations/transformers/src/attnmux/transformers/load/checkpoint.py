@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from importlib.util import find_spec
 from logging import ERROR
 from pathlib import Path
 from textwrap import shorten
@@ -30,7 +31,7 @@ from transformers import (
 )
 from transformers.utils import logging
 
-from attnmux.configs import weights_dtype
+from attnmux.configs import gguf_file, weights_dtype
 from attnmux.core import AttnmuxError, InvalidInput, torch_dtype
 from attnmux.transformers.load.context_limit import longest_len, longrope_switch
 from attnmux.transformers.load.quantised import check_method
@@ -47,10 +48,13 @@ LOADING = threading.RLock()
 logging and torch's default dtype for every thread."""
 
 
+GGUF_LIBRARIES = ("gguf", "accelerate")
+"""What transformers imports to load a GGUF file."""
+
 ADAPTER = "adapter_config.json"
 """With peft installed, transformers loads the adapter's base model instead of the folder's."""
 
-CHECKPOINT = "a folder with a Hugging Face checkpoint, or the id of a model on the hub"
+CHECKPOINT = "a folder with a Hugging Face checkpoint, a GGUF file, or a model's id on the hub"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -65,6 +69,13 @@ class Checkpoint:
     """Why there is no tokenizer."""
     revision: str | None = None
     """The branch, tag or commit on the hub; None for the default branch and for folders."""
+    gguf: str | None = None
+    """The GGUF file in the folder that is the model."""
+
+    @property
+    def place(self) -> Mapping[str, Any]:
+        """What tells transformers where in `source` the model is."""
+        return {"revision": self.revision} if self.gguf is None else {"gguf_file": self.gguf}
 
     @property
     def max_context_len(self) -> int | None:
@@ -146,8 +157,8 @@ def open_checkpoint(
 ) -> Checkpoint:
     """Read a checkpoint's configuration and tokenizer.
 
-    `source` is a folder or the id of a model on the Hugging Face hub; `revision` is a branch, a tag
-    or a commit there.
+    `source` is a folder, a GGUF file, or the id of a model on the Hugging Face hub; `revision` is a
+    branch, a tag or a commit there.
     Raises InvalidInput where there is no usable config.json, where the model is of a class that
     cannot be served or is quantised by a method that transformers does not know, or for the
     revision of a folder.
@@ -161,13 +172,16 @@ def _open(source: str | Path, revision: str | None, *, progress: bool) -> Checkp
     if not source:
         raise InvalidInput("model", got="an empty name", expected=CHECKPOINT)
     path = at_home(source)
+    if (gguf := gguf_file(path)) is not None:
+        path = gguf.parent
     if path.exists() or path.is_absolute() or source.startswith((".", "~")):
-        _check_folder(path)
+        if gguf is None:
+            _check_folder(path)
         if revision is not None:
             raise InvalidInput("revision", got=revision, expected=f"none for a folder ({path})")
         source = str(path)
-    with quiet_transformers(progress=progress), explained(source):
-        config = AutoConfig.from_pretrained(source, revision=revision, **ALWAYS)
+    place = {"revision": revision} if gguf is None else {"gguf_file": gguf.name}
+    config = read_config(source, place, progress=progress)
     check_method(source, config)
     model_class: Any = auto_classes(config)[1].get(type(config), None)
     if model_class is None:
@@ -182,9 +196,7 @@ def _open(source: str | Path, revision: str | None, *, progress: bool) -> Checkp
     tokenizer, error = None, ""
     try:
         with quiet_transformers(progress=progress):
-            tokenizer = AutoTokenizer.from_pretrained(
-                source, config=config, revision=revision, **ALWAYS
-            )
+            tokenizer = AutoTokenizer.from_pretrained(source, config=config, **place, **ALWAYS)
     except Exception as failure:
         # Each tokenizer library has errors of its own, tokenizers the bare Exception.
         error = in_one_line(failure)
@@ -194,7 +206,23 @@ def _open(source: str | Path, revision: str | None, *, progress: bool) -> Checkp
         tokenizer=tokenizer,
         tokenizer_error=error,
         revision=revision,
+        gguf=None if gguf is None else gguf.name,
     )
+
+
+def read_config(
+    source: str, place: Mapping[str, str | None], *, progress: bool = False
+) -> PreTrainedConfig:
+    """transformers' configuration. place: as `Checkpoint.place`. Raises InvalidInput for one that
+    cannot be used, and for a GGUF file without the libraries that read it."""
+    file = place.get("gguf_file")
+    missing = [name for name in GGUF_LIBRARIES if file and find_spec(name) is None]
+    if missing:
+        got = f"{Path(source) / str(file)}, a GGUF file, without {' and '.join(missing)}"
+        raise InvalidInput("model", got=got, expected="pip install 'attnmux-transformers[gguf]'")
+    with quiet_transformers(progress=progress), explained(source):
+        config: PreTrainedConfig = AutoConfig.from_pretrained(source, **place, **ALWAYS)
+        return config
 
 
 def at_home(path: str | Path) -> Path:

@@ -57,6 +57,7 @@ def decide(
         "page_size": options.page_size,
         "kv_dtype": options.kv_dtype,
         "graph": options.graph or None,
+        "deterministic": options.deterministic or None,
     }
     for name, value in asked.items():
         if value is not None:

@@ -27,6 +27,7 @@ from attnmux.transformers.load.model_request import (
     latent_request,
     request_of,
     stated_request,
+    stored_scheme,
     with_kept_dtype,
 )
 from attnmux.transformers.load.options import RunnerOptions
@@ -74,9 +75,10 @@ def load_decoder(
     layers = _marked(layers, model, compressors, chunks)
     linear = serve(mixers)
     indexers, layers = _picking(indexers, layers, options)
-    scheme = None if stated is None else stated.kv_dtype
+    scheme = stored_scheme(checkpoint) if stated is None else stated.kv_dtype
     layers = with_kept_dtype(layers, dtype, options, scheme)
-    if (folder := folder_of(checkpoint)) is not None and not (stated and stated.latent):
+    if (folder := folder_of(checkpoint)) is not None:
+        # A latent is stored by k_scale, as in vLLM and SGLang
         layers = with_kv_scales(layers, folder, warn)
     images = ImageReader(model, layers) if options.images else None
     request = _with_images(request_of(layers, dtype, linear), images)

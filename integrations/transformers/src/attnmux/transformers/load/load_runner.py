@@ -25,10 +25,17 @@ from attnmux.transformers.load.context_limit import (
 from attnmux.transformers.load.decision import decide, without
 from attnmux.transformers.load.load_decoder import load_decoder
 from attnmux.transformers.load.making import make_runner
-from attnmux.transformers.load.model_request import request_of, with_kept_dtype
+from attnmux.transformers.load.model_request import (
+    folder_of,
+    request_of,
+    stored_scheme,
+    with_kept_dtype,
+)
 from attnmux.transformers.load.options import RunnerOptions
+from attnmux.transformers.load.quantised import with_kv_scales
 from attnmux.transformers.load.weights import load_model, warn_in_python
 from attnmux.transformers.model.encoder_decoder import record_decoder
+from attnmux.transformers.model.encoder_decoder_attention import numbers_by_name
 from attnmux.transformers.model.layers import record_layers
 from attnmux.transformers.model.packed_decoder import PackedDecoder
 from attnmux.transformers.run.runner import ModelRunner
@@ -62,6 +69,9 @@ def load_runner(
             f"{options.max_context_len} tokens: with at most {switch}, by the short ones"
         )
     _check_images(checkpoint, options)
+    if options.deterministic:
+        # Absorbed products have a row a token, and a pool of windows cuts prompts by what is free
+        options = replace(options, mla="expanded", window_step_tokens=None)
     load = _load_encoder_decoder if checkpoint.config.is_encoder_decoder else load_decoder
     _check_ranks(checkpoint, offers, options)
     options = replace(options, launches=options.ranks.launches(options.launches))
@@ -147,8 +157,12 @@ def _load_encoder_decoder(
     model = load_model(checkpoint, dtype=dtype, device=device, progress=progress, warn=warn)
     decoder = PackedDecoder(model)
     layers = record_decoder(decoder, max_context_len=options.max_context_len)
-    layers = with_kept_dtype(layers, dtype, options)
-    request = request_of(layers, dtype).replace(origin="model", lse=decoder.joins_attention)
+    scheme = stored_scheme(checkpoint)
+    layers = with_kept_dtype(layers, dtype, options, scheme)
+    if (folder := folder_of(checkpoint)) is not None:
+        layers = with_kv_scales(layers, folder, warn, numbers_by_name(model))
+    request = request_of(layers, dtype)
+    request = request.replace(origin="model", kv_dtype=scheme, lse=decoder.joins_attention)
     max_encoder_len = (
         options.max_encoder_len or checkpoint.max_encoder_len or options.max_context_len
     )

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from transformers.utils.hub import cached_file
 
-from attnmux.configs import UnknownModel, kept_layers, request_from_model
+from attnmux.configs import UnknownModel, kept_layers, request_from_model, stored_kv_dtype
 from attnmux.core import (
     InvalidInput,
     LayerGroup,
@@ -187,9 +187,21 @@ def _compare(name: str, recorded: object, stated: object) -> None:
 
 
 def folder_of(checkpoint: Checkpoint) -> Path | None:
-    """The folder of its files, for an id on the hub in the cache; None without a config.json."""
+    """The folder of its files, for an id on the hub in the cache, or the GGUF file; None without a
+    config.json."""
+    if checkpoint.gguf is not None:
+        return Path(checkpoint.source) / checkpoint.gguf
     file = cached_file(checkpoint.source, "config.json", revision=checkpoint.revision)
     return None if file is None else Path(file).parent
+
+
+def stored_scheme(checkpoint: Checkpoint) -> str | None:
+    """The KV dtype that the checkpoint's files state; None if they state none.
+
+    Raises InvalidInput for one that no KV cache has.
+    """
+    folder = folder_of(checkpoint)
+    return None if folder is None else stored_kv_dtype(folder)
 
 
 def stated_request(

@@ -22,7 +22,7 @@ def load_processor(
     """
     try:
         with quiet_transformers(progress=False):
-            return auto.from_pretrained(checkpoint.source, revision=checkpoint.revision, **ALWAYS)
+            return auto.from_pretrained(checkpoint.source, **checkpoint.place, **ALWAYS)
     except Exception as error:  # each library has errors of its own
         raise InvalidInput(
             argument,

@@ -64,24 +64,28 @@ def check_scales(source: str, dtypes: Mapping[str, str]) -> None:
 
 
 def with_kv_scales(
-    layers: Sequence[LayerSpec], folder: Path, warn: Callable[[str], None]
+    layers: Sequence[LayerSpec],
+    folder: Path,
+    warn: Callable[[str], None],
+    numbers: Mapping[str, int] | None = None,
 ) -> tuple[LayerSpec, ...]:
     """The layers with the checkpoint's scales of K and V, which a KV cache of few bits divides by.
 
     folder: it reads the *.safetensors there. warn: called with a sentence about scales that are not
-    one number a layer.
+    one number a layer. numbers: the layers' numbers by the names of their modules; None reads them
+    in the names of the scales.
     """
     scales: dict[int, dict[str, Any]] = {}
     unused = []
     for name, value in _kv_scales(folder):
-        layer = OF_LAYER.search(name)
-        if layer is None or value.numel() != 1:
+        layer_id = _in_name(name) if numbers is None else _owner(name, numbers)
+        if layer_id is None or value.numel() != 1:
             unused.append(name)
             continue
         owner = "kv" if name.endswith(".kv_scale") else name.removesuffix(".output_scale")
         for side in ("k", "v"):
             if owner == "kv" or owner.rpartition(".")[2].startswith(side):
-                scales.setdefault(int(layer[1]), {})[f"{side}_scale"] = float(value)
+                scales.setdefault(layer_id, {})[f"{side}_scale"] = float(value)
     known = {layer.layer_id for layer in layers}
     unused += [f"layer {number}" for number in sorted(scales.keys() - known)]
     if unused:
@@ -90,6 +94,23 @@ def with_kv_scales(
             f"({', '.join(unused[:3])}): a KV cache of few bits takes a scale of 1 there"
         )
     return tuple(replace(layer, **scales.get(layer.layer_id, {})) for layer in layers)
+
+
+def _in_name(scale: str) -> int | None:
+    layer = OF_LAYER.search(scale)
+    return None if layer is None else int(layer[1])
+
+
+def _owner(scale: str, numbers: Mapping[str, int]) -> int | None:
+    """The number of the module that the scale belongs to, or its projection of K or V.
+
+    Names in files may lack the first part of a module's name.
+    """
+    for name in (scale.rpartition(".")[0], scale.rpartition(".")[0].rpartition(".")[0]):
+        found = [one for one in numbers if f".{one}".endswith(f".{name}")]
+        if name and len(found) == 1:
+            return numbers[found[0]]
+    return None
 
 
 def _kv_scales(folder: Path) -> Iterator[tuple[str, torch.Tensor]]:

@@ -51,16 +51,17 @@ def load_model(
     AttnmuxError when they do not fit on the device.
     """
     source = checkpoint.source
-    _check_indices(source)
-    with explained(source):
-        check_files(source, checkpoint.config)
+    if checkpoint.gguf is None:
+        _check_indices(source)
+        with explained(source):
+            check_files(source, checkpoint.config)
     model_class = auto_classes(checkpoint.config)[1].get(type(checkpoint.config), None)
     is_own = isinstance(model_class, type) and has_adapter(model_class)
     with LOADING, quiet_transformers(progress=progress), explained(source):
         loaded: Any = auto_classes(checkpoint.config)[0].from_pretrained(
             source,
             config=checkpoint.config,
-            revision=checkpoint.revision,
+            **checkpoint.place,
             dtype=dtype,
             attn_implementation="eager" if is_own else SERVED,
             ignore_mismatched_sizes=True,  # reported below, as missing tensors are

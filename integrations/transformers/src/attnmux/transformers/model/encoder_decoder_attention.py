@@ -35,6 +35,12 @@ def number_layers(modules: Mapping[torch.nn.Module, int]) -> None:
         setattr(module, LAYER_ID, layer_id)
 
 
+def numbers_by_name(model: torch.nn.Module) -> Mapping[str, int]:
+    """The numbers that `number_layers` gave, by the modules' names."""
+    named = {name: getattr(module, LAYER_ID, None) for name, module in model.named_modules()}
+    return {name: number for name, number in named.items() if number is not None}
+
+
 def decoder_forward(
     module: torch.nn.Module,
     query: torch.Tensor,

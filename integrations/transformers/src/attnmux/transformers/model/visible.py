@@ -8,9 +8,21 @@ from types import FunctionType
 from typing import Any, NamedTuple
 
 import torch
+from transformers.masking_utils import (
+    and_masks,
+    causal_mask_function,
+    packed_sequence_mask_function,
+)
 
 from attnmux.core import InvalidInput
 from attnmux.transformers.model.reach import LONGEST_READ, MaskFunction, Reach, read_reach
+
+AND_MASKS, PACKED = (
+    made.__code__
+    for made in (and_masks(causal_mask_function), packed_sequence_mask_function(torch.empty(0)))
+)
+"""The code of transformers' mask functions that are made of others, and of those for sequences that
+are packed into one row."""
 
 
 class Lens(NamedTuple):
@@ -41,6 +53,8 @@ class VisibleKeys:
     lens: Lens
     reaches: dict[Hashable, Reach] = field(repr=False)
     """Shared by all steps: a mask function is read once."""
+    is_packed: bool = False
+    """Whether a row holds several sequences, one after another, and no tokens were cached."""
 
     @classmethod
     def of(
@@ -57,9 +71,11 @@ class VisibleKeys:
     ) -> VisibleKeys:
         """From what transformers passes to a mask function.
 
-        attention_mask: [B, tokens seen so far], 0 for padding. Synchronises with the device where
-        it is given. Raises InvalidInput for a mask of another shape.
+        attention_mask: [B, tokens seen so far], 0 for padding. Synchronises with the device if it
+        is given, and if a row has several sequences. Raises InvalidInput for a mask of another
+        shape.
         """
+        mask_function, sequences = _packing(mask_function)
         first = int(kv_offset)
         end = int(q_offset) + q_length
         num_keys = min(end - first, kv_length)
@@ -74,7 +90,9 @@ class VisibleKeys:
             padding = attention_mask[:, first : first + num_keys].bool()
             if bool(padding.all()):
                 padding = None
-        if padding is None:
+        if sequences is not None:
+            lens = _lens_of(sequences)
+        elif padding is None:
             lens = Lens((q_length,) * batch_size, (num_keys,) * batch_size)
         else:
             real = torch.stack([padding[:, -q_length:].sum(1), padding.sum(1)]).tolist()
@@ -89,7 +107,28 @@ class VisibleKeys:
             padding=padding,
             lens=lens,
             reaches=reaches,
+            is_packed=sequences is not None,
         )
+
+    def packed(self, lens: Lens) -> VisibleKeys:
+        """With the lengths of sequences that are packed into the one row of the batch.
+
+        Raises InvalidInput for lengths that do not fit the row, or not its positions.
+        """
+        rows = Lens((self.num_queries,), (self.num_keys,))
+        whole = Lens((sum(lens.queries),), (sum(lens.keys),))
+        is_one = self.batch_size == 1 and self.padding is None and self.num_queries == self.num_keys
+        if not is_one or whole != rows or lens.queries != lens.keys or min(lens.queries) < 1:
+            got = f"queries of {lens.queries}, keys of {lens.keys} tokens in {self.batch_size} rows"
+            expected = (
+                f"the same for both, of {self.num_queries} tokens in one row, without a cache"
+            )
+            raise InvalidInput("cu_seq_lens", got=got, expected=expected)
+        if self.is_packed and lens != self.lens:
+            got = f"{lens.queries} tokens"
+            expected = f"{self.lens.queries}, by the positions that begin anew in position_ids"
+            raise InvalidInput("cu_seq_lens", got=got, expected=expected)
+        return replace(self, lens=lens, is_packed=len(lens.queries) > 1)
 
     def reach(self, told: Reach) -> Reach:
         """What a layer sees that was told `told`.
@@ -105,9 +144,10 @@ class VisibleKeys:
                 self.mask_function, told, max_context_len=LONGEST_READ, device=device
             )
             self.reaches[key] = found
-        if found.attention_chunk_size and self.padding is not None:
+        if found.attention_chunk_size and (self.padding is not None or self.is_packed):
+            got = "several sequences in a row" if self.is_packed else "padding"
             raise InvalidInput(
-                "attention_mask", got="padding, in a layer with chunks", expected="none"
+                "attention_mask", got=f"{got}, in a layer with chunks", expected="none"
             )
         if found.sliding_window_size >= 0 and self.padding is not None:
             starts = self.padding[:, 1:] & ~self.padding[:, :-1]
@@ -137,6 +177,9 @@ class VisibleKeys:
 
     def of_last(self, num_queries: int) -> VisibleKeys:
         """What the last so many places of the new ones see; they are last among the keys, too."""
+        if self.is_packed:
+            got = f"the last {num_queries} tokens of a row of several sequences"
+            raise InvalidInput("attention_mask", got=got, expected="all of them")
         real = (num_queries,) * self.batch_size
         if self.padding is not None:
             real = tuple(self.padding[:, self.padding.shape[1] - num_queries :].sum(1).tolist())
@@ -202,6 +245,25 @@ def visible_in(mask: MaskWithKeys) -> VisibleKeys:
 def _pack(rows: torch.Tensor, real: torch.Tensor | None) -> torch.Tensor:
     by_token = rows.transpose(1, 2)
     return by_token.flatten(0, 1).contiguous() if real is None else by_token[real]
+
+
+def _packing(mask: MaskFunction) -> tuple[MaskFunction, torch.Tensor | None]:
+    """The mask of one sequence, and the sequence of each token, [B, T], if a row has several."""
+    if getattr(mask, "__code__", None) is not AND_MASKS:
+        return mask, None
+    (parts,) = (cell.cell_contents for cell in mask.__closure__ or ())
+    packed = [part for part in parts if getattr(part, "__code__", None) is PACKED]
+    if len(packed) != 1:
+        return mask, None
+    others = [part for part in parts if part is not packed[0]]
+    (cell,) = packed[0].__closure__
+    return others[0] if len(others) == 1 else and_masks(*others), cell.cell_contents
+
+
+def _lens_of(sequences: torch.Tensor) -> Lens:
+    counts = [row.unique_consecutive(return_counts=True)[1].tolist() for row in sequences.cpu()]
+    lens = tuple(count for row in counts for count in row)
+    return Lens(lens, lens)
 
 
 def _content(value: object) -> Hashable:

@@ -33,6 +33,12 @@ OF_BATCHING = frozenset(
 )
 """Further arguments of `generate_batch`, which each layer gets and attention does not need."""
 
+BOUNDS = ("cu_seq_lens_q", "cu_seq_lens_k")
+"""Where packed sequences begin and end, [N + 1] each."""
+
+OF_PACKING = frozenset({*BOUNDS, "max_length_q", "max_length_k"})
+"""Arguments of packed sequences: the maxima say no more than the bounds."""
+
 
 class Implementation:
     """What transformers' registries hold: the attention function and the mask function."""
@@ -107,6 +113,13 @@ class Implementation:
         **kwargs: object,
     ) -> torch.Tensor:
         _check_causal(module, is_causal)
+        bounds = [kwargs.get(name) for name in BOUNDS]
+        kwargs = {name: passed for name, passed in kwargs.items() if name not in OF_PACKING}
+        if any(each is not None for each in bounds):
+            queries, keys = (
+                one if one is not None else other for one, other in (bounds, bounds[::-1])
+            )
+            visible = visible.packed(self._lens_of(queries, keys))
         told = Reach(sliding_window_size=window_of(sliding_window))
         reach = visible.reach(told)
         visible = visible.from_chunk(reach.attention_chunk_size)

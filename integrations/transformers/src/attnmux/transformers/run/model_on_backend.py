@@ -29,6 +29,7 @@ from attnmux.transformers.model.packed_decoder import PackedDecoder
 from attnmux.transformers.requests.batching import StepBuilder
 from attnmux.transformers.requests.sequence import SequenceState, Step
 from attnmux.transformers.run.capacity import Capacity, RunnerMemory, allocate
+from attnmux.transformers.run.fixed_rows import fix_rows
 from attnmux.transformers.run.linears import LinearKernel, multiply_by
 from attnmux.transformers.run.model_call import ModelCall
 from attnmux.transformers.run.ranks import ONE_RANK, Ranks
@@ -89,9 +90,7 @@ class ModelOnBackend:
             model.compressors.keep_in(memory.compressed, self.context)
         backend = self.build(self.context)
         self.backend = backend if wrap is None else wrap(backend, decision)
-        linear: LinearKernel | None = shared_kernel("linear", self.context)
-        if linear is not None:
-            multiply_by(linear, self.model)
+        self._make_linears()
         self.steps = self._step_builder(memory, capacity)
         self.graphs: GraphRunner | None = None
         """Of decode steps."""
@@ -101,6 +100,20 @@ class ModelOnBackend:
         """Of the steps in which a draft model reads what was accepted."""
         if self.images is not None:
             self.images.tower.build(decision, self.model.device)
+
+    def _make_linears(self) -> None:
+        """Kernels of a plugin serve some numbers of rows, where bits must not depend on them."""
+        if self.is_deterministic:
+            fix_rows(self.model, self.context.device)
+            return
+        linear: LinearKernel | None = shared_kernel("linear", self.context)
+        if linear is not None:
+            multiply_by(linear, self.model)
+
+    @property
+    def is_deterministic(self) -> bool:
+        """Whether a request's logits must not depend on the other requests."""
+        return self.decision.request.deterministic
 
     def _step_builder(self, memory: RunnerMemory, capacity: Capacity) -> StepBuilder:
         return StepBuilder(
