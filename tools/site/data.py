@@ -108,24 +108,24 @@ def verb_pages() -> str:
 def setting_names() -> str:
     """Every setting with its variable and its meaning."""
     rows = [
-        (f"`{name}`", f"`{settings.PREFIX}{name.upper()}`", f"`{kind}`", meaning)
-        for name, kind, meaning in _fields(inspect.getsource(settings.Settings))
+        (f"`{name}`", f"`{settings.PREFIX}{name.upper()}`", meaning)
+        for name, meaning in _fields(inspect.getsource(settings.Settings))
         if name != "sources"
     ]
     return _page(
         "Settings",
         "A setting comes from its variable, else from `attnmux.toml` or `[tool.attnmux]` of a "
         "`pyproject.toml`, the first of these from the working directory upwards. An argument "
-        f"overrides both. `{CONFIG}=FILE` names the file. A file that another user could "
-        "have written is refused.",
+        f"overrides both. `{CONFIG}=FILE` names the file. A file that another user could have "
+        "written is refused. In a variable, several names are separated by commas.",
         '```toml\n# attnmux.toml\nprefer_backends = ["flashinfer"]\ndecode_backend = "fa3"\n'
         "[options.fa3]\nnum_splits = 4\n```",
-        _table(("setting", "variable", "type", "meaning"), rows),
+        _table(("setting", "variable", "meaning"), rows),
     )
 
 
-def _fields(source: str) -> Iterator[tuple[str, str, str]]:
-    """(name, type, docstring) of each field of a dataclass. Raises SystemExit for one without."""
+def _fields(source: str) -> Iterator[tuple[str, str]]:
+    """(name, docstring) of each field of a dataclass. Raises SystemExit for one without."""
     (cls,) = ast.parse(source).body
     assert isinstance(cls, ast.ClassDef)
     for place, field in enumerate(cls.body):
@@ -135,8 +135,7 @@ def _fields(source: str) -> Iterator[tuple[str, str, str]]:
         text = after.value if isinstance(after, ast.Expr) else None
         if not isinstance(text, ast.Constant) or not isinstance(text.value, str):
             raise SystemExit(f"{cls.name}.{field.target.id}: expected a docstring, got none")
-        kind = ast.unparse(field.annotation).replace(" | None", "")
-        yield field.target.id, kind, " ".join(text.value.split())
+        yield field.target.id, " ".join(text.value.split())
 
 
 def results() -> str:
