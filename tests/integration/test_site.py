@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 import os
 import re
 import subprocess
@@ -44,9 +45,21 @@ def test_the_site_builds_and_all_its_links_lead_somewhere(tmp_path: Path) -> Non
     for place in re.findall(r"\]\(([^)]+)\)", listed):
         assert (tmp_path / place / "index.html").exists(), place
     assert listed.startswith("# attnmux\n\n> ")
+    for page in tmp_path.rglob("index.html"):
+        assert not unread(page.read_text(encoding="utf-8")), page
     for page in MADE:
         place = page.removeprefix("docs/").removesuffix(".md")
         assert (tmp_path / place / "index.html").exists(), page
+
+
+def unread(page: str) -> list[str]:
+    """Lines that Markdown took for text: items, rows of tables, fences, commands."""
+    (article,) = re.findall(r"<article.*?</article>", page, re.DOTALL)
+    text = re.sub(r"<(pre|code|table)\b.*?</\1>", "", article, flags=re.DOTALL)
+    text = html.unescape(re.sub(r"<[^>]+>", "", text))
+    return re.findall(
+        r"^\s*(?:- |\||```|attnmux [a-z]+ -|attnmux generate|pip install).*", text, re.MULTILINE
+    )
 
 
 def test_reference_pages_have_a_line_for_each_row_of_their_table(offers: tuple[Offer, ...]) -> None:
