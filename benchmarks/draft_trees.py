@@ -25,7 +25,6 @@ from attnmux.bench import Report, Step, device_meter, facts, interleave
 from attnmux.bench.timing import Run, graphs_of, in_graph
 from attnmux.core import (
     AttentionBackend,
-    DraftTree,
     ForwardBatch,
     ForwardMode,
     NoBackend,
@@ -37,11 +36,10 @@ from attnmux.core import (
     detect,
     load_plugins,
     pick_platform,
-    prefixes_request,
     solve,
-    undrafted_request,
 )
-from attnmux.core.composites.draft_trees import TreeAttnBackend
+from attnmux.parts import DraftTree, prefixes_request, undrafted_request
+from attnmux.parts.draft_trees import TreeAttnBackend
 from attnmux.testing import reference
 
 DRAFTS, TOPK = 8, 4
@@ -172,13 +170,13 @@ def backend_of(
     try:
         if way == "own":
             decision = solve(asked, platform, offers, policy)
-            if decision.trees is not None:
+            if decision.parts:
                 return None
         else:
             decision = solve(undrafted_request(asked), platform, offers, policy)
         if way in ("merged", "plain"):
-            reads = solve(prefixes_request(asked), platform, offers, policy).phases["decode"]
-            decision = replace(decision, request=asked, trees=reads)
+            reads = solve(prefixes_request(asked), platform, offers, policy).phases
+            decision = replace(decision, request=asked, parts={"draft_trees": {"prefixes": reads}})
     except NoBackend:
         return None
     context = step.context(platform, decision.request)

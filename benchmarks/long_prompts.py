@@ -45,12 +45,8 @@ from attnmux.core import (
     pick_platform,
     solve,
 )
-from attnmux.core.composites.chunked_prefix import (
-    CHUNK_BYTES,
-    ChunkedPrefixBackend,
-    crossing_subject,
-)
 from attnmux.core.verbs import Device
+from attnmux.parts.chunked_prefix import CHUNK_BYTES, ChunkedPrefixBackend, crossing_subject
 
 MIN_GAIN = 1.5
 LONG = 28_672
@@ -94,7 +90,8 @@ def measure(
     step = case.step(device, 2)
     launches = TunedLaunch.read(Settings.load().launches_file()).found
     made = build(decision, step.context(platform, decision.request, launches))
-    if not isinstance(made, ChunkedPrefixBackend) or decision.expanded is None:
+    by_expanded = decision.answer("expanded_prompts", "prompts", "extend")
+    if not isinstance(made, ChunkedPrefixBackend) or by_expanded is None:
         raise NoBackend(f"{decision.summary()}: none for expanded prompts")
     made.init_forward_metadata(step.batch)
     taken = "expanded" if made.runs_expanded else "absorbed"
@@ -117,7 +114,7 @@ def measure(
     report.add(
         str(case),
         decision.phases["extend"].backend,
-        decision.expanded.backend,
+        by_expanded.backend,
         taken,
         *(times.median(name) / 1e3 for name in sides),
         gain,
@@ -141,14 +138,15 @@ def crossings(rows: Sequence[Row]) -> Iterator[TunedLaunch]:
         cut = [r for r in rows if (r.case.q_heads, r.case.workload.prefix) == (heads, LONG)]
         faster = next((place for place, row in enumerate(cut) if row.gain >= 1), None)
         decision = cut[0].decision if cut else rows[0].decision
-        if faster is None or decision.expanded is None:
+        by_expanded = decision.answer("expanded_prompts", "prompts", "extend")
+        if faster is None or by_expanded is None:
             continue
         after, before = cut[faster], cut[max(faster - 1, 0)]
         crossing = float(after.case.workload.new)
         if faster:
             share = -math.log(before.gain) / math.log(after.gain / before.gain)
             crossing = before.case.workload.new * (crossing / before.case.workload.new) ** share
-        absorbed, expanded = decision.phases["extend"].address, decision.expanded.address
+        absorbed, expanded = decision.phases["extend"].address, by_expanded.address
         yield TunedLaunch(
             backend=expanded,
             device=Device.of(platform),

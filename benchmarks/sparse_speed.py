@@ -33,9 +33,10 @@ from attnmux.core import (
     make_backend,
     solve,
 )
-from attnmux.core.composites.page_choice import PageKernels, PlainPages
-from attnmux.core.composites.sparse_pages import SparseAttnBackend, sparse_context
-from attnmux.core.plugin import RequestPages, shared_kernel, with_shared_kernels
+from attnmux.core.plugin import shared_kernel, with_shared_kernels
+from attnmux.parts import RequestPages
+from attnmux.parts.page_choice import PageKernels, PlainPages
+from attnmux.parts.sparse_pages import SparseAttnBackend, sparse_context
 
 FACTORS = (2, 4, 8)
 REPEATS = 3

@@ -24,7 +24,8 @@ import torch
 
 import attnmux.core.kv as kv
 import attnmux.transformers.engine as engine_package
-from attnmux.core import DraftTree, ForwardBatch, MHATokenToKVPool, ReqToTokenPool, SWAKVPool
+from attnmux.core import ForwardBatch, MHATokenToKVPool, ReqToTokenPool, SWAKVPool
+from attnmux.parts import DraftTree
 from attnmux.transformers import Engine, StepBuilder
 from attnmux.transformers.engine import scheduler
 from attnmux.transformers.requests.prefixes import PrefixNode, WindowPrefixTree, WindowSpan

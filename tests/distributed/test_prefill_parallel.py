@@ -22,7 +22,6 @@ from attnmux.core import (
     UpProjection,
     torch_dtype,
 )
-from attnmux.core.composites import part_attention
 from attnmux.core.plugin import imported
 from attnmux.cpu.native import NativeBackend
 from attnmux.cpu.torch_native import TorchNativeBackend
@@ -35,6 +34,7 @@ from attnmux.distributed import (
 from attnmux.distributed.kv_rows import KVRows
 from attnmux.distributed.split_parts import ChunkRows
 from attnmux.emulators.ranks import end_ranks, run_ranks
+from attnmux.parts import part_attention
 from attnmux.testing import Case, decode, extend, fake_platform, make_setup, prepare_step
 from attnmux.testing.reference import attention
 from attnmux.testing.run.comparison import (

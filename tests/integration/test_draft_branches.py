@@ -12,15 +12,14 @@ import pytest
 import torch
 
 from attnmux.core import (
-    DraftTree,
     ForwardContext,
     InvalidInput,
     KVPool,
     LinearLayerSpec,
-    LinearStatePool,
     MHATokenToKVPool,
     ReqToTokenPool,
 )
+from attnmux.parts import DraftTree, LinearStatePool
 from attnmux.testing import Case, FakeBackend, decode, fake_platform, make_setup
 from attnmux.transformers import ModelProposer, StepBuilder
 from attnmux.transformers.draft.branch_rows import BranchRows

@@ -11,7 +11,7 @@ from click.testing import CliRunner
 from attnmux.core import Platform, Policy, Request, detect, load_plugins, solve
 from attnmux.core.cli.verbs import verbs
 from attnmux.core.composites import building
-from attnmux.core.composites.sparse_pages import SparseAttnBackend
+from attnmux.parts.sparse_pages import SparseAttnBackend
 from attnmux.transformers import (
     Engine,
     MemoryBudget,

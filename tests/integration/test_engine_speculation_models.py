@@ -8,11 +8,12 @@ from functools import partialmethod
 import pytest
 import torch
 
-from attnmux.core import DraftTree, NoBackend, Offer, load_plugins
+from attnmux.core import NoBackend, Offer, load_plugins
 from attnmux.core.find.cpu import probe_cpu
 from attnmux.core.plugin import NONE, one_of
 from attnmux.cpu.flex_attention import FlexAttentionBackend
 from attnmux.emulators.flex_attention import emulated
+from attnmux.parts import DraftTree
 from attnmux.testing import RecordingGraphs, fake_platform, graph_card
 from attnmux.transformers import (
     Engine,
@@ -214,7 +215,7 @@ def test_trees_on_a_backend_without_masks_give_the_same_text(tiny, architecture,
     expected = alone(model, prompts, NUM)
     maskless = graph_card(phase=one_of("extend", "decode"), spec_topk=NONE, custom_mask=NONE)
     runner = graph_runner(folder, card=maskless, page_size=page_size, draft_topk=4)
-    assert runner.decision.trees is not None
+    assert runner.decision.answer("draft_trees", "prefixes", "decode") is not None
     for graphs in (False, True):
         if graphs:
             runner.capture_graphs(draft_tokens=6, draft_topk=4, devices=RecordingGraphs())

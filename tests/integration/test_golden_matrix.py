@@ -76,7 +76,7 @@ def expands_prompts(backend: str, machine: str) -> bool:
         decision = solve(DEEPSEEK, Platform.parse(machine), load_plugins().offers(), policy)
     except NoBackend:
         return False
-    return decision.expanded is not None
+    return decision.answer("expanded_prompts", "prompts", "extend") is not None
 
 
 def said(kind: str, backend: str, column: str) -> bool | str:

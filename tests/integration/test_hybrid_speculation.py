@@ -9,7 +9,8 @@ import torch
 from safetensors.torch import save_file
 from transformers import LlamaConfig
 
-from attnmux.core import DraftTree, InvalidInput, NoBackend, Offer, PoolExhausted, load_plugins
+from attnmux.core import InvalidInput, NoBackend, Offer, PoolExhausted, load_plugins
+from attnmux.parts import DraftTree
 from attnmux.testing import RecordingGraphs, fake_platform, graph_card
 from attnmux.transformers import (
     Engine,

@@ -254,7 +254,8 @@ def test_an_outcome_agrees_with_naming_the_backend(model, machine, asked) -> Non
             came_to = _chosen(pinned, platform, offers, named)
             can_be_named = (
                 came_to is not None
-                and (came_to.trees is None) == (decision.trees is None)
+                and (came_to.answer("draft_trees", "prefixes", "decode") is None)
+                == (decision.answer("draft_trees", "prefixes", "decode") is None)
                 and came_to.phases[phase].address == f"{outcome.plugin}/{outcome.backend}"
             )
             assert can_be_named == (outcome.standing in ("chosen", "fits")), outcome

@@ -51,6 +51,7 @@ SET = {
         "--speculative-attention-mode decode",
     ),
     "two_batches": ({"two_batches": True}, "--enable-two-batch-overlap"),
+    "multi_item": ({"multi_item": True}, "--enable-mis"),
     "deterministic": ({"deterministic": True}, "--enable-deterministic-inference"),
 }
 """Fields that are an option of SGLang: the request, and the words."""
@@ -58,7 +59,7 @@ REFUSED = {
     "sparse": "quest",
     "sparse_budget": 256,
     "max_error": 4.0,
-    "multi_item": True,
+    "parts": {"acme": 1},
     "chunked_prefix": True,
     "lse": True,
     "strided_kv": True,

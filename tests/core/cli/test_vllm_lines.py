@@ -52,6 +52,7 @@ REFUSED = {
     "two_batches": True,
     "lse": True,
     "max_error": 4.0,
+    "parts": {"acme": 1},
 }
 """Fields that no option states."""
 UNSERVED = {

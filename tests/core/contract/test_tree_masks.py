@@ -8,21 +8,15 @@ from dataclasses import replace
 import pytest
 import torch
 
-from attnmux.core import (
-    ForwardMode,
-    GraphConfig,
-    InvalidInput,
-    Request,
-    SpecInput,
-    undrafted_request,
-)
+from attnmux.core import ForwardMode, GraphConfig, InvalidInput, Request, SpecInput
 from attnmux.core.composites.mask_forms import MaskFormsBackend, with_mask_forms
-from attnmux.core.composites.two_batches import half_of
+from attnmux.core.contract.halves import half_of
 from attnmux.core.contract.spec import mask_bounds, tree_visibility, unpack_visible, whole_mask
 from attnmux.core.contract.tree_masks import draft_depths, pack_visible, with_form
 from attnmux.core.graph.buffers import FixedBuffers
 from attnmux.core.plugin import NONE, TREE_MASKS, check_trees, limited_drafts
 from attnmux.cpu.torch_native import TorchNativeBackend
+from attnmux.parts import undrafted_request
 from attnmux.testing import (
     Candidate,
     Case,

@@ -4,9 +4,10 @@ import pickle
 
 import pytest
 
-from attnmux.core import InvalidInput, Request, canonical_dtype, expanded_request
+from attnmux.core import InvalidInput, Request, canonical_dtype
 from attnmux.core.facts.request import READERS
 from attnmux.core.facts.values import ALIASES, BY_NAME, BY_TYPE, DTYPES
+from attnmux.parts import expanded_request
 
 
 def test_each_field_has_its_reader() -> None:

@@ -18,7 +18,8 @@ from attnmux.core import (
 )
 from attnmux.core.contract.dtypes import BLOCK, FP4_DTYPE
 from attnmux.core.kv.quantise import MAGNITUDES, pack_rows
-from attnmux.core.plugin import DraftKeys, unpack_rows
+from attnmux.core.plugin import unpack_rows
+from attnmux.parts import DraftKeys
 from attnmux.testing.reference.wide_rows import wide_rows
 
 E4M3 = sorted({float(v) for v in torch.arange(0x7F, dtype=torch.uint8).view(torch.float8_e4m3fn)})

@@ -14,7 +14,6 @@ from attnmux.core import (
     InvalidInput,
     LayerSpec,
     LinearLayerSpec,
-    LinearStatePool,
     NoBackend,
     Offer,
     Policy,
@@ -22,16 +21,16 @@ from attnmux.core import (
     Request,
     SpecInput,
     build,
-    linear_request,
     load_plugins,
     solve,
 )
-from attnmux.core.composites.linear_hybrid import HybridLinearAttnBackend, LinearByPhase
 from attnmux.core.find.cpu import probe_cpu
-from attnmux.core.linear import states as linear_states
 from attnmux.core.plugin import GraphStep, LinearAttentionBackend, PluginError, one_of
 from attnmux.cpu.plugin import TORCH_LINEAR
 from attnmux.cpu.torch_linear import TorchLinearBackend
+from attnmux.parts import LinearStatePool, linear_request
+from attnmux.parts import states as linear_states
+from attnmux.parts.linear_hybrid import HybridLinearAttnBackend, LinearByPhase
 from attnmux.testing import RecordingGraphs, decode, extend, fake_platform, verify
 from attnmux.testing.cases.linear import LinearCase, linear_cases
 from attnmux.testing.fakes.backend import FakeBackend, fake_card
@@ -263,7 +262,7 @@ def test_drafts_that_no_state_follows() -> None:
         (tree, "chains: the states of a tree's branches are not kept"),
         (mask, "chains"),
         (None, "the drafts of a verify step"),
-        (SpecInput(draft_token_num=5), "1 to 4, for which the LinearStatePool has room"),
+        (SpecInput(draft_token_num=5), "1 to 4, for which the states have room"),
         (SpecInput(draft_token_num=2), "2 of each"),
     ):
         wrong = replace(batch, spec_info=spec_info)
@@ -402,7 +401,9 @@ def context_of(setup, decision):
 
 def test_a_decision_becomes_a_hybrid(setup) -> None:
     decision = decided()
-    assert {choice.backend for choice in decision.linear["gdn"].values()} == {"torch_linear"}
+    assert {choice.backend for choice in decision.parts["linear_layers"]["gdn"].values()} == {
+        "torch_linear"
+    }
     assert decision.unserved_layers == ()
     assert "torch_linear (cpu) serves 2 gdn layers" in decision.summary()
     context = context_of(setup, decision)
@@ -413,7 +414,7 @@ def test_a_decision_becomes_a_hybrid(setup) -> None:
         build(decision, replace(context, linear_states=None))
     for wrong, said in (
         ({"linear_layers": {"kda": 2}}, "a kind that the decision serves: kda"),
-        ({"linear_layers": {}}, "serves: none"),
+        ({"linear_layers": {}}, "the decision has no linear layers"),
         ({"linear_head_dim": 32}, "32, as decided"),
         ({"linear_v_head_dim": 128}, "128, as decided"),
         ({"two_batches": True}, "no half of a step"),
@@ -433,16 +434,17 @@ def test_a_factory_that_makes_something_else(setup) -> None:
 
 def replace_choice(decision, factory):
     served = {
-        phase: replace(choice, factory=factory) for phase, choice in decision.linear["gdn"].items()
+        phase: replace(choice, factory=factory)
+        for phase, choice in decision.parts["linear_layers"]["gdn"].items()
     }
-    return replace(decision, linear={"gdn": served})
+    return replace(decision, parts={"linear_layers": {"gdn": served}})
 
 
 def test_a_named_backend_serves_the_linear_layers_or_nobody_does() -> None:
     request = Request(**NEEDS, linear_layers={"gdn": 2}, linear_head_dim=64)
     offers = load_plugins().offers()
     named = solve(request, CPU, offers, Policy(linear_backend="torch_linear"))
-    assert named.linear["gdn"]["decode"].origin == "user"
+    assert named.parts["linear_layers"]["gdn"]["decode"].origin == "user"
     with pytest.raises(NoBackend, match="torch_native"):
         solve(request, CPU, offers, Policy(linear_backend="torch_native"))
     without = [offer for offer in offers if offer.card.name != "torch_linear"]
@@ -505,7 +507,7 @@ def test_the_backend_of_decode_or_extend_verifies(mode) -> None:
         )
         for name, phases in (("one", ("extend", "verify")), ("other", ("decode", "verify")))
     ]
-    served = solve(asked, CPU, offers).linear["gdn"]
+    served = solve(asked, CPU, offers).parts["linear_layers"]["gdn"]
     assert served["verify"] == served["extend" if mode == "prefill" else "decode"]
 
 
@@ -515,7 +517,9 @@ def test_linear_layers_do_not_verify_trees_that_attention_verifies_in_two_parts(
     offers.append(Offer(card=card, plugin="fake", distribution="fake"))
     trees = {**NEEDS, "spec_topk": 4, "spec_draft_tokens": 6}
     plain = solve(Request(**trees), CPU, offers)
-    assert plain.trees is not None
+    assert plain.answer("draft_trees", "prefixes", "decode") is not None
     decision = solve(Request(**trees, linear_layers={"gdn": 2}, linear_head_dim=64), CPU, offers)
-    assert decision.trees == plain.trees
+    assert decision.answer("draft_trees", "prefixes", "decode") == plain.answer(
+        "draft_trees", "prefixes", "decode"
+    )
     assert decision.unserved_layers == (("gdn", 2),)

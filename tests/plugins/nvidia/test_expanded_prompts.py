@@ -13,10 +13,10 @@ import torch
 from click.testing import CliRunner
 
 from attnmux.core import Platform, Policy, Request, UpProjection, build, load_plugins, solve
-from attnmux.core.composites.chunked_prefix import ChunkedPrefixBackend, expanded_context
 from attnmux.emulators.candidates import SGL_FLASH_ATTN as FA3
 from attnmux.nvidia.fa3.backend import FA3Backend
 from attnmux.nvidia.fa3.mla import make as make_fa3_mla
+from attnmux.parts.chunked_prefix import ChunkedPrefixBackend, expanded_context
 from attnmux.testing import Case, extend, make_setup
 from attnmux.testing.adapters.tests import LATENT, AdapterWorld
 
@@ -79,8 +79,8 @@ def test_build_rehearses_the_layers_that_no_pool_holds(benchmark) -> None:
 def test_fa3_expands_the_prompts_of_every_mla_backend_on_hopper(named) -> None:
     policy = Policy(backend=named)
     decision = solve(DEEPSEEK, HOPPER, load_plugins().offers(), policy)
-    assert decision.expanded is not None
-    assert decision.expanded.address == "nvidia/fa3"
+    assert decision.answer("expanded_prompts", "prompts", "extend") is not None
+    assert decision.answer("expanded_prompts", "prompts", "extend").address == "nvidia/fa3"
 
 
 @pytest.mark.parametrize(
@@ -88,7 +88,7 @@ def test_fa3_expands_the_prompts_of_every_mla_backend_on_hopper(named) -> None:
 )
 def test_other_requests_have_no_expanded_prompts(changes) -> None:
     decision = solve(DEEPSEEK.replace(**changes), HOPPER, load_plugins().offers())
-    assert decision.expanded is None
+    assert decision.answer("expanded_prompts", "prompts", "extend") is None
 
 
 @pytest.fixture

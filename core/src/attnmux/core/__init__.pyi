@@ -10,17 +10,9 @@ from attnmux.core.cli.engines import LaunchFacts as LaunchFacts
 from attnmux.core.composites.building import build as build
 from attnmux.core.composites.building import make_first as make_first
 from attnmux.core.composites.dispatch import DispatchingBackend as DispatchingBackend
-from attnmux.core.composites.draft_attention import among_drafts as among_drafts
-from attnmux.core.composites.draft_trees import prefix_context as prefix_context
-from attnmux.core.composites.expanded_parts import Part as Part
 from attnmux.core.composites.factories import make_backend as make_backend
 from attnmux.core.composites.factories import make_linear as make_linear
 from attnmux.core.composites.factories import make_served as make_served
-from attnmux.core.composites.part_attention import PartAttention as PartAttention
-from attnmux.core.composites.part_attention import add_sinks as add_sinks
-from attnmux.core.composites.part_attention import merge_into as merge_into
-from attnmux.core.composites.picked_blocks import PlainBlocks as PlainBlocks
-from attnmux.core.composites.two_batches import with_halves as with_halves
 from attnmux.core.contract.arguments import check_at_least as check_at_least
 from attnmux.core.contract.backend import AttentionBackend as AttentionBackend
 from attnmux.core.contract.batch import ForwardBatch as ForwardBatch
@@ -31,6 +23,7 @@ from attnmux.core.contract.context import BackendContext as BackendContext
 from attnmux.core.contract.dtypes import FP8_DTYPES as FP8_DTYPES
 from attnmux.core.contract.dtypes import dtype_name as dtype_name
 from attnmux.core.contract.dtypes import torch_dtype as torch_dtype
+from attnmux.core.contract.halves import with_halves as with_halves
 from attnmux.core.contract.latent import UpProjection as UpProjection
 from attnmux.core.contract.layer import LayerSpec as LayerSpec
 from attnmux.core.contract.memory import allocate_zeroed as allocate_zeroed
@@ -50,16 +43,7 @@ from attnmux.core.engines.device_platforms import platform_of as platform_of
 from attnmux.core.engines.device_platforms import reported_device as reported_device
 from attnmux.core.engines.engine_interfaces import Integration as Integration
 from attnmux.core.engines.engine_interfaces import Interface as Interface
-from attnmux.core.engines.speculation import AcceptedDrafts as AcceptedDrafts
-from attnmux.core.engines.speculation import DraftTree as DraftTree
-from attnmux.core.engines.tree_sampling import AcceptThresholds as AcceptThresholds
-from attnmux.core.engines.tree_sampling import sample_tree_target_only as sample_tree_target_only
-from attnmux.core.facts.derived import expanded_request as expanded_request
 from attnmux.core.facts.derived import group_requests as group_requests
-from attnmux.core.facts.derived import linear_request as linear_request
-from attnmux.core.facts.derived import parts_request as parts_request
-from attnmux.core.facts.derived import prefixes_request as prefixes_request
-from attnmux.core.facts.derived import undrafted_request as undrafted_request
 from attnmux.core.facts.errors import AttnmuxError as AttnmuxError
 from attnmux.core.facts.errors import BackendFailed as BackendFailed
 from attnmux.core.facts.errors import GraphUnsupported as GraphUnsupported
@@ -83,6 +67,7 @@ from attnmux.core.facts.verdicts import Reason as Reason
 from attnmux.core.find.devices import Detection as Detection
 from attnmux.core.find.devices import detect as detect
 from attnmux.core.find.devices import pick_platform as pick_platform
+from attnmux.core.find.graphs import with_graphs as with_graphs
 from attnmux.core.find.plugins import Plugins as Plugins
 from attnmux.core.find.plugins import load_plugins as load_plugins
 from attnmux.core.find.settings import Settings as Settings
@@ -101,6 +86,5 @@ from attnmux.core.kv.rows import scatter_rows as scatter_rows
 from attnmux.core.kv.token_pools import MHATokenToKVPool as MHATokenToKVPool
 from attnmux.core.kv.token_pools import MLATokenToKVPool as MLATokenToKVPool
 from attnmux.core.linear.layer import LinearLayerSpec as LinearLayerSpec
-from attnmux.core.linear.states import LinearStatePool as LinearStatePool
 from attnmux.core.measured.measurement import Measurement as Measurement
 from attnmux.core.measured.ranking import solve_measured as solve_measured

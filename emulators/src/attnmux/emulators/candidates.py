@@ -12,13 +12,14 @@ from typing import Any
 from attnmux.amd import CARDS as AMD_CARDS
 from attnmux.amd import AiterMLAKernels
 from attnmux.ascend import CARDS as ASCEND_CARDS
-from attnmux.core import AttentionBackend, BackendContext, InvalidInput, LinearStatePool, Platform
+from attnmux.core import AttentionBackend, BackendContext, InvalidInput, Platform
 from attnmux.core.plugin import (
     ANY,
     NONE,
     BackendCard,
     KernelLibrary,
     PlainConvolutions,
+    StatePool,
     imported,
     one_of,
 )
@@ -204,11 +205,11 @@ RECURRENCE = imported(RecurrenceKernels, f"{NVIDIA}.flashinfer.gdn")
 CONVOLUTIONS = imported(ConvKernels, f"{NVIDIA}.causal_conv1d")
 GATED = GDNKernels(
     recurrence=RECURRENCE,
-    convolutions=lambda context: CausalConvolutions(LinearStatePool.of(context), CONVOLUTIONS),
+    convolutions=lambda context: CausalConvolutions(StatePool.of(context), CONVOLUTIONS),
 )
 GATED_ALONE = GDNKernels(
     recurrence=RECURRENCE,
-    convolutions=lambda context: PlainConvolutions(LinearStatePool.of(context)),
+    convolutions=lambda context: PlainConvolutions(StatePool.of(context)),
 )
 FLASH_MLA, OF_SGL_KERNEL = dense_from_flash_mla(flash_mla), dense_from_sgl_kernel(sgl_kernel)
 FLASH_MLA_OF_VLLM = dense_of_vllm(

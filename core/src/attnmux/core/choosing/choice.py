@@ -39,6 +39,10 @@ class Choice(Plain):
         """`plugin/name`."""
         return f"{self.plugin}/{self.backend}"
 
+    def __str__(self) -> str:
+        """The backend with its plugin, for a person."""
+        return f"{self.backend} ({self.plugin})"
+
     def identity(self) -> dict[str, Any]:
         """The part that the decision's hash covers: all but the origin."""
         return {name: value for name, value in self.to_dict().items() if name != "origin"}

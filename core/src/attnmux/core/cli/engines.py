@@ -181,10 +181,8 @@ def _plugins(decision: Decision, asked: Asked) -> Iterator[str]:
 
 def _choices(decision: Decision) -> Iterator[Choice]:
     """Every backend that may run."""
-    for group in decision.groups:
-        yield from (choice for _, choice in group.choices)
-        yield from filter(None, (group.expanded, group.trees))
-        yield from (choice for served in group.linear.values() for choice in served.values())
+    yield from (choice for _, choice in decision.choices)
+    yield from (choice for *_, choice in decision.part_choices)
 
 
 def _variables(asked: Asked, *, measured: bool) -> Iterator[tuple[str, str]]:

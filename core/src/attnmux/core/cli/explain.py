@@ -6,6 +6,7 @@ from collections.abc import Mapping
 
 import click
 
+from attnmux.core.cli.completion import completing
 from attnmux.core.cli.run import Run, common_options, pass_run
 from attnmux.core.facts.axes import AXES
 from attnmux.core.facts.axis import Axis
@@ -35,7 +36,9 @@ MEANINGS: Mapping[str, str] = {
 
 
 @click.command()
-@click.argument("codes", nargs=-1, metavar="[CODE]...")
+@click.argument(
+    "codes", nargs=-1, metavar="[CODE]...", shell_complete=completing(lambda: meanings())
+)
 @common_options
 @pass_run
 def explain(run: Run, as_json: bool, codes: tuple[str, ...]) -> None:

@@ -14,13 +14,12 @@ FIELDS = {
     "extend": ("prefill_backend", "backend"),
     "decode": ("decode_backend", "backend"),
     "encoder": ("mm_backend",),
+    "linear": ("linear_backend",),
 }
-"""Which fields name the backend of a leading phase; the first that is set counts."""
+"""Which fields name the backend of a leading phase, or of linear layers; the first that is set
+counts."""
 
-NAMING = (
-    *dict.fromkeys(name for fields in FIELDS.values() for name in fields),
-    "linear_backend",
-)
+NAMING = tuple(dict.fromkeys(name for fields in FIELDS.values() for name in fields))
 
 SOURCES = {"env": "the environment", "config": "the configuration file"}
 """Origins that an error mentions: the user may have forgotten these."""
@@ -102,7 +101,8 @@ class Policy:
                 raise refusal("policy, origins", f"{name}={origin}", expected)
 
     def named_for(self, phase: str) -> tuple[str, str] | None:
-        """(the field, the backend's name) that the asker gave for a leading phase."""
+        """(the field, the backend's name) that the asker gave for a leading phase, or for
+        "linear" layers."""
         for field_name in FIELDS[phase]:
             backend: str | None = getattr(self, field_name)
             if backend is not None:

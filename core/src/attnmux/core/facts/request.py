@@ -99,7 +99,7 @@ class Request(Plain):
     multimodal: bool = False
     chunked_prefix: bool = False
     """The engine calls MLA layers by `forward_latent`, so that another backend may run long prompts
-    with expanded heads. It demands nothing; see `Decision.expanded`."""
+    with expanded heads. It demands nothing of backends."""
     two_batches: bool = False
     """Steps come as two halves, `ForwardBatch.tbo_children`, whose layers the engine runs in turn.
     It demands nothing: each half has a backend of its own."""
@@ -118,12 +118,15 @@ class Request(Plain):
     merged with the backend's by LSE. They demand nothing besides `lse`; see `CompressedKeys`."""
     linear_layers: tuple[tuple[str, int], ...] = ()
     """(kind, how many) of the model's layers that have no softmax attention: recurrent ones and
-    convolutions. Each kind has a backend of its own, see `Decision.linear`; they ask nothing of the
+    convolutions. Each kind has a backend of its own, see `Decision.parts`; they ask nothing of the
     one for attention. No backend serves a kind that is not one of `kind`'s words."""
     linear_head_dim: int | None = None
     """K dim of their recurrent states."""
     linear_v_head_dim: int | None = None
     """V dim of their recurrent states; None: as `linear_head_dim`."""
+    parts: tuple[tuple[str, int], ...] = ()
+    """(part, number) of what parts of other packages serve, see `Part`. The number is the part's to
+    read; 1 where it needs none."""
     max_error: float | None = None
     """The largest error of one query and head, in roundings of the output's format (eps / 2)."""
     origins: Mapping[str, str] = field(default_factory=FrozenMapping)
@@ -206,10 +209,16 @@ class Request(Plain):
         """Whether drafts are trees with branches, whose verification needs a mask."""
         return (self.spec_topk or 1) > 1
 
+    @property
+    def verify_lead(self) -> str:
+        """The phase whose backend verifies drafts: "decode" or "extend"."""
+        return "decode" if self.speculative_attention_mode == "decode" else "extend"
+
     def to_dict(self) -> dict[str, Any]:
         layers = {
             "compressed_layers": dict(self.compressed_layers),
             "linear_layers": dict(self.linear_layers),
+            "parts": dict(self.parts),
         }
         return {**plain_fields(self), **layers}
 

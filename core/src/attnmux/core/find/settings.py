@@ -61,6 +61,8 @@ class Settings:
     """Import no plugin."""
     allow_coercion: bool = False
     """Let the solver change or drop values that no backend serves; the decision records them."""
+    deterministic: bool = False
+    """Ask for bits that do not depend on the other requests: what `select` and `generate` ask."""
     measurements: str | None = None
     """The file of this machine's measurements, instead of the one in the user's cache folder. A
     path in a configuration file is relative to that file."""

@@ -25,7 +25,7 @@ from attnmux.core.linear.layer import (
     check_conv,
     check_linear,
 )
-from attnmux.core.linear.states import LinearStatePool
+from attnmux.core.linear.states import StatePool
 
 SERVED = (
     *(ForwardMode.EXTEND, ForwardMode.MIXED, ForwardMode.DECODE, ForwardMode.IDLE),
@@ -49,7 +49,7 @@ class LinearAttentionBackend(StepBackend):
 
     def __init__(self, context: BackendContext, options: Mapping[str, object] = NO_OPTIONS) -> None:
         """Raises InvalidInput for a context without `linear_states`."""
-        self.states = LinearStatePool.of(context)
+        self.states = StatePool.of(context)
         self.context = context
         self.options = options
 
@@ -166,7 +166,7 @@ class LinearAttentionBackend(StepBackend):
         raise PluginError(f"{type(self).__name__} verifies no drafts")
 
 
-def check_drafts(states: LinearStatePool, batch: ForwardBatch) -> None:
+def check_drafts(states: StatePool, batch: ForwardBatch) -> None:
     """Raise InvalidInput unless a step's drafts are chains for which the pool has room."""
     spec = batch.drafts()
     if spec.topk > 1 or spec.tree_mask is not None:
@@ -174,7 +174,7 @@ def check_drafts(states: LinearStatePool, batch: ForwardBatch) -> None:
         raise InvalidInput("spec_info", got="a draft tree", expected=expected)
     num, most = spec.draft_token_num, states.draft_tokens
     if not 1 <= num <= most:
-        expected = f"1 to {most}, for which the LinearStatePool has room (draft_tokens)"
+        expected = f"1 to {most}, for which the states have room (draft_tokens)"
         raise InvalidInput("spec_info.draft_token_num", got=num, expected=expected)
     if batch.num_tokens != batch.batch_size * num:
         got = f"{batch.num_tokens} tokens of {batch.batch_size} requests"

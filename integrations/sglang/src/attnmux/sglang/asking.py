@@ -50,7 +50,7 @@ REFUSALS = (
 )
 """The first that holds is the error."""
 
-UNASKED = ("sparse", "max_error", "multi_item", "chunked_prefix", "lse", "strided_kv")
+UNASKED = ("sparse", "max_error", "chunked_prefix", "lse", "strided_kv", "parts")
 """Fields that no option of SGLang sets: the bridge never asks for them."""
 
 
@@ -120,6 +120,8 @@ def launch(decision: Decision, model: str, facts: LaunchFacts) -> list[str]:
     words += _kv_words(decision.kv_dtype, request.dtype, platform)
     if request.deterministic:
         words.append("--enable-deterministic-inference")
+    if request.multi_item:
+        words.append("--enable-mis")
     if request.two_batches:
         words.append("--enable-two-batch-overlap")
     if not request.graph and platform.device_type != "cpu":

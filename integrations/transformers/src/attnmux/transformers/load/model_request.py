@@ -20,9 +20,9 @@ from attnmux.core import (
     Request,
     canonical_dtype,
     dtype_name,
-    expanded_request,
     group_requests,
 )
+from attnmux.parts import expanded_request
 from attnmux.transformers.load.checkpoint import Checkpoint
 from attnmux.transformers.load.options import RunnerOptions
 from attnmux.transformers.requests.shapes import SHAPE, STORED, by_shape
@@ -219,7 +219,7 @@ def stated_request(
     try:
         known = request_from_model(
             folder,
-            tp=options.ranks.head_ranks,
+            tp=options.ranks.building.head_ranks,
             dtype=dtype_name(dtype),
             kv_dtype=options.kv_dtype,
             kv_dtype_skip=options.kv_dtype_skip,

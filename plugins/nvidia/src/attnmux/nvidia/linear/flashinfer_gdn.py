@@ -31,13 +31,14 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from attnmux.core import BackendFailed, InvalidInput, LinearStatePool, in_brief
+from attnmux.core import BackendFailed, InvalidInput, in_brief
 from attnmux.core.plugin import (
     KernelLibrary,
     LinearAttentionBackend,
     NewTokens,
     PlainConvolutions,
     ShortConvolutions,
+    StatePool,
     imported,
     is_writable,
     rehearse_convolutions,
@@ -125,7 +126,7 @@ class FlashInferGDNBackend(LinearAttentionBackend):
             return
         _check_dtype(call, torch.bfloat16)
         pool = self.states.state(layer.layer_id)
-        states = LinearStatePool.read(pool, rows, batch.seq_lens <= 1)
+        states = StatePool.read(pool, rows, batch.seq_lens <= 1)
         inputs = (call.q, call.k, call.v, *decode_gates(call))
         q, k, v, a, b, out, states = _deducible(
             [*(by_request(each, count) for each in inputs), _room(call, count), states],
@@ -154,7 +155,7 @@ class FlashInferGDNBackend(LinearAttentionBackend):
         _check_dtype(call, torch.bfloat16)
         num, heads = batch.drafts().draft_token_num, layer.num_v_heads
         pool = self.states.state(layer.layer_id)
-        states = transposed(LinearStatePool.read(pool, rows, batch.seq_lens <= 0))
+        states = transposed(StatePool.read(pool, rows, batch.seq_lens <= 0))
         inputs = (call.q, call.k, call.v, *draft_gates(call))
         q, k, v, a, b, out, states = _deducible(
             [*(by_request(each, count) for each in inputs), _room(call, count), states],
@@ -258,7 +259,7 @@ def convolutions(context: BackendContext) -> ShortConvolutions:
         pass
     except (ImportError, OSError, AttributeError, BackendFailed) as error:
         warnings.warn(f"convolutions are plain operations: {in_brief(error)}", stacklevel=2)
-    return PlainConvolutions(LinearStatePool.of(context))
+    return PlainConvolutions(StatePool.of(context))
 
 
 def of_flashinfer() -> GDNKernels:
