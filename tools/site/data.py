@@ -37,7 +37,7 @@ REQUIRED = frozenset(
 
 def support_matrix() -> str:
     """The matrix of this repository's plugins. Raises SystemExit if one of them is not loaded."""
-    plugins = load_plugins(OURS, ())
+    plugins = Plugins.load(OURS, ())
     missing = set(OURS).difference(plugin.name for plugin in plugins.loaded)
     if missing:
         names = ", ".join(sorted(missing))
