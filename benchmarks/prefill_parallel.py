@@ -51,8 +51,8 @@ from attnmux.distributed import (
     split_context,
     zigzag_step,
 )
-from attnmux.distributed.chunk_gather import ChunkGather
 from attnmux.distributed.kv_rows import KVRows
+from attnmux.distributed.prefill_parallel import ChunkGather
 from attnmux.parts import parts_request
 
 MOST_ERROR = {torch.float32: 1e-4, torch.float16: 4e-3, torch.bfloat16: 2e-2}

@@ -127,7 +127,7 @@ def test_a_backend_that_was_named_is_not_tried(acme) -> None:
 
 def test_without_the_suite_a_warning_is_printed(acme, monkeypatch) -> None:
     acme("right")
-    monkeypatch.setattr("attnmux.transformers.cli.watching._from_testing", lambda _: None)
+    monkeypatch.setattr("attnmux.transformers.cli.run._from_testing", lambda _: None)
     result = generate()
     assert result.exit_code == 0
     assert "acme/acme was chosen, but its card names no machine" in result.stderr

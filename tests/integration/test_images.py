@@ -21,6 +21,7 @@ from attnmux.transformers import (
     run_prompts,
 )
 from attnmux.transformers.engine import scheduler
+from attnmux.transformers.model.images.capture import ImageReader
 
 IMAGE, BEGIN, END = 90, 92, 93
 MODELS = ["qwen2.5-vl", "gemma3-images", "llava"]
@@ -283,7 +284,7 @@ def test_the_vision_tower_packs_its_images(tiny, run_on, name, monkeypatch):
     """One call of the encoder's backend for each layer, whatever the number of images."""
     _, folder = tiny(name)
     runner = runner_of(run_on, folder)
-    tower = runner.images.tower
+    tower = runner.part(ImageReader).tower
     packed, attend = [], tower.attend
 
     def watched(q, k, v, lens, **kwargs):

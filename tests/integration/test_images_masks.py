@@ -18,8 +18,8 @@ from attnmux.nvidia.flashinfer.planning import FlashInferKernels
 from attnmux.testing import Case, extend, fake_platform, make_setup, prepare_step, reference
 from attnmux.testing.adapters.tests import AdapterWorld
 from attnmux.transformers import SequenceState
+from attnmux.transformers.requests.batching import mask_of
 from attnmux.transformers.requests.prompt_images import PromptImages
-from attnmux.transformers.requests.step_images import mask_of
 
 FLASHINFER_WORLD = AdapterWorld(
     library=make_flashinfer,

@@ -124,7 +124,11 @@ REFUSED = {
     ("llava", "dcp"): "images: expected a model with a vision tower",
     ("llava", "dp"): "images: expected a model with a vision tower",
 }
-RANKS_OF = {"tp": TensorParallelRanks, "dcp": InterleavedRanks, "dp": DataParallelRanks}
+RANKS_OF = {
+    "tp": TensorParallelRanks,
+    "dcp": InterleavedRanks,
+    "dp": lambda group, _: DataParallelRanks(group),
+}
 
 
 def asked_of(

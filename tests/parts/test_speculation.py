@@ -13,7 +13,7 @@ from attnmux.core import InvalidInput
 from attnmux.core.contract.spec import tree_visibility
 from attnmux.parts import AcceptedDrafts, DraftTree
 from attnmux.testing.reference.greedy_trees import verify_tree_greedy
-from attnmux.transformers.draft.ngram import NgramIndex
+from attnmux.transformers.draft.proposers import NgramIndex
 
 TREE = [-1, 0, 0, 0, 1, 1]
 """0 → {1, 2, 3}, 1 → {4, 5}."""

@@ -25,7 +25,7 @@ from attnmux.testing import (
 )
 from attnmux.testing.run import children
 from attnmux.testing.run.candidate import Outcome, StepFigures
-from attnmux.testing.verification.by_length import by_length
+from attnmux.testing.verification.printed import by_length
 
 
 class NoScale(FakeBackend):

@@ -12,9 +12,11 @@ from typing import Any
 
 from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
     MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING,
     MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING,
     AutoModelForCausalLM,
+    AutoModelForImageTextToText,
     AutoModelForSeq2SeqLM,
     AutoModelForSpeechSeq2Seq,
     PreTrainedConfig,
@@ -40,7 +42,8 @@ def architecture_of(name: str) -> Architecture:
 
 
 def architecture_names() -> list[str]:
-    """All decoders and encoder-decoder models that transformers has, once each."""
+    """All decoders, models of images and text, which get text alone, and encoder-decoder models
+    that transformers has, once each."""
     return list(_all())
 
 
@@ -48,7 +51,7 @@ def architecture_names() -> list[str]:
 def _all() -> Mapping[str, Architecture]:
     """The architectures by name; of those with the same name, the first."""
     found: dict[str, Architecture] = {}
-    for one in (*_decoders(), *_with_encoders()):
+    for one in (*_decoders(), *_of_images(), *_with_encoders()):
         found.setdefault(one.name, one)
     return found
 
@@ -58,6 +61,15 @@ def _decoders() -> Iterator[Architecture]:
         yield Architecture(
             name=config.__name__, config_class=config, auto=AutoModelForCausalLM, has_encoder=False
         )
+
+
+def _of_images() -> Iterator[Architecture]:
+    """The decoders whose config no other auto class loads."""
+    for config in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING:
+        if config not in MODEL_FOR_CAUSAL_LM_MAPPING and not _has_encoder(config):
+            auto = AutoModelForImageTextToText
+            name = config.__name__
+            yield Architecture(name=name, config_class=config, auto=auto, has_encoder=False)
 
 
 def _with_encoders() -> Iterator[Architecture]:

@@ -181,7 +181,10 @@ def converted(source: str | Path, folder: str) -> Checkpoint:
     checkpoint = open_checkpoint(source)
     if checkpoint.gguf is None:
         return checkpoint
-    model = load_model(checkpoint, dtype=torch.float32, device=torch.device("cpu"))
+    unpacked = load_model(checkpoint, dtype=torch.float32, device=torch.device("cpu"))
+    # transformers does not save a model that remembers its GGUF file
+    model = type(unpacked)(checkpoint.config)
+    model.load_state_dict(unpacked.state_dict())
     model.save_pretrained(folder)
     checkpoint.require_tokenizer().save_pretrained(folder)
     return open_checkpoint(folder)

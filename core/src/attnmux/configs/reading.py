@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -71,7 +72,7 @@ def stored_kv_dtype(path: str | Path) -> str | None:
 
 
 def _folder(path: Path) -> Path:
-    return path if path.is_dir() else path.parent
+    return path if os.path.isdir(path) else path.parent  # false for any name
 
 
 def _with_quantisation(path: Path) -> dict[str, Any]:

@@ -65,6 +65,7 @@ from attnmux.core.facts.verdicts import Reason as Reason
 from attnmux.core.find.devices import Detection as Detection
 from attnmux.core.find.devices import detect as detect
 from attnmux.core.find.devices import pick_platform as pick_platform
+from attnmux.core.find.graphs import with_graphs as with_graphs
 from attnmux.core.find.plugins import Plugins as Plugins
 from attnmux.core.find.plugins import load_plugins as load_plugins
 from attnmux.core.find.settings import Settings as Settings

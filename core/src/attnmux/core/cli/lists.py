@@ -14,9 +14,10 @@ from attnmux.core.find.devices import pick_platform
 
 
 @click.command()
+@click.option("--all", "every", is_flag=True, help="Those for other hardware too, a row each.")
 @common_options
 @pass_run
-def backends(run: Run, as_json: bool) -> None:
+def backends(run: Run, as_json: bool, every: bool) -> None:
     """List the backends of the installed plugins, and what each lacks to run here."""
     settings = run.settings()
     plugins = run.plugins(settings)
@@ -36,7 +37,7 @@ def backends(run: Run, as_json: bool) -> None:
         return
     from attnmux.core.cli.render import render_backends  # noqa: PLC0415  # rich is slow to import
 
-    render_backends(rows)
+    render_backends(rows, every=every)
 
 
 def _described(backend: Backend) -> dict[str, Any]:

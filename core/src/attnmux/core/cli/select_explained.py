@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
+from attnmux.core.cards.card import Offer
 from attnmux.core.cards.named import read_options
 from attnmux.core.choosing.decision import Decision
 from attnmux.core.cli.asking import Asked
@@ -64,6 +65,16 @@ class Explanation:
             **plain_fields(self),
             "others": [{"layers": one, "outcomes": plain(told)} for one, told in self.others],
         }
+
+    def of(self, offers: Iterable[Offer]) -> Explanation:
+        """The explanation of some backends alone."""
+        addresses = {offer.address for offer in offers}
+
+        def kept(told: Iterable[Outcome]) -> tuple[Outcome, ...]:
+            return tuple(one for one in told if f"{one.plugin}/{one.backend}" in addresses)
+
+        others = tuple((layers, kept(told)) for layers, told in self.others)
+        return replace(self, outcomes=kept(self.outcomes), others=others)
 
 
 def explained(asked: Asked, *, model: str, tp: int, skip: str | None = None) -> Explanation:

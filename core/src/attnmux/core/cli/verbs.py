@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import importlib
+import signal
 import sys
 from collections.abc import Mapping, Sequence
 from importlib.metadata import EntryPoint
@@ -11,7 +12,7 @@ from typing import Any
 
 import click
 
-from attnmux.core.cli.run import INTERRUPTED, Run, escape_unknown
+from attnmux.core.cli.run import INTERRUPTED, TERMINATED, Run, escape_unknown
 from attnmux.core.facts.checks import nearest
 from attnmux.core.facts.errors import PluginError, SettingsError
 from attnmux.core.facts.libraries import entry_points, identity
@@ -39,6 +40,14 @@ OPTIONAL: Mapping[str, tuple[str, str]] = {
     "verify": ("attnmux-testing", "Run the conformance suite on a backend."),
 }
 """This project's verbs in other distributions: the distribution, and the verb's summary."""
+
+
+class Terminated(KeyboardInterrupt):
+    """SIGTERM, which ends a verb as Ctrl-C does: what it started ends with it."""
+
+
+def _terminate(*_: object) -> None:
+    raise Terminated
 
 
 class Verbs(click.Group):
@@ -105,6 +114,7 @@ class Verbs(click.Group):
         run = Run()
         if standalone_mode:
             escape_unknown()
+            signal.signal(signal.SIGTERM, _terminate)
         try:
             outcome: object = super().main(
                 args, prog_name, complete_var, standalone_mode=False, obj=run, **extra
@@ -116,8 +126,9 @@ class Verbs(click.Group):
                 error.show()
                 sys.exit(error.exit_code)
             if isinstance(error, click.Abort):
-                print("attnmux: interrupted", file=sys.stderr)
-                sys.exit(INTERRUPTED)
+                ended = isinstance(error.__cause__, Terminated)
+                print(f"attnmux: {'terminated' if ended else 'interrupted'}", file=sys.stderr)
+                sys.exit(TERMINATED if ended else INTERRUPTED)
             sys.exit(run.report(error))
         if not standalone_mode:
             return outcome

@@ -20,9 +20,9 @@ from attnmux.core.facts.checks import (
 )
 from attnmux.core.facts.errors import InvalidInput
 from attnmux.core.facts.frozen import Plain, defaults, plain_fields
-from attnmux.core.facts.vendors import EXAMPLE, VENDORS, Vendor
+from attnmux.core.facts.vendors import EXAMPLE, PRODUCTS, VENDORS, Vendor
 
-GRAMMAR = f"VENDOR:ARCH[,KEY=VALUE]…, such as {EXAMPLE}"
+GRAMMAR = f"PRODUCT or VENDOR:ARCH[,KEY=VALUE]…, such as h100 or {EXAMPLE}"
 
 UNITS: Mapping[str, int] = {
     **{"": 1, "B": 1},
@@ -139,15 +139,21 @@ class Platform(Plain):
         Keys: the vendor's runtime (`cuda`, `rocm`, `oneapi`, `cann`), `features=a+b`, `count`,
         `memory=141GB`. The table of vendors adds torch's device type and the version of the
         architecture. Any other vendor needs `device=`, may give `version=1.2` and
-        `runtime=NAME VERSION`, and keeps its names as they are written.
+        `runtime=NAME VERSION`, and keeps its names as they are written. A product of the table
+        (`h100`, `mi300x`) may stand for VENDOR:ARCH.
 
         Raises InvalidInput for text that does not follow this grammar.
         """
         head, *pairs = [part.strip() for part in text.split(",")]
+        given = _pairs(text, pairs)
+        if (product := PRODUCTS.get(head.lower())) is not None:
+            known, arch, name = product
+            return cls(**_of_the_table(known, arch, given), name=name, is_here=is_here)
         vendor, colon, arch = (part.strip() for part in head.partition(":"))
         if not (vendor and colon and arch):
-            raise InvalidInput("platform", got=repr(text), expected=GRAMMAR)
-        given = _pairs(text, pairs)
+            near = nearest(head.lower(), PRODUCTS)
+            guess = f"{near}, or {GRAMMAR}" if near else GRAMMAR
+            raise InvalidInput("platform", got=repr(text), expected=guess)
         row = VENDORS.get(vendor.lower())
         fields = _of_the_table(row, arch, given) if row else _other(vendor, arch, given)
         return cls(**fields, is_here=is_here)

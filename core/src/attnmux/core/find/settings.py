@@ -51,6 +51,8 @@ class Settings:
     """How long a plugin's probe may take to find devices."""
     no_plugins: bool = False
     allow_coercion: bool = False
+    deterministic: bool = False
+    """Ask for bits that do not depend on the other requests: what `select` and `generate` ask."""
     measurements: str | None = None
     """The file of this machine's measurements, instead of the one in the user's cache folder. A
     path in a configuration file is relative to that file."""

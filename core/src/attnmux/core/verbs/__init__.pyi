@@ -11,13 +11,13 @@ from attnmux.core.choosing.problem import opposed as opposed
 from attnmux.core.cli.asking import ASSUME as ASSUME
 from attnmux.core.cli.asking import machine as machine
 from attnmux.core.cli.asking import requested as requested
-from attnmux.core.cli.render import plain_console as plain_console
-from attnmux.core.cli.render import plain_table as plain_table
 from attnmux.core.cli.run import FiniteRange as FiniteRange
 from attnmux.core.cli.run import Run as Run
 from attnmux.core.cli.run import common_options as common_options
 from attnmux.core.cli.run import pass_run as pass_run
 from attnmux.core.cli.run import writing as writing
+from attnmux.core.cli.tables import plain_console as plain_console
+from attnmux.core.cli.tables import plain_table as plain_table
 from attnmux.core.facts.axes import AXES as AXES
 from attnmux.core.facts.axis import Axis as Axis
 from attnmux.core.facts.files import check_replaceable as check_replaceable

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Collection, Sequence
+from typing import TYPE_CHECKING
 
 import torch
 from transformers import PreTrainedTokenizerBase
@@ -25,7 +26,6 @@ from attnmux.transformers.engine.request import (
 )
 from attnmux.transformers.engine.scheduler import Scheduler
 from attnmux.transformers.engine.speculation import Speculation
-from attnmux.transformers.engine.turn import Turn
 from attnmux.transformers.engine.verification import Verification
 from attnmux.transformers.load.tokenization import TextStream, read_ids
 from attnmux.transformers.requests.prompt_images import PromptImages
@@ -33,6 +33,35 @@ from attnmux.transformers.requests.sampling import Sampler
 from attnmux.transformers.requests.sampling_params import SamplingParams
 from attnmux.transformers.requests.sequence import SequenceState
 from attnmux.transformers.run.stats import EngineStats, Laps
+
+if TYPE_CHECKING:
+    import threading
+    from collections.abc import Callable
+
+
+class Turn:
+    """A call of the engine, by one thread at a time. A call that raises leaves the accounts
+    settled.
+
+    Not a generator: one that an interrupt leaves suspended would settle much later.
+    """
+
+    def __init__(self, lock: threading.RLock, settle: Callable[[], None]) -> None:
+        self._lock, self._settle = lock, settle
+
+    def __enter__(self) -> None:
+        if not self._lock.acquire(blocking=False):
+            raise InvalidInput(
+                "engine", got="a call while another thread uses it", expected="one thread at a time"
+            )
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        try:
+            if kind is not None:
+                self._settle()
+        finally:
+            self._lock.release()
+
 
 PREFILL_TOKENS = 8192
 """Prompt tokens of one step. Longer prompts run in chunks, which bounds the activations and the
@@ -108,7 +137,7 @@ class Engine:
         if drafts is not None and alone:
             expected = "none: steps that verify have other sums than those that decode"
             raise InvalidInput("drafts", got="some, of a deterministic runner", expected=expected)
-        if drafts is not None and runner.ranks.num_parts > 1:
+        if drafts is not None and runner.ranks.requests.num_parts > 1:
             expected = "none where ranks have requests of their own"
             raise InvalidInput("drafts", got=type(drafts).__name__, expected=expected)
         if drafts is not None:
@@ -121,7 +150,8 @@ class Engine:
             stats=self.stats,
         )
         self._next_id = 0
-        self._overlap = runner.steps.device.type != "cpu" if overlap is None else overlap
+        overlap = runner.steps.device.type != "cpu" if overlap is None else overlap
+        self._runs_ahead = overlap and drafts is None
         self._lock = threading.RLock()
 
     @property
@@ -262,21 +292,32 @@ class Engine:
         of this step as well. Raises InvalidInput when called while the model runs, and
         PoolExhausted if others hold so much of the pool that nothing can run.
         """
-        accounts = self._accounts
+        accounts, laps = self._accounts, Laps()
+        plan, num_new = None, 0
         with self._turn():
             if accounts.running is not None:
                 raise InvalidInput("step", got="a call while a step runs", expected="one at a time")
-            laps = Laps()
-            num_new = 0
-            try:
-                accounts.settle()
-                plan = self._next_plan() if accounts.ahead is None else accounts.ahead.plan
-                laps.lap("schedule")
-                drafts = None if plan is None else self._draft(plan, laps)
-                if plan is not None:
-                    num_new = self._run(plan, drafts, laps)
-            finally:
-                accounts.running = None
+            accounts.settle()
+            plan = self._next_plan() if accounts.ahead is None else accounts.ahead.plan
+            laps.lap("schedule")
+            if plan is not None:
+                drafts = self._draft(plan, laps)
+                with accounts.step(plan, laps) as running:
+                    self.runner.ranks.steps.check_step(plan.kind, plan.told)
+                    step: Launched | Verification
+                    if self._speculation is not None and drafts is not None:
+                        self._execution.forget()
+                        step = self._speculation.launch(plan.decoding, drafts, laps)
+                    else:
+                        ahead, accounts.ahead = accounts.ahead, None
+                        step = ahead or self._execution.launch(plan, laps)
+                        if self._runs_ahead and self._scheduler.repeats(plan):
+                            laps.lap("schedule")
+                            accounts.ahead = self._execution.launch(plan, laps, ahead=True)
+                    delivery = Delivery(plan, accounts.outputs, self.stats)
+                    tokens = step.wait(laps)
+                    running.commits = True
+                    num_new = self._commit(plan, tokens, delivery)
             self._tell(plan, num_new, laps)
         return accounts.outputs.hand_over()
 
@@ -320,42 +361,6 @@ class Engine:
             self._speculation.make_room(plan.decoding, drafts)
             self._accounts.intact = True
         return drafts
-
-    def _run(self, plan: Plan, drafts: DraftTree | None, laps: Laps) -> int:
-        """Run a step. Returns the number of new tokens. The accounts are not `intact` until it ends
-        or fails."""
-        accounts = self._accounts
-        committing = False
-        try:
-            accounts.running, accounts.intact = plan, False
-            self.runner.ranks.check_step(plan.kind, plan.told)
-            step = self._launch(plan, drafts, laps)
-            delivery = Delivery(plan, accounts.outputs, self.stats)
-            tokens = step.wait(laps)
-            committing = True
-            num_new = self._commit(plan, tokens, delivery)
-            accounts.intact = True
-            return num_new
-        except BaseException:
-            accounts.drop(plan)
-            accounts.intact = not committing
-            raise
-        finally:
-            accounts.running = None
-            accounts.settle()
-            laps.lap("commit")
-
-    def _launch(self, plan: Plan, drafts: DraftTree | None, laps: Laps) -> Launched | Verification:
-        """Launch a step, unless the device has it already. If the next one is known, it follows."""
-        accounts = self._accounts
-        if self._speculation is not None and drafts is not None:
-            self._execution.forget()
-            return self._speculation.launch(plan.decoding, drafts, laps)
-        step, accounts.ahead = accounts.ahead or self._execution.launch(plan, laps), None
-        if self._overlap and self._speculation is None and self._scheduler.repeats(plan):
-            laps.lap("schedule")
-            accounts.ahead = self._execution.launch(plan, laps, ahead=True)
-        return step
 
     def _tell(self, plan: Plan | None, num_new: int, laps: Laps) -> None:
         try:

@@ -36,6 +36,7 @@ from attnmux.transformers.load.quantised import with_kv_scales
 from attnmux.transformers.load.weights import load_model, warn_in_python
 from attnmux.transformers.model.encoder_decoder import record_decoder
 from attnmux.transformers.model.encoder_decoder_attention import numbers_by_name
+from attnmux.transformers.model.hidden_states import HiddenStates
 from attnmux.transformers.model.layers import record_layers
 from attnmux.transformers.model.packed_decoder import PackedDecoder
 from attnmux.transformers.run.runner import ModelRunner
@@ -74,7 +75,7 @@ def load_runner(
         options = replace(options, mla="expanded", window_step_tokens=None)
     load = _load_encoder_decoder if checkpoint.config.is_encoder_decoder else load_decoder
     _check_ranks(checkpoint, offers, options)
-    options = replace(options, launches=options.ranks.launches(options.launches))
+    options = replace(options, launches=options.ranks.building.launches(options.launches))
     with LOADING:
         runner = load(checkpoint, platform, offers, options, progress, warn)
         hint = dtype_hint(runner.decision, offers, options.policy)
@@ -97,12 +98,15 @@ def load_head_runner(
 ) -> ModelRunner:
     """The runner of an EAGLE head, on the backend that fits. Raises as `load_runner` does."""
     with LOADING:
+        states = HiddenStates.find(head, options)
         layers = record_layers(head, max_context_len=options.max_context_len)
         layers = with_kept_dtype(layers, head.dtype, options)
         request = request_of(layers, head.dtype)
         return make_first(
             lambda failed: decide(request, platform, offers, without(failed, options)),
-            lambda decision: make_runner(head, layers, decision, options, head=head),
+            lambda decision: make_runner(
+                head, layers, decision, options, [states] if states else []
+            ),
             lambda failure, decision: warn(f"{failure}; instead {decision.summary()}"),
         )
 
@@ -113,7 +117,7 @@ def _check_images(checkpoint: Checkpoint, options: RunnerOptions) -> None:
         return
     hindrances = {
         f"{checkpoint.source}, which reads only text": not checkpoint.reads_images,
-        "ranks that split more than weights": not options.ranks.run_images,
+        "ranks that split more than weights": not options.ranks.building.run_images,
         "drafts": options.draft_tokens is not None,
     }
     found = [name for name, hinders in hindrances.items() if hinders]
@@ -126,7 +130,7 @@ def _check_ranks(checkpoint: Checkpoint, offers: Sequence[Offer], options: Runne
     """Refuse what several ranks cannot run, and ranks with other plugins or libraries."""
     if options.ranks.size == 1:
         return
-    options.ranks.check_libraries(offers)
+    options.ranks.building.check_libraries(offers)
     if options.hidden_states:
         got = f"{options.ranks.size}, with hidden states"
         raise InvalidInput("ranks", got=got, expected="1 rank: an EAGLE head runs on only one")
@@ -168,7 +172,9 @@ def _load_encoder_decoder(
     )
     return make_first(
         lambda failed: decide(request, platform, offers, without(failed, options)),
-        lambda decision: make_runner(decoder, layers, decision, options, max_encoder_len),
+        lambda decision: make_runner(
+            decoder, layers, decision, options, max_encoder_len=max_encoder_len
+        ),
         lambda failure, decision: warn(f"{failure}; instead {decision.summary()}"),
     )
 

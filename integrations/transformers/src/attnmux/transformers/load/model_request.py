@@ -219,7 +219,7 @@ def stated_request(
     try:
         known = request_from_model(
             folder,
-            tp=options.ranks.head_ranks,
+            tp=options.ranks.building.head_ranks,
             dtype=dtype_name(dtype),
             kv_dtype=options.kv_dtype,
             kv_dtype_skip=options.kv_dtype_skip,
