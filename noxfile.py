@@ -18,10 +18,10 @@ PLUGINS = sorted(
     f"./{path.parent.relative_to(ROOT)}" for path in ROOT.glob("plugins/*/pyproject.toml")
 )
 INTEGRATIONS = ["./integrations/transformers", "./integrations/vllm", "./integrations/sglang"]
-MEMBERS = ["./core", "./testing", "./bench", "./distributed", *PLUGINS, *INTEGRATIONS]
+MEMBERS = ["./core", "./parts", "./testing", "./bench", "./distributed", *PLUGINS, *INTEGRATIONS]
 TEST_SUPPORT = ["./emulators"]
 EXAMPLES = ["./examples/vendor-plugin"]
-DEMO = ["./core", "./plugins/cpu", "./integrations/transformers"]
+DEMO = ["./core", "./parts", "./plugins/cpu", "./integrations/transformers"]
 LATER = "transformers==5.23.0"
 """constraints.txt has a release that vLLM and SGLang accept. This one serves more; with 5.24.0
 `generate_batch` fails, and the sinks of `hy_v4_vl` are not known."""
@@ -39,6 +39,7 @@ TYPED_TOOLS = ["pytest", "hypothesis", "import-linter", "nox"]
 """What tests and chores import."""
 SOURCES = [
     "core",
+    "parts",
     "testing",
     "bench",
     "distributed",
@@ -111,7 +112,7 @@ def hopper(session: nox.Session, triton: str) -> None:
     constraints.txt. No GPU is needed."""
     session.install(NO_COMPILE, "torch", "numpy", "pytest", "hatchling")
     session.install(NO_COMPILE, "--no-deps", f"triton=={triton}")
-    members = ["./core", "./testing", "./plugins/triton"]
+    members = ["./core", "./parts", "./testing", "./plugins/triton"]
     session.install(NO_COMPILE, *members)
     session.run("python", "tests/plugins/triton/test_compiling.py", "sm90", "full")
 
@@ -120,7 +121,9 @@ def hopper(session: nox.Session, triton: str) -> None:
 def chips(session: nox.Session) -> None:
     """Compile every Triton kernel that the card offers, for every chip; arguments go to
     tests/plugins/triton/test_chips.py: `-- sm86` compiles for one. No GPU is needed."""
-    install(session, "./core", "./testing", "./plugins/triton[triton]", "numpy", "pytest")
+    install(
+        session, "./core", "./parts", "./testing", "./plugins/triton[triton]", "numpy", "pytest"
+    )
     session.run("python", "tests/plugins/triton/test_chips.py", *session.posargs)
 
 
@@ -132,7 +135,7 @@ def vllm(session: nox.Session) -> None:
     session.run("pip", "uninstall", "--yes", "torchvision", "torchaudio", "torchcodec")
     session.install("hatchling", "pluggy", "platformdirs")
     # Their requirements came with vLLM, in its versions.
-    members = ["./core", "./testing", "./plugins/cpu", *INTEGRATIONS, *EXAMPLES]
+    members = ["./core", "./parts", "./testing", "./plugins/cpu", *INTEGRATIONS, *EXAMPLES]
     session.install("--no-deps", "--no-build-isolation", *members)
     session.run("pytest", "tests/engines/vllm", *session.posargs)
 
@@ -140,7 +143,7 @@ def vllm(session: nox.Session) -> None:
 @nox.session
 def interfaces(session: nox.Session) -> None:
     """Print how an engine's interfaces differ between releases; arguments go to the tool."""
-    install(session, "./core", "./integrations/vllm", "./integrations/sglang")
+    install(session, "./core", "./parts", "./integrations/vllm", "./integrations/sglang")
     session.run("python", "-m", "tools.engine_interfaces", *session.posargs)
 
 
@@ -157,7 +160,7 @@ def sglang(session: nox.Session) -> None:
     """Run SGLang, unpatched, on attnmux's backends; arguments go to pytest."""
     folder = "tests/engines/sglang"
     session.install(NO_COMPILE, "-r", f"{folder}/requirements.txt")
-    ours = ["./core", "./plugins/cpu", *INTEGRATIONS, *EXAMPLES, f"./{folder}/plain_cpu"]
+    ours = ["./core", "./parts", "./plugins/cpu", *INTEGRATIONS, *EXAMPLES, f"./{folder}/plain_cpu"]
     session.install(NO_COMPILE, "--no-deps", SGLANG, *ours)
     # SGLang and its libraries warn of themselves.
     env = {"OMP_NUM_THREADS": "1"}

@@ -1,6 +1,7 @@
 """What choosing by measurements costs, compared with the best backend of each step.
 
     python -m benchmarks.choice [--part choice] [--only "MLA"] [--without flex_attention]
+    python -m benchmarks.choice --seed 7 --times FILE [--count 50] [--minutes 9] [--jobs 12]
     python -m benchmarks.choice --tiny           on a CPU, of tiny sizes: figures mean nothing
 
 Each model's steps are measured as `attnmux bench --keep` measures them, with its check of each
@@ -14,6 +15,9 @@ choice   The chosen backend's time over that of the fastest which answers rightl
 sizes    Decode at the batch sizes that graphs are captured for: the time of each size's backend
          over that of the one backend which is best over all sizes. Bar: at no size above 1.01.
 
+--seed N asks what an engine gets without measuring: `choice_regret.py`. The times of its random
+steps are kept in --times, and the same command goes on where it ended.
+
 A step without a time of the chosen backend misses the bars. Requests of a step are alike. --without
 leaves out backends that take long on a GPU and are chosen for none of this, as torch_native and
 flex_attention; it may be repeated. A run over all models takes several minutes; --only takes a part
@@ -23,7 +27,7 @@ of them.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import geometric_mean
 
@@ -40,8 +44,16 @@ from benchmarks.choice_measuring import (
     Served,
     failed,
 )
+from benchmarks.choice_regret import COLUMNS as REGRET_COLUMNS
+from benchmarks.choice_regret import Times, tell, wanted
+from benchmarks.choice_regret import measure as measure_steps
+from benchmarks.grid import tiny as tiny_draw
 
 from attnmux.bench import Report, facts
+from attnmux.bench.cli.bench_run import find_place
+from attnmux.bench.spot import Spot
+from attnmux.core import Settings
+from attnmux.core.verbs import Run
 
 MAX_MEAN, MAX_WORST, MAX_SIZES = 1.01, 1.05, 1.01
 ALWAYS = ("nvidia/fa3", "nvidia/fa3_mla")
@@ -178,6 +190,26 @@ def measure(
     return served
 
 
+def regret(
+    spot: Spot,
+    times: Times,
+    count: int,
+    minutes: float,
+    jobs: int,
+    path: Path | None,
+    *,
+    tiny: bool,
+) -> None:
+    """Time random steps for some minutes, then print what choosing costs on all that have times."""
+    steps = list(wanted(times.seed, count))
+    if tiny:
+        steps = [replace(each, draw=tiny_draw(each.draw)) for each in steps]
+    measure_steps(spot, times, steps, minutes, jobs)
+    about = facts(torch.device(spot.device), "attnmux-core", seed=times.seed, count=count)
+    with Report(REGRET_COLUMNS, about, path, title="regret") as report:
+        tell(report, spot, times, steps)
+
+
 @click.command()
 @click.option("--backend", "names", multiple=True, help="Time only this backend; repeatable.")
 @click.option("--without", multiple=True, help="Neither time nor choose this backend; repeatable.")
@@ -190,6 +222,11 @@ def measure(
 @click.option(
     "--part", type=click.Choice(["choice", "sizes"]), help="Only this part. Default: both."
 )
+@click.option("--seed", type=int, help="Regret without measuring, on random steps of this seed.")
+@click.option("--count", default=50, show_default=True, help="With --seed: steps of each family.")
+@click.option("--times", type=click.Path(path_type=Path), help="With --seed: the file of times.")
+@click.option("--minutes", default=9.0, show_default=True, help="With --seed: 0 only reads times.")
+@click.option("--jobs", default=0, show_default=True, help="With --seed: processes that compile.")
 @click.option("--tiny", is_flag=True, help="Tiny steps on the CPU: figures mean nothing.")
 @json_option
 def main(
@@ -200,10 +237,30 @@ def main(
     seconds: float,
     check_seconds: float,
     part: str | None,
+    seed: int | None,
+    count: int,
+    times: Path | None,
+    minutes: float,
+    jobs: int,
     tiny: bool,
     path: Path | None,
 ) -> None:
     """Print a table, and a line for each bar: kept or MISSED."""
+    if seed is not None:
+        if times is None:
+            raise click.UsageError("--seed keeps times in --times FILE")
+        settings = replace(Settings.load(), deny_backends=without, no_measurements=True)
+        place = find_place(Run(), settings, "cpu" if tiny else platform, "")
+        spot = Spot(
+            platform=place.platform,
+            device=place.device,
+            offers=place.offers,
+            policy=settings.policy(),
+            names=names,
+            seconds=seconds,
+        )
+        regret(spot, Times(path=times, seed=seed), count, minutes, jobs, path, tiny=tiny)
+        return
     measuring = Measuring(
         names=names,
         without=without,

@@ -25,23 +25,19 @@ from attnmux.bench import Report, Step, device_meter, facts, interleave
 from attnmux.bench.timing import Run, graphs_of, in_graph
 from attnmux.core import (
     AttentionBackend,
-    DraftTree,
     ForwardBatch,
     ForwardMode,
     NoBackend,
     Offer,
     Platform,
+    Plugins,
     Policy,
     Request,
     build,
-    detect,
-    load_plugins,
-    pick_platform,
-    prefixes_request,
     solve,
-    undrafted_request,
 )
-from attnmux.core.composites.draft_trees import TreeAttnBackend
+from attnmux.parts import DraftTree, prefixes_request, undrafted_request
+from attnmux.parts.draft_trees import TreeAttnBackend
 from attnmux.testing import reference
 
 DRAFTS, TOPK = 8, 4
@@ -69,8 +65,8 @@ COLUMNS = {
 @json_option
 def main(backends: str, rounds: int, only: str, dry_run: bool, path: Path | None) -> None:
     """Print the time of a layer in each way, and the ratio of merging to the fastest own kernel."""
-    plugins = load_plugins()
-    platform, offers = pick_platform(detect(plugins)), plugins.offers()
+    plugins = Plugins.load()
+    platform, offers = plugins.detect().pick(), plugins.offers()
     names = ["torch_native"] if dry_run else backends.split(",")
     device = torch.device(platform.device_type)
     about = facts(device, "attnmux-core", drafts=DRAFTS, topk=TOPK)
@@ -172,13 +168,13 @@ def backend_of(
     try:
         if way == "own":
             decision = solve(asked, platform, offers, policy)
-            if decision.trees is not None:
+            if decision.parts:
                 return None
         else:
             decision = solve(undrafted_request(asked), platform, offers, policy)
         if way in ("merged", "plain"):
-            reads = solve(prefixes_request(asked), platform, offers, policy).phases["decode"]
-            decision = replace(decision, request=asked, trees=reads)
+            reads = solve(prefixes_request(asked), platform, offers, policy).phases
+            decision = replace(decision, request=asked, parts={"draft_trees": {"prefixes": reads}})
     except NoBackend:
         return None
     context = step.context(platform, decision.request)

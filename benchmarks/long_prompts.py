@@ -35,22 +35,16 @@ from attnmux.core import (
     Decision,
     NoBackend,
     Platform,
+    Plugins,
     Policy,
     Settings,
     TunedLaunch,
     UpProjection,
     build,
-    detect,
-    load_plugins,
-    pick_platform,
     solve,
 )
-from attnmux.core.composites.chunked_prefix import (
-    CHUNK_BYTES,
-    ChunkedPrefixBackend,
-    crossing_subject,
-)
 from attnmux.core.verbs import Device
+from attnmux.parts.chunked_prefix import CHUNK_BYTES, ChunkedPrefixBackend, crossing_subject
 
 MIN_GAIN = 1.5
 LONG = 28_672
@@ -90,11 +84,12 @@ def measure(
     """Raises NoBackend where the machine has no backend for either side."""
     device = torch.device(platform.device_type)
     asked = case.request.replace(chunked_prefix=True, phases=("extend", "decode"))
-    decision = solve(asked, platform, load_plugins().offers(), Policy(backend=backend or None))
+    decision = solve(asked, platform, Plugins.load().offers(), Policy(backend=backend or None))
     step = case.step(device, 2)
     launches = TunedLaunch.read(Settings.load().launches_file()).found
     made = build(decision, step.context(platform, decision.request, launches))
-    if not isinstance(made, ChunkedPrefixBackend) or decision.expanded is None:
+    by_expanded = decision.answer("expanded_prompts", "prompts", "extend")
+    if not isinstance(made, ChunkedPrefixBackend) or by_expanded is None:
         raise NoBackend(f"{decision.summary()}: none for expanded prompts")
     made.init_forward_metadata(step.batch)
     taken = "expanded" if made.runs_expanded else "absorbed"
@@ -117,7 +112,7 @@ def measure(
     report.add(
         str(case),
         decision.phases["extend"].backend,
-        decision.expanded.backend,
+        by_expanded.backend,
         taken,
         *(times.median(name) / 1e3 for name in sides),
         gain,
@@ -136,19 +131,20 @@ def crossings(rows: Sequence[Row]) -> Iterator[TunedLaunch]:
     Where the expanded side is faster from the fewest tokens on, these; none where it never is.
     """
     platform = rows[0].decision.platform
-    offers = {offer.address: offer for offer in load_plugins().offers()}
+    offers = {offer.address: offer for offer in Plugins.load().offers()}
     for heads in dict.fromkeys(row.case.q_heads for row in rows):
         cut = [r for r in rows if (r.case.q_heads, r.case.workload.prefix) == (heads, LONG)]
         faster = next((place for place, row in enumerate(cut) if row.gain >= 1), None)
         decision = cut[0].decision if cut else rows[0].decision
-        if faster is None or decision.expanded is None:
+        by_expanded = decision.answer("expanded_prompts", "prompts", "extend")
+        if faster is None or by_expanded is None:
             continue
         after, before = cut[faster], cut[max(faster - 1, 0)]
         crossing = float(after.case.workload.new)
         if faster:
             share = -math.log(before.gain) / math.log(after.gain / before.gain)
             crossing = before.case.workload.new * (crossing / before.case.workload.new) ** share
-        absorbed, expanded = decision.phases["extend"].address, decision.expanded.address
+        absorbed, expanded = decision.phases["extend"].address, by_expanded.address
         yield TunedLaunch(
             backend=expanded,
             device=Device.of(platform),
@@ -201,7 +197,7 @@ def main(
     dry_run: bool,
 ) -> None:
     """Print the time of long prompts with expanded heads and absorbed."""
-    platform = pick_platform(detect(load_plugins()), "cpu" if dry_run else None)
+    platform = Plugins.load().detect().pick("cpu" if dry_run else None)
     device = torch.device(platform.device_type)
     if dry_run:
         chunk_bytes = min(chunk_bytes, 1 << 18)

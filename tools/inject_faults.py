@@ -24,7 +24,8 @@ import torch
 
 import attnmux.core.kv as kv
 import attnmux.transformers.engine as engine_package
-from attnmux.core import DraftTree, ForwardBatch, MHATokenToKVPool, ReqToTokenPool, SWAKVPool
+from attnmux.core import ForwardBatch, MHATokenToKVPool, ReqToTokenPool, SWAKVPool
+from attnmux.parts import DraftTree
 from attnmux.transformers import Engine, StepBuilder
 from attnmux.transformers.engine import scheduler
 from attnmux.transformers.requests.prefixes import PrefixNode, WindowPrefixTree, WindowSpan
@@ -145,6 +146,7 @@ class HashingRunner:
         self.windows = torch.full((size + page_size,), -1)
         self.vocabulary_size = VOCABULARY
         self.ranks = ONE_RANK
+        self.is_deterministic = False
         self.verify_graphs = self.tree_kernels = None
         self.cache = torch.full((size + page_size,), -1)
 

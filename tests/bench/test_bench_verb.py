@@ -182,7 +182,7 @@ def test_refusals_are_reported(installed) -> None:
     installed(FakeBackend, sinks=NONE)
     result = bench("--request", f"{FIELDS},sinks=yes", *STEPS)
     assert result.exit_code == 3
-    assert "fakes/FakeBackend: sinks: wanted yes, offered none" in result.stderr
+    assert "fakes/FakeBackend: sinks: not served" in result.stderr
 
 
 def test_exit_code_where_every_answer_is_wrong(installed, fakes) -> None:

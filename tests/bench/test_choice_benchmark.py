@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -173,3 +174,33 @@ def test_the_steps_match_those_of_triton_gpu(choice) -> None:
     sizes = [each.batch_size for each in choice.SIZES.workloads]
     assert (sizes[0], sizes[-1]) == (1, 64)
     assert {each.keys for each in choice.SIZES.workloads} == {4096}
+
+
+def test_regret_is_kept_over_several_runs(choice, tmp_path) -> None:
+    pytest.importorskip("attnmux.cpu.plugin", reason="the backends below are those of attnmux-cpu")
+    times = tmp_path / "times.jsonl"
+    given = ("--tiny", "--seed", "3", "--count", "1", "--times", str(times), "--seconds", "0.003")
+    given += ("--backend", "torch_native", "--without", "native", "--without", "flex_attention")
+    assert "8 without times" in called(choice, *given, "--minutes", "0")
+    output = called(choice, *given, "--minutes", "5")
+    assert "0 without times; bars: mean 1.02, 99th percentile 1.1: kept" in output
+    assert len(times.read_text().splitlines()) == 8
+    # Nothing is left to measure, and another seed's steps are others
+    called(choice, *given, "--minutes", "5")
+    assert len(times.read_text().splitlines()) == 8
+    other = tuple("4" if arg == "3" else arg for arg in given)
+    assert "8 without times" in called(choice, *other, "--minutes", "0")
+
+
+def test_regret_counts_what_is_beyond_the_noise(choice) -> None:
+    regret = importlib.import_module("benchmarks.choice_regret")
+    step = next(iter(regret.wanted(1, 1)))
+    rounds = {"a": [10.0, 10.5, 11.0], "b": [10.8, 12.0, 12.5], "c": [20.0, 20.0, 20.0]}
+    timed = replace(step, rounds=rounds)
+    assert timed.regret("a") == 1.0
+    assert timed.regret("b") == 1.0
+    assert timed.regret("c") == pytest.approx(20 / 10.5)
+    assert timed.regret("d") is None
+    assert regret.percentile([1.0] * 99 + [2.0], 0.99) == 1.0
+    assert regret.percentile([1.0] * 98 + [2.0] * 2, 0.99) == 2.0
+    assert not regret.is_kept([1.0] * 98 + [2.0] * 2)

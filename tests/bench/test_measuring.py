@@ -371,7 +371,7 @@ def test_entrants_and_refusals() -> None:
     ]
     reasons = {(each.offer.card.name, each.phase): each.why for each in refused}
     assert set(reasons) == {("no-extend", "extend"), ("sinks", "decode"), ("sinks", "extend")}
-    assert reasons["sinks", "decode"].startswith("sinks: wanted yes")
+    assert reasons["sinks", "decode"].startswith("sinks: not served")
     _, refused = find_entrants(request, HERE, offers, Policy(), names=("elsewhere",), phases=BOTH)
     assert {each.offer.card.name for each in refused} == {"elsewhere"}
     with pytest.raises(UnknownBackend):
@@ -390,7 +390,7 @@ def test_a_companion_is_not_timed_for_its_backend() -> None:
     )
     assert [(each.offer.card.name, each.phase) for each in entrants] == [("one", "extend")]
     assert [(each.offer.card.name, each.phase) for each in refused] == [("one", "decode")]
-    assert refused[0].why.startswith("phase: wanted decode")
+    assert refused[0].why.startswith("phase: asked for decode")
 
 
 def test_the_request_is_not_coerced_for_a_backend() -> None:
@@ -404,7 +404,7 @@ def test_the_request_is_not_coerced_for_a_backend() -> None:
 
 
 def test_a_field_without_backends() -> None:
-    with pytest.raises(NoBackend, match="fakes/sinks: sinks: wanted yes"):
+    with pytest.raises(NoBackend, match="fakes/sinks: sinks: not served"):
         make_field(REQUESTS["sinks"], HERE, CPU, [offer("sinks", sinks=NONE)], Policy())
     with pytest.raises(NoBackend, match="no plugin offers one"):
         make_field(PLAIN, HERE, CPU, [], Policy())

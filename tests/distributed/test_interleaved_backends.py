@@ -110,8 +110,8 @@ def test_the_suite_agrees(of_ranks, name: str) -> None:
 @pytest.mark.parametrize(
     ("name", "reason"),
     [
-        *((name, "lse: wanted yes, offered none") for name in WITHOUT_LSE),
-        *((name, "phase: wanted decode, offered extend") for name in WITHOUT_DECODE),
+        *((name, "lse: not served") for name in WITHOUT_LSE),
+        *((name, "phase: asked for decode, serves extend") for name in WITHOUT_DECODE),
     ],
 )
 @pytest.mark.turns(3)

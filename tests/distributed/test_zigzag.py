@@ -9,10 +9,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from attnmux.core import ForwardMode, InvalidInput, MultiItem, SpecInput, parts_request
+from attnmux.core import ForwardMode, InvalidInput, MultiItem, SpecInput
 from attnmux.cpu.torch_native import TorchNativeBackend
 from attnmux.distributed import ZigzagStep, split_context, zigzag_step
 from attnmux.distributed.split_parts import ChunkRows, parts_of
+from attnmux.parts import parts_request
 from attnmux.testing import Case, decode, extend, fake_platform, make_setup, prepare_step
 
 SMALL = {"num_q_heads": 2, "num_kv_heads": 1, "head_dim": 8, "v_head_dim": 8, "dtype": "float32"}

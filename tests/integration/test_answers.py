@@ -27,9 +27,9 @@ from attnmux.core import (
     NoBackend,
     Offer,
     Platform,
+    Plugins,
     Policy,
     Request,
-    load_plugins,
     solve,
 )
 from attnmux.core.facts.verdicts import Verdict
@@ -217,11 +217,11 @@ def answer(question: Question, offers: Iterable[Offer]) -> list[str]:
 def choices(decision: Decision) -> Iterator[str]:
     yield " ".join(f"{phase}={choice.backend}" for phase, choice in decision.phases.items())
     yield f"page_size={decision.page_size} kv_dtype={decision.kv_dtype}"
-    if decision.expanded:
-        yield f"expanded={decision.expanded.backend}"
-    if decision.trees:
-        yield f"trees={decision.trees.backend}"
-    for kind, phases in decision.linear.items():
+    if expanded := decision.answer("expanded_prompts", "prompts", "extend"):
+        yield f"expanded={expanded.backend}"
+    if trees := decision.answer("draft_trees", "prefixes", "decode"):
+        yield f"trees={trees.backend}"
+    for kind, phases in decision.parts.get("linear_layers", {}).items():
         served = " ".join(f"{phase}={choice.backend}" for phase, choice in phases.items())
         yield f"{kind}: {served}"
     for change in decision.coercions:
@@ -254,7 +254,7 @@ def questions() -> list[Question]:
 
 
 def offers_on_record() -> tuple[Offer, ...]:
-    return tuple(offer for offer in load_plugins().offers() if offer.plugin in PLUGINS)
+    return tuple(offer for offer in Plugins.load().offers() if offer.plugin in PLUGINS)
 
 
 def read_record() -> dict[str, list[str]]:

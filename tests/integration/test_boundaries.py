@@ -13,11 +13,12 @@ from pathlib import Path
 import grimp
 import pytest
 
-from tools.structure import all_packages, listed, private_imports
+from tools.structure import all_packages, circles, listed, private_imports
 
 ROOT = Path(__file__).resolve().parents[2]
 MEMBERS = [
     ROOT / "core",
+    ROOT / "parts",
     ROOT / "distributed",
     *sorted((ROOT / "plugins").iterdir()),
     ROOT / "integrations/transformers",
@@ -26,6 +27,8 @@ CORE = ROOT / "core/src/attnmux/core"
 WITHOUT_TORCH = ("facts", "cards", "find", "choosing", "measured")
 RANKS = ROOT / "integrations/transformers/src/attnmux/transformers/parallel"
 """Loaded where a model runs on several ranks, which attnmux-distributed is needed for."""
+WITH_PARTS = ("distributed", "transformers", "triton")
+"""What stands on attnmux-parts. A vendor's plugin needs core alone."""
 VENDORS = {"nvidia", "amd", "rocm", "intel", "ascend", "npu", "xpu", "hip", "cann", "oneapi"}
 
 
@@ -60,6 +63,8 @@ def test_a_member_imports_only_core_and_itself(member: Path) -> None:
         allowed = [f"attnmux.{folder.name}", "attnmux.core"]
         if folder.name != "core":
             allowed.append("attnmux.configs")
+        if folder.name in WITH_PARTS:
+            allowed.append("attnmux.parts")
         for path in folder.rglob("*.py"):
             ranks = ["attnmux.distributed"] if path.is_relative_to(RANKS) else []
             for module in imports(path):
@@ -71,6 +76,18 @@ def test_no_distribution_imports_a_private_module_of_another() -> None:
     """A package's public modules are itself and its sub-packages that list names."""
     graph = grimp.build_graph(*all_packages(), cache_dir=None)
     assert [pair for package in all_packages() for pair in private_imports(graph, package)] == []
+
+
+def test_no_modules_import_each_other() -> None:
+    graph = grimp.build_graph(*all_packages(), cache_dir=None)
+    assert [group for package in all_packages() for group in circles(graph, package)] == []
+
+
+def test_no_folder_has_more_modules_than_a_reader_scans() -> None:
+    folders = {path.parent for path in ROOT.glob("**/src/attnmux/**/*.py")}
+    sizes = {folder: len(list(folder.glob("*.py"))) - 1 for folder in folders}
+    assert len(sizes) > 60
+    assert {folder: size for folder, size in sizes.items() if size > 25} == {}
 
 
 def test_the_example_imports_from_faces() -> None:

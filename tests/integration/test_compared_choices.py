@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from attnmux.core import Platform, load_plugins
+from attnmux.core import Platform, Plugins
 
 NUM_SHARES = 7
 """No divisor of the number of platforms, which come one after another."""
@@ -21,7 +21,7 @@ def tool(monkeypatch):
 
 @pytest.mark.parametrize("engine", ["SGLang", "vLLM"])
 def test_each_difference_has_a_reason(tool, engine, full, day):
-    offers, asked = load_plugins().offers(), [*tool.questions()]
+    offers, asked = Plugins.load().offers(), [*tool.questions()]
     assert len({one.model for one in asked}) >= 100
     assert {one.tp for one in asked} == {1, 8}
     assert len({one.platform for one in asked}) == 8
@@ -38,6 +38,6 @@ def test_each_difference_has_a_reason(tool, engine, full, day):
 
 
 def test_counterparts_and_reasons_name_what_there_is(tool):
-    names = {offer.card.name for offer in load_plugins().offers()}
+    names = {offer.card.name for offer in Plugins.load().offers()}
     assert {one for ours in tool.COUNTERPARTS.values() for one in ours} <= names | {"vllm_xpu"}
     assert {engine for engine, _, _ in tool.LOOKED_AT} == {"SGLang", "vLLM"}

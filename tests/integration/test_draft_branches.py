@@ -12,15 +12,14 @@ import pytest
 import torch
 
 from attnmux.core import (
-    DraftTree,
     ForwardContext,
     InvalidInput,
     KVPool,
     LinearLayerSpec,
-    LinearStatePool,
     MHATokenToKVPool,
     ReqToTokenPool,
 )
+from attnmux.parts import DraftTree, LinearStatePool
 from attnmux.testing import Case, FakeBackend, decode, fake_platform, make_setup
 from attnmux.transformers import ModelProposer, StepBuilder
 from attnmux.transformers.draft.branch_rows import BranchRows
@@ -49,6 +48,7 @@ class HashingDraft:
     ranks = ONE_RANK
     has_compressed_keys = False
     catch_up_graphs = verify_graphs = tree_kernels = token_ids = None
+    is_deterministic = False
 
     def __init__(self, page_size, size, **changes):
         kind = {"num_kv_heads": 1, "head_dim": 1, "v_head_dim": 1, "dtype": torch.float32}

@@ -8,7 +8,7 @@ import random
 import pytest
 import torch
 
-from attnmux.core import DraftTree
+from attnmux.parts import DraftTree
 from attnmux.transformers.draft.paths import DraftPaths, likeliest
 
 VOCABULARY = 23

@@ -100,6 +100,7 @@ class HashingRunner:
         self.vocabulary_size = VOCABULARY
         self.ranks = ONE_RANK
         self.verify_graphs = self.tree_kernels = None
+        self.is_deterministic = False
         self.cache = torch.full((size + page_size,), -1)
         self.ran = []
         """(mode, new tokens, requests) of each step."""

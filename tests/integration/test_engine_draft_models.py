@@ -10,12 +10,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from attnmux.core import (
-    AcceptThresholds,
-    GraphUnsupported,
-    InvalidInput,
-    Offer,
-)
+from attnmux.core import GraphUnsupported, InvalidInput, Offer
+from attnmux.parts import AcceptThresholds
 from attnmux.testing import RecordingGraphs, fake_card, fake_platform, graph_card
 from attnmux.transformers import (
     Engine,

@@ -12,7 +12,6 @@ import pytest
 import torch
 
 from attnmux.core import (
-    DraftTree,
     ForwardMode,
     GraphConfig,
     InvalidInput,
@@ -21,6 +20,7 @@ from attnmux.core import (
     SWAKVPool,
 )
 from attnmux.core.contract.spec import tree_visibility
+from attnmux.parts import DraftTree
 from attnmux.testing.reference.greedy_trees import verify_tree_greedy
 from attnmux.transformers import Engine, NgramProposer, SamplingParams, StepBuilder
 from attnmux.transformers.draft import verify_step as verify_step_module
@@ -104,6 +104,7 @@ class HashingRunner:
         self.ranks = ONE_RANK
         self.verify_graphs = graphs and SimpleNamespace(config=graphs)
         self.tree_kernels = None
+        self.is_deterministic = False
         self.steps_with_drafts = self.padded_steps = 0
 
     def check_drafts(self, topk):

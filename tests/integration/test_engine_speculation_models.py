@@ -8,11 +8,12 @@ from functools import partialmethod
 import pytest
 import torch
 
-from attnmux.core import DraftTree, NoBackend, Offer, load_plugins
+from attnmux.core import NoBackend, Offer, Plugins
 from attnmux.core.find.cpu import probe_cpu
 from attnmux.core.plugin import NONE, one_of
 from attnmux.cpu.flex_attention import FlexAttentionBackend
 from attnmux.emulators.flex_attention import emulated
+from attnmux.parts import DraftTree
 from attnmux.testing import RecordingGraphs, fake_platform, graph_card
 from attnmux.transformers import (
     Engine,
@@ -214,7 +215,7 @@ def test_trees_on_a_backend_without_masks_give_the_same_text(tiny, architecture,
     expected = alone(model, prompts, NUM)
     maskless = graph_card(phase=one_of("extend", "decode"), spec_topk=NONE, custom_mask=NONE)
     runner = graph_runner(folder, card=maskless, page_size=page_size, draft_topk=4)
-    assert runner.decision.trees is not None
+    assert runner.decision.answer("draft_trees", "prefixes", "decode") is not None
     for graphs in (False, True):
         if graphs:
             runner.capture_graphs(draft_tokens=6, draft_topk=4, devices=RecordingGraphs())
@@ -242,7 +243,7 @@ def test_windows_count_positions_of_nodes(tiny, run_on, page_size, alone):
 def test_trees_with_windows_need_a_backend_that_serves_them(tiny):
     folder = tiny("gemma3")[1]
     by_places = graph_card(tree_windows=NONE)
-    with pytest.raises(NoBackend, match="tree_windows: wanted yes, offered none"):
+    with pytest.raises(NoBackend, match="tree_windows: not served"):
         graph_runner(folder, card=by_places, draft_topk=3)
 
 
@@ -257,7 +258,7 @@ def shipped():
         draft_topk=3,
         page_size=16,
     )
-    offers = load_plugins().offers()
+    offers = Plugins.load().offers()
     return load_runner(open_checkpoint(recall.PATH), probe_cpu(), offers, options)
 
 

@@ -267,7 +267,7 @@ def test_layers_that_keep_the_model_s_dtype():
         (["x", "--model", "/no/such/folder"], ["no such folder"], 2),
         (["x", "--model", ""], ["empty name", "hub"], 2),
         (["x", "--backend", "torch_nativ"], ["unknown attention backend", "torch_native"], 2),
-        (["x", "--backend", "fa3"], ["fa3", "vendor: wanted cpu"], 3),
+        (["x", "--backend", "fa3"], ["fa3", "vendor: needs nvidia, this is cpu"], 3),
         (["x", "--kv-dtype", "fp4", "--backend", "native"], ["kv_dtype", "native"], 3),
         (["x", "--kv-dtype", "int3"], ["kv_dtype", "int3"], 2),
         (["x", "--kv-dtype-skip", "0"], ["kv_dtype_skip", "a kv_dtype with it"], 2),

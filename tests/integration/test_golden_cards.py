@@ -13,8 +13,8 @@ from attnmux.core import (
     MHATokenToKVPool,
     Offer,
     Platform,
+    Plugins,
     Request,
-    load_plugins,
     torch_dtype,
 )
 from attnmux.core.facts.request import parse_fields
@@ -28,7 +28,7 @@ except ModuleNotFoundError:  # Python 3.10
     import tomli as tomllib
 
 ROOT = Path(__file__).resolve().parents[2]
-OFFERS: tuple[Offer, ...] = load_plugins().offers()
+OFFERS: tuple[Offer, ...] = Plugins.load().offers()
 CARDS = {offer.address: offer for offer in OFFERS}
 KNOWN = json.loads(
     files("attnmux.core.cards").joinpath("known_backends.json").read_text(encoding="utf-8")
@@ -146,7 +146,8 @@ SHAPES = {
     "chunks": "kind=dual_chunk,dtype=bf16,head_dim=128,num_q_heads=40,num_kv_heads=8",
 }
 LIMITS = """
-nvidia/fa3 nvidia:sm90 decode gqa head_dim=80 HEAD_DIM
+nvidia/fa3 nvidia:sm90 decode gqa head_dim=80 served
+nvidia/fa3 nvidia:sm90 decode gqa head_dim=72 HEAD_DIM
 nvidia/fa3 nvidia:sm90 decode gqa head_dim=192,v_head_dim=128 served
 nvidia/fa3 nvidia:sm90 decode gqa head_dim=192,v_head_dim=64 V_HEAD_DIM
 nvidia/fa3 nvidia:sm90 decode gqa logit_cap=30 served

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from attnmux.configs import request_from_model
-from attnmux.core import Decision, NoBackend, Offer, Platform, Policy, Request, load_plugins, solve
+from attnmux.core import Decision, NoBackend, Offer, Platform, Plugins, Policy, Request, solve
 
 MODELS = Path(__file__).parents[1] / "core" / "data"
 LLAMA = request_from_model(MODELS / "llama-3.1-8b")
@@ -20,7 +20,7 @@ FP8, FNUZ = "fp8_e4m3", "fp8_e4m3fnuz"
 
 @pytest.fixture(scope="module")
 def offers() -> tuple[Offer, ...]:
-    return load_plugins().offers()
+    return Plugins.load().offers()
 
 
 def launch(offers, platform: str, request: Request, **policy) -> Decision:
@@ -172,11 +172,11 @@ def test_one_name_for_both_phases_is_the_base_name(offers, name) -> None:
             BLACKWELL,
             LLAMA.replace(page_size=32),
             {"prefill_backend": "fa4", "decode_backend": "trtllm_mha"},
-            "offered 128; backend: .*never shares a KV cache with trtllm_mha",
+            "serves 128; backend: .*never shares a KV cache with trtllm_mha",
         ),
         # A name holds for a phase's own flag too, and nothing is snapped in silence.
         (HOPPER, DEEPSEEK.replace(page_size=16), {"decode_backend": "flashmla"}, "page_size=64"),
-        (HOPPER, DEEPSEEK, {"prefill_backend": "flashmla"}, "phase: wanted extend"),
+        (HOPPER, DEEPSEEK, {"prefill_backend": "flashmla"}, "phase: asked for extend"),
         (
             HOPPER,
             LLAMA.replace(deterministic=True),
@@ -184,8 +184,8 @@ def test_one_name_for_both_phases_is_the_base_name(offers, name) -> None:
             "deterministic",
         ),
         (HOPPER, LLAMA, {"prefill_backend": "fa3", "kv_dtype": "fp8_e5m2"}, "kv_dtype"),
-        (HOPPER, LLAMA, {"backend": "trtllm_mla"}, "kind: wanted mha"),
-        (BLACKWELL, DEEPSEEK, {"backend": "trtllm_mha"}, "kind: wanted mla"),
+        (HOPPER, LLAMA, {"backend": "trtllm_mla"}, "kind: asked for mha"),
+        (BLACKWELL, DEEPSEEK, {"backend": "trtllm_mha"}, "kind: asked for mla"),
         ("nvidia:sm90,cuda=12.2", LLAMA, {"backend": "fa3"}, "runtime"),
         (BLACKWELL, LLAMA, {"backend": "fa3"}, "version"),
         ("nvidia:sm120", LLAMA, {"backend": "trtllm_mha", "kv_dtype": FP8}, "extend"),

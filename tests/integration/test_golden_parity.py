@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from attnmux.core import Offer, Platform, Policy, Request, load_plugins, solve
+from attnmux.core import Offer, Platform, Plugins, Policy, Request, solve
+from attnmux.core.find.graphs import with_graphs
 
 FOLDER = Path(__file__).parent / "golden"
 PAGE = Path(__file__).parents[2] / "docs" / "parity.md"
@@ -61,7 +62,7 @@ REQUESTS: dict[str, str] = {
 
 @pytest.fixture(scope="module")
 def offers() -> tuple[Offer, ...]:
-    return load_plugins().offers()
+    return Plugins.load().offers()
 
 
 def decided(offers: tuple[Offer, ...], machine: str, column: str) -> str:
@@ -118,3 +119,34 @@ def test_a_cell_is_listed_once_and_with_a_reason() -> None:
     assert len(cells) == len(set(cells))
     assert set(cells) <= set(product(MACHINES, REQUESTS))
     assert all(because for *_, because in listed())
+
+
+FURTHER = {
+    "8-bit KV, MHA": f"{MHA},kv_dtype=fp8_e4m3",
+    "8-bit KV, MLA": f"{MLA},num_q_heads=16,kv_dtype=fp8_e4m3",
+    "deterministic, MHA": f"{MHA},deterministic=true",
+    "deterministic, MLA": f"{MLA},num_q_heads=16,deterministic=true",
+}
+"""As engines ask, with graphs where the device has them."""
+
+
+def test_the_page_has_8_bit_kv_and_determinism(offers) -> None:
+    """The columns of the second table, whose rows begin with a platform."""
+    lines = PAGE.read_text(encoding="utf-8").splitlines()
+    head = next(n for n, line in enumerate(lines) if line.startswith("| platform |"))
+    cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines[head:]]
+    columns = cells[0][1:]
+    assert columns == list(FURTHER)
+    rows = {row[0]: row[1:] for row in cells[2 : cells.index([""])]}
+    assert len(rows) == 8
+    for machine, told in rows.items():
+        assert told == [further(offers, machine, column) for column in columns], machine
+
+
+def further(offers: tuple[Offer, ...], machine: str, column: str) -> str:
+    """The backend, as "extend + decode" where they differ, and whether decode runs eagerly."""
+    platform = Platform.parse(machine)
+    request = with_graphs(Request.parse(FURTHER[column]), platform)
+    one = solve(request, platform, offers)
+    names = dict.fromkeys(one.phases[phase].backend for phase in ("extend", "decode"))
+    return " + ".join(names) + (" (eager)" if request.graph and not one.request.graph else "")

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from attnmux.core import InvalidInput, NoBackend, Offer, load_plugins
+from attnmux.core import InvalidInput, NoBackend, Offer, Plugins
 from attnmux.core.find.cpu import probe_cpu
 from attnmux.testing import RecordingGraphs, fake_platform, graph_card
 from attnmux.transformers import (
@@ -21,6 +21,7 @@ from attnmux.transformers import (
     run_prompts,
 )
 from attnmux.transformers.engine import scheduler
+from attnmux.transformers.model.images.capture import ImageReader
 
 IMAGE, BEGIN, END = 90, 92, 93
 MODELS = ["qwen2.5-vl", "gemma3-images", "llava"]
@@ -283,7 +284,7 @@ def test_the_vision_tower_packs_its_images(tiny, run_on, name, monkeypatch):
     """One call of the encoder's backend for each layer, whatever the number of images."""
     _, folder = tiny(name)
     runner = runner_of(run_on, folder)
-    tower = runner.images.tower
+    tower = runner.part(ImageReader).tower
     packed, attend = [], tower.attend
 
     def watched(q, k, v, lens, **kwargs):
@@ -332,7 +333,7 @@ def test_a_model_of_text_alone_refuses_images(tiny, run_on):
 
 def test_backends_without_masks_are_refused_with_the_reason(tiny):
     _, folder = tiny("gemma3-images")
-    offers = [offer for offer in load_plugins().offers() if offer.card.name == "fa3"]
+    offers = [offer for offer in Plugins.load().offers() if offer.card.name == "fa3"]
     options = RunnerOptions(
         max_batch_size=2, max_context_len=64, max_total_tokens=64, images=True, dtype="bfloat16"
     )

@@ -9,7 +9,7 @@ import torch
 
 from attnmux.core import ForwardMode, Platform
 from attnmux.core.find.cpu import probe_cpu
-from attnmux.core.plugin import imported
+from attnmux.core.plugin import KernelLibrary
 from attnmux.cpu.flex_attention import FlexAttentionBackend
 from attnmux.cpu.native import NativeBackend
 from attnmux.cpu.torch_native import TorchNativeBackend
@@ -18,12 +18,12 @@ from attnmux.nvidia.flashinfer.planning import FlashInferKernels
 from attnmux.testing import Case, extend, fake_platform, make_setup, prepare_step, reference
 from attnmux.testing.adapters.tests import AdapterWorld
 from attnmux.transformers import SequenceState
+from attnmux.transformers.requests.batching import mask_of
 from attnmux.transformers.requests.prompt_images import PromptImages
-from attnmux.transformers.requests.step_images import mask_of
 
 FLASHINFER_WORLD = AdapterWorld(
     library=make_flashinfer,
-    kernels=imported(FlashInferKernels, "attnmux.emulators.nvidia.flashinfer"),
+    kernels=KernelLibrary.imported(FlashInferKernels, "attnmux.emulators.nvidia.flashinfer"),
     platform=Platform.parse("nvidia:sm90,cuda=13.0"),
     host_lens=True,
 )

@@ -12,7 +12,7 @@ import pytest
 import torch
 from click.testing import CliRunner
 
-from attnmux.core import InvalidInput, LayerGroup, Policy, Request, load_plugins
+from attnmux.core import InvalidInput, LayerGroup, Plugins, Policy, Request
 from attnmux.core.cli.verbs import verbs
 from attnmux.core.find.cpu import probe_cpu
 from attnmux.distributed import RankGroup
@@ -28,7 +28,7 @@ from attnmux.transformers import (
     run_prompts,
 )
 from attnmux.transformers.parallel import launch
-from attnmux.transformers.parallel.prefill import TOKENS_EACH, PrefillParallelRanks
+from attnmux.transformers.parallel.prefill import TOKENS_EACH, PrefillParallelRanks, ZigzagSteps
 from attnmux.transformers.requests.sequence import SequenceState
 
 OPTIONS = {"max_batch_size": 4, "max_context_len": 64, "max_total_tokens": 192, "dtype": "float32"}
@@ -40,11 +40,11 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
 }
 
 
-class Counting(PrefillParallelRanks):
+class Counting(ZigzagSteps):
     """Notes how many requests the split steps have."""
 
     def __init__(self, group: RankGroup) -> None:
-        super().__init__(group, least_tokens=2 * group.size)
+        super().__init__(group, 2 * group.size)
         self.split_steps: list[int] = []
 
     def _part(self, step):
@@ -61,8 +61,10 @@ def prompts_of(seed: int) -> list[list[int]]:
 
 
 def loaded(group: RankGroup, folder: Path, **changes: object) -> ModelRunner:
-    offers = [one for one in load_plugins().offers() if one.card.name == "torch_native"]
-    options = RunnerOptions(**{**OPTIONS, "ranks": Counting(group), **changes})
+    offers = [one for one in Plugins.load().offers() if one.card.name == "torch_native"]
+    ranks = PrefillParallelRanks(group, least_tokens=2 * group.size)
+    ranks.steps = Counting(group)
+    options = RunnerOptions(**{**OPTIONS, "ranks": ranks, **changes})
     return load_runner(open_checkpoint(folder), probe_cpu(), offers, options)
 
 
@@ -88,7 +90,7 @@ def every_text(
     for name, folder in folders.items():
         runner = loaded(group, folder, **ARCHITECTURES[name])
         found[name] = generated(runner, prompts)
-        split = runner.ranks.split_steps
+        split = runner.ranks.steps.split_steps
         assert max(split) > 1, "no step of several prompts was split"
         assert len(split) >= 3
     runner = loaded(group, folders["llama"], draft_tokens=4)
@@ -106,11 +108,8 @@ def check_logits_of_first(runner: ModelRunner) -> None:
     for length in (3, 20):
         state = SequenceState(token_ids=list(range(length)))
         step = runner.steps.extend([state])
-        logits = ranks.run(
-            step,
-            step.last_indices,
-            lambda step, indices: torch.full((len(indices), 97), float(rank + 1)),
-        )
+        _, kept = ranks.steps.begin(step, step.last_indices)
+        logits = ranks.steps.end(torch.full((len(kept), 97), float(rank + 1)), 1)
         assert logits.shape == (1, 97)
         assert bool((logits == 1).all())
         runner.release([state])
@@ -120,9 +119,9 @@ def check_short_prompts(runner: ModelRunner) -> None:
     ranks = runner.ranks
     for lens, is_split in (((3, 3, 3), False), ((1, 4), True)):
         states = [SequenceState(token_ids=[1] * length) for length in lens]
-        before = len(ranks.split_steps)
+        before = len(ranks.steps.split_steps)
         runner.extend(states)
-        assert len(ranks.split_steps) - before == is_split
+        assert len(ranks.steps.split_steps) - before == is_split
         runner.release(states)
 
 
@@ -130,17 +129,17 @@ def check_construction(group: RankGroup) -> None:
     with pytest.raises(InvalidInput, match="expected at least 4, a token for each of 2 chunks"):
         PrefillParallelRanks(group, least_tokens=3)
     ranks = PrefillParallelRanks(group)
-    assert ranks.least_tokens == 2 * TOKENS_EACH
+    assert ranks.steps.least_tokens == 2 * TOKENS_EACH
     for changes, match in (
         ({"linear_layers": (("gdn", 2),)}, "got linear layers"),
         ({"other_layers": [LayerGroup(layers=1, head_dim=8)]}, "got layers of several shapes"),
         ({"deterministic": True}, "got a deterministic request"),
     ):
         with pytest.raises(InvalidInput, match=f"pcp: expected attention in every layer.*{match}"):
-            ranks.solve(Request(**changes), probe_cpu(), (), Policy(), ())
+            ranks.building.solve(Request(**changes), probe_cpu(), (), Policy(), ())
     chosen = Request(sparse="quest", sparse_budget=64, page_size=16)
     with pytest.raises(InvalidInput, match="sparse: expected None with pcp"):
-        ranks.solve(chosen, probe_cpu(), (), Policy(), ())
+        ranks.building.solve(chosen, probe_cpu(), (), Policy(), ())
 
 
 def check_command(group: RankGroup) -> None:

@@ -7,7 +7,8 @@ import random
 import pytest
 import torch
 
-from attnmux.core import InvalidInput, LinearLayerSpec, LinearStatePool
+from attnmux.core import InvalidInput, LinearLayerSpec
+from attnmux.parts import LinearStatePool
 from attnmux.transformers.requests.prefixes import StatePrefixTree
 from attnmux.transformers.requests.slots import PagedAllocator
 

@@ -7,17 +7,10 @@ import torch
 import transformers
 from transformers import AutoModelForCausalLM
 
-from attnmux.core import (
-    InvalidInput,
-    MHATokenToKVPool,
-    MLATokenToKVPool,
-    NoBackend,
-    Offer,
-    Policy,
-    merge_into,
-)
+from attnmux.core import InvalidInput, MHATokenToKVPool, MLATokenToKVPool, NoBackend, Offer, Policy
 from attnmux.core.find.cpu import probe_cpu
 from attnmux.core.plugin import ANY, BackendCard, Clause, Prior, one_of
+from attnmux.parts import merge_into
 from attnmux.transformers import (
     RunnerOptions,
     SequenceState,
@@ -187,10 +180,10 @@ def test_a_long_prompt_runs_expanded_after_its_cached_prefix(
 ):
     model, folder = made(name)
     runner = run_on(folder, page_size=page_size, mla="absorbed", max_context_len=120)
-    assert runner.decision.expanded is not None
+    assert runner.decision.answer("expanded_prompts", "prompts", "extend") is not None
     merged = []
     monkeypatch.setattr(
-        "attnmux.core.composites.part_attention.merge_into",
+        "attnmux.parts.part_attention.merge_into",
         lambda *given: merged.append(merge_into(*given)),
     )
     ids = torch.randint(97, (100,), generator=torch.Generator().manual_seed(2)).tolist()

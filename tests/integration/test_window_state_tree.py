@@ -7,7 +7,8 @@ import random
 import pytest
 import torch
 
-from attnmux.core import LinearLayerSpec, LinearStatePool, MHATokenToKVPool, SWAKVPool
+from attnmux.core import LinearLayerSpec, MHATokenToKVPool, SWAKVPool
+from attnmux.parts import LinearStatePool
 from attnmux.transformers.requests.prefixes import WindowSpan, WindowStatePrefixTree
 from attnmux.transformers.requests.slots import SWAAllocator
 

@@ -8,10 +8,10 @@ from itertools import islice
 import pytest
 import torch
 
-from attnmux.core import LinearStatePool
 from attnmux.core.plugin import one_of
 from attnmux.cpu.plugin import TORCH_LINEAR
 from attnmux.cpu.torch_linear import TorchLinearBackend
+from attnmux.parts import LinearStatePool
 from attnmux.testing import Candidate, fake_card, fake_platform, run_case, verify
 from attnmux.testing.cases.linear import LinearCase
 from attnmux.testing.sampling.linear import linear_samples

@@ -25,7 +25,7 @@ from attnmux.testing import (
 )
 from attnmux.testing.run import children
 from attnmux.testing.run.candidate import Outcome, StepFigures
-from attnmux.testing.verification.by_length import by_length
+from attnmux.testing.verification.printed import by_length
 
 
 class NoScale(FakeBackend):
@@ -97,7 +97,7 @@ def test_counts_what_ran_and_what_was_refused(on_trial) -> None:
     assert f"{served} of {served} cases agree" in said
     assert f"{len(cases) - served} refused by the card" in said
     assert "bfloat16, rms (worst)" in said
-    assert "page_size: wanted 5, offered 16" in result.stdout
+    assert "page_size: asked for 5, serves 16" in result.stdout
     assert result.stderr == ""
 
 
@@ -117,7 +117,7 @@ def test_a_backend_that_cannot_run_here_is_no_success(on_trial) -> None:
     on_trial(card=fake_card(vendor=one_of("elsewhere")))
     result = invoke("fake", "--page-size", "1")
     assert result.exit_code == 3
-    assert "vendor: wanted fake, offered elsewhere" in result.stdout
+    assert "vendor: needs elsewhere, this is fake" in result.stdout
     assert invoke("fake", "--page-size", "1", "--json").exit_code == 3
 
 

@@ -27,8 +27,8 @@ from attnmux.core import (
     NoBackend,
     Offer,
     Platform,
+    Plugins,
     Request,
-    load_plugins,
     solve,
 )
 from tools.compare_choices.engines import COUNTERPARTS, NOTHING, sglang, vllm
@@ -120,7 +120,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--json", type=Path, help="a file for every answer")
     args = parser.parse_args()
-    offers, asked = load_plugins().offers(), [*questions()]
+    offers, asked = Plugins.load().offers(), [*questions()]
     rows: list[dict[str, Any]] = []
     unknown = 0
     for name, rule in ENGINES.items():

@@ -20,7 +20,7 @@ SHOWN = ("torch", "triton", "transformers", "numpy")
 
 def check_pythons(environment: Environment, wheels: Path) -> int:
     """Print what pip would install; returns how many did not resolve."""
-    demo = ["attnmux-core", "attnmux-cpu", "attnmux-transformers"]
+    demo = ["attnmux-core", "attnmux-parts", "attnmux-cpu", "attnmux-transformers"]
     lines = (ROOT / "constraints.txt").read_text().splitlines()
     failures = 0
     with tempfile.TemporaryDirectory() as scratch:

@@ -18,15 +18,12 @@ for a fault moves most of them.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
-
-if TYPE_CHECKING:
-    from tools.models.reference import Wanted
 
 TOLERANCE = 1e-3
 """The largest difference of logits in float32, as a share of their spread: rounding stays far
@@ -45,6 +42,18 @@ SHARE = 0.9
 """Of the copies, those whose mean is within the bound of ours. A copy rounds twice what a kernel
 does: the means of kernels came to half this bound, those after a wrong position to 1.3 times at
 least."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Wanted:
+    """What the model itself says after one prompt."""
+
+    prompt: list[int]
+    tokens: list[int]
+    logits: torch.Tensor
+    """[new tokens, vocabulary]: those that each token was chosen by."""
+    encoder: Mapping[str, torch.Tensor] | None
+    """What the encoder reads; None without one."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

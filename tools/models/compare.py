@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import torch
 
 from attnmux.transformers import Engine, ModelRunner, SequenceState
-from tools.models.bounds import difference, geometric_mean
-from tools.models.reference import NEW_TOKENS, Reference, Wanted
+from tools.models.bounds import Wanted, difference, geometric_mean
+from tools.models.reference import NEW_TOKENS, Reference
 
 CHUNK = 7
 """Prompt tokens of a step, so that most prompts run in chunks."""

@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -22,7 +21,7 @@ from transformers import (
 
 from attnmux.core import torch_dtype
 from tools.models.architectures import Architecture
-from tools.models.bounds import Bounds, float32_bounds, rounding_bounds
+from tools.models.bounds import Bounds, Wanted, float32_bounds, rounding_bounds
 from tools.models.configs import VARIANTS, random_config
 from tools.models.encoder_inputs import encoder_inputs
 from tools.models.recipe import Recipe
@@ -30,18 +29,6 @@ from tools.models.recipe import Recipe
 NEW_TOKENS = 4
 TRIES = 5
 """Random weights that are tried until no text holds the padding token."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Wanted:
-    """What the model itself says after one prompt."""
-
-    prompt: list[int]
-    tokens: list[int]
-    logits: torch.Tensor
-    """[NEW_TOKENS, vocabulary]: those that each token was chosen by."""
-    encoder: Mapping[str, torch.Tensor] | None
-    """What the encoder reads; None without one."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -114,7 +114,7 @@ def _chosen(runner: ModelRunner) -> set[str]:
     """The backends of all layers."""
     decision = runner.decision
     chosen = [choice for _, choice in decision.choices]
-    chosen += [choice for served in decision.linear.values() for choice in served.values()]
+    chosen += [choice for *_, choice in decision.part_choices]
     return {choice.backend for choice in chosen}
 
 

@@ -34,7 +34,7 @@ def test_a_decision_holds_where_the_facts_are_the_same(loaded, offer, fast, cpu)
     [
         ("cpu:aarch64,features=avx2", "arch aarch64 here, x86_64 in the decision"),
         ("nvidia:sm90,cuda=12.8,features=avx2", "runtime cuda 12.8 here, unknown in the decision"),
-        ("cpu:x86_64", "fake/fast does not serve decode here: features: wanted none, offered avx2"),
+        ("cpu:x86_64", "fake/fast does not serve decode here: features: needs avx2, this has none"),
     ],
 )
 def test_another_machine_is_refused(loaded, offer, fast, platform, said) -> None:
@@ -70,7 +70,7 @@ def test_every_difference_is_reported(loaded, fast, cpu) -> None:
     with pytest.raises(InvalidInput) as caught:
         loaded.check(cpu, [fast], libraries={}.get)
     assert "fake/slow for extend is offered by no plugin here" in str(caught.value)
-    assert "fake/fast does not serve decode here: requires: wanted kernels>=2" in str(caught.value)
+    assert "fake/fast does not serve decode here: requires: needs kernels>=2" in str(caught.value)
 
 
 def test_a_difference_is_reported_once_for_all_phases(offer, cpu) -> None:

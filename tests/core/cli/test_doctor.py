@@ -288,8 +288,6 @@ def test_the_report_shows_the_traceback_and_the_libraries(ask) -> None:
     assert "click " in text
     assert "plugin bad (dist-bad 0.3): RuntimeError: [no] driver" in text
     assert "Traceback (most recent call last)" in text
-    tables = result.stdout.partition("plugin bad (dist-bad")[0]
-    assert max(map(len, tables.splitlines())) <= 100
 
 
 def test_what_keeps_a_backend_from_running_here(ask, tmp_path, monkeypatch) -> None:
@@ -316,8 +314,8 @@ def test_what_keeps_a_backend_from_running_here(ask, tmp_path, monkeypatch) -> N
     assert result.exit_code == 0, result.output
     table = result.stdout.partition("libraries")[2].splitlines()
     said = {line.split()[0]: " ".join(line.split()[1:]) for line in table if "good/" in line}
+    assert said.pop("for") == "other hardware (attnmux backends --all): good/other"
     assert said == {
-        "good/other": "nothing other hardware",
         "good/unwanted": "nothing denied",
         "good/here": "emulated lacks libraries no_such_library>=2: missing",
         "good/able": "other device ready",

@@ -16,7 +16,7 @@ from attnmux.core.cli.verbs import verbs
 @pytest.fixture
 def call(monkeypatch):
     found = tuple(map(Platform.parse, ("amd:gfx942", "nvidia:sm90", "cpu:x86_64")))
-    monkeypatch.setattr(shared, "detect", lambda plugins: Detection(platforms=found))
+    monkeypatch.setattr(shared.Plugins, "detect", lambda plugins: Detection(platforms=found))
 
     def invoke(*args: str):
         return CliRunner().invoke(verbs, args, prog_name="attnmux")
@@ -89,4 +89,4 @@ def test_a_vendor_that_is_not_here_is_refused_with_the_words_for_another_machine
         refused = call(verb, "--platform", wanted)
         assert refused.exit_code == 2
         said = "--platform: expected one of amd:gfx942, nvidia:sm90, cpu:x86_64; or, for a machine"
-        assert f"{said} elsewhere, VENDOR:ARCH[,KEY=VALUE]…" in refused.stderr
+        assert f"{said} elsewhere, PRODUCT or VENDOR:ARCH[,KEY=VALUE]…" in refused.stderr

@@ -26,8 +26,8 @@ from attnmux.core import (
     solve,
 )
 from attnmux.core.composites.layer_groups import LayerGroupsBackend
-from attnmux.core.composites.two_batches import TboAttnBackend
 from attnmux.core.plugin import one_of
+from attnmux.parts.two_batches import TboAttnBackend
 from attnmux.testing import FakeBackend, fake_card, fake_platform
 
 CPU = torch.device("cpu")

@@ -2,13 +2,14 @@ from __future__ import annotations
 
 import pickle
 import re
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from attnmux.core import InvalidInput, Platform
-from attnmux.core.facts.vendors import VENDORS
+from attnmux.core.facts.vendors import PRODUCTS, VENDORS
 
 
 @pytest.mark.parametrize(
@@ -219,3 +220,16 @@ def test_the_table_names_each_vendor_once() -> None:
 def test_facts_of_other_types_are_refused(given) -> None:
     with pytest.raises(InvalidInput, match=f"platform, {next(iter(given))}: expected"):
         Platform(**{"vendor": "acme", "device_type": "cpu", "arch": "v1", **given})
+
+
+@pytest.mark.parametrize("product", PRODUCTS)
+def test_a_product_stands_for_its_architecture(product) -> None:
+    row, arch, name = PRODUCTS[product]
+    found = Platform.parse(f"{product.upper()},count=8")
+    assert (found.vendor, found.arch, found.name, found.count) == (row.name, arch, name, 8)
+    assert Platform.parse(str(found)) == replace(found, name="")
+
+
+def test_a_product_that_is_not_known_gets_a_guess() -> None:
+    with pytest.raises(InvalidInput, match="expected rtx4090, or PRODUCT or VENDOR:ARCH"):
+        Platform.parse("rtx4091")

@@ -9,29 +9,29 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from attnmux.core import (
+    AttnmuxError,
     ForwardMode,
     GraphUnsupported,
     InvalidInput,
     LayerSpec,
     LinearLayerSpec,
-    LinearStatePool,
     NoBackend,
     Offer,
+    Plugins,
     Policy,
     PoolExhausted,
     Request,
     SpecInput,
     build,
-    linear_request,
-    load_plugins,
     solve,
 )
-from attnmux.core.composites.linear_hybrid import HybridLinearAttnBackend, LinearByPhase
 from attnmux.core.find.cpu import probe_cpu
-from attnmux.core.linear import states as linear_states
-from attnmux.core.plugin import GraphStep, LinearAttentionBackend, PluginError, one_of
+from attnmux.core.plugin import GraphStep, LinearAttentionBackend, one_of
 from attnmux.cpu.plugin import TORCH_LINEAR
 from attnmux.cpu.torch_linear import TorchLinearBackend
+from attnmux.parts import LinearStatePool, linear_request
+from attnmux.parts import states as linear_states
+from attnmux.parts.linear_hybrid import HybridLinearAttnBackend, LinearByPhase
 from attnmux.testing import RecordingGraphs, decode, extend, fake_platform, verify
 from attnmux.testing.cases.linear import LinearCase, linear_cases
 from attnmux.testing.fakes.backend import FakeBackend, fake_card
@@ -263,7 +263,7 @@ def test_drafts_that_no_state_follows() -> None:
         (tree, "chains: the states of a tree's branches are not kept"),
         (mask, "chains"),
         (None, "the drafts of a verify step"),
-        (SpecInput(draft_token_num=5), "1 to 4, for which the LinearStatePool has room"),
+        (SpecInput(draft_token_num=5), "1 to 4, for which the states have room"),
         (SpecInput(draft_token_num=2), "2 of each"),
     ):
         wrong = replace(batch, spec_info=spec_info)
@@ -276,9 +276,9 @@ def test_drafts_that_no_state_follows() -> None:
             backend.convolve(x, weight, given.layer, wrong)
     silent = Noted(setup.context)
     silent.init_forward_metadata(batch)
-    with pytest.raises(PluginError, match="Noted verifies no drafts"):
+    with pytest.raises(AttnmuxError, match="Noted verifies no drafts"):
         silent.forward(layer=given.layer, batch=batch, **call)
-    with pytest.raises(PluginError, match="Noted verifies no drafts"):
+    with pytest.raises(AttnmuxError, match="Noted verifies no drafts"):
         silent.convolve(x, weight, given.layer, batch)
 
 
@@ -384,7 +384,7 @@ NEEDS = {"dtype": "bfloat16", "page_size": 1, "num_q_heads": 1, "num_kv_heads": 
 
 def decided(**changes):
     needs = {**NEEDS, "linear_layers": {"gdn": 2}, "linear_head_dim": 64, **changes}
-    return solve(Request(**needs), CPU, load_plugins().offers())
+    return solve(Request(**needs), CPU, Plugins.load().offers())
 
 
 def context_of(setup, decision):
@@ -402,7 +402,9 @@ def context_of(setup, decision):
 
 def test_a_decision_becomes_a_hybrid(setup) -> None:
     decision = decided()
-    assert {choice.backend for choice in decision.linear["gdn"].values()} == {"torch_linear"}
+    assert {choice.backend for choice in decision.parts["linear_layers"]["gdn"].values()} == {
+        "torch_linear"
+    }
     assert decision.unserved_layers == ()
     assert "torch_linear (cpu) serves 2 gdn layers" in decision.summary()
     context = context_of(setup, decision)
@@ -413,7 +415,7 @@ def test_a_decision_becomes_a_hybrid(setup) -> None:
         build(decision, replace(context, linear_states=None))
     for wrong, said in (
         ({"linear_layers": {"kda": 2}}, "a kind that the decision serves: kda"),
-        ({"linear_layers": {}}, "serves: none"),
+        ({"linear_layers": {}}, "the decision has no linear layers"),
         ({"linear_head_dim": 32}, "32, as decided"),
         ({"linear_v_head_dim": 128}, "128, as decided"),
         ({"two_batches": True}, "no half of a step"),
@@ -427,22 +429,23 @@ def test_a_decision_becomes_a_hybrid(setup) -> None:
 def test_a_factory_that_makes_something_else(setup) -> None:
     decision = decided()
     choice = replace_choice(decision, "attnmux.testing.fakes.backend:FakeBackend")
-    with pytest.raises(PluginError, match="made a FakeBackend"):
+    with pytest.raises(AttnmuxError, match="made a FakeBackend"):
         build(choice, context_of(setup, decision))
 
 
 def replace_choice(decision, factory):
     served = {
-        phase: replace(choice, factory=factory) for phase, choice in decision.linear["gdn"].items()
+        phase: replace(choice, factory=factory)
+        for phase, choice in decision.parts["linear_layers"]["gdn"].items()
     }
-    return replace(decision, linear={"gdn": served})
+    return replace(decision, parts={"linear_layers": {"gdn": served}})
 
 
 def test_a_named_backend_serves_the_linear_layers_or_nobody_does() -> None:
     request = Request(**NEEDS, linear_layers={"gdn": 2}, linear_head_dim=64)
-    offers = load_plugins().offers()
+    offers = Plugins.load().offers()
     named = solve(request, CPU, offers, Policy(linear_backend="torch_linear"))
-    assert named.linear["gdn"]["decode"].origin == "user"
+    assert named.parts["linear_layers"]["gdn"]["decode"].origin == "user"
     with pytest.raises(NoBackend, match="torch_native"):
         solve(request, CPU, offers, Policy(linear_backend="torch_native"))
     without = [offer for offer in offers if offer.card.name != "torch_linear"]
@@ -453,7 +456,7 @@ def test_a_named_backend_serves_the_linear_layers_or_nobody_does() -> None:
 
 def test_a_loaded_decision_is_checked_here() -> None:
     decision = type(decided()).from_json(decided().to_json())
-    offers = load_plugins().offers()
+    offers = Plugins.load().offers()
     decision.check(CPU, offers)
     without = [offer for offer in offers if offer.card.name != "torch_linear"]
     with pytest.raises(InvalidInput, match="torch_linear for extend and decode is offered by no"):
@@ -467,7 +470,7 @@ def test_phases_may_have_backends_of_their_own() -> None:
         priors=(),
         clauses=tuple(replace(each, phase=one_of("decode")) for each in TORCH_LINEAR.clauses),
     )
-    offers = [offer for offer in load_plugins().offers() if offer.card.name != "torch_linear"]
+    offers = [offer for offer in Plugins.load().offers() if offer.card.name != "torch_linear"]
     prefill = replace(
         TORCH_LINEAR,
         clauses=tuple(replace(each, phase=one_of("extend")) for each in TORCH_LINEAR.clauses),
@@ -496,7 +499,7 @@ def test_the_backend_of_decode_or_extend_verifies(mode) -> None:
         phases: tuple(replace(each, phase=one_of(*phases)) for each in TORCH_LINEAR.clauses)
         for phases in (("extend", "verify"), ("decode", "verify"))
     }
-    offers = [offer for offer in load_plugins().offers() if offer.card.name != "torch_linear"]
+    offers = [offer for offer in Plugins.load().offers() if offer.card.name != "torch_linear"]
     offers += [
         Offer(
             card=replace(TORCH_LINEAR, name=name, priors=(), clauses=clauses[phases]),
@@ -505,17 +508,19 @@ def test_the_backend_of_decode_or_extend_verifies(mode) -> None:
         )
         for name, phases in (("one", ("extend", "verify")), ("other", ("decode", "verify")))
     ]
-    served = solve(asked, CPU, offers).linear["gdn"]
+    served = solve(asked, CPU, offers).parts["linear_layers"]["gdn"]
     assert served["verify"] == served["extend" if mode == "prefill" else "decode"]
 
 
 def test_linear_layers_do_not_verify_trees_that_attention_verifies_in_two_parts() -> None:
-    offers = [offer for offer in load_plugins().offers() if offer.card.name == "torch_linear"]
+    offers = [offer for offer in Plugins.load().offers() if offer.card.name == "torch_linear"]
     card = fake_card(spec_topk=one_of(1), vendor=one_of("cpu"))
     offers.append(Offer(card=card, plugin="fake", distribution="fake"))
     trees = {**NEEDS, "spec_topk": 4, "spec_draft_tokens": 6}
     plain = solve(Request(**trees), CPU, offers)
-    assert plain.trees is not None
+    assert plain.answer("draft_trees", "prefixes", "decode") is not None
     decision = solve(Request(**trees, linear_layers={"gdn": 2}, linear_head_dim=64), CPU, offers)
-    assert decision.trees == plain.trees
+    assert decision.answer("draft_trees", "prefixes", "decode") == plain.answer(
+        "draft_trees", "prefixes", "decode"
+    )
     assert decision.unserved_layers == (("gdn", 2),)

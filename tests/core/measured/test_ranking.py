@@ -17,7 +17,8 @@ from attnmux.bench.keeping import RecordFile
 from attnmux.core import Decision, InvalidInput, Measurement, Platform, Policy, Request, solve
 from attnmux.core.choosing.checking import prior_rank
 from attnmux.core.cli.outcomes import outcomes
-from attnmux.core.measured.ranking import current_measurements, ranking_by, ranks
+from attnmux.core.measured.evidence import evidence_of
+from attnmux.core.measured.ranking import ranking_by, ranks
 from attnmux.core.plugin import Clause, Prior, one_of
 from attnmux.core.verbs import Device, Question
 
@@ -47,7 +48,7 @@ def timed(offer, median_us, request=REQUEST, phase="decode", **given) -> Measure
 
 
 def measured_ranking(measurements, platform, offers, policy=None, **given):
-    return ranking_by(current_measurements(measurements, platform, offers, policy, **given), offers)
+    return ranking_by(evidence_of(measurements, platform, offers, policy, **given))
 
 
 def decide(offers, measurements, policy=None, request=REQUEST, platform=HOPPER) -> Decision:
@@ -84,13 +85,14 @@ def test_the_faster_one_wins_where_it_was_measured(pair, faster) -> None:
 def test_the_decision_says_so(pair, faster) -> None:
     decision = decide(pair, faster)
     assert (
-        "b (fake) serves decode, rank 10 (measured), the best of 2 that fit" in decision.summary()
+        "b (fake) serves decode, rank 10 (measured on this machine; the fastest of 2), "
+        "the best of 2 that fit" in decision.summary()
     )
     assert "a (fake) serves extend, rank 10, the best of 2" in decision.summary()
     told = outcomes(decision, pair, Policy())
     assert [o.source for o in told if o.standing == "chosen"] == [
         "the test",
-        "measured on this machine",
+        "measured on this machine; the fastest of 2",
     ]
     assert Decision.from_json(decision.to_json()) == decision
 

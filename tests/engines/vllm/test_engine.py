@@ -183,7 +183,7 @@ def test_the_solvers_reasons_reach_the_user(checkpoint, monkeypatch):
     with pytest.raises(ValueError, match="is not valid for this configuration") as caught:
         texts(checkpoint("gqa"), "ATTNMUX", [], block_size=48)
     assert "acme_paged (acme)" in str(caught.value)
-    assert "vendor: wanted cpu, offered acme" in str(caught.value)
+    assert "vendor: needs acme, this is cpu" in str(caught.value)
 
 
 def test_without_attnmux_the_engine_keeps_its_own(checkpoint, prompts):
@@ -209,7 +209,7 @@ def test_a_second_engine_is_refused_at_its_start(checkpoint, prompts, monkeypatc
     """vLLM asks once a process for layers that look alike to it."""
     assert texts(checkpoint("gqa"), "ATTNMUX", prompts[:1])
     monkeypatch.setenv("ATTNMUX_BACKEND", "acme_paged")
-    with pytest.raises(ValueError, match="vendor: wanted cpu, offered acme"):
+    with pytest.raises(ValueError, match="vendor: needs acme, this is cpu"):
         texts(checkpoint("gqa"), "ATTNMUX", [])
 
 

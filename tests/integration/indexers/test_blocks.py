@@ -24,6 +24,7 @@ from attnmux.transformers import (
     run_prompts,
 )
 from attnmux.transformers.load.checkpoint import quiet_transformers
+from attnmux.transformers.model.sparse.indexers import Indexers
 
 SIZE, TOPK, NEW = 4, 3, 8
 BASE = {
@@ -186,7 +187,7 @@ def test_a_context_of_no_more_keys_is_dense(blocks, run_on, said):
     model, folder = blocks()
     runner = run_on(folder, max_context_len=SIZE * TOPK)
     assert runner.decision.request.index_topk is None
-    assert runner.indexers is None
+    assert runner.part(Indexers) is None
     ids = said.prompts[1]
     logits = runner.extend([SequenceState(token_ids=list(ids))])
     with torch.no_grad():
@@ -198,13 +199,13 @@ def test_a_budget_holds_the_index_keys_too(blocks, run_on):
     nbytes = 10**6
     room = {"max_context_len": 80, "max_total_tokens": None}
     runner = run_on(blocks()[1], memory=MemoryBudget(nbytes=nbytes), **room)
-    taken = runner.context.token_to_kv_pool.nbytes + runner.indexers.picker.pool.nbytes
+    taken = runner.context.token_to_kv_pool.nbytes + runner.part(Indexers).picker.pool.nbytes
     assert 0.98 * nbytes < taken <= nbytes
 
 
 def test_eight_bit_caches_run(blocks, run_on, said):
     runner = run_on(blocks()[1], kv_dtype="fp8_e4m3", **ROOM)
-    assert runner.indexers.picker.pool.dtype == torch.float8_e4m3fn
+    assert runner.part(Indexers).picker.pool.dtype == torch.float8_e4m3fn
     assert all(len(text) == NEW for text in said.texts(Engine(runner)))
 
 

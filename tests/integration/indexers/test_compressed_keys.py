@@ -14,6 +14,7 @@ from attnmux.core import InvalidInput
 from attnmux.transformers import CompressedKeys, Engine, ModelProposer, NgramProposer, SequenceState
 from attnmux.transformers.load.checkpoint import quiet_transformers
 from attnmux.transformers.model.sparse import compressed_keys
+from attnmux.transformers.model.sparse.compressors import Compressors
 
 PICKED, NEW = 12, 8
 SPARSE, HEAVY, WINDOW = (
@@ -143,7 +144,7 @@ def test_keys_of_128_tokens(compressed, run_hybrid):
 
 def test_eight_bit_caches_keep_what_keys_are_made_of(compressed, run_hybrid, said):
     runner = run_hybrid(compressed()[1], kv_dtype="fp8_e4m3", **ROOM)
-    for keys in runner._served.compressors.keys.values():
+    for keys in runner.part(Compressors).keys.values():
         assert keys.pool.rows.dtype == torch.float32
         assert keys.pool.keys.dtype == torch.float8_e4m3fn
     assert all(len(text) == NEW for text in said.texts(Engine(runner)))
@@ -164,7 +165,7 @@ def test_all_that_a_layer_sees_matters_to_the_text(
 ):
     model, folder = compressed()
     ids, runner = said.prompts[3], run_hybrid(folder, **ROOM)
-    compressors = runner._served.compressors
+    compressors = runner.part(Compressors)
     expected = eager_logits(model, ids)
     torch.testing.assert_close(logits_of(runner, ids), expected, rtol=1e-3, atol=1e-3)
     if spoilt == "sinks":
@@ -223,7 +224,7 @@ def test_a_pool_of_windows_holds_what_keys_are_made_of(compressed, run_hybrid, s
     model, folder = compressed()
     runner = run_hybrid(folder, page_size=page_size, window_step_tokens=16, **ROOM)
     assert runner.sizes.swa is not None
-    for keys in runner._served.compressors.keys.values():
+    for keys in runner.part(Compressors).keys.values():
         assert keys.pool.rows.num_slots == runner.sizes.swa + page_size
         assert keys.pool.keys.num_slots == runner.sizes.full // page_size + 1
     engine = Engine(runner, prefill_tokens=16)

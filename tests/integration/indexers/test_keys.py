@@ -8,7 +8,7 @@ import transformers
 from transformers import AutoModelForCausalLM
 
 from attnmux.configs import request_from_model
-from attnmux.core import InvalidInput, load_plugins, solve
+from attnmux.core import InvalidInput, Plugins, solve
 from attnmux.core.find.cpu import probe_cpu
 from attnmux.transformers import (
     Engine,
@@ -22,6 +22,7 @@ from attnmux.transformers import (
 )
 from attnmux.transformers.load.checkpoint import quiet_transformers
 from attnmux.transformers.model.sparse import indexers
+from attnmux.transformers.model.sparse.indexers import Indexers
 
 TOPK, NEW = 12, 8
 BASE = {
@@ -194,7 +195,7 @@ def test_a_context_of_no_more_keys_has_plain_latent_attention(sparse, run_on, sa
     model, folder = sparse("deepseek")
     runner = run_on(folder, max_context_len=TOPK)
     assert runner.decision.request.kind == "mla"
-    assert runner.indexers is None
+    assert runner.part(Indexers) is None
     ids = said.prompts[1]
     logits = runner.extend([SequenceState(token_ids=list(ids))])
     with torch.no_grad():
@@ -205,7 +206,7 @@ def test_a_context_of_no_more_keys_has_plain_latent_attention(sparse, run_on, sa
 def test_eight_bit_caches_have_eight_bit_index_keys(sparse, run_on, said):
     _, folder = sparse("deepseek")
     runner = run_on(folder, max_context_len=80, max_total_tokens=512, kv_dtype="fp8_e4m3")
-    assert runner.indexers.picker.pool.dtype == torch.float8_e4m3fn
+    assert runner.part(Indexers).picker.pool.dtype == torch.float8_e4m3fn
     assert all(len(text) == NEW for text in said.texts(Engine(runner)))
 
 
@@ -214,7 +215,7 @@ def test_a_budget_holds_the_index_keys_too(sparse, run_on):
     nbytes = 10**6
     memory = MemoryBudget(nbytes=nbytes)
     runner = run_on(folder, max_context_len=80, max_total_tokens=None, memory=memory)
-    taken = runner.context.token_to_kv_pool.nbytes + runner.indexers.picker.pool.nbytes
+    taken = runner.context.token_to_kv_pool.nbytes + runner.part(Indexers).picker.pool.nbytes
     assert 0.98 * nbytes < taken <= nbytes
 
 
@@ -252,6 +253,6 @@ def test_an_indexer_that_ranks_otherwise_is_refused(sparse, run_on, monkeypatch)
 def test_the_request_of_a_config_says_what_is_picked(sparse):
     request = request_from_model(sparse("deepseek")[1] / "config.json")
     assert (request.kind, request.index_topk) == ("nsa", TOPK)
-    offers = [offer for offer in load_plugins().offers() if offer.plugin == "cpu"]
+    offers = [offer for offer in Plugins.load().offers() if offer.plugin == "cpu"]
     decision = solve(request, probe_cpu(), offers)
     assert {choice.backend for choice in decision.phases.values()} == {"torch_native"}

@@ -19,6 +19,7 @@ from attnmux.transformers import (
     run_prompts,
 )
 from attnmux.transformers.load.checkpoint import quiet_transformers
+from attnmux.transformers.model.sparse.indexers import Indexers
 
 SIZE, TOPK, NEW, END = 4, 3, 8, 11
 BASE = {
@@ -187,14 +188,14 @@ def test_chains_of_drafts_leave_the_text_as_it_is(blocks, run_hybrid, said):
 
 def test_eight_bit_caches_keep_what_keys_are_made_of(blocks, run_hybrid, said):
     runner = run_hybrid(blocks()[1], kv_dtype="fp8_e4m3", **ROOM)
-    assert runner.indexers.picker.pool.dtype == torch.float32
+    assert runner.part(Indexers).picker.pool.dtype == torch.float32
     assert all(len(text) == NEW for text in said.texts(Engine(runner)))
 
 
 def test_a_context_of_no_more_keys_is_dense(blocks, run_hybrid, said):
     model, folder = blocks()
     runner = run_hybrid(folder, max_context_len=SIZE * TOPK)
-    assert runner.indexers is None
+    assert runner.part(Indexers) is None
     ids = said.prompts[1]
     asked = [Prompt(token_ids=ids[:-1], max_new_tokens=1)]
     found = run_prompts(Engine(runner), asked).results[0].token_ids

@@ -16,14 +16,14 @@ from attnmux.core import (
     ForwardMode,
     InvalidInput,
     Platform,
+    Plugins,
     Policy,
     UpProjection,
     build,
-    load_plugins,
     solve,
 )
-from attnmux.core.composites.chunked_prefix import ChunkedPrefixBackend
 from attnmux.emulators.ascend import KERNELS
+from attnmux.parts.chunked_prefix import ChunkedPrefixBackend
 from attnmux.testing import AttentionBackendTests, Case, decode, extend, make_setup
 from attnmux.testing.adapters.tests import LATENT, AdapterWorld, EagerAdapterTests, assert_passes
 
@@ -153,15 +153,15 @@ def test_long_prompts_of_mla_run_expanded(step, monkeypatch: pytest.MonkeyPatch)
     """As a model with latents is decided and built, against absorbed attention."""
     library = replace(make, providers={"emulated": lambda: KERNELS})
     monkeypatch.setattr("attnmux.ascend.ascend.make", library)
-    monkeypatch.setattr("attnmux.core.composites.part_attention.PartAttention.MOST_LANES", 2)
+    monkeypatch.setattr("attnmux.parts.part_attention.PartAttention.MOST_LANES", 2)
     settings = {**LATENT, "num_q_heads": 4, "v_head_dim": 128, "max_context_len": 1024}
     case = Case(name="prompts", steps=(step,), page_size=128, **settings)
     world = make_setup(case, WORLD.platform, "cpu")
     asked = world.context.request.replace(chunked_prefix=True, phases=("extend", "decode"))
     policy = Policy(backend="ascend")
-    decision = solve(asked, WORLD.platform, load_plugins().offers(), policy)
-    assert decision.expanded is not None
-    assert decision.expanded.address == "ascend/ascend"
+    decision = solve(asked, WORLD.platform, Plugins.load().offers(), policy)
+    assert decision.answer("expanded_prompts", "prompts", "extend") is not None
+    assert decision.answer("expanded_prompts", "prompts", "extend").address == "ascend/ascend"
     backend = build(decision, replace(world.context, request=decision.request))
     assert isinstance(backend, ChunkedPrefixBackend)
     assert {type(each) for each in backend.expanded} == {AscendRingBackend}

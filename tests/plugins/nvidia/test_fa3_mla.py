@@ -12,7 +12,7 @@ from attnmux.core.plugin import KeyGroup
 from attnmux.emulators.candidates import SGL_FLASH_ATTN as EMULATED
 from attnmux.nvidia.cards.fa3_mla import FA3_MLA
 from attnmux.nvidia.fa3.mla import make
-from attnmux.nvidia.fa3.trees import draft_keys
+from attnmux.nvidia.fa3.steps import draft_keys
 from attnmux.testing import (
     AttentionBackendTests,
     CaseSetup,

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from attnmux.core import BackendFailed, InvalidInput, LinearStatePool
+from attnmux.core import BackendFailed, InvalidInput
 from attnmux.core.plugin import (
     LinearAttentionBackend,
     LinearCall,
@@ -28,6 +28,7 @@ from attnmux.nvidia.linear.flashinfer_gdn import (
 )
 from attnmux.nvidia.linear.gdn_inputs import STEEP, decode_gates, draft_gates, normed
 from attnmux.nvidia.linear.packed_requests import PackedRequests
+from attnmux.parts import LinearStatePool
 from attnmux.testing import AttentionBackendTests, decode, extend, run_case, verify
 from attnmux.testing.adapters.tests import recorded
 from attnmux.testing.cases.linear import SHAPES, LinearCase

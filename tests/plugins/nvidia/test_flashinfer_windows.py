@@ -6,7 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from attnmux.nvidia.flashinfer.windows import window_view
+from attnmux.nvidia.flashinfer.step import window_view
 
 PAGE_SIZES = st.sampled_from([1, 2, 3, 4, 16])
 

@@ -11,8 +11,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from attnmux.core import Platform
-from attnmux.core.composites.page_choice import PlainPages
-from attnmux.core.plugin import RequestPages
+from attnmux.parts import RequestPages
+from attnmux.parts.page_choice import PlainPages
 from attnmux.testing import Case, decode, make_setup
 
 pytest.importorskip("triton")

@@ -229,7 +229,7 @@ def name_of(kernel: Any) -> str:
 
 def chosen_pages() -> list[Any]:
     """The launches of a decode step over pages that are chosen from 65,536 keys."""
-    from attnmux.core.plugin import RequestPages  # noqa: PLC0415  # not the interpreter's
+    from attnmux.parts import RequestPages  # noqa: PLC0415  # not the interpreter's
     from attnmux.triton.functions.chosen_pages import ChosenPages  # noqa: PLC0415
 
     kernels = ChosenPages(num_kv_heads=8, head_dim=128, v_head_dim=128, page_size=16)
@@ -313,7 +313,7 @@ def index_kernels() -> Iterator[tuple[Any, dict[str, str], dict[str, Any], int]]
 
 def block_attention(arch: str) -> list[Any]:
     """The launches of a decode step and a prompt over MiniMax-M3's blocks, with 8-bit K and V."""
-    from attnmux.core.plugin import PickedBlocks  # noqa: PLC0415  # not the interpreter's
+    from attnmux.parts import PickedBlocks  # noqa: PLC0415  # not the interpreter's
     from attnmux.triton.functions.picked_blocks import BlockAttention  # noqa: PLC0415
 
     shape = {"num_q_heads": 64, "num_kv_heads": 4, "head_dim": 128, "v_head_dim": 128}

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import torch
 
-from attnmux.core import LayerSpec, prefix_context
-from attnmux.core.composites.draft_trees import TreeAttnBackend
-from attnmux.core.plugin import DraftKeys, SeenPrefixes, Trees, attend_to_drafts
+from attnmux.core import LayerSpec
 from attnmux.cpu.torch_native import TorchNativeBackend
+from attnmux.parts import DraftKeys, SeenPrefixes, Trees, attend_to_drafts, prefix_context
+from attnmux.parts.draft_trees import TreeAttnBackend
 from attnmux.testing import (
     Candidate,
     Case,

@@ -11,14 +11,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from attnmux.core import (
-    AcceptedDrafts,
-    AcceptThresholds,
-    DraftTree,
-    InvalidInput,
-    sample_tree_target_only,
-)
+from attnmux.core import InvalidInput
 from attnmux.core.plugin import GraphStep
+from attnmux.parts import AcceptedDrafts, AcceptThresholds, DraftTree, sample_tree_target_only
 from attnmux.testing import RecordingGraphs
 
 pytest.importorskip("triton")

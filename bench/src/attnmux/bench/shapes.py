@@ -7,7 +7,8 @@ from dataclasses import replace
 
 import torch
 
-from attnmux.core import InvalidInput, Request, linear_request
+from attnmux.core import InvalidInput, Request
+from attnmux.parts import linear_request
 
 DENSE_SHAPES = {"num_q_heads": 32, "num_kv_heads": 8, "head_dim": 128, "dtype": "bfloat16"}
 LATENT_SHAPES = {

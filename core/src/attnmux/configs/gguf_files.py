@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from importlib.metadata import entry_points
 from pathlib import Path
@@ -21,7 +22,7 @@ def gguf_file(path: Path) -> Path | None:
     """
     if path.suffix.lower() == ".gguf" and path.is_file():
         return path
-    if not path.is_dir() or (path / "config.json").exists():
+    if not os.path.isdir(path) or (path / "config.json").exists():
         return None
     found = sorted(path.glob("*.gguf"))
     if len(found) > 1:

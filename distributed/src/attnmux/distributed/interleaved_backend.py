@@ -16,19 +16,64 @@ from attnmux.core import (
     ForwardMode,
     InvalidInput,
     KVPool,
-    Part,
-    PartAttention,
-    among_drafts,
 )
-from attnmux.core.plugin import SeenPrefixes, quantise, shared_kernel
+from attnmux.core.plugin import shared_kernel
 from attnmux.distributed.heads import HeadSplit
-from attnmux.distributed.interleaved_keys import KeysOfRanks
 from attnmux.distributed.interleaved_kv import InterleavedKVPool, InterleavedTable
 from attnmux.distributed.interleaved_step import RankStep, StepBuffers
 from attnmux.distributed.merging import RankMerger, exchange_and_merge
+from attnmux.parts import KeyPart, PartAttention, SeenPrefixes, among_drafts
 
 if TYPE_CHECKING:
     from attnmux.core import LayerSpec, UpProjection
+from dataclasses import dataclass
+
+from attnmux.core import LayerSpec
+from attnmux.distributed.interleaving import Interleaving
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class KeysOfRanks:
+    """Where the keys of one part of a step lie."""
+
+    slots: torch.Tensor
+    """[most] int64: this rank's, padded with 0 to the most that a rank holds."""
+    order: torch.Tensor
+    """[n] int64: the row of each key among the gathered rows, [size * most]."""
+
+    @classmethod
+    def of(cls, slots: torch.Tensor, interleaving: Interleaving) -> KeysOfRanks:
+        """slots: [n] int64, the engine's. It waits for the device, to count each rank's keys."""
+        owners = interleaving.owners(slots)
+        is_of = owners == torch.arange(interleaving.size, device=slots.device).unsqueeze(1)
+        counts = is_of.sum(1)
+        most = int(counts.max())
+        own = interleaving.local(slots[is_of[interleaving.rank]])
+        within = is_of.cumsum(1).gather(0, owners.unsqueeze(0)).squeeze(0) - 1
+        return cls(
+            slots=torch.nn.functional.pad(own, (0, most - own.shape[0])),
+            order=owners * most + within,
+        )
+
+    def gather(
+        self, pool: KVPool, layer: LayerSpec, heads: HeadSplit, dtype: torch.dtype
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """K [n, Hkv, D] and V [n, Hkv, Dv] of this rank's heads, as the pool stores them, in
+        `dtype`. In MLA, K is the latent row and V its first part. Every rank calls it."""
+        k_buffer, v_buffer = pool.get_kv_buffer(layer.layer_id)
+        read = pool.translate(self.slots, layer.layer_id)
+        if layer.kind == "mla":
+            rows = self._rows(k_buffer, read, heads).to(dtype)
+            return rows, rows[..., : layer.v_head_dim]
+        k, v = (self._rows(each, read, heads).to(dtype) for each in (k_buffer, v_buffer))
+        return k, v
+
+    def _rows(self, buffer: torch.Tensor, read: torch.Tensor, heads: HeadSplit) -> torch.Tensor:
+        # As bytes: neither torch's indexing nor every transport knows 8-bit floats
+        raw = buffer.view(torch.uint8) if buffer.itemsize == 1 else buffer
+        gathered = heads.swap_rows(raw.index_select(0, read))
+        return gathered.flatten(0, 1).index_select(0, self.order).view(buffer.dtype)
+
 
 CHUNK_BYTES = 1 << 29
 """Memory for the gathered K and V of a chunk of the cached prefixes."""
@@ -119,7 +164,7 @@ class InterleavedAttnBackend(AttentionBackend):
             self._serving(step).init_forward_metadata_out_graph(step.batch, in_capture)
             return
         table = self.context.req_to_token_pool
-        parts = tuple(Part.of_step(batch, table, crossing=None, chunk_tokens=self._chunk_tokens))
+        parts = tuple(KeyPart.of_step(batch, table, crossing=None, chunk_tokens=self._chunk_tokens))
         if not parts:
             expected = (
                 "DECODE, EXTEND and MIXED of text only, or TARGET_VERIFY of the chains that were "
@@ -128,7 +173,7 @@ class InterleavedAttnBackend(AttentionBackend):
             raise InvalidInput("forward_mode", got=batch.forward_mode.name, expected=expected)
         found = (KeysOfRanks.of(part.keys, self._interleaving) for part in parts[1:])
         self._parts.begin(
-            Part(batch=part.batch, tokens=part.tokens, keys=keys)
+            KeyPart(batch=part.batch, tokens=part.tokens, keys=keys)
             for part, keys in zip(parts, (None, *found), strict=True)
         )
         self._writes = replace(batch, out_cache_loc=self._interleaving.mine(batch.out_cache_loc))
@@ -262,7 +307,7 @@ class InterleavedAttnBackend(AttentionBackend):
 
     def _stored(self, rows: torch.Tensor, scale: float | None) -> torch.Tensor:
         """K or V as the pool stores them, which may have rounded them."""
-        return quantise(rows, self._pool.dtype, scale)
+        return KVPool.quantise(rows, self._pool.dtype, scale)
 
     def _scaled(self, out: torch.Tensor, layer: LayerSpec) -> torch.Tensor:
         """The result over V without the pool's scale, with it. That of K is in `unscaled`."""

@@ -13,21 +13,23 @@ from attnmux.core import (
     InvalidInput,
     Measurement,
     Offer,
-    PartAttention,
     Platform,
     Policy,
     Request,
     build,
     make_backend,
-    parts_request,
-    prefix_context,
-    prefixes_request,
     solve_measured,
-    undrafted_request,
 )
 from attnmux.distributed.heads import HeadSplit
 from attnmux.distributed.interleaved_backend import InterleavedAttnBackend, unscaled
 from attnmux.distributed.interleaved_kv import InterleavedKVPool, InterleavedTable
+from attnmux.parts import (
+    PartAttention,
+    parts_request,
+    prefix_context,
+    prefixes_request,
+    undrafted_request,
+)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -99,9 +101,10 @@ def _with_drafts(
     )
     decided = {"page_size": decode.page_size, "kv_dtype": decode.kv_dtype}
     of_prefixes = prefixes_request(asked).replace(origin="user", **decided)
-    trees = solved(of_prefixes).phases["decode"]
-    phases = FrozenMapping({**decode.phases, "verify": trees})
-    return replace(decode, request=asked, phases=phases, trees=trees)
+    trees = solved(of_prefixes).phases
+    phases = FrozenMapping({**decode.phases, "verify": trees["decode"]})
+    parts = FrozenMapping({"draft_trees": FrozenMapping({"prefixes": trees})})
+    return replace(decode, request=asked, phases=phases, parts=parts)
 
 
 def build_interleaved(
@@ -112,11 +115,12 @@ def build_interleaved(
     context: with this rank's heads, the engine's table, an `InterleavedKVPool` and a `Workspace`.
     Raises what `build` raises.
     """
-    decode, trees = decision.decode, decision.decode.trees
+    decode = decision.decode
+    trees = decode.answer("draft_trees", "prefixes", "decode")
     if trees is not None:
         asked = undrafted_request(decode.request).replace(origin="model", phases=("decode",))
         served = FrozenMapping({"decode": decode.phases["decode"]})
-        decode = replace(decode, request=asked, phases=served, trees=None)
+        decode = replace(decode, request=asked, phases=served, parts=FrozenMapping())
     whole = decode_context(context, heads, decode.request)
     of_prompts = prompt_context(context, decision.prompts.request)
     choice = decision.prompts.phases["extend"]

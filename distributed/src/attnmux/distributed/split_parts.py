@@ -13,9 +13,10 @@ from typing import TYPE_CHECKING, TypeAlias
 
 import torch
 
-from attnmux.core import ForwardBatch, ForwardMode, Part
+from attnmux.core import ForwardBatch, ForwardMode
 from attnmux.core.plugin import cu_seqlens, kv_indices
 from attnmux.distributed.zigzag import ZigzagStep, spans
+from attnmux.parts import KeyPart
 
 if TYPE_CHECKING:
     from attnmux.core import RequestTable
@@ -37,7 +38,7 @@ SplitKeys: TypeAlias = ChunkRows | torch.Tensor | None
 
 def parts_of(
     step: ZigzagStep, table: RequestTable, *, chunks_at_once: int, most_tokens: int
-) -> Iterator[Part[SplitKeys]]:
+) -> Iterator[KeyPart[SplitKeys]]:
     """The rank's own chunks, then the cached prefix, then earlier chunks as they arrive; nothing on
     a rank without tokens.
 
@@ -59,17 +60,17 @@ def parts_of(
                 yield from _chunk_parts(step, halves, chunks, most_tokens)
 
 
-def _own_part(step: ZigzagStep) -> Part[SplitKeys]:
+def _own_part(step: ZigzagStep) -> KeyPart[SplitKeys]:
     lens = [length for chunk in step.own_chunks for length in step.chunk_lens[chunk]]
     tokens = slice(0, step.num_tokens)
     batch = _batch(step, step.req_pool_indices, tokens, lens, [0] * len(lens))
-    return Part(batch=batch, tokens=tokens, keys=None)
+    return KeyPart(batch=batch, tokens=tokens, keys=None)
 
 
 def _prefix_parts(
     step: ZigzagStep, table: RequestTable, most_tokens: int
-) -> Iterator[Part[SplitKeys]]:
-    for first, starts, lens in Part.chunks(step.cached_lens, most_tokens):
+) -> Iterator[KeyPart[SplitKeys]]:
+    for first, starts, lens in KeyPart.chunks(step.cached_lens, most_tokens):
         device = step.req_pool_indices.device
         of_part = torch.tensor([starts, lens], dtype=torch.int32).to(device)
         slots = kv_indices(
@@ -84,7 +85,7 @@ def _prefix_parts(
 
 def _chunk_parts(
     step: ZigzagStep, halves: Sequence[int], chunks: range, most_tokens: int
-) -> Iterator[Part[SplitKeys]]:
+) -> Iterator[KeyPart[SplitKeys]]:
     """The keys of some chunks, for both halves of the rank's tokens or for the second alone."""
     all_lens = torch.tensor(step.chunk_lens).view(len(step.chunk_lens), -1)
     ends = all_lens.flatten().cumsum(0).view(all_lens.shape)
@@ -92,7 +93,7 @@ def _chunk_parts(
     lens, starts = (each[chunks].T for each in (all_lens, ends - all_lens))
     rows, done = spans(starts.flatten(), lens.flatten()), 0
     is_range = len(chunks) == 1 or step.num_requests == 1
-    for first, _, key_lens in Part.chunks(lens.sum(1).tolist(), most_tokens):
+    for first, _, key_lens in KeyPart.chunks(lens.sum(1).tolist(), most_tokens):
         found = rows[done : done + sum(key_lens)]
         done += len(found)
         some = slice(int(found[0]), int(found[-1]) + 1)
@@ -102,7 +103,7 @@ def _chunk_parts(
 
 def _parts_on(
     step: ZigzagStep, keys: SplitKeys, halves: Sequence[int], first: int, key_lens: Sequence[int]
-) -> Iterator[Part[SplitKeys]]:
+) -> Iterator[KeyPart[SplitKeys]]:
     """One part on the keys of requests `first`, `first + 1`, … for each half of the rank's tokens.
 
     A single request's halves lie next to each other and make one part.
@@ -119,7 +120,7 @@ def _parts_on(
         if tokens.start < tokens.stop:
             rows = step.req_pool_indices[first:last]
             batch = _batch(step, rows, tokens, own[first:last], key_lens)
-            yield Part(batch=batch, tokens=tokens, keys=keys)
+            yield KeyPart(batch=batch, tokens=tokens, keys=keys)
 
 
 def _batch(

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from attnmux.core import BackendContext, InvalidInput, PartAttention, parts_request
+from attnmux.core import BackendContext, InvalidInput
+from attnmux.parts import PartAttention, parts_request
 
 
 def split_context(context: BackendContext) -> BackendContext:

@@ -12,14 +12,14 @@ from typing import Any
 from attnmux.amd import CARDS as AMD_CARDS
 from attnmux.amd import AiterMLAKernels
 from attnmux.ascend import CARDS as ASCEND_CARDS
-from attnmux.core import AttentionBackend, BackendContext, InvalidInput, LinearStatePool, Platform
+from attnmux.core import AttentionBackend, BackendContext, InvalidInput, Platform
 from attnmux.core.plugin import (
     ANY,
     NONE,
     BackendCard,
     KernelLibrary,
     PlainConvolutions,
-    imported,
+    StatePool,
     one_of,
 )
 from attnmux.cpu import FlexAttentionBackend
@@ -186,29 +186,29 @@ def without_features(card: BackendCard, lacks: frozenset[str]) -> BackendCard:
 
 FA3_OF_VLLM = fa3_of_vllm(VllmFA3.fwd, VllmFA3.get_scheduler_metadata)
 FA3_OF_FLASH_ATTN = fa3_of_flash_attn(FlashAttn3.fwd, FlashAttn3.get_scheduler_metadata)
-SGL_FLASH_ATTN = imported(FA3Kernels, f"{NVIDIA}.sgl_flash_attn")
-WRAPPERS = imported(FlashInferKernels, f"{NVIDIA}.flashinfer")
+SGL_FLASH_ATTN = KernelLibrary.imported(FA3Kernels, f"{NVIDIA}.sgl_flash_attn")
+WRAPPERS = KernelLibrary.imported(FlashInferKernels, f"{NVIDIA}.flashinfer")
 LATENT_WRAPPERS = from_flashinfer(flashinfer_emulator)
-GENERATED = imported(
+GENERATED = KernelLibrary.imported(
     TRTLLMMHAKernels,
     f"{NVIDIA}.flashinfer.trtllm_decode",
     f"{NVIDIA}.flashinfer.trtllm_prefill",
 )
-GENERATED_LATENT = imported(TRTLLMMLAKernels, f"{NVIDIA}.flashinfer.trtllm_mla")
-ASSEMBLED = imported(AiterMLAKernels, "attnmux.emulators.amd.aiter_mla")
-CUTLASS = imported(CutlassMLAKernels, f"{NVIDIA}.cutlass_mla")
+GENERATED_LATENT = KernelLibrary.imported(TRTLLMMLAKernels, f"{NVIDIA}.flashinfer.trtllm_mla")
+ASSEMBLED = KernelLibrary.imported(AiterMLAKernels, "attnmux.emulators.amd.aiter_mla")
+CUTLASS = KernelLibrary.imported(CutlassMLAKernels, f"{NVIDIA}.cutlass_mla")
 CUTLASS_OF_VLLM = cutlass_of_vllm(
     VllmOperators.sm100_cutlass_mla_decode, VllmOperators.sm100_cutlass_mla_get_workspace_size
 )
-RECURRENCE = imported(RecurrenceKernels, f"{NVIDIA}.flashinfer.gdn")
-CONVOLUTIONS = imported(ConvKernels, f"{NVIDIA}.causal_conv1d")
+RECURRENCE = KernelLibrary.imported(RecurrenceKernels, f"{NVIDIA}.flashinfer.gdn")
+CONVOLUTIONS = KernelLibrary.imported(ConvKernels, f"{NVIDIA}.causal_conv1d")
 GATED = GDNKernels(
     recurrence=RECURRENCE,
-    convolutions=lambda context: CausalConvolutions(LinearStatePool.of(context), CONVOLUTIONS),
+    convolutions=lambda context: CausalConvolutions(StatePool.of(context), CONVOLUTIONS),
 )
 GATED_ALONE = GDNKernels(
     recurrence=RECURRENCE,
-    convolutions=lambda context: PlainConvolutions(LinearStatePool.of(context)),
+    convolutions=lambda context: PlainConvolutions(StatePool.of(context)),
 )
 FLASH_MLA, OF_SGL_KERNEL = dense_from_flash_mla(flash_mla), dense_from_sgl_kernel(sgl_kernel)
 FLASH_MLA_OF_VLLM = dense_of_vllm(

@@ -24,8 +24,6 @@ from attnmux.core import (
     Request,
     UpProjection,
     Workspace,
-    parts_request,
-    undrafted_request,
 )
 from attnmux.distributed import (
     HeadSplit,
@@ -36,6 +34,7 @@ from attnmux.distributed import (
     draft_context,
     prompt_context,
 )
+from attnmux.parts import parts_request, undrafted_request
 from attnmux.testing import Candidate, Case
 
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from attnmux.core import InvalidInput, Platform, Request, linear_request
+from attnmux.core import InvalidInput, Platform, Request
 from attnmux.core.verbs import requested
+from attnmux.parts import linear_request
 
 
 def asked_of_one_shape(

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import importlib.util
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -12,20 +14,14 @@ from attnmux.bench.cli.asked import asked_of_one_shape
 from attnmux.bench.shapes import check_stated, completed, kept_shape
 from attnmux.bench.workload import GRAMMAR, Workload
 from attnmux.core import InvalidInput, NoBackend
-from attnmux.core.verbs import (
-    ASSUME,
-    FiniteRange,
-    Run,
-    check_replaceable,
-    common_options,
-    pass_run,
-    writing,
-)
+from attnmux.core.plugin import Files
+from attnmux.core.verbs import ASSUME, FiniteRange, Run, common_options, pass_run, writing
 
 if TYPE_CHECKING:
     from attnmux.bench.cli.bench_run import Kept, Result
 
 NOTHING_MEASURED = 3
+SECONDS, CHECK_SECONDS = 0.3, 60.0
 PAGE_NEEDS = "plotly", "jinja2"
 
 
@@ -46,8 +42,7 @@ PAGE_NEEDS = "plotly", "jinja2"
 @click.option(
     "--seconds",
     type=FiniteRange(min=0, min_open=True),
-    default=0.3,
-    show_default=True,
+    show_default="0.3, with --ship 0.06",
     help="Minimum time for one figure.",
 )
 @click.option(
@@ -58,14 +53,32 @@ PAGE_NEEDS = "plotly", "jinja2"
 @click.option(
     "--check-seconds",
     type=FiniteRange(min=0),
-    default=60,
-    show_default=True,
-    help="Maximum time to check one backend in one phase, with --keep.",
+    show_default="60, with --ship 1",
+    help="Maximum time to check one backend in one phase, with --keep or --ship.",
 )
 @click.option(
     "--html",
     type=click.Path(dir_okay=False, path_type=Path),
     help="Also write a page: the choice, the roofline, time and error (attnmux-bench[html]).",
+)
+@click.option(
+    "--ship",
+    type=click.Path(path_type=Path),
+    help="Measure many shapes into a file that a plugin can carry for this kind of device, in this "
+    "folder or of this name. The same command goes on where it ended.",
+)
+@click.option(
+    "--minutes",
+    type=FiniteRange(min=0, min_open=True),
+    default=5,
+    show_default=True,
+    help="Time for --ship.",
+)
+@click.option(
+    "--jobs",
+    type=click.IntRange(min=0),
+    default=0,
+    help="Processes that compile, for --ship.",
 )
 @common_options
 @pass_run
@@ -79,10 +92,13 @@ def bench(
     texts: tuple[str, ...],
     platform: str | None,
     device: str,
-    seconds: float,
+    seconds: float | None,
     keep: bool,
-    check_seconds: float,
+    check_seconds: float | None,
     html: Path | None,
+    ship: Path | None,
+    minutes: float,
+    jobs: int,
     as_json: bool,
 ) -> int:
     """Time the backends that serve a request here.
@@ -94,6 +110,14 @@ def bench(
     torchrun started measure at the same time, each on a device of its own, and a figure is that of
     the slowest. Exits with 0 when something was timed, 3 when nothing was.
     """
+    if ship is not None:
+        of_one_shape = {"--request": fields, "--model": model, "--workload": texts, "--keep": keep}
+        _check_alone({**of_one_shape, "--html": html})
+        given = {"names": names, "platform": platform, "device": device, "seconds": seconds}
+        given |= {"check_seconds": check_seconds, "minutes": minutes, "jobs": jobs}
+        return _ship(run, ship, given, as_json=as_json)
+    seconds = SECONDS if seconds is None else seconds
+    check_seconds = CHECK_SECONDS if check_seconds is None else check_seconds
     if html is not None:
         _check_page(html)
     workloads = [Workload.parse(text) for text in texts]
@@ -101,14 +125,8 @@ def bench(
     if keep:
         check_stated(asked)
     request = completed(asked)
-    try:
+    with _needing_torch():
         from attnmux.bench.cli import bench_run  # noqa: PLC0415  # torch
-    except ModuleNotFoundError as error:
-        if error.name != "torch":
-            raise
-        raise NoBackend(
-            "timing runs the backends, which needs torch: pip install 'attnmux-core[torch]'"
-        ) from error
     settings = run.settings()
     place = bench_run.find_place(run, settings, platform, device)
     keeper = bench_run.Keeper.open(run, settings, kept_shape(asked), place) if keep else None
@@ -136,6 +154,37 @@ def bench(
     return 0 if any(row.status == "measured" for row in result.rows) else NOTHING_MEASURED
 
 
+@contextmanager
+def _needing_torch() -> Iterator[None]:
+    """Turn a missing torch into a NoBackend that says how to install it."""
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        if error.name != "torch":
+            raise
+        raise NoBackend(
+            "timing runs the backends, which needs torch: pip install 'attnmux-core[torch]'"
+        ) from error
+
+
+def _check_alone(others: Mapping[str, object]) -> None:
+    """Raise InvalidInput for options that --ship does not go with."""
+    if given := [name for name, value in others.items() if value]:
+        expected = "none of them with --ship, which has shapes and steps of its own"
+        raise InvalidInput(given[0], got=", ".join(given), expected=expected)
+
+
+def _ship(run: Run, path: Path, given: dict[str, Any], *, as_json: bool) -> int:
+    with _needing_torch():
+        from attnmux.bench.cli import ship  # noqa: PLC0415  # torch
+    told = ship.ship(run, path, **given)
+    if as_json:
+        run.echo_json({**told, "warnings": run.warnings})
+    else:
+        ship.tell(told)
+    return 0 if told["bytes"] else NOTHING_MEASURED
+
+
 def _tell(run: Run, result: Result, kept: Kept | None, *, as_json: bool) -> None:
     if as_json:
         answer = result.to_dict() if kept is None else {**result.to_dict(), "kept": kept.to_dict()}
@@ -151,4 +200,4 @@ def _check_page(file: Path) -> None:
     if missing := [name for name in PAGE_NEEDS if importlib.util.find_spec(name) is None]:
         expected = f"{' and '.join(PAGE_NEEDS)}: pip install 'attnmux-bench[html]'"
         raise InvalidInput("--html", got=f"no {' and no '.join(missing)}", expected=expected)
-    check_replaceable("--html", file)
+    Files.check_replaceable("--html", file)

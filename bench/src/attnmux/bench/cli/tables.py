@@ -14,7 +14,7 @@ from attnmux.bench.trials import by_subject, winner
 from attnmux.bench.workload import Workload
 from attnmux.core import Platform, Request
 from attnmux.core.plugin import OptionValue, Trial
-from attnmux.core.verbs import plain_table
+from attnmux.core.verbs import plain_console, plain_table
 
 if TYPE_CHECKING:  # torch, which a table does not need
     from attnmux.bench.cli.bench_run import Kept, Result
@@ -27,15 +27,9 @@ NEVER = float("inf")
 BEYOND_SAID = "beyond the ceiling: K and V from a cache, or a faster dtype"
 
 
-def _console() -> Console:
-    console = Console()
-    width = console.width if console.is_terminal else 100  # a pipe has no width of its own
-    return Console(highlight=False, markup=False, emoji=False, width=width)
-
-
 def print_bench(result: Result, kept: Kept | None) -> None:
     """Print a table for each workload, fastest first, the refusals, and how the choice changes."""
-    console, reached = _console(), result.ceilings
+    console, reached = plain_console(), result.ceilings
     console.print(
         f"{result.place}: {reached} "
         f"measured; {shapes(result.request)}; us of one layer's call, plan: of a step; "
@@ -135,7 +129,7 @@ def _print_changes(console: Console, kept: Kept) -> None:
 
 def print_trials(name: str, platform: Platform, trials: Sequence[Trial]) -> None:
     """Print the launches that a backend tried, fastest first."""
-    console = _console()
+    console = plain_console()
     for subject, tried in by_subject(trials).items():
         console.print(Text(f"{name} on {platform.name or platform}: {_assignments(subject)}"))
         console.print(_trials(tried))

@@ -17,7 +17,7 @@ from attnmux.core.contract.spec import SpecInput
 from attnmux.core.facts.errors import InvalidInput
 from attnmux.core.linear.convolutions import ShortConvolutions
 from attnmux.core.linear.layer import ConvCall, LinearLayerSpec
-from attnmux.core.linear.states import LinearStatePool
+from attnmux.core.linear.states import StatePool
 
 CHANNELS, TAPS = 16, 4
 """Of the convolution that is rehearsed."""
@@ -49,24 +49,17 @@ def rehearse(backend: AttentionBackend) -> None:
 
 
 def rehearse_convolutions(
-    make: Callable[[LinearStatePool], ShortConvolutions], context: BackendContext
+    make: Callable[[StatePool], ShortConvolutions], context: BackendContext
 ) -> ShortConvolutions:
     """Run a convolution of one token in each phase of the request, over states of its own.
 
     Returns those over the context's states. Raises InvalidInput for a context without
     `linear_states`, and what a library or compiler raises.
     """
-    states = LinearStatePool.of(context)
+    states = StatePool.of(context)
     layer = LinearLayerSpec(layer_id=0, kind="conv", conv_dims=(CHANNELS,), conv_size=TAPS)
     drafts = context.request.spec_draft_tokens or 1
-    pool = LinearStatePool(
-        size=1,
-        layers=[layer],
-        conv_dtype=states.conv_dtype,
-        device=states.device,
-        draft_tokens=drafts,
-    )
-    made = make(pool)
+    made = make(states.alike([layer], draft_tokens=drafts))
     weight = torch.zeros((CHANNELS, TAPS), dtype=states.conv_dtype, device=states.device)
     for batch in smallest_batches(context):
         x = weight.new_zeros((batch.num_tokens, CHANNELS))

@@ -47,7 +47,7 @@ class Rank(NamedTuple):
     value: int
     """Lower is better."""
     measured: bool = False
-    """Whether measurements of this machine changed the prior's rank."""
+    """Whether it follows figures, of this machine or of its kind, and not a prior."""
     source: str = ""
     """Where it comes from."""
 

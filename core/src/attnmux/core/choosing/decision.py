@@ -11,18 +11,16 @@ from typing import Any
 from attnmux.core.cards.card import Offer, Prior
 from attnmux.core.choosing.checking import Accuracy, by_card
 from attnmux.core.choosing.choice import Choice, SizeRange, disagreements
+from attnmux.core.choosing.part import Served
+from attnmux.core.choosing.parts import DISPENSABLE, Parts, absence, demanded, installed_part
 from attnmux.core.choosing.summary import summary
-from attnmux.core.facts.derived import (
-    group_requests,
-    linear_request,
-    parts_request,
-    prefixes_request,
-    undrafted_request,
-)
+from attnmux.core.facts.derived import group_requests
 from attnmux.core.facts.errors import InvalidInput
+from attnmux.core.facts.fields import read_fields
 from attnmux.core.facts.frozen import FrozenMapping, Plain, plain_fields
 from attnmux.core.facts.libraries import Libraries, installed_version
 from attnmux.core.facts.platform import Platform
+from attnmux.core.facts.reading import read_fact
 from attnmux.core.facts.request import Request
 from attnmux.core.facts.values import LayerGroup
 from attnmux.core.facts.verdicts import Coercion, Verdict
@@ -41,22 +39,16 @@ class Decision(Plain):
     page_size: int
     kv_dtype: str
     phases: Mapping[str, Choice]
-    """Only the requested phases; with `trees` also extend and decode."""
+    """Only the requested phases, and those that parts leave to the main backends."""
     decode_sizes: tuple[SizeRange, ...] = ()
     """Batch sizes, ascending, at which another backend decodes faster than the one in `phases`,
     as measured on this machine. For a step replayed from a graph, the captured size counts."""
-    expanded: Choice | None = None
-    """For MLA with `chunked_prefix`: the backend of prompts that take fewer operations with
-    expanded heads. None where none ranks as high as the one of `phases`."""
-    trees: Choice | None = None
-    """Where no backend takes the masks of the request's draft trees: the backend that attends to
-    the prefixes. What the drafts add is merged by LSE; see `TreeAttnBackend`."""
+    parts: Mapping[str, Served] = field(default_factory=FrozenMapping)
+    """What backends do together, by part: the backends that answer each of its asks, by phase. An
+    ask that is optional and that nothing answers is absent."""
     others: tuple[Decision, ...] = ()
     """For each of `Request.other_layers`, the decision about these layers. The page size is the
     same in all, and so is the KV dtype but for groups that have their own."""
-    linear: Mapping[str, Mapping[str, Choice]] = field(default_factory=FrozenMapping)
-    """By kind of `Request.linear_layers` and phase: the backends of layers without softmax
-    attention. A kind that no backend serves is absent, see `unserved_layers`."""
     coercions: tuple[Coercion, ...] = ()
     notes: tuple[str, ...] = ()
     """Facts that speak against a choice, such as a measured error. The hash leaves them out."""
@@ -65,6 +57,9 @@ class Decision(Plain):
     is_checked: bool = field(default=False, repr=False, compare=False)
     """Whether this process decided it or has checked it. Text can name any code as a factory, so a
     decision that was read from text is unchecked, whatever the text says."""
+
+    def __post_init__(self) -> None:
+        read_fields(self, "decision")
 
     @classmethod
     def of_groups(
@@ -93,6 +88,21 @@ class Decision(Plain):
         return (*own, *(pair for each in self.others for pair in each.choices))
 
     @property
+    def part_choices(self) -> tuple[tuple[str, str, str, Choice], ...]:
+        """(part, ask, phase, choice) of every backend that parts use, those of other layers too."""
+        own = (
+            (part, ask, phase, choice)
+            for part, served in self.parts.items()
+            for ask, phases in served.items()
+            for phase, choice in phases.items()
+        )
+        return (*own, *(each for other in self.others for each in other.part_choices))
+
+    def answer(self, part: str, ask: str, phase: str) -> Choice | None:
+        """The backend that answers a part's ask; None where nothing does."""
+        return self.parts.get(part, {}).get(ask, {}).get(phase)
+
+    @property
     def is_last_resort(self) -> bool:
         """Whether the backend of a phase is not made for the platform, by its rank."""
         winners = {(choice.address, phase) for phase, choice in self.phases.items()}
@@ -105,8 +115,8 @@ class Decision(Plain):
     @property
     def unserved_layers(self) -> tuple[tuple[str, int], ...]:
         """(kind, how many) of the model's linear layers that no backend serves."""
-        layers = self.request.linear_layers
-        return tuple((kind, count) for kind, count in layers if kind not in self.linear)
+        layers, served = self.request.linear_layers, self.parts.get("linear_layers", {})
+        return tuple((kind, count) for kind, count in layers if kind not in served)
 
     @property
     def unserved_hint(self) -> str:
@@ -126,6 +136,8 @@ class Decision(Plain):
         del asked["origins"]
         if not self.others:
             del asked["other_layers"]
+        if not self.request.parts:
+            del asked["parts"]
         decided = {
             "platform": [self.platform.vendor, self.platform.arch, self.platform.runtime],
             "request": asked,
@@ -137,17 +149,16 @@ class Decision(Plain):
             decided["decode_sizes"] = [
                 [each.least, each.most, each.choice.identity()] for each in self.decode_sizes
             ]
-        if self.expanded is not None:
-            decided["expanded"] = self.expanded.identity()
-        if self.trees is not None:
-            decided["trees"] = self.trees.identity()
+        if self.parts:
+            decided["parts"] = {
+                part: {
+                    ask: {phase: choice.identity() for phase, choice in phases.items()}
+                    for ask, phases in served.items()
+                }
+                for part, served in self.parts.items()
+            }
         if self.others:
             decided["others"] = [each.hash for each in self.others]
-        if self.linear:
-            decided["linear"] = {
-                kind: {phase: choice.identity() for phase, choice in served.items()}
-                for kind, served in self.linear.items()
-            }
         text = json.dumps(decided, sort_keys=True, separators=(",", ":"))
         return sha256(text.encode()).hexdigest()
 
@@ -158,33 +169,43 @@ class Decision(Plain):
         *,
         libraries: Libraries = installed_version,
         accuracy: Accuracy = by_card,
+        parts: Parts = installed_part,
     ) -> None:
         """Check that a loaded decision holds in this process, before it builds the backends.
 
         platform, offers: this process's own. accuracy: `accuracy_by` with this machine's
-        measurements; the default goes by the bounds on the cards alone.
+        measurements; the default goes by the bounds on the cards alone. parts: of this process.
         Raises InvalidInput with every difference, where this process would compute another hash, or
         a chosen backend does not serve its phase here or is less accurate than the request demands.
         """
         here = (self.platform, platform, tuple(offers), libraries, accuracy)
-        found = [each for one in self.groups for each in one._disagreements(here)]
+        found = [
+            f"the request demands the part {name}, and the decision has none"
+            for name in demanded(self.request)
+            if name not in self.parts and name not in DISPENSABLE
+        ]
+        found += [each for one in self.groups for each in one._disagreements(here, parts)]
         if found:
             expected = "one that holds in this process too"
             raise InvalidInput("decision", got="; ".join(found), expected=expected)
         object.__setattr__(self, "is_checked", True)
 
-    def _disagreements(self, here: Here) -> list[str]:
+    def _disagreements(self, here: Here, parts: Parts) -> list[str]:
         """What does not hold in this process, of one group of layers."""
-        asked = self.request if self.trees is None else undrafted_request(self.request)
-        found = [*disagreements(self.choices, asked, *here)]
-        if self.expanded is not None:
-            prompts = parts_request(asked)
-            found += disagreements([("extend", self.expanded)], prompts, *here)
-        if self.trees is not None:
-            found += disagreements([("decode", self.trees)], prefixes_request(self.request), *here)
-        for kind, each in self.linear.items():
-            found += disagreements(each.items(), linear_request(self.request, kind), *here)
-        return found
+        left, found = self.request, []
+        for name, served in self.parts.items():
+            part = parts(name)
+            if part is None:
+                found.append(absence(name))
+                continue
+            left = part.left(left)
+            asks = part.asks(self.request)
+            for ask, phases in served.items():
+                if ask in asks:
+                    found += disagreements(phases.items(), asks[ask].request, *here)
+                else:
+                    found.append(f"the part {name} does not ask for {ask} here")
+        return [*disagreements(self.choices, left, *here), *found]
 
     def to_dict(self) -> dict[str, Any]:
         data = {**plain_fields(self), "hash": self.hash}
@@ -222,15 +243,11 @@ class Decision(Plain):
             kv_dtype=data["kv_dtype"],
             phases=_choices(data["phases"]),
             decode_sizes=tuple(map(SizeRange.from_dict, data["decode_sizes"])),
-            expanded=data["expanded"] and Choice.from_dict(data["expanded"]),
-            trees=data["trees"] and Choice.from_dict(data["trees"]),
+            parts=FrozenMapping({part: _served(asks) for part, asks in data["parts"].items()}),
             others=tuple(map(cls._read, data["others"])),
-            linear=FrozenMapping(
-                {kind: _choices(served) for kind, served in data["linear"].items()}
-            ),
-            coercions=tuple(Coercion(**coercion) for coercion in data["coercions"]),
+            coercions=tuple(read_fact(Coercion, each) for each in data["coercions"]),
             notes=tuple(data["notes"]),
-            candidates=tuple(Verdict.from_dict(verdict) for verdict in data["candidates"]),
+            candidates=tuple(read_fact(Verdict, each) for each in data["candidates"]),
         )
         if data["hash"] != decision.hash:
             expected = f"the hash of its content, {decision.hash}"
@@ -241,9 +258,13 @@ class Decision(Plain):
             raise InvalidInput("decision", got=got, expected="a decision for each group of layers")
         return decision
 
-    def summary(self) -> str:
+    def summary(self, *, parts: Parts = installed_part) -> str:
         """One line: the backend of each phase, the machine, and why each backend won."""
-        return summary(self)
+        return summary(self, parts)
+
+
+def _served(data: Mapping[str, Any]) -> Served:
+    return FrozenMapping({ask: _choices(phases) for ask, phases in data.items()})
 
 
 def _choices(data: Mapping[str, Any]) -> Mapping[str, Choice]:

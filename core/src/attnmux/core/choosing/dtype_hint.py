@@ -15,14 +15,15 @@ GENERAL_RANK = 800
 
 
 def dtype_hint(decision: Decision, offers: Sequence[Offer], policy: Policy) -> str:
-    """A sentence for a float32 model on a general backend, if one with a kernel of its own serves
-    it in 16 bits; otherwise, and for a dtype that the user named, ""."""
+    """A sentence for a model in float32 or float16 on a general backend, if one with a kernel of
+    its own serves it in another dtype of 16 bits; otherwise, and for a dtype that the user named,
+    ""."""
     request = decision.request
     is_own = request.origins.get("dtype") == "model"
-    if request.dtype != "float32" or not is_own or not _general(decision):
+    if request.dtype not in ("float32", "float16") or not is_own or not _general(decision):
         return ""
     derived = [name for name in ("page_size", "kv_dtype") if request.origins[name] == "default"]
-    for dtype in ("bfloat16", "float16"):
+    for dtype in sorted({"bfloat16", "float16"} - {request.dtype}):
         asked = request.replace(origin="model", dtype=dtype, **dict.fromkeys(derived))
         try:
             other = solve(asked, decision.platform, offers, policy)
@@ -31,8 +32,8 @@ def dtype_hint(decision: Decision, offers: Sequence[Offer], policy: Policy) -> s
         if not _general(other):
             slow, fast = (_decoding(each) for each in (decision, other))
             return (
-                f"the checkpoint is in float32, which {slow} serves here without a kernel of its "
-                f"own: with dtype={dtype}, {fast} serves it"
+                f"the checkpoint is in {request.dtype}, which {slow} serves here without a kernel "
+                f"of its own: with dtype={dtype}, {fast} serves it"
             )
     return ""
 

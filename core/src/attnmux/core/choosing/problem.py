@@ -120,17 +120,12 @@ class Problem:
         return Variant(request, questions, dropped)
 
 
-def verify_lead(request: Request) -> str:
-    """The leading phase whose backend verifies drafts."""
-    return "decode" if request.speculative_attention_mode == "decode" else "extend"
-
-
 def phases_by_lead(request: Request) -> Mapping[str, tuple[str, ...]]:
     """The requested phases that share a backend, by the leading phase, in the order of LEADS.
 
     A lead can be missing from its own phases: a request for verify alone is led by extend.
     """
-    leader = verify_lead(request)
+    leader = request.verify_lead
     found = {}
     for lead in LEADS:
         together = (lead, *FOLLOWERS) if lead == leader else (lead,)

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import cache, partial
-from typing import Any
 
 from attnmux.core.cards.card import Offer
 from attnmux.core.cards.named import read_options
@@ -17,36 +17,30 @@ from attnmux.core.choosing.assignments import (
     coercions,
 )
 from attnmux.core.choosing.checking import Accuracy, Ranking, by_card, prior_rank, standing
-from attnmux.core.choosing.choice import Choice, choice_of
+from attnmux.core.choosing.choice import choice_of
 from attnmux.core.choosing.decision import Decision
+from attnmux.core.choosing.parts import DISPENSABLE, Parts, absence, installed_part
 from attnmux.core.choosing.problem import (
     Problem,
     Variant,
     groups_of,
     opposed,
-    verify_lead,
 )
 from attnmux.core.choosing.requirements import caveats
 from attnmux.core.choosing.verdicts import refusal, verdicts
-from attnmux.core.facts.derived import (
-    group_requests,
-    has_separable_trees,
-    linear_request,
-    parts_request,
-    prefixes_request,
-    undrafted_request,
-)
+from attnmux.core.choosing.with_parts import Asking, inside_first, left_by, parts_of
+from attnmux.core.facts.derived import group_requests
 from attnmux.core.facts.errors import InvalidInput, NoBackend
 from attnmux.core.facts.frozen import Deferred, FrozenMapping
 from attnmux.core.facts.libraries import Libraries, assumed, installed_version
 from attnmux.core.facts.platform import Platform
-from attnmux.core.facts.policy import NAMING, Policy
+from attnmux.core.facts.policy import Policy
 from attnmux.core.facts.questions import Question
 from attnmux.core.facts.request import Request
 from attnmux.core.facts.sparse import check_decidable
-from attnmux.core.facts.values import LINEAR_KINDS, PHASES, OptionValue, shape_said
+from attnmux.core.facts.values import PHASES, OptionValue, shape_said
 from attnmux.core.facts.vendors import EXAMPLE
-from attnmux.core.facts.verdicts import Coercion, Reason
+from attnmux.core.facts.verdicts import Reason
 
 
 def solve(
@@ -58,6 +52,7 @@ def solve(
     libraries: Libraries | None = None,
     ranking: Ranking = prior_rank,
     accuracy: Accuracy = by_card,
+    parts: Parts = installed_part,
 ) -> Decision:
     """Choose a backend for each requested phase among the `offers` of the plugins, in any order.
 
@@ -76,39 +71,49 @@ def solve(
     _check_kinds(request, platform, policy)
     # Of the asker's request: a search tries other page sizes
     check_decidable(request)
-    again = partial(solve, offers=offers, libraries=libraries, ranking=ranking, accuracy=accuracy)
-    problems = [
-        _problem(each, platform, offers, policy, libraries, ranking, accuracy)
-        for each in group_requests(request)
-    ]
-    try:
-        decision = _decided(request, problems, libraries or installed_version)
-    except NoBackend as refused:
-        if request.other_layers or not has_separable_trees(request):
-            raise
-        try:
-            decision = _with_trees(request, platform, policy, again)
-        except NoBackend:
-            raise refused from None
-    if request.linear_layers:
-        # Also of trees: who serves these layers without drafts may not serve them with drafts
-        decision = _with_linear(decision, policy, again)
-    if not request.chunked_prefix or decision.trees or "extend" not in decision.phases:
-        return decision
     by_address = {offer.address: offer for offer in offers}
 
-    def rank(one: Decision) -> int:
-        asked = Question(
-            request=one.request,
-            platform=platform,
-            phase="extend",
-        )
-        return ranking(by_address[one.phases["extend"].address], asked).value
+    again = partial(
+        solve,
+        platform=platform,
+        offers=offers,
+        libraries=libraries,
+        ranking=ranking,
+        accuracy=accuracy,
+        parts=parts,
+    )
 
-    return _with_expanded(decision, partial(again, policy=_unnamed(policy)), rank)
+    def rank(one: Decision, phase: str) -> int:
+        asked = Question(request=one.request, platform=platform, phase=phase)
+        return ranking(by_address[one.phases[phase].address], asked).value
+
+    def main(left: Request) -> list[Decision]:
+        problems = [
+            _problem(each, platform, offers, policy, libraries, ranking, accuracy)
+            for each in group_requests(left)
+        ]
+        return _decided(left, problems, libraries or installed_version)
+
+    asking = Asking(solve=again, policy=policy, rank=rank)
+    always, after_refusal, missing = parts_of(request, parts)
+    left = left_by(request, always)
+    try:
+        mains = main(left)
+    except NoBackend as refused:
+        for each in after_refusal:
+            tried, used = left_by(left, [each]), inside_first([each, *always])
+            with suppress(NoBackend):
+                return asking.served(main(tried), request, tried, used)
+        hints = [absence(name) for name in missing if DISPENSABLE[name]]
+        if not hints:
+            raise
+        raise NoBackend("; ".join([str(refused), *hints]), refused.candidates) from None
+    notes = tuple(absence(name) for name in missing if not DISPENSABLE[name])
+    mains[0] = replace(mains[0], notes=(*mains[0].notes, *notes))
+    return asking.served(mains, request, left, always)
 
 
-def _decided(request: Request, problems: Sequence[Problem], libraries: Libraries) -> Decision:
+def _decided(request: Request, problems: Sequence[Problem], libraries: Libraries) -> list[Decision]:
     """A decision for each group of layers that are alike, all with one page size and, but for
     groups that have their own, one KV dtype: each phase has a backend whose card admits all of it.
 
@@ -120,11 +125,10 @@ def _decided(request: Request, problems: Sequence[Problem], libraries: Libraries
     if best is None:
         raise _refused(request, problems, variants)
     given = read_options(problems[0].policy.options, problems[0].offers, libraries)
-    found = [
+    return [
         _decision(problem, alike, one, given)
         for problem, alike, one in zip(problems, variants, best, strict=True)
     ]
-    return Decision.of_groups(found, request.other_layers)
 
 
 def _refused(
@@ -172,116 +176,6 @@ def _problem(
     )
 
 
-def _with_expanded(
-    decision: Decision, again: Callable[..., Decision], rank: Callable[[Decision], int]
-) -> Decision:
-    """The decision, with a backend for expanded prompts where one ranks as high as the absorbed.
-
-    again: solves for another request. rank: of the backend that serves extend. Only plain MLA has
-    expanded prompts: a part of the keys can be merged by LSE, but not a part of a window. Chunks
-    depend on the other requests of a step, so that a deterministic request has none.
-    """
-    request = decision.request
-    unmerged = (request.sliding_window, request.attention_chunk, request.custom_mask)
-    unfit = request.kind != "mla" or any(unmerged) or request.deterministic
-    if unfit or not request.dtype or not request.head_dim:
-        return decision
-    try:
-        found = again(parts_request(request), decision.platform)
-    except NoBackend:
-        return decision
-    if rank(found) > rank(decision):
-        return decision
-    return replace(decision, expanded=found.phases["extend"])
-
-
-def _with_linear(decision: Decision, policy: Policy, again: Callable[..., Decision]) -> Decision:
-    """The decision, with the backends of each kind of linear layers that one serves.
-
-    again: solves for another request. Raises NoBackend where the named backend serves none of them.
-    """
-    request, named = decision.request, policy.linear_backend
-    asked = replace(_unnamed(policy), backend=named)
-    found: dict[str, Mapping[str, Choice]] = {}
-    for kind, _ in request.linear_layers:
-        if kind not in LINEAR_KINDS:
-            continue
-        try:
-            one = again(linear_request(request, kind), decision.platform, policy=asked)
-        except NoBackend:
-            if named is not None:
-                raise
-            continue
-        found[kind] = one.phases
-    return replace(decision, linear=FrozenMapping(found))
-
-
-def _unnamed(policy: Policy) -> Policy:
-    """The policy for a further backend, which the names of the others do not concern."""
-    unset: dict[str, Any] = dict.fromkeys(NAMING)
-    return replace(policy, **unset, origins=FrozenMapping())
-
-
-def _with_trees(
-    request: Request, platform: Platform, policy: Policy, again: Callable[..., Decision]
-) -> Decision:
-    """The decision for draft trees that no backend verifies by itself: one for the request without
-    drafts, and a backend that attends to the prefixes.
-
-    again: solves for another request. Verification is told as the work of that backend, and steps
-    of a draft model as that of extend's. A backend that is named for verification reads the
-    prefixes, or the decision records the change. Raises NoBackend where one of the two is missing.
-    """
-    found = again(undrafted_request(request), platform, policy=policy)
-    names = ("spec_topk", "spec_draft_tokens", "phases")
-    given = {name: getattr(request, name) for name in names}
-    origins = {name: value for name, value in found.request.origins.items() if name not in names}
-    origins.update((name, request.origins[name]) for name in names if name in request.origins)
-    asked = replace(found.request, **given, origins=FrozenMapping(origins))
-    trees, changes = _prefix_reader(prefixes_request(asked), request, platform, policy, again)
-    served = {**found.phases, "verify": trees, "draft": found.phases["extend"]}
-    left = (*found.phases, *request.phases)
-    return replace(
-        found,
-        request=asked,
-        phases=FrozenMapping({phase: served[phase] for phase in PHASES if phase in left}),
-        trees=trees,
-        coercions=(*found.coercions, *changes),
-    )
-
-
-def _prefix_reader(
-    prefixes: Request,
-    request: Request,
-    platform: Platform,
-    policy: Policy,
-    again: Callable[..., Decision],
-) -> tuple[Choice, tuple[Coercion, ...]]:
-    """The backend that reads the prefixes of trees: the one that is named for verification where
-    it can, else the best, with the change that this is.
-
-    prefixes: `prefixes_request` of the decided request. again: solves for another request.
-    """
-    named = policy.named_for(verify_lead(request)) if "verify" in request.phases else None
-    if named is None:
-        return again(prefixes, platform, policy=_unnamed(policy)).phases["decode"], ()
-    field, name = named
-    origin = policy.origins.get(field, "user")
-    kept = replace(_unnamed(policy), decode_backend=name, origins={"decode_backend": origin})
-    try:
-        return again(prefixes, platform, policy=kept).phases["decode"], ()
-    except NoBackend:
-        trees = again(prefixes, platform, policy=_unnamed(policy)).phases["decode"]
-    change = Coercion(
-        field="backend for verify",
-        old=name,
-        new=trees.backend,
-        because=f"{name} has no draft trees, and does not read their prefixes with LSE",
-        origin=origin,
-    )
-    return trees, (change,)
-
-
 def _check_kinds(request: object, platform: object, policy: object) -> None:
     """Raise InvalidInput for texts and mappings in the place of what is made of them."""
     for name, given, kind, such_as in (
@@ -300,7 +194,7 @@ def _in_order(given: object) -> tuple[Offer, ...]:
     for offer in given if isinstance(given, Iterable) else (given,):
         if not isinstance(offer, Offer):
             got = f"one of type {type(offer).__name__}"
-            expected = "offers, each a card with its plugin, as load_plugins().offers() are"
+            expected = "offers, each a card with its plugin, as Plugins.load().offers() are"
             raise InvalidInput("offers", got=got, expected=expected)
         offers.append(offer)
     counts = Counter(offer.address for offer in offers)

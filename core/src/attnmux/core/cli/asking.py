@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
@@ -11,13 +12,13 @@ from attnmux.core.choosing.decision import Decision
 from attnmux.core.choosing.dtype_hint import dtype_hint
 from attnmux.core.choosing.solver import solve
 from attnmux.core.cli.run import Run
-from attnmux.core.facts.errors import InvalidInput, NoBackend, PluginError, UnknownModel
+from attnmux.core.facts.errors import AttnmuxError, InvalidInput, NoBackend, UnknownModel
 from attnmux.core.facts.libraries import entry_points, installed_version
 from attnmux.core.facts.platform import GRAMMAR, Platform
 from attnmux.core.facts.policy import Policy
 from attnmux.core.facts.request import Request, parse_fields
-from attnmux.core.facts.vendors import VENDORS
-from attnmux.core.find.devices import pick_platform
+from attnmux.core.facts.vendors import PRODUCTS, VENDORS
+from attnmux.core.find.graphs import with_graphs
 from attnmux.core.find.plugins import Plugins
 from attnmux.core.find.settings import Settings
 
@@ -42,6 +43,17 @@ class Asked(NamedTuple):
     platform: str | None
     """The platform named on the command line."""
     answer: Decision | NoBackend
+    measurements: tuple[Measurement, ...] = ()
+    """Of this machine, that the answer followed."""
+
+    @property
+    def is_measured(self) -> bool:
+        """Whether something was measured here, or a plugin carries figures of such a device."""
+        return bool(self.measurements) or _is_carried(self.offers, self.device)
+
+
+def _is_carried(offers: Sequence[Offer], device: Platform) -> bool:
+    return any(each.hold_on(device) for offer in offers for each in offer.figures)
 
 
 ASSUME = (
@@ -95,7 +107,7 @@ def _reader_of_models() -> Callable[..., Request]:
     points = [point for point in entry_points(READERS)[0] if point.name == "config.json"]
     if not points:
         remedy = "pip install --force-reinstall attnmux-core"
-        raise PluginError(f"no entry point in {READERS!r} reads models: {remedy}")
+        raise AttnmuxError(f"no entry point in {READERS!r} reads models: {remedy}")
     return cast("Callable[..., Request]", points[0].load())
 
 
@@ -123,11 +135,11 @@ def machine(
 
             named = settings.where("platform")
             return platform_of(torch.device(device), found, settings.platform, named=named)
-        return pick_platform(found, settings.platform, named=settings.where("platform"))
-    if ":" in wanted:
+        return found.pick(settings.platform, named=settings.where("platform"))
+    if ":" in wanted or wanted.partition(",")[0].strip().lower() in PRODUCTS:
         return Platform.parse(wanted)
     try:
-        return pick_platform(run.detect(plugins), wanted, named="--platform")
+        return run.detect(plugins).pick(wanted, named="--platform")
     except InvalidInput as error:
         if not elsewhere:
             raise
@@ -144,19 +156,23 @@ def ask(
     given: Mapping[str, Any],
     *,
     measured: bool,
+    graphs: bool = True,
     of_engine: Callable[[Request, Platform], Request] | None = None,
 ) -> Asked:
     """Decide for one machine, with the warnings that belong to it.
 
-    of_engine: makes the request that an engine asks; it raises NoBackend for what it refuses.
+    graphs: whether graphs are asked for where the device has them. of_engine: makes the request
+    that an engine asks instead; it raises NoBackend for what it refuses.
     """
     device = machine(run, settings, plugins, platform)
     policy, offers = settings.policy(**given), plugins.offers()
     answer: Decision | NoBackend
+    measurements = run.measurements(settings) if measured and device.is_here else ()
     try:
-        request = request if of_engine is None else of_engine(request, device)
-        measurements = run.measurements(settings) if measured and device.is_here else ()
+        if of_engine is not None or graphs:
+            request = (of_engine or with_graphs)(request, device)
         answer = decided(request, device, offers, policy, measurements)
+        answer = with_eager_note(answer)
         run.warn_of_unverified(answer, offers, measurements)
         if hint := dtype_hint(answer, offers, policy):
             run.warn(hint)
@@ -164,7 +180,20 @@ def ask(
         answer = refusal
     if not device.is_here or isinstance(answer, NoBackend):
         _warn_of_absent_plugin(run, offers, device.vendor)
-    return Asked(request, device, policy, offers, settings, given, platform, answer)
+    told = (request, device, policy, offers, settings, given, platform, answer)
+    return Asked(*told, measurements=measurements)
+
+
+def with_eager_note(decision: Decision) -> Decision:
+    """A note instead of the change if graphs that only the platform asked for were dropped."""
+    dropped = [
+        each for each in decision.coercions if (each.field, each.origin) == ("graph", "platform")
+    ]
+    if not dropped:
+        return decision
+    note = f"decode runs eagerly, without device graphs: {dropped[0].because}"
+    kept = tuple(each for each in decision.coercions if each not in dropped)
+    return replace(decision, coercions=kept, notes=(*decision.notes, note))
 
 
 def decided(
@@ -174,8 +203,8 @@ def decided(
     policy: Policy,
     measurements: Sequence[Measurement],
 ) -> Decision:
-    """The decision, with this machine's measurements if there are any."""
-    if not measurements:
+    """The decision, with this machine's measurements and the plugins' figures if there are any."""
+    if not measurements and not _is_carried(offers, device):
         return solve(request, device, offers, policy)
     # Not imported unless something was measured
     from attnmux.core.measured.ranking import solve_measured  # noqa: PLC0415

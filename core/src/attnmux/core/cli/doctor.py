@@ -8,13 +8,19 @@ from typing import Any
 
 import click
 from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 
 from attnmux.core.cli.doctor_diagnosis import Diagnosis, diagnose
-from attnmux.core.cli.here import LACKING, READY, Backend
-from attnmux.core.cli.render import WIDTH, plain_table, render_platforms
+from attnmux.core.cli.here import ELSEWHERE, LACKING, READY, Backend
+from attnmux.core.cli.render import render_platforms
 from attnmux.core.cli.run import Run, common_options, pass_run
+from attnmux.core.cli.tables import (
+    BROKEN,
+    plain_console,
+    print_elsewhere,
+    print_rows,
+    proof_cell,
+)
 from attnmux.core.facts.frozen import plain
 from attnmux.core.facts.libraries import installed_version
 from attnmux.core.find.manager import manager
@@ -99,7 +105,7 @@ def _report(diagnosis: Diagnosis) -> None:
 
     Tables fit the width. Tracebacks and commands are not wrapped, so that they can be copied.
     """
-    console = Console(highlight=False, markup=False, emoji=False, width=WIDTH)
+    console = plain_console()
     core, torch = installed_version("attnmux-core"), installed_version("torch")
     console.print(
         f"attnmux-core {core or 'unknown'}, Python {sys.version.split()[0]}, "
@@ -110,9 +116,9 @@ def _report(diagnosis: Diagnosis) -> None:
         diagnosis.detection.platforms, None if diagnosis.picked is None else str(diagnosis.picked)
     )
     console.print()
-    console.print(_plugins(diagnosis))
+    _print_plugins(console, diagnosis)
     console.print()
-    console.print(_backends(diagnosis))
+    _print_backends(console, diagnosis)
     for plugin in diagnosis.plugins:
         for failure in plugin.failures:
             if failure.traceback:
@@ -128,33 +134,39 @@ def _report(diagnosis: Diagnosis) -> None:
         console.print(Text("no problems", style="green"))
 
 
-def _plugins(diagnosis: Diagnosis) -> Table:
-    table = plain_table("plugin", "from", "state", "loaded in", "devices", "backends")
+def _print_plugins(console: Console, diagnosis: Diagnosis) -> None:
+    rows = []
     for plugin in diagnosis.plugins:
         errors = "; ".join(failure.error for failure in plugin.failures)
-        table.add_row(
-            plugin.name,
-            f"{plugin.distribution} {plugin.version}".strip(),
-            ": ".join(filter(None, (_status(plugin), errors))),
-            f"{plugin.seconds:.2f} s" if plugin.seconds else "",
-            ", ".join(f"{found.vendor}:{found.arch}" for found in plugin.platforms),
-            str(len(plugin.cards) or ""),
-            style="red" if plugin.failures else None,
+        rows.append(
+            (
+                plugin.name,
+                f"{plugin.distribution} {plugin.version}".strip(),
+                str(len(plugin.cards) or ""),
+                f"{plugin.seconds:.2f} s" if plugin.seconds else "",
+                ", ".join(f"{found.vendor}:{found.arch}" for found in plugin.platforms),
+                ": ".join(filter(None, (_status(plugin), errors))),
+            )
         )
-    return table
+    styles = [BROKEN if plugin.failures else "" for plugin in diagnosis.plugins]
+    columns = ("plugin", "from", "backends", "loaded in", "devices", "state")
+    print_rows(console, columns, rows, styles)
 
 
 def _status(plugin: Plugin) -> str:
     return "broken" if plugin.failures else "works"
 
 
-def _backends(diagnosis: Diagnosis) -> Table:
-    table = plain_table("backend", "proof", "here", "libraries")
-    for backend in diagnosis.backends:
+def _print_backends(console: Console, diagnosis: Diagnosis) -> None:
+    here = [each for each in diagnosis.backends if each.here != ELSEWHERE]
+    rows = []
+    for each in here:
         # Installing a library helps only where nothing else is missing
-        lines = "\n".join(_libraries(backend)) if backend.here in (READY, LACKING) else ""
-        table.add_row(backend.offer.address, backend.proof, backend.here, lines)
-    return table
+        lines = "\n".join(_libraries(each)) if each.here in (READY, LACKING) else ""
+        rows.append((each.offer.address, proof_cell(each.proof), each.here, lines))
+    print_rows(console, ("backend", "proof", "here", "libraries"), rows)
+    others = [each.offer.address for each in diagnosis.backends if each not in here]
+    print_elsewhere(console, others, "attnmux backends --all")
 
 
 def _libraries(backend: Backend) -> Iterator[str]:

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 
 import click
 
+from attnmux.core.cli.completion import completing
 from attnmux.core.cli.run import Run, common_options, pass_run
 from attnmux.core.facts.axes import AXES
 from attnmux.core.facts.axis import Axis
@@ -34,8 +35,28 @@ MEANINGS: Mapping[str, str] = {
 """The codes that do not name an axis."""
 
 
+def meanings() -> dict[str, str]:
+    """Every code with its explanation, sorted."""
+    axes = {axis.name.upper(): f"{axis.meaning} {_advice(axis)}" for axis in AXES}
+    return dict(sorted({**MEANINGS, **axes}.items()))
+
+
+def _advice(axis: Axis) -> str:
+    name = axis.name
+    if axis.settable and axis.droppable:
+        return f"Change {name} in --request, or let --allow-coercion drop it."
+    if axis.settable:
+        return f"Change {name} in --request, or choose another backend."
+    return "The model or the machine sets this: choose another backend."
+
+
+CODES = completing(meanings)
+
+
 @click.command()
-@click.argument("codes", nargs=-1, metavar="[CODE]...")
+@click.argument(
+    "codes", nargs=-1, metavar="[CODE]...", shell_complete=completing(lambda: meanings())
+)
 @common_options
 @pass_run
 def explain(run: Run, as_json: bool, codes: tuple[str, ...]) -> None:
@@ -54,18 +75,3 @@ def explain(run: Run, as_json: bool, codes: tuple[str, ...]) -> None:
     from attnmux.core.cli.render import render_codes  # noqa: PLC0415  # rich is slow to import
 
     render_codes(asked)
-
-
-def meanings() -> dict[str, str]:
-    """Every code with its explanation, sorted."""
-    axes = {axis.name.upper(): f"{axis.meaning} {_advice(axis)}" for axis in AXES}
-    return dict(sorted({**MEANINGS, **axes}.items()))
-
-
-def _advice(axis: Axis) -> str:
-    name = axis.name
-    if axis.settable and axis.droppable:
-        return f"Change {name} in --request, or let --allow-coercion drop it."
-    if axis.settable:
-        return f"Change {name} in --request, or choose another backend."
-    return "The model or the machine sets this: choose another backend."

@@ -111,9 +111,8 @@ def serving_builds(cards: Iterable[BackendCard], platform: Platform) -> tuple[st
     """A line for each card with several builds, one of which the platform runs."""
     lines = []
     for card in cards:
-        fitting = (each for each in card.builds if platform.features.issuperset(each.features))
-        if (build := next(fitting, None)) and _fits(card, platform):
-            lines.append(f"{card.name}: its build for {build.name} serves here")
+        if (build := card.build(platform)) and _fits(card, platform):
+            lines.append(f"{card.name}: its build for {build} serves here")
     return tuple(lines)
 
 

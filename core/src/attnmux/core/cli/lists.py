@@ -10,13 +10,13 @@ from attnmux.core.cli.here import Backend, backends_here
 from attnmux.core.cli.run import Run, common_options, pass_run
 from attnmux.core.facts.errors import AmbiguousPlatform, InvalidInput
 from attnmux.core.facts.frozen import plain
-from attnmux.core.find.devices import pick_platform
 
 
 @click.command()
+@click.option("--all", "every", is_flag=True, help="Those for other hardware too, a row each.")
 @common_options
 @pass_run
-def backends(run: Run, as_json: bool) -> None:
+def backends(run: Run, as_json: bool, every: bool) -> None:
     """List the backends of the installed plugins, and what each lacks to run here."""
     settings = run.settings()
     plugins = run.plugins(settings)
@@ -36,7 +36,7 @@ def backends(run: Run, as_json: bool) -> None:
         return
     from attnmux.core.cli.render import render_backends  # noqa: PLC0415  # rich is slow to import
 
-    render_backends(rows)
+    render_backends(rows, every=every)
 
 
 def _described(backend: Backend) -> dict[str, Any]:
@@ -61,7 +61,7 @@ def platforms(run: Run, as_json: bool) -> None:
     settings = run.settings()
     detection = run.detect(run.plugins(settings))
     try:
-        picked = str(pick_platform(detection, settings.platform, named=settings.where("platform")))
+        picked = str(detection.pick(settings.platform, named=settings.where("platform")))
     except (AmbiguousPlatform, InvalidInput) as error:
         run.warn(str(error))
         picked = None

@@ -41,7 +41,7 @@ class Outcome(Plain):
     why: str = ""
     """In words; empty where the reasons are enough."""
     source: str = ""
-    """Where the rank of a chosen backend comes from."""
+    """Where the rank comes from, of a chosen backend or of one that was measured."""
     proof: str = ""
     """The word of `cards/proof.py` for the runs on its card that count for the machine."""
     reasons: tuple[Reason, ...] = ()
@@ -138,7 +138,8 @@ class _Decided(_Account):
             return self.told(verdict, "rejected", "", verdict.reasons)
         obstacle = verdict.obstacle
         if obstacle is None:
-            return self.told(verdict, "fits", self._why_behind(verdict))
+            behind = self.told(verdict, "fits", self._why_behind(verdict))
+            return replace(behind, source=verdict.source) if verdict.measured else behind
         if verdict.verdict == "coerced":
             return self.told(verdict, "coerced", "not as asked", obstacle.reasons)
         serving = "" if obstacle.phase == verdict.phase else f" for {obstacle.phase}"

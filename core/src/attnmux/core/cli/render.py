@@ -1,4 +1,4 @@
-"""Tables for people. Verbs import this module only to print one, since rich is slow to import."""
+"""The answers of verbs as tables. Verbs import this module only to print, as `tables`."""
 
 from __future__ import annotations
 
@@ -6,51 +6,36 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from rich.console import Console
-from rich.padding import Padding
-from rich.table import Table
 from rich.text import Text
 
 from attnmux.core.cards.proof import Proven
 from attnmux.core.choosing.choice import Choice
 from attnmux.core.choosing.decision import Decision
 from attnmux.core.cli.asking import Asked
-from attnmux.core.cli.here import LACKING, Backend
+from attnmux.core.cli.here import ELSEWHERE, LACKING, Backend
 from attnmux.core.cli.outcomes import Outcome, joined_by_first_reason
-from attnmux.core.cli.select_explained import Explanation, Stated
+from attnmux.core.cli.select_explained import Explanation, Figured, Stated
+from attnmux.core.cli.tables import (
+    CHOSEN,
+    REFUSED,
+    plain_console,
+    plain_table,
+    print_elsewhere,
+    print_rows,
+    proof_cell,
+)
 from attnmux.core.facts.axes import AXES
 from attnmux.core.facts.errors import NoBackend
 from attnmux.core.facts.platform import Platform
 from attnmux.core.facts.verdicts import Reason
 
-WIDTH = 100
 MACHINE = tuple(axis.name for axis in AXES if axis.of_machine)
-LIST_WIDTH = 21
-"""Width of a column that lists phases; longer lists wrap."""
-PROSE_WIDTH = 30
-"""Width below which a column of sentences is unreadable."""
-
-
-def plain_console() -> Console:
-    """A console without markup, as wide as the terminal up to `WIDTH`."""
-    console = Console()
-    # A pipe has no width of its own
-    width = min(console.width, WIDTH) if console.is_terminal else WIDTH
-    # As markup, the extra of "pip install 'attnmux-cpu[torch]'" would be a style and vanish
-    return Console(highlight=False, markup=False, emoji=False, width=width)
-
-
-def plain_table(*columns: str) -> Table:
-    """Columns without lines between them."""
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    for column in columns:
-        table.add_column(column, overflow="fold")
-    return table
 
 
 def render_platforms(platforms: Sequence[Platform], picked: str | None) -> None:
-    table = plain_table("", "platform", "name", "count", "memory", "cores", "runtime", "features")
-    for platform in platforms:
-        table.add_row(
+    columns = ("", "platform", "name", "count", "memory", "cores", "runtime", "features")
+    rows = [
+        (
             "*" if str(platform) == picked else "",
             f"{platform.vendor}:{platform.arch}",
             platform.name,
@@ -60,28 +45,31 @@ def render_platforms(platforms: Sequence[Platform], picked: str | None) -> None:
             platform.runtime,
             " ".join(sorted(platform.features)),
         )
-    plain_console().print(table)
+        for platform in platforms
+    ]
+    print_rows(plain_console(), columns, rows)
 
 
-def render_backends(backends: Sequence[Backend]) -> None:
-    """A row for each backend, with the commands that install what it lacks, if nothing but
-    libraries is missing."""
-    table = plain_table("backend", "plugin", "from", "proof", "here", "summary")
-    for backend in backends:
-        offer, here = backend.offer, backend.here
-        table.add_row(
-            offer.card.name,
-            offer.plugin,
-            f"{offer.distribution} {offer.version}".strip(),
-            backend.proof,
-            "; ".join(reason.hint for reason in backend.reasons) if here == LACKING else here,
-            offer.card.summary,
-        )
-    plain_console().print(table)
+def render_backends(backends: Sequence[Backend], *, every: bool = False) -> None:
+    """A row for each backend that this machine's devices could run, or, with `every`, for each,
+    with the commands that install what it lacks if nothing but libraries is missing."""
+    shown = [each for each in backends if every or each.here != ELSEWHERE]
+    rows = [
+        (each.offer.address, proof_cell(each.proof), each.here, _with_hints(each)) for each in shown
+    ]
+    console = plain_console()
+    print_rows(console, ("backend", "proof", "here", "summary"), rows)
+    others = [each.offer.address for each in backends if each not in shown]
+    print_elsewhere(console, others, "--all")
+
+
+def _with_hints(backend: Backend) -> str:
+    hints = [reason.hint for reason in backend.reasons] if backend.here == LACKING else []
+    return "; ".join((*hints, backend.offer.card.summary))
 
 
 def render_codes(meanings: Mapping[str, str]) -> None:
-    _print_rows(plain_console(), ("code", "meaning"), list(meanings.items()))
+    print_rows(plain_console(), ("code", "meaning"), list(meanings.items()))
 
 
 def render_machines(asked: Sequence[Asked]) -> None:
@@ -89,11 +77,11 @@ def render_machines(asked: Sequence[Asked]) -> None:
     why there is none."""
     phases = asked[0].request.phases
     cards = {offer.address: offer.card for offer in asked[0].offers}
-    table = plain_table("machine", *phases, "page", "KV", "note")
+    rows: list[tuple[str, ...]] = []
     for device, answer in ((each.device, each.answer) for each in asked):
         if isinstance(answer, NoBackend):
             note = str(answer).partition("\n")[0]
-            table.add_row(str(device), *[""] * len(phases), "", "", note)
+            rows.append((str(device), *[""] * len(phases), "", "", note))
             continue
         chosen = [answer.phases[phase].backend for phase in phases]
         served: dict[Choice, list[str]] = {}
@@ -113,8 +101,8 @@ def render_machines(asked: Sequence[Asked]) -> None:
         ]
         notes += [f"{name}: {word}" for name, word in proofs.items() if word != "hardware"]
         page, dtype = str(answer.page_size), answer.kv_dtype
-        table.add_row(str(device), *chosen, page, dtype, "; ".join((*notes, *answer.notes)))
-    plain_console().print(table)
+        rows.append((str(device), *chosen, page, dtype, "; ".join((*notes, *answer.notes))))
+    print_rows(plain_console(), ("machine", *phases, "page", "KV", "note"), rows)
 
 
 def render_answer(
@@ -161,6 +149,8 @@ def render_decision(
         else:
             _print_fitting(console, told, len(decision.phases))
     if explain:
+        for figured in explanation.figures:
+            _print_figures(console, figured)
         _print_values(console, explanation.values)
     console.print()
     console.print(Text(f"decision {decision.hash[:16]}", style="dim"))
@@ -170,8 +160,8 @@ def _print_fitting(console: Console, told: Sequence[Outcome], phases: int) -> No
     """The backends that fit, and the number of others."""
     fitting = [outcome for outcome in told if outcome.standing in ("chosen", "fits")]
     rows = [(*_candidate(outcome, phases), _standing(outcome)) for outcome in fitting]
-    strong = [outcome.standing == "chosen" for outcome in fitting]
-    _print_rows(console, ("for", "backend", "plugin", "rank", "proof", ""), rows, strong)
+    styles = [CHOSEN if outcome.standing == "chosen" else "" for outcome in fitting]
+    print_rows(console, ("for", "backend", "plugin", "rank", "proof", ""), rows, styles)
     fully = {(outcome.plugin, outcome.backend) for outcome in fitting}
     others = {(outcome.plugin, outcome.backend) for outcome in told} - fully
     if others:
@@ -183,7 +173,9 @@ def _print_fitting(console: Console, told: Sequence[Outcome], phases: int) -> No
 def _print_chosen(console: Console, told: Sequence[Outcome], phases: int) -> None:
     chosen = [outcome for outcome in told if outcome.standing == "chosen"]
     rows = [(*_candidate(outcome, phases), _sourced(outcome)) for outcome in chosen]
-    _print_rows(console, ("for", "chosen", "plugin", "rank", "proof", "because"), rows)
+    if rows:
+        columns = ("for", "chosen", "plugin", "rank", "proof", "because")
+        print_rows(console, columns, rows, [CHOSEN] * len(rows))
 
 
 def _print_losers(console: Console, told: Sequence[Outcome], phases: int, *, every: bool) -> None:
@@ -193,11 +185,11 @@ def _print_losers(console: Console, told: Sequence[Outcome], phases: int, *, eve
     rows = [(*_candidate(each, phases), _against(each, every=every)) for each in shown]
     if rows:
         console.print()
-        _print_rows(console, ("for", "not chosen", "plugin", "rank", "proof", "because"), rows)
+        styles = ["" if each.standing == "fits" else REFUSED for each in shown]
+        columns = ("for", "not chosen", "plugin", "rank", "proof", "because")
+        print_rows(console, columns, rows, styles)
     elsewhere = sorted({each.backend for each in lost} - {each.backend for each in shown})
-    if elsewhere:
-        console.print()
-        console.print(Text(f"for other hardware (--all): {', '.join(elsewhere)}"))
+    print_elsewhere(console, elsewhere, "--all")
 
 
 def _machine_first(outcome: Outcome) -> Outcome:
@@ -209,21 +201,33 @@ def _machine_first(outcome: Outcome) -> Outcome:
     return replace(outcome, reasons=tuple(sorted(outcome.reasons, key=place)))
 
 
+def _print_figures(console: Console, figured: Figured) -> None:
+    """The times that a phase's ranks follow, a column for each backend."""
+    names = sorted({name for times in figured.times.values() for name in times})
+    table = plain_table(f"us, {figured.phase}", *(name.partition("/")[2] for name in names))
+    for workload, times in figured.times.items():
+        shown = (f"{times[name]:.1f}" if name in times else "" for name in names)
+        table.add_row(workload, *shown)
+    console.print()
+    console.print(Text(f"{figured.source}:"))
+    console.print(table)
+
+
 def _print_values(console: Console, values: Sequence[Stated]) -> None:
     rows = [
         (each.name, each.origin, f"{each.value} ({each.source})" if each.source else each.value)
         for each in values
     ]
     console.print()
-    _print_rows(console, ("field", "set by", "value"), rows)
+    print_rows(console, ("field", "set by", "value"), rows)
 
 
-def _candidate(outcome: Outcome, phases: int) -> tuple[str, str, str, str, str]:
+def _candidate(outcome: Outcome, phases: int) -> tuple[str, str, str, str, Text]:
     """Every column but the last; `phases` is the number that the request asks for."""
     alike = len(outcome.phases)
     served = "all" if alike == phases > 2 else ", ".join(outcome.phases)
     rank = "" if outcome.rank is None else str(outcome.rank)
-    return served, outcome.backend, outcome.plugin, rank, outcome.proof
+    return served, outcome.backend, outcome.plugin, rank, proof_cell(outcome.proof)
 
 
 def _standing(outcome: Outcome) -> str:
@@ -239,35 +243,9 @@ def _sourced(outcome: Outcome) -> str:
 def _against(outcome: Outcome, *, every: bool) -> str:
     """Why a backend lost, with all reasons on lines of their own or with the first one."""
     reasons = [str(reason) for reason in outcome.reasons]
+    if outcome.source:
+        return _sourced(outcome)
     if every and len(reasons) > 1:
         return "\n".join(filter(None, (outcome.why, *reasons)))
     more = f" (and {len(reasons) - 1} more: --all)" if len(reasons) > 1 else ""
     return ": ".join(filter(None, (outcome.why, *reasons[:1]))) + more
-
-
-def _print_rows(
-    console: Console,
-    columns: tuple[str, ...],
-    rows: Sequence[tuple[str, ...]],
-    strong: Sequence[bool] = (),
-) -> None:
-    """A table whose last column is prose, or paragraphs where the prose column would be too narrow.
-
-    Text wraps between words. `strong` marks the rows in bold.
-    """
-    styles = ["bold" if each else "" for each in strong or [False] * len(rows)]
-    widths = [max(map(len, cells)) for cells in zip(columns, *rows, strict=True)][:-1]
-    words = [len(word) for row in rows for word in row[0].split()]
-    widths[0] = max(min(widths[0], LIST_WIDTH), len(columns[0]), *words, 0)
-    if console.width - sum(widths) - len(widths) < PROSE_WIDTH:
-        for row, style in zip(rows, styles, strict=True):
-            console.print(Text(" ".join(filter(None, row[:-1])), style=style))
-            console.print(Padding(Text(row[-1], style=style), (0, 0, 0, 2)))
-        return
-    table = plain_table()
-    for name, width in zip(columns, widths, strict=False):
-        table.add_column(name, width=width)
-    table.add_column(columns[-1], overflow="fold")
-    for row, style in zip(rows, styles, strict=True):
-        table.add_row(*map(Text, row), style=style)
-    console.print(table)

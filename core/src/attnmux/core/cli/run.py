@@ -23,11 +23,10 @@ from attnmux.core.facts.errors import (
     NoBackend,
     SettingsError,
     UnknownBackend,
-    in_brief,
 )
 from attnmux.core.facts.frozen import FrozenMapping
-from attnmux.core.find.devices import Detection, detect
-from attnmux.core.find.plugins import Plugins, load_plugins, unknown_plugins
+from attnmux.core.find.devices import Detection
+from attnmux.core.find.plugins import Plugins, unknown_plugins
 from attnmux.core.find.settings import Settings
 from attnmux.core.measured.unverified import Unverified, doubtful
 
@@ -40,7 +39,7 @@ if TYPE_CHECKING:
 F = TypeVar("F", bound=Callable[..., Any])
 
 UNWRITABLE = (errno.ENOSPC, errno.EPIPE)
-USAGE, NOTHING_FITS, FAILURE, INTERRUPTED = 2, 3, 1, 130
+USAGE, NOTHING_FITS, FAILURE, INTERRUPTED, TERMINATED = 2, 3, 1, 130, 143
 
 
 class Run:
@@ -54,17 +53,22 @@ class Run:
         self.answer: TextIO | None = None
         """Where an answer in JSON goes, while everything else that is printed goes to stderr."""
 
-    def settings(self) -> Settings:
+    def settings(self, **flags: str) -> Settings:
+        """The settings, with the flags that options turn on: each with the name of the option, ""
+        for one that was not given."""
         settings = Settings.load()
         self.debug = self.debug or settings.debug
-        if not self.no_plugins:
+        flags["no_plugins"] = "--no-plugins" if self.no_plugins else ""
+        given = {name: option for name, option in flags.items() if option}
+        if not given:
             return settings
-        sources = FrozenMapping({**settings.sources, "no_plugins": "--no-plugins"})
-        return replace(settings, no_plugins=True, sources=sources)
+        turned_on: dict[str, Any] = dict.fromkeys(given, True)
+        sources = FrozenMapping({**settings.sources, **given})
+        return replace(settings, **turned_on, sources=sources)
 
     def plugins(self, settings: Settings) -> Plugins:
         """The plugins, with a warning for each that is broken."""
-        plugins = load_plugins(settings=settings)
+        plugins = Plugins.load(settings=settings)
         for failure in plugins.failures:
             self.warn(str(failure))
         allowed, _ = settings.plugin_filter()
@@ -90,7 +94,7 @@ class Run:
     def detect(self, plugins: Plugins) -> Detection:
         """The devices, with a warning for each that no plugin serves and each probe that failed."""
         known = len(plugins.failures)
-        detection = detect(plugins)
+        detection = plugins.detect()
         for failure in detection.failures[known:]:
             self.warn(str(failure))
         for device in detection.unserved:
@@ -184,7 +188,7 @@ def writing(path: Path, *, otherwise: str) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        why = error.strerror or in_brief(error)
+        why = error.strerror or AttnmuxError.in_brief(error)
         raise SettingsError(f"{path} cannot be written: {why}; {otherwise}") from error
 
 

@@ -9,15 +9,17 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from attnmux.core.cards.card import BackendCard
+from attnmux.core.cards.named import offers_named
 from attnmux.core.cards.proof import Proof, Proven
 from attnmux.core.choosing.decision import Decision
 from attnmux.core.cli.asking import ASSUME, Asked, ask, requested
+from attnmux.core.cli.completion import BACKENDS, ENGINES, PLATFORMS
 from attnmux.core.cli.run import Run, common_options, pass_run
 from attnmux.core.facts.errors import InvalidInput, NoBackend
 from attnmux.core.facts.frozen import defaults, plain
 from attnmux.core.facts.libraries import canonical
 from attnmux.core.facts.platform import GRAMMAR
-from attnmux.core.facts.request import Request
+from attnmux.core.facts.request import Request, parse_fields
 from attnmux.core.find.plugins import Plugins
 from attnmux.core.find.settings import Settings, read_assignments
 
@@ -31,21 +33,27 @@ SKIP = (
     "Layers of --model that keep its dtype, with --request kv_dtype=…: numbers, ranges and the "
     "kinds sliding_window, attention_chunk and full_attention, such as 0-1,31,sliding_window."
 )
+EVERY = "*"
+"""`--explain` without a name."""
 SET = "An option of a backend; `attnmux backends --json` lists them."
 
 
 @click.command()
-@click.option("--platform", "platforms", multiple=True, help=PLATFORM)
+@click.option("--platform", "platforms", multiple=True, help=PLATFORM, shell_complete=PLATFORMS)
 @click.option("--request", "fields", default="", help="FIELD=VALUE,…: page_size=16,spec_topk=4")
 @click.option("--model", help="A folder with a Hugging Face config.json, or a GGUF file.")
 @click.option("--assume", is_flag=True, help=ASSUME)
 @click.option("--tp", type=click.IntRange(min=1), default=1, help="Ranks that share the heads.")
 @click.option("--kv-dtype-skip", "skip", metavar="LAYERS", help=SKIP)
-@click.option("--backend", help="The backend for extend and decode.")
-@click.option("--prefill-backend", help="The backend for extend.")
-@click.option("--decode-backend", help="The backend for decode.")
-@click.option("--mm-backend", help="The backend for a multimodal encoder.")
-@click.option("--linear-backend", help="The backend for layers without softmax attention.")
+@click.option("--backend", shell_complete=BACKENDS, help="The backend for extend and decode.")
+@click.option("--prefill-backend", shell_complete=BACKENDS, help="The backend for extend.")
+@click.option("--decode-backend", shell_complete=BACKENDS, help="The backend for decode.")
+@click.option("--mm-backend", shell_complete=BACKENDS, help="The backend for a multimodal encoder.")
+@click.option(
+    "--linear-backend",
+    shell_complete=BACKENDS,
+    help="The backend for layers without softmax attention.",
+)
 @click.option(
     "--speculative-attention-mode",
     type=click.Choice(["prefill", "decode"]),
@@ -55,14 +63,21 @@ SET = "An option of a backend; `attnmux backends --json` lists them."
 @click.option("--without", multiple=True, metavar="DIST", help="Count a library as not installed.")
 @click.option("--allow-coercion", is_flag=True, help="Allow changes to values that you set.")
 @click.option("--no-measurements", is_flag=True, help="Ignore the measurements of this machine.")
+@click.option("--no-shipped-figures", is_flag=True, help="Ignore the figures that plugins carry.")
 @click.option(
     "--engine",
     "engine_name",
     metavar="NAME",
+    shell_complete=ENGINES,
     help="Ask what this engine asks, and print its commands: vllm, sglang.",
 )
 @click.option(
-    "--explain", is_flag=True, help="Say why each other backend lost, and who set each value."
+    "--explain",
+    is_flag=False,
+    flag_value=EVERY,
+    metavar="[BACKEND]",
+    shell_complete=BACKENDS,
+    help="Say why each other backend lost, or why one did, and who set each value.",
 )
 @click.option("--all", "every", is_flag=True, help="Like --explain, with every reason.")
 @common_options
@@ -82,8 +97,9 @@ def select(
     without: tuple[str, ...],
     allow_coercion: bool,
     no_measurements: bool,
+    no_shipped_figures: bool,
     engine_name: str | None,
-    explain: bool,
+    explain: str | None,
     every: bool,
     **backends: str | None,
 ) -> None:
@@ -95,9 +111,11 @@ def select(
     """
     asked_mode, warn = speculative_attention_mode, run.warn if assume else None
     request = requested(model, fields, tp, asked_mode, skip=skip, assume=warn)
-    in_full = explain or every
+    in_full = explain is not None or every
     _refuse_several(platforms, in_full=in_full, engine=engine_name)
-    settings = run.settings()
+    settings = run.settings(no_shipped_figures="--no-shipped-figures" * no_shipped_figures)
+    if settings.deterministic and not request.deterministic:
+        request = request.replace(origin="config", deterministic=True)
     plugins = run.plugins(settings)
     _warn_of_unused_without(run, plugins, without)
     engine = _engine(engine_name, settings, request, model)
@@ -108,7 +126,11 @@ def select(
         "without": frozenset(without),
     }
     measured = not no_measurements
-    one = partial(ask, run, settings, plugins, request, given=given, measured=measured)
+    # A request keeps no flag that is off
+    graphs = "graph" not in parse_fields(fields)
+    one = partial(
+        ask, run, settings, plugins, request, given=given, measured=measured, graphs=graphs
+    )
     of_engine = None if engine is None else engine.ask
     asked = [one(platform, of_engine=of_engine) for platform in platforms or (None,)]
     lines: tuple[str, ...] = ()
@@ -128,6 +150,8 @@ def select(
         from attnmux.core.cli.select_explained import explained  # noqa: PLC0415
 
         explanation = explained(asked[0], model=model or "", tp=tp, skip=skip)
+        if explain not in (None, EVERY):
+            explanation, every = explanation.of(offers_named(explain, asked[0].offers)), True
         if as_json:
             run.echo_json({**told, "explanation": explanation.to_dict()})
         else:
@@ -208,7 +232,7 @@ def _answered(asked: Asked) -> dict[str, Any]:
         "hash": None,
         "phases": {},
         **undecided,
-        "linear": {},
+        "parts": {},
         "candidates": plain(answer.candidates),
         "proof": proof,
     }

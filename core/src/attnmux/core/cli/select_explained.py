@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
+from attnmux.core.cards.card import Offer
 from attnmux.core.cards.named import read_options
 from attnmux.core.choosing.decision import Decision
 from attnmux.core.cli.asking import Asked
@@ -14,6 +15,7 @@ from attnmux.core.cli.outcomes import Outcome, outcomes, outcomes_of_refusal
 from attnmux.core.facts.errors import NoBackend
 from attnmux.core.facts.frozen import Plain, plain, plain_fields
 from attnmux.core.facts.policy import Policy
+from attnmux.core.facts.questions import Question
 from attnmux.core.facts.request import Request
 from attnmux.core.find.settings import PREFIX
 from attnmux.core.measured.unverified import doubtful
@@ -34,6 +36,17 @@ class Stated(Plain):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Figured(Plain):
+    """The figures that a phase's ranks follow."""
+
+    phase: str
+    source: str
+    """Who measured, where and on which shape."""
+    times: Mapping[str, Mapping[str, float]]
+    """By workload and backend (`plugin/name`), microseconds of one layer's call."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Explanation:
     """Why an answer is what it is."""
 
@@ -44,12 +57,24 @@ class Explanation:
     one for those that lack a C++ compiler."""
     others: tuple[tuple[str, tuple[Outcome, ...]], ...] = ()
     """The outcomes for each group of other layers, which the text describes."""
+    figures: tuple[Figured, ...] = ()
+    """Of the first group's layers; empty where priors decided."""
 
     def to_dict(self) -> dict[str, Any]:
         return {
             **plain_fields(self),
             "others": [{"layers": one, "outcomes": plain(told)} for one, told in self.others],
         }
+
+    def of(self, offers: Iterable[Offer]) -> Explanation:
+        """The explanation of some backends alone."""
+        addresses = {offer.address for offer in offers}
+
+        def kept(told: Iterable[Outcome]) -> tuple[Outcome, ...]:
+            return tuple(one for one in told if f"{one.plugin}/{one.backend}" in addresses)
+
+        others = tuple((layers, kept(told)) for layers, told in self.others)
+        return replace(self, outcomes=kept(self.outcomes), others=others)
 
 
 def explained(asked: Asked, *, model: str, tp: int, skip: str | None = None) -> Explanation:
@@ -75,7 +100,23 @@ def explained(asked: Asked, *, model: str, tp: int, skip: str | None = None) -> 
             *lacking_compiler((offer.card for offer in asked.offers), asked.device),
         ),
         others=tuple(zip(map(str, answer.request.other_layers), others, strict=True)),
+        figures=tuple(_figures(asked, answer)) if asked.is_measured else (),
     )
+
+
+def _figures(asked: Asked, decision: Decision) -> Iterator[Figured]:
+    from attnmux.core.measured.evidence import evidence_of  # noqa: PLC0415  # few choices are measured
+
+    evidence = evidence_of(asked.measurements, asked.device, asked.offers, asked.policy)
+    for phase in decision.phases:
+        question = Question(request=decision.request, platform=asked.device, phase=phase)
+        timed = evidence.timed(question)
+        by_workload: dict[str, dict[str, float]] = {}
+        for address, times in timed.times.items():
+            for workload, us in times.items():
+                by_workload.setdefault(workload, {})[address] = us
+        if by_workload:
+            yield Figured(phase=phase, source=timed.source, times=by_workload)
 
 
 def _stated(name: str, value: object, origin: str, source: str) -> Stated:

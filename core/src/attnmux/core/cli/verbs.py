@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import importlib
+import signal
 import sys
 from collections.abc import Mapping, Sequence
 from importlib.metadata import EntryPoint
@@ -11,9 +12,9 @@ from typing import Any
 
 import click
 
-from attnmux.core.cli.run import INTERRUPTED, Run, escape_unknown
+from attnmux.core.cli.run import INTERRUPTED, TERMINATED, Run, escape_unknown
 from attnmux.core.facts.checks import nearest
-from attnmux.core.facts.errors import PluginError, SettingsError
+from attnmux.core.facts.errors import AttnmuxError, SettingsError
 from attnmux.core.facts.libraries import entry_points, identity
 from attnmux.core.find.plugins import is_admitted
 from attnmux.core.find.settings import Settings
@@ -39,6 +40,14 @@ OPTIONAL: Mapping[str, tuple[str, str]] = {
     "verify": ("attnmux-testing", "Run the conformance suite on a backend."),
 }
 """This project's verbs in other distributions: the distribution, and the verb's summary."""
+
+
+class Terminated(KeyboardInterrupt):
+    """SIGTERM, which ends a verb as Ctrl-C does: what it started ends with it."""
+
+
+def _terminate(*_: object) -> None:
+    raise Terminated
 
 
 class Verbs(click.Group):
@@ -69,14 +78,14 @@ class Verbs(click.Group):
         return resolved
 
     def invoke(self, ctx: click.Context) -> object:
-        """Raises PluginError where a library ends the process: the verbs return their exit code."""
+        """Raises AttnmuxError if a library ends the process: the verbs return their exit code."""
         try:
             return super().invoke(ctx)
         except SystemExit as error:
             if isinstance(error.__context__, BrokenPipeError):
                 raise  # rich ends so when the reader has seen enough
             message = f"ended early by a library: SystemExit: {error.code}"
-            raise PluginError(message) from error
+            raise AttnmuxError(message) from error
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """From the tables alone: help imports no verb."""
@@ -105,6 +114,7 @@ class Verbs(click.Group):
         run = Run()
         if standalone_mode:
             escape_unknown()
+            signal.signal(signal.SIGTERM, _terminate)
         try:
             outcome: object = super().main(
                 args, prog_name, complete_var, standalone_mode=False, obj=run, **extra
@@ -116,8 +126,9 @@ class Verbs(click.Group):
                 error.show()
                 sys.exit(error.exit_code)
             if isinstance(error, click.Abort):
-                print("attnmux: interrupted", file=sys.stderr)
-                sys.exit(INTERRUPTED)
+                ended = isinstance(error.__cause__, Terminated)
+                print(f"attnmux: {'terminated' if ended else 'interrupted'}", file=sys.stderr)
+                sys.exit(TERMINATED if ended else INTERRUPTED)
             sys.exit(run.report(error))
         if not standalone_mode:
             return outcome
@@ -164,7 +175,7 @@ def _distribution(point: EntryPoint) -> str:
 def _load(name: str, points: list[EntryPoint]) -> click.Command:
     whose = sorted(map(_distribution, points))
     if len(points) > 1:
-        raise PluginError(f"the verb {name!r} belongs to {' and '.join(whose)}: uninstall one")
+        raise AttnmuxError(f"the verb {name!r} belongs to {' and '.join(whose)}: uninstall one")
     try:
         command = points[0].load()
     except KeyboardInterrupt:
@@ -173,9 +184,9 @@ def _load(name: str, points: list[EntryPoint]) -> click.Command:
         message = (
             f"the verb {name!r} of {whose[0]} cannot be loaded: {type(error).__name__}: {error}"
         )
-        raise PluginError(message) from error
+        raise AttnmuxError(message) from error
     if not isinstance(command, click.Command):
-        raise PluginError(f"the verb {name!r} of {whose[0]} is {command!r}, not a click command")
+        raise AttnmuxError(f"the verb {name!r} of {whose[0]} is {command!r}, not a click command")
     return command
 
 

@@ -3,38 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import fields, replace
+from dataclasses import fields
+from functools import partial
 from typing import TypeVar
 
-from attnmux.core.adapters.shared_kernels import shared_kernel, with_shared_kernels
+from attnmux.core.adapters.shared_kernels import with_shared_kernels
 from attnmux.core.choosing.choice import Choice
 from attnmux.core.choosing.decision import Decision
-from attnmux.core.composites.chunked_prefix import (
-    ChunkedPrefixBackend,
-    expanded_context,
-    measured_crossing,
-)
 from attnmux.core.composites.dispatch import BatchSizeAttnBackend, HybridAttnBackend, Sizes
-from attnmux.core.composites.draft_attention import attend_to_drafts
-from attnmux.core.composites.draft_trees import TreeAttnBackend, prefix_context
-from attnmux.core.composites.factories import make_backend
+from attnmux.core.composites.factories import around, make_backend
 from attnmux.core.composites.layer_groups import LayerGroupsBackend, group_contexts
-from attnmux.core.composites.linear_hybrid import with_linear_layers
-from attnmux.core.composites.part_attention import PartAttention
-from attnmux.core.composites.picked_blocks import PickedBlocksBackend, dense_context
-from attnmux.core.composites.sparse_pages import SparseAttnBackend, sparse_context
-from attnmux.core.composites.two_batches import TboAttnBackend
 from attnmux.core.contract.backend import AttentionBackend
 from attnmux.core.contract.context import BackendContext
 from attnmux.core.contract.dtypes import dtype_name
 from attnmux.core.contract.layer import LayerSpec
 from attnmux.core.engines.device_platforms import check_device
-from attnmux.core.facts.derived import undrafted_request
 from attnmux.core.facts.errors import BackendFailed, InvalidInput
 from attnmux.core.facts.frozen import FrozenMapping
 from attnmux.core.facts.request import Request
-from attnmux.core.find.devices import detect, pick_platform
-from attnmux.core.find.plugins import load_plugins
+from attnmux.core.find.plugins import Plugins
 from attnmux.core.find.settings import Settings
 from attnmux.core.measured.measurement import Measurement
 from attnmux.core.measured.ranking import accuracy_by
@@ -46,17 +33,12 @@ def build(decision: Decision, context: BackendContext) -> AttentionBackend:
     """Make the backend of a decision.
 
     It is a single backend, a `HybridAttnBackend` where decode and extend differ, and a
-    `BatchSizeAttnBackend` where the decision has other backends for some sizes of decode steps. A
-    `ChunkedPrefixBackend` is around it where the decision has a backend for expanded prompts, and a
-    `TboAttnBackend` over three of all these where the request asks for two batches. A
-    `TreeAttnBackend` is around each where no backend takes the masks of the request's draft trees.
-    A `SparseAttnBackend` is around each where the request asks for chosen pages, and a
-    `PickedBlocksBackend` where an indexer picks blocks of keys.
+    `BatchSizeAttnBackend` where the decision has other backends for some sizes of decode steps. The
+    decision's parts are built around it, see `Part`.
     A context with an encoder's layers gets the backend of the phase "encoder".
     A context without a `kv_writer` gets the one that an installed plugin offers for its device.
     A `LayerGroupsBackend` has one of these for each group of layers whose heads, dims or KV dtype
     differ; each reads its layers' part of the pool (`KVPool.of_layers`).
-    A `HybridLinearAttnBackend` is around everything where the context has states of linear layers.
     Raises InvalidInput when a layer of the context has a feature or dims that the request of the
     decision lacks, when context and decision differ in page size, KV dtype or the request, or when
     torch reports another architecture of the context's device than that of the decision.
@@ -78,50 +60,17 @@ def build(decision: Decision, context: BackendContext) -> AttentionBackend:
         raise InvalidInput("context.request", got=differences, expected="the decision's request")
     context = with_shared_kernels(context)
 
-    groups = tuple(group_contexts(decision, context))
+    def of_group(group: Decision, own: BackendContext) -> AttentionBackend:
+        whole = around(partial(_assemble, group), group, "layers")
+        return whole(own, [phase for phase in phases if phase in group.phases])
 
-    def assembled() -> AttentionBackend:
-        first, *others = (_of_group(*group, phases) for group in groups)
+    def of_layers(context: BackendContext, phases: Sequence[str]) -> AttentionBackend:
+        first, *others = (of_group(*each) for each in group_contexts(decision, context))
         for other, backend in zip(decision.others, others, strict=True):
             _check_padding(first, backend, other.phases["decode"])
         return LayerGroupsBackend(context, (first, *others)) if others else first
 
-    made = assembled()
-    if decision.request.two_batches:
-        made = TboAttnBackend(made, (assembled(), assembled()))
-    return with_linear_layers(made, decision, context)
-
-
-def _of_group(
-    decision: Decision, context: BackendContext, phases: Sequence[str]
-) -> AttentionBackend:
-    """The backend of layers that are alike. phases: those of the context's layers."""
-    serving = {phase: decision.phases[phase] for phase in phases if phase in decision.phases}
-    budget = decision.request.sparse_budget
-    if budget is not None and "decode" in serving:
-        prompts = {phase: choice for phase, choice in serving.items() if phase != "decode"}
-        of_pages = sparse_context(context, budget)
-        return SparseAttnBackend(
-            context,
-            whole=_assemble(decision, context, prompts or serving),
-            chosen=_assemble(decision, of_pages, {"decode": serving["decode"]}),
-            kernels=shared_kernel("chosen_pages", context),
-        )
-    if any(layer.index_block_size for layer in context.layers):
-        return PickedBlocksBackend(
-            context,
-            dense=_assemble(decision, dense_context(context), serving),
-            attend=shared_kernel("picked_blocks", context),
-        )
-    if decision.trees is None or "decode" not in serving:
-        return _assemble(decision, context, serving)
-    plain = replace(context, request=undrafted_request(context.request))
-    return TreeAttnBackend(
-        context,
-        child=_assemble(decision, plain, serving),
-        prefixes=make_backend(decision.trees, prefix_context(context)),
-        attend=shared_kernel("draft_attention", context) or attend_to_drafts,
-    )
+    return around(of_layers, decision, "model")(context, phases)
 
 
 def _check_padding(first: AttentionBackend, other: AttentionBackend, choice: Choice) -> None:
@@ -134,9 +83,9 @@ def _check_padding(first: AttentionBackend, other: AttentionBackend, choice: Cho
 
 
 def _assemble(
-    decision: Decision, context: BackendContext, serving: Mapping[str, Choice]
+    decision: Decision, context: BackendContext, phases: Sequence[str]
 ) -> AttentionBackend:
-    """The backends of a decision as one. serving: the choices of the context's phases."""
+    """The main backends of a decision as one. phases: those of the context's layers."""
     leaves: dict[str, AttentionBackend] = {}
 
     def leaf(choice: Choice) -> AttentionBackend:
@@ -144,35 +93,29 @@ def _assemble(
             leaves[choice.address] = make_backend(choice, context)
         return leaves[choice.address]
 
-    by_phase = {phase: leaf(choice) for phase, choice in serving.items()}
+    by_phase = {phase: leaf(decision.phases[phase]) for phase in phases}
     if len(leaves) > 1:
         made: AttentionBackend = HybridAttnBackend(
             prefill=by_phase["extend"], decode=by_phase["decode"]
         )
     else:
         made = next(iter(leaves.values()))
-    if "decode" in serving and decision.decode_sizes:
-        sizes = []
-        for each in decision.decode_sizes:
-            backend = leaf(each.choice)
-            _check_padding(made, backend, each.choice)
-            sizes.append(Sizes(least=each.least, most=each.most, backend=backend))
-        made = BatchSizeAttnBackend(usual=made, sizes=sizes)
-    if decision.expanded is None or "extend" not in serving:
+    if "decode" not in phases or not decision.decode_sizes:
         return made
-    of_prompts = expanded_context(context)
-    lanes = [make_backend(decision.expanded, of_prompts) for _ in range(PartAttention.MOST_LANES)]
-    addresses = decision.expanded.address, serving["extend"].address
-    crossing = measured_crossing(*addresses, context)
-    return ChunkedPrefixBackend(absorbed=made, expanded=lanes, crossing=crossing)
+    sizes = []
+    for each in decision.decode_sizes:
+        backend = leaf(each.choice)
+        _check_padding(made, backend, each.choice)
+        sizes.append(Sizes(least=each.least, most=each.most, backend=backend))
+    return BatchSizeAttnBackend(usual=made, sizes=sizes)
 
 
 def _check(decision: Decision) -> None:
     """Check a decision against this machine, its measurements and the configured plugins."""
     settings = Settings.load()
-    plugins = load_plugins(settings=settings)
+    plugins = Plugins.load(settings=settings)
     wanted = f"{decision.platform.vendor}:{decision.platform.arch}"
-    platform, offers = pick_platform(detect(plugins), wanted), plugins.offers()
+    platform, offers = plugins.detect().pick(wanted), plugins.offers()
     measurements = Measurement.read(settings.measurements_file()).found
     decision.check(platform, offers, accuracy=accuracy_by(measurements, platform, offers))
 
@@ -185,6 +128,9 @@ def _check_context(decision: Decision, context: BackendContext) -> None:
             got="none, or an encoder's and a decoder's together",
             expected="the layers of one or the other: each gets a backend of its own",
         )
+    if context.linear_states is not None and not decision.request.linear_layers:
+        expected = "none: the decision has no linear layers"
+        raise InvalidInput("context.linear_states", got="states of layers", expected=expected)
     _check_pool("page size", pool.page_size, decision.page_size)
     if pool.is_strided and not decision.request.strided_kv:
         raise InvalidInput(

@@ -17,7 +17,7 @@ from attnmux.core.contract.layer import LayerSpec
 from attnmux.core.contract.steps import StepBackend, prepared
 from attnmux.core.facts.errors import InvalidInput
 
-Parts = Iterable[tuple[StepBackend, ForwardBatch]]
+MemberSteps = Iterable[tuple[StepBackend, ForwardBatch]]
 """The members that a step prepares, each with the step as it gets it."""
 
 Route = tuple[AttentionBackend, AttentionCall, ForwardBatch]
@@ -37,7 +37,7 @@ class CompositeBackend(AttentionBackend):
         self._steps: tuple[tuple[StepBackend, ForwardBatch], ...] = ()
 
     @abstractmethod
-    def parts(self, batch: ForwardBatch, *, eager: bool) -> Parts:
+    def parts(self, batch: ForwardBatch, *, eager: bool) -> MemberSteps:
         """What a step prepares. Unless eager, tensors are where captured graphs read them."""
 
     @abstractmethod
@@ -83,22 +83,22 @@ class CompositeBackend(AttentionBackend):
         backend, call, step = self.route(call, batch)
         return backend.forward_extend(call, step)
 
+    @staticmethod
+    def check_context(argument: str, first: AttentionBackend, *others: AttentionBackend) -> None:
+        """Raise InvalidInput for backends of another context than the first's."""
+        if any(each.context is not first.context for each in others):
+            expected = "backends of one context, whose KV pool they share"
+            raise InvalidInput(argument, got="a backend of another context", expected=expected)
 
-def check_context(argument: str, first: AttentionBackend, *others: AttentionBackend) -> None:
-    """Raise InvalidInput for backends of another context than the first's."""
-    if any(each.context is not first.context for each in others):
-        expected = "backends of one context, whose KV pool they share"
-        raise InvalidInput(argument, got="a backend of another context", expected=expected)
-
-
-def check_padding(argument: str, first: AttentionBackend, *others: AttentionBackend) -> None:
-    """Raise InvalidInput for other padding rows than the first's: one graph runner pads for all."""
-    fill = first.get_cuda_graph_seq_len_fill_value()
-    for each in others:
-        own = each.get_cuda_graph_seq_len_fill_value()
-        if own != fill:
-            expected = f"{fill} as `seq_lens` of a padding row, as the first backend has"
-            raise InvalidInput(argument, got=own, expected=expected)
+    @staticmethod
+    def check_padding(argument: str, first: AttentionBackend, *others: AttentionBackend) -> None:
+        """Raise InvalidInput for other padding rows than the first's: one runner pads for all."""
+        fill = first.get_cuda_graph_seq_len_fill_value()
+        for each in others:
+            own = each.get_cuda_graph_seq_len_fill_value()
+            if own != fill:
+                expected = f"{fill} as `seq_lens` of a padding row, as the first backend has"
+                raise InvalidInput(argument, got=own, expected=expected)
 
 
 class DispatchingBackend(CompositeBackend):
@@ -112,7 +112,7 @@ class DispatchingBackend(CompositeBackend):
         """A prepared step as that backend gets it."""
         return batch
 
-    def parts(self, batch: ForwardBatch, *, eager: bool) -> Parts:
+    def parts(self, batch: ForwardBatch, *, eager: bool) -> MemberSteps:
         return ((self.serving(batch), batch),)
 
     def route(self, call: AttentionCall, batch: ForwardBatch) -> Route:
@@ -154,7 +154,7 @@ class HybridAttnBackend(DispatchingBackend):
 
     def __init__(self, *, prefill: AttentionBackend, decode: AttentionBackend) -> None:
         """Raises InvalidInput for backends of different contexts."""
-        check_context("prefill", decode, prefill)
+        self.check_context("prefill", decode, prefill)
         super().__init__(decode.context, (decode, prefill))
         self.prefill = prefill
         self.decode = decode
@@ -206,8 +206,8 @@ class BatchSizeAttnBackend(DispatchingBackend):
         """Raises InvalidInput for backends of different contexts, for overlapping ranges, and for
         backends whose padding rows differ in length, since one graph runner pads for all."""
         others = [each.backend for each in sizes]
-        check_context("sizes", usual, *others)
-        check_padding("sizes", usual, *others)
+        self.check_context("sizes", usual, *others)
+        self.check_padding("sizes", usual, *others)
         super().__init__(usual.context, (usual, *others))
         self.usual = usual
         self.sizes = tuple(sorted(sizes, key=lambda each: each.least))

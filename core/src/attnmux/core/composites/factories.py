@@ -3,25 +3,53 @@
 from __future__ import annotations
 
 import pkgutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 
 from attnmux.core.choosing.choice import Choice
+from attnmux.core.choosing.decision import Decision
+from attnmux.core.choosing.parts import absence, installed_part
+from attnmux.core.choosing.with_parts import inside_first
 from attnmux.core.composites.local_attention import with_virtual_requests
 from attnmux.core.composites.mask_forms import with_mask_forms
 from attnmux.core.contract.backend import AttentionBackend
 from attnmux.core.contract.context import BackendContext
-from attnmux.core.facts.errors import AttnmuxError, BackendFailed, PluginError, in_brief
+from attnmux.core.facts.errors import (
+    AttnmuxError,
+    BackendFailed,
+    InvalidInput,
+)
 from attnmux.core.facts.values import TreeMask
 from attnmux.core.linear.backend import LinearAttentionBackend
+
+MakeBackend = Callable[[BackendContext, Sequence[str]], AttentionBackend]
+"""Makes a backend of a context for some phases."""
+
+
+def around(inner: MakeBackend, decision: Decision, place: str) -> MakeBackend:
+    """What makes a decision's parts around the layers or around the model, over `inner`.
+
+    Raises InvalidInput for a part that this process lacks.
+    """
+    found = []
+    for name in decision.parts:
+        part = installed_part(name)
+        if part is None:
+            raise InvalidInput("decision", got=absence(name), expected="each of its parts")
+        found.append((name, part))
+    for _, part in inside_first(found):
+        if part.around == place:
+            inner = partial(pkgutil.resolve_name(part.factory), inner, decision)
+    return inner
 
 
 def make_backend(choice: Choice, context: BackendContext) -> AttentionBackend:
     """The chosen attention backend, which gets the masks of draft trees in a form that it reads,
     and attention chunks as virtual requests where its card says so.
 
-    Raises BackendFailed where its factory cannot be imported or fails, PluginError where the
+    Raises BackendFailed where its factory cannot be imported or fails, AttnmuxError where the
     factory makes something else.
     """
 
@@ -58,8 +86,8 @@ def make_linear(choice: Choice, context: BackendContext) -> LinearAttentionBacke
     return backend
 
 
-def _misfit(choice: Choice, made: object) -> PluginError:
-    return PluginError(f"{choice.address}: {choice.factory} made a {type(made).__name__}")
+def _misfit(choice: Choice, made: object) -> AttnmuxError:
+    return AttnmuxError(f"{choice.address}: {choice.factory} made a {type(made).__name__}")
 
 
 def _called(choice: Choice, context: BackendContext) -> object:
@@ -72,5 +100,5 @@ def _called(choice: Choice, context: BackendContext) -> object:
     except (AttnmuxError, torch.OutOfMemoryError):
         raise
     except Exception as error:  # libraries and compilers raise anything
-        raise BackendFailed(name, f"{choice.factory}: {in_brief(error)}") from error
+        raise BackendFailed(name, f"{choice.factory}: {AttnmuxError.in_brief(error)}") from error
     return made

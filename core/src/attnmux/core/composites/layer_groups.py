@@ -9,7 +9,7 @@ from types import MappingProxyType
 import torch
 
 from attnmux.core.choosing.decision import Decision
-from attnmux.core.composites.dispatch import CompositeBackend, Parts, Route, check_padding
+from attnmux.core.composites.dispatch import CompositeBackend, MemberSteps, Route
 from attnmux.core.contract.backend import AttentionBackend
 from attnmux.core.contract.batch import ForwardBatch, ForwardMode
 from attnmux.core.contract.call import AttentionCall
@@ -37,7 +37,7 @@ class LayerGroupsBackend(CompositeBackend):
         if sorted(ids) != sorted(layer.layer_id for layer in context.layers):
             expected = "each layer of the context in one group"
             raise InvalidInput("groups", got=f"layers {sorted(ids)}", expected=expected)
-        check_padding("groups", *groups)
+        self.check_padding("groups", *groups)
         self._by_layer = MappingProxyType(
             {layer.layer_id: group for group in groups for layer in group.context.layers}
         )
@@ -48,7 +48,7 @@ class LayerGroupsBackend(CompositeBackend):
             return self
         return LayerGroupsBackend(self.context, children)
 
-    def parts(self, batch: ForwardBatch, *, eager: bool) -> Parts:
+    def parts(self, batch: ForwardBatch, *, eager: bool) -> MemberSteps:
         return ((group, batch) for group in self.members)
 
     def route(self, call: AttentionCall, batch: ForwardBatch) -> Route:

@@ -12,7 +12,7 @@ from dataclasses import replace
 
 from msgspec import structs
 
-from attnmux.core.composites.dispatch import CompositeBackend, Parts, Route, check_padding
+from attnmux.core.composites.dispatch import CompositeBackend, MemberSteps, Route
 from attnmux.core.composites.virtual_requests import room_for_decoding, virtual_step
 from attnmux.core.contract.backend import AttentionBackend
 from attnmux.core.contract.batch import ForwardBatch, ForwardMode
@@ -89,7 +89,7 @@ class LocalAttnBackend(CompositeBackend):
         """whole: of the layers without chunks. local: of the others, by the length of a chunk, each
         of `local_context`. Raises InvalidInput for padding rows of different lengths."""
         super().__init__(context, [*local.values(), *([] if whole is None else [whole])])
-        check_padding("local", *self.members)
+        self.check_padding("local", *self.members)
         self.whole = whole
         self.local = dict(local)
         self._fixed = {chunk: FixedTensors() for chunk in self.local}
@@ -101,7 +101,7 @@ class LocalAttnBackend(CompositeBackend):
         for fixed in self._fixed.values():
             fixed.add(**room_for_decoding(max_bs, self.context.device))
 
-    def parts(self, batch: ForwardBatch, *, eager: bool) -> Parts:
+    def parts(self, batch: ForwardBatch, *, eager: bool) -> MemberSteps:
         if eager:
             self.check_step(batch)
         if self.whole is not None:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from attnmux.core.composites.dispatch import DispatchingBackend, Parts
+from attnmux.core.composites.dispatch import DispatchingBackend, MemberSteps
 from attnmux.core.contract.arguments import check_fields
 from attnmux.core.contract.backend import AttentionBackend
 from attnmux.core.contract.batch import ForwardBatch
@@ -68,7 +68,7 @@ class MaskFormsBackend(DispatchingBackend):
             bounds = torch.zeros(max_bs + 1, dtype=torch.int32, device=device)
             self._buffers.append(_Buffers(values=values, bounds=bounds))
 
-    def parts(self, batch: ForwardBatch, *, eager: bool) -> Parts:
+    def parts(self, batch: ForwardBatch, *, eager: bool) -> MemberSteps:
         if not self._is_foreign(batch):
             return ((self.child, batch),)
         exact = batch

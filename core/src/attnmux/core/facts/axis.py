@@ -105,6 +105,7 @@ class Axis:
             wanted=_said(wanted),
             offered=str(self.condition(clause)),
             hint=hint,
+            by="machine" if self.of_machine else "request",
         )
 
     def remedy(self, clause: object, wanted: Value) -> str:

@@ -79,6 +79,8 @@ class Vendor(NamedTuple):
     """Environment variables that hide devices, with the values by which users hide all."""
     ordering: tuple[str, ...] = ()
     """Environment variables that change the order in which devices are numbered."""
+    products: Mapping[str, tuple[str, str]] = FrozenMapping()
+    """Architectures and names of products, by the word that users type."""
     reported_arch: Callable[[Any], str] = lambda _: ""
     """The architecture in a device's properties of torch; empty for another vendor's, and if torch
     reports none."""
@@ -133,6 +135,41 @@ HIDING_OF_CUDA: Mapping[str, tuple[str, ...]] = FrozenMapping(
     {"CUDA_VISIBLE_DEVICES": (*HIDES_ALL, "NoDevFiles")}
 )
 
+_GEFORCE = "NVIDIA GeForce RTX"
+NVIDIA_PRODUCTS: Mapping[str, tuple[str, str]] = FrozenMapping(
+    {
+        "t4": ("sm75", "Tesla T4"),
+        "a100": ("sm80", "NVIDIA A100"),
+        "a10": ("sm86", "NVIDIA A10"),
+        "a6000": ("sm86", "NVIDIA RTX A6000"),
+        "rtx3090": ("sm86", f"{_GEFORCE} 3090"),
+        "l4": ("sm89", "NVIDIA L4"),
+        "l40s": ("sm89", "NVIDIA L40S"),
+        "rtx4090": ("sm89", f"{_GEFORCE} 4090"),
+        "h100": ("sm90", "NVIDIA H100"),
+        "h200": ("sm90", "NVIDIA H200"),
+        "h20": ("sm90", "NVIDIA H20"),
+        "gh200": ("sm90", "NVIDIA GH200"),
+        "b200": ("sm100", "NVIDIA B200"),
+        "gb200": ("sm100", "NVIDIA GB200"),
+        "b300": ("sm103", "NVIDIA B300"),
+        "gb300": ("sm103", "NVIDIA GB300"),
+        "rtx5090": ("sm120", f"{_GEFORCE} 5090"),
+        "gb10": ("sm121", "NVIDIA GB10"),
+    }
+)
+"""By compute capability: developer.nvidia.com/cuda-gpus."""
+AMD_PRODUCTS: Mapping[str, tuple[str, str]] = FrozenMapping(
+    {
+        **{name: ("gfx90a", f"AMD Instinct {name.upper()}") for name in ("mi210", "mi250x")},
+        **{name: ("gfx942", f"AMD Instinct {name.upper()}") for name in ("mi300x", "mi325x")},
+        **{name: ("gfx950", f"AMD Instinct {name.upper()}") for name in ("mi350x", "mi355x")},
+        "rx7900xtx": ("gfx1100", "AMD Radeon RX 7900 XTX"),
+        "rx9070xt": ("gfx1201", "AMD Radeon RX 9070 XT"),
+    }
+)
+"""By LLVM target: rocm.docs.amd.com, GPU hardware specifications."""
+
 VENDORS: Mapping[str, Vendor] = {
     row.name: row
     for row in (
@@ -147,6 +184,7 @@ VENDORS: Mapping[str, Vendor] = {
             evidence=partial(any_path, NVIDIA_EVIDENCE),
             hiding=HIDING_OF_CUDA,
             ordering=("CUDA_DEVICE_ORDER",),
+            products=NVIDIA_PRODUCTS,
             reported_arch=_reported_capability,
         ),
         Vendor(
@@ -158,6 +196,7 @@ VENDORS: Mapping[str, Vendor] = {
             version=_gfx,
             distribution="attnmux-amd",
             evidence=partial(compute_node, 0x1002),
+            products=AMD_PRODUCTS,
             reported_arch=_reported_gfx,
             hiding=FrozenMapping(
                 {
@@ -203,6 +242,11 @@ VENDORS: Mapping[str, Vendor] = {
         ),
     )
 }
+
+PRODUCTS: Mapping[str, tuple[Vendor, str, str]] = {
+    product: (row, *about) for row in VENDORS.values() for product, about in row.products.items()
+}
+"""By the word that users type: the vendor, the architecture and the name."""
 
 EXAMPLE = "nvidia:sm90,cuda=12.4"
 """A platform in words."""

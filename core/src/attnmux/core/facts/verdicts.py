@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Literal
 
 from attnmux.core.facts.frozen import Plain
 
 Status = Literal["fits", "coerced", "rejected"]
+Asker = Literal["request", "machine", "rule"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -24,10 +25,23 @@ class Reason(Plain):
     """The smallest change that helps: "page_size=64" for `Request.parse`, or a command line. Either
     all reasons of a verdict have one, or none has. Following them all leads to a decision in which
     the backend serves the phase, if necessary after hints for the other phases."""
+    by: Asker = "rule"
+    """Whose value `wanted` is: the request's or the machine's, of which the card serves `offered`;
+    or a rule's, such as an allow list, that `offered` breaks."""
 
     def __str__(self) -> str:
-        text = f"{self.axis}: wanted {self.wanted}, offered {self.offered}"
+        text = f"{self.axis}: {self._text()}"
         return f"{text} ({self.hint})" if self.hint else text
+
+    def _text(self) -> str:
+        if self.by == "machine":
+            verb = "has" if self.axis == "features" else "is"
+            return f"needs {self.offered}, this {verb} {self.wanted}"
+        if self.by == "rule":
+            return f"needs {self.wanted}, here: {self.offered}"
+        if (self.wanted, self.offered) == ("yes", "none"):
+            return "not served"
+        return f"asked for {self.wanted}, serves {self.offered}"
 
 
 def without_hints(reasons: Iterable[Reason]) -> list[Reason]:
@@ -55,7 +69,7 @@ class Verdict(Plain):
     rank: int | None
     """Lower is better; None where rejected."""
     measured: bool = False
-    """Whether measurements of this machine changed the prior's rank."""
+    """Whether the rank follows figures, of this machine or of its kind, and not a prior."""
     source: str = ""
     """Where the rank comes from."""
     eligible: bool = False
@@ -67,17 +81,6 @@ class Verdict(Plain):
     def address(self) -> str:
         """`plugin/name`."""
         return f"{self.plugin}/{self.backend}"
-
-    @classmethod
-    def from_dict(cls, data: dict[str, Any]) -> Verdict:
-        obstacle = data["obstacle"]
-        if obstacle is not None:
-            obstacle = Obstacle(phase=obstacle["phase"], reasons=_reasons(obstacle["reasons"]))
-        return cls(**{**data, "obstacle": obstacle, "reasons": _reasons(data["reasons"])})
-
-
-def _reasons(data: Iterable[dict[str, str]]) -> tuple[Reason, ...]:
-    return tuple(Reason(**reason) for reason in data)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -8,6 +8,7 @@ import pluggy
 
 if TYPE_CHECKING:
     from attnmux.core.cards.card import BackendCard
+    from attnmux.core.cards.figures import Figures
     from attnmux.core.facts.platform import Platform
 
 hookspec = pluggy.HookspecMarker("attnmux")
@@ -31,5 +32,11 @@ class HookSpecs:
         """The cards of the plugin's backends. Must import neither torch nor a kernel library."""
         return []
 
+    @hookspec
+    def attnmux_figures(self) -> list[Figures]:
+        """The files of figures in the plugin's wheel, mostly `Figures.in_folder`. They are read for
+        a device of their kind alone."""
+        return []
 
-HOOKS = ("attnmux_platforms", "attnmux_cards")
+
+HOOKS = ("attnmux_platforms", "attnmux_cards", "attnmux_figures")

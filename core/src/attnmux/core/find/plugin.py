@@ -8,6 +8,7 @@ from importlib.metadata import EntryPoint
 from typing import Literal, NamedTuple
 
 from attnmux.core.cards.card import BackendCard
+from attnmux.core.cards.figures import Figures
 from attnmux.core.facts.frozen import Plain
 from attnmux.core.facts.libraries import printable
 from attnmux.core.facts.platform import Platform
@@ -15,7 +16,7 @@ from attnmux.core.facts.platform import Platform
 MOST_ERROR = 1000
 LONGEST_TRACEBACK = 20_000
 
-Stage = Literal["load", "cards", "platforms"]
+Stage = Literal["load", "cards", "figures", "platforms"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -42,6 +43,7 @@ class Plugin(NamedTuple):
     distribution: str = ""
     version: str = ""
     cards: tuple[BackendCard, ...] = ()
+    figures: tuple[Figures, ...] = ()
     probes: bool = False
     """Whether the plugin implements the probe."""
     platforms: tuple[Platform, ...] = ()

@@ -8,9 +8,9 @@ from operator import attrgetter
 
 import torch
 
-from attnmux.core.composites.two_batches import half_of
 from attnmux.core.contract.arguments import described
 from attnmux.core.contract.batch import ForwardBatch, ForwardMode
+from attnmux.core.contract.halves import half_of
 from attnmux.core.contract.spec import SpecInput
 from attnmux.core.contract.tree_masks import (
     of_requests,

@@ -17,7 +17,7 @@ from attnmux.core.contract.batch import ForwardBatch, ForwardMode
 from attnmux.core.contract.context import BackendContext
 from attnmux.core.contract.debug import check_batch, check_types
 from attnmux.core.contract.steps import NO_OPTIONS, StepBackend
-from attnmux.core.facts.errors import InvalidInput, PluginError
+from attnmux.core.facts.errors import AttnmuxError, InvalidInput
 from attnmux.core.linear.layer import (
     ConvCall,
     LinearCall,
@@ -25,7 +25,7 @@ from attnmux.core.linear.layer import (
     check_conv,
     check_linear,
 )
-from attnmux.core.linear.states import LinearStatePool
+from attnmux.core.linear.states import StatePool
 
 SERVED = (
     *(ForwardMode.EXTEND, ForwardMode.MIXED, ForwardMode.DECODE, ForwardMode.IDLE),
@@ -49,7 +49,7 @@ class LinearAttentionBackend(StepBackend):
 
     def __init__(self, context: BackendContext, options: Mapping[str, object] = NO_OPTIONS) -> None:
         """Raises InvalidInput for a context without `linear_states`."""
-        self.states = LinearStatePool.of(context)
+        self.states = StatePool.of(context)
         self.context = context
         self.options = options
 
@@ -152,10 +152,10 @@ class LinearAttentionBackend(StepBackend):
         """Run d draft tokens a request, d being `batch.drafts().draft_token_num`. Writes `call.out`
         and the first d of `states.draft_state` in the requests' rows.
 
-        Raises PluginError unless the backend overrides it, as those do whose card has the phase
+        Raises AttnmuxError unless the backend overrides it, as those do whose card has the phase
         "verify".
         """
-        raise PluginError(f"{type(self).__name__} verifies no drafts")
+        raise AttnmuxError(f"{type(self).__name__} verifies no drafts")
 
     def verify_conv(self, call: ConvCall, batch: ForwardBatch) -> None:
         """Run a convolution over d draft tokens a request. Writes `call.out` and the first
@@ -163,10 +163,10 @@ class LinearAttentionBackend(StepBackend):
 
         Raises as `forward_verify` does.
         """
-        raise PluginError(f"{type(self).__name__} verifies no drafts")
+        raise AttnmuxError(f"{type(self).__name__} verifies no drafts")
 
 
-def check_drafts(states: LinearStatePool, batch: ForwardBatch) -> None:
+def check_drafts(states: StatePool, batch: ForwardBatch) -> None:
     """Raise InvalidInput unless a step's drafts are chains for which the pool has room."""
     spec = batch.drafts()
     if spec.topk > 1 or spec.tree_mask is not None:
@@ -174,7 +174,7 @@ def check_drafts(states: LinearStatePool, batch: ForwardBatch) -> None:
         raise InvalidInput("spec_info", got="a draft tree", expected=expected)
     num, most = spec.draft_token_num, states.draft_tokens
     if not 1 <= num <= most:
-        expected = f"1 to {most}, for which the LinearStatePool has room (draft_tokens)"
+        expected = f"1 to {most}, for which the states have room (draft_tokens)"
         raise InvalidInput("spec_info.draft_token_num", got=num, expected=expected)
     if batch.num_tokens != batch.batch_size * num:
         got = f"{batch.num_tokens} tokens of {batch.batch_size} requests"

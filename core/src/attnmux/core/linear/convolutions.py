@@ -10,7 +10,7 @@ from torch.nn.functional import conv1d, silu
 
 from attnmux.core.contract.batch import ForwardBatch
 from attnmux.core.linear.layer import ConvCall
-from attnmux.core.linear.states import LinearStatePool
+from attnmux.core.linear.states import StatePool
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -53,7 +53,7 @@ class ShortConvolutions(ABC):
     A plugin offers its own as the shared kernel `short_convolutions`.
     """
 
-    def __init__(self, states: LinearStatePool) -> None:
+    def __init__(self, states: StatePool) -> None:
         self.states = states
 
     @abstractmethod
@@ -71,7 +71,7 @@ class ShortConvolutions(ABC):
         """As `LinearAttentionBackend.verify_conv`."""
 
     def keep_drafts(self, call: ConvCall, batch: ForwardBatch) -> torch.Tensor:
-        """Write the states after drafts, `LinearStatePool.draft_conv`.
+        """Write the states after drafts, `StatePool.draft_conv`.
 
         Returns them in the dtype of the call: [B, W - 1 + d, C], the inputs before the drafts,
         zeros for requests that start with them, then the drafts'.
@@ -110,7 +110,7 @@ class PlainConvolutions(ShortConvolutions):
 
     def _convolve_one(self, call: ConvCall, batch: ForwardBatch) -> None:
         pool, rows = self.states.conv(call.layer.layer_id, call.index), batch.req_pool_indices
-        history = LinearStatePool.read(pool, rows, batch.seq_lens <= 1)
+        history = StatePool.read(pool, rows, batch.seq_lens <= 1)
         window = torch.cat([history.to(call.x.dtype), call.x.unsqueeze(1)], dim=1)
         pool.index_copy_(0, rows, window[:, 1:].to(pool.dtype))
         call.out.copy_(_convolved(window.transpose(1, 2), call).squeeze(-1))
@@ -119,7 +119,7 @@ class PlainConvolutions(ShortConvolutions):
         """All requests as one sequence, each after its W - 1 last inputs."""
         pool, tokens = self.states.conv(call.layer.layer_id, call.index), self.tokens
         before = call.layer.conv_size - 1
-        history = LinearStatePool.read(pool, batch.req_pool_indices, tokens.fresh).to(call.x.dtype)
+        history = StatePool.read(pool, batch.req_pool_indices, tokens.fresh).to(call.x.dtype)
         count, num, device = batch.batch_size, tokens.num_tokens, call.x.device
         line = call.x.new_empty((num + count * before, call.x.shape[1]))
         places = torch.arange(num, device=device) + before * tokens.request_of_token

@@ -16,6 +16,7 @@ from attnmux.core.facts.platform import Platform
 from attnmux.core.facts.questions import Question
 from attnmux.core.facts.request import Request
 from attnmux.core.facts.verdicts import Reason
+from attnmux.core.measured.evidence import Current
 from attnmux.core.measured.measurement import Measurement
 
 FACTOR = 3
@@ -24,9 +25,6 @@ counts as inaccurate. Kernels that differ only in the order of their sums stay w
 
 TIMED = ("decode", "extend")
 """Phases that are measured."""
-
-Current = Mapping[tuple[str, str], Mapping[str, Sequence[Measurement]]]
-"""Measurements that count, by (phase, shape) and the backend's address."""
 
 
 def by_measurement(found: Current, platform: Platform) -> Accuracy:

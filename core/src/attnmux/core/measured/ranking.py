@@ -1,7 +1,6 @@
-"""Choosing by measurements of this machine: ranks, and decode's backend for each batch size.
+"""Choosing by measurements: ranks, and decode's backend for each batch size.
 
-A measurement counts only with the device and the library versions that it was made with, and only
-for a backend that passed its conformance check first.
+Those of this machine count before those that plugins carry; see `evidence.py`.
 """
 
 from __future__ import annotations
@@ -14,22 +13,23 @@ from math import isqrt
 
 from attnmux.core.cards.card import Offer
 from attnmux.core.cards.named import read_options
-from attnmux.core.choosing.checking import Accuracy, Rank, Ranking, prior_rank, standing
+from attnmux.core.choosing.checking import Accuracy, Rank, Ranking, prior_rank
 from attnmux.core.choosing.choice import SizeRange, choice_of
 from attnmux.core.choosing.decision import Decision
-from attnmux.core.choosing.shortcomings import admits_any
 from attnmux.core.choosing.solver import solve
-from attnmux.core.facts.libraries import Libraries, assumed, installed_version
 from attnmux.core.facts.platform import Platform
 from attnmux.core.facts.policy import Policy
 from attnmux.core.facts.questions import Question
-from attnmux.core.facts.records import Device, latest
 from attnmux.core.facts.request import Request
-from attnmux.core.measured.accuracy import Current, by_measurement, notes_on
-from attnmux.core.measured.measurement import Measurement, insisted
-
-Times = Mapping[str, float]
-"""Medians in microseconds by workload."""
+from attnmux.core.measured.accuracy import by_measurement, notes_on
+from attnmux.core.measured.evidence import (
+    Evidence,
+    Timed,
+    Times,
+    current_measurements,
+    evidence_of,
+)
+from attnmux.core.measured.measurement import Measurement
 
 
 def solve_measured(
@@ -42,21 +42,21 @@ def solve_measured(
 ) -> Decision:
     """`solve` with the ranks of `ranking_by` and measured errors, then `with_batch_sizes`.
 
+    measurements: those of this machine. Figures that the offers' plugins carry count as well.
     The decision notes a backend whose error is more than 3 times that of another that could serve
-    the phase. Raises what `solve` raises.
+    the phase, and files of figures that cannot be read. Raises what `solve` raises.
     """
     offers = tuple(offers)
-    found = current_measurements(measurements, platform, offers, policy)
-    ranking, accuracy = ranking_by(found, offers), by_measurement(found, platform)
+    evidence = evidence_of(measurements, platform, offers, policy)
+    if not evidence:
+        return solve(request, platform, offers, policy)
+    ranking, accuracy = ranking_by(evidence), by_measurement(evidence.own, platform)
     decision = solve(request, platform, offers, policy, ranking=ranking, accuracy=accuracy)
-    if not found:
-        return decision
     groups = []
     for group in decision.groups:
-        sized = with_batch_sizes(group, offers, policy, found)
-        groups.append(
-            replace(sized, notes=tuple(dict.fromkeys((*sized.notes, *notes_on(sized, found)))))
-        )
+        sized = with_batch_sizes(group, offers, policy, evidence)
+        notes = (*sized.notes, *notes_on(sized, evidence.own), *evidence.problems)
+        groups.append(replace(sized, notes=tuple(dict.fromkeys(notes))))
     return Decision.of_groups(groups, request.other_layers)
 
 
@@ -68,8 +68,8 @@ def accuracy_by(
     return by_measurement(current_measurements(measurements, platform, tuple(offers)), platform)
 
 
-def ranking_by(found: Current, offers: Iterable[Offer]) -> Ranking:
-    """The priors' ranks, corrected by the measurements that count.
+def ranking_by(evidence: Evidence) -> Ranking:
+    """The priors' ranks, corrected by the figures that count.
 
     Among the backends measured for a question, the next place goes to the fastest if it takes less
     than 98 % of the time of the one that the priors favour, else to the latter. A backend that
@@ -77,75 +77,36 @@ def ranking_by(found: Current, offers: Iterable[Offer]) -> Ranking:
     its own rank if that is later. Two backends with equal priors stay equal within 2 %. Backends
     without measurements keep their ranks.
     """
-    if not found:
+    if not evidence:
         return prior_rank
-    source = "measured on this machine"
-    by_address = {offer.address: offer for offer in offers}
-    known: dict[tuple[str, Request], Mapping[str, int]] = {}
+    known: dict[tuple[str, Request], Mapping[str, Rank]] = {}
 
-    def ranks_for(question: Question) -> Mapping[str, int]:
+    def ranks_for(question: Question) -> Mapping[str, Rank]:
         """Ranks of the backends that serve the question, at any page size."""
-        timed = {
-            address: {each.workload: each.median_us for each in measured}
-            for address, measured in found.get(
-                (question.phase, Measurement.shape_of(question)), {}
-            ).items()
+        timed = evidence.timed(question)
+        priors = {a: prior_rank(evidence.offers[a], question).value for a in timed.times}
+        return {
+            address: Rank(rank, measured=True, source=_source(timed, address))
+            for address, rank in ranks(priors, timed.times).items()
         }
-        asked = insisted(question)
-        cards = {address: by_address[address].card for address in timed}
-        serving = [a for a, card in cards.items() if admits_any(card.clauses, asked)]
-        return ranks({a: prior_rank(by_address[a], question).value for a in serving}, timed)
 
     def ranking(offer: Offer, question: Question) -> Rank:
         asked = question.phase, question.request
         if asked not in known:
             known[asked] = ranks_for(question)
-        prior = prior_rank(offer, question)
-        rank = known[asked].get(offer.address, prior.value)
-        return prior if rank == prior.value else Rank(rank, measured=True, source=source)
+        return known[asked].get(offer.address) or prior_rank(offer, question)
 
     return ranking
 
 
-def current_measurements(
-    measurements: Iterable[Measurement],
-    platform: Platform,
-    offers: Iterable[Offer],
-    policy: Policy | None = None,
-    *,
-    libraries: Libraries = installed_version,
-) -> Current:
-    """The measurements that count.
-
-    Their device is `platform` and their versions are those of `libraries`. No current measurement
-    of the backend for the same phase and shape failed conformance, and neither libraries nor
-    `policy` bar the backend. On a platform elsewhere none counts.
-    """
-    policy = policy or Policy()
-    device = Device.of(platform)
-    here = [each for each in measurements if each.device == device]
-    if not platform.is_here or not here:
-        return {}
-    known = assumed(policy.without, libraries, platform.is_here)
-    by_address = {offer.address: offer for offer in offers}
-    current: dict[tuple[str, str], dict[str, list[Measurement]]] = {}
-    for address in sorted({each.backend for each in here} & by_address.keys()):
-        offer = by_address[address]
-        if standing(offer, policy, known):
-            continue
-        versions = offer.versions(known)
-        own = (each for each in here if each.backend == address and each.versions == versions)
-        for each in latest(own):
-            found = current.setdefault((each.phase, each.shape), {})
-            found.setdefault(address, []).append(each)
-    return {
-        asked: {
-            address: timed
-            for address, timed in found.items()
-            if all(each.conformant for each in timed)
-        }
-        for asked, found in current.items()
-    }
+def _source(timed: Timed, address: str) -> str:
+    """Who measured, and how long the backend takes."""
+    own = timed.times[address]
+    shares = {other: share_of(times, own) for other, times in timed.times.items()}
+    fastest = min(shares, key=lambda other: (shares[other], other != address, other))
+    if fastest == address:
+        return f"{timed.source}; the fastest of {len(shares)}"
+    return f"{timed.source}; {1 / shares[fastest]:.2f} times as long as {fastest}"
 
 
 def ranks(priors: Mapping[str, int], times: Mapping[str, Times]) -> Mapping[str, int]:
@@ -185,7 +146,7 @@ def with_batch_sizes(
     decision: Decision,
     offers: Sequence[Offer],
     policy: Policy | None,
-    found: Current,
+    evidence: Evidence,
 ) -> Decision:
     """The decision, with backends that decode some batch sizes faster than the phase's backend.
 
@@ -193,13 +154,15 @@ def with_batch_sizes(
     backends), and the policy must not prefer the phase's own backend to it. At each batch size
     that was measured for both, the fastest backend serves if it saves more than 2 %. A size in
     between goes with the measured size that is nearer as a ratio, a larger one with the last. A
-    named backend decodes all sizes.
+    named backend decodes all sizes, and so does that of a deterministic request.
     """
     policy = policy or Policy()
-    if not found or "decode" not in decision.phases or policy.named_for("decode") is not None:
+    fixed = policy.named_for("decode") is not None or decision.request.deterministic
+    if "decode" not in decision.phases or fixed:
         return decision
     question = Question(request=decision.request, platform=decision.platform, phase="decode")
-    times = _by_size(found.get(("decode", Measurement.shape_of(question)), {}))
+    timed = evidence.timed(question)
+    times = _by_size(timed)
     usual = decision.phases["decode"].address
     sizes = [size for size, timed in sorted(times.items()) if usual in timed]
     if len(sizes) < 2:
@@ -224,15 +187,14 @@ def with_batch_sizes(
     return replace(decision, decode_sizes=tuple(ranges)) if ranges else decision
 
 
-def _by_size(found: Mapping[str, Sequence[Measurement]]) -> Mapping[int, Mapping[str, Times]]:
+def _by_size(timed: Timed) -> Mapping[int, Mapping[str, Times]]:
     """Medians by batch size and backend."""
-    times: dict[int, dict[str, dict[str, float]]] = {}
-    for address, timed in found.items():
-        for each in timed:
-            if each.batch_size is not None:
-                of_size = times.setdefault(each.batch_size, {})
-                of_size.setdefault(address, {})[each.workload] = each.median_us
-    return times
+    found: dict[int, dict[str, dict[str, float]]] = {}
+    for address, times in timed.times.items():
+        for workload, median_us in times.items():
+            if size := timed.sizes.get(workload):
+                found.setdefault(size, {}).setdefault(address, {})[workload] = median_us
+    return found
 
 
 def _rivals(

@@ -10,7 +10,7 @@ from attnmux.core.cards.card import Offer
 from attnmux.core.cards.proof import Proven, doubt
 from attnmux.core.choosing.choice import Choice
 from attnmux.core.choosing.decision import Decision
-from attnmux.core.facts.derived import linear_request
+from attnmux.core.choosing.parts import installed_part
 from attnmux.core.facts.platform import Platform
 from attnmux.core.facts.request import Request
 from attnmux.core.measured.store import Store
@@ -29,7 +29,7 @@ class Unverified:
     offer: Offer
     choice: Choice
     request: Request
-    """What it was chosen for: the decision's, or that of linear layers."""
+    """What it was chosen for: the decision's, or what a part asks."""
     phases: tuple[str, ...]
     reason: str
 
@@ -95,26 +95,33 @@ def doubtful(decision: Decision, offers: Sequence[Offer]) -> Iterator[Unverified
 def chosen(decision: Decision, offers: Sequence[Offer]) -> Iterator[Unverified]:
     """The chosen backends, with an empty reason for those that their cards prove."""
     by_address = {offer.address: offer for offer in offers}
-    uses = [(each, "", *one) for each in decision.groups for one in each.choices]
-    uses += [
-        (decision, kind, *one) for kind in decision.linear for one in decision.linear[kind].items()
-    ]
-    served: dict[tuple[Choice, str, Request], tuple[Decision, list[str]]] = {}
-    for of, kind, phase, choice in uses:
-        served.setdefault((choice, kind, of.request), (of, []))[1].append(phase)
-    for (choice, kind, request), (of, all_phases) in served.items():
+    served: dict[tuple[Choice, Request, bool], tuple[Decision, list[str]]] = {}
+    for of in decision.groups:
+        uses = [(of.request, False, *one) for one in of.choices]
+        main = {(choice.address, of.request.kind) for _, choice in of.choices}
+        for request, phase, choice in part_uses(of):
+            # A backend that serves such layers anyway is told once
+            if (choice.address, request.kind) not in main:
+                uses.append((request, True, phase, choice))
+        for request, is_of_part, phase, choice in uses:
+            served.setdefault((choice, request, is_of_part), (of, []))[1].append(phase)
+    for (choice, request, is_of_part), (of, all_phases) in served.items():
         offer = by_address[choice.address]
         phases = tuple(dict.fromkeys(all_phases))
-        reason = doubt(offer.card.verified_on, decision.platform, phases, kind or request.kind)
+        reason = doubt(offer.card.verified_on, decision.platform, phases, request.kind)
         if reason:
-            reason += passed_over(of, offer, () if kind else phases, by_address)
-        yield Unverified(
-            offer=offer,
-            choice=choice,
-            request=linear_request(request, kind) if kind else request,
-            phases=phases,
-            reason=reason,
-        )
+            reason += passed_over(of, offer, () if is_of_part else phases, by_address)
+        yield Unverified(offer=offer, choice=choice, request=request, phases=phases, reason=reason)
+
+
+def part_uses(decision: Decision) -> Iterator[tuple[Request, str, Choice]]:
+    """(what it was chosen for, phase, choice) of each backend that the parts of one group use."""
+    for name, served in decision.parts.items():
+        part = installed_part(name)
+        asks = {} if part is None else part.asks(decision.request)
+        for ask, phases in served.items():
+            if ask in asks:
+                yield from ((asks[ask].request, *one) for one in phases.items())
 
 
 def passed_over(

@@ -137,8 +137,8 @@ SERVING = (
         attributes=(
             *("attention_chunk_size", "decode_attention_backend_str", "dtype", "kv_cache_dtype"),
             *("kv_index_translator", "model", "model_config", "page_size"),
-            *("prefill_attention_backend_str", "req_to_token_pool", "sliding_window_size"),
-            *("token_to_kv_pool", "use_mla_backend"),
+            *("prefill_attention_backend_str", "req_to_token_pool", "server_args"),
+            *("sliding_window_size", "token_to_kv_pool", "use_mla_backend"),
         ),
     ),
     Interface(

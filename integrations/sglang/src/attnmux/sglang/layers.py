@@ -120,6 +120,7 @@ def request_of(
         "attention_chunk": max(layer.attention_chunk_size for layer in layers) or None,
         "logit_cap": max(layer.logit_cap for layer in layers) or None,
         "sinks": any(layer.sinks is not None for layer in layers),
+        "multi_item": bool(getattr(runner.server_args, "enable_mis", False)),
         "deterministic": bool(get_exec().deterministic.enable_deterministic_inference),
         "spec_topk": topk,
         "spec_draft_tokens": spec.speculative_num_draft_tokens if topk else None,

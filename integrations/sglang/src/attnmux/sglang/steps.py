@@ -11,6 +11,7 @@ from sglang.srt.model_executor.forward_batch_info import ForwardMode as SglangMo
 
 from attnmux.core import ForwardBatch, ForwardMode, InvalidInput, SpecInput
 from attnmux.core.plugin import extend_positions
+from attnmux.sglang.items import items_of
 
 MODES = {
     SglangMode.EXTEND: ForwardMode.EXTEND,
@@ -124,6 +125,7 @@ class StepBuilder:
             extend_prefix_lens_cpu=prefix_cpu,
             extend_num_tokens=num_tokens,
             spec_info=spec_input(theirs.spec_info, lens) if verifies else None,
+            multi_item=None if verifies else items_of(theirs, new_cpu, prefix_cpu),
         )
 
     def _slots(self, slots: torch.Tensor | None, num_tokens: int) -> torch.Tensor:

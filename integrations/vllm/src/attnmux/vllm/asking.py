@@ -46,6 +46,7 @@ UNSERVED = {
     "lse": "none: only context parallelism reads it, which is not served",
     "sparse": NO_OPTION,
     "max_error": NO_OPTION,
+    "parts": NO_OPTION,
 }
 """Fields of a request that no layer of vLLM's has, or that are refused, with what is expected."""
 

@@ -5,14 +5,16 @@ The CPU itself is found by core, since it is on every machine.
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from attnmux.core.plugin import (
     ANY,
     NONE,
-    TREE_MASKS,
     BackendCard,
     Build,
     Clause,
     Condition,
+    Figures,
     Prior,
     Verified,
     bare_cpu,
@@ -121,7 +123,7 @@ TORCH_NATIVE = BackendCard(
     name="torch_native",
     summary="attention in plain torch operations, on any device, without graphs",
     factory="attnmux.cpu.torch_native:TorchNativeBackend",
-    tree_masks=TREE_MASKS,
+    tree_masks=BackendCard.TREE_MASKS,
     requires=("torch>=2.11",),
     extra="torch",
     verified_on=(
@@ -183,7 +185,7 @@ NATIVE = BackendCard(
     name="native",
     summary="C++ for the CPU's own level: rows are read where they lie, in any page size",
     factory="attnmux.cpu.native:NativeBackend",
-    tree_masks=TREE_MASKS,
+    tree_masks=BackendCard.TREE_MASKS,
     requires=("torch>=2.11",),
     extra="torch",
     verified_on=(
@@ -330,7 +332,7 @@ FLEX_ATTENTION = BackendCard(
     name="flex_attention",
     summary="torch's compiled flex_attention: pages are read where they lie, masks are compiled in",
     factory="attnmux.cpu.flex_attention:FlexAttentionBackend",
-    tree_masks=TREE_MASKS,
+    tree_masks=BackendCard.TREE_MASKS,
     requires=("torch>=2.11",),
     extra="torch",
     verified_on=(
@@ -373,3 +375,8 @@ FLEX_ATTENTION = BackendCard(
 @hookimpl
 def attnmux_cards() -> list[BackendCard]:
     return [TORCH_NATIVE, NATIVE, FLEX_ATTENTION, TORCH_LINEAR]
+
+
+@hookimpl
+def attnmux_figures() -> list[Figures]:
+    return Figures.in_folder(Path(__file__).parent / "figures")

@@ -7,17 +7,19 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from attnmux.core.plugin import (
     ANY,
     NONE,
-    TREE_MASKS,
     BackendCard,
+    Build,
     Caveat,
     Clause,
     Condition,
     ErrorBound,
+    Figures,
     Option,
     Prior,
     Verified,
@@ -192,8 +194,8 @@ OPTIONS = (
         name="reduce_in_fp32",
         type=bool,
         default=False,
-        summary="keep the results of parts that these options or deterministic ask for in fp32 "
-        "until they are merged; those of others always are",
+        summary="keep the results of parts that these options ask for in fp32 until they are "
+        "merged; those of others always are",
     ),
 )
 
@@ -201,10 +203,14 @@ TRITON = BackendCard(
     name="triton",
     summary="portable Triton kernels, MHA and MLA: windows, sinks, caps, masks, 8-bit KV, graphs",
     factory="attnmux.triton.attention.factory:triton",
-    tree_masks=TREE_MASKS,
+    tree_masks=BackendCard.TREE_MASKS,
     requires=REQUIRES,
     extra="triton",
     options=OPTIONS,
+    builds=(
+        Build(name="Hopper", arch=("sm90",), requires=(f"triton{HOPPER_RELEASES}",)),
+        Build(name="any GPU"),
+    ),
     caveats=(
         Caveat(
             text=f"the kernels for Hopper need Triton {HOPPER_RELEASES}; the slower "
@@ -336,3 +342,8 @@ TRITON_LINEAR = BackendCard(
 @hookimpl
 def attnmux_cards() -> list[BackendCard]:
     return [TRITON, TRITON_LINEAR]
+
+
+@hookimpl
+def attnmux_figures() -> list[Figures]:
+    return Figures.in_folder(Path(__file__).parent / "figures")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from attnmux.core import AcceptedDrafts, DraftTree
+from attnmux.parts import AcceptedDrafts, DraftTree
 
 
 def verify_tree_greedy(tree: DraftTree, target_predict: torch.Tensor) -> AcceptedDrafts:

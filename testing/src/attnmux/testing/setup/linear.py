@@ -11,7 +11,6 @@ from attnmux.core import (
     BackendContext,
     ForwardBatch,
     LinearLayerSpec,
-    LinearStatePool,
     MHATokenToKVPool,
     Platform,
     ReqToTokenPool,
@@ -20,6 +19,7 @@ from attnmux.core import (
     Workspace,
     torch_dtype,
 )
+from attnmux.parts import LinearStatePool
 from attnmux.testing.cases.case import Step
 from attnmux.testing.cases.linear import LinearCase
 

@@ -186,6 +186,12 @@ AT_LEAST_1 = click.IntRange(min=1)
     help="Tokens of each prompt that a step with --sparse reads: whole pages, 4 or more.",
 )
 @click.option(
+    "--deterministic",
+    is_flag=True,
+    help="Keep each prompt's bits the same, whatever other prompts run beside it. Slower. Also the "
+    "setting deterministic.",
+)
+@click.option(
     "--graph/--no-graph",
     default=None,
     help="Replay decode steps from device graphs. Default: if device and backend support them.",

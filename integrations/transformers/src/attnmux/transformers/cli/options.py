@@ -7,8 +7,9 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, TypeVar
 
-from attnmux.core import AcceptThresholds, InvalidInput, Offer
+from attnmux.core import InvalidInput, Offer
 from attnmux.core.verbs import offers_named
+from attnmux.parts import AcceptThresholds
 from attnmux.transformers.cli.drafts import Drafting
 from attnmux.transformers.cli.ranks import Parallel
 from attnmux.transformers.requests.memory_budget import MemoryBudget

@@ -120,7 +120,7 @@ def _decided(runner: ModelRunner) -> dict[str, Any]:
         "kv_dtype": decision.kv_dtype,
         "phases": {
             phase: {"backend": choice.backend, "plugin": choice.plugin}
-            for phase, choice in runner.ranks.served(decision).items()
+            for phase, choice in runner.ranks.building.served(decision).items()
         },
         "decode_sizes": [
             {
@@ -149,7 +149,7 @@ def _served(runner: ModelRunner) -> dict[str, str]:
     """The backends by phase."""
     return {
         phase: f"{choice.backend} ({choice.plugin})"
-        for phase, choice in runner.ranks.served(runner.decision).items()
+        for phase, choice in runner.ranks.building.served(runner.decision).items()
     }
 
 

@@ -114,7 +114,7 @@ class Parallel:
         if self.pcp is not None:
             return prefill.PrefillParallelRanks(group, least_tokens=self.pcp_min_tokens)
         if self.dp_attention:
-            return data_parallel.DataParallelRanks(group, config)
+            return data_parallel.DataParallelRanks(group)
         if self.dcp:
             return ranks.InterleavedRanks(group, config)
         return ranks.TensorParallelRanks(group, config)

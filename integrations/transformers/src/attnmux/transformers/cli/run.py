@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import pkgutil
 import sys
 import time
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
@@ -14,14 +15,17 @@ import click
 import torch
 
 from attnmux.core import (
+    AttentionBackend,
+    Chooser,
+    Decision,
     Detection,
     InvalidInput,
+    Measurement,
+    Offer,
     Platform,
     Plugins,
     PoolExhausted,
     Settings,
-    pick_platform,
-    platform_of,
 )
 from attnmux.core.verbs import Run
 from attnmux.transformers import recall
@@ -30,11 +34,10 @@ from attnmux.transformers.cli.encoding import (
     encode,
     most_tokens,
 )
-from attnmux.transformers.cli.options import Answering, Options
+from attnmux.transformers.cli.options import Answering, Options, Watching
 from attnmux.transformers.cli.output import Printer, as_dict, closing_line
 from attnmux.transformers.cli.prompts import UserPrompt
 from attnmux.transformers.cli.ranks import only_first
-from attnmux.transformers.cli.watching import first_use, wrapper
 from attnmux.transformers.draft.eagle_head import EagleHead
 from attnmux.transformers.engine.engine import Engine
 from attnmux.transformers.engine.generate import Generation, Prompt, run_prompts
@@ -46,17 +49,71 @@ from attnmux.transformers.requests.sampling_params import SamplingParams
 from attnmux.transformers.run.runner import ModelRunner
 
 
+def first_use(
+    run: Run, offers: Sequence[Offer], measurements: Sequence[Measurement], **place: object
+) -> Callable[[Decision], None]:
+    """Runs cases on a backend that did not pass here; only warns without attnmux-testing."""
+    make = _from_testing("FirstUse")
+    if make is None:
+
+        def warn(decision: Decision) -> None:
+            run.warn_of_unverified(decision, offers, measurements)
+
+        return warn
+    check: Callable[[Decision], None] = make(offers, say=run.warn, **place)
+    return check
+
+
+def _from_testing(name: str) -> Callable[..., Any] | None:
+    """A public name of attnmux-testing, which only some need; None without that package."""
+    try:
+        found: Callable[..., Any] = pkgutil.resolve_name(f"attnmux.testing:{name}")
+    except ModuleNotFoundError as error:
+        if not (error.name or "").startswith("attnmux.testing"):
+            raise
+        return None
+    return found
+
+
+def wrapper(
+    run: Run, watching: Watching
+) -> Callable[[AttentionBackend, Decision], AttentionBackend] | None:
+    """What watches a share of the steps, and keeps those that fail; None without either."""
+    if not watching.is_set:
+        return None
+    make_canary, make_keeper = _from_testing("CanaryBackend"), _from_testing("FailureKeeper")
+    if make_canary is None or make_keeper is None:
+        got = "no attnmux-testing"
+        expected = "pip install attnmux-testing"
+        raise InvalidInput("--canary, --keep-failures", got=got, expected=expected)
+
+    def wrap(backend: AttentionBackend, decision: Decision) -> AttentionBackend:
+        if watching.canary:
+            backend = make_canary(backend, share=watching.canary)
+        if watching.keep_failures is not None:
+            backend = make_keeper(
+                backend,
+                watching.keep_failures,
+                decision=decision,
+                tensors=watching.keep_values,
+                on_kept=run.warn,
+            )
+        return backend
+
+    return wrap
+
+
 def platform_for(detection: Detection, settings: Settings, device: str | None) -> Platform:
     """The platform of a torch device; without one the configured or the only accelerator's.
 
     Raises InvalidInput for a device that is not here, or that this build of torch cannot use, and
-    AmbiguousPlatform as `pick_platform` does.
+    AmbiguousPlatform as `Detection.pick` does.
     """
     where = settings.where("platform")
     platform, wanted = None, settings.platform
     if device is None:
         try:
-            platform = pick_platform(detection, wanted, named=where)
+            platform = detection.pick(wanted, named=where)
         except InvalidInput:
             device = unfound_device(detection)
             if device is None:
@@ -71,7 +128,7 @@ def platform_for(detection: Detection, settings: Settings, device: str | None) -
         ) from error
     if platform is not None:
         return platform
-    return platform_of(torch.device(name), detection, wanted, named=where)
+    return Chooser.platform_of(torch.device(name), detection, wanted, named=where)
 
 
 def unfound_device(detection: Detection) -> str | None:
@@ -102,7 +159,8 @@ def run_command(
     given: Mapping[str, Any],
 ) -> None:
     """Generate for the prompts. given: the other arguments of `command.generate`, by name."""
-    options = Options.of(given)
+    deterministic = given["deterministic"] or settings.deterministic
+    options = Options.of({**given, "deterministic": deterministic})
     answering, drafting = options.answering, options.drafting
     options.parallel.start(run)
     with ExitStack() as stack:
@@ -123,7 +181,7 @@ def run_command(
         platform = platform_for(detection, settings, options.running["device"])
         ranks = options.parallel.ranks(platform.device_type, checkpoint.config)
         stack.enter_context(only_first(ranks))
-        parts = ranks.deal(encoded.prompts)
+        parts = ranks.requests.deal(encoded.prompts)
         room = partial(most_tokens, encoder_len=encoded.encoder_len)
         most = max(room(part, context, answering.max_running) for part in parts)
         running = RunnerOptions(
@@ -140,12 +198,12 @@ def run_command(
         options.check_linear(partial(_may_have_linear, checkpoint, running))
         load = partial(_load, run, platform, plugins)
         runner = load(checkpoint, running)
-        options.check_linear(lambda: bool(runner.decision.linear))
+        options.check_linear(lambda: bool(runner.decision.parts.get("linear_layers")))
         drafter = drafting.drafter(checkpoint, runner, running, load, max_total_tokens=most)
         drafts = drafting.proposer(checkpoint, runner, drafter, running, warn=run.warn)
         wanted = encoded.read_by(runner)
         load_seconds = time.perf_counter() - began
-        click.echo(ranks.summary(runner.decision), err=True)
+        click.echo(ranks.building.summary(runner.decision), err=True)
         if drafter is not None:
             click.echo(f"drafts: {drafter.decision.summary()}", err=True)
         engine = Engine(

@@ -9,18 +9,16 @@ from typing import Protocol
 import torch
 
 from attnmux.core import (
-    AcceptedDrafts,
-    AcceptThresholds,
     AttentionBackend,
     BackendContext,
     DeviceGraphs,
-    DraftTree,
     ForwardBatch,
+    ForwardContext,
     GraphConfig,
     GraphRunner,
     ModelInput,
-    forward_context,
 )
+from attnmux.parts import AcceptedDrafts, AcceptThresholds, DraftTree
 from attnmux.transformers.draft.branch_rows import BranchRows
 from attnmux.transformers.draft.paths import DraftCandidates, DraftPaths
 from attnmux.transformers.draft.steps import MultiStepDraftBackend
@@ -43,10 +41,6 @@ class DraftModel(Protocol):
 
     @property
     def context(self) -> BackendContext: ...
-
-    @property
-    def has_compressed_keys(self) -> bool:
-        """Whether layers see keys of blocks of tokens."""
 
     def build(self, context: BackendContext) -> AttentionBackend:
         """The model's backend once more, over another request table."""
@@ -163,7 +157,7 @@ class DraftLoop:
             if number and topk > 1:
                 self._follow(paths.before, slots[..., :number])
             given = self._model.features_after(before.flatten())
-            with forward_context(self.backends, step):
+            with ForwardContext.enter(self.backends, step):
                 logits = self._model.logits(step, {"input_ids": paths.tokens.flatten(), **given})
             before = slots[..., number]
             paths, candidates = paths.grow(
@@ -207,3 +201,35 @@ class TreeKernels(Protocol):
         thresholds: AcceptThresholds | None = None,
     ) -> AcceptedDrafts:
         """As `sample_tree_target_only`."""
+
+
+def drafted_tree(
+    roots: torch.Tensor,
+    found: DraftCandidates,
+    draft_token_num: int,
+    *,
+    topk: int,
+    kernels: TreeKernels | None,
+) -> DraftTree:
+    """The trees of the best candidates, as `DraftTree.best_of` makes them.
+
+    roots: [B] int64 on the host. found: [B, n] on the draft model's device, which this waits for.
+    kernels: of that device. The tree is on the host, but for the `visible` that a kernel made.
+    """
+    if topk == 1:
+        # A draft is at most as likely as the one before it
+        drafts = found.tokens[:, : draft_token_num - 1].cpu()
+        return DraftTree.chains(torch.cat([roots.unsqueeze(1), drafts], dim=1))
+    if kernels is None:
+        # A float64 holds every float32, and every id
+        columns = (found.scores, found.tokens, found.parents)
+        scores, tokens, parents = torch.stack([each.double() for each in columns]).cpu()
+        return DraftTree.best_of(
+            roots, scores.float(), tokens.long(), parents.long(), draft_token_num, topk=topk
+        )
+    moved = roots.to(found.tokens.device, non_blocking=True)
+    tree = kernels.build(
+        moved, found.scores, found.tokens, found.parents, draft_token_num, topk=topk
+    )
+    tokens, links, levels = torch.stack([tree.draft_tokens, tree.parents, tree.depths]).cpu()
+    return replace(tree, draft_tokens=tokens, links=links, levels=levels)

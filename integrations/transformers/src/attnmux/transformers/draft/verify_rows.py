@@ -7,7 +7,8 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from attnmux.core import DraftTree, SpecInput
+from attnmux.core import SpecInput
+from attnmux.parts import DraftTree
 from attnmux.transformers.requests.batching import StepBuilder
 from attnmux.transformers.requests.sequence import SequenceState
 

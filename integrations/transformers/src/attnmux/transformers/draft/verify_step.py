@@ -7,13 +7,8 @@ from collections.abc import Callable, Sequence
 import torch
 from torch.nn.functional import pad
 
-from attnmux.core import (
-    DraftTree,
-    ForwardBatch,
-    ForwardMode,
-    GraphRunner,
-    InvalidInput,
-)
+from attnmux.core import ForwardBatch, ForwardMode, GraphRunner, InvalidInput
+from attnmux.parts import DraftTree
 from attnmux.transformers.draft.verify_rows import VerifyRows
 from attnmux.transformers.requests.batching import StepBuilder
 from attnmux.transformers.requests.sequence import SequenceState, Step

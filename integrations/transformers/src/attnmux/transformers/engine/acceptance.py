@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from attnmux.core import AcceptedDrafts, AcceptThresholds, DraftTree
+from attnmux.parts import AcceptedDrafts, AcceptThresholds, DraftTree
 from attnmux.transformers.requests.sampling import NOT_A_NUMBER, Draws, distributions
 from attnmux.transformers.run.stats import Laps
 

@@ -9,7 +9,7 @@ from attnmux.transformers.engine.prefix import PrefixCache
 from attnmux.transformers.engine.request import LiveRequest
 from attnmux.transformers.engine.scheduler import Scheduler
 from attnmux.transformers.engine.speculation import Speculation
-from attnmux.transformers.run.stats import EngineStats
+from attnmux.transformers.run.stats import EngineStats, Laps
 
 
 class Accounts:
@@ -37,6 +37,10 @@ class Accounts:
         self.has_ended = False
         """Whether a request in `live` has ended."""
         self.outputs = OutputQueue()
+
+    def step(self, plan: Plan, laps: Laps) -> RunningStep:
+        """A block that runs a step."""
+        return RunningStep(self, plan, laps)
 
     def reset(self) -> None:
         """Forget every request and output, and free all memory."""
@@ -105,3 +109,28 @@ class Accounts:
         if self._speculation is not None:
             self._speculation.keep_only(self.live.values())
         self.has_ended = False
+
+
+class RunningStep:
+    """The block of a step, in which the accounts are not `intact`. They are again after it, unless
+    it raises while the requests take its tokens. Not a generator, as `Turn` is none."""
+
+    def __init__(self, accounts: Accounts, plan: Plan, laps: Laps) -> None:
+        self._accounts, self._plan, self._laps = accounts, plan, laps
+        self.commits = False
+        """Whether the requests take their tokens."""
+
+    def __enter__(self) -> RunningStep:
+        self._accounts.running, self._accounts.intact = self._plan, False
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        accounts = self._accounts
+        try:
+            if kind is not None:
+                accounts.drop(self._plan)
+            accounts.intact = kind is None or not self.commits
+        finally:
+            accounts.running = None
+            accounts.settle()
+            self._laps.lap("commit")

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Collection, Sequence
+from typing import TYPE_CHECKING
 
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from attnmux.core import AcceptThresholds, DraftTree, InvalidInput, PoolExhausted
+from attnmux.core import InvalidInput, PoolExhausted
+from attnmux.parts import AcceptThresholds, DraftTree
 from attnmux.transformers.draft.proposers import Proposer
 from attnmux.transformers.engine.accounts import Accounts
 from attnmux.transformers.engine.delivery import Delivery
@@ -24,7 +26,6 @@ from attnmux.transformers.engine.request import (
 )
 from attnmux.transformers.engine.scheduler import Scheduler
 from attnmux.transformers.engine.speculation import Speculation
-from attnmux.transformers.engine.turn import Turn
 from attnmux.transformers.engine.verification import Verification
 from attnmux.transformers.load.tokenization import TextStream, read_ids
 from attnmux.transformers.requests.prompt_images import PromptImages
@@ -32,6 +33,35 @@ from attnmux.transformers.requests.sampling import Sampler
 from attnmux.transformers.requests.sampling_params import SamplingParams
 from attnmux.transformers.requests.sequence import SequenceState
 from attnmux.transformers.run.stats import EngineStats, Laps
+
+if TYPE_CHECKING:
+    import threading
+    from collections.abc import Callable
+
+
+class Turn:
+    """A call of the engine, by one thread at a time. A call that raises leaves the accounts
+    settled.
+
+    Not a generator: one that an interrupt leaves suspended would settle much later.
+    """
+
+    def __init__(self, lock: threading.RLock, settle: Callable[[], None]) -> None:
+        self._lock, self._settle = lock, settle
+
+    def __enter__(self) -> None:
+        if not self._lock.acquire(blocking=False):
+            raise InvalidInput(
+                "engine", got="a call while another thread uses it", expected="one thread at a time"
+            )
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        try:
+            if kind is not None:
+                self._settle()
+        finally:
+            self._lock.release()
+
 
 PREFILL_TOKENS = 8192
 """Prompt tokens of one step. Longer prompts run in chunks, which bounds the activations and the
@@ -74,7 +104,8 @@ class Engine:
         prefill_tokens: the most prompt tokens of a step. Each decoding request adds one token.
         prefix_cache: keep K and V for later prompts that begin with the same tokens. A prefix of a
         model with linear layers counts as cached where its states were kept, see
-        `RunnerOptions.kept_states`.
+        `RunnerOptions.kept_states`. A deterministic runner keeps none, since what others left would
+        cut a prompt elsewhere.
         drafts: guesses tokens that decode steps then verify. Steps with prompts run without.
         accept: which drafts of sampled requests are accepted; None keeps their texts.
         overlap: launch steps ahead; None does so on every device but the CPU. Steps with drafts
@@ -89,16 +120,24 @@ class Engine:
         if not isinstance(accept, AcceptThresholds):
             raise InvalidInput("accept", got=repr(accept), expected="AcceptThresholds")
         self.stats = EngineStats()
-        self._cache = PrefixCache(runner.steps, enabled=prefix_cache)
+        alone = runner.is_deterministic
+        self._cache = PrefixCache(runner.steps, enabled=prefix_cache and not alone)
         self._scheduler = Scheduler(
-            self._cache, self.stats, max_running=max_running, prefill_tokens=prefill_tokens
+            self._cache,
+            self.stats,
+            max_running=max_running,
+            prefill_tokens=prefill_tokens,
+            deterministic=alone,
         )
         self._execution = Execution(runner)
         self._speculation = None
         if isinstance(drafts, str):
             expected = "a Proposer, such as NgramProposer(draft_token_num=8)"
             raise InvalidInput("drafts", got=repr(drafts), expected=expected)
-        if drafts is not None and runner.ranks.num_parts > 1:
+        if drafts is not None and alone:
+            expected = "none: steps that verify have other sums than those that decode"
+            raise InvalidInput("drafts", got="some, of a deterministic runner", expected=expected)
+        if drafts is not None and runner.ranks.requests.num_parts > 1:
             expected = "none where ranks have requests of their own"
             raise InvalidInput("drafts", got=type(drafts).__name__, expected=expected)
         if drafts is not None:
@@ -111,7 +150,8 @@ class Engine:
             stats=self.stats,
         )
         self._next_id = 0
-        self._overlap = runner.steps.device.type != "cpu" if overlap is None else overlap
+        overlap = runner.steps.device.type != "cpu" if overlap is None else overlap
+        self._runs_ahead = overlap and drafts is None
         self._lock = threading.RLock()
 
     @property
@@ -252,21 +292,32 @@ class Engine:
         of this step as well. Raises InvalidInput when called while the model runs, and
         PoolExhausted if others hold so much of the pool that nothing can run.
         """
-        accounts = self._accounts
+        accounts, laps = self._accounts, Laps()
+        plan, num_new = None, 0
         with self._turn():
             if accounts.running is not None:
                 raise InvalidInput("step", got="a call while a step runs", expected="one at a time")
-            laps = Laps()
-            num_new = 0
-            try:
-                accounts.settle()
-                plan = self._next_plan() if accounts.ahead is None else accounts.ahead.plan
-                laps.lap("schedule")
-                drafts = None if plan is None else self._draft(plan, laps)
-                if plan is not None:
-                    num_new = self._run(plan, drafts, laps)
-            finally:
-                accounts.running = None
+            accounts.settle()
+            plan = self._next_plan() if accounts.ahead is None else accounts.ahead.plan
+            laps.lap("schedule")
+            if plan is not None:
+                drafts = self._draft(plan, laps)
+                with accounts.step(plan, laps) as running:
+                    self.runner.ranks.steps.check_step(plan.kind, plan.told)
+                    step: Launched | Verification
+                    if self._speculation is not None and drafts is not None:
+                        self._execution.forget()
+                        step = self._speculation.launch(plan.decoding, drafts, laps)
+                    else:
+                        ahead, accounts.ahead = accounts.ahead, None
+                        step = ahead or self._execution.launch(plan, laps)
+                        if self._runs_ahead and self._scheduler.repeats(plan):
+                            laps.lap("schedule")
+                            accounts.ahead = self._execution.launch(plan, laps, ahead=True)
+                    delivery = Delivery(plan, accounts.outputs, self.stats)
+                    tokens = step.wait(laps)
+                    running.commits = True
+                    num_new = self._commit(plan, tokens, delivery)
             self._tell(plan, num_new, laps)
         return accounts.outputs.hand_over()
 
@@ -310,42 +361,6 @@ class Engine:
             self._speculation.make_room(plan.decoding, drafts)
             self._accounts.intact = True
         return drafts
-
-    def _run(self, plan: Plan, drafts: DraftTree | None, laps: Laps) -> int:
-        """Run a step. Returns the number of new tokens. The accounts are not `intact` until it ends
-        or fails."""
-        accounts = self._accounts
-        committing = False
-        try:
-            accounts.running, accounts.intact = plan, False
-            self.runner.ranks.check_step(plan.kind, plan.told)
-            step = self._launch(plan, drafts, laps)
-            delivery = Delivery(plan, accounts.outputs, self.stats)
-            tokens = step.wait(laps)
-            committing = True
-            num_new = self._commit(plan, tokens, delivery)
-            accounts.intact = True
-            return num_new
-        except BaseException:
-            accounts.drop(plan)
-            accounts.intact = not committing
-            raise
-        finally:
-            accounts.running = None
-            accounts.settle()
-            laps.lap("commit")
-
-    def _launch(self, plan: Plan, drafts: DraftTree | None, laps: Laps) -> Launched | Verification:
-        """Launch a step, unless the device has it already. If the next one is known, it follows."""
-        accounts = self._accounts
-        if self._speculation is not None and drafts is not None:
-            self._execution.forget()
-            return self._speculation.launch(plan.decoding, drafts, laps)
-        step, accounts.ahead = accounts.ahead or self._execution.launch(plan, laps), None
-        if self._overlap and self._speculation is None and self._scheduler.repeats(plan):
-            laps.lap("schedule")
-            accounts.ahead = self._execution.launch(plan, laps, ahead=True)
-        return step
 
     def _tell(self, plan: Plan | None, num_new: int, laps: Laps) -> None:
         try:

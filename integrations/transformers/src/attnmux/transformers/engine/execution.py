@@ -14,7 +14,7 @@ from attnmux.transformers.requests.decode_batch import DecodeBatch
 from attnmux.transformers.requests.sampling import Draws, Sampler, Upcoming, sample
 from attnmux.transformers.requests.sampling_params import SamplingParams
 from attnmux.transformers.requests.sequence import Step
-from attnmux.transformers.run.ranks import ONE_RANK, Ranks
+from attnmux.transformers.run.ranks import ONE_RANK, Ranks, Synchronises
 from attnmux.transformers.run.stats import Laps
 
 GREEDY = Sampler(SamplingParams())
@@ -28,6 +28,10 @@ class StepRunner(Protocol):
 
     @property
     def vocabulary_size(self) -> int: ...
+
+    @property
+    def is_deterministic(self) -> bool:
+        """Whether a request's logits must not depend on the other requests."""
 
     @property
     def ranks(self) -> Ranks:
@@ -60,7 +64,9 @@ class StepRunner(Protocol):
 class Launched:
     """A step that the device runs, and the tokens that it is going to yield."""
 
-    def __init__(self, plan: Plan, tokens: torch.Tensor, ranks: Ranks = ONE_RANK) -> None:
+    def __init__(
+        self, plan: Plan, tokens: torch.Tensor, ranks: Synchronises = ONE_RANK.steps
+    ) -> None:
         """tokens: [B] int64, of each of `plan.requests`."""
         self.plan = plan
         self._ranks = ranks
@@ -94,20 +100,18 @@ class Execution:
         self._last: Launched | None = None
         """The last step of `_decode`."""
 
-    @torch.inference_mode(False)
-    @torch.no_grad()
     def launch(self, plan: Plan, laps: Laps, *, ahead: bool = False) -> Launched:
         """Launch a step.
 
         ahead: the requests decode in the step that was launched last, and have not taken its tokens
         yet.
         """
-        step = self._extend(plan) if plan.chunks else self._decode_step(plan, ahead=ahead)
-        laps.lap("allocate")
-        logits = self._runner.forward(step, step.last_indices, laps)
-        self._last = launched = Launched(
-            plan, sample(logits, _draws(plan, int(ahead))), self._runner.ranks
-        )
+        with torch.inference_mode(False), torch.no_grad():
+            step = self._extend(plan) if plan.chunks else self._decode_step(plan, ahead=ahead)
+            laps.lap("allocate")
+            logits = self._runner.forward(step, step.last_indices, laps)
+            tokens = sample(logits, _draws(plan, int(ahead)))
+            self._last = launched = Launched(plan, tokens, self._runner.ranks.steps)
         laps.lap("sample")
         return launched
 

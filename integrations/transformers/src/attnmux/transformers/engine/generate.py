@@ -102,12 +102,12 @@ def run_prompts(
     """
     _check_prompts(engine, prompts)
     ranks = engine.runner.ranks
-    ranks.check_prompts(lambda: [prompt.token_ids for prompt in prompts])
-    own = ranks.deal(range(len(prompts)))[ranks.part]
+    ranks.requests.check_prompts(lambda: [prompt.token_ids for prompt in prompts])
+    own = ranks.requests.deal(range(len(prompts)))[ranks.requests.part]
     results = _run(engine, {index: prompts[index] for index in own}, on_text)
     while engine.idle():
         pass
-    said = ranks.gather((results, engine.stats))
+    said = ranks.requests.gather((results, engine.stats))
     everyones = {index: result for each, _ in said for index, result in each.items()}
     if on_text is not None:
         for index, result in sorted(everyones.items()):

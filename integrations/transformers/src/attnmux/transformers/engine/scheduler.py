@@ -6,7 +6,7 @@ import sys
 from bisect import insort
 from collections.abc import Iterable, Sequence
 
-from attnmux.core import check_at_least
+from attnmux.core import InvalidInput
 from attnmux.transformers.engine.plan import Plan
 from attnmux.transformers.engine.prefix import PrefixCache
 from attnmux.transformers.engine.request import LiveRequest
@@ -38,14 +38,16 @@ class Scheduler:
         *,
         max_running: int | None,
         prefill_tokens: int,
+        deterministic: bool = False,
     ) -> None:
-        """max_running, prefill_tokens: as in `Engine`. Raises InvalidInput for those below 1."""
+        """max_running, prefill_tokens: as in `Engine`. deterministic: run each request as if
+        it were alone. Raises InvalidInput for numbers below 1."""
         steps = cache.steps
         # A step runs at least one token of every decoding request.
         limits = [steps.req_to_token_pool.size, max_running]
-        check_at_least(1, "prefill_tokens", prefill_tokens)
+        InvalidInput.check_at_least(1, "prefill_tokens", prefill_tokens)
         if max_running is not None:
-            check_at_least(1, "max_running", max_running)
+            InvalidInput.check_at_least(1, "max_running", max_running)
         self.stats = stats
         self.waiting: list[LiveRequest] = []
         self.prefilling: list[LiveRequest] = []
@@ -54,6 +56,9 @@ class Scheduler:
         self._page_size = cache.page_size
         self._max_running = min(limit for limit in limits if limit is not None)
         self.prefill_tokens = prefill_tokens
+        self._deterministic = deterministic
+        self._ran_prompts = False
+        """Whether the last step did, so that the next one decodes."""
         self._closed = False
         """Whether memory ran out: no request is admitted until one has ended."""
 
@@ -94,6 +99,10 @@ class Scheduler:
         if not chunks and not self.decoding:
             return None
         decoding = list(self.decoding)
+        if self._deterministic and chunks and decoding:
+            # Prompts have other kernels than decoding requests, so that they take turns
+            self._ran_prompts = not self._ran_prompts
+            chunks, decoding = (chunks, []) if self._ran_prompts else ([], decoding)
         chunks.sort(key=lambda chunk: chunk[1] < chunk[0].state.num_pending)
         through = [one for one, count in chunks if count == one.state.num_pending]
         return Plan(decoding=decoding, chunks=chunks, sampled=decoding + through)
@@ -138,6 +147,11 @@ class Scheduler:
         """Its pending tokens up to `room` that open at most so many pages. 0 where the next of them
         see each other, and are more."""
         state = request.state
+        if self._deterministic:
+            # The parts that it would have alone, each of them whole
+            part = self.prefill_tokens - state.num_cached % self.prefill_tokens
+            part = min(part, state.num_pending)
+            return part if part <= room else 0
         in_page = -state.num_columns % self._page_size
         count = min(state.num_pending, room, in_page + pages * self._page_size)
         if request.stop > state.num_cached:
@@ -234,10 +248,18 @@ class Scheduler:
         for one in self.prefilling:
             need += self._new_pages(one, one.state.num_pending)
         for one in self.prefilling + self.decoding:
-            need += self._pages(0, min(one.num_remaining, GROWTH))
+            need += self._pages(0, min(one.num_remaining, self._growth))
+        if self._deterministic:
+            need += self._pages(0, request.num_remaining)
         return need * self._page_size <= self._cache.full_obtainable and self._window_fits(
             request, match
         )
+
+    @property
+    def _growth(self) -> int:
+        """Tokens that a running request may still grow by. A deterministic one is never retracted:
+        it would run its own tokens again as a prompt."""
+        return sys.maxsize if self._deterministic else GROWTH
 
     def _window_fits(self, request: LiveRequest, match: PrefixMatch) -> bool:
         """`_fits` for the window pool, of which no request needs more than its windows."""

@@ -7,13 +7,8 @@ from functools import partial
 
 import torch
 
-from attnmux.core import (
-    AcceptThresholds,
-    DraftTree,
-    InvalidInput,
-    LinearStatePool,
-    sample_tree_target_only,
-)
+from attnmux.core import InvalidInput
+from attnmux.parts import AcceptThresholds, DraftTree, LinearStatePool, sample_tree_target_only
 from attnmux.transformers.draft.proposers import Proposer
 from attnmux.transformers.draft.verify_rows import VerifyRows
 from attnmux.transformers.draft.verify_step import VerifyStep
@@ -91,28 +86,28 @@ class Speculation:
         """Tokens for which a step that takes slots takes them ahead."""
         return min(LOOKAHEAD, max([request.num_remaining for request in requests]))
 
-    @torch.inference_mode(False)
     def launch(self, requests: Sequence[LiveRequest], tree: DraftTree, laps: Laps) -> Verification:
         """Launch a step. Call `commit` once the requests have taken its tokens."""
-        runner = self._runner
-        step = VerifyStep(
-            [one.state for one in requests],
-            tree,
-            self._cache.steps,
-            runner.verify_graphs,
-            ahead=partial(self._ahead, requests),
-            rows=self._rows,
-        )
-        self._rows, tree = step.rows, step.tree
-        laps.lap("allocate")
-        logits = runner.forward(step.step, step.step.last_indices, laps)
-        draws = _draws(requests, tree)
-        if draws and not self._accept.exact:
-            answer = partial(sampled_paths, tree, logits, draws, self._accept, self._sample)
-        else:
-            answer = partial(followed_paths, HostTrees.of(tree), sample(logits, draws))
-        self._running = running = Verification(step, answer, self._stats.drafts)
-        step.take_ahead()
+        with torch.inference_mode(False):
+            runner = self._runner
+            step = VerifyStep(
+                [one.state for one in requests],
+                tree,
+                self._cache.steps,
+                runner.verify_graphs,
+                ahead=partial(self._ahead, requests),
+                rows=self._rows,
+            )
+            self._rows, tree = step.rows, step.tree
+            laps.lap("allocate")
+            logits = runner.forward(step.step, step.step.last_indices, laps)
+            draws = _draws(requests, tree)
+            if draws and not self._accept.exact:
+                answer = partial(sampled_paths, tree, logits, draws, self._accept, self._sample)
+            else:
+                answer = partial(followed_paths, HostTrees.of(tree), sample(logits, draws))
+            self._running = running = Verification(step, answer, self._stats.drafts)
+            step.take_ahead()
         laps.lap("sample")
         return running
 

@@ -13,8 +13,9 @@ from attnmux.core import (
     Offer,
     Platform,
     Request,
-    expanded_request,
+    with_graphs,
 )
+from attnmux.parts import expanded_request
 from attnmux.transformers.load.model_request import without_indexer
 from attnmux.transformers.load.options import RunnerOptions
 
@@ -57,6 +58,7 @@ def decide(
         "page_size": options.page_size,
         "kv_dtype": options.kv_dtype,
         "graph": options.graph or None,
+        "deterministic": options.deterministic or None,
     }
     for name, value in asked.items():
         if value is not None:
@@ -71,6 +73,21 @@ def decide(
     request = request.replace(origin="model", multimodal=options.images, phases=phases)
     if request.kind == "mla":
         request = request.replace(origin="model", chunked_prefix=True)
+    request = _with_drafts(request, options)
+    if options.graph is None:
+        request = with_graphs(request, platform)
+    decision = options.ranks.building.solve(
+        request, platform, offers, options.policy, options.measurements
+    )
+    if decision.unserved_layers:
+        kinds = ", ".join(f"{count} {kind}" for kind, count in decision.unserved_layers)
+        kinds += decision.unserved_hint
+        raise NoBackend(f"no backend serves these layers of the model: {kinds}")
+    return decision
+
+
+def _with_drafts(request: Request, options: RunnerOptions) -> Request:
+    """The request, with what drafts ask. Raises InvalidInput for who verifies without any."""
     if options.draft_tokens is not None:
         request = request.replace(
             origin="user",
@@ -84,12 +101,7 @@ def decide(
             expected = "draft_tokens with it: there is nothing to verify"
             raise InvalidInput("speculative_attention_mode", got=mode, expected=expected)
         request = request.replace(origin="user", speculative_attention_mode=mode)
-    decision = options.ranks.solve(request, platform, offers, options.policy, options.measurements)
-    if decision.unserved_layers:
-        kinds = ", ".join(f"{count} {kind}" for kind, count in decision.unserved_layers)
-        kinds += decision.unserved_hint
-        raise NoBackend(f"no backend serves these layers of the model: {kinds}")
-    return decision
+    return request
 
 
 def stated_ways(stated: Request, options: RunnerOptions) -> list[Request]:

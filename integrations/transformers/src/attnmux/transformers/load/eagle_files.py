@@ -28,8 +28,7 @@ from torch import nn
 from transformers import LlamaConfig, PreTrainedConfig, PreTrainedModel
 
 from attnmux.core import InvalidInput
-from attnmux.transformers.draft.eagle3_head import Eagle3Head
-from attnmux.transformers.draft.eagle_head import EagleHead
+from attnmux.transformers.draft.eagle_head import Eagle3Head, EagleHead
 from attnmux.transformers.load.checkpoint import at_home, quiet_transformers
 from attnmux.transformers.load.quantised import check_method, check_scales
 from attnmux.transformers.model.attention import SERVED

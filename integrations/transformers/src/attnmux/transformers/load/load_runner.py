@@ -7,12 +7,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from attnmux.core import (
+    AttnmuxError,
+    Chooser,
     GraphUnsupported,
     InvalidInput,
     Offer,
     Platform,
-    dtype_hint,
-    in_brief,
     make_first,
 )
 from attnmux.transformers.draft.eagle_head import EagleHead
@@ -36,6 +36,7 @@ from attnmux.transformers.load.quantised import with_kv_scales
 from attnmux.transformers.load.weights import load_model, warn_in_python
 from attnmux.transformers.model.encoder_decoder import record_decoder
 from attnmux.transformers.model.encoder_decoder_attention import numbers_by_name
+from attnmux.transformers.model.hidden_states import HiddenStates
 from attnmux.transformers.model.layers import record_layers
 from attnmux.transformers.model.packed_decoder import PackedDecoder
 from attnmux.transformers.run.runner import ModelRunner
@@ -69,12 +70,15 @@ def load_runner(
             f"{options.max_context_len} tokens: with at most {switch}, by the short ones"
         )
     _check_images(checkpoint, options)
+    if options.deterministic:
+        # Absorbed products have a row a token, and a pool of windows cuts prompts by what is free
+        options = replace(options, mla="expanded", window_step_tokens=None)
     load = _load_encoder_decoder if checkpoint.config.is_encoder_decoder else load_decoder
     _check_ranks(checkpoint, offers, options)
-    options = replace(options, launches=options.ranks.launches(options.launches))
+    options = replace(options, launches=options.ranks.building.launches(options.launches))
     with LOADING:
         runner = load(checkpoint, platform, offers, options, progress, warn)
-        hint = dtype_hint(runner.decision, offers, options.policy)
+        hint = Chooser.dtype_hint(runner.decision, offers, options.policy)
         if hint and options.dtype is None:
             warn(hint)
         if options.compile:
@@ -94,12 +98,15 @@ def load_head_runner(
 ) -> ModelRunner:
     """The runner of an EAGLE head, on the backend that fits. Raises as `load_runner` does."""
     with LOADING:
+        states = HiddenStates.find(head, options)
         layers = record_layers(head, max_context_len=options.max_context_len)
         layers = with_kept_dtype(layers, head.dtype, options)
         request = request_of(layers, head.dtype)
         return make_first(
             lambda failed: decide(request, platform, offers, without(failed, options)),
-            lambda decision: make_runner(head, layers, decision, options, head=head),
+            lambda decision: make_runner(
+                head, layers, decision, options, [states] if states else []
+            ),
             lambda failure, decision: warn(f"{failure}; instead {decision.summary()}"),
         )
 
@@ -110,7 +117,7 @@ def _check_images(checkpoint: Checkpoint, options: RunnerOptions) -> None:
         return
     hindrances = {
         f"{checkpoint.source}, which reads only text": not checkpoint.reads_images,
-        "ranks that split more than weights": not options.ranks.run_images,
+        "ranks that split more than weights": not options.ranks.building.run_images,
         "drafts": options.draft_tokens is not None,
     }
     found = [name for name, hinders in hindrances.items() if hinders]
@@ -123,7 +130,7 @@ def _check_ranks(checkpoint: Checkpoint, offers: Sequence[Offer], options: Runne
     """Refuse what several ranks cannot run, and ranks with other plugins or libraries."""
     if options.ranks.size == 1:
         return
-    options.ranks.check_libraries(offers)
+    options.ranks.building.check_libraries(offers)
     if options.hidden_states:
         got = f"{options.ranks.size}, with hidden states"
         raise InvalidInput("ranks", got=got, expected="1 rank: an EAGLE head runs on only one")
@@ -165,7 +172,9 @@ def _load_encoder_decoder(
     )
     return make_first(
         lambda failed: decide(request, platform, offers, without(failed, options)),
-        lambda decision: make_runner(decoder, layers, decision, options, max_encoder_len),
+        lambda decision: make_runner(
+            decoder, layers, decision, options, max_encoder_len=max_encoder_len
+        ),
         lambda failure, decision: warn(f"{failure}; instead {decision.summary()}"),
     )
 
@@ -184,7 +193,7 @@ def _compile(runner: ModelRunner, warn: Callable[[str], None]) -> None:
     try:
         runner.compile()
     except Exception as error:  # a compiler may raise anything
-        warn(f"the model runs uncompiled: {in_brief(error)}")
+        warn(f"the model runs uncompiled: {AttnmuxError.in_brief(error)}")
 
 
 def _capture_graphs(

@@ -18,11 +18,10 @@ from attnmux.core import (
     LayerSpec,
     LinearLayerSpec,
     Request,
-    canonical_dtype,
     dtype_name,
-    expanded_request,
     group_requests,
 )
+from attnmux.parts import expanded_request
 from attnmux.transformers.load.checkpoint import Checkpoint
 from attnmux.transformers.load.options import RunnerOptions
 from attnmux.transformers.requests.shapes import SHAPE, STORED, by_shape
@@ -43,7 +42,7 @@ def with_kept_dtype(
         return tuple(layers)
     own, kinds = dtype_name(dtype), {layer.layer_id: _kind(layer) for layer in layers}
     kv_dtype = options.kv_dtype or scheme
-    kv_dtype = kv_dtype and canonical_dtype(kv_dtype, "kv_dtype")
+    kv_dtype = kv_dtype and Request.canonical_dtype(kv_dtype, "kv_dtype")
     kept = kept_layers(options.kv_dtype_skip, kinds, dtype=own, kv_dtype=kv_dtype)
     return tuple(
         replace(layer, kv_dtype=own) if layer.layer_id in kept else layer for layer in layers
@@ -219,7 +218,7 @@ def stated_request(
     try:
         known = request_from_model(
             folder,
-            tp=options.ranks.head_ranks,
+            tp=options.ranks.building.head_ranks,
             dtype=dtype_name(dtype),
             kv_dtype=options.kv_dtype,
             kv_dtype_skip=options.kv_dtype_skip,

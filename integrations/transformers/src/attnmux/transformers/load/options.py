@@ -11,14 +11,13 @@ import torch
 
 from attnmux.core import (
     AttentionBackend,
+    AttnmuxError,
     Decision,
     InvalidInput,
     Measurement,
     Platform,
     Policy,
     TunedLaunch,
-    check_at_least,
-    in_brief,
 )
 from attnmux.transformers.requests.memory_budget import MemoryBudget
 from attnmux.transformers.requests.pools import WINDOW_STEP_TOKENS
@@ -109,6 +108,10 @@ class RunnerOptions:
     `Request.sparse`. Pages have `SPARSE_PAGE_SIZE` tokens where `page_size` says nothing else."""
     sparse_budget: int | None = None
     """Tokens of each request that such a step reads, in whole pages."""
+    deterministic: bool = False
+    """Whether a request's tokens and their bits must not depend on the other requests of its steps.
+    Backends are chosen for it, every layer runs on blocks of a fixed number of rows, prompts and
+    decoding requests take turns, prefixes are not reused, and latent attention runs expanded."""
     graph: bool | None = None
     """Whether decode steps are replayed from device graphs; None: where device, backend and model
     can."""
@@ -149,7 +152,7 @@ class RunnerOptions:
             device = torch.device(name)
             torch.empty(0, device=device)
         except (RuntimeError, AssertionError) as error:
-            got = f"{name} ({in_brief(error)})"
+            got = f"{name} ({AttnmuxError.in_brief(error)})"
             expected = "a device that torch can use here"
             raise InvalidInput("device", got=got, expected=expected) from error
         return device
@@ -159,16 +162,31 @@ class RunnerOptions:
         for least, names in LEAST.items():
             for name in names:
                 if (value := getattr(self, name)) is not None or name in REQUIRED:
-                    check_at_least(least, name, value)
+                    InvalidInput.check_at_least(least, name, value)
         for name, kinds in KINDS.items():
             if not isinstance(value := getattr(self, name), kinds):
                 kind = f"{kinds[0].__name__}, such as {EXAMPLES[name]}"
                 raise InvalidInput(name, got=repr(value), expected=f"a {kind}")
         if self.mla not in (None, "absorbed", "expanded"):
             raise InvalidInput("mla", got=repr(self.mla), expected='"absorbed", "expanded" or None')
+        if self.deterministic:
+            self._check_deterministic()
         if self.draft_topk > 1 and self.draft_tokens is None:
             expected = "draft_tokens with it: there are no drafts"
             raise InvalidInput("draft_topk", got=self.draft_topk, expected=expected)
         if self.hidden_layers and not self.hidden_states:
             expected = "hidden_states=True with it: no states are kept"
             raise InvalidInput("hidden_layers", got=self.hidden_layers, expected=expected)
+
+    def _check_deterministic(self) -> None:
+        """Raise InvalidInput for what has other sums in another batch."""
+        excluded = {
+            "drafts": self.draft_tokens is not None,
+            "compile": self.compile,
+            "sparse": self.sparse is not None,
+            'mla="absorbed"': self.mla == "absorbed",
+            f"{self.ranks.size} ranks": self.ranks.size > 1,
+        }
+        if found := [name for name, is_set in excluded.items() if is_set]:
+            expected = "none of these: their sums depend on the other requests"
+            raise InvalidInput("deterministic", got=f"{' and '.join(found)} too", expected=expected)

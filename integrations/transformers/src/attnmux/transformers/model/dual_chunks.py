@@ -15,7 +15,7 @@ import pkgutil
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel
@@ -23,6 +23,10 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from attnmux.core import ForwardBatch, InvalidInput, LayerSpec
 from attnmux.transformers.model.attention import QUERIES
 from attnmux.transformers.model.layer_call import LayerCall
+from attnmux.transformers.model.part import ModelPart
+
+if TYPE_CHECKING:
+    from attnmux.transformers.load.options import RunnerOptions
 
 WITHOUT = (
     "transformers runs this model without its dual chunks: beyond the first chunk of {length} "
@@ -33,14 +37,20 @@ WITHOUT = (
 Rotate = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], Any]
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class DualChunks:
+@dataclass(frozen=True, kw_only=True)
+class DualChunks(ModelPart):
     """The `dual_chunk_attention_config` of a model's config, for a context of several chunks."""
 
     chunk_size: int
     local_size: int
     trained_len: int = 0
     """Tokens of a context that the model was trained for; 0 where queries do not grow."""
+    model: PreTrainedModel | None = None
+
+    @classmethod
+    def find(cls, model: PreTrainedModel, options: RunnerOptions) -> DualChunks | None:
+        chunks = cls.of(model.config, options.max_context_len)
+        return None if chunks is None else replace(chunks, model=model)
 
     @classmethod
     def of(cls, config: PreTrainedConfig, max_context_len: int) -> DualChunks | None:
@@ -74,9 +84,17 @@ class DualChunks:
         """c, the tokens of a chunk."""
         return self.chunk_size - self.local_size
 
+    @property
+    def note(self) -> str:  # type: ignore[override]  # it has the chunk's length
+        return WITHOUT.format(length=self.length)
+
     def mark(self, layers: Sequence[LayerSpec]) -> tuple[LayerSpec, ...]:
-        """The layers as a backend serves them. Raises InvalidInput for layers with features, which
-        nobody combines with dual chunks."""
+        """Lets each layer make three queries of its one, from now on.
+
+        Raises InvalidInput for a model whose rotary embedding is not found, or scales, and for
+        layers with features, which nobody combines with dual chunks.
+        """
+        self._make_queries()
         for layer in layers:
             if layer.features:
                 got = f"dual chunks with {', '.join(sorted(layer.features))}"
@@ -85,11 +103,9 @@ class DualChunks:
             replace(layer, kind="dual_chunk", dual_chunk_len=self.length) for layer in layers
         )
 
-    def bind(self, model: PreTrainedModel) -> None:
-        """Let each attention layer make three queries of its one.
-
-        Raises InvalidInput for a model whose rotary embedding is not found, or scales.
-        """
+    def _make_queries(self) -> None:
+        model = self.model
+        assert model is not None
         rotary = [module for module in model.modules() if hasattr(module, "inv_freq")]
         if len(rotary) != 1 or getattr(rotary[0], "attention_scaling", 1.0) != 1.0:
             raise InvalidInput(

@@ -11,7 +11,8 @@ import torch
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-from attnmux.core import ForwardContext, merge_into
+from attnmux.core import ForwardContext
+from attnmux.parts import merge_into
 from attnmux.transformers.model.attention import UNMASKED, check_recorded, refuse_mask
 from attnmux.transformers.model.layer_call import LayerCall, read_arguments
 

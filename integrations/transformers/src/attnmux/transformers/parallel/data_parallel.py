@@ -8,36 +8,42 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
 from attnmux.core import ForwardBatch, GraphRunner, InvalidInput
 from attnmux.distributed import AgreedStep, RankGroup, TokensOfRanks, agree_on_step, idle_batch
 from attnmux.transformers.parallel.agreement import check_step
-from attnmux.transformers.parallel.ranks import TensorParallelRanks
+from attnmux.transformers.parallel.ranks import GroupBuilds, GroupDeals, GroupRanks, GroupSteps
 from attnmux.transformers.parallel.split import EXPERTS, WHOLE, Joints, split_model
 
 T = TypeVar("T")
 
 
-class DataParallelRanks(TensorParallelRanks):
+class DataParallelRanks(GroupRanks):
     """Each rank has a part of the requests, and of the weights outside of attention.
 
     A rank without requests runs one token of padding, or a graph's padding, while another has some.
     """
 
-    run_images = False
-
-    def __init__(self, group: RankGroup, config: PreTrainedConfig) -> None:
+    def __init__(self, group: RankGroup) -> None:
         """Raises InvalidInput for a single rank."""
-        super().__init__(group, config)
         if group.size == 1:
             raise InvalidInput("dp_attention", got="1 rank", expected="2 ranks or more")
-        self.num_parts, self.part = group.size, group.rank
-        self._joints = TokenJoints(group)
+        joints = TokenJoints(group)
+        super().__init__(
+            group,
+            requests=PartDeals(group),
+            building=WholeHeads(group, joints),
+            steps=AgreedSteps(group, joints),
+        )
 
-    @property
-    def head_ranks(self) -> int:
-        return 1
+
+class PartDeals(GroupDeals):
+    """Each rank has a part of the requests."""
+
+    def __init__(self, group: RankGroup) -> None:
+        super().__init__(group)
+        self.num_parts, self.part = group.size, group.rank
 
     def gather(self, said: T) -> list[T]:
         return self.group.exchange(said)
@@ -45,12 +51,30 @@ class DataParallelRanks(TensorParallelRanks):
     def check_prompts(self, prompts: Callable[[], Sequence[Sequence[int]]]) -> None:
         check_step(self.group, "prompts", prompts())
 
-    def check_step(self, kind: str, requests: Callable[[], Sequence[Sequence[int]]]) -> None:
-        """Do nothing: steps differ, and `graph_size` agrees on what they have in common."""
+
+class WholeHeads(GroupBuilds):
+    """Each rank loads all heads, and its part of the other weights."""
+
+    run_images = False
+
+    def __init__(self, group: RankGroup, joints: TokenJoints) -> None:
+        super().__init__(group)
+        self._joints = joints
 
     def split(self, model: PreTrainedModel) -> None:
         self.together(lambda: split_model(model, self._joints))
         self._joints.follow(model)
+
+
+class AgreedSteps(GroupSteps):
+    """Steps that differ, of which the ranks agree on the sizes."""
+
+    def __init__(self, group: RankGroup, joints: TokenJoints) -> None:
+        super().__init__(group)
+        self._joints = joints
+
+    def check_step(self, kind: str, requests: Callable[[], Sequence[Sequence[int]]]) -> None:
+        """Do nothing: `graph_size` agrees on what steps have in common."""
 
     def graph_size(self, batch: ForwardBatch, graphs: GraphRunner | None) -> int | None:
         return self._agreed(batch, graphs).size

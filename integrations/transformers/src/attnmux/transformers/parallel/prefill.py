@@ -14,14 +14,11 @@ from attnmux.core import (
     InvalidInput,
     Measurement,
     Offer,
-    PartAttention,
     Platform,
     Policy,
     Request,
     build,
-    check_at_least,
     make_backend,
-    parts_request,
     solve_measured,
 )
 from attnmux.distributed import (
@@ -31,8 +28,14 @@ from attnmux.distributed import (
     split_context,
     zigzag_step,
 )
+from attnmux.parts import PartAttention, parts_request
 from attnmux.transformers.parallel.agreement import Companions
-from attnmux.transformers.parallel.ranks import GroupRanks, check_whole_keys
+from attnmux.transformers.parallel.ranks import (
+    GroupBuilds,
+    GroupRanks,
+    GroupSteps,
+    check_whole_keys,
+)
 from attnmux.transformers.requests.sequence import Step
 
 TOKENS_EACH = 256
@@ -49,19 +52,26 @@ class PrefillParallelRanks(GroupRanks):
     run whole on each rank. All continue with the logits of rank 0.
     """
 
-    run_images = False
-    run_indexers = False
-
     def __init__(self, group: RankGroup, *, least_tokens: int | None = None) -> None:
         """least_tokens: new tokens of a prompt from which its steps are split; None: `TOKENS_EACH`
         for each rank. Raises InvalidInput for fewer than each rank has two chunks for."""
-        super().__init__(group)
         least = TOKENS_EACH * group.size if least_tokens is None else least_tokens
-        check_at_least(1, "least_tokens", least)
+        InvalidInput.check_at_least(1, "least_tokens", least)
         if least < 2 * group.size:
             expected = f"at least {2 * group.size}, a token for each of 2 chunks on each rank"
             raise InvalidInput("pcp_min_tokens", got=least, expected=expected)
-        self.least_tokens = least
+        super().__init__(group, building=PartBuilds(group, least), steps=ZigzagSteps(group, least))
+
+
+class PartBuilds(GroupBuilds):
+    """Backends for whole steps, and for the parts of split ones."""
+
+    run_images = False
+    run_indexers = False
+
+    def __init__(self, group: RankGroup, least_tokens: int) -> None:
+        super().__init__(group)
+        self.least_tokens = least_tokens
         self._parts = Companions(group)
         """Of the decision for whole steps: that for the parts of split ones."""
 
@@ -113,23 +123,27 @@ class PrefillParallelRanks(GroupRanks):
         parts = self._parts.of(decision).summary()
         return (
             f"{decision.summary()}\nprompts of {self.least_tokens} tokens or more are split over "
-            f"{self.size} ranks: {parts}"
+            f"{self.group.size} ranks: {parts}"
         )
 
-    def run(
-        self,
-        step: Step,
-        indices: torch.Tensor,
-        run: Callable[[Step, torch.Tensor], torch.Tensor],
-    ) -> torch.Tensor:
-        if self._is_split(step, indices):
-            part = self._part(step)
-            logits = run(part, part.last_indices)
-        else:
-            logits = run(step, indices)
+
+class ZigzagSteps(GroupSteps):
+    """Steps with a long prompt, of which each rank runs a part."""
+
+    def __init__(self, group: RankGroup, least_tokens: int) -> None:
+        super().__init__(group)
+        self.least_tokens = least_tokens
+
+    def begin(self, step: Step, indices: torch.Tensor) -> tuple[Step, torch.Tensor]:
+        if not self._is_split(step, indices):
+            return step, indices
+        part = self._part(step)
+        return part, part.last_indices
+
+    def end(self, logits: torch.Tensor, num_rows: int) -> torch.Tensor:
         # Ranks may round otherwise, and would go on with other tokens
-        shape = len(indices), logits.shape[-1]
-        logits = logits.contiguous() if len(logits) == len(indices) else logits.new_empty(shape)
+        shape = num_rows, logits.shape[-1]
+        logits = logits.contiguous() if len(logits) == num_rows else logits.new_empty(shape)
         self.group.broadcast(logits.view(torch.uint8))
         return logits
 
@@ -141,6 +155,6 @@ class PrefillParallelRanks(GroupRanks):
 
     def _part(self, step: Step) -> Step:
         """The tokens of this rank. Rank 0 has the last ones."""
-        batch = zigzag_step(step.batch, rank=self.rank, size=self.size)
+        batch = zigzag_step(step.batch, rank=self.group.rank, size=self.group.size)
         ids = step.input_ids[batch.rows]
         return Step(batch=batch, input_ids=ids, last_indices=batch.last_tokens)

@@ -46,7 +46,7 @@ from attnmux.transformers.parallel.agreement import (
 from attnmux.transformers.parallel.split import Joints, heads_are_split, split_model
 from attnmux.transformers.requests.prompt_images import PromptImages
 from attnmux.transformers.requests.slots import PagedAllocator
-from attnmux.transformers.run.ranks import Ranks
+from attnmux.transformers.run.ranks import Builds, Deals, Ranks, Synchronises
 
 LIBRARIES = ("torch", "transformers", "attnmux-distributed", "attnmux-transformers")
 """Distributions that ranks have in common, besides those of plugins."""
@@ -54,12 +54,26 @@ LIBRARIES = ("torch", "transformers", "attnmux-distributed", "attnmux-transforme
 T = TypeVar("T")
 
 
-class GroupRanks(Ranks):
-    """The ranks of a group, which run the same steps."""
+class GroupDeals(Deals):
+    """Every rank of a group runs all requests."""
 
     def __init__(self, group: RankGroup) -> None:
         self.group = group
-        self.rank, self.size = group.rank, group.size
+
+    def read_images(self, read: Callable[[], PromptImages]) -> PromptImages:
+        """Raises RanksDiffer for other images on one rank."""
+        images = together(self.group, read)
+        check_step(self.group, "images", [images.keys])
+        # Towers may round otherwise, and ranks would go on with other states
+        self.group.broadcast(images.embeds.view(torch.uint8))
+        return images
+
+
+class GroupBuilds(Builds):
+    """The ranks of a group decide and load together, each the whole model."""
+
+    def __init__(self, group: RankGroup) -> None:
+        self.group = group
 
     def check_libraries(self, offers: Sequence[Offer]) -> None:
         check_same_libraries(self.group, offers, LIBRARIES)
@@ -79,26 +93,52 @@ class GroupRanks(Ranks):
     def smallest(self, number: int) -> int:
         return min(each for (each,) in self.group.exchange_numbers([number]))
 
+
+class GroupSteps(Synchronises):
+    """The ranks of a group run the same steps."""
+
+    def __init__(self, group: RankGroup) -> None:
+        self.group = group
+
     def capture(self, make: Callable[[CapturingRanks], GraphRunner]) -> GraphRunner:
         return capture_on_all_ranks(self.group, make)
 
     def check_step(self, kind: str, requests: Callable[[], Sequence[Sequence[int]]]) -> None:
         check_step(self.group, kind, requests())
 
-    def read_images(self, read: Callable[[], PromptImages]) -> PromptImages:
-        """Raises RanksDiffer for other images on one rank."""
-        images = self.together(read)
-        check_step(self.group, "images", [images.keys])
-        # Towers may round otherwise, and ranks would go on with other states
-        self.group.broadcast(images.embeds.view(torch.uint8))
-        return images
-
     def wait(self, event: torch.Event) -> None:
         self.group.wait_for(event)
 
 
+class GroupRanks(Ranks):
+    """The ranks of a group."""
+
+    def __init__(
+        self,
+        group: RankGroup,
+        *,
+        requests: GroupDeals | None = None,
+        building: GroupBuilds | None = None,
+        steps: GroupSteps | None = None,
+    ) -> None:
+        super().__init__(
+            rank=group.rank,
+            size=group.size,
+            requests=requests or GroupDeals(group),
+            building=building or GroupBuilds(group),
+            steps=steps or GroupSteps(group),
+        )
+
+
 class TensorParallelRanks(GroupRanks):
     """Each rank has a part of every layer's heads and weights."""
+
+    def __init__(self, group: RankGroup, config: PreTrainedConfig) -> None:
+        super().__init__(group, building=SplitBuilds(group, config))
+
+
+class SplitBuilds(GroupBuilds):
+    """Each rank loads its part of the weights."""
 
     def __init__(self, group: RankGroup, config: PreTrainedConfig) -> None:
         super().__init__(group)
@@ -106,23 +146,31 @@ class TensorParallelRanks(GroupRanks):
 
     @property
     def head_ranks(self) -> int:
-        return self.size if self._splits_heads else 1
+        return self.group.size if self._splits_heads else 1
 
     def split(self, model: PreTrainedModel) -> None:
         self.together(lambda: split_model(model, Joints(self.group)))
 
 
-class InterleavedRanks(TensorParallelRanks):
+class InterleavedRanks(GroupRanks):
     """Each rank also keeps a part of every request's tokens, and all KV heads of these."""
-
-    run_images = False
-    run_indexers = False
 
     def __init__(self, group: RankGroup, config: PreTrainedConfig, *, interleave: int = 1) -> None:
         """interleave: successive tokens on one rank.
 
         Raises InvalidInput for a model whose heads each rank keeps.
         """
+        super().__init__(group, building=InterleavedBuilds(group, config, interleave))
+
+
+class InterleavedBuilds(SplitBuilds):
+    """Backends and pools of a rank that keeps a part of every request's tokens."""
+
+    run_images = False
+    run_indexers = False
+
+    def __init__(self, group: RankGroup, config: PreTrainedConfig, interleave: int) -> None:
+        """Raises as `InterleavedRanks` does."""
         super().__init__(group, config)
         if not self._splits_heads:
             got = f"a {config.model_type} model, whose tp_plan keeps all heads on each rank"
@@ -146,7 +194,7 @@ class InterleavedRanks(TensorParallelRanks):
             platform,
             offers,
             policy,
-            size=self.size,
+            size=self.group.size,
             kv_copies=self._heads(request.latent).kv_copies,
             interleave=self._interleave,
             measurements=measurements,
@@ -164,14 +212,14 @@ class InterleavedRanks(TensorParallelRanks):
         return tuple(heads.whole(layer) for layer in layers)
 
     def tokens_each(self, tokens: int) -> int:
-        return -(-tokens // self.size)
+        return -(-tokens // self.group.size)
 
     def shared_pool(self, own: KVPool, allocator: PagedAllocator) -> tuple[KVPool, PagedAllocator]:
         pool = InterleavedKVPool(
             own,
             Interleaving(
-                rank=self.rank,
-                size=self.size,
+                rank=self.group.rank,
+                size=self.group.size,
                 page_size=own.page_size,
                 interleave=self._interleave,
             ),
@@ -191,7 +239,7 @@ class InterleavedRanks(TensorParallelRanks):
 
     def _heads(self, latent: bool) -> HeadSplit:
         """All ranks hold the same latent; K and V of heads are split, expanded ones too."""
-        copies = self.size if latent else self._kv_copies
+        copies = self.group.size if latent else self._kv_copies
         return HeadSplit(group=self.group, kv_copies=copies)
 
 

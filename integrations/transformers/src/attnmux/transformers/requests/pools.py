@@ -13,12 +13,12 @@ from attnmux.core import (
     KVPool,
     LayerSpec,
     LinearLayerSpec,
-    LinearStatePool,
     MHATokenToKVPool,
     MLATokenToKVPool,
     SWAKVPool,
     torch_dtype,
 )
+from attnmux.parts import LinearStatePool
 from attnmux.transformers.requests.prefixes import (
     WindowPrefixTree,
     WindowSpan,

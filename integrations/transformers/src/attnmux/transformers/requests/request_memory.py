@@ -3,16 +3,30 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from typing import Protocol
 
 import numpy as np
 import torch
 
-from attnmux.core import InvalidInput, KVPool, LinearStatePool, ReqToTokenPool
-from attnmux.transformers.draft.hidden_states import HiddenStates
+from attnmux.core import InvalidInput, KVPool, ReqToTokenPool
+from attnmux.parts import LinearStatePool
 from attnmux.transformers.requests.prefixes import PrefixTree, StatePrefixTree, WindowPrefixTree
 from attnmux.transformers.requests.prompt_images import check_images
 from attnmux.transformers.requests.sequence import SequenceState, check_encoder_states
 from attnmux.transformers.requests.slots import PagedAllocator
+
+
+class SlotStates(Protocol):
+    """What lies beside the K and V of tokens, a row a slot: a model's hidden states."""
+
+    states: torch.Tensor
+    """[slots, width]"""
+
+    def at(self, slots: torch.Tensor) -> torch.Tensor:
+        """[n, width]: those of slots [n]."""
+
+    def move(self, sources: torch.Tensor, targets: torch.Tensor) -> None:
+        """Copy those of slots [n] to others."""
 
 
 class RequestMemory:
@@ -33,7 +47,7 @@ class RequestMemory:
         encoder_like: torch.Tensor | None = None,
         image_width: int = 0,
         linear_states: LinearStatePool | None = None,
-        hidden: HiddenStates | None = None,
+        hidden: SlotStates | None = None,
     ) -> None:
         """token_to_kv_pool: holds the slots' K and V; None without any to zero.
 

@@ -6,25 +6,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-from transformers import PreTrainedModel
 
 from attnmux.core import (
     Decision,
     InvalidInput,
     KVPool,
     LayerSpec,
-    LinearStatePool,
     PoolExhausted,
     ReqToTokenPool,
     torch_dtype,
 )
-from attnmux.core.plugin import RequestPages
-from attnmux.transformers.draft import hidden_states
-from attnmux.transformers.draft.hidden_states import HiddenStates
-from attnmux.transformers.model.packed_decoder import PackedDecoder
-from attnmux.transformers.model.sparse.compressed_pool import CompressedPool
-from attnmux.transformers.model.sparse.index_pool import IndexKPool
-from attnmux.transformers.model.sparse.indexers import Indexers
+from attnmux.parts import LinearStatePool, RequestPages
 from attnmux.transformers.requests.memory_budget import MemoryBudget
 from attnmux.transformers.requests.pools import (
     PoolSizes,
@@ -77,8 +69,10 @@ class Capacity:
         if self.max_total_tokens is None:
             return None
         # With tokens interleaved over ranks, each page of these may be filled in part
-        part_filled = self.max_batch_size if page_size > 1 or ranks.tokens_each(2) < 2 else 0
-        tokens = ranks.tokens_each(self.max_total_tokens)
+        part_filled = (
+            self.max_batch_size if page_size > 1 or ranks.building.tokens_each(2) < 2 else 0
+        )
+        tokens = ranks.building.tokens_each(self.max_total_tokens)
         return (tokens // page_size + part_filled + self.spare_pages) * page_size
 
 
@@ -95,49 +89,42 @@ class RunnerMemory:
     window_tree: WindowPrefixTree | None
     state_tree: StatePrefixTree | None
     linear_states: LinearStatePool | None
-    index_keys: IndexKPool | None
-    """Of the model's indexers."""
-    compressed: tuple[CompressedPool, ...]
-    """Keys of blocks of tokens."""
-    hidden: HiddenStates | None
-    """Of cached tokens, where the model keeps them."""
 
 
 def allocate(
     model: ServedModel, decision: Decision, capacity: Capacity, ranks: Ranks
 ) -> RunnerMemory:
     """The memory of a model for so much. Raises PoolExhausted where it does not suffice."""
-    device, stored = model.module.device, ranks.stored(model.layers)
-    more_bytes, compressors = (0, 0), model.compressors
-    if compressors is not None:
-        stored = compressors.stored(stored)
-        more_bytes = compressors.bytes_per_token(decision)
+    device, stored = model.module.device, ranks.building.stored(model.layers)
+    for part in model.parts:
+        stored = part.stored(stored)
+    taken = [part.bytes_per_token(decision) for part in model.parts]
     batch_size = capacity.max_batch_size
+    one_pool = capacity.max_encoder_len > 0 or any(part.one_pool for part in model.parts)
     states = make_states(model.linear, decision, batch_size, capacity.kept_states, device)
     sizes = pool_sizes(
         stored,
         decision,
         max_tokens=capacity.pool_tokens(decision.page_size, ranks),
-        nbytes=_kv_bytes(model, decision, capacity, stored, states, ranks),
+        nbytes=_kv_bytes(
+            decision, capacity, stored, states, ranks, sum(each.beside for each in taken), device
+        ),
         max_batch_size=capacity.max_batch_size,
-        window_step_tokens=None if capacity.max_encoder_len else capacity.window_step_tokens,
-        more_bytes=more_bytes,
+        window_step_tokens=None if one_pool else capacity.window_step_tokens,
+        more_bytes=(sum(each.full for each in taken), sum(each.windowed for each in taken)),
     )
     own, allocator, window_tree = make_pools(stored, decision, sizes, device=device, states=states)
-    pool, allocator = ranks.shared_pool(own, allocator)
+    pool, allocator = ranks.building.shared_pool(own, allocator)
     table = ReqToTokenPool(batch_size, capacity.columns, device)
     return RunnerMemory(
         sizes=sizes,
-        kv_tokens=allocator.size * ranks.num_parts,
+        kv_tokens=allocator.size * ranks.requests.num_parts,
         table=table,
         pool=pool,
         allocator=allocator,
         window_tree=window_tree,
         state_tree=_state_tree(states, allocator, window_tree),
         linear_states=states,
-        index_keys=_index_keys(model, decision, pool),
-        compressed=() if compressors is None else compressors.pools(decision, pool),
-        hidden=_hidden(model, pool),
     )
 
 
@@ -153,51 +140,24 @@ def _state_tree(
     return StatePrefixTree(allocator, allocator.page_size, states)
 
 
-def _hidden(model: ServedModel, pool: KVPool) -> HiddenStates | None:
-    if not model.keeps_hidden:
-        return None
-    return HiddenStates(_decoder(model), num_slots=pool.num_slots, layers=model.hidden_layers)
-
-
-def _decoder(model: ServedModel) -> PreTrainedModel:
-    """The model, where it may keep hidden states. Raises InvalidInput for another."""
-    if isinstance(model.module, PackedDecoder):
-        got = "an encoder-decoder model"
-        raise InvalidInput("hidden_states", got=got, expected="a decoder-only model")
-    return model.module
-
-
-def _index_keys(model: ServedModel, decision: Decision, pool: KVPool) -> IndexKPool | None:
-    if model.indexers is None:
-        return None
-    dtype, device = _index_dtype(model.indexers, decision), model.module.device
-    return model.indexers.pool(num_slots=pool.num_slots, dtype=dtype, device=device)
-
-
-def _index_dtype(indexers: Indexers, decision: Decision) -> torch.dtype:
-    """Of an indexer's keys: as coarse as the KV cache, where that is e4m3 and keys are stored."""
-    kv_dtype = torch_dtype(decision.kv_dtype)
-    own = torch_dtype(decision.request.dtype or decision.kv_dtype)
-    coarse = kv_dtype == torch.float8_e4m3fn and not indexers.shape.begun_block
-    return kv_dtype if coarse else own
-
-
 def _kv_bytes(
-    model: ServedModel,
     decision: Decision,
     capacity: Capacity,
     stored: Sequence[LayerSpec],
     states: LinearStatePool | None,
     ranks: Ranks,
+    beside: int,
+    device: torch.device,
 ) -> int | None:
     """What the budget leaves to the KV pool. A share is one of the memory after the states.
 
+    beside: bytes of a token in its slot, besides K and V.
     Raises PoolExhausted where the states leave nothing.
     """
     memory, page_size = capacity.memory, decision.page_size
     if memory is None:
         return None
-    given, taken = memory.resolve(model.module.device), 0
+    given, taken = memory.resolve(device), 0
     if states is not None and memory.nbytes is not None:
         taken = states.nbytes
         if taken >= given:
@@ -206,14 +166,10 @@ def _kv_bytes(
             raise PoolExhausted(what, wanted=taken, available=given, hint=hint)
     taken += _copies_bytes(decision, capacity, stored)
     left = max(given - taken, 0)
-    ours, theirs = bytes_per_token(stored, decision) * page_size, _bounds_bytes(decision, stored)
-    if model.indexers is not None:
-        theirs += model.indexers.bytes_per_token(_index_dtype(model.indexers, decision)) * page_size
-    if model.keeps_hidden:
-        hidden = hidden_states.bytes_per_token(_decoder(model), model.hidden_layers)
-        theirs += hidden * page_size
+    ours = bytes_per_token(stored, decision) * page_size
+    theirs = _bounds_bytes(decision, stored) + beside * page_size
     left = left * ours // (ours + theirs)
-    return ranks.smallest(left)
+    return ranks.building.smallest(left)
 
 
 def _bounds_bytes(decision: Decision, stored: Sequence[LayerSpec]) -> int:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
-from functools import cached_property, partial
-from typing import cast
+from contextlib import ExitStack
+from functools import cached_property
+from typing import Any, TypeVar, cast
 
 import torch
 from transformers import PreTrainedModel
@@ -16,24 +16,29 @@ from attnmux.core import (
     BackendContext,
     Decision,
     ForwardBatch,
+    ForwardContext,
     ForwardMode,
     GraphRunner,
     InvalidInput,
     TunedLaunch,
     Workspace,
-    forward_context,
 )
 from attnmux.core.plugin import shared_kernel
 from attnmux.transformers.draft.loop import TreeKernels
+from attnmux.transformers.model.hidden_states import HiddenStates
+from attnmux.transformers.model.images.capture import ImageReader
 from attnmux.transformers.model.packed_decoder import PackedDecoder
+from attnmux.transformers.model.part import part_of
 from attnmux.transformers.requests.batching import StepBuilder
 from attnmux.transformers.requests.sequence import SequenceState, Step
 from attnmux.transformers.run.capacity import Capacity, RunnerMemory, allocate
+from attnmux.transformers.run.fixed_rows import fix_rows
 from attnmux.transformers.run.linears import LinearKernel, multiply_by
-from attnmux.transformers.run.model_call import ModelCall
 from attnmux.transformers.run.ranks import ONE_RANK, Ranks
 from attnmux.transformers.run.served_model import ServedModel
 from attnmux.transformers.run.stats import Laps
+
+P = TypeVar("P")
 
 
 class ModelOnBackend:
@@ -59,12 +64,15 @@ class ModelOnBackend:
         launches: as `BackendContext.launches`. wrap, ranks: as in `RunnerOptions`. Raises
         PoolExhausted when memory does not suffice.
         """
-        self._served = model
-        self._call = ModelCall(model)
+        self.served = model
+        self.model: PreTrainedModel | PackedDecoder = model.module
+        """What a step calls."""
+        forward = inspect.signature(self.model.forward)
+        self._keeps_logits = "logits_to_keep" in forward.parameters
+        self.is_compiled = False
+        """Whether the model's layers run as compiled code."""
         self.decision = decision
         self.ranks = ranks
-        self.indexers = model.indexers
-        self.images = model.images
         memory = allocate(model, decision, capacity, ranks)
         self.sizes = memory.sizes
         self.kv_tokens = memory.kv_tokens
@@ -83,15 +91,11 @@ class ModelOnBackend:
             launches=launches,
             debug=debug,
         )
-        if self.indexers is not None and memory.index_keys is not None:
-            self.indexers.pick_from(memory.index_keys, self.context)
-        if model.compressors is not None:
-            model.compressors.keep_in(memory.compressed, self.context)
+        for part in model.parts:
+            part.attach(self.context, decision)
         backend = self.build(self.context)
         self.backend = backend if wrap is None else wrap(backend, decision)
-        linear: LinearKernel | None = shared_kernel("linear", self.context)
-        if linear is not None:
-            multiply_by(linear, self.model)
+        self._make_linears()
         self.steps = self._step_builder(memory, capacity)
         self.graphs: GraphRunner | None = None
         """Of decode steps."""
@@ -99,10 +103,27 @@ class ModelOnBackend:
         """Of steps that verify drafts."""
         self.catch_up_graphs: GraphRunner | None = None
         """Of the steps in which a draft model reads what was accepted."""
-        if self.images is not None:
-            self.images.tower.build(decision, self.model.device)
+
+    def part(self, kind: type[P]) -> P | None:
+        """The model's part of a kind; None without one."""
+        return part_of(self.served.parts, kind)
+
+    def _make_linears(self) -> None:
+        """Kernels of a plugin serve some numbers of rows, where bits must not depend on them."""
+        if self.is_deterministic:
+            fix_rows(self.model, self.context.device)
+            return
+        linear: LinearKernel | None = shared_kernel("linear", self.context)
+        if linear is not None:
+            multiply_by(linear, self.model)
+
+    @property
+    def is_deterministic(self) -> bool:
+        """Whether a request's logits must not depend on the other requests."""
+        return self.decision.request.deterministic
 
     def _step_builder(self, memory: RunnerMemory, capacity: Capacity) -> StepBuilder:
+        images = self.part(ImageReader)
         return StepBuilder(
             memory.table,
             memory.allocator,
@@ -110,10 +131,10 @@ class ModelOnBackend:
             window_tree=memory.window_tree,
             max_encoder_len=capacity.max_encoder_len,
             encoder_like=self._encoder_like,
-            image_width=0 if self.images is None else self.images.width,
+            image_width=0 if images is None else images.width,
             state_tree=memory.state_tree,
             linear_states=memory.linear_states,
-            hidden=memory.hidden,
+            hidden=self.part(HiddenStates),
         )
 
     @property
@@ -125,37 +146,13 @@ class ModelOnBackend:
 
     def build(self, context: BackendContext) -> AttentionBackend:
         """The decided backend once more, over another request table of the same pools."""
-        return self.ranks.build(self.decision, context)
+        return self.ranks.building.build(self.decision, context)
 
     @cached_property
     def tree_kernels(self) -> TreeKernels | None:
         """Those that a plugin offers for the device. The first call compiles them."""
         kernels: TreeKernels | None = shared_kernel("draft_trees", self.context)
         return kernels
-
-    @property
-    def has_compressed_keys(self) -> bool:
-        """Whether layers see keys of blocks of tokens."""
-        return self._served.compressors is not None
-
-    @property
-    def model(self) -> PreTrainedModel | PackedDecoder:
-        """What a step calls."""
-        module: PreTrainedModel | PackedDecoder = self._call.module
-        return module
-
-    @model.setter
-    def model(self, module: PreTrainedModel | PackedDecoder) -> None:
-        self._call.module = module
-
-    @property
-    def is_compiled(self) -> bool:
-        """Whether the model's layers run as compiled code."""
-        return self._call.is_compiled
-
-    @is_compiled.setter
-    def is_compiled(self, value: bool) -> None:
-        self._call.is_compiled = value
 
     def check_drafts(self, topk: int) -> None:
         """Raise InvalidInput unless the backend was chosen to verify drafts of `topk` branches."""
@@ -198,29 +195,26 @@ class ModelOnBackend:
         """What the model reads besides tokens that follow those in slots [n]: for an EAGLE head,
         its own states of these."""
         hidden = self.steps.hidden
-        return {"features": hidden.at(slots)} if hidden and self._served.head else {}
+        return {"features": hidden.at(slots)} if hidden and self.served.head else {}
 
     def features_of(self, states: torch.Tensor) -> torch.Tensor:
         """What an EAGLE head joins to tokens [n], of the target's hidden states before them.
 
         Raises InvalidInput for states of another width than it reads, and for another model.
         """
-        if self._served.head is None:
+        if self.served.head is None:
             raise InvalidInput("target", got="states for a model", expected="an EAGLE head")
-        return self._served.head.from_target(states)
+        return self.served.head.from_target(states)
 
     @property
     def token_ids(self) -> torch.Tensor | None:
         """[n] int64: the ids of the tokens that logits count; None for the whole vocabulary."""
-        return None if self._served.head is None else self._served.head.token_ids
+        return None if self.served.head is None else self.served.head.token_ids
 
     @property
     def vocabulary_size(self) -> int:
         return int(self.model.config.get_text_config(decoder=True).vocab_size)
 
-    # Not inference mode: captures cannot have its tensors, and compiled code would be made twice.
-    @torch.inference_mode(False)
-    @torch.no_grad()
     def forward(self, step: Step, indices: torch.Tensor, laps: Laps | None = None) -> torch.Tensor:
         """Run a step. Returns the logits after the tokens at `indices`, [len(indices), vocabulary].
 
@@ -228,51 +222,61 @@ class ModelOnBackend:
         the replay of a graph does. laps: counts the time as "metadata" and "launch"; that of a
         replayed graph is all "launch".
         """
-        return self.ranks.run(step, indices, partial(self._forward, laps=laps or Laps()))
+        laps = laps or Laps()
+        # Captures cannot have tensors of inference mode, and compiled code would be made twice.
+        with torch.inference_mode(False), torch.no_grad():
+            run, kept = self.ranks.steps.begin(step, indices)
+            mode, inputs = run.batch.forward_mode, self._inputs(run)
+            is_last = kept is run.last_indices
+            graphs = self._graphs(mode)
+            size = self.ranks.steps.graph_size(run.batch, graphs)
+            if graphs is not None and size is not None:
+                logits = cast("torch.Tensor", graphs.replay(run.batch, inputs, size=size))
+                if mode.is_draft_extend() or not is_last:
+                    logits = logits[kept]
+            else:
+                every = (mode.is_target_verify() or mode.is_decode()) and is_last
+                with ExitStack() as stack:
+                    batch = self._prepare(run, stack, laps)
+                    logits = self.logits(batch, inputs, None if every else kept)
+            laps.lap("launch")
+            return self.ranks.steps.end(logits, len(indices))
 
-    def _forward(self, step: Step, indices: torch.Tensor, laps: Laps) -> torch.Tensor:
-        batch, inputs = step.batch, self._call.inputs(step)
-        mode = batch.forward_mode
-        graphs = self.verify_graphs if mode.is_target_verify() else self.graphs
-        graphs = self.catch_up_graphs if mode.is_draft_extend() else graphs
-        size = self.ranks.graph_size(batch, graphs)
-        if graphs is None or size is None:
-            return self._run(step, inputs, indices, laps)
-        logits = cast("torch.Tensor", graphs.replay(batch, inputs, size=size))
-        laps.lap("launch")
-        every = not mode.is_draft_extend() and indices is step.last_indices
-        return logits if every else logits[indices]
+    def _graphs(self, mode: ForwardMode) -> GraphRunner | None:
+        if mode.is_draft_extend():
+            return self.catch_up_graphs
+        return self.verify_graphs if mode.is_target_verify() else self.graphs
 
-    @torch.inference_mode(False)
-    @torch.no_grad()
     def idle(self) -> bool:
         """Run a step without requests, for other ranks that have some. Returns False if no rank
         has any."""
-        return self.ranks.idle(self.graphs, self._run_padding)
+        with torch.inference_mode(False), torch.no_grad():
+            return self.ranks.steps.idle(self.graphs, self._run_padding)
 
     def _run_padding(self) -> None:
         seq_len = self.backend.select(ForwardMode.DECODE).get_cuda_graph_seq_len_fill_value()
         step = Step.padding(seq_len, self.context.device)
-        self._run(step, {"input_ids": step.input_ids}, step.last_indices, Laps())
+        with ExitStack() as stack:
+            batch = self._prepare(step, stack, Laps())
+            self.logits(batch, {"input_ids": step.input_ids})
 
-    def _run(
-        self, step: Step, inputs: Mapping[str, torch.Tensor], indices: torch.Tensor, laps: Laps
-    ) -> torch.Tensor:
-        """Run a step eagerly."""
-        batch, mode = step.batch, step.batch.forward_mode
-        eagerly: AbstractContextManager[None] = nullcontext()
-        if self._served.compressors is not None:
-            eagerly = self._served.compressors.eagerly()
-        if self.indexers is not None and self.indexers.picker is not None:
-            batch = replace(batch, topk_indices=self.indexers.picker.room(batch))
-            eagerly = self.indexers.eagerly()
+    def _prepare(self, step: Step, stack: ExitStack, laps: Laps) -> ForwardBatch:
+        """The batch of a step that runs eagerly while `stack` is open."""
+        batch = step.batch
+        for part in self.served.parts:
+            batch = stack.enter_context(part.eager(batch))
         self.backend.init_forward_metadata(batch)
         laps.lap("metadata")
-        every = (mode.is_target_verify() or mode.is_decode()) and indices is step.last_indices
-        with forward_context(self.backend, batch), eagerly:
-            logits = self.logits(batch, inputs, None if every else indices)
-        laps.lap("launch")
-        return logits
+        stack.enter_context(ForwardContext.enter(self.backend, batch))
+        return batch
+
+    def _inputs(self, step: Step) -> dict[str, torch.Tensor]:
+        """What the model takes in a step, besides what the batch has."""
+        given = {"encoder_states": step.encoder_states, "features": step.features}
+        inputs = {name: tensor for name, tensor in given.items() if tensor is not None}
+        for part in self.served.parts:
+            inputs.update(part.inputs(step))
+        return {"input_ids": step.input_ids, **inputs}
 
     def logits(
         self,
@@ -280,8 +284,24 @@ class ModelOnBackend:
         inputs: Mapping[str, torch.Tensor],
         keep: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Call the model on a prepared step, inside its `forward_context`.
+        """Call the model on a prepared step, inside its `ForwardContext.enter`.
 
         keep: [n] int64, the tokens whose logits [n, vocabulary] are returned; None for all T.
         """
-        return self._call.logits(batch, inputs, keep)
+        given = dict(inputs)
+        positions = given.pop("position_ids", batch.positions)
+        for part in self.served.parts:
+            positions = part.places(positions)
+        # A compiler makes other code for tensors that begin elsewhere in their memory.
+        positions = positions.clone() if self.is_compiled else positions
+        tokens = "input_ids"
+        if "inputs_embeds" in given:
+            tokens = "inputs_embeds"
+            del given["input_ids"]
+        given[tokens] = given[tokens].unsqueeze(0)
+        keeps = {"logits_to_keep": keep} if keep is not None and self._keeps_logits else {}
+        model: Any = self.model
+        logits: torch.Tensor = model(
+            position_ids=positions.unsqueeze(-2), use_cache=False, **given, **keeps
+        ).logits[0]
+        return logits if keep is None or keeps else logits[keep]

@@ -34,20 +34,13 @@ from attnmux.transformers.requests.slots import PagedAllocator
 T = TypeVar("T")
 
 
-class Ranks:
-    """One rank alone. Subclasses meet the others in each method, which every rank calls."""
+class Deals:
+    """Who deals out the requests: every rank runs all of them, or has one part of its own."""
 
-    rank: int = 0
-    size: int = 1
     num_parts: int = 1
-    """Parts of the requests. Every rank runs all of them, or has one part of its own."""
+    """Parts of the requests."""
     part: int = 0
     """This rank's."""
-    run_images: bool = True
-    """Whether prompts may hold images."""
-    run_indexers: bool = True
-    """Whether indexers may pick keys: each rank keeps those of all tokens of its requests, and
-    picks from the same states."""
 
     def deal(self, items: Sequence[T]) -> list[Sequence[T]]:
         """Deal out the requests, one to each part in turn, so that the first is the largest."""
@@ -59,6 +52,20 @@ class Ranks:
 
     def check_prompts(self, prompts: Callable[[], Sequence[Sequence[int]]]) -> None:
         """Raise RanksDiffer unless every rank got the same prompts, if only now they can tell."""
+
+    def read_images(self, read: Callable[[], PromptImages]) -> PromptImages:
+        """The images that `read` returns, which every rank reads from the same inputs."""
+        return read()
+
+
+class Builds:
+    """Who decides and builds: backends, weights and pools of each rank."""
+
+    run_images: bool = True
+    """Whether prompts may hold images."""
+    run_indexers: bool = True
+    """Whether indexers may pick keys: each rank keeps those of all tokens of its requests, and
+    picks from the same states."""
 
     @property
     def head_ranks(self) -> int:
@@ -124,23 +131,20 @@ class Ranks:
         """The decision for a reader."""
         return decision.summary()
 
-    def capture(self, make: Callable[[CapturingRanks], GraphRunner]) -> GraphRunner:
-        """A runner with captured graphs. Raises GraphUnsupported."""
-        runner = make(CapturingRanks())
-        runner.capture()
-        return runner
 
-    def run(
-        self,
-        step: Step,
-        indices: torch.Tensor,
-        run: Callable[[Step, torch.Tensor], torch.Tensor],
-    ) -> torch.Tensor:
-        """The logits after the step's tokens at `indices`, [n, vocabulary].
+class Synchronises:
+    """Who meets the other ranks in a step."""
 
-        run: runs the model on a step's tokens, and returns the logits after some of them.
-        """
-        return run(step, indices)
+    def check_step(self, kind: str, requests: Callable[[], Sequence[Sequence[int]]]) -> None:
+        """Raise RanksDiffer unless every rank runs the same step of the same requests."""
+
+    def begin(self, step: Step, indices: torch.Tensor) -> tuple[Step, torch.Tensor]:
+        """What this rank runs of a step, and the tokens whose logits it needs."""
+        return step, indices
+
+    def end(self, logits: torch.Tensor, num_rows: int) -> torch.Tensor:
+        """The logits that every rank goes on with, [num_rows, vocabulary], of what this one has."""
+        return logits
 
     def graph_size(self, batch: ForwardBatch, graphs: GraphRunner | None) -> int | None:
         """Agree on a step before it runs. Returns the captured size that every rank replays; None
@@ -152,16 +156,36 @@ class Ranks:
         has any. run_padding: runs one token of padding eagerly."""
         return False
 
-    def read_images(self, read: Callable[[], PromptImages]) -> PromptImages:
-        """The images that `read` returns, which every rank reads from the same inputs."""
-        return read()
-
-    def check_step(self, kind: str, requests: Callable[[], Sequence[Sequence[int]]]) -> None:
-        """Raise RanksDiffer unless every rank runs the same step of the same requests."""
+    def capture(self, make: Callable[[CapturingRanks], GraphRunner]) -> GraphRunner:
+        """A runner with captured graphs. Raises GraphUnsupported."""
+        runner = make(CapturingRanks())
+        runner.capture()
+        return runner
 
     def wait(self, event: torch.Event) -> None:
         """Wait for the device."""
         event.synchronize()
+
+
+class Ranks:
+    """The ranks that run one model, of which this process is one; a single one by default.
+
+    Those of several meet in each method of the three, which every rank calls.
+    """
+
+    def __init__(
+        self,
+        *,
+        rank: int = 0,
+        size: int = 1,
+        requests: Deals | None = None,
+        building: Builds | None = None,
+        steps: Synchronises | None = None,
+    ) -> None:
+        self.rank, self.size = rank, size
+        self.requests = requests or Deals()
+        self.building = building or Builds()
+        self.steps = steps or Synchronises()
 
 
 ONE_RANK = Ranks()

@@ -11,6 +11,7 @@ import torch
 from attnmux.core import (
     CapturingRanks,
     DeviceGraphs,
+    ForwardMode,
     GraphConfig,
     GraphRunner,
     InvalidInput,
@@ -18,13 +19,11 @@ from attnmux.core import (
 )
 from attnmux.transformers.load.tokenization import check_prompt
 from attnmux.transformers.model.encoder_batches import check_inputs
+from attnmux.transformers.model.images.capture import ImageReader
 from attnmux.transformers.model.packed_decoder import PackedDecoder
-from attnmux.transformers.model.sparse.index_shape import NO_PICKS
 from attnmux.transformers.requests.prompt_images import PromptImages
 from attnmux.transformers.requests.sequence import check_encoder_len
-from attnmux.transformers.run import graph_configs
 from attnmux.transformers.run.model_on_backend import ModelOnBackend
-from attnmux.transformers.run.trial_steps import check_compiles, no_layers, try_steps
 
 
 class ModelRunner(ModelOnBackend):
@@ -41,17 +40,7 @@ class ModelRunner(ModelOnBackend):
         """
         self.graphs = self.verify_graphs = self.catch_up_graphs = None
         # By name: the import loads a compiler, which takes seconds.
-        compiled = pkgutil.resolve_name("attnmux.transformers.run.compiled")
-        check_compiles(self._served)
-        if not compiled.compile_layers(self.model, backend):
-            raise no_layers(self._served)
-        self.is_compiled = True
-        try:
-            try_steps(self)
-        except BaseException:
-            compiled.undo(self.model)
-            self.is_compiled = False
-            raise
+        pkgutil.resolve_name("attnmux.transformers.run.compiled:compile_model")(self, backend)
 
     def capture_graphs(
         self,
@@ -69,19 +58,22 @@ class ModelRunner(ModelOnBackend):
         something that a graph cannot hold. Steps without graphs stay eager; if only the steps that
         verify cannot be captured, decode steps have theirs.
         """
-        context = self.context
-        devices = devices or DeviceGraphs.of(context.device)
-        index = NO_PICKS if self.indexers is None else self.indexers.shape
-        rows, encoder = context.max_batch_size, self.steps.max_encoder_len > 0
-        config = graph_configs.decode_graphs(rows, batch_sizes, encoder=encoder, index=index)
+        devices = devices or DeviceGraphs.of(self.context.device)
+        rows, encoder = self.context.max_batch_size, self.steps.max_encoder_len > 0
+        config = GraphConfig(
+            batch_sizes=GraphConfig.sizes(pool_size=rows, chosen=batch_sizes),
+            encoder=encoder,
+            host_lens=True,
+        )
         self.graphs = self._captured(config, devices)
         if draft_tokens is not None:
-            config = graph_configs.verify_graphs(
-                rows,
-                batch_sizes,
-                draft_tokens=draft_tokens,
-                draft_topk=draft_topk,
-                index=index,
+            config = GraphConfig(
+                batch_sizes=GraphConfig.sizes(pool_size=rows, chosen=batch_sizes, speculation=True),
+                forward_mode=ForwardMode.TARGET_VERIFY,
+                tokens_per_request=draft_tokens,
+                spec_topk=draft_topk,
+                visible=draft_topk > 1,
+                host_lens=True,
             )
             self.verify_graphs = self._captured(config, devices)
 
@@ -93,23 +85,29 @@ class ModelRunner(ModelOnBackend):
         batch_sizes: ascending. Raises as `capture_graphs` does.
         """
         self.catch_up_graphs = None
-        config = graph_configs.catch_up_graphs(num_tokens, batch_sizes)
+        config = GraphConfig(
+            batch_sizes=tuple(batch_sizes),
+            forward_mode=ForwardMode.DRAFT_EXTEND,
+            tokens_per_request=num_tokens,
+            host_lens=True,
+        )
         self.catch_up_graphs = self._captured(config, devices)
 
     def _captured(self, config: GraphConfig, devices: DeviceGraphs) -> GraphRunner:
         inputs = {"input_ids": ModelInput(dtype=torch.int64)}
-        if self._served.head is not None and self.steps.hidden is not None:
+        if self.served.head is not None and self.steps.hidden is not None:
             states = self.steps.hidden.states
             inputs["features"] = ModelInput(dtype=states.dtype, trailing=states.shape[1:])
-        if self.images is not None:
-            inputs["position_ids"] = ModelInput(dtype=torch.int64)
+        for part in self.served.parts:
+            config = part.captured(config)
+            inputs.update(part.graph_inputs())
 
         def make(ranks: CapturingRanks) -> GraphRunner:
             return GraphRunner(
                 self.backend, self.logits, config, devices=devices, inputs=inputs, ranks=ranks
             )
 
-        return self.ranks.capture(make)
+        return self.ranks.steps.capture(make)
 
     def encode(self, inputs: Mapping[str, torch.Tensor]) -> torch.Tensor:
         """`SequenceState.encoder_states` of a request. Raises as `encode_all` does."""
@@ -142,8 +140,8 @@ class ModelRunner(ModelOnBackend):
         Every rank calls it, with the same inputs. Raises InvalidInput for a runner that was not
         made for images, and as `ImageReader.read`; RanksDiffer for other images on one rank.
         """
-        images = self.images
+        images = self.part(ImageReader)
         if images is None:
             expected = "none: the runner was made without images=True"
             raise InvalidInput("images", got="some", expected=expected)
-        return self.ranks.read_images(lambda: images.read(inputs))
+        return self.ranks.requests.read_images(lambda: images.read(inputs))

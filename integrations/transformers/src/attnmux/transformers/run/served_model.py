@@ -9,11 +9,8 @@ from transformers import PreTrainedModel
 
 from attnmux.core import LayerSpec, LinearLayerSpec
 from attnmux.transformers.draft.eagle_head import EagleHead
-from attnmux.transformers.model.dual_chunks import DualChunks
-from attnmux.transformers.model.images.capture import ImageReader
 from attnmux.transformers.model.packed_decoder import PackedDecoder
-from attnmux.transformers.model.sparse.compressors import Compressors
-from attnmux.transformers.model.sparse.indexers import Indexers
+from attnmux.transformers.model.part import ModelPart
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -23,20 +20,16 @@ class ServedModel:
     module: PreTrainedModel | PackedDecoder
     """Loaded with attn_implementation="attnmux"; an encoder-decoder model as a `PackedDecoder`."""
     layers: Sequence[LayerSpec]
-    """From `record_layers` or `record_decoder`."""
-    linear: Sequence[LinearLayerSpec] = ()
-    """The layers of the model's mixers."""
-    indexers: Indexers | None = None
-    """Those of the model, bound, where they pick."""
-    compressors: Compressors | None = None
-    """Those of the model, bound."""
-    chunks: DualChunks | None = None
-    """Those of the model, bound, where its context has several."""
-    keeps_hidden: bool = False
-    """Whether the hidden states of cached tokens are kept: see `HiddenStates`."""
-    hidden_layers: Sequence[int] = ()
-    """The layers whose outputs these are; none: the last hidden states."""
-    head: EagleHead | None = None
-    """The model, where it is an EAGLE head, whose tokens join hidden states."""
-    images: ImageReader | None = None
-    """Reads the images of prompts, on a backend of its own; None for text alone."""
+    """From `record_layers` or `record_decoder`, as its parts mark them."""
+    parts: Sequence[ModelPart] = ()
+    """What it has besides attention over all keys, bound."""
+
+    @property
+    def linear(self) -> tuple[LinearLayerSpec, ...]:
+        """Layers without softmax attention."""
+        return tuple(layer for part in self.parts for layer in part.linear)
+
+    @property
+    def head(self) -> EagleHead | None:
+        """The model, if it is an EAGLE head, whose tokens join hidden states."""
+        return self.module if isinstance(self.module, EagleHead) else None

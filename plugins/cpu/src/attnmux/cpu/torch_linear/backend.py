@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from attnmux.core import LinearStatePool
+from attnmux.core import AttentionBackend
 from attnmux.core.plugin import (
-    NO_OPTIONS,
     LinearAttentionBackend,
     NewTokens,
     PlainConvolutions,
+    StatePool,
 )
 from attnmux.cpu.torch_linear.chunks import CHANNEL_CHUNK, CHUNK, Chunks, run_chunks
 
@@ -90,7 +90,9 @@ class TorchLinearBackend(LinearAttentionBackend):
 
     _step: ExtendStep
 
-    def __init__(self, context: BackendContext, options: Mapping[str, object] = NO_OPTIONS) -> None:
+    def __init__(
+        self, context: BackendContext, options: Mapping[str, object] = AttentionBackend.NO_OPTIONS
+    ) -> None:
         super().__init__(context, options)
         self._convolutions = PlainConvolutions(self.states)
 
@@ -109,7 +111,7 @@ class TorchLinearBackend(LinearAttentionBackend):
     def forward_decode(self, call: LinearCall, batch: ForwardBatch) -> None:
         layer, rows = call.layer, batch.req_pool_indices
         pool = self.states.state(layer.layer_id)
-        state = LinearStatePool.read(pool, rows, batch.seq_lens <= 1).float()
+        state = StatePool.read(pool, rows, batch.seq_lens <= 1).float()
         tokens = OneByOne.of(call, (batch.batch_size, 1))
         state, out = tokens.advance(state, 0)
         pool.index_copy_(0, rows, state.to(pool.dtype))
@@ -118,9 +120,7 @@ class TorchLinearBackend(LinearAttentionBackend):
     def forward_verify(self, call: LinearCall, batch: ForwardBatch) -> None:
         layer, rows, num = call.layer, batch.req_pool_indices, batch.drafts().draft_token_num
         drafted = self.states.draft_state(layer.layer_id)
-        state = LinearStatePool.read(
-            self.states.state(layer.layer_id), rows, batch.seq_lens <= 0
-        ).float()
+        state = StatePool.read(self.states.state(layer.layer_id), rows, batch.seq_lens <= 0).float()
         shape = batch.batch_size, num
         tokens, answers = OneByOne.of(call, shape), _by_request(call.out, shape)
         for place in range(num):
@@ -132,7 +132,7 @@ class TorchLinearBackend(LinearAttentionBackend):
         layer, rows, step = call.layer, batch.req_pool_indices, self._step
         pool = self.states.state(layer.layer_id)
         chunks = step.chunks_of(CHANNEL_CHUNK if call.g.dim() == 3 else CHUNK)
-        states = LinearStatePool.read(pool, rows, step.tokens.fresh).float()
+        states = StatePool.read(pool, rows, step.tokens.fresh).float()
         q, k = (_by_value_head(each, layer) for each in (call.q, call.k))
         out = run_chunks(
             chunks,

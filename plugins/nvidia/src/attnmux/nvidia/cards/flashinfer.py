@@ -107,13 +107,14 @@ FLASHINFER = BackendCard(
     priors=(
         Prior(
             rank=20,
-            when=Clause.when(sinks=NONE),
+            when=Clause.when(sinks=NONE, deterministic=NONE),
             source="H200, bf16: next to fa3, and the one that takes draft trees at any page size; "
             "elsewhere the fastest that is there",
         ),
         Prior(
             rank=28,
-            source="with sinks it reads all keys by fa2; the field takes fa3, trtllm_mha or triton",
+            source="with sinks it reads all keys by fa2, and deterministic decode cannot be "
+            "captured; the field takes fa3, trtllm_mha or triton",
         ),
     ),
 )

@@ -86,6 +86,12 @@ FLASHINFER_MLA = BackendCard(
     ),
     priors=(
         Prior(
+            rank=40,
+            when=Clause.when(kv_dtype=one_of("fp8_e4m3")),
+            source="it widens all latents of a step, eagerly: the decode kernels that read e4m3 "
+            "come first",
+        ),
+        Prior(
             rank=10,
             when=Clause.when(version=DATACENTER_BLACKWELL),
             source="SGLang 0.5.23's default for MLA on SM100 and SM103",

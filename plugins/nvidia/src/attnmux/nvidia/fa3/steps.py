@@ -10,10 +10,30 @@ import torch
 
 from attnmux.core.plugin import KeyGroup, Keys, PageTables
 from attnmux.nvidia.fa3.layers import FA3Kernels, FA3Schedule
-from attnmux.nvidia.fa3.trees import draft_keys
 
 if TYPE_CHECKING:
     from attnmux.core import BackendContext, ForwardBatch
+from typing import TYPE_CHECKING
+
+from attnmux.nvidia.listed_keys import listed
+
+if TYPE_CHECKING:
+    import torch
+
+    from attnmux.core import BackendContext, ForwardBatch
+
+
+def draft_keys(
+    batch: ForwardBatch, visible: torch.Tensor, group: KeyGroup, context: BackendContext
+) -> Keys:
+    """The slots that each draft token sees among the drafts: a table [B·d, d] and lengths [B·d].
+
+    visible: [B, d, d] bool, the drafts that each draft sees.
+    """
+    batch_size, count, _ = visible.shape
+    slots = context.token_to_kv_pool.translate(batch.out_cache_loc, group.layer_id).int()
+    table, lens = listed(slots.view(batch_size, 1, count).expand(-1, count, -1), visible)
+    return Keys(page_table=table.flatten(0, 1), lens=lens.flatten())
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)

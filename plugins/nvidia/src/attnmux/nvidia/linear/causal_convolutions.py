@@ -20,8 +20,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from attnmux.core import LinearStatePool
-from attnmux.core.plugin import PlainConvolutions, ShortConvolutions
+from attnmux.core.plugin import PlainConvolutions, ShortConvolutions, StatePool
 from attnmux.nvidia.linear.packed_requests import PackedRequests
 
 if TYPE_CHECKING:
@@ -49,7 +48,7 @@ class CausalConvolutions(ShortConvolutions):
 
     _packed: PackedRequests
 
-    def __init__(self, states: LinearStatePool, kernels: ConvKernels) -> None:
+    def __init__(self, states: StatePool, kernels: ConvKernels) -> None:
         super().__init__(states)
         self._kernels = kernels
         self._plain = PlainConvolutions(states)
@@ -78,7 +77,7 @@ class CausalConvolutions(ShortConvolutions):
 
     def _convolve_one(self, call: ConvCall, batch: ForwardBatch) -> None:
         pool, rows = self.states.conv(call.layer.layer_id, call.index), batch.req_pool_indices
-        history = LinearStatePool.read(pool, rows, batch.seq_lens <= 1)
+        history = StatePool.read(pool, rows, batch.seq_lens <= 1)
         call.out.copy_(call.x)
         self._update(call, call.out.unsqueeze(-1), history.transpose(1, 2))
         pool.index_copy_(0, rows, history)

@@ -7,8 +7,7 @@ from itertools import accumulate
 
 import torch
 
-from attnmux.core import LinearStatePool
-from attnmux.core.plugin import NewTokens
+from attnmux.core.plugin import NewTokens, StatePool
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -41,7 +40,7 @@ class PackedRequests:
 
     def start(self, pool: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
         """[B, ...] the states before the step, zeros where a request starts."""
-        return LinearStatePool.read(pool, rows, self.tokens.fresh)
+        return StatePool.read(pool, rows, self.tokens.fresh)
 
     def of_active(self, states: torch.Tensor) -> torch.Tensor:
         """[n, ...] of states [B, ...]."""

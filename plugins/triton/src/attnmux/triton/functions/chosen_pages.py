@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from attnmux.core import torch_dtype
-from attnmux.core.plugin import RequestPages
+from attnmux.parts import RequestPages
 from attnmux.triton.kernels.chosen_pages import (
     choose_places,
     copy_pages,

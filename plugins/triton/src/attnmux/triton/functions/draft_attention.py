@@ -8,7 +8,7 @@ import torch
 import triton.language as tl
 
 from attnmux.core import torch_dtype
-from attnmux.core.plugin import DraftKeys, SeenPrefixes, Trees, attend_to_drafts
+from attnmux.parts import DraftKeys, SeenPrefixes, Trees, attend_to_drafts
 from attnmux.triton.kernels.draft_attention import attend_drafts
 from attnmux.triton.launches.bound_kernel import BoundKernel, Launcher
 from attnmux.triton.launches.shapes import LEAST_WIDTH, next_power_of_2

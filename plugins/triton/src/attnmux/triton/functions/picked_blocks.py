@@ -18,7 +18,7 @@ from attnmux.triton.launches.shapes import halves, next_power_of_2
 
 if TYPE_CHECKING:
     from attnmux.core import AttentionCall, BackendContext, LayerSpec
-    from attnmux.core.plugin import PickedBlocks
+    from attnmux.parts import PickedBlocks
 
 LEAST = 16
 """Rows and columns of a product, at least."""

@@ -6,12 +6,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from attnmux.core import (
-    AcceptedDrafts,
-    AcceptThresholds,
-    DraftTree,
-    sample_tree_target_only,
-)
+from attnmux.parts import AcceptedDrafts, AcceptThresholds, DraftTree, sample_tree_target_only
 from attnmux.triton.kernels import trees as kernels
 from attnmux.triton.launches.bound_kernel import BoundKernel, Launcher
 from attnmux.triton.launches.shapes import next_power_of_2

@@ -10,16 +10,28 @@ import inspect
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from transformers import AttentionMaskInterface, PreTrainedModel
 
-from attnmux.core import AttnmuxError, InvalidInput, LayerSpec, Request, in_brief
+from attnmux.core import (
+    AttnmuxError,
+    BackendContext,
+    Decision,
+    InvalidInput,
+    LayerSpec,
+    ModelInput,
+    Request,
+)
 from attnmux.transformers.model.images.encoder import VisionTower
-from attnmux.transformers.model.images.spans import read_spans
-from attnmux.transformers.model.reach import MaskFunction, Reach
+from attnmux.transformers.model.part import ModelPart
+from attnmux.transformers.model.reach import MaskFunction, Reach, read_spans
 from attnmux.transformers.requests.prompt_images import PromptImages, keys_of
+from attnmux.transformers.requests.sequence import Step
+
+if TYPE_CHECKING:
+    from attnmux.transformers.load.options import RunnerOptions
 
 TOKEN_INPUTS = ("input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids")
 """What a processor returns besides the inputs of the vision tower."""
@@ -52,18 +64,16 @@ class _Handed:
         raise _Stopped
 
 
-class ImageReader:
+class ImageReader(ModelPart):
     """Reads the images of prompts with a model."""
 
-    def __init__(self, model: PreTrainedModel, layers: Sequence[LayerSpec]) -> None:
-        """layers: of the decoder. Raises InvalidInput for a model that cannot serve images."""
+    def __init__(self, model: PreTrainedModel) -> None:
+        """Raises InvalidInput for a model that cannot serve images."""
         self.tower = VisionTower(model)
         self._model = model
         self._name = type(model).__name__
         self._decoder: torch.nn.Module = model.get_decoder()  # type: ignore[no-untyped-call]  # transformers' own
-        self._reaches = {
-            Reach(layer.sliding_window_size, layer.attention_chunk_size) for layer in layers
-        }
+        self._reaches: set[Reach] = set()
         token_id = getattr(model.config, "image_token_id", None)
         if not isinstance(token_id, int):
             raise InvalidInput(
@@ -72,15 +82,45 @@ class ImageReader:
         self.token_id = token_id
         """Of the placeholders."""
         table: Any = model.get_input_embeddings()
+        self._embeddings = table
         self.width = int(table.weight.shape[1])
         """Of the input embeddings."""
-        self.has_spans = bool(self._probe_spans())
+        self.has_spans = False
         """Whether tokens of an image see each other, which needs custom masks."""
 
-    def ask(self, request: Request) -> Request:
-        """What images demand besides the decoder's `request`."""
-        head_dim, masked = self.tower.layer.qk_head_dim, self.has_spans
-        return request.replace(origin="model", encoder_head_dim=head_dim, custom_mask=masked)
+    @classmethod
+    def find(cls, model: PreTrainedModel, options: RunnerOptions) -> ImageReader | None:
+        return cls(model) if options.images else None
+
+    def mark(self, layers: Sequence[LayerSpec]) -> tuple[LayerSpec, ...]:
+        self._reaches = {
+            Reach(layer.sliding_window_size, layer.attention_chunk_size) for layer in layers
+        }
+        # A window pool might have too little room for tokens that run in one step
+        self.has_spans = self.one_pool = bool(self._probe_spans())
+        return tuple(layers)
+
+    def ask(self, ways: Sequence[Request], options: RunnerOptions) -> list[Request]:
+        asked = {"encoder_head_dim": self.tower.layer.qk_head_dim, "custom_mask": self.has_spans}
+        return [way.replace(origin="model", **asked) for way in ways]
+
+    def attach(self, context: BackendContext, decision: Decision) -> None:
+        self.tower.build(decision, context.device)
+
+    def graph_inputs(self) -> Mapping[str, ModelInput]:
+        return {"position_ids": ModelInput(dtype=torch.int64)}
+
+    def inputs(self, step: Step) -> Mapping[str, torch.Tensor]:
+        """What the model takes besides or instead of the tokens' ids and places."""
+        positions = step.batch.positions if step.position_ids is None else step.position_ids
+        inputs = {"position_ids": positions}
+        if step.images is not None:
+            # Some models have no embedding of a placeholder
+            ids = step.input_ids.index_fill(0, step.images.indices, 0)
+            embeds: torch.Tensor = self._embeddings(ids)
+            rows = step.images.embeds.to(embeds.dtype)
+            inputs["inputs_embeds"] = embeds.index_copy(0, step.images.indices, rows)
+        return inputs
 
     def _probe_spans(self) -> list[tuple[int, int]]:
         """The spans of a prompt without pixels that claims to hold an image."""
@@ -182,7 +222,7 @@ class ImageReader:
         except Exception as error:  # each model has errors of its own
             raise InvalidInput(
                 "images",
-                got=in_brief(error),
+                got=AttnmuxError.in_brief(error),
                 expected=f"images that {self._name} reads, one for each placeholder",
             ) from error
         finally:

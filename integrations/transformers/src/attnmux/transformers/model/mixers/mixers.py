@@ -19,13 +19,16 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from attnmux.core import ForwardContext, InvalidInput, LinearLayerSpec
+from attnmux.core import ForwardContext, InvalidInput, LayerSpec, LinearLayerSpec
 from attnmux.transformers.model.mixers.mixer import Convolution, Mixer, Recurrence
 from attnmux.transformers.model.mixers.mixer_calls import FUNCTIONS
 from attnmux.transformers.model.mixers.own_recurrences import ADAPTERS
+from attnmux.transformers.model.part import ModelPart
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+
+    from attnmux.transformers.load.options import RunnerOptions
 
 
 def bind(mixer: Mixer) -> None:
@@ -202,8 +205,31 @@ def recording(mixers: Sequence[Mixer]) -> Iterator[MixerRecorder]:
             mixer.runs = runs
 
 
-def serve(mixers: Sequence[Mixer]) -> tuple[LinearLayerSpec, ...]:
-    """Let the mixers run on the step's backends from now on. Returns their layers."""
-    for mixer in mixers:
-        mixer.runs = OnBackend()
-    return tuple(_spec(mixer) for mixer in mixers)
+@dataclass(kw_only=True, eq=False)
+class Mixers(ModelPart):
+    """The mixers of a model. Those of a probe are recorded; from `mark` on they run on the step's
+    backends."""
+
+    each: tuple[Mixer, ...]
+    uncompiled = (
+        "a model with linear layers",
+        "attention in every layer: a compiler would cut the model at each other one",
+    )
+
+    @classmethod
+    def find(cls, model: torch.nn.Module, options: RunnerOptions) -> Mixers | None:
+        found = mixers_of(model)
+        return cls(each=found) if found else None
+
+    def bind(self) -> None:
+        for mixer in self.each:
+            bind(mixer)
+
+    def mark(self, layers: Sequence[LayerSpec]) -> tuple[LayerSpec, ...]:
+        for mixer in self.each:
+            mixer.runs = OnBackend()
+        return tuple(layers)
+
+    @property
+    def linear(self) -> tuple[LinearLayerSpec, ...]:
+        return tuple(map(_spec, self.each))

@@ -12,16 +12,9 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from attnmux.core import (
-    AttentionCall,
-    BackendContext,
-    ForwardBatch,
-    LayerSpec,
-    PlainBlocks,
-    add_sinks,
-    merge_into,
-)
-from attnmux.core.plugin import PickedBlocks, shared_kernel, token_rows
+from attnmux.core import AttentionCall, BackendContext, ForwardBatch, LayerSpec
+from attnmux.core.plugin import shared_kernel, token_rows
+from attnmux.parts import PickedBlocks, PlainBlocks, add_sinks, merge_into
 from attnmux.transformers.model.sparse.compressed_pool import CompressedPool
 from attnmux.transformers.model.sparse.key_picks import SCORES_AT_ONCE, lens_of
 from attnmux.transformers.model.sparse.scores import best_keys, index_scores

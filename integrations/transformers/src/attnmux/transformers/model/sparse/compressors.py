@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -20,20 +21,29 @@ from attnmux.core import (
     ForwardBatch,
     ForwardContext,
     InvalidInput,
-    KVPool,
     LayerSpec,
+    Request,
     torch_dtype,
 )
 from attnmux.transformers.model.attention import MORE_KEYS
 from attnmux.transformers.model.layer_call import LayerCall
+from attnmux.transformers.model.part import ModelPart, TokenBytes
 from attnmux.transformers.model.sparse.compressed_keys import CompressedKeys
 from attnmux.transformers.model.sparse.compressed_pool import CompressedPool, CompressedShape
 from attnmux.transformers.model.sparse.compressor import OVERLAPPING, Compressor
 
+if TYPE_CHECKING:
+    from attnmux.transformers.load.options import RunnerOptions
 
-@dataclass(kw_only=True, slots=True, eq=False)
-class Compressors:
+
+@dataclass(kw_only=True, eq=False)
+class Compressors(ModelPart):
     """The modules of a model."""
+
+    uncompiled = (
+        "compressed keys",
+        "a model whose layers make no keys of blocks, which read the running step",
+    )
 
     each: tuple[Compressor, ...]
     sinks: dict[int, torch.Tensor | None] = field(default_factory=dict)
@@ -41,17 +51,29 @@ class Compressors:
     keys: dict[int, CompressedKeys] = field(default_factory=dict)
     """By layer; none while a probe runs."""
     is_captured: bool = field(default=True, init=False)
-    """Whether steps have static shapes: any that do not run `eagerly`."""
+    """Whether steps have static shapes: any that do not run `eager`."""
+
+    @classmethod
+    def find(cls, model: torch.nn.Module, options: RunnerOptions) -> Compressors | None:
+        """Raises InvalidInput for a module that makes other keys than ours."""
+        found = tuple(
+            Compressor(module=child, owner=owner)
+            for owner in model.modules()
+            for child in owner.children()
+            if type(child).__name__ in OVERLAPPING
+        )
+        for compressor in {type(each.module): each for each in found}.values():
+            if not compressor.agrees():
+                name = type(compressor.module).__name__
+                expected = "those of transformers 5.23"
+                raise InvalidInput(name, got="other keys of blocks of tokens", expected=expected)
+        return cls(each=found) if found else None
 
     def bind(self) -> None:
         """Let the modules keep what they make, and their layers' attention read it."""
         for compressor in self.each:
             compressor.module.forward = self._bound(compressor)
             setattr(compressor.owner, MORE_KEYS, self._attending(compressor))
-
-    def kinds(self) -> Counter[str]:
-        """How many layers there are of each kind, by the words of config.json."""
-        return Counter(str(compressor.owner.layer_type) for compressor in self.each)
 
     def mark(self, layers: Sequence[LayerSpec]) -> tuple[LayerSpec, ...]:
         """The layers as a backend serves them: sinks come after all keys."""
@@ -60,6 +82,15 @@ class Compressors:
         return tuple(
             replace(layer, sinks=None) if layer.layer_id in ids else layer for layer in layers
         )
+
+    def ask(self, ways: Sequence[Request], options: RunnerOptions) -> list[Request]:
+        check_blocks(options)
+        kinds = Counter(str(compressor.owner.layer_type) for compressor in self.each)
+        return [
+            way.replace(origin="model", lse=True, compressed_layers=kinds)
+            for way in ways
+            if not way.latent
+        ]
 
     def stored(self, layers: Sequence[LayerSpec]) -> tuple[LayerSpec, ...]:
         """The layers with windows of as many tokens as are kept for them, and for all of one pool:
@@ -72,15 +103,7 @@ class Compressors:
             for layer in layers
         )
 
-    def pools(self, decision: Decision, pool: KVPool) -> tuple[CompressedPool, ...]:
-        """One for each shape. Raises as `CompressedPool` does."""
-        dtype = torch_dtype(decision.request.dtype or decision.kv_dtype)
-        return tuple(
-            CompressedPool(shape, pool=pool, dtype=dtype, layer_ids=[one.layer_id for one in alike])
-            for shape, alike in self._by_shape().items()
-        )
-
-    def bytes_per_token(self, decision: Decision) -> tuple[int, int]:
+    def bytes_per_token(self, decision: Decision) -> TokenBytes:
         """Of keys, and of what they are made of."""
         parts = [
             CompressedPool.bytes_per_token(
@@ -92,20 +115,25 @@ class Compressors:
             )
             for shape, alike in self._by_shape().items()
         ]
-        return sum(keys for keys, _ in parts), sum(rows for _, rows in parts)
+        full, windowed = (sum(numbers) for numbers in zip(*parts, strict=True))
+        return TokenBytes(full=full, windowed=windowed)
 
-    def keep_in(self, pools: Sequence[CompressedPool], context: BackendContext) -> None:
-        """Write to the pools, and read them, from now on."""
-        for pool in pools:
-            layers = [context.layer(layer_id) for layer_id in pool.layer_ids]
-            self.keys.update(dict.fromkeys(pool.layer_ids, CompressedKeys(pool, context, layers)))
+    def attach(self, context: BackendContext, decision: Decision) -> None:
+        """Write to a pool for each shape, and read it, from now on. Raises as `CompressedPool`
+        does."""
+        dtype = torch_dtype(decision.request.dtype or decision.kv_dtype)
+        for shape, alike in self._by_shape().items():
+            ids = [one.layer_id for one in alike]
+            pool = CompressedPool(shape, pool=context.token_to_kv_pool, dtype=dtype, layer_ids=ids)
+            layers = [context.layer(layer_id) for layer_id in ids]
+            self.keys.update(dict.fromkeys(ids, CompressedKeys(pool, context, layers)))
 
     @contextmanager
-    def eagerly(self) -> Iterator[None]:
-        """Let shapes follow the lengths on the host in the steps of the block."""
+    def eager(self, batch: ForwardBatch) -> Iterator[ForwardBatch]:
+        """Let shapes follow the lengths on the host."""
         self.is_captured = False
         try:
-            yield
+            yield batch
         finally:
             self.is_captured = True
 
@@ -157,24 +185,11 @@ def has_compressors(model_class: type[torch.nn.Module]) -> bool:
     return any(hasattr(pkgutil.resolve_name(model_class.__module__), name) for name in OVERLAPPING)
 
 
-def bound_compressors(model: torch.nn.Module) -> Compressors | None:
-    """Those of a model, bound; None without any.
-
-    Raises InvalidInput for one that makes other keys than ours.
-    """
-    found = tuple(
-        Compressor(module=child, owner=owner)
-        for owner in model.modules()
-        for child in owner.children()
-        if type(child).__name__ in OVERLAPPING
-    )
-    if not found:
-        return None
-    for compressor in {type(each.module): each for each in found}.values():
-        if not compressor.agrees():
-            name = type(compressor.module).__name__
-            expected = "those of transformers 5.23"
-            raise InvalidInput(name, got="other keys of blocks of tokens", expected=expected)
-    compressors = Compressors(each=found)
-    compressors.bind()
-    return compressors
+def check_blocks(options: RunnerOptions) -> None:
+    """Raise InvalidInput for what does not go together with keys of blocks."""
+    if options.draft_topk > 1:
+        expected = "1, chains of drafts: a key stands for a block of places"
+        raise InvalidInput("draft_topk", got=options.draft_topk, expected=expected)
+    if options.ranks.size > 1:
+        expected = "1: what keys are made of is not split"
+        raise InvalidInput("ranks", got=options.ranks.size, expected=expected)

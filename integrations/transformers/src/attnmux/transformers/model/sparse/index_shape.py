@@ -30,7 +30,3 @@ class IndexShape:
     def reach(self) -> int:
         """The longest context of which they pick every key."""
         return self.topk * (self.block_size or 1)
-
-
-NO_PICKS = IndexShape(topk=0, head_dim=0)
-"""Of a model without indexers."""

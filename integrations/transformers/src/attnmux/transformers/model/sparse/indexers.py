@@ -11,13 +11,24 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from attnmux.core import BackendContext, ForwardContext, InvalidInput, LayerSpec
+from attnmux.core import (
+    BackendContext,
+    Decision,
+    ForwardBatch,
+    ForwardContext,
+    GraphConfig,
+    InvalidInput,
+    LayerSpec,
+    Request,
+    torch_dtype,
+)
 from attnmux.core.plugin import shared_kernel
 from attnmux.transformers.model.attention import UNMASKED
+from attnmux.transformers.model.part import ModelPart, TokenBytes
 from attnmux.transformers.model.sparse.block_indexers import (
     BlockIndexer,
     block_indexer,
@@ -34,6 +45,9 @@ from attnmux.transformers.model.sparse.mean_indexers import (
     mean_indexer,
 )
 
+if TYPE_CHECKING:
+    from attnmux.transformers.load.options import RunnerOptions
+
 Indexer = KeyIndexer | BlockIndexer | MeanIndexer
 KINDS: tuple[tuple[Callable[..., bool], Callable[..., Indexer | None]], ...] = (
     (has_key_parts, key_indexer),
@@ -43,16 +57,45 @@ KINDS: tuple[tuple[Callable[..., bool], Callable[..., Indexer | None]], ...] = (
 """Whether a module is built as an indexer of the kind, and the indexer, where it picks as ours."""
 
 
-@dataclass(kw_only=True, slots=True, eq=False)
-class Indexers:
+@dataclass(kw_only=True, eq=False)
+class Indexers(ModelPart):
     """The indexers of a model."""
+
+    uncompiled = (
+        "sparse attention",
+        "a model without indexers, which read the running step",
+    )
 
     each: tuple[Indexer, ...]
     shape: IndexShape
     picker: KeyPicker | BlockPicker | None = None
     """While there is none, nothing is picked: as a probe runs, and where every key is seen."""
     is_captured: bool = field(default=True, init=False)
-    """Whether steps have static shapes: any that do not run `eagerly`."""
+    """Whether steps have static shapes: any that do not run `eager`."""
+
+    @classmethod
+    def find(cls, model: torch.nn.Module, options: RunnerOptions) -> Indexers | None:
+        """None also where one is not known, which recording refuses, and for contexts of which
+        they pick every key. Raises InvalidInput for indexers that differ from each other."""
+        found = [
+            known_as(child, owner)
+            for owner in model.modules()
+            for child in owner.children()
+            for has_parts, known_as in KINDS
+            if has_parts(child)
+        ]
+        known = tuple(indexer for indexer in found if indexer is not None)
+        if not found or len(known) < len(found):
+            return None
+        shapes = {indexer.shape for indexer in known}
+        if len(shapes) > 1:
+            expected = "the same in all layers"
+            raise InvalidInput("indexers", got=f"{sorted(shapes)}", expected=expected)
+        indexers = cls(each=known, shape=shapes.pop())
+        if indexers.shape.reach < options.max_context_len:
+            return indexers
+        indexers.bind()  # their own code would pick, and need the mask that nobody made
+        return None
 
     def bind(self) -> None:
         """Give the modules a forward that writes their picks to the batch of the running step."""
@@ -72,24 +115,49 @@ class Indexers:
             self._marked(layer) if layer.layer_id in with_blocks else layer for layer in layers
         )
 
-    def pool(self, *, num_slots: int, dtype: torch.dtype, device: torch.device) -> IndexKPool:
-        """A pool for their keys. Raises PoolExhausted when memory does not suffice."""
-        return IndexKPool(
-            num_slots=num_slots,
-            dtype=dtype,
-            layer_ids=[indexer.module.layer_idx for indexer in self.each],
-            head_dim=self.shape.head_dim,
-            device=device,
-        )
+    def ask(self, ways: Sequence[Request], options: RunnerOptions) -> list[Request]:
+        latent = [way for way in ways if way.latent]
+        if not latent and not self.shape.block_size:
+            expected = "absorbed, with a plain linear kv_b_proj: an indexer picks latent rows"
+            raise InvalidInput("mla", got=options.mla or "another projection", expected=expected)
+        if options.draft_topk > 1:
+            expected = "1, chains of drafts: an indexer counts places"
+            raise InvalidInput("draft_topk", got=options.draft_topk, expected=expected)
+        if not options.ranks.building.run_indexers:
+            expected = "1, or --tp alone: an indexer reads all keys of a request"
+            raise InvalidInput("ranks", got=options.ranks.size, expected=expected)
+        picks = {"index_topk": self.shape.topk}
+        if latent:
+            return [way.replace(origin="model", kind="nsa", **picks) for way in latent]
+        if options.ranks.building.head_ranks > 1:
+            expected = "1: every rank would need only the picks for its own heads"
+            raise InvalidInput("ranks", got=options.ranks.building.head_ranks, expected=expected)
+        picks["index_block_size"] = self.shape.block_size
+        return [way.replace(origin="model", **picks) for way in ways]
 
-    def bytes_per_token(self, dtype: torch.dtype) -> int:
-        return IndexKPool.bytes_per_token(
-            dtype=dtype, num_layers=len(self.each), head_dim=self.shape.head_dim
-        )
+    def _dtype(self, decision: Decision) -> torch.dtype:
+        """Of their keys: as coarse as the KV cache, where that is e4m3 and keys are stored."""
+        kv_dtype = torch_dtype(decision.kv_dtype)
+        own = torch_dtype(decision.request.dtype or decision.kv_dtype)
+        coarse = kv_dtype == torch.float8_e4m3fn and not self.shape.begun_block
+        return kv_dtype if coarse else own
 
-    def pick_from(self, pool: IndexKPool, context: BackendContext) -> None:
+    def bytes_per_token(self, decision: Decision) -> TokenBytes:
+        keys = IndexKPool.bytes_per_token(
+            dtype=self._dtype(decision), num_layers=len(self.each), head_dim=self.shape.head_dim
+        )
+        return TokenBytes(beside=keys)
+
+    def attach(self, context: BackendContext, decision: Decision) -> None:
         """Pick from now on, by the kernels that are offered for the context's device."""
         shape, table = self.shape, context.req_to_token_pool.req_to_token
+        pool = IndexKPool(
+            num_slots=context.token_to_kv_pool.num_slots,
+            dtype=self._dtype(decision),
+            layer_ids=[indexer.module.layer_idx for indexer in self.each],
+            head_dim=shape.head_dim,
+            device=context.device,
+        )
         if shape.block_size:
             self.picker = BlockPicker(
                 pool=pool,
@@ -107,12 +175,16 @@ class Indexers:
         kernel = shared_kernel("index_scores", context)
         self.picker = KeyPicker(pool=pool, req_to_token=table, topk=shape.topk, kernel=kernel)
 
+    def captured(self, config: GraphConfig) -> GraphConfig:
+        return replace(config, index_topk=self.shape.places, index_heads=self.shape.heads)
+
     @contextmanager
-    def eagerly(self) -> Iterator[None]:
-        """Pick by the lengths on the host in the steps of the block."""
+    def eager(self, batch: ForwardBatch) -> Iterator[ForwardBatch]:
+        """Pick by the lengths on the host, into room on the batch."""
+        assert self.picker is not None
         self.is_captured = False
         try:
-            yield
+            yield replace(batch, topk_indices=self.picker.room(batch))
         finally:
             self.is_captured = True
 
@@ -136,31 +208,6 @@ class Indexers:
             got = f"blocks for {heads} heads, in a layer of {q_heads}/{kv_heads} heads"
             raise InvalidInput("indexer", got=got, expected="some for each KV head, evenly")
         return replace(layer, index_block_size=self.shape.block_size)
-
-
-def bound_indexers(model: torch.nn.Module) -> Indexers | None:
-    """The indexers of a model, bound; None without any, and where one is not known.
-
-    A model with others is refused when its layers are recorded. Raises InvalidInput for indexers
-    that differ from each other.
-    """
-    found = [
-        known_as(child, owner)
-        for owner in model.modules()
-        for child in owner.children()
-        for has_parts, known_as in KINDS
-        if has_parts(child)
-    ]
-    known = tuple(indexer for indexer in found if indexer is not None)
-    if not found or len(known) < len(found):
-        return None
-    shapes = {indexer.shape for indexer in known}
-    if len(shapes) > 1:
-        expected = "the same in all layers"
-        raise InvalidInput("indexers", got=f"{sorted(shapes)}", expected=expected)
-    indexers = Indexers(each=known, shape=shapes.pop())
-    indexers.bind()
-    return indexers
 
 
 def _unmasked(

@@ -5,8 +5,11 @@ from __future__ import annotations
 from attnmux.transformers.requests.prefixes.node import PrefixNode
 from attnmux.transformers.requests.prefixes.state_tree import StatePrefixTree
 from attnmux.transformers.requests.prefixes.tree import PrefixMatch, PrefixTree
-from attnmux.transformers.requests.prefixes.window_state_tree import WindowStatePrefixTree
-from attnmux.transformers.requests.prefixes.window_tree import WindowPrefixTree, WindowSpan
+from attnmux.transformers.requests.prefixes.window_tree import (
+    WindowPrefixTree,
+    WindowSpan,
+    WindowStatePrefixTree,
+)
 
 __all__ = [
     "PrefixMatch",

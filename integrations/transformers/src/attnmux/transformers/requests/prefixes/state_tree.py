@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from attnmux.core import InvalidInput, LinearStatePool
+from attnmux.core import InvalidInput
+from attnmux.parts import LinearStatePool
 from attnmux.transformers.requests.prefixes.node import PrefixNode
 from attnmux.transformers.requests.prefixes.tree import PrefixTree
 from attnmux.transformers.requests.slots import PagedAllocator

@@ -8,7 +8,9 @@ from dataclasses import dataclass
 import torch
 
 from attnmux.core import SWAKVPool
+from attnmux.parts import LinearStatePool
 from attnmux.transformers.requests.prefixes.node import PrefixNode, whole_pages
+from attnmux.transformers.requests.prefixes.state_tree import StatePrefixTree
 from attnmux.transformers.requests.prefixes.tree import PrefixTree
 from attnmux.transformers.requests.slots import SWAAllocator
 
@@ -212,3 +214,22 @@ class WindowPrefixTree(PrefixTree):
     def _may_end(self, node: PrefixNode) -> bool:
         """Whether requests are likely to continue the prefix that ends in `node`."""
         return len(node.children) != 1
+
+
+class WindowStatePrefixTree(StatePrefixTree, WindowPrefixTree):
+    """A prefix tree whose prefixes are continued where their states were kept and the windows at
+    their ends are still there."""
+
+    def __init__(
+        self,
+        allocator: SWAAllocator,
+        page_size: int,
+        span: WindowSpan,
+        states: LinearStatePool,
+    ) -> None:
+        """Raises InvalidInput as `PrefixTree` does."""
+        self.states = states
+        WindowPrefixTree.__init__(self, allocator, page_size, span)
+
+    def _may_end(self, node: PrefixNode) -> bool:
+        return node in self._kept or super()._may_end(node)
