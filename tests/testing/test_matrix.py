@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from attnmux.core import Offer, Platform, Request, load_plugins
+from attnmux.core import Offer, Platform, Plugins, Request
 from attnmux.core.cli import run as shared
 from attnmux.core.cli.verbs import verbs
 from attnmux.core.facts.values import PHASES
@@ -253,7 +253,7 @@ def call(monkeypatch):
                 def offers(self) -> tuple[Offer, ...]:
                     return offers
 
-            monkeypatch.setattr(shared, "load_plugins", lambda **_: Given())
+            monkeypatch.setattr(shared.Plugins, "load", lambda **_: Given())
         return CliRunner().invoke(verbs, ["matrix", *args], prog_name="attnmux")
 
     return invoke
@@ -286,7 +286,7 @@ def test_json_has_what_markdown_has(call) -> None:
 
 
 def test_the_page_in_docs_is_the_cards() -> None:
-    plugins = load_plugins(OURS, ())
+    plugins = Plugins.load(OURS, ())
     names = {plugin.name for plugin in plugins.loaded}
     if names != set(OURS):
         pytest.skip(f"not installed: {', '.join(sorted(set(OURS) - names))}")
@@ -350,7 +350,7 @@ def served_points(offer: Offer, kind: str, change: dict) -> set[tuple]:
     }
 
 
-@pytest.mark.parametrize("offer", load_plugins(OURS, ()).offers(), ids=lambda offer: offer.address)
+@pytest.mark.parametrize("offer", Plugins.load(OURS, ()).offers(), ids=lambda offer: offer.address)
 @pytest.mark.turns(4)
 def test_the_cells_are_what_the_cards_answer(offer) -> None:
     for row in rows_of([offer]):

@@ -35,6 +35,24 @@ MEANINGS: Mapping[str, str] = {
 """The codes that do not name an axis."""
 
 
+def meanings() -> dict[str, str]:
+    """Every code with its explanation, sorted."""
+    axes = {axis.name.upper(): f"{axis.meaning} {_advice(axis)}" for axis in AXES}
+    return dict(sorted({**MEANINGS, **axes}.items()))
+
+
+def _advice(axis: Axis) -> str:
+    name = axis.name
+    if axis.settable and axis.droppable:
+        return f"Change {name} in --request, or let --allow-coercion drop it."
+    if axis.settable:
+        return f"Change {name} in --request, or choose another backend."
+    return "The model or the machine sets this: choose another backend."
+
+
+CODES = completing(meanings)
+
+
 @click.command()
 @click.argument(
     "codes", nargs=-1, metavar="[CODE]...", shell_complete=completing(lambda: meanings())
@@ -57,18 +75,3 @@ def explain(run: Run, as_json: bool, codes: tuple[str, ...]) -> None:
     from attnmux.core.cli.render import render_codes  # noqa: PLC0415  # rich is slow to import
 
     render_codes(asked)
-
-
-def meanings() -> dict[str, str]:
-    """Every code with its explanation, sorted."""
-    axes = {axis.name.upper(): f"{axis.meaning} {_advice(axis)}" for axis in AXES}
-    return dict(sorted({**MEANINGS, **axes}.items()))
-
-
-def _advice(axis: Axis) -> str:
-    name = axis.name
-    if axis.settable and axis.droppable:
-        return f"Change {name} in --request, or let --allow-coercion drop it."
-    if axis.settable:
-        return f"Change {name} in --request, or choose another backend."
-    return "The model or the machine sets this: choose another backend."
