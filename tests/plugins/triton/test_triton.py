@@ -183,24 +183,24 @@ def test_more_requests_than_there_is_room_for_are_refused():
 
 
 @pytest.mark.parametrize(
-    ("options", "splits", "part_dtype"),
+    ("options", "splits"),
     [
-        ({}, [10, 5], torch.bfloat16),
-        ({"num_kv_splits": 2}, [2, 2], torch.bfloat16),
-        ({"split_tile_size": 512}, [5, 3], torch.bfloat16),
-        ({"split_tile_size": 512, "num_kv_splits": 3}, [3, 3], torch.bfloat16),
-        ({"reduce_in_fp32": True}, [10, 5], torch.float32),
+        ({}, [10, 5]),
+        ({"num_kv_splits": 2}, [2, 2]),
+        ({"split_tile_size": 512}, [5, 3]),
+        ({"split_tile_size": 512, "num_kv_splits": 3}, [3, 3]),
+        ({"reduce_in_fp32": True}, [10, 5]),
     ],
 )
 @pytest.mark.turns(2)
-def test_a_deterministic_result_does_not_depend_on_the_batch(options, splits, part_dtype):
+def test_a_deterministic_result_does_not_depend_on_the_batch(options, splits):
     step = decode(2500, 1100)
     backend, setup = backend_of(step, **options)
     both = prepare_step(setup, step)
     backend.init_forward_metadata(both.batch)
     (plan,) = backend._attention._shares.values()
     assert plan.buffers["stops"][:3].diff().tolist() == splits
-    assert plan.buffers["partial"].dtype == part_dtype
+    assert plan.buffers["partial"].dtype == torch.float32
     given = both.inputs[0]
     together = backend.forward(given.q, given.k, given.v, given.layer, both.batch)
     for place in (0, 1):
@@ -230,6 +230,19 @@ def test_without_options_keys_are_shared_by_the_batch_and_parts_are_float32():
     splits = SplitOptions.of({}, deterministic=False)
     assert splits.splitting(64) is None
     assert splits.part_dtype(None, torch.bfloat16) == torch.float32
+
+
+@pytest.mark.parametrize(
+    ("options", "deterministic", "dtype"),
+    [
+        ({"num_kv_splits": 2}, False, torch.bfloat16),
+        ({"num_kv_splits": 2, "reduce_in_fp32": True}, False, torch.float32),
+        ({}, True, torch.float32),
+    ],
+)
+def test_parts_of_deterministic_results_are_float32(options, deterministic, dtype):
+    splits = SplitOptions.of(options, deterministic=deterministic)
+    assert splits.part_dtype(splits.splitting(64), torch.bfloat16) == dtype
 
 
 STEPS = {

@@ -15,6 +15,7 @@ import torch
 
 from attnmux.bench.conformance import check_conformance
 from attnmux.bench.entrants import Entrant, make_field
+from attnmux.bench.grid import MEMORY_SHARE
 from attnmux.bench.measuring import Bench, Row
 from attnmux.bench.roofline import Ceilings
 from attnmux.bench.timing import graphs_of
@@ -83,17 +84,26 @@ class Spot:
         )
         return list(bench.rows((workload,), entrants))
 
-    def compile(self, steps: Steps) -> str:
+    def compile(self, steps: Steps, processes: int) -> str:
         """Run each step once, so that what compilers make is on the disk afterwards. Returns what
-        failed, in words: it fails again when it is timed."""
+        failed, in words: it fails again when it is timed.
+
+        processes: that do so at a time and share the device's memory. Too large steps are left out:
+        their kernels are mostly those of smaller ones.
+        """
+        room = self.platform.memory_bytes * MEMORY_SHARE / processes or float("inf")
         try:
             quick, entrants = replace(self, seconds=1e-4), self.entrants(steps)
             for entrant in entrants if self.check_seconds else ():
                 check_conformance(entrant, self.device, self.check_seconds)
             for workload in steps.workloads if entrants else ():
-                quick.rows(workload, entrants)
+                if 2 * workload.stored_bytes(steps.asked, 2) <= room:
+                    quick.rows(workload, entrants)
         except Exception as error:  # whatever a library, a compiler or a device raises
             return AttnmuxError.in_brief(error)
+        finally:
+            if torch.accelerator.is_available():
+                torch.accelerator.empty_cache()
         return ""
 
     def compiled(self, items: Sequence[T], jobs: int, end: float) -> Iterator[T]:
@@ -109,7 +119,8 @@ class Spot:
                     return
                 group = items[start : start + (jobs or 1)]
                 if workers is not None:
-                    list(workers.map(partial(Spot.compile, self), [each.steps for each in group]))
+                    compile_one = partial(self.compile, processes=jobs)
+                    list(workers.map(compile_one, [each.steps for each in group]))
                 yield from group
 
 
