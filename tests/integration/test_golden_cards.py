@@ -146,8 +146,7 @@ SHAPES = {
     "chunks": "kind=dual_chunk,dtype=bf16,head_dim=128,num_q_heads=40,num_kv_heads=8",
 }
 LIMITS = """
-nvidia/fa3 nvidia:sm90 decode gqa head_dim=80 served
-nvidia/fa3 nvidia:sm90 decode gqa head_dim=72 HEAD_DIM
+nvidia/fa3 nvidia:sm90 decode gqa head_dim=80 HEAD_DIM
 nvidia/fa3 nvidia:sm90 decode gqa head_dim=192,v_head_dim=128 served
 nvidia/fa3 nvidia:sm90 decode gqa head_dim=192,v_head_dim=64 V_HEAD_DIM
 nvidia/fa3 nvidia:sm90 decode gqa logit_cap=30 served

@@ -50,21 +50,17 @@ TREE_SOURCES = {
     ),
 }
 """The sources of draft trees, for `fa3` and `fa3_mla`."""
-PADDED = one_of(80, 112, 160)
-"""Head dims of models that run on kernels for the next larger one."""
 
 
-def _clauses(
-    dtype: str, head_dim: Condition, v_head_dim: Condition, *stored: str
-) -> Iterator[Clause]:
-    """For queries of one dtype. stored: the dtypes of K and V."""
+def _clauses(dtype: str, head_dim: Condition, v_head_dim: Condition) -> Iterator[Clause]:
+    """For queries of one dtype: the kernels take K and V in the same dtype, or all in e4m3."""
     everywhere: dict[str, Any] = {
         "vendor": one_of("nvidia"),
         "version": versions(">=9.0,<10"),
         "runtime": runtimes("cuda>=12.3"),
         "kind": one_of("mha"),
         "dtype": one_of(dtype),
-        "kv_dtype": one_of(*stored),
+        "kv_dtype": one_of(dtype, "fp8_e4m3"),
         "head_dim": head_dim,
         "v_head_dim": v_head_dim,
         "logit_cap": ANY,
@@ -115,10 +111,7 @@ FA3 = BackendCard(
         "runtime": "sgl_kernel.flash_attn.is_fa3_supported",
         "dtype": "flash_api.cpp: fp16, bf16, or all in e4m3",
         "kv_dtype": "flash_api.cpp: K and V in the dtype of Q, or all in e4m3; no e5m2",
-        "head_dim": (
-            "built for 64, 96, 128, 192 and 256; flash_api.cpp takes any multiple of 8 up to 256 "
-            "and rounds it up to one of these. Those that models have, without e4m3"
-        ),
+        "head_dim": "built for 64, 96, 128, 192 and 256; other dims are padded to these",
         "v_head_dim": "flash_api.cpp, two dims: 128 < D <= 192 with 96 < Dv <= 128",
         "num_q_heads": "mainloop_fwd_sm90_tma_gmma_ws.hpp: an array of 64 sinks",
         **TREE_SOURCES,
@@ -126,12 +119,11 @@ FA3 = BackendCard(
     clauses=tuple(
         clause
         for dtype in ("bfloat16", "float16")
-        for head_dim, v_head_dim, *stored in (
-            (one_of(128, 64, 96, 192, 256), NONE, dtype, "fp8_e4m3"),
-            (one_of(192), one_of(128), dtype, "fp8_e4m3"),
-            (PADDED, NONE, dtype),
+        for head_dim, v_head_dim in (
+            (one_of(128, 64, 96, 192, 256), NONE),
+            (one_of(192), one_of(128)),
         )
-        for clause in _clauses(dtype, head_dim, v_head_dim, *stored)
+        for clause in _clauses(dtype, head_dim, v_head_dim)
     ),
     priors=(
         Prior(
